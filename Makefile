@@ -1,0 +1,41 @@
+# Two commands need nothing but python3: `make demo` and `make test`.
+
+PYTHON ?= python3
+# Installed first and by itself, so that pip does not choose another build for a dependency.
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/fxtrain launch --ranks 2 examples/digits.py
+
+test: $(VENV)/.test
+	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
+
+$(VENV)/.test: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[test]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.test
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.test
+	$(BIN)/pip install --quiet --editable ".[bench]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist runs

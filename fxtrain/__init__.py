@@ -1,0 +1,90 @@
+"""Distributed PyTorch training loops made of values and functions.
+
+Names load on first use, so that the command line can answer without importing torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fxtrain import ops as ops
+    from fxtrain import state as state
+    from fxtrain._errors import CheckpointError as CheckpointError
+    from fxtrain._errors import CollectiveError as CollectiveError
+    from fxtrain._errors import ContextError as ContextError
+    from fxtrain._errors import DataError as DataError
+    from fxtrain._errors import FxError as FxError
+    from fxtrain._errors import LaunchError as LaunchError
+    from fxtrain._errors import MissingPackageError as MissingPackageError
+    from fxtrain._errors import PlanError as PlanError
+    from fxtrain._errors import StepError as StepError
+    from fxtrain.backends import unwrap as unwrap
+    from fxtrain.backends import wrap as wrap
+    from fxtrain.data import Sharded as Sharded
+    from fxtrain.data import shard as shard
+    from fxtrain.launch import launch as launch
+    from fxtrain.loop import StepFns as StepFns
+    from fxtrain.loop import step as step
+    from fxtrain.ops import close as close
+    from fxtrain.ops import detect as detect
+    from fxtrain.ops import log as log
+    from fxtrain.state import DDP as DDP
+    from fxtrain.state import Batch as Batch
+    from fxtrain.state import Change as Change
+    from fxtrain.state import CommHook as CommHook
+    from fxtrain.state import Compile as Compile
+    from fxtrain.state import Data as Data
+    from fxtrain.state import DistContext as DistContext
+    from fxtrain.state import LossScale as LossScale
+    from fxtrain.state import Mesh as Mesh
+    from fxtrain.state import Plan as Plan
+    from fxtrain.state import Position as Position
+    from fxtrain.state import PowerSGD as PowerSGD
+    from fxtrain.state import Precision as Precision
+    from fxtrain.state import Report as Report
+    from fxtrain.state import Single as Single
+    from fxtrain.state import Weighted as Weighted
+    from fxtrain.state import Wrapped as Wrapped
+    from fxtrain.state import diff as diff
+    from fxtrain.state import dumps as dumps
+    from fxtrain.state import fingerprint as fingerprint
+    from fxtrain.state import loads as loads
+    from fxtrain.state import read_plan as read_plan
+    from fxtrain.state import write_plan as write_plan
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "fxtrain._errors": (
+        "CheckpointError CollectiveError ContextError DataError FxError LaunchError "
+        "MissingPackageError PlanError StepError"
+    ),
+    "fxtrain.backends": "unwrap wrap",
+    "fxtrain.data": "Sharded shard",
+    "fxtrain.launch": "launch",
+    "fxtrain.loop": "StepFns step",
+    "fxtrain.ops": "close detect log",
+    "fxtrain.state": (
+        "Batch Change CommHook Compile DDP Data DistContext LossScale Mesh Plan Position "
+        "PowerSGD Precision Report Single Weighted Wrapped diff dumps fingerprint loads "
+        "read_plan write_plan"
+    ),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+_MODULES = ("ops", "state", "testing")
+
+__all__ = sorted([*_HOME, "ops", "state"])  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"fxtrain.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'fxtrain' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value  # found once; later look-ups cost nothing
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,52 @@
+"""The error tree. A message says what was asked, what was found and what to do."""
+
+__all__ = [
+    "CheckpointError",
+    "CollectiveError",
+    "ContextError",
+    "DataError",
+    "FxError",
+    "LaunchError",
+    "MissingPackageError",
+    "PlanError",
+    "StepError",
+]
+
+
+class FxError(Exception):
+    """Base of every error that fxtrain raises on purpose."""
+
+
+class ContextError(FxError, RuntimeError):
+    """The environment does not describe one set of ranks, or they could not be connected."""
+
+
+class PlanError(FxError, ValueError):
+    """A plan, or a value that is to become one, does not hold together."""
+
+
+class CollectiveError(FxError, RuntimeError):
+    """The ranks disagree about a collective, or one of them never came.
+
+    Raised on every rank, with each rank's view of the call.
+    """
+
+
+class DataError(FxError, ValueError):
+    """A loader or a batch cannot be split over the ranks as asked."""
+
+
+class StepError(FxError, RuntimeError):
+    """A training step was given something that it cannot train on."""
+
+
+class CheckpointError(FxError, RuntimeError):
+    """A checkpoint is incomplete, damaged or does not fit the model."""
+
+
+class LaunchError(FxError, RuntimeError):
+    """The ranks could not be started, or one of them failed."""
+
+
+class MissingPackageError(FxError, ImportError):
+    """An optional package is needed and not installed."""

@@ -1,0 +1,180 @@
+"""Walking nested containers: flatten to leaves and a hashable shape, and back.
+
+torch's own pytree does not know attrs records, unregistered dataclasses or mappings
+outside the standard library, and registering them would change the process for everybody.
+Types that are registered with `torch.utils._pytree` keep their registered behaviour.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch.utils import _pytree
+
+__all__ = ["Shape", "flatten", "leaf_paths", "map_leaves", "rows_of", "unflatten"]
+
+
+@attrs.frozen
+class Shape:
+    """The structure of a tree without its leaves; equal shapes have equal `text`.
+
+    `rebuild` turns the children of this node back into a container of the kind it came
+    from. It may hold the original object, so it takes no part in equality.
+    """
+
+    text: str
+    children: "tuple[Shape, ...]" = ()
+    keys: tuple[Any, ...] = ()
+    rebuild: Callable[[list[Any]], Any] | None = attrs.field(default=None, eq=False, repr=False)
+
+
+_LEAF = Shape("*")
+_NONE = Shape("None", rebuild=lambda _: None)
+
+
+def flatten(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], Shape]:
+    """Split a tree into its leaves, in a fixed order, and its shape.
+
+    Containers are tuples, lists, dicts and other mappings (walked in key order, so that
+    insertion order does not matter), NamedTuples, attrs records, dataclasses, None, and
+    every type registered with torch's pytree. An attrs or dataclass field whose metadata
+    has `static=True` belongs to the shape. Everything else is a leaf, and so is a container
+    for which `is_leaf` is true.
+    """
+    leaves: list[Any] = []
+    return leaves, _walk(tree, leaves, is_leaf)
+
+
+def unflatten(shape: Shape, leaves: list[Any]) -> Any:
+    """Put leaves back into a shape that `flatten` gave."""
+    return _build(shape, iter(leaves))
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to every leaf and rebuild the tree."""
+    leaves, shape = flatten(tree)
+    return unflatten(shape, [fn(leaf) for leaf in leaves])
+
+
+def leaf_paths(shape: Shape, prefix: str = "") -> list[str]:
+    """Name every leaf, as `['images'][0]`, in the order of `flatten`."""
+    if shape is _LEAF:
+        return [prefix or "the value"]
+    return [
+        path
+        for key, child in zip(shape.keys, shape.children, strict=True)
+        for path in leaf_paths(child, f"{prefix}{_key(key)}")
+    ]
+
+
+def rows_of(tree: Any) -> int | None:
+    """Length of the first dimension of the first tensor that has one; None without any."""
+    for leaf in flatten(tree)[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            return leaf.shape[0]
+    return None
+
+
+def _key(key: Any) -> str:
+    return key if isinstance(key, str) and key.startswith(".") else f"[{key!r}]"
+
+
+def _build(shape: Shape, leaves: Iterator[Any]) -> Any:
+    if shape.rebuild is None:
+        return next(leaves)
+    return shape.rebuild([_build(child, leaves) for child in shape.children])
+
+
+def _walk(tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) -> Shape:
+    if isinstance(tree, torch.Tensor | int | float | str):
+        leaves.append(tree)
+        return _LEAF
+    if tree is None:
+        return _NONE
+    node = None if is_leaf is not None and is_leaf(tree) else _open(tree)
+    if node is None:
+        leaves.append(tree)
+        return _LEAF
+    name, keys, children, rebuild = node
+    shapes = tuple([_walk(child, leaves, is_leaf) for child in children])
+    inner = ", ".join([f"{key}: {shape.text}" for key, shape in zip(keys, shapes, strict=True)])
+    return Shape(f"{name}({inner})", shapes, tuple(keys), rebuild)
+
+
+_Node = tuple[str, Any, list[Any], Callable[[list[Any]], Any]]
+
+
+def _open(tree: Any) -> _Node | None:
+    """Name, keys, children and rebuild function of a container; None for a leaf."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind.__name__, range(len(tree)), list(tree), kind
+    if kind is dict:
+        return _open_mapping(tree, lambda: {})
+    if isinstance(tree, tuple) and hasattr(kind, "_fields"):
+        fields = [f".{field}" for field in kind._fields]
+        return kind.__qualname__, fields, list(tree), kind._make
+    if attrs.has(kind):
+        return _open_record(tree, attrs.fields(kind))
+    registered = _pytree.SUPPORTED_NODES.get(kind)
+    if registered is not None:
+        return _open_registered(tree, registered)
+    if dataclasses.is_dataclass(tree):
+        return _open_record(tree, dataclasses.fields(tree))
+    if isinstance(tree, Mapping):
+        return _open_mapping(tree, lambda: copy.copy(tree))
+    if isinstance(tree, list):
+        return kind.__qualname__, range(len(tree)), list(tree), lambda xs: _refill(tree, xs)
+    return None
+
+
+def _open_mapping(tree: Mapping[Any, Any], fresh: Callable[[], Any]) -> _Node:
+    try:
+        keys = sorted(tree)
+    except TypeError:
+        keys = sorted(tree, key=lambda key: (type(key).__qualname__, repr(key)))
+    order = list(tree)
+
+    def rebuild(children: list[Any]) -> Any:
+        by_key = dict(zip(keys, children, strict=True))
+        new = fresh()
+        for key in order:
+            new[key] = by_key[key]
+        return new
+
+    return type(tree).__qualname__, keys, [tree[key] for key in keys], rebuild
+
+
+def _open_record(tree: Any, fields: Any) -> _Node:
+    walked = [field.name for field in fields if not field.metadata.get("static")]
+
+    def rebuild(children: list[Any]) -> Any:
+        new = copy.copy(tree)
+        for field, child in zip(walked, children, strict=True):
+            object.__setattr__(new, field, child)
+        return new
+
+    fixed = [f.name for f in fields if f.metadata.get("static")]
+    name = type(tree).__qualname__
+    if fixed:
+        name += f"<{', '.join(f'{field}={getattr(tree, field)!r}' for field in fixed)}>"
+    keys = [f".{field}" for field in walked]
+    return name, keys, [getattr(tree, field) for field in walked], rebuild
+
+
+def _open_registered(tree: Any, node: Any) -> _Node:
+    children, context = node.flatten_fn(tree)
+    children = list(children)
+    name = type(tree).__qualname__
+    return name, range(len(children)), children, lambda xs: node.unflatten_fn(xs, context)
+
+
+def _refill(original: list[Any], children: list[Any]) -> list[Any]:
+    new = copy.copy(original)
+    new[:] = children
+    return new

@@ -1,0 +1,65 @@
+"""Collectives over trees, agreement, process control, random state, parts of a step.
+
+Value first, context after: `ops.gather(tree, ctx)`.
+"""
+
+from fxtrain.ops._collect import broadcast, gather, reduce, scatter
+from fxtrain.ops._connect import close, detect
+from fxtrain.ops._control import main_first, on_main, on_rank, say, split
+from fxtrain.ops._log import RankLogger, log
+from fxtrain.ops._objects import (
+    agree,
+    all_ranks,
+    any_rank,
+    barrier,
+    broadcast_object,
+    gather_objects,
+    raise_together,
+)
+from fxtrain.ops._pad import Padded, gather_valid, pad, unpad
+from fxtrain.ops._random import fork_rng, seed
+from fxtrain.ops._train import (
+    apply,
+    autocast,
+    backward,
+    clip_norm,
+    clip_value,
+    scale_grads,
+    sync,
+)
+
+__all__ = [
+    "Padded",
+    "RankLogger",
+    "agree",
+    "all_ranks",
+    "any_rank",
+    "apply",
+    "autocast",
+    "backward",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "clip_norm",
+    "clip_value",
+    "close",
+    "detect",
+    "fork_rng",
+    "gather",
+    "gather_objects",
+    "gather_valid",
+    "log",
+    "main_first",
+    "on_main",
+    "on_rank",
+    "pad",
+    "raise_together",
+    "reduce",
+    "say",
+    "scale_grads",
+    "scatter",
+    "seed",
+    "split",
+    "sync",
+    "unpad",
+]

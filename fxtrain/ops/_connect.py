@@ -1,0 +1,372 @@
+"""From the environment to a connected context: the one place that reads the environment."""
+
+import atexit
+import functools
+import os
+import socket
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import torch
+from torch import distributed as dist
+
+from fxtrain._errors import ContextError
+from fxtrain.state import (
+    AXES,
+    Comm,
+    DistContext,
+    Mesh,
+    Topology,
+    axis_groups,
+    read_topology,
+    resolve_mesh,
+)
+
+__all__ = ["close", "detect"]
+
+DEFAULT_TIMEOUT_S = 600.0
+
+# torch's own choice of library per device type; CPU tensors always travel over gloo.
+_LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "mps": "gloo", "xpu": "xccl", "npu": "hccl"}
+
+
+def detect(
+    env: Mapping[str, str] | None = None,
+    *,
+    device: str | torch.device | None = None,
+    mesh: Mesh | None = None,
+    timeout_s: float | None = None,
+    checks: bool = True,
+) -> DistContext:
+    """Find out which rank this process is and connect it to the others.
+
+    A process group that is there already is reused and left open.
+
+    Args:
+        env: Variables to read instead of the process's environment.
+        device: Where to compute; the accelerator of this rank, or the CPU, by default.
+        mesh: Ranks per axis; all ranks replicate by default.
+        timeout_s: Longest wait for another rank, here and in every collective, in seconds;
+            600 by default.
+        checks: Compare every collective call between the ranks before it runs.
+
+    Effects:
+        Opens torch's default process group and a gloo group for control traffic when there
+        is more than one rank, and one pair of groups per mesh axis; selects the device.
+        Both are closed at exit of the `with` block or of the process.
+
+    Raises:
+        ContextError: the variables contradict each other, the device is not there, the mesh
+            does not fit, or a rank did not come within `timeout_s`; it is named.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     ctx.rank, ctx.world_size, ctx.device.type, ctx.launcher
+        (0, 1, 'cpu', 'none')
+    """
+    variables = os.environ if env is None else env
+    if timeout_s is not None and not timeout_s > 0:
+        raise ContextError(f"detect(timeout_s={timeout_s}): a timeout is a number of seconds > 0.")
+    wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
+    if dist.is_available() and dist.is_initialized():
+        topology = _existing_topology(variables)
+        return _join(topology, device, mesh, wait_s, checks=checks, store=None)
+    topology = read_topology(variables)
+    if topology.world_size == 1:
+        return _alone(topology, device, mesh, wait_s, checks=checks)
+    store = _open_store(topology, wait_s)
+    return _join(topology, device, mesh, wait_s, checks=checks, store=store)
+
+
+def close(ctx: DistContext) -> None:
+    """Close the process groups that `detect` opened for this context; harmless twice.
+
+    Effects:
+        Destroys torch's process groups, unless they were there before `detect`.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> fx.close(fx.detect(env={}, device="cpu"))
+    """
+    ctx.comm.close(None)
+
+
+def _existing_topology(env: Mapping[str, str]) -> Topology:
+    """The place of this rank in the group that is there; the environment only adds nodes."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    try:
+        found = read_topology(env)
+    except ContextError:
+        found = Topology()
+    if (found.rank, found.world_size) == (rank, world_size):
+        return found
+    return Topology(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        launcher="group",
+    )
+
+
+def _alone(
+    topology: Topology,
+    device: str | torch.device | None,
+    mesh: Mesh | None,
+    timeout_s: float,
+    *,
+    checks: bool,
+) -> DistContext:
+    comm = Comm(timeout_s=timeout_s, checks=checks)
+    found = _pick_device(device, topology)
+    return _context(topology, found, comm, resolve_mesh(mesh or Mesh(), 1), {})
+
+
+def _join(
+    topology: Topology,
+    device: str | torch.device | None,
+    mesh: Mesh | None,
+    timeout_s: float,
+    *,
+    checks: bool,
+    store: Any,
+) -> DistContext:
+    shape = resolve_mesh(mesh or Mesh(), topology.world_size)
+    found = _pick_device(device, topology)
+    wait = timedelta(seconds=timeout_s)
+    owned = store is not None
+    if owned:
+        _open_group(topology, found, store, wait)
+    world = dist.group.WORLD
+    simulated = dist.get_backend(world) == "fake"
+    new_group = functools.partial(_new_group, wait=wait, simulated=simulated)
+    comm = Comm(
+        group=world,
+        control=new_group(None),
+        store=store if owned or simulated else _group_store(),
+        ranks=tuple(range(topology.world_size)),
+        timeout_s=timeout_s,
+        checks=checks,
+        simulated=simulated,
+        close=_closer(topology, store, timeout_s) if owned else Comm().close,
+    )
+    axes = _open_axes(comm, shape, topology.rank, wait) if mesh is not None else {}
+    return _context(topology, found, comm, shape, axes)
+
+
+def _context(
+    topology: Topology,
+    device: torch.device,
+    comm: Comm,
+    mesh: Mesh,
+    axes: Mapping[str, tuple[int, Comm]],
+) -> DistContext:
+    ctx = DistContext(
+        rank=topology.rank,
+        world_size=topology.world_size,
+        local_rank=topology.local_rank,
+        local_world_size=topology.local_world_size,
+        node_rank=topology.node_rank,
+        num_nodes=topology.num_nodes,
+        device=device,
+        comm=comm,
+        mesh=mesh,
+        launcher=topology.launcher,
+    )
+    along = {
+        name: attrs.evolve(
+            ctx,
+            rank=rank,
+            world_size=len(part.ranks),
+            comm=part,
+            mesh=Mesh(replicate=len(part.ranks)),
+        )
+        for name, (rank, part) in axes.items()
+    }
+    return attrs.evolve(ctx, axes=MappingProxyType(along))
+
+
+def _open_axes(
+    comm: Comm, mesh: Mesh, rank: int, wait: timedelta
+) -> dict[str, tuple[int, Comm]]:
+    """One communicator per axis; every rank opens all of them, in the same order."""
+    spans = {"data": ("replicate", "shard"), **{axis: (axis,) for axis in AXES}}
+    world = comm.ranks
+    opened: dict[tuple[str, ...], Comm] = {}
+    axes: dict[str, tuple[int, Comm]] = {}
+    for name, span in spans.items():
+        parts = axis_groups(mesh, span)
+        (mine,) = (part for part in parts if rank in part)
+        real = tuple(axis for axis in span if mesh.sizes[axis] > 1)
+        if tuple(mine) == world:
+            part = comm
+        elif len(mine) == 1:
+            part = Comm(ranks=tuple(mine), timeout_s=comm.timeout_s, checks=comm.checks)
+        elif real in opened:  # data over replicate alone is replicate
+            part = opened[real]
+        else:
+            part = opened[real] = _open_part(comm, name, parts, mine, wait)
+        axes[name] = (mine.index(rank), part)
+    return axes
+
+
+def _open_part(
+    comm: Comm, name: str, parts: list[list[int]], mine: list[int], wait: timedelta
+) -> Comm:
+    def open_all(backend: str | None) -> Any:
+        group, _ = dist.new_subgroups_by_enumeration(parts, timeout=wait, backend=backend)
+        return group
+
+    group = open_all(None)
+    return Comm(
+        group=group,
+        control=group if comm.simulated else open_all("gloo"),
+        store=comm.store,
+        name=f"{name}{mine[0]}",
+        ranks=tuple(mine),
+        timeout_s=comm.timeout_s,
+        checks=comm.checks,
+        simulated=comm.simulated,
+    )
+
+
+def _new_group(ranks: list[int] | None, *, wait: timedelta, simulated: bool) -> Any:
+    backend = "fake" if simulated else "gloo"
+    return dist.new_group(ranks, timeout=wait, backend=backend, group_desc="fxtrain control")
+
+
+def _group_store() -> Any:
+    # torch keeps the store of an existing group to itself; without it a lost rank is still
+    # an error, only with fewer words.
+    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return None if find is None else find()
+
+
+def _pick_device(asked: str | torch.device | None, topology: Topology) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if asked is None and accelerator is None:
+        return torch.device("cpu")
+    try:
+        wanted = torch.device(asked) if asked is not None else accelerator
+    except RuntimeError as error:
+        raise ContextError(f"detect(device={asked!r}): not a device. {error}") from error
+    assert wanted is not None
+    if wanted.type in ("cpu", "meta"):
+        return torch.device(wanted.type)
+    if accelerator is None or wanted.type != accelerator.type:
+        there = "only the CPU" if accelerator is None else f"{accelerator.type} and the CPU"
+        raise ContextError(
+            f"detect(device={str(wanted)!r}): this machine has {there}. Leave device out to "
+            f"take what is there, or check the driver and the build of torch."
+        )
+    if wanted.type == "mps":
+        return wanted
+    index = topology.local_rank if wanted.index is None else wanted.index
+    count = torch.accelerator.device_count()
+    if index >= count:
+        raise ContextError(
+            f"Rank {topology.rank} (local rank {topology.local_rank}) needs "
+            f"{wanted.type}:{index}, but this node has {count} such devices. "
+            f"Launch at most {count} ranks per node."
+        )
+    torch.accelerator.set_device_index(index)
+    return torch.device(wanted.type, index)
+
+
+def _open_store(topology: Topology, timeout_s: float) -> Any:
+    """Meet at the main address and wait until every rank has said hello."""
+    where = f"{topology.main_address}:{topology.main_port}"
+    me = f"Rank {topology.rank} of {topology.world_size}"
+    try:
+        tcp = dist.TCPStore(
+            topology.main_address,
+            topology.main_port,
+            topology.world_size,
+            is_master=topology.rank == 0 and not topology.store_is_served,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        # Keys outlive a closed context, so each connection of a process gets fresh ones.
+        count = tcp.add(f"fxtrain/{topology.attempt}/connections/{topology.rank}", 1)
+        store = dist.PrefixStore(f"fxtrain/{topology.attempt}/{count}", tcp)
+        store.set(f"hello/{topology.rank}", socket.gethostname())
+    except (RuntimeError, ValueError) as error:
+        raise ContextError(
+            f"{me} could not reach the main address {where} within {timeout_s:g} s: "
+            f"{_first_line(error)} Check that rank 0 runs there, that the port is free and "
+            f"open, and that every rank has the same MASTER_ADDR and MASTER_PORT."
+        ) from error
+    keys = {rank: f"hello/{rank}" for rank in range(topology.world_size)}
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        raise ContextError(
+            f"{me} waited {timeout_s:g} s at {where}, and these ranks did not come: "
+            f"{', '.join(map(str, missing)) or 'none, but too late'}. Look at their output, "
+            f"or give detect a longer timeout_s."
+        ) from error
+    return store
+
+
+def _open_group(topology: Topology, device: torch.device, store: Any, wait: timedelta) -> None:
+    library = _LIBRARIES.get(device.type)
+    if library is None:
+        raise ContextError(
+            f"No communication library is known for {device.type} tensors. "
+            f"Open a process group yourself before calling detect."
+        )
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{library}"
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=topology.rank,
+            world_size=topology.world_size,
+            timeout=wait,
+            device_id=device if library in ("nccl", "xccl", "hccl") else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ContextError(
+            f"Rank {topology.rank} of {topology.world_size} could not open the process group "
+            f"{backend!r}: {_first_line(error)}"
+        ) from error
+
+
+def _closer(
+    topology: Topology, store: Any, timeout_s: float
+) -> Callable[[BaseException | None], None]:
+    """A function that closes what was opened, once, and leaves word for the other ranks."""
+    world = dist.group.WORLD
+
+    def close_groups(error: BaseException | None) -> None:
+        if not dist.is_initialized() or dist.group.WORLD is not world:
+            return
+        word = "" if error is None else f"{type(error).__name__}: {error}"
+        _leave(topology, store, word, min(5.0, timeout_s))
+        dist.destroy_process_group()
+
+    # Kept until exit even once closed: another rank may still connect anew to our store.
+    atexit.register(close_groups, None)
+    return close_groups
+
+
+def _leave(topology: Topology, store: Any, word: str, patience_s: float) -> None:
+    """Say why this rank leaves; the rank that serves the store goes last."""
+    try:
+        store.set(f"world/left/{topology.rank}", word)
+        if topology.rank == 0 and not word and not topology.store_is_served:
+            keys = [f"world/left/{rank}" for rank in range(topology.world_size)]
+            store.wait(keys, timedelta(seconds=patience_s))
+    except RuntimeError:
+        return  # the store went before us: nobody is left to read
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return (text[0].rstrip(".") if text else type(error).__name__) + "."

@@ -1,0 +1,171 @@
+"""The parts of a training step, for loops written by hand.
+
+Each hands over to the function of the same name in the model's strategy.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxtrain._errors import StepError
+from fxtrain.state import DTYPES, Finish, Outcome, Wrapped
+
+__all__ = ["apply", "autocast", "backward", "clip_norm", "clip_value", "scale_grads", "sync"]
+
+
+def sync(model: Wrapped, *, enabled: bool = True) -> AbstractContextManager[None]:
+    """Enclose forward and backward of a micro-batch: are gradients reduced over ranks?
+
+    Args:
+        enabled: False inside an accumulation window, True for its last micro-batch.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
+        ...     with fx.ops.sync(model, enabled=False):
+        ...         fx.ops.backward(model(torch.ones(1, 2)).sum(), model)
+    """
+    return model.strategy.sync(model, enabled)
+
+
+def autocast(model: Wrapped) -> AbstractContextManager[Any]:
+    """Enclose a forward in the number format of the model's plan.
+
+    The model's own forward does this itself; use it for a loss computed outside.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx, fx.Plan(precision="bf16"))
+        ...     with fx.ops.autocast(model):
+        ...         (torch.ones(1, 2) @ torch.ones(2, 1)).dtype
+        torch.bfloat16
+    """
+    compute = model.plan.precision.compute
+    if compute == "fp32":
+        return nullcontext()
+    return torch.autocast(model.ctx.device.type, dtype=DTYPES[compute])
+
+
+def backward(loss: Tensor, model: Wrapped) -> None:
+    """Compute gradients of a scalar loss, under the model's loss scale if it has one.
+
+    Args:
+        loss: Scalar with a gradient, already divided by the micro-batches of its window.
+
+    Effects:
+        Adds to `.grad`; reduces over ranks inside `sync(model)`.
+
+    Raises:
+        StepError: the loss is not a scalar or has no gradient.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1, bias=False), ctx)
+        ...     fx.ops.backward(model(torch.ones(1, 2)).sum(), model)
+        ...     model.module.weight.grad
+        tensor([[1., 1.]])
+    """
+    check_loss(loss)
+    model.strategy.backward(loss, model)
+
+
+def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
+    """Multiply every gradient by a factor, in place.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1, bias=False), ctx)
+        ...     fx.ops.backward(model(torch.ones(1, 2)).sum(), model)
+        ...     fx.ops.scale_grads(model, 0.5)
+        ...     model.module.weight.grad
+        tensor([[0.5000, 0.5000]])
+    """
+    model.strategy.scale_grads(model, factor)
+
+
+def clip_norm(model: Wrapped, max_norm: float) -> Tensor:
+    """Scale gradients so that their total norm is at most `max_norm`.
+
+    Under fp16 the gradients are unscaled first, once per update.
+
+    Returns:
+        Scalar, the norm before, equal on every rank.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(4, 1, bias=False), ctx)
+        ...     fx.ops.backward(model(torch.ones(1, 4)).sum(), model)
+        ...     fx.ops.clip_norm(model, 1.0)
+        tensor(2.)
+    """
+    return model.strategy.clip_norm(model, max_norm)
+
+
+def clip_value(model: Wrapped, max_value: float) -> None:
+    """Clamp every gradient entry to ±`max_value`, unscaled first under fp16.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1, bias=False), ctx)
+        ...     fx.ops.backward(model(torch.ones(1, 2)).sum(), model)
+        ...     fx.ops.clip_value(model, 0.25)
+        ...     model.module.weight.grad
+        tensor([[0.2500, 0.2500]])
+    """
+    model.strategy.clip_value(model, max_value)
+
+
+def apply(model: Wrapped, finish: Finish = Finish()) -> Outcome:  # noqa: B008 - a frozen value
+    """Run the optimizers, update the loss scale and zero the gradients.
+
+    Args:
+        finish: What to do to the gradients before; nothing by default.
+
+    Effects:
+        Updates parameters in place. Schedulers are the caller's.
+
+    Raises:
+        StepError: the model was wrapped without an optimizer.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx,
+        ...                     optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        ...     fx.ops.backward(model(torch.ones(1, 2)).sum(), model)
+        ...     fx.ops.apply(model).applied
+        True
+    """
+    if not model.optimizers:
+        raise StepError(
+            "This model has no optimizer to apply. Wrap it with one: "
+            "fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params))."
+        )
+    return model.strategy.apply(model, finish)
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what backward cannot start from."""
+    if not isinstance(loss, Tensor):
+        raise StepError(
+            f"The loss is a {type(loss).__name__}, not a tensor. Return a scalar tensor, "
+            f"fx.Weighted(total, weight), or either with aux metrics as a second value."
+        )
+    if loss.numel() != 1:
+        raise StepError(
+            f"The loss has the shape {list(loss.shape)}. Return a scalar: reduce it with "
+            f".mean(), or use fx.Weighted(losses.sum(), losses.numel())."
+        )
+    if not loss.requires_grad:
+        raise StepError(
+            "The loss has no gradient: it does not depend on a parameter that requires one, "
+            "or was detached, or computed under no_grad."
+        )

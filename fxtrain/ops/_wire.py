@@ -1,0 +1,181 @@
+"""The packet in which ranks meet before anything else travels.
+
+Every collective of fxtrain starts with one all-gather of packets of a fixed size: a header
+with a digest of the call, then the payload if it fits. Since the size never depends on the
+call, ranks that call different things still understand each other: each of them sees all
+headers, so all of them raise, and the communicator stays usable. (gloo ends the process
+when sizes differ, so the check cannot come later.) A payload that does not fit follows in a
+second collective, once the headers agree.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from fxtrain._errors import CollectiveError
+from fxtrain.ops._views import broken, call_site, lost, mismatch
+from fxtrain.state import DistContext
+
+__all__ = ["Call", "capacity", "compare", "exchange", "guarded", "settle"]
+
+_HEADER = 32  # digest 16, payload length 8, number of the call 8
+_LARGEST = 8192
+_TOTAL = 1 << 19  # bytes that arrive at each rank in one meeting, at most
+
+# Name of the op; its arguments, in words that equal ranks share; optionally what else to
+# show of this rank's call if the ranks turn out to differ.
+Call = tuple[str, str] | tuple[str, str, str]
+
+
+def capacity(world_size: int) -> int:
+    """Payload bytes that ride along in a packet, for so many ranks."""
+    size = min(_LARGEST, max(_TOTAL // world_size, 2 * _HEADER))
+    return size // _HEADER * _HEADER - _HEADER
+
+
+def exchange(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
+    """Compare a call between all ranks and give each rank every rank's payload.
+
+    Args:
+        payload: uint8, 1-D, on the CPU; lengths may differ between ranks.
+
+    Returns:
+        One uint8 tensor per rank, by rank.
+
+    Effects:
+        One all-gather of a packet; another of the longest payload if it does not fit.
+
+    Raises:
+        CollectiveError: the calls differ or a rank did not come; on every rank.
+    """
+    settle(ctx)
+    if ctx.comm.simulated:
+        return [payload.clone() for _ in range(ctx.world_size)]
+    packets, heads = _meet(ctx, call, payload)
+    sizes = [head[2] for head in heads]
+    if max(sizes) > capacity(ctx.world_size):
+        packets = _all_gather(ctx, call, _fit(payload, max(sizes)))
+        return [packets[rank, :size] for rank, size in enumerate(sizes)]
+    return [packets[rank, _HEADER : _HEADER + size] for rank, size in enumerate(sizes)]
+
+
+def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
+    """Compare a call between all ranks before its data travels some other way.
+
+    Args:
+        wait: With False, a call that all ranks were once found to share is only compared
+            by the time of the next one, so that the host need not wait for the others.
+
+    Effects:
+        One all-gather of a packet; nothing with `checks=False`.
+
+    Raises:
+        CollectiveError: the calls differ or a rank did not come; on every rank.
+    """
+    comm = ctx.comm
+    if not comm.checks or comm.simulated:
+        return
+    settle(ctx)
+    digest = _digest(call)
+    if wait or digest not in comm.ledger.seen:
+        _meet(ctx, call, torch.empty(0, dtype=torch.uint8))
+        comm.ledger.seen.add(digest)
+        return
+    packet, packets = _packet(ctx, digest, torch.empty(0, dtype=torch.uint8))
+    with guarded(ctx, call):
+        work = dist.all_gather(list(packets), packet, group=comm.control, async_op=True)
+    comm.ledger.pending = (work, packets, call, call_site())
+
+
+def settle(ctx: DistContext) -> None:
+    """Wait for the comparison that the last device collective left open.
+
+    Raises:
+        CollectiveError: the calls differed or a rank did not come; on every rank.
+    """
+    ledger = ctx.comm.ledger
+    if ledger.broken is not None:
+        raise CollectiveError(broken(ctx))
+    if ledger.pending is None:
+        return
+    work, packets, call, site = ledger.pending
+    ledger.pending = None
+    with guarded(ctx, call, site):
+        work.wait()
+    _judge(ctx, call, _heads(packets), site)
+
+
+@contextmanager
+def guarded(ctx: DistContext, call: Call, site: str | None = None) -> Iterator[None]:
+    """Turn torch's error about a rank that is gone into one that says who waited where."""
+    started = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, CollectiveError):
+            raise
+        waited_s = time.monotonic() - started
+        raise lost(ctx, call, site or call_site(), waited_s, error) from error
+
+
+def _meet(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor, list[list[int]]]:
+    packet, packets = _packet(ctx, _digest(call), payload)
+    with guarded(ctx, call):
+        dist.all_gather(list(packets), packet, group=ctx.comm.control)
+    heads = _heads(packets)
+    _judge(ctx, call, heads, None)
+    return packets, heads
+
+
+def _judge(ctx: DistContext, call: Call, heads: list[list[int]], site: str | None) -> None:
+    if ctx.comm.checks and any(head[:2] != heads[0][:2] for head in heads):
+        text = f"{call[0]}\n{' '.join(call[1:])}\n{site or call_site()}".encode()
+        room = capacity(ctx.world_size)
+        payload = torch.frombuffer(bytearray(text[:room]), dtype=torch.uint8)
+        packet, packets = _packet(ctx, bytes(16), payload)
+        with guarded(ctx, call):
+            dist.all_gather(list(packets), packet, group=ctx.comm.control)
+        texts = [
+            bytes(row[_HEADER : _HEADER + head[2]].tolist()).decode(errors="replace")
+            for row, head in zip(packets, _heads(packets), strict=True)
+        ]
+        raise mismatch(ctx, texts)
+
+
+def _packet(ctx: DistContext, digest: bytes, payload: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's packet and room for everybody's."""
+    ctx.comm.ledger.calls += 1
+    room = capacity(ctx.world_size)
+    size = payload.numel()
+    head = digest + size.to_bytes(8, "little") + ctx.comm.ledger.calls.to_bytes(8, "little")
+    packet = torch.empty(_HEADER + room, dtype=torch.uint8)
+    packet[:_HEADER] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    if 0 < size <= room:
+        packet[_HEADER : _HEADER + size] = payload
+    return packet, torch.empty((ctx.world_size, _HEADER + room), dtype=torch.uint8)
+
+
+def _heads(packets: Tensor) -> list[list[int]]:
+    return packets[:, :_HEADER].contiguous().view(torch.int64).tolist()
+
+
+def _fit(payload: Tensor, size: int) -> Tensor:
+    buffer = torch.empty(size, dtype=torch.uint8)
+    buffer[: payload.numel()] = payload
+    return buffer
+
+
+def _all_gather(ctx: DistContext, call: Call, buffer: Tensor) -> Tensor:
+    rows = torch.empty((ctx.world_size, buffer.numel()), dtype=torch.uint8)
+    with guarded(ctx, call):
+        dist.all_gather(list(rows), buffer, group=ctx.comm.control)
+    return rows
+
+
+def _digest(call: Call) -> bytes:
+    return hashlib.blake2b("\0".join(call[:2]).encode(), digest_size=16).digest()

@@ -1,0 +1,43 @@
+"""Records: everything that decides behaviour, as values."""
+
+from fxtrain.state._batch import Batch, Report, Weighted
+from fxtrain.state._context import Comm, DistContext, Ledger
+from fxtrain.state._launchers import read_topology
+from fxtrain.state._mesh import AXES, Mesh, axis_groups, resolve_mesh
+from fxtrain.state._plan import Compile, Data, Plan
+from fxtrain.state._position import Position
+from fxtrain.state._precision import DTYPES, LossScale, Precision
+from fxtrain.state._strategies import DDP, CommHook, PowerSGD, Single
+from fxtrain.state._strategy import Finish, Outcome, Strategy, Wrapped, unsupported
+from fxtrain.state._topology import Topology
+
+__all__ = [
+    "AXES",
+    "DDP",
+    "DTYPES",
+    "Batch",
+    "Comm",
+    "CommHook",
+    "Compile",
+    "Data",
+    "DistContext",
+    "Finish",
+    "Ledger",
+    "LossScale",
+    "Mesh",
+    "Outcome",
+    "Plan",
+    "Position",
+    "PowerSGD",
+    "Precision",
+    "Report",
+    "Single",
+    "Strategy",
+    "Topology",
+    "Weighted",
+    "Wrapped",
+    "axis_groups",
+    "read_topology",
+    "resolve_mesh",
+    "unsupported",
+]

@@ -1,0 +1,157 @@
+"""The context: which rank this is, of how many, on which device, and whom it can reach."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+import attrs
+import torch
+from torch import distributed as dist
+
+from fxtrain._errors import ContextError
+from fxtrain.state._mesh import Mesh
+
+__all__ = ["Comm", "DistContext", "Ledger"]
+
+
+@attrs.define(eq=False)
+class Ledger:
+    """What one communicator has done so far.
+
+    The one mutable record of fxtrain. Like the sequence counter inside torch's process
+    group, it counts the calls made on a communicator that both ends share; it decides
+    nothing but which calls still need a look, and is owned by exactly one `Comm`.
+
+    Attributes:
+        calls: Collectives started on this communicator.
+        seen: Digests of call signatures that every rank was found to share.
+        pending: The check of the last device collective, not yet waited for.
+        broken: The message of the failure that left the communicator unusable.
+    """
+
+    calls: int = 0
+    seen: set[bytes] = attrs.field(factory=set)
+    pending: Any = None
+    broken: str | None = None
+
+
+def _nothing(error: BaseException | None) -> None:
+    """Close nothing: the groups belong to somebody else."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Comm:
+    """The way to the other ranks of a context. Identity decides equality and hash.
+
+    Attributes:
+        group: torch's process group for tensors on the context's device; None alone.
+        control: A gloo group of the same ranks for checks, objects and CPU tensors, apart
+            from the group in which gradients travel.
+        store: Where ranks leave their view of a failed call.
+        name: Key of this communicator in the store, equal on its ranks.
+        ranks: Global rank of every member, in order.
+        timeout_s: Longest time that a collective waits for a rank, in seconds.
+        checks: Whether calls are compared between the ranks before they run.
+        simulated: The ranks are torch's fake backend: traffic is counted, nothing travels.
+        close: Destroys the process groups, if this context opened them; takes the error that
+            ends the run, if any, and leaves it for the other ranks to read.
+        ledger: The calls made so far.
+    """
+
+    group: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
+    store: Any = None
+    name: str = "world"
+    ranks: tuple[int, ...] = (0,)
+    timeout_s: float = 600.0
+    checks: bool = True
+    simulated: bool = False
+    close: Callable[[BaseException | None], None] = _nothing
+    ledger: Ledger = attrs.field(factory=Ledger)
+
+
+@attrs.frozen(kw_only=True)
+class DistContext:
+    """One rank's place among all ranks, found once and passed to everything.
+
+    Attributes:
+        rank: Number of this rank, from 0.
+        world_size: Number of ranks.
+        local_rank: Number of this rank on its node.
+        local_world_size: Ranks on this node.
+        node_rank: Number of this node.
+        num_nodes: Number of nodes.
+        device: Where this rank computes.
+        comm: The way to the other ranks.
+        mesh: Ranks per axis.
+        launcher: What started the ranks: torchrun, slurm, openmpi, mpich, pjrt, plain, none,
+            or "group" when a process group was there already.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    device: torch.device = attrs.field(factory=lambda: torch.device("cpu"))
+    comm: Comm = attrs.field(factory=Comm)
+    mesh: Mesh = attrs.field(factory=lambda: Mesh(replicate=1))
+    launcher: str = "none"
+    _axes: "Mapping[str, DistContext]" = attrs.field(
+        factory=lambda: MappingProxyType({}), repr=False, eq=False, alias="axes"
+    )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.local_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the highest rank."""
+        return self.rank == self.world_size - 1
+
+    def axis(self, name: str) -> "DistContext":
+        """The context of one mesh axis: the ranks that differ from this one only in it.
+
+        Args:
+            name: pipeline, replicate, shard, context or tensor, or `data` for
+                replicate × shard together.
+
+        Raises:
+            ContextError: there is no such axis.
+
+        Example:
+            >>> import fxtrain as fx
+            >>> with fx.detect(device="cpu") as ctx:
+            ...     ctx.axis("tensor").world_size
+            1
+        """
+        found = self._axes.get(name)
+        if found is not None:
+            return found
+        if name in ("data", "replicate") and not self._axes:
+            return self
+        if name in self.mesh.sizes and not self._axes:
+            return attrs.evolve(self, rank=0, world_size=1, comm=Comm(), mesh=Mesh(replicate=1))
+        raise ContextError(
+            f"ctx.axis({name!r}): this context has no such axis. "
+            f"Its axes are data, {', '.join(self.mesh.sizes)}."
+        )
+
+    def __enter__(self) -> "DistContext":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.comm.close(error)

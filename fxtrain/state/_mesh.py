@@ -1,0 +1,77 @@
+"""Sizes of the axes along which ranks are laid out."""
+
+import itertools
+import math
+
+import attrs
+
+from fxtrain._errors import ContextError
+
+__all__ = ["AXES", "Mesh", "axis_groups", "resolve_mesh"]
+
+# Outermost first: neighbouring ranks, which talk fastest, share the innermost axis.
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+
+
+@attrs.frozen(kw_only=True)
+class Mesh:
+    """Ranks per axis; one axis may be -1 and takes what the others leave.
+
+    Data is split over replicate × shard only; the ranks of the other axes read the same
+    rows.
+    """
+
+    replicate: int = -1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis name to size, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+
+def resolve_mesh(mesh: Mesh, world_size: int) -> Mesh:
+    """Replace -1 by what the other axes leave of the world.
+
+    Raises:
+        ContextError: the sizes do not multiply to the world size, or are not positive.
+    """
+    open_axes = [axis for axis, size in mesh.sizes.items() if size == -1]
+    fixed = math.prod(size for size in mesh.sizes.values() if size != -1)
+    bad = {axis: size for axis, size in mesh.sizes.items() if size < 1 and size != -1}
+    shown = ", ".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size != 1)
+    if bad or len(open_axes) > 1:
+        raise ContextError(
+            f"Mesh({shown}): every axis is a positive number of ranks, and at most one "
+            f"may be -1 for 'what is left'."
+        )
+    if open_axes and world_size % fixed == 0:
+        return attrs.evolve(mesh, **{open_axes[0]: world_size // fixed})
+    if fixed != world_size:
+        raise ContextError(
+            f"Mesh({shown}) describes {'a multiple of ' * bool(open_axes)}{fixed} ranks, but "
+            f"this run has {world_size}. Launch another number of ranks, or set one axis to -1."
+        )
+    return mesh
+
+
+def axis_groups(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
+    """Partition the ranks of a resolved mesh into groups that differ only in some axes.
+
+    Example:
+        >>> axis_groups(Mesh(replicate=2, tensor=2), ("tensor",))
+        [[0, 1], [2, 3]]
+        >>> axis_groups(Mesh(replicate=2, tensor=2), ("replicate", "shard"))
+        [[0, 2], [1, 3]]
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    places = itertools.product(*(range(size) for size in mesh.sizes.values()))
+    for rank, place in enumerate(places):
+        fixed = tuple(
+            index for axis, index in zip(AXES, place, strict=True) if axis not in axes
+        )
+        groups.setdefault(fixed, []).append(rank)
+    return list(groups.values())

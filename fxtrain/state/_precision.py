@@ -1,0 +1,66 @@
+"""Number formats of a plan."""
+
+from typing import Any, Literal
+
+import attrs
+import torch
+from attrs import validators
+
+from fxtrain._errors import PlanError
+
+__all__ = ["DTYPES", "LossScale", "Precision", "precision_of"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@attrs.frozen(kw_only=True)
+class LossScale:
+    """Dynamic loss scale for fp16; the defaults are torch's.
+
+    Attributes:
+        initial: First scale.
+        growth: Factor after `interval` updates without overflow.
+        backoff: Factor after an overflow; below 1.
+        interval: Updates without overflow until the scale grows.
+    """
+
+    initial: float = attrs.field(default=65536.0, validator=validators.gt(0))
+    growth: float = attrs.field(default=2.0, validator=validators.gt(1))
+    backoff: float = attrs.field(
+        default=0.5, validator=validators.and_(validators.gt(0), validators.lt(1))
+    )
+    interval: int = attrs.field(default=2000, validator=validators.ge(1))
+
+
+@attrs.frozen(kw_only=True)
+class Precision:
+    """In which formats a model computes. A plan also takes the bare name: `"bf16"`.
+
+    Attributes:
+        compute: Format of autocast regions; fp32 means no autocast.
+        output: Format of the model's floating outputs; None keeps what the model gave.
+        scale: Loss scale, used with fp16 only.
+    """
+
+    compute: Literal["fp32", "bf16", "fp16"] = attrs.field(
+        default="fp32", validator=validators.in_(tuple(DTYPES))
+    )
+    output: Literal["fp32"] | None = attrs.field(
+        default=None, validator=validators.optional(validators.in_(("fp32",)))
+    )
+    scale: LossScale = LossScale()
+
+
+def precision_of(value: Any) -> Precision:
+    """Turn the short form of a precision into the record.
+
+    Raises:
+        PlanError: the name is not known, or the value is of another type.
+    """
+    if isinstance(value, Precision):
+        return value
+    if isinstance(value, str) and value in DTYPES:
+        return Precision(compute=value)  # type: ignore[arg-type]
+    raise PlanError(
+        f"precision={value!r}: choose one of {', '.join(DTYPES)}, or pass fx.Precision(...)."
+    )

@@ -1,0 +1,155 @@
+"""The strategy record: the functions by which one backend carries out one kind of plan."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import attrs
+import torch
+from torch import nn
+
+from fxtrain._errors import PlanError
+from fxtrain.state._context import DistContext
+from fxtrain.state._plan import Plan
+
+__all__ = ["Finish", "Outcome", "Strategy", "Wrapped", "unsupported"]
+
+
+@attrs.frozen(kw_only=True)
+class Finish:
+    """What an update must do before the optimizer runs.
+
+    Attributes:
+        scale: Factor on every gradient, a number or scalar tensor; None leaves them.
+        clip_norm: Largest total norm; None does not clip.
+        clip_value: Largest absolute entry; None does not clip.
+        skip: Leave the update out; equal on every rank.
+    """
+
+    scale: Any = attrs.field(default=None, eq=False)
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    skip: bool = False
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Outcome:
+    """What an update did.
+
+    Attributes:
+        applied: The optimizers ran.
+        grad_norm: Total norm before clipping, where one was computed.
+    """
+
+    applied: bool
+    grad_norm: torch.Tensor | None = None
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Wrapped:
+    """A model made ready for a context and a plan; call it like the model.
+
+    Identity decides equality and hash: the torch objects inside change in place.
+
+    Attributes:
+        module: The user's module.
+        engine: What runs forward: the module itself, or what the strategy put around it.
+        optimizer: What the optimizer factory returned, or None.
+        scheduler: What the scheduler factory returned, or None.
+        optimizers: Every optimizer, in order.
+        schedulers: Every scheduler, in order.
+        scaler: The fp16 loss scaler, or None.
+        ctx: The context it was wrapped for.
+        plan: The plan it was wrapped under.
+        strategy: The functions that carry the plan out.
+        tally: float64, shape (4,), on the CPU or device: what the open accumulation window
+            holds so far; see `fxtrain.loop`.
+        undo: Takes back what wrapping did to the module.
+    """
+
+    module: nn.Module
+    engine: Any
+    optimizer: Any = None
+    scheduler: Any = None
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    schedulers: tuple[Any, ...] = ()
+    scaler: torch.amp.GradScaler | None = None
+    ctx: DistContext
+    plan: Plan
+    strategy: "Strategy" = attrs.field(repr=False)
+    tally: torch.Tensor = attrs.field(repr=False)
+    undo: Callable[[], None] = attrs.field(repr=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.strategy.forward(self, args, kwargs)
+
+    def train(self) -> "Wrapped":
+        """Put the module into training mode and return this handle."""
+        self.engine.train()
+        return self
+
+    def eval(self) -> "Wrapped":
+        """Put the module into evaluation mode and return this handle."""
+        self.engine.eval()
+        return self
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the module as the strategy holds them."""
+        return self.module.parameters()
+
+
+@attrs.frozen(kw_only=True)
+class Strategy:
+    """How one backend carries out one kind of plan: functions only, no state.
+
+    Every function has the same signature in every backend, and none of them is optional:
+    a missing ability is `unsupported(...)`. Change one with `attrs.evolve(row, sync=mine)`.
+
+    Contract: after `backward` inside `sync(model, True)`, gradients are the mean over the
+    ranks of `ctx.axis("data")` of what each rank has accumulated since the last `zero`.
+
+    Attributes:
+        name: Shown in messages.
+        config: The config type that selects this row.
+        check: (ctx, plan, module) → problems, in words; no traffic, equal on all ranks.
+        wrap: (module, ctx, plan, optimizer, scheduler) → Wrapped.
+        forward: (model, args, kwargs) → outputs.
+        sync: (model, enabled) → context manager around forward and backward of a
+            micro-batch, inside which gradients are reduced over ranks or not.
+        backward: (loss, model) → None; applies the loss scale, if any.
+        clip_norm: (model, max_norm) → total norm before clipping, equal on every rank.
+        clip_value: (model, max_value) → None.
+        scale_grads: (model, factor) → None.
+        apply: (model, Finish) → Outcome: everything from the end of backward to parameters
+            updated, with gradients unscaled, scaled, clipped, and zeroed afterwards.
+        unwrap: (model) → the user's module, as it was.
+    """
+
+    name: str
+    config: type
+    check: Callable[[DistContext, Plan, nn.Module], tuple[str, ...]]
+    wrap: Callable[..., Wrapped]
+    forward: Callable[[Wrapped, tuple[Any, ...], dict[str, Any]], Any]
+    sync: Callable[[Wrapped, bool], AbstractContextManager[None]]
+    backward: Callable[[torch.Tensor, Wrapped], None]
+    clip_norm: Callable[[Wrapped, float], torch.Tensor]
+    clip_value: Callable[[Wrapped, float], None]
+    scale_grads: Callable[[Wrapped, Any], None]
+    apply: Callable[[Wrapped, Finish], Outcome]
+    unwrap: Callable[[Wrapped], nn.Module]
+
+
+def unsupported(what: str, *, by: str) -> Callable[..., NoReturn]:
+    """A strategy function that says clearly that the backend cannot do this.
+
+    Example:
+        >>> from fxtrain.state import unsupported
+        >>> unsupported("clip_value", by="XLA")()
+        Traceback (most recent call last):
+        fxtrain._errors.PlanError: XLA does not support clip_value.
+    """
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise PlanError(f"{by} does not support {what}.")
+
+    return refuse
