@@ -1,1 +1,6 @@
-"""Placeholder docstring."""
+"""Strategies: how each kind of plan is carried out."""
+
+from fxtrain.backends._optim import Params
+from fxtrain.backends._table import STRATEGIES, strategies, unwrap, wrap
+
+__all__ = ["STRATEGIES", "Params", "strategies", "unwrap", "wrap"]

@@ -1,1 +1,5 @@
-"""Placeholder docstring."""
+"""Data: index arithmetic and the sharded loader."""
+
+from fxtrain.data._sharded import Sharded, shard
+
+__all__ = ["Sharded", "shard"]

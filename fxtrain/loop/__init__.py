@@ -1,1 +1,5 @@
-"""Placeholder docstring."""
+"""Training loops: one step."""
+
+from fxtrain.loop._step import StepFns, step
+
+__all__ = ["StepFns", "step"]

@@ -28,8 +28,9 @@ class Batch:
         sizes: Rows on each rank with padding, by rank; equal on every rank.
         window_rows: Sum of `sizes` over the whole accumulation window that holds this
             batch, or None where the end of the data cannot be known ahead.
-        ghosts: Global batches still to come in this epoch in which this rank has no row
-            (`even="uneven"`); a step takes part in them with weight zero.
+        ghost: The global batch still to come in this epoch in which this rank has no row
+            (`even="uneven"`), with the same data again; a step takes part in it with weight
+            zero, so that the other ranks need not wait. Else None.
     """
 
     data: Any
@@ -38,7 +39,7 @@ class Batch:
     rows: tuple[int, ...] = attrs.field(metadata=_STATIC)
     sizes: tuple[int, ...] = attrs.field(metadata=_STATIC)
     window_rows: int | None = attrs.field(default=None, metadata=_STATIC)
-    ghosts: int = attrs.field(default=0, metadata=_STATIC)
+    ghost: "Batch | None" = attrs.field(default=None, metadata=_STATIC, repr=False)
 
     def __getitem__(self, key: Any) -> Any:
         return self.data[key]

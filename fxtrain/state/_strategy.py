@@ -62,8 +62,12 @@ class Wrapped:
         ctx: The context it was wrapped for.
         plan: The plan it was wrapped under.
         strategy: The functions that carry the plan out.
-        tally: float64, shape (4,), on the CPU or device: what the open accumulation window
-            holds so far; see `fxtrain.loop`.
+        tally: On the device, shape (3,): the scale under which the open accumulation window
+            is summed, its sum of weights, micro-batches with a non-finite loss. Zero between
+            windows, like `counts`.
+        counts: On the CPU, int64, shape (5,): micro-batches in the open window, their rows
+            with padding, rows of a full window, their real rows, and whether gradients are
+            unscaled.
         undo: Takes back what wrapping did to the module.
     """
 
@@ -78,6 +82,7 @@ class Wrapped:
     plan: Plan
     strategy: "Strategy" = attrs.field(repr=False)
     tally: torch.Tensor = attrs.field(repr=False)
+    counts: torch.Tensor = attrs.field(repr=False)
     undo: Callable[[], None] = attrs.field(repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

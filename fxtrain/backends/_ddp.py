@@ -1,0 +1,130 @@
+"""A replica on every rank, by torch's DistributedDataParallel."""
+
+import hashlib
+import inspect
+from contextlib import AbstractContextManager
+from typing import Any
+
+import attrs
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from fxtrain import ops
+from fxtrain.backends import _torch
+from fxtrain.backends._modules import unmatched_names
+from fxtrain.backends._single import SINGLE, wrap_plain
+from fxtrain.state import DDP, CommHook, DistContext, Plan, Strategy, Wrapped
+
+__all__ = ["DDP_STRATEGY"]
+
+
+def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
+    problems = list(unmatched_names(module, plan))
+    hook: CommHook = plan.strategy.hook
+    if hook.name == "none" and hook.wrapper != "none":
+        problems.append(
+            f"CommHook(wrapper={hook.wrapper!r}) wraps another hook, but name is 'none'. "
+            f"Use CommHook(name={hook.wrapper!r}), or name a hook to wrap."
+        )
+    if hook.name == hook.wrapper and hook.name != "none":
+        problems.append(
+            f"CommHook(name={hook.name!r}, wrapper={hook.wrapper!r}) casts twice. "
+            f"Leave the wrapper out."
+        )
+    if plan.strategy.static_graph and plan.accumulate > 1 and not plan.sync_each:
+        problems.append(
+            f"DDP(static_graph=True) with accumulate={plan.accumulate} leaves out reductions, "
+            f"which torch does not count as the same graph. Set sync_each=True, or "
+            f"static_graph=False."
+        )
+    return tuple(problems)
+
+
+def _wrap(
+    module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
+) -> Wrapped:
+    data = ctx.axis("data")
+    if data.world_size == 1:
+        return wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY)
+    ops.agree(_outline(module), data, name="model")
+    plain = wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        _send_values(module, data)
+        return plain
+    return attrs.evolve(plain, engine=_replicate(module, ctx, data, plan.strategy))
+
+
+def _replicate(
+    module: nn.Module, ctx: DistContext, data: DistContext, config: DDP
+) -> DistributedDataParallel:
+    # torch 2.13 renamed the option and warns about the older name.
+    newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    buffers = {"forward_sync_buffers" if newer else "broadcast_buffers": config.sync_buffers}
+    engine = DistributedDataParallel(
+        module,
+        device_ids=None if ctx.device.type in ("cpu", "mps") else [ctx.device],
+        process_group=data.comm.group,
+        bucket_cap_mb=config.bucket_mib,  # type: ignore[arg-type]
+        gradient_as_bucket_view=config.bucket_view,
+        static_graph=config.static_graph,
+        find_unused_parameters=config.unused_parameters,
+        **buffers,
+    )
+    _add_hook(engine, data, config.hook)
+    return engine
+
+
+def _add_hook(engine: DistributedDataParallel, data: DistContext, config: CommHook) -> None:
+    if config.name == "none":
+        return
+    state: Any = data.comm.group
+    if config.name in ("power_sgd", "batched_power_sgd"):
+        options = attrs.asdict(config.power_sgd)
+        state = powerSGD_hook.PowerSGDState(
+            data.comm.group,
+            matrix_approximation_rank=options.pop("rank"),
+            start_powerSGD_iter=options.pop("start_iter"),
+            random_seed=options.pop("seed"),
+            **options,
+        )
+    hook: Any = {
+        "fp16": default_hooks.fp16_compress_hook,
+        "bf16": default_hooks.bf16_compress_hook,
+        "power_sgd": powerSGD_hook.powerSGD_hook,
+        "batched_power_sgd": powerSGD_hook.batched_powerSGD_hook,
+    }[config.name]
+    if config.wrapper == "fp16":
+        hook = default_hooks.fp16_compress_wrapper(hook)
+    elif config.wrapper == "bf16":
+        hook = default_hooks.bf16_compress_wrapper(hook)
+    engine.register_comm_hook(state, hook)
+
+
+def _send_values(module: nn.Module, data: DistContext) -> None:
+    """Give a frozen replica rank 0's values, since torch's wrapper refuses it."""
+    tensors = [tensor.data for tensor in (*module.parameters(), *module.buffers())]
+    for tensor, sent in zip(tensors, ops.broadcast(tensors, data), strict=True):
+        tensor.copy_(sent)
+
+
+def _outline(module: nn.Module) -> str:
+    """Names, shapes and dtypes of a model in a digest: replicas must share them."""
+    lines = [
+        f"{name} {list(t.shape)} {t.dtype} {t.requires_grad}"
+        for name, t in (*module.named_parameters(), *module.named_buffers())
+    ]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=6).hexdigest()
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return f"{type(module).__name__} with {count} parameters in {len(lines)} tensors, {digest}"
+
+
+def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
+    if enabled or model.engine is model.module:
+        return _torch.no_sync(model, enabled)
+    return model.engine.no_sync()
+
+
+DDP_STRATEGY: Strategy = attrs.evolve(
+    SINGLE, name="DDP", config=DDP, check=_check, wrap=_wrap, sync=_sync
+)

@@ -1,0 +1,75 @@
+"""Changes to a module that a plan asks for, and taking them back."""
+
+import difflib
+import functools
+from collections.abc import Callable
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fxtrain.state import Plan
+
+__all__ = ["prepare_module", "unmatched_names"]
+
+
+def unmatched_names(module: nn.Module, plan: Plan) -> tuple[str, ...]:
+    """Problems with class names in the plan that match no submodule."""
+    known = sorted({type(part).__name__ for part in module.modules()})
+    wanted = [("recompute", name) for name in plan.recompute]
+    if plan.compile is not None:
+        wanted += [("compile.blocks", name) for name in plan.compile.blocks]
+    problems: list[str] = []
+    for field, name in wanted:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3) or known[:10]
+            problems.append(
+                f"Plan.{field} names the class {name!r}, which no submodule of "
+                f"{type(module).__name__} has. Did you mean {', '.join(close)}?"
+            )
+    return tuple(problems)
+
+
+def prepare_module(module: nn.Module, plan: Plan) -> Callable[[], None]:
+    """Recompute activations, then compile, as the plan says; return what undoes it.
+
+    Effects:
+        Sets `forward` on recomputed submodules and torch's compiled call on compiled ones;
+        parameter names stay as they are.
+    """
+    undo: list[Callable[[], None]] = []
+    for part in _named(module, plan.recompute):
+        undo.append(_recompute(part))
+    if plan.compile is not None:
+        blocks = _named(module, plan.compile.blocks) if plan.compile.blocks else [module]
+        for part in blocks:
+            part.compile(
+                backend=plan.compile.backend,
+                mode=plan.compile.mode,
+                fullgraph=plan.compile.fullgraph,
+                dynamic=plan.compile.dynamic,
+            )
+            undo.append(functools.partial(setattr, part, "_compiled_call_impl", None))
+
+    def undo_all() -> None:
+        for take_back in reversed(undo):
+            take_back()
+        undo.clear()
+
+    return undo_all
+
+
+def _named(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+    return [part for part in module.modules() if type(part).__name__ in names]
+
+
+def _recompute(part: nn.Module) -> Callable[[], None]:
+    before = part.__dict__.get("forward")
+    part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
+
+    def undo() -> None:
+        if before is None:
+            del part.forward
+        else:
+            part.forward = before
+
+    return undo

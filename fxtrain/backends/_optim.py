@@ -1,0 +1,108 @@
+"""Optimizers and schedulers from the user's factories."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from fxtrain._errors import PlanError
+
+__all__ = ["Params", "make_optimizers", "make_schedulers"]
+
+_FACTORY = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
+_SCHEDULER = "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"
+
+
+class Params(list[nn.Parameter]):
+    """The parameters to train, as a list; `named()` pairs each with its name."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._named = tuple(named)
+        super().__init__(parameter for _, parameter in self._named)
+
+    def named(self) -> tuple[tuple[str, nn.Parameter], ...]:
+        """(name, parameter) pairs, for groups that depend on names."""
+        return self._named
+
+
+def make_optimizers(
+    made_by: Any, module: nn.Module
+) -> tuple[Any, tuple[torch.optim.Optimizer, ...]]:
+    """Call the factory on the parameters that require a gradient.
+
+    Args:
+        made_by: A function of `Params` to an optimizer or to a sequence or dict of them;
+            None; or an optimizer that was built over this very module's parameters.
+
+    Returns:
+        What the factory returned, and every optimizer in it.
+
+    Raises:
+        PlanError: something else, or an optimizer over other parameters.
+    """
+    if made_by is None:
+        return None, ()
+    if isinstance(made_by, torch.optim.Optimizer):
+        own = {id(parameter) for parameter in module.parameters()}
+        held = [p for group in made_by.param_groups for p in group["params"]]
+        if any(id(parameter) not in own for parameter in held):
+            raise PlanError(
+                "wrap(optimizer=...): this optimizer holds parameters that are not those of the "
+                f"wrapped model. Pass a factory, which is called at the right time: {_FACTORY}"
+            )
+        return made_by, (made_by,)
+    if not callable(made_by):
+        raise PlanError(
+            f"wrap(optimizer=...) takes a factory, found {type(made_by).__name__}. "
+            f"For example: {_FACTORY}"
+        )
+    params = Params((name, p) for name, p in module.named_parameters() if p.requires_grad)
+    if not params:
+        raise PlanError(
+            f"wrap(optimizer=...): no parameter of {type(module).__name__} requires a gradient, "
+            f"so there is nothing to train. Leave the optimizer out, or unfreeze something."
+        )
+    made = made_by(params)
+    return made, _all_of(made, torch.optim.Optimizer, "optimizer", _FACTORY)
+
+
+def make_schedulers(made_by: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Call the scheduler factory on what the optimizer factory returned.
+
+    ReduceLROnPlateau needs a metric, so it is kept as `model.scheduler` for the user to step
+    and is not among those that a step advances.
+
+    Raises:
+        PlanError: there is no optimizer, or the factory returned something else.
+    """
+    if made_by is None:
+        return None, ()
+    if optimizer is None:
+        raise PlanError(f"wrap(scheduler=...) needs an optimizer too: {_FACTORY}, {_SCHEDULER}")
+    if isinstance(made_by, LRScheduler) or not callable(made_by):
+        raise PlanError(
+            f"wrap(scheduler=...) takes a factory, found {type(made_by).__name__}. "
+            f"For example: {_SCHEDULER}"
+        )
+    made = made_by(optimizer)
+    every = _all_of(made, LRScheduler, "scheduler", _SCHEDULER)
+    return made, tuple(one for one in every if not isinstance(one, ReduceLROnPlateau))
+
+
+def _all_of(made: Any, kind: type, what: str, example: str) -> tuple[Any, ...]:
+    found: Sequence[Any]
+    if isinstance(made, Mapping):
+        found = list(made.values())
+    elif isinstance(made, list | tuple):
+        found = made
+    else:
+        found = [made]
+    wrong = [type(one).__name__ for one in found if not isinstance(one, kind)]
+    if wrong or not found:
+        raise PlanError(
+            f"The {what} factory returned {', '.join(wrong) or 'nothing'}; it should return a "
+            f"{kind.__name__}, or a list or dict of them. For example: {example}"
+        )
+    return tuple(found)

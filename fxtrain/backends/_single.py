@@ -1,0 +1,81 @@
+"""One rank: the module as it is."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxtrain.backends import _torch
+from fxtrain.backends._modules import prepare_module, unmatched_names
+from fxtrain.backends._optim import make_optimizers, make_schedulers
+from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped
+
+__all__ = ["SINGLE", "wrap_plain"]
+
+
+def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
+    problems = list(unmatched_names(module, plan))
+    if ctx.world_size > 1:
+        problems.append(
+            f"Single() trains on one rank, but this context has {ctx.world_size}, which would "
+            f"drift apart. Use DDP(), or launch one process."
+        )
+    return tuple(problems)
+
+
+def _wrap(
+    module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
+) -> Wrapped:
+    return wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=SINGLE)
+
+
+def wrap_plain(
+    module: nn.Module,
+    ctx: DistContext,
+    plan: Plan,
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    strategy: Strategy,
+) -> Wrapped:
+    """Wrap a module that is its own engine."""
+    module.to(ctx.device)
+    undo = prepare_module(module, plan)
+    made, optimizers = make_optimizers(optimizer, module)
+    planned, schedulers = make_schedulers(scheduler, made)
+    return Wrapped(
+        module=module,
+        engine=module,
+        optimizer=made,
+        scheduler=planned,
+        optimizers=optimizers,
+        schedulers=schedulers,
+        scaler=_torch.new_scaler(ctx, plan) if optimizers else None,
+        ctx=ctx,
+        plan=plan,
+        strategy=strategy,
+        tally=_torch.new_tally(ctx),
+        counts=torch.zeros(5, dtype=torch.int64),
+        undo=undo,
+    )
+
+
+def _unwrap(model: Wrapped) -> nn.Module:
+    model.undo()
+    return model.module
+
+
+SINGLE = Strategy(
+    name="Single",
+    config=Single,
+    check=_check,
+    wrap=_wrap,
+    forward=_torch.forward,
+    sync=_torch.no_sync,
+    backward=_torch.backward,
+    clip_norm=_torch.clip_norm,
+    clip_value=_torch.clip_value,
+    scale_grads=_torch.scale_grads,
+    apply=_torch.apply,
+    unwrap=_unwrap,
+)

@@ -1,0 +1,139 @@
+"""From a plan's strategy to the functions that carry it out."""
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from torch import nn
+
+from fxtrain._errors import PlanError
+from fxtrain.backends._ddp import DDP_STRATEGY
+from fxtrain.backends._single import SINGLE
+from fxtrain.state import DistContext, Plan, Strategy, Wrapped
+
+__all__ = ["STRATEGIES", "strategies", "unwrap", "wrap"]
+
+STRATEGIES = (SINGLE, DDP_STRATEGY)
+_GROUP = "fxtrain.strategies"
+
+
+def strategies() -> dict[type, Strategy]:
+    """Every strategy by its config type: fxtrain's, then those of installed packages.
+
+    A package adds one by an entry point in the group `fxtrain.strategies` that loads to a
+    `Strategy`.
+
+    Raises:
+        PlanError: an entry point gives something else, or two rows share a config type.
+
+    Example:
+        >>> from fxtrain.backends import strategies
+        >>> sorted(config.__name__ for config in strategies())
+        ['DDP', 'Single']
+    """
+    table: dict[type, Strategy] = {row.config: row for row in STRATEGIES}
+    for entry in entry_points(group=_GROUP):
+        row = entry.load()
+        if not isinstance(row, Strategy):
+            raise PlanError(
+                f"The entry point {entry.name} = {entry.value} in {_GROUP} should give a "
+                f"Strategy, found {type(row).__name__}. Ask the author of its package."
+            )
+        if row.config in table:
+            raise PlanError(
+                f"The entry point {entry.name} = {entry.value} in {_GROUP} brings a second "
+                f"strategy for {row.config.__name__}. Uninstall one of them."
+            )
+        table[row.config] = row
+    return table
+
+
+def wrap(
+    model: nn.Module,
+    ctx: DistContext,
+    plan: Plan = Plan(),  # noqa: B008 - a frozen value
+    *,
+    optimizer: Any = None,
+    scheduler: Any = None,
+) -> Wrapped:
+    """Make a model ready to train or run under a plan.
+
+    Args:
+        model: A module, on any device; the same on every rank in all but its values, of
+            which rank 0's count.
+        ctx: Where to run.
+        plan: How.
+        optimizer: Factory from parameters to an optimizer, or to several as a list or dict;
+            called once the strategy is ready for it, with the parameters that require a
+            gradient. `params.named()` pairs them with their names. None only runs the model.
+        scheduler: Factory from what the optimizer factory returned to a scheduler or several.
+
+    Effects:
+        Moves the module to the context's device in place. Sends rank 0's values to the other
+        ranks of the data axis.
+
+    Raises:
+        PlanError: the plan does not fit the model or the context; before any traffic.
+        CollectiveError: the ranks brought different models.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx,
+        ...                     optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        ...     model(torch.ones(3, 2)).shape
+        torch.Size([3, 1])
+    """
+    _check_types(model, ctx, plan)
+    strategy = _find(plan)
+    if problems := strategy.check(ctx, plan, model):
+        raise PlanError("\n".join(problems))
+    return strategy.wrap(model, ctx, plan, optimizer, scheduler)
+
+
+def unwrap(model: Wrapped) -> nn.Module:
+    """Give the user's module back, without what wrapping did to it.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> net = torch.nn.Linear(2, 1)
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.unwrap(fx.wrap(net, ctx)) is net
+        True
+    """
+    return model.strategy.unwrap(model)
+
+
+def _find(plan: Plan) -> Strategy:
+    kind = type(plan.strategy)
+    for row in STRATEGIES:
+        if row.config is kind:
+            return row
+    table = strategies()
+    if kind not in table:
+        known = ", ".join(sorted(config.__name__ for config in table))
+        raise PlanError(
+            f"Plan(strategy={plan.strategy!r}): no strategy carries out a {kind.__name__}. "
+            f"Choose one of {known}, or install the package that brings it."
+        )
+    return table[kind]
+
+
+def _check_types(model: Any, ctx: Any, plan: Any) -> None:
+    if isinstance(model, Wrapped):
+        raise PlanError("wrap: this model is wrapped already. Pass fx.unwrap(model).")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise PlanError("wrap: pass the module itself, not torch's DDP around it: ddp.module.")
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"wrap takes a torch.nn.Module, found {type(model).__name__}. "
+            f"For example: fx.wrap(net, ctx, plan)."
+        )
+    if not isinstance(ctx, DistContext):
+        raise PlanError(
+            f"wrap: ctx is a {type(ctx).__name__}, not a context. Use fx.wrap(net, fx.detect())."
+        )
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"wrap: plan is a {type(plan).__name__}, not a Plan. For example: "
+            f"fx.wrap(net, ctx, fx.Plan(precision='bf16'), optimizer=...)."
+        )

@@ -1,0 +1,147 @@
+"""What every strategy on torch's own modules shares: forward, backward, update."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxtrain import _tree
+from fxtrain.ops import autocast
+from fxtrain.state import DistContext, Finish, Outcome, Plan, Wrapped
+
+__all__ = [
+    "apply",
+    "backward",
+    "clip_norm",
+    "clip_value",
+    "forward",
+    "new_scaler",
+    "new_tally",
+    "no_sync",
+    "scale_grads",
+]
+
+_UNSCALED = 4  # place in the counts
+_NOTHING = nullcontext()
+
+
+def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the model in its number format; without gradients, past what reduces them.
+
+    Forward without gradients goes to the module itself, so that one rank may evaluate
+    while the others do something else.
+    """
+    run = model.engine if torch.is_grad_enabled() else model.module
+    precision = model.plan.precision
+    device = model.ctx.device.type
+    if precision.compute == "fp32":
+        if not torch.is_autocast_enabled(device):
+            return run(*args, **kwargs)
+        # Inside another model's autocast region.
+        with torch.autocast(device, enabled=False):
+            return run(*args, **kwargs)
+    with autocast(model):
+        out = run(*args, **kwargs)
+    return _tree.map_leaves(_to_float, out) if precision.output == "fp32" else out
+
+
+def no_sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
+    """Nothing to reduce: every micro-batch is alike."""
+    return _NOTHING
+
+
+def backward(loss: Tensor, model: Wrapped) -> None:
+    """Backward, of the scaled loss under fp16."""
+    (loss if model.scaler is None else model.scaler.scale(loss)).backward()
+
+
+def clip_norm(model: Wrapped, max_norm: float) -> Tensor:
+    """Clip by the total norm of unscaled gradients."""
+    _unscale(model)
+    return nn.utils.clip_grad_norm_(model.module.parameters(), max_norm)
+
+
+def clip_value(model: Wrapped, max_value: float) -> None:
+    """Clip entries of unscaled gradients."""
+    _unscale(model)
+    nn.utils.clip_grad_value_(model.module.parameters(), max_value)
+
+
+def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
+    """Multiply gradients in place."""
+    grads = [p.grad for p in model.module.parameters() if p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor)
+
+
+def apply(model: Wrapped, finish: Finish) -> Outcome:
+    """Unscale, scale, clip, update, zero."""
+    norm = None
+    if model.scaler is not None:
+        _unscale(model)
+    if finish.scale is not None:
+        scale_grads(model, finish.scale)
+    if finish.clip_norm is not None:
+        norm = clip_norm(model, finish.clip_norm)
+    if finish.clip_value is not None:
+        clip_value(model, finish.clip_value)
+    applied = not finish.skip
+    if model.scaler is not None:
+        applied = _scaled_update(model, model.scaler, skip=finish.skip)
+    elif applied:
+        for optimizer in model.optimizers:
+            optimizer.step()
+    for optimizer in model.optimizers:
+        optimizer.zero_grad()
+    return Outcome(applied=applied, grad_norm=norm)
+
+
+def new_scaler(ctx: DistContext, plan: Plan) -> torch.amp.GradScaler | None:
+    """A loss scaler where the plan computes in fp16."""
+    if plan.precision.compute != "fp16":
+        return None
+    scale = plan.precision.scale
+    return torch.amp.GradScaler(
+        ctx.device.type,
+        init_scale=scale.initial,
+        growth_factor=scale.growth,
+        backoff_factor=scale.backoff,
+        growth_interval=scale.interval,
+    )
+
+
+def new_tally(ctx: DistContext) -> Tensor:
+    """An empty account of an accumulation window; MPS has no float64."""
+    dtype = torch.float32 if ctx.device.type == "mps" else torch.float64
+    return torch.zeros(3, dtype=dtype, device=ctx.device)
+
+
+def _unscale(model: Wrapped) -> None:
+    if model.scaler is None or model.counts[_UNSCALED]:
+        return
+    for optimizer in model.optimizers:
+        model.scaler.unscale_(optimizer)
+    model.counts[_UNSCALED] = 1
+
+
+def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, *, skip: bool) -> bool:
+    """Step every optimizer or none, then update the scale once; whether they stepped."""
+    # torch keeps overflow per optimizer and skips one by one; a step is all or nothing.
+    found = [
+        flag
+        for optimizer in model.optimizers
+        for flag in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+    ]
+    overflow = any(bool(flag.item()) for flag in found)
+    if not overflow and not skip:
+        for optimizer in model.optimizers:
+            scaler.step(optimizer)
+    scaler.update()
+    model.counts[_UNSCALED] = 0
+    return not overflow and not skip
+
+
+def _to_float(leaf: Any) -> Any:
+    is_half = isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+    return leaf.float() if is_half else leaf

@@ -1,0 +1,225 @@
+"""One micro-batch: forward, backward and, where a window closes, the update."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fxtrain import _tree, ops
+from fxtrain._errors import CollectiveError, StepError
+from fxtrain.loop import _weights
+from fxtrain.ops._train import check_loss
+from fxtrain.ops._wire import guarded
+from fxtrain.state import Batch, DistContext, Finish, Outcome, Report, Weighted, Wrapped
+
+__all__ = ["StepFns", "step"]
+
+_BAD = 2  # place in the tally
+_PLAIN = Finish()
+
+
+def _a_model(_: Any, __: Any, model: Any) -> None:
+    if not isinstance(model, Wrapped):
+        raise StepError(
+            f"StepFns(model=...) takes a wrapped model, found {type(model).__name__}. "
+            f"Use model=fx.wrap(net, ctx, plan, optimizer=...)."
+        )
+
+
+def _a_function(_: Any, __: Any, loss: Any) -> None:
+    if not callable(loss):
+        raise StepError(
+            f"StepFns(loss=...) takes a function, found {type(loss).__name__}. For example: "
+            f"loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])."
+        )
+
+
+@attrs.frozen(kw_only=True)
+class StepFns:
+    """What a step runs.
+
+    Attributes:
+        model: The wrapped model that the step trains.
+        loss: (model, batch) → a mean loss over the rows of the batch, or
+            `Weighted(total, weight)`; either may come in a pair with aux metrics.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
+        >>> fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch[0]).mean())
+    """
+
+    model: Wrapped = attrs.field(validator=_a_model)
+    loss: Callable[[Wrapped, Batch], Any] = attrs.field(validator=_a_function)
+
+
+def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
+    """Train on one micro-batch.
+
+    An update is due when `batch.position.micro` is 0; until then gradients add up. The
+    gradient of an update is that of the mean over all rows (or, with `Weighted`, over all
+    weight) of the window, on all ranks.
+
+    Args:
+        ctx: The context for which the model was wrapped.
+        batch: From a loader that `fx.shard` made under the same plan.
+        fns: The model and its loss.
+
+    Effects:
+        Updates parameters, optimizers, schedulers and gradients in place. Traffic is that of
+        the strategy; `Weighted` adds one reduction of a number per update (two with
+        accumulation), and `nonfinite` other than "ignore" one exchange of flags.
+
+    Raises:
+        StepError: the loss is not a scalar with a gradient, the model has no optimizer, or
+            values are non-finite under `nonfinite="raise"`.
+        CollectiveError: a rank did not come.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> from torch.utils.data import DataLoader
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(1, 1), ctx,
+        ...                     optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        ...     fns = fx.StepFns(model=model, loss=lambda model, x: model(x.data).square().mean())
+        ...     for batch in fx.shard(DataLoader(torch.ones(4, 1), batch_size=2), ctx):
+        ...         report = fx.step(ctx, batch, fns)
+        ...     report.applied, report.position.updates
+        (True, 2)
+    """
+    if type(batch) is not Batch:
+        raise StepError(
+            f"step takes a Batch, found {type(batch).__name__}. Iterate a loader that "
+            f"fx.shard(loader, ctx, plan) made."
+        )
+    model = fns.model
+    if not model.optimizers:
+        raise StepError(
+            "step: this model has no optimizer. Wrap it with one: fx.wrap(net, ctx, plan, "
+            "optimizer=lambda params: torch.optim.AdamW(params))."
+        )
+    report = _micro_batch(ctx, batch, fns, model)
+    if batch.ghost is None:
+        return report
+    last = _micro_batch(ctx, batch.ghost, fns, model)
+    return attrs.evolve(
+        report,
+        position=last.position,
+        applied=report.applied or last.applied,
+        skipped=report.skipped or last.skipped,
+        grad_norm=report.grad_norm if last.grad_norm is None else last.grad_norm,
+    )
+
+
+def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -> Report:
+    plan = model.plan
+    due = batch.position.micro == 0
+    strategy = model.strategy
+    try:
+        with strategy.sync(model, due or plan.sync_each):
+            if plan.precision.compute == "fp32":
+                out = fns.loss(model, batch)
+            else:
+                with ops.autocast(model):
+                    out = fns.loss(model, batch)
+            loss, aux = out if type(out) is tuple and len(out) == 2 else (out, None)
+            check_loss(loss.total if type(loss) is Weighted else loss)
+            share = _weights.share(loss, batch, model)
+            strategy.backward(share.loss, model)
+        if plan.nonfinite != "ignore":
+            model.tally[_BAD] += ~torch.isfinite(share.mean)
+        outcome = _update(ctx, batch, model, loss) if due else None
+    except RuntimeError as error:
+        raise _named(ctx, error) from error
+    if aux is not None:
+        aux = _tree.map_leaves(_detach, aux)
+    if outcome is None:
+        return Report(
+            loss=share.mean,
+            weight=share.weight,
+            applied=False,
+            position=batch.position,
+            aux=aux,
+        )
+    return Report(
+        loss=share.mean,
+        weight=share.weight,
+        grad_norm=outcome.grad_norm,
+        applied=outcome.applied,
+        skipped=not outcome.applied,
+        position=batch.position,
+        aux=aux,
+    )
+
+
+def _update(ctx: DistContext, batch: Batch, model: Wrapped, loss: Any) -> Outcome:
+    plan = model.plan
+    scale = _weights.close_window(loss, batch, model)
+    skip = plan.nonfinite != "ignore" and _nonfinite(ctx, batch, model)
+    if scale is None and not skip and plan.clip_norm is None and plan.clip_value is None:
+        finish = _PLAIN
+    else:
+        finish = Finish(
+            scale=scale, clip_norm=plan.clip_norm, clip_value=plan.clip_value, skip=skip
+        )
+    outcome = model.strategy.apply(model, finish)
+    by_rows = plan.schedule == "samples"
+    rows = _weights.end_window(model) if by_rows or plan.accumulate > 1 else 0
+    if outcome.applied:
+        times = rows if by_rows else 1
+        for scheduler in model.schedulers:
+            for _ in range(times):
+                scheduler.step()
+    return outcome
+
+
+def _nonfinite(ctx: DistContext, batch: Batch, model: Wrapped) -> bool:
+    """Whether any rank met a non-finite loss or gradient; the same answer on every rank."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    # Under a loss scale overflowing gradients are the scaler's business.
+    bad_grads = model.scaler is None and not bool(
+        torch.stack([torch.isfinite(grad).all() for grad in grads]).all()
+    )
+    bad_losses = int(model.tally[_BAD])
+    model.tally[_BAD] = 0
+    found = ops.gather_objects((bad_losses, bad_grads), ctx)
+    if not any(losses or grads for losses, grads in found):
+        return False
+    if model.plan.nonfinite == "skip":
+        return True
+    for optimizer in model.optimizers:
+        optimizer.zero_grad()
+    lines = [
+        f"  rank {rank}: {losses} losses, gradients {'too' if grads else 'finite'}"
+        for rank, (losses, grads) in enumerate(found)
+        if losses or grads
+    ]
+    raise StepError(
+        "\n".join([
+            f"Non-finite values before update {batch.position.updates} "
+            f"(epoch {batch.position.epoch}, index {batch.position.index}):",
+            *lines,
+            'The update was left out. Plan(nonfinite="skip") goes on instead.',
+        ])
+    )
+
+
+def _named(ctx: DistContext, error: RuntimeError) -> RuntimeError:
+    """torch's error about a lost rank in other words; any other error as it is."""
+    text = str(error)
+    if isinstance(error, CollectiveError | StepError) or not any(
+        word in text for word in ("gloo", "NCCL", "Connection closed", "ProcessGroup")
+    ):
+        return error
+    try:
+        with guarded(ctx, ("step", "forward, backward and update")):
+            raise error
+    except CollectiveError as named:
+        return named
+
+
+def _detach(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
