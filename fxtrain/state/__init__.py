@@ -2,6 +2,8 @@
 
 from fxtrain.state._batch import Batch, Report, Weighted
 from fxtrain.state._context import Comm, DistContext, Ledger
+from fxtrain.state._convert import Change, converter_for, diff, fingerprint, structure, unstructure
+from fxtrain.state._files import dumps, loads, read_plan, write_plan
 from fxtrain.state._launchers import read_topology
 from fxtrain.state._mesh import AXES, Mesh, axis_groups, resolve_mesh
 from fxtrain.state._plan import Compile, Data, Plan
@@ -13,12 +15,13 @@ from fxtrain.state._topology import Topology
 
 __all__ = [
     "AXES",
-    "DDP",
-    "DTYPES",
     "Batch",
+    "Change",
     "Comm",
     "CommHook",
     "Compile",
+    "DDP",
+    "DTYPES",
     "Data",
     "DistContext",
     "Finish",
@@ -37,7 +40,16 @@ __all__ = [
     "Weighted",
     "Wrapped",
     "axis_groups",
+    "converter_for",
+    "diff",
+    "dumps",
+    "fingerprint",
+    "loads",
+    "read_plan",
     "read_topology",
     "resolve_mesh",
+    "structure",
+    "unstructure",
     "unsupported",
+    "write_plan",
 ]

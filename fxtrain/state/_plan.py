@@ -5,13 +5,15 @@ from typing import Any, Literal
 import attrs
 from attrs import validators
 
+from fxtrain._errors import PlanError
 from fxtrain.state._precision import Precision, precision_of
+from fxtrain.state._record import record
 from fxtrain.state._strategies import DDP
 
 __all__ = ["Compile", "Data", "Plan"]
 
 
-@attrs.frozen(kw_only=True)
+@record
 class Compile:
     """How `torch.compile` is applied.
 
@@ -31,7 +33,7 @@ class Compile:
     dynamic: bool | None = None
 
 
-@attrs.frozen(kw_only=True)
+@record
 class Data:
     """Where rows come from and how they reach the device.
 
@@ -51,7 +53,14 @@ class Data:
     reseed_workers: bool = True
 
 
-@attrs.frozen(kw_only=True)
+def _is_strategy(_: Any, __: Any, value: Any) -> None:
+    if isinstance(value, type) or not attrs.has(type(value)) or not hasattr(value, "kind"):
+        raise PlanError(
+            f"Plan(strategy={value!r}): pass a strategy config, such as fx.DDP() or fx.Single()."
+        )
+
+
+@record
 class Plan:
     """How a model is trained and its data split. A value: compare, hash, store, diff it.
 
@@ -84,7 +93,7 @@ class Plan:
         ['accumulate']
     """
 
-    strategy: Any = DDP()
+    strategy: Any = attrs.field(default=DDP(), validator=_is_strategy)
     precision: Precision = attrs.field(default=Precision(), converter=precision_of)
     accumulate: int = attrs.field(default=1, validator=validators.ge(1))
     flush: bool = True

@@ -7,13 +7,14 @@ import torch
 from attrs import validators
 
 from fxtrain._errors import PlanError
+from fxtrain.state._record import record
 
 __all__ = ["DTYPES", "LossScale", "Precision", "precision_of"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@attrs.frozen(kw_only=True)
+@record
 class LossScale:
     """Dynamic loss scale for fp16; the defaults are torch's.
 
@@ -32,7 +33,7 @@ class LossScale:
     interval: int = attrs.field(default=2000, validator=validators.ge(1))
 
 
-@attrs.frozen(kw_only=True)
+@record
 class Precision:
     """In which formats a model computes. A plan also takes the bare name: `"bf16"`.
 
@@ -42,12 +43,8 @@ class Precision:
         scale: Loss scale, used with fp16 only.
     """
 
-    compute: Literal["fp32", "bf16", "fp16"] = attrs.field(
-        default="fp32", validator=validators.in_(tuple(DTYPES))
-    )
-    output: Literal["fp32"] | None = attrs.field(
-        default=None, validator=validators.optional(validators.in_(("fp32",)))
-    )
+    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
+    output: Literal["fp32"] | None = None
     scale: LossScale = LossScale()
 
 

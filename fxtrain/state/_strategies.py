@@ -5,10 +5,12 @@ from typing import Literal
 import attrs
 from attrs import validators
 
-__all__ = ["DDP", "CommHook", "PowerSGD", "Single", "StrategyConfig"]
+from fxtrain.state._record import record
+
+__all__ = ["DDP", "CommHook", "PowerSGD", "Single"]
 
 
-@attrs.frozen(kw_only=True)
+@record
 class PowerSGD:
     """Low-rank compression of gradients, with the options of torch's PowerSGDState.
 
@@ -37,7 +39,7 @@ class PowerSGD:
     seed: int = 0
 
 
-@attrs.frozen(kw_only=True)
+@record
 class CommHook:
     """How DDP sends gradients.
 
@@ -53,14 +55,14 @@ class CommHook:
     power_sgd: PowerSGD = PowerSGD()
 
 
-@attrs.frozen(kw_only=True)
+@record
 class Single:
     """One rank, one device, no communication."""
 
     kind: Literal["single"] = attrs.field(default="single", init=False)
 
 
-@attrs.frozen(kw_only=True)
+@record
 class DDP:
     """A replica of the model on every rank, gradients averaged while backward runs.
 
@@ -82,6 +84,3 @@ class DDP:
     unused_parameters: bool = False
     sync_buffers: bool = True
     hook: CommHook = CommHook()
-
-
-StrategyConfig = Single | DDP
