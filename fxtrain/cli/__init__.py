@@ -1,1 +1,5 @@
-"""Placeholder docstring."""
+"""The command line."""
+
+from fxtrain.cli._main import main
+
+__all__ = ["main"]

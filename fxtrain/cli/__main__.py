@@ -1,0 +1,7 @@
+"""`python -m fxtrain.cli`."""
+
+import sys
+
+from fxtrain.cli import main
+
+sys.exit(main())
