@@ -3,4 +3,4 @@
 from fxtrain.backends._optim import Params
 from fxtrain.backends._table import STRATEGIES, strategies, unwrap, wrap
 
-__all__ = ["STRATEGIES", "Params", "strategies", "unwrap", "wrap"]
+__all__ = ["Params", "STRATEGIES", "strategies", "unwrap", "wrap"]

@@ -70,9 +70,12 @@ def clip_value(model: Wrapped, max_value: float) -> None:
 
 def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
     """Multiply gradients in place."""
-    grads = [p.grad for p in model.module.parameters() if p.grad is not None]
-    if grads:
-        torch._foreach_mul_(grads, factor)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in model.module.parameters():
+        if parameter.grad is not None:
+            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    for dtype, grads in by_dtype.items():
+        torch._foreach_mul_(grads, factor.to(dtype) if isinstance(factor, Tensor) else factor)
 
 
 def apply(model: Wrapped, finish: Finish) -> Outcome:

@@ -1,7 +1,8 @@
-"""`python -m fxtrain.cli`."""
+"""`python -m fxtrain.cli` is `fxtrain`."""
 
 import sys
 
 from fxtrain.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

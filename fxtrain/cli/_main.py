@@ -1,66 +1,71 @@
-"""`fxtrain`: arguments to records to calls. Imports torch only once a command needs it."""
+"""From arguments to a command and an exit code."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 from fxtrain import __version__
 from fxtrain._errors import FxError
+from fxtrain.cli._command import Command
+from fxtrain.cli._launch import LAUNCH
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS: tuple[Command, ...] = (LAUNCH,)
+
+# What argparse uses for a line that it cannot read.
+_USAGE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code.
+    """Run the command line.
 
-    A mistake of the user is one message and exit code 2; a rank that failed gives its own.
+    Args:
+        argv: Arguments without the program's name; those of the process by default.
+
+    Returns:
+        The exit code: that of the command; 2 for arguments that make no sense.
+
+    Example:
+        >>> from fxtrain.cli import main
+        >>> main(["launch", "--ranks", "0", "train.py"])
+        2
     """
     parser = _parser()
     options = parser.parse_args(argv)
     if options.command is None:
-        parser.print_help()
-        return 2
+        parser.print_help(sys.stderr)
+        return _USAGE
     try:
-        return options.run(options)
+        return options.command.run(options)
     except FxError as error:
-        sys.stderr.write(f"fxtrain: {error}\n")
-        return 2
+        sys.stderr.write(f"fxtrain {options.command.name}: {type(error).__name__}: {error}\n")
+        return _USAGE
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fxtrain", description="Run PyTorch training scripts.")
-    parser.add_argument("--version", action="version", version=f"fxtrain {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="command")
-    _add_launch(commands)
+    parser = argparse.ArgumentParser(
+        prog="fxtrain",
+        description="Run PyTorch training scripts on any number of ranks.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=_versions())
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in COMMANDS:
+        one = commands.add_parser(
+            command.name, help=command.help, description=command.help, allow_abbrev=False
+        )
+        command.arguments(one)
+        one.set_defaults(command=command)
     return parser
 
 
-def _add_launch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    sub = commands.add_parser("launch", help="run a script on several ranks of this machine")
-    sub.add_argument("--ranks", type=_positive, default=1, help="processes to start (default 1)")
-    sub.add_argument(
-        "--restarts", type=int, default=0, help="start all ranks anew so often after a failure"
-    )
-    sub.add_argument("-m", dest="is_module", action="store_true", help="the target is a module")
-    sub.add_argument("target", help="script or module")
-    sub.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
-    sub.set_defaults(run=_launch)
-
-
-def _launch(options: argparse.Namespace) -> int:
-    from fxtrain.launch import LaunchSpec, run_script
-
-    spec = LaunchSpec(
-        target=options.target,
-        args=tuple(options.args),
-        ranks=options.ranks,
-        is_module=options.is_module,
-        restarts=options.restarts,
-    )
-    return run_script(spec)
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
+def _versions() -> str:
+    python = ".".join(map(str, sys.version_info[:3]))
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "not installed"
+    return f"fxtrain {__version__} (torch {torch}, Python {python})"

@@ -28,7 +28,7 @@ def round_keys(*words: int, count: int = _ROUNDS) -> tuple[int, ...]:
 def permute(index: Tensor, n: int, keys: tuple[int, ...]) -> Tensor:
     """Where a keyed permutation of 0..n-1 sends each index.
 
-    A Feistel network over the smallest even number of bits that holds n - 1; a result
+    A Feistel network over an even number of bits that holds n - 1; a result
     outside 0..n-1 is sent on until it falls inside, which keeps it a bijection (Black and
     Rogaway, "Ciphers with arbitrary finite domains", 2002).
 
@@ -47,7 +47,8 @@ def permute(index: Tensor, n: int, keys: tuple[int, ...]) -> Tensor:
     """
     if n < 2:
         return index.clone()
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    # With halves of fewer bits the rounds do not mix: small n would come out uneven.
+    half = max(3, ((n - 1).bit_length() + 1) // 2)
     out = _network(index, half, keys)
     outside = out >= n
     while bool(outside.any()):

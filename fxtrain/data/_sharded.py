@@ -94,15 +94,15 @@ class Sharded:
         return attrs.evolve(self, position=position, trail=_Trail())
 
     def __len__(self) -> int:
-        if self._source.marks is None:
+        if self._source.outline is None:
             raise TypeError(
                 "This loader has no length: it reads an iterable or sharded source, whose end "
                 "shows only when it comes."
             )
         if self.position.is_last:
             return 0
-        rank = self.ctx.rank
-        return sum(1 for mark in self._source.marks(self.position) if mark.sizes[rank])
+        _, steps, last = self._source.outline(self.position)
+        return steps - (last is not None and last.sizes[self.ctx.rank] == 0)
 
     def __iter__(self) -> Iterator[Batch]:
         self._trail.passes += 1
@@ -126,9 +126,8 @@ class Sharded:
             following = cut.following
             if following is not None and following.sizes[rank] == 0:
                 after = advance(position, following, self.plan)
-                ghost = _batch(self, Cut(cut.data, following), after, masks)
                 self._trail.reached = after
-                yield attrs.evolve(batch, ghost=ghost)
+                yield attrs.evolve(batch, ghost=_ghost(batch, following, after))
                 return
             if cut.data is None:
                 raise DataError(
@@ -190,7 +189,7 @@ def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan = Plan()) -> Sha
     sends = plan.data.source == "dispatch" and data.world_size > 1
     layout = _layout(loader, data.world_size, plan)
     if sends and not data.is_main:
-        source = dispatched(Source(lambda _: iter(()), None, shuffled=False), data)
+        source = dispatched(Source(lambda _: iter(()), shuffled=False), data)
         return Sharded(position=start, ctx=data, plan=plan, source=source, layout=None)
     ranks = tuple(range(data.world_size)) if sends else (data.rank,)
     if isinstance(loader.dataset, IterableDataset):
@@ -239,9 +238,10 @@ def _agree_on_data(loader: Sharded) -> None:
     """Find out before the first batch whether all ranks are about to iterate the same."""
     if loader._layout is None or loader.ctx.comm.control is None:
         return
-    length = len(loader) if loader._source.marks is not None else None
+    outline = loader._source.outline
+    length = None if outline is None else outline(loader.position)[0]
     asked = (length, loader._layout.per_rank, loader._layout.even, loader.plan.seed)
-    ops.agree((*asked, loader.position), loader.ctx, name="batches, size, even, seed, position")
+    ops.agree((*asked, loader.position), loader.ctx, name="rows, size, even, seed, position")
 
 
 def _batch(
@@ -266,6 +266,18 @@ def _batch(
         data=data,
         position=position,
         valid=valid,
+        rows=mark.rows,
+        sizes=mark.sizes,
+        window_rows=mark.window_rows,
+    )
+
+
+def _ghost(batch: Batch, mark: Mark, position: Position) -> Batch:
+    """The same rows once more, all of them invalid, in a step in which others have some."""
+    return attrs.evolve(
+        batch,
+        position=position,
+        valid=torch.zeros_like(batch.valid),
         rows=mark.rows,
         sizes=mark.sizes,
         window_rows=mark.window_rows,

@@ -9,7 +9,7 @@ from fxtrain._errors import DataError
 from fxtrain.data._order import Units
 from fxtrain.state import Plan, Position
 
-__all__ = ["Layout", "Mark", "advance", "closes", "index_lists", "marks", "next_epoch", "steps_left"]
+__all__ = ["Layout", "Mark", "advance", "closes", "index_lists", "last_mark", "marks", "next_epoch", "steps_left"]
 
 
 @attrs.frozen(kw_only=True)
@@ -62,6 +62,14 @@ def steps_left(layout: Layout, length: int, start: int) -> int:
     return whole + (rest > 0 and layout.even != "drop")
 
 
+def last_mark(layout: Layout, units: Units, start: int) -> Mark | None:
+    """The last step of an epoch, without those before it."""
+    steps = steps_left(layout, units.length, start)
+    if not steps:
+        return None
+    return _mark(layout, units, start + (steps - 1) * layout.stride, is_last=True)
+
+
 def closes(plan: Plan, micro: int, *, is_last: bool) -> bool:
     """Whether the micro-batch number `micro` of a window, from 1, is its last."""
     return micro >= plan.accumulate or (is_last and plan.flush)
@@ -92,7 +100,7 @@ def marks(layout: Layout, units: Units, position: Position, plan: Plan) -> Itera
     first = _window_start(layout, position, plan)
     total, ends = first, -1
     for step in range(steps):
-        mark = _mark(layout, units, position.index + step * layout.stride, step == steps - 1)
+        mark = _mark(layout, units, position.index + step * layout.stride, is_last=step == steps - 1)
         if plan.accumulate == 1:
             yield attrs.evolve(mark, window_rows=sum(mark.sizes))
             continue
@@ -120,17 +128,17 @@ def _window_rows(
         return None  # goes on in the next epoch
     last = min(ends, steps - 1)
     if not layout.batched:
-        end = _mark(layout, units, start + last * layout.stride, last == steps - 1)
+        end = _mark(layout, units, start + last * layout.stride, is_last=last == steps - 1)
         return (last - step) * layout.stride + sum(end.sizes)
     return sum(
-        sum(_mark(layout, units, start + i * layout.stride, i == steps - 1).sizes)
+        sum(_mark(layout, units, start + i * layout.stride, is_last=i == steps - 1).sizes)
         for i in range(step, last + 1)
     )
 
 
-def _mark(layout: Layout, units: Units, base: int, is_last: bool) -> Mark:  # noqa: FBT001
+def _mark(layout: Layout, units: Units, base: int, *, is_last: bool) -> Mark:
     if layout.batched:
-        return _batch_mark(layout, units, base, is_last)
+        return _batch_mark(layout, units, base, is_last=is_last)
     size, left = layout.per_rank, units.length - base
     if left >= layout.stride:
         full = (size,) * layout.ranks
@@ -140,7 +148,7 @@ def _mark(layout: Layout, units: Units, base: int, is_last: bool) -> Mark:  # no
     return Mark(rows, (size,) * layout.ranks if padded else rows, left, is_last)
 
 
-def _batch_mark(layout: Layout, units: Units, base: int, is_last: bool) -> Mark:  # noqa: FBT001
+def _batch_mark(layout: Layout, units: Units, base: int, *, is_last: bool) -> Mark:
     if layout.share:
         (batch,) = units.read(base, base + 1)
         part, rest = divmod(len(batch), layout.ranks)

@@ -14,7 +14,7 @@ from fxtrain import _tree, ops
 from fxtrain._errors import DataError
 from fxtrain.data._feed import Feed, rebuild, reseeding
 from fxtrain.data._order import Order
-from fxtrain.data._slices import Layout, Mark, index_lists, marks
+from fxtrain.data._slices import Layout, Mark, index_lists, last_mark, marks, steps_left
 from fxtrain.data._stream import Cut, Stream, keep
 from fxtrain.state import DistContext, Plan, Position
 
@@ -30,12 +30,14 @@ class Source:
     Attributes:
         cuts: Cursor → this rank's part of every step until the epoch ends.
         marks: Cursor → every step until the epoch ends; None where only reading tells.
+        outline: Cursor → units of the epoch, steps from there on, and the last of them.
         shuffled: Epochs differ in their order.
     """
 
     cuts: Cuts
-    marks: Callable[[Position], Iterator[Mark]] | None
     shuffled: bool
+    marks: Callable[[Position], Iterator[Mark]] | None = None
+    outline: Callable[[Position], tuple[int, int, Mark | None]] | None = None
 
 
 def map_source(
@@ -71,7 +73,12 @@ def map_source(
                 yield Cut(data, mark, following)
         next(batches, None)  # lets the loader end its workers in order
 
-    return Source(cuts, all_marks, order.shuffled)
+    def outline(position: Position) -> tuple[int, int, Mark | None]:
+        units = order.epoch(position.epoch)
+        steps = steps_left(layout, units.length, position.index)
+        return units.length, steps, last_mark(layout, units, position.index)
+
+    return Source(cuts, order.shuffled, all_marks, outline)
 
 
 def stream_source(
@@ -93,7 +100,7 @@ def stream_source(
         _seed_loader(rebuilt, plan, position)
         yield from rebuilt
 
-    return Source(cuts, None, shuffled=False)
+    return Source(cuts, shuffled=False)
 
 
 def dispatched(inner: Source, ctx: DistContext) -> Source:
@@ -122,7 +129,7 @@ def dispatched(inner: Source, ctx: DistContext) -> Source:
             if mark.is_last:
                 return
 
-    return Source(cuts, inner.marks if ctx.is_main else None, inner.shuffled)
+    return Source(cuts, inner.shuffled)
 
 
 def presharded(loader: DataLoader[Any], ctx: DistContext, plan: Plan) -> Source:
@@ -153,7 +160,7 @@ def presharded(loader: DataLoader[Any], ctx: DistContext, plan: Plan) -> Source:
                 return
             current, found = after, coming
 
-    return Source(cuts, None, shuffled=False)
+    return Source(cuts, shuffled=False)
 
 
 def list_ahead(steps: Iterator[Mark]) -> Iterator[tuple[Mark, Mark | None]]:

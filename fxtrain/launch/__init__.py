@@ -1,28 +1,33 @@
-"""Starting ranks: scripts over torch's elastic launcher, functions from a notebook."""
+"""Launching: specs to arguments and environment (pure), and what starts the processes."""
 
 import sys
-import types
-from typing import Any
 
-from fxtrain.launch._elastic import run_script
+from fxtrain.launch._callable import CallableModule
+from fxtrain.launch._elastic import run
+from fxtrain.launch._ending import Ending, Failure, by_cause, describe
 from fxtrain.launch._function import launch
-from fxtrain.launch._spec import LaunchSpec, command, rank_variables, shared_variables
+from fxtrain.launch._spec import (
+    LaunchSpec,
+    child_arguments,
+    child_environment,
+    elastic_options,
+    rank_environment,
+)
+from fxtrain.launch._target import check_target
 
 __all__ = [
+    "Ending",
+    "Failure",
     "LaunchSpec",
-    "command",
+    "by_cause",
+    "check_target",
+    "child_arguments",
+    "child_environment",
+    "describe",
+    "elastic_options",
     "launch",
-    "rank_variables",
-    "run_script",
-    "shared_variables",
+    "rank_environment",
+    "run",
 ]
 
-
-class _Callable(types.ModuleType):
-    """`fx.launch` names both this package and its main function, so the package is callable."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        return launch(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _Callable
+sys.modules[__name__].__class__ = CallableModule

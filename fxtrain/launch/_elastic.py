@@ -1,66 +1,106 @@
-"""Scripts, over torch's elastic launcher."""
+"""The one place that starts the processes of a script: torch's elastic launcher."""
 
+import importlib
+import json
 import logging
 import os
 import sys
 import tempfile
 import uuid
 from pathlib import Path
+from typing import Any
 
-from fxtrain.launch._spec import LaunchSpec, command, shared_variables, tail
+from fxtrain._errors import LaunchError
+from fxtrain.launch._ending import Ending, Failure, by_cause
+from fxtrain.launch._spec import LaunchSpec, child_arguments, child_environment, elastic_options
+from fxtrain.launch._target import check_target
 
-__all__ = ["run_script"]
+__all__ = ["run"]
+
+# Between asking the ranks to end and ending them.
+_SHUTDOWN_S = 10
 
 
-def run_script(spec: LaunchSpec) -> int:
-    """Start every rank of a script, wait, and return the exit code.
+def run(spec: LaunchSpec) -> Ending:
+    """Run a program on all ranks and wait until they have ended.
 
-    Rank 0 writes to this terminal. The standard error of the other ranks goes to files; if
-    one of them fails first, its end is shown.
+    The ranks share this process's output. SIGTERM and SIGINT go on to them. When one fails,
+    the others are ended.
 
     Effects:
-        Starts processes; ends them all when one fails or this process is told to stop.
+        Loads torch; sets OMP_NUM_THREADS in this process's environment, which the ranks
+        inherit, unless it is set; starts `spec.ranks` processes. Call it in the main thread,
+        where signals arrive.
 
     Raises:
-        LaunchError: the script is not there.
+        LaunchError: there is no such program.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    argv = command(spec)
-    # What went wrong is told below, once.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.update(shared_variables(os.environ, spec.ranks, os.cpu_count() or 1))
-    with tempfile.TemporaryDirectory(prefix="fxtrain-", ignore_cleanup_errors=True) as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=spec.ranks,
-            run_id=uuid.uuid4().hex[:8],
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=spec.restarts,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(
-                log_dir=folder, redirects={rank: Std.ERR for rank in range(1, spec.ranks)}
-            ),
-        )
+    check_target(spec)
+    os.environ.update(child_environment(spec, os.environ, cores=usable_cores()))
+    # torch takes seconds to load, which a wrong file name need not wait for.
+    api = importlib.import_module("torch.distributed.launcher.api")
+    _quiet()
+    with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as logs:
+        config = _config(api, spec, logs)
         try:
-            elastic_launch(config, sys.executable)(*argv)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            _show_failure(rank, failure.exitcode, Path(folder))
-            return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-        except SignalException as error:
-            return 128 + int(error.sigval)
-    return 0
+            api.elastic_launch(config, sys.executable)(*child_arguments(spec))
+        except api.ChildFailedError as error:
+            return Ending(ranks=spec.ranks, failures=by_cause(_failures(error.failures, logs)))
+        except api.SignalException as error:
+            return Ending(ranks=spec.ranks, signal=int(error.sigval))
+    return Ending(ranks=spec.ranks)
 
 
-def _show_failure(rank: int, code: int, folder: Path) -> None:
-    how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-    logs = sorted(folder.glob(f"**/{rank}/stderr.log"))
-    text = logs[-1].read_text(errors="replace").splitlines() if logs and rank else []
-    shown = "\n".join(part for part in (tail(text), f"fxtrain: rank {rank} failed first, {how}.") if part)
-    sys.stderr.write(shown + "\n")
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _config(api: Any, spec: LaunchSpec, logs: str) -> Any:
+    options = elastic_options(spec, run_id=uuid.uuid4().hex)
+    if "shutdown_timeout" in api.LaunchConfig.__dataclass_fields__:  # not before torch 2.10
+        options["shutdown_timeout"] = _SHUTDOWN_S
+    try:
+        return api.LaunchConfig(**options, logs_specs=api.DefaultLogsSpecs(log_dir=logs))
+    except (TypeError, ValueError) as error:
+        raise LaunchError(f"torch's elastic launcher refused its settings: {error}") from error
+
+
+def _quiet() -> None:
+    """The launcher's own words on failing ranks are left out: what matters is in the ending."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _failures(failed: dict[int, Any], logs: str) -> list[Failure]:
+    """What torch saw, and what every rank has written, were it ended in the same moment."""
+    codes = {rank: failure.exitcode for rank, failure in failed.items()}
+    reports = _reports(Path(logs))
+    return [
+        Failure(
+            rank=rank,
+            code=codes.get(rank),
+            kind=report.get("kind", ""),
+            error=report.get("error", ""),
+            traceback=report.get("py_callstack", ""),
+            time_ns=int(report.get("time_ns", 0)),
+        )
+        for rank in sorted(codes.keys() | reports.keys())
+        for report in [reports.get(rank, {})]
+    ]
+
+
+def _reports(logs: Path) -> dict[int, dict[str, Any]]:
+    """By rank, what the last attempt wrote: folders are RUN/attempt_N/LOCAL_RANK."""
+    attempts = sorted(logs.glob("*/attempt_*"), key=lambda path: int(path.name.split("_")[-1]))
+    found: dict[int, dict[str, Any]] = {}
+    for path in attempts[-1].glob("*/error.json") if attempts else ():
+        message = json.loads(path.read_text())["message"]
+        if isinstance(message, dict):
+            extra = message.get("extraInfo", {})
+            rank = int(extra.get("rank", path.parent.name))
+            found[rank] = {"error": message.get("message", ""), **extra}
+    return found

@@ -1,151 +1,146 @@
-"""A function on several ranks, from a script or a notebook cell."""
+"""`launch`: a function on several ranks, from a script or a notebook cell."""
 
-import multiprocessing
-import os
-import pickle
-import socket
-import sys
+import importlib
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import wait
 from typing import Any
 
 from fxtrain._errors import LaunchError
-from fxtrain._optional import optional
-from fxtrain.launch._spec import rank_variables, shared_variables
+from fxtrain.launch._elastic import usable_cores
+from fxtrain.launch._ending import Ending, Failure, by_cause, describe
+from fxtrain.launch._parcel import unpack
+from fxtrain.launch._ranks import Rank, end, start
+from fxtrain.launch._spec import check_ranks, rank_environment
 
 __all__ = ["launch"]
 
+# For the other ranks to tell their errors, once one has failed, before they are ended.
+_GRACE_S = 2.0
+_NOT_STARTED = (
+    "it ended before the function was called; the reason is in its output above. A script "
+    'that calls fx.launch does so under `if __name__ == "__main__":`, since every rank '
+    "imports the script."
+)
+# For ranks that have answered to end by themselves.
+_LEAVE_S = 10.0
+
 
 def launch(
-    fn: Callable[..., Any], args: Sequence[Any] = (), *, ranks: int = 2, timeout_s: float | None = None
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    ranks: int = 2,
+    timeout_s: float | None = None,
 ) -> list[Any]:
-    """Run a function on several ranks on this machine and return what each returned.
+    """Call a function on several ranks of this machine, each in a process of its own.
 
-    Every rank is a new process in which `fx.detect()` finds its place. In a script, call it
-    under `if __name__ == "__main__":`; in a notebook, the function and what it uses may be
-    defined in cells (needs cloudpickle).
+    In `fn`, `fx.detect()` finds the rank. The processes are fresh ones, so a script keeps its
+    call of `launch` under `if __name__ == "__main__":`. A function that was typed into a
+    notebook cell or a prompt is sent by value, for which cloudpickle must be installed; where
+    it is not, the processes are forks of this one, of one thread each, as long as no
+    accelerator is in use here.
 
     Args:
-        fn: Called as `fn(*args)` on every rank; what it returns must pickle.
-        args: Its arguments.
+        fn: What to run on every rank.
+        args: Its arguments, the same on every rank.
         ranks: Processes to start.
-        timeout_s: Longest time for all, in seconds; None waits forever.
+        timeout_s: Longest time for the whole call, in seconds; no limit by default.
 
     Returns:
-        One value per rank, by rank.
+        What `fn` returned, by rank.
 
     Effects:
-        Starts processes and ends them all.
+        Starts `ranks` processes and ends them. Opens a TCP port on loopback meanwhile.
 
     Raises:
-        LaunchError: a rank failed (its traceback is in the message) or time ran out.
+        LaunchError: the ranks could not be started, one of them failed (with its number and
+            traceback), or they did not end within `timeout_s`.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> fx.launch(divmod, (7, 2), ranks=1)
+        [(3, 1)]
     """
-    if not callable(fn):
-        raise LaunchError(f"launch takes a function, found {type(fn).__name__}.")
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise LaunchError(f"launch(ranks={ranks!r}): a positive number of ranks was expected.")
-    job = _pack(fn, tuple(args))
-    port = _free_port()
-    spawn = multiprocessing.get_context("spawn")
-    workers: list[tuple[Any, Connection]] = []
-    for rank in range(ranks):
-        here, there = spawn.Pipe(duplex=False)
-        variables = rank_variables(rank, ranks, port)
-        variables |= shared_variables(os.environ, ranks, os.cpu_count() or 1)
-        process = spawn.Process(target=_work, args=(job, variables, there, list(sys.path)))
-        with _main_of_its_own():
-            process.start()
-        there.close()
-        workers.append((process, here))
+    _check(fn, args, ranks, timeout_s)
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    # torch is loaded by now or will be: the store at which the ranks meet is torch's. It
+    # listens on a port that the system picks, here, so that nobody can take the port first.
+    distributed = importlib.import_module("torch.distributed")
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    places = [rank_environment(rank, ranks, port=store.port) for rank in range(ranks)]
+    started = start(fn, tuple(args), places, threads=max(1, usable_cores() // ranks))
     try:
-        return _wait(workers, None if timeout_s is None else time.monotonic() + timeout_s)
-    finally:
-        for process, pipe in workers:
-            pipe.close()
-            process.terminate()
-        for process, _ in workers:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-
-
-def _wait(workers: list[tuple[Any, Connection]], deadline: float | None) -> list[Any]:
-    results: dict[int, Any] = {}
-    pipes: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
-    while len(results) < len(workers):
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = wait([pipe for pipe, rank in pipes.items() if rank not in results], left)
-        if not ready:
-            late = sorted(set(pipes.values()) - results.keys())
-            raise LaunchError(f"launch: ranks {late} did not return in time and were ended.")
-        for pipe in ready:
-            rank = pipes[pipe]
-            fine, results[rank] = _receive(pipe, workers[rank][0])  # type: ignore[arg-type]
-            if not fine:
-                raise LaunchError(f"launch: rank {rank} failed.\n{results[rank]}")
-    for process, _ in workers:
-        process.join(10)
-    return [results[rank] for rank in range(len(workers))]
-
-
-def _receive(pipe: Connection, process: Any) -> tuple[bool, Any]:
-    try:
-        return pickle.loads(pipe.recv_bytes())
-    except EOFError:
-        process.join(5)
-        return False, f"Its process ended without a result, exit code {process.exitcode}."
-
-
-def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    # A new process imports a script again, but not what was typed at a prompt.
-    if _is_typed() and getattr(fn, "__module__", None) == "__main__":
-        cloud = optional("cloudpickle", extra="test", needed_by="launch from a notebook or prompt")
-        return cloud.dumps((fn, args))
-    try:
-        return pickle.dumps((fn, args))
-    except Exception as error:  # pickle raises whatever __reduce__ does
-        raise LaunchError(
-            f"launch: the function or its arguments cannot be sent to another process: {error}. "
-            f"Define the function at the top level of its module."
-        ) from error
-
-
-def _is_typed() -> bool:
-    """Whether the main module came from a prompt, a notebook or standard input."""
-    return not os.path.exists(getattr(sys.modules["__main__"], "__file__", ""))
-
-
-@contextmanager
-def _main_of_its_own() -> Iterator[None]:
-    """Keep a new process from importing a main module that is no file, such as <stdin>."""
-    main: Any = sys.modules["__main__"]
-    if not _is_typed() or not hasattr(main, "__file__"):
-        yield
-        return
-    name = main.__file__
-    del main.__file__
-    try:
-        yield
-    finally:
-        main.__file__ = name
-
-
-def _work(job: bytes, variables: dict[str, str], pipe: Connection, path: list[str]) -> None:
-    os.environ.update(variables)
-    sys.path[:] = path
-    try:
-        fn, args = pickle.loads(job)
-        answer = pickle.dumps((True, fn(*args)))
+        values = _results(started, deadline, timeout_s)
     except BaseException:
-        answer = pickle.dumps((False, traceback.format_exc()))
-    pipe.send_bytes(answer)
-    pipe.close()
+        end(started, patience_s=0)
+        raise
+    end(started, patience_s=_LEAVE_S)
+    return values
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _check(fn: Any, args: Any, ranks: Any, timeout_s: Any) -> None:
+    if not callable(fn):
+        raise LaunchError(
+            f"launch takes a function and its arguments, found a {type(fn).__name__}. "
+            f"For example: fx.launch(train, (0.1,), ranks=2), with train and not train(0.1)."
+        )
+    if isinstance(args, str | bytes) or not isinstance(args, Sequence):
+        raise LaunchError(
+            f"launch(args={args!r}): a tuple of arguments was expected. For one argument: "
+            f"args=({args!r},)."
+        )
+    check_ranks(ranks, said=f"launch(ranks={ranks!r})")
+    if timeout_s is not None and not timeout_s > 0:
+        raise LaunchError(f"launch(timeout_s={timeout_s}): a timeout is a number of seconds > 0.")
+
+
+def _results(started: list[Rank], deadline: float | None, timeout_s: float | None) -> list[Any]:
+    """Every rank's value by rank, or the error of the one that failed first."""
+    outcomes: dict[int, tuple[Any] | Failure] = {}
+    ready: set[int] = set()
+    failures: list[Failure] = []
+    while len(outcomes) < len(started):
+        waiting: dict[Any, Rank] = {r.pipe: r for r in started if r.number not in outcomes}
+        pipes = wait(list(waiting), _left(deadline))
+        if not pipes and not failures:
+            raise LaunchError(_too_late(waiting.values(), len(started), timeout_s))
+        if not pipes:
+            break
+        for rank in [waiting[pipe] for pipe in pipes]:
+            outcome = _receive(rank, ready)
+            if outcome is None:
+                ready.add(rank.number)
+                continue
+            outcomes[rank.number] = outcome
+            if isinstance(outcome, Failure):
+                failures.append(outcome)
+                soon = time.monotonic() + _GRACE_S
+                deadline = soon if deadline is None else min(soon, deadline)
+    if failures:
+        raise LaunchError(describe(Ending(ranks=len(started), failures=by_cause(failures))))
+    return [value for rank in started for value in outcomes[rank.number]]  # type: ignore[union-attr]
+
+
+def _receive(rank: Rank, ready: set[int]) -> tuple[Any] | Failure | None:
+    """A rank's value, in a tuple of one; what became of it; or None, when it is ready."""
+    try:
+        sent = rank.pipe.recv_bytes()
+    except (EOFError, OSError):  # it ended without a word
+        rank.process.join(_GRACE_S)
+        code = rank.process.exitcode
+        error = "" if rank.number in ready or (code or 0) < 0 else _NOT_STARTED
+        return Failure(rank=rank.number, code=code, error=error, time_ns=time.time_ns())
+    return unpack(sent) if sent else None
+
+
+def _too_late(late: Iterable[Rank], ranks: int, timeout_s: float | None) -> str:
+    names = ", ".join(str(rank.number) for rank in late)
+    return (
+        f"launch(timeout_s={timeout_s:g}): these of {ranks} ranks did not end in time and were "
+        f"ended: {names}. Find where they wait, or allow more time."
+    )
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

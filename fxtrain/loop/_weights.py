@@ -70,7 +70,7 @@ def close_window(loss: Any, batch: Batch, model: Wrapped) -> float | Tensor | No
         total = ops.reduce(model.tally[_SUM], model.ctx.axis("data"), op="sum")
         factor = torch.where(total > 0, ranks / (model.tally[_SCALE] * total), 0.0)
         model.tally[:2] = 0
-        return factor.float()
+        return factor
     if batch.window_rows is not None:
         return None
     full, rows = int(model.counts[_FULL]), int(model.counts[_ROWS])

@@ -42,13 +42,14 @@ class Cluster:
         """Call `fn(ctx, *args)` on every rank and return the results by rank.
 
         Raises:
-            The error of the first rank that failed, with its traceback as a note.
+            The error of a rank that failed, with its traceback as a note.
         """
         outcomes = self.outcomes(fn, *args)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                self.close()
-                raise outcome
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if errors:
+            self.close()
+            # A CollectiveError is mostly the echo of what failed on another rank.
+            raise min(errors, key=lambda error: type(error).__name__ == "CollectiveError")
         return outcomes
 
     def outcomes(self, fn: Callable[..., Any], *args: Any) -> list[Any]:

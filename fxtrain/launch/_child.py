@@ -1,0 +1,87 @@
+"""The program of a launched process: the user's script, and its error kept for the launcher.
+
+Run as a file, `python _child.py script|module TARGET ARGS...`, and with the standard library
+only, so that nothing is loaded or changed before the user's script starts. An error is not
+printed here but written for the launcher, which shows the one that came first: eight ranks
+that fail together would print eight tracebacks into each other.
+"""
+
+import faulthandler
+import json
+import os
+import runpy
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+
+# A rank that cannot end, say in a library's clean-up, shows its error itself after this time.
+_PATIENCE_S = 10.0
+
+
+def main() -> None:
+    """Become the program that the arguments name."""
+    how, target, *args = sys.argv[1:]
+    faulthandler.enable()
+    sys.excepthook = _record
+    sys.argv[:] = [target, *args]
+    if how == "module":
+        _set_first_path(os.getcwd())
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        _set_first_path(os.path.dirname(os.path.realpath(target)))
+        # Absolute, as Python itself makes `__file__` of the script it runs.
+        runpy.run_path(os.path.abspath(target), run_name="__main__")
+
+
+def _set_first_path(folder: str) -> None:
+    # Python put the folder of this file there, unless it runs in safe-path mode.
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _record(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        return  # the launcher was told to stop, and says so
+    shown = _skip_own_frames(tb)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        sys.__excepthook__(kind, error, shown)
+        return
+    # The format of torch's elastic launcher and three more fields; whole or absent, since the
+    # launcher may end this process at any moment.
+    with open(f"{path}.new", "w") as file:
+        json.dump({"message": _report(kind, error, shown)}, file)
+    os.replace(f"{path}.new", path)
+    timer = threading.Timer(_PATIENCE_S, sys.__excepthook__, (kind, error, shown))
+    timer.daemon = True
+    timer.start()
+
+
+def _report(
+    kind: type[BaseException], error: BaseException, tb: TracebackType | None
+) -> dict[str, object]:
+    name = kind.__qualname__
+    return {
+        "message": f"{name}: {error}" if str(error) else name,
+        "extraInfo": {
+            "py_callstack": "".join(traceback.format_exception(kind, error, tb)),
+            "timestamp": str(int(time.time())),
+            "time_ns": time.time_ns(),
+            "rank": int(os.environ.get("RANK", "0")),
+            "kind": name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}",
+        },
+    }
+
+
+def _skip_own_frames(tb: TracebackType | None) -> TracebackType | None:
+    """Start the traceback in the user's script, where it starts without a launcher."""
+    own = {__file__, runpy.__file__, "<frozen runpy>"}
+    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename in own:
+        tb = tb.tb_next
+    return tb
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""How a launch ended: who failed, which failure came first, and how to say it."""
+
+import re
+import signal
+
+import attrs
+
+__all__ = ["Ending", "Failure", "by_cause", "describe"]
+
+
+@attrs.frozen(kw_only=True)
+class Failure:
+    """One rank that did not end well.
+
+    Attributes:
+        rank: Which.
+        code: Exit code of the process; -n when signal n ended it; None when unknown.
+        kind: Full name of the exception's type; empty without one.
+        error: The exception in one line, as `ValueError: bad`; empty without one.
+        traceback: The exception with its traceback; empty without one.
+        time_ns: When it failed, in nanoseconds since 1970; only the order matters.
+    """
+
+    rank: int
+    code: int | None = None
+    kind: str = ""
+    error: str = ""
+    traceback: str = ""
+    time_ns: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class Ending:
+    """How all ranks ended.
+
+    Attributes:
+        ranks: How many there were.
+        failures: Those that failed, the cause first.
+        signal: The signal that ended the launcher, or None.
+    """
+
+    ranks: int
+    failures: tuple[Failure, ...] = ()
+    signal: int | None = None
+
+    @property
+    def code(self) -> int:
+        """The exit code of the whole, by the rules of the shell."""
+        if self.signal is not None:
+            return 128 + self.signal
+        if not self.failures:
+            return 0
+        code = self.failures[0].code
+        if code is None or code == 0:
+            return 1
+        return code if code > 0 else 128 - code
+
+
+def by_cause(failures: list[Failure]) -> tuple[Failure, ...]:
+    """Order failures so that the one to look at comes first.
+
+    A rank that fails leaves its peers in the middle of a collective, and they may be quicker
+    to report that than it is to report its own error. So errors that only say that another
+    rank is gone come after all others, and ranks that were ended from outside come last.
+
+    Example:
+        >>> from fxtrain.launch import Failure, by_cause
+        >>> lost = Failure(rank=0, kind="fxtrain._errors.CollectiveError", error="...", time_ns=1)
+        >>> own = Failure(rank=1, kind="ValueError", error="ValueError: bad", time_ns=2)
+        >>> [failure.rank for failure in by_cause([lost, own])]
+        [1, 0]
+    """
+    return tuple(sorted(failures, key=lambda f: (_distance(f), f.time_ns, f.rank)))
+
+
+def describe(ending: Ending) -> str:
+    """Tell how a launch ended, with the traceback of the rank that failed first.
+
+    Example:
+        >>> from fxtrain.launch import Ending, Failure, describe
+        >>> describe(Ending(ranks=2, failures=(Failure(rank=1, code=-11),)))
+        'Rank 1 of 2 was ended by SIGSEGV.'
+    """
+    if ending.signal is not None:
+        return f"Stopped by {_signal_name(ending.signal)}."
+    if not ending.failures:
+        return f"{ending.ranks} ranks ended well."
+    first, *others = ending.failures
+    lines = [_one(first, ending.ranks)]
+    if first.traceback:
+        lines.append(first.traceback.rstrip())
+    # What was ended because of the first failure is no news.
+    lines += [_one(other, ending.ranks) for other in others if other.error or _own_code(other)]
+    return "\n".join(lines)
+
+
+_LOST_PEER = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket closed|remote process|store.*closed"
+    r"|[\\/]gloo[\\/]",
+    re.IGNORECASE,
+)
+
+
+def _distance(failure: Failure) -> int:
+    """From the cause: 0 for an error of its own, 1 for a lost peer, 2 for ended from outside."""
+    if not failure.error:
+        return 0 if _own_code(failure) else 2
+    lost = failure.kind.startswith("torch.distributed.") or failure.kind.endswith(
+        ".CollectiveError"
+    )
+    return int(lost or bool(_LOST_PEER.search(failure.error)))
+
+
+def _own_code(failure: Failure) -> bool:
+    return failure.code not in (None, 0, -signal.SIGTERM, -signal.SIGINT)
+
+
+def _one(failure: Failure, ranks: int) -> str:
+    who = f"Rank {failure.rank} of {ranks}"
+    if failure.error:
+        return f"{who} failed: {failure.error.splitlines()[0]}"
+    if failure.code is None:
+        return f"{who} failed."
+    if failure.code >= 0:
+        return f"{who} ended with exit code {failure.code}."
+    text = f"{who} was ended by {_signal_name(-failure.code)}."
+    if failure.code == -signal.SIGKILL:
+        text += " The kernel does that when memory runs out: look at dmesg, or use less of it."
+    return text
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,85 @@
+"""Is the program there? Asked before torch is loaded and before any process starts."""
+
+import importlib.util
+import pkgutil
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+
+from fxtrain._errors import LaunchError
+from fxtrain.launch._spec import LaunchSpec
+
+__all__ = ["check_target"]
+
+
+def check_target(spec: LaunchSpec) -> None:
+    """Make sure that the script or module of a spec exists.
+
+    Effects:
+        Reads the file system; a dotted module's parent packages are imported.
+
+    Raises:
+        LaunchError: it does not; the message holds names that are close.
+    """
+    if spec.module:
+        _check_module(spec.target)
+    else:
+        _check_script(Path(spec.target))
+
+
+def _check_script(path: Path) -> None:
+    if path.is_file() or (path.is_dir() and (path / "__main__.py").is_file()):
+        return
+    if path.is_dir():
+        raise LaunchError(
+            f"{path} is a folder without a __main__.py. Name a script in it: "
+            f"{_list(sorted(str(found) for found in path.glob('*.py')))}."
+        )
+    folder = path.parent
+    if not folder.is_dir():
+        raise LaunchError(
+            f"{path}: there is no such script, nor its folder. The current folder is {Path.cwd()}."
+        )
+    names = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".py")
+    close = get_close_matches(path.name, names, n=3, cutoff=0.5)
+    advice = (
+        f"Did you mean {_list([str(folder / name) for name in close])}?"
+        if close
+        else f"The Python files in {folder.resolve()} are {_list(names)}."
+    )
+    raise LaunchError(f"{path}: there is no such script. {advice}")
+
+
+def _check_module(name: str) -> None:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does, and as the ranks will
+    if name.endswith(".py") or "/" in name:
+        raise LaunchError(
+            f"-m {name}: this is a path, not a module. Leave -m out, or write it with dots."
+        )
+    parent, _, last = name.rpartition(".")
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        spec = None
+    except ValueError:  # a name as "pkg..module"
+        spec = None
+    if spec is not None:
+        return
+    package = sys.modules.get(parent)
+    where = getattr(package, "__path__", None) if parent else [here]
+    names = sorted(found.name for found in pkgutil.iter_modules(where)) if where else []
+    close = get_close_matches(last, names, n=3, cutoff=0.5)
+    prefix = f"{parent}." if parent else ""
+    advice = f" Did you mean {_list([prefix + found for found in close])}?" if close else ""
+    raise LaunchError(
+        f"-m {name}: there is no such module on the path that starts in {here}.{advice}"
+    )
+
+
+def _list(names: list[str]) -> str:
+    shown = names[:6] + (["..."] if len(names) > 6 else [])
+    return ", ".join(shown) if shown else "none"

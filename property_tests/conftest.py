@@ -1,0 +1,18 @@
+"""Hypothesis profiles: the same examples every time in continuous integration."""
+
+import os
+
+from hypothesis import HealthCheck, Phase, settings
+
+# Calls on real ranks cost milliseconds and shrinking would repeat them by the hundred.
+settings.register_profile(
+    "default",
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+NO_SHRINK = tuple(phase for phase in Phase if phase is not Phase.shrink)
+settings.register_profile("ranks", settings.get_profile("default"), phases=NO_SHRINK)

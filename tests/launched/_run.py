@@ -1,0 +1,62 @@
+"""Run a program in a session of its own, with a hard time limit that ends all of it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).with_name("scripts")
+
+PYTHON = (sys.executable,)
+FXTRAIN = (sys.executable, "-m", "fxtrain.cli")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+@attrs.frozen(kw_only=True)
+class Finished:
+    """How a program ended and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+def start(*command: str, cwd: Path | None = None, env: dict[str, str] | None = None, stdin=None):
+    """Start a program with fxtrain on its path and one thread for its arithmetic."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=variables,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process, *, timeout_s: float = 90.0, text: str | None = None) -> Finished:
+    """Wait for a program to end; when its time is up, its whole process group is killed."""
+    try:
+        out, err = process.communicate(text, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"Not done after {timeout_s} s.\n{out}\n{err}") from None
+    return Finished(code=process.returncode, out=out, err=err)
+
+
+def run(*command: str, cwd: Path | None = None, timeout_s: float = 90.0, **env: str) -> Finished:
+    """Start a program and wait for it."""
+    return finish(start(*command, cwd=cwd, env=env), timeout_s=timeout_s)
+
+
+def run_text(text: str, *, timeout_s: float = 90.0, **env: str) -> Finished:
+    """Feed a program to Python's standard input."""
+    process = start(*PYTHON, "-W", "error", "-", env=env, stdin=subprocess.PIPE)
+    return finish(process, timeout_s=timeout_s, text=text)

@@ -1,0 +1,74 @@
+"""Whole scripts that use the public surface as a user would, started in every way."""
+
+import json
+import math
+
+import attrs
+import pytest
+
+from tests.launched._run import FXTRAIN, PYTHON, ROOT, TORCHRUN, run
+
+CONTRACT = ROOT.parent / "shared" / "contract"
+
+pytestmark = [
+    pytest.mark.skipif(not CONTRACT.is_dir(), reason=f"no scripts at {CONTRACT}"),
+    pytest.mark.timeout(200),
+]
+
+ROWS, BATCH, TEST_ROWS = 1500, 32, 297
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """One way to start the digits script."""
+
+    name: str
+    command: tuple[str, ...]
+    ranks: int
+    accumulate: int = 1
+    epochs: int = 8
+
+    @property
+    def updates(self) -> int:
+        batches = math.ceil(ROWS / (BATCH * self.ranks))
+        return self.epochs * math.ceil(batches / self.accumulate)
+
+
+CASES = [
+    Case(name="python", command=PYTHON, ranks=1),
+    Case(name="torchrun 2", command=(*TORCHRUN, "--nproc-per-node", "2"), ranks=2),
+    Case(name="launch 2", command=(*FXTRAIN, "launch", "--ranks", "2"), ranks=2),
+    Case(name="launch 4", command=(*FXTRAIN, "launch", "--ranks", "4"), ranks=4),
+    Case(
+        name="launch 2, ragged windows",
+        command=(*FXTRAIN, "launch", "--ranks", "2"),
+        ranks=2,
+        accumulate=5,
+        epochs=20,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_digits(case):
+    script = str(CONTRACT / "train_digits.py")
+    ended = run(*case.command, script, str(case.accumulate), str(case.epochs), timeout_s=150)
+    assert ended.code == 0, ended.err
+    (line,) = ended.out.splitlines()  # nothing but the script's own line
+    told = json.loads(line)
+    assert told["ranks"] == case.ranks
+    assert told["rows"] == TEST_ROWS
+    assert told["updates"] == case.updates
+    assert told["accuracy"] >= 0.9
+
+
+PLANS = [
+    pytest.param(PYTHON, id="alone"),
+    pytest.param((*FXTRAIN, "launch", "--ranks", "2"), id="two ranks"),
+]
+
+
+@pytest.mark.parametrize("command", PLANS)
+def test_two_plans_in_one_process(command):
+    ended = run(*command, str(CONTRACT / "two_plans.py"), timeout_s=150)
+    assert (ended.code, ended.out) == (0, ""), ended.err

@@ -1,0 +1,196 @@
+"""`fx.launch`: a function on ranks of its own, from wherever it is called."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import fxtrain as fx
+from fxtrain import LaunchError, ops
+from fxtrain.launch import Failure, by_cause
+from tests.launched._run import PYTHON, SCRIPTS, run, run_text
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def _meet(a, b):
+    with fx.detect(device="cpu", timeout_s=20) as ctx:
+        seen = ops.gather_objects((ctx.rank, ctx.local_rank, ctx.node_rank), ctx)
+        return a + b, seen, torch.full((2,), float(ctx.rank)), torch.get_num_threads()
+
+
+def _fail(rank):
+    with fx.detect(device="cpu", timeout_s=20) as ctx:
+        if ctx.rank == rank:
+            raise ValueError("of my own")
+        ops.barrier(ctx)
+
+
+def _exit(code):
+    raise SystemExit(code)
+
+
+def _die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _generator():
+    return (x for x in range(3))
+
+
+def test_values_come_back_by_rank(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = dict(os.environ)
+    results = fx.launch(_meet, (1, 2), ranks=2, timeout_s=60)
+    everyone = [(0, 0, 0), (1, 1, 0)]
+    assert [(total, seen) for total, seen, _, _ in results] == [(3, everyone)] * 2
+    assert [value.tolist() for _, _, value, _ in results] == [[0.0, 0.0], [1.0, 1.0]]
+    assert results[0][3] == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert dict(os.environ) == before
+
+
+def test_failing_rank_is_named_with_its_traceback():
+    with pytest.raises(LaunchError) as caught:
+        fx.launch(_fail, (1,), ranks=2, timeout_s=60)
+    head, *rest = str(caught.value).splitlines()
+    assert head == "Rank 1 of 2 failed: ValueError: of my own"
+    assert rest[0] == "Traceback (most recent call last):"
+    assert "in _fail" in str(caught.value)
+    assert rest[-1].startswith("Rank 0 of 2 failed: CollectiveError: ")
+
+
+def test_several_launches_and_lambdas():
+    assert fx.launch(lambda x: x + 1, (1,), ranks=1) == [2]
+    assert fx.launch(divmod, [7, 2], ranks=1) == [(3, 1)]
+    assert fx.launch(_exit, (0,), ranks=1) == [None]
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "text"),
+    [
+        (_exit, (4,), "Rank 0 of 1 failed: SystemExit: 4"),
+        (_die, (), "Rank 0 of 1 was ended by SIGKILL"),
+        (_generator, (), "cannot be sent back: cannot pickle 'generator' object"),
+        (_meet, (1,), "missing 1 required positional argument: 'b'"),
+    ],
+    ids=["exit", "killed", "generator", "arguments"],
+)
+def test_what_went_wrong(fn, args, text):
+    with pytest.raises(LaunchError) as caught:
+        fx.launch(fn, args, ranks=1, timeout_s=60)
+    assert text in str(caught.value)
+
+
+def test_time_limit_names_the_ranks_and_ends_them():
+    start = time.monotonic()
+    with pytest.raises(LaunchError, match=r"these of 2 ranks did not end in time.*: 0, 1\."):
+        fx.launch(time.sleep, (60,), ranks=2, timeout_s=3)
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({"fn": _meet(1, 2)[0]}, "launch takes a function and its arguments, found a int"),
+        ({"fn": _meet, "ranks": 0}, "launch(ranks=0): the number of ranks"),
+        ({"fn": _meet, "ranks": True}, "launch(ranks=True): the number of ranks"),
+        ({"fn": _meet, "ranks": 2.0}, "launch(ranks=2.0): the number of ranks"),
+        ({"fn": _meet, "args": "ab"}, "For one argument: args=('ab',)"),
+        ({"fn": _meet, "args": 3}, "For one argument: args=(3,)"),
+        ({"fn": _meet, "timeout_s": 0}, "a timeout is a number of seconds > 0"),
+        ({"fn": len, "args": (threading.Lock(),)}, "cannot pickle '_thread.lock' object"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_calls(kwargs, text):
+    with pytest.raises(LaunchError) as caught:
+        fx.launch(**kwargs)
+    assert text in str(caught.value)
+
+
+# As in a notebook: everything is defined in the session, and the session has used torch.
+CELLS = """
+import fxtrain.launch
+import fxtrain as fx, torch
+from fxtrain import ops
+
+class Net(torch.nn.Linear):
+    pass
+
+def train(x):
+    with fx.detect(device="cpu", timeout_s=20) as ctx:
+        net = Net(300, 300)
+        net(torch.ones(300, 300)).sum().backward()
+        total = ops.gather_objects(ctx.rank + x, ctx)
+        return total, net, torch.get_num_threads()
+
+a = torch.randn(300, 300, requires_grad=True)
+(a @ a).sum().backward()
+"""
+CALLS = """
+for ranks in (2, 1):
+    results = fx.launch(train, (5,), ranks=ranks, timeout_s=60)
+    assert [total for total, _, _ in results] == [[5, 6][:ranks]] * ranks, results
+    assert all(type(net) is Net for _, net, _ in results)
+    assert __file__ == "<stdin>"
+print("fine", results[0][2])
+"""
+WITHOUT = "import sys; sys.modules['cloudpickle'] = None\n"
+
+
+def test_functions_of_a_session_go_by_value():
+    ended = run_text(CELLS + CALLS)
+    assert (ended.code, ended.out) == (0, "fine 1\n"), ended.err
+
+
+def test_without_cloudpickle_a_session_forks():
+    # Two threads: torch in a fork waits forever for the threads of its parent.
+    ended = run_text(WITHOUT + CELLS + CALLS, OMP_NUM_THREADS="2")
+    assert (ended.code, ended.out) == (0, "fine 1\n"), ended.err
+
+
+def test_a_session_that_uses_an_accelerator_does_not_fork():
+    ended = run_text(WITHOUT + CELLS + "torch.cuda.is_initialized = lambda: True" + CALLS)
+    assert ended.code == 1
+    last = ended.err.splitlines()[-1]
+    assert "LaunchError: launch: train is defined in this session" in last
+    assert "cuda is initialized here" in last
+    assert "pip install 'fxtrain[notebook]'" in last
+
+
+def test_script_without_a_guard_is_told_so():
+    ended = run(*PYTHON, str(SCRIPTS / "unguarded.py"), UNGUARDED="1")
+    assert ended.code == 1
+    assert 'under `if __name__ == "__main__":`' in ended.err.splitlines()[-1]
+
+
+def test_ranks_end_with_their_parent(tmp_path):
+    text = CELLS + (
+        "import os, signal, time\n"
+        "def stay(folder):\n"
+        "    open(f'{folder}/{os.getpid()}', 'x').close()\n"
+        "    time.sleep(60)\n"
+        "import threading\n"
+        f"folder = {str(tmp_path)!r}\n"
+        "def kill():\n"
+        "    while len(os.listdir(folder)) < 2: time.sleep(0.1)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "threading.Thread(target=kill, daemon=True).start()\n"
+        "fx.launch(stay, (folder,), ranks=2)\n"
+    )
+    assert run_text(text).code == -signal.SIGKILL  # its pipes closed, so the ranks are gone too
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_lost_peers_come_after_the_cause():
+    failures = [
+        Failure(rank=0, kind="torch.distributed.DistBackendError", error="x", time_ns=1),
+        Failure(rank=1, kind="RuntimeError", error="... Connection closed by peer", time_ns=2),
+        Failure(rank=2, code=-signal.SIGTERM),
+        Failure(rank=3, kind="ValueError", error="ValueError: mine", time_ns=4),
+        Failure(rank=4, kind="ValueError", error="ValueError: mine too", time_ns=5),
+    ]
+    assert [failure.rank for failure in by_cause(failures)] == [3, 4, 0, 1, 2]

@@ -1,0 +1,116 @@
+"""`fxtrain launch`: what a script finds, and what a user sees when it fails."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from tests.launched._run import FXTRAIN, ROOT, SCRIPTS, finish, run, start
+
+RANKS = str(SCRIPTS / "ranks.py")
+
+
+def _launch(*args, ranks=2, **env):
+    return run(*FXTRAIN, "launch", "--ranks", str(ranks), *args, **env)
+
+
+def test_script_finds_its_arguments_and_place():
+    ended = run(
+        *FXTRAIN, "launch", "--ranks", "2", "ranks.py", "say", "--lr", "$$1", "${local_rank}",
+        cwd=SCRIPTS, OMP_NUM_THREADS="3",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    told = json.loads(ended.out)
+    assert told["args"] == ["--lr", "$$1", "${local_rank}"]  # as given
+    assert (told["file"], told["path"]) == (RANKS, str(SCRIPTS))  # as under plain python
+    assert told["OMP_NUM_THREADS"] == "3"  # the user's choice
+    assert (told["MASTER_ADDR"], told["WORLD_SIZE"]) == ("127.0.0.1", "2")
+    assert ended.err == ""
+
+
+def test_module():
+    ended = run(*FXTRAIN, "launch", "-n", "1", "-m", "scripts.ranks", "say", cwd=SCRIPTS.parent)
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["path"] == str(SCRIPTS.parent)
+
+
+def test_main_module_is_the_script():
+    ended = _launch(RANKS, "main_module", ranks=1)
+    assert (ended.code, ended.out) == (0, "[2, 4]\n"), ended.err
+
+
+def test_first_failing_rank_is_shown():
+    ended = _launch(RANKS, "fail")
+    assert ended.code == 1
+    assert ended.out == ""
+    head, *rest = ended.err.splitlines()
+    assert head == "fxtrain launch: Rank 1 of 2 failed: ValueError: of my own"
+    assert rest[0] == "Traceback (most recent call last):"
+    assert "_child.py" not in ended.err and "runpy" not in ended.err
+    assert 'raise ValueError("of my own' in ended.err
+    assert ended.err.count("Traceback") == 1
+
+
+def test_one_traceback_when_all_fail():
+    ended = _launch(RANKS, "all_fail")
+    assert ended.code == 1
+    assert ended.err.count("Traceback") == 1
+    assert "KeyError: 'everywhere'" in ended.err
+
+
+@pytest.mark.parametrize("code", ["3", "200"])
+def test_exit_code_is_handed_on(code):
+    ended = _launch(RANKS, "leave", code)
+    assert ended.code == int(code)
+    assert ended.err == f"fxtrain launch: Rank 1 of 2 ended with exit code {code}.\n"
+
+
+def test_crash_names_the_signal_and_the_line():
+    ended = _launch(RANKS, "crash")
+    assert ended.code == 128 + signal.SIGSEGV
+    assert "Rank 1 of 2 was ended by SIGSEGV." in ended.err
+    assert "in crash" in ended.err
+
+
+def test_restart(tmp_path):
+    mark = str(tmp_path / "mark")
+    ended = run(*FXTRAIN, "launch", "--ranks", "2", "--restarts", "1", RANKS, "once", mark)
+    assert (ended.code, ended.out) == (0, "second attempt"), ended.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
+def test_signals_reach_the_ranks(number):
+    process = start(*FXTRAIN, "launch", "--ranks", "2", RANKS, "wait")
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    process.send_signal(number)
+    ended = finish(process, timeout_s=30)
+    assert ended.code == 128 + number
+    assert ended.err == f"fxtrain launch: Stopped by {number.name}.\n"
+    for _ in range(50):
+        if not any(_runs(pid) for pid in pids):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"Ranks {pids} still run.")
+
+
+def _runs(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_nothing_is_left_behind(tmp_path):
+    ended = _launch(RANKS, "leave", "3", TMPDIR=str(tmp_path))
+    assert ended.code == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_module_is_looked_for_before_torch_loads():
+    ended = _launch("-m", "tests.launchd")
+    assert ended.code == 2
+    assert f"no such module on the path that starts in {ROOT}" in ended.err
+    assert "Did you mean tests.launched?" in ended.err

@@ -1,0 +1,143 @@
+"""The command line: words to records to exit codes, without starting a rank."""
+
+import argparse
+import subprocess
+import sys
+
+import attrs
+import pytest
+
+import fxtrain as fx
+from fxtrain.cli import COMMANDS, main, spec_of
+from fxtrain.launch import LaunchSpec
+
+
+def _options(*words: str) -> argparse.Namespace:
+    """What the `launch` command makes of its words."""
+    parser = argparse.ArgumentParser()
+    (launch,) = (command for command in COMMANDS if command.name == "launch")
+    launch.arguments(parser)
+    return parser.parse_args(words)
+
+
+@attrs.frozen(kw_only=True)
+class Line:
+    """A command line that is understood, and the spec that it means."""
+
+    words: str
+    spec: LaunchSpec
+
+
+LINES = [
+    Line(words="train.py", spec=LaunchSpec(target="train.py")),
+    Line(words="--ranks 4 train.py", spec=LaunchSpec(target="train.py", ranks=4)),
+    Line(words="-n 4 train.py", spec=LaunchSpec(target="train.py", ranks=4)),
+    Line(
+        words="--ranks 2 train.py --ranks 9 -m --help x",
+        spec=LaunchSpec(target="train.py", ranks=2, args=("--ranks", "9", "-m", "--help", "x")),
+    ),
+    Line(
+        words="--restarts 3 train.py -- a --",
+        spec=LaunchSpec(target="train.py", restarts=3, args=("--", "a", "--")),
+    ),
+    Line(
+        words="-n 2 -m json.tool in.json",
+        spec=LaunchSpec(target="json.tool", ranks=2, module=True, args=("in.json",)),
+    ),
+]
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.words)
+def test_a_line_becomes_a_spec(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert spec_of(_options(*line.words.split())) == line.spec
+
+
+@attrs.frozen(kw_only=True)
+class Mistake:
+    """A command line that is refused, and words that its message must hold."""
+
+    words: str
+    says: str
+
+
+MISTAKES = [
+    Mistake(words="launch --ranks 0 train.py", says="whole number of at least 1"),
+    Mistake(words="launch --ranks -2 train.py", says="whole number of at least 1"),
+    Mistake(words="launch --restarts -1 train.py", says="0 for none"),
+    Mistake(words="launch trian.py", says="Did you mean train.py?"),
+    Mistake(words="launch nowhere/train.py", says="nor its folder"),
+    Mistake(words="launch .", says="a folder without a __main__.py"),
+    Mistake(words="launch -m json.toool", says="Did you mean json.tool?"),
+    Mistake(words="launch -m train.py", says="Leave -m out"),
+    Mistake(words="launch -m no_such_package.part", says="no such module"),
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.words)
+def test_a_mistake_is_told_in_one_line(mistake, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "train.py").touch()
+    assert main(mistake.words.split()) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert mistake.says in told.err
+    assert told.err.startswith("fxtrain launch: LaunchError: ")
+    assert told.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", ["launch", "launch --ranks", "launch --ranks two train.py", "train", "--frobnicate"]
+)
+def test_a_line_that_cannot_be_read_shows_the_usage(words, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(words.split())
+    assert left.value.code == 2
+    assert "usage: fxtrain" in capsys.readouterr().err
+
+
+def test_nothing_at_all_shows_the_help(capsys):
+    assert main([]) == 2
+    assert "launch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["--help", "--version", "launch --help"])
+def test_questions_are_answered_on_standard_output(word, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(word.split())
+    assert left.value.code == 0
+    told = capsys.readouterr()
+    assert told.err == ""
+    assert (fx.__version__ if word == "--version" else "usage: fxtrain") in told.out
+
+
+def test_commands_have_names_of_their_own_and_help():
+    names = [command.name for command in COMMANDS]
+    assert len(set(names)) == len(names)
+    assert all(command.help for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import fxtrain.cli",
+        "import fxtrain.launch",
+        "from fxtrain.cli import main; main(['launch', 'nowhere.py'])",
+    ],
+)
+def test_torch_is_not_loaded_before_it_is_needed(code):
+    check = f"{code}\nimport sys; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, timeout=60)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "program", [["-m", "fxtrain.cli"], ["-c", "import fxtrain.cli as c; c.main()"]]
+)
+def test_it_runs_as_a_program(program):
+    words = [sys.executable, *program, "--version"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"fxtrain {fx.__version__} ")

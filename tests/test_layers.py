@@ -1,0 +1,156 @@
+"""The shape of the code itself: small functions, small files, sorted surfaces, no shortcuts."""
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "fxtrain").rglob("*.py"))
+PACKAGES = [path for path in SOURCES if path.name == "__init__.py"]
+
+FILE_LINES = 400
+FUNCTION_LINES = 40
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def _body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    body = function.body
+    if ast.get_docstring(function, clean=False) is not None:
+        body = body[1:]
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_a_file_is_short(path):
+    lines = len(path.read_text().splitlines())
+    assert lines <= FILE_LINES, f"{_name(path)} has {lines} lines: split it by what it does"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_functions_are_short(path):
+    long = {
+        f"{_name(path)}:{function.lineno} {function.name}": _body_lines(function)
+        for function in _functions(_tree(path))
+        if _body_lines(function) >= FUNCTION_LINES
+    }
+    assert not long
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_implementation_files_are_private(path):
+    assert path.name.startswith("_"), "what is public is re-exported by __init__.py"
+
+
+@pytest.mark.parametrize("path", [p for p in PACKAGES if p.parent.name != "fxtrain"], ids=_name)
+def test_a_package_only_re_exports(path):
+    defined = [
+        node.name
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    ]
+    assert not defined
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=_name)
+def test_a_surface_is_sorted_and_there(path):
+    module = importlib.import_module(".".join(path.parent.relative_to(ROOT).parts))
+    names = module.__all__
+    assert list(names) == sorted(set(names))
+    assert [name for name in names if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_nothing_is_put_off_or_swallowed(path):
+    text = path.read_text()
+    # In two halves, so that a search for these words finds only real ones.
+    assert not re.search("TO" + r"DO\b|FIX" + "ME|NotImplemented" + "Error", text)
+    swallowed = [
+        handler.lineno
+        for handler in ast.walk(ast.parse(text))
+        if isinstance(handler, ast.ExceptHandler)
+        and all(isinstance(statement, ast.Pass) for statement in handler.body)
+        and _is_broad(handler.type)
+    ]
+    assert not swallowed
+
+
+def _is_broad(kind: ast.expr | None) -> bool:
+    return kind is None or (
+        isinstance(kind, ast.Name) and kind.id in ("Exception", "BaseException")
+    )
+
+
+# The records that may change, each with the reason.
+MUTABLE = {
+    "fxtrain.state._context.Ledger": "counts the calls made on one communicator",
+    "fxtrain.data._sharded._Trail": "how far iterators over one loader got",
+}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_records_are_frozen(path):
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    loose = [
+        f"{module.__name__}.{name}"
+        for name, value in vars(module).items()
+        if isinstance(value, type)
+        and value.__module__ == module.__name__
+        and attrs.has(value)
+        and value.__setattr__ is object.__setattr__
+    ]
+    assert [name for name in loose if name not in MUTABLE] == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_no_mutable_state_at_module_level(path):
+    """A container that nothing changes is a constant; what changes it is the mistake."""
+    tree = _tree(path)
+    constants = {
+        target.id
+        for node in tree.body
+        for target in _targets(node)
+        if isinstance(target, ast.Name) and not target.id.startswith("__")
+    }
+    changes = [
+        f"{_name(path)}:{node.lineno} {name}"
+        for node in ast.walk(tree)
+        if (name := _changed(node)) in constants
+    ]
+    assert not changes
+
+
+def _targets(node: ast.stmt) -> list[ast.expr]:
+    if isinstance(node, ast.Assign):
+        return node.targets
+    return [node.target] if isinstance(node, ast.AnnAssign) else []
+
+
+_CHANGING = {"append", "extend", "add", "update", "setdefault", "pop", "clear", "insert", "remove"}
+
+
+def _changed(node: ast.AST) -> str | None:
+    """The name of the module-level value that a statement or call changes in place."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        owner = node.func.value
+        return owner.id if node.func.attr in _CHANGING and isinstance(owner, ast.Name) else None
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+        return node.value.id if isinstance(node.value, ast.Name) else None
+    return None

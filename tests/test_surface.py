@@ -1,0 +1,155 @@
+"""What `import fxtrain` gives: the names, what they cost, and what the README says of them."""
+
+import ast
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import fxtrain as fx
+from fxtrain import ops
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+# Each error also is the builtin that it resembles.
+BUILTINS = {
+    "CheckpointError": RuntimeError,
+    "CollectiveError": RuntimeError,
+    "ContextError": RuntimeError,
+    "DataError": ValueError,
+    "LaunchError": RuntimeError,
+    "MissingPackageError": ImportError,
+    "PlanError": ValueError,
+    "StepError": RuntimeError,
+}
+
+
+def _python(code: str) -> str:
+    """What a fresh interpreter prints for a program."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _loaded_after(code: str) -> set[str]:
+    """Top-level modules in memory after a program."""
+    names = _python(f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))")
+    return {name.split(".")[0] for name in json.loads(names.splitlines()[-1])}
+
+
+def test_names_are_sorted_and_resolve():
+    assert fx.__all__ == sorted(set(fx.__all__))
+    assert all(getattr(fx, name) is not None for name in fx.__all__)
+    assert set(dir(fx)) >= set(fx.__all__)
+
+
+def test_type_checkers_see_the_same_names():
+    tree = ast.parse((ROOT / "fxtrain" / "__init__.py").read_text())
+    (guarded,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        alias.asname
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == set(fx.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        fx.Trainer
+
+
+def test_launch_is_a_function_even_after_its_package_was_imported():
+    code = (
+        "import fxtrain.launch, fxtrain as fx; print(callable(fx.launch), len(fx.launch.__doc__))"
+    )
+    assert _python(code).startswith("True")
+
+
+@pytest.mark.parametrize("name", sorted(BUILTINS))
+def test_errors_are_one_tree(name):
+    error = getattr(fx, name)
+    assert issubclass(error, fx.FxError)
+    assert issubclass(error, BUILTINS[name])
+    assert set(BUILTINS) | {"FxError"} == {n for n in fx.__all__ if n.endswith("Error")}
+
+
+def test_the_library_loads_nothing_optional():
+    core = _loaded_after("import torch, attrs, cattrs, safetensors, rich")
+    names = "from fxtrain import *\nimport fxtrain.ops, fxtrain.cli"
+    extra = _loaded_after(f"import torch, attrs, cattrs, safetensors, rich\n{names}") - core
+    optional = {"tomlkit", "yaml", "cloudpickle", "sklearn", "deepspeed", "torch_xla", "accelerate"}
+    assert not extra & (optional | {"numpy", "hypothesis", "pytest"})
+
+
+def test_the_version_is_that_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert fx.__version__ == project["version"] == importlib.metadata.version("fxtrain")
+    assert f"## {fx.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (ROOT / "fxtrain" / "py.typed").is_file()
+
+
+def _table(heading: str, column: int) -> set[str]:
+    """Names in backticks in one column of the README's table that starts with a heading."""
+    lines = README.splitlines()
+    start = lines.index(heading) + 2
+    rows = []
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        rows.append(line.split("|")[column + 1])
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
+def test_the_readme_lists_exactly_the_public_names():
+    assert _table("| Name | Is |", 0) == set(fx.__all__)
+    assert _table("| `fx.ops` for | Names |", 1) == set(ops.__all__)
+
+
+def _example(name: str) -> str:
+    return re.search(rf"<!-- example: {name} -->\n```python\n(.*?)```", README, re.DOTALL)[1]
+
+
+@pytest.mark.parametrize("name", ["ten_lines", "raw", "with_fxtrain"])
+def test_examples_of_the_readme_run(name, tmp_path):
+    script = tmp_path / f"{name}.py"
+    script.write_text(_example(name))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    loss = float(done.stdout.splitlines()[-1].split()[-1])
+    assert loss < (0.01 if name == "ten_lines" else 0.6)
+
+
+def test_the_ten_lines_are_ten():
+    assert len([line for line in _example("ten_lines").splitlines() if line.strip()]) == 10
+
+
+def test_the_readme_marks_every_changed_line():
+    raw = set(_example("raw").splitlines())
+    for line in _example("with_fxtrain").splitlines():
+        assert line.endswith("#*") == (line not in raw), line
