@@ -85,7 +85,9 @@ def main() -> None:
         held_out = fx.shard(DataLoader(test, batch_size=64), ctx, plan)
         fns = fx.StepFns(model=model, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
 
-        table = Table("epoch", "updates", "loss", "accuracy", title=f"digits, {ctx.world_size} ranks")
+        table = Table(
+            "epoch", "updates", "loss", "accuracy", title=f"digits, {ctx.world_size} ranks"
+        )
         score = 0.0
         for epoch in loader.epochs(options.epochs):
             show = track(
@@ -100,7 +102,10 @@ def main() -> None:
                 report = fx.step(ctx, batch, fns)
             loss, score = ops.reduce(report.loss, ctx), accuracy(model, held_out, ctx)
             table.add_row(
-                str(epoch.position.epoch), str(report.position.updates), f"{loss:.3f}", f"{score:.3f}"
+                str(epoch.position.epoch),
+                str(report.position.updates),
+                f"{loss:.3f}",
+                f"{score:.3f}",
             )
         ops.on_main(lambda: console.print(table), ctx)
         ops.say(json.dumps({"ranks": ctx.world_size, "accuracy": score}), ctx)

@@ -32,9 +32,7 @@ def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=5e-3)
 
 
-def train(
-    name: str, fns: fx.StepFns, loader: fx.Sharded, ctx: fx.DistContext, epochs: int
-) -> None:
+def train(name: str, fns: fx.StepFns, loader: fx.Sharded, ctx: fx.DistContext, epochs: int) -> None:
     quiet = not (ctx.is_main and console.is_terminal)
     for epoch in track(loader.epochs(epochs), name, total=epochs, console=console, disable=quiet):
         for batch in epoch:

@@ -35,9 +35,7 @@ _LEAF = Shape("*")
 _NONE = Shape("None", rebuild=lambda _: None)
 
 
-def flatten(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> tuple[list[Any], Shape]:
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Shape]:
     """Split a tree into its leaves, in a fixed order, and its shape.
 
     Containers are tuples, lists, dicts and other mappings (walked in key order, so that

@@ -102,9 +102,7 @@ class _Numbers(IterableDataset):
         return (torch.tensor(i) for i in range(self.n))
 
 
-@given(
-    n=counts, size=sizes, world=worlds, even=st.sampled_from(["pad", "drop", "uneven"])
-)
+@given(n=counts, size=sizes, world=worlds, even=st.sampled_from(["pad", "drop", "uneven"]))
 def test_a_stream_is_cut_like_a_table(n, size, world, even):
     assume(even != "uneven" or n > (world - 1) * size)
     plan = fx.Plan(even=even, accumulate=2)
@@ -171,7 +169,7 @@ def test_custom_batches_stay_whole_and_are_dealt_once(n, world, even, cut):
     dealt = [m[s] for s in range(steps) for m in found if s < len(m) and m[s]]
     assert dealt == batches
     positions = [batch.position for batch in loaders[0]]
-    seen = positions[: cut][-1]
+    seen = positions[:cut][-1]
     rest = loaders[0].at(seen)
     if not seen.is_last and (even == "pad" or len(batches) - seen.index >= world):
         assert [_real(b) for b in rest] == found[0][cut:]

@@ -60,7 +60,9 @@ def _replicate(
 ) -> DistributedDataParallel:
     # torch 2.13 renamed the option and warns about the older name.
     newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    buffers = {"forward_sync_buffers" if newer else "broadcast_buffers": config.sync_buffers}
+    buffers: dict[str, Any] = {
+        "forward_sync_buffers" if newer else "broadcast_buffers": config.sync_buffers
+    }
     engine = DistributedDataParallel(
         module,
         device_ids=None if ctx.device.type in ("cpu", "mps") else [ctx.device],

@@ -36,9 +36,7 @@ def prepare_module(module: nn.Module, plan: Plan) -> Callable[[], None]:
         Sets `forward` on recomputed submodules and torch's compiled call on compiled ones;
         parameter names stay as they are.
     """
-    undo: list[Callable[[], None]] = []
-    for part in _named(module, plan.recompute):
-        undo.append(_recompute(part))
+    undo = [_recompute(part) for part in _named(module, plan.recompute)]
     if plan.compile is not None:
         blocks = _named(module, plan.compile.blocks) if plan.compile.blocks else [module]
         for part in blocks:

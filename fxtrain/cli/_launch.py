@@ -31,8 +31,13 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", dest="module", action="store_true", help="what follows is a module, not a script"
     )
-    parser.add_argument("target", metavar="SCRIPT", help="the program, and then its own arguments")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
+    # One argument takes all that follows; two of them would lose a `--` of the program's.
+    parser.add_argument(
+        "program",
+        nargs=argparse.PARSER,
+        metavar="SCRIPT",
+        help="the program, and then its own arguments",
+    )
 
 
 def spec_of(options: argparse.Namespace) -> LaunchSpec:
@@ -41,9 +46,10 @@ def spec_of(options: argparse.Namespace) -> LaunchSpec:
     Raises:
         LaunchError: a number is out of range, or the program is not there.
     """
+    target, *args = options.program
     spec = LaunchSpec(
-        target=options.target,
-        args=options.args,
+        target=target,
+        args=args,
         ranks=1 if options.ranks is None else options.ranks,
         module=options.module,
         restarts=options.restarts,

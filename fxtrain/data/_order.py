@@ -176,7 +176,8 @@ def _custom(sampler: Any, seed: int, *, batched: bool) -> Order:
     """Indices of a sampler that only its author knows: taken down once per epoch."""
 
     def epoch(number: int) -> Units:
-        for part in (sampler, getattr(sampler, "sampler", None)):
+        parts: tuple[Any, ...] = (sampler, getattr(sampler, "sampler", None))
+        for part in parts:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(number)
             generator = getattr(part, "generator", None)

@@ -2,7 +2,6 @@
 
 import hashlib
 
-import torch
 from torch import Tensor
 
 __all__ = ["draw", "permute", "round_keys"]

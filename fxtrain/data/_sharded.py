@@ -257,9 +257,9 @@ def _batch(
     if loader.plan.data.to_device and device.type != "cpu":
         blocking = not loader.plan.data.non_blocking
         data = _tree.map_leaves(
-            lambda leaf: leaf.to(device, non_blocking=not blocking)
-            if isinstance(leaf, Tensor)
-            else leaf,
+            lambda leaf: (
+                leaf.to(device, non_blocking=not blocking) if isinstance(leaf, Tensor) else leaf
+            ),
             data,
         )
     return Batch(

@@ -9,7 +9,17 @@ from fxtrain._errors import DataError
 from fxtrain.data._order import Units
 from fxtrain.state import Plan, Position
 
-__all__ = ["Layout", "Mark", "advance", "closes", "index_lists", "last_mark", "marks", "next_epoch", "steps_left"]
+__all__ = [
+    "Layout",
+    "Mark",
+    "advance",
+    "closes",
+    "index_lists",
+    "last_mark",
+    "marks",
+    "next_epoch",
+    "steps_left",
+]
 
 
 @attrs.frozen(kw_only=True)
@@ -100,7 +110,9 @@ def marks(layout: Layout, units: Units, position: Position, plan: Plan) -> Itera
     first = _window_start(layout, position, plan)
     total, ends = first, -1
     for step in range(steps):
-        mark = _mark(layout, units, position.index + step * layout.stride, is_last=step == steps - 1)
+        mark = _mark(
+            layout, units, position.index + step * layout.stride, is_last=step == steps - 1
+        )
         if plan.accumulate == 1:
             yield attrs.evolve(mark, window_rows=sum(mark.sizes))
             continue

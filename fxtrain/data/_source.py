@@ -47,7 +47,9 @@ def map_source(
     feed = Feed()
     collates = loader.batch_sampler is not None
     reseeds = loader.num_workers > 0 and plan.data.reseed_workers
-    dataset, tag = reseeding(loader.dataset, batched=collates) if reseeds else (loader.dataset, None)
+    dataset, tag = (
+        reseeding(loader.dataset, batched=collates) if reseeds else (loader.dataset, None)
+    )
     how: dict[str, Any] = {"batch_sampler": feed} if collates else {"sampler": feed}
     if not collates:
         how["batch_size"] = None
@@ -89,9 +91,7 @@ def stream_source(
     collate = loader.collate_fn
 
     def cuts(position: Position) -> Iterator[Cut]:
-        stream = Stream(
-            loader.dataset, (_First(collate) if single else collate), layout, ranks
-        )
+        stream = Stream(loader.dataset, (_First(collate) if single else collate), layout, ranks)
         stream.epoch, stream.start = position.epoch, position.index
         # Workers hold a copy of the dataset, so each epoch starts new ones.
         rebuilt = rebuild(

@@ -37,7 +37,7 @@ class Stream(IterableDataset[Cut]):
 
     def __init__(
         self,
-        dataset: Iterable[Any],
+        dataset: Any,
         collate: Callable[[list[Any]], Any],
         layout: Layout,
         ranks: tuple[int, ...],

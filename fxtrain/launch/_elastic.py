@@ -60,7 +60,7 @@ def usable_cores() -> int:
 
 def _config(api: Any, spec: LaunchSpec, logs: str) -> Any:
     options = elastic_options(spec, run_id=uuid.uuid4().hex)
-    if "shutdown_timeout" in api.LaunchConfig.__dataclass_fields__:  # not before torch 2.10
+    if "shutdown_timeout" in api.LaunchConfig.__dataclass_fields__:  # in newer torch
         options["shutdown_timeout"] = _SHUTDOWN_S
     try:
         return api.LaunchConfig(**options, logs_specs=api.DefaultLogsSpecs(log_dir=logs))

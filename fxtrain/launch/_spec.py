@@ -135,5 +135,3 @@ def rank_environment(rank: int, ranks: int, *, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent serves the store
     }
-
-

@@ -70,14 +70,25 @@ def _check_module(name: str) -> None:
     if spec is not None:
         return
     package = sys.modules.get(parent)
-    where = getattr(package, "__path__", None) if parent else [here]
-    names = sorted(found.name for found in pkgutil.iter_modules(where)) if where else []
-    close = get_close_matches(last, names, n=3, cutoff=0.5)
+    where = getattr(package, "__path__", ()) if parent else (here,)
+    close = get_close_matches(last, _modules(list(where)), n=3, cutoff=0.5)
     prefix = f"{parent}." if parent else ""
     advice = f" Did you mean {_list([prefix + found for found in close])}?" if close else ""
     raise LaunchError(
         f"-m {name}: there is no such module on the path that starts in {here}.{advice}"
     )
+
+
+def _modules(folders: list[str]) -> list[str]:
+    """Names that can be imported from folders; a folder without an __init__.py counts too."""
+    plain = {
+        entry.name
+        for folder in map(Path, folders)
+        if folder.is_dir()
+        for entry in folder.iterdir()
+        if entry.is_dir() and entry.name.isidentifier() and not entry.name.startswith("__")
+    }
+    return sorted(plain | {found.name for found in pkgutil.iter_modules(folders)})
 
 
 def _list(names: list[str]) -> str:

@@ -198,12 +198,14 @@ def _nonfinite(ctx: DistContext, batch: Batch, model: Wrapped) -> bool:
         if losses or grads
     ]
     raise StepError(
-        "\n".join([
-            f"Non-finite values before update {batch.position.updates} "
-            f"(epoch {batch.position.epoch}, index {batch.position.index}):",
-            *lines,
-            'The update was left out. Plan(nonfinite="skip") goes on instead.',
-        ])
+        "\n".join(
+            [
+                f"Non-finite values before update {batch.position.updates} "
+                f"(epoch {batch.position.epoch}, index {batch.position.index}):",
+                *lines,
+                'The update was left out. Plan(nonfinite="skip") goes on instead.',
+            ]
+        )
     )
 
 

@@ -1,6 +1,6 @@
 """Collectives over trees: gather, reduce, broadcast, scatter."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -272,9 +272,7 @@ def _gather_bulk(ctx: DistContext, call: Call, tensors: list[Tensor]) -> list[li
     return ranks
 
 
-def _broadcast_bulk(
-    ctx: DistContext, call: Call, tensors: list[Tensor], src: int
-) -> list[Tensor]:
+def _broadcast_bulk(ctx: DistContext, call: Call, tensors: list[Tensor], src: int) -> list[Tensor]:
     out: list[Any] = [None] * len(tensors)
     for group, places in _by_device(ctx, tensors):
         mine = [tensors[i] for i in places]
@@ -354,10 +352,11 @@ def _open_letter(letter: Tensor, ctx: DistContext) -> Any:
         tensor.clone() if device == "cpu" else tensor.to(ctx.device)
         for tensor, (_, _, device) in zip(from_bytes(letter[start:], like), kinds, strict=True)
     ]
-    place: Callable[[Any], Any] = lambda leaf: (
-        tensors[leaf.index] if isinstance(leaf, _Slot) else leaf
-    )
-    return _tree.map_leaves(place, tree)
+
+    def fill(leaf: Any) -> Any:
+        return tensors[leaf.index] if isinstance(leaf, _Slot) else leaf
+
+    return _tree.map_leaves(fill, tree)
 
 
 def _is_number(leaf: Any) -> bool:

@@ -190,9 +190,7 @@ def _context(
     return attrs.evolve(ctx, axes=MappingProxyType(along))
 
 
-def _open_axes(
-    comm: Comm, mesh: Mesh, rank: int, wait: timedelta
-) -> dict[str, tuple[int, Comm]]:
+def _open_axes(comm: Comm, mesh: Mesh, rank: int, wait: timedelta) -> dict[str, tuple[int, Comm]]:
     """One communicator per axis; every rank opens all of them, in the same order."""
     spans = {"data": ("replicate", "shard"), **{axis: (axis,) for axis in AXES}}
     world = comm.ranks

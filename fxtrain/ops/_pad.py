@@ -239,6 +239,6 @@ def _cut(tensor: Tensor, padded: Padded, index: int, ctx: DistContext) -> Tensor
             f"unpad: ranks have the lengths {list(lengths)} along dim {dim}, so their rows do "
             f"not fit into one tensor without padding. Keep the padding, or unpad before."
         )
-    return torch.cat([
-        part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)
-    ])
+    return torch.cat(
+        [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
+    )

@@ -92,7 +92,9 @@ def _widen(tensor: Tensor, op: str) -> Tensor:
 def _narrow(wide: Tensor, dtype: torch.dtype, op: str, count: int) -> Tensor:
     if op == "mean":
         wide = wide / count
-        return wide.to(torch.float32 if not (dtype.is_floating_point or dtype.is_complex) else dtype)
+        return wide.to(
+            torch.float32 if not (dtype.is_floating_point or dtype.is_complex) else dtype
+        )
     if dtype == torch.bool and op in ("sum", "product"):
         return wide
     return wide.to(dtype)

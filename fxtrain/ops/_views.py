@@ -79,14 +79,16 @@ def lost(
     gone += [(rank, "left") for rank, word in sorted(words.items()) if not word]
     known = views.keys() | words.keys()
     silent = [(rank, "did not come") for rank in range(ctx.world_size) if rank not in known]
-    message = "\n".join([
-        f"{op}({args}) at {site} did not complete ({_where(ctx)}, "
-        f"timeout {ctx.comm.timeout_s:g} s).",
-        *_by_rank(came + gone + silent),
-        f"torch says: {torch_says[0]}",
-        "Look at the ranks that did not come: they failed, are busy elsewhere, or skipped "
-        "this call. A slow rank needs a larger detect(timeout_s=...).",
-    ])
+    message = "\n".join(
+        [
+            f"{op}({args}) at {site} did not complete ({_where(ctx)}, "
+            f"timeout {ctx.comm.timeout_s:g} s).",
+            *_by_rank(came + gone + silent),
+            f"torch says: {torch_says[0]}",
+            "Look at the ranks that did not come: they failed, are busy elsewhere, or skipped "
+            "this call. A slow rank needs a larger detect(timeout_s=...).",
+        ]
+    )
     ctx.comm.ledger.broken = message
     return CollectiveError(message)
 

@@ -1,6 +1,7 @@
 """Records to plain data and back, strictly: nothing is guessed, nothing is dropped."""
 
 import difflib
+import functools
 import hashlib
 import json
 import math
@@ -106,6 +107,7 @@ def diff(left: Any, right: Any) -> tuple[Change, ...]:
     )
 
 
+@functools.cache  # building one generates code; a converter is never changed afterwards
 def converter_for(configs: tuple[type, ...] = ()) -> cattrs.Converter:
     """A strict converter that knows fxtrain's strategies and these."""
     converter = cattrs.Converter(forbid_extra_keys=True)
@@ -118,9 +120,7 @@ def converter_for(configs: tuple[type, ...] = ()) -> cattrs.Converter:
         converter.register_unstructure_hook(
             config.cls, lambda value, tag=tag: {"kind": tag, **_fields(value, converter)}
         )
-    converter.register_structure_hook_factory(
-        attrs.has, lambda cls: _record(cls, converter, known)
-    )
+    converter.register_structure_hook_factory(attrs.has, lambda cls: _record(cls, converter, known))
     return converter
 
 
@@ -134,7 +134,7 @@ class _Kinded:
 
 
 def _kinded(config: type) -> _Kinded:
-    return _Kinded(attrs.fields_dict(config)["kind"].default, config)
+    return _Kinded(str(attrs.fields_dict(config)["kind"].default), config)
 
 
 def _plain(record: Any) -> Any:
@@ -155,6 +155,7 @@ def _record(
     cls: type, converter: cattrs.Converter, known: Mapping[str, _Kinded]
 ) -> Callable[[Any, Any], Any]:
     special: dict[str, Any] = {}
+    tags = {config.cls: tag for tag, config in known.items()}
     if cls is Plan:
         special["strategy"] = override(struct_hook=lambda data, _: _tagged(data, converter, known))
         special["precision"] = override(
@@ -169,7 +170,13 @@ def _record(
     def build(data: Any, kind: Any) -> Any:
         if not isinstance(data, Mapping):
             raise ValueError(f"expected a table of {cls.__name__}'s fields, found {data!r}")
-        return inner(data, kind)
+        return inner(_without_tag(data) if cls in tags else data, kind)
+
+    def _without_tag(data: Mapping[str, Any]) -> dict[str, Any]:
+        found = data.get("kind", tags[cls])
+        if found != tags[cls]:
+            raise ValueError(f"kind {found!r} is not that of {cls.__name__}, {tags[cls]!r}")
+        return {key: value for key, value in data.items() if key != "kind"}
 
     return build
 
@@ -182,8 +189,7 @@ def _tagged(data: Any, converter: cattrs.Converter, known: Mapping[str, _Kinded]
         near = difflib.get_close_matches(str(kind), known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"kind {kind!r} is not one of {', '.join(sorted(known))}.{hint}")
-    rest = {key: value for key, value in data.items() if key != "kind"}
-    return converter.structure(rest, known[kind].cls)
+    return converter.structure(data, known[kind].cls)
 
 
 def _exact(kind: type) -> Callable[[Any, Any], Any]:

@@ -70,8 +70,6 @@ def axis_groups(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
     groups: dict[tuple[int, ...], list[int]] = {}
     places = itertools.product(*(range(size) for size in mesh.sizes.values()))
     for rank, place in enumerate(places):
-        fixed = tuple(
-            index for axis, index in zip(AXES, place, strict=True) if axis not in axes
-        )
+        fixed = tuple(index for axis, index in zip(AXES, place, strict=True) if axis not in axes)
         groups.setdefault(fixed, []).append(rank)
     return list(groups.values())

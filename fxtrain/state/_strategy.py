@@ -34,7 +34,7 @@ class Finish:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Outcome:
-    """What an update did.
+    """What an update did. Identity decides equality and hash, as of the tensor inside.
 
     Attributes:
         applied: The optimizers ran.

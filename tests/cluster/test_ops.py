@@ -108,7 +108,10 @@ def test_reduce_equals_one_process(cluster, size, op):
             else:
                 assert got[name].dtype == rows.dtype
             torch.testing.assert_close(
-                got[name].to(want.dtype), want, rtol=1e-2 if rows.dtype.itemsize < 4 else 1e-6, atol=0
+                got[name].to(want.dtype),
+                want,
+                rtol=1e-2 if rows.dtype.itemsize < 4 else 1e-6,
+                atol=0,
             )
 
 

@@ -61,9 +61,10 @@ def test_one_traceback_when_all_fail():
 
 
 @pytest.mark.parametrize("code", ["3", "200"])
-def test_exit_code_is_handed_on(code):
-    ended = _launch(RANKS, "leave", code)
+def test_exit_code_is_handed_on_and_nothing_is_left_behind(code, tmp_path):
+    ended = _launch(RANKS, "leave", code, TMPDIR=str(tmp_path))
     assert ended.code == int(code)
+    assert list(tmp_path.iterdir()) == []
     assert ended.err == f"fxtrain launch: Rank 1 of 2 ended with exit code {code}.\n"
 
 
@@ -103,13 +104,7 @@ def _runs(pid):
     return True
 
 
-def test_nothing_is_left_behind(tmp_path):
-    ended = _launch(RANKS, "leave", "3", TMPDIR=str(tmp_path))
-    assert ended.code == 3
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_module_is_looked_for_before_torch_loads():
+def test_module_that_is_not_there():
     ended = _launch("-m", "tests.launchd")
     assert ended.code == 2
     assert f"no such module on the path that starts in {ROOT}" in ended.err

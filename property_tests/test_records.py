@@ -1,0 +1,140 @@
+"""Laws of records: conversion is the identity, equality has a fingerprint, values are frozen."""
+
+import hashlib
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fxtrain as fx
+from fxtrain import state
+from fxtrain.state import structure, unstructure
+
+names = st.text("abcXYZ_", min_size=1, max_size=6)
+positive = st.integers(1, 1000)
+reals = st.floats(0.001, 1e6, allow_nan=False)
+maybe = st.one_of(st.none(), reals)
+
+hooks = st.builds(
+    fx.CommHook,
+    name=st.sampled_from(["none", "fp16", "bf16", "power_sgd", "batched_power_sgd"]),
+    wrapper=st.sampled_from(["none", "fp16", "bf16"]),
+    power_sgd=st.builds(fx.PowerSGD, rank=positive, start_iter=st.integers(2, 99)),
+)
+ddp = st.builds(fx.DDP, bucket_mib=reals, static_graph=st.booleans(), hook=hooks)
+precisions = st.builds(
+    fx.Precision,
+    compute=st.sampled_from(["fp32", "bf16", "fp16"]),
+    output=st.sampled_from([None, "fp32"]),
+    scale=st.builds(fx.LossScale, initial=reals, interval=positive),
+)
+compiles = st.builds(
+    fx.Compile,
+    blocks=st.lists(names, max_size=3),
+    mode=st.one_of(st.none(), names),
+    dynamic=st.sampled_from([None, True, False]),
+)
+plans = st.builds(
+    fx.Plan,
+    strategy=st.one_of(st.just(fx.Single()), ddp),
+    precision=precisions,
+    accumulate=positive,
+    clip_norm=maybe,
+    clip_value=maybe,
+    nonfinite=st.sampled_from(["ignore", "skip", "raise"]),
+    even=st.sampled_from(["pad", "drop", "uneven"]),
+    data=st.builds(fx.Data, source=st.sampled_from(["shard", "dispatch", "sharded"])),
+    seed=st.integers(0, 1 << 62),
+    recompute=st.lists(names, max_size=3),
+    compile=st.one_of(st.none(), compiles),
+)
+positions = st.builds(fx.Position, epoch=positive, index=positive, is_last=st.booleans())
+meshes = st.builds(fx.Mesh, replicate=positive, shard=positive, tensor=positive)
+topologies = st.builds(state.Topology, rank=positive, launcher=names, main_address=names)
+records = st.one_of(plans, positions, meshes, topologies, ddp, precisions, compiles)
+
+
+@given(record=records)
+def test_structure_after_unstructure_is_the_identity(record):
+    assert structure(unstructure(record), type(record)) == record
+
+
+@given(plan=plans, form=st.sampled_from(["json", "toml", "yaml"]))
+def test_text_formats_are_the_identity(plan, form):
+    again = fx.loads(fx.dumps(plan, form), fx.Plan, form)
+    assert again == plan and hash(again) == hash(plan)
+    assert fx.fingerprint(again) == fx.fingerprint(plan)
+
+
+@given(left=plans, right=plans)
+def test_fingerprints_and_diffs_tell_plans_apart(left, right):
+    assert fx.diff(left, left) == ()
+    changes = fx.diff(left, right)
+    assert (left == right) == (changes == ()) == (fx.fingerprint(left) == fx.fingerprint(right))
+    backward = {c.path: c for c in fx.diff(right, left)}
+    assert backward.keys() == {c.path for c in changes}
+    assert all(
+        (backward[c.path].left, backward[c.path].right) == (c.right, c.left) for c in changes
+    )
+
+
+def test_fingerprint_is_a_fixed_function_of_the_canonical_text():
+    """Pinned: a stored fingerprint must keep its meaning in later versions."""
+    text = '{"epoch":0,"index":0,"is_last":false,"micro":0,"samples":0,"updates":0}'
+    wanted = hashlib.blake2b(f"Position{text}".encode(), digest_size=16).hexdigest()
+    assert fx.fingerprint(fx.Position()) == wanted
+
+
+json_like = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(
+                ["strategy", "kind", "accumulate", "precision", "data", "hook", "compile", "x"]
+            ),
+            inner,
+            max_size=4,
+        ),
+    ),
+    max_leaves=12,
+)
+
+
+@given(data=json_like)
+def test_any_data_is_a_plan_or_a_plan_error(data):
+    try:
+        assert isinstance(structure(data, fx.Plan), fx.Plan)
+    except fx.PlanError as error:
+        assert str(error)
+
+
+@given(text=st.text(max_size=60), form=st.sampled_from(["json", "toml", "yaml"]))
+def test_any_text_is_a_plan_or_a_plan_error(text, form):
+    try:
+        assert isinstance(fx.loads(text, fx.Plan, form), fx.Plan)
+    except fx.PlanError as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize("name", sorted(state.__all__))
+def test_records_are_frozen_and_hashable_or_say_why_not(name):
+    kind = getattr(state, name)
+    if not (isinstance(kind, type) and attrs.has(kind)):
+        return
+    if kind.__setattr__ is not object.__setattr__ and "mutable" not in (kind.__doc__ or ""):
+        assert kind.__hash__ is not None
+        with pytest.raises(attrs.exceptions.FrozenInstanceError):
+            kind.__setattr__(object.__new__(kind), "anything", 1)
+    else:
+        assert "mutable" in (kind.__doc__ or ""), f"{name} is not frozen and does not say why"
+    if kind.__eq__ is object.__eq__ and kind is not state.Ledger:
+        assert "Identity decides" in kind.__doc__
+
+
+@pytest.mark.parametrize("cls", [fx.Plan, fx.Precision, fx.Compile, fx.Data, fx.DDP])
+def test_fields_left_out_by_toml_default_to_none(cls):
+    for field in attrs.fields(cls):
+        if type(None) in getattr(field.type, "__args__", ()):
+            assert field.default is None
