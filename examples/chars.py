@@ -82,7 +82,7 @@ def token_loss(model: fx.Wrapped, batch: fx.Batch) -> fx.Weighted:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--updates", type=int, default=120)
+    parser.add_argument("--updates", type=int, default=80)
     parser.add_argument("--length", type=int, default=64)
     options = parser.parse_args()
     text = "\n".join(pydoc_data.topics.topics.values())

@@ -119,6 +119,18 @@ def _table(heading: str, column: int) -> set[str]:
     return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
+@pytest.mark.parametrize("package", [fx, ops], ids=lambda package: package.__name__)
+def test_public_functions_have_examples(package):
+    files = {"read_plan", "write_plan"}  # their examples would leave files behind
+    functions = {n: getattr(package, n) for n in package.__all__ if n not in files}
+    bare = [
+        name
+        for name, value in functions.items()
+        if callable(value) and not isinstance(value, type) and ">>>" not in (value.__doc__ or "")
+    ]
+    assert bare == []
+
+
 def test_the_readme_lists_exactly_the_public_names():
     assert _table("| Name | Is |", 0) == set(fx.__all__)
     assert _table("| `fx.ops` for | Names |", 1) == set(ops.__all__)
@@ -152,4 +164,4 @@ def test_the_ten_lines_are_ten():
 def test_the_readme_marks_every_changed_line():
     raw = set(_example("raw").splitlines())
     for line in _example("with_fxtrain").splitlines():
-        assert line.endswith("#*") == (line not in raw), line
+        assert line.endswith("# *") == (line not in raw), line

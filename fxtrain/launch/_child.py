@@ -6,10 +6,12 @@ printed here but written for the launcher, which shows the one that came first: 
 that fail together would print eight tracebacks into each other.
 """
 
+import ctypes
 import faulthandler
 import json
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -23,6 +25,7 @@ _PATIENCE_S = 10.0
 def main() -> None:
     """Become the program that the arguments name."""
     how, target, *args = sys.argv[1:]
+    end_with_parent()
     faulthandler.enable()
     sys.excepthook = _record
     sys.argv[:] = [target, *args]
@@ -33,6 +36,13 @@ def main() -> None:
         _set_first_path(os.path.dirname(os.path.realpath(target)))
         # Absolute, as Python itself makes `__file__` of the script it runs.
         runpy.run_path(os.path.abspath(target), run_name="__main__")
+
+
+def end_with_parent() -> None:
+    """See that this process does not outlive a launcher that was killed, where Linux can."""
+    if sys.platform == "linux":
+        parent_dies = 1  # PR_SET_PDEATHSIG, see prctl(2)
+        ctypes.CDLL(None).prctl(parent_dies, signal.SIGTERM)
 
 
 def _set_first_path(folder: str) -> None:

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import pickle
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -16,6 +15,7 @@ from typing import Any
 import attrs
 
 from fxtrain._errors import LaunchError
+from fxtrain.launch._child import end_with_parent
 from fxtrain.launch._ending import Failure
 from fxtrain.launch._parcel import UNPICKLABLE, is_interactive, pack
 
@@ -147,7 +147,7 @@ def _work(place: dict[str, str], threads: int, pipe: Connection, task: Any) -> N
     if forked and "torch" in sys.modules:
         # The parent's team of threads is not in a fork, and torch would wait for it forever.
         sys.modules["torch"].set_num_threads(1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     pipe.send_bytes(b"")  # got here, so the main module could be imported
     outcome = _outcome(task, int(place["RANK"]))
     if outcome is None:
@@ -174,13 +174,6 @@ def _settle(place: dict[str, str], threads: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if "torch" in sys.modules:  # it has read the variable already
             sys.modules["torch"].set_num_threads(threads)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _outcome(task: Any, rank: int) -> tuple[Any] | Failure | None:

@@ -41,7 +41,10 @@ def start(*command: str, cwd: Path | None = None, env: dict[str, str] | None = N
 
 
 def finish(process, *, timeout_s: float = 90.0, text: str | None = None) -> Finished:
-    """Wait for a program to end; when its time is up, its whole process group is killed."""
+    """Wait for a program to end; when its time is up, its whole process group is killed.
+
+    The ranks of a launcher, which have groups of their own, end with it.
+    """
     try:
         out, err = process.communicate(text, timeout=timeout_s)
     except subprocess.TimeoutExpired:

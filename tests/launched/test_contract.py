@@ -12,7 +12,7 @@ CONTRACT = ROOT.parent / "shared" / "contract"
 
 pytestmark = [
     pytest.mark.skipif(not CONTRACT.is_dir(), reason=f"no scripts at {CONTRACT}"),
-    pytest.mark.timeout(200),
+    pytest.mark.timeout(330),
 ]
 
 ROWS, BATCH, TEST_ROWS = 1500, 32, 297
@@ -52,7 +52,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_digits(case):
     script = str(CONTRACT / "train_digits.py")
-    ended = run(*case.command, script, str(case.accumulate), str(case.epochs), timeout_s=150)
+    ended = run(*case.command, script, str(case.accumulate), str(case.epochs), timeout_s=300)
     assert ended.code == 0, ended.err
     (line,) = ended.out.splitlines()  # nothing but the script's own line
     told = json.loads(line)
@@ -70,5 +70,5 @@ PLANS = [
 
 @pytest.mark.parametrize("command", PLANS)
 def test_two_plans_in_one_process(command):
-    ended = run(*command, str(CONTRACT / "two_plans.py"), timeout_s=150)
+    ended = run(*command, str(CONTRACT / "two_plans.py"), timeout_s=300)
     assert (ended.code, ended.out) == (0, ""), ended.err

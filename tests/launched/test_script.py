@@ -89,6 +89,18 @@ def test_signals_reach_the_ranks(number):
     ended = finish(process, timeout_s=30)
     assert ended.code == 128 + number
     assert ended.err == f"fxtrain launch: Stopped by {number.name}.\n"
+    _wait_for_end(pids)
+
+
+def test_ranks_do_not_outlive_a_killed_launcher():
+    process = start(*FXTRAIN, "launch", "--ranks", "2", RANKS, "wait")
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    process.kill()
+    assert finish(process, timeout_s=30).code == -signal.SIGKILL
+    _wait_for_end(pids)
+
+
+def _wait_for_end(pids):
     for _ in range(50):
         if not any(_runs(pid) for pid in pids):
             return

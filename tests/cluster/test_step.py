@@ -1,0 +1,409 @@
+"""Training on real ranks: precision, hooks, policies, several optimizers, bad input."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fxtrain as fx
+from fxtrain import ops
+
+SGD = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x):
+        return x + self.dropout(torch.tanh(self.linear(x)))
+
+
+def _net():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return nn.Sequential(Block(), Block(), nn.Linear(8, 2))
+
+
+def _data(n=32):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 8, generator=generator)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def _loss(model, batch):
+    return F.cross_entropy(model(batch[0]).float(), batch[1])
+
+
+def _train(ctx, plan, optimizer=SGD, scheduler=None, epochs=2, size=4, net=None, loss=_loss):
+    model = fx.wrap(net or _net(), ctx, plan, optimizer=optimizer, scheduler=scheduler)
+    loader = fx.shard(DataLoader(_data(), batch_size=size), ctx, plan)
+    fns = fx.StepFns(model=model, loss=loss)
+    reports = [fx.step(ctx, batch, fns) for epoch in loader.epochs(epochs) for batch in epoch]
+    return model, reports
+
+
+def _curve(ctx, plan):
+    model, reports = _train(ctx, plan)
+    return [float(r.loss) for r in reports], [p.detach() for p in model.parameters()]
+
+
+PLANS = {
+    "bucket view off": fx.Plan(strategy=fx.DDP(bucket_view=False)),
+    "small buckets": fx.Plan(strategy=fx.DDP(bucket_mib=0.0001)),
+    "static graph": fx.Plan(strategy=fx.DDP(static_graph=True)),
+    "static graph, sync_each": fx.Plan(
+        strategy=fx.DDP(static_graph=True), accumulate=2, sync_each=True
+    ),
+    "unused parameters": fx.Plan(strategy=fx.DDP(unused_parameters=True)),
+    "recompute": fx.Plan(recompute=("Block",)),
+    "compile": fx.Plan(compile=fx.Compile(backend="eager")),
+    "compile blocks": fx.Plan(compile=fx.Compile(backend="eager", blocks=("Block",))),
+    "recompute and compile": fx.Plan(
+        recompute=("Block",), compile=fx.Compile(backend="eager", blocks=("Block",))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_how_a_plan_is_carried_out_does_not_change_the_result(pair, name):
+    plan = PLANS[name]
+    plain = fx.Plan(accumulate=plan.accumulate)
+    wanted, got = pair.run(_curve, plain), pair.run(_curve, plan)
+    for (_, mine), (_, theirs) in zip(got, wanted, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+HOOKS = {
+    "fp16": fx.CommHook(name="fp16"),
+    "bf16": fx.CommHook(name="bf16"),
+    "power_sgd": fx.CommHook(name="power_sgd", power_sgd=fx.PowerSGD(start_iter=2)),
+    "batched_power_sgd": fx.CommHook(
+        name="batched_power_sgd", power_sgd=fx.PowerSGD(start_iter=2, rank=2)
+    ),
+    "power_sgd over bf16": fx.CommHook(
+        name="power_sgd", wrapper="bf16", power_sgd=fx.PowerSGD(start_iter=2)
+    ),
+    "power_sgd over fp16": fx.CommHook(
+        name="power_sgd", wrapper="fp16", power_sgd=fx.PowerSGD(start_iter=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_communication_hooks_train(pair, name):
+    results = pair.run(_curve, fx.Plan(strategy=fx.DDP(hook=HOOKS[name])))
+    plain = pair.run(_curve, fx.Plan())
+    for (losses, params), (_, exact) in zip(results, plain, strict=True):
+        assert losses[-1] < losses[0]
+        assert any(not torch.equal(a, b) for a, b in zip(params, exact, strict=True))
+        for a, b in zip(params, results[0][1], strict=True):
+            assert torch.equal(a, b)
+
+
+def _by_precision(ctx, compute):
+    model, reports = _train(ctx, fx.Plan(precision=compute, clip_norm=1.0), epochs=4)
+    out = model(torch.ones(1, 8))
+    wide = fx.Precision(compute=compute, output="fp32")
+    other = fx.wrap(_net(), ctx, fx.Plan(precision=wide))
+    return (
+        [float(r.loss) for r in reports],
+        str(out.dtype),
+        str(other(torch.ones(1, 8)).dtype),
+        [bool(r.skipped) for r in reports],
+    )
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_every_precision_trains_and_keeps_its_dtype(pair, compute):
+    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[compute]
+    for losses, out, wide, _ in pair.run(_by_precision, compute):
+        assert losses[-1] < losses[0]
+        assert out == f"torch.{dtype}" and wide == "torch.float32"
+
+
+def _overflow(ctx):
+    plan = fx.Plan(precision=fx.Precision(compute="fp16", scale=fx.LossScale(initial=2.0**16)))
+
+    def exploding(model, batch):
+        factor = 1e38 if ctx.rank == 1 and batch.position.updates == 2 else 1.0
+        return _loss(model, batch) * factor
+
+    def optimizers(params):
+        return [torch.optim.SGD(params[:2], lr=0.1), torch.optim.SGD(params[2:], lr=0.1)]
+
+    def halve(optimizers):
+        return [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5) for one in optimizers]
+
+    model, reports = _train(ctx, plan, optimizers, halve, epochs=1, loss=exploding)
+    rates = [one["lr"] for opt in model.optimizers for one in opt.param_groups]
+    finite = all(bool(torch.isfinite(p).all()) for p in model.parameters())
+    return [(r.applied, r.skipped) for r in reports], model.scaler.get_scale(), rates, finite
+
+
+def test_an_overflow_on_one_rank_skips_the_step_of_all_optimizers_everywhere(pair):
+    for steps, scale, rates, finite in pair.run(_overflow):
+        assert steps == [(True, False), (False, True), (True, False), (True, False)]
+        assert scale == 2.0**15  # one update of the scale for two optimizers
+        assert rates == [0.1 / 8] * 2  # a skipped update advances no scheduler
+        assert finite
+
+
+def _nonfinite(ctx, policy):
+    def loss(model, batch):
+        bad = ctx.rank == 1 and batch.position.updates == 2
+        return _loss(model, batch) * (float("nan") if bad else 1.0)
+
+    model, reports = _train(ctx, fx.Plan(nonfinite=policy), epochs=1, loss=loss)
+    finite = all(bool(torch.isfinite(p).all()) for p in model.parameters())
+    return [(r.applied, r.skipped) for r in reports], finite
+
+
+def test_non_finite_values_are_skipped_together(pair):
+    for steps, finite in pair.run(_nonfinite, "skip"):
+        assert steps[1] == (False, True) and steps[0] == steps[2] == (True, False)
+        assert finite
+
+
+def test_non_finite_values_are_ignored_if_asked(pair):
+    assert all(not finite for _, finite in pair.run(_nonfinite, "ignore"))
+
+
+def test_non_finite_values_raise_everywhere(pair):
+    for error in pair.outcomes(_nonfinite, "raise"):
+        assert isinstance(error, fx.StepError)
+        assert "update 2" in str(error) and "rank 1: 1 losses" in str(error)
+
+
+def _clipped(ctx):
+    plan = fx.Plan(clip_norm=0.01, clip_value=0.005)
+    model, reports = _train(ctx, plan, epochs=1)
+    return [float(r.grad_norm) for r in reports], [p.detach() for p in model.parameters()]
+
+
+def test_norms_are_equal_on_every_rank(cluster):
+    results = cluster.run(_clipped)
+    for norms, params in results:
+        assert norms == results[0][0] and norms[0] > 0.01
+        assert all(torch.equal(a, b) for a, b in zip(params, results[0][1], strict=True))
+
+
+def _scheduled(ctx, by):
+    plan = fx.Plan(accumulate=2, schedule=by)
+    seen = []
+
+    def scheduler(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: seen.append(n) or 1.0)
+
+    _train(ctx, plan, scheduler=scheduler, epochs=1)
+    return seen[-1]
+
+
+def test_schedulers_advance_once_per_update_or_per_sample(cluster):
+    updates = -(-(32 // (4 * cluster.n)) // 2)
+    assert cluster.run(_scheduled, "update") == [updates] * cluster.n
+    assert cluster.run(_scheduled, "samples") == [32] * cluster.n
+
+
+def _aux(ctx):
+    def loss(model, batch):
+        value = _loss(model, batch)
+        return value, {"double": value * 2, "rows": len(batch[1])}
+
+    _, reports = _train(ctx, fx.Plan(), epochs=1, loss=loss)
+    aux = reports[0].aux
+    return float(aux["double"]) == 2 * float(reports[0].loss), aux["double"].requires_grad
+
+
+def test_aux_metrics_come_back_detached(pair):
+    assert pair.run(_aux) == [(True, False)] * 2
+
+
+def _several_models(ctx):
+    """Two trained models and a frozen one, each with its own plan, interleaved."""
+    teacher = fx.wrap(_net(), ctx, fx.Plan(precision="bf16"))
+    one = fx.wrap(_net(), ctx, fx.Plan(accumulate=2), optimizer=SGD)
+    two = fx.wrap(_net(), ctx, fx.Plan(clip_norm=0.1), optimizer=SGD)
+    loaders = [fx.shard(DataLoader(_data(), batch_size=4), ctx, m.plan) for m in (one, two)]
+    fns = [fx.StepFns(model=m, loss=_loss) for m in (one, two)]
+    pairs = zip(*loaders, strict=True)
+    applied = [
+        tuple(fx.step(ctx, b, f).applied for b, f in zip(batches, fns, strict=True))
+        for batches in pairs
+    ]
+    alone, _ = _train(ctx, fx.Plan(accumulate=2), epochs=1)
+    same = all(torch.equal(a, b) for a, b in zip(alone.parameters(), one.parameters(), strict=True))
+    return applied, same, str(teacher(torch.ones(1, 8)).dtype)
+
+
+def test_models_and_plans_do_not_see_each_other(pair):
+    for applied, same, dtype in pair.run(_several_models):
+        assert applied == [(False, True), (True, True)] * 2
+        assert same and dtype == "torch.bfloat16"
+
+
+def _frozen(ctx):
+    net = _net().requires_grad_(False)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(ctx.rank + 1.0)
+    model = fx.wrap(net, ctx)
+    return [float(p.mean()) for p in model.parameters()]
+
+
+def test_a_frozen_model_gets_the_values_of_rank_0(cluster):
+    assert cluster.run(_frozen) == [[1.0] * 6] * cluster.n
+
+
+def _different_models(ctx):
+    fx.wrap(nn.Linear(2 + ctx.rank, 2), ctx)
+
+
+def test_different_models_are_an_error_everywhere(pair):
+    for error in pair.outcomes(_different_models):
+        assert isinstance(error, fx.CollectiveError)
+        assert "Linear with 6 parameters" in str(error) and "Linear with 8" in str(error)
+
+
+def _different_data(ctx):
+    loader = fx.shard(DataLoader(_data(20 + ctx.rank), batch_size=4), ctx)
+    return [None for _ in loader]
+
+
+def test_loaders_that_disagree_are_an_error_everywhere(pair):
+    for error in pair.outcomes(_different_data):
+        assert isinstance(error, fx.CollectiveError) and "rows" in str(error)
+
+
+def _lost_in_backward(ctx):
+    model = fx.wrap(_net(), ctx, optimizer=SGD)
+    fns = fx.StepFns(model=model, loss=_loss)
+    for batch in fx.shard(DataLoader(_data(), batch_size=4), ctx):
+        if ctx.rank == 1 and batch.position.updates == 2:
+            return "left the loop"
+        fx.step(ctx, batch, fns)
+    return None
+
+
+def test_a_rank_that_leaves_the_loop_is_named(pair):
+    first, second = pair.outcomes(_lost_in_backward)
+    assert isinstance(first, fx.CollectiveError) and second == "left the loop"
+    assert "step" in str(first) and "rank 1: did not come" in str(first)
+
+
+@pytest.fixture
+def ctx():
+    with fx.detect({}, device="cpu") as found:
+        yield found
+
+
+def _one_batch(ctx, plan=fx.Plan()):  # noqa: B008
+    return next(iter(fx.shard(DataLoader(_data(), batch_size=4), ctx, plan)))
+
+
+BAD_LOSSES = {
+    "shape": (lambda m, b: m(b[0]), "scalar"),
+    "number": (lambda m, b: 3.0, "not a tensor"),
+    "detached": (lambda m, b: _loss(m, b).detach(), "no gradient"),
+    "constant": (lambda m, b: torch.tensor(1.0), "no gradient"),
+    "weight": (lambda m, b: fx.Weighted(_loss(m, b), torch.ones(3)), "Sum it"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LOSSES)
+def test_a_loss_that_cannot_be_trained_on_is_refused(ctx, name):
+    loss, words = BAD_LOSSES[name]
+    model = fx.wrap(_net(), ctx, optimizer=SGD)
+    with pytest.raises(fx.StepError, match=words):
+        fx.step(ctx, _one_batch(ctx), fx.StepFns(model=model, loss=loss))
+
+
+def test_step_refuses_what_is_no_batch_and_no_trained_model(ctx):
+    model = fx.wrap(_net(), ctx, optimizer=SGD)
+    with pytest.raises(fx.StepError, match="fx.shard"):
+        fx.step(ctx, _data()[0], fx.StepFns(model=model, loss=_loss))
+    with pytest.raises(fx.StepError, match="no optimizer"):
+        fx.step(ctx, _one_batch(ctx), fx.StepFns(model=fx.wrap(_net(), ctx), loss=_loss))
+    with pytest.raises(fx.StepError, match=r"fx\.wrap"):
+        fx.StepFns(model=_net(), loss=_loss)
+    with pytest.raises(fx.StepError, match="function"):
+        fx.StepFns(model=model, loss=None)
+
+
+def test_wrap_refuses_what_it_cannot_use(ctx):
+    net = _net()
+    for wrong, words in (
+        (lambda: fx.wrap("net", ctx), r"torch\.nn\.Module"),
+        (lambda: fx.wrap(fx.wrap(net, ctx), ctx), "wrapped already"),
+        (lambda: fx.wrap(net, "ctx"), "not a context"),
+        (lambda: fx.wrap(net, ctx, {"accumulate": 2}), "not a Plan"),
+        (lambda: fx.wrap(net, ctx, optimizer=3), "factory"),
+        (lambda: fx.wrap(net, ctx, optimizer=lambda p: None), "returned NoneType"),
+        (lambda: fx.wrap(net, ctx, scheduler=lambda o: o), "needs an optimizer"),
+        (lambda: fx.wrap(net, ctx, optimizer=SGD(_net().parameters())), "Pass a factory"),
+        (lambda: fx.wrap(net, ctx, fx.Plan(recompute=("Blok",))), "Did you mean Block"),
+        (lambda: fx.wrap(copy.deepcopy(net).requires_grad_(False), ctx, optimizer=SGD), "freeze"),
+    ):
+        with pytest.raises(fx.PlanError, match=words):
+            wrong()
+
+
+def test_an_optimizer_over_the_model_itself_is_accepted(ctx):
+    net = _net()
+    optimizer = SGD(net.parameters())
+    assert fx.wrap(net, ctx, optimizer=optimizer).optimizer is optimizer
+
+
+def test_single_refuses_two_ranks():
+    from fxtrain.state import DistContext
+
+    with pytest.raises(fx.PlanError, match="drift apart"):
+        fx.wrap(_net(), DistContext(world_size=2), fx.Plan(strategy=fx.Single()))
+
+
+def test_unwrap_gives_the_module_back_as_it_was(ctx):
+    net = _net()
+    before = {name: module.__dict__.get("forward") for name, module in net.named_modules()}
+    plan = fx.Plan(recompute=("Block",), compile=fx.Compile(backend="eager"))
+    names = list(net.state_dict())
+    model = fx.wrap(net, ctx, plan)
+    assert list(net.state_dict()) == names and net[0].forward is not before["0"]
+    assert fx.unwrap(model) is net
+    assert {n: m.__dict__.get("forward") for n, m in net.named_modules()} == before
+    assert net._compiled_call_impl is None
+
+
+def test_eval_and_train_modes(ctx):
+    model = fx.wrap(_net(), ctx)
+    assert model.eval().module.training is False and model.train().module.training is True
+
+
+def test_logging_knows_its_rank(ctx, caplog):
+    import attrs
+
+    with caplog.at_level("INFO"):
+        fx.log(ctx).info("main %d", 1)
+        fx.log(attrs.evolve(ctx, rank=1)).info("hidden")
+        fx.log(attrs.evolve(ctx, rank=1)).info("loud", everyone=True)
+    assert [r.getMessage() for r in caplog.records] == ["main 1", "[rank 1] loud"]
+    assert caplog.records[0].filename == "test_step.py"
+
+
+def test_seeds_per_rank(ctx):
+    import attrs
+
+    other = attrs.evolve(ctx, rank=1, world_size=2)
+    draws = []
+    for one in (ctx, other):
+        for per_rank in (False, True):
+            ops.seed(5, one, per_rank=per_rank)
+            draws.append(float(torch.rand(1)))
+    assert draws[0] == draws[1] == draws[2] != draws[3]
+    with pytest.raises(fx.PlanError, match="seed"):
+        ops.seed(-1, ctx)

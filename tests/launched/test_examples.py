@@ -1,0 +1,45 @@
+"""Every example, and the number with which it ends."""
+
+import json
+
+import pytest
+
+from tests.launched._run import FXTRAIN, ROOT, run
+
+pytestmark = pytest.mark.timeout(330)
+
+
+def _digits(told):
+    assert told["accuracy"] >= 0.93
+
+
+def _chars(told):
+    assert told["last"] < 2.7 < 4 < told["first"]
+
+
+def _by_hand(told):
+    assert told["equal"] is True and told["updates"] > 10
+
+
+def _distil(told):
+    assert told["teacher"] >= 0.88 and told["student"] >= 0.82
+
+
+CASES = [
+    ("digits", 1, _digits),
+    ("digits", 2, _digits),
+    ("chars", 2, _chars),
+    ("by_hand", 1, _by_hand),
+    ("by_hand", 2, _by_hand),
+    ("distil", 2, _distil),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "check"), CASES)
+def test_example(name, ranks, check):
+    script = str(ROOT / "examples" / f"{name}.py")
+    ended = run(*FXTRAIN, "launch", "--ranks", str(ranks), script, timeout_s=300)
+    assert ended.code == 0, ended.err
+    told = json.loads(ended.out.strip().splitlines()[-1])
+    assert told["ranks"] == ranks
+    check(told)
