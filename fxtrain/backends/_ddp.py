@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import attrs
+import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -32,6 +33,17 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             f"CommHook(name={hook.name!r}, wrapper={hook.wrapper!r}) casts twice. "
             f"Leave the wrapper out."
         )
+    if "bf16" in (hook.name, hook.wrapper) and ctx.device.type not in ("cuda", "xpu"):
+        problems.append(
+            f"CommHook with bf16: torch compresses to bf16 over NCCL and XCCL only, and this "
+            f"context is on {ctx.device.type}. Use fp16."
+        )
+    if hook.name == "batched_power_sgd" and not _batched_power_sgd_works():
+        problems.append(
+            f"CommHook(name='batched_power_sgd'): the hook of torch {torch.__version__} hands its "
+            f"own orthogonalisation a matrix where that takes a stack of them, and fails on "
+            f"every gradient. Use 'power_sgd'."
+        )
     if plan.strategy.static_graph and plan.accumulate > 1 and not plan.sync_each:
         problems.append(
             f"DDP(static_graph=True) with accumulate={plan.accumulate} leaves out reductions, "
@@ -39,6 +51,14 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             f"static_graph=False."
         )
     return tuple(problems)
+
+
+def _batched_power_sgd_works() -> bool:
+    try:
+        powerSGD_hook._orthogonalize(torch.eye(2))
+    except AssertionError:
+        return False
+    return True
 
 
 def _wrap(

@@ -1,4 +1,10 @@
-"""Launching: specs to arguments and environment (pure), and what starts the processes."""
+"""Launching: specs to arguments and environment (pure), and what starts the processes.
+
+Example:
+    >>> import fxtrain as fx
+    >>> fx.launch(divmod, (7, 2), ranks=1)  # the package is also its main function
+    [(3, 1)]
+"""
 
 import sys
 

@@ -26,7 +26,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         """Log on the chosen ranks; the others do nothing, not even format."""
         if (everyone or self._ctx.rank == rank) and self.isEnabledFor(level):
             text = f"[rank {self._ctx.rank}] {msg}" if everyone or rank else msg
-            kw["stacklevel"] = kw.get("stacklevel", 1) + 2
+            kw["stacklevel"] = kw.get("stacklevel", 1) + 1
             self.logger.log(level, text, *args, **kw)
 
     def process(

@@ -98,10 +98,15 @@ HOOKS = {
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_communication_hooks_train(pair, name):
-    results = pair.run(_curve, fx.Plan(strategy=fx.DDP(hook=HOOKS[name])))
+    results = pair.outcomes(_curve, fx.Plan(strategy=fx.DDP(hook=HOOKS[name])))
+    if any(isinstance(result, Exception) for result in results):
+        words = "NCCL and XCCL only" if "bf16" in name else "hands its own orthogonalisation"
+        assert "bf16" in name or name == "batched_power_sgd"
+        assert all(type(error) is fx.PlanError and words in str(error) for error in results)
+        return
     plain = pair.run(_curve, fx.Plan())
     for (losses, params), (_, exact) in zip(results, plain, strict=True):
-        assert losses[-1] < losses[0]
+        assert sum(losses[4:]) < sum(losses[:4])
         assert any(not torch.equal(a, b) for a, b in zip(params, exact, strict=True))
         for a, b in zip(params, results[0][1], strict=True):
             assert torch.equal(a, b)
@@ -124,7 +129,7 @@ def _by_precision(ctx, compute):
 def test_every_precision_trains_and_keeps_its_dtype(pair, compute):
     dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[compute]
     for losses, out, wide, _ in pair.run(_by_precision, compute):
-        assert losses[-1] < losses[0]
+        assert sum(losses[-4:]) < sum(losses[:4])
         assert out == f"torch.{dtype}" and wide == "torch.float32"
 
 
@@ -326,7 +331,7 @@ def test_a_loss_that_cannot_be_trained_on_is_refused(ctx, name):
 
 def test_step_refuses_what_is_no_batch_and_no_trained_model(ctx):
     model = fx.wrap(_net(), ctx, optimizer=SGD)
-    with pytest.raises(fx.StepError, match="fx.shard"):
+    with pytest.raises(fx.StepError, match=r"fx\.shard"):
         fx.step(ctx, _data()[0], fx.StepFns(model=model, loss=_loss))
     with pytest.raises(fx.StepError, match="no optimizer"):
         fx.step(ctx, _one_batch(ctx), fx.StepFns(model=fx.wrap(_net(), ctx), loss=_loss))
