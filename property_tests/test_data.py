@@ -1,100 +1,26 @@
 """Data laws: every row once, at every world size, from every cursor. No processes."""
 
+import itertools
+
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 import fxtrain as fx
-from fxtrain.data._permute import permute, round_keys
+from fxtrain.data._order import find_order
+from fxtrain.data._permute import permutation, round_keys
 from fxtrain.state import DistContext
 
 sizes = st.integers(1, 6)
-worlds = st.integers(1, 5)
-counts = st.integers(1, 60)
+worlds = st.integers(1, 8)
+counts = st.integers(0, 60)
+evens = st.sampled_from(["pad", "drop", "uneven"])
+# What is read: by index in order, by index shuffled, a stream, rows or batches of a sampler.
+kinds = st.sampled_from(["plain", "shuffled", "stream", "custom", "batches"])
 
 
-def _loaders(dataset, plan, world, **kw):
-    return [
-        fx.shard(DataLoader(dataset, **kw), DistContext(rank=rank, world_size=world), plan)
-        for rank in range(world)
-    ]
-
-
-def _real(batch):
-    return batch.data[batch.valid].tolist()
-
-
-def _joined(loaders, stop=None):
-    """Real rows in global order, the last cursor, and every rank's batch counts."""
-    found, positions, counts = [], [], []
-    for loader in loaders:
-        batches = list(loader)[:stop]
-        counts.append(len(batches))
-        positions.append([batch.position for batch in batches])
-        found.append([_real(batch) for batch in batches])
-    steps = max(counts)
-    rows = [
-        row for step in range(steps) for mine in found if step < len(mine) for row in mine[step]
-    ]
-    longest = max(positions, key=len)
-    return rows, longest, counts
-
-
-@given(n=counts, size=sizes, world=worlds, epoch=st.integers(0, 3), seed=st.integers(0, 9))
-def test_padded_shards_cover_every_row_once_and_have_equal_length(n, size, world, epoch, seed):
-    plan = fx.Plan(seed=seed)
-    loaders = _loaders(torch.arange(n), plan, world, batch_size=size, shuffle=True)
-    loaders = [loader.at(fx.Position(epoch=epoch)) for loader in loaders]
-    rows, positions, lengths = _joined(loaders)
-    assert sorted(rows) == list(range(n))
-    assert len(set(lengths)) == 1 and lengths[0] == len(loaders[0])
-    assert positions[-1].is_last and positions[-1].index == n == positions[-1].samples
-    assert [p.is_last for p in positions[:-1]] == [False] * (len(positions) - 1)
-
-
-@given(n=counts, size=sizes, world=worlds, seed=st.integers(0, 9))
-def test_the_order_does_not_depend_on_the_world_size(n, size, world, seed):
-    plan = fx.Plan(seed=seed)
-    one, _, _ = _joined(_loaders(torch.arange(n), plan, 1, batch_size=size, shuffle=True))
-    many, _, _ = _joined(_loaders(torch.arange(n), plan, world, batch_size=size, shuffle=True))
-    assert one == many
-
-
-@given(
-    n=counts,
-    size=sizes,
-    before=worlds,
-    after=worlds,
-    cut=st.integers(1, 8),
-    even=st.sampled_from(["pad", "drop", "uneven"]),
-    stream=st.booleans(),
-)
-def test_another_world_goes_on_with_exactly_the_rows_not_yet_seen(
-    n, size, before, after, cut, even, stream
-):
-    plan = fx.Plan(seed=3, even=even)
-    dataset = _Numbers(n) if stream else torch.arange(n)
-    shuffle = {} if stream else {"shuffle": True}
-    one = _loaders(dataset, plan, 1, batch_size=1, **shuffle)
-    order, _, _ = _joined(one)
-    assume(even != "uneven" or n > (before - 1) * size)
-    seen, positions, _ = _joined(_loaders(dataset, plan, before, batch_size=size, **shuffle), cut)
-    assume(positions)
-    last = positions[-1]
-    left = n - last.index
-    assume(even != "uneven" or left == 0 or left > (after - 1) * size)
-    rest = [
-        loader.at(last) for loader in _loaders(dataset, plan, after, batch_size=size, **shuffle)
-    ]
-    rows, _, _ = _joined(rest)
-    assert seen == order[: len(seen)]
-    assert rows == order[len(seen) : len(seen) + len(rows)]
-    if even != "drop" and not last.is_last:
-        assert seen + rows == order
-
-
-class _Numbers(IterableDataset):
+class Numbers(IterableDataset):
     def __init__(self, n):
         self.n = n
 
@@ -102,50 +28,17 @@ class _Numbers(IterableDataset):
         return (torch.tensor(i) for i in range(self.n))
 
 
-@given(n=counts, size=sizes, world=worlds, even=st.sampled_from(["pad", "drop", "uneven"]))
-def test_a_stream_is_cut_like_a_table(n, size, world, even):
-    assume(even != "uneven" or n > (world - 1) * size)
-    plan = fx.Plan(even=even, accumulate=2)
-    for table, stream in zip(
-        _loaders(torch.arange(n), plan, world, batch_size=size),
-        _loaders(_Numbers(n), plan, world, batch_size=size),
-        strict=True,
-    ):
-        left, right = list(table), list(stream)
-        assert [b.data.tolist() for b in left] == [b.data.tolist() for b in right]
-        assert [b.position for b in left] == [b.position for b in right]
-        assert [(b.rows, b.sizes, b.ghost is None) for b in left] == [
-            (b.rows, b.sizes, b.ghost is None) for b in right
-        ]
+class Own(Sampler):
+    """Rows in an order of its own, drawn anew for each epoch."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter(torch.randperm(self.n).tolist())
 
 
-@given(
-    n=counts,
-    size=sizes,
-    world=worlds,
-    accumulate=st.integers(1, 5),
-    flush=st.booleans(),
-    even=st.sampled_from(["pad", "drop"]),
-)
-def test_windows_partition_the_micro_batches(n, size, world, accumulate, flush, even):
-    plan = fx.Plan(accumulate=accumulate, flush=flush, even=even)
-    (loader, *_) = _loaders(torch.arange(n), plan, world, batch_size=size)
-    batches = [batch for epoch in loader.epochs(3) for batch in epoch]
-    open_rows, updates, micro = [], 0, 0
-    for batch in batches:
-        open_rows.append(batch)
-        micro += 1
-        closed = micro == accumulate or (flush and batch.position.is_last)
-        assert (batch.position.micro == 0) == closed
-        if closed:
-            held = sum(sum(b.sizes) for b in open_rows)
-            assert all(b.window_rows in (held, None) for b in open_rows)
-            assert flush is False or all(b.window_rows == held for b in open_rows)
-            open_rows, micro, updates = [], 0, updates + 1
-        assert batch.position.updates == updates
-
-
-class _Dynamic(Sampler):
+class Growing(Sampler):
     """Batches of growing size."""
 
     def __init__(self, n):
@@ -158,69 +51,250 @@ class _Dynamic(Sampler):
             low, size = low + size, size % 4 + 1
 
 
-@given(n=counts, world=worlds, even=st.sampled_from(["pad", "uneven"]), cut=st.integers(1, 4))
-def test_custom_batches_stay_whole_and_are_dealt_once(n, world, even, cut):
-    batches = list(_Dynamic(n))
-    assume(even != "uneven" or len(batches) >= world)
-    plan = fx.Plan(even=even)
-    loaders = _loaders(torch.arange(n), plan, world, batch_sampler=_Dynamic(n))
-    found = [[_real(batch) for batch in loader] for loader in loaders]
-    steps = max(map(len, found))
-    dealt = [m[s] for s in range(steps) for m in found if s < len(m) and m[s]]
-    assert dealt == batches
-    positions = [batch.position for batch in loaders[0]]
-    seen = positions[:cut][-1]
-    rest = loaders[0].at(seen)
-    if not seen.is_last and (even == "pad" or len(batches) - seen.index >= world):
-        assert [_real(b) for b in rest] == found[0][cut:]
+def _loader(kind, n, size):
+    table = torch.arange(n)
+    if kind == "stream":
+        return DataLoader(Numbers(n), batch_size=size)
+    if kind == "batches":
+        return DataLoader(table, batch_sampler=Growing(n))
+    if kind == "custom":
+        return DataLoader(table, batch_size=size, sampler=Own(n))
+    shuffle = kind == "shuffled" and n > 0
+    return DataLoader(table, batch_size=size, shuffle=shuffle)
 
 
-@given(n=st.integers(1, 40), world=worlds, size=sizes)
-def test_global_batches_are_those_of_one_process(n, world, size):
-    plan = fx.Plan(batch="global", even="drop")
-    kw = {"batch_size": size * world}
-    rows, _, _ = _joined(_loaders(torch.arange(n), plan, world, **kw))
-    alone, _, _ = _joined(_loaders(torch.arange(n), plan, 1, **kw))
-    assert rows == alone
+def _shards(kind, n, size, world, plan):
+    loader = _loader(kind, n, size)
+    return [fx.shard(loader, DistContext(rank=r, world_size=world), plan) for r in range(world)]
+
+
+def _real(batch):
+    return batch.data[batch.valid].tolist()
+
+
+def _order(kind, n, plan, epoch=0):
+    """Rows of an epoch in order."""
+    if kind == "batches":
+        return list(range(n))
+    (loader,) = _shards(kind, n, 1, 1, plan)
+    return [int(batch.data) for batch in loader.at(fx.Position(epoch=epoch))]
+
+
+def _joined(found):
+    """Real rows of all ranks in global order."""
+    steps = itertools.zip_longest(*found)
+    return [row for step in steps for batch in step if batch is not None for row in _real(batch)]
+
+
+@given(
+    kind=kinds,
+    n=counts,
+    size=sizes,
+    world=worlds,
+    even=evens,
+    epoch=st.integers(0, 3),
+    seed=st.integers(0, 9),
+)
+def test_shards_cover_every_row_once_in_an_order_of_its_own(
+    kind, n, size, world, even, epoch, seed
+):
+    plan = fx.Plan(seed=seed, even=even)
+    start = fx.Position(epoch=epoch)
+    loaders = [loader.at(start) for loader in _shards(kind, n, size, world, plan)]
+    found = [list(loader) for loader in loaders]
+    order = _order(kind, n, fx.Plan(seed=seed), epoch)
+    rows = _joined(found)
+    assert rows == order[: len(rows)]
+    assert len(rows) == n or even == "drop"
+    if even != "uneven":
+        assert len({len(mine) for mine in found}) == 1
+    lengths = {len(batch.data) for mine in found for batch in mine}
+    if kind != "batches" and world > 1 and even != "uneven":
+        assert lengths <= {size}
+    assert n - len(rows) < size * world or kind == "batches"
+    if kind in ("plain", "shuffled"):
+        assert [len(loader) for loader in loaders] == [len(mine) for mine in found]
+
+
+@given(kind=kinds, n=counts, size=sizes, world=worlds, even=evens, accumulate=st.integers(1, 3))
+def test_ranks_see_the_same_run(kind, n, size, world, even, accumulate):
+    plan = fx.Plan(even=even, accumulate=accumulate)
+    found = [list(loader) for loader in _shards(kind, n, size, world, plan)]
+    longest = max(found, key=len)
+    for rank, mine in enumerate(found):
+        for batch, other in zip(mine, longest, strict=False):
+            assert batch.position == other.position
+            assert (batch.rows, batch.sizes) == (other.rows, other.sizes)
+            assert batch.window_rows == other.window_rows
+            assert int(batch.valid.sum()) == batch.rows[rank]
+            assert len(batch.data) == len(batch.valid)
+            # Padding stands at the end.
+            assert batch.valid.tolist() == sorted(batch.valid.tolist(), reverse=True)
+        last = mine[-1] if mine else None
+        if len(mine) < len(longest):
+            assert len(longest) == len(mine) + 1
+            assert last.ghost.position == longest[-1].position
+            assert last.ghost.sizes == longest[-1].sizes and last.ghost.sizes[rank] == 0
+        elif mine:
+            assert last.ghost is None and last.position.is_last
+    for batch in longest[:-1]:
+        assert not batch.position.is_last
+
+
+@given(
+    kind=kinds,
+    n=counts,
+    size=sizes,
+    before=worlds,
+    after=worlds,
+    cut=st.integers(1, 8),
+    even=evens,
+    seed=st.integers(0, 9),
+)
+def test_another_world_goes_on_with_exactly_the_rows_not_yet_seen(
+    kind, n, size, before, after, cut, even, seed
+):
+    plan = fx.Plan(seed=seed, even=even)
+    first = [list(loader)[:cut] for loader in _shards(kind, n, size, before, plan)]
+    longest = max(first, key=len)
+    assume(longest)
+    last = longest[-1].position
+    order = _order(kind, n, fx.Plan(seed=seed))
+    seen = _joined(first)
+    assert last.samples == len(seen)
+    loaders = [loader.at(last) for loader in _shards(kind, n, size, after, plan)]
+    found = [list(loader) for loader in loaders]
+    rest = _joined(found)
+    assert seen == order[: len(seen)]
+    assert rest == order[len(seen) : len(seen) + len(rest)]
+    if last.is_last:
+        assert rest == []
+    elif even != "drop":
+        assert seen + rest == order
+    if rest:
+        end = max(found, key=len)[-1].position
+        assert end.is_last and end.samples == len(seen) + len(rest)
+    epochs = [epoch.position.epoch for epoch in loaders[0].epochs(3)]
+    assert epochs == ([0, 1, 2] if rest else [1, 2] if kind != "stream" or last.is_last else epochs)
+
+
+@given(n=counts, size=sizes, world=worlds, even=evens, index=st.integers(0, 30))
+def test_a_stream_is_cut_like_a_table(n, size, world, even, index):
+    plan, start = fx.Plan(even=even), fx.Position(index=min(index, n))
+    tables, streams = (_shards(kind, n, size, world, plan) for kind in ("plain", "stream"))
+    for table, stream in zip(tables, streams, strict=True):
+        left, right = (list(loader.at(start)) for loader in (table, stream))
+        assert [_seen(b) for b in left] == [_seen(b) for b in right]
+        assert [b.ghost and _seen(b.ghost) for b in left] == [
+            b.ghost and _seen(b.ghost) for b in right
+        ]
+
+
+def _seen(batch):
+    return batch.data.tolist(), batch.valid.tolist(), batch.position, batch.rows, batch.sizes
+
+
+@settings(max_examples=4)
+@given(
+    n=st.integers(0, 40),
+    size=sizes,
+    world=st.integers(1, 3),
+    even=evens,
+    workers=st.integers(1, 2),
+    index=st.integers(0, 20),
+)
+def test_workers_do_not_change_a_stream(n, size, world, even, workers, index):
+    plan, start = fx.Plan(even=even), fx.Position(index=min(index, n))
+    rank = DistContext(rank=world - 1, world_size=world)
+    alone, many = (
+        [
+            _seen(batch)
+            for batch in fx.shard(
+                DataLoader(Numbers(n), batch_size=size, num_workers=count), rank, plan
+            ).at(start)
+        ]
+        for count in (0, workers)
+    )
+    assert alone == many
+
+
+@given(
+    kind=kinds,
+    n=counts,
+    size=sizes,
+    world=worlds,
+    accumulate=st.integers(1, 5),
+    flush=st.booleans(),
+    even=evens,
+)
+def test_windows_partition_the_micro_batches(kind, n, size, world, accumulate, flush, even):
+    plan = fx.Plan(accumulate=accumulate, flush=flush, even=even)
+    loader = _shards(kind, n, size, world, plan)[0]  # the first rank has a row in every step
+    window, updates = [], 0
+    for batch in [batch for epoch in loader.epochs(3) for batch in epoch]:
+        window.append(batch)
+        closed = len(window) == accumulate or (flush and batch.position.is_last)
+        assert batch.position.micro == (0 if closed else len(window))
+        if closed:
+            held = sum(sum(b.sizes) for b in window)
+            known = kind in ("plain", "shuffled") or (kind != "stream" and flush)
+            assert all(b.window_rows == held for b in window if known or b.window_rows)
+            assert accumulate > 1 or batch.window_rows == held
+            window, updates = [], updates + 1
+        assert batch.position.updates == updates
+
+
+@given(n=st.integers(1, 40), world=worlds, size=sizes, kind=st.sampled_from(["plain", "stream"]))
+def test_global_batches_are_those_of_one_process(n, world, size, kind):
+    plan = fx.Plan(batch="global")
+    found = [list(loader) for loader in _shards(kind, n, size * world, world, plan)]
+    (alone,) = _shards(kind, n, size * world, 1, plan)
+    assert [_joined([[b] for b in step]) for step in zip(*found, strict=True)] == [
+        batch.data.tolist() for batch in alone
+    ]
+
+
+@given(
+    n=counts,
+    size=sizes,
+    world=worlds,
+    even=evens,
+    accumulate=st.integers(1, 4),
+    flush=st.booleans(),
+    stop=st.integers(0, 5),
+)
+def test_where_an_epoch_ends_is_known_before_it_runs(n, size, world, even, accumulate, flush, stop):
+    plan = fx.Plan(accumulate=accumulate, flush=flush, even=even)
+    for loader in _shards("plain", n, size, world, plan):
+        ahead = list(loader.epochs(3))
+        for late, epoch in zip(ahead, loader.epochs(3), strict=True):
+            assert late.position == epoch.position
+            assert [b.window_rows for b in late] == [b.window_rows for b in epoch]
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 1 << 40), epoch=st.integers(0, 5))
-def test_permute_is_a_bijection(n, seed, epoch):
-    out = permute(torch.arange(n), n, round_keys(seed, epoch))
-    assert torch.equal(out.sort().values, torch.arange(n))
+def test_a_permutation_is_a_bijection(n, seed, epoch):
+    found = permutation(n, round_keys(seed, epoch))(torch.arange(n))
+    assert torch.equal(found.sort().values, torch.arange(n))
 
 
-@given(n=st.integers(1 << 33, 1 << 45), at=st.integers(0, (1 << 33) - 1))
-def test_permute_seeks_in_huge_ranges(n, at):
-    keys = round_keys(1, 2)
-    block = permute(torch.arange(at, at + 64), n, keys)
-    assert len(set(block.tolist())) == 64
-    assert bool(((block >= 0) & (block < n)).all())
-    assert int(permute(torch.tensor([at + 5]), n, keys)) == int(block[5])
+@given(n=st.integers(1, 1 << 62), data=st.data())
+def test_a_permutation_is_found_from_the_place_alone(n, data):
+    at = data.draw(st.integers(0, max(0, n - 64)))
+    find = permutation(n, round_keys(1, 2))
+    block = find(torch.arange(at, min(n, at + 64)))
+    assert len(block.unique()) == len(block)
+    assert int(block.min()) >= 0 and int(block.max()) < n
+    assert int(find(torch.tensor([at]))) == int(block[0])
 
 
-def test_permute_is_uniform():
-    """Chi-square over all 24 permutations of 4, and over positions of 50, at fixed seeds."""
-    seen: dict[tuple[int, ...], int] = {}
-    for seed in range(4800):
-        order = tuple(permute(torch.arange(4), 4, round_keys(seed, 0)).tolist())
-        seen[order] = seen.get(order, 0) + 1
-    chi = sum((seen.get(order, 0) - 200) ** 2 / 200 for order in seen)
-    chi += 200 * (24 - len(seen))
-    assert chi < 49.7  # 23 degrees of freedom, p = 0.001
-    table = torch.zeros(50, 50)
-    for seed in range(2000):
-        table[torch.arange(50), permute(torch.arange(50), 50, round_keys(seed, 1))] += 1
-    chi = float(((table - 40) ** 2 / 40).sum())
-    assert chi < 2620  # 49 * 49 degrees of freedom, p = 0.001
-
-
-def test_plain_batch_sampler_is_read_by_rows():
-    loader = DataLoader(
-        torch.arange(7), batch_sampler=BatchSampler(SequentialSampler(range(7)), 3, False)
-    )
-    found = [
-        [batch.data.tolist() for batch in fx.shard(loader, DistContext(rank=r, world_size=2))]
-        for r in range(2)
-    ]
-    assert found == [[[0, 1, 2], [6, 0, 1]], [[3, 4, 5], [2, 3, 4]]]
+@given(n=st.integers(1, 50), count=st.integers(1, 200), replacement=st.booleans(), data=st.data())
+def test_any_part_of_an_order_is_that_of_the_whole(n, count, replacement, data):
+    sampler = RandomSampler(range(n), replacement=replacement, num_samples=count)
+    order = find_order(sampler, 3, 1)
+    whole = order.take(torch.arange(count))
+    places = data.draw(st.lists(st.integers(0, count - 1), min_size=1))
+    assert order.take(torch.tensor(places)) == [whole[place] for place in places]
+    if not replacement:
+        for lap in range(0, count, n):
+            assert len(set(whole[lap : lap + n])) == len(whole[lap : lap + n])

@@ -1,17 +1,13 @@
-"""In which order an epoch visits its rows: a pure function of seed, epoch and index."""
+"""In which order an epoch visits its units: a pure function of seed, epoch and place."""
 
-import functools
-import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -20,194 +16,167 @@ from torch.utils.data import (
 )
 
 from fxtrain._errors import DataError
-from fxtrain.data._permute import draw, permute, round_keys
+from fxtrain.data._permute import below, key_of, permutation, round_keys, uniform
+from fxtrain.data._random import Lent
 
-__all__ = ["Order", "Units", "order_of", "seed_all"]
+__all__ = ["Custom", "Order", "find_order", "length_of", "refuse_split"]
 
-_BLOCK = 4096  # indices computed at a time
-
-
-@attrs.frozen(eq=False)
-class Units:
-    """The rows, or ready-made batches, of one epoch in order.
-
-    Attributes:
-        length: How many.
-        read: (start, stop) → those units.
-    """
-
-    length: int
-    read: Callable[[int, int], Sequence[Any]]
-
-    def stream(self, start: int, stop: int) -> Iterator[Any]:
-        """Units from start to stop, read in blocks; past the end it starts over."""
-        place = start
-        while place < stop:
-            low = place % self.length
-            high = min(low + _BLOCK, self.length, low + stop - place)
-            yield from self.read(low, high)
-            place += high - low
+_PULL = 512  # units that a custom sampler is asked for at a time
 
 
 @attrs.frozen(eq=False)
 class Order:
-    """How the units of every epoch are found.
+    """The rows of one epoch in order, any of them found at once.
 
     Attributes:
-        epoch: Number of an epoch → its units.
-        batched: Units are batches that a batch sampler made, not rows.
-        shuffled: Epochs differ.
+        length: How many rows the epoch has.
+        take: int64 places, 1-D → what the dataset is asked for at each of them.
+        shuffled: Another epoch has another order.
     """
 
-    epoch: Callable[[int], Units]
-    batched: bool
-    shuffled: bool
+    length: int
+    take: Callable[[Tensor], list[Any]]
+    shuffled: bool = True
 
 
-def order_of(loader: DataLoader[Any], seed: int) -> Order:
-    """The order in which a loader over a map-style dataset would visit it.
+def find_order(sampler: Any, seed: int, epoch: int) -> Order | None:
+    """The order of one of torch's own samplers; None for any other."""
+    finder = _FINDERS.get(type(sampler))
+    return None if finder is None else finder(sampler, seed, epoch)
 
-    torch's own samplers become pure functions with random access; any other sampler is
-    iterated once per epoch under generators seeded from (seed, epoch), the same on every rank.
+
+def length_of(sampler: Any) -> int | None:
+    """How many units a sampler yields; None where it does not say."""
+    try:
+        return len(sampler)
+    except TypeError:
+        return None
+
+
+def refuse_split(sampler: Any) -> None:
+    """Refuse a sampler that gives each rank its own rows.
 
     Raises:
-        DataError: the sampler already splits its rows over ranks.
+        DataError: it is, or holds, a DistributedSampler.
     """
-    if loader.batch_sampler is None:
-        return _rows(loader.sampler, seed)
-    if type(loader.batch_sampler) is BatchSampler:
-        return _rows(loader.batch_sampler.sampler, seed)
-    return _custom(loader.batch_sampler, seed, batched=True)
-
-
-def _rows(sampler: Any, seed: int) -> Order:
-    if isinstance(sampler, DistributedSampler):
+    if any(isinstance(part, DistributedSampler) for part in _parts(sampler)):
         raise DataError(
             "This loader has a DistributedSampler, which already gives each rank its rows. "
             "Pass the loader without it (shuffle=True does the rest), or keep it and say so: "
-            'Plan(data=fx.Data(source="sharded")).'
+            'fx.Plan(data=fx.Data(source="sharded")).'
         )
-    read = _READERS.get(type(sampler))
-    return _custom(sampler, seed, batched=False) if read is None else read(sampler, seed)
 
 
-def _sequential(sampler: Any, seed: int) -> Order:
-    n = len(sampler.data_source)
-    units = Units(n, lambda start, stop: range(start, stop))
-    return Order(lambda epoch: units, batched=False, shuffled=False)
+class Custom:
+    """What a sampler that only its author knows yields in one epoch.
+
+    It runs under generators of its own, seeded from (seed, epoch), so that all ranks see the
+    same. Of its own accord it may use `set_epoch(epoch)` and a `generator` attribute.
+
+    Args:
+        sampler: Any iterable.
+        seed: The plan's.
+        epoch: From 0.
+    """
+
+    def __init__(self, sampler: Any, seed: int, epoch: int) -> None:
+        self._sampler, self._epoch = sampler, epoch
+        self._key = key_of(seed, epoch)
+        self._lent = Lent(self._key)
+        self._told = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self._told = _tell(self._sampler, self._epoch, self._key)
+        with self._lent():
+            units = iter(self._sampler)
+        while block := self._pull(units):
+            yield from block
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether another epoch may have another order, as far as is known by now."""
+        return self._told or self._lent.used
+
+    def _pull(self, units: Iterator[Any]) -> list[Any]:
+        with self._lent():
+            return list(itertools.islice(units, _PULL))
 
 
-def _random(sampler: RandomSampler, seed: int) -> Order:
+def _tell(sampler: Any, epoch: int, key: int) -> bool:
+    """Tell a sampler, and the one inside it, which epoch starts; whether it cared."""
+    told = False
+    for part in _parts(sampler):
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+            told = True
+        if isinstance(getattr(part, "generator", None), torch.Generator):
+            part.generator.manual_seed(key)
+            told = True
+    return told
+
+
+def _parts(sampler: Any) -> Iterator[Any]:
+    """A sampler, the one that it wraps, and so on."""
+    for _ in range(8):  # samplers that hold each other would go on for ever
+        if sampler is None:
+            return
+        yield sampler
+        sampler = getattr(sampler, "sampler", None)
+
+
+def _sequential(sampler: SequentialSampler, seed: int, epoch: int) -> Order:
+    return Order(len(sampler), Tensor.tolist, shuffled=False)
+
+
+def _random(sampler: RandomSampler, seed: int, epoch: int) -> Order:
     n, count = len(sampler.data_source), sampler.num_samples
-
-    def epoch(number: int) -> Units:
-        keys = round_keys(seed, number)
-        if sampler.replacement:
-            return _computed(count, lambda index: draw(index, n, keys))
-        if count <= n:
-            return _computed(count, lambda index: permute(index, n, keys))
-        # More samples than rows: one permutation after another, each with its own keys.
-        return _computed(count, lambda index: _laps(index, n, seed, number))
-
-    return Order(epoch, batched=False, shuffled=True)
+    keys = round_keys(seed, epoch)
+    if sampler.replacement:
+        return Order(count, lambda places: below(places, n, keys).tolist())
+    if count > n:
+        return Order(count, lambda places: _laps(places, n, seed, epoch))
+    find = permutation(n, keys)
+    return Order(count, lambda places: find(places).tolist())
 
 
-def _laps(index: torch.Tensor, n: int, seed: int, number: int) -> torch.Tensor:
-    parts = [
-        permute(index[index // n == lap] % n, n, round_keys(seed, number, lap))
-        for lap in torch.unique(index // n).tolist()
-    ]
-    return torch.cat(parts)
+def _laps(places: Tensor, n: int, seed: int, epoch: int) -> list[int]:
+    """More samples than rows: one permutation after another, each with keys of its own."""
+    found, laps = torch.empty_like(places), places // n
+    for lap in laps.unique().tolist():
+        here = laps == lap
+        words = (seed, epoch, lap) if lap else (seed, epoch)
+        found[here] = permutation(n, round_keys(*words))(places[here] % n)
+    return found.tolist()
 
 
-def _subset(sampler: SubsetRandomSampler, seed: int) -> Order:
-    chosen = torch.as_tensor(list(sampler.indices), dtype=torch.int64)
-
-    def epoch(number: int) -> Units:
-        keys = round_keys(seed, number)
-        return _computed(len(chosen), lambda index: chosen[permute(index, len(chosen), keys)])
-
-    return Order(epoch, batched=False, shuffled=True)
+def _subset(sampler: SubsetRandomSampler, seed: int, epoch: int) -> Order:
+    chosen = sampler.indices
+    find = permutation(len(chosen), round_keys(seed, epoch))
+    return Order(len(chosen), lambda places: [chosen[i] for i in find(places).tolist()])
 
 
-def _weighted(sampler: WeightedRandomSampler, seed: int) -> Order:
+def _weighted(sampler: WeightedRandomSampler, seed: int, epoch: int) -> Order:
+    count = sampler.num_samples
     if not sampler.replacement:
-        return _custom(sampler, seed, batched=False)
+        generator = torch.Generator().manual_seed(key_of(seed, epoch))
+        # Each draw depends on those before it, so that there is no way around a table.
+        table = torch.multinomial(sampler.weights, count, replacement=False, generator=generator)
+        return Order(count, lambda places: table[places].tolist())
     edges = sampler.weights.double().cumsum(0)
+    last = int(sampler.weights.nonzero()[-1])
+    keys = round_keys(seed, epoch)
 
-    def epoch(number: int) -> Units:
-        keys = round_keys(seed, number)
+    def take(places: Tensor) -> list[int]:
+        drawn = uniform(places, keys) * edges[-1]
+        # Rounding may reach the upper edge, where no weight is left.
+        return torch.searchsorted(edges, drawn, right=True).clamp(max=last).tolist()
 
-        def pick(index: torch.Tensor) -> torch.Tensor:
-            # 53 random bits fill a float64 in [0, 1).
-            where = draw(index, 1 << 53, keys).double() / (1 << 53) * edges[-1]
-            return torch.searchsorted(edges, where, right=True).clamp(max=len(edges) - 1)
-
-        return _computed(sampler.num_samples, pick)
-
-    return Order(epoch, batched=False, shuffled=True)
+    return Order(count, take)
 
 
-_READERS: dict[type, Callable[[Any, int], Order]] = {
+_FINDERS: dict[type, Callable[[Any, int, int], Order]] = {
     SequentialSampler: _sequential,
     RandomSampler: _random,
     SubsetRandomSampler: _subset,
     WeightedRandomSampler: _weighted,
 }
-
-
-def _computed(length: int, find: Callable[[torch.Tensor], torch.Tensor]) -> Units:
-    @functools.lru_cache(maxsize=4)  # a batch after another reads the same block
-    def block(number: int) -> list[int]:
-        low = number * _BLOCK
-        return find(torch.arange(low, min(low + _BLOCK, length))).tolist()
-
-    def read(start: int, stop: int) -> list[int]:
-        found: list[int] = []
-        for number in range(start // _BLOCK, (stop - 1) // _BLOCK + 1):
-            low = number * _BLOCK
-            found += block(number)[max(0, start - low) : stop - low]
-        return found
-
-    return Units(length, read)
-
-
-def _custom(sampler: Any, seed: int, *, batched: bool) -> Order:
-    """Indices of a sampler that only its author knows: taken down once per epoch."""
-
-    def epoch(number: int) -> Units:
-        parts: tuple[Any, ...] = (sampler, getattr(sampler, "sampler", None))
-        for part in parts:
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(number)
-            generator = getattr(part, "generator", None)
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(round_keys(seed, number)[0] & ((1 << 62) - 1))
-        with _own_generators(round_keys(seed, number)[0]):
-            units = [list(unit) for unit in sampler] if batched else list(sampler)
-        return Units(len(units), lambda start, stop: units[start:stop])
-
-    return Order(epoch, batched=batched, shuffled=hasattr(sampler, "set_epoch"))
-
-
-@contextmanager
-def _own_generators(key: int) -> Iterator[None]:
-    numpy: Any = sys.modules.get("numpy")
-    kept = random.getstate()
-    kept_numpy = numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng(devices=[]):
-        try:
-            seed_all(key)
-            yield
-        finally:
-            random.setstate(kept)
-            if numpy:
-                numpy.random.set_state(kept_numpy)
-
-
-def seed_all(key: int) -> None:
-    """Seed Python's, torch's CPU and NumPy's (if it is imported) generators."""
-    random.seed(key)
-    torch.default_generator.manual_seed(key & ((1 << 62) - 1))
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed([key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF])

@@ -1,77 +1,119 @@
-"""A random permutation of any length that needs no memory: entry i is computed from i."""
+"""Random permutations and random numbers that are computed from a place: nothing to remember.
+
+Entry i of a permutation is found from (keys, i) alone, so that an epoch can be entered
+anywhere, at once, by any rank. All arithmetic stays below 2**62: int64 never overflows.
+"""
 
 import hashlib
+import math
+from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
-__all__ = ["draw", "permute", "round_keys"]
+__all__ = ["Keys", "below", "key_of", "permutation", "round_keys", "uniform"]
 
-# Odd 64-bit constants with good mixing (Steele, Lea and Flood, "Fast splittable
-# pseudorandom number generators", 2014), as signed numbers.
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
-_ROUNDS = 6
+# One (offset, odd multiplier) per round, 31 bits each.
+Keys = tuple[tuple[int, int], ...]
 
-
-def round_keys(*words: int, count: int = _ROUNDS) -> tuple[int, ...]:
-    """Independent signed 64-bit keys from a few numbers, such as seed and epoch."""
-    text = " ".join(map(str, words)).encode()
-    return tuple(
-        int.from_bytes(
-            hashlib.blake2b(text, digest_size=8, salt=bytes([i])).digest(), "little", signed=True
-        )
-        for i in range(count)
-    )
+_ROUNDS = 8
+_BITS = 31
+_MASK = (1 << _BITS) - 1
+# Odd, and its bits look random; the rounds' own multipliers do most of the mixing.
+_SPREAD = 0x2C9277B5
+# Up to here a table is cheaper than arithmetic, and as uniform as a shuffle can be.
+_TABLE = 1 << 16
 
 
-def permute(index: Tensor, n: int, keys: tuple[int, ...]) -> Tensor:
-    """Where a keyed permutation of 0..n-1 sends each index.
+def key_of(*words: int | str) -> int:
+    """A number below 2**63 from a few words, such as seed, epoch and place."""
+    return int.from_bytes(_hash(words, 8), "little") >> 1
 
-    A Feistel network over an even number of bits that holds n - 1; a result
-    outside 0..n-1 is sent on until it falls inside, which keeps it a bijection (Black and
-    Rogaway, "Ciphers with arbitrary finite domains", 2002).
+
+def round_keys(*words: int | str) -> Keys:
+    """Independent keys from a few words, such as seed and epoch."""
+    found = _hash(words, 8 * _ROUNDS)
+    numbers = [int.from_bytes(found[i : i + 4], "little") & _MASK for i in range(0, len(found), 4)]
+    return tuple((a, b | 1) for a, b in zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def permutation(n: int, keys: Keys) -> Callable[[Tensor], Tensor]:
+    """A keyed permutation of 0..n-1, as the function from place to number.
+
+    A Feistel network over a grid of about sqrt(n) × sqrt(n) cells; a result outside 0..n-1,
+    of which there are at most sqrt(n), is sent on until it falls inside, which keeps it a
+    bijection (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
 
     Args:
-        index: int64, any shape, entries in 0..n-1.
-        n: Length of the permutation.
+        n: Length, from 1 to 2**62.
         keys: From `round_keys`.
 
     Returns:
-        int64, shape of `index`.
+        Function of int64 places in 0..n-1, any shape, to int64 of that shape.
 
     Example:
         >>> import torch
-        >>> sorted(permute(torch.arange(5), 5, round_keys(7, 0)).tolist())
+        >>> find = permutation(5, round_keys(7, 0))
+        >>> sorted(find(torch.arange(5)).tolist())
         [0, 1, 2, 3, 4]
     """
-    if n < 2:
-        return index.clone()
-    # With halves of fewer bits the rounds do not mix: small n would come out uneven.
-    half = max(3, ((n - 1).bit_length() + 1) // 2)
-    out = _network(index, half, keys)
-    outside = out >= n
-    while bool(outside.any()):
-        out[outside] = _network(out[outside], half, keys)
-        outside = out >= n
-    return out
+    if n <= _TABLE:
+        table = _network(torch.arange(n), _MASK + 1, _MASK + 1, keys).argsort()
+        return lambda place: table[place]
+    columns = math.isqrt(n - 1) + 1
+    rows = -(-n // columns)
+
+    def find(place: Tensor) -> Tensor:
+        flat = _network(place.reshape(-1), rows, columns, keys)
+        outside = (flat >= n).nonzero().view(-1)
+        while len(outside):
+            again = _network(flat[outside], rows, columns, keys)
+            flat[outside] = again
+            outside = outside[again >= n]
+        return flat.view(place.shape)
+
+    return find
 
 
-def draw(index: Tensor, n: int, keys: tuple[int, ...]) -> Tensor:
-    """An independent uniform number below n for each index: sampling with replacement."""
-    # 63 bits modulo n: the bias is below n / 2**63.
-    return (_mix(_mix(index ^ keys[0]) + keys[1]) & ((1 << 63) - 1)) % n
+def below(place: Tensor, n: int, keys: Keys) -> Tensor:
+    """An independent uniform number below n for every place; places below 2**62."""
+    # 62 bits modulo n: the bias is below n / 2**62.
+    return _network(place, _MASK + 1, _MASK + 1, keys) % n
 
 
-def _network(index: Tensor, half: int, keys: tuple[int, ...]) -> Tensor:
-    mask = (1 << half) - 1
-    left, right = index >> half, index & mask
-    for key in keys:
-        left, right = right, left ^ (_mix(right + key) & mask)
-    return (left << half) | right
+def uniform(place: Tensor, keys: Keys) -> Tensor:
+    """An independent uniform float64 in [0, 1) for every place; places below 2**62."""
+    # 53 bits fill a float64.
+    return (_network(place, _MASK + 1, _MASK + 1, keys) >> 9).double() * 2.0**-53
 
 
-def _mix(x: Tensor) -> Tensor:
-    # Shifts are arithmetic: the top bits are masked so that they are logical.
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+def _hash(words: tuple[int | str, ...], size: int) -> bytes:
+    return hashlib.blake2b(" ".join(map(str, words)).encode(), digest_size=size).digest()
+
+
+def _network(place: Tensor, rows: int, columns: int, keys: Keys) -> Tensor:
+    """A bijection of the grid 0..rows·columns-1; both sides at most 2**31."""
+    row = place // columns
+    column = place - row * columns
+    for number, key in enumerate(keys):
+        if number % 2 == 0:
+            row += _noise(column, key, rows)
+            row -= (row >= rows) * rows
+        else:
+            column += _noise(row, key, columns)
+            column -= (column >= columns) * columns
+    return row.mul_(columns).add_(column)
+
+
+def _noise(x: Tensor, key: tuple[int, int], size: int) -> Tensor:
+    """A keyed number below `size` for each x below 2**31."""
+    h = x ^ key[0]
+    h *= key[1]
+    h >>= 16
+    h &= _MASK
+    h *= _SPREAD
+    h >>= 16
+    h &= _MASK
+    h *= size
+    h >>= _BITS
+    return h

@@ -5,56 +5,71 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain import _tree, ops
 from fxtrain._errors import DataError
-from fxtrain.data._order import order_of
-from fxtrain.data._slices import Layout, Mark, advance, next_epoch
-from fxtrain.data._source import (
-    Source,
-    dispatched,
-    map_source,
-    presharded,
-    stream_source,
-)
-from fxtrain.data._stream import Cut
+from fxtrain.data._declared import declared_source
+from fxtrain.data._dispatch import dispatch_source
+from fxtrain.data._loader import read_loader
+from fxtrain.data._place import mask, place
+from fxtrain.data._slices import Layout
+from fxtrain.data._source import RowSlots, Source, row_source, stream_source
+from fxtrain.data._steps import Cursor, Step, next_epoch
 from fxtrain.state import Batch, DistContext, Plan, Position
 
 __all__ = ["Sharded", "shard"]
 
 
+class _NoLength(DataError, TypeError):
+    """`list(loader)` asks for a length first, and goes on without one after a TypeError."""
+
+
 @attrs.define(eq=False)
 class _Trail:
-    """How far iteration got: like any iterator, a pass over the data has a state."""
+    """How far iteration got: a pass over data has a state, as an iterator has.
+
+    Attributes:
+        passes: Passes that got further than one batch.
+        reached: The cursor after the last batch that was yielded.
+    """
 
     passes: int = 0
-    reached: Position | None = None
+    reached: Cursor | None = None
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Sharded:
-    """A loader that gives this rank its part of every global batch.
+    """A loader that gives this rank its part of every global batch; see `shard`.
 
     Identity decides equality and hash: the loader inside is torch's.
 
     Attributes:
-        position: The cursor at which iteration starts.
-        ctx: The data axis of the context.
+        ctx: The ranks that share the data.
         plan: The plan that it follows.
     """
 
-    position: Position
-    ctx: DistContext
-    plan: Plan
+    ctx: DistContext = attrs.field(repr=False)
+    plan: Plan = attrs.field(repr=False)
     _source: Source = attrs.field(repr=False, alias="source")
-    _layout: Layout | None = attrs.field(repr=False, alias="layout")
+    _layout: Layout = attrs.field(repr=False, alias="layout")
+    _cursor: Cursor = attrs.field(factory=lambda: Cursor(Position()), alias="cursor")
     _trail: _Trail = attrs.field(factory=_Trail, repr=False, alias="trail")
 
+    @property
+    def position(self) -> Position:
+        """Where iteration starts."""
+        return self._cursor.position
+
     def epochs(self, n: int) -> Iterator["Sharded"]:
-        """One loader per epoch, from where this one stands up to epoch n of the run.
+        """One loader per epoch: what is left of this one, then the others up to epoch n.
+
+        Leaving an epoch early (`break`) goes on with the next one; samples and updates count
+        what was seen.
+
+        Args:
+            n: Epochs of the whole run, those before a restart included.
 
         Example:
             >>> import fxtrain as fx, torch
@@ -66,13 +81,14 @@ class Sharded:
         """
         if isinstance(n, bool) or not isinstance(n, int) or n < 0:
             raise DataError(f"epochs({n!r}): pass the number of epochs of the run, 0 or more.")
-        position = self.position
-        if position.is_last:
-            position = next_epoch(position)
-        while position.epoch < n:
-            epoch = self.at(position)
+        return self._epochs(n)
+
+    def _epochs(self, n: int) -> Iterator["Sharded"]:
+        cursor = next_epoch(self._cursor) if self._is_over() else self._cursor
+        while cursor.position.epoch < n:
+            epoch = attrs.evolve(self, cursor=cursor, trail=_Trail())
             yield epoch
-            position = next_epoch(epoch._end())
+            cursor = next_epoch(epoch._end())
 
     def at(self, position: Position) -> "Sharded":
         """The same loader, going on from a cursor, which may stem from another world size.
@@ -88,80 +104,116 @@ class Sharded:
         """
         if not isinstance(position, Position):
             raise DataError(
-                f"at() takes a Position, found {type(position).__name__}. "
+                f"at({position!r}) takes a Position, found {type(position).__name__}. "
                 f"Use batch.position or report.position."
             )
-        return attrs.evolve(self, position=position, trail=_Trail())
+        # What a window holds that was opened elsewhere is not written in a position.
+        held = 0 if position.micro == 0 else None
+        return attrs.evolve(self, cursor=Cursor(position, held), trail=_Trail())
 
     def __len__(self) -> int:
-        if self._source.outline is None:
-            raise TypeError(
-                "This loader has no length: it reads an iterable or sharded source, whose end "
-                "shows only when it comes."
+        """Batches left in this epoch on this rank."""
+        left = self._left()
+        if left is None:
+            raise _NoLength(
+                "len: this loader has no length, because its dataset or sampler has none or "
+                "its ranks see only their own rows. Count batches while iterating."
             )
-        if self.position.is_last:
-            return 0
-        _, steps, last = self._source.outline(self.position)
-        return steps - (last is not None and last.sizes[self.ctx.rank] == 0)
+        return 0 if self.position.is_last else self._layout.count_on(self.ctx.rank, left)
 
     def __iter__(self) -> Iterator[Batch]:
-        self._trail.passes += 1
-        if self._trail.passes == 2 and self._source.shuffled:
+        if self._trail.passes == 1 and self._source.shuffled():
             warnings.warn(
                 f"This is a second pass over epoch {self.position.epoch}, in the same shuffled "
                 f"order. Use `for epoch in loader.epochs(n): for batch in epoch:`.",
                 stacklevel=2,
             )
-        if not self.position.is_last:
-            yield from self._run()
+        seen = 0
+        for batch in self._batches():
+            seen += 1
+            if seen == 2:  # looking at the first batch only is not a pass
+                self._trail.passes += 1
+            yield batch
+        if seen == 1:
+            self._trail.passes += 1
 
-    def _run(self) -> Iterator[Batch]:
-        _agree_on_data(self)
-        position, rank = self.position, self.ctx.rank
+    def _batches(self) -> Iterator[Batch]:
+        if self.position.is_last:
+            return
+        self._agree()
+        rank, cursor = self.ctx.rank, self._cursor
         masks: dict[tuple[int, int], Tensor] = {}
-        for cut in self._source.cuts(position):
-            position = advance(position, cut.mark, self.plan)
-            batch = _batch(self, cut, position, masks)
-            self._trail.reached = position
-            following = cut.following
-            if following is not None and following.sizes[rank] == 0:
-                after = advance(position, following, self.plan)
-                self._trail.reached = after
-                yield attrs.evolve(batch, ghost=_ghost(batch, following, after))
+        for step, data in self._source.run(cursor):
+            mine = place(data[0], self.ctx, self.plan)
+            batch = self._batch(step, mine, masks)
+            cursor = cursor.after(step)
+            ghost = step.ghost
+            if ghost is not None and ghost.slot.sizes[rank] == 0:
+                self._trail.reached = cursor.after(ghost)
+                yield attrs.evolve(batch, ghost=self._batch(ghost, mine, masks))
                 return
-            if cut.data is None:
-                raise DataError(
-                    f"Rank {rank} of {self.ctx.world_size} has no row in this epoch, under "
-                    f'even="uneven". Use fewer ranks, smaller batches, or even="pad".'
-                )
+            self._trail.reached = cursor
             yield batch
 
-    def _end(self) -> Position:
+    def _batch(self, step: Step, data: Any, masks: dict[tuple[int, int], Tensor]) -> Batch:
+        slot, rank = step.slot, self.ctx.rank
+        # A rank without a row holds others, of size 0, so that it can take part.
+        size = slot.sizes[rank] or _tree.rows_of(data) or self._layout.per_rank
+        shape = size, slot.rows[rank]
+        valid = masks.get(shape)
+        if valid is None:
+            valid = masks[shape] = mask(*shape, self.ctx, self.plan)
+        return Batch(
+            data=data,
+            position=step.position,
+            valid=valid,
+            rows=slot.rows,
+            sizes=slot.sizes,
+            window_rows=step.window_rows,
+        )
+
+    def _left(self) -> int | None:
+        """Units from here to the end of the epoch; None where only reading tells."""
+        length = self._source.length()
+        return None if length is None else length - self.position.index
+
+    def _is_over(self) -> bool:
+        """Whether nothing is left of the epoch."""
+        if self.position.is_last or self.position.index == 0:
+            return self.position.is_last
+        left = self._left()
+        return left is not None and self._layout.count(left) == 0
+
+    def _end(self) -> Cursor:
         """Where the epoch ends: where iteration got, or by arithmetic before it ran."""
-        if self._trail.reached is not None or self._source.marks is None:
-            return self._trail.reached or self.position
-        position = self.position
-        for mark in self._source.marks(position):
-            position = advance(position, mark, self.plan)
-        return position
+        return self._trail.reached or self._source.end(self._cursor) or self._cursor
+
+    def _agree(self) -> None:
+        """Find out before the first batch whether all ranks are about to read the same."""
+        if self.plan.data.source != "shard" or self.ctx.comm.control is None:
+            return
+        asked = (self._source.length(), self._layout, self.plan.seed, self.position)
+        ops.agree(asked, self.ctx, name="iterating (rows, layout, seed, position)")
 
 
 def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan = Plan()) -> Sharded:  # noqa: B008
     """Split a loader over the ranks.
 
-    Order, rows and cursor do not depend on the world size: step k of W ranks holds the next
-    W · batch size rows of the epoch's order, rank r the r-th part of them.
+    Order, rows and cursor do not depend on the world size: global batch k of W ranks holds
+    the next W · batch size rows of the epoch's order, rank r the r-th part of them. The order
+    is a function of the plan's seed and the epoch; a `generator` of the loader is not read.
 
     Args:
         loader: Any torch DataLoader: map-style or iterable, with any sampler or batch sampler.
-            Its workers, collate function and pinning are kept; `drop_last=True` acts as
-            `even="drop"`.
+            Workers, collate function, pinning and all other settings are kept;
+            `drop_last=True` acts as `even="drop"`.
         ctx: The ranks; data is split over `ctx.axis("data")`.
         plan: `batch`, `even`, `seed`, `accumulate`, `flush` and `data` are read.
 
     Effects:
-        None here. Iterating starts the loader's workers, compares the loaders of all ranks
-        once per epoch, and with a dispatched or sharded source exchanges messages per batch.
+        None here, but for one broadcast with `Data(source="dispatch")`. Iterating starts the
+        loader's workers and compares once per epoch what the ranks are about to read;
+        dispatched and already sharded data exchange a message per global batch.
 
     Raises:
         DataError: the loader, or its batch size, cannot be split as asked; on every rank.
@@ -177,111 +229,26 @@ def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan = Plan()) -> Sha
     """
     _check_types(loader, ctx, plan)
     data = ctx.axis("data")
-    start = Position()
-    if plan.data.source == "sharded":
-        if plan.even == "uneven":
-            raise DataError(
-                'even="uneven" with Data(source="sharded"): no rank can see when the data of the '
-                'others ends. Use even="pad" or even="drop".'
-            )
-        source = presharded(loader, data, plan)
-        return Sharded(position=start, ctx=data, plan=plan, source=source, layout=None)
-    sends = plan.data.source == "dispatch" and data.world_size > 1
-    layout = _layout(loader, data.world_size, plan)
-    if sends and not data.is_main:
-        source = dispatched(Source(lambda _: iter(()), shuffled=False), data)
-        return Sharded(position=start, ctx=data, plan=plan, source=source, layout=None)
-    ranks = tuple(range(data.world_size)) if sends else (data.rank,)
-    if isinstance(loader.dataset, IterableDataset):
-        source = stream_source(loader, layout, plan, ranks)
-    else:
-        source = map_source(loader, order_of(loader, plan.seed), layout, plan, ranks)
-    source = dispatched(source, data) if sends else source
-    return Sharded(
-        position=start, ctx=data, plan=plan, source=source, layout=None if sends else layout
-    )
-
-
-def _layout(loader: DataLoader[Any], ranks: int, plan: Plan) -> Layout:
-    even = "drop" if getattr(loader, "drop_last", False) else plan.even
-    iterable = isinstance(loader.dataset, IterableDataset)
-    batched = not iterable and loader.batch_size is None and loader.batch_sampler is not None
-    if not batched and type(loader.batch_sampler) is not None and not iterable:
-        even = "drop" if getattr(loader.batch_sampler, "drop_last", False) else even
-    if batched and _plain(loader):
-        size = loader.batch_sampler.batch_size  # type: ignore[union-attr]
-        batched = False
-        even = "drop" if loader.batch_sampler.drop_last else even  # type: ignore[union-attr]
-    else:
-        size = 1 if loader.batch_size is None else loader.batch_size
-    if batched:
-        shares = plan.batch == "global"
-        return Layout(per_rank=1, ranks=ranks, even=even, batched=True, share=shares)
-    if plan.batch == "global":
-        if size % ranks:
-            near = [n * ranks for n in (size // ranks, size // ranks + 1) if n]
-            raise DataError(
-                f'batch="global": a batch of {size} rows does not divide over {ranks} ranks. '
-                f"Use batch_size={' or '.join(map(str, near))}."
-            )
-        size //= ranks
-    return Layout(per_rank=size, ranks=ranks, even=even)
-
-
-def _plain(loader: DataLoader[Any]) -> bool:
-    from torch.utils.data import BatchSampler
-
-    return type(loader.batch_sampler) is BatchSampler
-
-
-def _agree_on_data(loader: Sharded) -> None:
-    """Find out before the first batch whether all ranks are about to iterate the same."""
-    if loader._layout is None or loader.ctx.comm.control is None:
-        return
-    outline = loader._source.outline
-    length = None if outline is None else outline(loader.position)[0]
-    asked = (length, loader._layout.per_rank, loader._layout.even, loader.plan.seed)
-    ops.agree((*asked, loader.position), loader.ctx, name="rows, size, even, seed, position")
-
-
-def _batch(
-    loader: Sharded, cut: Cut, position: Position, masks: dict[tuple[int, int], Tensor]
-) -> Batch:
-    rank, device = loader.ctx.rank, loader.ctx.device
-    mark: Mark = cut.mark
-    shape = mark.sizes[rank], mark.rows[rank]
-    valid = masks.get(shape)
-    if valid is None:
-        valid = masks[shape] = (torch.arange(shape[0]) < shape[1]).to(device)
-    data = cut.data
-    if loader.plan.data.to_device and device.type != "cpu":
-        blocking = not loader.plan.data.non_blocking
-        data = _tree.map_leaves(
-            lambda leaf: (
-                leaf.to(device, non_blocking=not blocking) if isinstance(leaf, Tensor) else leaf
-            ),
-            data,
+    everyone = range(data.world_size)
+    if plan.data.source == "dispatch" and data.world_size > 1:
+        source, layout = dispatch_source(
+            lambda: _source(loader, data.world_size, plan, everyone), data, plan
         )
-    return Batch(
-        data=data,
-        position=position,
-        valid=valid,
-        rows=mark.rows,
-        sizes=mark.sizes,
-        window_rows=mark.window_rows,
-    )
+    elif plan.data.source == "sharded":
+        source, layout = declared_source(loader, data, plan)
+    else:
+        source, layout = _source(loader, data.world_size, plan, everyone[data.rank : data.rank + 1])
+    return Sharded(ctx=data, plan=plan, source=source, layout=layout)
 
 
-def _ghost(batch: Batch, mark: Mark, position: Position) -> Batch:
-    """The same rows once more, all of them invalid, in a step in which others have some."""
-    return attrs.evolve(
-        batch,
-        position=position,
-        valid=torch.zeros_like(batch.valid),
-        rows=mark.rows,
-        sizes=mark.sizes,
-        window_rows=mark.window_rows,
-    )
+def _source(
+    loader: DataLoader[Any], world_size: int, plan: Plan, ranks: range
+) -> tuple[Source, Layout]:
+    """A loader read for some of the ranks."""
+    reading = read_loader(loader, world_size, plan)
+    if isinstance(loader.dataset, IterableDataset):
+        return stream_source(loader, reading.layout, plan, ranks), reading.layout
+    return row_source(loader, RowSlots(reading, plan.seed), plan, ranks), reading.layout
 
 
 def _check_types(loader: Any, ctx: Any, plan: Any) -> None:
@@ -293,6 +260,12 @@ def _check_types(loader: Any, ctx: Any, plan: Any) -> None:
             f"fx.shard(DataLoader(dataset, batch_size=32, shuffle=True), ctx, plan)."
         )
     if not isinstance(ctx, DistContext):
-        raise DataError(f"shard: ctx is a {type(ctx).__name__}, not a context from fx.detect().")
+        raise DataError(
+            f"shard: ctx is a {type(ctx).__name__}, not a context from fx.detect(). The order "
+            f"is fx.shard(loader, ctx, plan)."
+        )
     if not isinstance(plan, Plan):
-        raise DataError(f"shard: plan is a {type(plan).__name__}, not an fx.Plan.")
+        raise DataError(
+            f"shard: plan is a {type(plan).__name__}, not an fx.Plan. For example: "
+            f"fx.shard(loader, ctx, fx.Plan(seed=7))."
+        )

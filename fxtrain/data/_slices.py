@@ -1,209 +1,213 @@
-"""Which rows each rank gets in each step: arithmetic, with no data in sight."""
+"""Which units each rank gets in each global batch: arithmetic, with no data in sight.
 
-from collections.abc import Iterator
-from typing import Any
+A unit is what is dealt to ranks: a row; a batch that a custom batch sampler made; an item of
+a loader that does not batch.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import attrs
+import torch
 
 from fxtrain._errors import DataError
-from fxtrain.data._order import Units
-from fxtrain.state import Plan, Position
+from fxtrain.data._order import Order
 
-__all__ = [
-    "Layout",
-    "Mark",
-    "advance",
-    "closes",
-    "index_lists",
-    "last_mark",
-    "marks",
-    "next_epoch",
-    "steps_left",
-]
+__all__ = ["Layout", "Slot", "cut", "cut_order", "slot_of"]
+
+_BLOCK = 16384  # indices computed at a time
 
 
 @attrs.frozen(kw_only=True)
 class Layout:
-    """How steps are cut from the units of an epoch.
+    """How global batches are cut from the units of an epoch.
 
     Attributes:
-        per_rank: Rows of one rank in one step; 1 where units are batches.
+        per_rank: Units of one rank in a full global batch.
         ranks: Ranks that share the data.
-        even: pad, drop or uneven.
-        batched: Units are batches.
-        share: Units are batches of which every rank takes an equal part.
+        even: What happens to the units that are left over.
+        unit: row: a rank's units are collated together; batch: each is a list of indices of
+            its own; item: each is passed on as it is.
+        shared: Units are batches of which every rank takes an equal part.
     """
 
     per_rank: int
     ranks: int
-    even: str
-    batched: bool = False
-    share: bool = False
+    even: Literal["pad", "drop", "uneven"] = "pad"
+    unit: Literal["row", "batch", "item"] = "row"
+    shared: bool = False
 
     @property
     def stride(self) -> int:
-        """Units that all ranks together consume in a full step."""
-        return 1 if self.share else self.per_rank * self.ranks
+        """Units in a full global batch."""
+        return 1 if self.shared else self.per_rank * self.ranks
+
+    @property
+    def pads(self) -> bool:
+        """Whether ranks get rows twice so that all have equally many."""
+        return self.even == "pad" and self.ranks > 1 and not self.shared
+
+    def count(self, units: int) -> int:
+        """Global batches in so many units."""
+        whole, rest = divmod(max(0, units), self.stride)
+        return whole + (rest > 0 and self.even != "drop")
+
+    def count_on(self, rank: int, units: int) -> int:
+        """Batches that one rank yields of so many units."""
+        whole, rest = divmod(max(0, units), self.stride)
+        if rest == 0 or self.even == "drop":
+            return whole
+        # Alone at the end, a rank gets a batch of padding instead; see `slot_of`.
+        return whole + (self.pads or whole == 0 or self.real(rank, rest) > 0)
+
+    def real(self, rank: int, units: int) -> int:
+        """Units of one rank in a global batch of so many."""
+        return min(max(units - rank * self.per_rank, 0), self.per_rank)
 
 
-@attrs.frozen
-class Mark:
-    """One step, seen from above: the same on every rank.
+class Slot(NamedTuple):
+    """One global batch: the same on every rank but for the keys.
 
     Attributes:
-        rows: Real rows of each rank.
-        sizes: Rows of each rank with padding.
-        units: Units consumed.
-        is_last: It is the last step of the epoch.
-        window_rows: See `Batch`.
+        first: Place of its first unit in the epoch.
+        units: Units in it, padding not counted.
+        rows: Real rows on each rank.
+        sizes: Rows on each rank with padding.
+        keys: For each rank that is served: what its dataset is asked for, a list for rows
+            and batches; None where the rank has nothing to do in this global batch.
     """
 
+    first: int
+    units: int
     rows: tuple[int, ...]
     sizes: tuple[int, ...]
-    units: int
-    is_last: bool
-    window_rows: int | None = None
+    keys: tuple[Any, ...]
 
 
-def steps_left(layout: Layout, length: int, start: int) -> int:
-    """Steps from a cursor to the end of an epoch of so many units."""
-    left = max(0, length - start)
-    whole, rest = divmod(left, layout.stride)
-    return whole + (rest > 0 and layout.even != "drop")
+def cut_order(layout: Layout, order: Order, start: int, ranks: Sequence[int]) -> Iterator[Slot]:
+    """Global batches from a place in an order on, with keys for some of the ranks.
+
+    Raises:
+        DataError: the order ends before the place.
+    """
+    stride, sizes = layout.stride, (layout.per_rank,) * layout.ranks
+    if start > order.length:
+        raise _beyond(start, order.length)
+    whole, rest = divmod(order.length - start, stride)
+    first = start
+    for keys in _full(layout, order, start, whole, ranks):
+        yield Slot(first, stride, sizes, sizes, keys)
+        first += stride
+    if rest and layout.even != "drop":
+        units = order.take(torch.arange(first, order.length))
+        head = order.take(torch.arange(min(stride, order.length))) if ranks else units
+        yield slot_of(layout, first, units, head, ranks, alone=whole == 0)
 
 
-def last_mark(layout: Layout, units: Units, start: int) -> Mark | None:
-    """The last step of an epoch, without those before it."""
-    steps = steps_left(layout, units.length, start)
-    if not steps:
-        return None
-    return _mark(layout, units, start + (steps - 1) * layout.stride, is_last=True)
+def cut(layout: Layout, units: Iterable[Any], start: int, ranks: Sequence[int]) -> Iterator[Slot]:
+    """Global batches from a place in a stream of units on, with keys for some of the ranks.
+
+    Raises:
+        DataError: the stream ends before the place.
+    """
+    stride, source = layout.stride, iter(units)
+    head = list(itertools.islice(source, min(stride, start)))
+    skipped = len(head) + sum(1 for _ in itertools.islice(source, max(0, start - stride)))
+    if skipped < start:
+        raise _beyond(start, skipped)
+    first = start
+    while units := list(itertools.islice(source, stride)):
+        if len(units) < stride and layout.even == "drop":
+            return
+        head += units[: stride - len(head)]
+        yield slot_of(layout, first, units, head, ranks, alone=first == start)
+        first += len(units)
 
 
-def closes(plan: Plan, micro: int, *, is_last: bool) -> bool:
-    """Whether the micro-batch number `micro` of a window, from 1, is its last."""
-    return micro >= plan.accumulate or (is_last and plan.flush)
+def slot_of(
+    layout: Layout,
+    first: int,
+    units: Sequence[Any],
+    head: Sequence[Any],
+    ranks: Sequence[int],
+    *,
+    alone: bool,
+) -> Slot:
+    """Deal the units of one global batch.
+
+    Args:
+        head: The first units of the epoch, with which a short global batch is padded.
+        alone: It is the only one of this pass. Under `uneven` a rank without a unit then
+            reads padding of size 0, so that it can take part in the step.
+    """
+    if layout.shared:
+        return _shared_slot(layout, first, list(units[0]), ranks)
+    dealt = [_deal(layout, units, head, rank, alone=alone) for rank in range(layout.ranks)]
+    rows, sizes = zip(*[_rows(layout, found, real) for found, real in dealt], strict=True)
+    keys = tuple(_key(layout, dealt[rank][0]) for rank in ranks)
+    return Slot(first, len(units), rows, sizes, keys)
 
 
-def advance(position: Position, mark: Mark, plan: Plan) -> Position:
-    """The cursor just after a step."""
-    micro = position.micro + 1
-    done = closes(plan, micro, is_last=mark.is_last)
-    return Position(
-        epoch=position.epoch,
-        index=position.index + mark.units,
-        samples=position.samples + sum(mark.rows),
-        updates=position.updates + done,
-        micro=0 if done else micro,
-        is_last=mark.is_last,
-    )
+def _full(
+    layout: Layout, order: Order, start: int, whole: int, ranks: Sequence[int]
+) -> Iterator[tuple[Any, ...]]:
+    """Keys for the served ranks in each full global batch, computed in blocks."""
+    size = layout.per_rank
+    steps = max(1, _BLOCK // (size * max(1, len(ranks))))
+    across = torch.arange(size)
+    for low in range(0, whole, steps):
+        block = torch.arange(low, min(low + steps, whole))
+        places = start + block[:, None] * layout.stride + across
+        found = [order.take((places + rank * size).view(-1)) for rank in ranks]
+        for at in range(0, len(block) * size, size):
+            yield tuple([_key(layout, units[at : at + size]) for units in found])
 
 
-def next_epoch(position: Position) -> Position:
-    """The cursor at the start of the epoch that follows."""
-    return attrs.evolve(position, epoch=position.epoch + 1, index=0, is_last=False)
-
-
-def marks(layout: Layout, units: Units, position: Position, plan: Plan) -> Iterator[Mark]:
-    """Every step from a cursor to the end of its epoch."""
-    steps = steps_left(layout, units.length, position.index)
-    first = _window_start(layout, position, plan)
-    total, ends = first, -1
-    for step in range(steps):
-        mark = _mark(
-            layout, units, position.index + step * layout.stride, is_last=step == steps - 1
-        )
-        if plan.accumulate == 1:
-            yield attrs.evolve(mark, window_rows=sum(mark.sizes))
-            continue
-        if step > ends:
-            ends = step + plan.accumulate - 1 - (position.micro if ends < 0 else 0)
-            total = _window_rows(layout, units, position.index, step, ends, steps, plan)
-            total = None if first is None or total is None else total + first
-            first = 0
-        yield attrs.evolve(mark, window_rows=total)
-
-
-def _window_start(layout: Layout, position: Position, plan: Plan) -> int | None:
-    """Rows already in the window that is open at a cursor; None if it cannot be known."""
-    if position.micro == 0:
-        return 0
-    if layout.batched or position.index < position.micro * layout.stride:
-        return None
-    return position.micro * layout.stride
-
-
-def _window_rows(
-    layout: Layout, units: Units, start: int, step: int, ends: int, steps: int, plan: Plan
-) -> int | None:
-    if ends >= steps and not plan.flush:
-        return None  # goes on in the next epoch
-    last = min(ends, steps - 1)
-    if not layout.batched:
-        end = _mark(layout, units, start + last * layout.stride, is_last=last == steps - 1)
-        return (last - step) * layout.stride + sum(end.sizes)
-    return sum(
-        sum(_mark(layout, units, start + i * layout.stride, is_last=i == steps - 1).sizes)
-        for i in range(step, last + 1)
-    )
-
-
-def _mark(layout: Layout, units: Units, base: int, *, is_last: bool) -> Mark:
-    if layout.batched:
-        return _batch_mark(layout, units, base, is_last=is_last)
-    size, left = layout.per_rank, units.length - base
-    if left >= layout.stride:
-        full = (size,) * layout.ranks
-        return Mark(full, full, layout.stride, is_last)
-    rows = tuple(min(size, max(0, left - rank * size)) for rank in range(layout.ranks))
-    padded = layout.even == "pad" and layout.ranks > 1
-    return Mark(rows, (size,) * layout.ranks if padded else rows, left, is_last)
-
-
-def _batch_mark(layout: Layout, units: Units, base: int, *, is_last: bool) -> Mark:
-    if layout.share:
-        (batch,) = units.read(base, base + 1)
-        part, rest = divmod(len(batch), layout.ranks)
-        if rest:
-            raise DataError(
-                f'batch="global": batch {base} of the batch sampler has {len(batch)} rows, which '
-                f"do not divide over {layout.ranks} ranks. Make batches a multiple of "
-                f'{layout.ranks}, or use batch="per_rank".'
-            )
-        even = (part,) * layout.ranks
-        return Mark(even, even, 1, is_last)
-    real = list(units.read(base, min(base + layout.ranks, units.length)))
-    missing = layout.ranks - len(real)
-    rows = tuple([len(batch) for batch in real] + [0] * missing)
-    if not missing or layout.even != "pad":
-        return Mark(rows, rows, len(real), is_last)
-    sizes = rows[: len(real)] + tuple(len(batch) for batch in units.stream(0, missing))
-    return Mark(rows, sizes, len(real), is_last)
-
-
-def index_lists(
-    layout: Layout, units: Units, start: int, ranks: tuple[int, ...]
-) -> Iterator[tuple[int, list[Any]]]:
-    """Dataset indices for these ranks, step by step, each with the step's first unit."""
-    steps = steps_left(layout, units.length, start)
-    for step in range(steps):
-        base = start + step * layout.stride
-        for rank in ranks:
-            indices = _indices(layout, units, base, rank)
-            if indices:
-                yield base, indices
-
-
-def _indices(layout: Layout, units: Units, base: int, rank: int) -> list[Any]:
-    if layout.share:
-        (batch,) = units.read(base, base + 1)
-        part = len(batch) // layout.ranks
-        return list(batch[rank * part : (rank + 1) * part])
-    low = base + rank * layout.per_rank
-    high = min(low + layout.per_rank, units.length)
-    found = list(units.read(low, high)) if low < high else []
-    if layout.even == "pad" and layout.ranks > 1 and len(found) < layout.per_rank:
+def _deal(
+    layout: Layout, units: Sequence[Any], head: Sequence[Any], rank: int, *, alone: bool
+) -> tuple[list[Any], int]:
+    """One rank's units, and how many of them are real."""
+    low, size = rank * layout.per_rank, layout.per_rank
+    found = list(units[low : low + size])
+    real, missing = len(found), size - len(found)
+    if missing and (layout.pads or (alone and not real)):
         # Padding goes on from the start of the epoch, counted over all ranks.
-        before = max(0, low - units.length)
-        found += units.stream(before, before + layout.per_rank - len(found))
-    return list(found[0]) if layout.batched and found else found
+        after = max(0, low - len(units))
+        found += [head[(after + n) % len(head)] for n in range(missing)]
+    return found, real
+
+
+def _rows(layout: Layout, found: list[Any], real: int) -> tuple[int, int]:
+    """Rows on a rank: those that are real, and with padding."""
+    if layout.unit == "batch":
+        size = len(found[0]) if found else 0
+        return (size, size) if real else (0, size if layout.pads else 0)
+    return real, len(found) if layout.pads else real
+
+
+def _key(layout: Layout, found: list[Any]) -> Any:
+    if not found:
+        return None
+    if layout.unit == "item":
+        return found[0]
+    return list(found[0]) if layout.unit == "batch" else found
+
+
+def _beyond(start: int, length: int) -> DataError:
+    return DataError(
+        f"The position stands at index {start}, but an epoch of this loader ends at {length}: "
+        f"it stems from other data. Pass the loader that it was made with."
+    )
+
+
+def _shared_slot(layout: Layout, first: int, batch: list[Any], ranks: Sequence[int]) -> Slot:
+    part, rest = divmod(len(batch), layout.ranks)
+    if rest:
+        raise DataError(
+            f'batch="global": batch {first} of the batch sampler has {len(batch)} rows, which '
+            f"{layout.ranks} ranks cannot share equally. Make every batch a multiple of "
+            f'{layout.ranks} rows, or use batch="per_rank".'
+        )
+    even = (part,) * layout.ranks
+    return Slot(first, 1, even, even, tuple(batch[r * part : (r + 1) * part] for r in ranks))

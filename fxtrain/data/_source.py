@@ -1,216 +1,230 @@
-"""Where a rank's batches come from: its own rows, rank 0, or a loader that is split already.
+"""Where global batches come from: a source turns a cursor into steps with their data."""
 
-A source is a function from a cursor to cuts, this rank's part of each step with the step's
-mark. `shard` chooses it once.
-"""
-
-from collections.abc import Callable, Iterator
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fxtrain import _tree, ops
-from fxtrain._errors import DataError
-from fxtrain.data._feed import Feed, rebuild, reseeding
-from fxtrain.data._order import Order
-from fxtrain.data._slices import Layout, Mark, index_lists, last_mark, marks, steps_left
-from fxtrain.data._stream import Cut, Stream, keep
-from fxtrain.state import DistContext, Plan, Position
+from fxtrain.data._fetch import (
+    Ask,
+    RowFetch,
+    StartWorker,
+    StreamAsk,
+    StreamFetch,
+    fetch_key,
+    keep,
+    tell_epoch,
+)
+from fxtrain.data._loader import Feed, Reading, rebuild
+from fxtrain.data._order import Custom, Order, find_order, length_of
+from fxtrain.data._permute import key_of
+from fxtrain.data._slices import Layout, Slot, cut, cut_order, slot_of
+from fxtrain.data._steps import Cursor, Step, advance, totals, walk
+from fxtrain.state import Plan, Position
 
-__all__ = ["Source", "dispatched", "map_source", "presharded", "stream_source"]
+__all__ = ["RowSlots", "Source", "arithmetic_end", "row_source", "stream_source"]
 
-Cuts = Callable[[Position], Iterator[Cut]]
+# A step, and the data of each rank that is served.
+Loaded = tuple[Step, Sequence[Any]]
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(kw_only=True, eq=False)
 class Source:
-    """Cuts from a cursor on, and what is known of an epoch before it runs.
+    """Steps from a cursor on, and what is known of an epoch before it is read.
 
     Attributes:
-        cuts: Cursor → this rank's part of every step until the epoch ends.
-        marks: Cursor → every step until the epoch ends; None where only reading tells.
-        outline: Cursor → units of the epoch, steps from there on, and the last of them.
-        shuffled: Epochs differ in their order.
+        run: Cursor → every step until the epoch ends.
+        length: Units in an epoch; None where only reading tells.
+        end: Cursor → the cursor at the end of its epoch; None where only reading tells.
+        shuffled: Whether epochs differ in their order, as far as is known by now.
     """
 
-    cuts: Cuts
-    shuffled: bool
-    marks: Callable[[Position], Iterator[Mark]] | None = None
-    outline: Callable[[Position], tuple[int, int, Mark | None]] | None = None
+    run: Callable[[Cursor], Iterator[Loaded]]
+    length: Callable[[], int | None]
+    end: Callable[[Cursor], Cursor | None]
+    shuffled: Callable[[], bool]
 
 
-def map_source(
-    loader: DataLoader[Any], order: Order, layout: Layout, plan: Plan, ranks: tuple[int, ...]
+class RowSlots:
+    """The global batches of a map-style dataset, by index.
+
+    Args:
+        reading: What the loader says.
+        seed: Of the order.
+    """
+
+    def __init__(self, reading: Reading, seed: int) -> None:
+        self.reading, self.seed = reading, seed
+        self._latest: Order | Custom | None = None
+
+    def cut(self, epoch: int, start: int, ranks: Sequence[int]) -> Iterator[Slot]:
+        """From a place on to the end of the epoch, with keys for some of the ranks."""
+        layout, sampler = self.reading.layout, self.reading.sampler
+        order = find_order(sampler, self.seed, epoch)
+        if order is not None:
+            self._latest = order
+            return cut_order(layout, order, start, ranks)
+        self._latest = custom = Custom(sampler, self.seed, epoch)
+        return cut(layout, custom, start, ranks)
+
+    def length(self) -> int | None:
+        """Units in an epoch, if the sampler says."""
+        return length_of(self.reading.sampler)
+
+    def later(self) -> Iterator[int]:
+        """Rows with padding of the global batches of whole epochs, one after another."""
+        layout, length = self.reading.layout, self.length()
+        if layout.unit == "batch" or length is None or layout.count(length) == 0:
+            return iter(())
+        return itertools.chain.from_iterable(totals(layout, length) for _ in itertools.count())
+
+    def end(self, cursor: Cursor, plan: Plan) -> Cursor | None:
+        """Where the epoch of a cursor ends; None where only reading tells."""
+        layout, length = self.reading.layout, self.length()
+        if length is None:
+            return None
+        if layout.unit != "batch":
+            return arithmetic_end(layout, length, cursor, plan)
+        return _last(self.cut(cursor.position.epoch, cursor.position.index, ()), cursor, plan)
+
+    def shuffled(self) -> bool:
+        """Whether another epoch has another order, as far as is known by now."""
+        return self._latest is not None and self._latest.shuffled
+
+
+def row_source(
+    loader: DataLoader[Any], slots: RowSlots, plan: Plan, ranks: Sequence[int]
 ) -> Source:
-    """Rows of a map-style dataset, by index. With several ranks, each step's cuts in order."""
-    feed = Feed()
-    collates = loader.batch_sampler is not None
-    reseeds = loader.num_workers > 0 and plan.data.reseed_workers
-    dataset, tag = (
-        reseeding(loader.dataset, batched=collates) if reseeds else (loader.dataset, None)
+    """A map-style dataset, read by index for some of the ranks."""
+    layout, feed = slots.reading.layout, Feed()
+    reseeds = plan.data.reseed_workers and loader.num_workers > 0
+    asks = loader.num_workers > 0 or len(ranks) != 1
+    over = _over_rows(loader, slots.reading, feed, asks=asks)
+
+    def ask(slot: Slot, epoch: int) -> Any:
+        if not asks:
+            return slot.keys[0]
+        seeds = [fetch_key(layout, slots.seed, epoch, slot.first, rank) for rank in ranks]
+        return Ask(epoch, slot.keys, tuple(seeds) if reseeds else ())
+
+    def run(cursor: Cursor) -> Iterator[Loaded]:
+        epoch = cursor.position.epoch
+        if not asks:
+            tell_epoch(loader.dataset, epoch)
+        found = slots.cut(epoch, cursor.position.index, ranks)
+        made: deque[Step] = deque()
+
+        def indices() -> Iterator[Any]:
+            for step in walk(found, cursor, plan, slots.later):
+                if not any(key is not None for key in step.slot.keys):
+                    return  # the other ranks go on without this one
+                made.append(step)
+                yield ask(step.slot, epoch)
+
+        feed.give(indices())
+        _seed_workers(over, plan, epoch, ranks)
+        for data in over:
+            yield made.popleft(), data if asks else (data,)
+
+    return Source(
+        run=run,
+        length=slots.length,
+        end=lambda cursor: slots.end(cursor, plan),
+        shuffled=slots.shuffled,
     )
-    how: dict[str, Any] = {"batch_sampler": feed} if collates else {"sampler": feed}
-    if not collates:
-        how["batch_size"] = None
-    rebuilt = rebuild(loader, dataset, **how)
-
-    def indices(position: Position) -> Iterator[Any]:
-        units = order.epoch(position.epoch)
-        for base, found in index_lists(layout, units, position.index, ranks):
-            index: Any = found if collates else found[0]
-            yield index if tag is None else tag(index, plan.seed, position.epoch, base, ranks[0])
-
-    def all_marks(position: Position) -> Iterator[Mark]:
-        return marks(layout, order.epoch(position.epoch), position, plan)
-
-    def cuts(position: Position) -> Iterator[Cut]:
-        feed.next = lambda: indices(position)
-        _seed_loader(rebuilt, plan, position)
-        batches = iter(rebuilt)
-        steps = list_ahead(all_marks(position))
-        for mark, following in steps:
-            for rank in ranks:
-                data = next(batches) if mark.sizes[rank] else None
-                yield Cut(data, mark, following)
-        next(batches, None)  # lets the loader end its workers in order
-
-    def outline(position: Position) -> tuple[int, int, Mark | None]:
-        units = order.epoch(position.epoch)
-        steps = steps_left(layout, units.length, position.index)
-        return units.length, steps, last_mark(layout, units, position.index)
-
-    return Source(cuts, order.shuffled, all_marks, outline)
 
 
 def stream_source(
-    loader: DataLoader[Any], layout: Layout, plan: Plan, ranks: tuple[int, ...]
+    loader: DataLoader[Any], layout: Layout, plan: Plan, ranks: Sequence[int]
 ) -> Source:
-    """Rows of an iterable dataset, in its own order."""
-    single = loader.batch_size is None
-    collate = loader.collate_fn
+    """An iterable dataset, read in its own order for some of the ranks."""
+    feed, passes = Feed(), itertools.count()
+    reseeds = plan.data.reseed_workers and loader.num_workers > 0
+    fetch = StreamFetch(
+        loader.dataset, loader.collate_fn, layout, tuple(ranks), plan.seed if reseeds else None
+    )
+    over = _over_fetch(loader, fetch, feed)
 
-    def cuts(position: Position) -> Iterator[Cut]:
-        stream = Stream(loader.dataset, (_First(collate) if single else collate), layout, ranks)
-        stream.epoch, stream.start = position.epoch, position.index
-        # Workers hold a copy of the dataset, so each epoch starts new ones.
-        rebuilt = rebuild(
-            loader, stream, batch_size=None, collate_fn=keep, persistent_workers=False
-        )
-        _seed_loader(rebuilt, plan, position)
-        yield from rebuilt
+    def run(cursor: Cursor) -> Iterator[Loaded]:
+        position, held = cursor.position, cursor.held
+        this, epoch, start = next(passes), position.epoch, position.index
+        feed.give(StreamAsk(this, epoch, start, step) for step in itertools.count())
+        _seed_workers(over, plan, epoch, ranks)
+        for told in over:
+            if told is None:
+                break
+            slot, ahead, data = told
+            step = _stream_step(slot, position, plan, held, is_last=ahead == 0)
+            position, held = step.position, 0
+            if plan.even == "uneven" and 0 < ahead < layout.stride:
+                step = step._replace(ghost=_ghost(layout, step, ahead, plan))
+            yield step, data
+            if ahead == 0:
+                break
+        fetch.reader = None  # lets go of the stream, if this process holds it
 
-    return Source(cuts, shuffled=False)
-
-
-def dispatched(inner: Source, ctx: DistContext) -> Source:
-    """Steps that rank 0 reads and of which it sends each rank its part."""
-
-    def read(position: Position) -> Iterator[list[Cut] | None]:
-        cuts = inner.cuts(position)
-        while step := [cut for _, cut in zip(range(ctx.world_size), cuts, strict=False)]:
-            yield step
-            if step[0].mark.is_last:
-                return
-
-    def cuts(position: Position) -> Iterator[Cut]:
-        steps = read(position) if ctx.is_main else iter(())
-        while True:
-            letters, problem = _next_letters(steps, ctx)
-            letter = ops.scatter(letters, ctx)
-            if problem is not None:
-                raise problem
-            if isinstance(letter, str):
-                raise DataError(f"Rank 0 failed while it read the data: {letter}")
-            if letter is None:
-                return
-            data, mark, following = letter["data"], letter["mark"].value, letter["following"].value
-            yield Cut(data, mark, following)
-            if mark.is_last:
-                return
-
-    return Source(cuts, inner.shuffled)
+    return Source(
+        run=run,
+        length=lambda: length_of(loader.dataset),
+        end=lambda cursor: None,
+        shuffled=lambda: hasattr(loader.dataset, "set_epoch"),
+    )
 
 
-def presharded(loader: DataLoader[Any], ctx: DistContext, plan: Plan) -> Source:
-    """Batches of a loader that yields only this rank's rows; ranks agree when data ends."""
-
-    def cuts(position: Position) -> Iterator[Cut]:
-        batches = iter(loader)
-        for _ in range(position.index):
-            next(batches, None)
-        current = next(batches, None)
-        filler = current
-        found = ops.gather_objects(_count(current), ctx)
-        if any(rows is None for rows in found):
-            empty = [rank for rank, rows in enumerate(found) if rows is None]
-            if len(empty) == ctx.world_size:
-                return
-            raise DataError(f'Data(source="sharded"): the loaders of ranks {empty} are empty.')
-        while True:
-            after = next(batches, None)
-            coming = ops.gather_objects(_count(after), ctx)
-            ended = [rows is None for rows in coming]
-            last = any(ended) if plan.even == "drop" else all(ended)
-            rows = tuple(count or 0 for count in found)
-            sizes = tuple(ops.gather_objects(_count(filler if current is None else current), ctx))
-            mark = Mark(rows, sizes if 0 in rows else rows, 1, last)
-            yield Cut(filler if current is None else current, mark)
-            if last:
-                return
-            current, found = after, coming
-
-    return Source(cuts, shuffled=False)
+def arithmetic_end(layout: Layout, length: int, cursor: Cursor, plan: Plan) -> Cursor:
+    """Where an epoch of so many rows or items ends."""
+    numbers = Order(length, Tensor.tolist)
+    return _last(cut_order(layout, numbers, cursor.position.index, ()), cursor, plan)
 
 
-def list_ahead(steps: Iterator[Mark]) -> Iterator[tuple[Mark, Mark | None]]:
-    """Each step with the one after it, where some rank has no row in that one."""
-    mark = next(steps, None)
-    while mark is not None:
-        after = next(steps, None)
-        yield mark, after if after is not None and 0 in after.sizes else None
-        mark = after
+def _last(slots: Iterator[Slot], cursor: Cursor, plan: Plan) -> Cursor:
+    for step in walk(slots, cursor, plan):
+        cursor = cursor.after(step)
+    return cursor
 
 
-class _Sealed:
-    """A value that travels as one leaf."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-class _First:
-    """Collates the single item of a loader without batches; picklable for workers."""
-
-    def __init__(self, convert: Callable[[Any], Any]) -> None:
-        self.convert = convert
-
-    def __call__(self, rows: list[Any]) -> Any:
-        return self.convert(rows[0])
+def _over_rows(
+    loader: DataLoader[Any], reading: Reading, feed: Feed, *, asks: bool
+) -> DataLoader[Any]:
+    if asks:
+        fetch = RowFetch(loader.dataset, loader.collate_fn, collates=reading.collates)
+        return _over_fetch(loader, fetch, feed)
+    if reading.collates:
+        return rebuild(loader, loader.dataset, batch_sampler=feed)
+    return rebuild(loader, loader.dataset, batch_size=None, sampler=feed)
 
 
-def _next_letters(
-    steps: Iterator[list[Cut] | None], ctx: DistContext
-) -> tuple[list[Any] | None, BaseException | None]:
-    """What rank 0 sends to each rank next: a cut, None at the end, or what went wrong."""
-    if not ctx.is_main:
-        return None, None
-    try:
-        step = next(steps, None)
-    except Exception as error:
-        return [f"{type(error).__name__}: {error}"] * ctx.world_size, error
-    if step is None:
-        return [None] * ctx.world_size, None
-    return [
-        {"data": cut.data, "mark": _Sealed(cut.mark), "following": _Sealed(cut.following)}
-        for cut in step
-    ], None
+def _over_fetch(loader: DataLoader[Any], fetch: Any, feed: Feed) -> DataLoader[Any]:
+    changes: dict[str, Any] = {"batch_size": None, "sampler": feed, "collate_fn": keep}
+    if loader.num_workers:
+        changes["worker_init_fn"] = StartWorker(loader.worker_init_fn)
+    return rebuild(loader, fetch, **changes)
 
 
-def _count(data: Any) -> int | None:
-    return None if data is None else (_tree.rows_of(data) or 1)
+def _seed_workers(over: DataLoader[Any], plan: Plan, epoch: int, ranks: Sequence[int]) -> None:
+    """Seed what torch seeds its workers with."""
+    assert isinstance(over.generator, torch.Generator)
+    over.generator.manual_seed(key_of(plan.seed, epoch, "workers", *ranks[:1]))
 
 
-def _seed_loader(loader: DataLoader[Any], plan: Plan, position: Position) -> None:
-    if loader.generator is not None:
-        loader.generator.manual_seed((plan.seed * 1_000_003 + position.epoch) & ((1 << 62) - 1))
+def _stream_step(
+    slot: Slot, position: Position, plan: Plan, held: int | None, *, is_last: bool
+) -> Step:
+    after = advance(position, slot, plan, is_last=is_last)
+    # A window of several batches may end with the data, which nobody has seen yet.
+    rows = None if held is None or plan.accumulate > 1 else held + sum(slot.sizes)
+    return Step(slot, after, rows)
+
+
+def _ghost(layout: Layout, step: Step, ahead: int, plan: Plan) -> Step | None:
+    """The last step, if some rank has no row in it."""
+    rows = [None] * ahead
+    slot = slot_of(layout, step.slot.first + layout.stride, rows, (), (), alone=False)
+    if 0 not in slot.sizes:
+        return None
+    return _stream_step(slot, step.position, plan, 0, is_last=True)

@@ -1,117 +1,116 @@
-"""Iterable datasets, cut so that the global order is that of the stream."""
+"""Reading an iterable dataset, global batch by global batch."""
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import attrs
-from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker as torch_worker
 
-from fxtrain.data._feed import worker_of
-from fxtrain.data._slices import Layout, Mark
+from fxtrain._errors import DataError
+from fxtrain.data._random import Lent
+from fxtrain.data._slices import Layout
 
-__all__ = ["Cut", "Stream", "keep"]
+__all__ = ["Reader"]
 
-
-@attrs.frozen
-class Cut:
-    """One rank's batch of one step, as a worker ships it.
-
-    Attributes:
-        data: The collated rows, or None where the rank has none.
-        mark: The step.
-        following: The step after, where it is the last and some ranks have no row in it.
-    """
-
-    data: Any
-    mark: Mark
-    following: Mark | None = None
+_END = object()
 
 
-class Stream(IterableDataset[Cut]):
-    """This worker's steps of an iterable dataset, for some ranks.
+class Reader:
+    """An open stream, which knows how much follows what it has given out.
 
-    Row i of the stream belongs to step i // stride, and step g to worker g modulo their
-    number, so that neither ranks nor workers change the order. Every worker reads the whole
-    stream and keeps its own rows.
+    Rows of ranks that are not served here are passed over as None.
+
+    Args:
+        dataset: Iterable.
+        layout: How rows make global batches.
+        ranks: The ranks that are served.
+        opened: (pass, epoch, rows to leave out) that it was opened for.
+        lent: Generators for the stream to draw from; None for the process's own.
     """
 
     def __init__(
         self,
         dataset: Any,
-        collate: Callable[[list[Any]], Any],
         layout: Layout,
-        ranks: tuple[int, ...],
+        ranks: Sequence[int],
+        opened: tuple[int, int, int],
+        lent: Lent | None,
     ) -> None:
-        self.dataset, self.collate, self.layout, self.ranks = dataset, collate, layout, ranks
-        self.epoch, self.start = 0, 0
+        self.opened, self.step, self.ahead = opened, 0, 0
+        self._dataset, self._layout, self._lent = dataset, layout, lent
+        self._served = frozenset(ranks)
+        self._rows: Iterator[Any] | None = None
+        self._place = 0
+        self._first: Any = None
+        self._buffer: deque[Any] = deque()
+        # What is left over at the end matters ahead of time, unless it only gets padded.
+        padded = layout.even == "pad" or (layout.even == "uneven" and layout.ranks == 1)
+        self._look = 1 if padded else layout.stride
 
-    def __iter__(self) -> Iterator[Cut]:
-        worker, workers = worker_of()
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(self.epoch)
-        steps = _with_next(self._steps())
-        for number, ((rows, count, padding), after) in enumerate(steps):
-            if number % workers != worker:
-                continue
-            mark = self._mark(count, is_last=after is None)
-            following = None
-            if after is not None and after[1] < self.layout.stride:
-                following = self._mark(after[1], is_last=True)
-            for rank in self.ranks:
-                mine = self._take(rows, count, padding, rank)
-                yield Cut(self.collate(mine) if mine else None, mark, following)
+    def read(self, step: int) -> list[Any] | None:
+        """The rows of a global batch, this one or one further on; None past the end."""
+        stride = self._layout.stride
+        with _as_only_reader(), nullcontext() if self._lent is None else self._lent():
+            while self.step < step and self._fill(stride):
+                self._drop(stride)
+                self.step += 1
+            self._fill(stride + self._look)
+        self.step += 1
+        count = min(stride, len(self._buffer))
+        if count == 0 or (count < stride and self._layout.even == "drop"):
+            return None
+        rows = [self._buffer.popleft() for _ in range(count)]
+        rest = len(self._buffer)
+        self.ahead = 0 if self._layout.even == "drop" and rest < stride else rest
+        return rows
 
-    def _steps(self) -> Iterator[tuple[dict[int, Any], int, list[Any]]]:
-        """Own rows by place in the step, how many rows the step has, rows to pad with."""
-        layout = self.layout
-        stride, pads = layout.stride, layout.even == "pad" and layout.ranks > 1
-        own = {
-            place
-            for rank in self.ranks
-            for place in range(rank * layout.per_rank, (rank + 1) * layout.per_rank)
-        }
-        rows: dict[int, Any] = {}
-        head: list[Any] = []
-        count = 0
-        for number, row in enumerate(self.dataset):
-            if pads and number < stride:
-                head.append(row)
-            if number < self.start:
-                continue
-            if count in own:
-                rows[count] = row
-            count += 1
-            if count == stride:
-                yield rows, count, head
-                rows, count = {}, 0
-        if count and layout.even != "drop":
-            yield rows, count, head
+    def head(self) -> list[Any]:
+        """The first rows of the epoch, read again."""
+        lent = None if self._lent is None else self._lent.again()
+        with _as_only_reader(), nullcontext() if lent is None else lent():
+            found = list(itertools.islice(iter(self._dataset), self._layout.stride))
+        # A stream that runs only once gives nothing now.
+        return found or [self._first]
 
-    def _mark(self, count: int, *, is_last: bool) -> Mark:
-        layout = self.layout
-        size = layout.per_rank
-        rows = tuple(min(size, max(0, count - rank * size)) for rank in range(layout.ranks))
-        padded = layout.even == "pad" and layout.ranks > 1
-        return Mark(rows, (size,) * layout.ranks if padded else rows, count, is_last)
+    def _drop(self, count: int) -> None:
+        for _ in range(min(count, len(self._buffer))):
+            self._buffer.popleft()
 
-    def _take(self, rows: dict[int, Any], count: int, head: list[Any], rank: int) -> list[Any]:
-        places = range(rank * self.layout.per_rank, (rank + 1) * self.layout.per_rank)
-        real = [rows[place] for place in places if place < count]
-        if self.layout.even != "pad" or self.layout.ranks == 1:
-            return real
-        return real + [head[(place - count) % len(head)] for place in places if place >= count]
-
-
-def keep(cut: Cut) -> Cut:
-    """Collate nothing: the stream did."""
-    return cut
+    def _fill(self, count: int) -> bool:
+        """Read until so many rows wait; whether there were any."""
+        if self._rows is None:
+            self._rows = iter(self._dataset)
+        start, layout, buffer = self.opened[2], self._layout, self._buffer
+        while len(buffer) < count:
+            row = next(self._rows, _END)
+            if row is _END:
+                if self._place < start:
+                    raise DataError(
+                        f"The position stands at index {start}, but the stream ends at "
+                        f"{self._place}: it stems from other data."
+                    )
+                break
+            if self._place == 0:
+                self._first = row
+            if self._place >= start:
+                rank = (self._place - start) % layout.stride // layout.per_rank
+                buffer.append(row if rank in self._served else None)
+            self._place += 1
+        return bool(buffer)
 
 
-def _with_next(items: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Pairs of an item and the one after it, None at the end."""
-    iterator = iter(items)
-    before = next(iterator, None)
-    while before is not None:
-        after = next(iterator, None)
-        yield before, after
-        before = after
+@contextmanager
+def _as_only_reader() -> Iterator[None]:
+    """Hide from a dataset that it runs in one of several workers.
+
+    A dataset that asks `get_worker_info` would leave out the rows of other workers, which we
+    do ourselves. Elsewhere torch still needs the answer: collating in a worker is faster.
+    """
+    info = torch_worker._worker_info
+    torch_worker._worker_info = None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info

@@ -17,7 +17,6 @@ from fxtrain.state import Batch, DistContext, Finish, Outcome, Report, Weighted,
 __all__ = ["StepFns", "step"]
 
 _BAD = 2  # place in the tally
-_PLAIN = Finish()
 
 
 def _a_model(_: Any, __: Any, model: Any) -> None:
@@ -34,6 +33,13 @@ def _a_function(_: Any, __: Any, loss: Any) -> None:
             f"StepFns(loss=...) takes a function, found {type(loss).__name__}. For example: "
             f"loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])."
         )
+
+
+def _usual_finish(model: Any) -> Finish:
+    """What every update of a plan does, unless its window needs a correction."""
+    if not isinstance(model, Wrapped):
+        return Finish()  # refused by the validators, which run next
+    return Finish(clip_norm=model.plan.clip_norm, clip_value=model.plan.clip_value)
 
 
 @attrs.frozen(kw_only=True)
@@ -54,6 +60,12 @@ class StepFns:
 
     model: Wrapped = attrs.field(validator=_a_model)
     loss: Callable[[Wrapped, Batch], Any] = attrs.field(validator=_a_function)
+    _finish: Finish = attrs.field(
+        init=False,
+        repr=False,
+        eq=False,
+        default=attrs.Factory(lambda fns: _usual_finish(fns.model), takes_self=True),
+    )
 
 
 def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
@@ -131,7 +143,7 @@ def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -
             strategy.backward(share.loss, model)
         if plan.nonfinite != "ignore":
             model.tally[_BAD] += ~torch.isfinite(share.mean)
-        outcome = _update(ctx, batch, model, loss) if due else None
+        outcome = _update(ctx, batch, fns, loss) if due else None
     except RuntimeError as error:
         raise _named(ctx, error) from error
     if aux is not None:
@@ -155,16 +167,14 @@ def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -
     )
 
 
-def _update(ctx: DistContext, batch: Batch, model: Wrapped, loss: Any) -> Outcome:
+def _update(ctx: DistContext, batch: Batch, fns: StepFns, loss: Any) -> Outcome:
+    model = fns.model
     plan = model.plan
     scale = _weights.close_window(loss, batch, model)
     skip = plan.nonfinite != "ignore" and _nonfinite(ctx, batch, model)
-    if scale is None and not skip and plan.clip_norm is None and plan.clip_value is None:
-        finish = _PLAIN
-    else:
-        finish = Finish(
-            scale=scale, clip_norm=plan.clip_norm, clip_value=plan.clip_value, skip=skip
-        )
+    finish = fns._finish
+    if scale is not None or skip:
+        finish = attrs.evolve(finish, scale=scale, skip=skip)
     outcome = model.strategy.apply(model, finish)
     by_rows = plan.schedule == "samples"
     rows = _weights.end_window(model) if by_rows or plan.accumulate > 1 else 0

@@ -42,7 +42,7 @@ def pack(tree: Any) -> Packed:
     tensors, others = {}, {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            tensors[place] = leaf.detach()
+            tensors[place] = leaf.detach() if leaf.requires_grad else leaf
         else:
             others[place] = leaf
     return Packed(shape=shape, tensors=tensors, others=others)
@@ -75,6 +75,10 @@ def from_bytes(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views into a buffer that `to_bytes` made from tensors like these."""
     if flat.storage_offset() % _ALIGN:
         flat = flat.clone()
+    sizes = [tensor.numel() * tensor.element_size() for tensor in like]
+    if len({tensor.dtype for tensor in like}) == 1 and not any(n % _ALIGN for n in sizes):
+        parts = flat[: sum(sizes)].view(like[0].dtype).split([t.numel() for t in like])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
     out: list[Tensor] = []
     offset = 0
     for tensor in like:
@@ -103,5 +107,6 @@ def load(data: Tensor) -> tuple[bool, Any]:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    flat = tensor.contiguous().resolve_conj().resolve_neg().view(-1)
-    return flat.view(torch.uint8)
+    if tensor.is_conj() or tensor.is_neg():  # lazy views, whose bytes are not their values
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.reshape(-1).view(torch.uint8)

@@ -18,8 +18,8 @@ __all__ = ["Comm", "DistContext", "Ledger"]
 class Ledger:
     """What one communicator has done so far.
 
-    The one mutable record of fxtrain. Like the sequence counter inside torch's process
-    group, it counts the calls made on a communicator that both ends share; it decides
+    A mutable record, and not hashed by value. Like the sequence counter inside torch's
+    process group, it counts the calls made on a communicator that both ends share; it decides
     nothing but which calls still need a look, and is owned by exactly one `Comm`.
 
     Attributes:

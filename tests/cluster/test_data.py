@@ -1,300 +1,365 @@
-"""Sharded loaders with workers and between real ranks."""
+"""Data on real ranks: agreement, dispatch from rank 0, loaders that are split already."""
 
-import random
+import multiprocessing
+import warnings
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
 import fxtrain as fx
-from fxtrain import ops
-from fxtrain.state import DistContext
+from fxtrain import CollectiveError, DataError, ops
+
+DISPATCH = fx.Data(source="dispatch")
+DECLARED = fx.Data(source="sharded")
 
 
-class Noisy(Dataset):
-    """Rows with random augmentation from all three generators."""
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        noise = [torch.rand(()).item(), random.random(), float(np.random.rand())]
-        return torch.tensor([float(index), *noise], dtype=torch.float64)
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return (torch.tensor(i) for i in range(23))
-
-
-class Shuffling(Sampler):
-    """A sampler of somebody else's, with a generator of the process."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def __iter__(self):
-        return iter(torch.randperm(self.n).tolist())
-
-
-def _ctx(rank=0, world_size=1):
-    return DistContext(rank=rank, world_size=world_size)
-
-
-def _seen(loader):
-    return [batch.data.tolist() for batch in loader]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_augmentation_does_not_depend_on_workers_or_restarts(workers):
-    plan = fx.Plan(seed=5)
-    one = fx.shard(DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=1), _ctx(), plan)
-    loader = DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=workers)
-    many = fx.shard(loader, _ctx(), plan)
-    whole = _seen(many)
-    assert whole == _seen(one)
-    positions = [batch.position for batch in many.at(fx.Position())]
-    assert _seen(many.at(positions[1])) == whole[2:]
-    epochs = list(many.epochs(2))
-    assert _seen(epochs[1]) != whole
-
-
-def test_streams_in_workers_keep_their_order():
-    for workers in (0, 2):
-        loader = DataLoader(Stream(), batch_size=3, num_workers=workers)
-        ranks = [fx.shard(loader, _ctx(rank, 2)) for rank in range(2)]
-        first, second = map(_seen, ranks)
-        assert first == [[0, 1, 2], [6, 7, 8], [12, 13, 14], [18, 19, 20]]
-        assert second == [[3, 4, 5], [9, 10, 11], [15, 16, 17], [21, 22, 0]]
-
-
-def test_persistent_workers_and_settings_survive():
-    calls = []
-    loader = DataLoader(
-        TensorDataset(torch.arange(12)),
-        batch_size=3,
-        shuffle=True,
-        num_workers=1,
-        persistent_workers=True,
-        collate_fn=lambda rows: torch.stack([x for (x,) in rows]) + 100,
-        worker_init_fn=calls.append,
-    )
-    sharded = fx.shard(loader, _ctx())
-    epochs = [_seen(epoch) for epoch in sharded.epochs(2)]
-    assert epochs[0] != epochs[1]
-    assert all(sorted(row for b in e for row in b) == list(range(100, 112)) for e in epochs)
-    del sharded
-
-
-def test_iterating_does_not_touch_the_process_generators():
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    loader = DataLoader(torch.arange(9), batch_size=2, sampler=Shuffling(9))
-    assert len(_seen(fx.shard(loader, _ctx()))) == 5
-    assert torch.equal(before, torch.get_rng_state())
-
-
-SAMPLERS = {
-    "random": lambda: RandomSampler(range(10)),
-    "replacement": lambda: RandomSampler(range(10), replacement=True, num_samples=17),
-    "laps": lambda: RandomSampler(range(10), num_samples=25),
-    "subset": lambda: SubsetRandomSampler([1, 3, 5, 7, 9]),
-    "weighted": lambda: WeightedRandomSampler([0.0, 1.0, 0.0, 3.0], 40),
-    "weighted once": lambda: WeightedRandomSampler([1.0, 1.0, 1.0, 3.0], 3, replacement=False),
-    "custom": lambda: Shuffling(10),
-}
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_samplers_are_functions_of_seed_and_epoch(name):
-    loader = DataLoader(torch.arange(10), batch_size=2, sampler=SAMPLERS[name]())
-
-    def rows(world, seed=3, epoch=0):
-        ranks = [
-            fx.shard(loader, _ctx(r, world), fx.Plan(seed=seed)).at(fx.Position(epoch=epoch))
-            for r in range(world)
-        ]
-        batches = [[b.data[b.valid].tolist() for b in rank] for rank in ranks]
-        return [row for step in zip(*batches, strict=True) for part in step for row in part]
-
-    one = rows(1)
-    assert len(one) == len(SAMPLERS[name]())
-    assert rows(1) == one == rows(3)
-    assert rows(1, seed=4) != one or rows(1, seed=5) != one
-    assert rows(1, epoch=1) != one or rows(1, epoch=2) != one
-    if name == "laps":
-        assert sorted(one[:10]) == sorted(one[10:20]) == list(range(10))
-    if name == "weighted":
-        assert set(one) == {1, 3} and one.count(3) > one.count(1)
-    if name == "subset":
-        assert sorted(one) == [1, 3, 5, 7, 9]
-
-
-def test_a_second_shuffled_pass_warns():
-    loader = fx.shard(DataLoader(torch.arange(4), batch_size=2, shuffle=True), _ctx())
-    list(loader)
-    with pytest.warns(UserWarning, match=r"\.epochs"):
-        list(loader)
-    plain = fx.shard(DataLoader(torch.arange(4), batch_size=2), _ctx())
-    assert _seen(plain) == _seen(plain)
-
-
-def test_no_automatic_batching():
-    loader = DataLoader(torch.arange(5), batch_size=None)
-    ranks = [fx.shard(loader, _ctx(r, 2)) for r in range(2)]
-    assert [[b.data.item() for b in rank] for rank in ranks] == [[0, 2, 4], [1, 3, 0]]
-
-
-def test_a_break_is_continued_from_where_it_was():
-    loader = fx.shard(DataLoader(torch.arange(10), batch_size=2), _ctx(), fx.Plan(accumulate=2))
-    updates = []
-    for epoch in loader.epochs(2):
-        for batch in epoch:
-            updates.append((batch.position.epoch, batch.position.updates, batch.position.micro))
-            if batch.position.index == 6 and batch.position.epoch == 0:
-                break
-    assert updates[:3] == [(0, 0, 1), (0, 1, 0), (0, 1, 1)]
-    assert updates[3] == (1, 2, 0)  # the open window goes on
-
-
-WRONG = {
-    "list": (lambda: fx.shard([1], _ctx()), "torch DataLoader"),
-    "twice": (lambda: fx.shard(fx.shard(DataLoader([1]), _ctx()), _ctx()), "sharded already"),
-    "ctx": (lambda: fx.shard(DataLoader([1]), None), "not a context"),
-    "plan": (lambda: fx.shard(DataLoader([1]), _ctx(), "plan"), "not an fx.Plan"),
-    "global": (
-        lambda: fx.shard(DataLoader([1], batch_size=7), _ctx(0, 2), fx.Plan(batch="global")),
-        "batch_size=6 or 8",
-    ),
-    "distributed": (
-        lambda: fx.shard(
-            DataLoader(range(9), sampler=DistributedSampler(range(9), 2, 0)), _ctx(0, 2)
-        ),
-        "without it",
-    ),
-    "uneven": (
-        lambda: fx.shard(
-            DataLoader([1]), _ctx(), fx.Plan(even="uneven", data=fx.Data(source="sharded"))
-        ),
-        "no rank can see",
-    ),
-    "at": (lambda: fx.shard(DataLoader([1]), _ctx()).at(3), "takes a Position"),
-    "epochs": (lambda: list(fx.shard(DataLoader([1]), _ctx()).epochs(-1)), "0 or more"),
-    "no row": (
-        lambda: list(fx.shard(DataLoader([1], batch_size=2), _ctx(1, 2), fx.Plan(even="uneven"))),
-        "no row",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_sharded_is_refused(name):
-    wrong, words = WRONG[name]
-    with pytest.raises(fx.DataError, match=words):
-        wrong()
-
-
-class Untouchable(Dataset):
-    """Only rank 0 may read."""
-
-    def __init__(self, rank, bad=None):
-        self.rank, self.bad = rank, bad
-
-    def __len__(self):
-        assert self.rank == 0
-        return 11
-
-    def __getitem__(self, index):
-        assert self.rank == 0
-        if index == self.bad:
-            raise ValueError("row is damaged")
-        return torch.tensor(index), f"row{index}"
-
-
-def _dispatch(ctx, even, bad=None):
-    plan = fx.Plan(even=even, data=fx.Data(source="dispatch"), accumulate=2)
-    data = Untouchable(ctx.rank, bad)
-    sampler = range(11)
-    loader = DataLoader(data, batch_size=2, sampler=sampler)
+def _all(batches):
     return [
-        (b.data[0].tolist(), list(b.data[1]), b.position, b.rows)
-        for b in fx.shard(loader, ctx, plan)
+        (b.data.tolist(), b.position, b.rows, b.sizes, b.window_rows, b.valid.tolist())
+        for b in batches
     ]
 
 
-@pytest.mark.parametrize("even", ["pad", "drop"])
-def test_dispatch_gives_what_sharding_gives(cluster, even):
-    results = cluster.run(_dispatch, even)
-    plan = fx.Plan(even=even, accumulate=2)
-    for rank, got in enumerate(results):
-        loader = DataLoader(Untouchable(0), batch_size=2)
-        want = fx.shard(loader, _ctx(rank, cluster.n), plan)
-        assert got == [(b.data[0].tolist(), list(b.data[1]), b.position, b.rows) for b in want]
+def _workers(n):
+    """Settings of a loader with workers, which may be started from a rank of a pool."""
+    if not n:
+        return {}
+    # Ranks of a pool are daemons, which Python keeps from having children, and newer ones
+    # warn of forking with threads; spawning takes longer than the pool's timeout.
+    multiprocessing.current_process()._config["daemon"] = False
+    warnings.simplefilter("ignore", DeprecationWarning)
+    return {"num_workers": n, "multiprocessing_context": "fork"}
 
 
-def test_an_error_while_rank_0_reads_reaches_everybody(pair):
-    first, second = pair.outcomes(_dispatch, "pad", 6)
-    assert isinstance(first, ValueError)
-    assert isinstance(second, fx.DataError) and "row is damaged" in str(second)
+class Numbers(IterableDataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter(range(self.n))
 
 
-def _own(ctx, even):
-    rows = torch.arange(5 if ctx.is_main else 2) + 10 * ctx.rank
-    plan = fx.Plan(even=even, data=fx.Data(source="sharded"))
-    sharded = fx.shard(DataLoader(rows, batch_size=2), ctx, plan)
+class Locked(Dataset):
+    """Nobody but rank 0 may look."""
+
+    def __init__(self, n, rank):
+        self.n, self.rank = n, rank
+
+    def __len__(self):
+        assert self.rank == 0
+        return self.n
+
+    def __getitem__(self, i):
+        assert self.rank == 0
+        return i
+
+
+# Every rank reads its own rows
+
+
+def _read(ctx, lengths, kw):
+    loader = fx.shard(DataLoader(torch.arange(lengths[ctx.rank]), **kw), ctx, fx.Plan())
+    return [batch.data.tolist() for epoch in loader.epochs(2) for batch in epoch]
+
+
+def test_ranks_with_equal_data_agree(cluster):
+    found = cluster.run(_read, [8] * cluster.n, {"batch_size": 2, "shuffle": True})
+    for epoch in range(2):
+        steps = len(found[0]) // 2
+        batches = [data for mine in found for data in mine[epoch * steps : (epoch + 1) * steps]]
+        assert sorted(row for data in batches for row in data) == list(range(8))
+
+
+def test_ranks_whose_data_differs_say_so_on_every_rank(pair):
+    for outcome in pair.outcomes(_read, [8, 6], {"batch_size": 2}):
+        assert isinstance(outcome, CollectiveError)
+        assert "iterating" in str(outcome) and "(8, " in str(outcome) and "(6, " in str(outcome)
+
+
+def _read_from(ctx, indices):
+    loader = fx.shard(DataLoader(torch.arange(8)), ctx)
+    return list(loader.at(fx.Position(index=indices[ctx.rank])))
+
+
+def test_ranks_whose_cursors_differ_say_so_on_every_rank(pair):
+    for outcome in pair.outcomes(_read_from, [2, 4]):
+        assert isinstance(outcome, CollectiveError)
+        assert "index=2" in str(outcome) and "index=4" in str(outcome)
+
+
+# Rank 0 reads
+
+
+def _dispatched(ctx, make, n, even, index=0, accumulate=1, workers=0):
+    plan = fx.Plan(data=DISPATCH, even=even, accumulate=accumulate)
+    loader = fx.shard(make(ctx, n, workers), ctx, plan)
+    loader = loader.at(fx.Position(index=index))
+    try:
+        length = len(loader)
+    except TypeError:
+        length = None
+    batches = list(loader)
+    ghosts = [b.ghost and _all([b.ghost]) for b in batches]
+    return _all(batches), ghosts, length
+
+
+def _direct(ctx, make, n, even, index=0, accumulate=1, workers=0):
+    plan = fx.Plan(even=even, accumulate=accumulate)
+    batches = list(fx.shard(make(None, n, workers), ctx, plan).at(fx.Position(index=index)))
+    return _all(batches), [b.ghost and _all([b.ghost]) for b in batches], len(batches)
+
+
+def _table(ctx, n, workers=0):
+    dataset = range(n) if ctx is None else Locked(n, ctx.rank)
+    return DataLoader(dataset, batch_size=2, **_workers(workers))
+
+
+def _stream(ctx, n, workers=0):
+    dataset = Numbers(n) if ctx is None or ctx.rank == 0 else None
+    return DataLoader(dataset or Locked(n, 1), batch_size=2, **_workers(workers))
+
+
+def _batches(ctx, n, workers=0):
+    sampler = [list(range(i, min(n, i + i % 3 + 1))) for i in range(n)]
+    dataset = range(n) if ctx is None else Locked(n, ctx.rank)
+    return DataLoader(dataset, batch_sampler=sampler, **_workers(workers))
+
+
+@pytest.mark.parametrize("even", ["pad", "drop", "uneven"])
+@pytest.mark.parametrize("make", [_table, _stream, _batches])
+def test_dispatch_gives_what_reading_gives(cluster, make, even):
+    for n, index in ((9, 0), (9, 4), (0, 0), (1, 0), (16, 0)):
+        sent = cluster.run(_dispatched, make, n, even, index, 2)
+        read = cluster.run(_direct, make, n, even, index, 2)
+        assert [mine[:2] for mine in sent] == [mine[:2] for mine in read]
+        if make is not _stream:
+            assert [mine[2] for mine in sent] == [mine[2] for mine in read]
+
+
+@pytest.mark.parametrize("make", [_table, _stream])
+def test_workers_of_rank_0_read_for_all(pair, make):
+    sent = pair.run(_dispatched, make, 9, "pad", 0, 1, 1)
+    read = pair.run(_direct, make, 9, "pad")
+    assert [mine[0] for mine in sent] == [mine[0] for mine in read]
+
+
+def _epochs_dispatched(ctx):
+    loader = fx.shard(_table(ctx, 5), ctx, fx.Plan(data=DISPATCH))
+    ahead = [epoch.position for epoch in list(loader.epochs(2))]
     found = []
-    gathered = []
-    for batch in sharded:
-        found.append((batch.data.tolist(), batch.valid.tolist(), batch.position.is_last))
-        gathered += ops.gather_valid(batch.data, batch, ctx).tolist()
-    return found, gathered
+    for epoch in loader.epochs(2):
+        for batch in epoch:
+            found.append(batch.position)
+            break
+    return ahead, found
 
 
-def test_data_that_is_sharded_already_ends_together(pair):
-    (a, all_a), (b, all_b) = pair.run(_own, "pad")
-    assert [x[0] for x in a] == [[0, 1], [2, 3], [4]]
-    assert [x[1] for x in b] == [[True, True], [False, False], [False, False]]
-    assert [x[2] for x in a] == [x[2] for x in b] == [False, False, True]
-    assert all_a == all_b == [0, 1, 10, 11, 2, 3, 4]
-    (a, _), (b, _) = pair.run(_own, "drop")
-    assert len(a) == len(b) == 1
+def test_epochs_of_dispatched_data_stand_alike_on_all_ranks(cluster):
+    found = cluster.run(_epochs_dispatched)
+    assert all(mine == found[0] for mine in found)
+    ahead, broken = found[0]
+    assert ahead[1].samples == 5
+    assert [p.samples for p in broken] == [min(5, 2 * cluster.n), 2 * min(5, 2 * cluster.n)]
 
 
-def _valid_rows(ctx, n, size):
-    names = [f"row{i}" for i in range(n)]
-    loader = DataLoader(list(zip(range(n), names, strict=True)), batch_size=size)
-    numbers, words, counts, tags = [], [], [], []
-    for batch in fx.shard(loader, ctx):
+class Breaks(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        if i == 5:
+            raise OSError("row 5 is gone")
+        return i
+
+
+def _broken(ctx):
+    seen = []
+    try:
+        loader = fx.shard(DataLoader(Breaks()), ctx, fx.Plan(data=DISPATCH))
+        seen.extend(batch.data.tolist() for batch in loader)
+    except (OSError, DataError) as error:
+        return seen, type(error).__name__, str(error)
+
+
+def test_an_error_of_rank_0_reaches_every_rank(pair):
+    first, second = pair.run(_broken)
+    assert first == ([[0], [2]], "OSError", "row 5 is gone")
+    assert second[:2] == ([[1], [3]], "DataError")
+    assert "Rank 0" in second[2] and "OSError: row 5 is gone" in second[2]
+
+
+def _cannot_share(ctx):
+    try:
+        fx.shard(DataLoader(range(8), batch_size=3), ctx, fx.Plan(batch="global", data=DISPATCH))
+    except DataError as error:
+        return str(error)
+
+
+def test_a_loader_that_rank_0_cannot_share_is_an_error_everywhere(pair):
+    first, second = pair.run(_cannot_share)
+    assert "does not divide over 2 ranks" in first and "does not divide" in second
+
+
+# Loaders that are split already
+
+
+def _own(ctx, lengths, even, index=0, workers=0, kind="table"):
+    start, n = 100 * ctx.rank, lengths[ctx.rank]
+    dataset = Offset(start, n) if kind == "stream" else Subset(range(1000), range(start, start + n))
+    plan = fx.Plan(data=DECLARED, even=even)
+    loader = fx.shard(DataLoader(dataset, batch_size=2, **_workers(workers)), ctx, plan)
+    found = [b for epoch in loader.at(fx.Position(index=index)).epochs(1) for b in epoch]
+    return [(b.data.tolist(), b.position.index, b.rows, b.sizes, b.valid.tolist()) for b in found]
+
+
+def _refusal(ctx, *args):
+    try:
+        return _own(ctx, *args)
+    except DataError as error:
+        return str(error)
+
+
+class Offset(IterableDataset):
+    def __init__(self, start, n):
+        self.start, self.n = start, n
+
+    def __iter__(self):
+        return iter(range(self.start, self.start + self.n))
+
+
+@pytest.mark.parametrize("kind", ["table", "stream"])
+def test_the_first_rank_that_ends_stops_all(pair, kind):
+    first, second = pair.run(_own, [5, 9], "drop", 0, 0, kind)
+    assert [row[0] for row in first] == [[0, 1], [2, 3]]
+    assert [row[0] for row in second] == [[100, 101], [102, 103]]
+    assert [row[1] for row in first] == [4, 8] == [row[1] for row in second]
+
+
+@pytest.mark.parametrize("kind", ["table", "stream"])
+def test_ranks_that_ended_repeat_until_all_have(pair, kind):
+    first, second = pair.run(_own, [3, 7], "pad", 0, 0, kind)
+    assert [row[0] for row in first] == [[0, 1], [2], [0, 1], [2]]
+    assert [row[0] for row in second] == [[100, 101], [102, 103], [104, 105], [106]]
+    assert [row[4] for row in first] == [[True] * 2, [True], [False] * 2, [False]]
+    assert [row[2] for row in first] == [(2, 2), (1, 2), (0, 2), (0, 1)]
+    assert [row[3] for row in first] == [(2, 2), (1, 2), (2, 2), (1, 1)]
+    assert [row[1] for row in first] == [4, 7, 9, 10] == [row[1] for row in second]
+
+
+@pytest.mark.parametrize("kind", ["table", "stream"])
+@pytest.mark.parametrize("index", [4, 7, 9, 10])
+def test_split_data_goes_on_from_a_position(pair, kind, index):
+    whole = pair.run(_own, [3, 7], "pad", 0, 0, kind)
+    rest = pair.run(_own, [3, 7], "pad", index, 0, kind)
+    done = [4, 7, 9, 10].index(index) + 1
+    for mine, left in zip(whole, rest, strict=True):
+        expected = mine[done:]
+        assert [row[1:4] for row in left] == [row[1:4] for row in expected]
+        assert [row[0] for row in left if any(row[4])] == [
+            row[0] for row in expected if any(row[4])
+        ]
+
+
+def test_split_data_cannot_go_on_between_its_batches(pair):
+    for says in pair.run(_refusal, [3, 7], "pad", 5):
+        assert "not between two global batches" in says
+
+
+def test_one_rank_may_have_loaders_of_its_own_too(clusters):
+    (found,) = clusters[1].run(_own, [5], "pad", 0, 1, "stream")
+    assert [row[0] for row in found] == [[0, 1], [2, 3], [4]]
+
+
+def test_a_rank_without_data_is_named_on_every_rank(pair):
+    for says in pair.run(_refusal, [3, 0], "pad"):
+        assert "ranks [1] of 2" in says
+    assert pair.run(_own, [3, 0], "drop") == [[], []]
+    assert pair.run(_own, [0, 0], "pad") == [[], []]
+
+
+def test_uneven_split_data_is_refused_on_every_rank(pair):
+    for says in pair.run(_refusal, [3, 4], "uneven"):
+        assert 'Use even="pad"' in says
+
+
+def _with_sampler(ctx, workers):
+    sampler = DistributedSampler(range(10), ctx.world_size, ctx.rank, shuffle=True)
+    loader = DataLoader(range(10), sampler=sampler, batch_size=2, **_workers(workers))
+    loader = fx.shard(loader, ctx, fx.Plan(data=DECLARED))
+    return [[b.data.tolist() for b in epoch] for epoch in loader.epochs(2)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_distributed_sampler_is_told_its_epoch(pair, workers):
+    found = pair.run(_with_sampler, workers)
+    for epoch in range(2):
+        rows = [row for mine in found for data in mine[epoch] for row in data]
+        assert sorted(rows) == list(range(10))
+    assert found[0][0] != found[0][1]
+
+
+class Failing(Dataset):
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        if i == 3 and self.rank == 1:
+            raise OSError("row 3 is gone")
+        return i
+
+
+def _failing(ctx):
+    try:
+        list(fx.shard(DataLoader(Failing(ctx.rank)), ctx, fx.Plan(data=DECLARED)))
+    except (OSError, CollectiveError) as error:
+        return type(error).__name__, str(error)
+
+
+def test_an_error_of_one_rank_is_named_on_the_others(pair):
+    first, second = pair.run(_failing)
+    assert second == ("OSError", "row 3 is gone")
+    assert first[0] == "CollectiveError" and "rank 1: OSError: row 3 is gone" in first[1]
+
+
+# Results of all ranks
+
+
+def _gathered(ctx, n, size, plan):
+    rows = [(i, f"row{i}") for i in range(n)]
+    found = {"x": [], "text": [], "sum": [], "tag": []}
+    for batch in fx.shard(DataLoader(rows, batch_size=size), ctx, plan):
         x, text = batch
         tree = {"x": x * 1.0, "text": list(text), "sum": x.sum(), "tag": f"r{ctx.rank}"}
         got = ops.gather_valid(tree, batch, ctx)
-        numbers += got["x"].tolist()
-        words += got["text"]
-        counts.append(len(got["sum"]))
-        tags.append(got["tag"])
-    return numbers, words, counts, tags
+        for name, values in found.items():
+            values += got[name].tolist() if isinstance(got[name], torch.Tensor) else got[name]
+    return found
 
 
 @pytest.mark.parametrize(("n", "size"), [(7, 3), (8, 2), (1, 4), (13, 5)])
-def test_gather_valid_returns_exactly_the_rows(cluster, n, size):
-    for numbers, words, counts, tags in cluster.run(_valid_rows, n, size):
-        assert numbers == [float(i) for i in range(n)]
-        assert words == [f"row{i}" for i in range(n)]
-        assert counts == [len(tag) for tag in tags]
+@pytest.mark.parametrize("source", ["shard", "dispatch"])
+def test_gather_valid_returns_exactly_the_rows(cluster, n, size, source):
+    plan = fx.Plan(data=fx.Data(source=source))
+    for found in cluster.run(_gathered, n, size, plan):
+        assert found["x"] == [float(i) for i in range(n)]
+        assert found["text"] == [f"row{i}" for i in range(n)]
+        # Once for every rank that had a real row.
+        assert len(found["sum"]) == len(found["tag"]) == -(-n // size)
+
+
+def _gathered_own(ctx):
+    rows = torch.arange(5 if ctx.is_main else 2) + 10 * ctx.rank
+    loader = fx.shard(DataLoader(rows, batch_size=2), ctx, fx.Plan(data=DECLARED))
+    return [ops.gather_valid(batch.data, batch, ctx).tolist() for batch in loader]
+
+
+def test_gather_valid_leaves_out_what_was_repeated(pair):
+    for found in pair.run(_gathered_own):
+        assert found == [[0, 1, 10, 11], [2, 3], [4]]
 
 
 def _not_rows(ctx):
@@ -304,5 +369,5 @@ def _not_rows(ctx):
 
 def test_gather_valid_refuses_what_is_not_per_row_on_every_rank(pair):
     first, second = pair.outcomes(_not_rows)
-    assert isinstance(first, fx.CollectiveError | fx.DataError) and "[3]" in str(first)
-    assert isinstance(second, fx.CollectiveError)
+    assert isinstance(first, CollectiveError | DataError) and "[3]" in str(first)
+    assert isinstance(second, CollectiveError)

@@ -1,0 +1,1 @@
+"""Measurements: ratios in one run, medians, and exact counts."""

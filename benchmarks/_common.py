@@ -1,0 +1,50 @@
+"""Timing and tables shared by the benchmarks."""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.table import Table
+
+console = Console(width=100)
+
+
+def interleaved(
+    runs: dict[str, Callable[[], object]], *, rounds: int, each: int
+) -> dict[str, float]:
+    """Median seconds per call; runs take turns, so that noise meets all of them alike."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            for _ in range(each):
+                run()
+            times[name].append((time.perf_counter() - started) / each)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def python_calls(run: Callable[[], object]) -> int:
+    """Python functions entered during one call: exact."""
+    count = 0
+
+    def profile(frame: object, event: str, arg: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    run()
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print a table."""
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -1,0 +1,87 @@
+"""Random generators of somebody else: seeding them, and lending a sampler its own."""
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["Lent", "seed_all"]
+
+
+def seed_all(key: int) -> None:
+    """Seed Python's, torch's CPU and NumPy's (if it is imported) generators.
+
+    Args:
+        key: From 0 to 2**63 - 1.
+    """
+    random.seed(key)
+    # torch.manual_seed would also queue work for every accelerator, at each call.
+    torch.default_generator.manual_seed(key)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed([key & 0xFFFFFFFF, key >> 32])
+
+
+class Lent:
+    """Generators of their own for a piece of code that draws from the global ones.
+
+    Whatever runs inside `with lent():` goes on from where it last left off; outside, the
+    process's generators are as if it had not run.
+
+    Args:
+        key: Seed at the start, from 0 to 2**63 - 1.
+    """
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+        self._inside: tuple[Any, ...] | None = None
+        self._start: tuple[Any, ...] | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        outside = _states()
+        if self._inside is None:
+            seed_all(self._key)
+            self._start = _states()
+        else:
+            _restore(self._inside)
+        try:
+            yield
+        finally:
+            self._inside = _states()
+            _restore(outside)
+
+    def again(self) -> "Lent":
+        """The same generators, from the start."""
+        return Lent(self._key)
+
+    @property
+    def used(self) -> bool:
+        """Whether anything has been drawn so far."""
+        if self._start is None or self._inside is None:
+            return False
+        torch_0, python_0, numpy_0 = self._start
+        torch_1, python_1, numpy_1 = self._inside
+        return not (
+            torch_0.equal(torch_1)
+            and python_0 == python_1
+            and (numpy_0 is None or repr(numpy_0) == repr(numpy_1))
+        )
+
+
+def _states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    return (
+        torch.default_generator.get_state(),
+        random.getstate(),
+        numpy.random.get_state(legacy=False) if numpy else None,
+    )
+
+
+def _restore(states: tuple[Any, ...]) -> None:
+    torch.default_generator.set_state(states[0])
+    random.setstate(states[1])
+    if states[2] is not None:
+        sys.modules["numpy"].random.set_state(states[2])

@@ -1,0 +1,102 @@
+"""Connecting for real: missing ranks, ports, devices, closing and connecting anew."""
+
+import multiprocessing
+import time
+
+import pytest
+import torch
+
+import fxtrain as fx
+from fxtrain import ops
+from fxtrain.testing import free_port
+
+
+def _env(rank, world, port):
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def test_a_missing_rank_is_named_within_the_timeout():
+    started = time.monotonic()
+    with pytest.raises(fx.ContextError, match="did not come: 1, 2"):
+        fx.detect(_env(0, 3, free_port()), device="cpu", timeout_s=2)
+    assert time.monotonic() - started < 10
+
+
+def test_an_address_where_nobody_listens_is_named():
+    port = free_port()
+    with pytest.raises(fx.ContextError, match=f"127.0.0.1:{port} within 2 s"):
+        fx.detect(_env(1, 2, port), device="cpu", timeout_s=2)
+
+
+@pytest.mark.parametrize(
+    ("device", "words"), [("cuda:0", "only the CPU"), ("gpu", "not a device"), ("mps", "only")]
+)
+def test_a_device_that_is_not_there_is_refused(device, words):
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+    with pytest.raises(fx.ContextError, match=words):
+        fx.detect({}, device=device)
+
+
+def test_a_timeout_is_positive():
+    with pytest.raises(fx.ContextError, match="timeout"):
+        fx.detect({}, device="cpu", timeout_s=0)
+
+
+def _connect_twice(rank, port, answers):
+    torch.set_num_threads(1)
+    sums = []
+    for _ in range(2):
+        with fx.detect(_env(rank, 2, port), device="cpu", timeout_s=20) as ctx:
+            sums.append(ops.reduce(rank + 1, ctx, op="sum"))
+        fx.close(ctx)
+    answers.put((rank, sums))
+
+
+def test_a_process_can_connect_close_and_connect_again():
+    spawn = multiprocessing.get_context("spawn")
+    answers, port = spawn.Queue(), free_port()
+    workers = [spawn.Process(target=_connect_twice, args=(r, port, answers)) for r in range(2)]
+    for worker in workers:
+        worker.start()
+    assert sorted(answers.get(timeout=60) for _ in workers) == [(0, [3, 3]), (1, [3, 3])]
+    for worker in workers:
+        worker.join(20)
+        assert worker.exitcode == 0
+
+
+def _axes(ctx):
+    """Traffic along the axes of a mesh over groups that are there already."""
+    meshed = fx.detect({}, device="cpu", mesh=fx.Mesh(replicate=2, tensor=2), timeout_s=5)
+    return (
+        ops.gather_objects(ctx.rank, meshed.axis("tensor")),
+        ops.gather_objects(ctx.rank, meshed.axis("replicate")),
+        ops.reduce(ctx.rank, meshed, op="sum"),
+    )
+
+
+def test_ops_work_along_every_axis(clusters):
+    found = clusters[4].run(_axes)
+    assert [tensor for tensor, _, _ in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [replicate for _, replicate, _ in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [total for _, _, total in found] == [6] * 4
+
+
+def _wrong_on_an_axis(ctx):
+    meshed = fx.detect({}, device="cpu", mesh=fx.Mesh(replicate=2, tensor=2), timeout_s=5)
+    if ctx.rank < 2:
+        ops.gather(torch.ones(1 + ctx.rank), meshed.axis("tensor"))
+    return "fine"
+
+
+def test_an_error_on_one_axis_stays_on_its_ranks(clusters):
+    found = clusters[4].outcomes(_wrong_on_an_axis)
+    assert [type(one).__name__ for one in found] == ["CollectiveError"] * 2 + ["str"] * 2
+    assert "axis tensor0" in str(found[0])

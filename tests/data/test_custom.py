@@ -1,0 +1,184 @@
+"""Samplers and batch samplers that only their authors know."""
+
+import random
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+import fxtrain as fx
+from fxtrain.state import DistContext
+
+
+def world(n):
+    return [DistContext(rank=rank, world_size=n) for rank in range(n)]
+
+
+def shards(n, plan=fx.Plan(), **kw):  # noqa: B008
+    return [fx.shard(DataLoader(torch.arange(100), **kw), ctx, plan) for ctx in world(n)]
+
+
+def data(loaders):
+    return [[batch.data.tolist() for batch in mine] for mine in loaders]
+
+
+class Buckets(Sampler):
+    """Batches of different sizes, shuffled."""
+
+    batches = ([0], [1, 2], [3, 4, 5], [6, 7], [8])
+
+    def __iter__(self):
+        return iter(random.sample(self.batches, len(self.batches)))
+
+    def __len__(self):
+        return len(self.batches)
+
+
+class Fixed(Sampler):
+    def __init__(self, *batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def test_batches_of_any_size_stay_whole():
+    (alone,) = data(shards(1, batch_sampler=Buckets()))
+    assert sorted(alone) == sorted(Buckets.batches)
+    first, second = shards(2, batch_sampler=Buckets())
+    one, two = list(first), list(second)
+    assert [b.data.tolist() for b in one] == alone[0::2]
+    assert [b.data.tolist() for b in two] == [alone[1], alone[3], alone[0]]
+    assert [b.valid.all().item() for b in two] == [True, True, False]
+    assert not two[2].valid.any()
+    lengths = [len(batch) for batch in alone]
+    assert [b.rows for b in one] == [
+        (lengths[0], lengths[1]),
+        (lengths[2], lengths[3]),
+        (lengths[4], 0),
+    ]
+    assert one[2].sizes == (lengths[4], lengths[0])
+    assert [b.position.index for b in one] == [2, 4, 5]
+    assert one[2].position.samples == 9
+    assert len(first) == len(second) == 3
+
+
+def test_another_world_goes_on_with_the_next_batch():
+    (alone,) = data(shards(1, batch_sampler=Buckets()))
+    cut = next(iter(shards(2, batch_sampler=Buckets())[0])).position
+    left = [list(loader.at(cut)) for loader in shards(3, batch_sampler=Buckets())]
+    assert [b.data.tolist() for (b,) in left] == alone[2:5]
+
+
+@pytest.mark.parametrize(
+    ("even", "expected"),
+    [
+        ("drop", [[[0], [2, 3]], [[1], [4]]]),
+        ("uneven", [[[0], [2, 3], [5]], [[1], [4]]]),
+    ],
+)
+def test_batches_left_over(even, expected):
+    loaders = shards(2, fx.Plan(even=even), batch_sampler=Fixed([0], [1], [2, 3], [4], [5]))
+    assert data(loaders) == expected
+    if even == "uneven":
+        ghost = list(loaders[1])[-1].ghost
+        assert ghost.sizes == (1, 0) and ghost.position.is_last
+
+
+def test_a_single_batch_gives_the_other_ranks_weight_zero():
+    found = [list(m) for m in shards(2, fx.Plan(even="uneven"), batch_sampler=Fixed([4, 5, 6]))]
+    assert [b.data.tolist() for mine in found for b in mine] == [[4, 5, 6], [4, 5, 6]]
+    assert [b.valid.tolist() for mine in found for b in mine] == [[True] * 3, [False] * 3]
+    assert found[1][0].sizes == (3, 0)
+
+
+def test_windows_of_batches_of_any_size_know_their_rows():
+    plan = fx.Plan(accumulate=2)
+    (loader,) = shards(1, plan, batch_sampler=Fixed([0], [1, 2], [3, 4, 5], [6], [7, 8]))
+    assert [b.window_rows for b in loader] == [3, 3, 4, 4, 2]
+    first, second = shards(2, plan, batch_sampler=Fixed([0], [1, 2], [3, 4, 5], [6], [7, 8]))
+    assert [b.window_rows for b in first] == [7, 7, 3] == [b.window_rows for b in second]
+
+
+def test_a_global_batch_of_a_batch_sampler_is_shared():
+    loaders = shards(2, fx.Plan(batch="global"), batch_sampler=Fixed([0, 1], [2, 3, 4, 5]))
+    assert data(loaders) == [[[0], [2, 3]], [[1], [4, 5]]]
+    assert [b.position.index for b in loaders[0]] == [1, 2]
+
+
+def test_a_global_batch_that_does_not_divide_is_an_error_on_every_rank():
+    for loader in shards(2, fx.Plan(batch="global"), batch_sampler=Fixed([0, 1], [2, 3, 4])):
+        batches = iter(loader)
+        with pytest.raises(fx.DataError, match="batch 1 of the batch sampler has 3 rows"):
+            list(batches)
+
+
+class Odd(Sampler):
+    """Rows in an order of its own; the epoch changes it."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([(i * 3 + self.epoch) % 7 for i in range(7)])
+
+
+def test_rows_of_a_custom_sampler_are_dealt_like_others():
+    loaders = shards(2, batch_size=3, sampler=Odd())
+    assert data(loaders) == [[[0, 3, 6], [4, 0, 3]], [[2, 5, 1], [6, 2, 5]]]
+    rest = shards(1, batch_size=3, sampler=Odd())[0].at(fx.Position(epoch=1, index=4))
+    assert data([rest]) == [[[6, 2, 5]]]
+    with pytest.raises(TypeError, match="no length"):
+        len(rest)
+
+
+def test_an_order_of_the_sampler_own_is_not_read_twice_in_silence():
+    (loader,) = shards(1, batch_size=3, sampler=Odd())
+    list(loader)
+    with pytest.warns(UserWarning, match="second pass"):
+        list(loader)
+    (fixed,) = shards(1, batch_sampler=Fixed([0], [1]))
+    list(fixed)
+    list(fixed)
+
+
+class Endless(Sampler):
+    def __iter__(self):
+        i = 0
+        while True:
+            yield i % 100
+            i += 1
+
+
+def test_a_sampler_without_end_can_be_left():
+    (loader,) = shards(1, fx.Plan(accumulate=2), batch_size=30, sampler=Endless())
+    seen = []
+    for epoch in loader.epochs(2):
+        for batch in epoch:
+            seen.append((batch.data[0].item(), batch.position.samples, batch.window_rows))
+            if batch.position.index >= 120:
+                break
+    assert [row[1] for row in seen] == [30 * i for i in range(1, 9)]
+    assert [row[0] for row in seen] == [0, 30, 60, 90] * 2
+    assert {row[2] for row in seen} == {60}
+
+
+def test_keys_need_not_be_numbers():
+    names = {"a": torch.tensor(1), "b": torch.tensor(2), "c": torch.tensor(3)}
+    loader = DataLoader(names, batch_size=2, sampler=["c", "a", "b"])
+    assert data([fx.shard(loader, world(1)[0])]) == [[[3, 1], [2]]]
+
+
+def test_a_position_beyond_the_sampler_stems_from_other_data():
+    (loader,) = shards(1, batch_sampler=Fixed([0], [1]))
+    with pytest.raises(fx.DataError, match="ends at 2"):
+        list(loader.at(fx.Position(index=3)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_change_nothing(workers):
+    loaders = shards(2, batch_sampler=Buckets(), num_workers=workers)
+    assert data(loaders) == data(shards(2, batch_sampler=Buckets()))

@@ -1,0 +1,254 @@
+"""Iterable datasets: the order is that of the stream, whoever reads it."""
+
+import random
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+import fxtrain as fx
+from fxtrain.state import DistContext
+
+
+def world(n):
+    return [DistContext(rank=rank, world_size=n) for rank in range(n)]
+
+
+def shards(dataset, n, plan=fx.Plan(), **kw):  # noqa: B008
+    return [fx.shard(DataLoader(dataset, **kw), ctx, plan) for ctx in world(n)]
+
+
+def data(loaders):
+    return [[batch.data.tolist() for batch in mine] for mine in loaders]
+
+
+class Numbers(IterableDataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter(range(self.n))
+
+
+class Shuffling(IterableDataset):
+    """Draws its order, and one number per row, from the global generators."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        order = list(range(self.n))
+        random.shuffle(order)
+        for i in order:
+            yield i, float(torch.rand(()))
+
+
+class Epochs(IterableDataset):
+    def __init__(self):
+        self.epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([10 * self.epoch + i for i in range(5)])
+
+
+class Splits(IterableDataset):
+    """Leaves the rows of other workers out, as torch's documentation shows."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        if info is None:
+            return iter(range(12))
+        return iter(range(info.id, 12, info.num_workers))
+
+
+class Once(IterableDataset):
+    def __init__(self, n):
+        self.rows = iter(range(n))
+
+    def __iter__(self):
+        return self.rows
+
+
+def _same(rows):
+    return rows
+
+
+def _noisy(rows):
+    return [(row, float(torch.rand(())), random.random()) for row in rows]
+
+
+def _all(batches):
+    return [(b.data.tolist(), b.position, b.rows, b.sizes, b.valid.tolist()) for b in batches]
+
+
+@pytest.mark.parametrize("even", ["pad", "drop", "uneven"])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_stream_is_cut_like_a_table(even, workers):
+    for n in (0, 1, 6, 7, 13):
+        plan = fx.Plan(even=even)
+        tables = shards(torch.arange(n), 2, plan, batch_size=3)
+        streams = shards(Numbers(n), 2, plan, batch_size=3, num_workers=workers)
+        for table, stream in zip(tables, streams, strict=True):
+            one, two = list(table), list(stream)
+            assert _all(one) == _all(two)
+            assert [_all([b.ghost] if b.ghost else []) for b in one] == [
+                _all([b.ghost] if b.ghost else []) for b in two
+            ]
+        if workers:
+            break
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_another_world_goes_on_with_the_next_row(workers):
+    cut = next(iter(shards(Numbers(11), 2, batch_size=2)[0])).position
+    left = [list(m.at(cut)) for m in shards(Numbers(11), 3, batch_size=2, num_workers=workers)]
+    real = [
+        row for step in zip(*left, strict=True) for b in step for row in b.data[b.valid].tolist()
+    ]
+    assert real == list(range(4, 11))
+    assert left[2][-1].data.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_items_are_dealt_one_by_one(workers):
+    found = data(
+        shards(Numbers(5), 2, batch_size=None, num_workers=workers, collate_fn=torch.tensor)
+    )
+    assert found == [[0, 2, 4], [1, 3, 0]]
+
+
+def test_a_global_batch_is_shared():
+    found = data(shards(Numbers(10), 2, fx.Plan(batch="global"), batch_size=4))
+    assert found == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]
+
+
+def test_drop_last_drops():
+    assert data(shards(Numbers(7), 2, batch_size=3, drop_last=True)) == [[[0, 1, 2]], [[3, 4, 5]]]
+
+
+def test_a_stream_that_shuffles_is_the_same_for_all_workers_of_all_ranks():
+    def read(n, workers, index=0):
+        loaders = shards(Shuffling(12), n, batch_size=2, num_workers=workers, collate_fn=_same)
+        found = [[b.data for b in m.at(fx.Position(index=index))] for m in loaders]
+        return [row for step in zip(*found, strict=True) for rows in step for row in rows]
+
+    one = read(1, 1)
+    assert sorted(i for i, _ in one) == list(range(12))
+    assert read(1, 2) == read(2, 1) == one
+    assert read(2, 2, index=4) == one[4:]
+
+
+def test_random_collating_depends_on_the_place_only():
+    def read(n, workers):
+        loaders = shards(Numbers(8), n, batch_size=2, num_workers=workers, collate_fn=_noisy)
+        found = [[b.data for b in m] for m in loaders]
+        return [row for step in zip(*found, strict=True) for rows in step for row in rows]
+
+    assert read(1, 1) == read(1, 2) == read(2, 1)
+    assert len({row[1] for row in read(1, 1)}) == 8
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_is_told_its_epoch_also_in_workers_that_live_on(workers):
+    (loader,) = shards(
+        Epochs(), 1, batch_size=3, num_workers=workers, persistent_workers=workers > 0
+    )
+    found = [b.data.tolist() for epoch in loader.epochs(2) for b in epoch]
+    assert found == [[0, 1, 2], [3, 4], [10, 11, 12], [13, 14]]
+    with pytest.warns(UserWarning, match="second pass"):
+        (again,) = shards(Epochs(), 1, batch_size=3)
+        list(again)
+        list(again)
+
+
+def test_a_dataset_that_splits_itself_over_workers_loses_no_rows():
+    found = data(shards(Splits(), 2, batch_size=2, num_workers=2))
+    assert found == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]]
+
+
+def test_a_stream_that_runs_once_is_padded_with_its_first_row():
+    ctx = world(2)[1]
+    assert data([fx.shard(DataLoader(Once(4), batch_size=3), ctx)]) == [[[3, 0, 0]]]
+
+
+def test_windows_of_several_batches_may_end_with_the_data():
+    (loader,) = shards(Numbers(5), 1, fx.Plan(accumulate=2), batch_size=2)
+    assert [(b.window_rows, b.position.micro) for b in loader] == [(None, 1), (None, 0), (None, 0)]
+    (loader,) = shards(Numbers(5), 1, batch_size=2)
+    assert [b.window_rows for b in loader] == [2, 2, 1]
+
+
+def test_two_passes_at_a_time_are_possible():
+    (loader,) = shards(Numbers(6), 1, batch_size=2)
+    pairs = [(a.data.tolist(), b.data.tolist()) for a, b in zip(loader, loader, strict=True)]
+    assert pairs == [([i, i + 1], [i, i + 1]) for i in (0, 2, 4)]
+
+
+def test_persistent_workers_start_the_stream_anew_after_a_break():
+    (loader,) = shards(Numbers(40), 1, batch_size=2, num_workers=2, persistent_workers=True)
+    next(iter(loader))
+    assert [b.data[0].item() for b in loader] == list(range(0, 40, 2))
+
+
+def test_an_epoch_that_has_run_tells_where_the_next_begins():
+    (loader,) = shards(Numbers(5), 1, fx.Plan(accumulate=2), batch_size=2)
+    ends = [b.position for epoch in loader.epochs(2) for b in epoch if b.position.is_last]
+    assert [(p.samples, p.updates) for p in ends] == [(5, 2), (10, 4)]
+
+
+class Breaks(IterableDataset):
+    def __iter__(self):
+        yield 1
+        raise OSError("disk")
+
+
+def test_an_error_of_the_stream_is_raised():
+    (loader,) = shards(Breaks(), 1)
+    with pytest.raises(OSError, match="disk"):
+        list(loader)
+
+
+# Streams that are split already, on one rank
+
+DECLARED = fx.Plan(data=fx.Data(source="sharded"), accumulate=2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_split_stream_is_told_its_epoch_also_in_workers_that_live_on(workers):
+    (loader,) = shards(
+        Epochs(), 1, DECLARED, batch_size=3, num_workers=workers, persistent_workers=workers > 0
+    )
+    found = [b for epoch in loader.epochs(2) for b in epoch]
+    assert [b.data.tolist() for b in found] == [[0, 1, 2], [3, 4], [10, 11, 12], [13, 14]]
+    assert [b.position.samples for b in found] == [3, 5, 8, 10]
+    assert [b.position.micro for b in found] == [1, 0, 1, 0]
+    rest = loader.at(found[2].position)
+    assert [b.data.tolist() for b in rest] == [[13, 14]]
+
+
+def test_a_split_stream_is_split_over_workers_by_itself():
+    found = data(shards(Splits(), 1, DECLARED, batch_size=4, num_workers=2))
+    assert found == [[[0, 2, 4, 6], [1, 3, 5, 7], [8, 10], [9, 11]]]
+
+
+def test_a_split_stream_may_yield_items_and_drop_what_is_left():
+    assert data(shards(Numbers(3), 1, DECLARED, batch_size=None, collate_fn=torch.tensor)) == [
+        [0, 1, 2]
+    ]
+    assert data(shards(Numbers(5), 1, DECLARED, batch_size=2, drop_last=True)) == [[[0, 1], [2, 3]]]
+    dropping = fx.Plan(data=fx.Data(source="sharded"), even="drop")
+    assert data(shards(Numbers(5), 1, dropping, batch_size=2)) == [[[0, 1], [2, 3]]]
+    assert data(shards(Numbers(0), 1, DECLARED, batch_size=2)) == [[]]
+
+
+def test_a_global_batch_of_split_data_is_shared_by_size():
+    plan = fx.Plan(data=fx.Data(source="sharded"), batch="global")
+    assert data(shards(Numbers(3), 1, plan, batch_size=2)) == [[[0, 1], [2]]]
+    for ctx in world(2):
+        with pytest.raises(fx.DataError, match="does not divide over 2 ranks"):
+            fx.shard(DataLoader(Numbers(3), batch_size=3), ctx, plan)
+        with pytest.raises(fx.DataError, match="the batches of one rank"):
+            fx.shard(DataLoader(range(3), batch_sampler=[[0], [1, 2]]), ctx, plan)

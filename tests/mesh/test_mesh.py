@@ -1,0 +1,83 @@
+"""Contexts with axes, over torch's fake backend: many ranks in one process."""
+
+import attrs
+import pytest
+import torch
+from torch import distributed as dist
+
+import fxtrain as fx
+from fxtrain import ops
+from fxtrain.state import AXES, axis_groups, resolve_mesh
+from fxtrain.testing import fake_world
+
+
+@pytest.mark.parametrize(
+    ("rank", "want"),
+    [
+        (0, {"replicate": 0, "shard": 0, "tensor": 0, "data": 0}),
+        (5, {"replicate": 0, "shard": 2, "tensor": 1, "data": 2}),
+        (23, {"replicate": 2, "shard": 3, "tensor": 1, "data": 11}),
+    ],
+)
+def test_axes_of_a_mesh(rank, want):
+    with fake_world(24, rank=rank, mesh=fx.Mesh(replicate=-1, shard=4, tensor=2)) as ctx:
+        assert ctx.mesh == fx.Mesh(replicate=3, shard=4, tensor=2)
+        sizes = {"replicate": 3, "shard": 4, "tensor": 2, "data": 12}
+        for name, place in want.items():
+            axis = ctx.axis(name)
+            assert (axis.rank, axis.world_size) == (place, sizes[name])
+            assert axis.comm.ranks[axis.rank] == rank
+        assert ctx.axis("pipeline").world_size == ctx.axis("context").world_size == 1
+        with pytest.raises(fx.ContextError, match="no such axis"):
+            ctx.axis("expert")
+
+
+def test_data_is_split_over_the_data_axis_only():
+    mesh = fx.Mesh(replicate=2, tensor=2)
+    rows = {}
+    for rank in range(4):
+        with fake_world(4, rank=rank, mesh=mesh) as ctx:
+            loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=2)
+            rows[rank] = [batch.data.tolist() for batch in fx.shard(loader, ctx)]
+    assert rows[0] == rows[1] == [[0, 1], [4, 5]]
+    assert rows[2] == rows[3] == [[2, 3], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        (fx.Mesh(replicate=3), "8 ranks|has 8"),
+        (fx.Mesh(replicate=-1, shard=3), "multiple of 3"),
+        (fx.Mesh(replicate=-1, shard=-1), "at most one"),
+        (fx.Mesh(replicate=0), "positive"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(mesh, words):
+    with pytest.raises(fx.ContextError, match=words):
+        resolve_mesh(mesh, 8)
+
+
+def test_axis_groups_partition_the_world():
+    mesh = fx.Mesh(pipeline=2, replicate=2, shard=3, tensor=2)
+    for axis in AXES:
+        groups = axis_groups(mesh, (axis,))
+        assert sorted(rank for group in groups for rank in group) == list(range(24))
+        assert {len(group) for group in groups} == {mesh.sizes[axis]}
+
+
+def test_ops_run_on_a_thousand_fake_ranks():
+    with fake_world(1024, rank=7) as ctx:
+        assert ops.gather(torch.ones(2), ctx).shape == (2048,)
+        assert ops.any_rank(True, ctx)
+        ops.barrier(ctx)
+        assert ctx.launcher == "group" and ctx.is_main is False
+
+
+def test_an_existing_group_is_reused_and_left_open():
+    with fake_world(4, rank=1) as ctx:
+        again = fx.detect({}, device="cpu")
+        assert (again.rank, again.world_size) == (1, 4) and again == attrs.evolve(
+            ctx, comm=again.comm
+        )
+        fx.close(again)
+        assert dist.is_initialized()
