@@ -58,7 +58,8 @@ def permutation(n: int, keys: Keys) -> Callable[[Tensor], Tensor]:
         [0, 1, 2, 3, 4]
     """
     if n <= _TABLE:
-        table = _network(torch.arange(n), _MASK + 1, _MASK + 1, keys).argsort()
+        # Half the rounds: what is sorted need not be a good permutation itself.
+        table = _network(torch.arange(n), _MASK + 1, _MASK + 1, keys[: _ROUNDS // 2]).argsort()
         return lambda place: table[place]
     columns = math.isqrt(n - 1) + 1
     rows = -(-n // columns)

@@ -16,7 +16,7 @@ from fxtrain.data._order import Order
 
 __all__ = ["Layout", "Slot", "cut", "cut_order", "slot_of"]
 
-_BLOCK = 16384  # indices computed at a time
+_FIRST_BLOCK, _BLOCK = 1 << 10, 1 << 14  # indices computed at a time
 
 
 @attrs.frozen(kw_only=True)
@@ -154,14 +154,16 @@ def _full(
 ) -> Iterator[tuple[Any, ...]]:
     """Keys for the served ranks in each full global batch, computed in blocks."""
     size = layout.per_rank
-    steps = max(1, _BLOCK // (size * max(1, len(ranks))))
     across = torch.arange(size)
-    for low in range(0, whole, steps):
+    low, length = 0, _FIRST_BLOCK  # small at first, so that the first batch comes soon
+    while low < whole:
+        steps = max(1, length // (size * max(1, len(ranks))))
         block = torch.arange(low, min(low + steps, whole))
         places = start + block[:, None] * layout.stride + across
         found = [order.take((places + rank * size).view(-1)) for rank in ranks]
         for at in range(0, len(block) * size, size):
             yield tuple([_key(layout, units[at : at + size]) for units in found])
+        low, length = low + steps, min(2 * length, _BLOCK)
 
 
 def _deal(
@@ -182,6 +184,8 @@ def _rows(layout: Layout, found: list[Any], real: int) -> tuple[int, int]:
     """Rows on a rank: those that are real, and with padding."""
     if layout.unit == "batch":
         size = len(found[0]) if found else 0
+        if found and not size:
+            raise DataError("The batch sampler of this loader made a batch of no rows.")
         return (size, size) if real else (0, size if layout.pads else 0)
     return real, len(found) if layout.pads else real
 

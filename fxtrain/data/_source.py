@@ -155,18 +155,22 @@ def stream_source(
         this, epoch, start = next(passes), position.epoch, position.index
         feed.give(StreamAsk(this, epoch, start, step) for step in itertools.count())
         _seed_workers(over, plan, epoch, ranks)
-        for told in over:
-            if told is None:
-                break
-            slot, ahead, data = told
-            step = _stream_step(slot, position, plan, held, is_last=ahead == 0)
-            position, held = step.position, 0
-            if plan.even == "uneven" and 0 < ahead < layout.stride:
-                step = step._replace(ghost=_ghost(layout, step, ahead, plan))
-            yield step, data
-            if ahead == 0:
-                break
-        fetch.reader = None  # lets go of the stream, if this process holds it
+        try:
+            for told in over:
+                if told is None:
+                    return
+                slot, ahead, data = told
+                # Older torch turns tuples into lists where it pins memory.
+                slot = Slot(slot[0], slot[1], tuple(slot[2]), tuple(slot[3]), ())
+                step = _stream_step(slot, position, plan, held, is_last=ahead == 0)
+                position, held = step.position, 0
+                if plan.even == "uneven" and 0 < ahead < layout.stride:
+                    step = step._replace(ghost=_ghost(layout, step, ahead, plan))
+                yield step, data
+                if ahead == 0:
+                    return
+        finally:
+            fetch.reader = None  # lets go of the stream, if this process holds it
 
     return Source(
         run=run,

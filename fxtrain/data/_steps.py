@@ -28,8 +28,7 @@ class Step(NamedTuple):
     ghost: "Step | None" = None
 
 
-@attrs.frozen
-class Cursor:
+class Cursor(NamedTuple):
     """A position, and what the window that is open there holds.
 
     Attributes:
@@ -103,6 +102,10 @@ def _windows(
     position, held = cursor.position, cursor.held
     window: list[Slot] = []
     for slot, is_last in _ending(slots):
+        if plan.accumulate == 1 and held == 0:  # every window is one batch
+            position = advance(position, slot, plan, is_last=is_last)
+            yield Step(slot, position, sum(slot.sizes))
+            continue
         window.append(slot)
         open_for = plan.accumulate - position.micro - len(window)
         if open_for > 0 and not is_last:

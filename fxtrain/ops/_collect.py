@@ -9,7 +9,16 @@ from torch import distributed as dist
 
 from fxtrain import _tree
 from fxtrain._errors import CollectiveError
-from fxtrain.ops._pack import Packed, dump, from_bytes, load, pack, signature, to_bytes
+from fxtrain.ops._pack import (
+    Packed,
+    columns,
+    dump,
+    from_bytes,
+    load,
+    pack,
+    signature,
+    to_bytes,
+)
 from fxtrain.ops._reduce import all_reduce, fold, reducible
 from fxtrain.ops._wire import Call, capacity, compare, exchange, guarded
 from fxtrain.state import DistContext
@@ -47,13 +56,13 @@ def gather(tree: Any, ctx: DistContext) -> Any:
     """
     packed = pack(tree)
     others = dump(list(packed.others.values())) if packed.others else _EMPTY
-    ranks = _every_rank(ctx, ("gather", signature(packed)), packed, others)
-    leaves: dict[int, Any] = {}
-    for index, place in enumerate(packed.tensors):
-        parts = [tensors[index] for tensors, _ in ranks]
-        leaves[place] = torch.stack(parts) if parts[0].ndim == 0 else torch.cat(parts)
+    stacked, found = _every_rank(ctx, ("gather", signature(packed)), packed, others)
+    leaves: dict[int, Any] = {
+        place: rows if rows.ndim == 1 else rows.flatten(0, 1)
+        for place, rows in zip(packed.tensors, stacked, strict=True)
+    }
     for index, place in enumerate(packed.others):
-        leaves[place] = [values[index] for _, values in ranks]
+        leaves[place] = [values[index] for values in found]
     return packed.rebuild(leaves)
 
 
@@ -95,9 +104,9 @@ def reduce(
     call = ("reduce", signature(packed, " ".join(part for part in (op, kept) if part)))
     tensors = list(packed.tensors.values())
     if _rides(ctx, tensors):
-        ranks = _every_rank(ctx, call, packed, _EMPTY)
+        stacked, _ = _every_rank(ctx, call, packed, _EMPTY)
         reducible(tensors, op)
-        done = [fold([row[i] for row, _ in ranks], op) for i in range(len(tensors))]
+        done = [fold(rows, op) for rows in stacked]
     else:
         compare(ctx, call, wait=_on_cpu(tensors))
         reducible(tensors, op)
@@ -149,7 +158,7 @@ def broadcast(tree: Any, ctx: DistContext, src: int = 0) -> Any:
     payload = _exchange(ctx, call, mine if ctx.rank == src else _EMPTY)[src]
     if rides:
         size = to_bytes(tensors).numel()
-        got = [tensor.clone() for tensor in from_bytes(payload[:size], tensors)]
+        got = from_bytes(payload[:size], tensors)
         payload = payload[size:]
     else:
         got = _broadcast_bulk(ctx, call, tensors, src)
@@ -205,24 +214,24 @@ def scatter(values: Sequence[Any] | None, ctx: DistContext, src: int = 0) -> Any
 
 def _every_rank(
     ctx: DistContext, call: Call, packed: Packed, others: Tensor
-) -> list[tuple[list[Tensor], list[Any]]]:
-    """Every rank's tensors and other leaves, by rank."""
+) -> tuple[list[Tensor], list[list[Any]]]:
+    """Each tensor of all ranks stacked, (ranks, ...), and the other leaves of each rank."""
     tensors = list(packed.tensors.values())
     if ctx.world_size == 1:
-        return [([tensor.clone() for tensor in tensors], list(packed.others.values()))]
+        return [tensor.clone()[None] for tensor in tensors], [list(packed.others.values())]
     if _rides(ctx, tensors):
         flat = to_bytes(tensors)
         rows = _exchange(ctx, call, torch.cat([flat, others]) if others.numel() else flat)
         size = flat.numel()
-        bulk = [from_bytes(row[:size], tensors) for row in rows]
-        blobs = [row[size:] for row in rows]
+        stacked = columns(torch.stack([row[:size] for row in rows]), tensors)
+        blobs: Sequence[Tensor] = [row[size:] for row in rows]
     else:
         blobs = _compared(ctx, call, tensors, others)
-        bulk = _gather_bulk(ctx, call, tensors)
+        stacked = _gather_bulk(ctx, call, tensors)
     found = [
         _loaded(call[0], rank, blob) if blob.numel() else [] for rank, blob in enumerate(blobs)
     ]
-    return list(zip(bulk, found, strict=True))
+    return stacked, found
 
 
 def _compared(
@@ -258,18 +267,16 @@ def _by_device(ctx: DistContext, tensors: list[Tensor]) -> list[tuple[Any, list[
     return [(group, places) for group, places in pairs if places]
 
 
-def _gather_bulk(ctx: DistContext, call: Call, tensors: list[Tensor]) -> list[list[Tensor]]:
-    ranks: list[list[Any]] = [[None] * len(tensors) for _ in range(ctx.world_size)]
+def _gather_bulk(ctx: DistContext, call: Call, tensors: list[Tensor]) -> list[Tensor]:
+    stacked: dict[int, Tensor] = {}
     for group, places in _by_device(ctx, tensors):
         mine = [tensors[i] for i in places]
         flat = to_bytes(mine)
-        rows = [torch.empty_like(flat) for _ in range(ctx.world_size)]
+        rows = flat.new_empty((ctx.world_size, flat.numel()))
         with guarded(ctx, call):
-            dist.all_gather(rows, flat, group=group)
-        for rank, row in enumerate(rows):
-            for i, tensor in zip(places, from_bytes(row, mine), strict=True):
-                ranks[rank][i] = tensor
-    return ranks
+            dist.all_gather(list(rows), flat, group=group)
+        stacked |= zip(places, columns(rows, mine), strict=True)
+    return [stacked[place] for place in range(len(tensors))]
 
 
 def _broadcast_bulk(ctx: DistContext, call: Call, tensors: list[Tensor], src: int) -> list[Tensor]:
@@ -349,7 +356,7 @@ def _open_letter(letter: Tensor, ctx: DistContext) -> Any:
     like = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape, _ in kinds]
     start = 8 + size + (-(8 + size) % 16)
     tensors = [
-        tensor.clone() if device == "cpu" else tensor.to(ctx.device)
+        tensor if device == "cpu" else tensor.to(ctx.device)
         for tensor, (_, _, device) in zip(from_bytes(letter[start:], like), kinds, strict=True)
     ]
 

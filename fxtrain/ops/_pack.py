@@ -1,7 +1,6 @@
 """Trees to flat buffers and back."""
 
 import ctypes
-import math
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from fxtrain import _tree
 
-__all__ = ["Packed", "dump", "from_bytes", "load", "pack", "signature", "to_bytes"]
+__all__ = ["Packed", "columns", "dump", "from_bytes", "load", "pack", "signature", "to_bytes"]
 
 _ALIGN = 16  # the widest dtype, complex128: a view needs an offset that divides by its size
 
@@ -60,32 +59,45 @@ def signature(packed: Packed, extra: str = "") -> str:
 
 def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors of any dtypes into one uint8 tensor on their common device."""
-    if len(tensors) == 1:
-        return _as_bytes(tensors[0])
     parts: list[Tensor] = []
-    for tensor in tensors:
-        flat = _as_bytes(tensor)
+    for places in _by_dtype(tensors).values():
+        flat = torch.cat([_values(tensors[place]) for place in places]).view(torch.uint8)
         parts.append(flat)
         if gap := -flat.numel() % _ALIGN:
             parts.append(flat.new_empty(gap))
+    if len(parts) == 1:
+        return parts[0]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
+def columns(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Take buffers of several ranks that `to_bytes` made apart again.
+
+    Args:
+        rows: uint8, (ranks, bytes), each row from tensors like these.
+
+    Returns:
+        For each tensor, (ranks, *its shape) in its dtype.
+    """
+    out: dict[int, Tensor] = {}
+    start = 0
+    for dtype, places in _by_dtype(like).items():
+        counts = [like[place].numel() for place in places]
+        size = sum(counts) * dtype.itemsize
+        # A copy where the section is not the whole row, or not aligned to its dtype.
+        section = rows[:, start : start + size].clone(memory_format=torch.contiguous_format)
+        # Bytes of nothing do not view as anything.
+        typed = section.view(dtype) if size else section.to(dtype)
+        parts = typed.split(counts, dim=1)
+        for place, part in zip(places, parts, strict=True):
+            out[place] = part.reshape(len(rows), *like[place].shape)
+        start += size + -size % _ALIGN
+    return [out[place] for place in range(len(like))]
+
+
 def from_bytes(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views into a buffer that `to_bytes` made from tensors like these."""
-    if flat.storage_offset() % _ALIGN:
-        flat = flat.clone()
-    sizes = [tensor.numel() * tensor.element_size() for tensor in like]
-    if len({tensor.dtype for tensor in like}) == 1 and not any(n % _ALIGN for n in sizes):
-        parts = flat[: sum(sizes)].view(like[0].dtype).split([t.numel() for t in like])
-        return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
-    out: list[Tensor] = []
-    offset = 0
-    for tensor in like:
-        size = tensor.numel() * tensor.element_size()
-        out.append(flat[offset : offset + size].view(tensor.dtype).view(tensor.shape))
-        offset += math.ceil(size / _ALIGN) * _ALIGN
-    return out
+    """New tensors from one buffer that `to_bytes` made from tensors like these."""
+    return [column[0] for column in columns(flat[None], like)]
 
 
 def dump(value: Any) -> Tensor:
@@ -106,7 +118,15 @@ def load(data: Tensor) -> tuple[bool, Any]:
     return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
+    """Places by dtype; the order of dtypes is that of their first tensor."""
+    groups: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        groups.setdefault(tensor.dtype, []).append(place)
+    return groups
+
+
+def _values(tensor: Tensor) -> Tensor:
     if tensor.is_conj() or tensor.is_neg():  # lazy views, whose bytes are not their values
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.reshape(-1)

@@ -42,10 +42,9 @@ def reducible(tensors: Sequence[Tensor], op: str) -> None:
         raise CollectiveError(f"reduce(op={op!r}): complex numbers have no order.")
 
 
-def fold(rows: list[Tensor], op: str) -> Tensor:
-    """Combine one tensor per rank, in rank order, so that every rank gets the same bits."""
-    wide = torch.stack([_widen(row, op) for row in rows])
-    return _narrow(_FOLDS[op](wide), rows[0].dtype, op, len(rows))
+def fold(rows: Tensor, op: str) -> Tensor:
+    """Combine (ranks, ...) over ranks, in rank order, so that every rank gets the same bits."""
+    return _narrow(_FOLDS[op](_widen(rows, op)), rows.dtype, op, len(rows))
 
 
 def all_reduce(ctx: DistContext, call: Call, tensors: list[Tensor], op: str) -> list[Tensor]:

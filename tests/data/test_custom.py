@@ -182,3 +182,9 @@ def test_a_position_beyond_the_sampler_stems_from_other_data():
 def test_workers_change_nothing(workers):
     loaders = shards(2, batch_sampler=Buckets(), num_workers=workers)
     assert data(loaders) == data(shards(2, batch_sampler=Buckets()))
+
+
+def test_a_batch_of_no_rows_is_refused():
+    for loader in shards(2, fx.Plan(even="uneven"), batch_sampler=Fixed([0], [1], [], [2])):
+        with pytest.raises(fx.DataError, match="no rows"):
+            list(loader)
