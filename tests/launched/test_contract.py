@@ -16,6 +16,9 @@ pytestmark = [
 ]
 
 ROWS, BATCH, TEST_ROWS = 1500, 32, 297
+# The last 297 digits were written by other people than the first 1500. A loop in plain torch
+# ends between 0.896 and 0.929 over twelve shuffles, this one between 0.882 and 0.929.
+LEAST = 0.87
 
 
 @attrs.frozen(kw_only=True)
@@ -59,7 +62,7 @@ def test_digits(case):
     assert told["ranks"] == case.ranks
     assert told["rows"] == TEST_ROWS
     assert told["updates"] == case.updates
-    assert told["accuracy"] >= 0.9
+    assert told["accuracy"] >= LEAST
 
 
 PLANS = [
