@@ -12,6 +12,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
+# For a search by hand: python -m pytest property_tests/test_topology.py --hypothesis-profile=long
+settings.register_profile("long", settings.get_profile("default"), max_examples=5_000)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 NO_SHRINK = tuple(phase for phase in Phase if phase is not Phase.shrink)

@@ -64,7 +64,7 @@ def read_slurm(env: Mapping[str, str]) -> Topology:
 
 def _port(env: Mapping[str, str]) -> int:
     """One port per job and step, so that those that share a node do not meet."""
-    job = number(env, "SLURM_JOB_ID", "SLURM_JOBID", default=0)
+    job = number(env, "SLURM_JOB_ID", "SLURM_JOBID", most=1 << 32, default=0)
     step = number(env, "SLURM_STEP_ID", "SLURM_STEPID", most=_LAST_STEP, default=0)
     return _PORTS[(job + 4_999 * step) % len(_PORTS)]
 
@@ -72,9 +72,8 @@ def _port(env: Mapping[str, str]) -> int:
 def _tasks_per_node(env: Mapping[str, str], world_size: int) -> list[int]:
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     name = next((name for name in names if name in env), None)
-    num_nodes = number(
-        env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", least=1, default=1
-    )
+    counts = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    num_nodes = number(env, *counts, least=1, most=_MOST_NODES, default=1)
     if name is None:
         each = number(env, "SLURM_NTASKS_PER_NODE", least=1, default=-(-world_size // num_nodes))
         if each * num_nodes != world_size:
