@@ -6,6 +6,8 @@ Names load on first use, so that the command line can answer without importing t
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fxtrain._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from fxtrain import ops as ops
     from fxtrain import state as state
@@ -20,6 +22,13 @@ if TYPE_CHECKING:
     from fxtrain._errors import StepError as StepError
     from fxtrain.backends import unwrap as unwrap
     from fxtrain.backends import wrap as wrap
+    from fxtrain.checkpoint import Restored as Restored
+    from fxtrain.checkpoint import Saving as Saving
+    from fxtrain.checkpoint import Verified as Verified
+    from fxtrain.checkpoint import latest as latest
+    from fxtrain.checkpoint import restore as restore
+    from fxtrain.checkpoint import save as save
+    from fxtrain.checkpoint import verify as verify
     from fxtrain.data import Sharded as Sharded
     from fxtrain.data import shard as shard
     from fxtrain.launch import launch as launch
@@ -52,14 +61,13 @@ if TYPE_CHECKING:
     from fxtrain.state import read_plan as read_plan
     from fxtrain.state import write_plan as write_plan
 
-__version__ = "0.1.0"
-
 _HOMES = {
     "fxtrain._errors": (
         "CheckpointError CollectiveError ContextError DataError FxError LaunchError "
         "MissingPackageError PlanError StepError"
     ),
     "fxtrain.backends": "unwrap wrap",
+    "fxtrain.checkpoint": "Restored Saving Verified latest restore save verify",
     "fxtrain.data": "Sharded shard",
     "fxtrain.launch": "launch",
     "fxtrain.loop": "StepFns step",

@@ -83,7 +83,7 @@ def _replicate(
     buffers: dict[str, Any] = {
         "forward_sync_buffers" if newer else "broadcast_buffers": config.sync_buffers
     }
-    engine = DistributedDataParallel(
+    engine = _Ordered(
         module,
         device_ids=None if ctx.device.type in ("cpu", "mps") else [ctx.device],
         process_group=data.comm.group,
@@ -94,7 +94,28 @@ def _replicate(
         **buffers,
     )
     _add_hook(engine, data, config.hook)
+    if not config.static_graph and not config.unused_parameters:
+        engine.fix_buckets()
     return engine
+
+
+class _Ordered(DistributedDataParallel):
+    """torch's wrapper with buckets that a restart does not change.
+
+    torch sorts gradients into buckets anew after the first backward, by when they were ready.
+    Where a gradient stands in its bucket decides the order in which the ranks' values are
+    added, and so its last bit: a resumed run, whose first backward still has the old buckets,
+    would differ. Here they are sorted before the first one, last registered first, which is
+    when gradients are ready in a module that registers its parts in the order of their use.
+    """
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, sparse = super()._build_params_for_reducer()
+        return parameters[::-1], sparse[::-1]
+
+    def fix_buckets(self) -> None:
+        self.reducer._push_all_rebuilt_params()
+        self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
 
 
 def _add_hook(engine: DistributedDataParallel, data: DistContext, config: CommHook) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 from fxtrain.backends import _torch
 from fxtrain.backends._modules import prepare_module, unmatched_names
 from fxtrain.backends._optim import make_optimizers, make_schedulers
+from fxtrain.backends._state import load_state, state_of
 from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped
 
 __all__ = ["SINGLE", "wrap_plain"]
@@ -77,5 +78,7 @@ SINGLE = Strategy(
     clip_value=_torch.clip_value,
     scale_grads=_torch.scale_grads,
     apply=_torch.apply,
+    state=state_of,
+    load_state=load_state,
     unwrap=_unwrap,
 )

@@ -10,7 +10,15 @@ from fxtrain.state._plan import Compile, Data, Plan
 from fxtrain.state._position import Position
 from fxtrain.state._precision import DTYPES, LossScale, Precision
 from fxtrain.state._strategies import DDP, CommHook, PowerSGD, Single
-from fxtrain.state._strategy import Finish, Outcome, Strategy, Wrapped, unsupported
+from fxtrain.state._strategy import (
+    Finish,
+    ModelState,
+    Outcome,
+    Saved,
+    Strategy,
+    Wrapped,
+    unsupported,
+)
 from fxtrain.state._topology import Topology
 
 __all__ = [
@@ -28,12 +36,14 @@ __all__ = [
     "Ledger",
     "LossScale",
     "Mesh",
+    "ModelState",
     "Outcome",
     "Plan",
     "Position",
     "PowerSGD",
     "Precision",
     "Report",
+    "Saved",
     "Single",
     "Strategy",
     "Topology",

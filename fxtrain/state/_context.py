@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import distributed as dist
 
-from fxtrain._errors import ContextError
+from fxtrain._errors import ContextError, FxError
 from fxtrain.state._mesh import Mesh
 
 __all__ = ["Comm", "DistContext", "Ledger"]
@@ -27,12 +27,17 @@ class Ledger:
         seen: Digests of call signatures that every rank was found to share.
         pending: The check of the last device collective, not yet waited for.
         broken: The message of the failure that left the communicator unusable.
+        tasks: Work in the background that still needs the ranks, with a `result()`; closing
+            waits for it.
+        kept: What such work uses again: buffers, a group of its own.
     """
 
     calls: int = 0
     seen: set[bytes] = attrs.field(factory=set)
     pending: Any = None
     broken: str | None = None
+    tasks: list[Any] = attrs.field(factory=list)
+    kept: dict[str, Any] = attrs.field(factory=dict)
 
 
 def _nothing(error: BaseException | None) -> None:
@@ -68,6 +73,21 @@ class Comm:
     simulated: bool = False
     close: Callable[[BaseException | None], None] = _nothing
     ledger: Ledger = attrs.field(factory=Ledger)
+
+    def finish(self, error: BaseException | None) -> None:
+        """Wait for work in the background, then close; its errors are raised or noted."""
+        found = error
+        while self.ledger.tasks:
+            try:
+                self.ledger.tasks.pop(0).result()
+            except FxError as failed:
+                if found is None:
+                    found = failed
+                else:
+                    found.add_note(f"And in the background: {failed}")
+        self.close(found)
+        if found is not None and error is None:
+            raise found
 
 
 @attrs.frozen(kw_only=True)
@@ -154,4 +174,4 @@ class DistContext:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.comm.close(error)
+        self.comm.finish(error)

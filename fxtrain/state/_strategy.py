@@ -1,6 +1,6 @@
 """The strategy record: the functions by which one backend carries out one kind of plan."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -12,7 +12,7 @@ from fxtrain._errors import PlanError
 from fxtrain.state._context import DistContext
 from fxtrain.state._plan import Plan
 
-__all__ = ["Finish", "Outcome", "Strategy", "Wrapped", "unsupported"]
+__all__ = ["Finish", "ModelState", "Outcome", "Saved", "Strategy", "Wrapped", "unsupported"]
 
 
 @attrs.frozen(kw_only=True)
@@ -103,6 +103,50 @@ class Wrapped:
         return self.module.parameters()
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class ModelState:
+    """Everything that a wrapped model needs to go on as if it had not been stopped.
+
+    Tensors are the live ones, not copies. Identity decides equality and hash.
+
+    Attributes:
+        tensors: By name, the same names and shapes on every rank that holds them. A DTensor
+            is spread over ranks; any other is the same on all.
+        own: By name, tensors that differ between ranks.
+        values: A tree of plain values and tensors, the same on every rank.
+        drifting: Names of tensors of which rank 0's counts, but which may differ between
+            ranks, such as the buffers of replicas. Where they do, each rank's is kept too.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    own: Mapping[str, torch.Tensor]
+    values: Any
+    drifting: frozenset[str] = frozenset()
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Saved:
+    """A saved `ModelState`, to be read piece by piece.
+
+    Attributes:
+        shapes: (shape, dtype) of each tensor by name.
+        fill: (name, tensor) → None; reads into a tensor, plain or spread.
+        values: As they were saved.
+        own: (name, rank) → the tensor of its own that a rank saved, or None.
+        ranks: How many saved.
+        rank: Which of them this rank is, of `here` that load.
+        here: How many load.
+    """
+
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    fill: Callable[[str, torch.Tensor], None]
+    values: Any
+    own: Callable[[str, int], torch.Tensor | None]
+    ranks: int
+    rank: int
+    here: int
+
+
 @attrs.frozen(kw_only=True)
 class Strategy:
     """How one backend carries out one kind of plan: functions only, no state.
@@ -127,6 +171,9 @@ class Strategy:
         scale_grads: (model, factor) → None.
         apply: (model, Finish) → Outcome: everything from the end of backward to parameters
             updated, with gradients unscaled, scaled, clipped, and zeroed afterwards.
+        state: (model) → ModelState, for a checkpoint; no traffic.
+        load_state: (model, Saved) → None; fills the model with what was saved, at any number
+            of ranks.
         unwrap: (model) → the user's module, as it was.
     """
 
@@ -141,6 +188,8 @@ class Strategy:
     clip_value: Callable[[Wrapped, float], None]
     scale_grads: Callable[[Wrapped, Any], None]
     apply: Callable[[Wrapped, Finish], Outcome]
+    state: Callable[[Wrapped], ModelState]
+    load_state: Callable[[Wrapped, Saved], None]
     unwrap: Callable[[Wrapped], nn.Module]
 
 

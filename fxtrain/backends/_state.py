@@ -1,0 +1,270 @@
+"""What a model on torch's own machinery needs to go on: taken out by name, and put back."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fxtrain._errors import CheckpointError
+from fxtrain.state import ModelState, Saved, Wrapped
+
+__all__ = ["load_state", "state_of"]
+
+_SCALE = 0  # place in the tally
+
+
+def state_of(model: Wrapped) -> ModelState:
+    """Parameters, buffers, optimizers, schedulers, loss scale, and an open window's gradients."""
+    tensors, extra = _module_state(model.module)
+    optimizers: list[Any] = []
+    for index, optimizer in enumerate(model.optimizers):
+        held, values = _optimizer_state(optimizer, f"optimizer.{index}", _names(model.module))
+        tensors.update(held)
+        optimizers.append(values)
+    own = {"tally": model.tally, "counts": model.counts}
+    for name, parameter in model.module.named_parameters():
+        if parameter.grad is not None:
+            # A spread gradient is reduced already; a plain one is this rank's part of a mean.
+            place = tensors if isinstance(parameter.grad, DTensor) else own
+            place[f"grad.{name}"] = parameter.grad
+    values = {
+        "module": extra,
+        "optimizers": optimizers,
+        "schedulers": [one.state_dict() for one in _each(model.scheduler)],
+        "scaler": None if model.scaler is None else model.scaler.state_dict(),
+    }
+    buffers = {f"module.{name}" for name, _ in model.module.named_buffers()}
+    return ModelState(
+        tensors=tensors, own=own, values=values, drifting=frozenset(buffers & tensors.keys())
+    )
+
+
+def load_state(model: Wrapped, saved: Saved) -> None:
+    """Put a saved state into a model, in place.
+
+    At another number of ranks the gradients of an open window become the mean over the ranks
+    that saved, which is what they stand for.
+
+    Raises:
+        CheckpointError: it is the state of another model.
+    """
+    tensors, _ = _module_state(model.module)
+    _check_names(tensors, saved)
+    for name, tensor in tensors.items():
+        saved.fill(name, tensor)
+        drifted = saved.own(name, saved.rank) if saved.ranks == saved.here else None
+        if drifted is not None:
+            tensor.detach().copy_(drifted)
+    _load_extra(model.module, saved.values["module"])
+    if model.optimizers:
+        _load_optimizers(model, saved)
+    _load_window(model, saved)
+
+
+def _module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors: dict[str, Tensor] = {}
+    extra: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        (tensors if isinstance(value, Tensor) else extra)[f"module.{name}"] = value
+    return tensors, extra
+
+
+def _check_names(tensors: Mapping[str, Tensor], saved: Saved) -> None:
+    there = {name for name in saved.shapes if name.startswith("module.")}
+    problems = [f"  {name[7:]} is not in the checkpoint" for name in tensors.keys() - there]
+    problems += [f"  {name[7:]} is in the checkpoint only" for name in there - tensors.keys()]
+    for name in tensors.keys() & there:
+        shape, dtype = saved.shapes[name]
+        tensor = tensors[name]
+        if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+            problems.append(
+                f"  {name[7:]} is {dtype} {list(shape)} in the checkpoint, and "
+                f"{tensor.dtype} {list(tensor.shape)} in the model"
+            )
+    if problems:
+        shown = sorted(problems)[:40]
+        more = [f"  and {len(problems) - 40} more"] if len(problems) > 40 else []
+        raise CheckpointError("\n".join(["The checkpoint is of another model:", *shown, *more]))
+
+
+def _load_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
+    for name, value in extra.items():
+        path = name.removeprefix("module.").rpartition("_extra_state")[0].rstrip(".")
+        module.get_submodule(path).set_extra_state(value)
+
+
+def _names(module: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def _optimizer_state(
+    optimizer: torch.optim.Optimizer, prefix: str, names: Mapping[int, str]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimizer's tensors by the parameter they belong to, and everything else."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for group, named in _groups(optimizer, names):
+        rest = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**rest, "params": [name for name, _ in named]})
+        for name, parameter in named:
+            state = optimizer.state.get(parameter)
+            if state is None:
+                continue
+            held = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            tensors.update({f"{prefix}.{name}.{key}": value for key, value in held.items()})
+            plain = {key: value for key, value in state.items() if key not in held}
+            values[name] = {"keys": list(state), "plain": plain}
+    return tensors, {"kind": type(optimizer).__name__, "groups": groups, "state": values}
+
+
+def _groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> Iterator[tuple[dict[str, Any], list[tuple[str, Tensor]]]]:
+    """Each group with its parameters by name; by place, where they are not the module's."""
+    for i, group in enumerate(optimizer.param_groups):
+        yield group, [(names.get(id(p), f"{i}.{j}"), p) for j, p in enumerate(group["params"])]
+
+
+def _load_optimizers(model: Wrapped, saved: Saved) -> None:
+    found = saved.values["optimizers"]
+    if len(found) != len(model.optimizers):
+        raise CheckpointError(
+            f"The model has {len(model.optimizers)} optimizers, and was saved with {len(found)}. "
+            f"Wrap it with the same, or with none to run it only."
+        )
+    names = _names(model.module)
+    for index, (optimizer, values) in enumerate(zip(model.optimizers, found, strict=True)):
+        _load_optimizer(optimizer, values, f"optimizer.{index}", names, saved)
+    schedulers, states = _each(model.scheduler), saved.values["schedulers"]
+    if len(schedulers) != len(states):
+        raise CheckpointError(
+            f"The model has {len(schedulers)} schedulers, and was saved with {len(states)}."
+        )
+    for scheduler, state in zip(schedulers, states, strict=True):
+        scheduler.load_state_dict(state)
+    if model.scaler is not None and saved.values["scaler"] is not None:
+        model.scaler.load_state_dict(saved.values["scaler"])
+
+
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    values: Mapping[str, Any],
+    prefix: str,
+    names: Mapping[int, str],
+    saved: Saved,
+) -> None:
+    """Fill an optimizer directly: torch's own loading would cast states to the parameters'."""
+    groups = list(_groups(optimizer, names))
+    own = [[name for name, _ in named] for _, named in groups]
+    theirs = [group["params"] for group in values["groups"]]
+    kind = type(optimizer).__name__
+    if values["kind"] != kind or own != theirs:
+        detail = "" if values["kind"] != kind else f": {_first_difference(own, theirs)}"
+        raise CheckpointError(
+            f"{prefix} is a {kind} here and was saved as a {values['kind']}, or holds other "
+            f"parameters or groups{detail}. Build it as it was built then."
+        )
+    for (group, named), options in zip(groups, values["groups"], strict=True):
+        for key, value in options.items():
+            if key != "params":
+                group[key] = _like(value, group.get(key))
+        fast = bool(group.get("capturable")) or bool(group.get("fused"))
+        for name, parameter in named:
+            state = values["state"].get(name)
+            if state is None:
+                optimizer.state.pop(parameter, None)
+                continue
+            read = _reader(parameter, saved, fast=fast)
+            optimizer.state[parameter] = {
+                key: state["plain"][key] if key in state["plain"] else read(f"{prefix}.{name}", key)
+                for key in state["keys"]
+            }
+
+
+def _reader(parameter: Tensor, saved: Saved, *, fast: bool) -> Callable[[str, str], Tensor]:
+    """How a state of a parameter is made: spread like it, if it has its shape."""
+
+    def read(prefix: str, key: str) -> Tensor:
+        name = f"{prefix}.{key}"
+        shape, dtype = saved.shapes[name]
+        if shape == tuple(parameter.shape):
+            made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        else:
+            # torch counts steps on the host, unless a kernel reads them.
+            on_host = key == "step" and not fast
+            made = torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+        saved.fill(name, made)
+        return made
+
+    return read
+
+
+def _like(value: Any, old: Any) -> Any:
+    """A saved hyperparameter where the old one was: a tensor stays the tensor it is."""
+    if isinstance(old, Tensor):
+        return old.copy_(torch.as_tensor(value))
+    return value
+
+
+def _first_difference(own: list[list[str]], theirs: list[list[str]]) -> str:
+    if len(own) != len(theirs):
+        return f"{len(own)} groups here, {len(theirs)} there"
+    for i, (here, there) in enumerate(zip(own, theirs, strict=True)):
+        for a, b in zip(here, there, strict=False):
+            if a != b:
+                return f"group {i} has {a} here where it had {b}"
+        if len(here) != len(there):
+            return f"group {i} has {len(here)} parameters here, {len(there)} there"
+    return ""
+
+
+def _load_window(model: Wrapped, saved: Saved) -> None:
+    """Gradients and account of an accumulation window that was open."""
+    tallies = _of_all(saved, "tally")
+    # Weighted losses are divided by the ranks at the end of the window; others already were.
+    factor = saved.ranks / saved.here if tallies[0][_SCALE] != 0 else 1.0
+    for name, parameter in model.module.named_parameters():
+        if f"grad.{name}" in saved.shapes:
+            parameter.grad = torch.empty_like(parameter, requires_grad=False)
+            saved.fill(f"grad.{name}", parameter.grad)
+        elif saved.ranks == saved.here:
+            _set_grad(parameter, saved.own(f"grad.{name}", saved.rank))
+        else:
+            parts = _of_all(saved, f"grad.{name}")
+            mean = sum(parts[1:], parts[0]) * (factor / saved.ranks) if parts else None
+            _set_grad(parameter, mean)
+    if saved.ranks == saved.here:
+        tally, counts = tallies[saved.rank], _of_all(saved, "counts")[saved.rank]
+    else:
+        # Every rank counts the same rows; weights add up over the ranks, so one takes them all.
+        tally, counts = tallies[0].clone(), _of_all(saved, "counts")[0]
+        tally[1:] = torch.stack(tallies)[:, 1:].sum(0) if saved.rank == 0 else 0
+    model.tally.copy_(tally)
+    model.counts.copy_(counts)
+
+
+def _of_all(saved: Saved, name: str) -> list[Tensor]:
+    """A tensor of its own of every rank that saved one."""
+    found = [saved.own(name, rank) for rank in range(saved.ranks)]
+    return [one for one in found if one is not None]
+
+
+def _set_grad(parameter: nn.Parameter, value: Tensor | None) -> None:
+    if value is None:
+        parameter.grad = None
+    elif parameter.grad is not None:
+        parameter.grad.copy_(value)
+    else:
+        parameter.grad = value.to(parameter.device)
+
+
+def _each(made: Any) -> list[Any]:
+    """The schedulers in what the factory returned, in order."""
+    if made is None:
+        return []
+    if isinstance(made, Mapping):
+        return list(made.values())
+    return list(made) if isinstance(made, list | tuple) else [made]

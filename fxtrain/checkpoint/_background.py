@@ -1,0 +1,121 @@
+"""Saves that are written in a thread while training goes on."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from fxtrain import ops
+from fxtrain._errors import CheckpointError
+from fxtrain.checkpoint._pieces import Piece
+from fxtrain.state import DistContext
+
+__all__ = ["Saving", "earlier", "stage", "start"]
+
+_BUFFER, _GROUP = "checkpoint.buffer", "checkpoint.group"
+
+
+@attrs.define(eq=False)
+class Saving:
+    """A save, finished or under way.
+
+    Attributes:
+        path: Where the checkpoint is, or will be.
+    """
+
+    path: str
+    _thread: threading.Thread | None = attrs.field(default=None, alias="thread", repr=False)
+    _error: BaseException | None = attrs.field(default=None, alias="error", repr=False)
+
+    @classmethod
+    def finished(cls, path: str) -> "Saving":
+        """A save that is done."""
+        return cls(path)
+
+    def done(self) -> bool:
+        """Whether the checkpoint is there, or has failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def result(self, timeout_s: float | None = None) -> str:
+        """Wait for the checkpoint and return its path.
+
+        Raises:
+            CheckpointError: it failed; on every rank, at each call.
+            TimeoutError: it is not there within `timeout_s`.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise TimeoutError(f"{self.path} is still being written after {timeout_s} s.")
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+
+def earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving | None:
+    """Wait for the save under way, if any, or return it if this one is to be skipped.
+
+    Raises:
+        CheckpointError: it failed.
+    """
+    if busy not in ("wait", "skip"):
+        raise CheckpointError(f"save(busy={busy!r}): choose 'wait' or 'skip'.")
+    tasks = ctx.comm.ledger.tasks
+    if not tasks:
+        return None
+    found: Saving = tasks[-1]
+    if busy == "skip" and ops.any_rank(not found.done(), ctx):
+        return found
+    tasks.remove(found)
+    found.result()
+    return None
+
+
+def start(ctx: DistContext, path: str, run: Callable[[DistContext], None]) -> Saving:
+    """Write in a thread, over a process group of its own."""
+    kept = ctx.comm.ledger.kept
+    if _GROUP not in kept:
+        kept[_GROUP] = ops.duplicate(ctx)
+    saving = Saving(path)
+
+    def work() -> None:
+        try:
+            run(kept[_GROUP])
+        except BaseException as error:  # kept for whoever asks next
+            saving._error = error
+
+    # Not a daemon: the interpreter waits for it at exit.
+    saving._thread = threading.Thread(target=work, name="fxtrain save")
+    ctx.comm.ledger.tasks.append(saving)
+    saving._thread.start()
+    return saving
+
+
+def stage(ctx: DistContext, pieces: Sequence[Piece]) -> list[Piece]:
+    """Copy pieces into one host buffer, which the next save uses again."""
+    ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())
+    buffer = _buffer(ctx, sum(piece.size for piece in pieces))
+    place = 0
+    staged: list[Piece] = []
+    for piece in ordered:
+        there = buffer[place : place + piece.size].view(piece.tensor.dtype)
+        there = there.view(piece.tensor.shape)
+        there.copy_(piece.tensor, non_blocking=True)
+        staged.append(attrs.evolve(piece, tensor=there))
+        place += piece.size
+    if ctx.device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(ctx.device)
+    return staged
+
+
+def _buffer(ctx: DistContext, size: int) -> Tensor:
+    kept = ctx.comm.ledger.kept
+    found = kept.get(_BUFFER)
+    if found is None or found.numel() < size:
+        kept.pop(_BUFFER, None)  # freed before the larger one is made
+        pinned = ctx.device.type not in ("cpu", "meta", "mps")
+        found = kept[_BUFFER] = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    return found

@@ -1,0 +1,363 @@
+"""The manifest: what a checkpoint holds, where, and how to know that it is intact.
+
+The file is one line of JSON, `{"digest":"…","manifest":{…}}`, in which the digest is that of
+the bytes of the inner object: no byte of the file can change unnoticed.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+import xxhash
+
+from fxtrain._errors import CheckpointError, PlanError
+from fxtrain.checkpoint._bytes import DTYPES
+from fxtrain.state import Position, structure, unstructure
+
+__all__ = ["CHUNK", "FORMAT", "MANIFEST", "Entry", "File", "Manifest", "Part", "digest_of"]
+__all__ += ["dump_manifest", "load_manifest"]
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+CHUNK = 4 << 20  # bytes of a part that share a digest; a slice is read and checked in these
+_LARGEST = 1 << 30  # bytes of a manifest
+_DIMS = 64  # torch has no more
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_HEAD, _MIDDLE, _TAIL = b'{"digest":"', b'","manifest":', b"}\n"
+
+
+@attrs.frozen(kw_only=True)
+class Part:
+    """A box of a tensor, whole in one file.
+
+    Attributes:
+        file: Name of the file.
+        offset: First byte in it.
+        start: Where the box stands in the tensor, per dimension.
+        shape: Size of the box.
+        digests: One per `CHUNK` bytes.
+    """
+
+    file: str
+    offset: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    digests: tuple[str, ...]
+
+
+@attrs.frozen(kw_only=True)
+class Entry:
+    """A tensor: its dtype, its shape over all ranks, and its parts."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number."""
+        return DTYPES[self.dtype].itemsize
+
+
+@attrs.frozen(kw_only=True)
+class File:
+    """A data file: its bytes, those of its header, and the digest of the header."""
+
+    size: int
+    header: int
+    digest: str
+
+
+@attrs.frozen(kw_only=True)
+class Manifest:
+    """All that a checkpoint says of itself.
+
+    Attributes:
+        versions: Of fxtrain and torch, for people.
+        topology: `world_size` and `mesh` of the ranks that saved.
+        position: Where the run stood in its data.
+        metric: What `keep_best` goes by, or None.
+        models: Per model: its `plan`, the plan's `fingerprint`, its `values`.
+        extra: The user's state.
+        tensors: By name.
+        aliases: Names of tensors that share the memory of another.
+        own: Per rank that saved, the tensors that belong to it alone.
+        files: By name.
+    """
+
+    versions: Mapping[str, str]
+    topology: Mapping[str, Any]
+    position: Position
+    metric: float | None
+    models: Mapping[str, Any]
+    extra: Any
+    tensors: Mapping[str, Entry]
+    aliases: Mapping[str, str]
+    own: tuple[Mapping[str, Entry], ...]
+    files: Mapping[str, File]
+
+
+def digest_of(data: Any) -> str:
+    """The digest of some bytes: XXH3, 128 bits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def dump_manifest(manifest: Manifest) -> bytes:
+    """The bytes of the file."""
+    data = {
+        "format": FORMAT,
+        **attrs.asdict(manifest, recurse=False),
+        "position": unstructure(manifest.position),
+        "tensors": _entries(manifest.tensors),
+        "own": [_entries(one) for one in manifest.own],
+        "files": {name: attrs.asdict(file) for name, file in manifest.files.items()},
+    }
+    body = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
+    return _HEAD + digest_of(body).encode() + _MIDDLE + body + _TAIL
+
+
+def load_manifest(raw: bytes) -> Manifest:
+    """Read the bytes of the file, and believe nothing that does not hold together.
+
+    Raises:
+        CheckpointError: a byte has changed, or the manifest contradicts itself; before
+            anything is opened or allocated by what it says.
+    """
+    data = _parse(_body(raw))
+    _keys(data, {"format", *attrs.fields_dict(Manifest)}, "the manifest")
+    if data["format"] != FORMAT:
+        raise CheckpointError(
+            f"The manifest has the format {data['format']!r}; this version of fxtrain reads "
+            f"{FORMAT}. Install the version that wrote it: {data.get('versions')!r}."
+        )
+    try:
+        return _manifest(data)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"The manifest is malformed: {error}.") from error
+
+
+def _body(raw: bytes) -> memoryview:
+    start, middle = len(_HEAD), len(_HEAD) + 32
+    view = memoryview(raw)
+    framed = (
+        len(raw) <= _LARGEST
+        and view[:start] == _HEAD
+        and view[middle : middle + len(_MIDDLE)] == _MIDDLE
+        and view[-len(_TAIL) :] == _TAIL
+    )
+    if not framed:
+        raise CheckpointError(
+            f"{MANIFEST} of {len(raw)} bytes is not a manifest, or was cut or changed."
+        )
+    body = view[middle + len(_MIDDLE) : -len(_TAIL)]
+    found = digest_of(body)
+    if view[start:middle] != found.encode():
+        raise CheckpointError(
+            f"{MANIFEST} was changed: its digest is {found}, and it says "
+            f"{bytes(view[start:middle])!r}."
+        )
+    return body
+
+
+def _parse(body: memoryview) -> dict[str, Any]:
+    try:
+        data = json.loads(bytes(body), object_pairs_hook=_once, parse_constant=_no_constant)
+    except RecursionError:
+        raise CheckpointError("The manifest is nested too deep.") from None
+    except ValueError as error:
+        raise CheckpointError(f"The manifest is not JSON: {error}.") from error
+    if not isinstance(data, dict):
+        raise CheckpointError("The manifest is not a JSON object.")
+    return data
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice[:80]!r} stands there twice")
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _manifest(data: dict[str, Any]) -> Manifest:
+    files = {_file_name(name): _file(one, name) for name, one in _table(data["files"]).items()}
+    tensors = {n: _entry(one, n, files) for n, one in _table(data["tensors"]).items()}
+    own = tuple(
+        {n: _entry(one, n, files) for n, one in _table(rank).items()} for rank in _list(data["own"])
+    )
+    _apart(files, [*tensors.values(), *(entry for rank in own for entry in rank.values())])
+    aliases = _table(data["aliases"])
+    for name, target in aliases.items():
+        if target not in tensors or name in tensors:
+            raise ValueError(f"{name!r} is said to be the tensor {target!r}, which is not there")
+    metric = data["metric"]
+    if metric is not None and type(metric) not in (int, float):
+        raise ValueError(f"the metric {metric!r} is not a number")
+    try:
+        position = structure(data["position"], Position)
+    except PlanError as error:
+        raise ValueError(str(error)) from error
+    return Manifest(
+        versions=_table(data["versions"]),
+        topology=_table(data["topology"]),
+        position=position,
+        metric=metric,
+        models=_models(data["models"]),
+        extra=data["extra"],
+        tensors=tensors,
+        aliases=aliases,
+        own=own,
+        files=files,
+    )
+
+
+def _models(data: Any) -> dict[str, Any]:
+    for name, model in _table(data).items():
+        _keys(model, {"plan", "fingerprint", "values"}, f"the model {name!r}")
+    return data
+
+
+def _file_name(name: str) -> str:
+    if not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"{name[:200]!r} is not the name of a data file")
+    return name
+
+
+def _file(data: Any, name: str) -> File:
+    _keys(data, {"size", "header", "digest"}, name)
+    size, header = _count(data["size"]), _count(data["header"])
+    if not 8 <= header <= size:
+        raise ValueError(f"{name} has a header of {header} bytes in {size}")
+    return File(size=size, header=header, digest=_hash(data["digest"]))
+
+
+def _entry(data: Any, name: str, files: Mapping[str, File]) -> Entry:
+    _keys(data, {"dtype", "shape", "parts"}, name)
+    if data["dtype"] not in DTYPES:
+        raise ValueError(f"{name} has the unknown dtype {data['dtype']!r}")
+    shape = _shape(data["shape"])
+    itemsize = DTYPES[data["dtype"]].itemsize
+    parts = tuple(_part(part, name, shape, itemsize, files) for part in _list(data["parts"]))
+    if not _covers(shape, parts):
+        raise ValueError(f"the parts of {name} overlap or do not cover {list(shape)}")
+    return Entry(dtype=data["dtype"], shape=shape, parts=parts)
+
+
+def _part(
+    data: Any, name: str, whole: tuple[int, ...], itemsize: int, files: Mapping[str, File]
+) -> Part:
+    _keys(data, {"file", "offset", "start", "shape", "digests"}, f"a part of {name}")
+    start, shape = _shape(data["start"]), _shape(data["shape"])
+    if not len(start) == len(shape) == len(whole) or any(
+        begin + size > room for begin, size, room in zip(start, shape, whole, strict=True)
+    ):
+        raise ValueError(f"a part of {name} at {start} of {shape} is not inside {list(whole)}")
+    file = files.get(data["file"])
+    offset, size = _count(data["offset"]), math.prod(shape) * itemsize
+    if file is None or not file.header <= offset <= offset + size <= file.size:
+        raise ValueError(f"a part of {name} is not inside the file {data['file']!r}")
+    digests = tuple(_hash(one) for one in _list(data["digests"]))
+    if len(digests) != -(-size // CHUNK):
+        raise ValueError(f"a part of {name} has {len(digests)} digests for {size} bytes")
+    return Part(file=data["file"], offset=offset, start=start, shape=shape, digests=digests)
+
+
+def _covers(shape: tuple[int, ...], parts: tuple[Part, ...]) -> bool:
+    """Whether boxes are disjoint and fill the tensor."""
+    if sum(math.prod(part.shape) for part in parts) != math.prod(shape):
+        return False
+    boxes = sorted((part for part in parts if math.prod(part.shape)), key=lambda part: part.start)
+    open_boxes: list[Part] = []
+    for box in boxes:
+        # Sorted by the first dimension, so what ended before this one begins is done with.
+        open_boxes = [one for one in open_boxes if one.start[0] + one.shape[0] > box.start[0]]
+        if any(_meet(one, box) for one in open_boxes):
+            return False
+        if shape:
+            open_boxes.append(box)
+    return True
+
+
+def _meet(one: Part, other: Part) -> bool:
+    return all(
+        a < b + m and b < a + n
+        for a, n, b, m in zip(one.start, one.shape, other.start, other.shape, strict=True)
+    )
+
+
+def _apart(files: Mapping[str, File], entries: Iterable[Entry]) -> None:
+    """Refuse two parts that share bytes, and bytes that belong to none."""
+    spans: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
+    for entry in entries:
+        for part in entry.parts:
+            size = math.prod(part.shape) * entry.itemsize
+            if size:
+                spans[part.file].append((part.offset, part.offset + size))
+    for name, found in spans.items():
+        place = files[name].header
+        for begin, end in sorted(found):
+            if begin != place:
+                raise ValueError(f"parts in {name} overlap or leave bytes out at {place}")
+            place = end
+        if place != files[name].size:
+            raise ValueError(f"{name} has bytes after {place} that belong to no tensor")
+
+
+def _entries(entries: Mapping[str, Entry]) -> dict[str, Any]:
+    return {
+        name: {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "parts": [attrs.asdict(part, recurse=False) for part in entry.parts],
+        }
+        for name, entry in entries.items()
+    }
+
+
+def _keys(data: Any, wanted: set[str], what: str) -> None:
+    if not isinstance(data, dict) or data.keys() != wanted:
+        found = sorted(data) if isinstance(data, dict) else type(data).__name__
+        raise CheckpointError(
+            f"The manifest is malformed: {what[:200]} should have {sorted(wanted)}, "
+            f"found {str(found)[:500]}."
+        )
+
+
+def _table(data: Any) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise ValueError(f"an object was expected, found {type(data).__name__}")
+    return data
+
+
+def _list(data: Any) -> list[Any]:
+    if not isinstance(data, list):
+        raise ValueError(f"a list was expected, found {type(data).__name__}")
+    return data
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{str(value)[:80]} is not a size or a place")
+    return value
+
+
+def _shape(data: Any) -> tuple[int, ...]:
+    sizes = tuple(_count(size) for size in _list(data))
+    if len(sizes) > _DIMS:
+        raise ValueError(f"a tensor of {len(sizes)} dimensions")
+    return sizes
+
+
+def _hash(value: Any) -> str:
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        raise ValueError(f"{str(value)[:80]!r} is not a digest")
+    return value

@@ -1,0 +1,308 @@
+"""Saving: a checkpoint appears whole, or not at all, and every rank knows which."""
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+import torch
+from torch.distributed.tensor import DTensor
+
+from fxtrain import ops
+from fxtrain._errors import CheckpointError, CollectiveError
+from fxtrain._version import __version__
+from fxtrain.checkpoint._background import Saving, earlier, stage, start
+from fxtrain.checkpoint._bytes import contiguous, memory_of
+from fxtrain.checkpoint._manifest import Entry, Manifest, Part, digest_of, dump_manifest
+from fxtrain.checkpoint._names import Keep, checkpoints, new_name, to_prune
+from fxtrain.checkpoint._pieces import Piece, own_pieces, pieces_of
+from fxtrain.checkpoint._place import Place, place_of
+from fxtrain.checkpoint._snapshot import Snapshot, by_name, snapshot
+from fxtrain.checkpoint._write import Written, write_file
+from fxtrain.state import DistContext, Position, Wrapped
+
+__all__ = ["save"]
+
+
+def save(
+    path: Any,
+    ctx: DistContext,
+    model: Wrapped | Mapping[str, Wrapped],
+    *,
+    position: Position = Position(),  # noqa: B008 - a frozen value
+    extra: Any = None,
+    metric: float | None = None,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    keep_best: int | None = None,
+    best: Literal["min", "max"] = "min",
+    background: bool = False,
+    busy: Literal["wait", "skip"] = "wait",
+) -> Saving:
+    """Save models, and all that a run needs to go on bit for bit.
+
+    That is parameters, buffers, optimizers, schedulers, the loss scale, an open accumulation
+    window, the random generators of every rank, the position in the data, and `extra`. The
+    checkpoint is the folder `update-…` in `path`, named after `position.updates`.
+
+    Args:
+        path: Folder of the run's checkpoints, on a file system that all ranks share, or an
+            fsspec URL. One run at a time writes into it.
+        model: What `fx.wrap` returned, or several of them by name.
+        position: Where the run stands: `batch.position` or `report.position`.
+        extra: The user's own state, the same on every rank: tensors, plain values, attrs
+            records, objects with `state_dict()`, nested at will.
+        metric: What `keep_best` compares.
+        keep_last: Keep this many of the newest checkpoints; all, if no rule is given.
+        keep_every: Keep those whose number of updates is a multiple of this.
+        keep_best: Keep this many with the best metric.
+        best: Whether the best metric is the smallest or the largest.
+        background: Return once the state is copied to host memory, and write in a thread.
+        busy: What to do while an earlier save is still being written: wait for it, or skip
+            this one and return the handle of the earlier.
+
+    Returns:
+        A handle with the `path` of the checkpoint; `handle.result()` waits for it.
+
+    Effects:
+        Writes one file per rank, which holds each number once over all ranks. A few small
+        collectives. Older checkpoints that no rule keeps are removed after the new one is
+        there, and what an interrupted save left behind before.
+
+    Raises:
+        CheckpointError: a value cannot be saved, or a rank could not write; on every rank.
+            Earlier checkpoints are whole. Also the error of an earlier save in the
+            background that nobody has asked for.
+
+    Example:
+        >>> import fxtrain as fx, tempfile, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
+        ...     folder = tempfile.mkdtemp()
+        ...     _ = fx.save(folder, ctx, model, position=fx.Position(updates=7))
+        ...     fx.latest(folder)[-17:]
+        'update-0000000007'
+    """
+    keep = _keep(keep_last, keep_every, keep_best, best, metric)
+    models = by_name(model)
+    if not isinstance(position, Position):
+        raise CheckpointError(
+            f"save(position=...) takes a Position, found {type(position).__name__}. Use "
+            f"batch.position or report.position."
+        )
+    under_way = earlier(ctx, busy)
+    if under_way is not None:
+        return under_way
+    folder = place_of(path)
+    job = _prepare(ctx, folder, models, position, extra, metric, keep)
+    if background:
+        return start(ctx, job.final, attrs.evolve(job, pieces=stage(ctx, job.pieces)).run)
+    job.run(ctx)
+    return Saving.finished(job.final)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Job:
+    """One save, agreed by all ranks and not yet written."""
+
+    folder: Place
+    name: str
+    token: str
+    taken: Snapshot
+    pieces: list[Piece]
+    keep: Keep
+
+    @property
+    def final(self) -> str:
+        return str(self.folder.join(self.name))
+
+    def run(self, ctx: DistContext) -> None:
+        """Write this rank's file and commit together with the other ranks."""
+        draft = self.folder.draft(self.name, self.token)
+        problem: str | None = None
+        written = Written(rank=ctx.rank)
+        try:
+            written = write_file(draft, ctx.rank, self.pieces)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = f"{type(error).__name__}: {error}"
+        try:
+            found = ops.gather_objects((problem, written), ctx)
+            problems = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
+            if not problems:
+                word = self._commit(ctx, [written for _, written in found])
+                problems = {0: word} if word is not None else {}
+        except CollectiveError as error:
+            raise CheckpointError(
+                f"{self.final} was not saved: {error} Earlier checkpoints are whole."
+            ) from error
+        if problems:
+            self._give_up(ctx, problems)
+
+    def _commit(self, ctx: DistContext, written: Sequence[Written]) -> str | None:
+        """Rank 0 makes the checkpoint appear; every rank learns what became of it."""
+        problem: str | None = None
+        if ctx.is_main:
+            try:
+                manifest = dump_manifest(_manifest(ctx, self.taken, written))
+                self.folder.commit(self.name, self.token, manifest)
+                for name in to_prune(self.folder, self.keep):
+                    self.folder.remove(name)
+            except Exception as error:  # as above
+                problem = f"{type(error).__name__}: {error}"
+        return ops.broadcast_object(problem, ctx)
+
+    def _give_up(self, ctx: DistContext, problems: Mapping[int, str]) -> None:
+        lines = [f"  rank {rank}: {text}" for rank, text in problems.items()]
+        committed = ctx.is_main and self.name in checkpoints(self.folder)
+        whole = ops.broadcast_object(committed, ctx)
+        if ctx.is_main:
+            _clean(self.folder, lines)
+        head = (
+            f"{self.final} was saved and is whole, but what comes after failed:"
+            if whole
+            else f"{self.final} was not saved. Earlier checkpoints are whole."
+        )
+        raise CheckpointError("\n".join([head, *lines]))
+
+
+def _prepare(
+    ctx: DistContext,
+    folder: Place,
+    models: Mapping[str, Wrapped],
+    position: Position,
+    extra: Any,
+    metric: float | None,
+    keep: Keep,
+) -> _Job:
+    """Agree on what is saved and under which name; no rank has touched the disk but rank 0."""
+    problem: Exception | None = None
+    taken, named = None, None
+    try:
+        taken = snapshot(ctx, models, position, extra, metric)
+        if ctx.is_main:
+            folder.make()
+            _clean(folder, [])
+            named = (new_name(folder, position.updates), secrets.token_hex(4))
+    except Exception as error:  # raised below, on every rank
+        problem = error
+    view = _View(
+        problem=None if problem is None else f"{type(problem).__name__}: {problem}",
+        position=position,
+        plain={} if taken is None else _outline(taken),
+        named=named,
+    )
+    views = ops.gather_objects(view, ctx)
+    _raise_all(views, str(folder), problem)
+    assert taken is not None
+    name, token = views[0].named
+    holders = _holders(views)
+    common = {
+        name: tensor
+        for name, tensor in taken.tensors.items()
+        if isinstance(tensor, DTensor) or name in holders
+    }
+    drifted = {one for one in taken.drifting if len({view.plain.get(one) for view in views}) > 1}
+    own = {**taken.own, **{one: taken.tensors[one] for one in drifted}}
+    pieces = [*pieces_of(common, ctx.rank, holders), *own_pieces(own)]
+    return _Job(folder=folder, name=name, token=token, taken=taken, pieces=pieces, keep=keep)
+
+
+@attrs.frozen(kw_only=True)
+class _View:
+    """What one rank is about to save.
+
+    Attributes:
+        problem: Why it cannot.
+        position: Where it stands.
+        plain: Names of the tensors that are not spread; the digest of those that may differ.
+        named: On rank 0, the name and the token of the checkpoint.
+    """
+
+    problem: str | None
+    position: Position
+    plain: Mapping[str, str]
+    named: tuple[str, str] | None
+
+
+def _outline(taken: Snapshot) -> dict[str, str]:
+    return {
+        name: digest_of(memory_of(contiguous(tensor))) if name in taken.drifting else ""
+        for name, tensor in taken.tensors.items()
+        if not isinstance(tensor, DTensor)
+    }
+
+
+def _holders(views: Sequence[_View]) -> dict[str, list[int]]:
+    """The ranks whose copy of a plain tensor counts."""
+    found: dict[str, list[int]] = {}
+    for rank, view in enumerate(views):
+        for name, digest in view.plain.items():
+            # Of buffers, and of the user's own tensors, rank 0's.
+            if name not in found or not (digest or name.startswith("extra")):
+                found.setdefault(name, []).append(rank)
+    return found
+
+
+def _raise_all(views: Sequence[_View], folder: str, problem: Exception | None) -> None:
+    """Raise on every rank if one has a problem or stands somewhere else."""
+    lines = [f"  rank {rank}: {one.problem}" for rank, one in enumerate(views) if one.problem]
+    if lines:
+        raise CheckpointError("\n".join([f"Nothing was saved in {folder}:", *lines])) from problem
+    if len({view.position for view in views}) > 1:
+        lines = [f"  rank {rank}: {view.position}" for rank, view in enumerate(views)]
+        raise CheckpointError("\n".join(["save: the ranks stand at different positions:", *lines]))
+
+
+def _clean(folder: Place, lines: list[str]) -> None:
+    """Remove what an interrupted save left behind; what cannot be removed is told."""
+    for name in folder.leftovers():
+        try:
+            folder.remove(name)
+        except OSError as error:
+            lines.append(f"  rank 0: {name} of an interrupted save cannot be removed: {error}")
+
+
+def _manifest(ctx: DistContext, taken: Snapshot, written: Sequence[Written]) -> Manifest:
+    tensors: dict[str, tuple[str, tuple[int, ...], list[Part]]] = {}
+    own: list[dict[str, Entry]] = []
+    for one in written:
+        for name, dtype, whole, part in one.tensors:
+            tensors.setdefault(name, (dtype, whole, []))[2].append(part)
+        own.append(
+            {
+                name: Entry(dtype=dtype, shape=whole, parts=(part,))
+                for name, dtype, whole, part in one.own
+            }
+        )
+    return Manifest(
+        versions={"fxtrain": __version__, "torch": torch.__version__},
+        topology={"world_size": ctx.world_size, "mesh": ctx.mesh.sizes},
+        position=taken.position,
+        metric=taken.metric,
+        models=taken.models,
+        extra=taken.extra,
+        tensors={
+            name: Entry(dtype=dtype, shape=whole, parts=tuple(parts))
+            for name, (dtype, whole, parts) in tensors.items()
+        },
+        aliases=taken.aliases,
+        own=tuple(own),
+        files={one.file[0]: one.file[1] for one in written if one.file is not None},
+    )
+
+
+def _keep(last: Any, every: Any, best: Any, mode: Any, metric: Any) -> Keep:
+    for name, value in (("keep_last", last), ("keep_every", every), ("keep_best", best)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise CheckpointError(f"save({name}={value!r}): pass how many, 1 or more.")
+    if mode not in ("min", "max"):
+        raise CheckpointError(f"save(best={mode!r}): choose 'min' or 'max'.")
+    if metric is not None and (type(metric) not in (int, float) or not math.isfinite(metric)):
+        raise CheckpointError(
+            f"save(metric={metric!r}): pass a finite number, such as loss.item(), that is the "
+            f"same on every rank."
+        )
+    if best is not None and metric is None:
+        raise CheckpointError("save(keep_best=...) needs metric=, the number to compare.")
+    return Keep(last=last, every=every, best=best, mode=mode)

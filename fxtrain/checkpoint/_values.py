@@ -1,0 +1,186 @@
+"""Plain values as JSON and back: exactly, without pickle, with tensors taken out by name.
+
+What JSON has no word for is an object with the key `$`: `{"$": "tuple", "items": [...]}`.
+Nothing is ever imported or called by a name that stands in a file.
+"""
+
+import base64
+import math
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fxtrain._errors import CheckpointError
+from fxtrain.state import unstructure
+
+__all__ = ["decode", "encode"]
+
+_DEEPEST = 64
+_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Turn a value into JSON, and put its tensors into `tensors`, named by where they stand.
+
+    Args:
+        value: None, bool, int, float, str, bytes, tensors, NumPy arrays and scalars, dtypes,
+            devices, sizes, paths, tuples, lists, sets, mappings with plain keys, attrs
+            records (as `fx.state.unstructure` writes them), and objects with `state_dict()`.
+        path: Name of the value, for its tensors and for messages.
+        tensors: Receives (name, tensor) for each tensor inside.
+
+    Raises:
+        CheckpointError: a leaf is something else; the message names it.
+    """
+    return _encode(value, path, tensors, 0)
+
+
+def decode(data: Any, read: Callable[[str], Tensor]) -> Any:
+    """Turn what `encode` wrote into values.
+
+    Args:
+        read: Name → tensor.
+
+    Raises:
+        CheckpointError: the data is not what `encode` writes.
+    """
+    if isinstance(data, list):
+        return [decode(one, read) for one in data]
+    if not isinstance(data, dict):
+        return data
+    if "$" not in data:
+        return {key: decode(one, read) for key, one in data.items()}
+    reader = _READERS.get(data["$"]) if isinstance(data["$"], str) else None
+    if reader is None:
+        raise CheckpointError(f"A value in the manifest has the unknown kind {data['$']!r}.")
+    try:
+        return reader(data, read)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"A value of kind {data['$']!r} in the manifest is malformed: {error!r}."
+        ) from error
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
+    if depth > _DEEPEST:
+        raise CheckpointError(
+            f"{path[:80]}… is nested more than {_DEEPEST} deep, or holds itself. Save less."
+        )
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, Tensor):
+        return {"$": "tensor", "name": _put(value, path, tensors)}
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+    for kind, write in _WRITERS:
+        if isinstance(value, kind):
+            return write(value, path, tensors, depth + 1)
+    return _encode_other(value, path, tensors, depth + 1)
+
+
+def _encode_other(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
+    if type(value).__module__ == "numpy":
+        return _encode_numpy(value, path, tensors, depth)
+    if attrs.has(type(value)) and not isinstance(value, type):
+        return _encode(unstructure(value), path, tensors, depth)
+    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        return _encode(value.state_dict(), path, tensors, depth)
+    raise CheckpointError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
+        f"saved without pickle. Save tensors, plain values, attrs records or objects with "
+        f"state_dict(): for example its fields as a dict."
+    )
+
+
+def _encode_numpy(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
+    if value.dtype.kind not in "biufc":
+        raise CheckpointError(
+            f"{path} is a NumPy value of dtype {value.dtype}; save numbers or booleans."
+        )
+    name = _put(torch.as_tensor(value.copy()), path, tensors)
+    return {"$": "numpy", "name": name, "scalar": not hasattr(value, "__setitem__")}
+
+
+def _put(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    """Name a tensor by its path; the keys 3 and "3" have the same."""
+    name = path
+    while name in tensors:
+        name += "'"
+    tensors[name] = tensor
+    return name
+
+
+def _encode_mapping(
+    value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor], depth: int
+) -> Any:
+    if all(type(key) is str for key in value) and "$" not in value:
+        return {key: _encode(one, f"{path}.{key}", tensors, depth) for key, one in value.items()}
+    items = [
+        [
+            _encode(key, f"{path}, a key", tensors, depth),
+            _encode(one, f"{path}.{key}", tensors, depth),
+        ]
+        for key, one in value.items()
+    ]
+    return {"$": "dict", "items": items}
+
+
+def _encode_items(kind: str) -> Callable[[Any, str, dict[str, Tensor], int], Any]:
+    def write(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
+        items = sorted(value, key=repr) if kind == "set" else value
+        found = [_encode(one, f"{path}.{i}", tensors, depth) for i, one in enumerate(items)]
+        return found if kind == "list" else {"$": kind, "items": found}
+
+    return write
+
+
+def _word(kind: str, text: Callable[[Any], str]) -> Callable[..., Any]:
+    return lambda value, path, tensors, depth: {"$": kind, "value": text(value)}
+
+
+# Before their bases: a size is a tuple, an enum member or a bool may be an int.
+_WRITERS: tuple[tuple[Any, Callable[..., Any]], ...] = (
+    (Enum, lambda value, path, tensors, depth: _encode(value.value, path, tensors, depth)),
+    (torch.Size, lambda value, *_: {"$": "tuple", "items": list(value)}),
+    (torch.dtype, _word("dtype", lambda value: str(value).removeprefix("torch."))),
+    (torch.device, _word("device", str)),
+    (PurePath, lambda value, *_: str(value)),
+    (bytes | bytearray, _word("bytes", lambda value: base64.b64encode(value).decode())),
+    (OrderedDict | defaultdict | dict | Mapping, _encode_mapping),
+    (tuple, _encode_items("tuple")),
+    (list | deque, _encode_items("list")),
+    (set | frozenset, _encode_items("set")),
+)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return found
+
+
+def _numpy(data: dict[str, Any], read: Callable[[str], Tensor]) -> Any:
+    array = read(data["name"]).numpy()
+    return array[()] if data["scalar"] else array
+
+
+_READERS: dict[str, Callable[[dict[str, Any], Callable[[str], Tensor]], Any]] = {
+    "tensor": lambda data, read: read(data["name"]),
+    "numpy": _numpy,
+    "float": lambda data, read: _WORDS[data["value"]],
+    "dtype": lambda data, read: _dtype(data["value"]),
+    "device": lambda data, read: torch.device(data["value"]),
+    "bytes": lambda data, read: base64.b64decode(data["value"], validate=True),
+    "tuple": lambda data, read: tuple(decode(data["items"], read)),
+    "set": lambda data, read: set(decode(data["items"], read)),
+    "dict": lambda data, read: {
+        decode(key, read): decode(value, read) for key, value in data["items"]
+    },
+}

@@ -1,0 +1,482 @@
+"""Saving and restoring on real ranks: what comes back, what is kept, and who hears of failure."""
+
+import os
+import random
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fxtrain as fx
+from tests.checkpoint import _runs
+
+NAME = "update-0000000003"
+
+
+def _resume(ctx, folder, kind, accumulate, before, after, background):
+    """The same run in one go, and with a stop in the middle."""
+    plan = _runs.plan_of(kind, accumulate)
+    fx.ops.seed(3, ctx, per_rank=True)
+    model, fns = _runs.start(ctx, kind, plan)
+    report, _ = _runs.go_on(ctx, _runs.loader_of(ctx, plan), fns, before)
+    saving = fx.save(folder, ctx, model, position=report.position, background=background)
+    loader = _runs.loader_of(ctx, plan).at(report.position)
+    _runs.go_on(ctx, loader, fns, after)
+    wanted = _runs.leaves(model)
+    saving.result()
+
+    torch.manual_seed(99)
+    random.seed(99)
+    again, fns = _runs.start(ctx, kind, plan)
+    restored = fx.restore(folder, ctx, again)
+    _runs.go_on(ctx, _runs.loader_of(ctx, plan).at(restored.position), fns, after)
+    found = _runs.leaves(again)
+    differing = [name for name in wanted[0] if not torch.equal(wanted[0][name], found[0][name])]
+    return differing, wanted[0].keys() == found[0].keys(), wanted[1] == found[1]
+
+
+@pytest.mark.parametrize("kind", _runs.KINDS)
+def test_a_resumed_run_is_equal_in_every_bit(cluster, kind, tmp_path):
+    found = cluster.run(_resume, str(tmp_path), kind, 2, 5, 4, kind == "plain")
+    assert found == [([], True, True)] * cluster.n
+    assert fx.verify(tmp_path).world_size == cluster.n
+
+
+def _with_extra(ctx, folder):
+    model = fx.wrap(_runs.net(), ctx)
+    ema = nn.Linear(2, 2)
+    extra = {
+        "best": 0.25,
+        "seen": (1, 2.5, None, float("inf")),
+        3: torch.arange(4, dtype=torch.bfloat16),
+        "np": np.arange(3, dtype=np.int16),
+        "ema": ema,
+        "plan": fx.Plan(accumulate=3),
+        "z": torch.complex(torch.ones(2), -torch.ones(2)),
+    }
+    fx.save(folder, ctx, model, extra=extra, position=fx.Position(updates=3))
+    plain = fx.restore(folder, ctx, model).extra
+    other = nn.Linear(2, 2)
+    template = {**extra, "ema": other, 3: torch.zeros(4, dtype=torch.bfloat16)}
+    typed = fx.restore(folder, ctx, model, extra=template).extra
+    assert typed["plan"] == fx.Plan(accumulate=3)
+    assert typed["ema"] is other
+    assert typed[3] is not plain[3] and template[3].tolist() == [0, 1, 2, 3]
+    assert plain["ema"].keys() == {"weight", "bias"}
+    return plain, torch.equal(other.weight, plain["ema"]["weight"])
+
+
+def test_the_users_state_comes_back_as_it_was(cluster, tmp_path):
+    for plain, same in cluster.run(_with_extra, str(tmp_path)):
+        assert same
+        assert plain["best"] == 0.25 and plain["seen"] == (1, 2.5, None, float("inf"))
+        assert plain[3].dtype == torch.bfloat16 and plain[3].tolist() == [0, 1, 2, 3]
+        assert plain["np"].dtype == np.int16 and plain["np"].tolist() == [0, 1, 2]
+        assert plain["z"].tolist() == [1 - 1j, 1 - 1j]
+        assert plain["plan"]["accumulate"] == 3
+
+
+def _other_ranks(ctx, folder, kind, steps):
+    """Go on with a checkpoint of another number of ranks to the end of the epoch."""
+    plan = _runs.plan_of(kind, 2)
+    model, fns = _runs.start(ctx, kind, plan)
+    restored = fx.restore(folder, ctx, model)
+    loader = _runs.loader_of(ctx, plan, size=8 // ctx.world_size).at(restored.position)
+    _, rows = _runs.go_on(ctx, loader, fns, steps, epochs=1)
+    return rows, [p.detach() for p in model.parameters()]
+
+
+def _first_rows(ctx, folder, kind, steps):
+    plan = _runs.plan_of(kind, 2)
+    model, fns = _runs.start(ctx, kind, plan)
+    loader = _runs.loader_of(ctx, plan, size=8 // ctx.world_size)
+    report, rows = _runs.go_on(ctx, loader, fns, steps)
+    fx.save(folder, ctx, model, position=report.position)
+    return rows
+
+
+@pytest.mark.parametrize("first, then", [(1, 2), (2, 1), (2, 4), (4, 1), (4, 2)])
+def test_at_another_number_of_ranks_the_data_goes_on(clusters, first, then, tmp_path):
+    seen = [
+        row for rows in clusters[first].run(_first_rows, str(tmp_path), "plain", 3) for row in rows
+    ]
+    found = clusters[then].run(_other_ranks, str(tmp_path), "plain", -1)
+    rest = [row for rows, _ in found for row in rows]
+    assert len(seen) == 24
+    assert sorted(seen + rest) == list(range(40))
+    for _, parameters in found[1:]:
+        for one, other in zip(parameters, found[0][1], strict=True):
+            assert torch.equal(one, other)
+
+
+def _window(ctx, folder, kind, save):
+    """A window of two micro-batches, stopped in its middle."""
+    plan = _runs.plan_of(kind, 2)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    loss = _runs.start(ctx, kind, plan)[1].loss
+    model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+    fns = fx.StepFns(model=model, loss=loss)
+    loader = _runs.loader_of(ctx, plan, size=8 // ctx.world_size)
+    if save:
+        report, _ = _runs.go_on(ctx, loader, fns, 1)
+        fx.save(folder, ctx, model, position=report.position)
+    elif folder:
+        restored = fx.restore(folder, ctx, model)
+        assert restored.position.micro == 1
+        _runs.go_on(ctx, loader.at(restored.position), fns, 1)
+    else:
+        _runs.go_on(ctx, loader, fns, 2)
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["plain", "weighted"])
+@pytest.mark.parametrize("first, then", [(1, 2), (2, 1), (2, 4), (4, 2)])
+def test_an_open_window_goes_on_at_another_number_of_ranks(
+    clusters, kind, first, then, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(_runs.Noisy, "__getitem__", _quiet)
+    wanted = clusters[1].run(_quietly, None, kind, False)[0]
+    clusters[first].run(_quietly, str(tmp_path), kind, True)
+    for found in clusters[then].run(_quietly, str(tmp_path), kind, False):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def _quiet(self, index):
+    return {"x": self.x[index], "y": (self.x[index].sum() > 0).long(), "i": index}
+
+
+def _quietly(ctx, *args):
+    """Without augmentation, which differs between numbers of ranks."""
+    kept = _runs.Noisy.__getitem__
+    _runs.Noisy.__getitem__ = _quiet
+    try:
+        return _window(ctx, *args)
+    finally:
+        _runs.Noisy.__getitem__ = kept
+
+
+def _several(ctx, folder):
+    plan = fx.Plan(seed=2)
+    models = {name: _runs.start(ctx, "plain", plan)[0] for name in ("student", "teacher")}
+    with torch.no_grad():
+        models["teacher"].module[0].weight.fill_(7)
+    fx.save(folder, ctx, models)
+    fresh = _runs.start(ctx, "plain", plan)[0]
+    fx.restore(folder, ctx, {"teacher": fresh})
+    with pytest.raises(fx.CheckpointError, match="no model critic"):
+        fx.restore(folder, ctx, {"critic": fresh})
+    with pytest.raises(fx.CheckpointError, match="student, teacher"):
+        fx.restore(folder, ctx, fresh)
+    return fresh.module[0].weight.mean().item()
+
+
+def test_several_models_by_name(pair, tmp_path):
+    assert pair.run(_several, str(tmp_path)) == [7, 7]
+
+
+def _names(ctx, folder, updates, keywords):
+    model = fx.wrap(nn.Linear(2, 2), ctx)
+    for update in updates:
+        metric = {"metric": float(update % 5)} if "keep_best" in keywords else {}
+        fx.save(folder, ctx, model, position=fx.Position(updates=update), **metric, **keywords)
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize(
+    "keywords, kept",
+    [
+        ({}, [1, 2, 3, 4, 5, 6, 7]),
+        ({"keep_last": 2}, [6, 7]),
+        ({"keep_last": 1, "keep_every": 3}, [3, 6, 7]),
+        ({"keep_every": 4}, [4, 7]),
+        ({"keep_best": 2}, [5, 6, 7]),
+        ({"keep_best": 1, "best": "max"}, [4, 7]),
+    ],
+)
+def test_retention(pair, keywords, kept, tmp_path):
+    found = pair.run(_names, str(tmp_path), list(range(1, 8)), keywords)[0]
+    assert found == [f"update-{update:010d}" for update in kept]
+
+
+def test_a_second_checkpoint_of_an_update_replaces_the_first_once_it_is_there(pair, tmp_path):
+    found = pair.run(_names, str(tmp_path), [5, 3, 3, 3], {})[0]
+    assert found == ["update-0000000003.2", "update-0000000005"]
+    assert fx.latest(tmp_path) == str(tmp_path / "update-0000000005")
+
+
+@attrs.frozen
+class Odd:
+    field: object
+
+
+@pytest.mark.parametrize(
+    "extra, message",
+    [
+        ({"a": [1, object()]}, r"extra\.a\.1 is a builtins\.object"),
+        ({"fn": len}, r"extra\.fn is a builtins\.builtin_function_or_method"),
+        (torch.eye(2).to_sparse(), "extra is a torch.sparse_coo tensor"),
+        (np.array(["text"]), "extra is a NumPy value of dtype"),
+        (torch.empty(2, device="meta"), "extra is on the meta device"),
+        (nn.Linear, "extra is a builtins.type"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(extra, message, tmp_path):
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(nn.Linear(2, 2), ctx)
+        with pytest.raises(fx.CheckpointError, match=message):
+            fx.save(tmp_path, ctx, model, extra=extra)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_value_that_holds_itself(tmp_path):
+    loop = []
+    loop.append(loop)
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(nn.Linear(2, 2), ctx)
+        with pytest.raises(fx.CheckpointError, match="nested more than"):
+            fx.save(tmp_path, ctx, model, extra=loop)
+
+
+@pytest.mark.parametrize(
+    "keywords, message",
+    [
+        ({"keep_last": 0}, "keep_last=0"),
+        ({"keep_every": 2.0}, r"keep_every=2\.0"),
+        ({"keep_best": 1}, "needs metric="),
+        ({"metric": float("nan"), "keep_best": 1}, "finite number"),
+        ({"best": "most"}, "'min' or 'max'"),
+        ({"busy": "maybe"}, "'wait' or 'skip'"),
+        ({"position": 3}, "takes a Position"),
+    ],
+)
+def test_wrong_arguments(keywords, message, tmp_path):
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(nn.Linear(2, 2), ctx)
+        with pytest.raises(fx.CheckpointError, match=message):
+            fx.save(tmp_path, ctx, model, **keywords)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(1, 1), {}, {"a/b": None}, None])
+def test_wrong_models(model, tmp_path):
+    with fx.detect(env={}, device="cpu") as ctx, pytest.raises(fx.CheckpointError):
+        fx.save(tmp_path, ctx, model)
+
+
+def _one_rank_fails(ctx, folder, where):
+    model = fx.wrap(nn.Linear(2, 2), ctx)
+    fx.save(folder, ctx, model, position=fx.Position(updates=1))
+    extra = object() if where == "values" and ctx.rank == 1 else None
+    if where == "file" and ctx.rank == 1:
+        draft = os.path.join(folder, "blocked")
+        open(draft, "w").close()
+        folder = draft  # a file where the folder should be, on this rank only
+    position = fx.Position(updates=2 + ctx.rank) if where == "position" else fx.Position(updates=2)
+    try:
+        fx.save(folder, ctx, model, position=position, extra=extra)
+    except fx.CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "where, word",
+    [
+        ("values", "rank 1: CheckpointError: extra is"),
+        ("file", "rank 1: NotADirectoryError"),
+        ("position", "different positions"),
+    ],
+)
+def test_a_rank_that_fails_is_heard_on_all(pair, where, word, tmp_path):
+    told = pair.run(_one_rank_fails, str(tmp_path), where)
+    assert all(text and word in text for text in told)
+    assert fx.latest(tmp_path) == str(tmp_path / "update-0000000001")
+    fx.verify(tmp_path)
+    left = [name for name in os.listdir(tmp_path) if name not in ("blocked", "update-0000000001")]
+    assert left == []
+
+
+def _wrong_model(ctx, folder, change):
+    model = _runs.start(ctx, "plain", fx.Plan())[0]
+    fx.save(folder, ctx, model)
+    net = _runs.net()
+    if change == "shape":
+        net[4] = nn.Linear(8, 3)
+    if change == "names":
+        net.append(nn.Linear(2, 2))
+    if change == "dtype":
+        net.double()
+    optimizer = torch.optim.SGD if change == "kind" else torch.optim.AdamW
+    other = fx.wrap(
+        net, ctx, optimizer=lambda p: optimizer(p if change != "order" else p[::-1], lr=0.1)
+    )
+    try:
+        fx.restore(folder, ctx, other)
+    except fx.CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ("shape", "4.weight is torch.float32 [2, 8] in the checkpoint, and torch.float32 [3, 8]"),
+        ("names", "5.weight is not in the checkpoint"),
+        ("dtype", "torch.float64"),
+        ("kind", "is a SGD here and was saved as a AdamW"),
+        ("order", "group 0 has 4.bias here where it had 0.weight"),
+    ],
+)
+def test_another_model_is_told_apart(pair, change, message, tmp_path):
+    told = pair.run(_wrong_model, str(tmp_path), change)
+    assert told[0] == told[1]
+    assert message in told[0]
+
+
+def _run_only(ctx, folder):
+    model = _runs.start(ctx, "plain", fx.Plan())[0]
+    fx.save(folder, ctx, model)
+    net = _runs.net()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    other = fx.wrap(net, ctx)  # no optimizer
+    fx.restore(folder, ctx, other)
+    return all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
+
+
+def test_a_model_without_an_optimizer_takes_the_parameters(pair, tmp_path):
+    assert pair.run(_run_only, str(tmp_path)) == [True, True]
+
+
+def _tied(ctx, folder):
+    def make():
+        net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+        net[1].weight = net[0].weight
+        return fx.wrap(net, ctx, optimizer=lambda p: torch.optim.AdamW(p))
+
+    model = make()
+    saving = fx.save(folder, ctx, model)
+    other = make()
+    fx.restore(folder, ctx, other)
+    assert other.module[0].weight is other.module[1].weight
+    return torch.equal(model.module[0].weight, other.module[1].weight), fx.verify(saving.path).size
+
+
+def test_tied_weights_are_stored_once(pair, tmp_path):
+    for same, size in pair.run(_tied, str(tmp_path)):
+        assert same
+        assert size < 80 + 2 * 22_000
+
+
+def test_each_number_is_written_once(pair, tmp_path):
+    pair.run(_big, str(tmp_path))
+    sizes = sorted(
+        os.path.getsize(tmp_path / "update-0000000000" / f"rank-0000{r}.safetensors")
+        for r in (0, 1)
+    )
+    numbers = 4 * 1000 * 1000 * 4
+    assert numbers < sum(sizes) < numbers + 60_000
+    assert sizes[1] - sizes[0] < 1_000
+
+
+def _big(ctx, folder):
+    net = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(4)))
+    fx.save(folder, ctx, fx.wrap(net, ctx))
+
+
+def _in_memory(ctx, url):
+    model = _runs.start(ctx, "plain", fx.Plan())[0]
+    for update in range(4):
+        fx.save(url, ctx, model, position=fx.Position(updates=update), keep_last=2)
+    other = _runs.start(ctx, "plain", fx.Plan())[0]
+    fx.restore(url, ctx, other)
+    fx.verify(url)
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    system.makedirs("/runs/a/update-0000000009")
+    system.pipe_file("/runs/a/update-0000000009/rank-00000.safetensors", b"cut short")
+    newest = fx.latest(url)
+    fx.save(url, ctx, model, position=fx.Position(updates=9))
+    return (
+        newest,
+        fx.latest(url),
+        sorted(one.rpartition("/")[2] for one in system.ls("/runs/a", detail=False)),
+    )
+
+
+def test_a_url(tmp_path):
+    with fx.detect(env={}, device="cpu") as ctx:
+        newest, last, names = _in_memory(ctx, "memory://runs/a")
+    assert newest == "memory://runs/a/update-0000000003"
+    assert last == "memory://runs/a/update-0000000009"
+    assert names == ["update-0000000002", "update-0000000003", "update-0000000009"]
+
+
+def _background(ctx, folder):
+    model, fns = _runs.start(ctx, "plain", fx.Plan(seed=4))
+    loader = _runs.loader_of(ctx, model.plan)
+    report, _ = _runs.go_on(ctx, loader, fns, 2)
+    wanted = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    first = fx.save(folder, ctx, model, position=report.position, background=True)
+    skipped = fx.save(folder, ctx, model, background=True, busy="skip")
+    report, _ = _runs.go_on(ctx, loader.at(report.position), fns, 2)  # while it is written
+    second = fx.save(folder, ctx, model, position=report.position, background=True)
+    assert first.done()  # the second waited for it
+    buffer = ctx.comm.ledger.kept["checkpoint.buffer"].data_ptr()
+    second.result()
+    third = fx.save(folder, ctx, model, position=fx.Position(updates=8), background=True)
+    assert ctx.comm.ledger.kept["checkpoint.buffer"].data_ptr() == buffer
+    third.result(20)
+    other = _runs.start(ctx, "plain", model.plan)[0]
+    fx.restore(first.path, ctx, other)
+    same = all(torch.equal(t, wanted[name]) for name, t in other.module.state_dict().items())
+    return same, skipped is first or skipped.path != first.path, sorted(os.listdir(folder))
+
+
+def test_saving_in_the_background(cluster, tmp_path):
+    for same, skipped, names in cluster.run(_background, str(tmp_path)):
+        assert same and skipped
+        assert names[0] == "update-0000000002" and names[-1] == "update-0000000008"
+
+
+def _background_fails(ctx, folder, how):
+    model = fx.wrap(nn.Linear(2, 2), ctx)
+    fx.save(folder, ctx, model, position=fx.Position(updates=1))
+    file = os.path.join(folder, "update-0000000002")
+    saving = fx.save(folder, ctx, model, position=fx.Position(updates=3), background=True)
+    saving.result()
+    fx.ops.barrier(ctx)
+    if ctx.is_main:
+        os.mkdir(file)  # appears while the save is under way: the rename must fail
+    from fxtrain.checkpoint import _save
+
+    kept = _save.new_name
+    _save.new_name = lambda folder, updates: "update-0000000002"
+    try:
+        saving = fx.save(folder, ctx, model, position=fx.Position(updates=2), background=True)
+    finally:
+        _save.new_name = kept
+    try:
+        if how == "result":
+            saving.result()
+        elif how == "next":
+            fx.save(folder, ctx, model, position=fx.Position(updates=4))
+        else:
+            ctx.comm.finish(None)
+    except fx.CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("how", ["result", "next", "close"])
+def test_an_error_in_the_background_is_raised_once_and_never_lost(clusters, how, tmp_path):
+    told = clusters[2].run(_background_fails, str(tmp_path), how)
+    assert all(text and "FileExistsError" in text for text in told)
+    assert fx.latest(tmp_path) == str(tmp_path / "update-0000000003")
+    clusters[2].close()  # "close" has ended its groups
