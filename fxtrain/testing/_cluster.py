@@ -2,29 +2,48 @@
 
 import multiprocessing
 import pickle
+import signal
 import socket
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import attrs
+
+from fxtrain._errors import CollectiveError
+from fxtrain.testing._worker import READY, work
+
 __all__ = ["Cluster", "RankFailure", "free_port"]
 
 _START_S = 90.0
+# What a failure most likely is: the cause, or the echo of what failed on another rank.
+_ENDED, _RAISED, _SILENT, _ECHO = range(4)
 
 
 class RankFailure(Exception):
-    """Ranks of a pool failed, or did not answer in time."""
+    """Ranks of a pool failed, did not answer in time, or gave what cannot be read."""
+
+
+@attrs.frozen(kw_only=True)
+class _Outcome:
+    """What one rank made of a call; an error in `value` was raised if `failed`."""
+
+    value: Any
+    words: str = ""
+    failed: bool = True
+    healthy: bool = False
+    order: int = _RAISED
 
 
 class Cluster:
     """World-size worker processes that run module-level functions on all ranks at once.
 
-    Workers start at the first call and again after a failure that left the ranks unable to
-    talk. Each runs `fn(ctx, *args)` with a connected context on the CPU.
+    Workers start at the first call and again after a failure: only after a CollectiveError
+    that left the ranks able to talk do they stay. Each runs `fn(ctx, *args)` with a connected
+    context on the CPU.
 
     Args:
         n: Ranks.
@@ -36,33 +55,31 @@ class Cluster:
         self.n = n
         self._timeout_s = timeout_s
         self._call_s = call_s
+        self._calls = READY
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `fn(ctx, *args)` on every rank and return the results by rank.
 
         Raises:
-            The error of a rank that failed, with its traceback as a note.
+            The error of a rank that failed, with its traceback and the other ranks' errors as
+            notes; RankFailure if a rank died, did not answer, or gave what does not pickle.
         """
-        outcomes = self.outcomes(fn, *args)
-        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if errors:
-            self.close()
-            # A CollectiveError is mostly the echo of what failed on another rank.
-            raise min(errors, key=lambda error: type(error).__name__ == "CollectiveError")
-        return outcomes
+        outcomes = self._call(fn, args)
+        failures = [rank for rank, outcome in enumerate(outcomes) if outcome.failed]
+        if not failures:
+            return [outcome.value for outcome in outcomes]
+        self.close()
+        first = min(failures, key=lambda rank: outcomes[rank].order)
+        error: BaseException = outcomes[first].value
+        for rank in failures:
+            if rank != first:
+                error.add_note(f"Also, on rank {rank} of {self.n}: {outcomes[rank].words}")
+        raise error
 
     def outcomes(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Like `run`, but a rank that failed gives its exception as its result."""
-        if not self._workers:
-            self._start()
-        request = pickle.dumps((fn, args))
-        for _, pipe in self._workers:
-            pipe.send_bytes(request)
-        answers = self._collect(time.monotonic() + self._call_s)
-        if not all(healthy for _, healthy in answers):
-            self.close()
-        return [value for value, _ in answers]
+        return [outcome.value for outcome in self._call(fn, args)]
 
     def close(self) -> None:
         """End the workers."""
@@ -74,41 +91,103 @@ class Cluster:
             process.close()
         self._workers = []
 
-    def _collect(self, deadline: float) -> list[tuple[Any, bool]]:
-        answers: dict[int, tuple[Any, bool]] = {}
-        pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers)}
-        while len(answers) < self.n:
-            waiting: list[Any] = [pipe for pipe, rank in pipes.items() if rank not in answers]
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[_Outcome]:
+        try:
+            call = pickle.dumps((fn, args))
+        except Exception as error:
+            raise TypeError(
+                f"{fn!r} and its arguments travel to other processes, so they have to pickle; "
+                f"define the function at module level. {error}"
+            ) from error
+        if not self._workers:
+            self._start()
+        self._calls += 1
+        request = pickle.dumps((self._calls, call))
+        try:
+            for _, pipe in self._workers:
+                _send(pipe, request)
+            outcomes = self._collect(self._call_s)
+        except BaseException:  # Ctrl-C or a test's timeout: answers are still on their way
+            self.close()
+            raise
+        if not all(outcome.healthy for outcome in outcomes):
+            self.close()
+        return outcomes
+
+    def _collect(self, within_s: float) -> list[_Outcome]:
+        deadline = time.monotonic() + within_s
+        outcomes: dict[int, _Outcome] = {}
+        ranks = {pipe: rank for rank, (_, pipe) in enumerate(self._workers)}
+        while len(outcomes) < self.n:
+            waiting = [pipe for pipe, rank in ranks.items() if rank not in outcomes]
             ready = wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
-                silent = sorted(set(range(self.n)) - answers.keys())
-                self.close()
-                raise RankFailure(f"Ranks {silent} of {self.n} did not answer and were killed.")
+                silent = f"It did not answer within {within_s:g} s and was killed"
+                missing = sorted(set(range(self.n)) - outcomes.keys())
+                outcomes |= {rank: self._failure(rank, silent, _SILENT) for rank in missing}
             for pipe in ready:
-                rank = pipes[pipe]  # type: ignore[index]
+                rank = ranks[pipe]  # type: ignore[index]
                 try:
-                    answers[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-                except EOFError:
-                    answers[rank] = (RankFailure(f"Rank {rank} of {self.n} died."), False)
-        return [answers[rank] for rank in range(self.n)]
+                    answer = pipe.recv_bytes()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    outcomes[rank] = self._failure(rank, self._ending(rank), _ENDED)
+                else:
+                    outcomes[rank] = self._read(rank, answer)
+        return [outcomes[rank] for rank in range(self.n)]
+
+    def _read(self, rank: int, answer: bytes) -> _Outcome:
+        number, returned, healthy, body, words, trace = pickle.loads(answer)
+        if number != self._calls:
+            return self._failure(rank, f"It answered call {number} in call {self._calls}", _ENDED)
+        if body is None:
+            return self._failure(rank, words, _ENDED, trace)
+        try:
+            value = pickle.loads(body)
+        except Exception:
+            here = trace or traceback.format_exc()
+            return self._failure(rank, f"{words} (which does not unpickle here)", _ENDED, here)
+        if returned:
+            return _Outcome(value=value, words=words, failed=False, healthy=healthy)
+        value.add_note(f"On rank {rank} of {self.n}:\n{trace}")
+        order = _ECHO if isinstance(value, CollectiveError) else _RAISED
+        return _Outcome(value=value, words=words, healthy=healthy, order=order)
+
+    def _failure(self, rank: int, words: str, order: int, trace: str = "") -> _Outcome:
+        error = RankFailure(f"Rank {rank} of {self.n}: {words}.")
+        if trace:
+            error.add_note(f"On rank {rank} of {self.n}:\n{trace}")
+        return _Outcome(value=error, words=words, order=order)
+
+    def _ending(self, rank: int) -> str:
+        process = self._workers[rank][0]
+        process.join(5)
+        code = process.exitcode
+        if code is None:
+            return "It closed its pipe"
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return f"Its process ended {how}"
 
     def _start(self) -> None:
+        self._calls = READY
         port = free_port()
         spawn = multiprocessing.get_context("spawn")
         for rank in range(self.n):
             here, there = spawn.Pipe()
             process = spawn.Process(
-                target=_work,
+                target=work,
                 args=(rank, self.n, port, self._timeout_s, there, list(sys.path)),
                 daemon=True,
             )
             process.start()
             there.close()
             self._workers.append((process, here))
-        failed = [value for value, fine in self._collect(time.monotonic() + _START_S) if not fine]
-        if failed:
+        try:
+            failed = [outcome.value for outcome in self._collect(_START_S) if outcome.failed]
+            if failed:
+                raise RankFailure(f"The ranks of a pool did not start: {failed[0]}") from failed[0]
+        except BaseException:
             self.close()
-            raise RankFailure(f"The ranks of a pool did not start: {failed[0]}") from failed[0]
+            raise
 
 
 def free_port() -> int:
@@ -118,57 +197,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _work(
-    rank: int, n: int, port: int, timeout_s: float, pipe: Connection, path: list[str]
-) -> None:
-    sys.path[:] = path
-    import torch
-
-    from fxtrain import ops
-
-    torch.set_num_threads(1)
-    env = {
-        "RANK": rank,
-        "WORLD_SIZE": n,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": n,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
+def _send(pipe: Connection, request: bytes) -> None:
+    """Send a call; that a rank is gone shows when its answer is read."""
     try:
-        variables = {name: str(value) for name, value in env.items()}
-        ctx = ops.detect(variables, device="cpu", timeout_s=timeout_s)
-    except Exception as error:
-        pipe.send_bytes(pickle.dumps((error, False)))
+        pipe.send_bytes(request)
+    except (BrokenPipeError, ConnectionResetError):
         return
-    pipe.send_bytes(pickle.dumps((None, True)))
-    with ctx:
-        while True:
-            try:
-                request = pipe.recv_bytes()
-            except (EOFError, OSError):
-                return
-            pipe.send_bytes(_answer(ctx, request))
-
-
-def _answer(ctx: Any, request: bytes) -> bytes:
-    try:
-        fn, args = pickle.loads(request)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            # torch.compile looks at the gradients of whatever it traces.
-            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is")
-            value = fn(ctx, *args)
-        return pickle.dumps((value, ctx.comm.ledger.broken is None))
-    except BaseException as error:
-        # After its own errors a communicator is usable unless it says that it broke; an
-        # error of another kind may have left the ranks at different calls.
-        from fxtrain._errors import CollectiveError
-
-        healthy = isinstance(error, CollectiveError) and ctx.comm.ledger.broken is None
-        error.add_note(f"On rank {ctx.rank} of {ctx.world_size}:\n{traceback.format_exc()}")
-        error.__traceback__ = error.__cause__ = error.__context__ = None
-        try:
-            return pickle.dumps((error, healthy))
-        except Exception:  # an error with fields that do not pickle
-            return pickle.dumps((RankFailure(traceback.format_exc()), False))

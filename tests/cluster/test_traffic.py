@@ -1,36 +1,13 @@
-"""How many collectives a call makes, counted at torch's own functions."""
-
-from contextlib import contextmanager
+"""How many collectives a call makes, and of how many bytes."""
 
 import torch
 import torch.nn.functional as F
-from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain import ops
-
-
-@contextmanager
-def _counted(counts):
-    names = ("all_gather", "all_reduce", "broadcast", "isend", "recv")
-    real = {name: getattr(dist, name) for name in names}
-
-    def counting(name):
-        def call(*args, **kwargs):
-            counts[name] = counts.get(name, 0) + 1
-            return real[name](*args, **kwargs)
-
-        return call
-
-    for name in names:
-        setattr(dist, name, counting(name))
-    try:
-        yield counts
-    finally:
-        for name in names:
-            setattr(dist, name, real[name])
+from fxtrain.testing import count_collectives
 
 
 def _count(ctx, fn_name, size):
@@ -43,9 +20,9 @@ def _count(ctx, fn_name, size):
         "any_rank": lambda: ops.any_rank(False, ctx),
         "barrier": lambda: ops.barrier(ctx),
     }
-    with _counted({}) as counts:
+    with count_collectives() as traffic:
         calls[fn_name]()
-    return counts
+    return traffic.counts
 
 
 def test_small_trees_of_any_dtypes_take_one_collective(pair):
@@ -79,16 +56,21 @@ def _step_counts(ctx, weighted, accumulate):
     (epoch,) = fx.shard(DataLoader(TensorDataset(x), batch_size=2), ctx, plan).epochs(1)
     counts = []
     for batch in epoch:
-        with _counted({}) as found:
+        with count_collectives() as traffic:
             fx.step(ctx, batch, fns)
-        counts.append(found)
+        counts.append(traffic.counts)
     return counts
 
 
-def test_a_step_hides_no_collective(pair):
+def test_a_step_makes_the_collectives_of_ddp_and_hides_none(pair):
+    grads, weight = {"all_reduce": 1}, {"all_gather": 1}
+    # In the forward after its first reduction DDP agrees on new buckets: how many, how large.
+    buckets = {"broadcast": 2}
+    for counts in pair.run(_step_counts, False, 1):
+        assert counts == [grads, buckets | grads, grads, grads]
     for counts in pair.run(_step_counts, False, 2):
-        assert counts == [{}] * 4
+        assert counts == [{}, grads, buckets, grads]
     for counts in pair.run(_step_counts, True, 1):
-        assert counts == [{"all_gather": 1}] * 4
+        assert counts == [weight | found for found in (grads, buckets | grads, grads, grads)]
     for counts in pair.run(_step_counts, True, 2):
-        assert counts == [{"all_gather": 1}] * 4
+        assert counts == [weight | found for found in ({}, grads, buckets, grads)]

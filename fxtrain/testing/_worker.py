@@ -1,0 +1,92 @@
+"""One rank of a pool: the process that carries out calls and answers them."""
+
+import pickle
+import sys
+import traceback
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+__all__ = ["READY", "work"]
+
+READY = 0  # the number of the answer that a rank gives once it is connected
+
+
+def work(rank: int, n: int, port: int, timeout_s: float, pipe: Connection, path: list[str]) -> None:
+    """Connect to the other ranks, then answer calls until the pipe closes.
+
+    An answer is a pickled tuple of the number of its call, whether the call returned, whether
+    the ranks can still talk, the pickled result or error (None if that does not pickle), what
+    it is in words, and the traceback. The outer tuple holds plain values only, so the parent
+    can always read it.
+    """
+    sys.path[:] = path
+    import torch
+
+    from fxtrain import ops
+
+    torch.set_num_threads(1)
+    env = {
+        "RANK": rank,
+        "WORLD_SIZE": n,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": n,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    try:
+        variables = {name: str(value) for name, value in env.items()}
+        ctx = ops.detect(variables, device="cpu", timeout_s=timeout_s)
+    except Exception as error:
+        pipe.send_bytes(_failed(READY, error, healthy=False))
+        return
+    pipe.send_bytes(_returned(READY, None, healthy=True))
+    with ctx:
+        while True:
+            try:
+                request = pipe.recv_bytes()
+            except (EOFError, OSError):
+                return
+            pipe.send_bytes(_answer(ctx, request))
+
+
+def _answer(ctx: Any, request: bytes) -> bytes:
+    number, call = pickle.loads(request)
+    try:
+        fn, args = pickle.loads(call)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            # torch.compile looks at the gradients of whatever it traces.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is")
+            value = fn(ctx, *args)
+        return _returned(number, value, healthy=ctx.comm.ledger.broken is None)
+    except BaseException as error:
+        # After its own errors a communicator is usable unless it says that it broke; an
+        # error of another kind may have left the ranks at different calls.
+        from fxtrain._errors import CollectiveError
+
+        healthy = isinstance(error, CollectiveError) and ctx.comm.ledger.broken is None
+        return _failed(number, error, healthy=healthy)
+
+
+def _returned(number: int, value: Any, *, healthy: bool) -> bytes:
+    words = f"its answer, a {type(value).__name__}"
+    try:
+        body = pickle.dumps(value)
+    except Exception:
+        words = f"{words}, does not pickle"
+        return pickle.dumps((number, False, False, None, words, traceback.format_exc()))
+    return pickle.dumps((number, True, healthy, body, words, ""))
+
+
+def _failed(number: int, error: BaseException, *, healthy: bool) -> bytes:
+    trace = traceback.format_exc()
+    words = "".join(traceback.format_exception_only(error)).strip()
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    # Raised again in the parent, these would end the tests.
+    ends = isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit)
+    try:
+        body = None if ends else pickle.dumps(error)
+    except Exception:  # an error with fields that do not pickle
+        body = None
+    return pickle.dumps((number, False, healthy and body is not None, body, words, trace))

@@ -1,0 +1,176 @@
+"""The pool of ranks itself: each call gets its own answers, however an earlier one failed."""
+
+import os
+import pickle
+import signal
+import time
+
+import pytest
+
+from fxtrain import ops
+from fxtrain.testing import Cluster, RankFailure
+
+
+@pytest.fixture(scope="module")
+def pool():
+    ranks = Cluster(2, call_s=6.0)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(autouse=True)
+def works_again(pool):
+    """Whatever a test did to the pool, the next calls are answered by all ranks, in order."""
+    yield
+    for name in ("first", "second", "third"):
+        assert pool.run(_echo, name) == [(name, 0, 2), (name, 1, 2)]
+
+
+def _echo(ctx, name):
+    return name, ctx.rank, int(ops.reduce(1, ctx, op="sum"))
+
+
+class _TwoArguments(Exception):
+    """Pickles, but is made anew from one argument, which its class does not take."""
+
+    def __init__(self, name, reason):
+        super().__init__(f"{name}: {reason}")
+
+
+class _OnlyHere:
+    """A value that unpickles in no other process."""
+
+    def __reduce__(self):
+        return _only_in, (os.getpid(),)
+
+
+def _only_in(pid):
+    if os.getpid() != pid:
+        raise LookupError("made in another process")
+
+
+def _raises(ctx):
+    if ctx.rank == 0:
+        raise _TwoArguments("layer", "is broken")
+    return "fine"
+
+
+def test_an_error_that_does_not_unpickle_is_a_rank_failure_with_its_traceback(pool):
+    with pytest.raises(RankFailure, match=r"Rank 0 of 2: .*_TwoArguments: layer: is") as caught:
+        pool.run(_raises)
+    (trace,) = caught.value.__notes__
+    assert "On rank 0 of 2" in trace and "in _raises" in trace and "test_pool.py" in trace
+
+
+def _answers(ctx):
+    return _OnlyHere() if ctx.rank == 0 else lambda: None
+
+
+def test_answers_that_do_not_travel_are_rank_failures(pool):
+    first, second = pool.outcomes(_answers)
+    assert isinstance(first, RankFailure) and isinstance(second, RankFailure)
+    assert "a _OnlyHere" in str(first) and "made in another process" in first.__notes__[0]
+    assert "a function, does not pickle" in str(second) and "<lambda>" in second.__notes__[0]
+
+
+def _ends(ctx):
+    if ctx.rank == 0:
+        os._exit(3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_workers_that_die_are_named_with_how_they_ended(pool):
+    first, second = pool.outcomes(_ends)
+    assert isinstance(first, RankFailure) and isinstance(second, RankFailure)
+    assert str(first) == "Rank 0 of 2: Its process ended with exit code 3."
+    assert str(second) == "Rank 1 of 2: Its process ended by SIGKILL."
+
+
+def _pid(ctx):
+    return os.getpid()
+
+
+def test_a_worker_that_died_between_calls_is_the_cause_and_not_its_echo(pool):
+    os.kill(pool.run(_pid)[1], signal.SIGKILL)
+    with pytest.raises(RankFailure, match=r"Rank 1 of 2: .*SIGKILL") as caught:
+        pool.run(_echo, "lost")
+    (echo,) = caught.value.__notes__
+    assert "on rank 0 of 2: " in echo and "CollectiveError" in echo
+
+
+def _hangs(ctx):
+    if ctx.rank == 1:
+        time.sleep(600)
+    raise OSError("disk full")
+
+
+def test_a_hang_is_killed_and_the_other_ranks_are_heard(pool):
+    with pytest.raises(OSError, match="disk full") as caught:
+        pool.run(_hangs)
+    own, other = caught.value.__notes__
+    assert "On rank 0 of 2" in own and "in _hangs" in own and "test_pool.py" in own
+    assert "on rank 1 of 2: It did not answer within 6 s and was killed" in other
+
+
+def _leaves(ctx):
+    if ctx.rank == 1:
+        raise SystemExit(4)
+    raise KeyError("weight")
+
+
+def test_a_rank_that_exits_does_not_end_the_tests(pool):
+    with pytest.raises(RankFailure, match="Rank 1 of 2: SystemExit: 4") as caught:
+        pool.run(_leaves)
+    own, other = caught.value.__notes__
+    assert "in _leaves" in own
+    assert "on rank 0 of 2: KeyError: 'weight'" in other
+
+
+def _gives_an_error(ctx):
+    return ValueError(ctx.rank)
+
+
+def test_an_error_that_is_returned_is_a_result(pool):
+    assert [error.args for error in pool.run(_gives_an_error)] == [(0,), (1,)]
+
+
+class _Interrupts:
+    """Stops the parent in the middle of reading an answer, as Ctrl-C and a test's timeout do."""
+
+    def __init__(self, pid):
+        self.pid = pid
+
+    def __reduce__(self):
+        return _interrupt, (self.pid,)
+
+
+def _interrupt(pid):
+    if os.getpid() == pid:
+        raise KeyboardInterrupt
+
+
+def _interrupts(ctx, pid):
+    return _Interrupts(pid)
+
+
+def test_answers_of_an_interrupted_call_are_never_those_of_the_next(pool):
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(_interrupts, os.getpid())
+
+
+def test_an_answer_to_another_call_is_refused(pool):
+    pool.run(_pid)
+    for _, pipe in pool._workers:
+        pipe.send_bytes(pickle.dumps((99, pickle.dumps((_pid, ())))))
+    with pytest.raises(RankFailure, match="Rank 0 of 2: It answered call 99 in call"):
+        pool.run(_pid)
+
+
+def test_arguments_that_do_not_unpickle_on_a_rank_are_an_error_of_this_call(pool):
+    with pytest.raises(LookupError, match="made in another process"):
+        pool.run(_echo, _OnlyHere())
+
+
+def test_a_function_that_does_not_pickle_is_refused_before_it_is_sent(pool):
+    with pytest.raises(TypeError, match="module level"):
+        pool.run(lambda ctx: ctx.rank)
