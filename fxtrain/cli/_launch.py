@@ -1,66 +1,56 @@
 """`fxtrain launch`: a script or module on several ranks of this machine."""
 
-import argparse
 import importlib
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import attrs
+import click
+from click.shell_completion import CompletionItem
 
-from fxtrain.cli._command import Command
 from fxtrain.launch import LaunchSpec, check_target, describe, run
 
 __all__ = ["LAUNCH", "spec_of"]
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "fxtrain launch [--ranks N] [--restarts N] (SCRIPT | -m MODULE) [ARGS ...]"
-    parser.add_argument(
-        "--ranks",
-        "-n",
-        type=int,
-        metavar="N",
-        help="processes to start; one per accelerator by default, or one without any",
-    )
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="times to start all ranks again after one has failed (default: 0)",
-    )
-    parser.add_argument(
-        "-m", dest="module", action="store_true", help="what follows is a module, not a script"
-    )
-    # One argument takes all that follows; two of them would lose a `--` of the program's.
-    parser.add_argument(
-        "program",
-        nargs=argparse.PARSER,
-        metavar="SCRIPT",
-        help="the program, and then its own arguments",
-    )
+def _files(ctx: click.Context, parameter: click.Parameter, start: str) -> list[CompletionItem]:
+    return [CompletionItem(start, type="file")]
 
 
-def spec_of(options: argparse.Namespace) -> LaunchSpec:
-    """The spec that parsed arguments describe.
-
-    Raises:
-        LaunchError: a number is out of range, or the program is not there.
-    """
-    target, *args = options.program
-    spec = LaunchSpec(
-        target=target,
-        args=args,
-        ranks=1 if options.ranks is None else options.ranks,
-        module=options.module,
-        restarts=options.restarts,
-    )
-    check_target(spec)  # before torch is loaded to count accelerators
-    return spec
-
-
-def _run(options: argparse.Namespace) -> int:
+@click.command(
+    "launch",
+    options_metavar="[--ranks N] [--restarts N]",
+    # All that follows the program is its own, whatever it looks like.
+    context_settings={"allow_interspersed_args": False},
+)
+@click.option(
+    "--ranks",
+    "-n",
+    type=int,
+    metavar="N",
+    help="processes to start; one per accelerator by default, or one without any",
+)
+@click.option(
+    "--restarts",
+    type=int,
+    default=0,
+    metavar="N",
+    help="times to start all ranks again after one has failed (default: 0)",
+)
+@click.option("-m", "module", is_flag=True, help="what follows is a module, not a script")
+@click.argument(
+    "program",
+    nargs=-1,
+    required=True,
+    type=click.UNPROCESSED,
+    metavar="(SCRIPT | -m MODULE) [ARGS ...]",
+    shell_complete=_files,
+)
+def LAUNCH(**options: Any) -> int:
+    """Run a script or module on several ranks of this machine."""
     spec = spec_of(options)
-    if options.ranks is None:
+    if options["ranks"] is None:
         accelerators = importlib.import_module("torch").accelerator.device_count()
         spec = attrs.evolve(spec, ranks=max(1, accelerators))
     ending = run(spec)
@@ -69,9 +59,19 @@ def _run(options: argparse.Namespace) -> int:
     return ending.code
 
 
-LAUNCH = Command(
-    name="launch",
-    help="run a script or module on several ranks of this machine",
-    arguments=_arguments,
-    run=_run,
-)
+def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
+    """The spec that parsed arguments describe.
+
+    Raises:
+        LaunchError: a number is out of range, or the program is not there.
+    """
+    target, *args = options["program"]
+    spec = LaunchSpec(
+        target=target,
+        args=args,
+        ranks=1 if options["ranks"] is None else options["ranks"],
+        module=options["module"],
+        restarts=options["restarts"],
+    )
+    check_target(spec)  # before torch is loaded to count accelerators
+    return spec
