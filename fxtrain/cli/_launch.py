@@ -68,7 +68,7 @@ def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
     target, *args = options["program"]
     spec = LaunchSpec(
         target=target,
-        args=args,
+        args=tuple(args),
         ranks=1 if options["ranks"] is None else options["ranks"],
         module=options["module"],
         restarts=options["restarts"],
