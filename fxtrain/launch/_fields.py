@@ -68,12 +68,12 @@ def name_values(pairs: tuple[str, ...]) -> dict[str, str]:
     return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
 
 
-def options_from(kind: type | None, given: Mapping[str, str], *, launcher: str) -> Any:
-    """Turn words of a command line into a launcher's own options.
+def options_from(kind: type | None, given: Mapping[str, Any], *, launcher: str) -> Any:
+    """Turn words of a command line, or values of a file, into a launcher's own options.
 
     Args:
         kind: The record, or None for a launcher that has no options.
-        given: By name, as typed.
+        given: By name; a text is read as the option's type.
         launcher: Its name, for messages.
 
     Raises:
@@ -87,8 +87,10 @@ def options_from(kind: type | None, given: Mapping[str, str], *, launcher: str) 
                 f"{nearest(name, tuple(types_of))} It has: {', '.join(types_of) or 'none'}."
             )
     read = {
-        name: _read(text, types_of[name], said=f"{launcher}: {name}={text!r}")
-        for name, text in given.items()
+        name: _read(value, types_of[name], said=f"{launcher}: {name}={value!r}")
+        if isinstance(value, str)
+        else value
+        for name, value in given.items()
     }
     return None if kind is None else kind(**read)
 

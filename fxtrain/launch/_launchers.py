@@ -3,14 +3,13 @@
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import attrs
 
 from fxtrain._errors import LaunchError
 from fxtrain.launch._elastic import run_elastic
 from fxtrain.launch._ending import Ending
-from fxtrain.launch._fields import nearest
+from fxtrain.launch._fields import nearest, options_from
 from fxtrain.launch._invocation import Invocation
 from fxtrain.launch._kubernetes import KubernetesOptions, kubernetes
 from fxtrain.launch._machine import Machine, look
@@ -46,7 +45,7 @@ class Launcher:
     help: str
     invocation: Callable[[LaunchSpec, Machine], Invocation]
     run: Callable[[LaunchSpec, Invocation], Ending] = run_program
-    options: Callable[[], Any] | None = None
+    options: type | None = None
     uses: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
     here: bool = True
 
@@ -141,13 +140,27 @@ def find_launcher(spec: LaunchSpec) -> Launcher:
             f"The launcher {row.name} has no use for {', '.join(idle)}. Leave that out, or "
             f"choose another launcher."
         )
-    wanted = type(None) if row.options is None else row.options
-    if spec.options is not None and not isinstance(spec.options, wanted):  # type: ignore[arg-type]
-        raise LaunchError(
-            f"LaunchSpec(launcher={row.name!r}, options={type(spec.options).__name__}(...)): "
-            f"choose {getattr(wanted, '__name__', 'None')}."
-        )
     return row
+
+
+def with_options(spec: LaunchSpec) -> LaunchSpec:
+    """The spec with its launcher's options as a record: read from a mapping, or the defaults.
+
+    Raises:
+        LaunchError: the options are another launcher's, or do not fit.
+    """
+    row = find_launcher(spec)
+    given = {} if spec.options is None else spec.options
+    if isinstance(given, Mapping):
+        made = options_from(row.options, given, launcher=row.name)
+        return attrs.evolve(spec, options=made)
+    if type(given) is not row.options:
+        wanted = "None" if row.options is None else f"a {row.options.__name__}"
+        raise LaunchError(
+            f"LaunchSpec(launcher={row.name!r}, options={type(given).__name__}(...)): this "
+            f"launcher takes {wanted}."
+        )
+    return spec
 
 
 def prepare(spec: LaunchSpec, machine: Machine | None = None) -> Invocation:
@@ -166,9 +179,7 @@ def prepare(spec: LaunchSpec, machine: Machine | None = None) -> Invocation:
         >>> show(prepare(spec, Machine(threads_chosen=True)))[:21]
         'PJRT_DEVICE=TPU pytho'
     """
-    row = find_launcher(spec)
-    if spec.options is None and row.options is not None:
-        spec = attrs.evolve(spec, options=row.options())
+    row, spec = find_launcher(spec), with_options(spec)
     if machine is None:
         starter = getattr(spec.options, "program", "")
         machine = look(os.environ, mpi=starter, port=bool(starter) and spec.nodes == 1)

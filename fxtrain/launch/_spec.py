@@ -61,7 +61,8 @@ class LaunchSpec:
         module: `target` is a module, as after `python -m`.
         executable: `target` is a program by itself, started without Python.
         launcher: Who starts the ranks: a name in `fxtrain.launch.LAUNCHERS`.
-        options: The launcher's own options: a record of the type that its row names, or None.
+        options: The launcher's own options: a record of the type that its row names, a
+            mapping that becomes one, or None.
         nodes: Machines that take part; the most, where `min_nodes` is given.
         min_nodes: The fewest machines to run with; a native launch then grows and shrinks.
         node_rank: Number of this machine, from 0, in a static rendezvous.
