@@ -1,6 +1,6 @@
 """The command line: words to records to exit codes, without starting a rank."""
 
-import argparse
+import os
 import subprocess
 import sys
 
@@ -8,16 +8,15 @@ import attrs
 import pytest
 
 import fxtrain as fx
-from fxtrain.cli import COMMANDS, main, spec_of
+from fxtrain.cli import COMMANDS, Exit, main
+from fxtrain.cli._commands import load
+from fxtrain.cli._launch import LAUNCH, spec_of
 from fxtrain.launch import LaunchSpec
 
 
-def _options(*words: str) -> argparse.Namespace:
+def _options(*words: str) -> dict:
     """What the `launch` command makes of its words."""
-    parser = argparse.ArgumentParser()
-    (launch,) = (command for command in COMMANDS if command.name == "launch")
-    launch.arguments(parser)
-    return parser.parse_args(words)
+    return LAUNCH.make_context("launch", list(words)).params
 
 
 @attrs.frozen(kw_only=True)
@@ -91,32 +90,72 @@ def test_a_mistake_is_told_in_one_line(mistake, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "words", ["launch", "launch --ranks", "launch --ranks two train.py", "train", "--frobnicate"]
 )
-def test_a_line_that_cannot_be_read_shows_the_usage(words, capsys):
-    with pytest.raises(SystemExit) as left:
-        main(words.split())
-    assert left.value.code == 2
-    assert "usage: fxtrain" in capsys.readouterr().err
+def test_a_line_that_cannot_be_read_is_a_mistake(words, capsys):
+    assert main(words.split()) == Exit.WRONG
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith(("Usage: fxtrain", "Error: Option"))
 
 
-def test_nothing_at_all_shows_the_help(capsys):
-    assert main([]) == 2
+def test_a_misspelt_command_is_told_with_the_closest(capsys):
+    assert main(["lanuch", "train.py"]) == Exit.WRONG
     assert "launch" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("word", ["--help", "--version", "launch --help"])
-def test_questions_are_answered_on_standard_output(word, capsys):
-    with pytest.raises(SystemExit) as left:
-        main(word.split())
-    assert left.value.code == 0
+def test_nothing_at_all_shows_the_help(capsys):
+    assert main([]) == Exit.WRONG
+    assert "launch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", ["--help", "--version", *(f"{row.name} --help" for row in COMMANDS)]
+)
+def test_questions_are_answered_on_standard_output(words, capsys):
+    assert main(words.split()) == Exit.WELL
     told = capsys.readouterr()
     assert told.err == ""
-    assert (fx.__version__ if word == "--version" else "usage: fxtrain") in told.out
+    assert (fx.__version__ if words == "--version" else "Usage: fxtrain") in told.out
 
 
 def test_commands_have_names_of_their_own_and_help():
-    names = [command.name for command in COMMANDS]
+    names = [row.name for row in COMMANDS]
     assert len(set(names)) == len(names)
-    assert all(command.help for command in COMMANDS)
+    assert all(row.help for row in COMMANDS)
+
+
+@pytest.mark.parametrize("row", COMMANDS, ids=lambda row: row.name)
+def test_a_row_leads_to_its_command(row):
+    assert load(row).name == row.name
+
+
+@pytest.mark.parametrize(
+    ("words", "offers"),
+    [
+        ("fxtrain la", "plain,launch"),
+        ("fxtrain launch --ra", "plain,--ranks"),
+        ("fxtrain launch tr", "file,tr"),
+    ],
+)
+def test_a_shell_is_told_how_to_complete(words, offers):
+    asked = {
+        "_FXTRAIN_COMPLETE": "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "fxtrain.cli"],
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert offers in done.stdout.splitlines(), done.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_of_a_shell_calls_this_program(shell, capsys):
+    assert main(["completion", shell]) == Exit.WELL
+    assert f"_FXTRAIN_COMPLETE={shell}_complete" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -124,6 +163,7 @@ def test_commands_have_names_of_their_own_and_help():
     [
         "import fxtrain.cli",
         "import fxtrain.launch",
+        "from fxtrain.cli import main; main(['--help'])",
         "from fxtrain.cli import main; main(['launch', 'nowhere.py'])",
     ],
 )

@@ -1,6 +1,7 @@
 """The command line: arguments to records to calls."""
 
-from fxtrain.cli._launch import LAUNCH, spec_of
-from fxtrain.cli._main import COMMANDS, main
+from fxtrain.cli._commands import COMMANDS
+from fxtrain.cli._exit import Exit
+from fxtrain.cli._main import main
 
-__all__ = ["COMMANDS", "LAUNCH", "main", "spec_of"]
+__all__ = ["COMMANDS", "Exit", "main"]

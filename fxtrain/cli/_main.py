@@ -1,21 +1,18 @@
 """From arguments to a command and an exit code."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import IO, Any
+
+import click
 
 from fxtrain import __version__
 from fxtrain._errors import FxError
-from fxtrain.cli._command import Command
-from fxtrain.cli._launch import LAUNCH
+from fxtrain.cli._commands import COMMANDS, load
+from fxtrain.cli._exit import Exit
 
-__all__ = ["COMMANDS", "main"]
-
-COMMANDS: tuple[Command, ...] = (LAUNCH,)
-
-# What argparse uses for a line that it cannot read.
-_USAGE = 2
+__all__ = ["main", "program"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,47 +22,73 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; those of the process by default.
 
     Returns:
-        The exit code: that of the command; 2 for arguments that make no sense.
+        The exit code: that of the command, or one of `fxtrain.cli.Exit`.
 
     Example:
         >>> from fxtrain.cli import main
         >>> main(["launch", "--ranks", "0", "train.py"])
         2
     """
-    parser = _parser()
-    options = parser.parse_args(argv)
-    if options.command is None:
-        parser.print_help(sys.stderr)
-        return _USAGE
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
-        return options.command.run(options)
-    except FxError as error:
-        sys.stderr.write(f"fxtrain {options.command.name}: {type(error).__name__}: {error}\n")
-        return _USAGE
+        return int(program().main(words, prog_name="fxtrain", standalone_mode=False) or 0)
+    except click.ClickException as error:
+        error.show()
+        return int(error.exit_code)
+    except click.Abort:
+        return int(Exit.INTERRUPTED)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="fxtrain",
-        description="Run PyTorch training scripts on any number of ranks.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=_versions())
-    parser.set_defaults(command=None)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in COMMANDS:
-        one = commands.add_parser(
-            command.name, help=command.help, description=command.help, allow_abbrev=False
-        )
-        command.arguments(one)
-        one.set_defaults(command=command)
-    return parser
+def program() -> click.Group:
+    """`fxtrain` itself, with a name and a line of help for each command."""
+    return _Program(
+        name="fxtrain",
+        help="Run PyTorch training scripts on any number of ranks.",
+        commands={row.name: click.Command(row.name, help=row.help) for row in COMMANDS},
+        params=[
+            click.Option(
+                ["--version"], is_flag=True, is_eager=True, expose_value=False,
+                callback=_say_version, help="Show the versions and exit.",
+            ),
+        ],
+        context_settings={"max_content_width": 100},
+    )  # fmt: skip
 
 
-def _versions() -> str:
+class _Program(click.Group):
+    """Commands by name; the one that is called for is loaded."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, known, rest = super().resolve_command(ctx, args)
+        rows = {row.name: row for row in COMMANDS}
+        return name, known and load(rows[str(name)]), rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FxError as error:
+            kind = type(error).__name__
+            raise _Told(f"fxtrain {ctx.invoked_subcommand}: {kind}: {error}") from error
+
+
+class _Told(click.ClickException):
+    """A mistake of the user, as one message."""
+
+    exit_code = Exit.WRONG
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(self.message, file=file, err=file is None)
+
+
+def _say_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:  # noqa: FBT001
+    if not asked or ctx.resilient_parsing:
+        return
     python = ".".join(map(str, sys.version_info[:3]))
     try:
         torch = version("torch")
     except PackageNotFoundError:
         torch = "not installed"
-    return f"fxtrain {__version__} (torch {torch}, Python {python})"
+    click.echo(f"fxtrain {__version__} (torch {torch}, Python {python})")
+    ctx.exit()

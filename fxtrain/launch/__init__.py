@@ -9,31 +9,72 @@ Example:
 import sys
 
 from fxtrain.launch._callable import CallableModule
-from fxtrain.launch._elastic import run
 from fxtrain.launch._ending import Ending, Failure, by_cause, describe
+from fxtrain.launch._fields import options_from
+from fxtrain.launch._flags import FLAGS, Flag, flag_words
 from fxtrain.launch._function import launch
-from fxtrain.launch._spec import (
-    LaunchSpec,
-    child_arguments,
-    child_environment,
-    elastic_options,
-    rank_environment,
-)
+from fxtrain.launch._invocation import Invocation, as_json, show
+from fxtrain.launch._kubernetes import KubernetesOptions, kubernetes
+from fxtrain.launch._launchers import LAUNCHERS, Launcher, find_launcher, prepare, run
+from fxtrain.launch._machine import Machine, cores_of_ranks, look, read_cores, write_cores
+from fxtrain.launch._memory import MemoryKills, count_kills, tell_kills
+from fxtrain.launch._mpi import MpiOptions, mpi
+from fxtrain.launch._native import native
+from fxtrain.launch._program import shared_environment
+from fxtrain.launch._ray import RayOptions, ray
+from fxtrain.launch._reports import keep_tracebacks
+from fxtrain.launch._sagemaker import SageMakerOptions, sagemaker
+from fxtrain.launch._slurm import SlurmOptions, slurm
+from fxtrain.launch._spec import LaunchSpec, rank_environment
 from fxtrain.launch._target import check_target
+from fxtrain.launch._tpu import TpuPodOptions, pod_command, tpu, tpu_pod
 
 __all__ = [
     "Ending",
+    "FLAGS",
     "Failure",
+    "Flag",
+    "Invocation",
+    "KubernetesOptions",
+    "LAUNCHERS",
     "LaunchSpec",
+    "Launcher",
+    "Machine",
+    "MemoryKills",
+    "MpiOptions",
+    "RayOptions",
+    "SageMakerOptions",
+    "SlurmOptions",
+    "TpuPodOptions",
+    "as_json",
     "by_cause",
     "check_target",
-    "child_arguments",
-    "child_environment",
+    "cores_of_ranks",
+    "count_kills",
     "describe",
-    "elastic_options",
+    "find_launcher",
+    "flag_words",
+    "keep_tracebacks",
+    "kubernetes",
     "launch",
+    "look",
+    "mpi",
+    "native",
+    "options_from",
+    "pod_command",
+    "prepare",
     "rank_environment",
+    "ray",
+    "read_cores",
     "run",
+    "sagemaker",
+    "shared_environment",
+    "show",
+    "slurm",
+    "tell_kills",
+    "tpu",
+    "tpu_pod",
+    "write_cores",
 ]
 
 sys.modules[__name__].__class__ = CallableModule

@@ -1,13 +1,15 @@
 """The program of a launched process: the user's script, and its error kept for the launcher.
 
-Run as a file, `python _child.py script|module TARGET ARGS...`, and with the standard library
-only, so that nothing is loaded or changed before the user's script starts. An error is not
+Run as a file, `python _child.py script|module|program [--cores=0-1/2-3] [--errors=FOLDER] --
+TARGET ARGS...`, and with the standard library only, so that nothing is loaded or changed before
+the user's script starts. An error is not
 printed here but written for the launcher, which shows the one that came first: eight ranks
 that fail together would print eight tracebacks into each other.
 """
 
 import ctypes
 import faulthandler
+import functools
 import json
 import os
 import runpy
@@ -20,14 +22,23 @@ from types import TracebackType
 
 # A rank that cannot end, say in a library's clean-up, shows its error itself after this time.
 _PATIENCE_S = 10.0
+# torchrun's, Open MPI's, MPICH's and SLURM's.
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def main() -> None:
     """Become the program that the arguments name."""
-    how, target, *args = sys.argv[1:]
+    split = sys.argv.index("--")
+    how, *options = sys.argv[1:split]
+    target, *args = sys.argv[split + 1 :]
+    given = dict(option.removeprefix("--").split("=", 1) for option in options)
     end_with_parent()
+    if "cores" in given:
+        _stay_on(given["cores"].split("/"))
+    if how == "program":
+        _replace(target, args)
     faulthandler.enable()
-    sys.excepthook = _record
+    sys.excepthook = functools.partial(_record, given.get("errors"))
     sys.argv[:] = [target, *args]
     if how == "module":
         _set_first_path(os.getcwd())
@@ -45,17 +56,45 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(parent_dies, signal.SIGTERM)
 
 
+def _stay_on(shares: list[str]) -> None:
+    """Run on this rank's share of the cores, in the kernel's short form."""
+    bounds = [
+        [int(end) for end in part.split("-")]
+        for part in shares[int(os.environ.get("LOCAL_RANK", "0"))].split(",")
+    ]
+    cores = {core for bound in bounds for core in range(bound[0], bound[-1] + 1)}
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+
+
+def _replace(target: str, args: list[str]) -> None:
+    """Become a program that is not Python."""
+    try:
+        os.execvp(target, [target, *args])
+    except OSError as error:
+        # As a shell says it, with a shell's exit codes.
+        sys.stderr.write(f"{target}: {error.strerror}\n")
+        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
 def _set_first_path(folder: str) -> None:
     # Python put the folder of this file there, unless it runs in safe-path mode.
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
 
-def _record(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+def _record(
+    folder: str | None,
+    kind: type[BaseException],
+    error: BaseException,
+    tb: TracebackType | None,
+) -> None:
     if issubclass(kind, KeyboardInterrupt):
         return  # the launcher was told to stop, and says so
     shown = _skip_own_frames(tb)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if folder is not None and os.path.isdir(folder):
+        path = os.path.join(folder, f"{_rank()}.json")
     if path is None:
         sys.__excepthook__(kind, error, shown)
         return
@@ -79,10 +118,16 @@ def _report(
             "py_callstack": "".join(traceback.format_exception(kind, error, tb)),
             "timestamp": str(int(time.time())),
             "time_ns": time.time_ns(),
-            "rank": int(os.environ.get("RANK", "0")),
+            "rank": _rank(),
             "kind": name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}",
         },
     }
+
+
+def _rank() -> int:
+    """Number of this rank, as whoever started it says."""
+    found = (os.environ[name] for name in _RANKS if name in os.environ)
+    return int(next(found, "0"))
 
 
 def _skip_own_frames(tb: TracebackType | None) -> TracebackType | None:

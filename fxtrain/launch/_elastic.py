@@ -1,71 +1,122 @@
-"""The one place that starts the processes of a script: torch's elastic launcher."""
+"""Running torch's elastic launcher in this process, which starts the ranks."""
 
 import importlib
-import json
 import logging
 import os
-import sys
 import tempfile
-import uuid
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from fxtrain._errors import LaunchError
-from fxtrain.launch._ending import Ending, Failure, by_cause
-from fxtrain.launch._spec import LaunchSpec, child_arguments, child_environment, elastic_options
-from fxtrain.launch._target import check_target
+from fxtrain.launch._ending import Ending, by_cause
+from fxtrain.launch._invocation import Invocation
+from fxtrain.launch._memory import count_kills, tell_kills
+from fxtrain.launch._network import check_free, is_local, reach
+from fxtrain.launch._reports import read_reports, to_failures
+from fxtrain.launch._signals import TELLING, passed_on, tell_children
+from fxtrain.launch._spec import LaunchSpec
 
-__all__ = ["run"]
-
-# Between asking the ranks to end and ending them.
-_SHUTDOWN_S = 10
+__all__ = ["run_elastic"]
 
 
-def run(spec: LaunchSpec) -> Ending:
-    """Run a program on all ranks and wait until they have ended.
-
-    The ranks share this process's output. SIGTERM and SIGINT go on to them. When one fails,
-    the others are ended.
+def run_elastic(spec: LaunchSpec, invocation: Invocation) -> Ending:
+    """Run the elastic launcher until all ranks of this machine have ended.
 
     Effects:
-        Loads torch; sets OMP_NUM_THREADS in this process's environment, which the ranks
-        inherit, unless it is set; starts `spec.ranks` processes. Call it in the main thread,
-        where signals arrive.
+        Loads torch; adds the invocation's variables to those of this process, which the ranks
+        inherit; starts the ranks. Call it in the main thread, where signals arrive.
 
     Raises:
-        LaunchError: there is no such program.
+        LaunchError: the nodes could not meet, or there are fewer GPUs than ranks.
     """
-    check_target(spec)
-    os.environ.update(child_environment(spec, os.environ, cores=usable_cores()))
-    # torch takes seconds to load, which a wrong file name need not wait for.
-    api = importlib.import_module("torch.distributed.launcher.api")
+    os.environ.update(invocation.env)
+    _check_meeting(spec)
+    # torch takes seconds to load, which a wrong file name or port need not wait for.
+    api = importlib.import_module("torch.distributed.run")
+    _check_devices(spec)
     _quiet()
-    with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as logs:
-        config = _config(api, spec, logs)
-        try:
-            api.elastic_launch(config, sys.executable)(*child_arguments(spec))
-        except api.ChildFailedError as error:
-            return Ending(ranks=spec.ranks, failures=by_cause(_failures(error.failures, logs)))
-        except api.SignalException as error:
-            return Ending(ranks=spec.ranks, signal=int(error.sigval))
-    return Ending(ranks=spec.ranks)
+    before = count_kills()
+    with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
+        config, program, arguments = _config(api, invocation.argv[3:], folder)
+        ending = _run(spec, api, (config, program, arguments), Path(spec.log_dir or folder))
+    return attrs.evolve(ending, memory=tell_kills(before, count_kills()))
 
 
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _config(api: Any, spec: LaunchSpec, logs: str) -> Any:
-    options = elastic_options(spec, run_id=uuid.uuid4().hex)
-    if "shutdown_timeout" in api.LaunchConfig.__dataclass_fields__:  # in newer torch
-        options["shutdown_timeout"] = _SHUTDOWN_S
+def _run(spec: LaunchSpec, api: Any, call: tuple[Any, ...], logs: Path) -> Ending:
+    config, program, arguments = call
+    errors = importlib.import_module("torch.distributed.elastic.multiprocessing")
+    meeting = importlib.import_module("torch.distributed.elastic.rendezvous")
+    distributed = importlib.import_module("torch.distributed")
+    start, begun = time.monotonic(), time.time()
     try:
-        return api.LaunchConfig(**options, logs_specs=api.DefaultLogsSpecs(log_dir=logs))
+        with passed_on(TELLING, tell_children):
+            api.elastic_launch(config, program)(*arguments)
+    except errors.errors.ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        found = to_failures(codes, read_reports(_last_attempt(logs, since=begun)))
+        return Ending(ranks=spec.world_size, failures=by_cause(found))
+    except errors.SignalException as error:
+        return Ending(ranks=spec.world_size, signal=int(error.sigval))
+    except (meeting.RendezvousError, distributed.DistError) as error:
+        raise LaunchError(_not_met(spec, error, time.monotonic() - start)) from error
+    return Ending(ranks=spec.world_size)
+
+
+def _check_meeting(spec: LaunchSpec) -> None:
+    """See that the main address can be served or reached, before torch waits for it."""
+    if not spec.main_address or not spec.port:
+        return
+    who = f"Node {spec.node_rank} of {spec.nodes}"
+    if spec.meets == "static" and spec.node_rank == 0:
+        check_free(spec.port)
+    elif spec.meets == "static" or not is_local(spec.main_address):
+        host = spec.main_address.strip("[]")
+        reach(host, spec.port, who=who, timeout_s=spec.connect_timeout_s)
+
+
+def _check_devices(spec: LaunchSpec) -> None:
+    """Ranks need an accelerator each, where there are any."""
+    if spec.cpu or spec.executable:
+        return
+    accelerator = importlib.import_module("torch").accelerator
+    count = accelerator.device_count()
+    if spec.gpus and count != len(spec.gpus):
+        raise LaunchError(
+            f"The GPUs {','.join(spec.gpus)} were chosen, and {count} of them can be used on "
+            f"this machine. Choose others, or look at nvidia-smi."
+        )
+    if not spec.gpus and 0 < count < spec.ranks:
+        kind = accelerator.current_accelerator()
+        raise LaunchError(
+            f"{spec.ranks} ranks were asked for, and this machine has {count} {kind} devices for "
+            f"them. Use {count} ranks, or compute on the CPU (cpu=True, --cpu)."
+        )
+
+
+def _config(api: Any, argv: Sequence[str], folder: str) -> tuple[Any, Any, list[Any]]:
+    """torch's own reading of its command line, less what an older torch does not know."""
+    parser = api.get_args_parser()
+    known = set(parser._option_string_actions)
+    program = argv.index("--no-python")
+    options = [
+        word
+        for word in argv[:program]
+        if word.split("=")[0] in known or word.split("=")[0] not in _NEWER
+    ]
+    if not any(word.startswith("--log-dir=") for word in options):
+        options.append(f"--log-dir={folder}")
+    try:
+        return api.config_from_args(parser.parse_args([*options, *argv[program:]]))
     except (TypeError, ValueError) as error:
         raise LaunchError(f"torch's elastic launcher refused its settings: {error}") from error
+
+
+# Options that torch 2.9 may lack, without which a launch is still what was asked for.
+_NEWER = ("--shutdown-timeout",)
 
 
 def _quiet() -> None:
@@ -75,32 +126,20 @@ def _quiet() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _failures(failed: dict[int, Any], logs: str) -> list[Failure]:
-    """What torch saw, and what every rank has written, were it ended in the same moment."""
-    codes = {rank: failure.exitcode for rank, failure in failed.items()}
-    reports = _reports(Path(logs))
-    return [
-        Failure(
-            rank=rank,
-            code=codes.get(rank),
-            kind=report.get("kind", ""),
-            error=report.get("error", ""),
-            traceback=report.get("py_callstack", ""),
-            time_ns=int(report.get("time_ns", 0)),
-        )
-        for rank in sorted(codes.keys() | reports.keys())
-        for report in [reports.get(rank, {})]
-    ]
+def _last_attempt(logs: Path, *, since: float) -> list[Path]:
+    """What ranks wrote when they were last started: folders are RUN/attempt_N/LOCAL_RANK."""
+    attempts = [path for path in logs.glob("*/attempt_*") if path.stat().st_mtime >= since - 1]
+    if not attempts:
+        return []
+    last = max(attempts, key=lambda path: (path.stat().st_mtime, int(path.name.split("_")[-1])))
+    return sorted(last.glob("*/error.json"))
 
 
-def _reports(logs: Path) -> dict[int, dict[str, Any]]:
-    """By rank, what the last attempt wrote: folders are RUN/attempt_N/LOCAL_RANK."""
-    attempts = sorted(logs.glob("*/attempt_*"), key=lambda path: int(path.name.split("_")[-1]))
-    found: dict[int, dict[str, Any]] = {}
-    for path in attempts[-1].glob("*/error.json") if attempts else ():
-        message = json.loads(path.read_text())["message"]
-        if isinstance(message, dict):
-            extra = message.get("extraInfo", {})
-            rank = int(extra.get("rank", path.parent.name))
-            found[rank] = {"error": message.get("message", ""), **extra}
-    return found
+def _not_met(spec: LaunchSpec, error: BaseException, waited_s: float) -> str:
+    place = f"{spec.main_address or '127.0.0.1'}:{spec.port}"
+    said = str(error.__cause__ or error).strip().splitlines()
+    return (
+        f"Node {spec.node_rank} of {spec.nodes} waited {waited_s:.0f} s at {place}, and the nodes "
+        f"did not meet: {said[0] if said else type(error).__name__} Check that every node was "
+        f"started with the same main address, port, number of nodes and run_id."
+    )

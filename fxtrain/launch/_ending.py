@@ -37,23 +37,27 @@ class Ending:
         ranks: How many there were.
         failures: Those that failed, the cause first.
         signal: The signal that ended the launcher, or None.
+        left: Exit code of another launcher, such as mpirun, that was started; 0 otherwise.
+        launcher: Its name.
+        memory: What the kernel's out-of-memory killer did meanwhile; empty when unknown.
     """
 
     ranks: int
     failures: tuple[Failure, ...] = ()
     signal: int | None = None
+    left: int = 0
+    launcher: str = ""
+    memory: str = ""
 
     @property
     def code(self) -> int:
         """The exit code of the whole, by the rules of the shell."""
         if self.signal is not None:
             return 128 + self.signal
-        if not self.failures:
-            return 0
-        code = self.failures[0].code
-        if code is None or code == 0:
-            return 1
-        return code if code > 0 else 128 - code
+        code = self.failures[0].code if self.failures else self.left
+        if self.failures and not code:
+            code = self.left or 1
+        return 128 - code if code and code < 0 else code or 0
 
 
 def by_cause(failures: list[Failure]) -> tuple[Failure, ...]:
@@ -84,13 +88,13 @@ def describe(ending: Ending) -> str:
     if ending.signal is not None:
         return f"Stopped by {_signal_name(ending.signal)}."
     if not ending.failures:
-        return f"{ending.ranks} ranks ended well."
+        return _of_launcher(ending)
     first, *others = ending.failures
-    lines = [_one(first, ending.ranks)]
+    lines = [_one(first, ending)]
     if first.traceback:
         lines.append(first.traceback.rstrip())
     # What was ended because of the first failure is no news.
-    lines += [_one(other, ending.ranks) for other in others if other.error or _own_code(other)]
+    lines += [_one(other, ending) for other in others if other.error or _own_code(other)]
     return "\n".join(lines)
 
 
@@ -99,6 +103,9 @@ _LOST_PEER = re.compile(
     r"|[\\/]gloo[\\/]",
     re.IGNORECASE,
 )
+
+
+_PERHAPS_MEMORY = "The kernel does that when memory runs out: look at dmesg, or use less of it."
 
 
 def _distance(failure: Failure) -> int:
@@ -115,8 +122,16 @@ def _own_code(failure: Failure) -> bool:
     return failure.code not in (None, 0, -signal.SIGTERM, -signal.SIGINT)
 
 
-def _one(failure: Failure, ranks: int) -> str:
-    who = f"Rank {failure.rank} of {ranks}"
+def _of_launcher(ending: Ending) -> str:
+    if not ending.left:
+        return f"{ending.ranks} ranks ended well."
+    if ending.left < 0:
+        return f"{ending.launcher} was ended by {_signal_name(-ending.left)}."
+    return f"{ending.launcher} ended with exit code {ending.left}."
+
+
+def _one(failure: Failure, ending: Ending) -> str:
+    who = f"Rank {failure.rank} of {ending.ranks}"
     if failure.error:
         return f"{who} failed: {failure.error.splitlines()[0]}"
     if failure.code is None:
@@ -125,7 +140,7 @@ def _one(failure: Failure, ranks: int) -> str:
         return f"{who} ended with exit code {failure.code}."
     text = f"{who} was ended by {_signal_name(-failure.code)}."
     if failure.code == -signal.SIGKILL:
-        text += " The kernel does that when memory runs out: look at dmesg, or use less of it."
+        text += " " + (ending.memory or _PERHAPS_MEMORY)
     return text
 
 

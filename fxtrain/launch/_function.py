@@ -7,8 +7,8 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from fxtrain._errors import LaunchError
-from fxtrain.launch._elastic import usable_cores
 from fxtrain.launch._ending import Ending, Failure, by_cause, describe
+from fxtrain.launch._machine import usable_cores
 from fxtrain.launch._parcel import unpack
 from fxtrain.launch._ranks import Rank, end, start
 from fxtrain.launch._spec import check_ranks, rank_environment
@@ -69,7 +69,7 @@ def launch(
     distributed = importlib.import_module("torch.distributed")
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     places = [rank_environment(rank, ranks, port=store.port) for rank in range(ranks)]
-    started = start(fn, tuple(args), places, threads=max(1, usable_cores() // ranks))
+    started = start(fn, tuple(args), places, threads=max(1, len(usable_cores()) // ranks))
     try:
         values = _results(started, deadline, timeout_s)
     except BaseException:

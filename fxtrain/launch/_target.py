@@ -2,6 +2,8 @@
 
 import importlib.util
 import pkgutil
+import shlex
+import shutil
 import sys
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,7 +23,9 @@ def check_target(spec: LaunchSpec) -> None:
     Raises:
         LaunchError: it does not; the message holds names that are close.
     """
-    if spec.module:
+    if spec.executable:
+        _check_executable(spec.target)
+    elif spec.module:
         _check_module(spec.target)
     else:
         _check_script(Path(spec.target))
@@ -48,6 +52,17 @@ def _check_script(path: Path) -> None:
         else f"The Python files in {folder.resolve()} are {_list(names)}."
     )
     raise LaunchError(f"{path}: there is no such script. {advice}")
+
+
+def _check_executable(name: str) -> None:
+    if shutil.which(name) is not None:
+        return
+    if Path(name).is_file():
+        raise LaunchError(f"{name} is not executable. Allow it with: chmod +x {shlex.quote(name)}")
+    raise LaunchError(
+        f"{name}: there is no such program, neither as a path nor on the PATH. A Python script "
+        f"is launched without --no-python."
+    )
 
 
 def _check_module(name: str) -> None:

@@ -11,7 +11,7 @@ import torch
 import fxtrain as fx
 from fxtrain import LaunchError, ops
 from fxtrain.launch import Failure, by_cause
-from fxtrain.launch._elastic import usable_cores
+from fxtrain.launch._machine import usable_cores
 from tests.launched._run import PYTHON, SCRIPTS, run, run_text
 
 pytestmark = pytest.mark.timeout(120)
@@ -49,7 +49,7 @@ def test_values_come_back_by_rank(monkeypatch):
     everyone = [(0, 0, 0), (1, 1, 0)]
     assert [(total, seen) for total, seen, _, _ in results] == [(3, everyone)] * 2
     assert [value.tolist() for _, _, value, _ in results] == [[0.0, 0.0], [1.0, 1.0]]
-    assert results[0][3] == max(1, usable_cores() // 2)
+    assert results[0][3] == max(1, len(usable_cores()) // 2)
     assert dict(os.environ) == before
 
 

@@ -1,0 +1,41 @@
+"""The words after `fxtrain`: a command is one line here and one module."""
+
+import importlib
+from typing import NamedTuple
+
+import click
+
+__all__ = ["COMMANDS", "Row", "load"]
+
+
+class Row(NamedTuple):
+    """One command. Its module is imported when it is called for, not to list it.
+
+    A tuple, since attrs would take a fifth of the time that `fxtrain --help` has.
+
+    Attributes:
+        name: The word.
+        home: Where its click command is, as `module:NAME`.
+        help: What it does, in one line.
+    """
+
+    name: str
+    home: str
+    help: str
+
+
+COMMANDS: tuple[Row, ...] = (
+    Row("launch", "fxtrain.cli._launch:LAUNCH", "run a script or module on several ranks"),
+    Row("config", "fxtrain.cli.config._command:CONFIG", "write, show and check launch files"),
+    Row("completion", "fxtrain.cli._completion:COMPLETION", "print completion for a shell"),
+)
+
+
+def load(row: Row) -> click.Command:
+    """The command of a row.
+
+    Effects:
+        Imports its module.
+    """
+    module, _, name = row.home.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,55 @@
+"""What commands print: tables and lines for people, JSON for programs."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["as_json", "print_json", "print_table", "warn"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Of a table in a file or a pipe, where nothing says how wide the page is.
+_PAGE = 120
+
+
+def as_json(command: F) -> F:
+    """The option --json, given to a command as `json_`."""
+    return click.option("--json", "json_", is_flag=True, help="print JSON on standard output")(
+        command
+    )
+
+
+def print_json(data: Any) -> None:
+    """Print plain data."""
+    click.echo(json.dumps(data, indent=2))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
+    """Print a table, in colour on a terminal only. A column that starts with > holds numbers."""
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if terminal else _PAGE
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        number = column.startswith(">")
+        table.add_column(
+            column.removeprefix(">"), justify="right" if number else "left", overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = Console(file=sys.stdout, width=width, highlight=False)
+    with console.capture() as printed:
+        console.print(table)
+    # Without the blanks that fill the page, which would be pasted along.
+    click.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
+
+
+def warn(text: str) -> None:
+    """Print a line on standard error, where it does not mix with JSON."""
+    click.echo(text, err=True)

@@ -1,0 +1,34 @@
+"""Launch files: reading, layering, writing, asking, converting."""
+
+from fxtrain.cli.config._file import LaunchFile, Section, read_launch_file
+from fxtrain.cli.config._machine import Machine, look, suggested
+from fxtrain.cli.config._merge import leaves, merge, put
+from fxtrain.cli.config._resolve import (
+    Setting,
+    Settings,
+    find_file,
+    from_environment,
+    from_flags,
+    resolve,
+)
+from fxtrain.cli.config._write import meanings, render
+
+__all__ = [
+    "LaunchFile",
+    "Machine",
+    "Section",
+    "Setting",
+    "Settings",
+    "find_file",
+    "from_environment",
+    "from_flags",
+    "leaves",
+    "look",
+    "meanings",
+    "merge",
+    "put",
+    "read_launch_file",
+    "render",
+    "resolve",
+    "suggested",
+]

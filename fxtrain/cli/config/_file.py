@@ -1,0 +1,219 @@
+"""The launch file: what it says, as a record, and how it is read."""
+
+import tomllib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from fxtrain._errors import PlanError
+from fxtrain._optional import optional
+from fxtrain.cli.config._merge import merge, near
+from fxtrain.launch import LaunchSpec
+from fxtrain.state import Plan, structure
+
+__all__ = [
+    "FORMATS",
+    "NO_TARGET",
+    "LaunchFile",
+    "Section",
+    "parse",
+    "problems_of",
+    "read_launch_file",
+    "third_party",
+]
+
+FORMATS: dict[str, str] = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
+
+# Stands for the script while a file that names none is checked.
+NO_TARGET = "train.py"
+
+
+@attrs.frozen(kw_only=True)
+class Section:
+    """What one profile says; a field that is left out is not said.
+
+    Attributes:
+        launch: Fields of `fxtrain.launch.LaunchSpec`, as plain data.
+        plan: Fields of `fx.Plan`, as plain data.
+    """
+
+    launch: Mapping[str, Any] = attrs.field(factory=dict)
+    plan: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class LaunchFile:
+    """A launch file: common values, and named setups that change some of them.
+
+    Attributes:
+        path: Where it was read; empty for one made in memory.
+        common: What holds for every profile.
+        profiles: By name, what differs.
+        default: The profile that counts when none is asked for; empty for none.
+    """
+
+    path: str = ""
+    common: Section = Section()
+    profiles: Mapping[str, Section] = attrs.field(factory=dict)
+    default: str = ""
+
+    def section(self, profile: str) -> Section:
+        """What a profile says together with the common values."""
+        own = self.profiles[profile] if profile else Section()
+        return Section(
+            launch=merge(self.common.launch, own.launch), plan=merge(self.common.plan, own.plan)
+        )
+
+
+def read_launch_file(path: str | Path) -> LaunchFile:
+    """Read and check a launch file.
+
+    Raises:
+        PlanError: it is not there, is not TOML or YAML, or holds what no launch and no plan
+            has; one line per problem, each with its path in the file.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from fxtrain.cli.config import read_launch_file
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "fxtrain.toml")
+        ...     _ = path.write_text("[profiles.two.launch]\\nranks = 2\\n")
+        ...     read_launch_file(path).profiles["two"].launch
+        {'ranks': 2}
+    """
+    form = FORMATS.get(Path(path).suffix.lower())
+    if form is None:
+        raise PlanError(f"{path}: a launch file ends in {', '.join(FORMATS)}.")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise PlanError(
+            f"{path}: the launch file cannot be read: {error}. `fxtrain config` writes one."
+        ) from error
+    try:
+        return attrs.evolve(parse(text, form), path=str(path))
+    except PlanError as error:
+        raise PlanError(f"{path}:\n{error}") from None
+
+
+def parse(text: str, form: str) -> LaunchFile:
+    """A launch file from its text.
+
+    Args:
+        text: The file.
+        form: toml or yaml.
+
+    Raises:
+        PlanError: as `read_launch_file`.
+    """
+    try:
+        data = _load(text, form)
+        file, told = _file(data)
+        if not told:
+            for name in ("", *file.profiles):
+                told += problems_of(file.section(name), at=f"profiles.{name}" if name else "")
+    except RecursionError:
+        raise PlanError("It is nested too deeply, or holds itself.") from None
+    if told:
+        raise PlanError("\n".join(dict.fromkeys(told)))
+    return file
+
+
+def problems_of(section: Section, *, at: str = "") -> list[str]:
+    """What is wrong with the values of a section, one line each, with paths.
+
+    Args:
+        section: Complete values, the common ones included.
+        at: Where the section is in its file.
+    """
+    told: list[str] = []
+    launch = {"target": NO_TARGET, **section.launch}
+    for name, data, cls in (("launch", launch, LaunchSpec), ("plan", section.plan, Plan)):
+        try:
+            structure(dict(data), cls, third_party())
+        except PlanError as error:
+            where = f"{at}.{name}" if at else name
+            told += [_placed(line, cls, where) for line in str(error).splitlines()]
+    return told
+
+
+def third_party() -> tuple[type, ...]:
+    """Strategy configs of installed packages."""
+    return tuple(entry.load().config for entry in entry_points(group="fxtrain.strategies"))
+
+
+def _placed(line: str, cls: type, where: str) -> str:
+    """The converter names records; a file has sections."""
+    own = cls.__name__.lower()
+    head, at, path = line.rpartition(f" @ {own}")
+    if at and path[:1] in ("", ".", "["):
+        return f"{head} @ {where}{path}"
+    return f"{line.removeprefix(f'{own}: ')} @ {where}"
+
+
+def _load(text: str, form: str) -> Any:
+    try:
+        if form == "toml":
+            return tomllib.loads(text)
+        yaml = optional("yaml", extra="files", needed_by="a launch file in YAML")
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(str(error)) from error
+    except (ValueError, TypeError, OverflowError) as error:
+        raise PlanError(f"This is not {form.upper()}: {error}") from None
+
+
+def _file(data: Any) -> tuple[LaunchFile, list[str]]:
+    """The record and what is wrong with the frame around launch and plan values."""
+    told: list[str] = []
+    data = {} if data is None else data
+    top = _table(data, ("default", "launch", "plan", "profiles"), "", told)
+    default = top.get("default", "")
+    if not isinstance(default, str):
+        told.append(f"expected the name of a profile, found {default!r} @ default")
+    named = top.get("profiles", {})
+    if not isinstance(named, Mapping):
+        told.append(f"expected a table of profiles, found {named!r} @ profiles")
+        named = {}
+    profiles: dict[str, Section] = {}
+    for name, section in named.items():
+        if not isinstance(name, str) or not name:
+            told.append(f"a profile's name is a word, found {name!r} @ profiles")
+            continue
+        profiles[name] = _section(section, f"profiles.{name}", told)
+    if isinstance(default, str) and default and default not in profiles:
+        known = ", ".join(profiles) or "none"
+        told.append(f"there is no profile {default!r}; the file has {known} @ default")
+    common = _section({key: top[key] for key in ("launch", "plan") if key in top}, "", told)
+    return LaunchFile(common=common, profiles=profiles, default=str(default)), told
+
+
+def _section(data: Any, at: str, told: list[str]) -> Section:
+    both = _table(data, ("launch", "plan"), at, told)
+    prefix = f"{at}." if at else ""
+    parts: dict[str, Any] = {}
+    for name in ("launch", "plan"):
+        part = both.get(name, {})
+        if not isinstance(part, Mapping):
+            told.append(f"expected a table, found {part!r} @ {prefix}{name}")
+        else:
+            parts[name] = part
+    return Section(**parts)
+
+
+def _table(data: Any, known: tuple[str, ...], at: str, told: list[str]) -> Mapping[str, Any]:
+    where = at or "the file"
+    if not isinstance(data, Mapping):
+        told.append(f"expected a table of {', '.join(known)}, found {data!r} @ {where}")
+        return {}
+    has = ", ".join(known)
+    told.extend(
+        f"unknown key {key!r}{near(str(key), known)}; known are {has} @ {where}"
+        for key in data
+        if key not in known
+    )
+    return data

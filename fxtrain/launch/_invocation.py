@@ -1,0 +1,48 @@
+"""What a launch comes to: a command line, variables and files, shown before it runs."""
+
+import json
+import shlex
+from collections.abc import Mapping
+
+import attrs
+
+__all__ = ["Invocation", "as_json", "show"]
+
+
+@attrs.frozen(kw_only=True)
+class Invocation:
+    """What a launcher will start.
+
+    Attributes:
+        argv: The command line, word by word.
+        env: Variables to add to those that are there.
+        files: Texts to write before, by path.
+    """
+
+    argv: tuple[str, ...] = attrs.field(converter=tuple)
+    env: Mapping[str, str] = attrs.field(factory=dict)
+    files: Mapping[str, str] = attrs.field(factory=dict)
+
+
+def show(invocation: Invocation) -> str:
+    """The invocation as a person reads it and a shell runs it; files come first.
+
+    Example:
+        >>> from fxtrain.launch import Invocation, show
+        >>> show(Invocation(argv=("python", "train.py", "a b"), env={"OMP_NUM_THREADS": "2"}))
+        "OMP_NUM_THREADS=2 python train.py 'a b'"
+    """
+    written = [f"# {path}\n{text.rstrip()}\n" for path, text in invocation.files.items()]
+    variables = [f"{name}={shlex.quote(value)}" for name, value in invocation.env.items()]
+    return "\n".join([*written, " ".join([*variables, shlex.join(invocation.argv)])])
+
+
+def as_json(invocation: Invocation) -> str:
+    """The invocation for other programs: an object with argv, env and files.
+
+    Example:
+        >>> from fxtrain.launch import Invocation, as_json
+        >>> as_json(Invocation(argv=("true",)))
+        '{"argv": ["true"], "env": {}, "files": {}}'
+    """
+    return json.dumps(attrs.asdict(invocation))

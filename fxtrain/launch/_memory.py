@@ -1,0 +1,97 @@
+"""Did the kernel kill a process because memory ran out? Its counters say."""
+
+import re
+from pathlib import Path
+
+import attrs
+
+__all__ = ["MemoryKills", "count_kills", "tell_kills"]
+
+
+@attrs.frozen(kw_only=True)
+class MemoryKills:
+    """How often the out-of-memory killer has struck so far.
+
+    Attributes:
+        group: Within the control group of this process, that is its container or job.
+        machine: On the whole machine.
+        limit_bytes: Memory that the control group may use; None without a limit.
+        counted: The machine has these counters.
+    """
+
+    group: int = 0
+    machine: int = 0
+    limit_bytes: int | None = None
+    counted: bool = False
+
+
+def count_kills(root: Path = Path("/")) -> MemoryKills:
+    """Read the counters.
+
+    Args:
+        root: Where /proc and /sys are.
+
+    Effects:
+        Reads a few small files of the kernel; what is not there counts as 0.
+    """
+    group = _group(root)
+    events = ("memory.events", "memory.oom_control")  # of version 2 and 1 of control groups
+    limits = ("memory.max", "memory.limit_in_bytes")
+    kills = [_count(group / name) for name in events]
+    bytes_ = [int(text) for name in limits if (text := _read(group / name).strip()).isdigit()]
+    return MemoryKills(
+        group=max(kills),
+        machine=_count(root / "proc/vmstat"),
+        # Version 1 writes a number close to 2^63 for none.
+        limit_bytes=bytes_[0] if bytes_ and bytes_[0] < 1 << 60 else None,
+        counted="oom_kill " in _read(root / "proc/vmstat"),
+    )
+
+
+def tell_kills(before: MemoryKills, after: MemoryKills) -> str:
+    """What a rank that was ended by SIGKILL is told to have died of.
+
+    Example:
+        >>> from fxtrain.launch import MemoryKills, tell_kills
+        >>> tell_kills(MemoryKills(), MemoryKills(group=1, limit_bytes=2**31)).split(":")[0]
+        'The out-of-memory killer of the kernel did that'
+    """
+    did = "The out-of-memory killer of the kernel did that: "
+    advice = "Use a smaller batch, fewer ranks or fewer loader workers, or ask for more memory."
+    if after.group > before.group:
+        limit = "" if after.limit_bytes is None else f" of {after.limit_bytes / 2**30:.3g} GiB"
+        return f"{did}the processes of this job needed more than its memory{limit}. {advice}"
+    if after.machine > before.machine:
+        return f"{did}the memory of this machine ran out. {advice}"
+    if after.counted:
+        return "It was not the kernel's out-of-memory killer: another process sent that signal."
+    return ""
+
+
+def _group(root: Path) -> Path:
+    """Folder of the memory controller for this process, as /proc/self/cgroup names it."""
+    mount = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return _inside(mount / "memory", path, "memory.oom_control")
+    found = re.search(r"^0::(.*)$", _read(root / "proc/self/cgroup"), re.MULTILINE)
+    return _inside(mount, found[1] if found else "", "memory.events")
+
+
+def _inside(mount: Path, path: str, file: str) -> Path:
+    # A container sees its own group at the mount and the host's path in /proc.
+    here = mount / path.strip("/")
+    return here if (here / file).is_file() else mount
+
+
+def _count(path: Path) -> int:
+    found = re.search(r"^oom_kill (\d+)$", _read(path), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,127 @@
+"""Launch files: whatever they hold, they are read or refused; what is written is read again."""
+
+import json
+import string
+
+import attrs
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fxtrain as fx
+from fxtrain.cli.config import LaunchFile, Section, render
+from fxtrain.cli.config._file import parse
+
+GOOD = """
+default = "big"
+
+[launch]
+ranks = 2
+
+[plan]
+precision = "bf16"
+data = { source = "dispatch" }
+strategy = { kind = "ddp", bucket_mib = 50.0 }
+
+[profiles.big.launch]
+ranks = 8
+
+[profiles.big.plan]
+accumulate = 4
+
+[profiles.small.plan]
+strategy = { kind = "single" }
+"""
+
+
+WORDS = st.sampled_from(
+    ["default", "launch", "plan", "profiles", "ranks", "args", "strategy", "kind", "ddp", "bf16",
+     "precision", "data", "source", "hook", "compile", "blocks", "seed", ""]
+)  # fmt: skip
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), WORDS,
+    st.dates(), st.binary(max_size=3),
+)  # fmt: skip
+DATA = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.one_of(WORDS, st.text(max_size=3), st.integers()), inner, max_size=4),
+    ),
+    max_leaves=12,
+)
+
+
+def _a_file_or_an_error(text, form):
+    try:
+        assert isinstance(parse(text, form), LaunchFile)
+    except fx.PlanError as error:
+        assert str(error)
+
+
+@given(data=DATA)
+def test_any_yaml_is_a_file_or_an_error(data):
+    _a_file_or_an_error(yaml.safe_dump(data, allow_unicode=True), "yaml")
+
+
+@given(data=st.dictionaries(WORDS, DATA, max_size=4))
+def test_any_json_is_a_file_or_an_error(data):
+    _a_file_or_an_error(json.dumps(data, default=str), "yaml")
+
+
+@given(text=st.text(alphabet=string.printable + "äß\0\ud800", max_size=60))
+@pytest.mark.parametrize("form", ["toml", "yaml"])
+def test_any_text_is_a_file_or_an_error(form, text):
+    _a_file_or_an_error(text, form)
+
+
+@given(cut=st.integers(0, len(GOOD)), put=st.text(alphabet="[]={}\"'\n.#x1", max_size=4))
+def test_a_file_with_a_slip_is_a_file_or_an_error(cut, put):
+    _a_file_or_an_error(GOOD[:cut] + put + GOOD[cut + len(put) :], "toml")
+
+
+NAMES = st.text(min_size=1, max_size=8)
+SECTIONS = st.builds(
+    Section,
+    launch=st.fixed_dictionaries(
+        {},
+        optional={
+            "ranks": st.integers(1, 64),
+            "args": st.lists(
+                st.text(alphabet=st.characters(exclude_characters="\0", codec="utf-8"))
+            ),
+            "target": st.just("a.py"),
+        },
+    ),
+    plan=st.fixed_dictionaries(
+        {},
+        optional={
+            "seed": st.integers(-(2**63), 2**63 - 1),
+            "flush": st.booleans(),
+            "clip_norm": st.floats(1e-9, 1e9),
+            "recompute": st.lists(NAMES.filter(lambda name: "\0" not in name)),
+            "precision": st.sampled_from(["fp32", "bf16", {"compute": "fp16"}]),
+            "strategy": st.sampled_from(
+                [{"kind": "single"}, {"kind": "ddp", "hook": {"name": "fp16"}}]
+            ),
+            "compile": st.fixed_dictionaries({"blocks": st.lists(st.sampled_from("AB"))}),
+        },
+    ),
+)
+FILES = st.builds(
+    LaunchFile,
+    common=SECTIONS,
+    profiles=st.dictionaries(
+        st.text(alphabet=st.characters(codec="utf-8"), min_size=1, max_size=8),
+        SECTIONS.filter(lambda section: section.launch or section.plan),
+        max_size=2,
+    ),
+)
+
+
+@given(file=FILES, offers=st.booleans())
+@pytest.mark.parametrize("form", ["toml", "yaml"])
+def test_what_is_written_is_read_again(form, file, offers):
+    file = attrs.evolve(file, default=next(iter(file.profiles), ""))
+    assert parse(render(file, form, notes=["A head."], offers=offers), form) == file

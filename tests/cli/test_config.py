@@ -1,0 +1,257 @@
+"""Launch files: what is read, which value counts, what is written."""
+
+import json
+
+import attrs
+import pytest
+
+import fxtrain as fx
+from fxtrain.cli import Exit, main
+from fxtrain.cli.config import (
+    LaunchFile,
+    Machine,
+    find_file,
+    from_flags,
+    look,
+    read_launch_file,
+    render,
+    resolve,
+    suggested,
+)
+from fxtrain.cli.config._file import parse
+
+GOOD = """
+default = "big"
+
+[launch]
+ranks = 2
+
+[plan]
+precision = "bf16"
+data = { source = "dispatch" }
+strategy = { kind = "ddp", bucket_mib = 50.0 }
+
+[profiles.big.launch]
+ranks = 8
+
+[profiles.big.plan]
+accumulate = 4
+
+[profiles.small.plan]
+strategy = { kind = "single" }
+"""
+
+
+@pytest.fixture
+def good(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "fxtrain.toml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_a_profile_changes_the_common_values():
+    big = parse(GOOD, "toml").section("big")
+    assert big.launch == {"ranks": 8}
+    assert big.plan["accumulate"] == 4 and big.plan["precision"] == "bf16"
+
+
+def test_the_options_of_one_strategy_say_nothing_about_another():
+    assert parse(GOOD, "toml").section("small").plan["strategy"] == {"kind": "single"}
+
+
+@attrs.frozen(kw_only=True)
+class Mistake:
+    """A launch file that is refused, and the line that says why."""
+
+    text: str
+    says: str
+    form: str = "toml"
+
+
+MISTAKES = [
+    Mistake(text="[launch]\nrnks = 2", says="unknown key 'rnks' (did you mean 'ranks'?)"),
+    Mistake(text="[lanch]", says="unknown key 'lanch' (did you mean 'launch'?)"),
+    Mistake(text='[launch]\nranks = "2"', says="expected a whole number, found '2' @ launch.ranks"),
+    Mistake(text="launch = 3", says="expected a table, found 3 @ launch"),
+    Mistake(text='default = "a"', says="there is no profile 'a'; the file has none @ default"),
+    Mistake(text="default = 1", says="expected the name of a profile, found 1 @ default"),
+    Mistake(text="profiles = 1", says="expected a table of profiles, found 1 @ profiles"),
+    Mistake(text="[profiles.a]\nx = 1", says="known are launch, plan @ profiles.a"),
+    Mistake(
+        text="[plan]\naccumulate = 0",
+        says="Plan(accumulate=0): 'accumulate' must be >= 1: 0. @ plan",
+    ),
+    Mistake(
+        text='[profiles.a.plan.data]\nsource = "dispach"',
+        says="did you mean 'dispatch'? @ profiles.a.plan.data.source",
+    ),
+    Mistake(text="[launch]\nranks = 1979-05-27", says="datetime.date(1979, 5, 27) @ launch.ranks"),
+    Mistake(text="[launch", says="This is not TOML"),
+    Mistake(text="a: [", says="This is not YAML", form="yaml"),
+    Mistake(text="&a {launch: *a}", says="unknown key 'launch'", form="yaml"),
+    Mistake(text="- 1", says="expected a table of default", form="yaml"),
+    Mistake(text="1: 2", says="unknown key 1", form="yaml"),
+    Mistake(text="profiles: {1: {}}", says="a profile's name is a word, found 1", form="yaml"),
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.text)
+def test_a_mistake_is_told_with_its_place(mistake):
+    with pytest.raises(fx.PlanError) as told:
+        parse(mistake.text, mistake.form)
+    assert mistake.says in str(told.value)
+
+
+def test_all_mistakes_are_told_at_once_and_once():
+    with pytest.raises(fx.PlanError) as told:
+        parse('[launch]\nranks = "2"\n[plan]\nsed = 1\n[profiles.a.plan]\nflush = 1', "toml")
+    places = [line.rpartition(" @ ")[2] for line in str(told.value).splitlines()]
+    assert places == [
+        "launch.ranks", "plan",
+        "profiles.a.launch.ranks", "profiles.a.plan.flush", "profiles.a.plan",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["toml", "yaml"])
+def test_depth_is_an_error(form):
+    deep = "[" * 5000
+    with pytest.raises(fx.PlanError):
+        parse(f"x = {deep}" if form == "toml" else deep, form)
+
+
+@pytest.mark.parametrize("name", ["a.toml", "a.ini", "."])
+def test_a_file_that_cannot_be_read_is_an_error(name, tmp_path):
+    with pytest.raises(fx.PlanError, match="launch file"):
+        read_launch_file(tmp_path / name)
+
+
+def test_a_file_that_is_no_text_is_an_error(tmp_path):
+    (tmp_path / "a.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(fx.PlanError, match="utf-8"):
+        read_launch_file(tmp_path / "a.toml")
+
+
+def test_each_layer_wins_over_those_below(good):
+    env = {"FXTRAIN_LAUNCH__RANKS": "3", "FXTRAIN_PLAN__SEED": "1", "FXTRAIN_PLAN__EVEN": "drop"}
+    settings = resolve(env=env, flags=from_flags(["plan.seed=2"]))
+    assert settings.launch.ranks == 3
+    assert settings.plan == fx.Plan(
+        strategy=fx.DDP(bucket_mib=50.0), precision="bf16", accumulate=4, seed=2, even="drop",
+        data=fx.Data(source="dispatch"),
+    )  # fmt: skip
+    origins = {one.path: one.origin for one in settings.every()}
+    assert origins["launch.ranks"] == "environment FXTRAIN_LAUNCH__RANKS"
+    assert origins["plan.seed"] == "flag"
+    assert origins["plan.even"] == "environment FXTRAIN_PLAN__EVEN"
+    assert origins["plan.accumulate"] == "file fxtrain.toml, profile big"
+    assert origins["plan.precision.compute"] == "file fxtrain.toml"
+    assert origins["plan.strategy.bucket_mib"] == "file fxtrain.toml"
+    assert origins["plan.strategy.static_graph"] == "default"
+    assert origins["launch.restarts"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("profile", "env", "ranks"),
+    [("", {}, 8), ("small", {}, 2), ("", {"FXTRAIN_PROFILE": "small"}, 2),
+     ("big", {"FXTRAIN_PROFILE": "small"}, 8)],
+)  # fmt: skip
+def test_the_profile_that_counts(good, profile, env, ranks):
+    assert resolve(profile=profile, env=env).launch.ranks == ranks
+
+
+def test_a_profile_that_is_not_there_is_told_with_the_closest(good):
+    with pytest.raises(fx.PlanError, match=r"'smal' \(did you mean 'small'\?\): .* has big, small"):
+        resolve(profile="smal")
+
+
+def test_nothing_at_all_is_the_defaults(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = resolve()
+    assert (settings.file, settings.plan) == ("", fx.Plan())
+    assert {one.origin for one in settings.every()} == {"default"}
+
+
+def test_a_wrong_value_is_told_with_its_origin(good):
+    with pytest.raises(fx.PlanError) as told:
+        resolve(env={"FXTRAIN_PLAN__EVEN": "dorp"}, flags=from_flags(["launch.ranks=two"]))
+    first, second = str(told.value).splitlines()
+    assert first.endswith("found 'two' @ launch.ranks (flag)")
+    assert second.endswith("'drop'? @ plan.even (environment FXTRAIN_PLAN__EVEN)")
+
+
+@pytest.mark.parametrize("word", ["ranks=2", "launch.ranks", "launch..x=1", "data.x=1", "="])
+def test_a_flag_that_sets_nothing_is_an_error(word):
+    with pytest.raises(fx.PlanError, match="a value is set as"):
+        from_flags([word])
+
+
+def test_which_file_counts(tmp_path):
+    own = tmp_path / "fxtrain" / "launch.toml"
+    env = {"XDG_CONFIG_HOME": str(tmp_path)}
+    here = tmp_path / "here"
+    here.mkdir()
+    assert find_file(env, folder=here) == ""
+    own.parent.mkdir()
+    own.touch()
+    assert find_file(env, folder=here) == str(own)
+    assert find_file({"HOME": "/nowhere"}, folder=here) == ""
+    (here / "fxtrain.yaml").touch()
+    assert find_file(env, folder=here) == str(here / "fxtrain.yaml")
+    assert find_file({**env, "FXTRAIN_CONFIG": "x.toml"}, folder=here) == "x.toml"
+
+
+@pytest.mark.parametrize("form", ["toml", "yaml"])
+def test_every_field_is_explained_and_offered(form):
+    text = render(LaunchFile(), form)
+    assert "Micro-batches per optimizer update." in text
+    assert all(f"# {field.name}" in text for field in attrs.fields(fx.Plan) if field.name != "x")
+    assert parse(text, form) == LaunchFile()
+
+
+def test_an_offer_can_be_taken():
+    text = render(LaunchFile(), "toml").replace("# accumulate = 1", "accumulate = 3")
+    assert parse(text, "toml").common.plan == {"accumulate": 3}
+
+
+def test_what_suits_a_machine():
+    assert suggested(Machine()).launch == {"ranks": 1}
+    assert look({"PATH": "", "TPU_NAME": "pod"}).tpu == "pod"
+    assert not look({"PATH": ""}).slurm
+
+
+def test_default_writes_a_file_that_is_in_order(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", "default"]) == Exit.WELL
+    assert main(["config", "check"]) == Exit.WELL
+    assert "fxtrain.toml is in order" in capsys.readouterr().out
+    before = (tmp_path / "fxtrain.toml").read_text()
+    assert main(["config", "default"]) == Exit.WRONG
+    assert "is there already" in capsys.readouterr().err
+    assert (tmp_path / "fxtrain.toml").read_text() == before
+    assert main(["config", "default", "--force", "sub/run.yaml"]) == Exit.WELL
+    assert read_launch_file("sub/run.yaml").common.launch == {"ranks": look().count or 1}
+
+
+def test_check_tells_mistakes_by_its_exit_code(good, capsys):
+    good.write_text("[launch]\nrank = 2\n")
+    assert main(["config", "check", "--json"]) == Exit.FOUND
+    told = json.loads(capsys.readouterr().out)
+    assert told["file"] == "fxtrain.toml"
+    assert "did you mean 'ranks'?" in told["problems"][0] and len(told["problems"]) == 1
+    assert main(["config", "check"]) == Exit.FOUND
+    assert main(["config", "check", "nowhere.toml"]) == Exit.WRONG
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_show_gives_every_value_an_origin(good, capsys):
+    assert main(["config", "show", "--json", "--profile", "small", "--set", "plan.seed=5"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    values = {row["path"]: (row["value"], row["origin"]) for row in told["values"]}
+    assert told["profile"] == "small"
+    assert values["plan.seed"] == (5, "flag")
+    assert values["plan.strategy.kind"] == ("single", "file fxtrain.toml, profile small")
+    assert main(["config", "show", "--said"]) == 0
+    shown = capsys.readouterr().out
+    assert "plan.accumulate" in shown and "plan.seed" not in shown
+    assert "\x1b" not in shown  # no colour outside a terminal
