@@ -27,6 +27,12 @@ class Row(NamedTuple):
 COMMANDS: tuple[Row, ...] = (
     Row("launch", "fxtrain.cli._launch:LAUNCH", "run a script or module on several ranks"),
     Row("config", "fxtrain.cli.config._command:CONFIG", "write, show and check launch files"),
+    Row("env", "fxtrain.cli.inspect._env_command:ENV", "say what is on this machine"),
+    Row(
+        "estimate-memory",
+        "fxtrain.cli.inspect._memory_command:ESTIMATE",
+        "estimate the memory of a model",
+    ),
     Row("completion", "fxtrain.cli._completion:COMPLETION", "print completion for a shell"),
 )
 

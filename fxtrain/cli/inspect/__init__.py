@@ -1,0 +1,20 @@
+"""Looking at machines, models and set-ups before anything long is started."""
+
+from fxtrain.cli.inspect._env import collect
+from fxtrain.cli.inspect._memory import Estimate, Training, estimate, inference, training
+from fxtrain.cli.inspect._secrets import hidden
+from fxtrain.cli.inspect._weights import KvCache, Weight, Weights, read_weights
+
+__all__ = [
+    "Estimate",
+    "KvCache",
+    "Training",
+    "Weight",
+    "Weights",
+    "collect",
+    "estimate",
+    "hidden",
+    "inference",
+    "read_weights",
+    "training",
+]

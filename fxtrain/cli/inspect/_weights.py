@@ -1,0 +1,270 @@
+"""The tensors of a model, from its headers or its code, without their values."""
+
+import importlib
+import json
+import math
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from fxtrain._errors import CheckpointError, PlanError
+from fxtrain._optional import optional
+
+__all__ = ["KvCache", "Weight", "Weights", "read_weights"]
+
+# Of safetensors itself; a longer header is a damaged file.
+_LONGEST_HEADER = 100_000_000
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@attrs.frozen(kw_only=True)
+class Weight:
+    """One tensor of a model.
+
+    Attributes:
+        name: Dotted name in the model.
+        numel: Entries.
+        nbytes: Bytes as stored.
+        trained: It has a gradient.
+        floating: Its entries are floating numbers, which other precisions can hold.
+    """
+
+    name: str
+    numel: int
+    nbytes: int
+    trained: bool = True
+    floating: bool = True
+
+
+@attrs.frozen(kw_only=True)
+class KvCache:
+    """What a transformer keeps of every token it has seen.
+
+    Attributes:
+        layers: Attention layers.
+        heads: Heads of keys and values, after grouping.
+        head_dim: Entries of one head.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+
+
+@attrs.frozen(kw_only=True)
+class Weights:
+    """A model as far as memory is concerned.
+
+    Attributes:
+        source: Where it was read.
+        tensors: Parameters and buffers, each shared one once.
+        cache: The shape of its cache of keys and values; None where nothing says.
+    """
+
+    source: str
+    tensors: tuple[Weight, ...]
+    cache: KvCache | None = None
+
+
+def read_weights(source: str) -> Weights:
+    """The tensors of a model, by where it is; nothing is downloaded and no tensor is read.
+
+    Args:
+        source: A .safetensors file, its .index.json, a folder with either; a transformers
+            config.json or a folder with one; `module:function`, called with the meta device
+            as torch's default; or a model name of timm.
+
+    Effects:
+        Reads headers of files. The last two kinds import the code that they name.
+
+    Raises:
+        PlanError: nothing of these kinds is there.
+        CheckpointError: a safetensors file is damaged.
+        MissingPackageError: transformers or timm is needed.
+
+    Example:
+        >>> from fxtrain.cli.inspect import read_weights
+        >>> sum(tensor.numel for tensor in read_weights("torch.nn:PReLU").tensors)
+        1
+    """
+    path = Path(source)
+    if path.is_dir():
+        return _folder(path)
+    if path.is_file():
+        return _one_file(path)
+    if ":" in source:
+        return _factory(source)
+    return _timm(source)
+
+
+def _folder(path: Path) -> Weights:
+    index = path / "model.safetensors.index.json"
+    files = [index] if index.is_file() else sorted(path.glob("*.safetensors"))
+    config = path / "config.json"
+    if files:
+        tensors = [tensor for file in files for tensor in _stored(file)]
+        cache = _cache(_json(config)) if config.is_file() else None
+        return Weights(source=str(path), tensors=tuple(tensors), cache=cache)
+    if config.is_file():
+        return _transformers(config)
+    raise PlanError(
+        f"{path} holds no .safetensors file and no config.json. Files of other kinds are not "
+        f"read, since loading them can run code. Name a model by module:function instead."
+    )
+
+
+def _one_file(path: Path) -> Weights:
+    if path.name.endswith((".safetensors", ".safetensors.index.json")):
+        config = path.parent / "config.json"
+        cache = _cache(_json(config)) if config.is_file() else None
+        return Weights(source=str(path), tensors=tuple(_stored(path)), cache=cache)
+    if path.suffix == ".json":
+        return _transformers(path)
+    raise PlanError(
+        f"{path}: memory is estimated from a .safetensors file, its .index.json, or a "
+        f"config.json of transformers."
+    )
+
+
+def _stored(path: Path) -> Iterator[Weight]:
+    if path.suffix != ".json":
+        yield from _header(path)
+        return
+    listed = _json(path).get("weight_map")
+    if not isinstance(listed, Mapping):
+        raise CheckpointError(f"{path} has no table weight_map: it is no index of safetensors.")
+    for name in sorted(set(map(str, listed.values()))):
+        yield from _header(path.parent / name)
+
+
+def _header(path: Path) -> Iterator[Weight]:
+    """Eight bytes of length, then JSON: name to dtype, shape and place in the file."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            (length,) = struct.unpack("<Q", start) if len(start) == 8 else (size,)
+            if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
+                raise CheckpointError(f"{path} is no whole safetensors file: its header is cut.")
+            header = json.loads(file.read(length))
+        for name, about in header.items():
+            if name != "__metadata__":
+                begin, end = about["data_offsets"]
+                if not 0 <= begin <= end <= size - 8 - length:
+                    raise CheckpointError(f"{path}: the tensor {name!r} lies past the file's end.")
+                yield Weight(
+                    name=name,
+                    numel=math.prod(about["shape"]),
+                    nbytes=end - begin,
+                    floating=about["dtype"] in _FLOATS,
+                    trained=about["dtype"] in _FLOATS,
+                )
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: its header is no safetensors header: {error}.") from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise PlanError(f"{path} is no JSON: {error}.") from error
+    if not isinstance(data, dict):
+        raise PlanError(f"{path}: a table was expected, found {type(data).__name__}.")
+    return data
+
+
+def _transformers(path: Path) -> Weights:
+    known = _json(path)
+    package = optional("transformers", extra="models", needed_by=f"the config {path}")
+    try:
+        config = package.AutoConfig.from_pretrained(path, local_files_only=True)
+        named = getattr(package, str((known.get("architectures") or [""])[0]), None)
+        model = _on_meta(lambda: named(config) if named else package.AutoModel.from_config(config))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise PlanError(f"{path}: transformers cannot build this model: {error}") from error
+    return Weights(source=str(path), tensors=_tensors(model), cache=_cache(known))
+
+
+def _factory(source: str) -> Weights:
+    module, _, function = source.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does
+    try:
+        found: Any = importlib.import_module(module)
+    except (ModuleNotFoundError, ValueError) as error:
+        raise PlanError(f"{source}: {error}. A model is given as module:function.") from error
+    for part in function.split("."):
+        if not hasattr(found, part):
+            near = get_close_matches(part, dir(found), n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise PlanError(f"{source}: {module} has no {function!r}.{hint}")
+        found = getattr(found, part)
+    try:
+        model = _on_meta(found)
+    except Exception as error:
+        raise PlanError(f"{source} failed: {type(error).__name__}: {error}") from error
+    torch = importlib.import_module("torch")
+    if not isinstance(model, torch.nn.Module):
+        raise PlanError(f"{source} gave a {type(model).__name__}, where a module was expected.")
+    config: Any = getattr(model, "config", None)
+    known = config.to_dict() if hasattr(config, "to_dict") else {}
+    return Weights(source=source, tensors=_tensors(model), cache=_cache(known))
+
+
+def _timm(name: str) -> Weights:
+    if not name or "/" in name or "." in name[:1]:
+        raise PlanError(f"{name}: there is no such file or folder.")
+    needed_by = f"{name!r}, which is no file, folder or module:function, so a model of timm,"
+    timm = optional("timm", extra="models", needed_by=needed_by)
+    if not timm.is_model(name):
+        near = get_close_matches(name, timm.list_models(), n=3)
+        hint = f" Did you mean {', '.join(near)}?" if near else ""
+        raise PlanError(f"{name}: there is no such file or folder, and no model of timm.{hint}")
+    model = _on_meta(lambda: timm.create_model(name, pretrained=False))
+    return Weights(source=f"timm {name}", tensors=_tensors(model))
+
+
+def _on_meta(build: Any) -> Any:
+    with importlib.import_module("torch").device("meta"):
+        return build()
+
+
+def _tensors(model: Any) -> tuple[Weight, ...]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return tuple(
+        Weight(
+            name=name,
+            numel=tensor.numel(),
+            nbytes=tensor.numel() * tensor.element_size(),
+            trained=tensor.requires_grad,
+            floating=tensor.is_floating_point(),
+        )
+        for name, tensor in named
+    )
+
+
+def _cache(config: Mapping[str, Any]) -> KvCache | None:
+    """The shape of the cache by the names that transformers' configs use; None if it is told."""
+    inner = config.get("text_config")
+    known = {**config, **inner} if isinstance(inner, Mapping) else config
+
+    def first(*names: str) -> int | None:
+        values = [known.get(name) for name in names]
+        return next((value for value in values if type(value) is int and value > 0), None)
+
+    layers = first("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    queries = first("num_attention_heads", "n_head", "num_heads", "n_heads")
+    width = first("hidden_size", "n_embd", "d_model", "dim")
+    head_dim = first("head_dim", "d_kv") or (width // queries if width and queries else None)
+    heads = first("num_key_value_heads", "n_kv_heads", "num_kv_heads") or queries
+    if not (layers and heads and head_dim):
+        return None
+    return KvCache(layers=layers, heads=heads, head_dim=head_dim)

@@ -1,0 +1,236 @@
+"""`fxtrain estimate-memory`: what is read of a model, and the arithmetic."""
+
+import json
+import struct
+import sys
+import types
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import fxtrain as fx
+from fxtrain.cli import Exit, main
+from fxtrain.cli.inspect import KvCache, estimate, inference, read_weights, training
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "vocab_size": 100,
+}  # fmt: skip
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight  # shared: counted once
+        self.norm = nn.BatchNorm1d(4)
+        self.layers[0].requires_grad_(False)
+
+
+@pytest.fixture
+def factory(monkeypatch):
+    """`mymodels:Net`, and others beside it."""
+    module = types.ModuleType("mymodels")
+    module.Net, module.number, module.bad = Net, lambda: 3, lambda: 1 / 0
+    monkeypatch.setitem(sys.modules, "mymodels", module)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return "mymodels:Net"
+
+
+def test_a_factory_is_built_without_values(factory):
+    weights = read_weights(factory)
+    about = estimate(weights)
+    own = Net()
+    parameters = sum(p.numel() for p in own.parameters())
+    buffers = sum(b.numel() for b in own.buffers())
+    assert about.numel == parameters + buffers
+    assert about.trained == parameters - 20  # the first layer is frozen
+    assert (about.largest, about.largest_numel) == ("embed", 40)
+
+
+def test_headers_and_code_agree(factory, tmp_path):
+    tensors = {name: tensor.clone() for name, tensor in Net().state_dict().items()}
+    tensors.pop("head.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    stored = {(t.name, t.numel, t.nbytes) for t in read_weights(str(tmp_path)).tensors}
+    built = {(t.name, t.numel, t.nbytes) for t in read_weights(factory).tensors}
+    assert stored == built
+
+
+def test_an_index_leads_to_all_its_files(tmp_path):
+    save_file({"a.weight": torch.zeros(3)}, tmp_path / "one.safetensors")
+    save_file({"b.weight": torch.zeros(5, dtype=torch.bfloat16)}, tmp_path / "two.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    listed = {"a.weight": "one.safetensors", "b.weight": "two.safetensors"}
+    index.write_text(json.dumps({"weight_map": listed}))
+    for source in (tmp_path, index):
+        assert estimate(read_weights(str(source))).nbytes == 12 + 10
+
+
+def test_tensors_are_not_read(tmp_path):
+    """A file with a header for 8 TiB and holes for the rest."""
+    size = 2**43
+    about = {"x": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}
+    header = json.dumps(about).encode()
+    path = tmp_path / "huge.safetensors"
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + size)
+    assert estimate(read_weights(str(path))).nbytes == size
+
+
+HEADERS = [
+    b"", b"\x01", struct.pack("<Q", 2**60) + b"{}", struct.pack("<Q", 4) + b"nope",
+    struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 9) + b'{"a": 1 }',
+    struct.pack("<Q", 58) + b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}   ',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", HEADERS, ids=range(len(HEADERS)))
+def test_a_damaged_file_is_an_error(content, tmp_path):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(fx.CheckpointError, match="safetensors"):
+        read_weights(str(path))
+
+
+def test_an_index_without_its_file_is_an_error(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(fx.CheckpointError, match="gone"):
+        read_weights(str(tmp_path))
+    index.write_text("{}")
+    with pytest.raises(fx.CheckpointError, match="weight_map"):
+        read_weights(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("mymodels:Nett", "Did you mean 'Net'"),
+        ("mymodels:number", "gave a int"),
+        ("mymodels:bad", "mymodels:bad failed: ZeroDivisionError"),
+        ("no_such_module:x", "No module named"),
+        ("./nowhere", "no such file or folder"),
+        (".", "holds no .safetensors file"),
+    ],
+)
+def test_what_is_no_model_is_an_error(source, says, factory, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(fx.PlanError, match=says):
+        read_weights(source)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_a_config_that_is_none_is_an_error(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(fx.PlanError, match=r"config\.json"):
+        read_weights(str(tmp_path))
+
+
+def test_training_bytes_by_hand(factory):
+    weights = read_weights(factory)
+    trained, everything = 40 + 40 + 8, 40 + 60 + 8 + 8  # with running mean and variance
+    plain = training(weights, optimizer="adamw", precision="fp32")
+    assert (plain.parameters, plain.gradients, plain.optimizer) == (
+        4 * everything, 4 * trained, 8 * trained,
+    )  # fmt: skip
+    assert (plain.working, plain.buffers) == (0, 8)  # one counter in int64
+    half = training(weights, precision="bf16")
+    assert half.working == 2 * everything
+    assert half.total == plain.total + half.working
+
+
+def test_sharding_splits_more_and_more(factory):
+    weights = read_weights(factory)
+    whole = training(weights, precision="fp32")
+    kinds = ["none", "optimizer", "gradients", "parameters"]
+    split = [training(weights, precision="fp32", sharding=kind, ranks=4) for kind in kinds]
+    assert split[0] == whole
+    assert split[1].optimizer == whole.optimizer / 4 and split[1].gradients == whole.gradients
+    assert split[2].gradients == whole.gradients / 4 and split[2].parameters == whole.parameters
+    assert split[3].parameters == whole.parameters / 4
+    assert split[3].working == 2 * 40 * 4  # the largest layer, and the next beside it
+    alone = training(weights, precision="fp32", sharding="parameters", ranks=1)
+    assert alone == whole
+
+
+def test_inference_by_hand(tmp_path):
+    save_file(
+        {"a": torch.zeros(10), "b": torch.zeros(6, dtype=torch.int8)}, tmp_path / "m.safetensors"
+    )
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    weights = read_weights(str(tmp_path))
+    assert weights.cache == KvCache(layers=3, heads=2, head_dim=8)
+    held, cache = inference(weights, precision="bf16", batch=2, tokens=100)
+    assert held == 10 * 2 + 6
+    assert cache == 2 * 3 * 2 * 8 * 2 * 200
+    assert inference(weights, precision="int4", tokens=1)[0] == 10 / 2 + 6
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"optimizer": "adm"}, {"precision": "int4"}, {"sharding": "all"}, {"ranks": 0}]
+)
+def test_a_choice_that_is_none_is_an_error(wrong, factory):
+    with pytest.raises(fx.PlanError, match="choose"):
+        training(read_weights(factory), **wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"precision": "fp64"}, {"batch": 0}, {"tokens": -1}])
+def test_inference_refuses_what_makes_no_sense(wrong, factory):
+    with pytest.raises(fx.PlanError, match="choose"):
+        inference(read_weights(factory), **wrong)
+
+
+def test_a_timm_model_is_made_without_weights(monkeypatch):
+    """timm's three functions, recorded: it is not among the packages of the tests."""
+    made = []
+    timm = types.ModuleType("timm")
+    timm.is_model = lambda name: name == "net"
+    timm.list_models = lambda: ["net", "other"]
+    timm.create_model = lambda name, *, pretrained: made.append((name, pretrained)) or Net()
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    assert estimate(read_weights("net")).numel == estimate(read_weights("net")).numel > 0
+    assert set(made) == {("net", False)}
+    with pytest.raises(fx.PlanError, match=r"no model of timm\. Did you mean net\?"):
+        read_weights("nett")
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(fx.MissingPackageError, match=r"fxtrain\[models\]"):
+        read_weights("resnet50")
+
+
+def test_a_config_of_transformers(tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    weights = read_weights(str(tmp_path))
+    about = estimate(weights)
+    layer = 64 * 64 * 2 + 64 * 16 * 2 + 3 * 64 * 128 + 2 * 64
+    assert about.largest_numel == layer
+    assert about.trained == 3 * layer + 2 * 100 * 64 + 64
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
+    with pytest.raises(fx.PlanError, match="transformers cannot build"):
+        read_weights(str(tmp_path / "config.json"))
+
+
+def test_the_command_reports(factory, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # put back after the test
+    words = ["estimate-memory", factory, "--sharding", "parameters", "--ranks", "4"]
+    assert main([*words, "--json"]) == Exit.WELL
+    told = json.loads(capsys.readouterr().out)
+    sizes = training(read_weights(factory), sharding="parameters", ranks=4)
+    assert told["training_bytes"]["total"] == round(sizes.total)
+    assert told["largest_layer"]["name"] == "embed"
+    assert told["inference_bytes"]["cache"] is None
+    assert main(words) == Exit.WELL
+    said = capsys.readouterr().out
+    assert "total, without activations" in said and "shape not known" in said
+    assert main(["estimate-memory", "./nowhere"]) == Exit.WRONG
