@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Literal
 
 import attrs
@@ -18,26 +19,28 @@ __all__ = ["Saving", "earlier", "stage", "start"]
 _BUFFER, _GROUP = "checkpoint.buffer", "checkpoint.group"
 
 
-@attrs.define(eq=False)
+def _done() -> "Future[None]":
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+@attrs.frozen(kw_only=True, eq=False)
 class Saving:
     """A save, finished or under way.
+
+    Identity decides equality and hash.
 
     Attributes:
         path: Where the checkpoint is, or will be.
     """
 
     path: str
-    _thread: threading.Thread | None = attrs.field(default=None, alias="thread", repr=False)
-    _error: BaseException | None = attrs.field(default=None, alias="error", repr=False)
-
-    @classmethod
-    def finished(cls, path: str) -> "Saving":
-        """A save that is done."""
-        return cls(path)
+    _future: "Future[None]" = attrs.field(factory=_done, alias="future", repr=False)
 
     def done(self) -> bool:
         """Whether the checkpoint is there, or has failed."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._future.done()
 
     def result(self, timeout_s: float | None = None) -> str:
         """Wait for the checkpoint and return its path.
@@ -46,12 +49,10 @@ class Saving:
             CheckpointError: it failed; on every rank, at each call.
             TimeoutError: it is not there within `timeout_s`.
         """
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                raise TimeoutError(f"{self.path} is still being written after {timeout_s} s.")
-        if self._error is not None:
-            raise self._error
+        try:
+            self._future.result(timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"{self.path} is still being written after {timeout_s} s.") from None
         return self.path
 
 
@@ -79,18 +80,20 @@ def start(ctx: DistContext, path: str, run: Callable[[DistContext], None]) -> Sa
     kept = ctx.comm.ledger.kept
     if _GROUP not in kept:
         kept[_GROUP] = ops.duplicate(ctx)
-    saving = Saving(path)
+    future: Future[None] = Future()
+    saving = Saving(path=path, future=future)
 
     def work() -> None:
         try:
             run(kept[_GROUP])
         except BaseException as error:  # kept for whoever asks next
-            saving._error = error
+            future.set_exception(error)
+        else:
+            future.set_result(None)
 
-    # Not a daemon: the interpreter waits for it at exit.
-    saving._thread = threading.Thread(target=work, name="fxtrain save")
     ctx.comm.ledger.tasks.append(saving)
-    saving._thread.start()
+    # Not a daemon: the interpreter waits for it at exit.
+    threading.Thread(target=work, name="fxtrain save").start()
     return saving
 
 

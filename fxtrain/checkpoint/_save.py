@@ -99,7 +99,7 @@ def save(
     if background:
         return start(ctx, job.final, attrs.evolve(job, pieces=stage(ctx, job.pieces)).run)
     job.run(ctx)
-    return Saving.finished(job.final)
+    return Saving(path=job.final)
 
 
 @attrs.frozen(kw_only=True, eq=False)

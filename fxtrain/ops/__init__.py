@@ -4,8 +4,9 @@ Value first, context after: `ops.gather(tree, ctx)`.
 """
 
 from fxtrain.ops._collect import broadcast, gather, reduce, scatter
-from fxtrain.ops._connect import close, detect, duplicate
+from fxtrain.ops._connect import close, detect
 from fxtrain.ops._control import main_first, on_main, on_rank, say, split
+from fxtrain.ops._duplicate import duplicate
 from fxtrain.ops._log import RankLogger, log
 from fxtrain.ops._objects import (
     agree,

@@ -14,7 +14,6 @@ import torch
 from torch import distributed as dist
 
 from fxtrain._errors import ContextError
-from fxtrain.ops._wire import settle
 from fxtrain.state import (
     AXES,
     Comm,
@@ -26,7 +25,7 @@ from fxtrain.state import (
     resolve_mesh,
 )
 
-__all__ = ["close", "detect", "duplicate"]
+__all__ = ["close", "detect"]
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -98,39 +97,6 @@ def close(ctx: DistContext) -> None:
         >>> fx.close(fx.detect(env={}, device="cpu"))
     """
     ctx.comm.finish(None)
-
-
-def duplicate(ctx: DistContext) -> DistContext:
-    """The same ranks over a group of their own, so that another thread can talk too.
-
-    Calls on one context are ordered; two threads that share it would mix theirs up.
-
-    Effects:
-        Opens a gloo group, which every rank must do at the same place. It closes with the
-        context.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     fx.ops.duplicate(ctx).world_size
-        1
-    """
-    comm, fresh = ctx.comm, Comm().ledger
-    if ctx.world_size == 1 or comm.simulated:
-        return attrs.evolve(ctx, comm=attrs.evolve(comm, close=Comm().close, ledger=fresh))
-    settle(ctx)
-    group = dist.new_group(
-        list(comm.ranks),
-        timeout=timedelta(seconds=comm.timeout_s),
-        backend="gloo",
-        use_local_synchronization=True,
-        group_desc="fxtrain duplicate",
-    )
-    name = f"{comm.name}+{comm.ledger.calls}"  # every rank has made as many calls
-    copy = attrs.evolve(
-        comm, group=group, control=group, name=name, close=Comm().close, ledger=fresh
-    )
-    return attrs.evolve(ctx, comm=copy, device=torch.device("cpu"))
 
 
 def _existing_topology(env: Mapping[str, str]) -> Topology:
