@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fxtrain.ops import close as close
     from fxtrain.ops import detect as detect
     from fxtrain.ops import log as log
+    from fxtrain.ops import preemption as preemption
     from fxtrain.state import DDP as DDP
     from fxtrain.state import Batch as Batch
     from fxtrain.state import Change as Change
@@ -71,7 +72,7 @@ _HOMES = {
     "fxtrain.data": "Sharded shard",
     "fxtrain.launch": "launch",
     "fxtrain.loop": "StepFns step",
-    "fxtrain.ops": "close detect log",
+    "fxtrain.ops": "close detect log preemption",
     "fxtrain.state": (
         "Batch Change CommHook Compile DDP Data DistContext LossScale Mesh Plan Position "
         "PowerSGD Precision Report Single Weighted Wrapped diff dumps fingerprint loads "
@@ -79,7 +80,7 @@ _HOMES = {
     ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-_MODULES = ("ops", "state", "testing")
+_MODULES = ("checkpoint", "ops", "state", "testing")
 
 __all__ = sorted([*_HOME, "ops", "state"])  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -1,6 +1,7 @@
 """Checkpoints in a folder: their names, their order, and which of them to keep."""
 
 import logging
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from fxtrain.checkpoint._manifest import MANIFEST, Manifest, load_manifest
 from fxtrain.checkpoint._place import Place, place_of
 from fxtrain.checkpoint._read import file_problems
 
-__all__ = ["Keep", "checkpoints", "latest", "new_name", "read_manifest", "to_prune"]
+__all__ = ["Keep", "before", "checkpoints", "latest", "new_name", "read_manifest", "to_prune"]
 
 _NAME = re.compile(r"update-(\d{10,18})(?:\.(\d{1,9}))?")
 _LARGEST = 1 << 30
@@ -53,8 +54,18 @@ def latest(path: Any) -> str | None:
         >>> fx.latest(tempfile.mkdtemp()) is None
         True
     """
-    folder = place_of(path)
+    return _newest(place_of(path), math.inf)
+
+
+def before(path: Any, update: int) -> str | None:
+    """The newest whole checkpoint of fewer optimizer updates; None if there is none."""
+    return _newest(place_of(path), update)
+
+
+def _newest(folder: Place, limit: float) -> str | None:
     for name in reversed(checkpoints(folder)):
+        if _order(name)[0] >= limit:
+            continue
         inside = folder.join(name)
         try:
             problems = file_problems(inside.files(), read_manifest(inside))

@@ -33,6 +33,12 @@ COMMANDS: tuple[Row, ...] = (
         "fxtrain.cli.inspect._memory_command:ESTIMATE",
         "estimate the memory of a model",
     ),
+    Row(
+        "verify-resume",
+        "fxtrain.cli._resume:VERIFY_RESUME",
+        "show whether a stopped script goes on bit for bit",
+    ),
+    Row("replay", "fxtrain.cli._resume:REPLAY", "run one update of a run again"),
     Row("completion", "fxtrain.cli._completion:COMPLETION", "print completion for a shell"),
 )
 

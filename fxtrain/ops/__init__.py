@@ -18,6 +18,7 @@ from fxtrain.ops._objects import (
     raise_together,
 )
 from fxtrain.ops._pad import Padded, gather_valid, pad, unpad
+from fxtrain.ops._preempt import Preemption, preemption
 from fxtrain.ops._random import fork_rng, seed
 from fxtrain.ops._train import (
     apply,
@@ -31,6 +32,7 @@ from fxtrain.ops._train import (
 
 __all__ = [
     "Padded",
+    "Preemption",
     "RankLogger",
     "agree",
     "all_ranks",
@@ -55,6 +57,7 @@ __all__ = [
     "on_main",
     "on_rank",
     "pad",
+    "preemption",
     "raise_together",
     "reduce",
     "say",
