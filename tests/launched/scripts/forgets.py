@@ -18,7 +18,7 @@ with fx.detect() as ctx:
         restored = fx.restore("runs", ctx, model, random=fault != "random")
         if fault != "loader":
             loader = loader.at(restored.position)
-        if fault != "ema":
+        if restored.extra is not None and fault != "ema":
             average = restored.extra
     noise = 1.0 if fault == "random" else 0.0
 
@@ -30,5 +30,5 @@ with fx.detect() as ctx:
         report = fx.step(ctx, batch, fns)
         average = 0.9 * average + 0.1 * model.module.weight.detach()
         if report.position.updates % 4 == 0:
-            extra = average if fault == "ema" else None
+            extra = None if fault == "random" else average
             fx.save("runs", ctx, model, position=report.position, extra=extra)
