@@ -11,7 +11,11 @@ import fxtrain as fx
 from fxtrain import state
 from fxtrain.state import structure, unstructure
 
-names = st.text("abcXYZ_", min_size=1, max_size=6)
+names = st.one_of(
+    st.text(max_size=6),
+    # What a format could take for something else than text.
+    st.sampled_from(["yes", "null", "~", "010", "1e3", ".inf", "1:30", "true", "<<", "=", "- a"]),
+)
 positive = st.integers(1, 1000)
 reals = st.floats(0.001, 1e6, allow_nan=False)
 maybe = st.one_of(st.none(), reals)
@@ -86,28 +90,65 @@ def test_fingerprint_is_a_fixed_function_of_the_canonical_text():
     assert fx.fingerprint(fx.Position()) == wanted
 
 
+KEYS = sorted(
+    {field for kind in (fx.Plan, fx.DDP, fx.CommHook) for field in attrs.fields_dict(kind)}
+)
 json_like = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(
-            st.sampled_from(
-                ["strategy", "kind", "accumulate", "precision", "data", "hook", "compile", "x"]
-            ),
-            inner,
-            max_size=4,
-        ),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.integers(10**5000, 10**5001),
+        st.floats(),
+        st.text(max_size=300),
+        st.sampled_from(["ddp", "single", "bf16", "pad", "\ud800"]),
     ),
-    max_leaves=12,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=30),
+        st.dictionaries(st.one_of(st.sampled_from(KEYS), st.text(max_size=300)), inner),
+        st.dictionaries(st.integers(), inner, max_size=2),
+    ),
+    max_leaves=40,
+)
+kinds = st.sampled_from(
+    [fx.Plan, fx.Position, fx.Mesh, state.Topology, fx.DDP, fx.Precision, fx.Compile, fx.LossScale]
 )
 
 
-@given(data=json_like)
-def test_any_data_is_a_plan_or_a_plan_error(data):
+@given(data=json_like, kind=kinds)
+def test_any_data_is_a_record_or_a_plan_error_of_some_lines(data, kind):
     try:
-        assert isinstance(structure(data, fx.Plan), fx.Plan)
+        assert isinstance(structure(data, kind), kind)
     except fx.PlanError as error:
-        assert str(error)
+        lines = str(error).splitlines()
+        assert 0 < len(lines) <= 21
+        assert all(len(line) <= 1000 and line.strip() for line in lines)
+        assert all(line.startswith(kind.__name__.lower()) for line in lines[:20])
+
+
+@given(plan=plans, data=st.data())
+def test_one_wrong_field_is_one_line_with_its_path(plan, data):
+    table = unstructure(plan)
+    name = data.draw(st.sampled_from(sorted(table)))
+    table[name] = {"no such key": data.draw(json_like)} if name == "strategy" else ["\ud800"]
+    with pytest.raises(fx.PlanError) as caught:
+        structure(table, fx.Plan)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"plan.{name}")
+
+
+@given(value=json_like)
+def test_values_made_in_python_and_read_from_files_get_the_same_checks(value):
+    for name in attrs.fields_dict(fx.PowerSGD):
+        try:
+            made = fx.PowerSGD(**{name: value})
+        except fx.PlanError as error:
+            with pytest.raises(fx.PlanError) as read:
+                structure({name: value}, fx.PowerSGD)
+            assert str(read.value).split("; ", 1)[-1] == str(error).split("): ", 1)[-1]
+        else:
+            assert structure({name: value}, fx.PowerSGD) == made
+            assert fx.fingerprint(structure({name: value}, fx.PowerSGD)) == fx.fingerprint(made)
 
 
 @given(text=st.text(max_size=60), form=st.sampled_from(["json", "toml", "yaml"]))

@@ -1,46 +1,34 @@
 """Records to plain data and back, strictly: nothing is guessed, nothing is dropped."""
 
-import difflib
 import functools
 import hashlib
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import attrs
 import cattrs
-from cattrs.gen import make_dict_structure_fn, override
-from cattrs.v import transform_error
+from cattrs.errors import AttributeValidationNote, IterableValidationNote
 
 from fxtrain._errors import PlanError
-from fxtrain.state._plan import Plan
-from fxtrain.state._precision import Precision, precision_of
+from fxtrain.state._record import Check, canonical, check_of, closest, members, shown, to_float
 from fxtrain.state._strategies import DDP, Single
 
-__all__ = ["Change", "converter_for", "diff", "fingerprint", "structure", "unstructure"]
+__all__ = ["BUILT_IN", "converter_for", "fingerprint", "kind_of", "structure", "unstructure"]
 
 T = TypeVar("T")
 BUILT_IN: tuple[type, ...] = (Single, DDP)
+_Hook = Callable[[Any, Any], Any]
+_SCALARS = {kind: check_of(kind, "") for kind in (bool, int, float, str)}
+_LINES = 20  # of a message: a file that is no plan at all may hold any number of problems
+_WRONG = (ValueError, cattrs.BaseValidationError, cattrs.StructureHandlerNotFoundError)
 
 
-@attrs.frozen
-class Change:
-    """One field in which two records differ.
-
-    Attributes:
-        path: Where, as `strategy.hook.name`.
-        left: The value in the first record; None where it has no such field.
-        right: The value in the second.
-    """
-
-    path: str
-    left: Any
-    right: Any
-
-
-def unstructure(record: Any, configs: tuple[type, ...] = ()) -> dict[str, Any]:
+def unstructure(record: Any) -> dict[str, Any]:
     """A record as dicts, lists, strings, numbers and None.
+
+    Raises:
+        PlanError: it is no record, or holds something else than such data.
 
     Example:
         >>> import fxtrain as fx
@@ -48,7 +36,9 @@ def unstructure(record: Any, configs: tuple[type, ...] = ()) -> dict[str, Any]:
         >>> unstructure(fx.Position(epoch=2))["epoch"]
         2
     """
-    return converter_for(configs).unstructure(record)
+    if isinstance(record, type) or not attrs.has(type(record)):
+        raise PlanError(f"A record, such as an fx.Plan, was expected; found {shown(record)}.")
+    return converter_for().unstructure(record)
 
 
 def structure(data: Any, cls: type[T], configs: tuple[type, ...] = ()) -> T:
@@ -68,14 +58,21 @@ def structure(data: Any, cls: type[T], configs: tuple[type, ...] = ()) -> T:
         >>> from fxtrain.state import structure
         >>> structure({"strategy": {"kind": "single"}, "accumulate": 2}, fx.Plan).accumulate
         2
+        >>> structure({"even": "padd", "seed": "7"}, fx.Plan)
+        Traceback (most recent call last):
+        fxtrain._errors.PlanError: plan.even: found 'padd'; choose one of 'pad', ... mean 'pad'?
+        plan.seed: found '7'; choose a whole number.
     """
+    if not (isinstance(cls, type) and attrs.has(cls)):
+        raise PlanError(f"structure makes records, such as fx.Plan; found {shown(cls)}.")
+    converter = converter_for(configs)
     try:
-        return converter_for(configs).structure(data, cls)
-    except cattrs.BaseValidationError as error:
-        lines = transform_error(error, path=cls.__name__.lower(), format_exception=_say)
-        raise PlanError("\n".join(lines)) from None
-    except (PlanError, ValueError, TypeError) as error:
-        raise PlanError(f"{cls.__name__.lower()}: {error}") from None
+        return converter.structure(data, cls)  # pyright: ignore[reportReturnType]
+    except _WRONG as error:
+        lines = list(_lines(error, cls.__name__.lower()))
+    if len(lines) > _LINES:
+        lines[_LINES:] = [f"and {len(lines) - _LINES} problems more."]
+    raise PlanError("\n".join(lines))
 
 
 def fingerprint(record: Any) -> str:
@@ -86,174 +83,202 @@ def fingerprint(record: Any) -> str:
         >>> fx.fingerprint(fx.Plan()) == fx.fingerprint(fx.Plan(accumulate=1))
         True
     """
-    text = json.dumps(_plain(record), sort_keys=True, separators=(",", ":"))
+    text = json.dumps(unstructure(record), sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(f"{type(record).__name__}{text}".encode(), digest_size=16).hexdigest()
-
-
-def diff(left: Any, right: Any) -> tuple[Change, ...]:
-    """The fields in which two records differ, by path.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> fx.diff(fx.Plan(), fx.Plan(clip_norm=1.0))
-        (Change(path='clip_norm', left=None, right=1.0),)
-    """
-    before, after = _leaves(_plain(left)), _leaves(_plain(right))
-    paths = [*before, *(path for path in after if path not in before)]
-    return tuple(
-        Change(path, before.get(path), after.get(path))
-        for path in paths
-        if before.get(path, _ABSENT) != after.get(path, _ABSENT)
-    )
 
 
 @functools.cache  # building one generates code; a converter is never changed afterwards
 def converter_for(configs: tuple[type, ...] = ()) -> cattrs.Converter:
-    """A strict converter that knows fxtrain's strategies and these."""
+    """A strict converter that knows fxtrain's strategies and these.
+
+    Raises:
+        PlanError: a config has no `kind` with a string as default, or two have the same.
+    """
+    known: dict[str, type] = {}
+    for config in (*BUILT_IN, *configs):
+        kind = kind_of(config)
+        if kind is None or known.setdefault(kind, config) is not config:
+            raise PlanError(
+                f"{config.__name__} cannot be told from other strategy configs: it needs a field "
+                f"`kind` whose default is a string of its own; found {shown(kind)}."
+            )
     converter = cattrs.Converter(forbid_extra_keys=True)
-    for kind in (bool, int, float, str):
-        converter.register_structure_hook(kind, _exact(kind))
-    converter.register_structure_hook_factory(_is_literal, _literal)
-    converter.register_structure_hook_factory(_is_tuple, lambda kind: _tuple(kind, converter))
-    known = {config.kind: config for config in map(_kinded, (*BUILT_IN, *configs))}
-    for tag, config in known.items():
-        converter.register_unstructure_hook(
-            config.cls, lambda value, tag=tag: {"kind": tag, **_fields(value, converter)}
-        )
-    converter.register_structure_hook_factory(attrs.has, lambda cls: _record(cls, converter, known))
+    for scalar, check in _SCALARS.items():
+        converter.register_structure_hook(scalar, _checked(check))
+    converter.register_structure_hook_factory(
+        lambda kind: get_origin(kind) is Literal, lambda kind: _checked(check_of(kind, ""))
+    )
+    converter.register_structure_hook_factory(
+        lambda kind: get_origin(kind) is tuple and get_args(kind)[1:] == (...,),
+        lambda kind: _tuple_hook(get_args(kind)[0], converter),
+    )
+    converter.register_structure_hook_factory(
+        attrs.has, lambda cls: _record_hook(cls, converter, known)
+    )
+    converter.register_unstructure_hook_factory(attrs.has, lambda _: _plain)
     return converter
 
 
-_ABSENT = object()
+def kind_of(config: type) -> str | None:
+    """What tells a strategy config from others in a file; None if it is no config."""
+    field = attrs.fields_dict(config).get("kind") if attrs.has(config) else None
+    return field.default if field is not None and isinstance(field.default, str) else None
 
 
-@attrs.frozen
-class _Kinded:
-    kind: str
-    cls: type
+def _plain(value: Any) -> Any:
+    if attrs.has(type(value)):
+        fields = [one for one in attrs.fields(type(value)) if one.init or one.name == "kind"]
+        return {field.alias: _plain(getattr(value, field.name)) for field in fields}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    if value is None or (type(value) in _SCALARS and _SCALARS[type(value)].fits(value)):
+        return value
+    raise PlanError(
+        f"{shown(value)} cannot be written as plain data, which is true, false, finite numbers, "
+        f"text, None, tuples and records of these."
+    )
 
 
-def _kinded(config: type) -> _Kinded:
-    return _Kinded(str(attrs.fields_dict(config)["kind"].default), config)
+def _record_hook(cls: type, converter: cattrs.Converter, known: Mapping[str, type]) -> _Hook:
+    try:
+        fields = {field.alias: field for field in attrs.fields(attrs.resolve_types(cls))}
+    except NameError as error:
+        raise PlanError(
+            f"{cls.__name__} has a field of a type that is not known: {error}"
+        ) from None
+    tag = kind_of(cls)
+    hooks = {name: _field_hook(one, converter, known) for name, one in fields.items() if one.init}
+    required = [name for name in hooks if fields[name].default is attrs.NOTHING]
 
-
-def _plain(record: Any) -> Any:
-    strategy = type(getattr(record, "strategy", None))
-    own = strategy in BUILT_IN or not attrs.has(strategy)
-    return unstructure(record, () if own else (strategy,))
-
-
-def _fields(value: Any, converter: cattrs.Converter) -> dict[str, Any]:
-    return {
-        field.name: converter.unstructure(getattr(value, field.name))
-        for field in attrs.fields(type(value))
-        if field.init
-    }
-
-
-def _record(
-    cls: type, converter: cattrs.Converter, known: Mapping[str, _Kinded]
-) -> Callable[[Any, Any], Any]:
-    special: dict[str, Any] = {}
-    tags = {config.cls: tag for tag, config in known.items()}
-    if cls is Plan:
-        special["strategy"] = override(struct_hook=lambda data, _: _tagged(data, converter, known))
-        special["precision"] = override(
-            struct_hook=lambda data, _: (
-                precision_of(data)
-                if isinstance(data, str)
-                else converter.structure(data, Precision)
-            )
-        )
-    inner = make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True, **special)
-
-    def build(data: Any, kind: Any) -> Any:
+    def build(data: Any, _: Any) -> Any:
         if not isinstance(data, Mapping):
-            raise ValueError(f"expected a table of {cls.__name__}'s fields, found {data!r}")
-        return inner(_without_tag(data) if cls in tags else data, kind)
-
-    def _without_tag(data: Mapping[str, Any]) -> dict[str, Any]:
-        found = data.get("kind", tags[cls])
-        if found != tags[cls]:
-            raise ValueError(f"kind {found!r} is not that of {cls.__name__}, {tags[cls]!r}")
-        return {key: value for key, value in data.items() if key != "kind"}
+            raise ValueError(f"found {shown(data)}; choose a table of {', '.join(hooks)}.")
+        values: dict[str, Any] = {}
+        problems = [
+            _noted(ValueError("is missing."), name) for name in required if name not in data
+        ]
+        for key, value in data.items():
+            if key == "kind" and tag is not None and value == tag:
+                continue
+            try:
+                values[key] = _hook_of(key, cls, hooks, tag)(value, None)
+            except _WRONG as error:  # every problem of every field is collected
+                problems.append(_noted(error, key if key in fields else None))
+        if not problems:
+            try:
+                return cls(**values)
+            except (ValueError, TypeError) as error:  # fields that do not go together
+                problems.append(error)
+        raise _together(cattrs.ClassValidationError, problems, cls)
 
     return build
 
 
-def _tagged(data: Any, converter: cattrs.Converter, known: Mapping[str, _Kinded]) -> Any:
+def _hook_of(key: Any, cls: type, hooks: Mapping[str, _Hook], tag: str | None) -> _Hook:
+    if key in hooks:
+        return hooks[key]
+    if key == "kind" and tag is not None:
+        return _checked(check_of(Literal[tag], ""))
+    near = closest(key, hooks)
+    raise ValueError(f"unknown key {shown(key)}.{near} {cls.__name__} has {', '.join(hooks)}.")
+
+
+def _field_hook(
+    field: "attrs.Attribute[Any]", converter: cattrs.Converter, known: Mapping[str, type]
+) -> _Hook:
+    if field.metadata.get("union") == "strategies":
+        return lambda data, _: _strategy(data, converter, known)
+    kind: Any = field.type
+    check, convert = field.validator, field.converter
+    if not isinstance(check, Check):  # of a config that does not check itself
+        check, convert = check_of(kind, ""), canonical(kind)
+    inner = next((one for one in members(kind) if attrs.has(one)), None)
+    rows = next((one for one in members(kind) if _holds_records(one)), None)
+
+    def build(data: Any, _: Any) -> Any:
+        if inner is not None and isinstance(data, Mapping):
+            return converter.structure(data, inner)
+        if rows is not None and isinstance(data, list | tuple):
+            return converter.structure(data, rows)
+        value = data if convert is None else convert(data)  # type: ignore[operator]
+        problem = check.problem(field, value)
+        if problem is not None:
+            table = "" if inner is None else " In a file that is a table."
+            raise ValueError(f"found {shown(data)}; {problem}{table}")
+        return value
+
+    return build
+
+
+def _holds_records(kind: Any) -> bool:
+    return get_origin(kind) is tuple and any(map(attrs.has, get_args(kind)[:1]))
+
+
+def _strategy(data: Any, converter: cattrs.Converter, known: Mapping[str, type]) -> Any:
+    kinds = ", ".join(map(repr, sorted(known)))
     if not isinstance(data, Mapping):
-        raise ValueError(f"expected a table with `kind`, found {data!r}")
+        raise ValueError(f"found {shown(data)}; choose a table with a `kind`, one of {kinds}.")
     kind = data.get("kind")
     if not isinstance(kind, str) or kind not in known:
-        near = difflib.get_close_matches(str(kind), known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"kind {kind!r} is not one of {', '.join(sorted(known))}.{hint}")
-    return converter.structure(data, known[kind].cls)
+        problem = ValueError(f"found {shown(kind)}; choose one of {kinds}.{closest(kind, known)}")
+        raise _together(cattrs.ClassValidationError, [_noted(problem, "kind")], object)
+    return converter.structure(data, known[kind])
 
 
-def _exact(kind: type) -> Callable[[Any, Any], Any]:
-    def check(value: Any, _: Any) -> Any:
-        if kind is float and type(value) is int:
-            return float(value)
-        if type(value) is not kind or (kind is float and not math.isfinite(value)):
-            raise ValueError(f"expected {_NAMES[kind]}, found {value!r}")
+def _checked(check: Check) -> _Hook:
+    def build(data: Any, kind: Any) -> Any:
+        value = to_float(data) if kind is float else data
+        if not check.fits(value):
+            near = closest(data, check.choices)
+            raise ValueError(f"found {shown(data)}; choose {check.wanted}.{near}")
         return value
-
-    return check
-
-
-_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
-
-
-def _is_literal(kind: Any) -> bool:
-    return get_origin(kind) is Literal
-
-
-def _literal(kind: Any) -> Callable[[Any, Any], Any]:
-    choices = get_args(kind)
-
-    def check(value: Any, _: Any) -> Any:
-        if not isinstance(value, str) or value not in choices:
-            near = difflib.get_close_matches(str(value), choices, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{value!r} is not one of {', '.join(choices)}{hint}")
-        return value
-
-    return check
-
-
-def _is_tuple(kind: Any) -> bool:
-    return get_origin(kind) is tuple
-
-
-def _tuple(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
-    inner = get_args(kind)[0]
-
-    def build(value: Any, _: Any) -> Any:
-        if not isinstance(value, list | tuple):
-            raise ValueError(f"expected a list, found {value!r}")
-        return tuple(converter.structure(one, inner) for one in value)
 
     return build
 
 
-def _say(error: BaseException, kind: type | None) -> str:
-    if isinstance(error, cattrs.ForbiddenExtraKeysError):
-        known = [field.name for field in attrs.fields(error.cl) if field.init]
-        told: list[str] = []
-        for name in sorted(map(str, error.extra_fields)):
-            near = difflib.get_close_matches(name, known, n=1)
-            told.append(f"{name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
-        return f"unknown key {', '.join(told)}; {error.cl.__name__} has {', '.join(known)}"
-    return str(error)
+def _tuple_hook(inner: Any, converter: cattrs.Converter) -> _Hook:
+    def build(data: Any, _: Any) -> Any:
+        if not isinstance(data, list | tuple):
+            raise ValueError(f"found {shown(data)}; choose a list.")
+        values: list[Any] = []
+        problems: list[Exception] = []
+        for index, one in enumerate(data):
+            try:
+                values.append(converter.structure(one, inner))
+            except _WRONG as error:
+                problems.append(_noted(error, index))
+        if problems:
+            raise _together(cattrs.IterableValidationError, problems, tuple)
+        return tuple(values)
+
+    return build
 
 
-def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(data, dict):
-        return {prefix: data}
-    return {
-        path: leaf
-        for key, value in data.items()
-        for path, leaf in _leaves(value, f"{prefix}.{key}" if prefix else str(key)).items()
-    }
+def _together(
+    kind: type[cattrs.BaseValidationError], problems: list[Exception], cls: type
+) -> Exception:
+    words = f"{len(problems)} problems of a {cls.__name__}"
+    return kind(words, problems, cls)  # pyright: ignore[reportCallIssue]
+
+
+def _noted(error: Exception, place: str | int | None) -> Exception:
+    """An error with a note of the field or index where it was found, as cattrs leaves them."""
+    if isinstance(place, str):
+        error.add_note(AttributeValidationNote(f"in {place}", place, Any))
+    elif place is not None:
+        error.add_note(IterableValidationNote(f"at {place}", place, Any))
+    return error
+
+
+def _lines(error: BaseException, path: str) -> Iterator[str]:
+    """One line for each problem that an error collects, with its path."""
+    for note in getattr(error, "__notes__", ()):
+        if isinstance(note, AttributeValidationNote):
+            path = f"{path}.{note.name}"
+        elif isinstance(note, IterableValidationNote):
+            path = f"{path}[{note.index}]"
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _lines(inner, path)
+    else:
+        yield f"{path}: {error}"

@@ -1,15 +1,18 @@
 """Records as JSON, TOML or YAML text, and plans as files."""
 
 import json
+import re
 import tomllib
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from fxtrain._errors import PlanError
 from fxtrain._optional import optional
 from fxtrain.state._convert import structure, unstructure
 from fxtrain.state._plan import Plan
+from fxtrain.state._record import shown
 
 __all__ = ["dumps", "loads", "read_plan", "write_plan"]
 
@@ -36,7 +39,7 @@ def dumps(record: Any, format: Format = "json") -> str:
         >>> fx.loads(fx.dumps(fx.Plan(accumulate=2), "toml"), fx.Plan, "toml").accumulate
         2
     """
-    data = unstructure(record, _third_party())
+    data = unstructure(record)
     if format == "json":
         return json.dumps(data, indent=2) + "\n"
     needed_by = f"dumps(format={format!r})"
@@ -59,7 +62,7 @@ def loads(text: str, cls: type[T] = Plan, format: Format = "json") -> T:
         >>> import fxtrain as fx
         >>> fx.loads('{"accumulat": 2}')
         Traceback (most recent call last):
-        fxtrain._errors.PlanError: unknown key 'accumulat' (did you mean 'accumulate'?); ...
+        fxtrain._errors.PlanError: plan: unknown key 'accumulat'. Did you mean 'accumulate'? ...
     """
     return structure(_parse(text, format), cls, _third_party())
 
@@ -88,9 +91,13 @@ def write_plan(plan: Plan, path: str | Path) -> None:
         Writes the file.
 
     Raises:
-        PlanError: the suffix is another one.
+        PlanError: the suffix is another one, or the file cannot be written.
     """
-    Path(path).write_text(dumps(plan, _format_of(path)), encoding="utf-8")
+    text = dumps(plan, _format_of(path))
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"write_plan({str(path)!r}): {error}.") from error
 
 
 def _format_of(path: str | Path) -> Format:
@@ -101,20 +108,70 @@ def _format_of(path: str | Path) -> Format:
 
 
 def _parse(text: str, format: Format) -> Any:
+    if format not in _FORMATS:
+        raise PlanError(f"format={format!r}: choose one of {', '.join(_FORMATS)}.")
     try:
-        if format == "json":
-            return json.loads(text)
-        if format == "toml":
-            return tomllib.loads(text)
-        if format == "yaml":
-            yaml = optional("yaml", extra="files", needed_by="loads(format='yaml')")
-            try:
-                return yaml.safe_load(text)
-            except yaml.YAMLError as error:
-                raise ValueError(str(error)) from error
+        return _FORMATS[format](text)
     except (ValueError, RecursionError) as error:
         raise PlanError(f"This is not {format.upper()}: {error}") from None
-    raise PlanError(f"format={format!r}: choose one of json, toml, yaml.")
+
+
+def _from_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {shown(twice)} appears twice in one table.")
+    return table
+
+
+def _from_yaml(text: str) -> Any:
+    yaml: Any = optional("yaml", extra="files", needed_by="loads(format='yaml')")
+    try:
+        return yaml.load(text, Loader=_strict_loader(yaml))
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    except (LookupError, AttributeError, TypeError) as error:
+        raise ValueError(f"a value does not fit its tag, such as !!int ({error}).") from error
+
+
+def _strict_loader(yaml: Any) -> Any:
+    """A loader of plain data that guesses less than YAML 1.1: `yes` and `010` are text.
+
+    What pyyaml writes is read back as it was, since it quotes all text that it could mistake.
+    """
+
+    class Loader(yaml.SafeLoader):
+        yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:  # noqa: FBT001, FBT002
+            keys = [(key.tag, key.value) for key, _ in node.value if key.id == "scalar"]
+            if len(set(keys)) < len(keys):
+                twice = next(key[1] for key in keys if keys.count(key) > 1)
+                raise ValueError(f"the key {shown(twice)} appears twice in one table.")
+            return super().construct_mapping(node, deep)
+
+    for tag, pattern, first in _YAML:
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), list(first))
+    return Loader
+
+
+_FORMATS: dict[str, Callable[[str], Any]] = {
+    "json": _from_json,
+    "toml": tomllib.loads,
+    "yaml": _from_yaml,
+}
+_YAML = (
+    ("bool", r"^(?:true|false)$", "tf"),
+    ("float", r"^[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+][0-9]+)?|\.inf)$|^\.nan$", "-+.0123456789"),
+    ("int", r"^[-+]?(?:0|[1-9][0-9]*)$", "-+0123456789"),
+    ("merge", r"^<<$", "<"),
+    ("null", r"^(?:null|~|)$", ["n", "~", ""]),
+)
 
 
 def _third_party() -> tuple[type, ...]:

@@ -3,11 +3,9 @@
 from typing import Any, Literal
 
 import attrs
-from attrs import validators
 
-from fxtrain._errors import PlanError
-from fxtrain.state._precision import Precision, precision_of
-from fxtrain.state._record import record
+from fxtrain.state._precision import DTYPES, Precision, precision_of
+from fxtrain.state._record import above, at_least, record
 from fxtrain.state._strategies import DDP
 
 __all__ = ["Compile", "Data", "Plan"]
@@ -54,10 +52,16 @@ class Data:
 
 
 def _is_strategy(_: Any, __: Any, value: Any) -> None:
-    if isinstance(value, type) or not attrs.has(type(value)) or not hasattr(value, "kind"):
-        raise PlanError(
-            f"Plan(strategy={value!r}): pass a strategy config, such as fx.DDP() or fx.Single()."
-        )
+    named = isinstance(getattr(value, "kind", None), str)
+    if isinstance(value, type) or not attrs.has(type(value)) or not named:
+        raise ValueError("choose a strategy config, such as fx.DDP() or fx.Single().")
+    try:
+        hash(value)
+    except TypeError:
+        raise ValueError(
+            f"choose a config that can be hashed; a {type(value).__name__} has to be frozen, "
+            f"with tuples instead of lists."
+        ) from None
 
 
 @record
@@ -66,7 +70,7 @@ class Plan:
 
     Attributes:
         strategy: How the model is spread over ranks, one of fxtrain's configs or a third
-            party's.
+            party's: a frozen attrs record with a string `kind`.
         precision: Number formats, or the bare name fp32, bf16 or fp16.
         accumulate: Micro-batches per optimizer update.
         flush: Close the accumulation window at the end of an epoch even if it is short.
@@ -93,17 +97,19 @@ class Plan:
         ['accumulate']
     """
 
-    strategy: Any = attrs.field(default=DDP(), validator=_is_strategy)
-    precision: Precision = attrs.field(default=Precision(), converter=precision_of)
-    accumulate: int = attrs.field(default=1, validator=validators.ge(1))
+    strategy: Any = attrs.field(
+        default=DDP(), validator=_is_strategy, metadata={"union": "strategies"}
+    )
+    precision: Precision = attrs.field(
+        default=Precision(),
+        converter=precision_of,
+        metadata={"choose": f"one of {', '.join(map(repr, DTYPES))}, or an fx.Precision(...)"},
+    )
+    accumulate: int = attrs.field(default=1, validator=at_least(1))
     flush: bool = True
     sync_each: bool = False
-    clip_norm: float | None = attrs.field(
-        default=None, validator=validators.optional(validators.gt(0))
-    )
-    clip_value: float | None = attrs.field(
-        default=None, validator=validators.optional(validators.gt(0))
-    )
+    clip_norm: float | None = attrs.field(default=None, validator=above(0))
+    clip_value: float | None = attrs.field(default=None, validator=above(0))
     nonfinite: Literal["ignore", "skip", "raise"] = "ignore"
     schedule: Literal["update", "samples"] = "update"
     batch: Literal["per_rank", "global"] = "per_rank"

@@ -1,27 +1,164 @@
 """Records whose fields check themselves: a wrong value is a PlanError that says what fits."""
 
+import difflib
 import math
+import reprlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
 
 import attrs
 
 from fxtrain._errors import PlanError
 
-__all__ = ["record"]
+__all__ = [
+    "Check",
+    "above",
+    "at_least",
+    "between",
+    "canonical",
+    "check_of",
+    "closest",
+    "members",
+    "record",
+    "shown",
+    "to_float",
+]
 
 T = TypeVar("T")
+_Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
+_INT64 = range(-(1 << 63), 1 << 63)
+_SHOWN = 200  # letters of a value
+_EXACT = range(-(1 << 53), (1 << 53) + 1)  # the whole numbers that a float holds exactly
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(attrs.field,))
 def record(cls: type[T]) -> type[T]:
     """A frozen keyword-only attrs class whose annotations are checked at construction.
 
-    Checked are bool, int, float (an int becomes one), str, Literal, tuples of one type (a
-    list becomes one), other records, and unions with None; Any is not checked.
+    Checked are bool, int (of 64 bits), float (finite; an int becomes one), str, Literal,
+    tuples of one type (a list becomes one), other records, and unions of these with None.
+    Any is not checked. A validator of the field is asked about values of the right type that
+    are not None, without the instance; it raises a ValueError that says what to choose.
+    Fields that depend on each other are checked in `__attrs_post_init__`. `choose` in the
+    metadata of a field replaces what the message says of the type.
     """
     return attrs.frozen(kw_only=True, field_transformer=_checked)(cls)
+
+
+@attrs.frozen
+class Check:
+    """The validator of one field of a record; needs no instance, so that files are checked alike.
+
+    Attributes:
+        owner: Name of the record.
+        fits: Whether a value is of the right type.
+        wanted: What fits, in words.
+        choices: The strings that fit, if only some do.
+        also: The field's own validator, if any.
+    """
+
+    owner: str
+    fits: Callable[[Any], bool]
+    wanted: str
+    choices: tuple[str, ...] = ()
+    also: _Validator | None = None
+
+    def __call__(self, instance: Any, attribute: "attrs.Attribute[Any]", value: Any) -> None:
+        problem = self.problem(attribute, value)
+        if problem is not None:
+            raise PlanError(f"{self.owner}({attribute.name}={shown(value)}): {problem}")
+
+    def problem(self, attribute: "attrs.Attribute[Any]", value: Any) -> str | None:
+        """What to choose instead of this value; None if it fits."""
+        if not self.fits(value):
+            return f"choose {self.wanted}.{closest(value, self.choices)}"
+        if self.also is not None and value is not None:
+            try:
+                self.also(None, attribute, value)
+            except (ValueError, TypeError) as error:
+                return str(error.args[0]) if error.args else type(error).__name__
+        return None
+
+
+def at_least(low: float) -> _Validator:
+    """A validator for numbers of at least this."""
+    return between(low, math.inf, open_low=False, words=f"at least {low}")
+
+
+def above(low: float) -> _Validator:
+    """A validator for numbers above this."""
+    return between(low, math.inf, words=f"above {low}")
+
+
+def between(
+    low: float, high: float, *, open_low: bool = True, words: str | None = None
+) -> _Validator:
+    """A validator for numbers below `high` and above `low`."""
+    wanted = words or f"above {low} and below {high}"
+
+    def validate(instance: Any, attribute: "attrs.Attribute[Any]", value: Any) -> None:
+        if value < low or (open_low and value == low) or value >= high:
+            raise ValueError(f"choose a number {wanted}.")
+
+    return validate
+
+
+def closest(value: Any, choices: Iterable[str]) -> str:
+    """A question after the choice that is spelt most like a value; empty without one."""
+    word = value[:_SHOWN] if isinstance(value, str) else ""
+    near = difflib.get_close_matches(word, choices, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def check_of(kind: Any, owner: str, also: _Validator | None = None, words: str = "") -> Check:
+    """The check of a type annotation."""
+    kinds = members(kind)
+    choices = [name for one in kinds if get_origin(one) is Literal for name in get_args(one)]
+    names = tuple(name for name in choices if isinstance(name, str))
+    return Check(owner, _test(kinds), words or _words(kind), names, also)
+
+
+def members(kind: Any) -> tuple[Any, ...]:
+    """The types that a union allows; of another type, itself."""
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def to_float(value: Any) -> Any:
+    """A whole number as the float that is exactly it; everything else as it is."""
+    if type(value) is int and value in _EXACT:
+        return float(value)
+    return value + 0.0 if type(value) is float else value  # -0.0 becomes 0.0, its equal
+
+
+def canonical(kind: Any) -> Callable[[Any], Any] | None:
+    """What turns equal values for a type annotation into one; None if nothing has to.
+
+    A whole number for a float becomes one, a list for a tuple a tuple, whatever else stays.
+    """
+    kinds = members(kind)
+    items = next((get_args(one) for one in kinds if get_origin(one) is tuple), None)
+    if items is not None:
+        inner = [canonical(one) or _same for one in items if one is not ...]
+        return lambda value: _to_tuple(value, inner)
+    return to_float if float in kinds and int not in kinds else None
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut short: what a file holds may be large, or hold itself."""
+    text = _Short().repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 80
+        self.maxlevel = 3
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write numbers of several thousand digits.
+        return str(x) if x in _INT64 else f"<a number of {x.bit_length()} bits, more than 64>"
 
 
 def _checked(cls: type, fields: list["attrs.Attribute[Any]"]) -> list["attrs.Attribute[Any]"]:
@@ -29,32 +166,10 @@ def _checked(cls: type, fields: list["attrs.Attribute[Any]"]) -> list["attrs.Att
 
 
 def _with_check(owner: str, field: "attrs.Attribute[Any]") -> "attrs.Attribute[Any]":
-    kinds = _members(field.type)
-    converter = field.converter
-    if converter is None and float in kinds:
-        converter = _to_float
-    elif converter is None and any(get_origin(kind) is tuple for kind in kinds):
-        converter = _to_tuple
-    fits, wanted = _test(kinds), _words(kinds)
-    also = field.validator
-
-    def validate(instance: Any, attribute: "attrs.Attribute[Any]", value: Any) -> None:
-        if not fits(value):
-            raise PlanError(f"{owner}({attribute.name}={value!r}): choose {wanted}.")
-        if also is not None:
-            try:
-                also(instance, attribute, value)
-            except (ValueError, TypeError) as error:
-                if isinstance(error, PlanError):
-                    raise
-                reason = str(error.args[0]) if error.args else str(error)
-                raise PlanError(f"{owner}({attribute.name}={value!r}): {reason}.") from None
-
-    return field.evolve(converter=converter, validator=validate)
-
-
-def _members(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    converter = field.converter or canonical(field.type)
+    words = field.metadata.get("choose", "")
+    check = check_of(field.type, owner, field.validator, words)
+    return field.evolve(converter=converter, validator=check)
 
 
 def _test(kinds: tuple[Any, ...]) -> Callable[[Any], bool]:
@@ -69,37 +184,79 @@ def _one(kind: Any) -> Callable[[Any], bool]:
         return lambda value: value is None
     if kind is float:
         return lambda value: type(value) is float and math.isfinite(value)
-    if kind in (bool, int, str):
-        return lambda value: type(value) is kind
+    if kind is int:
+        return lambda value: type(value) is int and value in _INT64
+    if kind is bool:
+        return lambda value: type(value) is bool
+    if kind is str:
+        return lambda value: type(value) is str and (value.isascii() or _is_text(value))
     if get_origin(kind) is Literal:
         choices = get_args(kind)
-        return lambda value: type(value) is str and value in choices
+        return lambda value: any(type(value) is type(one) and value == one for one in choices)
     if get_origin(kind) is tuple:
-        inner = _one(get_args(kind)[0])
-        return lambda value: type(value) is tuple and all(inner(one) for one in value)
-    return lambda value: isinstance(value, kind)
+        return _row(get_args(kind))
+    base = get_origin(kind) or kind
+    if not isinstance(base, type):
+        raise PlanError(f"A record cannot have a field of the type {kind}.")
+    return lambda value: isinstance(value, base)
 
 
-def _words(kinds: tuple[Any, ...]) -> str:
-    return " or ".join(_word(kind) for kind in kinds)
+def _row(kinds: tuple[Any, ...]) -> Callable[[Any], bool]:
+    """The test of a tuple: of any length if `kinds` ends in `...`."""
+    tests = [_test(members(kind)) for kind in kinds if kind is not ...]
+    if kinds[1:] == (...,):
+        return lambda value: type(value) is tuple and all(map(tests[0], value))
+    return lambda value: (
+        type(value) is tuple
+        and len(value) == len(tests)
+        and all(test(one) for test, one in zip(tests, value, strict=True))
+    )
+
+
+def _is_text(value: str) -> bool:
+    """Whether a string can be written to a file; half a surrogate pair cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    str: "a string",
+    type(None): "None",
+}
 
 
 def _word(kind: Any) -> str:
     if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(repr, get_args(kind)))}"
+        choices = [repr(choice) for choice in get_args(kind)]
+        return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
     if get_origin(kind) is tuple:
-        return f"a tuple of {get_args(kind)[0].__name__}"
-    if kind is type(None):
-        return "None"
-    if kind is float:
-        return "a finite number"
-    names = {bool: "True or False", int: "a whole number", str: "a string"}
-    return names.get(kind, f"an fx.{getattr(kind, '__name__', kind)}(...)")
+        words = [_words(one) for one in get_args(kind) if one is not ...]
+        return f"a tuple or list, {'each ' if ... in get_args(kind) else ''}{', '.join(words)}"
+    if kind in _WORDS:
+        return _WORDS[kind]
+    name = getattr(kind, "__name__", str(kind))
+    own = getattr(kind, "__module__", "").startswith("fxtrain.")
+    return f"an fx.{name}(...)" if own else f"a {name}"
 
 
-def _to_float(value: Any) -> Any:
-    return float(value) if type(value) is int else value
+def _words(kind: Any) -> str:
+    return " or ".join(map(_word, members(kind)))
 
 
-def _to_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _to_tuple(value: Any, inner: list[Callable[[Any], Any]]) -> Any:
+    if not isinstance(value, list | tuple):
+        return value
+    each = inner * len(value) if len(inner) == 1 else inner
+    if len(each) != len(value):
+        return tuple(value)
+    return tuple(change(one) for change, one in zip(each, value, strict=True))
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -3,9 +3,8 @@
 from typing import Literal
 
 import attrs
-from attrs import validators
 
-from fxtrain.state._record import record
+from fxtrain.state._record import above, at_least, record
 
 __all__ = ["DDP", "CommHook", "PowerSGD", "Single"]
 
@@ -26,15 +25,13 @@ class PowerSGD:
         seed: Seed of the random start, the same on every rank.
     """
 
-    rank: int = attrs.field(default=1, validator=validators.ge(1))
-    start_iter: int = attrs.field(default=1_000, validator=validators.ge(2))
-    min_compression_rate: float = attrs.field(default=2.0, validator=validators.gt(0))
+    rank: int = attrs.field(default=1, validator=at_least(1))
+    start_iter: int = attrs.field(default=1_000, validator=at_least(2))
+    min_compression_rate: float = attrs.field(default=2.0, validator=above(0))
     use_error_feedback: bool = True
     warm_start: bool = True
-    orthogonalization_epsilon: float = attrs.field(default=0.0, validator=validators.ge(0))
-    compression_stats_logging_frequency: int = attrs.field(
-        default=10_000, validator=validators.ge(1)
-    )
+    orthogonalization_epsilon: float = attrs.field(default=0.0, validator=at_least(0))
+    compression_stats_logging_frequency: int = attrs.field(default=10_000, validator=at_least(1))
     batch_tensors_with_same_shape: bool = False
     seed: int = 0
 
@@ -78,7 +75,7 @@ class DDP:
     """
 
     kind: Literal["ddp"] = attrs.field(default="ddp", init=False)
-    bucket_mib: float = attrs.field(default=25.0, validator=validators.gt(0))
+    bucket_mib: float = attrs.field(default=25.0, validator=above(0))
     bucket_view: bool = True
     static_graph: bool = False
     unused_parameters: bool = False

@@ -1,0 +1,73 @@
+"""How two records differ, field by field."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from fxtrain._errors import PlanError
+
+__all__ = ["Change", "diff"]
+
+
+@attrs.frozen
+class Change:
+    """One field in which two records differ.
+
+    Attributes:
+        path: Where, as `strategy.hook.name`.
+        left: The value in the first record; None where it has no such field.
+        right: The value in the second.
+    """
+
+    path: str
+    left: Any
+    right: Any
+
+
+def diff(left: Any, right: Any) -> tuple[Change, ...]:
+    """The fields in which two records differ, by path, in the order of the fields.
+
+    Two strategies of different kind differ in `kind` and in the fields that only one has.
+
+    Raises:
+        PlanError: they are not records, or not of the same kind of record.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> fx.diff(fx.Plan(), fx.Plan(clip_norm=1.0))
+        (Change(path='clip_norm', left=None, right=1.0),)
+    """
+    if not _comparable(left, right):
+        raise PlanError(
+            f"diff compares two records of one kind, such as two plans; found a "
+            f"{type(left).__name__} and a {type(right).__name__}."
+        )
+    return tuple(_changes("", left, right))
+
+
+def _changes(path: str, left: Any, right: Any) -> Iterator[Change]:
+    if not _comparable(left, right):
+        if type(left) is not type(right) or left != right:
+            yield Change(path, left, right)
+        return
+    before, after = _fields(left), _fields(right)
+    found = False
+    for name in {**before, **after}:
+        where = f"{path}.{name}" if path else name
+        for change in _changes(where, before.get(name), after.get(name)):
+            found = True
+            yield change
+    if not found and left != right:  # two types that look alike
+        yield Change(path, left, right)
+
+
+def _comparable(left: Any, right: Any) -> bool:
+    if not (attrs.has(type(left)) and attrs.has(type(right))):
+        return False
+    return type(left) is type(right) or (hasattr(left, "kind") and hasattr(right, "kind"))
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    kind = type(record)
+    return {field.name: getattr(record, field.name) for field in attrs.fields(kind) if field.eq}
