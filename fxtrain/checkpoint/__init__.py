@@ -1,9 +1,25 @@
-"""Checkpoints: whole or absent, checked to the last byte, and free of pickle."""
+"""Checkpoints: whole or absent, checked to the last byte, and free of pickle.
+
+Beside them, models in the files that other libraries read.
+"""
 
 from fxtrain.checkpoint._background import Saving
+from fxtrain.checkpoint._export import export
+from fxtrain.checkpoint._load_model import Loaded, load_model
 from fxtrain.checkpoint._names import latest
 from fxtrain.checkpoint._restore import Restored, restore
 from fxtrain.checkpoint._save import save
 from fxtrain.checkpoint._verify import Verified, verify
 
-__all__ = ["Restored", "Saving", "Verified", "latest", "restore", "save", "verify"]
+__all__ = [
+    "Loaded",
+    "Restored",
+    "Saving",
+    "Verified",
+    "export",
+    "latest",
+    "load_model",
+    "restore",
+    "save",
+    "verify",
+]
