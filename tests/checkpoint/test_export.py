@@ -961,8 +961,50 @@ def test_fsdp2_modules_round_trip(clusters, tmp_path, ranks, tensor):
     net = nn.Sequential(*[_Block() for _ in range(3)])
     clusters[ranks].run(_export_sharded, tmp_path, tensor)
     _same(_as_the_ecosystem_reads(tmp_path), net.state_dict())
-    for meta in (False, True) if tensor == 1 else (False,):
+    for meta in (False, True):
         for before, again, after in clusters[ranks].run(_load_sharded, tmp_path, tensor, meta):
             torch.testing.assert_close(before, net(torch.ones(2, 6)))
             _same(again, net.state_dict())
             assert not torch.equal(before, after)
+
+
+def _tied_under_fsdp2(ctx, folder):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (ctx.world_size,))
+    torch.manual_seed(0)
+    export(fully_shard(_Tied(), mesh=mesh), folder, ctx=ctx)
+    nets = [fully_shard(_Tied(), mesh=mesh), fully_shard(_Tied(device="meta"), mesh=mesh)]
+    by_hand = _Tied(device="meta")
+    by_hand.body.weight = nn.Parameter(distribute_tensor(by_hand.body.weight, mesh, [Shard(0)]))
+    for net in (*nets, by_hand):
+        load_model(folder, net, ctx=ctx)
+        assert net.head.weight is net.embed.weight
+        net(torch.tensor([1])) if net is not by_hand else None
+    states = [net.state_dict() for net in (*nets, by_hand)]
+    return [
+        {k: v.full_tensor() if hasattr(v, "placements") else v for k, v in state.items()}
+        for state in states
+    ]
+
+
+def test_tied_weights_stay_tied_under_fsdp2(pair, tmp_path):
+    torch.manual_seed(0)
+    net = _Tied()
+    for states in pair.run(_tied_under_fsdp2, tmp_path):
+        assert len(states) == 3
+        for state in states:
+            _same(state, net.state_dict())
+    assert sorted(_as_the_ecosystem_reads(tmp_path)) == ["body.bias", "body.weight", "embed.weight"]
+
+
+def test_what_deepspeed_has_partitioned_is_named(tmp_path):
+    net = nn.Linear(2, 2)
+    export(net, tmp_path)
+    net.weight.ds_id = 0  # as DeepSpeed marks the parameters that it has taken apart
+    with pytest.raises(fx.CheckpointError, match="weight is partitioned by DeepSpeed"):
+        export(net, tmp_path)
+    with pytest.raises(fx.CheckpointError, match="weight is partitioned by DeepSpeed"):
+        load_model(tmp_path, net)
