@@ -1,7 +1,12 @@
-"""Checkpoints: whole or absent, checked to the last byte, and free of pickle."""
+"""Checkpoints: whole or absent, checked to the last byte, and free of pickle.
+
+Beside them, models in the files that other libraries read.
+"""
 
 from fxtrain.checkpoint._background import Saving
 from fxtrain.checkpoint._compare import Difference, compare, count_leaves
+from fxtrain.checkpoint._export import export
+from fxtrain.checkpoint._load_model import Loaded, load_model
 from fxtrain.checkpoint._names import before, latest
 from fxtrain.checkpoint._restore import Restored, restore
 from fxtrain.checkpoint._save import save
@@ -9,13 +14,16 @@ from fxtrain.checkpoint._verify import Verified, verify
 
 __all__ = [
     "Difference",
+    "Loaded",
     "Restored",
     "Saving",
     "Verified",
     "before",
     "compare",
     "count_leaves",
+    "export",
     "latest",
+    "load_model",
     "restore",
     "save",
     "verify",

@@ -1,0 +1,62 @@
+"""Failing together: what goes wrong on one rank is the same error on every rank."""
+
+import contextlib
+from collections.abc import Iterator
+
+from fxtrain import ops
+from fxtrain._errors import CheckpointError, CollectiveError
+from fxtrain.state import DistContext
+
+__all__ = ["alike", "meet"]
+
+
+@contextlib.contextmanager
+def alike(ctx: DistContext | None, doing: str) -> Iterator[None]:
+    """Run a block on every rank; if it fails on any of them, raise one error on all.
+
+    Args:
+        ctx: Whose ranks run the block; None for this process alone.
+        doing: What the block does, for errors of the operating system.
+
+    Effects:
+        One all-gather of packets at the end of the block; none at one rank.
+
+    Raises:
+        CheckpointError: the block failed with it, or with an error of the operating system,
+            on some rank; with every rank's words.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except CollectiveError:
+        raise  # the ranks know already
+    except Exception as error:
+        problem = error
+    meet(problem, ctx, doing)
+
+
+def meet(problem: Exception | None, ctx: DistContext | None, doing: str) -> None:
+    """Raise on every rank if any rank has a problem, and on none otherwise; see `alike`."""
+    mine = None if problem is None else _words(problem, doing)
+    if ctx is None or ctx.world_size == 1:
+        if isinstance(problem, OSError):
+            raise CheckpointError(mine) from problem
+        if problem is not None:
+            raise problem
+        return
+    found = [(rank, text) for rank, text in enumerate(ops.gather_objects(mine, ctx)) if text]
+    if not found:
+        return
+    texts = {text for _, text in found}
+    if len(texts) == 1:
+        raise CheckpointError(texts.pop()) from problem
+    raise CheckpointError("\n".join(f"rank {rank}: {text}" for rank, text in found)) from problem
+
+
+def _words(problem: Exception, doing: str) -> str:
+    if isinstance(problem, CheckpointError):
+        return str(problem)
+    if isinstance(problem, OSError):
+        where = "" if problem.filename is None else f" ({problem.filename})"
+        return f"{doing}: {problem.strerror or problem}{where}."
+    return f"{doing}: {type(problem).__name__}: {problem}"
