@@ -1,0 +1,185 @@
+"""Runs of the small transformer that laws compare: on ranks under a plan, and by hand."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from fxtrain import ops
+from fxtrain.backends import unwrap, wrap
+from fxtrain.data import shard
+from fxtrain.loop import StepFns, step
+from fxtrain.state import DistContext, Mesh, Plan, Weighted
+from fxtrain.testing._transformer import Transformer
+
+__all__ = ["Run", "Task", "by_hand", "new_model", "on_mesh", "on_ranks", "sgd", "token_rows"]
+
+_UPDATES = 4
+
+
+@attrs.frozen(kw_only=True)
+class Task:
+    """One training run of the small transformer, by hand or under a plan.
+
+    Attributes:
+        plan: How; the loop by hand reads its accumulation and clipping.
+        mesh: Ranks per axis; None leaves the ranks as they are.
+        size: Rows of a rank's micro-batch.
+        weighted: Average over tokens, of which rows hold different numbers.
+        seed: Of the model's values; ranks other than 0 start from other ones.
+        frozen: Whether one parameter is frozen.
+        dtype: Of the model.
+        poke_at: Update at which the last data rank overflows one entry of a gradient.
+    """
+
+    plan: Plan
+    mesh: Mesh | None = None
+    size: int = 2
+    weighted: bool = False
+    seed: int = 0
+    frozen: bool = False
+    dtype: torch.dtype = torch.float64
+    poke_at: int | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Run:
+    """What came of a task.
+
+    Attributes:
+        losses: Mean loss over all rows, or tokens, of every update.
+        norms: Total gradient norm of every update, if the plan clips.
+        applied: Whether each update ran.
+        parameters: Name to value, whole.
+        tied: Whether the head and the embedding are one parameter while wrapped.
+        scale: Loss scale at the end; None without one.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    applied: list[bool]
+    parameters: dict[str, Tensor]
+    tied: bool = True
+    scale: float | None = None
+
+
+def on_ranks(ctx: Any, task: Task) -> Run:
+    """Train under the task's plan; runs on every rank of a pool."""
+    with on_mesh(ctx, task.mesh) as placed:
+        data = placed.axis("data")
+        own = attrs.evolve(task, seed=task.seed + ctx.rank)
+        model = wrap(new_model(own), placed, task.plan, optimizer=sgd)
+        table = TensorDataset(*token_rows(_count(task, data.world_size)))
+        loader = shard(DataLoader(table, batch_size=task.size), placed, task.plan)
+        poked = task.poke_at if data.is_last else None
+        fns = StepFns(model=model, loss=_loss(task, poked))
+        reports = [step(placed, batch, fns) for epoch in loader.epochs(1) for batch in epoch]
+        totals = torch.stack([_total(report) for report in reports])
+        totals = ops.reduce(totals, data, op="sum").unflatten(0, (-1, task.plan.accumulate)).sum(1)
+        names = model.module.named_parameters(remove_duplicate=False)
+        held = {name: id(parameter) for name, parameter in names}
+        tied = held["head.weight"] == held["embed.weight"]
+        scale = None if model.scaler is None else model.scaler.get_scale()
+        whole = unwrap(model)
+        return Run(
+            losses=(totals[:, 0] / totals[:, 1]).tolist(),
+            norms=[float(r.grad_norm) for r in reports if r.grad_norm is not None],
+            applied=[report.applied for report in reports if report.position.micro == 0],
+            parameters={n: p.detach().clone() for n, p in whole.named_parameters()},
+            tied=tied,
+            scale=scale,
+        )
+
+
+def by_hand(task: Task, data_ranks: int) -> Run:
+    """The same training in one process on torch alone, each update in one batch."""
+    model = new_model(task)
+    optimizer = sgd([p for p in model.parameters() if p.requires_grad])
+    tokens, mask = token_rows(_count(task, data_ranks))
+    stride = len(tokens) // _UPDATES
+    losses: list[float] = []
+    norms: list[float] = []
+    for low in range(0, len(tokens), stride):
+        each, kept = _token_losses(model, tokens[low : low + stride], mask[low : low + stride])
+        loss = (each * kept).sum() / kept.sum() if task.weighted else each.mean()
+        loss.backward()
+        if task.plan.clip_norm is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), task.plan.clip_norm)
+            norms.append(float(norm))
+        if task.plan.clip_value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), task.plan.clip_value)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    return Run(losses=losses, norms=norms, applied=[True] * _UPDATES, parameters=parameters)
+
+
+@contextmanager
+def on_mesh(ctx: Any, mesh: Mesh | None) -> Iterator[DistContext]:
+    """The context of the same ranks with a mesh, whose groups are closed afterwards."""
+    if mesh is None:
+        yield ctx
+        return
+    placed = ops.detect({}, device="cpu", mesh=mesh, timeout_s=ctx.comm.timeout_s)
+    groups = {id(group): group for group in _own_groups(placed, ctx)}
+    yield placed
+    for group in groups.values():
+        dist.destroy_process_group(group)
+
+
+def _own_groups(placed: Any, ctx: Any) -> list[Any]:
+    axes = [placed.axis(name).comm for name in ("data", *placed.mesh.sizes)]
+    found = [group for comm in (placed.comm, *axes) for group in (comm.group, comm.control)]
+    theirs = (None, ctx.comm.group, ctx.comm.control)
+    return [group for group in found if not any(group is one for one in theirs)]
+
+
+def new_model(task: Task) -> Transformer:
+    return Transformer(seed=task.seed, frozen=task.frozen, dtype=task.dtype)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    # Not Adam, which turns rounding of a gradient near zero into a whole step.
+    return torch.optim.SGD(params, lr=0.3, momentum=0.8)
+
+
+def _count(task: Task, data_ranks: int) -> int:
+    return _UPDATES * task.plan.accumulate * task.size * data_ranks
+
+
+def token_rows(count: int) -> tuple[Tensor, Tensor]:
+    """Token rows, and which of their targets count: a different number in every row."""
+    generator = torch.Generator().manual_seed(count)
+    shape = (count, Transformer.LENGTH + 1)
+    tokens = torch.randint(0, Transformer.VOCABULARY, shape, generator=generator)
+    ends = 1 + torch.arange(count) * 5 % Transformer.LENGTH
+    return tokens, torch.arange(Transformer.LENGTH) < ends[:, None]
+
+
+def _token_losses(
+    model: Any, tokens: Tensor, mask: Tensor, poke: float | None = None
+) -> tuple[Tensor, Tensor]:
+    logits = model(tokens[:, :-1], poke) if poke is not None else model(tokens[:, :-1])
+    each = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    return each, mask.flatten()
+
+
+def _loss(task: Task, poke_at: int | None) -> Callable[[Any, Any], Any]:
+    def loss(model: Any, batch: Any) -> Any:
+        poke = 3e38 if batch.position.updates == poke_at else None
+        each, kept = _token_losses(model, batch[0], batch[1], poke)
+        return Weighted((each * kept).sum(), kept.sum()) if task.weighted else each.mean()
+
+    return loss
+
+
+def _total(report: Any) -> Tensor:
+    weight = torch.as_tensor(report.weight, dtype=torch.float64)
+    return torch.stack([report.loss.double() * weight, weight])

@@ -1,0 +1,113 @@
+"""Every strategy, on every world and mesh it takes, against one process on torch alone."""
+
+import attrs
+import pytest
+import torch
+
+import fxtrain as fx
+from fxtrain.testing import LAWS
+
+NAMES = [law.__name__ for law in LAWS]
+
+DDP_PLANS = {
+    "plain": fx.Plan(),
+    "small buckets": fx.Plan(strategy=fx.DDP(bucket_mib=0.001, bucket_view=False)),
+}
+
+
+@pytest.mark.parametrize("law", LAWS, ids=NAMES)
+def test_single(clusters, law):
+    law(clusters[1], fx.Plan(strategy=fx.Single()))
+
+
+@pytest.mark.parametrize("law", LAWS, ids=NAMES)
+@pytest.mark.parametrize("name", DDP_PLANS)
+def test_ddp(cluster, name, law):
+    law(cluster, DDP_PLANS[name])
+
+
+# A law that nothing breaks says nothing: what the last rank brings is changed a little.
+
+
+@attrs.frozen
+class _Tampered:
+    """A pool whose last rank answers something else."""
+
+    pool: object
+    change: object
+
+    @property
+    def n(self):
+        return self.pool.n
+
+    def run(self, fn, *args):
+        answers = self.pool.run(fn, *args)
+        return [*answers[:-1], self.change(answers[-1])]
+
+
+def _moved(name, by=1e-6):
+    def change(run):
+        moved = {**run.parameters, name: run.parameters[name] + by}
+        return attrs.evolve(run, parameters=moved)
+
+    return change
+
+
+def _other(**fields):
+    return lambda run: attrs.evolve(run, **fields)
+
+
+def _late(run):
+    return attrs.evolve(run, losses=[*run.losses[:-1], run.losses[-1] * (1 + 1e-6)])
+
+
+BROKEN = [
+    ("same_as_one_process", 2, _late, "losses are"),
+    ("same_as_one_process", 2, _moved("gain"), "rank 1 of 2, gain"),
+    ("same_in_micro_batches", 2, _other(parameters={}), "other names"),
+    ("same_by_tokens", 2, _moved("blocks.1.up.bias"), "rank 1 of 2, blocks.1.up.bias"),
+    ("same_clipped", 2, _other(norms=[1.0] * 4), "norms are"),
+    ("same_clipped", 2, _other(norms=[]), "norms are"),
+    ("frozen_and_tied_stay", 2, _moved("position", 1e-13), "frozen parameter moved"),
+    ("frozen_and_tied_stay", 2, _other(tied=False), "came apart"),
+    ("overflow_skips_everywhere", 2, _other(applied=[True] * 4), "updates ran"),
+    ("overflow_skips_everywhere", 2, _other(scale=2.0**10), "loss scale"),
+    ("overflow_skips_everywhere", 2, _moved("gain"), "differs between ranks"),
+    ("overflow_skips_everywhere", 2, _moved("gain", torch.inf), "not finite"),
+    ("one_rank_is_the_loop", 1, _moved("gain", 1e-15), "differs from the loop"),
+    ("unwrap_gives_the_module_back", 2, lambda changes: ["hooks"], "after unwrap: hooks"),
+]
+
+
+@pytest.mark.parametrize(("name", "n", "change", "words"), BROKEN)
+def test_a_broken_strategy_is_caught(clusters, name, n, change, words):
+    law = LAWS[NAMES.index(name)]
+    with pytest.raises(AssertionError, match=words):
+        law(_Tampered(clusters[n], change), fx.Plan())
+
+
+def _wrong_unwrap(ctx, leave):
+    """What the law on unwrap says of a strategy that leaves something behind."""
+    import fxtrain.testing._laws as laws
+
+    def unwrap(model):
+        module = fx.unwrap(model)
+        if leave == "hooks":
+            module.norm.register_forward_hook(lambda *_: None)
+        elif leave == "values":
+            module.gain.data += 1.0
+        elif leave == "ties":
+            module.head.weight = torch.nn.Parameter(module.embed.weight.detach().clone())
+        return module
+
+    real, laws.unwrap = laws.unwrap, unwrap
+    try:
+        return laws._unwrapped(ctx, laws.Task(plan=fx.Plan()))
+    finally:
+        laws.unwrap = real
+
+
+@pytest.mark.parametrize("leave", ["hooks", "values", "ties"])
+def test_what_unwrap_leaves_behind_is_named(pair, leave):
+    for changes in pair.run(_wrong_unwrap, leave):
+        assert leave in changes
