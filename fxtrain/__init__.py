@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fxtrain.ops import detect as detect
     from fxtrain.ops import log as log
     from fxtrain.state import DDP as DDP
+    from fxtrain.state import FSDP as FSDP
     from fxtrain.state import Batch as Batch
     from fxtrain.state import Change as Change
     from fxtrain.state import CommHook as CommHook
@@ -73,7 +74,7 @@ _HOMES = {
     "fxtrain.loop": "StepFns step",
     "fxtrain.ops": "close detect log",
     "fxtrain.state": (
-        "Batch Change CommHook Compile DDP Data DistContext LossScale Mesh Plan Position "
+        "Batch Change CommHook Compile DDP Data DistContext FSDP LossScale Mesh Plan Position "
         "PowerSGD Precision Report Single Weighted Wrapped diff dumps fingerprint loads "
         "read_plan write_plan"
     ),

@@ -4,6 +4,7 @@ from fxtrain.state._batch import Batch, Report, Weighted
 from fxtrain.state._context import Comm, DistContext, Ledger
 from fxtrain.state._convert import Change, converter_for, diff, fingerprint, structure, unstructure
 from fxtrain.state._files import dumps, loads, read_plan, write_plan
+from fxtrain.state._fsdp import FSDP
 from fxtrain.state._launchers import read_topology
 from fxtrain.state._mesh import AXES, Mesh, axis_groups, resolve_mesh
 from fxtrain.state._plan import Compile, Data, Plan
@@ -32,6 +33,7 @@ __all__ = [
     "DTYPES",
     "Data",
     "DistContext",
+    "FSDP",
     "Finish",
     "Ledger",
     "LossScale",

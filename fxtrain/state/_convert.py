@@ -14,6 +14,7 @@ from cattrs.gen import make_dict_structure_fn, override
 from cattrs.v import transform_error
 
 from fxtrain._errors import PlanError
+from fxtrain.state._fsdp import FSDP
 from fxtrain.state._plan import Plan
 from fxtrain.state._precision import Precision, precision_of
 from fxtrain.state._strategies import DDP, Single
@@ -21,7 +22,7 @@ from fxtrain.state._strategies import DDP, Single
 __all__ = ["Change", "converter_for", "diff", "fingerprint", "structure", "unstructure"]
 
 T = TypeVar("T")
-BUILT_IN: tuple[type, ...] = (Single, DDP)
+BUILT_IN: tuple[type, ...] = (Single, DDP, FSDP)
 
 
 @attrs.frozen
