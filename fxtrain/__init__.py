@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fxtrain.ops import log as log
     from fxtrain.ops import preemption as preemption
     from fxtrain.state import DDP as DDP
+    from fxtrain.state import FSDP as FSDP
     from fxtrain.state import Batch as Batch
     from fxtrain.state import Change as Change
     from fxtrain.state import CommHook as CommHook
@@ -76,7 +77,7 @@ _HOMES = {
     "fxtrain.loop": "StepFns step",
     "fxtrain.ops": "close detect log preemption",
     "fxtrain.state": (
-        "Batch Change CommHook Compile DDP Data DistContext LossScale Mesh Plan Position "
+        "Batch Change CommHook Compile DDP Data DistContext FSDP LossScale Mesh Plan Position "
         "PowerSGD Precision Report Single Weighted Wrapped diff dumps fingerprint loads "
         "read_plan write_plan"
     ),

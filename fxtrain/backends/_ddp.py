@@ -1,6 +1,5 @@
 """A replica on every rank, by torch's DistributedDataParallel."""
 
-import hashlib
 import inspect
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxtrain import ops
 from fxtrain.backends import _torch
-from fxtrain.backends._modules import unmatched_names
+from fxtrain.backends._modules import outline, unmatched_names
 from fxtrain.backends._single import SINGLE, wrap_plain
 from fxtrain.state import DDP, CommHook, DistContext, Plan, Strategy, Wrapped
 
@@ -67,7 +66,7 @@ def _wrap(
     data = ctx.axis("data")
     if data.world_size == 1:
         return wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY)
-    ops.agree(_outline(module), data, name="model")
+    ops.agree(outline(module), data, name="model")
     plain = wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         _send_values(module, data)
@@ -149,17 +148,6 @@ def _send_values(module: nn.Module, data: DistContext) -> None:
     tensors = [tensor.data for tensor in (*module.parameters(), *module.buffers())]
     for tensor, sent in zip(tensors, ops.broadcast(tensors, data), strict=True):
         tensor.copy_(sent)
-
-
-def _outline(module: nn.Module) -> str:
-    """Names, shapes and dtypes of a model in a digest: replicas must share them."""
-    lines = [
-        f"{name} {list(t.shape)} {t.dtype} {t.requires_grad}"
-        for name, t in (*module.named_parameters(), *module.named_buffers())
-    ]
-    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=6).hexdigest()
-    count = sum(parameter.numel() for parameter in module.parameters())
-    return f"{type(module).__name__} with {count} parameters in {len(lines)} tensors, {digest}"
 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import hashlib
 from collections.abc import Callable
 
 from torch import nn
@@ -9,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxtrain.state import Plan
 
-__all__ = ["prepare_module", "unmatched_names"]
+__all__ = ["outline", "prepare_module", "unmatched_names"]
 
 
 def unmatched_names(module: nn.Module, plan: Plan) -> tuple[str, ...]:
@@ -27,6 +28,17 @@ def unmatched_names(module: nn.Module, plan: Plan) -> tuple[str, ...]:
                 f"{type(module).__name__} has. Did you mean {', '.join(close)}?"
             )
     return tuple(problems)
+
+
+def outline(module: nn.Module) -> str:
+    """Names, shapes and dtypes of a model in a digest: replicas must share them."""
+    lines = [
+        f"{name} {list(t.shape)} {t.dtype} {t.requires_grad}"
+        for name, t in (*module.named_parameters(), *module.named_buffers())
+    ]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=6).hexdigest()
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return f"{type(module).__name__} with {count} parameters in {len(lines)} tensors, {digest}"
 
 
 def prepare_module(module: nn.Module, plan: Plan) -> Callable[[], None]:

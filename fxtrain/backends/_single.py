@@ -1,5 +1,6 @@
 """One rank: the module as it is."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from fxtrain.backends._optim import make_optimizers, make_schedulers
 from fxtrain.backends._state import load_state, state_of
 from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped
 
-__all__ = ["SINGLE", "wrap_plain"]
+__all__ = ["SINGLE", "bundle", "wrap_plain"]
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
@@ -42,6 +43,20 @@ def wrap_plain(
     """Wrap a module that is its own engine."""
     module.to(ctx.device)
     undo = prepare_module(module, plan)
+    return bundle(module, ctx, plan, optimizer, scheduler, strategy=strategy, undo=undo)
+
+
+def bundle(
+    module: nn.Module,
+    ctx: DistContext,
+    plan: Plan,
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    strategy: Strategy,
+    undo: Callable[[], None],
+) -> Wrapped:
+    """Call the factories on a module in its final form, and put everything into a handle."""
     made, optimizers = make_optimizers(optimizer, module)
     planned, schedulers = make_schedulers(scheduler, made)
     return Wrapped(

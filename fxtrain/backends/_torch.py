@@ -5,8 +5,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 
-from fxtrain import _tree
+from fxtrain import _tree, ops
+from fxtrain.backends._grads import (
+    clamp_parts,
+    is_spread,
+    parts_of,
+    scale_parts,
+    total_norm,
+    unscale_parts,
+)
 from fxtrain.ops import autocast
 from fxtrain.state import DistContext, Finish, Outcome, Plan, Wrapped
 
@@ -57,25 +66,25 @@ def backward(loss: Tensor, model: Wrapped) -> None:
 
 
 def clip_norm(model: Wrapped, max_norm: float) -> Tensor:
-    """Clip by the total norm of unscaled gradients."""
+    """Clip by the total norm of unscaled gradients, on whatever meshes they are laid out."""
     _unscale(model)
-    return nn.utils.clip_grad_norm_(model.module.parameters(), max_norm)
+    parameters = list(model.module.parameters())
+    if not is_spread(parameters) and model.ctx.mesh.pipeline == 1:
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = total_norm(model)
+    scale_parts(parts_of(parameters), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
 
 
 def clip_value(model: Wrapped, max_value: float) -> None:
     """Clip entries of unscaled gradients."""
     _unscale(model)
-    nn.utils.clip_grad_value_(model.module.parameters(), max_value)
+    clamp_parts(parts_of(model.module.parameters()), max_value)
 
 
 def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
     """Multiply gradients in place."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in model.module.parameters():
-        if parameter.grad is not None:
-            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-    for dtype, grads in by_dtype.items():
-        torch._foreach_mul_(grads, factor.to(dtype) if isinstance(factor, Tensor) else factor)
+    scale_parts(parts_of(model.module.parameters()), factor)
 
 
 def apply(model: Wrapped, finish: Finish) -> Outcome:
@@ -121,10 +130,19 @@ def new_tally(ctx: DistContext) -> Tensor:
 
 
 def _unscale(model: Wrapped) -> None:
-    if model.scaler is None or model.counts[_UNSCALED]:
+    scaler = model.scaler
+    if scaler is None or model.counts[_UNSCALED]:
         return
+    # torch's own unscale_ takes gradients of one mesh only, and reduces over that mesh.
+    scale = scaler._scale
+    assert scale is not None
+    inverse = (scale.double() if scale.device.type != "mps" else scale).reciprocal().float()
     for optimizer in model.optimizers:
-        model.scaler.unscale_(optimizer)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        found = unscale_parts(parts_of(held), inverse)
+        state = scaler._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = {found.device: found}
+        state["stage"] = OptState.UNSCALED
     model.counts[_UNSCALED] = 1
 
 
@@ -136,7 +154,13 @@ def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, *, skip: bool) 
         for optimizer in model.optimizers
         for flag in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
     ]
-    overflow = any(bool(flag.item()) for flag in found)
+    flag = torch.stack(found).amax()
+    if is_spread(model.module.parameters()) or model.ctx.mesh.pipeline > 1:
+        # A shard that overflowed is on one rank only; those of the data axis see the same.
+        flag = ops.reduce(flag, model.ctx, op="max")
+    for one in found:
+        one.copy_(flag)
+    overflow = bool(flag.item())
     if not overflow and not skip:
         for optimizer in model.optimizers:
             scaler.step(optimizer)

@@ -5,6 +5,7 @@ from fxtrain.state._context import Comm, DistContext, Ledger
 from fxtrain.state._convert import converter_for, fingerprint, structure, unstructure
 from fxtrain.state._diff import Change, diff
 from fxtrain.state._files import dumps, loads, read_plan, write_plan
+from fxtrain.state._fsdp import FSDP
 from fxtrain.state._launchers import read_topology
 from fxtrain.state._mesh import AXES, Mesh, axis_groups, resolve_mesh
 from fxtrain.state._plan import Compile, Data, Plan
@@ -33,6 +34,7 @@ __all__ = [
     "DTYPES",
     "Data",
     "DistContext",
+    "FSDP",
     "Finish",
     "Ledger",
     "LossScale",

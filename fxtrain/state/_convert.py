@@ -11,13 +11,14 @@ import cattrs
 from cattrs.errors import AttributeValidationNote, IterableValidationNote
 
 from fxtrain._errors import PlanError
+from fxtrain.state._fsdp import FSDP
 from fxtrain.state._record import Check, canonical, check_of, closest, members, shown, to_float
 from fxtrain.state._strategies import DDP, Single
 
 __all__ = ["BUILT_IN", "converter_for", "fingerprint", "kind_of", "structure", "unstructure"]
 
 T = TypeVar("T")
-BUILT_IN: tuple[type, ...] = (Single, DDP)
+BUILT_IN: tuple[type, ...] = (Single, DDP, FSDP)
 _Hook = Callable[[Any, Any], Any]
 _SCALARS = {kind: check_of(kind, "") for kind in (bool, int, float, str)}
 _LINES = 20  # of a message: a file that is no plan at all may hold any number of problems

@@ -1,4 +1,5 @@
-"""Real and fake ranks for tests, the laws of strategies, and what calls send."""
+"""What tests of distributed code need: real ranks in a pool, fake ranks in one process, a
+count of what the ranks say to each other, and the laws of strategies."""
 
 from fxtrain.testing._cluster import Cluster, RankFailure, free_port
 from fxtrain.testing._fake import fake_world

@@ -36,6 +36,7 @@ class Task:
         frozen: Whether one parameter is frozen.
         dtype: Of the model.
         poke_at: Update at which the last data rank overflows one entry of a gradient.
+        poke: What that entry is multiplied by; finite in fp32, not under a loss scale.
     """
 
     plan: Plan
@@ -46,6 +47,7 @@ class Task:
     frozen: bool = False
     dtype: torch.dtype = torch.float64
     poke_at: int | None = None
+    poke: float = 3e38
 
 
 @attrs.frozen(kw_only=True)
@@ -173,7 +175,7 @@ def _token_losses(
 
 def _loss(task: Task, poke_at: int | None) -> Callable[[Any, Any], Any]:
     def loss(model: Any, batch: Any) -> Any:
-        poke = 3e38 if batch.position.updates == poke_at else None
+        poke = task.poke if batch.position.updates == poke_at else None
         each, kept = _token_losses(model, batch[0], batch[1], poke)
         return Weighted((each * kept).sum(), kept.sum()) if task.weighted else each.mean()
 

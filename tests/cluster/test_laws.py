@@ -26,6 +26,43 @@ def test_ddp(cluster, name, law):
     law(cluster, DDP_PLANS[name])
 
 
+FSDP_PLANS = {
+    "blocks of ModuleLists": (fx.FSDP(), None),
+    "whole between forward and backward": (fx.FSDP(mode="grads_and_optimizer"), None),
+    "not sharded": (fx.FSDP(mode="none"), None),
+    "two copies of half the ranks": (fx.FSDP(shard=2), None),
+    "hybrid by mesh": (fx.FSDP(), fx.Mesh(replicate=-1, shard=2)),
+    "tied modules each a unit": (fx.FSDP(wrap=("Embedding", "Head", "Block")), None),
+    "by size": (fx.FSDP(min_params=1500, forward_prefetch=2, backward_prefetch=1), None),
+    "some ignored": (fx.FSDP(ignore=("gain", "blocks.0.norm*"), offload=True), None),
+}
+
+
+@pytest.mark.parametrize("law", LAWS, ids=NAMES)
+@pytest.mark.parametrize("name", FSDP_PLANS)
+def test_fsdp(cluster, name, law):
+    config, mesh = FSDP_PLANS[name]
+    if cluster.n == 1 and (mesh is not None or config.offload):
+        pytest.skip("needs two ranks")
+    law(cluster, fx.Plan(strategy=config), mesh)
+
+
+EXTRAS = {
+    "recompute": {"recompute": ("Block",)},
+    "compile": {"compile": fx.Compile(backend="eager")},
+    "recompute and compile blocks": {
+        "recompute": ("Block",),
+        "compile": fx.Compile(backend="eager", blocks=("Block",)),
+    },
+}
+
+
+@pytest.mark.parametrize("law", LAWS, ids=NAMES)
+@pytest.mark.parametrize("name", EXTRAS)
+def test_fsdp_of_recomputed_and_compiled_blocks(pair, name, law):
+    law(pair, fx.Plan(strategy=fx.FSDP(), **EXTRAS[name]))
+
+
 # A law that nothing breaks says nothing: what the last rank brings is changed a little.
 
 

@@ -66,7 +66,7 @@ class Settings:
         launch = unstructure(self.launch)
         if "target" not in self.said.launch:
             launch["target"] = ""
-        data = {"launch": launch, "plan": unstructure(self.plan, third_party())}
+        data = {"launch": launch, "plan": unstructure(self.plan)}
         return tuple(
             Setting(path=path, value=value, origin=_origin(path, self.origins))
             for path, value in leaves(data)

@@ -9,7 +9,7 @@ import attrs
 
 from fxtrain._optional import optional
 from fxtrain.backends import strategies
-from fxtrain.cli.config._file import LaunchFile, Section, third_party
+from fxtrain.cli.config._file import LaunchFile, Section
 from fxtrain.cli.config._merge import leaves
 from fxtrain.launch import LaunchSpec
 from fxtrain.state import Plan, unstructure
@@ -121,7 +121,7 @@ def _offer(cls: type, name: str, told: str, path: tuple[str, ...]) -> Iterator[L
     if default is attrs.NOTHING:
         return
     yield from _explained(told)
-    plain = unstructure(default, third_party()) if attrs.has(type(default)) else default
+    plain = unstructure(default) if attrs.has(type(default)) else default
     if isinstance(plain, Mapping):
         first = dict(list(leaves(plain))[:1])
         for inside, value in first.items():

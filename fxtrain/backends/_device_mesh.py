@@ -1,0 +1,54 @@
+"""torch's view of the ranks as a mesh, over the process groups that the context has open."""
+
+import math
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import debug
+
+from fxtrain.state import AXES, DistContext
+
+__all__ = ["device_mesh"]
+
+
+def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
+    """A mesh whose data ranks are split into copies of `shard` ranks each.
+
+    Axes of one rank are left out, but for `shard`. The axes of the context keep their groups.
+
+    Args:
+        ctx: Of the world.
+        shard: Ranks of one copy; divides the data ranks.
+
+    Effects:
+        Opens the groups that the context lacks, on every rank: those of `replicate` and
+        `shard` where the context's own mesh splits the data ranks differently.
+    """
+    sizes = {axis: ctx.mesh.sizes[axis] for axis in AXES}
+    data = sizes["replicate"] * sizes["shard"]
+    split = {**sizes, "replicate": data // shard, "shard": shard}
+    shown = {axis: n for axis, n in split.items() if n > 1 or axis == "shard"}
+    layout = torch.arange(math.prod(shown.values())).view(*shown.values())
+    groups = [_group(ctx, axis, list(shown).index(axis), split, layout) for axis in shown]
+    # torch remembers how operations are laid out by the value of a mesh, and would hand out the
+    # equal one of an earlier context, whose groups may be closed.
+    debug._clear_sharding_prop_cache()
+    kind = ctx.device.type
+    return DeviceMesh.from_group(groups, kind, layout, mesh_dim_names=tuple(shown))
+
+
+def _group(
+    ctx: DistContext, axis: str, dim: int, split: dict[str, int], layout: torch.Tensor
+) -> Any:
+    if split[axis] == ctx.world_size:
+        return ctx.comm.group
+    if axis == "shard" and split["replicate"] == 1 and split["shard"] > 1:
+        return ctx.axis("data").comm.group
+    if split[axis] == ctx.mesh.sizes[axis] and split[axis] > 1:
+        return ctx.axis(axis).comm.group
+    parts = layout.movedim(dim, -1).flatten(0, -2).tolist()
+    backend = "fake" if ctx.comm.simulated else None
+    group, _ = dist.new_subgroups_by_enumeration(parts, backend=backend)
+    return group

@@ -1,0 +1,139 @@
+"""Parts of a model on every rank, by torch's fully_shard (FSDP2)."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from fxtrain import ops
+from fxtrain._errors import PlanError
+from fxtrain.backends import _torch
+from fxtrain.backends._modules import unmatched_names
+from fxtrain.backends._single import SINGLE, bundle, wrap_plain
+from fxtrain.backends._units import unit_problems
+from fxtrain.state import FSDP, DistContext, Plan, Strategy, Wrapped
+
+__all__ = ["FSDP_STRATEGY"]
+
+
+def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
+    config: FSDP = plan.strategy
+    problems = [*unmatched_names(module, plan), *unit_problems(module, config)]
+    problems += _size_problems(ctx, config)
+    unused = [axis for axis in ("context", "tensor", "pipeline") if ctx.mesh.sizes[axis] > 1]
+    problems += [
+        f"The mesh has {axis}={ctx.mesh.sizes[axis]}, which FSDP does not use: its ranks would "
+        f"all do the same. Leave the axis out of fx.Mesh(...)."
+        for axis in unused
+    ]
+    if config.offload and ctx.axis("data").world_size == 1:
+        problems.append(
+            "FSDP(offload=True) moves shards to host memory, but this context has one data rank "
+            "and nothing is sharded. Launch two processes, or leave offload out."
+        )
+    return tuple(problems)
+
+
+def _size_problems(ctx: DistContext, config: FSDP) -> list[str]:
+    ranks, shard = ctx.axis("data").world_size, config.shard
+    if config.mode == "none" and shard not in (None, 1):
+        return [f"FSDP(mode='none', shard={shard}): nothing is sharded under 'none'. Drop one."]
+    if shard is None or ranks == 1:
+        return []
+    if ranks % shard:
+        fits = [n for n in range(2, ranks + 1) if ranks % n == 0]
+        near = sorted(sorted(fits, key=lambda n: (abs(n - shard), -n))[:2])
+        return [
+            f"FSDP(shard={shard}) needs a multiple of {shard} ranks, but this context has {ranks}. "
+            f"Use shard={' or '.join(map(str, near))}, or launch "
+            f"{-(-ranks // shard) * shard} processes."
+        ]
+    if ctx.mesh.shard not in (1, shard):
+        return [
+            f"FSDP(shard={shard}) and Mesh(shard={ctx.mesh.shard}) disagree. Leave one of them out."
+        ]
+    return []
+
+
+def shard_size(ctx: DistContext, config: FSDP) -> int:
+    """Ranks that hold one copy of the model."""
+    if config.mode == "none":
+        return 1
+    if config.shard is not None:
+        return config.shard
+    return ctx.mesh.shard if ctx.mesh.shard > 1 else ctx.axis("data").world_size
+
+
+def _wrap(
+    module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
+) -> Wrapped:
+    # torch's part takes half a second to import, which other plans need not pay.
+    if ctx.axis("data").world_size == 1:
+        if any(parameter.is_meta for parameter in module.parameters()):
+            from fxtrain.backends._start import fill, note_start
+
+            fill(module, note_start(module, ctx), ctx, offload=False, seed=plan.seed)
+        return wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=FSDP_STRATEGY)
+    from fxtrain.backends._shard import shard_module
+
+    undo = shard_module(module, ctx, plan, shard_size(ctx, plan.strategy))
+    model = bundle(module, ctx, plan, optimizer, scheduler, strategy=FSDP_STRATEGY, undo=undo)
+    for one in model.optimizers:
+        _one_by_one(one)
+    return model
+
+
+def _one_by_one(optimizer: torch.optim.Optimizer) -> None:
+    """torch's fast updates take a list of parameters of one layout only."""
+    for group in optimizer.param_groups:
+        layouts = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
+        if len(layouts) == 1:
+            continue
+        if group.get("fused"):
+            raise PlanError(
+                f"{type(optimizer).__name__}(fused=True): torch updates parameters of one layout "
+                f"at a time, and these have {len(layouts)}. Leave fused out, or put parameters "
+                f"that are sharded and those that are not into different groups."
+            )
+        if group.get("foreach", True) is None:
+            group["foreach"] = False
+
+
+def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
+    module: Any = model.module
+    if not hasattr(module, "set_requires_gradient_sync"):
+        return _torch.no_sync(model, enabled)
+    if not enabled:
+        return _unreduced(module)
+    return _reduced_whole(model) if model.plan.strategy.ignore else _torch.no_sync(model, enabled)
+
+
+@contextmanager
+def _unreduced(module: Any) -> Iterator[None]:
+    # A flag that stays, and is read in backward.
+    module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True)
+
+
+@contextmanager
+def _reduced_whole(model: Wrapped) -> Iterator[None]:
+    """Average the gradients of ignored parameters, which torch leaves to whoever ignores them."""
+    yield
+    grads = [
+        parameter.grad
+        for parameter in model.module.parameters()
+        if parameter.grad is not None and not hasattr(parameter, "device_mesh")
+    ]
+    for grad, mean in zip(grads, ops.reduce(grads, model.ctx.axis("data"), op="mean"), strict=True):
+        grad.copy_(mean)
+
+
+FSDP_STRATEGY: Strategy = attrs.evolve(
+    SINGLE, name="FSDP", config=FSDP, check=_check, wrap=_wrap, sync=_sync
+)

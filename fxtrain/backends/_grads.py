@@ -1,0 +1,110 @@
+"""Gradients where they lie: whole, or laid out as DTensors over one mesh or several.
+
+What torch offers for a list of gradients takes plain tensors only, or DTensors of one mesh only,
+and under a loss scale reduces over the first mesh only. Here each rank works on what it holds, and
+what is needed of the others is reduced over exactly the axes that gradients are sharded along.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from fxtrain.state import Wrapped
+
+__all__ = ["clamp_parts", "is_spread", "parts_of", "scale_parts", "total_norm", "unscale_parts"]
+
+
+def is_spread(parameters: Any) -> bool:
+    """Whether any of some parameters is laid out over a mesh."""
+    return bool([p for p in parameters if hasattr(p, "device_mesh")])
+
+
+def parts_of(parameters: Any) -> list[Tensor]:
+    """What this rank holds of each gradient there is; writing to it writes to the gradient."""
+    return [getattr(grad, "_local_tensor", grad) for grad in _settled(parameters)]
+
+
+def total_norm(model: Wrapped) -> Tensor:
+    """The 2-norm over all gradients of a model, each entry counted once; equal on every rank.
+
+    Effects:
+        One all-reduce of a number per mesh axis that gradients are sharded along, and one over
+        the pipeline axis if there is one.
+    """
+    by_groups: dict[tuple[str, ...], tuple[list[Any], list[Tensor]]] = {}
+    for grad in _settled(model.module.parameters()):
+        groups = _groups_of(grad)
+        key = tuple(group.group_name for group in groups)
+        by_groups.setdefault(key, (groups, []))[1].append(getattr(grad, "_local_tensor", grad))
+    total = torch.zeros((), device=model.ctx.device)
+    for groups, parts in by_groups.values():
+        # Copies along the other axes are equal, and counted once by not being summed.
+        square = _square(parts, model.ctx.device)
+        for group in groups:
+            dist.all_reduce(square, group=group)
+        total = total + square
+    stages = model.ctx.axis("pipeline")
+    if stages.world_size > 1:
+        dist.all_reduce(total, group=stages.comm.group)
+    return total.sqrt()
+
+
+def scale_parts(parts: list[Tensor], factor: Any) -> None:
+    """Multiply in place."""
+    for (dtype, device), alike in _alike(parts).items():
+        by = factor.to(dtype=dtype, device=device) if isinstance(factor, Tensor) else factor
+        torch._foreach_mul_(alike, by)
+
+
+def clamp_parts(parts: list[Tensor], most: float) -> None:
+    """Clamp entries to ±`most` in place."""
+    for alike in _alike(parts).values():
+        torch._foreach_clamp_min_(alike, -most)
+        torch._foreach_clamp_max_(alike, most)
+
+
+def unscale_parts(parts: list[Tensor], inverse: Tensor) -> Tensor:
+    """Multiply in place by the inverse of the loss scale; 1 if this rank met inf or nan, or 0."""
+    found = torch.zeros((), device=inverse.device)
+    for (_, device), alike in _alike(parts).items():
+        there = found.to(device)
+        torch._amp_foreach_non_finite_check_and_unscale_(alike, there, inverse.to(device))
+        found = torch.maximum(found, there.to(found.device))
+    return found
+
+
+def _settled(parameters: Any) -> list[Any]:
+    """Gradients laid out as their parameters are: torch leaves some of them as partial sums."""
+    found: list[Any] = []
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        if hasattr(grad, "device_mesh") and grad.placements != parameter.placements:
+            parameter.grad = grad = grad.redistribute(placements=parameter.placements)
+        found.append(grad)
+    return found
+
+
+def _groups_of(grad: Any) -> list[Any]:
+    """The groups of ranks among which a gradient is split."""
+    mesh = getattr(grad, "device_mesh", None)
+    if mesh is None:
+        return []
+    axes = [dim for dim, how in enumerate(grad.placements) if not how.is_replicate()]
+    return [mesh.get_group(dim) for dim in axes if mesh.size(dim) > 1]
+
+
+def _square(parts: list[Tensor], device: torch.device) -> Tensor:
+    norm = nn.utils.get_total_norm(parts).to(device)
+    # Sums of squares of half-precision norms over many ranks would round.
+    return (norm.float() if norm.dtype in (torch.float16, torch.bfloat16) else norm).square()
+
+
+def _alike(parts: list[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for part in parts:
+        groups.setdefault((part.dtype, part.device), []).append(part)
+    return groups

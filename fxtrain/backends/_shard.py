@@ -1,0 +1,131 @@
+"""torch's fully_shard, applied to a module as a plan says, and taken back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import _composable_state
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from fxtrain.backends._device_mesh import device_mesh
+from fxtrain.backends._modules import prepare_module
+from fxtrain.backends._restore import watch
+from fxtrain.backends._start import fill, note_start
+from fxtrain.backends._units import ignored_names, units
+from fxtrain.state import DTYPES, FSDP, DistContext, Plan
+
+__all__ = ["shard_module"]
+
+
+def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> Callable[[], None]:
+    """Shard a module over copies of `size` data ranks each.
+
+    Effects:
+        Replaces parameters by their shards and adds torch's hooks, in place.
+
+    Returns:
+        A function that takes all of it back; it gathers whole parameters, on all ranks at once.
+    """
+    config: FSDP = plan.strategy
+    start = note_start(module, ctx)
+    mesh = device_mesh(ctx, size)
+    undo_blocks = prepare_module(module, plan)
+    changed = watch(module)
+    _apply(module, mesh, ctx, plan)
+    restore = changed()
+    fill(module, start, ctx, offload=config.offload, seed=plan.seed)
+
+    def undo() -> None:
+        whole = _gathered(module, ctx.device)
+        restore()
+        for part in module.modules():
+            _composable_state._module_state_mapping.pop(part, None)
+        for part, name, parameter in whole:
+            part.register_parameter(name, parameter)
+        undo_blocks()
+
+    return undo
+
+
+def _apply(module: nn.Module, mesh: DeviceMesh, ctx: DistContext, plan: Plan) -> None:
+    config: FSDP = plan.strategy
+    axes = tuple(axis for axis in ("replicate", "shard") if axis in (mesh.mesh_dim_names or ()))
+    names = ignored_names(module, config)
+    named = dict(module.named_parameters(remove_duplicate=False))
+    ignored = {named[name] for name in names}
+    for parameter in ignored:
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(ctx.device)
+    options: dict[str, Any] = {
+        "mesh": mesh[axes],
+        "reshard_after_forward": None if config.mode == "full" else False,
+        "mp_policy": _precision(plan),
+        "offload_policy": _offload(config, ctx),
+        "ignored_params": ignored or None,
+    }
+    shards: list[Any] = []
+    for parts in units(module, config):
+        fully_shard(parts if len(parts) > 1 else parts[0], **options)
+        shards.append(parts[0])
+    fully_shard(module, **options)
+    _prefetch([module, *reversed(shards)], config)
+    if config.unused_parameters:
+        root: Any = module
+        root.set_reduce_scatter_unused_params(True)
+
+
+def _precision(plan: Plan) -> MixedPrecisionPolicy:
+    config: FSDP = plan.strategy
+    named = plan.precision.compute if config.param_dtype == "plan" else config.param_dtype
+    if plan.precision.compute == "fp32" and config.param_dtype == "plan":
+        return MixedPrecisionPolicy(cast_forward_inputs=config.cast_inputs)
+    return MixedPrecisionPolicy(
+        param_dtype=DTYPES[named],
+        reduce_dtype=DTYPES[config.reduce_dtype],
+        cast_forward_inputs=config.cast_inputs,
+    )
+
+
+def _offload(config: FSDP, ctx: DistContext) -> OffloadPolicy:
+    if not config.offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=config.pin and ctx.device.type != "cpu")
+
+
+def _prefetch(order: list[Any], config: FSDP) -> None:
+    """Say which blocks to gather ahead; the order is that of their definition."""
+    for index, part in enumerate(order):
+        if config.forward_prefetch:
+            ahead = order[index + 1 : index + 1 + config.forward_prefetch]
+            part.set_modules_to_forward_prefetch(ahead)
+        if config.backward_prefetch:
+            ahead = order[max(0, index - config.backward_prefetch) : index][::-1]
+            part.set_modules_to_backward_prefetch(ahead)
+
+
+def _gathered(module: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Every place of a sharded parameter with the whole of it; tied places share one."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    whole: dict[int, nn.Parameter] = {}
+    places: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in whole:
+                sharded: Any = parameter.detach()
+                full = sharded.full_tensor().to(device)
+                whole[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+            places.append((part, name, whole[id(parameter)]))
+    return places

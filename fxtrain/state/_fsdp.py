@@ -1,0 +1,54 @@
+"""The config of sharded data parallelism. Data only."""
+
+from typing import Literal
+
+import attrs
+
+from fxtrain.state._record import at_least, record
+
+__all__ = ["FSDP"]
+
+
+@record
+class FSDP:
+    """Parameters, gradients and optimizer states in parts, one part a rank: torch's FSDP2.
+
+    At one data rank this is the plain model.
+
+    Attributes:
+        mode: full: parameters are gathered block by block, and freed after forward and again
+            after backward (ZeRO-3); grads_and_optimizer: parameters stay whole between forward
+            and backward (ZeRO-2); none: nothing is sharded, a replica per rank (as DDP).
+        shard: Ranks over which one copy is sharded; the other data ranks hold further copies
+            (hybrid sharding). None is the mesh's shard axis, or all data ranks if that is 1.
+        wrap: Class names of the blocks that are gathered one by one. Empty takes the model's own
+            list (`_no_split_modules` of transformers), or else the elements of its ModuleLists.
+        min_params: Instead of class names: gather modules of at least this many parameters.
+        ignore: Patterns (`embed.*`) of parameter names that stay whole on every rank.
+        param_dtype: Format in which parameters are gathered and computed with; plan is the
+            plan's precision.
+        reduce_dtype: Format in which gradients are summed, where the plan's precision is
+            not fp32.
+        cast_inputs: Cast floating inputs of blocks to the format of their parameters.
+        offload: Keep parameters, gradients and optimizer states in host memory.
+        pin: Pin that memory, for faster copies.
+        forward_prefetch: Blocks to gather ahead in forward; 0 leaves it to torch.
+        backward_prefetch: Blocks to gather ahead in backward; 0 leaves it to torch.
+        unused_parameters: Ranks may leave out different parameters of a block; those count as
+            zero. All ranks run the same blocks.
+    """
+
+    kind: Literal["fsdp"] = attrs.field(default="fsdp", init=False)
+    mode: Literal["full", "grads_and_optimizer", "none"] = "full"
+    shard: int | None = attrs.field(default=None, validator=at_least(1))
+    wrap: tuple[str, ...] = ()
+    min_params: int | None = attrs.field(default=None, validator=at_least(1))
+    ignore: tuple[str, ...] = ()
+    param_dtype: Literal["plan", "fp32", "bf16", "fp16"] = "plan"
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    cast_inputs: bool = True
+    offload: bool = False
+    pin: bool = True
+    forward_prefetch: int = attrs.field(default=0, validator=at_least(0))
+    backward_prefetch: int = attrs.field(default=0, validator=at_least(0))
+    unused_parameters: bool = False

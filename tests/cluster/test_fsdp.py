@@ -1,0 +1,276 @@
+"""FSDP beyond the laws: bad plans, starts from the meta device, precision, what is sharded."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fxtrain as fx
+from fxtrain.testing import Task, Transformer, fake_world, on_ranks
+
+FSDP = fx.Plan(strategy=fx.FSDP())
+
+
+def _sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+BAD = {
+    "size": (6, None, fx.FSDP(shard=4), r"multiple of 4 ranks.*has 6. Use shard=3 or 6.*launch 8"),
+    "mode": (4, None, fx.FSDP(mode="none", shard=2), "Drop one"),
+    "mesh": (8, fx.Mesh(shard=4), fx.FSDP(shard=2), "disagree"),
+    "axis": (4, fx.Mesh(context=2), fx.FSDP(), "context=2, which FSDP does not use"),
+    "class": (4, None, fx.FSDP(wrap=("Blok",)), "Did you mean Block"),
+    "both": (4, None, fx.FSDP(wrap=("Block",), min_params=10), "chooses blocks twice"),
+    "ignored": (4, None, fx.FSDP(ignore=("gian",)), "Did you mean gain"),
+    "recompute": (4, None, fx.FSDP(), "Plan.recompute names the class 'Nothing'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_plan_that_does_not_fit_is_refused_before_any_traffic(name):
+    n, mesh, config, words = BAD[name]
+    recompute = ("Nothing",) if name == "recompute" else ()
+    for rank in (0, n - 1):
+        with fake_world(n, rank=rank, mesh=mesh) as ctx:
+            calls = ctx.comm.ledger.calls
+            with pytest.raises(fx.PlanError, match=words):
+                fx.wrap(Transformer(), ctx, fx.Plan(strategy=config, recompute=recompute))
+            assert ctx.comm.ledger.calls == calls
+
+
+def test_offload_and_scalars_are_refused():
+    net = Transformer()
+    net.scale = nn.Parameter(torch.tensor(1.0))
+    with fx.detect({}, device="cpu") as ctx:
+        plan = fx.Plan(strategy=fx.FSDP(offload=True))
+        with pytest.raises(fx.PlanError, match=r"one data rank(.|\n)*"):
+            fx.wrap(net, ctx, plan)
+    with fake_world(4) as ctx:
+        with pytest.raises(fx.PlanError, match=r"scalar parameters scale. Give them"):
+            fx.wrap(net, ctx, fx.Plan(strategy=fx.FSDP()))
+        fx.wrap(net, ctx, fx.Plan(strategy=fx.FSDP(ignore=("scale",))))
+
+
+@pytest.mark.parametrize("rank", [0, 13, 63])
+@pytest.mark.parametrize(
+    ("mesh", "config", "over"),
+    [
+        (None, fx.FSDP(), 64),
+        (None, fx.FSDP(shard=8), 8),
+        (fx.Mesh(replicate=-1, shard=4), fx.FSDP(), 4),
+        (None, fx.FSDP(mode="none"), 1),
+    ],
+)
+def test_a_rank_holds_its_part(rank, mesh, config, over):
+    with fake_world(64, rank=rank, mesh=mesh) as ctx:
+        net = Transformer()
+        rows = {name: p.shape for name, p in net.named_parameters()}
+        model = fx.wrap(net, ctx, fx.Plan(strategy=config), optimizer=_sgd)
+        for name, parameter in model.module.named_parameters():
+            most = -(-rows[name][0] // over)
+            assert parameter.to_local().shape[0] <= most
+            assert parameter.shape == rows[name]
+            mesh = parameter.device_mesh
+            assert dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))["shard"] == over
+        model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
+        fx.ops.clip_norm(model, 1.0)
+        assert fx.ops.apply(model).applied
+
+
+def _from_rank_0(ctx, config):
+    """Rank 0 has the values, the others only shapes."""
+    with torch.device("cpu" if ctx.is_main else "meta"):
+        net = Transformer(seed=5)
+    model = fx.wrap(net, ctx, fx.Plan(strategy=config), optimizer=_sgd)
+    tied = model.module.head.weight is model.module.embed.weight
+    whole = fx.unwrap(model)
+    same = all(
+        torch.equal(mine, theirs)
+        for mine, theirs in zip(whole.parameters(), Transformer(seed=5).parameters(), strict=True)
+    )
+    return tied, same, {str(p.device) for p in whole.parameters()}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [fx.FSDP(), fx.FSDP(shard=2), fx.FSDP(ignore=("gain",)), fx.FSDP(offload=True, mode="none")],
+    ids=["full", "hybrid", "ignored", "offload"],
+)
+def test_values_of_rank_0_reach_models_on_the_meta_device(clusters, config):
+    for n in (2, 4):
+        assert clusters[n].run(_from_rank_0, config) == [(True, True, {"cpu"})] * n
+
+
+def _plain_net():
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 3))
+
+
+def _fresh(ctx, config):
+    with torch.device("meta"):
+        net = _plain_net()
+    before = torch.get_rng_state()
+    model = fx.wrap(net, ctx, fx.Plan(strategy=config, seed=11), optimizer=_sgd)
+    assert torch.equal(before, torch.get_rng_state())
+    return {name: value.clone() for name, value in fx.unwrap(model).state_dict().items()}
+
+
+def test_a_model_on_the_meta_device_everywhere_makes_its_own_values(cluster):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        wanted = _plain_net().state_dict()
+    for config in (fx.FSDP(), fx.FSDP(mode="none")):
+        for got in cluster.run(_fresh, config):
+            assert got.keys() == wanted.keys()
+            assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def _badly_meta(ctx, case):
+    with torch.device("meta" if case == "all" or ctx.is_main else "cpu"):
+        net = Transformer()
+    if case == "some":
+        net = Transformer()
+        net.gain = nn.Parameter(net.gain.to("meta"))
+    fx.wrap(net, ctx, FSDP)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("all", "no reset_parameters to make their values: the model itself"),
+        ("rank 0 only", "or on all but rank 0"),
+        ("some", "or on all but rank 0"),
+    ],
+)
+def test_a_meta_start_that_cannot_work_is_an_error_everywhere(pair, case, words):
+    for error in pair.outcomes(_badly_meta, case):
+        assert isinstance(error, fx.PlanError) and words in str(error)
+
+
+def _halves(ctx, compute, reduce):
+    config = fx.FSDP(reduce_dtype=reduce)
+    seen = {}
+    net = Transformer(dtype=torch.float32)
+    net.blocks[0].up.register_forward_hook(lambda m, a, out: seen.update(w=m.weight.dtype))
+    plan = fx.Plan(strategy=config, precision=compute, clip_norm=1.0)
+    model = fx.wrap(net, ctx, plan, optimizer=torch.optim.AdamW)
+    tokens = torch.arange(32).reshape(4, 8) % 24
+    loader = fx.shard(DataLoader(TensorDataset(tokens), batch_size=1), ctx, plan)
+
+    def loss(model, batch):
+        logits = model(batch[0])
+        seen["out"] = logits.dtype
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[0].flatten())
+
+    fns = fx.StepFns(model=model, loss=loss)
+    reports = [fx.step(ctx, batch, fns) for epoch in loader.epochs(12) for batch in epoch]
+    parameters = {p.dtype for p in model.parameters()} | {p.grad for p in model.parameters()}
+    losses = [float(fx.ops.reduce(r.loss, ctx, op="mean")) for r in reports if r.applied]
+    return losses, seen, parameters
+
+
+@pytest.mark.parametrize(
+    ("compute", "reduce"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32")]
+)
+def test_parameters_are_gathered_in_the_plans_precision(pair, compute, reduce):
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[compute]
+    for losses, seen, parameters in pair.run(_halves, compute, reduce):
+        assert seen == {"w": dtype, "out": dtype}
+        assert parameters == {torch.float32, None}  # the optimizer's stay; no gradient is left
+        assert sum(losses[-4:]) < sum(losses[:4])
+
+
+def _branches(ctx):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(3))
+
+        def forward(self, x, index):
+            return self.parts[2](self.parts[index](x))
+
+    torch.manual_seed(0)
+    plan = fx.Plan(strategy=fx.FSDP(unused_parameters=True, min_params=1000))
+    model = fx.wrap(Net(), ctx, plan, optimizer=_sgd)
+    fx.ops.backward(model(torch.ones(1, 3), ctx.rank).sum() * 1.0, model)
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_ranks_may_leave_out_different_parameters(pair):
+    torch.manual_seed(0)
+    parts = [nn.Linear(3, 3, bias=False) for _ in range(3)]
+    for index in range(2):
+        (parts[2](parts[index](torch.ones(1, 3))).sum() / 2).backward()
+    for grads in pair.run(_branches):
+        for grad, part in zip(grads, parts, strict=True):
+            torch.testing.assert_close(grad, part.weight.grad)
+
+
+def _stopped(ctx):
+    model = fx.wrap(Transformer(), ctx, FSDP, optimizer=_sgd)
+    with pytest.raises(KeyError), fx.ops.sync(model, enabled=False):
+        raise KeyError
+    fx.ops.backward(model(torch.zeros(1, 8, dtype=torch.int64)).sum(), model)
+    return all(p.grad is not None for p in model.parameters())
+
+
+def test_an_error_inside_a_window_leaves_gradients_reduced_later(pair):
+    assert pair.run(_stopped) == [True, True]
+
+
+def _optimizers(ctx):
+    net = Transformer()
+    early = _sgd(net.parameters())
+    with pytest.raises(fx.PlanError, match="not those of the wrapped model"):
+        fx.wrap(net, ctx, FSDP, optimizer=early)
+    plan = fx.Plan(strategy=fx.FSDP(ignore=("gain",)))
+    model = fx.wrap(Transformer(), ctx, plan, optimizer=torch.optim.AdamW)
+    with pytest.raises(fx.PlanError, match="fused=True"):
+        fx.wrap(Transformer(), ctx, plan, optimizer=lambda p: torch.optim.AdamW(p, fused=True))
+    alike = fx.wrap(Transformer(), ctx, FSDP, optimizer=torch.optim.AdamW)
+    return [m.optimizer.param_groups[0]["foreach"] for m in (model, alike)]
+
+
+def test_optimizers_take_parameters_of_several_layouts_one_by_one(pair):
+    assert pair.run(_optimizers) == [[False, None]] * 2
+
+
+def _nonfinite(ctx, policy):
+    plan = fx.Plan(strategy=fx.FSDP(), nonfinite=policy)
+    return on_ranks(ctx, Task(plan=plan, poke_at=2, poke=float("inf")))
+
+
+def test_a_non_finite_shard_is_everyones(pair):
+    for run in pair.run(_nonfinite, "skip"):
+        assert run.applied == [True, False, True, True]
+        assert all(torch.isfinite(value).all() for value in run.parameters.values())
+    for error in pair.outcomes(_nonfinite, "raise"):
+        assert isinstance(error, fx.StepError)
+        assert "rank 0: 0 losses, gradients too\n  rank 1: 1 losses" in str(error)
+
+
+def _uneven(ctx, rows):
+    plan = fx.Plan(strategy=fx.FSDP(), even="uneven", accumulate=2)
+    model = fx.wrap(Transformer(), ctx, plan, optimizer=_sgd)
+    loader = fx.shard(DataLoader(TensorDataset(rows), batch_size=2), ctx, plan)
+
+    def loss(model, batch):
+        return model(batch[0]).flatten(1).square().mean(1).mean()
+
+    fns = fx.StepFns(model=model, loss=loss)
+    for batch in loader:
+        fx.step(ctx, batch, fns)
+    return dict(fx.unwrap(model).named_parameters())
+
+
+def test_uneven_rows_are_no_hang_and_no_difference(pair):
+    rows = torch.arange(88).reshape(11, 8) % 24
+    net = Transformer()
+    optimizer = _sgd(net.parameters())
+    for part in (rows[:8], rows[8:]):
+        net(part).flatten(1).square().mean(1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for got in pair.run(_uneven, rows):
+        for name, value in net.named_parameters():
+            torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-11)
