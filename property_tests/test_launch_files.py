@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.cli.config import LaunchFile, Section, render
+from fxtrain.cli.config import LaunchFile, Section, convert_accelerate, render
+from fxtrain.cli.config._accelerate import _SECTIONS, _TYPES
 from fxtrain.cli.config._file import parse
+from fxtrain.cli.config._rules import rules
 
 GOOD = """
 default = "big"
@@ -125,3 +127,27 @@ FILES = st.builds(
 def test_what_is_written_is_read_again(form, file, offers):
     file = attrs.evolve(file, default=next(iter(file.profiles), ""))
     assert parse(render(file, form, notes=["A head."], offers=offers), form) == file
+
+
+KEYS = st.sampled_from([*_SECTIONS, *rules(), "distributed_type", "dynamo_backend"])
+VALUES = st.one_of(
+    LEAVES,
+    st.integers(-1, 9),
+    st.lists(st.text(max_size=3), max_size=2),
+    st.sampled_from(["yes", "no", "all", "FULL_SHARD", "cpu", "fp16", "static"]),
+)
+SECTION_KEYS = st.sampled_from([key.partition(".")[2] for key in rules() if "." in key])
+OLD = st.dictionaries(
+    KEYS, st.one_of(VALUES, st.dictionaries(SECTION_KEYS, VALUES, max_size=4)), max_size=6
+)
+
+
+@given(data=OLD, kind=st.sampled_from(_TYPES))
+def test_any_accelerate_config_is_a_launch_file_or_an_error(data, kind):
+    try:
+        section = convert_accelerate({**data, "distributed_type": kind}).section
+    except fx.PlanError as error:
+        assert str(error)
+    else:
+        file = LaunchFile(common=section)
+        assert parse(render(file, "toml"), "toml") == file

@@ -1,5 +1,6 @@
 """Launch files: reading, layering, writing, asking, converting."""
 
+from fxtrain.cli.config._accelerate import Converted, Note, convert_accelerate
 from fxtrain.cli.config._file import LaunchFile, Section, read_launch_file
 from fxtrain.cli.config._machine import Machine, look, suggested
 from fxtrain.cli.config._merge import leaves, merge, put
@@ -14,11 +15,14 @@ from fxtrain.cli.config._resolve import (
 from fxtrain.cli.config._write import meanings, render
 
 __all__ = [
+    "Converted",
     "LaunchFile",
     "Machine",
+    "Note",
     "Section",
     "Setting",
     "Settings",
+    "convert_accelerate",
     "find_file",
     "from_environment",
     "from_flags",

@@ -10,8 +10,9 @@ import click
 
 from fxtrain._errors import PlanError
 from fxtrain.cli._exit import Exit
-from fxtrain.cli._report import as_json, print_json, print_table
-from fxtrain.cli.config._file import FORMATS, LaunchFile, read_launch_file
+from fxtrain.cli._report import as_json, print_json, print_table, warn
+from fxtrain.cli.config._accelerate import convert_accelerate
+from fxtrain.cli.config._file import FORMATS, LaunchFile, read_data, read_launch_file
 from fxtrain.cli.config._machine import Machine, look, suggested
 from fxtrain.cli.config._resolve import HERE, find_file, from_flags, resolve
 from fxtrain.cli.config._write import render
@@ -85,6 +86,48 @@ def check(path: str, json_: bool) -> int:  # noqa: FBT001
         good = f"{found} is in order. Profiles: {', '.join(profiles) or 'none'}."
         click.echo("\n".join([f"{found}:", *problems]) if problems else good)
     return Exit.FOUND if problems else Exit.WELL
+
+
+@CONFIG.command()
+@click.argument("source", default="", type=_path)
+@click.argument("path", default=HERE[0], type=_path)
+@click.option("--profile", "-p", default="", help="make it a profile of that name")
+@_force
+@as_json
+def convert(source: str, path: str, profile: str, force: bool, json_: bool) -> None:  # noqa: FBT001
+    """Turn an Accelerate config into a launch file.
+
+    SOURCE is a YAML or JSON file of `accelerate config`; by default the one that it wrote last.
+    What has no counterpart is told, and noted at the head of the new file.
+    """
+    source = source or _accelerates_own(os.environ)
+    try:
+        converted = convert_accelerate(read_data(source, "yaml"))
+    except PlanError as error:
+        raise PlanError(f"{source}:\n{error}") from None
+    notes = [f"{note.key} = {note.value}: {note.text}." for note in converted.notes]
+    section = converted.section
+    file = LaunchFile(profiles={profile: section}) if profile else LaunchFile(common=section)
+    if json_:
+        print_json(
+            {**attrs.asdict(section), "notes": [attrs.asdict(one) for one in converted.notes]}
+        )
+        return
+    head = (
+        [f"Converted from {source}. Not carried over as it was:", *notes]
+        if notes
+        else [f"Converted from {source}."]
+    )
+    write_new(path, file, notes=head, force=force)
+    for note in notes:
+        warn(note)
+
+
+def _accelerates_own(env: Mapping[str, str]) -> str:
+    """Where `accelerate config` writes."""
+    cache = env.get("XDG_CACHE_HOME") or str(Path(env.get("HOME", "~"), ".cache"))
+    home = Path(env.get("HF_HOME") or Path(cache, "huggingface"), "accelerate")
+    return str(home / "default_config.yaml")
 
 
 def write_new(path: str, file: LaunchFile, *, notes: list[str], force: bool) -> None:
