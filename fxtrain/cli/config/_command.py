@@ -12,21 +12,43 @@ from fxtrain._errors import PlanError
 from fxtrain.cli._exit import Exit
 from fxtrain.cli._report import as_json, print_json, print_table, warn
 from fxtrain.cli.config._accelerate import convert_accelerate
-from fxtrain.cli.config._file import FORMATS, LaunchFile, read_data, read_launch_file
+from fxtrain.cli.config._ask import chosen_way, interview
+from fxtrain.cli.config._file import LaunchFile, read_data, read_launch_file
 from fxtrain.cli.config._machine import Machine, look, suggested
 from fxtrain.cli.config._resolve import HERE, find_file, from_flags, resolve
-from fxtrain.cli.config._write import render
+from fxtrain.cli.config._save import check_profile, write_new, write_profile
 
-__all__ = ["CONFIG", "write_new"]
+__all__ = ["CONFIG"]
 
 _path = click.Path(dir_okay=False)
 _file = click.option("--config", "-c", "file", default="", type=_path, help="the launch file")
 _force = click.option("--force", is_flag=True, help="replace what is there")
 
 
-@click.group("config")
-def CONFIG() -> None:
-    """Write, show, check and convert launch files."""
+@click.group("config", invoke_without_command=True)
+@click.option("--config", "-c", "path", default=HERE[0], type=_path, help="the file to write")
+@click.option("--profile", "-p", default="", help="add a profile of that name to it")
+@_force
+@click.pass_context
+def CONFIG(ctx: click.Context, path: str, profile: str, force: bool) -> None:  # noqa: FBT001
+    """Write, show, check and convert launch files.
+
+    Without a command: ask a few questions and write a launch file.
+    """
+    if ctx.invoked_subcommand:
+        return
+    there = Path(path).exists()
+    if profile and there:
+        check_profile(path, profile, force=force)
+    elif there and not force:
+        raise PlanError(f"{path} is there already. Add a --profile, or --force to replace it.")
+    machine = look()
+    section = interview(machine, chosen_way())
+    if profile and there:
+        write_profile(path, profile, section)
+        return
+    file = LaunchFile(profiles={profile: section}) if profile else LaunchFile(common=section)
+    write_new(path, file, notes=_head(machine), force=force)
 
 
 @CONFIG.command()
@@ -128,26 +150,6 @@ def _accelerates_own(env: Mapping[str, str]) -> str:
     cache = env.get("XDG_CACHE_HOME") or str(Path(env.get("HOME", "~"), ".cache"))
     home = Path(env.get("HF_HOME") or Path(cache, "huggingface"), "accelerate")
     return str(home / "default_config.yaml")
-
-
-def write_new(path: str, file: LaunchFile, *, notes: list[str], force: bool) -> None:
-    """Write a launch file and say so.
-
-    Raises:
-        PlanError: the suffix is another one, or there is a file and `force` is not given.
-    """
-    form = FORMATS.get(Path(path).suffix.lower())
-    if form is None:
-        raise PlanError(f"{path}: a launch file ends in {', '.join(FORMATS)}.")
-    if Path(path).exists() and not force:
-        raise PlanError(f"{path} is there already. Give another name, or --force to replace it.")
-    text = render(file, form, notes=notes)
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"{path} cannot be written: {error}.") from error
-    click.echo(f"Wrote {path}. `fxtrain config show` tells what counts.")
 
 
 def _head(machine: Machine) -> list[str]:
