@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.cli.config import LaunchFile, Section, render
-from fxtrain.cli.config._file import parse
+from fxtrain.cli.config import LaunchFile, Machine, Section, convert_accelerate, render
+from fxtrain.cli.config._accelerate import _SECTIONS, _TYPES
+from fxtrain.cli.config._ask import interview
+from fxtrain.cli.config._file import parse, problems_of
+from fxtrain.cli.config._rules import rules
 
 GOOD = """
 default = "big"
@@ -125,3 +128,59 @@ FILES = st.builds(
 def test_what_is_written_is_read_again(form, file, offers):
     file = attrs.evolve(file, default=next(iter(file.profiles), ""))
     assert parse(render(file, form, notes=["A head."], offers=offers), form) == file
+
+
+KEYS = st.sampled_from([*_SECTIONS, *rules(), "distributed_type", "dynamo_backend"])
+VALUES = st.one_of(
+    LEAVES,
+    st.integers(-1, 9),
+    st.lists(st.text(max_size=3), max_size=2),
+    st.sampled_from(["yes", "no", "all", "FULL_SHARD", "cpu", "fp16", "static"]),
+)
+SECTION_KEYS = st.sampled_from([key.partition(".")[2] for key in rules() if "." in key])
+OLD = st.dictionaries(
+    KEYS, st.one_of(VALUES, st.dictionaries(SECTION_KEYS, VALUES, max_size=4)), max_size=6
+)
+
+
+@given(data=OLD, kind=st.sampled_from(_TYPES))
+def test_any_accelerate_config_is_a_launch_file_or_an_error(data, kind):
+    try:
+        section = convert_accelerate({**data, "distributed_type": kind}).section
+    except fx.PlanError as error:
+        assert str(error)
+    else:
+        file = LaunchFile(common=section)
+        assert parse(render(file, "toml"), "toml") == file
+
+
+MACHINES = st.builds(
+    Machine,
+    cores=st.integers(1, 64),
+    count=st.integers(0, 8),
+    bf16=st.booleans(),
+    slurm=st.booleans(),
+    tpu=st.sampled_from(["", "pod"]),
+)
+
+
+@given(machine=MACHINES, data=st.data())
+def test_any_answers_lead_to_a_file_in_order(machine, data):
+    """Each question comes once, and what comes out is accepted by the reader."""
+    asked = []
+
+    def way(question):
+        asked.append(question.path)
+        plain = {
+            "choice": st.sampled_from([name for name, _ in question.choices] or [""]),
+            "yes": st.sampled_from(["yes", "no"]),
+            "whole": st.integers(1, 3).map(str),
+            "number": st.sampled_from(["", "1", "2.5"]),
+        }.get(question.kind, st.just(""))
+        return data.draw(st.one_of(st.just(""), plain))
+
+    section = interview(machine, way)
+    assert len(asked) == len(set(asked))
+    assert problems_of(section) == []
+    file = LaunchFile(common=section)
+    assert parse(render(file, "toml"), "toml") == file

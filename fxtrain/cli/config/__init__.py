@@ -1,8 +1,10 @@
 """Launch files: reading, layering, writing, asking, converting."""
 
+from fxtrain.cli.config._accelerate import Converted, Note, convert_accelerate
 from fxtrain.cli.config._file import LaunchFile, Section, read_launch_file
 from fxtrain.cli.config._machine import Machine, look, suggested
 from fxtrain.cli.config._merge import leaves, merge, put
+from fxtrain.cli.config._questions import Question, next_question, read_answer, section_of
 from fxtrain.cli.config._resolve import (
     Setting,
     Settings,
@@ -14,11 +16,15 @@ from fxtrain.cli.config._resolve import (
 from fxtrain.cli.config._write import meanings, render
 
 __all__ = [
+    "Converted",
     "LaunchFile",
     "Machine",
+    "Note",
+    "Question",
     "Section",
     "Setting",
     "Settings",
+    "convert_accelerate",
     "find_file",
     "from_environment",
     "from_flags",
@@ -26,9 +32,12 @@ __all__ = [
     "look",
     "meanings",
     "merge",
+    "next_question",
     "put",
+    "read_answer",
     "read_launch_file",
     "render",
     "resolve",
+    "section_of",
     "suggested",
 ]

@@ -10,22 +10,45 @@ import click
 
 from fxtrain._errors import PlanError
 from fxtrain.cli._exit import Exit
-from fxtrain.cli._report import as_json, print_json, print_table
-from fxtrain.cli.config._file import FORMATS, LaunchFile, read_launch_file
+from fxtrain.cli._report import as_json, print_json, print_table, warn
+from fxtrain.cli.config._accelerate import convert_accelerate
+from fxtrain.cli.config._ask import chosen_way, interview
+from fxtrain.cli.config._file import LaunchFile, read_data, read_launch_file
 from fxtrain.cli.config._machine import Machine, look, suggested
 from fxtrain.cli.config._resolve import HERE, find_file, from_flags, resolve
-from fxtrain.cli.config._write import render
+from fxtrain.cli.config._save import check_profile, write_new, write_profile
 
-__all__ = ["CONFIG", "write_new"]
+__all__ = ["CONFIG"]
 
 _path = click.Path(dir_okay=False)
 _file = click.option("--config", "-c", "file", default="", type=_path, help="the launch file")
 _force = click.option("--force", is_flag=True, help="replace what is there")
 
 
-@click.group("config")
-def CONFIG() -> None:
-    """Write, show, check and convert launch files."""
+@click.group("config", invoke_without_command=True)
+@click.option("--config", "-c", "path", default=HERE[0], type=_path, help="the file to write")
+@click.option("--profile", "-p", default="", help="add a profile of that name to it")
+@_force
+@click.pass_context
+def CONFIG(ctx: click.Context, path: str, profile: str, force: bool) -> None:  # noqa: FBT001
+    """Write, show, check and convert launch files.
+
+    Without a command: ask a few questions and write a launch file.
+    """
+    if ctx.invoked_subcommand:
+        return
+    there = Path(path).exists()
+    if profile and there:
+        check_profile(path, profile, force=force)
+    elif there and not force:
+        raise PlanError(f"{path} is there already. Add a --profile, or --force to replace it.")
+    machine = look()
+    section = interview(machine, chosen_way())
+    if profile and there:
+        write_profile(path, profile, section)
+        return
+    file = LaunchFile(profiles={profile: section}) if profile else LaunchFile(common=section)
+    write_new(path, file, notes=_head(machine), force=force)
 
 
 @CONFIG.command()
@@ -87,24 +110,46 @@ def check(path: str, json_: bool) -> int:  # noqa: FBT001
     return Exit.FOUND if problems else Exit.WELL
 
 
-def write_new(path: str, file: LaunchFile, *, notes: list[str], force: bool) -> None:
-    """Write a launch file and say so.
+@CONFIG.command()
+@click.argument("source", default="", type=_path)
+@click.argument("path", default=HERE[0], type=_path)
+@click.option("--profile", "-p", default="", help="make it a profile of that name")
+@_force
+@as_json
+def convert(source: str, path: str, profile: str, force: bool, json_: bool) -> None:  # noqa: FBT001
+    """Turn an Accelerate config into a launch file.
 
-    Raises:
-        PlanError: the suffix is another one, or there is a file and `force` is not given.
+    SOURCE is a YAML or JSON file of `accelerate config`; by default the one that it wrote last.
+    What has no counterpart is told, and noted at the head of the new file.
     """
-    form = FORMATS.get(Path(path).suffix.lower())
-    if form is None:
-        raise PlanError(f"{path}: a launch file ends in {', '.join(FORMATS)}.")
-    if Path(path).exists() and not force:
-        raise PlanError(f"{path} is there already. Give another name, or --force to replace it.")
-    text = render(file, form, notes=notes)
+    source = source or _accelerates_own(os.environ)
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"{path} cannot be written: {error}.") from error
-    click.echo(f"Wrote {path}. `fxtrain config show` tells what counts.")
+        converted = convert_accelerate(read_data(source, "yaml"))
+    except PlanError as error:
+        raise PlanError(f"{source}:\n{error}") from None
+    notes = [f"{note.key} = {note.value}: {note.text}." for note in converted.notes]
+    section = converted.section
+    file = LaunchFile(profiles={profile: section}) if profile else LaunchFile(common=section)
+    if json_:
+        print_json(
+            {**attrs.asdict(section), "notes": [attrs.asdict(one) for one in converted.notes]}
+        )
+        return
+    head = (
+        [f"Converted from {source}. Not carried over as it was:", *notes]
+        if notes
+        else [f"Converted from {source}."]
+    )
+    write_new(path, file, notes=head, force=force)
+    for note in notes:
+        warn(note)
+
+
+def _accelerates_own(env: Mapping[str, str]) -> str:
+    """Where `accelerate config` writes."""
+    cache = env.get("XDG_CACHE_HOME") or str(Path(env.get("HOME", "~"), ".cache"))
+    home = Path(env.get("HF_HOME") or Path(cache, "huggingface"), "accelerate")
+    return str(home / "default_config.yaml")
 
 
 def _head(machine: Machine) -> list[str]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 
-from fxtrain._errors import PlanError
+from fxtrain._errors import LaunchError, PlanError
 from fxtrain._optional import optional
 from fxtrain.cli.config._merge import merge, near
-from fxtrain.launch import LaunchSpec
+from fxtrain.launch import LaunchSpec, find_launcher, options_from
 from fxtrain.state import Plan, structure
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Section",
     "parse",
     "problems_of",
+    "read_data",
     "read_launch_file",
     "third_party",
 ]
@@ -87,16 +88,32 @@ def read_launch_file(path: str | Path) -> LaunchFile:
     form = FORMATS.get(Path(path).suffix.lower())
     if form is None:
         raise PlanError(f"{path}: a launch file ends in {', '.join(FORMATS)}.")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise PlanError(
-            f"{path}: the launch file cannot be read: {error}. `fxtrain config` writes one."
-        ) from error
+    text = _text(path)
     try:
         return attrs.evolve(parse(text, form), path=str(path))
     except PlanError as error:
         raise PlanError(f"{path}:\n{error}") from None
+
+
+def read_data(path: str | Path, form: str) -> Any:
+    """What a file in TOML or YAML holds.
+
+    Raises:
+        PlanError: it is not there, or is none.
+    """
+    try:
+        return _load(_text(path), form)
+    except RecursionError:
+        raise PlanError("It is nested too deeply, or holds itself.") from None
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise PlanError(
+            f"{path}: the launch file cannot be read: {error}. `fxtrain config` writes one."
+        ) from error
 
 
 def parse(text: str, form: str) -> LaunchFile:
@@ -132,12 +149,30 @@ def problems_of(section: Section, *, at: str = "") -> list[str]:
     told: list[str] = []
     launch = {"target": NO_TARGET, **section.launch}
     for name, data, cls in (("launch", launch, LaunchSpec), ("plan", section.plan, Plan)):
+        where = f"{at}.{name}" if at else name
         try:
-            structure(dict(data), cls, third_party())
+            made = structure(dict(data), cls, third_party())
         except PlanError as error:
-            where = f"{at}.{name}" if at else name
             told += [_placed(line, cls, where) for line in str(error).splitlines()]
+        else:
+            told += _misfits(made, where) if isinstance(made, LaunchSpec) else []
     return told
+
+
+def _misfits(spec: LaunchSpec, where: str) -> list[str]:
+    """What the launcher of a spec cannot do, and what is wrong with its own options."""
+    try:
+        row = find_launcher(spec)
+    except LaunchError as error:
+        return [f"{error} @ {where}"]
+    options = {} if spec.options is None else spec.options
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        return [f"expected a table of options, found {options!r} @ {where}.options"]
+    try:
+        options_from(row.options, options, launcher=row.name)
+    except LaunchError as error:
+        return [f"{error} @ {where}.options"]
+    return []
 
 
 def third_party() -> tuple[type, ...]:

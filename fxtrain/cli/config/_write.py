@@ -11,7 +11,7 @@ from fxtrain._optional import optional
 from fxtrain.backends import strategies
 from fxtrain.cli.config._file import LaunchFile, Section
 from fxtrain.cli.config._merge import leaves
-from fxtrain.launch import LaunchSpec
+from fxtrain.launch import LAUNCHERS, LaunchSpec
 from fxtrain.state import Plan, unstructure
 
 __all__ = ["Line", "meanings", "render"]
@@ -113,7 +113,9 @@ def _table(
         elif offers and cls and name not in _NOT_OFFERED:
             yield from _offer(cls, name, told.get(name, ""), path)
     for name, data in inner.items():
-        yield from _table(data, _class_of(cls, name, data), (*path, name), offers=False)
+        of_launcher = cls is LaunchSpec and name == "options"
+        own = _options(said.get("launcher")) if of_launcher else _class_of(cls, name, data)
+        yield from _table(data, own, (*path, name), offers=False)
 
 
 def _offer(cls: type, name: str, told: str, path: tuple[str, ...]) -> Iterator[Line]:
@@ -138,6 +140,11 @@ def _explained(told: str) -> Iterator[Line]:
 
 def _names(cls: type) -> list[str]:
     return [field.name for field in attrs.fields(cls) if field.init]
+
+
+def _options(launcher: Any) -> Any:
+    row = LAUNCHERS.get(launcher) if isinstance(launcher, str) else None
+    return row.options if row else None
 
 
 def _class_of(cls: Any, name: str, data: Mapping[str, Any]) -> Any:

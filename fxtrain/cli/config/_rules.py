@@ -1,0 +1,337 @@
+"""What each key of an Accelerate config is in a launch file: one row per key.
+
+Keys are those of accelerate 1.15: ClusterConfig and SageMakerConfig in
+accelerate/commands/config/config_args.py, and the arguments of accelerate/commands/launch.py that
+the sections below them fill.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+__all__ = ["Facts", "Outcome", "Rule", "none", "of", "rules"]
+
+Facts = Mapping[str, Any]
+
+
+@attrs.frozen(kw_only=True)
+class Outcome:
+    """What one key became.
+
+    Attributes:
+        sets: Values by path in the launch file.
+        note: What the value does not carry over, in a sentence; empty where it all does.
+    """
+
+    sets: Mapping[str, Any] = attrs.field(factory=dict)
+    note: str = ""
+
+
+Rule = Callable[[Any, Facts], Outcome]
+
+
+def whole(value: Any) -> int:
+    """A whole number, which YAML may hold as a text."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(f"expected a whole number, found {value!r}")
+    return int(value)
+
+
+def number(value: Any) -> float:
+    """A number, which YAML may hold as a text (1e-3)."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"expected a number, found {value!r}")
+    return float(value)
+
+
+def truth(value: Any) -> bool:
+    """A truth value in the ways that accelerate writes it."""
+    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if isinstance(value, list | dict) or str(value).lower() not in known:
+        raise ValueError(f"expected yes or no, found {value!r}")
+    return known[str(value).lower()]
+
+
+def text(value: Any) -> str:
+    """A text; a number in YAML may be one."""
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise ValueError(f"expected a text, found {value!r}")
+    return str(value)
+
+
+def words(value: Any) -> list[str]:
+    """A list of texts, or one text with commas."""
+    given = value if isinstance(value, list) else text(value).split(",")
+    return [text(one).strip() for one in given if str(one).strip()]
+
+
+def of(path: str, kind: Callable[[Any], Any] = text, note: str = "") -> Rule:
+    """The value itself, elsewhere."""
+    return lambda value, _: Outcome(sets={path: kind(value)}, note=note)
+
+
+def none(note: str) -> Rule:
+    """Nothing: there is no counterpart."""
+    return lambda value, _: Outcome(note=note)
+
+
+def when(sets: Mapping[str, Any], note: str = "", otherwise: str = "") -> Rule:
+    """Values that follow from yes, and notes on yes and no."""
+
+    def rule(value: Any, _: Facts) -> Outcome:
+        yes = truth(value)
+        return Outcome(sets=sets if yes else {}, note=note if yes else otherwise)
+
+    return rule
+
+
+def among(known: Mapping[str, Outcome], unknown: str) -> Rule:
+    """One of several words, whatever their case."""
+
+    def rule(value: Any, _: Facts) -> Outcome:
+        return known.get(text(value).upper(), Outcome(note=unknown))
+
+    return rule
+
+
+def several(value: Any) -> bool:
+    """Whether a count is above one."""
+    return whole(value) > 1
+
+
+def sized(note: str) -> Rule:
+    """A size of a mesh axis, which matters above one."""
+    return lambda value, _: Outcome(note=note if several(value) else "")
+
+
+_S = "plan.strategy"
+_O = "launch.options"
+_MESH = "name the ranks of each axis where the script calls fx.detect(mesh=fx.Mesh({}))"
+_CHECKPOINTS = (
+    "fxtrain's checkpoints are sharded and load everywhere; fx.export writes whole models"
+)
+
+
+def rules() -> dict[str, Rule]:
+    """By key, with the section's name before a dot and without the prefix that repeats it."""
+    return {**_frame(), **_fsdp(), **_deepspeed(), **_others(), **_sagemaker()}
+
+
+def _frame() -> dict[str, Rule]:
+    gpus = {"ALL": Outcome()}
+    return {
+        "num_processes": lambda value, facts: _ranks(whole(value), facts),
+        "num_machines": of("launch.nodes", whole),
+        "machine_rank": of("launch.node_rank", whole),
+        "main_process_ip": of("launch.main_address"),
+        "main_process_port": of("launch.main_port", whole),
+        "rdzv_backend": lambda value, facts: _rendezvous(text(value), facts),
+        "same_network": none("nodes meet at launch.main_address in every network"),
+        "gpu_ids": lambda value, _: (
+            gpus.get(text(value).upper()) or Outcome(sets={"launch.gpus": words(value)})
+        ),
+        "mixed_precision": among(
+            {
+                "NO": Outcome(sets={"plan.precision": "fp32"}),
+                "FP16": Outcome(sets={"plan.precision": "fp16"}),
+                "BF16": Outcome(sets={"plan.precision": "bf16"}),
+                "FP8": Outcome(
+                    sets={"plan.precision": "bf16"}, note="plans have no fp8; bf16 is used instead"
+                ),
+            },
+            unknown="this precision is not known; plan.precision is one of fp32, bf16, fp16",
+        ),
+        "fp16": when({"plan.precision": "fp16"}),
+        "use_cpu": when({"launch.cpu": True}),
+        "debug": when({}, note="fx.detect checks collectives anyway"),
+        "enable_cpu_affinity": when({"launch.bind": "node"}),
+        "main_training_function": lambda value, _: Outcome(
+            note="" if value == "main" else "the script is run as it is"
+        ),
+        "num_cpu_threads_per_process": of("launch.threads", whole),
+        "downcast_bf16": when({"launch.env": ["XLA_DOWNCAST_BF16=1"]}),
+        "tpu_use_cluster": when({"launch.launcher": "tpu-pod"}),
+        "tpu_name": of(f"{_O}.name"),
+        "tpu_zone": of(f"{_O}.zone"),
+        "tpu_use_sudo": when({f"{_O}.sudo": True}),
+        "commands": of(f"{_O}.setup", words),
+        "command_file": none("put the commands of that file into launch.options.setup"),
+        "tpu_vm": none("choose hosts of the pod with launch.options.workers"),
+        "tpu_env": of("launch.env", words),
+    }  # fmt: skip
+
+
+def _ranks(total: int, facts: Facts) -> Outcome:
+    nodes = max(1, whole(facts.get("num_machines") or 1))
+    if total < 1:
+        return Outcome(note="the number of ranks was left open; give launch.ranks or --ranks")
+    uneven = f"{total} ranks do not divide over {nodes} nodes; launch.ranks is that of one node"
+    return Outcome(sets={"launch.ranks": -(-total // nodes)}, note=uneven if total % nodes else "")
+
+
+def _rendezvous(value: str, facts: Facts) -> Outcome:
+    if whole(facts.get("num_machines") or 1) < 2:
+        return Outcome()
+    if value in ("static", "c10d"):
+        return Outcome(sets={"launch.rendezvous": value})
+    return Outcome(note="launch.rendezvous is static or c10d")
+
+
+def _fsdp() -> dict[str, Rule]:
+    full = {f"{_S}.mode": "full"}
+    after_forward = {f"{_S}.mode": "grads_and_optimizer"}
+    hybrid = "set plan.strategy.shard to the ranks of a node"
+    mode = {
+        "FULL_SHARD": Outcome(sets=full),
+        "1": Outcome(sets=full),
+        "TRUE": Outcome(sets=full),
+        "SHARD_GRAD_OP": Outcome(sets=after_forward),
+        "2": Outcome(sets=after_forward),
+        "FALSE": Outcome(sets=after_forward),
+        "NO_SHARD": Outcome(sets={f"{_S}.mode": "none"}),
+        "3": Outcome(sets={f"{_S}.mode": "none"}),
+        "HYBRID_SHARD": Outcome(sets=full, note=hybrid),
+        "4": Outcome(sets=full, note=hybrid),
+        "HYBRID_SHARD_ZERO2": Outcome(sets=after_forward, note=hybrid),
+        "5": Outcome(sets=after_forward, note=hybrid),
+    }
+    known = among(mode, unknown="plan.strategy.mode is full, grads_and_optimizer or none")
+    own = "torch's FSDP2 always does so"
+    return {
+        "fsdp.version": lambda value, _: Outcome(
+            note="fxtrain shards with FSDP2" if whole(value) == 1 else ""
+        ),
+        "fsdp.sharding_strategy": known,
+        "fsdp.reshard_after_forward": lambda value, facts: known(str(value), facts),
+        "fsdp.offload_params": when({f"{_S}.offload": True}),
+        "fsdp.cpu_offload_pin_memory": of(f"{_S}.pin", truth),
+        "fsdp.auto_wrap_policy": among(
+            {"TRANSFORMER_BASED_WRAP": Outcome(), "SIZE_BASED_WRAP": Outcome()},
+            unknown="without block classes fxtrain takes those that the model names, or its lists",
+        ),
+        "fsdp.transformer_layer_cls_to_wrap": of(f"{_S}.wrap", words),
+        "fsdp.min_num_params": lambda value, _: Outcome(
+            sets={f"{_S}.min_params": int(number(value))} if number(value) >= 1 else {}
+        ),
+        "fsdp.ignored_modules": none("name patterns of parameters in plan.strategy.ignore"),
+        "fsdp.backward_prefetch": among(
+            {"BACKWARD_PRE": Outcome()},
+            unknown="torch's FSDP2 fetches ahead; see plan.strategy.backward_prefetch",
+        ),
+        "fsdp.forward_prefetch": when({f"{_S}.forward_prefetch": 1}),
+        "fsdp.state_dict_type": none(_CHECKPOINTS),
+        "fsdp.use_orig_params": when({}, otherwise=own),
+        "fsdp.sync_module_states": when({}, otherwise="fx.wrap sends rank 0's values"),
+        "fsdp.cpu_ram_efficient_loading": when(
+            {}, note="load on rank 0 alone: fx.wrap sends its values to the others"
+        ),
+        "fsdp.activation_checkpointing": lambda value, facts: _recompute(truth(value), facts),
+        "fsdp.activation_checkpointing_offload": when({}, note="they stay on the device"),
+    }  # fmt: skip
+
+
+def _recompute(asked: bool, facts: Facts) -> Outcome:  # noqa: FBT001
+    blocks = facts.get("fsdp.transformer_layer_cls_to_wrap")
+    if not asked:
+        return Outcome()
+    if not blocks:
+        return Outcome(note="name the classes of the blocks in plan.recompute")
+    return Outcome(sets={"plan.recompute": words(blocks)})
+
+
+def _deepspeed() -> dict[str, Rule]:
+    device = {"NONE": Outcome()}
+    optimizer = {"CPU": "cpu", "NVME": "nvme"}
+    file = "hosts are named to the launcher that starts them: launch.launcher mpi, slurm, ray, ..."
+
+    def offload(field: str) -> Rule:
+        outcomes = {name: Outcome(sets={f"{_S}.{field}": to}) for name, to in optimizer.items()}
+        return among({**device, **outcomes}, unknown=f"plan.strategy.{field} is cpu or nvme")
+
+    return {
+        "deepspeed.deepspeed_config_file": of(f"{_S}.config"),
+        "deepspeed.zero_stage": of(f"{_S}.stage", whole),
+        "deepspeed.offload_optimizer_device": offload("offload_optimizer"),
+        "deepspeed.offload_param_device": offload("offload_parameters"),
+        "deepspeed.offload_optimizer_nvme_path": of(f"{_S}.nvme_path"),
+        "deepspeed.offload_param_nvme_path": of(f"{_S}.nvme_path"),
+        "deepspeed.gradient_accumulation_steps": of("plan.accumulate", whole),
+        "deepspeed.gradient_clipping": of("plan.clip_norm", number),
+        "deepspeed.zero3_save_16bit_model": when({f"{_S}.gather_16bit_weights": True}),
+        "deepspeed.zero3_init_flag": when(
+            {}, note="the script builds the whole model, and fx.wrap partitions it"
+        ),
+        "deepspeed.deepspeed_moe_layer_cls_names": of(f"{_S}.leaf_modules", words),
+        "deepspeed.deepspeed_multinode_launcher": among(
+            {"STANDARD": Outcome(), "SLURM": Outcome(sets={"launch.launcher": "slurm"})},
+            unknown="start the same fxtrain launch on each node, or choose launch.launcher",
+        ),
+        "deepspeed.deepspeed_hostfile": none(file),
+        "deepspeed.deepspeed_exclusion_filter": none(file),
+        "deepspeed.deepspeed_inclusion_filter": none(file),
+    }
+
+
+def _others() -> dict[str, Rule]:
+    backend = "plan.compile"
+    mesh = _MESH.format("...")
+    return {
+        "dynamo.backend": lambda value, _: Outcome(
+            sets={} if text(value).upper() == "NO" else {f"{backend}.backend": text(value).lower()}
+        ),
+        "dynamo.mode": lambda value, _: Outcome(
+            sets={} if value == "default" else {f"{backend}.mode": text(value)}
+        ),
+        "dynamo.use_fullgraph": when({f"{backend}.fullgraph": True}),
+        "dynamo.use_dynamic": when({f"{backend}.dynamic": True}),
+        "dynamo.use_regional_compilation": when(
+            {}, note="name the classes of the blocks in plan.compile.blocks"
+        ),
+        "mpirun.mpirun_hostfile": lambda value, _: Outcome(
+            sets={"launch.launcher": "mpi", f"{_O}.hostfile": text(value)}
+        ),
+        "mpirun.mpirun_ccl": lambda value, _: Outcome(
+            sets={f"{_O}.ccl_workers": whole(value)} if several(value) else {}
+        ),
+        "parallelism.dp_replicate_size": sized(_MESH.format("replicate=...")),
+        "parallelism.dp_shard_size": lambda value, _: Outcome(
+            sets={f"{_S}.shard": whole(value)} if several(value) else {}
+        ),
+        "parallelism.tp_size": sized(_MESH.format("tensor=...")),
+        "parallelism.cp_size": sized(_MESH.format("context=...")),
+        "parallelism.sp_size": sized(_MESH.format("context=...")),
+        "megatron_lm.tp_degree": sized(_MESH.format("tensor=...")),
+        "megatron_lm.pp_degree": sized(_MESH.format("pipeline=...")),
+        "megatron_lm.context_parallel_size": sized(_MESH.format("context=...")),
+        "megatron_lm.num_micro_batches": of("plan.accumulate", whole),
+        "megatron_lm.gradient_clipping": lambda value, _: Outcome(
+            sets={"plan.clip_norm": number(value)} if number(value) > 0 else {}
+        ),
+        "megatron_lm.recompute_activations": when(
+            {}, note="name the classes of the blocks in plan.recompute"
+        ),
+        "megatron_lm.sequence_parallelism": when({}, note=f"with tensor parallelism: {mesh}"),
+        "megatron_lm.use_distributed_optimizer": when(
+            {}, note="fx.FSDP shards optimizer states and gradients"
+        ),
+    }
+
+
+def _sagemaker() -> dict[str, Rule]:
+    return {
+        "ec2_instance_type": of(f"{_O}.instance_type"),
+        "iam_role_name": of(f"{_O}.role"),
+        "image_uri": of(f"{_O}.image_uri"),
+        "base_job_name": of(f"{_O}.base_job_name"),
+        "pytorch_version": of(f"{_O}.framework_version"),
+        "py_version": of(f"{_O}.py_version"),
+        "transformers_version": none("name an image with it in launch.options.image_uri"),
+        "profile": none("set AWS_PROFILE before fxtrain launch"),
+        "region": none("set AWS_DEFAULT_REGION before fxtrain launch"),
+        "sagemaker_inputs_file": none(
+            "list its channels as NAME=s3://... in launch.options.inputs"
+        ),
+        "sagemaker_metrics_file": none("metrics are read from the output of the script elsewhere"),
+        "additional_args": none("SageMaker's other arguments are not passed on"),
+    }

@@ -1,0 +1,320 @@
+"""`fxtrain config convert`: Accelerate configs of every kind, and a note for all that is left."""
+
+import json
+
+import attrs
+import pytest
+import yaml
+
+import fxtrain as fx
+from fxtrain.backends import strategies
+from fxtrain.cli import Exit, main
+from fxtrain.cli.config import convert_accelerate, read_launch_file
+from fxtrain.cli.config._accelerate import _SECTIONS, translate
+from fxtrain.cli.config._rules import rules
+
+KINDS = {attrs.fields_dict(config)["kind"].default for config in strategies()}
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """An Accelerate config as its questionnaire writes it, and what it is here."""
+
+    name: str
+    old: dict
+    launch: dict = attrs.field(factory=dict)
+    plan: dict = attrs.field(factory=dict)
+    noted: tuple = ()
+
+
+ONE = {
+    "compute_environment": "LOCAL_MACHINE", "debug": False, "downcast_bf16": "no",
+    "enable_cpu_affinity": False, "gpu_ids": "all", "machine_rank": 0,
+    "main_training_function": "main", "mixed_precision": "no", "num_machines": 1,
+    "num_processes": 1, "rdzv_backend": "static", "tpu_env": [], "tpu_use_cluster": False,
+    "tpu_use_sudo": False, "use_cpu": False,
+}  # fmt: skip
+BASE = {"nodes": 1, "node_rank": 0, "ranks": 1}
+
+CASES = [
+    Case(name="one process", old={**ONE, "distributed_type": "NO"}, plan={"precision": "fp32"}),
+    Case(
+        name="GPUs on two nodes",
+        old={
+            **ONE, "distributed_type": "MULTI_GPU", "num_processes": 16, "num_machines": 2,
+            "machine_rank": 1, "main_process_ip": "10.0.0.1", "main_process_port": 29501,
+            "rdzv_backend": "c10d", "same_network": True, "mixed_precision": "bf16",
+            "gpu_ids": "0,1, 2,3,4,5,6,7", "enable_cpu_affinity": True,
+        },
+        launch={
+            "ranks": 8, "nodes": 2, "node_rank": 1, "main_address": "10.0.0.1",
+            "main_port": 29501, "rendezvous": "c10d", "gpus": list("01234567"), "bind": "node",
+        },
+        plan={"precision": "bf16"},
+        noted=("same_network",),
+    ),
+    Case(
+        name="CPUs through MPI",
+        old={
+            **ONE, "distributed_type": "MULTI_CPU", "use_cpu": True, "num_processes": 4,
+            "num_machines": 2, "main_process_ip": "n0",
+            "mpirun_config": {"mpirun_hostfile": "/home/me/hosts", "mpirun_ccl": "2"},
+        },
+        launch={
+            "ranks": 2, "nodes": 2, "cpu": True, "launcher": "mpi", "main_address": "n0",
+            "options": {"hostfile": "/home/me/hosts", "ccl_workers": 2},
+        },
+        plan={"precision": "fp32"},
+        noted=("launch.node_rank", "launch.rendezvous"),
+    ),
+    Case(
+        name="TPU pod",
+        old={
+            **ONE, "distributed_type": "XLA", "downcast_bf16": "yes", "tpu_use_cluster": True,
+            "tpu_name": "pod", "tpu_zone": "us-c", "tpu_use_sudo": True, "num_processes": 8,
+            "commands": ["pip install x"], "tpu_vm": ["vm1"], "tpu_env": ["A=1"],
+            "main_training_function": "train",
+        },
+        launch={
+            "ranks": 8, "launcher": "tpu-pod", "env": ["XLA_DOWNCAST_BF16=1", "A=1"],
+            "options": {"name": "pod", "zone": "us-c", "sudo": True, "setup": ["pip install x"]},
+        },
+        plan={"precision": "fp32"},
+        noted=("tpu_vm", "main_training_function", "launch.node_rank"),
+    ),
+    Case(
+        name="TPU",
+        old={"distributed_type": "TPU", "num_processes": 4},
+        launch={"ranks": 4, "launcher": "tpu"},
+    ),
+    Case(
+        name="compiled",
+        old={
+            **ONE, "distributed_type": "NO", "mixed_precision": "fp8",
+            "dynamo_config": {
+                "dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune",
+                "dynamo_use_fullgraph": True, "dynamo_use_dynamic": False,
+                "dynamo_use_regional_compilation": True,
+            },
+            "fp8_config": {"backend": "TE", "margin": 0, "amax_history_length": 1024},
+        },
+        plan={
+            "precision": "bf16",
+            "compile": {"backend": "inductor", "mode": "max-autotune", "fullgraph": True},
+        },
+        noted=(
+            "mixed_precision", "dynamo.use_regional_compilation", "fp8.backend", "fp8.margin",
+            "fp8.amax_history_length",
+        ),
+    ),
+    Case(
+        name="Megatron",
+        old={
+            **ONE, "distributed_type": "MEGATRON_LM", "num_processes": 8,
+            "megatron_lm_config": {
+                "megatron_lm_tp_degree": 2, "megatron_lm_pp_degree": 2,
+                "megatron_lm_num_micro_batches": 4, "megatron_lm_gradient_clipping": 1.0,
+                "megatron_lm_sequence_parallelism": True, "megatron_lm_eod_mask_loss": True,
+                "megatron_lm_recompute_activations": True,
+                "megatron_lm_use_distributed_optimizer": True,
+            },
+        },
+        launch={"ranks": 8},
+        plan={"precision": "fp32", "accumulate": 4, "clip_norm": 1.0},
+        noted=(
+            "distributed_type", "megatron_lm.tp_degree", "megatron_lm.pp_degree",
+            "megatron_lm.sequence_parallelism", "megatron_lm.eod_mask_loss",
+            "megatron_lm.recompute_activations", "megatron_lm.use_distributed_optimizer",
+        ),
+    ),
+    Case(
+        name="SageMaker",
+        old={
+            "compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "DATA_PARALLEL",
+            "ec2_instance_type": "ml.p4d.24xlarge", "iam_role_name": "role", "region": "us-east-1",
+            "num_machines": 2, "pytorch_version": "1.10.2", "transformers_version": "4.17",
+            "py_version": "py38", "base_job_name": "job", "mixed_precision": "no",
+            "sagemaker_inputs_file": "in.tsv", "profile": "me", "additional_args": {"a": 1},
+        },
+        launch={
+            "launcher": "sagemaker", "nodes": 2,
+            "options": {
+                "instance_type": "ml.p4d.24xlarge", "role": "role", "base_job_name": "job",
+                "framework_version": "1.10.2", "py_version": "py38",
+            },
+        },
+        plan={"precision": "fp32"},
+        noted=("region", "transformers_version", "sagemaker_inputs_file", "profile",
+               "additional_args"),
+    ),
+    Case(
+        name="an old one",
+        old={"distributed_type": "MULTI_GPU", "fp16": True, "dynamo_backend": "AOT_EAGER",
+             "num_processes": -1, "no_such_key": 1},
+        plan={"precision": "fp16", "compile": {"backend": "aot_eager"}},
+        noted=("num_processes", "no_such_key"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_config_becomes_a_launch_file(case):
+    converted = convert_accelerate(case.old)
+    usual = {name: value for name, value in BASE.items() if name not in case.launch}
+    launch = {k: v for k, v in converted.section.launch.items() if usual.get(k) != v}
+    assert launch == case.launch
+    assert converted.section.plan == case.plan
+    assert {note.key for note in converted.notes} == set(case.noted)
+    assert all(note.text for note in converted.notes)
+
+
+FSDP = {
+    **ONE, "distributed_type": "FSDP", "num_processes": 8,
+    "fsdp_config": {
+        "fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": True,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": "Block,Head", "fsdp_activation_checkpointing": True,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": True,
+    },
+    "parallelism_config": {
+        "parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 4,
+        "parallelism_config_tp_size": 1, "parallelism_config_cp_comm_strategy": "allgather",
+    },
+}  # fmt: skip
+DEEPSPEED = {
+    **ONE, "distributed_type": "DEEPSPEED", "num_processes": 8,
+    "deepspeed_config": {
+        "zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "none",
+        "gradient_accumulation_steps": 2, "gradient_clipping": 1.0, "zero3_init_flag": True,
+        "zero3_save_16bit_model": True, "deepspeed_multinode_launcher": "pdsh",
+        "deepspeed_hostfile": "/hosts", "deepspeed_moe_layer_cls_names": "Experts",
+    },
+}  # fmt: skip
+
+
+def test_fsdp():
+    converted = translate(FSDP)
+    assert converted.section.plan == {
+        "precision": "fp32",
+        "recompute": ["Block", "Head"],
+        "strategy": {
+            "kind": "fsdp", "mode": "full", "offload": True, "wrap": ["Block", "Head"], "shard": 4,
+        },
+    }  # fmt: skip
+    assert {note.key for note in converted.notes} == {
+        "fsdp.state_dict_type", "fsdp.cpu_ram_efficient_loading",
+        "parallelism.dp_replicate_size", "parallelism.cp_comm_strategy",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [("FULL_SHARD", "full"), ("SHARD_GRAD_OP", "grads_and_optimizer"), ("NO_SHARD", "none"),
+     (1, "full"), ("HYBRID_SHARD_ZERO2", "grads_and_optimizer")],
+)  # fmt: skip
+def test_first_versions_of_fsdp(strategy, mode):
+    section = {"fsdp_version": 1, "fsdp_sharding_strategy": strategy, "fsdp_min_num_params": 1e6}
+    converted = translate({"distributed_type": "FSDP", "fsdp_config": section})
+    assert converted.section.plan["strategy"] == {
+        "kind": "fsdp", "mode": mode, "min_params": 1_000_000,
+    }  # fmt: skip
+    assert "fsdp.version" in {note.key for note in converted.notes}
+
+
+def test_deepspeed():
+    converted = translate(DEEPSPEED)
+    assert converted.section.plan == {
+        "precision": "fp32", "accumulate": 2, "clip_norm": 1.0,
+        "strategy": {
+            "kind": "deepspeed", "stage": 3, "offload_optimizer": "cpu",
+            "gather_16bit_weights": True, "leaf_modules": ["Experts"],
+        },
+    }  # fmt: skip
+    assert {note.key for note in converted.notes} == {
+        "deepspeed.zero3_init_flag", "deepspeed.deepspeed_multinode_launcher",
+        "deepspeed.deepspeed_hostfile",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("old", [FSDP, DEEPSPEED], ids=["fsdp", "deepspeed"])
+def test_a_strategy_is_said_or_noted(old):
+    """Each field is in the plan where this version has the strategy, and noted where not."""
+    said = translate(old).section.plan["strategy"]
+    converted = convert_accelerate(old)
+    kept = converted.section.plan.get("strategy", {})
+    noted = {note.key.removeprefix("plan.strategy.") for note in converted.notes}
+    assert bool(kept) == (said["kind"] in KINDS)
+    assert all((name in kept) != (name in noted) for name in said)
+
+
+def test_sections_of_another_type_do_not_count():
+    old = {**ONE, "distributed_type": "MULTI_GPU", "fsdp_config": FSDP["fsdp_config"]}
+    converted = convert_accelerate(old)
+    assert "strategy" not in converted.section.plan and "recompute" not in converted.section.plan
+    assert {note.text for note in converted.notes} == {"not used under MULTI_GPU"}
+
+
+def test_ranks_that_do_not_divide_are_noted():
+    converted = convert_accelerate(
+        {"distributed_type": "MULTI_GPU", "num_processes": 5, "num_machines": 2}
+    )
+    assert converted.section.launch["ranks"] == 3
+    assert [note.key for note in converted.notes] == ["num_processes"]
+
+
+@pytest.mark.parametrize(
+    ("old", "says"),
+    [
+        (None, "no Accelerate config"),
+        ([], "no Accelerate config"),
+        ({}, "distributed_type is missing"),
+        ({"distributed_type": "FSPD"}, "did you mean 'FSDP'"),
+        ({"distributed_type": "NO", "num_processes": "two"}, "@ num_processes"),
+        ({"distributed_type": "NO", "use_cpu": "maybe"}, "expected yes or no, found 'maybe'"),
+        ({"distributed_type": "NO", "num_machines": 0}, "nodes"),
+        ({"distributed_type": "NO", "main_process_ip": "a b"}, "main_address"),
+        ({"distributed_type": "NO", "gpu_ids": {"a": 1}}, "expected a text"),
+    ],
+)
+def test_what_makes_no_sense_is_an_error(old, says):
+    with pytest.raises(fx.PlanError, match=says):
+        convert_accelerate(old)
+
+
+def test_every_key_of_accelerate_is_known():
+    args = pytest.importorskip(
+        "accelerate.commands.config.config_args", reason="accelerate is not installed"
+    )
+    table = rules()
+    known = {*table, *_SECTIONS, "distributed_type", "compute_environment"}
+    for config in (args.ClusterConfig, args.SageMakerConfig):
+        assert set(config.__dataclass_fields__) <= known
+
+
+def test_the_command_writes_a_file_in_order(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump(CASES[1].old))
+    assert main(["config", "convert", "old.yaml"]) == Exit.WELL
+    told = capsys.readouterr()
+    assert "same_network" in told.err
+    assert "# same_network" in (tmp_path / "fxtrain.toml").read_text()
+    assert read_launch_file("fxtrain.toml").common.launch["nodes"] == 2
+    assert main(["config", "convert", "old.yaml"]) == Exit.WRONG
+    words = ["config", "convert", "old.yaml", "new.yaml", "--profile", "two"]
+    assert main(words) == Exit.WELL
+    assert read_launch_file("new.yaml").section("two").launch["ranks"] == 8
+    capsys.readouterr()
+    assert main(["config", "convert", "old.yaml", "--json"]) == Exit.WELL
+    told = json.loads(capsys.readouterr().out)
+    assert told["launch"]["ranks"] == 8 and told["notes"][0]["key"] == "same_network"
+
+
+def test_without_a_source_it_is_the_one_that_accelerate_wrote(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    assert main(["config", "convert"]) == Exit.WRONG
+    assert "hf/accelerate/default_config.yaml" in capsys.readouterr().err
+    (tmp_path / "hf" / "accelerate").mkdir(parents=True)
+    (tmp_path / "hf" / "accelerate" / "default_config.yaml").write_text(json.dumps(DEEPSPEED))
+    assert main(["config", "convert"]) == Exit.WELL
+    assert read_launch_file("fxtrain.toml").common.plan["accumulate"] == 2
