@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fxtrain.checkpoint import export as export
     from fxtrain.checkpoint import latest as latest
     from fxtrain.checkpoint import load_model as load_model
+    from fxtrain.checkpoint import merge as merge
     from fxtrain.checkpoint import restore as restore
     from fxtrain.checkpoint import save as save
     from fxtrain.checkpoint import verify as verify
@@ -71,7 +72,9 @@ _HOMES = {
         "MissingPackageError PlanError StepError"
     ),
     "fxtrain.backends": "unwrap wrap",
-    "fxtrain.checkpoint": ("Restored Saving Verified export latest load_model restore save verify"),
+    "fxtrain.checkpoint": (
+        "Restored Saving Verified export latest load_model merge restore save verify"
+    ),
     "fxtrain.data": "Sharded shard",
     "fxtrain.launch": "launch",
     "fxtrain.loop": "StepFns step",

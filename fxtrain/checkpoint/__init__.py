@@ -7,6 +7,7 @@ from fxtrain.checkpoint._background import Saving
 from fxtrain.checkpoint._compare import Difference, compare, count_leaves
 from fxtrain.checkpoint._export import export
 from fxtrain.checkpoint._load_model import Loaded, load_model
+from fxtrain.checkpoint._merge import merge
 from fxtrain.checkpoint._names import before, latest
 from fxtrain.checkpoint._restore import Restored, restore
 from fxtrain.checkpoint._save import save
@@ -24,6 +25,7 @@ __all__ = [
     "export",
     "latest",
     "load_model",
+    "merge",
     "restore",
     "save",
     "verify",

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import hashlib
-import json
 import os
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -18,13 +17,12 @@ from fxtrain import ops
 from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint._alike import alike, meet
 from fxtrain.checkpoint._model_folder import (
-    INDEX,
     ModelFile,
     commit,
     parse_size,
     split,
     staging,
-    write_text,
+    write_index,
 )
 from fxtrain.checkpoint._model_tensors import (
     context_of,
@@ -234,11 +232,7 @@ def _write_file(path: Path, file: ModelFile, tensors: Iterator[Tensor]) -> None:
 
 def _write_around(job: _Job, source: Path) -> None:
     """Write what goes with the weights: the index, and the configuration of transformers."""
-    if len(job.files) > 1:
-        places = {entry.name: file.name for file in job.files for entry in file.entries}
-        total = sum(entry.nbytes for file in job.files for entry in file.entries)
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        write_text(source / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+    write_index(source, job.files)
     module = job.module
     config = getattr(module, "config", None)
     if not hasattr(module, "from_pretrained") or not hasattr(config, "save_pretrained"):

@@ -29,6 +29,7 @@ __all__ = [
     "split",
     "staging",
     "sync_folder",
+    "write_index",
     "write_text",
 ]
 
@@ -161,6 +162,15 @@ def commit(source: Path, folder: Path) -> None:
             path.unlink()
     (folder / MARKER).unlink(missing_ok=True)
     sync_folder(folder)
+
+
+def write_index(folder: Path, files: Sequence[ModelFile]) -> None:
+    """Write which of several files holds which tensor; one file needs no index."""
+    if len(files) > 1:
+        places = {entry.name: file.name for file in files for entry in file.entries}
+        total = sum(entry.nbytes for file in files for entry in file.entries)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        write_text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -38,6 +38,8 @@ COMMANDS: tuple[Row, ...] = (
         "fxtrain.cli._resume:VERIFY_RESUME",
         "show whether a stopped script goes on bit for bit",
     ),
+    Row("verify", "fxtrain.cli._weights:VERIFY", "look at every byte of a checkpoint"),
+    Row("merge-weights", "fxtrain.cli._weights:MERGE", "make a model's files from a checkpoint"),
     Row("replay", "fxtrain.cli._resume:REPLAY", "run one update of a run again"),
     Row("completion", "fxtrain.cli._completion:COMPLETION", "print completion for a shell"),
 )

@@ -1,0 +1,71 @@
+"""From a checkpoint to a model's files, and the commands that look at checkpoints."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import fxtrain as fx
+from fxtrain.cli import main
+
+
+def _net():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        net = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8), nn.Linear(8, 12, bias=False))
+    net[2].weight = net[0].weight
+    return net
+
+
+def _save(ctx, folder, sharded):
+    plan = fx.Plan(strategy=fx.FSDP(wrap=("Linear",)) if sharded else fx.DDP())
+    net = _net() if not sharded else _net()[1:2]
+    model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.AdamW(p))
+    fx.save(folder, ctx, {"net": model}, position=fx.Position(updates=2))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_parts_of_all_ranks_become_one_model(pair, sharded, tmp_path):
+    pair.run(_save, str(tmp_path / "runs"), sharded)
+    files = fx.merge(tmp_path / "runs", tmp_path / "out", max_shard=300)
+    assert len(files) > 1 if not sharded else len(files) == 1
+    net = _net() if not sharded else _net()[1:2]
+    wanted = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    for parameter in net.parameters():
+        nn.init.zeros_(parameter)
+    fx.load_model(tmp_path / "out", net)
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, wanted[name]), name
+
+
+def test_a_model_of_several_is_chosen(tmp_path):
+    with fx.detect(env={}, device="cpu") as ctx:
+        models = {name: fx.wrap(_net(), ctx) for name in ("student", "teacher")}
+        fx.save(tmp_path / "runs", ctx, models)
+    with pytest.raises(fx.CheckpointError, match="'student' or 'teacher'"):
+        fx.merge(tmp_path / "runs", tmp_path / "out")
+    with pytest.raises(fx.CheckpointError, match="no model 'critic'"):
+        fx.merge(tmp_path / "runs", tmp_path / "out", model="critic")
+    (file,) = fx.merge(tmp_path / "runs", tmp_path / "out", model="teacher")
+    assert set(load_file(file)) == {"0.weight", "1.weight", "1.bias"}
+    with pytest.raises(fx.CheckpointError, match="There is no"):
+        fx.merge(tmp_path / "elsewhere", tmp_path / "out")
+
+
+def test_the_commands(tmp_path, capsys):
+    with fx.detect(env={}, device="cpu") as ctx:
+        saving = fx.save(tmp_path / "runs", ctx, fx.wrap(_net(), ctx))
+    assert main(["verify", "--json", str(tmp_path / "runs")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["whole"] is True and told["ranks"] == 1 and told["path"] == saving.path
+    assert main(["merge-weights", saving.path, str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == [str(tmp_path / "out/model.safetensors")]
+    file = tmp_path / "runs/update-0000000000/rank-00000.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    assert main(["verify", str(tmp_path / "runs")]) == 1
+    assert "was changed in rank-00000.safetensors" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path / "nowhere")]) == 1
