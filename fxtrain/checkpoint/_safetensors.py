@@ -6,7 +6,6 @@ time is enough.
 """
 
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fxtrain._errors import CheckpointError
+from fxtrain.checkpoint._bytes import contiguous, memory_of
 
 __all__ = ["DTYPES", "Entry", "Header", "parse_json", "read_header", "writing"]
 
@@ -142,9 +142,8 @@ def writing(
                 f"{path}: a tensor {tensor.dtype} {tuple(tensor.shape)} came where {told} "
                 f"was announced."
             )
-        flat = tensor.detach().cpu().resolve_neg().contiguous()
-        if entry.nbytes:
-            file.write(memoryview((ctypes.c_char * entry.nbytes).from_address(flat.data_ptr())))
+        values = contiguous(tensor)
+        file.write(memory_of(values))
 
     with path.open("xb") as file:
         file.write(_header(path, entries, metadata))
