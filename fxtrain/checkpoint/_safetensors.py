@@ -24,7 +24,7 @@ from fxtrain.checkpoint._bytes import contiguous, memory_of
 
 __all__ = ["DTYPES", "Entry", "Header", "parse_json", "read_header", "writing"]
 
-# Names of the format; complex numbers are read and never written, as few readers know them.
+# Names of the format that torch has a dtype for.
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -32,6 +32,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,

@@ -25,6 +25,8 @@ DTYPES = [
     torch.bfloat16,
     torch.float8_e4m3fn,
     torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+    torch.float8_e4m3fnuz,
     torch.int64,
     torch.int32,
     torch.int16,
@@ -729,7 +731,7 @@ def _spread(ctx, mesh_shape, seed=0):
 
 def _export_spread(ctx, mesh_shape, folder, limit, sharded, seed=0):
     whole, parts = _spread(ctx, mesh_shape, seed)
-    alive, most = weakref.WeakSet(), [0]
+    alive, most, mine = weakref.WeakSet(), [0], []
 
     def watch(tensor):
         full = real(tensor)
@@ -740,12 +742,17 @@ def _export_spread(ctx, mesh_shape, folder, limit, sharded, seed=0):
 
     from fxtrain.checkpoint import _export
 
+    def written(path, *args):
+        mine.append(path.name)
+        return real_write(path, *args)
+
     real, _export._whole = _export._whole, watch
+    real_write, _export._write_file = _export._write_file, written
     try:
         files = export(parts, folder, limit, ctx=ctx, sharded=sharded)
     finally:
-        _export._whole = real
-    return [file.name for file in files], most[0], whole
+        _export._whole, _export._write_file = real, real_write
+    return [file.name for file in files], most[0], whole, mine
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, (2,)), (4, (4,)), (4, (2, 2))])
@@ -753,10 +760,13 @@ def _export_spread(ctx, mesh_shape, folder, limit, sharded, seed=0):
 def test_spread_tensors_are_gathered_one_by_one(clusters, tmp_path, ranks, mesh, sharded):
     for limit in ("5GB", 200, 1):
         found = clusters[ranks].run(_export_spread, mesh, tmp_path, limit, sharded)
-        names, _, whole = found[0]
+        names, _, whole, _ = found[0]
         assert all(answer[0] == names for answer in found)
+        turns = ranks if sharded else 1
+        for rank, answer in enumerate(found):
+            assert answer[3] == (names[rank::turns] if rank < turns else [])
         # One that arrives and, on the rank that writes it, one that is being written.
-        assert max(most for _, most, _ in found) <= 2
+        assert max(answer[1] for answer in found) <= 2
         assert len(names) == (1 if limit == "5GB" else len(names))
         _same(_as_the_ecosystem_reads(tmp_path), whole)
         assert set(_names(tmp_path)) == {*names, *([INDEX] if len(names) > 1 else [])}
@@ -845,7 +855,7 @@ def _breaks(ctx, folder, broken, sharded):
 
 @pytest.mark.parametrize(("broken", "sharded"), [(0, False), (0, True), (1, True)])
 def test_all_ranks_raise_what_one_of_them_met(pair, tmp_path, broken, sharded):
-    names, _, whole = pair.run(_export_spread, (2,), tmp_path, 200, False)[0]
+    names, _, whole, _ = pair.run(_export_spread, (2,), tmp_path, 200, False)[0]
     one, other = pair.run(_breaks, tmp_path, broken, sharded)
     assert one == other and one[0] == "CheckpointError" and "No space left" in one[1]
     assert set(_names(tmp_path)) == {*names, INDEX}
