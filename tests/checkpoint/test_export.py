@@ -1018,3 +1018,52 @@ def test_what_deepspeed_has_partitioned_is_named(tmp_path):
         export(net, tmp_path)
     with pytest.raises(fx.CheckpointError, match="weight is partitioned by DeepSpeed"):
         load_model(tmp_path, net)
+
+
+def _plan(mode, shard):
+    strategy = fx.FSDP(mode=mode, shard=shard, wrap=("_Block",), ignore=("2.down.*",))
+    return fx.Plan(strategy=strategy, precision="bf16")
+
+
+def _sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _train_and_export(ctx, folder, mode, shard):
+    torch.manual_seed(3)
+    net = nn.Sequential(*[_Block() for _ in range(3)])
+    model = fx.wrap(net, ctx, _plan(mode, shard), optimizer=_sgd)
+    fns = fx.StepFns(model=model, loss=lambda m, batch: m(batch[0]).square().mean())
+    loader = fx.shard(torch.utils.data.DataLoader([(torch.ones(6),)] * 8, batch_size=2), ctx)
+    for batch in loader:
+        fx.step(ctx, batch, fns)
+    export(model, folder, 600)
+    with torch.no_grad():
+        return model(torch.ones(2, 6))
+
+
+def _load_and_run(ctx, folder, mode, shard):
+    torch.manual_seed(4)
+    net = nn.Sequential(*[_Block() for _ in range(3)])
+    model = fx.wrap(net, ctx, _plan(mode, shard), optimizer=_sgd)
+    with torch.no_grad():
+        model(torch.ones(2, 6))  # leaves parameters whole where the mode says so
+        load_model(folder, model)
+        return model(torch.ones(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode", "shard"),
+    [(2, "grads_and_optimizer", None), (2, "none", None), (4, "full", 2)],
+)
+def test_a_wrapped_sharded_model_goes_to_any_other(clusters, tmp_path, ranks, mode, shard):
+    wanted = clusters[ranks].run(_train_and_export, tmp_path, mode, shard)
+    for other, again, part in ((2, "grads_and_optimizer", None), (4, "full", 2)):
+        for found in clusters[other].run(_load_and_run, tmp_path, again, part):
+            torch.testing.assert_close(found, wanted[0], rtol=0.02, atol=0.02)
+    net = nn.Sequential(*[_Block() for _ in range(3)])
+    start = net(torch.ones(2, 6))
+    load_model(tmp_path, net)
+    assert all(parameter.dtype is torch.float32 for parameter in net.parameters())
+    torch.testing.assert_close(net(torch.ones(2, 6)), wanted[0].float(), rtol=0.05, atol=0.05)
+    assert not torch.allclose(start, wanted[0].float(), rtol=0.05, atol=0.05)
