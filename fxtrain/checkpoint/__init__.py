@@ -6,6 +6,8 @@ Beside them, models in the files that other libraries read.
 from fxtrain.checkpoint._background import Saving
 from fxtrain.checkpoint._compare import Difference, compare, count_leaves
 from fxtrain.checkpoint._export import export
+from fxtrain.checkpoint._import_accelerate import AcceleratorState, read_accelerate
+from fxtrain.checkpoint._import_dcp import DcpState, read_dcp
 from fxtrain.checkpoint._load_model import Loaded, load_model
 from fxtrain.checkpoint._merge import merge
 from fxtrain.checkpoint._names import before, latest
@@ -14,6 +16,8 @@ from fxtrain.checkpoint._save import save
 from fxtrain.checkpoint._verify import Verified, verify
 
 __all__ = [
+    "AcceleratorState",
+    "DcpState",
     "Difference",
     "Loaded",
     "Restored",
@@ -26,6 +30,8 @@ __all__ = [
     "latest",
     "load_model",
     "merge",
+    "read_accelerate",
+    "read_dcp",
     "restore",
     "save",
     "verify",

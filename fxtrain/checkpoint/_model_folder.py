@@ -156,7 +156,7 @@ def commit(source: Path, folder: Path) -> None:
     sync_folder(folder)
     (folder / other).unlink(missing_ok=True)
     sync_folder(folder)
-    for path in folder.iterdir():
+    for path in list(folder.iterdir()):
         stale = _SHARD.fullmatch(path.name) or path.name.startswith(_ASIDE)
         if stale and path.name not in coming:
             path.unlink()

@@ -17,7 +17,7 @@ from fxtrain.checkpoint._model_folder import INDEX, MARKER, SINGLE
 from fxtrain.checkpoint._model_tensors import Part, is_sharded
 from fxtrain.checkpoint._safetensors import Entry, parse_json, read_header
 
-__all__ = ["Source", "open_source", "renamed"]
+__all__ = ["Source", "inside", "open_source", "renamed"]
 
 _PICKLES = (".bin", ".pt", ".pth")
 _PICKLE_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -118,7 +118,7 @@ def _in_folder(folder: Path) -> Path:
         )
     for name in (SINGLE, INDEX, *_PICKLE_NAMES):
         if (folder / name).exists() or (folder / name).is_symlink():
-            return _inside(folder, name)
+            return inside(folder, name)
     found = sorted(path.name for path in folder.iterdir())[:10]
     raise CheckpointError(
         f"{folder} holds no model: there is no {SINGLE} and no {INDEX}. It holds "
@@ -136,10 +136,10 @@ def _read_index(path: Path) -> dict[Path, list[str]]:
     files: dict[str, list[str]] = {}
     for tensor, name in places.items():
         files.setdefault(name, []).append(tensor)
-    return {_inside(path.parent, name): tensors for name, tensors in files.items()}
+    return {inside(path.parent, name): tensors for name, tensors in files.items()}
 
 
-def _inside(folder: Path, name: str) -> Path:
+def inside(folder: Path, name: str) -> Path:
     """A file in a folder, and not one that the name or a link leads to elsewhere."""
     for kind in (PurePosixPath, PureWindowsPath):
         if kind(name).anchor or ".." in kind(name).parts or not kind(name).name:

@@ -6,7 +6,6 @@ time is enough.
 """
 
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -21,10 +20,11 @@ import torch
 from torch import Tensor
 
 from fxtrain._errors import CheckpointError
+from fxtrain.checkpoint._bytes import contiguous, memory_of
 
 __all__ = ["DTYPES", "Entry", "Header", "parse_json", "read_header", "writing"]
 
-# Names of the format; complex numbers are read and never written, as few readers know them.
+# Names of the format that torch has a dtype for.
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -32,6 +32,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -142,9 +145,8 @@ def writing(
                 f"{path}: a tensor {tensor.dtype} {tuple(tensor.shape)} came where {told} "
                 f"was announced."
             )
-        flat = tensor.detach().cpu().resolve_neg().contiguous()
-        if entry.nbytes:
-            file.write(memoryview((ctypes.c_char * entry.nbytes).from_address(flat.data_ptr())))
+        values = contiguous(tensor)
+        file.write(memory_of(values))
 
     with path.open("xb") as file:
         file.write(_header(path, entries, metadata))

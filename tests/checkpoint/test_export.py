@@ -25,6 +25,8 @@ DTYPES = [
     torch.bfloat16,
     torch.float8_e4m3fn,
     torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+    torch.float8_e4m3fnuz,
     torch.int64,
     torch.int32,
     torch.int16,
@@ -729,7 +731,7 @@ def _spread(ctx, mesh_shape, seed=0):
 
 def _export_spread(ctx, mesh_shape, folder, limit, sharded, seed=0):
     whole, parts = _spread(ctx, mesh_shape, seed)
-    alive, most = weakref.WeakSet(), [0]
+    alive, most, mine = weakref.WeakSet(), [0], []
 
     def watch(tensor):
         full = real(tensor)
@@ -740,12 +742,17 @@ def _export_spread(ctx, mesh_shape, folder, limit, sharded, seed=0):
 
     from fxtrain.checkpoint import _export
 
+    def written(path, *args):
+        mine.append(path.name)
+        return real_write(path, *args)
+
     real, _export._whole = _export._whole, watch
+    real_write, _export._write_file = _export._write_file, written
     try:
         files = export(parts, folder, limit, ctx=ctx, sharded=sharded)
     finally:
-        _export._whole = real
-    return [file.name for file in files], most[0], whole
+        _export._whole, _export._write_file = real, real_write
+    return [file.name for file in files], most[0], whole, mine
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, (2,)), (4, (4,)), (4, (2, 2))])
@@ -753,10 +760,13 @@ def _export_spread(ctx, mesh_shape, folder, limit, sharded, seed=0):
 def test_spread_tensors_are_gathered_one_by_one(clusters, tmp_path, ranks, mesh, sharded):
     for limit in ("5GB", 200, 1):
         found = clusters[ranks].run(_export_spread, mesh, tmp_path, limit, sharded)
-        names, _, whole = found[0]
+        names, _, whole, _ = found[0]
         assert all(answer[0] == names for answer in found)
+        turns = ranks if sharded else 1
+        for rank, answer in enumerate(found):
+            assert answer[3] == (names[rank::turns] if rank < turns else [])
         # One that arrives and, on the rank that writes it, one that is being written.
-        assert max(most for _, most, _ in found) <= 2
+        assert max(answer[1] for answer in found) <= 2
         assert len(names) == (1 if limit == "5GB" else len(names))
         _same(_as_the_ecosystem_reads(tmp_path), whole)
         assert set(_names(tmp_path)) == {*names, *([INDEX] if len(names) > 1 else [])}
@@ -845,7 +855,7 @@ def _breaks(ctx, folder, broken, sharded):
 
 @pytest.mark.parametrize(("broken", "sharded"), [(0, False), (0, True), (1, True)])
 def test_all_ranks_raise_what_one_of_them_met(pair, tmp_path, broken, sharded):
-    names, _, whole = pair.run(_export_spread, (2,), tmp_path, 200, False)[0]
+    names, _, whole, _ = pair.run(_export_spread, (2,), tmp_path, 200, False)[0]
     one, other = pair.run(_breaks, tmp_path, broken, sharded)
     assert one == other and one[0] == "CheckpointError" and "No space left" in one[1]
     assert set(_names(tmp_path)) == {*names, INDEX}
@@ -1008,3 +1018,52 @@ def test_what_deepspeed_has_partitioned_is_named(tmp_path):
         export(net, tmp_path)
     with pytest.raises(fx.CheckpointError, match="weight is partitioned by DeepSpeed"):
         load_model(tmp_path, net)
+
+
+def _plan(mode, shard):
+    strategy = fx.FSDP(mode=mode, shard=shard, wrap=("_Block",), ignore=("2.down.*",))
+    return fx.Plan(strategy=strategy, precision="bf16")
+
+
+def _sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _train_and_export(ctx, folder, mode, shard):
+    torch.manual_seed(3)
+    net = nn.Sequential(*[_Block() for _ in range(3)])
+    model = fx.wrap(net, ctx, _plan(mode, shard), optimizer=_sgd)
+    fns = fx.StepFns(model=model, loss=lambda m, batch: m(batch[0]).square().mean())
+    loader = fx.shard(torch.utils.data.DataLoader([(torch.ones(6),)] * 8, batch_size=2), ctx)
+    for batch in loader:
+        fx.step(ctx, batch, fns)
+    export(model, folder, 600)
+    with torch.no_grad():
+        return model(torch.ones(2, 6))
+
+
+def _load_and_run(ctx, folder, mode, shard):
+    torch.manual_seed(4)
+    net = nn.Sequential(*[_Block() for _ in range(3)])
+    model = fx.wrap(net, ctx, _plan(mode, shard), optimizer=_sgd)
+    with torch.no_grad():
+        model(torch.ones(2, 6))  # leaves parameters whole where the mode says so
+        load_model(folder, model)
+        return model(torch.ones(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode", "shard"),
+    [(2, "grads_and_optimizer", None), (2, "none", None), (4, "full", 2)],
+)
+def test_a_wrapped_sharded_model_goes_to_any_other(clusters, tmp_path, ranks, mode, shard):
+    wanted = clusters[ranks].run(_train_and_export, tmp_path, mode, shard)
+    for other, again, part in ((2, "grads_and_optimizer", None), (4, "full", 2)):
+        for found in clusters[other].run(_load_and_run, tmp_path, again, part):
+            torch.testing.assert_close(found, wanted[0], rtol=0.02, atol=0.02)
+    net = nn.Sequential(*[_Block() for _ in range(3)])
+    start = net(torch.ones(2, 6))
+    load_model(tmp_path, net)
+    assert all(parameter.dtype is torch.float32 for parameter in net.parameters())
+    torch.testing.assert_close(net(torch.ones(2, 6)), wanted[0].float(), rtol=0.05, atol=0.05)
+    assert not torch.allclose(start, wanted[0].float(), rtol=0.05, atol=0.05)
