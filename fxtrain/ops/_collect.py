@@ -56,11 +56,9 @@ def gather(tree: Any, ctx: DistContext) -> Any:
     """
     packed = pack(tree)
     others = dump(list(packed.others.values())) if packed.others else _EMPTY
-    stacked, found = _every_rank(ctx, ("gather", signature(packed)), packed, others)
-    leaves: dict[int, Any] = {
-        place: rows if rows.ndim == 1 else rows.flatten(0, 1)
-        for place, rows in zip(packed.tensors, stacked, strict=True)
-    }
+    call = ("gather", signature(packed))
+    joined, found = _every_rank(ctx, call, packed, others, joined=True)
+    leaves: dict[int, Any] = dict(zip(packed.tensors, joined, strict=True))
     for index, place in enumerate(packed.others):
         leaves[place] = [values[index] for values in found]
     return packed.rebuild(leaves)
@@ -213,21 +211,22 @@ def scatter(values: Sequence[Any] | None, ctx: DistContext, src: int = 0) -> Any
 
 
 def _every_rank(
-    ctx: DistContext, call: Call, packed: Packed, others: Tensor
+    ctx: DistContext, call: Call, packed: Packed, others: Tensor, *, joined: bool = False
 ) -> tuple[list[Tensor], list[list[Any]]]:
-    """Each tensor of all ranks stacked, (ranks, ...), and the other leaves of each rank."""
+    """Each tensor of all ranks, as `columns` gives it, and the other leaves of each rank."""
     tensors = list(packed.tensors.values())
     if ctx.world_size == 1:
-        return [tensor.clone()[None] for tensor in tensors], [list(packed.others.values())]
+        alone = [t.clone() if joined and t.ndim else t.clone()[None] for t in tensors]
+        return alone, [list(packed.others.values())]
     if _rides(ctx, tensors):
         flat = to_bytes(tensors)
         rows = _exchange(ctx, call, torch.cat([flat, others]) if others.numel() else flat)
         size = flat.numel()
-        stacked = columns(torch.stack([row[:size] for row in rows]), tensors)
+        stacked = columns(torch.stack([row[:size] for row in rows]), tensors, joined=joined)
         blobs: Sequence[Tensor] = [row[size:] for row in rows]
     else:
         blobs = _compared(ctx, call, tensors, others)
-        stacked = _gather_bulk(ctx, call, tensors)
+        stacked = _gather_bulk(ctx, call, tensors, joined=joined)
     found = [
         _loaded(call[0], rank, blob) if blob.numel() else [] for rank, blob in enumerate(blobs)
     ]
@@ -267,7 +266,9 @@ def _by_device(ctx: DistContext, tensors: list[Tensor]) -> list[tuple[Any, list[
     return [(group, places) for group, places in pairs if places]
 
 
-def _gather_bulk(ctx: DistContext, call: Call, tensors: list[Tensor]) -> list[Tensor]:
+def _gather_bulk(
+    ctx: DistContext, call: Call, tensors: list[Tensor], *, joined: bool
+) -> list[Tensor]:
     stacked: dict[int, Tensor] = {}
     for group, places in _by_device(ctx, tensors):
         mine = [tensors[i] for i in places]
@@ -275,7 +276,7 @@ def _gather_bulk(ctx: DistContext, call: Call, tensors: list[Tensor]) -> list[Te
         rows = flat.new_empty((ctx.world_size, flat.numel()))
         with guarded(ctx, call):
             dist.all_gather(list(rows), flat, group=group)
-        stacked |= zip(places, columns(rows, mine), strict=True)
+        stacked |= zip(places, columns(rows, mine, joined=joined), strict=True)
     return [stacked[place] for place in range(len(tensors))]
 
 

@@ -13,6 +13,11 @@ from fxtrain import _tree
 
 __all__ = ["Packed", "columns", "dump", "from_bytes", "load", "pack", "signature", "to_bytes"]
 
+_NAMES = {
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
 _ALIGN = 16  # the widest dtype, complex128: a view needs an offset that divides by its size
 
 
@@ -50,7 +55,7 @@ def pack(tree: Any) -> Packed:
 def signature(packed: Packed, extra: str = "") -> str:
     """Structure, dtypes and shapes in words: equal on ranks whose calls fit together."""
     kinds = [
-        f"{str(t.dtype)[6:]}{list(t.shape)}{'' if t.device.type == 'cpu' else '@device'}"
+        f"{_NAMES[t.dtype]}{[*t.shape]}" if t.is_cpu else f"{_NAMES[t.dtype]}{[*t.shape]}@device"
         for t in packed.tensors.values()
     ]
     structure = packed.shape.text if packed.shape.text != "*" else ""
@@ -70,27 +75,31 @@ def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
-def columns(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def columns(rows: Tensor, like: Sequence[Tensor], *, joined: bool = False) -> list[Tensor]:
     """Take buffers of several ranks that `to_bytes` made apart again.
 
     Args:
         rows: uint8, (ranks, bytes), each row from tensors like these.
+        joined: Put the ranks' tensors one after the other instead of beside each other.
 
     Returns:
-        For each tensor, (ranks, *its shape) in its dtype.
+        For each tensor, in its dtype, (ranks, *its shape); joined (ranks · n, ...), in which
+        a 0-d tensor counts as one row.
     """
     out: dict[int, Tensor] = {}
-    start = 0
+    start, ranks = 0, len(rows)
     for dtype, places in _by_dtype(like).items():
         counts = [like[place].numel() for place in places]
         size = sum(counts) * dtype.itemsize
-        # A copy where the section is not the whole row, or not aligned to its dtype.
-        section = rows[:, start : start + size].clone(memory_format=torch.contiguous_format)
+        section = rows[:, start : start + size]
+        if rows.stride(0) % dtype.itemsize or rows.storage_offset() % dtype.itemsize:
+            section = section.clone(memory_format=torch.contiguous_format)
         # Bytes of nothing do not view as anything.
         typed = section.view(dtype) if size else section.to(dtype)
-        parts = typed.split(counts, dim=1)
-        for place, part in zip(places, parts, strict=True):
-            out[place] = part.reshape(len(rows), *like[place].shape)
+        for place, part in zip(places, typed.split(counts, dim=1), strict=True):
+            shape = like[place].shape
+            whole = (ranks * shape[0], *shape[1:]) if joined and shape else (ranks, *shape)
+            out[place] = part.reshape(whole)
         start += size + -size % _ALIGN
     return [out[place] for place in range(len(like))]
 
