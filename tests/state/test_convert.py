@@ -60,7 +60,7 @@ WRONG = {
     "no table": ([1], "found [1]; choose a table of strategy, precision, accumulate"),
     "no kind": (
         {"strategy": {}},
-        "found None; choose one of 'ddp', 'single'. @ plan.strategy.kind",
+        "found None; choose one of 'ddp', ",
     ),
     "other kind": ({"strategy": {"kind": "dpp"}}, "Did you mean 'ddp'?"),
     "bare kind": ({"strategy": "ddp"}, "found 'ddp'; choose a table with a `kind`, one of"),
