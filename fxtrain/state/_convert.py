@@ -10,26 +10,34 @@ import attrs
 import cattrs
 from cattrs.errors import AttributeValidationNote, IterableValidationNote
 
-from fxtrain._errors import PlanError
+from fxtrain._errors import FxError, PlanError
 from fxtrain.state._fsdp import FSDP
 from fxtrain.state._record import Check, canonical, check_of, closest, members, shown, to_float
 from fxtrain.state._strategies import DDP, Single
 
-__all__ = ["BUILT_IN", "converter_for", "fingerprint", "kind_of", "structure", "unstructure"]
+__all__ = [
+    "BUILT_IN",
+    "converter_for",
+    "fingerprint",
+    "kind_of",
+    "plain",
+    "structure",
+    "unstructure",
+]
 
 T = TypeVar("T")
 BUILT_IN: tuple[type, ...] = (Single, DDP, FSDP)
 _Hook = Callable[[Any, Any], Any]
 _SCALARS = {kind: check_of(kind, "") for kind in (bool, int, float, str)}
 _LINES = 20  # of a message: a file that is no plan at all may hold any number of problems
-_WRONG = (ValueError, cattrs.BaseValidationError, cattrs.StructureHandlerNotFoundError)
+_WRONG = (FxError, ValueError, cattrs.BaseValidationError, cattrs.StructureHandlerNotFoundError)
 
 
 def unstructure(record: Any) -> dict[str, Any]:
-    """A record as dicts, lists, strings, numbers and None.
+    """A record as dicts, lists, strings, numbers and None; what else it holds stays as it is.
 
     Raises:
-        PlanError: it is no record, or holds something else than such data.
+        PlanError: it is no record, or holds itself.
 
     Example:
         >>> import fxtrain as fx
@@ -39,7 +47,11 @@ def unstructure(record: Any) -> dict[str, Any]:
     """
     if isinstance(record, type) or not attrs.has(type(record)):
         raise PlanError(f"A record, such as an fx.Plan, was expected; found {shown(record)}.")
-    return converter_for().unstructure(record)
+    try:
+        return converter_for().unstructure(record)
+    except RecursionError:
+        name = type(record).__name__
+        raise PlanError(f"This {name} is nested too deeply, or holds itself.") from None
 
 
 def structure(data: Any, cls: type[T], configs: tuple[type, ...] = ()) -> T:
@@ -61,8 +73,8 @@ def structure(data: Any, cls: type[T], configs: tuple[type, ...] = ()) -> T:
         2
         >>> structure({"even": "padd", "seed": "7"}, fx.Plan)
         Traceback (most recent call last):
-        fxtrain._errors.PlanError: plan.even: found 'padd'; choose one of 'pad', ... mean 'pad'?
-        plan.seed: found '7'; choose a whole number.
+        fxtrain._errors.PlanError: found 'padd'; choose one of ... Did you mean 'pad'? @ plan.even
+        found '7'; choose a whole number. @ plan.seed
     """
     if not (isinstance(cls, type) and attrs.has(cls)):
         raise PlanError(f"structure makes records, such as fx.Plan; found {shown(cls)}.")
@@ -79,12 +91,15 @@ def structure(data: Any, cls: type[T], configs: tuple[type, ...] = ()) -> T:
 def fingerprint(record: Any) -> str:
     """A digest of everything a record says: equal for equal records, on every machine.
 
+    Raises:
+        PlanError: it is no record, or holds something that no file could.
+
     Example:
         >>> import fxtrain as fx
         >>> fx.fingerprint(fx.Plan()) == fx.fingerprint(fx.Plan(accumulate=1))
         True
     """
-    text = json.dumps(unstructure(record), sort_keys=True, separators=(",", ":"))
+    text = json.dumps(plain(record), sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(f"{type(record).__name__}{text}".encode(), digest_size=16).hexdigest()
 
 
@@ -116,7 +131,7 @@ def converter_for(configs: tuple[type, ...] = ()) -> cattrs.Converter:
     converter.register_structure_hook_factory(
         attrs.has, lambda cls: _record_hook(cls, converter, known)
     )
-    converter.register_unstructure_hook_factory(attrs.has, lambda _: _plain)
+    converter.register_unstructure_hook_factory(attrs.has, lambda _: _data)
     return converter
 
 
@@ -126,18 +141,44 @@ def kind_of(config: type) -> str | None:
     return field.default if field is not None and isinstance(field.default, str) else None
 
 
-def _plain(value: Any) -> Any:
+def plain(record: Any) -> dict[str, Any]:
+    """Like `unstructure`, but only for what text can hold.
+
+    Raises:
+        PlanError: it is no record, or holds something else.
+    """
+    data = unstructure(record)
+    for value in _leaves(data):
+        if value is not None and not (
+            type(value) in _SCALARS and _SCALARS[type(value)].fits(value)
+        ):
+            raise PlanError(
+                f"{type(record).__name__} holds {shown(value)}, which cannot be written: files "
+                f"take true, false, finite numbers, text, None, tuples and records of these."
+            )
+    return data
+
+
+def _data(value: Any) -> Any:
     if attrs.has(type(value)):
         fields = [one for one in attrs.fields(type(value)) if one.init or one.name == "kind"]
-        return {field.alias: _plain(getattr(value, field.name)) for field in fields}
+        return {field.alias: _data(getattr(value, field.name)) for field in fields}
     if isinstance(value, tuple | list):
-        return [_plain(one) for one in value]
-    if value is None or (type(value) in _SCALARS and _SCALARS[type(value)].fits(value)):
-        return value
-    raise PlanError(
-        f"{shown(value)} cannot be written as plain data, which is true, false, finite numbers, "
-        f"text, None, tuples and records of these."
-    )
+        return [_data(one) for one in value]
+    if isinstance(value, Mapping):
+        return {key: _data(one) for key, one in value.items()}
+    return value
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    if isinstance(data, dict):
+        yield from data
+        data = data.values()
+    elif not isinstance(data, list):
+        yield data
+        return
+    for value in data:
+        yield from _leaves(value)
 
 
 def _record_hook(cls: type, converter: cattrs.Converter, known: Mapping[str, type]) -> _Hook:
@@ -158,7 +199,7 @@ def _record_hook(cls: type, converter: cattrs.Converter, known: Mapping[str, typ
         problems = [
             _noted(ValueError("is missing."), name) for name in required if name not in data
         ]
-        for key, value in data.items():
+        for key, value in sorted(data.items(), key=lambda item: item[0] not in hooks):
             if key == "kind" and tag is not None and value == tag:
                 continue
             try:
@@ -168,7 +209,7 @@ def _record_hook(cls: type, converter: cattrs.Converter, known: Mapping[str, typ
         if not problems:
             try:
                 return cls(**values)
-            except (ValueError, TypeError) as error:  # fields that do not go together
+            except (FxError, ValueError, TypeError) as error:  # fields that do not go together
                 problems.append(error)
         raise _together(cattrs.ClassValidationError, problems, cls)
 
@@ -180,8 +221,9 @@ def _hook_of(key: Any, cls: type, hooks: Mapping[str, _Hook], tag: str | None) -
         return hooks[key]
     if key == "kind" and tag is not None:
         return _checked(check_of(Literal[tag], ""))
-    near = closest(key, hooks)
-    raise ValueError(f"unknown key {shown(key)}.{near} {cls.__name__} has {', '.join(hooks)}.")
+    near = closest(key, hooks).strip()
+    hint = f" (d{near[1:]})" if near else ""
+    raise ValueError(f"unknown key {shown(key)}{hint}; {cls.__name__} has {', '.join(hooks)}.")
 
 
 def _field_hook(
@@ -282,4 +324,4 @@ def _lines(error: BaseException, path: str) -> Iterator[str]:
         for inner in error.exceptions:
             yield from _lines(inner, path)
     else:
-        yield f"{path}: {error}"
+        yield f"{error} @ {path}"

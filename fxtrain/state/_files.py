@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from fxtrain._errors import PlanError
 from fxtrain._optional import optional
-from fxtrain.state._convert import structure, unstructure
+from fxtrain.state._convert import plain, structure
 from fxtrain.state._plan import Plan
 from fxtrain.state._record import shown
 
@@ -32,6 +32,7 @@ def dumps(record: Any, format: Format = "json") -> str:
     TOML has no null, so fields that are None are left out there; each has None as default.
 
     Raises:
+        PlanError: the record holds something that no file could.
         MissingPackageError: TOML needs tomlkit and YAML pyyaml (the extra `files`).
 
     Example:
@@ -39,7 +40,7 @@ def dumps(record: Any, format: Format = "json") -> str:
         >>> fx.loads(fx.dumps(fx.Plan(accumulate=2), "toml"), fx.Plan, "toml").accumulate
         2
     """
-    data = unstructure(record)
+    data = plain(record)
     if format == "json":
         return json.dumps(data, indent=2) + "\n"
     needed_by = f"dumps(format={format!r})"
@@ -62,7 +63,7 @@ def loads(text: str, cls: type[T] = Plan, format: Format = "json") -> T:
         >>> import fxtrain as fx
         >>> fx.loads('{"accumulat": 2}')
         Traceback (most recent call last):
-        fxtrain._errors.PlanError: plan: unknown key 'accumulat'. Did you mean 'accumulate'? ...
+        fxtrain._errors.PlanError: unknown key 'accumulat' (did you mean 'accumulate'?); ... @ plan
     """
     return structure(_parse(text, format), cls, _third_party())
 

@@ -126,7 +126,7 @@ class ModelState:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Saved:
-    """A saved `ModelState`, to be read piece by piece.
+    """A saved `ModelState`, to be read piece by piece. Identity decides equality and hash.
 
     Attributes:
         shapes: (shape, dtype) of each tensor by name.

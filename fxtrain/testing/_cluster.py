@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from fxtrain._errors import CollectiveError
-from fxtrain.testing._worker import READY, work
+from fxtrain.testing._worker import CONNECTED, LOADED, work
 
 __all__ = ["Cluster", "RankFailure", "free_port"]
 
@@ -55,7 +55,7 @@ class Cluster:
         self.n = n
         self._timeout_s = timeout_s
         self._call_s = call_s
-        self._calls = READY
+        self._calls = LOADED
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -168,26 +168,32 @@ class Cluster:
         return f"Its process ended {how}"
 
     def _start(self) -> None:
-        self._calls = READY
-        port = free_port()
         spawn = multiprocessing.get_context("spawn")
         for rank in range(self.n):
             here, there = spawn.Pipe()
             process = spawn.Process(
                 target=work,
-                args=(rank, self.n, port, self._timeout_s, there, list(sys.path)),
+                args=(rank, self.n, self._timeout_s, there, list(sys.path)),
                 daemon=True,
             )
             process.start()
             there.close()
             self._workers.append((process, here))
         try:
-            failed = [outcome.value for outcome in self._collect(_START_S) if outcome.failed]
-            if failed:
-                raise RankFailure(f"The ranks of a pool did not start: {failed[0]}") from failed[0]
+            self._started(LOADED)
+            port = str(free_port()).encode()
+            for _, pipe in self._workers:
+                _send(pipe, port)
+            self._started(CONNECTED)
         except BaseException:
             self.close()
             raise
+
+    def _started(self, stage: int) -> None:
+        self._calls = stage
+        failed = [outcome.value for outcome in self._collect(_START_S) if outcome.failed]
+        if failed:
+            raise RankFailure(f"The ranks of a pool did not start: {failed[0]}") from failed[0]
 
 
 def free_port() -> int:

@@ -7,12 +7,15 @@ import warnings
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["READY", "work"]
+__all__ = ["CONNECTED", "LOADED", "work"]
 
-READY = 0  # the number of the answer that a rank gives once it is connected
+# Numbers of the answers that a rank gives before its first call. Between them it waits for a
+# port: no rank shall wait for another that still imports torch, which may take longer than
+# the group's timeout where the machine is busy.
+LOADED, CONNECTED = range(2)
 
 
-def work(rank: int, n: int, port: int, timeout_s: float, pipe: Connection, path: list[str]) -> None:
+def work(rank: int, n: int, timeout_s: float, pipe: Connection, path: list[str]) -> None:
     """Connect to the other ranks, then answer calls until the pipe closes.
 
     An answer is a pickled tuple of the number of its call, whether the call returned, whether
@@ -26,21 +29,22 @@ def work(rank: int, n: int, port: int, timeout_s: float, pipe: Connection, path:
     from fxtrain import ops
 
     torch.set_num_threads(1)
+    pipe.send_bytes(_returned(LOADED, None, healthy=True))
     env = {
         "RANK": rank,
         "WORLD_SIZE": n,
         "LOCAL_RANK": rank,
         "LOCAL_WORLD_SIZE": n,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": int(pipe.recv_bytes()),
     }
     try:
         variables = {name: str(value) for name, value in env.items()}
         ctx = ops.detect(variables, device="cpu", timeout_s=timeout_s)
     except Exception as error:
-        pipe.send_bytes(_failed(READY, error, healthy=False))
+        pipe.send_bytes(_failed(CONNECTED, error, healthy=False))
         return
-    pipe.send_bytes(_returned(READY, None, healthy=True))
+    pipe.send_bytes(_returned(CONNECTED, None, healthy=True))
     with ctx:
         while True:
             try:

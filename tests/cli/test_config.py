@@ -72,7 +72,7 @@ class Mistake:
 MISTAKES = [
     Mistake(text="[launch]\nrnks = 2", says="unknown key 'rnks' (did you mean 'ranks'?)"),
     Mistake(text="[lanch]", says="unknown key 'lanch' (did you mean 'launch'?)"),
-    Mistake(text='[launch]\nranks = "2"', says="expected a whole number, found '2' @ launch.ranks"),
+    Mistake(text='[launch]\nranks = "2"', says="found '2'; choose a whole number. @ launch.ranks"),
     Mistake(text="launch = 3", says="expected a table, found 3 @ launch"),
     Mistake(text='default = "a"', says="there is no profile 'a'; the file has none @ default"),
     Mistake(text="default = 1", says="expected the name of a profile, found 1 @ default"),
@@ -80,13 +80,13 @@ MISTAKES = [
     Mistake(text="[profiles.a]\nx = 1", says="known are launch, plan @ profiles.a"),
     Mistake(
         text="[plan]\naccumulate = 0",
-        says="Plan(accumulate=0): 'accumulate' must be >= 1: 0. @ plan",
+        says="found 0; choose a number at least 1. @ plan.accumulate",
     ),
     Mistake(
         text='[profiles.a.plan.data]\nsource = "dispach"',
-        says="did you mean 'dispatch'? @ profiles.a.plan.data.source",
+        says="Did you mean 'dispatch'? @ profiles.a.plan.data.source",
     ),
-    Mistake(text="[launch]\nranks = 1979-05-27", says="datetime.date(1979, 5, 27) @ launch.ranks"),
+    Mistake(text="[launch]\nranks = 1979-05-27", says="found datetime.date(1979, 5, 27); choose"),
     Mistake(text="[launch", says="This is not TOML"),
     Mistake(text="a: [", says="This is not YAML", form="yaml"),
     Mistake(text="&a {launch: *a}", says="unknown key 'launch'", form="yaml"),
@@ -176,7 +176,7 @@ def test_a_wrong_value_is_told_with_its_origin(good):
     with pytest.raises(fx.PlanError) as told:
         resolve(env={"FXTRAIN_PLAN__EVEN": "dorp"}, flags=from_flags(["launch.ranks=two"]))
     first, second = str(told.value).splitlines()
-    assert first.endswith("found 'two' @ launch.ranks (flag)")
+    assert first.endswith("found 'two'; choose a whole number. @ launch.ranks (flag)")
     assert second.endswith("'drop'? @ plan.even (environment FXTRAIN_PLAN__EVEN)")
 
 

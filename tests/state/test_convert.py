@@ -43,26 +43,30 @@ def test_every_problem_of_every_field_is_told_with_its_path():
         "strategy": {"kind": "ddp", "hook": {"power_sgd": {"rank": "1"}}},
     }
     lines = _problems(data)
-    assert lines[0].startswith("plan: unknown key 'accumulat'. Did you mean 'accumulate'? Plan has")
-    assert lines[1:] == [
-        "plan.clip_norm: found 0; choose a number above 0.",
-        "plan.data.source: found 'dispach'; choose one of 'shard', 'dispatch', 'sharded'. "
-        "Did you mean 'dispatch'?",
-        "plan.data.to_device: found 1; choose true or false.",
-        "plan.precision.compute: found 'fp8'; choose one of 'fp32', 'bf16', 'fp16'.",
-        "plan.precision.scale.backoff: found 1.5; choose a number above 0 and below 1.",
-        "plan.strategy.hook.power_sgd.rank: found '1'; choose a whole number.",
+    assert lines[-1].startswith("unknown key 'accumulat' (did you mean 'accumulate'?); Plan has ")
+    assert lines[-1].endswith(", compile. @ plan")
+    assert lines[:-1] == [
+        "found 0; choose a number above 0. @ plan.clip_norm",
+        "found 'dispach'; choose one of 'shard', 'dispatch', 'sharded'. Did you mean 'dispatch'? "
+        "@ plan.data.source",
+        "found 1; choose true or false. @ plan.data.to_device",
+        "found 'fp8'; choose one of 'fp32', 'bf16', 'fp16'. @ plan.precision.compute",
+        "found 1.5; choose a number above 0 and below 1. @ plan.precision.scale.backoff",
+        "found '1'; choose a whole number. @ plan.strategy.hook.power_sgd.rank",
     ]
 
 
 WRONG = {
-    "no table": ([1], "plan: found [1]; choose a table of strategy, precision, accumulate"),
-    "no kind": ({"strategy": {}}, "plan.strategy.kind: found None; choose one of 'ddp', 'single'"),
+    "no table": ([1], "found [1]; choose a table of strategy, precision, accumulate"),
+    "no kind": (
+        {"strategy": {}},
+        "found None; choose one of 'ddp', ",
+    ),
     "other kind": ({"strategy": {"kind": "dpp"}}, "Did you mean 'ddp'?"),
-    "bare kind": ({"strategy": "ddp"}, "plan.strategy: found 'ddp'; choose a table with a `kind`"),
-    "bool as int": ({"seed": True}, "plan.seed: found True; choose a whole number."),
-    "float as int": ({"seed": 1.0}, "plan.seed: found 1.0; choose a whole number."),
-    "int as bool": ({"flush": 0}, "plan.flush: found 0; choose true or false."),
+    "bare kind": ({"strategy": "ddp"}, "found 'ddp'; choose a table with a `kind`, one of"),
+    "bool as int": ({"seed": True}, "found True; choose a whole number. @ plan.seed"),
+    "float as int": ({"seed": 1.0}, "found 1.0; choose a whole number. @ plan.seed"),
+    "int as bool": ({"flush": 0}, "found 0; choose true or false. @ plan.flush"),
     "bool as float": ({"clip_norm": True}, "found True; choose a finite number or None."),
     "nan": ({"clip_norm": math.nan}, "found nan; choose a finite number or None."),
     "text as list": ({"recompute": "abc"}, "found 'abc'; choose a tuple or list, each a string."),
@@ -70,7 +74,7 @@ WRONG = {
     "number as table": ({"data": 4}, "found 4; choose an fx.Data(...). In a file that is a table."),
     "many bits": ({"seed": 10**6000}, "found <a number of 19932 bits, more than 64>; choose a"),
     "no exact float": ({"clip_norm": 2**53 + 1}, "found 9007199254740993; choose a finite number"),
-    "key of another type": ({1: 2}, "plan: unknown key 1. Plan has"),
+    "key of another type": ({1: 2}, "unknown key 1; Plan has strategy"),
 }
 
 
@@ -145,15 +149,15 @@ def test_a_third_party_s_config_is_checked_and_round_trips():
     assert again == plan and fx.fingerprint(again) == fx.fingerprint(plan)
     wrong = {"strategy": {"kind": "mine", "rate": "a", "mode": "fst", "names": ["a", 4], "x": 1}}
     assert _problems(wrong, configs=(Mine,))[:3] == [
-        "plan.strategy.rate: found 'a'; choose a finite number.",
-        "plan.strategy.mode: found 'fst'; choose one of 'fast', 'slow'. Did you mean 'fast'?",
-        "plan.strategy.names: found ['a', 4]; choose a tuple or list, each a string.",
+        "found 'a'; choose a finite number. @ plan.strategy.rate",
+        "found 'fst'; choose one of 'fast', 'slow'. Did you mean 'fast'? @ plan.strategy.mode",
+        "found ['a', 4]; choose a tuple or list, each a string. @ plan.strategy.names",
     ]
     assert _problems({"strategy": {"kind": "mine"}}, configs=(Mine,)) == [
-        "plan.strategy.rate: is missing."
+        "is missing. @ plan.strategy.rate"
     ]
     assert _problems({"strategy": {"kind": "mine", "rate": 2}}, configs=(Mine,)) == [
-        "plan.strategy: rate=2.0 is above 1."
+        "rate=2.0 is above 1. @ plan.strategy"
     ]
 
 
@@ -190,12 +194,12 @@ def test_fields_of_every_kind_that_files_hold():
     assert structure(unstructure(many), Many) == many
     wrong = {"betas": [0.5], "stage": True, "either": 0.5, "weights": ["x"]}
     assert _problems({**wrong, "groups": [{}, {"size": "2"}, 3]}, Many) == [
-        "many.betas: found [0.5]; choose a tuple or list, a finite number, a finite number.",
-        "many.stage: found True; choose one of 1, 2, 3.",
-        "many.either: found 0.5; choose a whole number or a string.",
-        "many.weights: found ['x']; choose a tuple or list, each a finite number or None.",
-        "many.groups[1].size: found '2'; choose a whole number.",
-        "many.groups[2]: found 3; choose a table of size.",
+        "found [0.5]; choose a tuple or list, a finite number, a finite number. @ many.betas",
+        "found True; choose one of 1, 2, 3. @ many.stage",
+        "found 0.5; choose a whole number or a string. @ many.either",
+        "found ['x']; choose a tuple or list, each a finite number or None. @ many.weights",
+        "found '2'; choose a whole number. @ many.groups[1].size",
+        "found 3; choose a table of size. @ many.groups[2]",
     ]
 
 
@@ -227,10 +231,13 @@ def test_a_field_of_a_type_that_files_do_not_know_is_a_plan_error():
         device: bytes = b""
         kind: str = "odd"
 
-    with pytest.raises(fx.PlanError, match=r"b'' cannot be written as plain data"):
-        unstructure(fx.Plan(strategy=Odd()))
+    with pytest.raises(fx.PlanError, match=r"Plan holds b'', which cannot be written"):
+        fx.dumps(fx.Plan(strategy=Odd()))
+    with pytest.raises(fx.PlanError, match=r"Plan holds b'', which cannot be written"):
+        fx.fingerprint(fx.Plan(strategy=Odd()))
+    assert unstructure(Odd(b"x")) == {"device": b"x", "kind": "odd"}
     (line,) = _problems({"strategy": {"kind": "odd", "device": object()}}, configs=(Odd,))
-    assert line.startswith("plan.strategy")
+    assert "choose a bytes." in line and line.endswith("@ plan.strategy.device")
 
 
 @pytest.mark.parametrize("value", [3, None, fx.Plan, {"seed": 1}])
@@ -241,6 +248,17 @@ def test_only_records_become_data(value):
         structure({}, int)
 
 
+def test_a_record_that_holds_itself_is_no_data():
+    @attrs.define
+    class Loop:
+        inner: object = None
+
+    loop = Loop()
+    loop.inner = [{"loop": loop}]
+    with pytest.raises(fx.PlanError, match="Loop is nested too deeply, or holds itself"):
+        unstructure(loop)
+
+
 def test_the_data_of_a_record_is_plain():
     data = unstructure(fx.Plan(compile=fx.Compile(blocks=("Block",))))
     assert json.loads(json.dumps(data)) == data
@@ -249,20 +267,24 @@ def test_the_data_of_a_record_is_plain():
 
 TEXTS = [
     ("json", '{"seed": 1, "seed": 2}', "the key 'seed' appears twice in one table."),
-    ("json", '{"seed": NaN}', "plan.seed: found nan"),
+    ("json", '{"seed": NaN}', "found nan; choose a whole number. @ plan.seed"),
     ("json", "[" * 100_000, "This is not JSON: maximum recursion"),
     ("json", '{"seed": ' + "9" * 5000 + "}", "This is not JSON: Exceeds the limit"),
     ("toml", "seed = 1\nseed = 2", "This is not TOML: "),
-    ("toml", "seed = 2001-01-01", "plan.seed: found datetime.date(2001, 1, 1); choose a whole"),
+    (
+        "toml",
+        "seed = 2001-01-01",
+        "found datetime.date(2001, 1, 1); choose a whole number. @ plan.seed",
+    ),
     ("yaml", "seed: 1\nseed: 2", "the key 'seed' appears twice in one table."),
-    ("yaml", "flush: yes", "plan.flush: found 'yes'; choose true or false."),
-    ("yaml", "seed: 010", "plan.seed: found '010'; choose a whole number."),
+    ("yaml", "flush: yes", "found 'yes'; choose true or false. @ plan.flush"),
+    ("yaml", "seed: 010", "found '010'; choose a whole number. @ plan.seed"),
     ("yaml", "seed: !!int x", "This is not YAML: "),
     ("yaml", "seed: !!float ''", "a value does not fit its tag"),
     ("yaml", "seed: !!timestamp x", "a value does not fit its tag"),
     ("yaml", "flush: !!bool x", "a value does not fit its tag"),
     ("yaml", "seed: !!python/object:os.system x", "could not determine a constructor"),
-    ("yaml", "compile: &a {blocks: *a}", "plan.compile.blocks: found {'blocks': "),
+    ("yaml", "compile: &a {blocks: *a}", "each a string. @ plan.compile.blocks"),
     ("yaml", "[" * 3000, "This is not YAML: maximum recursion"),
     ("ini", "", "format='ini': choose one of json, toml, yaml."),
 ]
@@ -287,8 +309,8 @@ def test_a_plan_file_is_named_in_its_errors(tmp_path):
     with pytest.raises(fx.PlanError) as caught:
         fx.read_plan(path)
     first, second, third = str(caught.value).splitlines()
-    assert first == f"{path}:" and "Did you mean 'accumulate'?" in second
-    assert third == "plan.seed: found 'x'; choose a whole number."
+    assert first == f"{path}:" and "did you mean 'accumulate'?" in third
+    assert second == "found 'x'; choose a whole number. @ plan.seed"
     with pytest.raises(fx.PlanError, match="No such file"):
         fx.write_plan(fx.Plan(), tmp_path / "none" / "run.toml")
     with pytest.raises(fx.PlanError, match=r"ends in \.json, \.toml"):
