@@ -1,6 +1,7 @@
 """Looking at machines, models and set-ups before anything long is started."""
 
 from fxtrain.cli.inspect._env import collect
+from fxtrain.cli.inspect._facts import clock_problems, fact_problems
 from fxtrain.cli.inspect._memory import Estimate, Training, estimate, inference, training
 from fxtrain.cli.inspect._secrets import hidden
 from fxtrain.cli.inspect._weights import KvCache, Weight, Weights, read_weights
@@ -11,8 +12,10 @@ __all__ = [
     "Training",
     "Weight",
     "Weights",
+    "clock_problems",
     "collect",
     "estimate",
+    "fact_problems",
     "hidden",
     "inference",
     "read_weights",
