@@ -4,6 +4,7 @@ from fxtrain.cli.inspect._env import collect
 from fxtrain.cli.inspect._facts import clock_problems, fact_problems
 from fxtrain.cli.inspect._memory import Estimate, Training, estimate, inference, training
 from fxtrain.cli.inspect._secrets import hidden
+from fxtrain.cli.inspect._tpu_command import setup_command
 from fxtrain.cli.inspect._weights import KvCache, Weight, Weights, read_weights
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "hidden",
     "inference",
     "read_weights",
+    "setup_command",
     "training",
 ]
