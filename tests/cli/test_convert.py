@@ -269,7 +269,7 @@ def test_ranks_that_do_not_divide_are_noted():
         ([], "no Accelerate config"),
         ({}, "distributed_type is missing"),
         ({"distributed_type": "FSPD"}, "did you mean 'FSDP'"),
-        ({"distributed_type": "NO", "num_processes": "two"}, "@ num_processes"),
+        ({"distributed_type": "NO", "num_processes": "two"}, "num_processes: "),
         ({"distributed_type": "NO", "use_cpu": "maybe"}, "expected yes or no, found 'maybe'"),
         ({"distributed_type": "NO", "num_machines": 0}, "nodes"),
         ({"distributed_type": "NO", "main_process_ip": "a b"}, "main_address"),

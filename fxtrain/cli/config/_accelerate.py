@@ -120,7 +120,7 @@ def _facts(data: Any) -> tuple[dict[str, Any], str]:
     facts = dict(_flat(data))
     kind = str(facts.pop("distributed_type")).upper()
     if kind not in _TYPES:
-        raise PlanError(f"unknown type {kind!r}{near(kind, _TYPES)} @ distributed_type")
+        raise PlanError(f"distributed_type: unknown {kind!r}{near(kind, _TYPES)}")
     return facts, kind
 
 
@@ -138,7 +138,7 @@ def _apply(table: Facts, key: str, facts: Facts, kind: str, told: list[str]) -> 
     try:
         return table[key](facts[key], facts)
     except (ValueError, TypeError, OverflowError) as error:
-        told.append(f"{error} @ {key}")
+        told.append(f"{key}: {error}")
         return Outcome()
 
 

@@ -152,7 +152,7 @@ def problems_of(section: Section, *, at: str = "") -> list[str]:
         where = f"{at}.{name}" if at else name
         try:
             made = structure(dict(data), cls, third_party())
-        except PlanError as error:
+        except (PlanError, LaunchError) as error:
             told += [_placed(line, cls, where) for line in str(error).splitlines()]
         else:
             told += _misfits(made, where) if isinstance(made, LaunchSpec) else []
@@ -164,14 +164,14 @@ def _misfits(spec: LaunchSpec, where: str) -> list[str]:
     try:
         row = find_launcher(spec)
     except LaunchError as error:
-        return [f"{error} @ {where}"]
+        return [f"{where}: {error}"]
     options = {} if spec.options is None else spec.options
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        return [f"expected a table of options, found {options!r} @ {where}.options"]
+        return [f"{where}.options: expected a table, found {options!r}"]
     try:
         options_from(row.options, options, launcher=row.name)
     except LaunchError as error:
-        return [f"{error} @ {where}.options"]
+        return [f"{where}.options: {error}"]
     return []
 
 
@@ -181,12 +181,11 @@ def third_party() -> tuple[type, ...]:
 
 
 def _placed(line: str, cls: type, where: str) -> str:
-    """The converter names records; a file has sections."""
+    """The converter begins a path with the record's name; a file has sections."""
     own = cls.__name__.lower()
-    head, at, path = line.rpartition(f" @ {own}")
-    if at and path[:1] in ("", ".", "["):
-        return f"{head} @ {where}{path}"
-    return f"{line.removeprefix(f'{own}: ')} @ {where}"
+    if line.startswith((f"{own}.", f"{own}:", f"{own}[")):
+        return f"{where}{line.removeprefix(own)}"
+    return f"{where}: {line}"
 
 
 def _load(text: str, form: str) -> Any:
@@ -209,20 +208,20 @@ def _file(data: Any) -> tuple[LaunchFile, list[str]]:
     top = _table(data, ("default", "launch", "plan", "profiles"), "", told)
     default = top.get("default", "")
     if not isinstance(default, str):
-        told.append(f"expected the name of a profile, found {default!r} @ default")
+        told.append(f"default: expected the name of a profile, found {default!r}")
     named = top.get("profiles", {})
     if not isinstance(named, Mapping):
-        told.append(f"expected a table of profiles, found {named!r} @ profiles")
+        told.append(f"profiles: expected a table of profiles, found {named!r}")
         named = {}
     profiles: dict[str, Section] = {}
     for name, section in named.items():
         if not isinstance(name, str) or not name:
-            told.append(f"a profile's name is a word, found {name!r} @ profiles")
+            told.append(f"profiles: a profile's name is a word, found {name!r}")
             continue
         profiles[name] = _section(section, f"profiles.{name}", told)
     if isinstance(default, str) and default and default not in profiles:
         known = ", ".join(profiles) or "none"
-        told.append(f"there is no profile {default!r}; the file has {known} @ default")
+        told.append(f"default: there is no profile {default!r}; the file has {known}")
     common = _section({key: top[key] for key in ("launch", "plan") if key in top}, "", told)
     return LaunchFile(common=common, profiles=profiles, default=str(default)), told
 
@@ -234,7 +233,7 @@ def _section(data: Any, at: str, told: list[str]) -> Section:
     for name in ("launch", "plan"):
         part = both.get(name, {})
         if not isinstance(part, Mapping):
-            told.append(f"expected a table, found {part!r} @ {prefix}{name}")
+            told.append(f"{prefix}{name}: expected a table, found {part!r}")
         else:
             parts[name] = part
     return Section(**parts)
@@ -243,11 +242,11 @@ def _section(data: Any, at: str, told: list[str]) -> Section:
 def _table(data: Any, known: tuple[str, ...], at: str, told: list[str]) -> Mapping[str, Any]:
     where = at or "the file"
     if not isinstance(data, Mapping):
-        told.append(f"expected a table of {', '.join(known)}, found {data!r} @ {where}")
+        told.append(f"{where}: expected a table of {', '.join(known)}, found {data!r}")
         return {}
     has = ", ".join(known)
     told.extend(
-        f"unknown key {key!r}{near(str(key), known)}; known are {has} @ {where}"
+        f"{where}: unknown key {key!r}{near(str(key), known)}; known are {has}"
         for key in data
         if key not in known
     )

@@ -86,7 +86,7 @@ def read_answer(question: Question, said: str) -> Any:
 def problem_with(question: Question, value: Any, answers: Answers) -> str:
     """What the records say against a value; empty if it fits what was answered before."""
     told = problems_of(section_of({**answers, question.path: value}))
-    return told[0].rpartition(" @ ")[0] if told else ""
+    return told[0].partition(": ")[2] if told else ""
 
 
 def section_of(answers: Answers) -> Section:

@@ -209,7 +209,7 @@ def _origin(path: str, origins: Mapping[str, str]) -> str:
 
 
 def _with_origin(line: str, origins: Mapping[str, str]) -> str:
-    path = line.rpartition(" @ ")[2].replace("[", ".").replace("]", "").replace("'", "")
+    path = line.partition(": ")[0].replace("[", ".").replace("]", "")
     origin = _origin(path, origins)
     return line if origin == "default" else f"{line} ({origin})"
 

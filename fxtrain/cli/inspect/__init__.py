@@ -1,8 +1,10 @@
 """Looking at machines, models and set-ups before anything long is started."""
 
 from fxtrain.cli.inspect._env import collect
+from fxtrain.cli.inspect._facts import clock_problems, fact_problems
 from fxtrain.cli.inspect._memory import Estimate, Training, estimate, inference, training
 from fxtrain.cli.inspect._secrets import hidden
+from fxtrain.cli.inspect._tpu_command import setup_command
 from fxtrain.cli.inspect._weights import KvCache, Weight, Weights, read_weights
 
 __all__ = [
@@ -11,10 +13,13 @@ __all__ = [
     "Training",
     "Weight",
     "Weights",
+    "clock_problems",
     "collect",
     "estimate",
+    "fact_problems",
     "hidden",
     "inference",
     "read_weights",
+    "setup_command",
     "training",
 ]

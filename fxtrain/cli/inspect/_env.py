@@ -178,7 +178,8 @@ def _config(env: Mapping[str, str]) -> dict[str, Any]:
         settings = resolve(env=env)
     except PlanError as error:
         # Without what was found there, which may be a secret.
-        wrong = [line.rpartition(" @ ")[2] for line in str(error).splitlines() if " @ " in line]
+        lines = [line.partition(": ") for line in str(error).splitlines()]
+        wrong = [path for path, colon, _ in lines if colon and " " not in path]
         said = ", ".join(wrong) or "the file"
         return {"not in order": f"{said}; `fxtrain config show` says why"}
     found: dict[str, Any] = {

@@ -1,0 +1,148 @@
+"""What a rank says about itself before it works with others, and what is wrong between them."""
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fxtrain import __version__
+
+__all__ = ["clock_problems", "facts_here", "fact_problems"]
+
+# Packages whose versions must agree, or ranks run different code.
+_SAME = ("python", "fxtrain", "torch", "CUDA", "NCCL")
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+# More than this between nodes and logs, file times and certificates stop making sense.
+_CLOCK_S = 1.0
+
+
+def facts_here(env: Mapping[str, str], torch: Any) -> dict[str, Any]:
+    """Plain data about this process and its machine.
+
+    Effects:
+        Resolves the machine's own name.
+    """
+    interfaces = [name for _, name in socket.if_nameindex()]
+    return {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "fxtrain": __version__,
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "",
+        "NCCL": _nccl(torch),
+        "numpy": _version("numpy"),
+        "interfaces": interfaces,
+        "asked": {name: env[name] for name in _INTERFACES if env.get(name)},
+        "own_address": _own_address(),
+        "device": str(torch.accelerator.current_accelerator() or "cpu"),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+        "time": time.time(),
+    }
+
+
+def fact_problems(facts: Sequence[Mapping[str, Any]], *, nodes: int) -> list[str]:
+    """What does not fit between ranks, in words.
+
+    Args:
+        facts: By rank, from `facts_here`.
+        nodes: Machines that take part.
+
+    Example:
+        >>> from fxtrain.cli.inspect import fact_problems
+        >>> a, b = {"host": "n0", "torch": "2.13"}, {"host": "n1", "torch": "2.12"}
+        >>> fact_problems([a, b], nodes=2)[0]
+        'torch differs: 2.12 on n1, 2.13 on n0. Install the same version everywhere.'
+    """
+    told: list[str] = []
+    for name in (*_SAME, "device"):
+        hosts: dict[str, set[str]] = {}
+        for fact in facts:
+            hosts.setdefault(str(fact.get(name, "")), set()).add(str(fact["host"]))
+        if len(hosts) > 1:
+            shown = [
+                f"{value or 'none'} on {_list(found)}" for value, found in sorted(hosts.items())
+            ]
+            advice = (
+                "Give each node the same devices, or set launch.cpu."
+                if name == "device"
+                else "Install the same version everywhere."
+            )
+            told.append(f"{name} differs: {', '.join(shown)}. {advice}")
+    for fact in _one_per_host(facts):
+        told += _interface_problems(fact)
+        if nodes > 1 and str(fact.get("own_address", "")).startswith("127."):
+            told.append(
+                f"{fact['host']} takes its own name for {fact['own_address']}, where other nodes "
+                f"cannot reach it. Set launch.local_address, or correct /etc/hosts."
+            )
+    return told
+
+
+def clock_problems(times: Sequence[float], hosts: Sequence[str]) -> list[str]:
+    """Hosts whose clocks are apart, from times that were read at one moment.
+
+    Example:
+        >>> from fxtrain.cli.inspect import clock_problems
+        >>> clock_problems([100.0, 100.1, 160.0], ["n0", "n0", "n1"])
+        ['The clock of n1 is 60.0 s ahead of n0. Set the time by NTP (timedatectl).']
+    """
+    told: list[str] = []
+    for host, ahead in {host: at - times[0] for host, at in zip(hosts, times, strict=True)}.items():
+        if abs(ahead) > _CLOCK_S:
+            word = "ahead of" if ahead > 0 else "behind"
+            told.append(
+                f"The clock of {host} is {abs(ahead):.1f} s {word} {hosts[0]}. Set the time by NTP "
+                f"(timedatectl)."
+            )
+    return told
+
+
+def _interface_problems(fact: Mapping[str, Any]) -> list[str]:
+    """Names that a variable asks for and the machine does not have."""
+    there = [str(name) for name in fact.get("interfaces", ())]
+    told: list[str] = []
+    for variable, asked in dict(fact.get("asked", {})).items():
+        wanted = [name.partition(":")[0] for name in asked.lstrip("=").split(",")]
+        # NCCL takes prefixes, and ^ for all but these; gloo takes whole names.
+        exact = asked.startswith("=") or not variable.startswith("NCCL")
+        if asked.startswith("^") or any(
+            name == one if exact else name.startswith(one) for one in wanted for name in there
+        ):
+            continue
+        told.append(
+            f"{variable}={asked} on {fact['host']}: there is no such interface. There are "
+            f"{', '.join(there)}."
+        )
+    return told
+
+
+def _one_per_host(facts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return list({str(fact["host"]): fact for fact in reversed(facts)}.values())[::-1]
+
+
+def _list(hosts: set[str]) -> str:
+    shown = sorted(hosts)
+    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _nccl(torch: Any) -> str:
+    if not torch.cuda.is_available():
+        return ""
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _own_address() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
