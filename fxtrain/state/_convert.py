@@ -73,8 +73,8 @@ def structure(data: Any, cls: type[T], configs: tuple[type, ...] = ()) -> T:
         2
         >>> structure({"even": "padd", "seed": "7"}, fx.Plan)
         Traceback (most recent call last):
-        fxtrain._errors.PlanError: found 'padd'; choose one of ... Did you mean 'pad'? @ plan.even
-        found '7'; choose a whole number. @ plan.seed
+        fxtrain._errors.PlanError: plan.even: found 'padd'; choose one of ... Did you mean 'pad'?
+        plan.seed: found '7'; choose a whole number.
     """
     if not (isinstance(cls, type) and attrs.has(cls)):
         raise PlanError(f"structure makes records, such as fx.Plan; found {shown(cls)}.")
@@ -324,4 +324,4 @@ def _lines(error: BaseException, path: str) -> Iterator[str]:
         for inner in error.exceptions:
             yield from _lines(inner, path)
     else:
-        yield f"{error} @ {path}"
+        yield f"{path}: {error}"

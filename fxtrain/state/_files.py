@@ -63,7 +63,7 @@ def loads(text: str, cls: type[T] = Plan, format: Format = "json") -> T:
         >>> import fxtrain as fx
         >>> fx.loads('{"accumulat": 2}')
         Traceback (most recent call last):
-        fxtrain._errors.PlanError: unknown key 'accumulat' (did you mean 'accumulate'?); ... @ plan
+        fxtrain._errors.PlanError: plan: unknown key 'accumulat' (did you mean 'accumulate'?); ...
     """
     return structure(_parse(text, format), cls, _third_party())
 

@@ -70,7 +70,7 @@ class Mistake:
 
 
 MISTAKES = [
-    Mistake(text="[launch]\nrnks = 2", says="launch: unknown key 'rnks'. Did you mean 'ranks'?"),
+    Mistake(text="[launch]\nrnks = 2", says="launch: unknown key 'rnks' (did you mean 'ranks'?)"),
     Mistake(text="[lanch]", says="the file: unknown key 'lanch' (did you mean 'launch'?)"),
     Mistake(text='[launch]\nranks = "2"', says="launch.ranks: found '2'; choose a whole number"),
     Mistake(text="[launch]\nranks = 0", says="launch: LaunchSpec(ranks=0)"),
@@ -247,7 +247,7 @@ def test_check_tells_mistakes_by_its_exit_code(good, capsys):
     assert main(["config", "check", "--json"]) == Exit.FOUND
     told = json.loads(capsys.readouterr().out)
     assert told["file"] == "fxtrain.toml"
-    assert "Did you mean 'ranks'?" in told["problems"][0] and len(told["problems"]) == 1
+    assert "did you mean 'ranks'?" in told["problems"][0] and len(told["problems"]) == 1
     assert main(["config", "check"]) == Exit.FOUND
     assert main(["config", "check", "nowhere.toml"]) == Exit.WRONG
     assert "Traceback" not in capsys.readouterr().err
