@@ -21,9 +21,7 @@ class CallableModule(ModuleType):
         self,
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
-        *,
-        ranks: int = 2,
-        timeout_s: float | None = None,
+        **how: Any,
     ) -> list[Any]:
         """The function `launch`."""
-        return launch(fn, args, ranks=ranks, timeout_s=timeout_s)
+        return launch(fn, args, **how)

@@ -86,10 +86,11 @@ def test_nodes_without_a_main_address():
     assert "2 nodes must know where to meet: set main_address" in ended.err
 
 
+@pytest.mark.timeout(300)
 def test_a_node_that_was_killed_is_started_again(tmp_path):
     port = _port()
     words = (
-        "--rendezvous=c10d", "--restarts=3", "--run-id=again",
+        "--rendezvous=c10d", "--restarts=3", "--run-id=again", "--threads=1",
         "--rendezvous-option=keep_alive_interval=1",
         "--rendezvous-option=keep_alive_max_attempt=2",
         RANKS, "come_back", str(tmp_path),
@@ -97,12 +98,12 @@ def test_a_node_that_was_killed_is_started_again(tmp_path):
     stays = _node(0, port, *words)
     _wait_for(lambda: _listens(port))  # so it serves the meeting place
     goes = _node(0, port, *words)
-    _wait_for(lambda: len(list(tmp_path.glob("here*"))) == 4)
+    _wait_for(lambda: len(list(tmp_path.glob("here*"))) == 4, timeout_s=120.0)
     (tmp_path / "killed").touch()
     goes.send_signal(signal.SIGKILL)
     finish(goes, timeout_s=30)
     again = _node(0, port, *words)
-    ended = [finish(process, timeout_s=100) for process in (stays, again)]
+    ended = [finish(process, timeout_s=200) for process in (stays, again)]
     assert [end.code for end in ended] == [0, 0], [end.err for end in ended]
     said = sorted(line for end in ended for line in end.out.splitlines())
     assert said == ["back 0", "back 1", "back 2", "back 3"]
