@@ -7,12 +7,12 @@ Example:
 """
 
 import sys
+from typing import TYPE_CHECKING
 
 from fxtrain.launch._callable import CallableModule
 from fxtrain.launch._ending import Ending, Failure, by_cause, describe
 from fxtrain.launch._fields import options_from
 from fxtrain.launch._flags import FLAGS, Flag, flag_words
-from fxtrain.launch._function import launch
 from fxtrain.launch._invocation import Invocation, as_json, show
 from fxtrain.launch._kubernetes import KubernetesOptions, kubernetes
 from fxtrain.launch._launchers import LAUNCHERS, Launcher, find_launcher, prepare, run
@@ -28,6 +28,9 @@ from fxtrain.launch._slurm import SlurmOptions, slurm
 from fxtrain.launch._spec import LaunchSpec, rank_environment
 from fxtrain.launch._target import check_target
 from fxtrain.launch._tpu import TpuPodOptions, pod_command, tpu, tpu_pod
+
+if TYPE_CHECKING:
+    from fxtrain.launch._function import launch as launch
 
 __all__ = [
     "Ending",

@@ -5,25 +5,31 @@ imports `fxtrain.launch` first would turn `fx.launch(...)` into an error. A modu
 called is both.
 """
 
+import importlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
-
-from fxtrain.launch._function import launch
 
 __all__ = ["CallableModule"]
 
 
 class CallableModule(ModuleType):
-    """The type of the package `fxtrain.launch`."""
+    """The type of the package `fxtrain.launch`.
+
+    The function is loaded when it is asked for: the command line never is the one that asks,
+    and its script waits for what it loads.
+    """
+
+    @property
+    def launch(self) -> Callable[..., list[Any]]:
+        """The function `launch`."""
+        return importlib.import_module("fxtrain.launch._function").launch
 
     def __call__(
         self,
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
-        *,
-        ranks: int = 2,
-        timeout_s: float | None = None,
+        **how: Any,
     ) -> list[Any]:
         """The function `launch`."""
-        return launch(fn, args, ranks=ranks, timeout_s=timeout_s)
+        return self.launch(fn, args, **how)

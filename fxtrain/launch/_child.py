@@ -38,8 +38,18 @@ def main() -> None:
     if how == "program":
         _replace(target, args)
     faulthandler.enable()
-    sys.excepthook = functools.partial(_record, given.get("errors"))
+    folder = given.get("errors")
+    sys.excepthook = functools.partial(_record, folder)
     sys.argv[:] = [target, *args]
+    try:
+        _become(how, target)
+    except SystemExit as leaving:
+        if folder is not None and leaving.code not in (None, 0):
+            _write_code(folder, leaving.code)
+        raise
+
+
+def _become(how: str, target: str) -> None:
     if how == "module":
         _set_first_path(os.getcwd())
         runpy.run_module(target, run_name="__main__", alter_sys=True)
@@ -92,20 +102,37 @@ def _record(
     if issubclass(kind, KeyboardInterrupt):
         return  # the launcher was told to stop, and says so
     shown = _skip_own_frames(tb)
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if folder is not None and os.path.isdir(folder):
-        path = os.path.join(folder, f"{_rank()}.json")
+    path = _path(folder) or os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         sys.__excepthook__(kind, error, shown)
         return
-    # The format of torch's elastic launcher and three more fields; whole or absent, since the
-    # launcher may end this process at any moment.
-    with open(f"{path}.new", "w") as file:
-        json.dump({"message": _report(kind, error, shown)}, file)
-    os.replace(f"{path}.new", path)
+    _write(path, _report(kind, error, shown))
     timer = threading.Timer(_PATIENCE_S, sys.__excepthook__, (kind, error, shown))
     timer.daemon = True
     timer.start()
+
+
+def _write_code(folder: str, code: object) -> None:
+    """Tell of an exit code, which mpirun may keep to itself."""
+    path = _path(folder)
+    number = code if isinstance(code, int) else 1
+    if path is not None:
+        extra = {"code": number, "time_ns": time.time_ns(), "rank": _rank()}
+        _write(path, {"message": "", "extraInfo": extra})
+
+
+def _path(folder: str | None) -> str | None:
+    if folder is None or not os.path.isdir(folder):
+        return None
+    return os.path.join(folder, f"{_rank()}.json")
+
+
+def _write(path: str, report: dict[str, object]) -> None:
+    # The format of torch's elastic launcher and a few more fields; whole or absent, since the
+    # launcher may end this process at any moment.
+    with open(f"{path}.new", "w") as file:
+        json.dump({"message": report}, file)
+    os.replace(f"{path}.new", path)
 
 
 def _report(
@@ -119,6 +146,7 @@ def _report(
             "timestamp": str(int(time.time())),
             "time_ns": time.time_ns(),
             "rank": _rank(),
+            "code": 1,  # with which Python leaves
             "kind": name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}",
         },
     }

@@ -15,7 +15,12 @@ __all__ = ["Machine", "cores_of_ranks", "look", "read_cores", "usable_cores", "w
 
 _NODES = Path("/sys/devices/system/node")
 # By what `mpirun --version` says; Intel's names itself before the MPICH that it is made from.
-_MPIS = (("Open MPI", "openmpi"), ("Intel(R) MPI", "intel"), ("HYDRA", "mpich"), ("MPICH", "mpich"))
+_MPIS = (
+    ("Open MPI", "openmpi"),
+    ("OpenRTE", "openmpi"),
+    ("Intel(R) MPI", "intel"),
+    ("HYDRA", "mpich"),
+)
 
 
 @attrs.frozen(kw_only=True)

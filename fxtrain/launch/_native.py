@@ -47,7 +47,18 @@ def native(spec: LaunchSpec, machine: Machine) -> Invocation:
         # The elastic launcher replaces ${local_rank} in arguments; a user's $ is only a $.
         *(word.replace("$", "$$") for word in arguments),
     ]
-    return Invocation(argv=argv, env=shared_environment(spec, machine))
+    return Invocation(argv=argv, env=shared_environment(spec, machine) | _store(spec))
+
+
+def _store(spec: LaunchSpec) -> dict[str, str]:
+    """Who serves the store of the ranks, where nodes may be replaced.
+
+    A launcher of torch 2.13 that serves it publishes where only once, so that a node which
+    joins a later round waits for the address until it gives up. Rank 0 does it anew each time.
+    """
+    if spec.meets == "c10d" and spec.nodes > 1:
+        return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return {}
 
 
 def _nodes(spec: LaunchSpec) -> str:

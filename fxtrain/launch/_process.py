@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import attrs
@@ -23,6 +24,9 @@ __all__ = ["ERRORS", "run_program"]
 
 # In a command line, the folder for the errors of ranks, which is known when it is run.
 ERRORS = "%ERRORS%"
+_LOOK_S = 0.2
+# For other ranks to tell their errors, once one has failed.
+_GRACE_S = 5.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -48,7 +52,7 @@ def run_program(spec: LaunchSpec, invocation: Invocation) -> Ending:
     with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
         errors = _errors_in(spec.log_dir) if spec.log_dir else folder
         argv = [word.replace(ERRORS, errors) for word in invocation.argv]
-        code, stopped = _wait(argv, {**os.environ, **invocation.env})
+        code, stopped = _wait(argv, {**os.environ, **invocation.env}, Path(errors))
         # Ranks on other machines see this folder only where log_dir is shared.
         reports = read_reports(sorted(Path(errors).glob("*.json")))
     ending = Ending(
@@ -81,8 +85,12 @@ def _errors_in(folder: str) -> str:
     return os.path.abspath(tempfile.mkdtemp(prefix="errors-", dir=folder))
 
 
-def _wait(argv: list[str], env: dict[str, str]) -> tuple[int, int | None]:
-    """The exit code of a program, and the signal that we were told to end it with."""
+def _wait(argv: list[str], env: dict[str, str], errors: Path) -> tuple[int, int | None]:
+    """The exit code of a program, and the signal that we were told to end it with.
+
+    When a rank has left a word in the folder of errors and the program goes on, it is ended:
+    MPICH's does not end the other ranks.
+    """
     told: list[int] = []
     sys.stdout.flush()
     process = subprocess.Popen(
@@ -98,6 +106,20 @@ def _wait(argv: list[str], env: dict[str, str]) -> tuple[int, int | None]:
         process.send_signal(number)
 
     with passed_on((*TELLING, *_ENDING), give):
-        code = process.wait()
+        code = _ended(process, errors)
     ended = [number for number in told if number in _ENDING]
     return code, ended[0] if ended and code else None
+
+
+def _ended(process: "subprocess.Popen[bytes]", errors: Path) -> int:
+    failed_at: float | None = None
+    while True:
+        try:
+            return process.wait(_LOOK_S)
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+        if failed_at is None and any(errors.glob("*.json")):
+            failed_at = now
+        if failed_at is not None and now - failed_at > _GRACE_S:
+            process.terminate()
+            failed_at = now

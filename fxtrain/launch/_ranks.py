@@ -30,9 +30,19 @@ _REMEDY = (
 
 @attrs.frozen(kw_only=True, eq=False)
 class Rank:
-    """A process that was started, and the pipe through which it answers."""
+    """A process that was started, and the pipe through which it answers.
+
+    Attributes:
+        number: Its number on this machine.
+        place: Its number among all ranks.
+        world: How many those are.
+        process: The process.
+        pipe: Where its answer arrives.
+    """
 
     number: int
+    place: int
+    world: int
     process: Any
     pipe: Connection
 
@@ -71,7 +81,8 @@ def start(
             process = context.Process(
                 target=_work, args=(dict(place), threads, there, task), name=f"rank {number}"
             )
-            started.append(Rank(number=number, process=process, pipe=here))
+            rank, world = int(place["RANK"]), int(place["WORLD_SIZE"])
+            started.append(Rank(number=number, place=rank, world=world, process=process, pipe=here))
             with _startable():
                 process.start()
             there.close()

@@ -28,7 +28,7 @@ def to_failures(codes: dict[int, int], reports: dict[int, dict[str, Any]]) -> li
     return [
         Failure(
             rank=rank,
-            code=codes.get(rank),
+            code=codes.get(rank, report.get("code")),
             kind=report.get("kind", ""),
             error=report.get("error", ""),
             traceback=report.get("py_callstack", ""),

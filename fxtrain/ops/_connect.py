@@ -283,6 +283,9 @@ def _open_store(topology: Topology, timeout_s: float) -> Any:
     """Meet at the main address and wait until every rank has said hello."""
     where = f"{topology.main_address}:{topology.main_port}"
     me = f"Rank {topology.rank} of {topology.world_size}"
+    # A store that outlives its ranks has keys of earlier attempts. One that rank 0 serves has
+    # not, and a node that joined later has counted fewer of them.
+    attempt = topology.attempt if topology.store_is_served else 0
     try:
         tcp = dist.TCPStore(
             topology.main_address,
@@ -294,8 +297,8 @@ def _open_store(topology: Topology, timeout_s: float) -> Any:
             multi_tenant=True,
         )
         # Keys outlive a closed context, so each connection of a process gets fresh ones.
-        count = tcp.add(f"fxtrain/{topology.attempt}/connections/{topology.rank}", 1)
-        store = dist.PrefixStore(f"fxtrain/{topology.attempt}/{count}", tcp)
+        count = tcp.add(f"fxtrain/{attempt}/connections/{topology.rank}", 1)
+        store = dist.PrefixStore(f"fxtrain/{attempt}/{count}", tcp)
         store.set(f"hello/{topology.rank}", socket.gethostname())
     except (RuntimeError, ValueError) as error:
         raise ContextError(

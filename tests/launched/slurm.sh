@@ -60,7 +60,7 @@ JobAcctGatherType=jobacct_gather/none
 JobRequeue=1
 InactiveLimit=0
 KillWait=5
-NodeName=$host NodeAddr=127.0.0.1 CPUs=$(nproc) State=UNKNOWN
+NodeName=$host NodeAddr=127.0.0.1 CPUs=$(nproc --all) State=UNKNOWN
 PartitionName=all Nodes=$host Default=YES MaxTime=INFINITE State=UP
 CONF
 export SLURM_CONF="$place/slurm.conf"
@@ -72,11 +72,12 @@ pids+=($!)
 for _ in $(seq 50); do [ -S "$place/munge.socket" ] && break; sleep 0.1; done
 slurmctld -D -f "$SLURM_CONF" >"$place/slurmctld.out" 2>&1 &
 pids+=($!)
+for _ in $(seq 100); do scontrol ping 2>/dev/null | grep -q UP && break; sleep 0.1; done
 slurmd -D -f "$SLURM_CONF" -N "$host" >"$place/slurmd.out" 2>&1 &
 pids+=($!)
 
 for _ in $(seq 100); do
-    sinfo --noheader --format=%T 2>/dev/null | grep -q '^idle' && ready=1 && break
+    sinfo --noheader --format=%T 2>/dev/null | grep -qx 'idle *' && ready=1 && break
     sleep 0.3
 done
 if [ -z "${ready:-}" ]; then

@@ -4,10 +4,13 @@ import ctypes
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 
-RANK = int(os.environ.get("RANK", "0"))
+# Of torchrun and ours, Open MPI, MPICH and SLURM.
+_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+RANK = int(next((os.environ[name] for name in _NAMES if name in os.environ), "0"))
 
 
 class Here:
@@ -23,6 +26,26 @@ def say(*args):
         names = ("OMP_NUM_THREADS", "MASTER_ADDR", "WORLD_SIZE")
         found = {name: os.environ[name] for name in names}
         print(json.dumps({"args": args, "file": __file__, "path": sys.path[0], **found}))
+
+
+def meet(name, *args):
+    """All ranks meet, and rank 0 says who they are, where, and what a variable is."""
+    import fxtrain as fx
+
+    with fx.detect(device="cpu", timeout_s=30) as ctx:
+        place = (ctx.rank, ctx.local_rank, ctx.node_rank, ctx.num_nodes)
+        places = fx.ops.gather_objects(place, ctx)
+        total = fx.ops.reduce(float(ctx.rank + 1), ctx, op="sum")
+        if ctx.is_main:
+            told = {
+                "launcher": ctx.launcher,
+                "places": places,
+                "total": float(total),
+                "value": os.environ.get(name),
+                "args": sys.argv[1:],
+                "cores": sorted(os.sched_getaffinity(0)),
+            }
+            print(json.dumps(told), flush=True)
 
 
 def leave(code):
@@ -49,6 +72,37 @@ def once(path):
 def wait():
     os.write(1, f"{os.getpid()}\n".encode())  # whole lines, also when ranks write at once
     time.sleep(60)
+
+
+def preempted(folder):
+    """Waits for SIGUSR1 in the first run, leaves a file, and ends well in the second."""
+    saved = os.path.join(folder, f"saved{RANK}")
+    if os.path.exists(saved):
+        print(f"rank {RANK} went on", flush=True)
+        return
+
+    def save(number, frame):
+        open(saved, "x").close()
+        sys.exit(0)
+
+    signal.signal(signal.SIGUSR1, save)
+    open(os.path.join(folder, f"ready{RANK}"), "w").close()
+    time.sleep(60)
+
+
+def come_back(folder):
+    """Ranks meet again and again until a node is gone, and once more when it is back."""
+    import fxtrain as fx
+
+    with fx.detect(device="cpu", timeout_s=30) as ctx:
+        if os.path.exists(os.path.join(folder, "killed")):
+            fx.ops.barrier(ctx)
+            os.write(1, f"back {ctx.rank}\n".encode())
+            return
+        open(os.path.join(folder, f"here{ctx.rank}"), "w").close()
+        while True:
+            fx.ops.barrier(ctx)
+            time.sleep(0.1)
 
 
 def main_module():

@@ -1,0 +1,359 @@
+"""Each launcher as a function: a spec and a machine to a command line, variables and files."""
+
+import json
+import subprocess
+
+import attrs
+import pytest
+
+from fxtrain import LaunchError
+from fxtrain.launch import (
+    LAUNCHERS,
+    KubernetesOptions,
+    LaunchSpec,
+    Machine,
+    MpiOptions,
+    RayOptions,
+    SageMakerOptions,
+    SlurmOptions,
+    TpuPodOptions,
+    find_launcher,
+    options_from,
+    prepare,
+)
+
+HERE = Machine(python="python", cores=range(8), numa=((0, 1, 2, 3), (4, 5, 6, 7)), port=4711)
+
+
+def _spec(launcher="native", **fields):
+    return LaunchSpec(target="train.py", launcher=launcher, **fields)
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """A spec, words that its command line holds in this order, and variables that it sets."""
+
+    name: str
+    spec: LaunchSpec
+    words: str
+    env: dict[str, str] = attrs.field(factory=dict)
+    machine: Machine = HERE
+
+
+CASES = [
+    Case(
+        name="native",
+        spec=_spec(ranks=2),
+        words="python -m torch.distributed.run --nnodes=1 --nproc-per-node=2 "
+        "--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --local-addr=127.0.0.1 --no-python",
+        env={"OMP_NUM_THREADS": "4"},
+    ),
+    Case(
+        name="static",
+        spec=_spec(nodes=3, node_rank=2, main_address="n0", main_port=1234, threads=3),
+        words="--nnodes=3 --rdzv-backend=static --rdzv-endpoint=n0:1234 --node-rank=2",
+        env={"OMP_NUM_THREADS": "3"},
+    ),
+    Case(
+        name="elastic",
+        spec=_spec(nodes=4, min_nodes=2, main_address="n0", restarts=3, run_id="a", role="r"),
+        words="--nnodes=2:4 --rdzv-backend=c10d --rdzv-endpoint=n0:29500 --rdzv-id=a "
+        "--max-restarts=3 --role=r",
+        env={"OMP_NUM_THREADS": "8", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    ),
+    Case(
+        name="output",
+        spec=_spec(log_dir="logs", redirect="err", tee="both", show_ranks=[0, 1], ranks=8),
+        words="--log-dir=logs --redirects=2 --tee=3 --local-ranks-filter=0,1",
+        env={"OMP_NUM_THREADS": "1"},
+    ),
+    Case(
+        name="gpus",
+        spec=_spec(gpus=["2", "3"], ranks=2, bind="core-complex", monitor_interval_s=2),
+        words="--monitor-interval=2 --numa-binding=core-complex --no-python",
+        env={"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "2,3"},
+    ),
+    Case(
+        name="cores",
+        spec=_spec(cpu=True, ranks=4, bind="exclusive"),
+        words="--no-python python script --cores=0-1/2-3/4-5/6-7 -- train.py",
+        env={
+            "OMP_NUM_THREADS": "2",
+            "CUDA_VISIBLE_DEVICES": "",
+            "ONEAPI_DEVICE_SELECTOR": "*:cpu",
+            "ASCEND_RT_VISIBLE_DEVICES": "",
+        },
+    ),
+    Case(
+        name="openmpi",
+        spec=_spec("mpi", ranks=2, options=MpiOptions(kind="openmpi", interface="eth0")),
+        words="mpirun -np 2 --oversubscribe --map-by ppr:2:node --bind-to none "
+        "btl_tcp_if_include eth0 -x OMP_NUM_THREADS -x MASTER_ADDR -x MASTER_PORT python",
+        env={"OMP_NUM_THREADS": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711"},
+    ),
+    Case(
+        name="mpich",
+        spec=_spec(
+            "mpi", ranks=2, nodes=2, main_address="n0", bind="exclusive",
+            options=MpiOptions(hostfile="hosts", program="mpiexec"),
+        ),
+        words="mpiexec -np 4 -ppn 2 -f hosts -bind-to core:4 python",
+        env={"OMP_NUM_THREADS": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"},
+        machine=attrs.evolve(HERE, mpi="mpich"),
+    ),
+    Case(
+        name="intel",
+        spec=_spec(
+            "mpi", ranks=2, bind="socket",
+            options=MpiOptions(kind="intel", ccl_workers=2, ccl_transport="ofi"),
+        ),
+        words="mpirun -np 2 -ppn 2 -genv I_MPI_PIN_DOMAIN socket python",
+        env={
+            "OMP_NUM_THREADS": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711",
+            "CCL_WORKER_COUNT": "2", "CCL_ATL_TRANSPORT": "ofi", "CCL_PROCESS_LAUNCHER": "hydra",
+        },
+    ),
+    Case(
+        name="srun",
+        spec=_spec("slurm", ranks=4, nodes=2, options=SlurmOptions(extra=["--exclusive"])),
+        words="srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=2 "
+        "--kill-on-bad-exit=1 --exclusive python",
+        env={"OMP_NUM_THREADS": "2"},
+        machine=attrs.evolve(HERE, slurm_job="17"),
+    ),
+    Case(
+        name="sbatch",
+        spec=_spec("slurm", options=SlurmOptions(file="my.sbatch")),
+        words="sbatch my.sbatch",
+    ),
+    Case(
+        name="tpu",
+        spec=_spec("tpu", env=["XLA_FLAGS=a b"]),
+        words="python -- train.py",
+        env={"PJRT_DEVICE": "TPU", "OMP_NUM_THREADS": "8", "XLA_FLAGS": "a b"},
+    ),
+    Case(
+        name="tpu-pod",
+        spec=_spec(
+            "tpu-pod", args=["a b"], env=["A=1 2"],
+            options=TpuPodOptions(
+                name="me@v4", zone="z", workers="0,2-3", folder="~/my run", sudo=True,
+                setup=["source env.sh"],
+            ),
+        ),
+        words="gcloud compute tpus tpu-vm ssh me@v4 --zone=z --worker=0,2-3 "
+        "--command=cd|'~/my|run'|&&|source|env.sh|&&|sudo|env|PJRT_DEVICE=TPU|'A=1|2'|python3|-u"
+        "|train.py|'a|b'",
+    ),
+    Case(
+        name="ray",
+        spec=_spec("ray", ranks=2, options=RayOptions(job_server="http://h:8265", wait=False)),
+        words="ray job submit --address=http://h:8265 --working-dir=. --no-wait -- python -m "
+        "fxtrain.launch._ray_driver fxtrain-launch/ray.json",
+    ),
+    Case(
+        name="kubernetes",
+        spec=_spec("kubernetes", options=KubernetesOptions(image="i", name="run-1")),
+        words="kubectl apply -f fxtrain-launch/run-1.json",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_command_line(case):
+    found = prepare(case.spec, case.machine)
+    words = list(found.argv)
+    for word in case.words.split():
+        wanted = word.replace("|", " ")
+        assert wanted in words, f"{wanted} is not in {found.argv}, or not in this place"
+        words = words[words.index(wanted) + 1 :]
+    assert dict(found.env) == case.env
+
+
+def test_every_launcher_has_a_case():
+    assert {case.spec.launcher for case in CASES} | {"sagemaker"} == set(LAUNCHERS)
+
+
+def test_a_batch_file_is_a_program_of_the_shell(tmp_path):
+    options = SlurmOptions(
+        partition="gpu", time="1:00:00", gpus_per_node="8", warn_s=60, setup=["module load cuda"],
+        extra=["--exclusive"],
+    )  # fmt: skip
+    spec = _spec("slurm", ranks=8, nodes=2, env=["A=it's"], options=options)
+    (text,) = prepare(spec, attrs.evolve(HERE, folder="/my run")).files.values()
+    for line in (
+        "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=8", "#SBATCH --partition=gpu",
+        "#SBATCH --time=1:00:00", "#SBATCH --gpus-per-node=8", "#SBATCH --requeue",
+        "#SBATCH --signal=B:USR1@60", "#SBATCH --exclusive", "cd '/my run'",
+        """export A='it'"'"'s'""", "module load cuda",
+    ):  # fmt: skip
+        assert line in text.splitlines()
+    path = tmp_path / "job.sbatch"
+    path.write_text(text)
+    assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
+
+
+def _manifest(**fields):
+    options = KubernetesOptions(
+        image="me/train:1", gpus=8, memory="64Gi", shared_memory="8Gi", claims=["data:/data"],
+        node_selector=["pool=a"], folder="/app", namespace="ml", **fields,
+    )  # fmt: skip
+    spec = _spec(
+        "kubernetes", ranks=8, nodes=3, args=["$(HOME)"], env=["A=$(B)"], restarts=2,
+        options=options,
+    )  # fmt: skip
+    (text,) = prepare(spec, HERE).files.values()
+    return json.loads(text)
+
+
+def _check_pod(pod, place):
+    (container,) = pod["containers"]
+    assert container["command"] == ["python", "-m", "fxtrain.cli", "launch"]
+    words = [*place, "--ranks=8", "--nodes=3", "--", "train.py", "$$(HOME)"]
+    assert container["args"] == words
+    assert container["env"] == [{"name": "A", "value": "$$(B)"}]
+    assert container["resources"]["limits"] == {"memory": "64Gi", "nvidia.com/gpu": "8"}
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/data", "/dev/shm"}
+    assert pod["restartPolicy"] == "Never"
+    assert pod["nodeSelector"] == {"pool": "a"}
+
+
+def test_jobset():
+    found = _manifest()
+    assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert found["metadata"] == {"name": "train", "namespace": "ml"}
+    assert found["spec"]["failurePolicy"] == {"maxRestarts": 2}
+    (group,) = found["spec"]["replicatedJobs"]
+    job = group["template"]["spec"]
+    assert (job["parallelism"], job["completions"], job["completionMode"]) == (3, 3, "Indexed")
+    place = ["--node-rank=$(JOB_COMPLETION_INDEX)", "--main-address=train-node-0-0.train"]
+    _check_pod(job["template"]["spec"], [*place, "--main-port=29500"])
+
+
+def test_pytorch_job():
+    found = _manifest(manifest="pytorchjob")
+    assert (found["apiVersion"], found["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    assert found["spec"]["runPolicy"]["backoffLimit"] == 2
+    replicas = found["spec"]["pytorchReplicaSpecs"]
+    assert {name: one["replicas"] for name, one in replicas.items()} == {"Master": 1, "Worker": 2}
+    place = ["--node-rank=$(RANK)", "--main-address=$(MASTER_ADDR)", "--main-port=$(MASTER_PORT)"]
+    for one in replicas.values():
+        (container,) = one["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch"
+        _check_pod(one["template"]["spec"], place)
+
+
+SAGEMAKER = SageMakerOptions(
+    role="me", instance_type="ml.p4d.24xlarge", framework_version="2.5", py_version="py311",
+    spot=True, max_run_s=60, inputs=["train=s3://b/d"], wait=False,
+)  # fmt: skip
+
+
+def test_sagemaker_estimator():
+    args = ["--lr", "0.1", "--name=a b"]
+    spec = _spec("sagemaker", nodes=2, args=args, env=["A=1"], options=SAGEMAKER)
+    (text,) = prepare(spec, HERE).files.values()
+    assert json.loads(text) == {
+        "estimator": {
+            "entry_point": "train.py",
+            "source_dir": ".",
+            "role": "me",
+            "instance_type": "ml.p4d.24xlarge",
+            "instance_count": 2,
+            "framework_version": "2.5",
+            "py_version": "py311",
+            "max_run": 60,
+            "max_wait": 60,
+            "use_spot_instances": True,
+            "distribution": {"torch_distributed": {"enabled": True}},
+            "hyperparameters": {"lr": "0.1", "name": "a b"},
+            "environment": {"A": "1"},
+        },
+        "fit": {"inputs": {"train": "s3://b/d"}, "wait": False},
+    }
+
+
+def test_sagemaker_knows_these_arguments():
+    estimator = pytest.importorskip("sagemaker.estimator", reason="sagemaker is not installed")
+    kinds = (estimator.Framework, estimator.EstimatorBase)
+    known = {name for kind in kinds for name in kind.__init__.__code__.co_varnames}
+    own = {"framework_version", "py_version", "distribution"}  # of sagemaker.pytorch.PyTorch
+    (text,) = prepare(_spec("sagemaker", options=SAGEMAKER), HERE).files.values()
+    assert set(json.loads(text)["estimator"]) - own <= known
+
+
+@attrs.frozen(kw_only=True)
+class Mistake:
+    """Fields of a spec that do not fit, and words of the message."""
+
+    fields: dict
+    says: str
+
+
+MISTAKES = [
+    Mistake(fields={"launcher": "slurn"}, says="no launcher 'slurn'. Did you mean 'slurm'"),
+    Mistake(fields={"nodes": 2}, says="2 nodes must know where to meet"),
+    Mistake(fields={"ranks": 3, "gpus": ["0", "1"]}, says="3 ranks need as many GPUs"),
+    Mistake(fields={"gpus": ["zero"]}, says="a number or an identifier of a GPU was expected"),
+    Mistake(fields={"cpu": True, "gpus": ["0"]}, says="ranks compute on one of them"),
+    Mistake(fields={"cpu": True, "bind": "socket"}, says="For ranks on the CPU choose one of node"),
+    Mistake(fields={"bind": "nodes"}, says="Did you mean 'node'?"),
+    Mistake(fields={"tee": "out"}, says="set log_dir"),
+    Mistake(fields={"env": ["A"]}, says="NAME=VALUE was expected"),
+    Mistake(fields={"main_port": 70000}, says="at most 65535"),
+    Mistake(fields={"nodes": 2, "min_nodes": 3}, says="the fewest nodes are more than the most"),
+    Mistake(fields={"nodes": 2, "node_rank": 2}, says="numbered from 0 to 1"),
+    Mistake(fields={"module": True, "executable": True}, says="a program is one of them"),
+    Mistake(fields={"monitor_interval_s": 0}, says="choose 0.001 or more"),
+    Mistake(fields={"threads": "4"}, says="choose a whole number or None"),
+    Mistake(fields={"args": ["a\0b"]}, says="without a null character"),
+    Mistake(fields={"options": {"partition": "a"}}, says="The launcher native has no option"),
+    Mistake(fields={"launcher": "mpi"}, says="kind is one of openmpi, mpich, intel"),
+    Mistake(fields={"launcher": "mpi", "nodes": 2, "options": {"kind": "mpich"}}, says="hostfile"),
+    Mistake(
+        fields={"launcher": "mpi", "restarts": 1},
+        says="The launcher mpi has no use for restarts=1",
+    ),
+    Mistake(fields={"launcher": "mpi", "options": {"kind": "mpch"}}, says="Did you mean 'mpich'?"),
+    Mistake(
+        fields={"launcher": "slurm", "options": {"partitio": "a"}},
+        says="has no option 'partitio'. Did you mean 'partition'?",
+    ),
+    Mistake(fields={"launcher": "slurm", "options": {"warn_s": "soon"}}, says="a whole number"),
+    Mistake(fields={"launcher": "slurm", "options": {"requeue": "perhaps"}}, says="true or false"),
+    Mistake(fields={"launcher": "slurm", "options": {"qos": "a b"}}, says="without spaces"),
+    Mistake(fields={"launcher": "slurm", "bind": "core-complex"}, says="srun has node, socket"),
+    Mistake(fields={"launcher": "slurm", "options": MpiOptions()}, says="takes a SlurmOptions"),
+    Mistake(fields={"launcher": "tpu", "ranks": 4}, says="one process drives all chips"),
+    Mistake(fields={"launcher": "tpu-pod"}, says="A TPU pod has a name"),
+    Mistake(fields={"launcher": "kubernetes"}, says="give the option image"),
+    Mistake(fields={"launcher": "sagemaker"}, says="role and instance_type and image_uri"),
+    Mistake(
+        fields={"launcher": "sagemaker", "options": SAGEMAKER, "args": ["--fast"]},
+        says="--fast has no value",
+    ),
+    Mistake(
+        fields={"launcher": "sagemaker", "options": SAGEMAKER, "args": ["in.json"]},
+        says="--name value only, found 'in.json'",
+    ),
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: str(mistake.fields)[:60])
+def test_what_does_not_fit_is_one_sentence(mistake):
+    with pytest.raises(LaunchError) as caught:
+        prepare(LaunchSpec(target="train.py", **mistake.fields), HERE)
+    assert mistake.says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_options_are_read_from_words_by_their_types():
+    words = {"requeue": "no", "warn_s": "30", "setup": "module load a", "time": "1:00"}
+    found = options_from(SlurmOptions, words, launcher="slurm")
+    assert found == SlurmOptions(requeue=False, warn_s=30, setup=("module load a",), time="1:00")
+
+
+def test_every_field_of_a_spec_is_somebodys():
+    used = {field.name for field in attrs.fields(LaunchSpec)}
+    assert all(row.uses <= used for row in LAUNCHERS.values())
+    assert find_launcher(_spec()).uses == used

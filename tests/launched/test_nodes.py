@@ -1,0 +1,121 @@
+"""Several nodes: launchers of their own on loopback, with real TCP between them."""
+
+import json
+import signal
+import socket
+import time
+
+import pytest
+
+from tests.launched._run import FXTRAIN, SCRIPTS, finish, run, start
+
+pytestmark = pytest.mark.timeout(120)
+RANKS = str(SCRIPTS / "ranks.py")
+
+
+def _port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _node(number, port, *words, nodes=2, wait_s=60):
+    """Start the launcher of one node with two ranks."""
+    return start(
+        *FXTRAIN, "launch", "--cpu", "--ranks=2", f"--nodes={nodes}", f"--node-rank={number}",
+        "--main-address=127.0.0.1", f"--main-port={port}", "--local-address=127.0.0.1",
+        f"--connect-timeout={wait_s}", *words,
+    )  # fmt: skip
+
+
+def test_two_nodes_meet_though_one_is_late():
+    port = _port()
+    late = _node(1, port, RANKS, "meet", "A")  # knocks until node 0 is there
+    time.sleep(3)
+    first = _node(0, port, RANKS, "meet", "A")
+    ended = [finish(process, timeout_s=60) for process in (first, late)]
+    assert [end.code for end in ended] == [0, 0], [end.err for end in ended]
+    told = json.loads(ended[0].out)
+    assert told["places"] == [[0, 0, 0, 2], [1, 1, 0, 2], [2, 0, 1, 2], [3, 1, 1, 2]]
+    assert told["total"] == 10.0
+    assert told["launcher"] == "torchrun"
+
+
+def test_a_wrong_port_tells_what_was_tried_and_for_how_long():
+    wrong, port = _port(), _port()
+    first = _node(0, port, RANKS, "meet", "A", wait_s=6)
+    other = _node(1, wrong, RANKS, "meet", "A", wait_s=4)
+    lost = finish(other, timeout_s=60)
+    assert lost.code == 2
+    assert lost.err.startswith(
+        "fxtrain launch: LaunchError: Node 1 of 2 could not reach the main address "
+        f"127.0.0.1:{wrong}: tried "
+    )
+    assert "connection refused" in lost.err
+    assert lost.err.count("\n") == 1
+    alone = finish(first, timeout_s=60)
+    assert alone.code == 2
+    assert "Node 0 of 2 waited " in alone.err
+    assert f"at 127.0.0.1:{port}, and the nodes did not meet" in alone.err
+    assert alone.err.count("\n") == 1
+
+
+def test_an_occupied_port_is_told_at_once():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = finish(_node(0, port, RANKS, "meet", "A"), timeout_s=60)
+    assert ended.code == 2
+    assert f"LaunchError: Port {port} of this machine is taken by another program" in ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_an_unknown_host_is_named():
+    ended = run(
+        *FXTRAIN, "launch", "--nodes=2", "--node-rank=1", "--main-address=no-such-host.invalid",
+        "--connect-timeout=1", RANKS, "meet", "A",
+    )  # fmt: skip
+    assert ended.code == 2
+    assert "the name no-such-host.invalid was not known" in ended.err
+
+
+def test_nodes_without_a_main_address():
+    ended = run(*FXTRAIN, "launch", "--nodes=2", RANKS, "meet", "A")
+    assert ended.code == 2
+    assert "2 nodes must know where to meet: set main_address" in ended.err
+
+
+@pytest.mark.timeout(300)
+def test_a_node_that_was_killed_is_started_again(tmp_path):
+    port = _port()
+    words = (
+        "--rendezvous=c10d", "--restarts=3", "--run-id=again", "--threads=1",
+        "--rendezvous-option=keep_alive_interval=1",
+        "--rendezvous-option=keep_alive_max_attempt=2",
+        RANKS, "come_back", str(tmp_path),
+    )  # fmt: skip
+    stays = _node(0, port, *words)
+    _wait_for(lambda: _listens(port))  # so it serves the meeting place
+    goes = _node(0, port, *words)
+    _wait_for(lambda: len(list(tmp_path.glob("here*"))) == 4, timeout_s=120.0)
+    (tmp_path / "killed").touch()
+    goes.send_signal(signal.SIGKILL)
+    finish(goes, timeout_s=30)
+    again = _node(0, port, *words)
+    ended = [finish(process, timeout_s=200) for process in (stays, again)]
+    assert [end.code for end in ended] == [0, 0], [end.err for end in ended]
+    said = sorted(line for end in ended for line in end.out.splitlines())
+    assert said == ["back 0", "back 1", "back 2", "back 3"]
+
+
+def _listens(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _wait_for(happened, *, timeout_s=60.0):
+    end = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < end, "It did not happen in time."
+        time.sleep(0.1)

@@ -1,0 +1,79 @@
+"""Ranks under real SLURM. `tests/launched/slurm.sh` starts a cluster of one node for them.
+
+tests/launched/slurm.sh python -m pytest tests/launched/test_slurm.py
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+
+import pytest
+
+from tests.launched._run import FXTRAIN, SCRIPTS, run
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(
+        shutil.which("srun") is None or "fxtrain-slurm" not in os.environ.get("SLURM_CONF", ""),
+        reason="no cluster of tests/launched/slurm.sh",
+    ),
+]
+RANKS = str(SCRIPTS / "ranks.py")
+LAUNCH = (*FXTRAIN, "launch", "--launcher", "slurm", "-n", "2")
+IN_A_JOB = ("salloc", "--quiet", "--ntasks=2", *LAUNCH)
+
+
+def test_ranks_of_an_allocation_meet():
+    ended = run(*IN_A_JOB, "--env", "ODD=a;b, c=$d", RANKS, "meet", "ODD", "x y", '"$z"')
+    assert ended.code == 0, ended.err
+    told = json.loads(ended.out)
+    assert told["launcher"] == "slurm"
+    assert told["places"] == [[0, 0, 0, 1], [1, 1, 0, 1]]
+    assert told["total"] == 3.0
+    assert told["value"] == "a;b, c=$d"
+    assert told["args"] == ["meet", "ODD", "x y", '"$z"']
+
+
+def test_the_first_failing_rank_is_shown():
+    ended = run(*IN_A_JOB, RANKS, "fail")
+    assert ended.code == 1
+    assert "fxtrain launch: Rank 1 of 2 failed: ValueError: of my own\n" in ended.err
+    assert ended.err.count("Traceback (most recent call last)") == 1
+
+
+def test_an_exit_code_is_handed_on():
+    ended = run(*IN_A_JOB, RANKS, "leave", "3", timeout_s=40)
+    assert ended.code == 3
+    assert "fxtrain launch: Rank 1 of 2 ended with exit code 3.\n" in ended.err
+
+
+@pytest.mark.timeout(300)
+def test_a_preempted_job_saves_and_is_run_again(tmp_path):
+    ended = run(
+        *LAUNCH, "-o", "time=5", "-o", f"output={tmp_path}/out.txt", "--env", "A=x;y z",
+        RANKS, "preempted", str(tmp_path), cwd=tmp_path,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert ended.out.startswith("Submitted batch job ")
+    job = ended.out.split()[-1]
+    _wait_for(lambda: len(list(tmp_path.glob("ready*"))) == 2)
+    # What SLURM sends by --signal=B:USR1@120 when the time is nearly up.
+    _slurm("scancel", "--signal=USR1", "--batch", job)
+    _wait_for(lambda: len(list(tmp_path.glob("saved*"))) == 2)
+    out = tmp_path / "out.txt"
+    # SLURM waits two minutes before it runs a job again.
+    _wait_for(lambda: out.exists() and out.read_text().count("went on") == 2, timeout_s=180.0)
+    _wait_for(lambda: "COMPLETED" in _slurm("scontrol", "show", "job", job))
+
+
+def _slurm(*words):
+    return subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout
+
+
+def _wait_for(happened, *, timeout_s=60.0):
+    end = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < end, "It did not happen in time."
+        time.sleep(0.2)
