@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fxtrain.ops import detect as detect
     from fxtrain.ops import log as log
     from fxtrain.ops import preemption as preemption
+    from fxtrain.profile import dry_run as dry_run
     from fxtrain.state import DDP as DDP
     from fxtrain.state import FSDP as FSDP
     from fxtrain.state import Batch as Batch
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from fxtrain.state import Compile as Compile
     from fxtrain.state import Data as Data
     from fxtrain.state import DistContext as DistContext
+    from fxtrain.state import DryRun as DryRun
     from fxtrain.state import LossScale as LossScale
     from fxtrain.state import Mesh as Mesh
     from fxtrain.state import Plan as Plan
@@ -79,9 +81,10 @@ _HOMES = {
     "fxtrain.launch": "launch",
     "fxtrain.loop": "StepFns step",
     "fxtrain.ops": "close detect log preemption",
+    "fxtrain.profile": "dry_run",
     "fxtrain.state": (
-        "Batch Change CommHook Compile DDP Data DistContext FSDP LossScale Mesh Plan Position "
-        "PowerSGD Precision Report Single Weighted Wrapped diff dumps fingerprint loads "
+        "Batch Change CommHook Compile DDP Data DistContext DryRun FSDP LossScale Mesh Plan "
+        "Position PowerSGD Precision Report Single Weighted Wrapped diff dumps fingerprint loads "
         "read_plan write_plan"
     ),
 }

@@ -43,6 +43,7 @@ COMMANDS: tuple[Row, ...] = (
     Row("replay", "fxtrain.cli._resume:REPLAY", "run one update of a run again"),
     Row("test", "fxtrain.cli.inspect._test_command:TEST", "try the configured setup out"),
     Row("tpu-config", "fxtrain.cli.inspect._tpu_command:TPU", "prepare the hosts of a TPU pod"),
+    Row("plan", "fxtrain.cli._plan:PLAN", "say what a script would need on many ranks"),
     Row("completion", "fxtrain.cli._completion:COMPLETION", "print completion for a shell"),
 )
 

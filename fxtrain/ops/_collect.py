@@ -149,11 +149,12 @@ def broadcast(tree: Any, ctx: DistContext, src: int = 0) -> Any:
     tensors = list(packed.tensors.values())
     _known_rank("broadcast", src, ctx)
     call = ("broadcast", signature(packed, f"src={src}"))
-    sends = packed.others and ctx.rank == src
-    blob = dump(list(packed.others.values())) if sends else _EMPTY
+    # A pretended world holds this rank's values only.
+    sends = ctx.rank == src or ctx.comm.simulated
+    blob = dump(list(packed.others.values())) if sends and packed.others else _EMPTY
     rides = _rides(ctx, tensors)
     mine = torch.cat([to_bytes(tensors), blob]) if rides else blob
-    payload = _exchange(ctx, call, mine if ctx.rank == src else _EMPTY)[src]
+    payload = _exchange(ctx, call, mine if sends else _EMPTY)[src]
     if rides:
         size = to_bytes(tensors).numel()
         got = from_bytes(payload[:size], tensors)
@@ -194,6 +195,11 @@ def scatter(values: Sequence[Any] | None, ctx: DistContext, src: int = 0) -> Any
     call = ("scatter", f"src={src}")
     letters: list[Tensor] = []
     note = _EMPTY
+    if ctx.comm.simulated and ctx.rank != src:
+        raise CollectiveError(
+            f"scatter: in a pretended world nobody sends this rank {ctx.rank} a tree; be rank "
+            f"{src}, which sends."
+        )
     if ctx.rank == src:
         letters, problem = _letters(values, ctx)
         note = dump(problem or [letter.numel() for letter in letters])

@@ -21,6 +21,7 @@ from fxtrain.state import (
     Mesh,
     Topology,
     axis_groups,
+    read_mesh,
     read_topology,
     resolve_mesh,
 )
@@ -28,6 +29,7 @@ from fxtrain.state import (
 __all__ = ["close", "detect"]
 
 DEFAULT_TIMEOUT_S = 600.0
+_MESH = "FXTRAIN_MESH"
 
 # torch's own choice of library per device type; CPU tensors always travel over gloo.
 _LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "mps": "gloo", "xpu": "xccl", "npu": "hccl"}
@@ -48,7 +50,8 @@ def detect(
     Args:
         env: Variables to read instead of the process's environment.
         device: Where to compute; the accelerator of this rank, or the CPU, by default.
-        mesh: Ranks per axis; all ranks replicate by default.
+        mesh: Ranks per axis; by default what the variable FXTRAIN_MESH says, such as
+            "shard=8,tensor=2", or else all ranks replicate.
         timeout_s: Longest wait for another rank, here and in every collective, in seconds;
             600 by default.
         checks: Compare every collective call between the ranks before it runs.
@@ -72,6 +75,8 @@ def detect(
     if timeout_s is not None and not timeout_s > 0:
         raise ContextError(f"detect(timeout_s={timeout_s}): a timeout is a number of seconds > 0.")
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
+    if mesh is None and _MESH in variables:
+        mesh = read_mesh(variables[_MESH])
     if dist.is_available() and dist.is_initialized():
         topology = _existing_topology(variables)
         return _join(topology, device, mesh, wait_s, checks=checks, store=None)

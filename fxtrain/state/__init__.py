@@ -4,10 +4,11 @@ from fxtrain.state._batch import Batch, Report, Weighted
 from fxtrain.state._context import Comm, DistContext, Ledger
 from fxtrain.state._convert import converter_for, fingerprint, structure, unstructure
 from fxtrain.state._diff import Change, diff
+from fxtrain.state._dry_run import PARTS, DryRun, Memory, Problem, Traffic
 from fxtrain.state._files import dumps, loads, read_plan, write_plan
 from fxtrain.state._fsdp import FSDP
 from fxtrain.state._launchers import read_topology
-from fxtrain.state._mesh import AXES, Mesh, axis_groups, resolve_mesh
+from fxtrain.state._mesh import AXES, Mesh, axis_groups, read_mesh, resolve_mesh
 from fxtrain.state._plan import Compile, Data, Plan
 from fxtrain.state._position import Position
 from fxtrain.state._precision import DTYPES, LossScale, Precision
@@ -34,22 +35,27 @@ __all__ = [
     "DTYPES",
     "Data",
     "DistContext",
+    "DryRun",
     "FSDP",
     "Finish",
     "Ledger",
     "LossScale",
+    "Memory",
     "Mesh",
     "ModelState",
     "Outcome",
+    "PARTS",
     "Plan",
     "Position",
     "PowerSGD",
     "Precision",
+    "Problem",
     "Report",
     "Saved",
     "Single",
     "Strategy",
     "Topology",
+    "Traffic",
     "Weighted",
     "Wrapped",
     "axis_groups",
@@ -58,6 +64,7 @@ __all__ = [
     "dumps",
     "fingerprint",
     "loads",
+    "read_mesh",
     "read_plan",
     "read_topology",
     "resolve_mesh",

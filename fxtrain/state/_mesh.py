@@ -1,13 +1,15 @@
 """Sizes of the axes along which ranks are laid out."""
 
+import difflib
 import itertools
 import math
+import re
 
 import attrs
 
 from fxtrain._errors import ContextError
 
-__all__ = ["AXES", "Mesh", "axis_groups", "resolve_mesh"]
+__all__ = ["AXES", "Mesh", "axis_groups", "read_mesh", "resolve_mesh"]
 
 # Outermost first: neighbouring ranks, which talk fastest, share the innermost axis.
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -56,6 +58,30 @@ def resolve_mesh(mesh: Mesh, world_size: int) -> Mesh:
             f"this run has {world_size}. Launch another number of ranks, or set one axis to -1."
         )
     return mesh
+
+
+def read_mesh(text: str) -> Mesh:
+    """A mesh from a text, as the command line and the variable FXTRAIN_MESH have it.
+
+    Raises:
+        ContextError: it is not of the form `axis=size,axis=size`, or there is no such axis.
+
+    Example:
+        >>> read_mesh("shard=8,tensor=2") == Mesh(shard=8, tensor=2)
+        True
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = (word.strip() for word in part.partition("="))
+        if axis not in AXES or axis in sizes or not re.fullmatch(r"-?[0-9]{1,9}", size):
+            near = difflib.get_close_matches(axis, AXES, n=1)
+            hint = f" Did you mean {near[0]}?" if near and near[0] != axis else ""
+            raise ContextError(
+                f"{text!r} is no mesh: {part.strip()!r} should be axis=size, with one of "
+                f"{', '.join(AXES)}, each once; for example shard=8,tensor=2.{hint}"
+            )
+        sizes[axis] = int(size)
+    return Mesh(**sizes)
 
 
 def axis_groups(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:

@@ -81,3 +81,18 @@ def test_an_existing_group_is_reused_and_left_open():
         )
         fx.close(again)
         assert dist.is_initialized()
+
+
+def test_a_pretended_rank_broadcasts_its_own_values():
+    with fake_world(8, rank=3) as ctx:
+        tree = {"x": torch.arange(3.0), "name": "a", "large": torch.ones(9000)}
+        got = ops.broadcast(tree, ctx)
+        assert got["x"].tolist() == [0, 1, 2] and got["name"] == "a" and len(got["large"]) == 9000
+        assert ops.broadcast_object("b", ctx, src=5) == "b"
+
+
+def test_a_pretended_rank_gets_nothing_from_another():
+    with fake_world(8, rank=3) as ctx:
+        with pytest.raises(fx.CollectiveError, match="be rank 0"):
+            ops.scatter(None, ctx)
+        assert ops.scatter([torch.tensor(rank) for rank in range(8)], ctx, src=3) == 3

@@ -1,0 +1,79 @@
+"""Functions of torch that cannot do with tensors without values, replaced for a while."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
+from fxtrain.profile._pretend import Pretend
+from fxtrain.profile._watch import Watch
+
+__all__ = ["loading_here", "movable", "printable"]
+
+
+@contextmanager
+def loading_here(watch: Watch) -> Iterator[None]:
+    """Let data loaders read in this process, under a watch.
+
+    Tensors without values do not travel between processes.
+    """
+
+    class Reading(_SingleProcessDataLoaderIter):
+        def _next_data(self) -> Any:
+            with watch.loading():
+                return super()._next_data()
+
+    def read_here(loader: Any) -> Any:
+        kept = loader.num_workers, loader.timeout
+        loader.num_workers, loader.timeout = 0, 0
+        try:
+            return Reading(loader)
+        finally:
+            loader.num_workers, loader.timeout = kept
+
+    with _replaced(DataLoader, "_get_iterator", read_here):
+        yield
+
+
+@contextmanager
+def movable(pretend: Pretend) -> Iterator[None]:
+    """Let `module.to(...)` swap parameters.
+
+    torch refuses where a weak reference to one exists, and its own fake mode keeps some.
+    """
+    usual = torch.utils.swap_tensors
+
+    def swap(one: Any, other: Any) -> None:
+        pretend.forget_origins()
+        usual(one, other)
+
+    with _replaced(torch.utils, "swap_tensors", swap):
+        yield
+
+
+@contextmanager
+def printable() -> Iterator[None]:
+    """Let `f"{loss:.3f}"` look at a value, as of any tensor of no dimensions."""
+    usual = torch.Tensor.__format__
+
+    def write(tensor: torch.Tensor, spec: str) -> str:
+        if isinstance(tensor, FakeTensor) and tensor.dim() == 0:
+            return format(tensor.item(), spec)
+        return usual(tensor, spec)
+
+    with _replaced(torch.Tensor, "__format__", write):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    usual = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, usual)

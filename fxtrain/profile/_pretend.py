@@ -1,0 +1,208 @@
+"""Tensors without values: floats have a shape only, whole numbers keep what they hold."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # pyright: ignore
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["Peek", "Pretend", "is_library", "user_place"]
+
+_aten, _c10d = torch.ops.aten, torch.ops.c10d
+_LARGEST = 1 << 26  # bytes of whole numbers that keep their values
+_SURELY_SMALL = 1 << 12  # what an operator makes of so few bytes is not looked at first
+# Libraries whose frames are not the user's code.
+_LIBRARIES = ("torch", "fxtrain", "contextlib", "runpy", "importlib", "_pytest", "pluggy")
+# Yes or no about numbers that nobody knows: a finite number is none of these.
+_NO = {"ne", "eq", "lt", "gt", "le", "ge", "isnan", "isinf", "any"}
+
+
+@attrs.frozen
+class Peek:
+    """A look at a value that is not there.
+
+    Attributes:
+        where: File and line of the user's code; "" inside a library.
+        given: What it was told instead.
+    """
+
+    where: str
+    given: str
+
+
+class Pretend(TorchDispatchMode):
+    """While entered, floating-point tensors are torch's fake tensors, of any size.
+
+    Whole numbers and truth values on the CPU that do not come from floats are real: indices,
+    lengths, labels and orders decide what a program does, and take little room. A value of
+    any other tensor is not known; whoever asks is told 0, or for a truth value what finite
+    numbers would give, and is noted.
+
+    Attributes:
+        peeks: Looks at values that are not there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peeks: list[Peek] = []
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented
+        if active_fake_mode() is not None:
+            return func(*args, **kwargs)
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(self, func, args, kwargs)
+        if func.namespace == "c10d":
+            return func(*args, **kwargs)
+        return self.usual(func, args, kwargs)
+
+    def usual(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator with values if they are whole numbers, and else without."""
+        leaves = tree_leaves((args, kwargs))
+        if _all_whole(func, leaves, kwargs) and self._is_small(func, args, kwargs):
+            return tree_map_only(Tensor, self._forget, func(*args, **kwargs))
+        return self.fake(func, args, kwargs)
+
+    def forget_origins(self) -> None:
+        """Drop torch's weak references to tensors, from values to their pretended twins."""
+        self._fake.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+    def fake(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator for shapes only."""
+        with self._fake:
+            out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and out.dtype == torch.bool and out.numel() == 1:
+            out._fxtrain_answer = _answer(func, args)  # type: ignore[attr-defined]
+        return out
+
+    def _is_small(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a result may be kept with its values; a mask or one-hot code may be huge."""
+        inputs = [t.nbytes for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if inputs and max(inputs) <= _SURELY_SMALL:
+            return True
+        try:
+            with self._fake:
+                out = func(*args, **kwargs)
+        except DynamicOutputShapeException:
+            return True  # no more than the inputs hold
+        return sum(t.nbytes for t in tree_leaves(out) if isinstance(t, Tensor)) <= _LARGEST
+
+    def _forget(self, tensor: Tensor) -> Tensor:
+        return tensor if _whole(tensor.dtype) else self._fake.from_tensor(tensor)
+
+    def peek(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Say something about a value that is not there."""
+        tensor = args[0]
+        if not isinstance(tensor, FakeTensor):
+            return func(*args, **kwargs)
+        if tensor.constant is not None:
+            return tensor.constant.item()
+        if func is _aten.equal.default or tensor.dtype == torch.bool:
+            given: Any = getattr(tensor, "_fxtrain_answer", True)
+        elif tensor.dtype.is_complex:
+            given = 0j
+        else:
+            given = 0.0 if tensor.dtype.is_floating_point else 0
+        self.peeks.append(Peek(user_place(), repr(given)))
+        return given
+
+    def index(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator with a list of indices second; a mask with values says how many."""
+        places: list[Any] = []
+        for index in args[1]:
+            known = isinstance(index, Tensor) and not isinstance(index, FakeTensor)
+            if known and index.dtype in (torch.bool, torch.uint8):
+                places.extend(index.nonzero().unbind(1))
+            else:
+                places.append(index)
+        return self.usual(func, (args[0], places, *args[2:]), kwargs)
+
+    def finish(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An all-reduce whose handle brings its tensors: that of the fake group brings nothing.
+
+        The reducer of DDP, in C++, looks at them.
+        """
+        tensors, _ = func(*args, **kwargs)
+        future = torch.futures.Future()
+        future.set_result(list(args[0]))
+        work = _create_work_from_future(future)
+        return tensors, work.boxed()
+
+
+def user_place() -> str:
+    """File and line of the innermost frame of the user's own code, if a user's line asked.
+
+    A look from inside fxtrain is its own business, of which it knows the outcome.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.startswith("fxtrain.") and not name.startswith("fxtrain.profile."):
+            return ""
+        if not is_library(name):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def is_library(module: str) -> bool:
+    """Whether a module is none of the user's own."""
+    return module.split(".")[0] in _LIBRARIES
+
+
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def _whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _all_whole(func: Any, leaves: list[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator takes nothing but whole numbers on the CPU, or makes such."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if any(isinstance(t, FakeTensor) or not _whole(t.dtype) for t in tensors):
+        return False
+    asked = [leaf for leaf in leaves if isinstance(leaf, torch.dtype)]
+    devices = [t.device for t in tensors] + [d for d in (kwargs.get("device"),) if d is not None]
+    if not all(map(_whole, asked)) or any(device.type != "cpu" for device in devices):
+        return False
+    return bool(tensors or asked) or func.overloadpacket in _WHOLE_MAKERS
+
+
+def _answer(func: Any, args: tuple[Any, ...]) -> bool:
+    name = func.overloadpacket.__name__
+    if name in ("bitwise_not", "logical_not"):
+        return not getattr(args[0], "_fxtrain_answer", True)
+    return name not in _NO
+
+
+# Makers of whole numbers that need not be told the dtype.
+_WHOLE_MAKERS = {_aten.randperm, _aten.arange, _aten.randint}
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    _aten._local_scalar_dense.default: Pretend.peek,
+    _aten.equal.default: Pretend.peek,
+    _aten.index.Tensor: Pretend.index,
+    _aten.index_put.default: Pretend.index,
+    _aten.index_put_.default: Pretend.index,
+    _c10d.allreduce_.default: Pretend.finish,
+    # torch's rule for shapes makes a new tensor, where waiting really gives the same one.
+    torch.ops._c10d_functional.wait_tensor.default: lambda self, func, args, kwargs: args[0],
+}

@@ -1,0 +1,65 @@
+"""A pretended world: torch's fake process group, whose traffic goes nowhere."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import distributed as dist
+
+from fxtrain._errors import ContextError, PlanError
+from fxtrain.state import Mesh, resolve_mesh
+
+__all__ = ["place", "pretended"]
+
+NODE_RANKS = 8
+
+
+def place(world: int, rank: int, mesh: Mesh | None) -> dict[str, str]:
+    """The variables that tell a process that it is one rank of a world, as a launcher sets them.
+
+    Raises:
+        PlanError: there is no such rank.
+        ContextError: the mesh does not fit the world.
+    """
+    if type(world) is not int or world < 1:
+        raise PlanError(f"A dry run of world={world!r}: pass a number of ranks, 1 or more.")
+    if type(rank) is not int or not 0 <= rank < world:
+        raise PlanError(
+            f"A dry run as rank={rank!r} of {world}: choose a rank from 0 to {world - 1}."
+        )
+    resolve_mesh(mesh or Mesh(), world)
+    # Whole nodes, as far as they divide the world.
+    local = next(size for size in range(min(world, NODE_RANKS), 0, -1) if world % size == 0)
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": rank % local,
+        "LOCAL_WORLD_SIZE": local,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 1,
+    }
+    return {name: str(value) for name, value in variables.items()}
+
+
+@contextmanager
+def pretended(variables: Mapping[str, str]) -> Iterator[None]:
+    """Open the fake process group that these variables describe.
+
+    Effects:
+        Opens and closes torch's default process group in this process.
+
+    Raises:
+        ContextError: one is open already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ContextError(
+            "dry_run: this process is a rank of a process group already, and a dry run needs one "
+            "of its own. Close the context first, or use `fxtrain plan`, which starts a process."
+        )
+    rank, world = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,52 @@
+"""Training loops that run alike on real ranks and on pretended ones."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+import fxtrain as fx
+
+
+def net() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(30, 50), nn.BatchNorm1d(50), nn.ReLU(), nn.Linear(50, 70), nn.Linear(70, 10)
+    )
+
+
+def rows() -> DataLoader:
+    return DataLoader(torch.ones(20_000, 30), batch_size=8)
+
+
+def by_steps(ctx, plan, *weights):
+    """fxtrain's own loop, for as long as it is let."""
+    model = fx.wrap(net(), ctx, plan, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3))
+
+    def loss(model, batch):
+        out = model(batch.data)
+        total = F.mse_loss(out, torch.zeros_like(out), reduction="sum")
+        return fx.Weighted(total, batch.valid.sum()) if weights else total / out.numel()
+
+    fns = fx.StepFns(model=model, loss=loss)
+    for epoch in fx.shard(rows(), ctx, plan).epochs(1):
+        for batch in epoch:
+            fx.step(ctx, batch, fns)
+
+
+def sharded_by_hand(ctx, replicas):
+    """FSDP2 without fxtrain, over a mesh of the script's own."""
+    model = net()
+    sizes = (replicas, ctx.world_size // replicas)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    mesh = mesh["shard"] if replicas == 1 else mesh
+    for part in (model[0], model[3]):
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in rows():
+        model(batch).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()

@@ -1,0 +1,153 @@
+"""What a dry run predicts, against what real ranks do: equal, not near."""
+
+import functools
+
+import attrs
+import pytest
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import fxtrain as fx
+from fxtrain.profile._axes import axis_namer
+from fxtrain.profile._dry_run import figures
+from fxtrain.profile._patches import loading_here
+from fxtrain.profile._watch import Enough, Watch, watching
+from fxtrain.testing import count_collectives
+from tests.profile._loops import by_steps, sharded_by_hand
+
+
+def _measured(ctx, loop, mesh, *args):
+    """The same figures, of real tensors and real traffic; and the bytes counted by hand."""
+    watch = Watch(most=4)
+    held, ends = {}, []
+
+    def count(optimizer, *_):
+        ends.append(len(traffic.calls))
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        state = [v for one in optimizer.state.values() for v in one.values()]
+        held.update(
+            parameters=_bytes(params),
+            gradients=_bytes([p.grad for p in params]),
+            optimizer=_bytes(state),
+        )
+
+    hook = register_optimizer_step_post_hook(count)
+    try:
+        with count_collectives() as traffic, loading_here(watch), watching(watch):
+            loop(ctx, *args)
+    except Enough:
+        step = _totals(traffic.calls[ends[-2] : ends[-1]])
+        return figures(watch, axis_namer(mesh, ctx.rank)), held, step
+    finally:
+        hook.remove()
+    raise AssertionError("the loop ended before its steps were alike")
+
+
+def _totals(calls):
+    """Calls and bytes by kind."""
+    totals = {}
+    for call in calls:
+        count, size = totals.get(call.kind, (0, 0))
+        totals[call.kind] = (count + getattr(call, "count", 1), size + call.bytes)
+    return totals
+
+
+def _bytes(tensors):
+    """What the tensors occupy, with the padding of uneven shards."""
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in local}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _compare(pool, loop, *args, mesh=None):
+    world = pool.n
+    told = fx.dry_run(functools.partial(_call, loop, args), world=world, rank=world - 1, mesh=mesh)
+    assert told.problems == () and told.updates >= 2
+    got, held, step = pool.run(_measured, loop, told.mesh, *args)[-1]
+    assert {name: getattr(told.memory, name) for name in held} == held
+    assert _totals(told.step) == step
+    return told, got
+
+
+def _call(loop, args, ctx):
+    loop(ctx, *args)
+
+
+PLANS = {
+    "plain": fx.Plan(),
+    "several buckets": fx.Plan(strategy=fx.DDP(bucket_mib=0.01)),
+    "buckets apart": fx.Plan(strategy=fx.DDP(bucket_view=False)),
+    "unused": fx.Plan(strategy=fx.DDP(unused_parameters=True, sync_buffers=False)),
+    "static": fx.Plan(strategy=fx.DDP(static_graph=True)),
+    "hook": fx.Plan(strategy=fx.DDP(hook=fx.CommHook(name="fp16"))),
+    "windows": fx.Plan(accumulate=3, clip_norm=1.0),
+    "sync each": fx.Plan(accumulate=2, sync_each=True),
+    "bf16": fx.Plan(precision="bf16"),
+    "fp16": fx.Plan(precision="fp16", clip_norm=1.0),
+    "skip": fx.Plan(nonfinite="skip"),
+    "recompute": fx.Plan(recompute=("Linear",)),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_ddp_is_predicted_exactly(name, pair):
+    told, got = _compare(pair, by_steps, PLANS[name])
+    assert told.step == got["step"] and told.setup == got["setup"]
+    assert told.memory == got["memory"] and told.peak == got["peak"]
+
+
+@pytest.mark.parametrize("name", ["plain", "windows"])
+def test_weights_travel_as_predicted(name, clusters):
+    """Reduced over ranks with the checks and packets that fxtrain adds."""
+    told, got = _compare(clusters[4], by_steps, PLANS[name], "weights")
+    assert told.step == got["step"] and told.setup == got["setup"]
+    assert {row.kind for row in told.step} == {"all_reduce", "all_gather", "broadcast"}
+
+
+def test_one_rank_has_no_traffic(clusters):
+    told, got = _compare(clusters[1], by_steps, fx.Plan(strategy=fx.Single()))
+    assert told.step == got["step"] == told.setup == ()
+    assert told.memory == got["memory"] and told.peak == got["peak"]
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 1), (4, 2)])
+def test_sharding_by_hand_is_predicted_exactly(world, replicas, clusters):
+    mesh = fx.Mesh(replicate=replicas, shard=world // replicas)
+    told, got = _compare(clusters[world], sharded_by_hand, replicas, mesh=mesh)
+    assert told.step == got["step"]
+    assert told.memory.buffers == got["memory"].buffers
+    # What travels is held until it has arrived, which a pretended world does at once.
+    assert told.peak == pytest.approx(got["peak"], rel=0.15)
+    assert {row.axis for row in told.step} == {"shard"} | ({"replicate"} if replicas > 1 else set())
+
+
+def _sharded(**config):
+    return fx.FSDP(wrap=("Linear",), **config)
+
+
+SHARDED = {
+    "full": fx.Plan(strategy=_sharded(), clip_norm=1.0),
+    "gathered once": fx.Plan(strategy=_sharded(mode="grads_and_optimizer")),
+    "hybrid": fx.Plan(strategy=_sharded(shard=2)),
+    "windows": fx.Plan(strategy=_sharded(), accumulate=2),
+    # Batch normalization on the CPU wants parameters in fp32.
+    "bf16": fx.Plan(strategy=_sharded(ignore=("1.*",)), precision="bf16", clip_norm=1.0),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_fsdp_is_predicted_exactly(name, clusters):
+    told, got = _compare(clusters[4], by_steps, SHARDED[name])
+    assert told.step == got["step"] and told.setup == got["setup"]
+    assert told.memory.buffers == got["memory"].buffers
+    assert told.peak == pytest.approx(got["peak"], rel=0.15)
+    whole = fx.dry_run(functools.partial(_call, by_steps, (fx.Plan(),)), world=4).memory
+    assert told.memory.optimizer < whole.optimizer
+
+
+def test_a_larger_world_changes_traffic_but_not_memory_of_replicas():
+    few, many = (
+        fx.dry_run(functools.partial(_call, by_steps, (fx.Plan(),)), world=world)
+        for world in (8, 512)
+    )
+    assert few.memory.gradients == many.memory.gradients > 0
+    assert [attrs.evolve(row, ranks=8) for row in many.step] == list(few.step)
