@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fxtrain.ops import preemption as preemption
     from fxtrain.state import DDP as DDP
     from fxtrain.state import FSDP as FSDP
+    from fxtrain.state import TP as TP
     from fxtrain.state import Batch as Batch
     from fxtrain.state import Change as Change
     from fxtrain.state import CommHook as CommHook
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from fxtrain.state import Precision as Precision
     from fxtrain.state import Report as Report
     from fxtrain.state import Single as Single
+    from fxtrain.state import Style as Style
     from fxtrain.state import Weighted as Weighted
     from fxtrain.state import Wrapped as Wrapped
     from fxtrain.state import diff as diff
@@ -81,7 +83,7 @@ _HOMES = {
     "fxtrain.ops": "close detect log preemption",
     "fxtrain.state": (
         "Batch Change CommHook Compile DDP Data DistContext FSDP LossScale Mesh Plan Position "
-        "PowerSGD Precision Report Single Weighted Wrapped diff dumps fingerprint loads "
+        "PowerSGD Precision Report Single Style TP Weighted Wrapped diff dumps fingerprint loads "
         "read_plan write_plan"
     ),
 }

@@ -21,6 +21,7 @@ from fxtrain.state._strategy import (
     Wrapped,
     unsupported,
 )
+from fxtrain.state._tensor import TP, Style
 from fxtrain.state._topology import Topology
 
 __all__ = [
@@ -49,6 +50,8 @@ __all__ = [
     "Saved",
     "Single",
     "Strategy",
+    "Style",
+    "TP",
     "Topology",
     "Weighted",
     "Wrapped",
