@@ -1,7 +1,7 @@
 """Every benchmark in turn: `python -m benchmarks`."""
 
-from benchmarks import ddp, gather, imports, loader, step
+from benchmarks import ddp, fsdp, gather, imports, loader, step
 
 if __name__ == "__main__":
-    for each in (step, loader, gather, ddp, imports):
+    for each in (step, loader, gather, ddp, fsdp, imports):
         each.main()
