@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fxtrain.profile import dry_run as dry_run
     from fxtrain.state import DDP as DDP
     from fxtrain.state import FSDP as FSDP
+    from fxtrain.state import TP as TP
     from fxtrain.state import Batch as Batch
     from fxtrain.state import Change as Change
     from fxtrain.state import CommHook as CommHook
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from fxtrain.state import Precision as Precision
     from fxtrain.state import Report as Report
     from fxtrain.state import Single as Single
+    from fxtrain.state import Style as Style
     from fxtrain.state import Weighted as Weighted
     from fxtrain.state import Wrapped as Wrapped
     from fxtrain.state import diff as diff
@@ -84,8 +86,8 @@ _HOMES = {
     "fxtrain.profile": "dry_run",
     "fxtrain.state": (
         "Batch Change CommHook Compile DDP Data DistContext DryRun FSDP LossScale Mesh Plan "
-        "Position PowerSGD Precision Report Single Weighted Wrapped diff dumps fingerprint loads "
-        "read_plan write_plan"
+        "Position PowerSGD Precision Report Single Style TP Weighted Wrapped diff dumps "
+        "fingerprint loads read_plan write_plan"
     ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}

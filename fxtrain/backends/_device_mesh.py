@@ -16,7 +16,8 @@ __all__ = ["device_mesh"]
 def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
     """A mesh whose data ranks are split into copies of `shard` ranks each.
 
-    Axes of one rank are left out, but for `shard`. The axes of the context keep their groups.
+    Axes of one rank are left out, but for `shard` among several data ranks. The axes of the
+    context keep their groups.
 
     Args:
         ctx: Of the world.
@@ -29,7 +30,7 @@ def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
     sizes = {axis: ctx.mesh.sizes[axis] for axis in AXES}
     data = sizes["replicate"] * sizes["shard"]
     split = {**sizes, "replicate": data // shard, "shard": shard}
-    shown = {axis: n for axis, n in split.items() if n > 1 or axis == "shard"}
+    shown = {axis: n for axis, n in split.items() if n > 1 or (axis == "shard" and data > 1)}
     layout = torch.arange(math.prod(shown.values())).view(*shown.values())
     groups = [_group(ctx, axis, list(shown).index(axis), split, layout) for axis in shown]
     # torch remembers how operations are laid out by the value of a mesh, and would hand out the
@@ -48,6 +49,8 @@ def _group(
         return ctx.axis("data").comm.group
     if split[axis] == ctx.mesh.sizes[axis] and split[axis] > 1:
         return ctx.axis(axis).comm.group
+    if split[axis] == 1:
+        return dist.new_group([ctx.rank], use_local_synchronization=True)
     parts = layout.movedim(dim, -1).flatten(0, -2).tolist()
     backend = "fake" if ctx.comm.simulated else None
     group, _ = dist.new_subgroups_by_enumeration(parts, backend=backend)

@@ -13,6 +13,7 @@ from fxtrain._errors import PlanError
 from fxtrain.backends import _torch
 from fxtrain.backends._modules import unmatched_names
 from fxtrain.backends._single import SINGLE, bundle, wrap_plain
+from fxtrain.backends._tensor_plan import split_problems
 from fxtrain.backends._units import unit_problems
 from fxtrain.state import FSDP, DistContext, Plan, Strategy, Wrapped
 
@@ -23,18 +24,36 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     config: FSDP = plan.strategy
     problems = [*unmatched_names(module, plan), *unit_problems(module, config)]
     problems += _size_problems(ctx, config)
-    unused = [axis for axis in ("context", "tensor", "pipeline") if ctx.mesh.sizes[axis] > 1]
-    problems += [
-        f"The mesh has {axis}={ctx.mesh.sizes[axis]}, which FSDP does not use: its ranks would "
-        f"all do the same. Leave the axis out of fx.Mesh(...)."
-        for axis in unused
-    ]
+    problems += _axis_problems(ctx, config)
+    if config.tensor is not None and ctx.world_size > 1:
+        problems += split_problems(module, config.tensor, ctx.mesh.tensor)
     if config.offload and ctx.axis("data").world_size == 1:
         problems.append(
             "FSDP(offload=True) moves shards to host memory, but this context has one data rank "
             "and nothing is sharded. Launch two processes, or leave offload out."
         )
     return tuple(problems)
+
+
+def _axis_problems(ctx: DistContext, config: FSDP) -> list[str]:
+    sizes = ctx.mesh.sizes
+    problems = [
+        f"The mesh has {axis}={sizes[axis]}, which FSDP does not use: its ranks would all do the "
+        f"same. Leave the axis out of fx.Mesh(...)."
+        for axis in ("context", "pipeline")
+        if sizes[axis] > 1
+    ]
+    if config.tensor is None and sizes["tensor"] > 1:
+        problems.append(
+            f"The mesh has tensor={sizes['tensor']}, but the plan does not say what to split over "
+            f"it. Use FSDP(tensor=fx.TP(...)), or leave the axis out of fx.Mesh(...)."
+        )
+    if config.tensor is not None and sizes["tensor"] == 1 and ctx.world_size > 1:
+        problems.append(
+            "FSDP(tensor=...) splits layers over the mesh's tensor axis, which has one rank. "
+            "Ask for more: fx.detect(mesh=fx.Mesh(tensor=2))."
+        )
+    return problems
 
 
 def _size_problems(ctx: DistContext, config: FSDP) -> list[str]:
@@ -71,7 +90,7 @@ def _wrap(
     module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
 ) -> Wrapped:
     # torch's part takes half a second to import, which other plans need not pay.
-    if ctx.axis("data").world_size == 1:
+    if ctx.axis("data").world_size == ctx.mesh.tensor == 1:
         if any(parameter.is_meta for parameter in module.parameters()):
             from fxtrain.backends._start import fill, note_start
 
@@ -103,6 +122,21 @@ def _one_by_one(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
+    config: FSDP = model.plan.strategy
+    if config.tensor is not None and config.tensor.loss and model.ctx.mesh.tensor > 1:
+        return _loss_on_parts(_sync_data(model, enabled=enabled))
+    return _sync_data(model, enabled=enabled)
+
+
+@contextmanager
+def _loss_on_parts(inner: AbstractContextManager[None]) -> Iterator[None]:
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    with inner, loss_parallel():
+        yield
+
+
+def _sync_data(model: Wrapped, *, enabled: bool) -> AbstractContextManager[None]:
     module: Any = model.module
     if not hasattr(module, "set_requires_gradient_sync"):
         return _torch.no_sync(model, enabled)

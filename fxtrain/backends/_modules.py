@@ -58,7 +58,7 @@ def prepare_module(module: nn.Module, plan: Plan) -> Callable[[], None]:
                 fullgraph=plan.compile.fullgraph,
                 dynamic=plan.compile.dynamic,
             )
-            undo.append(functools.partial(setattr, part, "_compiled_call_impl", None))
+            undo.append(functools.partial(vars(part).pop, "_compiled_call_impl", None))
 
     def undo_all() -> None:
         for take_back in reversed(undo):

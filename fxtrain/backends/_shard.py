@@ -20,6 +20,7 @@ from fxtrain.backends._device_mesh import device_mesh
 from fxtrain.backends._modules import prepare_module
 from fxtrain.backends._restore import watch
 from fxtrain.backends._start import fill, note_start
+from fxtrain.backends._tensor import split_layers
 from fxtrain.backends._units import ignored_names, units
 from fxtrain.state import DTYPES, FSDP, DistContext, Plan
 
@@ -38,10 +39,15 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
     config: FSDP = plan.strategy
     start = note_start(module, ctx)
     mesh = device_mesh(ctx, size)
+    cut = watch(module)
+    if config.tensor is not None:
+        split_layers(module, mesh["tensor"], config.tensor)
+    restore_layers = cut()
     undo_blocks = prepare_module(module, plan)
-    changed = watch(module)
-    _apply(module, mesh, ctx, plan)
-    restore = changed()
+    sharded = watch(module)
+    if ctx.axis("data").world_size > 1:
+        _apply(module, mesh, ctx, plan)
+    restore = sharded()
     fill(module, start, ctx, offload=config.offload, seed=plan.seed)
 
     def undo() -> None:
@@ -52,6 +58,7 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
         for part, name, parameter in whole:
             part.register_parameter(name, parameter)
         undo_blocks()
+        restore_layers()
 
     return undo
 

@@ -102,7 +102,7 @@ def _find(path: Any) -> Place:
 def _chosen(manifest: Manifest, asked: str | None, place: Place) -> str:
     if asked is None and len(manifest.models) == 1:
         return next(iter(manifest.models))
-    if asked not in manifest.models:
+    if asked is None or asked not in manifest.models:
         what = "several models" if asked is None else f"no model {asked!r}"
         raise CheckpointError(
             f"{place} holds {what}. Choose one: model={' or '.join(map(repr, manifest.models))}."

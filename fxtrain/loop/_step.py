@@ -138,6 +138,8 @@ def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -
                 with ops.autocast(model):
                     out = fns.loss(model, batch)
             loss, aux = out if type(out) is tuple and len(out) == 2 else (out, None)
+            if (whole := getattr(loss, "full_tensor", None)) is not None:
+                loss = whole()  # was computed on split logits
             check_loss(loss.total if type(loss) is Weighted else loss)
             share = _weights.share(loss, batch, model)
             strategy.backward(share.loss, model)

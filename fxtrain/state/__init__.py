@@ -22,6 +22,7 @@ from fxtrain.state._strategy import (
     Wrapped,
     unsupported,
 )
+from fxtrain.state._tensor import TP, Style
 from fxtrain.state._topology import Topology
 
 __all__ = [
@@ -54,6 +55,8 @@ __all__ = [
     "Saved",
     "Single",
     "Strategy",
+    "Style",
+    "TP",
     "Topology",
     "Traffic",
     "Weighted",

@@ -5,6 +5,7 @@ from typing import Literal
 import attrs
 
 from fxtrain.state._record import at_least, record
+from fxtrain.state._tensor import TP
 
 __all__ = ["FSDP"]
 
@@ -36,6 +37,7 @@ class FSDP:
         backward_prefetch: Blocks to gather ahead in backward; 0 leaves it to torch.
         unused_parameters: Ranks may leave out different parameters of a block; those count as
             zero. All ranks run the same blocks.
+        tensor: How layers are split over the mesh's tensor axis, beside the data axes.
     """
 
     kind: Literal["fsdp"] = attrs.field(default="fsdp", init=False)
@@ -52,3 +54,4 @@ class FSDP:
     forward_prefetch: int = attrs.field(default=0, validator=at_least(0))
     backward_prefetch: int = attrs.field(default=0, validator=at_least(0))
     unused_parameters: bool = False
+    tensor: TP | None = None

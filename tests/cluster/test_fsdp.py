@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
-from fxtrain.testing import Task, Transformer, fake_world, on_ranks
+from fxtrain.testing import Task, Transformer, count_collectives, fake_world, on_ranks
 
 FSDP = fx.Plan(strategy=fx.FSDP())
 
@@ -274,3 +276,44 @@ def test_uneven_rows_are_no_hang_and_no_difference(pair):
     for got in pair.run(_uneven, rows):
         for name, value in net.named_parameters():
             torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-11)
+
+
+def _traffic(ctx, by_hand):
+    """What one update sends, once the model has warmed up."""
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    net = Transformer()
+    if by_hand:
+        mesh = init_device_mesh("cpu", (2,))
+        for block in net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        optimizer = _sgd(net.parameters())
+
+        def update():
+            net(tokens).sum().backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0).full_tensor()
+            optimizer.step()
+            optimizer.zero_grad()
+    else:
+        plan = fx.Plan(strategy=fx.FSDP(), clip_norm=1.0)
+        model = fx.wrap(net, ctx, plan, optimizer=_sgd)
+        rows = fx.shard(DataLoader(TensorDataset(tokens.repeat(2, 1)), batch_size=2), ctx, plan)
+        batch = next(iter(rows))
+        fns = fx.StepFns(model=model, loss=lambda model, b: model(b[0]).sum())
+
+        def update():
+            fx.step(ctx, batch, fns)
+
+    update()
+    with count_collectives() as counted:
+        update()
+    return counted.counts, counted.bytes
+
+
+def test_an_update_sends_what_torch_by_hand_sends(pair):
+    (counts, sent), _ = pair.run(_traffic, False)
+    (wanted, by_hand), _ = pair.run(_traffic, True)
+    assert counts == wanted
+    # Of the norm, torch reduces one number per parameter and fxtrain one.
+    assert sent.pop("all_reduce") <= by_hand.pop("all_reduce")
+    assert sent == by_hand

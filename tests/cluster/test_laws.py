@@ -31,20 +31,25 @@ FSDP_PLANS = {
     "whole between forward and backward": (fx.FSDP(mode="grads_and_optimizer"), None),
     "not sharded": (fx.FSDP(mode="none"), None),
     "two copies of half the ranks": (fx.FSDP(shard=2), None),
-    "hybrid by mesh": (fx.FSDP(), fx.Mesh(replicate=-1, shard=2)),
+    "by mesh": (fx.FSDP(), fx.Mesh(replicate=-1, shard=2)),
     "tied modules each a unit": (fx.FSDP(wrap=("Embedding", "Head", "Block")), None),
     "by size": (fx.FSDP(min_params=1500, forward_prefetch=2, backward_prefetch=1), None),
     "some ignored": (fx.FSDP(ignore=("gain", "blocks.0.norm*"), offload=True), None),
 }
 
 
+ON_RANKS = [
+    (1, "blocks of ModuleLists"),
+    *((2, name) for name in FSDP_PLANS),
+    *((4, name) for name in ("blocks of ModuleLists", "two copies of half the ranks", "by mesh")),
+]
+
+
 @pytest.mark.parametrize("law", LAWS, ids=NAMES)
-@pytest.mark.parametrize("name", FSDP_PLANS)
-def test_fsdp(cluster, name, law):
+@pytest.mark.parametrize(("n", "name"), ON_RANKS)
+def test_fsdp(clusters, n, name, law):
     config, mesh = FSDP_PLANS[name]
-    if cluster.n == 1 and (mesh is not None or config.offload):
-        pytest.skip("needs two ranks")
-    law(cluster, fx.Plan(strategy=config), mesh)
+    law(clusters[n], fx.Plan(strategy=config), mesh)
 
 
 EXTRAS = {
@@ -57,10 +62,39 @@ EXTRAS = {
 }
 
 
-@pytest.mark.parametrize("law", LAWS, ids=NAMES)
+@pytest.mark.parametrize("law", [LAWS[0], LAWS[1], LAWS[-1]], ids=[*NAMES[:2], NAMES[-1]])
 @pytest.mark.parametrize("name", EXTRAS)
 def test_fsdp_of_recomputed_and_compiled_blocks(pair, name, law):
     law(pair, fx.Plan(strategy=fx.FSDP(), **EXTRAS[name]))
+
+
+CUTS = (
+    fx.Style(modules="blocks.*.attention.[qkv]", style="colwise"),
+    fx.Style(modules="blocks.*.attention.o", style="rowwise"),
+    fx.Style(modules="blocks.*.up", style="colwise"),
+    fx.Style(modules="blocks.*.down", style="rowwise"),
+)
+ENDS = (
+    fx.Style(modules="embed", style="rowwise"),
+    fx.Style(modules="head", style="colwise_gather"),
+)
+
+TP_PLANS = {
+    "tensor": (2, fx.TP(styles=CUTS), {}, fx.Mesh(tensor=2)),
+    "vocabulary too": (2, fx.TP(styles=CUTS + ENDS), {}, fx.Mesh(tensor=2)),
+    "sequence": (2, fx.TP(styles=CUTS, sequence=True), {}, fx.Mesh(tensor=2)),
+    "four ways": (4, fx.TP(styles=CUTS + ENDS, sequence=True), {}, fx.Mesh(tensor=4)),
+    "and shards": (4, fx.TP(styles=CUTS + ENDS), {}, fx.Mesh(shard=2, tensor=2)),
+    "sequence and shards": (4, fx.TP(styles=CUTS, sequence=True), {}, fx.Mesh(shard=2, tensor=2)),
+    "and copies": (4, fx.TP(styles=CUTS), {"mode": "none"}, fx.Mesh(tensor=2)),
+}
+
+
+@pytest.mark.parametrize("law", LAWS, ids=NAMES)
+@pytest.mark.parametrize("name", TP_PLANS)
+def test_tensor_parallel(clusters, name, law):
+    n, tensor, options, mesh = TP_PLANS[name]
+    law(clusters[n], fx.Plan(strategy=fx.FSDP(tensor=tensor, **options)), mesh)
 
 
 # A law that nothing breaks says nothing: what the last rank brings is changed a little.

@@ -1,0 +1,213 @@
+"""Tensor parallelism beyond the laws: bad plans, the plans that models carry, split logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fxtrain as fx
+from fxtrain.backends._tensor_plan import find_splits
+from fxtrain.testing import Transformer, fake_world
+
+UP = fx.Style(modules="blocks.*.up", style="colwise")
+ATTENTION = (
+    fx.Style(modules="blocks.*.attention.[qkv]", style="colwise"),
+    fx.Style(modules="blocks.*.attention.o", style="rowwise"),
+)
+DOWN = fx.Style(modules="blocks.*.down", style="rowwise")
+PAIR = fx.Mesh(tensor=2)
+
+
+def _sgd(params):
+    return torch.optim.SGD(params, lr=0.3)
+
+
+def _tp(*styles, **options):
+    return fx.Plan(strategy=fx.FSDP(tensor=fx.TP(styles=styles, **options)))
+
+
+BAD = {
+    "axis": (None, _tp(UP, DOWN), "which has one rank. Ask for more"),
+    "silent": (PAIR, fx.Plan(strategy=fx.FSDP()), "does not say what to split"),
+    "name": (PAIR, _tp(fx.Style(modules="blocks.*.upp", style="colwise")), "Did you mean"),
+    "none": (PAIR, _tp(), "carries no plan"),
+    "kind": (PAIR, _tp(fx.Style(modules="norm", style="colwise")), "norm is a LayerNorm"),
+    "fits": (fx.Mesh(tensor=8), _tp(UP, DOWN), None),
+    "divide": (
+        fx.Mesh(tensor=16),
+        _tp(fx.Style(modules="head", style="colwise_gather")),
+        "dimension of 24, which 16 tensor ranks do not",
+    ),
+    "ties": (
+        PAIR,
+        _tp(fx.Style(modules="head", style="colwise_gather")),
+        "embed and head share a parameter",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_tensor_plan_that_does_not_fit_is_refused(name):
+    mesh, plan, words = BAD[name]
+    with fake_world(16, rank=3, mesh=mesh) as ctx:
+        if words is None:
+            fx.wrap(Transformer(), ctx, plan)
+            return
+        with pytest.raises(fx.PlanError, match=words):
+            fx.wrap(Transformer(), ctx, plan)
+
+
+def test_sequences_need_blocks_and_a_length_that_divides():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    cut = fx.Style(modules="0", style="colwise_gather")
+    with fake_world(2, mesh=PAIR) as ctx:
+        with pytest.raises(fx.PlanError, match="no ModuleList of blocks"):
+            fx.wrap(net, ctx, _tp(cut, sequence=True))
+        with pytest.raises(fx.PlanError, match=r"blocks\.0\.attention\.q, .* are not split"):
+            fx.wrap(Transformer(), ctx, _tp(UP, DOWN, sequence=True))
+        with pytest.raises(fx.PlanError, match=r"attn\.c_attn, .* are not split"):
+            fx.wrap(_gpt2(), ctx, _tp(sequence=True))
+        model = fx.wrap(Transformer(), ctx, _tp(*ATTENTION, UP, DOWN, sequence=True))
+        with pytest.raises(fx.StepError, match="has 7 tokens"):
+            model(torch.zeros(1, 7, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("rank", [0, 21, 63])
+def test_a_rank_of_many_holds_its_part_of_both_axes(rank):
+    mesh = fx.Mesh(replicate=2, shard=8, tensor=4)
+    with fake_world(64, rank=rank, mesh=mesh) as ctx:
+        model = fx.wrap(Transformer(), ctx, _tp(UP, DOWN), optimizer=_sgd)
+        parts = {name: p.to_local().shape for name, p in model.module.named_parameters()}
+        assert parts["blocks.0.up.weight"] == (32 // 4 // 8, 16)
+        assert parts["blocks.0.down.weight"] == (16 // 8, 32 // 4)
+        model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
+        fx.ops.clip_norm(model, 1.0)
+        assert fx.ops.apply(model).applied
+
+
+def _llama(**changes):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=24,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **changes,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def _tied_llama():
+    return _llama(tie_word_embeddings=True)
+
+
+def _gpt2():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=24,
+        n_embd=16,
+        n_layer=2,
+        n_head=4,
+        n_positions=16,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+MODELS = {"llama": _llama, "tied": _tied_llama, "gpt2": _gpt2}
+
+
+def test_a_carried_plan_leaves_out_what_would_cut_ties():
+    net = Transformer()
+    net._tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise_rep"}
+    assert set(find_splits(net, fx.TP())) == {
+        f"blocks.{i}.{n}" for i in (0, 1) for n in ("up", "down")
+    }
+    net._tp_plan["norm"] = "packed_colwise"
+    with (
+        fake_world(2, mesh=PAIR) as ctx,
+        pytest.raises(fx.PlanError, match="packed_colwise, which"),
+    ):
+        fx.wrap(net, ctx, _tp())
+
+
+def test_the_plans_of_models_are_found():
+    splits = find_splits(_llama(), fx.TP())
+    assert splits["model.layers.1.self_attn.q_proj"] == "colwise"
+    assert splits["model.layers.0.mlp.down_proj"] == "rowwise"
+    assert splits["lm_head"] == "colwise_gather"
+    tied = find_splits(_tied_llama(), fx.TP())
+    assert (tied["lm_head"], tied["model.embed_tokens"]) == ("colwise_gather", "rowwise")
+    assert find_splits(_gpt2(), fx.TP()) == {
+        f"transformer.h.{index}.mlp.{name}": style
+        for index in range(2)
+        for name, style in (("c_fc", "colwise"), ("c_proj", "rowwise"))
+    }
+
+
+def test_heads_that_do_not_divide_are_refused():
+    refused = pytest.raises(fx.PlanError, match="num_key_value_heads=2, which 4 tensor ranks")
+    with fake_world(4, mesh=fx.Mesh(tensor=4)) as ctx, refused:
+        fx.wrap(_llama(), ctx, _tp())
+
+
+def _logit_loss(model, tokens):
+    logits = model(tokens).logits
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def _tokens():
+    return torch.arange(64).reshape(8, 8) * 7 % 24
+
+
+def _train(ctx, name, mesh, plan):
+    placed = fx.detect({}, device="cpu", mesh=mesh, timeout_s=60)
+    model = fx.wrap(MODELS[name](), placed, plan, optimizer=_sgd)
+    loader = fx.shard(
+        DataLoader(TensorDataset(_tokens()), batch_size=4 // placed.axis("data").world_size),
+        placed,
+        plan,
+    )
+    fns = fx.StepFns(model=model, loss=lambda model, batch: _logit_loss(model, batch[0]))
+    norms = [float(fx.step(placed, b, fns).grad_norm) for e in loader.epochs(2) for b in e]
+    return norms, {n: p.detach() for n, p in fx.unwrap(model).named_parameters()}
+
+
+def _by_hand(name, clip):
+    net = MODELS[name]()
+    optimizer = _sgd(net.parameters())
+    norms = []
+    for _ in range(2):
+        for part in _tokens().split(4):
+            _logit_loss(net, part).backward()
+            norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), clip)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms, dict(net.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "mesh", "options"),
+    [
+        ("llama", 2, PAIR, {}),
+        ("llama", 2, PAIR, {"sequence": True}),
+        ("tied", 2, PAIR, {"loss": True}),
+        ("llama", 4, fx.Mesh(shard=2, tensor=2), {"sequence": True}),
+        ("gpt2", 2, PAIR, {}),
+        ("gpt2", 4, fx.Mesh(shard=2, tensor=2), {}),
+    ],
+)
+def test_models_of_transformers_train_as_in_one_process(clusters, name, n, mesh, options):
+    plan = fx.Plan(strategy=fx.FSDP(tensor=fx.TP(**options)), clip_norm=0.5)
+    wanted_norms, wanted = _by_hand(name, 0.5)
+    for norms, parameters in clusters[n].run(_train, name, mesh, plan):
+        torch.testing.assert_close(norms, wanted_norms, rtol=1e-8, atol=0)
+        for key, value in wanted.items():
+            torch.testing.assert_close(parameters[key], value, rtol=1e-7, atol=1e-9)
