@@ -3,6 +3,7 @@
 from fxtrain.state._batch import Batch, Report, Weighted
 from fxtrain.state._context import Comm, DistContext, Ledger
 from fxtrain.state._convert import converter_for, fingerprint, structure, unstructure
+from fxtrain.state._deepspeed import DeepSpeed, FromConfig, from_config
 from fxtrain.state._diff import Change, diff
 from fxtrain.state._files import dumps, loads, read_plan, write_plan
 from fxtrain.state._fsdp import FSDP
@@ -33,9 +34,11 @@ __all__ = [
     "DDP",
     "DTYPES",
     "Data",
+    "DeepSpeed",
     "DistContext",
     "FSDP",
     "Finish",
+    "FromConfig",
     "Ledger",
     "LossScale",
     "Mesh",
@@ -57,6 +60,7 @@ __all__ = [
     "diff",
     "dumps",
     "fingerprint",
+    "from_config",
     "loads",
     "read_plan",
     "read_topology",
