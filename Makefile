@@ -6,13 +6,19 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-deepspeed lint bench clean
 
 demo: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/fxtrain launch --ranks 2 examples/digits.py
 
 test: $(VENV)/.test
 	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# The CPU Adam operator is compiled first, since that takes longer than a test may.
+test-deepspeed: export PATH := $(CURDIR)/$(BIN):$(PATH)
+test-deepspeed: $(VENV)/.test-deepspeed
+	$(BIN)/python -W ignore -c "import deepspeed; deepspeed.ops.op_builder.CPUAdamBuilder().load(verbose=False)"
+	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m deepspeed tests/deepspeed
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -27,6 +33,10 @@ $(VENV)/.test: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet --editable ".[test]"
+	touch $@
+
+$(VENV)/.test-deepspeed: $(VENV)/.test
+	$(BIN)/pip install --quiet --editable ".[deepspeed]"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.test

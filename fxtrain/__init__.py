@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from fxtrain._errors import MissingPackageError as MissingPackageError
     from fxtrain._errors import PlanError as PlanError
     from fxtrain._errors import StepError as StepError
+    from fxtrain.backends import deepspeed_config as deepspeed_config
     from fxtrain.backends import unwrap as unwrap
     from fxtrain.backends import wrap as wrap
+    from fxtrain.backends import zero_init as zero_init
     from fxtrain.checkpoint import Restored as Restored
     from fxtrain.checkpoint import Saving as Saving
     from fxtrain.checkpoint import Verified as Verified
@@ -50,8 +52,10 @@ if TYPE_CHECKING:
     from fxtrain.state import CommHook as CommHook
     from fxtrain.state import Compile as Compile
     from fxtrain.state import Data as Data
+    from fxtrain.state import DeepSpeed as DeepSpeed
     from fxtrain.state import DistContext as DistContext
     from fxtrain.state import DryRun as DryRun
+    from fxtrain.state import FromConfig as FromConfig
     from fxtrain.state import LossScale as LossScale
     from fxtrain.state import Mesh as Mesh
     from fxtrain.state import Plan as Plan
@@ -66,6 +70,7 @@ if TYPE_CHECKING:
     from fxtrain.state import diff as diff
     from fxtrain.state import dumps as dumps
     from fxtrain.state import fingerprint as fingerprint
+    from fxtrain.state import from_config as from_config
     from fxtrain.state import loads as loads
     from fxtrain.state import read_plan as read_plan
     from fxtrain.state import write_plan as write_plan
@@ -75,7 +80,7 @@ _HOMES = {
         "CheckpointError CollectiveError ContextError DataError FxError LaunchError "
         "MissingPackageError PlanError StepError"
     ),
-    "fxtrain.backends": "unwrap wrap",
+    "fxtrain.backends": "deepspeed_config unwrap wrap zero_init",
     "fxtrain.checkpoint": (
         "Restored Saving Verified export latest load_model merge restore save verify"
     ),
@@ -85,9 +90,9 @@ _HOMES = {
     "fxtrain.ops": "close detect log preemption",
     "fxtrain.profile": "dry_run",
     "fxtrain.state": (
-        "Batch Change CommHook Compile DDP Data DistContext DryRun FSDP LossScale Mesh Plan "
-        "Position PowerSGD Precision Report Single Style TP Weighted Wrapped diff dumps "
-        "fingerprint loads read_plan write_plan"
+        "Batch Change CommHook Compile DDP Data DeepSpeed DistContext DryRun FSDP FromConfig "
+        "LossScale Mesh Plan Position PowerSGD Precision Report Single Style TP Weighted "
+        "Wrapped diff dumps fingerprint from_config loads read_plan write_plan"
     ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -27,6 +27,14 @@ hooks = st.builds(
     power_sgd=st.builds(fx.PowerSGD, rank=positive, start_iter=st.integers(2, 99)),
 )
 ddp = st.builds(fx.DDP, bucket_mib=reals, static_graph=st.booleans(), hook=hooks)
+deepspeed = st.builds(
+    fx.DeepSpeed,
+    stage=st.sampled_from([None, 0, 1, 2, 3]),
+    config=st.none() | st.just({"a": {"c": 1.5, "b": [True, None]}}) | st.just("ds.json"),
+    offload_optimizer=st.sampled_from([None, "cpu", "nvme"]),
+    leaf_modules=st.lists(names).map(tuple),
+    reduce_bucket=st.none() | positive,
+)
 precisions = st.builds(
     fx.Precision,
     compute=st.sampled_from(["fp32", "bf16", "fp16"]),
@@ -41,7 +49,7 @@ compiles = st.builds(
 )
 plans = st.builds(
     fx.Plan,
-    strategy=st.one_of(st.just(fx.Single()), ddp),
+    strategy=st.one_of(st.just(fx.Single()), ddp, deepspeed),
     precision=precisions,
     accumulate=positive,
     clip_norm=maybe,
@@ -111,7 +119,17 @@ json_like = st.recursive(
     max_leaves=40,
 )
 kinds = st.sampled_from(
-    [fx.Plan, fx.Position, fx.Mesh, state.Topology, fx.DDP, fx.Precision, fx.Compile, fx.LossScale]
+    [
+        fx.Plan,
+        fx.Position,
+        fx.Mesh,
+        state.Topology,
+        fx.DDP,
+        fx.DeepSpeed,
+        fx.Precision,
+        fx.Compile,
+        fx.LossScale,
+    ]
 )
 
 

@@ -58,5 +58,5 @@ def test_a_wrong_entry_point_is_named(installed, name, words):
 
 
 def test_a_config_that_nobody_carries_out_is_refused():
-    with fx.detect({}, device="cpu") as ctx, pytest.raises(fx.PlanError, match="DDP, FSDP, Single"):
+    with fx.detect({}, device="cpu") as ctx, pytest.raises(fx.PlanError, match=r"DDP, .*Single"):
         fx.wrap(torch.nn.Linear(2, 1), ctx, fx.Plan(strategy=Mine()))

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxtrain import ops
 from fxtrain.backends import _torch
-from fxtrain.backends._modules import outline, unmatched_names
+from fxtrain.backends._modules import outline, send_values, unmatched_names
 from fxtrain.backends._single import SINGLE, wrap_plain
 from fxtrain.state import DDP, CommHook, DistContext, Plan, Strategy, Wrapped
 
@@ -69,7 +69,7 @@ def _wrap(
     ops.agree(outline(module), data, name="model")
     plain = wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY)
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        _send_values(module, data)
+        send_values((*module.parameters(), *module.buffers()), data)
         return plain
     return attrs.evolve(plain, engine=_replicate(module, ctx, data, plan.strategy))
 
@@ -141,13 +141,6 @@ def _add_hook(engine: DistributedDataParallel, data: DistContext, config: CommHo
     elif config.wrapper == "bf16":
         hook = default_hooks.bf16_compress_wrapper(hook)
     engine.register_comm_hook(state, hook)
-
-
-def _send_values(module: nn.Module, data: DistContext) -> None:
-    """Give a frozen replica rank 0's values, since torch's wrapper refuses it."""
-    tensors = [tensor.data for tensor in (*module.parameters(), *module.buffers())]
-    for tensor, sent in zip(tensors, ops.broadcast(tensors, data), strict=True):
-        tensor.copy_(sent)
 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001

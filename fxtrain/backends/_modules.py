@@ -3,14 +3,15 @@
 import difflib
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxtrain.state import Plan
+from fxtrain import ops
+from fxtrain.state import DistContext, Plan
 
-__all__ = ["outline", "prepare_module", "unmatched_names"]
+__all__ = ["outline", "prepare_module", "send_values", "unmatched_names"]
 
 
 def unmatched_names(module: nn.Module, plan: Plan) -> tuple[str, ...]:
@@ -66,6 +67,13 @@ def prepare_module(module: nn.Module, plan: Plan) -> Callable[[], None]:
         undo.clear()
 
     return undo_all
+
+
+def send_values(tensors: Iterable[Tensor], data: DistContext) -> None:
+    """Give every data rank the values of rank 0, in place."""
+    mine = [tensor.data for tensor in tensors]
+    for tensor, sent in zip(mine, ops.broadcast(mine, data), strict=True):
+        tensor.copy_(sent)
 
 
 def _named(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:

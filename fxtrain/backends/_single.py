@@ -92,6 +92,7 @@ SINGLE = Strategy(
     clip_norm=_torch.clip_norm,
     clip_value=_torch.clip_value,
     scale_grads=_torch.scale_grads,
+    finite=_torch.finite,
     apply=_torch.apply,
     state=state_of,
     load_state=load_state,

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from fxtrain._errors import CheckpointError
 from fxtrain.state import ModelState, Saved, Wrapped
 
-__all__ = ["load_state", "state_of"]
+__all__ = ["each_of", "load_extra", "load_state", "state_of"]
 
 _SCALE = 0  # place in the tally
 
@@ -32,7 +32,7 @@ def state_of(model: Wrapped) -> ModelState:
     values = {
         "module": extra,
         "optimizers": optimizers,
-        "schedulers": [one.state_dict() for one in _each(model.scheduler)],
+        "schedulers": [one.state_dict() for one in each_of(model.scheduler)],
         "scaler": None if model.scaler is None else model.scaler.state_dict(),
     }
     buffers = {f"module.{name}" for name, _ in model.module.named_buffers()}
@@ -57,7 +57,7 @@ def load_state(model: Wrapped, saved: Saved) -> None:
         drifted = saved.own(name, saved.rank) if saved.ranks == saved.here else None
         if drifted is not None:
             tensor.detach().copy_(drifted)
-    _load_extra(model.module, saved.values["module"])
+    load_extra(model.module, saved.values["module"])
     if model.optimizers:
         _load_optimizers(model, saved)
     _load_window(model, saved)
@@ -89,7 +89,8 @@ def _check_names(tensors: Mapping[str, Tensor], saved: Saved) -> None:
         raise CheckpointError("\n".join(["The checkpoint is of another model:", *shown, *more]))
 
 
-def _load_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
+def load_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
+    """Give submodules what they keep beside tensors."""
     for name, value in extra.items():
         path = name.removeprefix("module.").rpartition("_extra_state")[0].rstrip(".")
         module.get_submodule(path).set_extra_state(value)
@@ -138,7 +139,7 @@ def _load_optimizers(model: Wrapped, saved: Saved) -> None:
     names = _names(model.module)
     for index, (optimizer, values) in enumerate(zip(model.optimizers, found, strict=True)):
         _load_optimizer(optimizer, values, f"optimizer.{index}", names, saved)
-    schedulers, states = _each(model.scheduler), saved.values["schedulers"]
+    schedulers, states = each_of(model.scheduler), saved.values["schedulers"]
     if len(schedulers) != len(states):
         raise CheckpointError(
             f"The model has {len(schedulers)} schedulers, and was saved with {len(states)}."
@@ -261,7 +262,7 @@ def _set_grad(parameter: nn.Parameter, value: Tensor | None) -> None:
         parameter.grad = value.to(parameter.device)
 
 
-def _each(made: Any) -> list[Any]:
+def each_of(made: Any) -> list[Any]:
     """The schedulers in what the factory returned, in order."""
     if made is None:
         return []

@@ -7,13 +7,14 @@ from torch import nn
 
 from fxtrain._errors import PlanError
 from fxtrain.backends._ddp import DDP_STRATEGY
+from fxtrain.backends._deepspeed import DEEPSPEED_STRATEGY
 from fxtrain.backends._fsdp import FSDP_STRATEGY
 from fxtrain.backends._single import SINGLE
 from fxtrain.state import DistContext, Plan, Strategy, Wrapped
 
 __all__ = ["STRATEGIES", "strategies", "unwrap", "wrap"]
 
-STRATEGIES = (SINGLE, DDP_STRATEGY, FSDP_STRATEGY)
+STRATEGIES = (SINGLE, DDP_STRATEGY, FSDP_STRATEGY, DEEPSPEED_STRATEGY)
 _GROUP = "fxtrain.strategies"
 
 
@@ -29,7 +30,7 @@ def strategies() -> dict[type, Strategy]:
     Example:
         >>> from fxtrain.backends import strategies
         >>> sorted(config.__name__ for config in strategies())
-        ['DDP', 'FSDP', 'Single']
+        ['DDP', 'DeepSpeed', 'FSDP', 'Single']
     """
     table: dict[type, Strategy] = {row.config: row for row in STRATEGIES}
     for entry in entry_points(group=_GROUP):

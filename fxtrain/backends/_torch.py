@@ -24,11 +24,13 @@ __all__ = [
     "backward",
     "clip_norm",
     "clip_value",
+    "finite",
     "forward",
     "new_scaler",
     "new_tally",
     "no_sync",
     "scale_grads",
+    "to_float",
 ]
 
 _UNSCALED = 4  # place in the counts
@@ -52,7 +54,7 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             return run(*args, **kwargs)
     with autocast(model):
         out = run(*args, **kwargs)
-    return _tree.map_leaves(_to_float, out) if precision.output == "fp32" else out
+    return _tree.map_leaves(to_float, out) if precision.output == "fp32" else out
 
 
 def no_sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
@@ -85,6 +87,16 @@ def clip_value(model: Wrapped, max_value: float) -> None:
 def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
     """Multiply gradients in place."""
     scale_parts(parts_of(model.module.parameters()), factor)
+
+
+def finite(model: Wrapped) -> bool:
+    """Whether every gradient is finite; under a loss scale that is the scaler's business."""
+    if model.scaler is not None:
+        return True
+    # What this rank holds of them; the ranks compare notes.
+    grads = [getattr(p.grad, "_local_tensor", p.grad) for p in model.module.parameters()]
+    found = [torch.isfinite(grad).all() for grad in grads if grad is not None]
+    return not found or bool(torch.stack(found).all())
 
 
 def apply(model: Wrapped, finish: Finish) -> Outcome:
@@ -126,7 +138,7 @@ def new_scaler(ctx: DistContext, plan: Plan) -> torch.amp.GradScaler | None:
 def new_tally(ctx: DistContext) -> Tensor:
     """An empty account of an accumulation window; MPS has no float64."""
     dtype = torch.float32 if ctx.device.type == "mps" else torch.float64
-    return torch.zeros(3, dtype=dtype, device=ctx.device)
+    return torch.zeros(4, dtype=dtype, device=ctx.device)
 
 
 def _unscale(model: Wrapped) -> None:
@@ -169,6 +181,7 @@ def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, *, skip: bool) 
     return not overflow and not skip
 
 
-def _to_float(leaf: Any) -> Any:
+def to_float(leaf: Any) -> Any:
+    """A half-precision tensor as fp32; anything else as it is."""
     is_half = isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
     return leaf.float() if is_half else leaf

@@ -190,11 +190,7 @@ def _update(ctx: DistContext, batch: Batch, fns: StepFns, loss: Any) -> Outcome:
 
 def _nonfinite(ctx: DistContext, batch: Batch, model: Wrapped) -> bool:
     """Whether any rank met a non-finite loss or gradient; the same answer on every rank."""
-    # What this rank holds of them; the ranks compare notes below.
-    grads = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]
-    finite = [torch.isfinite(grad).all() for grad in grads if grad is not None]
-    # Under a loss scale overflowing gradients are the scaler's business.
-    bad_grads = model.scaler is None and bool(finite) and not bool(torch.stack(finite).all())
+    bad_grads = not model.strategy.finite(model)
     bad_losses = int(model.tally[_BAD])
     model.tally[_BAD] = 0
     found = ops.gather_objects((bad_losses, bad_grads), ctx)
@@ -202,8 +198,7 @@ def _nonfinite(ctx: DistContext, batch: Batch, model: Wrapped) -> bool:
         return False
     if model.plan.nonfinite == "skip":
         return True
-    for optimizer in model.optimizers:
-        optimizer.zero_grad()
+    model.strategy.apply(model, Finish(skip=True))
     lines = [
         f"  rank {rank}: {losses} losses, gradients {'too' if grads else 'finite'}"
         for rank, (losses, grads) in enumerate(found)

@@ -3,6 +3,7 @@
 from fxtrain.state._batch import Batch, Report, Weighted
 from fxtrain.state._context import Comm, DistContext, Ledger
 from fxtrain.state._convert import converter_for, fingerprint, structure, unstructure
+from fxtrain.state._deepspeed import DeepSpeed, FromConfig, from_config
 from fxtrain.state._diff import Change, diff
 from fxtrain.state._dry_run import PARTS, DryRun, Memory, Problem, Traffic
 from fxtrain.state._files import dumps, loads, read_plan, write_plan
@@ -35,10 +36,12 @@ __all__ = [
     "DDP",
     "DTYPES",
     "Data",
+    "DeepSpeed",
     "DistContext",
     "DryRun",
     "FSDP",
     "Finish",
+    "FromConfig",
     "Ledger",
     "LossScale",
     "Memory",
@@ -66,6 +69,7 @@ __all__ = [
     "diff",
     "dumps",
     "fingerprint",
+    "from_config",
     "loads",
     "read_mesh",
     "read_plan",

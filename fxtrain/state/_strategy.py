@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import attrs
@@ -62,13 +63,15 @@ class Wrapped:
         ctx: The context it was wrapped for.
         plan: The plan it was wrapped under.
         strategy: The functions that carry the plan out.
-        tally: On the device, shape (3,): the scale under which the open accumulation window
-            is summed, its sum of weights, micro-batches with a non-finite loss. Zero between
-            windows, like `counts`.
+        tally: On the device, shape (4,): the scale under which the open accumulation window
+            is summed, its sum of weights, micro-batches with a non-finite loss, gradients seen
+            to be non-finite. Zero between windows, like `counts`.
         counts: On the CPU, int64, shape (5,): micro-batches in the open window, their rows
             with padding, rows of a full window, their real rows, and whether gradients are
             unscaled.
         undo: Takes back what wrapping did to the module.
+        settings: What an engine under the strategy was configured with, as plain data; empty
+            where there is no engine.
     """
 
     module: nn.Module
@@ -84,6 +87,7 @@ class Wrapped:
     tally: torch.Tensor = attrs.field(repr=False)
     counts: torch.Tensor = attrs.field(repr=False)
     undo: Callable[[], None] = attrs.field(repr=False)
+    settings: Mapping[str, Any] = attrs.field(factory=lambda: MappingProxyType({}), repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.strategy.forward(self, args, kwargs)
@@ -169,6 +173,7 @@ class Strategy:
         clip_norm: (model, max_norm) → total norm before clipping, equal on every rank.
         clip_value: (model, max_value) → None.
         scale_grads: (model, factor) → None.
+        finite: (model) → whether this rank's gradients are; no traffic.
         apply: (model, Finish) → Outcome: everything from the end of backward to parameters
             updated, with gradients unscaled, scaled, clipped, and zeroed afterwards.
         state: (model) → ModelState, for a checkpoint; no traffic.
@@ -187,6 +192,7 @@ class Strategy:
     clip_norm: Callable[[Wrapped, float], torch.Tensor]
     clip_value: Callable[[Wrapped, float], None]
     scale_grads: Callable[[Wrapped, Any], None]
+    finite: Callable[[Wrapped], bool]
     apply: Callable[[Wrapped, Finish], Outcome]
     state: Callable[[Wrapped], ModelState]
     load_state: Callable[[Wrapped, Saved], None]

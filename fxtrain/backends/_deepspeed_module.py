@@ -1,0 +1,98 @@
+"""What DeepSpeed leaves on a module, and taking it off again."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxtrain.state import DTYPES, Plan
+
+__all__ = ["autocast_inside", "photograph", "watch_gradients"]
+
+_NONFINITE = 3  # place in the tally
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def photograph(module: nn.Module) -> Callable[[], None]:
+    """Remember a module's attributes, hooks and formats; return what restores them.
+
+    Values of parameters are not remembered: they are what training is for.
+    """
+    parts = [(part, set(vars(part)), _hook_keys(part)) for part in module.modules()]
+    tensors = [
+        (tensor, tensor.dtype, set(vars(tensor)))
+        for tensor in (*module.parameters(), *module.buffers())
+    ]
+
+    def restore() -> None:
+        for part, names, keys in parts:
+            part._parameters = dict(part._parameters)
+            for name in vars(part).keys() - names:
+                del part.__dict__[name]
+            for name, known in keys.items():
+                hooks = getattr(part, name)
+                for key in [key for key in hooks if key not in known]:
+                    del hooks[key]
+        for tensor, dtype, names in tensors:
+            tensor.data = tensor.data.to(dtype)
+            for name in vars(tensor).keys() - names:
+                delattr(tensor, name)
+
+    return restore
+
+
+def _hook_keys(part: nn.Module) -> dict[str, set[Any]]:
+    return {name: set(getattr(part, name)) for name in _HOOKS}
+
+
+def autocast_inside(module: nn.Module, plan: Plan, device: str) -> Callable[[], None]:
+    """Run a module's forward under autocast, inside of what the engine puts around it.
+
+    Returns what takes that back.
+
+    DeepSpeed switches an autocast region off that it finds around an engine. Over weights in
+    the same format, autocast only decides on the inputs.
+    """
+    if plan.precision.compute == "fp32":
+        return lambda: None
+    dtype = DTYPES[plan.precision.compute]
+    before = module.__dict__.get("forward")
+    module.forward = functools.partial(_under_autocast, module.forward, device, dtype)
+
+    def undo() -> None:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+    return undo
+
+
+def _under_autocast(
+    forward: Callable[..., Any], device: str, dtype: torch.dtype, *args: Any, **kwargs: Any
+) -> Any:
+    with torch.autocast(device, dtype=dtype):
+        return forward(*args, **kwargs)
+
+
+def watch_gradients(module: nn.Module, tally: torch.Tensor) -> None:
+    """Count gradients that are not finite as backward makes them.
+
+    Afterwards they are in the engine's buffers, in a form that depends on stage and offload.
+    """
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(functools.partial(_note, tally))
+
+
+def _note(tally: torch.Tensor, grad: torch.Tensor) -> None:
+    tally[_NONFINITE] += ~torch.isfinite(grad).all()

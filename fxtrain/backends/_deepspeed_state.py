@@ -1,0 +1,306 @@
+"""A model under DeepSpeed for a checkpoint: whole tensors by name, as of any other strategy.
+
+So a checkpoint goes on at another number of ranks, at another stage, or without DeepSpeed.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from fxtrain._errors import CheckpointError
+from fxtrain.backends._deepspeed_engine import load
+from fxtrain.backends._deepspeed_entries import ZERO, device, section
+from fxtrain.backends._deepspeed_values import whole_values
+from fxtrain.backends._state import each_of, load_extra, load_state, state_of
+from fxtrain.state import ModelState, Saved, Wrapped
+
+__all__ = ["engine_state", "load_engine_state"]
+
+_MICRO = 0  # place in the counts
+_PREFIX = "optimizer.0"
+
+
+@attrs.frozen(eq=False)
+class _Trained:
+    """One trained parameter, and where its optimizer keeps it."""
+
+    name: str
+    parameter: nn.Parameter
+    group: int
+    master: Tensor
+    whole: bool  # the master is this parameter's, not a rank's part of many
+
+
+def engine_state(model: Wrapped) -> ModelState:
+    """Whole parameters, buffers and optimizer states, on the CPU.
+
+    Effects:
+        Gathers what is spread, tensor by tensor; every rank must take part.
+
+    Raises:
+        CheckpointError: an accumulation window is open, or states are on nvme.
+    """
+    if model.engine is model.module:
+        return state_of(model)
+    _check_savable(model)
+    wholes = {
+        id(parameter): value.cpu()
+        for parameter, value in zip(model.module.parameters(), whole_values(model), strict=True)
+    }
+    tensors: dict[str, Tensor] = {}
+    extra: dict[str, Any] = {}
+    for name, value in model.module.state_dict(keep_vars=True).items():
+        place = tensors if isinstance(value, Tensor) else extra
+        place[f"module.{name}"] = wholes.get(id(value), value)
+    values: dict[str, Any] = {"module": extra, "optimizers": [], "schedulers": [], "scaler": None}
+    if model.optimizers:
+        held, facts = _optimizer_state(model)
+        tensors.update(held)
+        values["optimizers"] = [facts]
+        values["schedulers"] = [one.state_dict() for one in each_of(model.scheduler)]
+        values["scaler"] = _scale_state(model.engine.optimizer)
+    buffers = {f"module.{name}" for name, _ in model.module.named_buffers()}
+    return ModelState(
+        tensors=tensors,
+        own={"tally": model.tally, "counts": model.counts},
+        values=values,
+        drifting=frozenset(buffers & tensors.keys()),
+    )
+
+
+def load_engine_state(model: Wrapped, saved: Saved) -> None:
+    """Put a saved state into an engine, in place.
+
+    Raises:
+        CheckpointError: it is the state of another model or optimizer, or of an open window.
+    """
+    if model.engine is model.module:
+        load_state(model, saved)
+        return
+    _check_savable(model)
+    counts = saved.own("counts", 0)
+    if counts is not None and int(counts[_MICRO]):
+        raise CheckpointError(
+            "The checkpoint was saved inside of an accumulation window, whose gradients "
+            "DeepSpeed cannot take over. Save where report.applied is true."
+        )
+    _load_module(model, saved)
+    if model.optimizers:
+        _load_optimizer(model, saved)
+    model.tally.zero_()
+    model.counts.zero_()
+
+
+def _check_savable(model: Wrapped) -> None:
+    if int(model.counts[_MICRO]):
+        raise CheckpointError(
+            "DeepSpeed keeps the gradients of an open accumulation window to itself. Save and "
+            "restore where report.applied is true."
+        )
+    if device(section(model.settings, ZERO), "offload_optimizer") == "nvme":
+        raise CheckpointError(
+            "Optimizer states on nvme are not read back for a checkpoint. Use "
+            "offload_optimizer='cpu', or model.engine.save_checkpoint(...)."
+        )
+
+
+def _trained(model: Wrapped) -> Iterator[_Trained]:
+    """Every trained parameter with its master, by the lists in which each stage keeps them."""
+    optimizer = model.engine.optimizer
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    if optimizer is model.engine.basic_optimizer:
+        for index, group in enumerate(optimizer.param_groups):
+            for one in group["params"]:
+                yield _Trained(names[id(one)], one, index, one, whole=True)
+    elif hasattr(optimizer, "fp32_groups"):
+        pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        for index, (weights, masters) in enumerate(pairs):
+            for weight, master in zip(weights, masters, strict=True):
+                yield _Trained(names[id(weight)], weight, index, master, whole=True)
+    else:
+        lists, flats = _flats(optimizer)
+        groups = getattr(optimizer, "sub_group_to_group_id", None)
+        for index, (weights, flat) in enumerate(zip(lists, flats, strict=True)):
+            group = index if groups is None else groups[index]
+            for weight in weights:
+                yield _Trained(names[id(weight)], weight, group, flat, whole=False)
+
+
+def _flats(optimizer: Any) -> tuple[list[list[nn.Parameter]], list[Tensor]]:
+    """Lists of parameters, and this rank's part of each list as one flat master."""
+    for lists, flats in (
+        ("bit16_groups", "single_partition_of_fp32_groups"),
+        ("fp16_groups", "fp32_partitioned_groups_flat"),
+        ("bf16_groups", "fp32_groups_flat_partition"),
+    ):
+        if hasattr(optimizer, flats):
+            return getattr(optimizer, lists), getattr(optimizer, flats)
+    raise CheckpointError(
+        f"The layout of DeepSpeed's {type(optimizer).__name__} is not known here. Use "
+        f"model.engine.save_checkpoint(...)."
+    )
+
+
+def _optimizer_state(model: Wrapped) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """States by parameter, whole, and everything else, in the form of torch's strategies."""
+    (optimizer,) = model.optimizers
+    tensors: dict[str, Tensor] = {}
+    states: dict[str, Any] = {}
+    members: list[list[str]] = [[] for _ in optimizer.param_groups]
+    for one in _trained(model):
+        members[one.group].append(one.name)
+        state = optimizer.state.get(one.master)
+        if not state:
+            continue
+        plain: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                whole = _whole_state(one, key, value)
+                tensors[f"{_PREFIX}.{one.name}.{key}"] = whole.detach().cpu().clone()
+            else:
+                plain[key] = value
+        states[one.name] = {"keys": list(state), "plain": plain}
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": names}
+        for group, names in zip(optimizer.param_groups, members, strict=True)
+    ]
+    return tensors, {"kind": type(optimizer).__name__, "groups": groups, "state": states}
+
+
+def _whole_state(one: _Trained, key: str, value: Tensor) -> Tensor:
+    if one.whole or not _is_spread(one, value):
+        return value
+    return load().utils.safe_get_full_optimizer_state(one.parameter, key)
+
+
+def _is_spread(one: _Trained, value: Tensor) -> bool:
+    """Whether a state is as long as the flat master; a step count is not."""
+    return value.dim() > 0 and value.numel() == one.master.numel()
+
+
+def _load_module(model: Wrapped, saved: Saved) -> None:
+    masters = {id(one.parameter): one for one in _trained(model)} if model.optimizers else {}
+    here = model.module.state_dict(keep_vars=True)
+    there = {name[7:] for name in saved.shapes if name.startswith("module.")}
+    wanted = {name for name, value in here.items() if isinstance(value, Tensor)}
+    shapes = {name: tuple(getattr(here[name], "ds_shape", here[name].shape)) for name in wanted}
+    wrong = sorted(
+        {*(wanted ^ there)}
+        | {n for n in wanted & there if saved.shapes[f"module.{n}"][0] != shapes[n]}
+    )
+    if wrong:
+        raise CheckpointError(
+            f"The checkpoint is of another model: it differs in {', '.join(wrong[:40])}."
+        )
+    for name in sorted(wanted):
+        shape, dtype = saved.shapes[f"module.{name}"]
+        value = torch.empty(shape, dtype=dtype)
+        saved.fill(f"module.{name}", value)
+        drifted = saved.own(f"module.{name}", saved.rank) if saved.ranks == saved.here else None
+        value = value if drifted is None else drifted
+        _set_whole(here[name], value.to(model.ctx.device), masters.get(id(here[name])))
+    extra = saved.values["module"]
+    load_extra(model.module, extra)
+
+
+@torch.no_grad()
+def _set_whole(tensor: Tensor, value: Tensor, trained: _Trained | None) -> None:
+    """Write a value into the weight and into its full-precision master."""
+    library = load()
+    if hasattr(tensor, "ds_id"):
+        with library.zero.GatheredParameters([tensor], modifier_rank=0):
+            tensor.data.copy_(value)
+    else:
+        tensor.data.copy_(value)
+    if trained is None:
+        return
+    if trained.whole:
+        trained.master.data.copy_(value)
+    else:
+        library.utils.safe_set_full_fp32_param(trained.parameter, value.float())
+
+
+def _load_optimizer(model: Wrapped, saved: Saved) -> None:
+    (optimizer,) = model.optimizers
+    found, kind = saved.values["optimizers"], type(optimizer).__name__
+    trained = list(_trained(model))
+    members: list[set[str]] = [set() for _ in optimizer.param_groups]
+    for one in trained:
+        members[one.group].add(one.name)
+    if len(found) != 1 or found[0]["kind"] != kind:
+        kinds = ", ".join(one["kind"] for one in found) or "no optimizer"
+        raise CheckpointError(f"The model has a {kind}, and was saved with {kinds}.")
+    if members != [set(group["params"]) for group in found[0]["groups"]]:
+        raise CheckpointError(f"The groups of this {kind} hold other parameters than those saved.")
+    for group, options in zip(optimizer.param_groups, found[0]["groups"], strict=True):
+        group.update({key: value for key, value in options.items() if key != "params"})
+    _make_states(optimizer, trained, found[0]["state"], saved)
+    link = getattr(model.engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
+    if link is not None and optimizer.state:
+        model.engine.optimizer._hp_optimizer_states_linked = False
+        link()
+    for one in trained:
+        _fill_states(optimizer, one, saved)
+    for scheduler, state in zip(each_of(model.scheduler), saved.values["schedulers"], strict=True):
+        scheduler.load_state_dict(state)
+    _load_scale(model.engine.optimizer, saved.values["scaler"])
+
+
+def _make_states(
+    optimizer: torch.optim.Optimizer,
+    trained: list[_Trained],
+    states: Mapping[str, Any],
+    saved: Saved,
+) -> None:
+    """Give each master the states that were saved, empty where they are spread."""
+    for one in trained:
+        state = states.get(one.name)
+        if state is None:
+            optimizer.state.pop(one.master, None)
+            continue
+        made: dict[str, Any] = {}
+        for key in state["keys"]:
+            if key in state["plain"]:
+                made[key] = state["plain"][key]
+                continue
+            shape, dtype = saved.shapes[f"{_PREFIX}.{one.name}.{key}"]
+            if key == "step" or not shape:
+                made[key] = torch.empty(shape, dtype=dtype)
+                saved.fill(f"{_PREFIX}.{one.name}.{key}", made[key])
+            else:
+                made[key] = torch.zeros_like(one.master, dtype=dtype, requires_grad=False)
+        optimizer.state[one.master] = made
+
+
+@torch.no_grad()
+def _fill_states(optimizer: torch.optim.Optimizer, one: _Trained, saved: Saved) -> None:
+    for key, value in optimizer.state.get(one.master, {}).items():
+        name = f"{_PREFIX}.{one.name}.{key}"
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            continue
+        shape, dtype = saved.shapes[name]
+        whole = torch.empty(shape, dtype=dtype)
+        saved.fill(name, whole)
+        if one.whole:
+            value.copy_(whole)
+        else:
+            whole = whole.to(one.parameter.device)
+            load().utils.safe_set_full_optimizer_state(one.parameter, whole, key)
+
+
+def _scale_state(optimizer: Any) -> dict[str, Any] | None:
+    """The numbers of a dynamic loss scale."""
+    if not getattr(optimizer, "dynamic_loss_scale", False):
+        return None
+    facts = vars(optimizer.loss_scaler).items()
+    return {name: value for name, value in facts if isinstance(value, bool | int | float)}
+
+
+def _load_scale(optimizer: Any, facts: Mapping[str, Any] | None) -> None:
+    if facts is None or not getattr(optimizer, "dynamic_loss_scale", False):
+        return
+    for name in facts.keys() & vars(optimizer.loss_scaler).keys():
+        setattr(optimizer.loss_scaler, name, facts[name])

@@ -1,0 +1,104 @@
+"""Stopping and going on under DeepSpeed: bit for bit, at other numbers of ranks, elsewhere."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import fxtrain as fx
+from tests.deepspeed._ranks import adamw, mean, net, on_rank, rows, values
+
+pytestmark = pytest.mark.deepspeed
+
+
+def _run(ctx, plan, path, *, save_at=None, resume=False):
+    """Train two epochs; save after some updates, or start from what was saved."""
+    model = fx.wrap(
+        net(), ctx, plan, optimizer=adamw,
+        scheduler=lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.9),
+    )  # fmt: skip
+    loader = fx.shard(DataLoader(rows(32), batch_size=8, shuffle=True), ctx, plan)
+    if resume:
+        loader = loader.at(fx.restore(path, ctx, model).position)
+    fns = fx.StepFns(model=model, loss=mean)
+    losses = []
+    for epoch in loader.epochs(2):
+        for batch in epoch:
+            report = fx.step(ctx, batch, fns)
+            losses.append(float(report.loss))
+            if report.applied and report.position.updates == save_at:
+                fx.save(path, ctx, model, position=report.position)
+    return losses, values(model)
+
+
+@on_rank
+def _stopped_and_resumed(ctx, plan, folder):
+    whole = _run(ctx, plan, folder, save_at=3)
+    rest = _run(ctx, plan, folder, resume=True)
+    return whole, rest
+
+
+PLANS = {
+    "stage 0": fx.DeepSpeed(stage=0),
+    "stage 1": fx.DeepSpeed(stage=1),
+    "stage 2": fx.DeepSpeed(stage=2),
+    "stage 3": fx.DeepSpeed(stage=3),
+    "offloaded": fx.DeepSpeed(stage=2, offload_optimizer="cpu"),
+    "offloaded at 3": fx.DeepSpeed(stage=3, offload_optimizer="cpu", offload_parameters="cpu"),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_resumed_run_is_the_same_bit_for_bit(pair, tmp_path, name, precision):
+    plan = fx.Plan(strategy=PLANS[name], precision=precision, batch="global", accumulate=2)
+    for (losses, got), (rest, again) in pair.run(_stopped_and_resumed, plan, str(tmp_path)):
+        assert len(rest) == 2 and losses[-2:] == rest
+        assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+@on_rank
+def _first(ctx, plan, folder):
+    return _run(ctx, plan, folder, save_at=3)[1]
+
+
+@on_rank
+def _second(ctx, plan, folder):
+    return _run(ctx, plan, folder, resume=True)[1]
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "ranks"),
+    [
+        (fx.DeepSpeed(stage=2), fx.DeepSpeed(stage=2), 4),
+        (fx.DeepSpeed(stage=3), fx.DeepSpeed(stage=3), 1),
+        (fx.DeepSpeed(stage=1), fx.DeepSpeed(stage=3), 2),
+        (fx.DeepSpeed(stage=3), fx.DDP(), 1),
+        (fx.DDP(), fx.DeepSpeed(stage=2), 2),
+    ],
+)
+def test_a_run_goes_on_elsewhere(pair, clusters, tmp_path, saved, resumed, ranks):
+    fields = {"batch": "global", "accumulate": 2}
+    wanted = pair.run(_first, fx.Plan(strategy=saved, **fields), str(tmp_path))[0]
+    plan = fx.Plan(strategy=resumed, **fields)
+    for got in clusters[ranks].run(_second, plan, str(tmp_path)):
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@on_rank
+def _in_a_window(ctx, folder):
+    plan = fx.Plan(strategy=fx.DeepSpeed(stage=1), accumulate=3)
+    model = fx.wrap(net(), ctx, plan, optimizer=adamw)
+    fns = fx.StepFns(model=model, loss=mean)
+    batch = next(iter(fx.shard(DataLoader(rows(), batch_size=4), ctx, plan)))
+    fx.step(ctx, batch, fns)
+    try:
+        fx.save(folder, ctx, model, position=batch.position)
+    except fx.CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_an_open_window_is_not_saved(pair, tmp_path):
+    for message in pair.run(_in_a_window, str(tmp_path)):
+        assert "report.applied is true" in message

@@ -1,0 +1,57 @@
+"""The command line is the one of DeepSpeed's own runner."""
+
+import types
+
+import pytest
+
+from fxtrain.launch._deepspeed import deepspeed_argv, filter_hosts, read_hosts
+
+pytestmark = pytest.mark.deepspeed
+
+TEXT = "a slots=4\nb slots=2\nc slots=1\n"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("include", "exclude"),
+    [("", ""), ("a:1,3@b", ""), ("", "a@b:0"), ("c@b:1,0", "")],
+)
+def test_machines_slots_and_words_are_those_of_deepspeed(include, exclude, monkeypatch, tmp_path):
+    from deepspeed.launcher import runner
+    from deepspeed.launcher.multinode_runner import PDSHRunner
+
+    theirs = runner.parse_inclusion_exclusion(
+        runner._parse_hostfile(TEXT.splitlines()), include, exclude
+    )
+    hosts = filter_hosts(read_hosts(TEXT), include, exclude)
+    assert {host: list(slots) for host, slots in hosts.items()} == dict(theirs)
+    assert list(hosts) == list(theirs)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.executable", "/env/python")
+    options = types.SimpleNamespace(
+        user_args=["--name", "two words"],
+        user_script="train.py",
+        launcher_args="",
+        ssh_port=None,
+        master_addr="a",
+        master_port=29500,
+        venv_script=None,
+        no_python=False,
+        module=False,
+        no_local_rank=True,
+        save_pid=False,
+        enable_each_rank_log=None,
+    )
+    pdsh = PDSHRunner(options, runner.encode_world_info(theirs))
+    pdsh.add_export("NAME", "value")
+    words, _, environment = pdsh.get_cmd({}, theirs)
+    argv, ours = deepspeed_argv(
+        hosts,
+        ("train.py", "--name", "two words"),
+        folder=str(tmp_path),
+        python="/env/python",
+        main_address="a",
+        exports={"NAME": "value"},
+    )
+    assert list(argv) == words and ours == environment
