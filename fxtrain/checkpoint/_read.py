@@ -30,7 +30,7 @@ class Reader:
         manifest: What it holds.
         files: Functions that read the data files, opened on first use.
         stack: Closes them.
-        made: Whole tensors that were read for values.
+        made: Whole tensors that were read once for all.
     """
 
     place: Place
@@ -69,10 +69,14 @@ class Reader:
             self._fill_box(entry, name, start, local.detach())
 
     def new(self, name: str) -> Tensor:
-        """A whole tensor of the checkpoint: one for all of its names, as when it was saved."""
+        """A whole tensor of the checkpoint."""
+        return self.new_entry(self.entry(name), name)
+
+    def once(self, name: str) -> Tensor:
+        """The same, one for all who ask for it and for all of its names, as when it was saved."""
         found = self.manifest.aliases.get(name, name)
         if found not in self.made:
-            self.made[found] = self.new_entry(self.entry(name), name)
+            self.made[found] = self.new(name)
         return self.made[found]
 
     def new_entry(self, entry: Entry, name: str) -> Tensor:

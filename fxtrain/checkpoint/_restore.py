@@ -161,7 +161,7 @@ def _restore(
     with open_reader(place, manifest) as reader:
         for name, model in models.items():
             model.strategy.load_state(model, _saved(reader, name, ctx))
-        user = decode(manifest.extra, reader.new)
+        user = decode(manifest.extra, reader.once)
         if extra is not None:
             user = load_into(extra, user)
         if random:
@@ -190,7 +190,7 @@ def _saved(reader: Reader, name: str, ctx: DistContext) -> Saved:
     return Saved(
         shapes={short: (one.shape, DTYPES[one.dtype]) for short, one in entries.items()},
         fill=lambda short, tensor: reader.fill(prefix + short, tensor),
-        values=decode(manifest.models[name]["values"], reader.new),
+        values=decode(manifest.models[name]["values"], reader.once),
         own=_own(reader, prefix),
         ranks=len(manifest.own),
         rank=ctx.rank,
