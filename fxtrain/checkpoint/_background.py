@@ -79,7 +79,10 @@ def start(ctx: DistContext, path: str, run: Callable[[DistContext], None]) -> Sa
     """Write in a thread, over a process group of its own."""
     kept = ctx.comm.ledger.kept
     if _GROUP not in kept:
-        kept[_GROUP] = ops.duplicate(ctx)
+        try:
+            kept[_GROUP] = ops.duplicate(ctx)
+        except RuntimeError as error:  # torch's, of a rank that is gone
+            raise CheckpointError(f"{path} was not saved: {error}") from error
     future: Future[None] = Future()
     saving = Saving(path=path, future=future)
 

@@ -4,9 +4,11 @@ The file is one line of JSON, `{"digest":"…","manifest":{…}}`, in which the 
 the bytes of the inner object: no byte of the file can change unnoticed.
 """
 
+import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,6 +27,7 @@ MANIFEST = "manifest.json"
 CHUNK = 4 << 20  # bytes of a part that share a digest; a slice is read and checked in these
 _LARGEST = 1 << 30  # bytes of a manifest
 _DIMS = 64  # torch has no more
+_SPREAD_DIMS = 8  # in which one tensor is cut; a mesh has fewer axes
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _HEAD, _MIDDLE, _TAIL = b'{"digest":"', b'","manifest":', b"}\n"
@@ -129,15 +132,16 @@ def load_manifest(raw: bytes) -> Manifest:
     """
     data = _parse(_body(raw))
     _keys(data, {"format", *attrs.fields_dict(Manifest)}, "the manifest")
-    if data["format"] != FORMAT:
-        raise CheckpointError(
-            f"The manifest has the format {data['format']!r}; this version of fxtrain reads "
-            f"{FORMAT}. Install the version that wrote it: {data.get('versions')!r}."
-        )
     try:
+        if type(data["format"]) is not int or data["format"] != FORMAT:
+            raise CheckpointError(
+                f"The manifest has the format {str(data['format'])[:80]}; this version of "
+                f"fxtrain reads {FORMAT}. Install the version that wrote it: "
+                f"{str(data['versions'])[:200]}."
+            )
         return _manifest(data)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"The manifest is malformed: {error}.") from error
+    except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        raise CheckpointError(f"The manifest is malformed: {str(error)[:500]}.") from error
 
 
 def _body(raw: bytes) -> memoryview:
@@ -178,8 +182,8 @@ def _parse(body: memoryview) -> dict[str, Any]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
         raise ValueError(f"the key {twice[:80]!r} stands there twice")
     return found
 
@@ -200,15 +204,18 @@ def _manifest(data: dict[str, Any]) -> Manifest:
         if target not in tensors or name in tensors:
             raise ValueError(f"{name!r} is said to be the tensor {target!r}, which is not there")
     metric = data["metric"]
-    if metric is not None and type(metric) not in (int, float):
-        raise ValueError(f"the metric {metric!r} is not a number")
+    if metric is not None and not (type(metric) in (int, float) and math.isfinite(metric)):
+        raise ValueError(f"the metric {str(metric)[:80]} is not a number")
+    ranks = _count(_table(data["topology"])["world_size"])
+    if not ranks or ranks != len(own):
+        raise ValueError(f"{ranks} ranks saved, and there are states of {len(own)}")
     try:
         position = structure(data["position"], Position)
     except PlanError as error:
         raise ValueError(str(error)) from error
     return Manifest(
-        versions=_table(data["versions"]),
-        topology=_table(data["topology"]),
+        versions={name: str(one) for name, one in _table(data["versions"]).items()},
+        topology=data["topology"],
         position=position,
         metric=metric,
         models=_models(data["models"]),
@@ -223,6 +230,8 @@ def _manifest(data: dict[str, Any]) -> Manifest:
 def _models(data: Any) -> dict[str, Any]:
     for name, model in _table(data).items():
         _keys(model, {"plan", "fingerprint", "values"}, f"the model {name!r}")
+        if not isinstance(model["fingerprint"], str):
+            raise ValueError(f"the fingerprint of {name!r} is not a string")
     return data
 
 
@@ -235,7 +244,7 @@ def _file_name(name: str) -> str:
 def _file(data: Any, name: str) -> File:
     _keys(data, {"size", "header", "digest"}, name)
     size, header = _count(data["size"]), _count(data["header"])
-    if not 8 <= header <= size:
+    if not 8 <= header <= min(size, _LARGEST):
         raise ValueError(f"{name} has a header of {header} bytes in {size}")
     return File(size=size, header=header, digest=_hash(data["digest"]))
 
@@ -272,26 +281,23 @@ def _part(
 
 
 def _covers(shape: tuple[int, ...], parts: tuple[Part, ...]) -> bool:
-    """Whether boxes are disjoint and fill the tensor."""
-    if sum(math.prod(part.shape) for part in parts) != math.prod(shape):
+    """Whether boxes, each inside the tensor, are disjoint and fill it.
+
+    They do if the signed corners of all boxes are those of the whole: corners inside cancel.
+    (The mixed derivative of a sum of boxes is a sum of such corners, and determines it.)
+    """
+    if not math.prod(shape):
+        return True
+    boxes = [(part.start, part.shape) for part in parts if math.prod(part.shape)]
+    cut = [dim for dim, size in enumerate(shape) if any(box[dim] != size for _, box in boxes)]
+    if len(cut) > _SPREAD_DIMS:
         return False
-    boxes = sorted((part for part in parts if math.prod(part.shape)), key=lambda part: part.start)
-    open_boxes: list[Part] = []
-    for box in boxes:
-        # Sorted by the first dimension, so what ended before this one begins is done with.
-        open_boxes = [one for one in open_boxes if one.start[0] + one.shape[0] > box.start[0]]
-        if any(_meet(one, box) for one in open_boxes):
-            return False
-        if shape:
-            open_boxes.append(box)
-    return True
-
-
-def _meet(one: Part, other: Part) -> bool:
-    return all(
-        a < b + m and b < a + n
-        for a, n, b, m in zip(one.start, one.shape, other.start, other.shape, strict=True)
-    )
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, start, size in [(-1, (0,) * len(shape), shape), *((1, *box) for box in boxes)]:
+        for far in itertools.product((0, 1), repeat=len(cut)):
+            corner = tuple(start[dim] + one * size[dim] for dim, one in zip(cut, far, strict=True))
+            corners[corner] += sign * (-1) ** sum(far)
+    return not any(corners.values())
 
 
 def _apart(files: Mapping[str, File], entries: Iterable[Entry]) -> None:

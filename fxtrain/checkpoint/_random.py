@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fxtrain import ops
+from fxtrain._errors import CheckpointError
 from fxtrain.state import DistContext
 
 __all__ = ["random_state", "set_random_state"]
@@ -57,6 +58,8 @@ def set_random_state(
     key, cached = own(_NUMPY, ctx.rank), own(_NUMPY_GAUSS, ctx.rank)
     if key is not None and cached is not None and (numpy := sys.modules.get("numpy")):
         *words, place, has_gauss = key.tolist()
+        if len(words) != 624 or not 0 <= place <= 624:  # NumPy would read beyond its words
+            raise CheckpointError("The state of NumPy's generator in the checkpoint is none.")
         found = numpy.array(words, dtype=numpy.uint32)
         numpy.random.set_state(("MT19937", found, place, has_gauss, float(cached[0])))
     device = own(_DEVICE, ctx.rank)

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint._bytes import DTYPES, memory_of
-from fxtrain.checkpoint._manifest import CHUNK, Entry, Manifest, Part, digest_of
+from fxtrain.checkpoint._manifest import CHUNK, Entry, File, Manifest, Part, digest_of
 from fxtrain.checkpoint._pieces import box_of
 from fxtrain.checkpoint._place import Place
 
-__all__ = ["Reader", "open_reader"]
+__all__ = ["Reader", "file_problems", "header_of", "open_reader"]
 
 _BLOCK = 64 << 20  # bytes that are held while picking a part of their columns
 
@@ -30,12 +30,14 @@ class Reader:
         manifest: What it holds.
         files: Functions that read the data files, opened on first use.
         stack: Closes them.
+        made: Whole tensors that were read once for all.
     """
 
     place: Place
     manifest: Manifest
     files: dict[str, Any] = attrs.field(factory=dict)
     stack: ExitStack = attrs.field(factory=ExitStack)
+    made: dict[str, Tensor] = attrs.field(factory=dict)
 
     def entry(self, name: str) -> Entry:
         """What the manifest says of a tensor."""
@@ -66,9 +68,16 @@ class Reader:
         with torch.no_grad():
             self._fill_box(entry, name, start, local.detach())
 
-    def new(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """A whole tensor of the checkpoint, new."""
-        return self.new_entry(self.entry(name), name).to(device)
+    def new(self, name: str) -> Tensor:
+        """A whole tensor of the checkpoint."""
+        return self.new_entry(self.entry(name), name)
+
+    def once(self, name: str) -> Tensor:
+        """The same, one for all who ask for it and for all of its names, as when it was saved."""
+        found = self.manifest.aliases.get(name, name)
+        if found not in self.made:
+            self.made[found] = self.new(name)
+        return self.made[found]
 
     def new_entry(self, entry: Entry, name: str) -> Tensor:
         """The same for an entry that is not in the common table."""
@@ -135,7 +144,9 @@ class Reader:
 
     def _file(self, name: str) -> Any:
         if name not in self.files:
-            self.files[name] = self.stack.enter_context(self.place.open(name))
+            read = self.stack.enter_context(self.place.open(name))
+            header_of(read, name, self.manifest.files[name])
+            self.files[name] = read
         return self.files[name]
 
 
@@ -152,6 +163,19 @@ def open_reader(place: Place, manifest: Manifest) -> Iterator[Reader]:
     reader = Reader(place=place, manifest=manifest)
     with reader.stack:
         yield reader
+
+
+def header_of(read: Any, name: str, file: File) -> bytes:
+    """The header of a data file.
+
+    Raises:
+        CheckpointError: it is not what was written.
+    """
+    header = bytearray(file.header)
+    read(0, memoryview(header))
+    if digest_of(header) != file.digest:
+        raise CheckpointError(f"The header of {name} was changed.")
+    return bytes(header)
 
 
 def file_problems(found: Mapping[str, int], manifest: Manifest) -> list[str]:

@@ -7,7 +7,7 @@ import attrs
 from torch import Tensor
 
 from fxtrain import ops
-from fxtrain._errors import CheckpointError, FxError
+from fxtrain._errors import CheckpointError, CollectiveError, FxError
 from fxtrain.checkpoint._bytes import DTYPES
 from fxtrain.checkpoint._manifest import Manifest
 from fxtrain.checkpoint._names import latest, read_manifest
@@ -104,16 +104,20 @@ def restore(
         if isinstance(chosen, BaseException):
             raise chosen
         restored = _restore(chosen, ctx, models, extra, random)
-    except (FxError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+    except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
-    _agree(ctx, problem, path)
+    try:
+        _agree(ctx, problem, path)
+    except CollectiveError as error:
+        raise CheckpointError(f"{path} was not restored. {problem or error}") from error
     assert restored is not None
     return restored
 
 
 def _agree(ctx: DistContext, problem: BaseException | None, path: Any) -> None:
     """Raise on every rank if one could not restore."""
-    text = None if problem is None else f"{problem}"
+    known = isinstance(problem, FxError | OSError | None)
+    text = None if problem is None else f"{problem}" if known else f"{problem!r}"
     found = ops.gather_objects(text, ctx)
     if not any(found):
         return
@@ -157,7 +161,7 @@ def _restore(
     with open_reader(place, manifest) as reader:
         for name, model in models.items():
             model.strategy.load_state(model, _saved(reader, name, ctx))
-        user = decode(manifest.extra, reader.new)
+        user = decode(manifest.extra, reader.once)
         if extra is not None:
             user = load_into(extra, user)
         if random:
@@ -186,7 +190,7 @@ def _saved(reader: Reader, name: str, ctx: DistContext) -> Saved:
     return Saved(
         shapes={short: (one.shape, DTYPES[one.dtype]) for short, one in entries.items()},
         fill=lambda short, tensor: reader.fill(prefix + short, tensor),
-        values=decode(manifest.models[name]["values"], reader.new),
+        values=decode(manifest.models[name]["values"], reader.once),
         own=_own(reader, prefix),
         ranks=len(manifest.own),
         rank=ctx.rank,

@@ -2,7 +2,8 @@
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import attrs
@@ -91,15 +92,28 @@ def save(
             f"save(position=...) takes a Position, found {type(position).__name__}. Use "
             f"batch.position or report.position."
         )
-    under_way = earlier(ctx, busy)
-    if under_way is not None:
-        return under_way
     folder = place_of(path)
-    job = _prepare(ctx, folder, models, position, extra, metric, keep)
-    if background:
-        return start(ctx, job.final, attrs.evolve(job, pieces=stage(ctx, job.pieces)).run)
+    with _together(str(folder)):
+        under_way = earlier(ctx, busy)
+        if under_way is not None:
+            return under_way
+        job = _prepare(ctx, folder, models, position, extra, metric, keep)
+        if background:
+            return start(ctx, job.final, job.staged(ctx).run)
     job.run(ctx)
     return Saving(path=job.final)
+
+
+@contextmanager
+def _together(what: str) -> Iterator[None]:
+    """A rank that is gone is an error of the checkpoint, on every rank that is left."""
+    try:
+        yield
+    except CollectiveError as error:
+        raise CheckpointError(
+            f"{what}: nothing was saved, or a rank was gone before all could agree that it was. "
+            f"Earlier checkpoints are whole. {error}"
+        ) from error
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -112,32 +126,35 @@ class _Job:
     taken: Snapshot
     pieces: list[Piece]
     keep: Keep
+    problem: str | None = None  # why this rank cannot write
 
     @property
     def final(self) -> str:
         return str(self.folder.join(self.name))
 
+    def staged(self, ctx: DistContext) -> "_Job":
+        """The same of copies, so that the model may change; it says so if there is no room."""
+        try:
+            return attrs.evolve(self, pieces=stage(ctx, self.pieces))
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            return attrs.evolve(self, pieces=[], problem=f"{type(error).__name__}: {error}")
+
     def run(self, ctx: DistContext) -> None:
         """Write this rank's file and commit together with the other ranks."""
         draft = self.folder.draft(self.name, self.token)
-        problem: str | None = None
-        written = Written(rank=ctx.rank)
+        problem, written = self.problem, Written(rank=ctx.rank)
         try:
             written = write_file(draft, ctx.rank, self.pieces)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # as above
             problem = f"{type(error).__name__}: {error}"
-        try:
+        with _together(self.final):
             found = ops.gather_objects((problem, written), ctx)
             problems = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
             if not problems:
                 word = self._commit(ctx, [written for _, written in found])
                 problems = {0: word} if word is not None else {}
-        except CollectiveError as error:
-            raise CheckpointError(
-                f"{self.final} was not saved: {error} Earlier checkpoints are whole."
-            ) from error
-        if problems:
-            self._give_up(ctx, problems)
+            if problems:
+                self._give_up(ctx, problems)
 
     def _commit(self, ctx: DistContext, written: Sequence[Written]) -> str | None:
         """Rank 0 makes the checkpoint appear; every rank learns what became of it."""
@@ -154,10 +171,14 @@ class _Job:
 
     def _give_up(self, ctx: DistContext, problems: Mapping[int, str]) -> None:
         lines = [f"  rank {rank}: {text}" for rank, text in problems.items()]
-        committed = ctx.is_main and self.name in checkpoints(self.folder)
-        whole = ops.broadcast_object(committed, ctx)
+        whole = False
         if ctx.is_main:
-            _clean(self.folder, lines)
+            try:
+                whole = self.name in checkpoints(self.folder)
+                _clean(self.folder, lines)
+            except OSError as error:
+                lines.append(f"  rank 0: {type(error).__name__}: {error}")
+        whole, lines = ops.broadcast_object((whole, lines), ctx)
         head = (
             f"{self.final} was saved and is whole, but what comes after failed:"
             if whole

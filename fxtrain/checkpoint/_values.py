@@ -22,6 +22,8 @@ from fxtrain.state import unstructure
 __all__ = ["decode", "encode"]
 
 _DEEPEST = 64
+_Read = Callable[[str], Tensor]
+_DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -50,20 +52,31 @@ def decode(data: Any, read: Callable[[str], Tensor]) -> Any:
     Raises:
         CheckpointError: the data is not what `encode` writes.
     """
+    return _decode(data, read, 0)
+
+
+def _decode(data: Any, read: _Read, depth: int) -> Any:
+    if depth > _DEEPEST:
+        raise CheckpointError("A value in the manifest is nested too deep.")
     if isinstance(data, list):
-        return [decode(one, read) for one in data]
+        return [_decode(one, read, depth + 1) for one in data]
     if not isinstance(data, dict):
         return data
     if "$" not in data:
-        return {key: decode(one, read) for key, one in data.items()}
-    reader = _READERS.get(data["$"]) if isinstance(data["$"], str) else None
-    if reader is None:
-        raise CheckpointError(f"A value in the manifest has the unknown kind {data['$']!r}.")
+        return {key: _decode(one, read, depth + 1) for key, one in data.items()}
+    kind = data["$"] if isinstance(data["$"], str) else type(data["$"]).__name__
+    if kind not in _READERS:
+        raise CheckpointError(f"A value in the manifest has the unknown kind {kind[:80]!r}.")
+    keys, reader = _READERS[kind]
     try:
-        return reader(data, read)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        if data.keys() != {"$", *keys}:
+            raise KeyError(f"it should have {', '.join(keys)}, found {', '.join(data)[:200]}")
+        return reader(data, read, depth + 1)
+    except CheckpointError:
+        raise
+    except (LookupError, ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(
-            f"A value of kind {data['$']!r} in the manifest is malformed: {error!r}."
+            f"A value of kind {kind!r} in the manifest is malformed: {str(error)[:500]}."
         ) from error
 
 
@@ -159,28 +172,47 @@ _WRITERS: tuple[tuple[Any, Callable[..., Any]], ...] = (
 )
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
-    return found
-
-
-def _numpy(data: dict[str, Any], read: Callable[[str], Tensor]) -> Any:
-    array = read(data["name"]).numpy()
+def _numpy(data: dict[str, Any], read: _Read, depth: int) -> Any:
+    array = _tensor(data, read, depth).numpy()
+    if type(data["scalar"]) is not bool or (data["scalar"] and array.ndim):
+        raise ValueError(f"an array of shape {array.shape} is no scalar")
     return array[()] if data["scalar"] else array
 
 
-_READERS: dict[str, Callable[[dict[str, Any], Callable[[str], Tensor]], Any]] = {
-    "tensor": lambda data, read: read(data["name"]),
-    "numpy": _numpy,
-    "float": lambda data, read: _WORDS[data["value"]],
-    "dtype": lambda data, read: _dtype(data["value"]),
-    "device": lambda data, read: torch.device(data["value"]),
-    "bytes": lambda data, read: base64.b64decode(data["value"], validate=True),
-    "tuple": lambda data, read: tuple(decode(data["items"], read)),
-    "set": lambda data, read: set(decode(data["items"], read)),
-    "dict": lambda data, read: {
-        decode(key, read): decode(value, read) for key, value in data["items"]
-    },
+def _tensor(data: dict[str, Any], read: _Read, depth: int) -> Tensor:
+    if not isinstance(data["name"], str):
+        raise TypeError("a name is a string")
+    return read(data["name"])
+
+
+def _items(data: dict[str, Any], read: _Read, depth: int) -> list[Any]:
+    if not isinstance(data["items"], list):
+        raise TypeError("items are a list")
+    return [_decode(one, read, depth) for one in data["items"]]
+
+
+def _dict(data: dict[str, Any], read: _Read, depth: int) -> dict[Any, Any]:
+    pairs = data["items"]
+    if not isinstance(pairs, list) or not all(type(one) is list for one in pairs):
+        raise TypeError("items are a list of lists")
+    return {_decode(key, read, depth): _decode(value, read, depth) for key, value in pairs}
+
+
+def _device(data: dict[str, Any], *_: Any) -> torch.device:
+    if not isinstance(data["value"], str):
+        raise TypeError("a device is a string")
+    return torch.device(data["value"])
+
+
+# By kind: the keys of the object, and what makes the value.
+_READERS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any], _Read, int], Any]]] = {
+    "tensor": (("name",), _tensor),
+    "numpy": (("name", "scalar"), _numpy),
+    "float": (("value",), lambda data, *_: _WORDS[data["value"]]),
+    "dtype": (("value",), lambda data, *_: _DTYPES[data["value"]]),
+    "device": (("value",), _device),
+    "bytes": (("value",), lambda data, *_: base64.b64decode(data["value"], validate=True)),
+    "tuple": (("items",), lambda *args: tuple(_items(*args))),
+    "set": (("items",), lambda *args: set(_items(*args))),
+    "dict": (("items",), _dict),
 }

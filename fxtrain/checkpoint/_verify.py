@@ -12,7 +12,7 @@ from fxtrain.checkpoint._bytes import STORED
 from fxtrain.checkpoint._manifest import CHUNK, MANIFEST, Entry, Manifest, Part, digest_of
 from fxtrain.checkpoint._names import latest, read_manifest
 from fxtrain.checkpoint._place import Place, place_of
-from fxtrain.checkpoint._read import file_problems
+from fxtrain.checkpoint._read import file_problems, header_of
 from fxtrain.state import Position
 
 __all__ = ["Verified", "verify"]
@@ -93,12 +93,11 @@ def _changes(place: Place, manifest: Manifest) -> Iterator[str]:
                 by_file[part.file].append((name, entry, part))
     for file, found in by_file.items():
         with place.open(file) as read:
-            header = bytearray(manifest.files[file].header)
-            read(0, memoryview(header))
-            if digest_of(header) != manifest.files[file].digest:
-                yield f"  the header of {file} was changed"
-            else:
-                yield from _header_problems(file, bytes(header), found)
+            try:
+                header = header_of(read, file, manifest.files[file])
+                yield from _header_problems(file, header, found)
+            except CheckpointError as error:
+                yield f"  {error}"
             for name, entry, part in sorted(found, key=lambda one: one[2].offset):
                 yield from _part_changes(read, name, entry, part)
 
@@ -117,11 +116,17 @@ def _header_problems(
     file: str, header: bytes, found: list[tuple[str, Entry, Part]]
 ) -> Iterator[str]:
     """Where safetensors' own header, which other tools read, says something else."""
-    spans = {
-        (value["data_offsets"][0], value["data_offsets"][1], value["dtype"])
-        for key, value in json.loads(header[8:]).items()
-        if key != "__metadata__"
-    }
+    try:
+        spans = {
+            (*map(int, value["data_offsets"]), str(value["dtype"]))
+            for key, value in json.loads(header[8:]).items()
+            if key != "__metadata__"
+        }
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        yield f"  the header of {file} is none of safetensors: {str(error)[:200]}"
+        return
+    if int.from_bytes(header[:8], "little") != len(header) - 8:
+        yield f"  the header of {file} has another length than it says"
     for name, entry, part in found:
         begin = part.offset - len(header)
         size = math.prod(part.shape) * entry.itemsize
