@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fxtrain.checkpoint import verify as verify
     from fxtrain.data import Sharded as Sharded
     from fxtrain.data import shard as shard
+    from fxtrain.launch import given_plan as given_plan
     from fxtrain.launch import launch as launch
     from fxtrain.loop import StepFns as StepFns
     from fxtrain.loop import step as step
@@ -85,7 +86,7 @@ _HOMES = {
         "Restored Saving Verified export latest load_model merge restore save verify"
     ),
     "fxtrain.data": "Sharded shard",
-    "fxtrain.launch": "launch",
+    "fxtrain.launch": "given_plan launch",
     "fxtrain.loop": "StepFns step",
     "fxtrain.ops": "close detect log preemption",
     "fxtrain.profile": "dry_run",

@@ -22,6 +22,7 @@ from fxtrain.launch import (
     describe,
     find_launcher,
     keep_tracebacks,
+    plan_variable,
     prepare,
     run,
     show,
@@ -128,7 +129,10 @@ def _configured(
             for name, value in flags.items()
         },
     )
-    return settings.launch, settings.said.launch
+    spec = settings.launch
+    if settings.said.plan:  # for fx.given_plan() in the script
+        spec = attrs.evolve(spec, env=(*spec.env, plan_variable(settings.plan)))
+    return spec, settings.said.launch
 
 
 def _pair(word: str) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from fxtrain.launch._callable import CallableModule
 from fxtrain.launch._ending import Ending, Failure, by_cause, describe
 from fxtrain.launch._fields import options_from
 from fxtrain.launch._flags import FLAGS, Flag, flag_words
+from fxtrain.launch._given import given_plan, plan_variable
 from fxtrain.launch._invocation import Invocation, as_json, show
 from fxtrain.launch._kubernetes import KubernetesOptions, kubernetes
 from fxtrain.launch._launchers import LAUNCHERS, Launcher, find_launcher, prepare, run
@@ -57,6 +58,7 @@ __all__ = [
     "describe",
     "find_launcher",
     "flag_words",
+    "given_plan",
     "keep_tracebacks",
     "kubernetes",
     "launch",
@@ -64,6 +66,7 @@ __all__ = [
     "mpi",
     "native",
     "options_from",
+    "plan_variable",
     "pod_command",
     "prepare",
     "rank_environment",

@@ -1,0 +1,56 @@
+"""The plan of a launch file, from the launcher to the ranks: one variable."""
+
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from fxtrain._errors import PlanError
+
+if TYPE_CHECKING:
+    from fxtrain.state import Plan
+
+__all__ = ["given_plan", "plan_variable"]
+
+_NAME = "FXTRAIN_PLAN"
+
+
+def given_plan(default: "Plan | None" = None, *, env: Mapping[str, str] | None = None) -> "Plan":
+    """The plan that `fxtrain launch` took from a launch file, its profile and the environment.
+
+    Args:
+        default: The plan where no launcher gave one; `fx.Plan()` by default. What the
+            launch file leaves out has the defaults of `fx.Plan`, not those of this plan.
+        env: Variables to read instead of the process's environment.
+
+    Raises:
+        PlanError: the variable FXTRAIN_PLAN holds no plan.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> fx.given_plan(fx.Plan(accumulate=2), env={}).accumulate
+        2
+    """
+    state = importlib.import_module("fxtrain.state")  # torch loads with it
+    text = (os.environ if env is None else env).get(_NAME)
+    if text is None:
+        return state.Plan() if default is None else default
+    try:
+        return state.loads(text)
+    except PlanError as error:
+        raise PlanError(f"The variable {_NAME}, set by fxtrain launch:\n{error}") from None
+
+
+def plan_variable(plan: "Plan") -> str:
+    """NAME=VALUE of the variable in which ranks find a plan.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> from fxtrain.launch import plan_variable
+        >>> name, _, value = plan_variable(fx.Plan(seed=3)).partition("=")
+        >>> fx.given_plan(env={name: value}).seed
+        3
+    """
+    data = json.loads(importlib.import_module("fxtrain.state").dumps(plan))
+    return f"{_NAME}={json.dumps(data, separators=(',', ':'))}"
