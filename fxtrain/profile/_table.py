@@ -25,8 +25,11 @@ def table(*runs: DryRun) -> RenderableType:
         >>> from fxtrain.profile import table
         >>> from rich.console import Console
         >>> small, large = (fx.DryRun(name="train.py", world=n) for n in (8, 1024))
-        >>> Console(width=60).print(table(small, large))
-        memory of one rank       train.py...
+        >>> console = Console(width=60)
+        >>> with console.capture() as shown:
+        ...     console.print(table(small, large))
+        >>> [line.split() for line in shown.get().splitlines() if "1024 ranks" in line][0]
+        ['8', 'ranks', '1024', 'ranks']
     """
     names = _names(runs)
     parts = [_memory(runs, names), _traffic(runs, names), *_plans(runs, names)]
