@@ -137,9 +137,7 @@ def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -
             else:
                 with ops.autocast(model):
                     out = fns.loss(model, batch)
-            loss, aux = out if type(out) is tuple and len(out) == 2 else (out, None)
-            if (whole := getattr(loss, "full_tensor", None)) is not None:
-                loss = whole()  # was computed on split logits
+            loss, aux = _loss_and_aux(out)
             check_loss(loss.total if type(loss) is Weighted else loss)
             share = _weights.share(loss, batch, model)
             strategy.backward(share.loss, model)
@@ -167,6 +165,12 @@ def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -
         position=batch.position,
         aux=aux,
     )
+
+
+def _loss_and_aux(out: Any) -> tuple[Any, Any]:
+    loss, aux = out if type(out) is tuple and len(out) == 2 else (out, None)
+    whole = getattr(loss, "full_tensor", None)  # of a loss on split logits
+    return (loss if whole is None else whole()), aux
 
 
 def _update(ctx: DistContext, batch: Batch, fns: StepFns, loss: Any) -> Outcome:
