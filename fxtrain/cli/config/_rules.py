@@ -115,7 +115,17 @@ _CHECKPOINTS = (
 
 def rules() -> dict[str, Rule]:
     """By key, with the section's name before a dot and without the prefix that repeats it."""
-    return {**_frame(), **_fsdp(), **_deepspeed(), **_others(), **_sagemaker()}
+    sections = (
+        _frame,
+        _pods,
+        _fsdp_parts,
+        _fsdp_modules,
+        _deepspeed,
+        _compiling,
+        _axes,
+        _sagemaker,
+    )
+    return {key: rule for section in sections for key, rule in section().items()}
 
 
 def _frame() -> dict[str, Rule]:
@@ -150,6 +160,11 @@ def _frame() -> dict[str, Rule]:
             note="" if value == "main" else "the script is run as it is"
         ),
         "num_cpu_threads_per_process": of("launch.threads", whole),
+    }  # fmt: skip
+
+
+def _pods() -> dict[str, Rule]:
+    return {
         "downcast_bf16": when({"launch.env": ["XLA_DOWNCAST_BF16=1"]}),
         "tpu_use_cluster": when({"launch.launcher": "tpu-pod"}),
         "tpu_name": of(f"{_O}.name"),
@@ -178,7 +193,7 @@ def _rendezvous(value: str, facts: Facts) -> Outcome:
     return Outcome(note="launch.rendezvous is static or c10d")
 
 
-def _fsdp() -> dict[str, Rule]:
+def _fsdp_parts() -> dict[str, Rule]:
     full = {f"{_S}.mode": "full"}
     after_forward = {f"{_S}.mode": "grads_and_optimizer"}
     hybrid = "set plan.strategy.shard to the ranks of a node"
@@ -197,7 +212,6 @@ def _fsdp() -> dict[str, Rule]:
         "5": Outcome(sets=after_forward, note=hybrid),
     }
     known = among(mode, unknown="plan.strategy.mode is full, grads_and_optimizer or none")
-    own = "torch's FSDP2 always does so"
     return {
         "fsdp.version": lambda value, _: Outcome(
             note="fxtrain shards with FSDP2" if whole(value) == 1 else ""
@@ -206,6 +220,12 @@ def _fsdp() -> dict[str, Rule]:
         "fsdp.reshard_after_forward": lambda value, facts: known(str(value), facts),
         "fsdp.offload_params": when({f"{_S}.offload": True}),
         "fsdp.cpu_offload_pin_memory": of(f"{_S}.pin", truth),
+    }
+
+
+def _fsdp_modules() -> dict[str, Rule]:
+    own = "torch's FSDP2 always does so"
+    return {
         "fsdp.auto_wrap_policy": among(
             {"TRANSFORMER_BASED_WRAP": Outcome(), "SIZE_BASED_WRAP": Outcome()},
             unknown="without block classes fxtrain takes those that the model names, or its lists",
@@ -273,9 +293,8 @@ def _deepspeed() -> dict[str, Rule]:
     }
 
 
-def _others() -> dict[str, Rule]:
+def _compiling() -> dict[str, Rule]:
     backend = "plan.compile"
-    mesh = _MESH.format("...")
     return {
         "dynamo.backend": lambda value, _: Outcome(
             sets={} if text(value).upper() == "NO" else {f"{backend}.backend": text(value).lower()}
@@ -294,6 +313,12 @@ def _others() -> dict[str, Rule]:
         "mpirun.mpirun_ccl": lambda value, _: Outcome(
             sets={f"{_O}.ccl_workers": whole(value)} if several(value) else {}
         ),
+    }
+
+
+def _axes() -> dict[str, Rule]:
+    mesh = _MESH.format("...")
+    return {
         "parallelism.dp_replicate_size": sized(_MESH.format("replicate=...")),
         "parallelism.dp_shard_size": lambda value, _: Outcome(
             sets={f"{_S}.shard": whole(value)} if several(value) else {}

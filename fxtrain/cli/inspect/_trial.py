@@ -44,7 +44,7 @@ class Collective:
     sized: bool = True
 
 
-def _collectives() -> tuple[Collective, ...]:
+def _of_trees() -> tuple[Collective, ...]:
     def pieces(x: torch.Tensor, ctx: DistContext) -> list[torch.Tensor] | None:
         return [x + rank for rank in range(ctx.world_size)] if ctx.is_main else None
 
@@ -69,6 +69,11 @@ def _collectives() -> tuple[Collective, ...]:
             call=lambda x, ctx: ops.scatter(pieces(x, ctx), ctx),
             right=lambda got, _, ctx: bool((got == 1 + ctx.rank).all()),
         ),
+    )
+
+
+def _of_objects() -> tuple[Collective, ...]:
+    return (
         Collective(
             name="gather_objects",
             call=lambda _, ctx: ops.gather_objects({"rank": ctx.rank}, ctx),
@@ -175,7 +180,7 @@ def trial(ctx: DistContext, plan: Plan, *, mib: float) -> dict[str, Any]:
     times = ops.gather_objects(time.time(), ctx)
     hosts = [fact["host"] for fact in facts]
     problems = [*fact_problems(facts, nodes=ctx.num_nodes), *clock_problems(times, hosts)]
-    rows = [measure(one, ctx, mib=mib) for one in _collectives()]
+    rows = [measure(one, ctx, mib=mib) for one in (*_of_trees(), *_of_objects())]
     problems += [f"{row['name']} gave a wrong result." for row in rows if not row["right"]]
     try:
         training = train(ctx, plan)
