@@ -13,6 +13,7 @@ from fxtrain.state import ModelState, Saved, Wrapped
 __all__ = ["each_of", "load_extra", "load_state", "state_of"]
 
 _SCALE = 0  # place in the tally
+_SENDS_BUFFERS = "require_forward_param_sync"
 
 
 def state_of(model: Wrapped) -> ModelState:
@@ -34,6 +35,8 @@ def state_of(model: Wrapped) -> ModelState:
         "optimizers": optimizers,
         "schedulers": [one.state_dict() for one in each_of(model.scheduler)],
         "scaler": None if model.scaler is None else model.scaler.state_dict(),
+        # torch's DDP sends buffers before a forward if the one before it ended a window.
+        "sends_buffers": getattr(model.engine, _SENDS_BUFFERS, None),
     }
     buffers = {f"module.{name}" for name, _ in model.module.named_buffers()}
     return ModelState(
@@ -224,6 +227,9 @@ def _first_difference(own: list[list[str]], theirs: list[list[str]]) -> str:
 
 def _load_window(model: Wrapped, saved: Saved) -> None:
     """Gradients and account of an accumulation window that was open."""
+    sends_buffers = saved.values.get("sends_buffers")
+    if sends_buffers is not None and hasattr(model.engine, _SENDS_BUFFERS):
+        setattr(model.engine, _SENDS_BUFFERS, bool(sends_buffers))
     tallies = _of_all(saved, "tally")
     # Weighted losses are divided by the ranks at the end of the window; others already were.
     factor = saved.ranks / saved.here if tallies[0][_SCALE] != 0 else 1.0

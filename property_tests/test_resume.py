@@ -1,0 +1,117 @@
+"""A run that was stopped and resumed is the run that was not, in every bit."""
+
+import multiprocessing
+import random
+import tempfile
+import warnings
+
+import torch
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import fxtrain as fx
+from tests.checkpoint import _runs
+
+ROWS = 40  # even, and so is every batch: BatchNorm takes no batch of one row
+ON_RANKS = settings(deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+
+
+def _loader(ctx, plan, size, workers):
+    """With a worker process where asked, which is started from a rank of a pool."""
+    more = {}
+    if workers:
+        # Ranks of a pool are daemons, which Python keeps from having children, and newer ones
+        # warn of forking with threads; spawning takes longer than the pool's timeout.
+        multiprocessing.current_process()._config["daemon"] = False
+        warnings.simplefilter("ignore", DeprecationWarning)
+        more = {"num_workers": workers, "multiprocessing_context": "fork"}
+    rows = _runs.Noisy(ROWS)
+    return fx.shard(DataLoader(rows, batch_size=size, shuffle=True, **more), ctx, plan)
+
+
+def _resume(ctx, folder, kind, accumulate, before, after, background, workers, even):
+    """Names of the leaves in which the stopped run differs from the other."""
+    plan = _runs.plan_of(kind, accumulate, even=even)
+    fx.ops.seed(before, ctx, per_rank=True)
+    model, fns = _runs.start(ctx, kind, plan)
+    report, _ = _runs.go_on(ctx, _loader(ctx, plan, 4, workers), fns, before)
+    saving = fx.save(folder, ctx, model, position=report.position, background=background)
+    loader = _loader(ctx, plan, 4, workers).at(report.position)
+    _, wanted_rows = _runs.go_on(ctx, loader, fns, after)
+    wanted, values = _runs.leaves(model)
+    saving.result()
+
+    fx.ops.seed(99, ctx, per_rank=True)
+    random.seed(99)
+    model, fns = _runs.start(ctx, kind, plan)
+    restored = fx.restore(folder, ctx, model)
+    loader = _loader(ctx, plan, 4, workers).at(restored.position)
+    _, rows = _runs.go_on(ctx, loader, fns, after)
+    found, other = _runs.leaves(model)
+    differing = sorted(wanted.keys() ^ found.keys())
+    differing += [name for name in wanted if not torch.equal(wanted[name], found[name])]
+    return differing, values == other, wanted_rows == rows, len(rows)
+
+
+@settings(ON_RANKS, max_examples=7)
+@given(
+    kind=st.sampled_from(_runs.KINDS),
+    accumulate=st.integers(1, 4),
+    before=st.integers(1, 12),
+    after=st.integers(1, 5),
+    background=st.booleans(),
+    workers=st.sampled_from([0, 0, 1]),
+    even=st.sampled_from(["pad", "drop"]),
+)
+@example("fp16", 2, 3, 3, True, 0, "pad")
+@example("weighted", 3, 4, 2, False, 1, "pad")
+def test_a_resumed_run_is_equal_in_every_bit(
+    cluster, kind, accumulate, before, after, background, workers, even
+):
+    with tempfile.TemporaryDirectory() as folder:
+        found = cluster.run(
+            _resume, folder, kind, accumulate, before, after, background, workers, even
+        )
+    for differing, values, rows, seen in found:
+        assert differing == []
+        assert values and rows and seen
+
+
+def _part(ctx, folder, kind, accumulate, size, steps, save):
+    """Train on so many micro-batches, or on the rest of the epoch; the rows seen."""
+    plan = _runs.plan_of(kind, accumulate)
+    model, fns = _runs.start(ctx, kind, plan)
+    loader = _loader(ctx, plan, size, 0)
+    if not save:
+        loader = loader.at(fx.restore(folder, ctx, model).position)
+    report, rows = _runs.go_on(ctx, loader, fns, steps, epochs=1)
+    if save:
+        fx.save(folder, ctx, model, position=report.position)
+    return rows, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@settings(ON_RANKS, max_examples=12)
+@given(
+    ranks=st.permutations([1, 2, 4]),
+    kind=st.sampled_from(["plain", "weighted", "bf16", "fp16", "two optimizers"]),
+    accumulate=st.integers(1, 3),
+    sizes=st.tuples(st.sampled_from([2, 4]), st.sampled_from([2, 4])),
+    data=st.data(),
+)
+def test_at_another_number_of_ranks_exactly_the_unseen_rows(
+    clusters, ranks, kind, accumulate, sizes, data
+):
+    first, then = ranks[:2]
+    most = -(-ROWS // (first * sizes[0])) - 1  # before the last batch of the epoch
+    steps = data.draw(st.integers(1, most), label="micro-batches")
+    with tempfile.TemporaryDirectory() as folder:
+        before = clusters[first].run(_part, folder, kind, accumulate, sizes[0], steps, True)
+        after = clusters[then].run(_part, folder, kind, accumulate, sizes[1], -1, False)
+    seen = [row for rows, _ in before for row in rows]
+    rest = [row for rows, _ in after for row in rows]
+    assert len(seen) == steps * first * sizes[0]
+    assert sorted(seen + rest) == list(range(ROWS))
+    for _, parameters in after[1:]:
+        for one, other in zip(parameters, after[0][1], strict=True):
+            assert torch.equal(one, other)
