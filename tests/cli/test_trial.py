@@ -10,7 +10,7 @@ import fxtrain as fx
 from fxtrain.cli import Exit, main
 from fxtrain.cli.inspect import clock_problems, fact_problems
 from fxtrain.cli.inspect._facts import facts_here
-from fxtrain.cli.inspect._trial import _collectives, measure, trial
+from fxtrain.cli.inspect._trial import _of_trees, measure, trial
 from tests.launched._run import FXTRAIN, run
 
 NAMES = [
@@ -48,7 +48,7 @@ def test_a_plan_that_does_not_fit_is_a_problem(pair):
 
 def _lying(ctx):
     """A sum that one rank gets wrong."""
-    honest = _collectives()[0]
+    honest = _of_trees()[0]
     wrong = attrs.evolve(honest, call=lambda x, ctx: honest.call(x, ctx) + (ctx.rank == 1))
     return measure(wrong, ctx, mib=0.01)["right"]
 
