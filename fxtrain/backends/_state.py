@@ -165,8 +165,9 @@ def _load_optimizer(
     own = [[name for name, _ in named] for _, named in groups]
     theirs = [group["params"] for group in values["groups"]]
     kind = type(optimizer).__name__
-    if values["kind"] != kind or own != theirs:
-        detail = "" if values["kind"] != kind else f": {_first_difference(own, theirs)}"
+    same = values["kind"] in (kind, "")  # files of other libraries do not say
+    if not same or own != theirs:
+        detail = f": {_first_difference(own, theirs)}" if same else ""
         raise CheckpointError(
             f"{prefix} is a {kind} here and was saved as a {values['kind']}, or holds other "
             f"parameters or groups{detail}. Build it as it was built then."
@@ -231,6 +232,8 @@ def _load_window(model: Wrapped, saved: Saved) -> None:
     if sends_buffers is not None and hasattr(model.engine, _SENDS_BUFFERS):
         setattr(model.engine, _SENDS_BUFFERS, bool(sends_buffers))
     tallies = _of_all(saved, "tally")
+    if not tallies:  # from another library, which saves no open window
+        return
     # Weighted losses are divided by the ranks at the end of the window; others already were.
     factor = saved.ranks / saved.here if tallies[0][_SCALE] != 0 else 1.0
     for name, parameter in model.module.named_parameters():

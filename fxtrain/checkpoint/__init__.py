@@ -6,6 +6,7 @@ Beside them, models in the files that other libraries read.
 from fxtrain.checkpoint._background import Saving
 from fxtrain.checkpoint._compare import Difference, compare, count_leaves
 from fxtrain.checkpoint._export import export
+from fxtrain.checkpoint._import import import_checkpoint
 from fxtrain.checkpoint._import_accelerate import AcceleratorState, read_accelerate
 from fxtrain.checkpoint._import_dcp import DcpState, read_dcp
 from fxtrain.checkpoint._load_model import Loaded, load_model
@@ -27,6 +28,7 @@ __all__ = [
     "compare",
     "count_leaves",
     "export",
+    "import_checkpoint",
     "latest",
     "load_model",
     "merge",

@@ -23,7 +23,7 @@ from fxtrain.checkpoint._snapshot import Snapshot, by_name, snapshot
 from fxtrain.checkpoint._write import Written, write_file
 from fxtrain.state import DistContext, Position, Wrapped
 
-__all__ = ["save"]
+__all__ = ["save", "save_alone"]
 
 
 def save(
@@ -114,6 +114,24 @@ def _together(what: str) -> Iterator[None]:
             f"{what}: nothing was saved, or a rank was gone before all could agree that it was. "
             f"Earlier checkpoints are whole. {error}"
         ) from error
+
+
+def save_alone(path: Any, taken: Snapshot) -> str:
+    """Write a state that one process holds; the path of the checkpoint."""
+    folder, ctx = place_of(path), DistContext()
+    folder.make()
+    _clean(folder, [])
+    holders = {name: [0] for name in taken.tensors}
+    job = _Job(
+        folder=folder,
+        name=new_name(folder, taken.position.updates),
+        token=secrets.token_hex(4),
+        taken=taken,
+        pieces=pieces_of(taken.tensors, 0, holders),
+        keep=Keep(),
+    )
+    job.run(ctx)
+    return job.final
 
 
 @attrs.frozen(kw_only=True, eq=False)

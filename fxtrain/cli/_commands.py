@@ -40,6 +40,7 @@ COMMANDS: tuple[Row, ...] = (
     ),
     Row("verify", "fxtrain.cli._weights:VERIFY", "look at every byte of a checkpoint"),
     Row("merge-weights", "fxtrain.cli._weights:MERGE", "make a model's files from a checkpoint"),
+    Row("import", "fxtrain.cli._weights:IMPORT", "go on from another library's checkpoint"),
     Row("replay", "fxtrain.cli._resume:REPLAY", "run one update of a run again"),
     Row("test", "fxtrain.cli.inspect._test_command:TEST", "try the configured setup out"),
     Row("tpu-config", "fxtrain.cli.inspect._tpu_command:TPU", "prepare the hosts of a TPU pod"),

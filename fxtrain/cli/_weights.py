@@ -1,11 +1,17 @@
-"""`fxtrain verify` and `fxtrain merge-weights`: checkpoints looked at, and made into models."""
+"""`fxtrain verify`, `merge-weights` and `import`: checkpoints looked at, and made from others."""
+
+import importlib
+import os
+import sys
+from typing import Any
 
 import click
 
+from fxtrain._errors import LaunchError
 from fxtrain.cli._exit import Exit
 from fxtrain.cli._report import as_json, print_json
 
-__all__ = ["MERGE", "VERIFY"]
+__all__ = ["IMPORT", "MERGE", "VERIFY"]
 
 
 @click.command("verify")
@@ -60,3 +66,56 @@ def MERGE(checkpoint: str, folder: str, model: str | None, max_shard: str, json_
         for file in files:
             click.echo(str(file))
     return Exit.WELL
+
+
+@click.command("import")
+@click.option("--model", "factory", help="MODULE:FUNCTION that makes the model, for its names")
+@click.option("--epoch", default=0, show_default=True, help="where the run stood: its epoch")
+@click.option("--index", default=0, show_default=True, help="rows of that epoch already seen")
+@click.option("--updates", default=0, show_default=True, help="optimizer updates so far")
+@click.option("--no-optimizer", is_flag=True, help="weights only")
+@as_json
+@click.argument("source")
+@click.argument("folder")
+def IMPORT(
+    source: str,
+    folder: str,
+    factory: str | None,
+    epoch: int,
+    index: int,
+    updates: int,
+    no_optimizer: bool,  # noqa: FBT001
+    json_: bool,  # noqa: FBT001
+) -> int:
+    """Write what Accelerate or torch.distributed.checkpoint saved in SOURCE as a checkpoint."""
+    from fxtrain.checkpoint import import_checkpoint
+    from fxtrain.state import Position
+
+    path = import_checkpoint(
+        source,
+        folder,
+        module=None if factory is None else _made(factory),
+        position=Position(epoch=epoch, index=index, updates=updates),
+        optimizer=not no_optimizer,
+    )
+    if json_:
+        print_json({"path": path})
+    else:
+        click.echo(path)
+    return Exit.WELL
+
+
+def _made(factory: str) -> Any:
+    """Call the factory, on the meta device: only the names of the model are wanted."""
+    import torch
+
+    module, _, name = factory.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise LaunchError(
+            f"import --model {factory}: {error}. Name a function as MODULE:FUNCTION."
+        ) from error
+    with torch.device("meta"):
+        return make()
