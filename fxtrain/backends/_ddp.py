@@ -21,7 +21,18 @@ __all__ = ["DDP_STRATEGY"]
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     problems = list(unmatched_names(module, plan))
-    hook: CommHook = plan.strategy.hook
+    problems += _hook_problems(ctx, plan.strategy, module)
+    if plan.strategy.static_graph and plan.accumulate > 1 and not plan.sync_each:
+        problems.append(
+            f"DDP(static_graph=True) with accumulate={plan.accumulate} leaves out reductions, "
+            f"which torch does not count as the same graph. Set sync_each=True, or "
+            f"static_graph=False."
+        )
+    return tuple(problems)
+
+
+def _hook_problems(ctx: DistContext, config: DDP, module: nn.Module) -> list[str]:
+    hook, problems = config.hook, list[str]()
     if hook.name == "none" and hook.wrapper != "none":
         problems.append(
             f"CommHook(wrapper={hook.wrapper!r}) wraps another hook, but name is 'none'. "
@@ -37,19 +48,22 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             f"CommHook with bf16: torch compresses to bf16 over NCCL and XCCL only, and this "
             f"context is on {ctx.device.type}. Use fp16."
         )
+    if hook.name in ("power_sgd", "batched_power_sgd") and ctx.device.type == "cpu":
+        size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        if size > config.bucket_mib * 2**20:
+            problems.append(
+                f"CommHook(name={hook.name!r}): over gloo torch's hook starts its reductions in "
+                f"threads, and with more than one bucket ranks wait for each other in another "
+                f"order. These gradients have {size / 2**20:.0f} MiB: set DDP(bucket_mib=...) "
+                f"above that, or use fp16."
+            )
     if hook.name == "batched_power_sgd" and not _batched_power_sgd_works():
         problems.append(
             f"CommHook(name='batched_power_sgd'): the hook of torch {torch.__version__} hands its "
             f"own orthogonalisation a matrix where that takes a stack of them, and fails on "
             f"every gradient. Use 'power_sgd'."
         )
-    if plan.strategy.static_graph and plan.accumulate > 1 and not plan.sync_each:
-        problems.append(
-            f"DDP(static_graph=True) with accumulate={plan.accumulate} leaves out reductions, "
-            f"which torch does not count as the same graph. Set sync_each=True, or "
-            f"static_graph=False."
-        )
-    return tuple(problems)
+    return problems
 
 
 def _batched_power_sgd_works() -> bool:

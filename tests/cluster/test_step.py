@@ -412,3 +412,21 @@ def test_seeds_per_rank(ctx):
     assert draws[0] == draws[1] == draws[2] != draws[3]
     with pytest.raises(fx.PlanError, match="seed"):
         ops.seed(-1, ctx)
+
+
+def test_power_sgd_in_several_buckets_over_gloo_is_refused_before_it_can_hang(pair):
+    def problems(bucket_mib):
+        hook = fx.CommHook(name="power_sgd")
+        return fx.Plan(strategy=fx.DDP(bucket_mib=bucket_mib, hook=hook))
+
+    told = pair.run(_refused, problems(0.0001))
+    assert all("more than one bucket" in text for text in told)
+    assert pair.run(_refused, problems(1.0)) == [None, None]
+
+
+def _refused(ctx, plan):
+    try:
+        fx.wrap(_net(), ctx, plan)
+    except fx.PlanError as error:
+        return str(error)
+    return None
