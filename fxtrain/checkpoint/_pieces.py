@@ -1,18 +1,16 @@
 """Who writes what: every number of a state once, spread evenly over the ranks that hold it."""
 
-import math
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint._bytes import dtype_name
 
-__all__ = ["Piece", "box_of", "own_pieces", "pieces_of"]
+__all__ = ["Piece", "box_of", "offers_of", "own_pieces", "writers"]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -41,27 +39,37 @@ class Piece:
         return self.tensor.numel() * self.tensor.element_size()
 
 
-def pieces_of(
-    tensors: Mapping[str, Tensor], rank: int, holders: Mapping[str, Sequence[int]]
-) -> list[Piece]:
-    """This rank's share of tensors that are the same on all ranks, or spread over them.
+def offers_of(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+    """What this rank could write of tensors that are the same on all ranks, or spread over them.
 
-    Args:
-        holders: Ranks that hold each plain tensor, the same on every rank.
+    Returns:
+        By a key that equal pieces of two ranks share.
 
     Raises:
         CheckpointError: a tensor cannot be written; its name is in the message.
     """
-    found = [_spread(n, t) for n, t in tensors.items() if isinstance(t, DTensor)]
-    plain = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
-    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in plain.items()}
+    found: dict[str, Piece] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            found[name] = _plain(name, tensor)
+        elif (piece := _spread(name, tensor)) is not None:
+            found[f"{name}@{piece.start}"] = piece
+    return found
+
+
+def writers(sizes: Mapping[str, int], holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Which rank writes which piece: one that holds it, and evenly.
+
+    Args:
+        sizes: Bytes, by key; equal on every rank, like all of this.
+        holders: Ranks that have the piece, by key.
+    """
     load = dict.fromkeys((rank for ranks in holders.values() for rank in ranks), 0)
-    for name in sorted(plain, key=lambda name: (-sizes[name], name)):
-        writer = min(holders[name], key=lambda rank: (load[rank], rank))
-        load[writer] += sizes[name]
-        if writer == rank:
-            found.append(_plain(name, plain[name]))
-    return [piece for piece in found if piece is not None]
+    chosen: dict[str, int] = {}
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+        chosen[key] = min(holders[key], key=lambda rank: (load[rank], rank))
+        load[chosen[key]] += sizes[key]
+    return chosen
 
 
 def own_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
@@ -89,21 +97,13 @@ def _plain(name: str, tensor: Tensor) -> Piece:
 
 
 def _spread(name: str, tensor: DTensor) -> Piece | None:
-    """This rank's part, where it is this rank that writes it: replicas take turns."""
+    """This rank's part, where it has one."""
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise CheckpointError(
             f"{name} is a DTensor with unreduced (Partial) values. Redistribute it first."
         )
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    if tensor.device_mesh.get_coordinate() is None:
         return None
-    replicas = [i for i, p in enumerate(tensor.placements) if isinstance(p, Replicate)]
-    turn = zlib.crc32(name.encode()) % math.prod(_sizes(mesh.shape, replicas))
-    for dim in replicas:
-        turn, place = divmod(turn, mesh.shape[dim])
-        if coordinate[dim] != place:
-            return None
     start, shape = box_of(tensor)
     local = tensor.to_local().detach()
     if 0 in shape:
@@ -115,8 +115,3 @@ def _spread(name: str, tensor: DTensor) -> Piece | None:
         start=start,
         tensor=local,
     )
-
-
-def _sizes(shape: Iterable[int], dims: list[int]) -> list[int]:
-    sizes = list(shape)
-    return [sizes[dim] for dim in dims]

@@ -17,7 +17,7 @@ from fxtrain.checkpoint._background import Saving, earlier, stage, start
 from fxtrain.checkpoint._bytes import contiguous, memory_of
 from fxtrain.checkpoint._manifest import Entry, Manifest, Part, digest_of, dump_manifest
 from fxtrain.checkpoint._names import Keep, checkpoints, new_name, to_prune
-from fxtrain.checkpoint._pieces import Piece, own_pieces, pieces_of
+from fxtrain.checkpoint._pieces import Piece, offers_of, own_pieces, writers
 from fxtrain.checkpoint._place import Place, place_of
 from fxtrain.checkpoint._snapshot import Snapshot, by_name, snapshot
 from fxtrain.checkpoint._write import Written, write_file
@@ -121,13 +121,12 @@ def save_alone(path: Any, taken: Snapshot) -> str:
     folder, ctx = place_of(path), DistContext()
     folder.make()
     _clean(folder, [])
-    holders = {name: [0] for name in taken.tensors}
     job = _Job(
         folder=folder,
         name=new_name(folder, taken.position.updates),
         token=secrets.token_hex(4),
         taken=taken,
-        pieces=pieces_of(taken.tensors, 0, holders),
+        pieces=[*offers_of(taken.tensors).values()],
         keep=Keep(),
     )
     job.run(ctx)
@@ -216,9 +215,10 @@ def _prepare(
 ) -> _Job:
     """Agree on what is saved and under which name; no rank has touched the disk but rank 0."""
     problem: Exception | None = None
-    taken, named = None, None
+    taken, named, offers = None, None, dict[str, Piece]()
     try:
         taken = snapshot(ctx, models, position, extra, metric)
+        offers = offers_of(taken.tensors)
         if ctx.is_main:
             folder.make()
             _clean(folder, [])
@@ -228,22 +228,19 @@ def _prepare(
     view = _View(
         problem=None if problem is None else f"{type(problem).__name__}: {problem}",
         position=position,
-        plain={} if taken is None else _outline(taken),
+        sizes={key: piece.size for key, piece in offers.items()},
+        digests={} if taken is None else _digests(taken),
         named=named,
     )
     views = ops.gather_objects(view, ctx)
     _raise_all(views, str(folder), problem)
     assert taken is not None
     name, token = views[0].named
-    holders = _holders(views)
-    common = {
-        name: tensor
-        for name, tensor in taken.tensors.items()
-        if isinstance(tensor, DTensor) or name in holders
-    }
-    drifted = {one for one in taken.drifting if len({view.plain.get(one) for view in views}) > 1}
+    chosen = _writers(views, taken)
+    drifted = {one for one in taken.drifting if len({v.digests.get(one) for v in views}) > 1}
     own = {**taken.own, **{one: taken.tensors[one] for one in drifted}}
-    pieces = [*pieces_of(common, ctx.rank, holders), *own_pieces(own)]
+    mine = [piece for key, piece in offers.items() if chosen[key] == ctx.rank]
+    pieces = [*mine, *own_pieces(own)]
     return _Job(folder=folder, name=name, token=token, taken=taken, pieces=pieces, keep=keep)
 
 
@@ -254,33 +251,36 @@ class _View:
     Attributes:
         problem: Why it cannot.
         position: Where it stands.
-        plain: Names of the tensors that are not spread; the digest of those that may differ.
+        sizes: Bytes of the pieces that it could write, by key.
+        digests: Of the tensors that may differ between ranks, by name.
         named: On rank 0, the name and the token of the checkpoint.
     """
 
     problem: str | None
     position: Position
-    plain: Mapping[str, str]
+    sizes: Mapping[str, int]
+    digests: Mapping[str, str]
     named: tuple[str, str] | None
 
 
-def _outline(taken: Snapshot) -> dict[str, str]:
+def _digests(taken: Snapshot) -> dict[str, str]:
     return {
-        name: digest_of(memory_of(contiguous(tensor))) if name in taken.drifting else ""
-        for name, tensor in taken.tensors.items()
-        if not isinstance(tensor, DTensor)
+        name: digest_of(memory_of(contiguous(taken.tensors[name])))
+        for name in taken.drifting
+        if not isinstance(taken.tensors[name], DTensor)
     }
 
 
-def _holders(views: Sequence[_View]) -> dict[str, list[int]]:
-    """The ranks whose copy of a plain tensor counts."""
-    found: dict[str, list[int]] = {}
+def _writers(views: Sequence[_View], taken: Snapshot) -> dict[str, int]:
+    holders: dict[str, list[int]] = {}
     for rank, view in enumerate(views):
-        for name, digest in view.plain.items():
-            # Of buffers, and of the user's own tensors, rank 0's.
-            if name not in found or not (digest or name.startswith("extra")):
-                found.setdefault(name, []).append(rank)
-    return found
+        for key in view.sizes:
+            # Of buffers, and of the user's own tensors, the first rank's count.
+            first = key in taken.drifting or key.startswith("extra")
+            if key not in holders or not first:
+                holders.setdefault(key, []).append(rank)
+    sizes = {key: size for view in views for key, size in view.sizes.items()}
+    return writers(sizes, holders)
 
 
 def _raise_all(views: Sequence[_View], folder: str, problem: Exception | None) -> None:

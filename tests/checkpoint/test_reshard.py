@@ -1,0 +1,100 @@
+"""Saved under one strategy, mesh and number of ranks, restored under another."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import fxtrain as fx
+from fxtrain.testing import Transformer
+
+SPLIT = fx.TP(
+    styles=(
+        fx.Style(modules="blocks.*.attention.[qkv]", style="colwise"),
+        fx.Style(modules="blocks.*.attention.o", style="rowwise"),
+        fx.Style(modules="blocks.*.up", style="colwise"),
+        fx.Style(modules="blocks.*.down", style="rowwise"),
+    )
+)
+PLACES = {
+    "ddp": (fx.DDP(), None),
+    "fsdp": (fx.FSDP(wrap=("Block",)), None),
+    "zero2": (fx.FSDP(wrap=("Block",), mode="grads_and_optimizer"), None),
+    "hybrid": (fx.FSDP(wrap=("Block",), shard=2), None),
+    "tensor": (fx.FSDP(tensor=SPLIT), fx.Mesh(tensor=2)),
+    "both": (fx.FSDP(wrap=("Block",), tensor=SPLIT), fx.Mesh(shard=2, tensor=2)),
+}
+
+
+def _place(ctx, name):
+    """The context of these ranks under the mesh of a place."""
+    mesh = PLACES[name][1]
+    return ctx if mesh is None else fx.detect(device="cpu", mesh=mesh, timeout_s=20)
+
+
+def _model(ctx, name):
+    strategy, _ = PLACES[name]
+    torch.manual_seed(1)
+    return fx.wrap(
+        Transformer(),
+        ctx,
+        fx.Plan(strategy=strategy, clip_norm=1.0),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
+    )
+
+
+def _whole(model):
+    state = model.strategy.state(model)
+    return {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+        for name, t in state.tensors.items()
+    }
+
+
+def _train(ctx, model, steps):
+    generator = torch.Generator().manual_seed(ctx.axis("data").rank)
+    for _ in range(steps):
+        tokens = torch.randint(0, 8, (2, 6), generator=generator)
+        with fx.ops.sync(model):
+            fx.ops.backward(model(tokens).square().mean(), model)
+        fx.ops.apply(model)
+
+
+def _save(ctx, folder, name):
+    ctx = _place(ctx, name)
+    model = _model(ctx, name)
+    _train(ctx, model, 2)
+    fx.save(folder, ctx, model, position=fx.Position(updates=2))
+    return _whole(model)
+
+
+def _restore(ctx, folder, name):
+    ctx = _place(ctx, name)
+    model = _model(ctx, name)
+    _train(ctx, model, 1)
+    fx.restore(folder, ctx, model)
+    found = _whole(model)
+    _train(ctx, model, 1)  # and it trains on
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ((2, "ddp"), (2, "fsdp")),
+        ((2, "fsdp"), (2, "ddp")),
+        ((2, "fsdp"), (4, "fsdp")),
+        ((4, "hybrid"), (2, "zero2")),
+        ((4, "fsdp"), (1, "ddp")),
+        ((1, "ddp"), (4, "hybrid")),
+        ((2, "tensor"), (1, "ddp")),
+        ((2, "ddp"), (4, "both")),
+        ((4, "both"), (2, "fsdp")),
+    ],
+)
+def test_another_strategy_and_number_of_ranks(clusters, first, then, tmp_path):
+    wanted = clusters[first[0]].run(_save, str(tmp_path), first[1])[0]
+    assert any(name.endswith("exp_avg") for name in wanted)
+    for found in clusters[then[0]].run(_restore, str(tmp_path), then[1]):
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(found[name], tensor), name
