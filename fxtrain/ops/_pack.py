@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from fxtrain import _tree
 
@@ -66,7 +67,11 @@ def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors of any dtypes into one uint8 tensor on their common device."""
     parts: list[Tensor] = []
     for places in _by_dtype(tensors).values():
-        flat = torch.cat([_values(tensors[place]) for place in places]).view(torch.uint8)
+        # One call of torch flattens and joins them all.
+        flat = _flatten_dense_tensors([tensors[place] for place in places])
+        if flat.is_conj() or flat.is_neg():  # lazy views, whose bytes are not their values
+            flat = flat.resolve_conj().resolve_neg()
+        flat = flat.view(torch.uint8)
         parts.append(flat)
         if gap := -flat.numel() % _ALIGN:
             parts.append(flat.new_empty(gap))
@@ -133,9 +138,3 @@ def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
     for place, tensor in enumerate(tensors):
         groups.setdefault(tensor.dtype, []).append(place)
     return groups
-
-
-def _values(tensor: Tensor) -> Tensor:
-    if tensor.is_conj() or tensor.is_neg():  # lazy views, whose bytes are not their values
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.reshape(-1)
