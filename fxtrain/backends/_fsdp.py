@@ -9,15 +9,17 @@ import torch
 from torch import nn
 
 from fxtrain import ops
-from fxtrain._errors import PlanError
+from fxtrain._errors import CheckpointError, PlanError
 from fxtrain.backends import _torch
 from fxtrain.backends._modules import unmatched_names
 from fxtrain.backends._single import SINGLE, bundle, wrap_plain
 from fxtrain.backends._tensor_plan import split_problems
 from fxtrain.backends._units import unit_problems
-from fxtrain.state import FSDP, DistContext, Plan, Strategy, Wrapped
+from fxtrain.state import FSDP, DistContext, ModelState, Plan, Strategy, Wrapped
 
 __all__ = ["FSDP_STRATEGY"]
+
+_MICRO = 0  # place in the counts
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
@@ -168,6 +170,21 @@ def _reduced_whole(model: Wrapped) -> Iterator[None]:
         grad.copy_(mean)
 
 
+def _state(model: Wrapped) -> ModelState:
+    """What a checkpoint holds, between windows or with gradients that are reduced already.
+
+    Raises:
+        CheckpointError: an accumulation window is open, whose gradients torch keeps to itself.
+    """
+    keeps = hasattr(model.module, "set_requires_gradient_sync") and not model.plan.sync_each
+    if keeps and model.counts[_MICRO]:
+        raise CheckpointError(
+            "FSDP keeps the gradients of an open accumulation window to itself, whole and not "
+            "yet reduced. Save where position.micro is 0, or set Plan(sync_each=True)."
+        )
+    return SINGLE.state(model)
+
+
 FSDP_STRATEGY: Strategy = attrs.evolve(
-    SINGLE, name="FSDP", config=FSDP, check=_check, wrap=_wrap, sync=_sync
+    SINGLE, name="FSDP", config=FSDP, check=_check, wrap=_wrap, sync=_sync, state=_state
 )
