@@ -6,8 +6,8 @@ import string
 import attrs
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings
+from hypothesis import Phase, given, settings
 
 import fxtrain as fx
 from fxtrain.cli.config import LaunchFile, Machine, Section, convert_accelerate, render
@@ -164,6 +164,7 @@ MACHINES = st.builds(
 )
 
 
+@settings(max_examples=8, deadline=None, phases=[Phase.generate])  # entry points are read often
 @given(machine=MACHINES, data=st.data())
 def test_any_answers_lead_to_a_file_in_order(machine, data):
     """Each question comes once, and what comes out is accepted by the reader."""
