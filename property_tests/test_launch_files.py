@@ -7,7 +7,7 @@ import attrs
 import pytest
 import yaml
 from hypothesis import Phase, given, settings
-from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.cli.config import LaunchFile, Machine, Section, convert_accelerate, render
