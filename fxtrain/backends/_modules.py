@@ -4,7 +4,9 @@ import difflib
 import functools
 import hashlib
 from collections.abc import Callable, Iterable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -53,7 +55,10 @@ def prepare_module(module: nn.Module, plan: Plan) -> Callable[[], None]:
     if plan.compile is not None:
         blocks = _named(module, plan.compile.blocks) if plan.compile.blocks else [module]
         for part in blocks:
-            part.compile(
+            # What nn.Module.compile sets; but that leaves torch's own modules, nn.Sequential
+            # for one, as they are without a word: torch traces nothing that starts in its code.
+            part._compiled_call_impl = torch.compile(
+                _calls(part),
                 backend=plan.compile.backend,
                 mode=plan.compile.mode,
                 fullgraph=plan.compile.fullgraph,
@@ -67,6 +72,13 @@ def prepare_module(module: nn.Module, plan: Plan) -> Callable[[], None]:
         undo.clear()
 
     return undo_all
+
+
+def _calls(module: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    return call
 
 
 def send_values(tensors: Iterable[Tensor], data: DistContext) -> None:

@@ -20,7 +20,7 @@ from fxtrain.ops._pack import (
     to_bytes,
 )
 from fxtrain.ops._reduce import all_reduce, fold, reducible
-from fxtrain.ops._wire import Call, capacity, compare, exchange, guarded
+from fxtrain.ops._wire import Call, capacity, compare, exchange, exchange_rows, guarded
 from fxtrain.state import DistContext
 
 __all__ = ["broadcast", "gather", "reduce", "scatter"]
@@ -226,10 +226,11 @@ def _every_rank(
         return alone, [list(packed.others.values())]
     if _rides(ctx, tensors):
         flat = to_bytes(tensors)
-        rows = _exchange(ctx, call, torch.cat([flat, others]) if others.numel() else flat)
-        size = flat.numel()
-        stacked = columns(torch.stack([row[:size] for row in rows]), tensors, joined=joined)
-        blobs: Sequence[Tensor] = [row[size:] for row in rows]
+        mine = torch.cat([flat, others]) if others.numel() else flat
+        rows, sizes = exchange_rows(ctx, call, mine)
+        stacked = columns(rows, tensors, joined=joined)
+        ends = zip(rows, sizes, strict=True) if packed.others else ()
+        blobs: Sequence[Tensor] = [row[flat.numel() : size] for row, size in ends]
     else:
         blobs = _compared(ctx, call, tensors, others)
         stacked = _gather_bulk(ctx, call, tensors, joined=joined)
@@ -256,12 +257,12 @@ def _rides(ctx: DistContext, tensors: list[Tensor]) -> bool:
     """Whether tensors travel in the packet itself: they are on the CPU and fit."""
     if ctx.world_size == 1:
         return True
-    size = sum(tensor.numel() * tensor.element_size() + 15 for tensor in tensors)
+    size = sum([tensor.nbytes + 15 for tensor in tensors])
     return size <= capacity(ctx.world_size) and _on_cpu(tensors)
 
 
 def _on_cpu(tensors: list[Tensor]) -> bool:
-    return all(tensor.device.type == "cpu" for tensor in tensors)
+    return all([tensor.is_cpu for tensor in tensors])
 
 
 def _by_device(ctx: DistContext, tensors: list[Tensor]) -> list[tuple[Any, list[int]]]:

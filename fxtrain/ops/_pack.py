@@ -94,17 +94,19 @@ def columns(rows: Tensor, like: Sequence[Tensor], *, joined: bool = False) -> li
     out: dict[int, Tensor] = {}
     start, ranks = 0, len(rows)
     for dtype, places in _by_dtype(like).items():
-        counts = [like[place].numel() for place in places]
+        shapes = [like[place].shape for place in places]
+        counts = [shape.numel() for shape in shapes]
         size = sum(counts) * dtype.itemsize
         section = rows[:, start : start + size]
         if rows.stride(0) % dtype.itemsize or rows.storage_offset() % dtype.itemsize:
             section = section.clone(memory_format=torch.contiguous_format)
         # Bytes of nothing do not view as anything.
         typed = section.view(dtype) if size else section.to(dtype)
-        for place, part in zip(places, typed.split(counts, dim=1), strict=True):
-            shape = like[place].shape
+        # Joined rows are copied in any case: here by one call of torch for all tensors.
+        split = torch.split_with_sizes_copy if joined else torch.split_with_sizes
+        for place, part, shape in zip(places, split(typed, counts, dim=1), shapes, strict=True):
             whole = (ranks * shape[0], *shape[1:]) if joined and shape else (ranks, *shape)
-            out[place] = part.reshape(whole)
+            out[place] = part.view(whole)
         start += size + -size % _ALIGN
     return [out[place] for place in range(len(like))]
 

@@ -384,6 +384,15 @@ def test_unwrap_gives_the_module_back_as_it_was(ctx):
     assert net._compiled_call_impl is None
 
 
+def test_modules_of_torch_itself_are_compiled_too(ctx):
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    net = nn.Sequential(nn.Linear(2, 2), nn.GELU())
+    fx.wrap(net, ctx, fx.Plan(compile=fx.Compile(backend="eager")))(torch.ones(1, 2))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_eval_and_train_modes(ctx):
     model = fx.wrap(_net(), ctx)
     assert model.eval().module.training is False and model.train().module.training is True
