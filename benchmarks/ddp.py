@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
-from benchmarks._common import show
+from benchmarks._common import by_hand, show
 
 
 def _net():
@@ -30,15 +30,7 @@ def _adam(params):
 
 def _by_hand(x, y):
     model = DistributedDataParallel(_net(), gradient_as_bucket_view=True)
-    optimizer = _adam(model.parameters())
-
-    def run():
-        F.cross_entropy(model(x), y).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return run
+    return by_hand(model, _adam(model.parameters()), x, y)
 
 
 def _ours(ctx, x, y, *, weighted):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
-from benchmarks._common import interleaved, python_calls, show
+from benchmarks._common import by_hand, interleaved, python_calls, show
 
 warnings.simplefilter("ignore")
 
@@ -27,15 +27,7 @@ def adam(params):
 
 def raw(x, y):
     model = net()
-    optimizer = adam(model.parameters())
-
-    def run():
-        F.cross_entropy(model(x), y).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return run
+    return by_hand(model, adam(model.parameters()), x, y)
 
 
 def ours(x, y):

@@ -5,12 +5,13 @@ import itertools
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 import fxtrain as fx
 from fxtrain.data._order import find_order
 from fxtrain.data._permute import permutation, round_keys
 from fxtrain.state import DistContext
+from tests.data._streams import Numbers
 
 sizes = st.integers(1, 6)
 worlds = st.integers(1, 8)
@@ -18,14 +19,6 @@ counts = st.integers(0, 60)
 evens = st.sampled_from(["pad", "drop", "uneven"])
 # What is read: by index in order, by index shuffled, a stream, rows or batches of a sampler.
 kinds = st.sampled_from(["plain", "shuffled", "stream", "custom", "batches"])
-
-
-class Numbers(IterableDataset):
-    def __init__(self, n):
-        self.n = n
-
-    def __iter__(self):
-        return (torch.tensor(i) for i in range(self.n))
 
 
 class Own(Sampler):

@@ -15,28 +15,7 @@ from fxtrain.cli.config._accelerate import _SECTIONS, _TYPES
 from fxtrain.cli.config._ask import interview
 from fxtrain.cli.config._file import parse, problems_of
 from fxtrain.cli.config._rules import rules
-
-GOOD = """
-default = "big"
-
-[launch]
-ranks = 2
-
-[plan]
-precision = "bf16"
-data = { source = "dispatch" }
-strategy = { kind = "ddp", bucket_mib = 50.0 }
-
-[profiles.big.launch]
-ranks = 8
-
-[profiles.big.plan]
-accumulate = 4
-
-[profiles.small.plan]
-strategy = { kind = "single" }
-"""
-
+from tests.cli._files import GOOD
 
 WORDS = st.sampled_from(
     ["default", "launch", "plan", "profiles", "ranks", "args", "strategy", "kind", "ddp", "bf16",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._tools.common_utils import get_untyped_storages
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxtrain.state import PARTS, Memory
 
@@ -37,7 +37,7 @@ class MemoryLog:
         """The numbers of a tensor's storages, which are entered if they are new."""
         if tensor.device.type == "meta":
             return ()
-        return tuple(self._number(storage) for storage in get_untyped_storages(tensor))
+        return tuple(self._number(storage) for storage in _storages(tensor))
 
     def hold(self, part: str, tensors: Iterable[Any]) -> None:
         """Say what these tensors are; the first word about a storage stays."""
@@ -117,3 +117,11 @@ class MemoryLog:
         if size != self._sizes[number]:
             self.changes.append((number, size - self._sizes[number]))
             self._sizes[number] = size
+
+
+def _storages(tensor: Tensor) -> set[torch.UntypedStorage]:
+    """Of a tensor, or of those that it wraps, however deep."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return {tensor.untyped_storage()}
+    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return set().union(*(_storages(part) for part in parts if isinstance(part, Tensor)))

@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from fxtrain.state import Traffic
 
-__all__ = ["Collective", "collectives", "summary"]
+__all__ = ["Collective", "collectives", "sent", "summary"]
 
-# Operators of c10d and functional ones, by kind.
+# Torch's operators by kind: those of c10d, and the functional ones (_c10d_functional), which
+# call the former below a dispatch mode, so that none is counted twice.
 _KINDS = {
     "all_gather": (
         "allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_",
@@ -65,18 +66,22 @@ class Collective:
     bytes: int
 
 
-def collectives(func: Any, args: tuple[Any, ...]) -> list[Collective]:
-    """The collectives that an operator carries out; none for most operators."""
-    name = func._schema.name
-    if name == _BATCH:
-        where = _group(func, args)
-        pairs = zip(args[0], args[3], strict=True)
-        return [Collective(_WAYS[way], *where, _bytes(tensor)) for way, tensor in pairs]
-    kind = _OPERATORS.get(name)
-    if kind is None:
+def sent(operator: str, args: tuple[Any, ...]) -> list[tuple[str, int]]:
+    """Kind and bytes of each collective that an operator carries out; none for most operators."""
+    if operator == _BATCH:
+        return [(_WAYS[way], _bytes(tensor)) for way, tensor in zip(args[0], args[3], strict=True)]
+    if operator not in _OPERATORS:
         return []
-    given = args[name.startswith("c10d::") and kind in _OUTPUT_FIRST]
-    return [Collective(kind, *_group(func, args), 0 if kind == "barrier" else _bytes(given))]
+    kind = _OPERATORS[operator]
+    given = args[operator.startswith("c10d::") and kind in _OUTPUT_FIRST]
+    return [(kind, 0 if kind == "barrier" else _bytes(given))]
+
+
+def collectives(func: Any, args: tuple[Any, ...]) -> list[Collective]:
+    """The collectives that an operator carries out, each with its group."""
+    return [
+        Collective(kind, *_group(func, args), size) for kind, size in sent(func._schema.name, args)
+    ]
 
 
 def summary(

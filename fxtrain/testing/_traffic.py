@@ -7,45 +7,12 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Collective", "Traffic", "count_collectives"]
+from fxtrain.profile._traffic import sent
 
-# Torch's operators by kind: those of `c10d`, and the functional ones (`_c10d_functional`), which
-# call the former below the mode, so that none is counted twice.
-_KINDS = {
-    "all_gather": (
-        "allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_",
-        "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced",
-    ),
-    "all_reduce": (
-        "allreduce_ allreduce_coalesced_",
-        "all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_",
-    ),
-    "all_to_all": ("alltoall_ alltoall_base_", "all_to_all_single"),
-    "barrier": ("barrier monitored_barrier_", ""),
-    "broadcast": ("broadcast_", "broadcast broadcast_"),
-    "gather": ("gather_", ""),
-    "recv": ("recv_ recv_any_source_", "irecv"),
-    "reduce": ("reduce_", ""),
-    "reduce_scatter": (
-        "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_",
-        "reduce_scatter_tensor reduce_scatter_tensor_out reduce_scatter_tensor_coalesced",
-    ),
-    "scatter": ("scatter_", ""),
-    "send": ("send", "isend"),
-}
-_OPERATORS = {
-    f"{space}::{name}": kind
-    for kind, operators in _KINDS.items()
-    for space, names in zip(("c10d", "_c10d_functional"), operators, strict=True)
-    for name in names.split()
-} | {"_dtensor::shard_dim_alltoall": "all_to_all"}
-# Operators of `c10d` of these kinds take their output first.
-_OUTPUT_FIRST = ("all_gather", "all_to_all", "gather", "reduce_scatter", "scatter")
-_BATCH = "_c10d_functional::batch_p2p_ops"
+__all__ = ["Collective", "Traffic", "count_collectives"]
 
 
 @attrs.frozen
@@ -139,29 +106,12 @@ class _Listener(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if isinstance(func, torch._ops.OpOverload):
-            self._traffic.calls.extend(_collectives(func._schema.name, args))
+            operator = func._schema.name
+            calls = (Collective(*call, operator) for call in sent(operator, args))
+            self._traffic.calls.extend(calls)
         return result
 
 
 def _wraps(kind: type) -> bool:
     plain = kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl  # pyright: ignore
     return not plain and not issubclass(kind, FakeTensor)
-
-
-def _collectives(operator: str, args: tuple[Any, ...]) -> list[Collective]:
-    if operator == _BATCH:
-        ways = {"isend": "send", "irecv": "recv"}
-        pairs = zip(args[0], args[3], strict=True)
-        return [Collective(ways[way], _bytes(tensor), operator) for way, tensor in pairs]
-    if operator not in _OPERATORS:
-        return []
-    kind = _OPERATORS[operator]
-    given = args[operator.startswith("c10d::") and kind in _OUTPUT_FIRST]
-    return [Collective(kind, 0 if kind == "barrier" else _bytes(given), operator)]
-
-
-def _bytes(value: Any) -> int:
-    """Of a tensor, or of lists of them, however nested."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(_bytes, value))

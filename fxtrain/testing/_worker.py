@@ -1,5 +1,6 @@
 """One rank of a pool: the process that carries out calls and answers them."""
 
+import os
 import pickle
 import sys
 import traceback
@@ -15,7 +16,14 @@ __all__ = ["CONNECTED", "LOADED", "work"]
 LOADED, CONNECTED = range(2)
 
 
-def work(rank: int, n: int, timeout_s: float, pipe: Connection, path: list[str]) -> None:
+def work(
+    rank: int,
+    n: int,
+    timeout_s: float,
+    pipe: Connection,
+    path: list[str],
+    variables: dict[str, str],
+) -> None:
     """Connect to the other ranks, then answer calls until the pipe closes.
 
     An answer is a pickled tuple of the number of its call, whether the call returned, whether
@@ -23,12 +31,17 @@ def work(rank: int, n: int, timeout_s: float, pipe: Connection, path: list[str])
     it is in words, and the traceback. The outer tuple holds plain values only, so the parent
     can always read it.
     """
+    # A fork server has the path and variables of the moment when it was started.
     sys.path[:] = path
+    os.environ.clear()
+    os.environ.update(variables)
     import torch
 
     from fxtrain import ops
 
     torch.set_num_threads(1)
+    if numpy := sys.modules.get("numpy"):  # which forks would share the state of
+        numpy.random.seed()
     pipe.send_bytes(_returned(LOADED, None, healthy=True))
     env = {
         "RANK": rank,

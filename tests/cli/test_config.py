@@ -19,27 +19,7 @@ from fxtrain.cli.config import (
     suggested,
 )
 from fxtrain.cli.config._file import parse
-
-GOOD = """
-default = "big"
-
-[launch]
-ranks = 2
-
-[plan]
-precision = "bf16"
-data = { source = "dispatch" }
-strategy = { kind = "ddp", bucket_mib = 50.0 }
-
-[profiles.big.launch]
-ranks = 8
-
-[profiles.big.plan]
-accumulate = 4
-
-[profiles.small.plan]
-strategy = { kind = "single" }
-"""
+from tests.cli._files import GOOD
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import fxtrain as fx
 from fxtrain import CollectiveError, DataError, ops
+from tests.data._streams import Numbers
 
 DISPATCH = fx.Data(source="dispatch")
 DECLARED = fx.Data(source="sharded")
@@ -30,14 +31,6 @@ def _workers(n):
     multiprocessing.current_process()._config["daemon"] = False
     warnings.simplefilter("ignore", DeprecationWarning)
     return {"num_workers": n, "multiprocessing_context": "fork"}
-
-
-class Numbers(IterableDataset):
-    def __init__(self, n):
-        self.n = n
-
-    def __iter__(self):
-        return iter(range(self.n))
 
 
 class Locked(Dataset):

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import fxtrain as fx
 from fxtrain.state import DistContext
+from tests.data._streams import Numbers
 
 
 def world(n):
@@ -20,14 +21,6 @@ def shards(dataset, n, plan=fx.Plan(), **kw):  # noqa: B008
 
 def data(loaders):
     return [[batch.data.tolist() for batch in mine] for mine in loaders]
-
-
-class Numbers(IterableDataset):
-    def __init__(self, n):
-        self.n = n
-
-    def __iter__(self):
-        return iter(range(self.n))
 
 
 class Shuffling(IterableDataset):
