@@ -1,6 +1,5 @@
 """Laws of exporting and loading models."""
 
-import importlib
 import json
 import math
 import struct
@@ -17,25 +16,15 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.checkpoint import export, load_model
-from fxtrain.checkpoint._safetensors import DTYPES, read_header
+from fxtrain.checkpoint._bytes import WORDS
+from fxtrain.checkpoint._safetensors import read_header
+from tests.checkpoint._ranks import ready
 
-STORED = [dtype for dtype in DTYPES.values() if not dtype.is_complex]
+STORED = [dtype for dtype in WORDS.values() if not dtype.is_complex]
 ON_RANKS = settings(
     max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
 LIMITS = st.one_of(st.integers(1, 2000), st.sampled_from(["5GB", "1KB", "1.5KiB"]))
-
-
-def _import(_):
-    """Loads what takes seconds, while no other rank waits in a collective."""
-    importlib.import_module("torch.distributed.fsdp")
-    importlib.import_module("torch.distributed.tensor.parallel")
-
-
-def _ready(pool):
-    """A pool whose ranks have loaded what the call is going to need."""
-    pool.run(_import)
-    return pool
 
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -213,7 +202,7 @@ spread = st.tuples(st.tuples(shapes, real, st.integers(0, 99), st.just(False)), 
 @given(specs=st.lists(spread, max_size=4), limit=LIMITS, sharded=st.booleans())
 def test_spread_tensors_round_trip(clusters, ranks, specs, limit, sharded):
     with tempfile.TemporaryDirectory() as folder:
-        _ready(clusters[ranks]).run(_spread_round_trip, folder, specs, limit, sharded)
+        ready(clusters[ranks]).run(_spread_round_trip, folder, specs, limit, sharded)
         found = _Holder({f"w{i}": torch.zeros_like(_make(s)) for i, (s, _) in enumerate(specs)})
         load_model(folder, found)
         _same(found.state_dict(), {f"w{i}": _make(spec) for i, (spec, _) in enumerate(specs)})

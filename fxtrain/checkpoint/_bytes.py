@@ -1,35 +1,48 @@
 """Tensors as bytes: their names in files, and their memory as a buffer without a copy."""
 
 import ctypes
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from fxtrain._errors import CheckpointError
 
-__all__ = ["DTYPES", "STORED", "contiguous", "dtype_name", "memory_of"]
+__all__ = ["DTYPES", "STORED", "WORDS", "WRITTEN", "contiguous", "dtype_name", "memory_of"]
 
-# What safetensors calls them; a dtype that it has no word for is stored as bytes or pairs.
-STORED = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "complex64": "F32",
-    "complex128": "F64",
+# Words of safetensors that torch has a dtype for.
+WORDS: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
 }
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in STORED}
+WRITTEN: Mapping[torch.dtype, str] = {dtype: word for word, dtype in WORDS.items()}
+# How a checkpoint's files hold a dtype, by its name in the manifest; complex ones as pairs.
+STORED: Mapping[str, str] = {
+    str(dtype).removeprefix("torch."): word
+    for dtype, word in [
+        *((dtype, word) for dtype, word in WRITTEN.items() if not dtype.is_complex),
+        (torch.complex64, "F32"),
+        (torch.complex128, "F64"),
+    ]
+}
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in STORED}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

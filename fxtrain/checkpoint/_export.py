@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fxtrain import ops
 from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint._alike import alike, meet
+from fxtrain.checkpoint._bytes import WRITTEN
 from fxtrain.checkpoint._model_folder import (
     ModelFile,
     commit,
@@ -32,12 +33,11 @@ from fxtrain.checkpoint._model_tensors import (
     problems_of,
     tensors_of,
 )
-from fxtrain.checkpoint._safetensors import DTYPES, Entry, writing
+from fxtrain.checkpoint._safetensors import Entry, writing
 from fxtrain.state import DistContext, Wrapped
 
 __all__ = ["export"]
 
-_WRITTEN = {dtype: name for name, dtype in DTYPES.items()}
 _SHOWN = 10
 
 
@@ -128,7 +128,7 @@ def _plan(model: Any, max_shard: str | int, *, alone: bool) -> _Job:
         for name in getattr(part, "_keys_to_ignore_on_save", None) or ()
     }
     tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
-    if problems := problems_of(tensors, _WRITTEN):
+    if problems := problems_of(tensors, WRITTEN):
         more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         raise CheckpointError(
             "export: these cannot be written to a safetensors file:\n  "

@@ -17,7 +17,7 @@ import xxhash
 
 from fxtrain._errors import CheckpointError, PlanError
 from fxtrain.checkpoint._bytes import DTYPES
-from fxtrain.state import Position, structure, unstructure
+from fxtrain.state import Position, structure, unique_keys, unstructure
 
 __all__ = ["CHUNK", "FORMAT", "MANIFEST", "Entry", "File", "Manifest", "Part", "digest_of"]
 __all__ += ["dump_manifest", "load_manifest"]
@@ -169,7 +169,7 @@ def _body(raw: bytes) -> memoryview:
 
 def _parse(body: memoryview) -> dict[str, Any]:
     try:
-        data = json.loads(bytes(body), object_pairs_hook=_once, parse_constant=_no_constant)
+        data = json.loads(bytes(body), object_pairs_hook=unique_keys, parse_constant=_no_constant)
     except RecursionError:
         raise CheckpointError("The manifest is nested too deep.") from None
     except ValueError as error:
@@ -177,15 +177,6 @@ def _parse(body: memoryview) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError("The manifest is not a JSON object.")
     return data
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        twice = next(key for key, count in counts.items() if count > 1)
-        raise ValueError(f"the key {twice[:80]!r} stands there twice")
-    return found
 
 
 def _no_constant(name: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint._bytes import DTYPES
-from fxtrain.checkpoint._manifest import MANIFEST, Manifest
+from fxtrain.checkpoint._manifest import Manifest
 from fxtrain.checkpoint._model_folder import (
     commit,
     parse_size,
@@ -15,8 +15,8 @@ from fxtrain.checkpoint._model_folder import (
     staging,
     write_index,
 )
-from fxtrain.checkpoint._names import latest, read_manifest
-from fxtrain.checkpoint._place import Place, place_of
+from fxtrain.checkpoint._names import checkpoint_at, read_manifest
+from fxtrain.checkpoint._place import Place
 from fxtrain.checkpoint._read import open_reader
 from fxtrain.checkpoint._safetensors import Entry, writing
 
@@ -59,7 +59,7 @@ def merge(
         ...     [file.name for file in fx.merge(saving.path, tempfile.mkdtemp())]
         ['model.safetensors']
     """
-    place = _find(path)
+    place = checkpoint_at(path)
     manifest = read_manifest(place)
     prefix = f"{_chosen(manifest, model, place)}/{_PARAMETERS}"
     entries = [
@@ -83,20 +83,6 @@ def merge(
         write_index(source, files)
         commit(source, target)
     return tuple(target / file.name for file in files)
-
-
-def _find(path: Any) -> Place:
-    place = place_of(path)
-    try:
-        is_one = MANIFEST in place.files()
-    except OSError as error:
-        raise CheckpointError(f"There is no checkpoint at {path}: {error}") from error
-    if is_one:
-        return place
-    found = latest(path)
-    if found is None:
-        raise CheckpointError(f"There is no whole checkpoint in {place}.")
-    return place_of(found)
 
 
 def _chosen(manifest: Manifest, asked: str | None, place: Place) -> str:

@@ -13,7 +13,8 @@ from fxtrain.checkpoint._manifest import MANIFEST, Manifest, load_manifest
 from fxtrain.checkpoint._place import Place, place_of
 from fxtrain.checkpoint._read import file_problems
 
-__all__ = ["Keep", "before", "checkpoints", "latest", "new_name", "read_manifest", "to_prune"]
+__all__ = ["Keep", "before", "checkpoint_at", "checkpoints", "latest", "new_name"]
+__all__ += ["read_manifest", "to_prune"]
 
 _NAME = re.compile(r"update-(\d{10,18})(?:\.(\d{1,9}))?")
 _LARGEST = 1 << 30
@@ -60,6 +61,22 @@ def latest(path: Any) -> str | None:
 def before(path: Any, update: int) -> str | None:
     """The newest whole checkpoint of fewer optimizer updates; None if there is none."""
     return _newest(place_of(path), update)
+
+
+def checkpoint_at(path: Any) -> Place:
+    """A checkpoint itself, or the latest where the path is the folder of a run.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    place = place_of(path)
+    try:
+        newest = str(place) if MANIFEST in place.files() else latest(path)
+    except OSError as error:
+        raise CheckpointError(f"There is no checkpoint at {path}: {error}") from error
+    if newest is None:
+        raise CheckpointError(f"There is no whole checkpoint in {place}.")
+    return place_of(newest)
 
 
 def _newest(folder: Place, limit: float) -> str | None:

@@ -10,7 +10,7 @@ from fxtrain import ops
 from fxtrain._errors import CheckpointError, CollectiveError, FxError
 from fxtrain.checkpoint._bytes import DTYPES
 from fxtrain.checkpoint._manifest import Manifest
-from fxtrain.checkpoint._names import latest, read_manifest
+from fxtrain.checkpoint._names import checkpoint_at, read_manifest
 from fxtrain.checkpoint._place import place_of
 from fxtrain.checkpoint._random import set_random_state
 from fxtrain.checkpoint._read import Reader, open_reader
@@ -130,18 +130,12 @@ def _agree(ctx: DistContext, problem: BaseException | None, path: Any) -> None:
     )
 
 
-def _choose(path: Any) -> Any:
-    """The checkpoint itself, or the latest of a folder; an error is a value, to be sent."""
+def _choose(path: Any) -> str | CheckpointError:
+    """Which checkpoint it is; an error is a value, to be sent."""
     try:
-        place = place_of(path)
-        if "manifest.json" in place.files():
-            return str(place)
-        found = latest(path)
-        if found is None:
-            return CheckpointError(f"There is no whole checkpoint in {place}.")
-    except (OSError, FxError) as error:
-        return CheckpointError(f"There is no checkpoint at {path}: {error}")
-    return found
+        return str(checkpoint_at(path))
+    except FxError as error:
+        return CheckpointError(str(error))
 
 
 def _restore(

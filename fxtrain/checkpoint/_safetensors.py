@@ -20,33 +20,11 @@ import torch
 from torch import Tensor
 
 from fxtrain._errors import CheckpointError
-from fxtrain.checkpoint._bytes import contiguous, memory_of
+from fxtrain.checkpoint._bytes import WORDS, WRITTEN, contiguous, memory_of
+from fxtrain.state import unique_keys
 
-__all__ = ["DTYPES", "Entry", "Header", "parse_json", "read_header", "writing"]
+__all__ = ["Entry", "Header", "parse_json", "read_header", "writing"]
 
-# Names of the format that torch has a dtype for.
-DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST = 100_000_000  # bytes of a header, the limit of the safetensors package
 _DEEPEST = 64  # dimensions, torch's own limit
 _METADATA = "__metadata__"
@@ -164,7 +142,7 @@ def parse_json(raw: bytes, path: Path) -> dict[str, Any]:
         CheckpointError: it is something else.
     """
     try:
-        return _mapping(json.loads(raw.decode(), object_pairs_hook=_once), path, "the header")
+        return _mapping(json.loads(raw.decode(), object_pairs_hook=unique_keys), path, "the header")
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"this is not the JSON it should be: {error}") from None
 
@@ -180,7 +158,7 @@ def _header(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -
         if entry.name.encode("utf-8", "ignore").decode() != entry.name:
             raise CheckpointError(f"{path}: the name {entry.name!r} is not text a file can hold.")
         table[entry.name] = {
-            "dtype": _NAMES[entry.dtype],
+            "dtype": WRITTEN[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [start, start + entry.nbytes],
         }
@@ -195,13 +173,13 @@ def _entry(path: Path, name: str, data: Any) -> Entry:
     if set(fields) != {"dtype", "shape", "data_offsets"}:
         raise _damaged(path, f"the tensor {name!r} has the fields {sorted(fields)}")
     shape, offsets, dtype = fields["shape"], fields["data_offsets"], fields["dtype"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in WORDS:
         raise _damaged(path, f"the dtype {dtype!r} of {name!r} is not one that can be read")
     if not _counts(shape) or len(shape) > _DEEPEST:
         raise _damaged(path, f"the shape of {name!r} is not a list of sizes")
     if not _counts(offsets) or len(offsets) != 2:
         raise _damaged(path, f"the offsets of {name!r} are not two places in the file")
-    entry = Entry(name=name, dtype=DTYPES[dtype], shape=tuple(shape), start=offsets[0])
+    entry = Entry(name=name, dtype=WORDS[dtype], shape=tuple(shape), start=offsets[0])
     if offsets[1] - offsets[0] != entry.nbytes:
         raise _damaged(
             path,
@@ -230,15 +208,6 @@ def _mapping(value: Any, path: Path, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _damaged(path, f"{what} is a {type(value).__name__}, not an object")
     return value
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the name {twice!r} is there twice")
-    return table
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:

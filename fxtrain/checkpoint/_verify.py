@@ -10,8 +10,8 @@ import attrs
 from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint._bytes import STORED
 from fxtrain.checkpoint._manifest import CHUNK, MANIFEST, Entry, Manifest, Part, digest_of
-from fxtrain.checkpoint._names import latest, read_manifest
-from fxtrain.checkpoint._place import Place, place_of
+from fxtrain.checkpoint._names import checkpoint_at, read_manifest
+from fxtrain.checkpoint._place import Place
 from fxtrain.checkpoint._read import file_problems, header_of
 from fxtrain.state import Position
 
@@ -57,17 +57,8 @@ def verify(path: Any) -> Verified:
         ...     fx.verify(saving.path).world_size
         1
     """
-    place = place_of(path)
-    try:
-        files = place.files()
-    except OSError as error:
-        raise CheckpointError(f"There is no checkpoint at {path}: {error}") from error
-    if MANIFEST not in files:
-        newest = latest(path)
-        if newest is None:
-            raise CheckpointError(f"There is no whole checkpoint in {place}.")
-        place = place_of(newest)
-        files = place.files()
+    place = checkpoint_at(path)
+    files = place.files()
     manifest = read_manifest(place)
     problems = file_problems(files, manifest)
     extra = files.keys() - manifest.files.keys() - {MANIFEST}

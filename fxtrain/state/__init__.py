@@ -6,7 +6,7 @@ from fxtrain.state._convert import converter_for, fingerprint, structure, unstru
 from fxtrain.state._deepspeed import DeepSpeed, FromConfig, from_config
 from fxtrain.state._diff import Change, diff
 from fxtrain.state._dry_run import PARTS, DryRun, Memory, Problem, Traffic
-from fxtrain.state._files import dumps, loads, read_plan, write_plan
+from fxtrain.state._files import dumps, loads, read_plan, unique_keys, write_plan
 from fxtrain.state._fsdp import FSDP
 from fxtrain.state._launchers import read_topology
 from fxtrain.state._mesh import AXES, Mesh, axis_groups, read_mesh, resolve_mesh
@@ -76,6 +76,7 @@ __all__ = [
     "read_topology",
     "resolve_mesh",
     "structure",
+    "unique_keys",
     "unstructure",
     "unsupported",
     "write_plan",

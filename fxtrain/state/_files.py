@@ -14,7 +14,7 @@ from fxtrain.state._convert import plain, structure
 from fxtrain.state._plan import Plan
 from fxtrain.state._record import shown
 
-__all__ = ["dumps", "loads", "read_plan", "write_plan"]
+__all__ = ["dumps", "loads", "read_plan", "unique_keys", "write_plan"]
 
 T = TypeVar("T")
 Format = Literal["json", "toml", "yaml"]
@@ -118,14 +118,19 @@ def _parse(text: str, format: Format) -> Any:
 
 
 def _from_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_unique)
+    return json.loads(text, object_pairs_hook=unique_keys)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, as `json.loads(object_pairs_hook=...)` takes it; each key once.
+
+    Raises:
+        ValueError: a key is there twice.
+    """
     table = dict(pairs)
     if len(table) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        seen = set[str]()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
         raise ValueError(f"the key {shown(twice)} appears twice in one table.")
     return table
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import importlib
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain.checkpoint import export, load_model
 from fxtrain.checkpoint._model_folder import INDEX, MARKER, SINGLE
+from tests.checkpoint._ranks import ready
 
 DTYPES = [
     torch.float64,
@@ -38,18 +38,6 @@ DTYPES = [
     torch.uint8,
     torch.bool,
 ]
-
-
-def _import(_):
-    """Loads what takes seconds, while no other rank waits in a collective."""
-    importlib.import_module("torch.distributed.fsdp")
-    importlib.import_module("torch.distributed.tensor.parallel")
-
-
-def _ready(pool):
-    """A pool whose ranks have loaded what the call is going to need."""
-    pool.run(_import)
-    return pool
 
 
 def _names(folder):
@@ -591,7 +579,7 @@ HOSTILE = {
     "not UTF-8": (b"\xff\xfe", None, "not the JSON"),
     "a list": ([], None, "not an object"),
     "deep nesting": (b"[" * 200_000, None, "not the JSON"),
-    "a name twice": (b'{"w": {}, "w": {}}', None, "'w' is there twice"),
+    "a name twice": (b'{"w": {}, "w": {}}', None, "'w' appears twice"),
     "no fields": ({"w": {}}, None, "has the fields"),
     "more fields": (_one(extra=1), None, "has the fields"),
     "a dtype": (_one(dtype="Q4"), None, "'Q4' of 'w'"),
@@ -680,7 +668,7 @@ def test_the_cache_of_a_hub_is_read_through_its_links(tmp_path):
         ("[]", "not an object"),
         ("{}", "no weight_map"),
         ('{"weight_map": {"w0": 3}}', "no weight_map"),
-        ('{"weight_map": {"w0": "a", "w0": "b"}}', "there twice"),
+        ('{"weight_map": {"w0": "a", "w0": "b"}}', "appears twice"),
         ('{"weight_map": {"w0": "absent.safetensors"}}', "absent.safetensors is not there"),
         ('{"weight_map": {"w7": "a.safetensors"}}', "the index says that 'w7' is here"),
     ],
@@ -772,7 +760,7 @@ def _export_spread(ctx, mesh_shape, folder, limit, sharded, seed=0):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_spread_tensors_are_gathered_one_by_one(clusters, tmp_path, ranks, mesh, sharded):
     for limit in ("5GB", 200, 1):
-        found = _ready(clusters[ranks]).run(_export_spread, mesh, tmp_path, limit, sharded)
+        found = ready(clusters[ranks]).run(_export_spread, mesh, tmp_path, limit, sharded)
         names, _, whole, _ = found[0]
         assert all(answer[0] == names for answer in found)
         turns = ranks if sharded else 1
@@ -838,8 +826,8 @@ def _load_spread(ctx, mesh_shape, folder):
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, (2,)), (4, (4,)), (4, (2, 2))])
 def test_a_rank_reads_its_own_part_only(clusters, tmp_path, ranks, mesh):
-    _ready(clusters[ranks]).run(_export_spread, mesh, tmp_path, 200, False)
-    _ready(clusters[ranks]).run(_load_spread, mesh, tmp_path)
+    ready(clusters[ranks]).run(_export_spread, mesh, tmp_path, 200, False)
+    ready(clusters[ranks]).run(_load_spread, mesh, tmp_path)
 
 
 def _told(call, *args, **kwargs):
@@ -868,15 +856,15 @@ def _breaks(ctx, folder, broken, sharded):
 
 @pytest.mark.parametrize(("broken", "sharded"), [(0, False), (0, True), (1, True)])
 def test_all_ranks_raise_what_one_of_them_met(pair, tmp_path, broken, sharded):
-    names, _, whole, _ = _ready(pair).run(_export_spread, (2,), tmp_path, 200, False)[0]
-    one, other = _ready(pair).run(_breaks, tmp_path, broken, sharded)
+    names, _, whole, _ = ready(pair).run(_export_spread, (2,), tmp_path, 200, False)[0]
+    one, other = ready(pair).run(_breaks, tmp_path, broken, sharded)
     assert one == other and one[0] == "CheckpointError" and "No space left" in one[1]
     assert set(_names(tmp_path)) == {*names, INDEX}
     _same(_as_the_ecosystem_reads(tmp_path), whole)
 
 
 def test_ranks_with_different_models_are_told(pair, tmp_path):
-    one, other = _ready(pair).run(_other_than_rank_0, tmp_path)
+    one, other = ready(pair).run(_other_than_rank_0, tmp_path)
     assert one[0] == other[0] == "CollectiveError"
     assert "different values" in one[1] and _names(tmp_path) == []
 
@@ -892,10 +880,10 @@ def _load_bad_on_one(ctx, folder):
 
 
 def test_an_error_of_one_rank_is_that_of_all(pair, tmp_path):
-    one, other = _ready(pair).run(_bad_on_one, tmp_path)
+    one, other = ready(pair).run(_bad_on_one, tmp_path)
     assert one == other and one[0] == "CheckpointError" and "x is a int" in one[1]
     export(_state(), tmp_path)
-    one, other = _ready(pair).run(_load_bad_on_one, tmp_path)
+    one, other = ready(pair).run(_load_bad_on_one, tmp_path)
     assert one == other and one[0] == "CheckpointError" and "absent" in one[1]
 
 
@@ -904,7 +892,7 @@ def _alone_with_spread(ctx, folder):
 
 
 def test_spread_tensors_need_the_ranks(pair, tmp_path):
-    for _, words in _ready(pair).run(_alone_with_spread, tmp_path):
+    for _, words in ready(pair).run(_alone_with_spread, tmp_path):
         assert "w0_8 is spread over ranks" in words
 
 
@@ -923,8 +911,8 @@ def _load_wrapped(ctx, folder):
 
 
 def test_a_wrapped_model_round_trips(cluster, tmp_path):
-    state = _ready(cluster).run(_wrapped, tmp_path, 3)[0]
-    for found in _ready(cluster).run(_load_wrapped, tmp_path):
+    state = ready(cluster).run(_wrapped, tmp_path, 3)[0]
+    for found in ready(cluster).run(_load_wrapped, tmp_path):
         _same(found, state)
 
 
@@ -982,10 +970,10 @@ def _load_sharded(ctx, folder, tensor, meta):
 def test_fsdp2_modules_round_trip(clusters, tmp_path, ranks, tensor):
     torch.manual_seed(3)
     net = nn.Sequential(*[_Block() for _ in range(3)])
-    _ready(clusters[ranks]).run(_export_sharded, tmp_path, tensor)
+    ready(clusters[ranks]).run(_export_sharded, tmp_path, tensor)
     _same(_as_the_ecosystem_reads(tmp_path), net.state_dict())
     for meta in (False, True):
-        for before, again, after in _ready(clusters[ranks]).run(
+        for before, again, after in ready(clusters[ranks]).run(
             _load_sharded, tmp_path, tensor, meta
         ):
             torch.testing.assert_close(before, net(torch.ones(2, 6)))
@@ -1018,7 +1006,7 @@ def _tied_under_fsdp2(ctx, folder):
 def test_tied_weights_stay_tied_under_fsdp2(pair, tmp_path):
     torch.manual_seed(0)
     net = _Tied()
-    for states in _ready(pair).run(_tied_under_fsdp2, tmp_path):
+    for states in ready(pair).run(_tied_under_fsdp2, tmp_path):
         assert len(states) == 3
         for state in states:
             _same(state, net.state_dict())
@@ -1072,9 +1060,9 @@ def _load_and_run(ctx, folder, mode, shard):
     [(2, "grads_and_optimizer", None), (2, "none", None), (4, "full", 2)],
 )
 def test_a_wrapped_sharded_model_goes_to_any_other(clusters, tmp_path, ranks, mode, shard):
-    wanted = _ready(clusters[ranks]).run(_train_and_export, tmp_path, mode, shard)
+    wanted = ready(clusters[ranks]).run(_train_and_export, tmp_path, mode, shard)
     for other, again, part in ((2, "grads_and_optimizer", None), (4, "full", 2)):
-        for found in _ready(clusters[other]).run(_load_and_run, tmp_path, again, part):
+        for found in ready(clusters[other]).run(_load_and_run, tmp_path, again, part):
             torch.testing.assert_close(found, wanted[0], rtol=0.02, atol=0.02)
     net = nn.Sequential(*[_Block() for _ in range(3)])
     start = net(torch.ones(2, 6))

@@ -1,6 +1,5 @@
 """Models of transformers, made from small configurations: their files and ours are the same."""
 
-import importlib
 import json
 
 import pytest
@@ -8,22 +7,11 @@ import torch
 
 import fxtrain as fx
 from fxtrain.checkpoint import export, load_model
+from tests.checkpoint._ranks import ready
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 
 IDS = torch.arange(12).reshape(2, 6) % 50
-
-
-def _import(_):
-    """Loads what takes seconds, while no other rank waits in a collective."""
-    importlib.import_module("torch.distributed.fsdp")
-    importlib.import_module("torch.distributed.tensor.parallel")
-
-
-def _ready(pool):
-    """A pool whose ranks have loaded what the call is going to need."""
-    pool.run(_import)
-    return pool
 
 
 def _tiny(kind, *, tied=True, seed=0):
@@ -130,7 +118,7 @@ def _export_sharded(ctx, folder):
 
 
 def test_a_model_under_fsdp2_is_one_for_from_pretrained(pair, tmp_path):
-    found = _ready(pair).run(_export_sharded, tmp_path)
+    found = ready(pair).run(_export_sharded, tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]

@@ -1,7 +1,6 @@
 """Reading checkpoints of torch.distributed.checkpoint and of Accelerate."""
 
 import datetime
-import importlib
 import io
 import os
 import pickle
@@ -27,22 +26,11 @@ from torch.distributed.checkpoint.metadata import (
 
 import fxtrain as fx
 from fxtrain.checkpoint import read_accelerate, read_dcp
+from tests.checkpoint._ranks import ready
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled, unavailable or uninitialized"
 )
-
-
-def _import(_):
-    """Loads what takes seconds, while no other rank waits in a collective."""
-    importlib.import_module("torch.distributed.fsdp")
-    importlib.import_module("torch.distributed.tensor.parallel")
-
-
-def _ready(pool):
-    """A pool whose ranks have loaded what the call is going to need."""
-    pool.run(_import)
-    return pool
 
 
 def _trained(seed=0):
@@ -114,7 +102,7 @@ def _dcp_of_ranks(ctx, folder, shape):
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)])
 def test_tensors_of_several_ranks_are_put_together(clusters, tmp_path, shape):
     ranks = clusters[4 if shape != (2,) else 2]
-    whole = _ready(ranks).run(_dcp_of_ranks, tmp_path, shape)[0]
+    whole = ready(ranks).run(_dcp_of_ranks, tmp_path, shape)[0]
     found = read_dcp(tmp_path)
     assert found.tensors.keys() == whole.keys()
     for name, tensor in whole.items():

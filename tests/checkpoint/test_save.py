@@ -1,7 +1,6 @@
 """Saving and restoring on real ranks: what comes back, what is kept, and who hears of failure."""
 
 import os
-import random
 
 import attrs
 import numpy as np
@@ -11,37 +10,6 @@ from torch import nn
 
 import fxtrain as fx
 from tests.checkpoint import _runs
-
-NAME = "update-0000000003"
-
-
-def _resume(ctx, folder, kind, accumulate, before, after, background):
-    """The same run in one go, and with a stop in the middle."""
-    plan = _runs.plan_of(kind, accumulate)
-    fx.ops.seed(3, ctx, per_rank=True)
-    model, fns = _runs.start(ctx, kind, plan)
-    report, _ = _runs.go_on(ctx, _runs.loader_of(ctx, plan), fns, before)
-    saving = fx.save(folder, ctx, model, position=report.position, background=background)
-    loader = _runs.loader_of(ctx, plan).at(report.position)
-    _runs.go_on(ctx, loader, fns, after)
-    wanted = _runs.leaves(model)
-    saving.result()
-
-    torch.manual_seed(99)
-    random.seed(99)
-    again, fns = _runs.start(ctx, kind, plan)
-    restored = fx.restore(folder, ctx, again)
-    _runs.go_on(ctx, _runs.loader_of(ctx, plan).at(restored.position), fns, after)
-    found = _runs.leaves(again)
-    differing = [name for name in wanted[0] if not torch.equal(wanted[0][name], found[0][name])]
-    return differing, wanted[0].keys() == found[0].keys(), wanted[1] == found[1]
-
-
-@pytest.mark.parametrize("kind", _runs.KINDS)
-def test_a_resumed_run_is_equal_in_every_bit(cluster, kind, tmp_path):
-    found = cluster.run(_resume, str(tmp_path), kind, 2, 5, 4, kind == "plain")
-    assert found == [([], True, True)] * cluster.n
-    assert fx.verify(tmp_path).world_size == cluster.n
 
 
 def _with_extra(ctx, folder):
