@@ -22,6 +22,7 @@ from fxtrain.launch import (
     describe,
     find_launcher,
     keep_tracebacks,
+    load_torch,
     plan_variable,
     prepare,
     run,
@@ -78,7 +79,7 @@ def _usual_ranks(spec: LaunchSpec) -> int:
         return len(spec.gpus)
     if spec.launcher != "native" or spec.cpu or spec.executable:
         return 1
-    return max(1, importlib.import_module("torch").accelerator.device_count())
+    return max(1, load_torch("torch").accelerator.device_count())
 
 
 def _said(options: Mapping[str, Any]) -> dict[str, Any]:

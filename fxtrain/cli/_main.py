@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from typing import IO, Any
 
 import click
@@ -86,9 +86,10 @@ def _say_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:  
     if not asked or ctx.resilient_parsing:
         return
     python = ".".join(map(str, sys.version_info[:3]))
+    metadata = import_module("importlib.metadata")  # a tenth of what --help may take
     try:
-        torch = version("torch")
-    except PackageNotFoundError:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
         torch = "not installed"
     click.echo(f"fxtrain {__version__} (torch {torch}, Python {python})")
     ctx.exit()

@@ -17,6 +17,7 @@ from fxtrain.launch._given import given_plan, plan_variable
 from fxtrain.launch._invocation import Invocation, as_json, show
 from fxtrain.launch._kubernetes import KubernetesOptions, kubernetes
 from fxtrain.launch._launchers import LAUNCHERS, Launcher, find_launcher, prepare, run
+from fxtrain.launch._loading import load_torch
 from fxtrain.launch._machine import Machine, cores_of_ranks, look, read_cores, write_cores
 from fxtrain.launch._memory import MemoryKills, count_kills, tell_kills
 from fxtrain.launch._mpi import MpiOptions, mpi
@@ -62,6 +63,7 @@ __all__ = [
     "keep_tracebacks",
     "kubernetes",
     "launch",
+    "load_torch",
     "look",
     "mpi",
     "native",

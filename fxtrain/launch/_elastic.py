@@ -14,6 +14,7 @@ import attrs
 from fxtrain._errors import LaunchError
 from fxtrain.launch._ending import Ending, by_cause
 from fxtrain.launch._invocation import Invocation
+from fxtrain.launch._loading import load_torch
 from fxtrain.launch._memory import count_kills, tell_kills
 from fxtrain.launch._network import check_free, is_local, reach
 from fxtrain.launch._reports import read_reports, to_failures
@@ -36,7 +37,7 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> Ending:
     os.environ.update(invocation.env)
     _check_meeting(spec)
     # torch takes seconds to load, which a wrong file name or port need not wait for.
-    api = importlib.import_module("torch.distributed.run")
+    api = load_torch("torch.distributed.run")
     _check_devices(spec)
     _quiet()
     before = count_kills()

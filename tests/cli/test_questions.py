@@ -1,8 +1,15 @@
 """`fxtrain config`: the questions, without a terminal, with one, and what they write."""
 
 import io
+import os
+import pty
+import select
+import subprocess
 import sys
+import time
+from typing import Literal
 
+import attrs
 import pytest
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
@@ -14,11 +21,13 @@ from fxtrain.cli.config import (
     Machine,
     Question,
     Section,
+    meanings,
     next_question,
     read_answer,
     read_launch_file,
 )
 from fxtrain.cli.config._ask import arrow_keys, interview
+from tests.launched._run import FXTRAIN, ROOT
 
 PLAIN = Machine(cores=8)
 GPUS = Machine(cores=64, kind="cuda", count=8, bf16=True)
@@ -80,6 +89,22 @@ def test_a_launcher_has_questions_of_its_own(launcher, option, said):
     assert f"launch.options.{option}" in paths
     assert section.launch["launcher"] == launcher
     assert section.launch["options"][option] == said
+
+
+@attrs.frozen(kw_only=True)
+class Mine:
+    """A strategy of another package."""
+
+    kind: Literal["mine"] = "mine"
+
+
+def test_strategies_of_installed_packages_are_choices():
+    machine = attrs.evolve(GPUS, strategies=(Mine,))
+    asked = next_question({"launch.launcher": "native", "launch.nodes": 1, "launch.ranks": 8,
+                           "launch.cpu": False, "launch.restarts": 0}, machine)  # fmt: skip
+    assert ("mine", "A strategy of another package.") in asked.choices
+    _, section = _asked(machine, kind="mine")
+    assert section.plan["strategy"] == {"kind": "mine"}
 
 
 def test_an_answer_that_does_not_fit_is_asked_for_again(capsys):
@@ -193,6 +218,68 @@ def test_keys_on_a_terminal(question, keys, said):
     with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
         pipe.send_text(keys)
         assert arrow_keys(question) == said
+
+
+class _Terminal:
+    """A program on a terminal of its own: what it shows, and keys for it."""
+
+    def __init__(self, *command, cwd):
+        self.end, own = pty.openpty()
+        # Without the GPUs and the SLURM that the machine may have, which change the questions.
+        env = {
+            **os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "", "PATH": str(cwd),
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            command, cwd=cwd, env=env, stdin=own, stdout=own, stderr=own, start_new_session=True
+        )
+        os.close(own)
+        self.shown = ""
+
+    def wait_for(self, text, *, timeout_s=30.0):
+        """Read until a text was shown; what comes after it is left for the next call."""
+        limit = time.monotonic() + timeout_s
+        while text not in self.shown:
+            left = limit - time.monotonic()
+            assert left > 0 and select.select([self.end], [], [], left)[0], self.shown
+            self.shown += os.read(self.end, 4096).decode(errors="replace")
+        before, _, self.shown = self.shown.partition(text)
+        return before
+
+    def press(self, keys):
+        os.write(self.end, keys.encode())
+
+    def leave(self):
+        code = self.process.wait(30)
+        os.close(self.end)
+        return code
+
+
+def test_a_terminal_has_arrow_keys_and_colour(tmp_path):
+    terminal = _Terminal(*FXTRAIN, "config", cwd=tmp_path)
+    terminal.wait_for("Who starts the ranks?")
+    terminal.press(ENTER)
+    terminal.wait_for("On how many machines?")
+    terminal.press(ENTER)
+    terminal.wait_for("How many ranks")
+    terminal.press(f"\x7f4{ENTER}")  # in the place of the default
+    terminal.wait_for("start again after a failure")
+    terminal.press(ENTER)
+    terminal.wait_for("How is the model spread")
+    terminal.press(DOWN + ENTER)
+    for text in ("mode", "wrap", "offload"):
+        terminal.wait_for(meanings(fx.FSDP)[text][:20])
+        terminal.press(ENTER)
+    terminal.wait_for("In which precision?")
+    terminal.press(DOWN + ENTER)
+    for text in ("Micro-batches", "gradient norm", "torch.compile"):
+        terminal.wait_for(text)
+        terminal.press(ENTER)
+    assert "\x1b[" in terminal.wait_for("Wrote fxtrain.toml")
+    assert terminal.leave() == Exit.WELL
+    found = read_launch_file(tmp_path / "fxtrain.toml").common
+    assert found.launch == {"ranks": 4}
+    assert (found.plan["strategy"]["kind"], found.plan["precision"]) == ("fsdp", "bf16")
 
 
 def test_ctrl_c_leaves_without_a_file():

@@ -39,7 +39,7 @@ def interview(machine: Machine, way: Way) -> Section:
         except ValueError as error:
             click.echo(f"  {error}", err=True)
             continue
-        if problem := problem_with(question, value, answers):
+        if problem := problem_with(question, value, answers, machine):
             click.echo(f"  {problem}", err=True)
             continue
         answers[question.path] = value

@@ -130,8 +130,10 @@ def parse(text: str, form: str) -> LaunchFile:
         data = _load(text, form)
         file, told = _file(data)
         if not told:
+            more = third_party()
             for name in ("", *file.profiles):
-                told += problems_of(file.section(name), at=f"profiles.{name}" if name else "")
+                at = f"profiles.{name}" if name else ""
+                told += problems_of(file.section(name), at=at, more=more)
     except RecursionError:
         raise PlanError("It is nested too deeply, or holds itself.") from None
     if told:
@@ -139,19 +141,23 @@ def parse(text: str, form: str) -> LaunchFile:
     return file
 
 
-def problems_of(section: Section, *, at: str = "") -> list[str]:
+def problems_of(
+    section: Section, *, at: str = "", more: tuple[type, ...] | None = None
+) -> list[str]:
     """What is wrong with the values of a section, one line each, with paths.
 
     Args:
         section: Complete values, the common ones included.
         at: Where the section is in its file.
+        more: Strategy configs of installed packages; looked for by default.
     """
     told: list[str] = []
+    more = third_party() if more is None else more
     launch = {"target": NO_TARGET, **section.launch}
     for name, data, cls in (("launch", launch, LaunchSpec), ("plan", section.plan, Plan)):
         where = f"{at}.{name}" if at else name
         try:
-            made = structure(dict(data), cls, third_party())
+            made = structure(dict(data), cls, more)
         except (PlanError, LaunchError) as error:
             told += [_placed(line, cls, where) for line in str(error).splitlines()]
         else:

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from fxtrain.cli.config._file import Section
+from fxtrain.cli.config._file import Section, third_party
 
 __all__ = ["Machine", "look", "suggested"]
 
@@ -25,6 +25,7 @@ class Machine:
         slurm: A SLURM cluster takes jobs here.
         mpi: Open MPI or MPICH is installed.
         tpu: Name of the TPU in the environment; empty without one.
+        strategies: Configs of strategies that installed packages bring.
     """
 
     cores: int = 1
@@ -34,6 +35,7 @@ class Machine:
     slurm: bool = False
     mpi: bool = False
     tpu: str = ""
+    strategies: tuple[type, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -46,7 +48,7 @@ def look(env: Mapping[str, str] | None = None) -> Machine:
     """What is found here.
 
     Effects:
-        Loads torch; asks it for devices.
+        Loads torch; asks it for devices. Loads the strategies of installed packages.
 
     Example:
         >>> from fxtrain.cli.config import look
@@ -66,6 +68,7 @@ def look(env: Mapping[str, str] | None = None) -> Machine:
         slurm=bool(shutil.which("sbatch", path=env.get("PATH"))),
         mpi=bool(shutil.which("mpirun", path=env.get("PATH"))),
         tpu=env.get("TPU_NAME", ""),
+        strategies=third_party(),
     )
 
 

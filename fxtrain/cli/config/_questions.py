@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import attrs
 
-from fxtrain.backends import strategies
+from fxtrain.backends import STRATEGIES
 from fxtrain.cli.config._file import Section, problems_of
 from fxtrain.cli.config._machine import Machine
 from fxtrain.cli.config._merge import put
@@ -27,10 +27,9 @@ class Question:
         path: The value in the launch file that it sets.
         text: What is asked.
         kind: choice: one of several; yes: yes or no; whole: a number of at least 0; number:
-            a number; text: a text; words: texts with commas. All but choice, yes and whole
-            may be left empty.
+            a number; text: a text; words: texts with commas.
         choices: Values with what each means.
-        default: The value that counts when the answer is empty.
+        default: The value that counts when the answer is empty; None leaves it open.
     """
 
     path: str
@@ -57,7 +56,7 @@ def next_question(answers: Answers, machine: Machine) -> Question | None:
         >>> next_question({"launch.launcher": "native", "launch.nodes": 1}, Machine()).path
         'launch.ranks'
     """
-    for row in _rows(answers):
+    for row in _rows(answers, machine):
         if row.path not in answers and row.matters(answers, machine):
             return row.ask(answers, machine)
     return None
@@ -83,9 +82,9 @@ def read_answer(question: Question, said: str) -> Any:
     return reads[question.kind](question, said) if question.kind in reads else said
 
 
-def problem_with(question: Question, value: Any, answers: Answers) -> str:
+def problem_with(question: Question, value: Any, answers: Answers, machine: Machine) -> str:
     """What the records say against a value; empty if it fits what was answered before."""
-    told = problems_of(section_of({**answers, question.path: value}))
+    told = problems_of(section_of({**answers, question.path: value}), more=machine.strategies)
     return told[0].partition(": ")[2] if told else ""
 
 
@@ -124,9 +123,9 @@ _FIELDS = {
 }
 
 
-def _rows(answers: Answers) -> list[_Row]:
+def _rows(answers: Answers, machine: Machine) -> list[_Row]:
     launcher = answers.get("launch.launcher", "native")
-    return [*_launch_rows(), *_option_rows(launcher), *_plan_rows(answers)]
+    return [*_launch_rows(), *_option_rows(launcher), *_plan_rows(answers, machine)]
 
 
 def _launch_rows() -> list[_Row]:
@@ -165,11 +164,11 @@ def _launch_rows() -> list[_Row]:
     ]  # fmt: skip
 
 
-def _plan_rows(answers: Answers) -> list[_Row]:
+def _plan_rows(answers: Answers, machine: Machine) -> list[_Row]:
     kind = answers.get("plan.strategy.kind", "")
     fields = [
         _record_row(config, f"plan.strategy.{name}")
-        for config in strategies()
+        for config in _configs(machine)
         if _tag(config) == kind
         for name in _FIELDS.get(kind, ())
         if name in attrs.fields_dict(config)
@@ -221,9 +220,7 @@ def _kind_of(field: Any) -> tuple[Any, tuple[str, ...]]:
         return ("choice", known) if field.default is not None else ("text", ())
     if get_origin(field.type) is tuple:
         return "words", ()
-    # A number that may be left open is read as one; the record says whether it is whole.
-    open_number = {int: "number", float: "number"} if field.default is None else {int: "whole"}
-    return {bool: "yes", **open_number}.get(members[0], "text"), ()
+    return {bool: "yes", int: "whole", float: "number"}.get(members[0], "text"), ()
 
 
 def _fixed(path: str, text: str, kind: Any, default: Any = None) -> Callable[..., Question]:
@@ -241,9 +238,10 @@ def _ask_launcher(_: Answers, machine: Machine) -> Question:
     )
 
 
-def _ask_strategy(_: Answers, __: Machine) -> Question:
+def _ask_strategy(_: Answers, machine: Machine) -> Question:
     kinds = {
-        _tag(config): (config.__doc__ or "").strip().partition("\n")[0] for config in strategies()
+        _tag(config): (config.__doc__ or "").strip().partition("\n")[0]
+        for config in _configs(machine)
     }
     kinds.pop("single", None)  # one rank alone
     return Question(
@@ -253,6 +251,10 @@ def _ask_strategy(_: Answers, __: Machine) -> Question:
         choices=tuple(kinds.items()),
         default="ddp",
     )
+
+
+def _configs(machine: Machine) -> tuple[type, ...]:
+    return (*(row.config for row in STRATEGIES), *machine.strategies)
 
 
 def _tag(config: type) -> str:
