@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fxtrain.cli._launch import LAUNCH, spec_of
 from fxtrain.launch import (
     FLAGS,
+    DeepSpeedOptions,
     KubernetesOptions,
     LaunchSpec,
     Machine,
@@ -29,6 +30,8 @@ from fxtrain.launch import (
 
 HERE = Machine(python="/opt/my python/bin/python", cores=range(6), port=4711, folder="/my run")
 
+TWO = attrs.evolve(HERE, hosts="a slots=2\nb slots=1")
+
 # Anything that a command line can hold, and often what shells and launchers take as theirs.
 _odd = st.sampled_from(list(" '\"$\\`;&|<>(){}*?!#~%\n\t=,:-"))
 words = st.text(
@@ -39,6 +42,7 @@ OPTIONS = {
     "native": None,
     "mpi": MpiOptions(kind="openmpi"),
     "slurm": SlurmOptions(),
+    "deepspeed": None,
     "tpu": None,
     "tpu-pod": TpuPodOptions(name="v4"),
     "ray": None,
@@ -48,6 +52,7 @@ OURS = {
     "native": {"OMP_NUM_THREADS"},
     "mpi": {"OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT"},
     "slurm": {"OMP_NUM_THREADS"},
+    "deepspeed": {"OMP_NUM_THREADS"},
     "tpu": {"OMP_NUM_THREADS", "PJRT_DEVICE"},
     "tpu-pod": set(),
     "ray": set(),
@@ -88,7 +93,7 @@ def test_what_is_shown_reads_back_as_what_is_run(spec, in_a_job):
 def test_the_program_gets_its_arguments_and_only_meant_variables(spec):
     machine = attrs.evolve(HERE, slurm_job="1")
     found = prepare(spec, machine)
-    if spec.launcher in ("native", "mpi", "slurm", "tpu"):
+    if spec.launcher in ("native", "mpi", "slurm", "deepspeed", "tpu"):
         given_words = found.argv[found.argv.index("--") + 1 :]
         if spec.launcher == "native":  # torch replaces ${...} and takes $$ as $
             given_words = [word.replace("$$", "$") for word in given_words]
@@ -114,6 +119,16 @@ def test_a_batch_file_gives_the_shell_what_was_meant(spec):
     got = done.stdout.decode().split("\0")[:-1]
     wanted = ["--", "train.py", *spec.args, *_env(spec).values()]
     assert got[len(got) - len(wanted) :] == wanted
+
+
+@given(spec=specs("deepspeed"))
+def test_machines_behind_pdsh_get_what_was_meant(spec):
+    options = DeepSpeedOptions(hostfile="hosts")
+    found = prepare(attrs.evolve(spec, ranks=1, options=options), TWO)
+    words = shlex.split(" ".join(found.argv))  # as the shell over there does
+    wanted = ["train.py", *spec.args]
+    assert words[len(words) - len(wanted) :] == wanted
+    assert {f"{name}={value};" for name, value in _env(spec).items()} <= set(words)
 
 
 @given(spec=specs("tpu-pod"))

@@ -1,5 +1,6 @@
 """The command line: words to records to exit codes, without starting a rank."""
 
+import json
 import os
 import subprocess
 import sys
@@ -40,6 +41,14 @@ LINES = [
         spec=LaunchSpec(target="train.py", restarts=3, args=("--", "a", "--")),
     ),
     Line(
+        words="--launcher deepspeed --hostfile hosts --include a@b:0 -o runner=slurm train.py",
+        spec=LaunchSpec(
+            target="train.py",
+            launcher="deepspeed",
+            options={"hostfile": "hosts", "include": "a@b:0", "runner": "slurm"},
+        ),
+    ),
+    Line(
         words="-n 2 -m json.tool in.json",
         spec=LaunchSpec(target="json.tool", ranks=2, module=True, args=("in.json",)),
     ),
@@ -51,6 +60,19 @@ def test_a_line_becomes_a_spec(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     assert spec_of(_options(*line.words.split())) == line.spec
+
+
+def test_a_dry_launch_shows_the_machines_of_a_hostfile(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=4\nc slots=1\n")
+    words = "launch --launcher deepspeed --hostfile hosts --exclude b:1@a --dry --json train.py"
+    assert main(words.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["argv"][:6] == ["pdsh", "-S", "-f", "1024", "-w", "b,c"]
+    (tmp_path / "hosts").unlink()
+    assert main(words.split()) == Exit.WRONG
+    assert "worker-0 slots=8" in capsys.readouterr().err
 
 
 @attrs.frozen(kw_only=True)

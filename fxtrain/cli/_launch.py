@@ -33,6 +33,12 @@ __all__ = ["LAUNCH", "spec_of"]
 
 # Where a launch file may be without being named; to read one loads torch, to look does not.
 _FILES = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
+# Options of launchers that have flags of their own: those of mpirun's and DeepSpeed's users.
+_SHORT = {
+    "hostfile": ("FILE", "machines and their slots; as -o hostfile=FILE"),
+    "include": ("HOSTS", "with deepspeed: only these, worker-0@worker-1:0,2"),
+    "exclude": ("HOSTS", "with deepspeed: all but these"),
+}
 _VARIABLES = ("FXTRAIN_CONFIG", "FXTRAIN_PROFILE", "FXTRAIN_LAUNCH__", "FXTRAIN_PLAN__")
 
 
@@ -52,7 +58,8 @@ def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
     if "target" not in said:
         raise click.UsageError("Which program? Name a script, or a module after -m.")
     spec = spec or LaunchSpec(**flags)
-    if given := dict(map(_pair, options["option"])):
+    short = {name: options[name] for name in _SHORT if options[name]}
+    if given := {**short, **dict(map(_pair, options["option"]))}:
         spec = attrs.evolve(spec, options={**_plain(spec.options), **given})
     if find_launcher(spec).here:
         check_target(spec)
@@ -183,6 +190,10 @@ LAUNCH = click.Command(
         click.Option(
             ["-o", "--option", "option"], multiple=True, metavar="NAME=VALUE",
             help="an option that only this launcher has",
+        ),
+        *(
+            click.Option([f"--{name}"], default="", metavar=metavar, help=words)
+            for name, (metavar, words) in _SHORT.items()
         ),
         click.Option(["--dry"], is_flag=True, help="show what would be started, and stop"),
         click.Option(["--json", "json_"], is_flag=True, help="with --dry: as JSON"),

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from fxtrain.launch._callable import CallableModule
+from fxtrain.launch._deepspeed_launcher import DeepSpeedOptions, deepspeed
 from fxtrain.launch._ending import Ending, Failure, by_cause, describe
 from fxtrain.launch._fields import options_from
 from fxtrain.launch._flags import FLAGS, Flag, flag_words
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from fxtrain.launch._function import launch as launch
 
 __all__ = [
+    "DeepSpeedOptions",
     "Ending",
     "FLAGS",
     "Failure",
@@ -56,6 +58,7 @@ __all__ = [
     "check_target",
     "cores_of_ranks",
     "count_kills",
+    "deepspeed",
     "describe",
     "find_launcher",
     "flag_words",

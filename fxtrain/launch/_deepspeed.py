@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from fxtrain._errors import LaunchError
 
-__all__ = ["Hosts", "deepspeed_argv", "filter_hosts", "read_hosts"]
+__all__ = ["Hosts", "deepspeed_argv", "filter_hosts", "read_hosts", "world_info"]
 
 Hosts = dict[str, tuple[int, ...]]  # name of a machine to the slots in use, in order
 
@@ -93,6 +93,7 @@ def deepspeed_argv(
     main_port: int = 29500,
     exports: Mapping[str, str] | None = None,
     module: bool = False,
+    executable: bool = False,
     ssh_port: int | None = None,
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """The command line that starts every rank, over pdsh and ssh, and its own environment.
@@ -109,6 +110,7 @@ def deepspeed_argv(
         main_port: And on which port.
         exports: Variables for the ranks.
         module: The first word of the command is a module.
+        executable: The first word of the command is a program, to be started without Python.
         ssh_port: Port of ssh; by default what ssh is configured for.
 
     Returns:
@@ -128,8 +130,6 @@ def deepspeed_argv(
             f"DeepSpeed's launcher needs machines and a script: found {len(hosts)} machines and "
             f"{len(command)} words to run."
         )
-    slots = json.dumps({host: list(used) for host, used in hosts.items()})
-    world = base64.urlsafe_b64encode(slots.encode()).decode()
     variables = (exports or {}).items()
     environment = {"PDSH_RCMD_TYPE": "ssh"}
     if ssh_port is not None:
@@ -138,16 +138,23 @@ def deepspeed_argv(
         *("pdsh", "-S", "-f", str(_FAN_OUT), "-w", ",".join(hosts)),
         "".join(f"export {name}={shlex.quote(value)}; " for name, value in variables),
         f"cd {shlex.quote(folder)};",
-        *(python, "-u", "-m", "deepspeed.launcher.launch"),
-        f"--world_info={world}",
+        *(shlex.quote(python), "-u", "-m", "deepspeed.launcher.launch"),
+        world_info(hosts),
         "--node_rank=%n",
         f"--master_addr={main_address or next(iter(hosts))}",
         f"--master_port={main_port}",
         *(("--module",) if module else ()),
+        *(("--no_python",) if executable else ()),
         "--no_local_rank",
-        *(_whole(word) for word in command),
+        *map(shlex.quote, command),  # the shell over there splits them again
     )
     return argv, environment
+
+
+def world_info(hosts: Mapping[str, tuple[int, ...]]) -> str:
+    """Machines and slots as the word that `deepspeed.launcher.launch` takes them in."""
+    slots = json.dumps({host: list(used) for host, used in hosts.items()})
+    return f"--world_info={base64.urlsafe_b64encode(slots.encode()).decode()}"
 
 
 def _parts(text: str) -> list[tuple[str, tuple[int, ...] | None]]:
@@ -178,8 +185,3 @@ def _slots(
             f"{len(hosts[host])}, from 0."
         )
     return hosts[host] if slots is None else slots
-
-
-def _whole(word: str) -> str:
-    """A word as pdsh passes it on whole: the shell over there splits it again."""
-    return '"{}"'.format(word.replace('"', '\\"')) if " " in word else word

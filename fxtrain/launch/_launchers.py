@@ -7,6 +7,7 @@ from types import MappingProxyType
 import attrs
 
 from fxtrain._errors import LaunchError
+from fxtrain.launch._deepspeed_launcher import DeepSpeedOptions, deepspeed
 from fxtrain.launch._elastic import run_elastic
 from fxtrain.launch._ending import Ending
 from fxtrain.launch._fields import nearest, options_from
@@ -39,6 +40,7 @@ class Launcher:
         uses: Fields of `LaunchSpec` beyond the common ones that it honours; another field
             that is set is an error.
         here: The program is on this machine, so that it can be looked for.
+        needs: Facts of the machine that cost something to find out: mpi, port, hosts.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Launcher:
     options: type | None = None
     uses: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
     here: bool = True
+    needs: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
 
 
 # What every launcher can do.
@@ -75,6 +78,7 @@ _ROWS = (
         invocation=mpi,
         options=MpiOptions,
         uses=[*_MEETING, "bind", "log_dir"],
+        needs=["mpi", "port"],
     ),
     Launcher(
         name="slurm",
@@ -82,6 +86,14 @@ _ROWS = (
         invocation=slurm,
         options=SlurmOptions,
         uses=[*_MEETING, "bind", "log_dir"],
+    ),
+    Launcher(
+        name="deepspeed",
+        help="DeepSpeed's launcher, on this machine or on those of its hostfile",
+        invocation=deepspeed,
+        options=DeepSpeedOptions,
+        uses=[*_MEETING, "log_dir"],
+        needs=["port", "hosts"],
     ),
     Launcher(name="tpu", help="one process for the TPU of this host", invocation=tpu),
     Launcher(
@@ -181,8 +193,12 @@ def prepare(spec: LaunchSpec, machine: Machine | None = None) -> Invocation:
     """
     row, spec = find_launcher(spec), with_options(spec)
     if machine is None:
-        starter = getattr(spec.options, "program", "")
-        machine = look(os.environ, mpi=starter, port=bool(starter) and spec.nodes == 1)
+        machine = look(
+            os.environ,
+            mpi=spec.options.program if "mpi" in row.needs else "",
+            port="port" in row.needs and spec.nodes == 1,
+            hostfile=spec.options.hostfile if "hosts" in row.needs else "",
+        )
     return row.invocation(spec, machine)
 
 

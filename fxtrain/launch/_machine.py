@@ -11,6 +11,8 @@ from pathlib import Path
 
 import attrs
 
+from fxtrain._errors import LaunchError
+
 __all__ = ["Machine", "cores_of_ranks", "look", "read_cores", "usable_cores", "write_cores"]
 
 _NODES = Path("/sys/devices/system/node")
@@ -37,6 +39,7 @@ class Machine:
         mpi: Which MPI `mpirun` is: openmpi, mpich, intel; empty when there is none.
         port: A TCP port that was free a moment ago; 0 when none was asked for.
         folder: The current folder.
+        hosts: Text of the hostfile that was named, or empty.
     """
 
     python: str = "python"
@@ -48,19 +51,26 @@ class Machine:
     mpi: str = ""
     port: int = 0
     folder: str = "."
+    hosts: str = ""
 
 
-def look(env: Mapping[str, str], *, mpi: str = "", port: bool = False) -> Machine:
+def look(
+    env: Mapping[str, str], *, mpi: str = "", port: bool = False, hostfile: str = ""
+) -> Machine:
     """Find out about this machine.
 
     Args:
         env: Variables of the process.
         mpi: The program that starts ranks under MPI, which is asked what it is.
         port: Look for a free port.
+        hostfile: A file to read, or none.
 
     Effects:
-        Reads /sys; with `mpi` runs that program with --version; with `port` opens a port on
-        loopback and closes it.
+        Reads /sys and the hostfile; with `mpi` runs that program with --version; with `port`
+        opens a port on loopback and closes it.
+
+    Raises:
+        LaunchError: there is no such hostfile.
     """
     cores = usable_cores()
     return Machine(
@@ -73,7 +83,18 @@ def look(env: Mapping[str, str], *, mpi: str = "", port: bool = False) -> Machin
         mpi=_which_mpi(mpi) if mpi else "",
         port=_free_port() if port else 0,
         folder=os.getcwd(),
+        hosts=_read(hostfile) if hostfile else "",
     )
+
+
+def _read(hostfile: str) -> str:
+    try:
+        return Path(hostfile).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(
+            f"The hostfile cannot be read: {error}. It is a file with lines such as: "
+            f"worker-0 slots=8"
+        ) from error
 
 
 def usable_cores() -> tuple[int, ...]:

@@ -3,7 +3,7 @@ count of what the ranks say to each other, and the laws of strategies."""
 
 from fxtrain.testing._cluster import Cluster, RankFailure, free_port
 from fxtrain.testing._fake import fake_world
-from fxtrain.testing._laws import LAWS, Law
+from fxtrain.testing._laws import LAWS, Law, Terms
 from fxtrain.testing._traffic import Collective, Traffic, count_collectives
 from fxtrain.testing._train import Run, Task, by_hand, on_ranks
 from fxtrain.testing._transformer import Transformer
@@ -16,6 +16,7 @@ __all__ = [
     "RankFailure",
     "Run",
     "Task",
+    "Terms",
     "Traffic",
     "Transformer",
     "by_hand",

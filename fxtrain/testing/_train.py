@@ -13,12 +13,23 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fxtrain import ops
 from fxtrain.backends import unwrap, wrap
+from fxtrain.checkpoint import restore, save
 from fxtrain.data import shard
 from fxtrain.loop import StepFns, step
-from fxtrain.state import DistContext, Mesh, Plan, Weighted
+from fxtrain.state import DistContext, Mesh, Plan, Report, Weighted, Wrapped
 from fxtrain.testing._transformer import Transformer
 
-__all__ = ["Run", "Task", "by_hand", "new_model", "on_mesh", "on_ranks", "sgd", "token_rows"]
+__all__ = [
+    "Run",
+    "Task",
+    "by_hand",
+    "new_model",
+    "on_mesh",
+    "on_ranks",
+    "sgd",
+    "stopped_and_resumed",
+    "token_rows",
+]
 
 _UPDATES = 4
 
@@ -35,8 +46,10 @@ class Task:
         seed: Of the model's values; ranks other than 0 start from other ones.
         frozen: Whether one parameter is frozen.
         dtype: Of the model.
-        poke_at: Update at which the last data rank overflows one entry of a gradient.
-        poke: What that entry is multiplied by; finite in fp32, not under a loss scale.
+        poke_at: Update, counted from 1, at which the last data rank overflows one entry of a
+            gradient.
+        poke: What that entry is multiplied by: 3e38 is finite in fp32, but not under a loss
+            scale; 1e300 is in float64 only.
     """
 
     plan: Plan
@@ -74,40 +87,72 @@ class Run:
 def on_ranks(ctx: Any, task: Task) -> Run:
     """Train under the task's plan; runs on every rank of a pool."""
     with on_mesh(ctx, task.mesh) as placed:
-        data = placed.axis("data")
-        own = attrs.evolve(task, seed=task.seed + ctx.rank)
-        model = wrap(new_model(own), placed, task.plan, optimizer=sgd)
-        table = TensorDataset(*token_rows(_count(task, data.world_size)))
-        loader = shard(DataLoader(table, batch_size=task.size), placed, task.plan)
-        poked = task.poke_at if data.is_last else None
-        fns = StepFns(model=model, loss=_loss(task, poked))
-        reports = [step(placed, batch, fns) for epoch in loader.epochs(1) for batch in epoch]
-        totals = torch.stack([_total(report) for report in reports])
-        totals = ops.reduce(totals, data, op="sum").unflatten(0, (-1, task.plan.accumulate)).sum(1)
-        names = model.module.named_parameters(remove_duplicate=False)
-        held = {name: id(parameter) for name, parameter in names}
-        tied = held["head.weight"] == held["embed.weight"]
-        scale = None if model.scaler is None else model.scaler.get_scale()
-        whole = unwrap(model)
-        return Run(
-            losses=(totals[:, 0] / totals[:, 1]).tolist(),
-            norms=[float(r.grad_norm) for r in reports if r.grad_norm is not None],
-            applied=[report.applied for report in reports if report.position.micro == 0],
-            parameters={n: p.detach().clone() for n, p in whole.named_parameters()},
-            tied=tied,
-            scale=scale,
-        )
+        return _trained(placed, ctx.rank, task)
+
+
+def stopped_and_resumed(ctx: Any, task: Task, folder: str) -> tuple[Run, Run]:
+    """Train and save halfway; then go on from there with a model of other values."""
+    with on_mesh(ctx, task.mesh) as placed:
+        whole = _trained(placed, ctx.rank, task, save_to=folder)
+        other = attrs.evolve(task, seed=task.seed + 100)
+        return whole, _trained(placed, ctx.rank, other, start_from=folder)
+
+
+def _trained(
+    placed: DistContext, rank: int, task: Task, *, save_to: str = "", start_from: str = ""
+) -> Run:
+    data = placed.axis("data")
+    own = attrs.evolve(task, seed=task.seed + rank)
+    model = wrap(new_model(own), placed, task.plan, optimizer=sgd)
+    table = TensorDataset(*token_rows(_count(task, data.world_size)))
+    loader = shard(DataLoader(table, batch_size=task.size), placed, task.plan)
+    if start_from:
+        loader = loader.at(restore(start_from, placed, model).position)
+    poked = task.poke_at if data.is_last else None
+    fns = StepFns(model=model, loss=_loss(task, poked))
+    reports: list[Report] = []
+    for epoch in loader.epochs(1):
+        for batch in epoch:
+            reports.append(step(placed, batch, fns))
+            now = reports[-1].position
+            if save_to and now.micro == 0 and now.updates == _UPDATES // 2:
+                save(save_to, placed, model, position=now)
+    return _result(task, model, reports)
+
+
+def _result(task: Task, model: Wrapped, reports: list[Report]) -> Run:
+    """What the ranks say together; ends the wrapping."""
+    data = model.ctx.axis("data")
+    totals = torch.stack([_total(report) for report in reports])
+    totals = ops.reduce(totals, data, op="sum").unflatten(0, (-1, task.plan.accumulate)).sum(1)
+    names = model.module.named_parameters(remove_duplicate=False)
+    held = {name: id(parameter) for name, parameter in names}
+    tied = held["head.weight"] == held["embed.weight"]
+    scale = None if model.scaler is None else model.scaler.get_scale()
+    whole = unwrap(model)
+    return Run(
+        losses=(totals[:, 0] / totals[:, 1]).tolist(),
+        norms=[float(r.grad_norm) for r in reports if r.grad_norm is not None],
+        applied=[report.applied for report in reports if report.position.micro == 0],
+        parameters={n: p.detach().clone() for n, p in whole.named_parameters()},
+        tied=tied,
+        scale=scale,
+    )
 
 
 def by_hand(task: Task, data_ranks: int) -> Run:
-    """The same training in one process on torch alone, each update in one batch."""
+    """The same training in one process on torch alone, each update in one batch.
+
+    The update at which the task overflows a gradient is left out.
+    """
     model = new_model(task)
     optimizer = sgd([p for p in model.parameters() if p.requires_grad])
     tokens, mask = token_rows(_count(task, data_ranks))
     stride = len(tokens) // _UPDATES
     losses: list[float] = []
     norms: list[float] = []
-    for low in range(0, len(tokens), stride):
+    applied = [update != task.poke_at for update in range(1, _UPDATES + 1)]
+    for apply, low in zip(applied, range(0, len(tokens), stride), strict=True):
         each, kept = _token_losses(model, tokens[low : low + stride], mask[low : low + stride])
         loss = (each * kept).sum() / kept.sum() if task.weighted else each.mean()
         loss.backward()
@@ -116,11 +161,12 @@ def by_hand(task: Task, data_ranks: int) -> Run:
             norms.append(float(norm))
         if task.plan.clip_value is not None:
             nn.utils.clip_grad_value_(model.parameters(), task.plan.clip_value)
-        optimizer.step()
+        if apply:
+            optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     parameters = {name: p.detach() for name, p in model.named_parameters()}
-    return Run(losses=losses, norms=norms, applied=[True] * _UPDATES, parameters=parameters)
+    return Run(losses=losses, norms=norms, applied=applied, parameters=parameters)
 
 
 @contextmanager

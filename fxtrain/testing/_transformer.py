@@ -71,11 +71,12 @@ class Transformer(nn.Module):
         logits_BTV = self.head(self.norm(x_BTD) * (1 + self.gain))
         if poke is None:
             return logits_BTV
-        # Adds zero to one logit; the gradient of `gain[0]` alone is of the order of `poke`.
+        # Adds zero to one logit; the gradient of `gain[0]` alone is of the order of `poke`, in
+        # float64 until it reaches `first`.
         first = self.gain[0].float()
-        column_V = torch.zeros(logits_BTV.shape[-1], device=logits_BTV.device)
+        column_V = torch.zeros_like(logits_BTV[0, 0], dtype=torch.float64)
         column_V[0] = poke
-        return logits_BTV + (first - first.detach()) * column_V
+        return logits_BTV + ((first - first.detach()) * column_V).to(logits_BTV.dtype)
 
 
 class Head(nn.Linear):

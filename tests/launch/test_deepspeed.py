@@ -87,7 +87,7 @@ def test_the_command_line_holds_machines_slots_and_words():
     assert name == "--world_info"
     assert json.loads(base64.urlsafe_b64decode(world)) == {"a": [0, 2], "b": [1]}
     assert argv[13:16] == ("--node_rank=%n", "--master_addr=a", "--master_port=4711")
-    assert argv[16:] == ("--no_local_rank", "train.py", "--name", '"two words"')
+    assert argv[16:] == ("--no_local_rank", "train.py", "--name", "'two words'")
     assert environment == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": "-p 2222"}
     assert "--module" in deepspeed_argv({"a": (0,)}, ("pkg.train",), folder="/", module=True)[0]
     for hosts, command in (({}, ("x",)), ({"a": (0,)}, ())):

@@ -9,6 +9,7 @@ import pytest
 from fxtrain import LaunchError
 from fxtrain.launch import (
     LAUNCHERS,
+    DeepSpeedOptions,
     KubernetesOptions,
     LaunchSpec,
     Machine,
@@ -127,6 +128,58 @@ CASES = [
         words="sbatch my.sbatch",
     ),
     Case(
+        name="deepspeed",
+        spec=_spec("deepspeed", ranks=2, gpus=["1", "3"], log_dir="logs"),
+        words="python -u -m deepspeed.launcher.launch "
+        "--world_info=eyJsb2NhbGhvc3QiOiBbMSwgM119 --master_addr=127.0.0.1 --master_port=4711 "
+        "--no_local_rank script --errors=%ERRORS% -- train.py",
+        env={"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "1,3"},
+    ),
+    Case(
+        name="pdsh",
+        spec=_spec(
+            "deepspeed", args=["--name", "a b"], env=["A=1 2"], cpu=True, main_port=1234,
+            options=DeepSpeedOptions(hostfile="hosts", include="c@b:1,0", folder="/my run"),
+        ),
+        words="pdsh -w b,c export|DS_ACCELERATOR=cpu;|export|CUDA_VISIBLE_DEVICES='';|export|"
+        "ONEAPI_DEVICE_SELECTOR='*:cpu';|export|ASCEND_RT_VISIBLE_DEVICES='';|export|A='1|2';| "
+        "cd|'/my|run'; python -u -m deepspeed.launcher.launch "
+        "--world_info=eyJiIjogWzAsIDFdLCAiYyI6IFswXX0= --node_rank=%n --master_addr=b "
+        "--master_port=1234 --no_local_rank train.py --name 'a|b'",
+        env={"PDSH_RCMD_TYPE": "ssh"},
+        machine=attrs.evolve(HERE, hosts="a slots=4\nb slots=2\nc slots=1"),
+    ),
+    Case(
+        name="first slots of the first machines",
+        spec=_spec(
+            "deepspeed", ranks=2, nodes=2, executable=True, options={"hostfile": "hosts"},
+        ),
+        words="pdsh -w a,b --world_info=eyJhIjogWzAsIDFdLCAiYiI6IFswLCAxXX0= --no_python train.py",
+        env={"PDSH_RCMD_TYPE": "ssh"},
+        machine=attrs.evolve(HERE, hosts="a slots=4\nb slots=2\nc slots=1"),
+    ),
+    Case(
+        name="one machine left",
+        spec=_spec("deepspeed", options=DeepSpeedOptions(hostfile="hosts", exclude="a:0@b")),
+        words="python -u -m deepspeed.launcher.launch --world_info=eyJhIjogWzFdfQ==",
+        env={"OMP_NUM_THREADS": "8"},
+        machine=attrs.evolve(HERE, hosts="a slots=2\nb slots=2"),
+    ),
+    Case(
+        name="mpirun by DeepSpeed",
+        spec=_spec(
+            "deepspeed", module=True, env=["A=1 2"],
+            options=DeepSpeedOptions(
+                hostfile="hosts", runner="openmpi", runner_args=["--bind-to", "none"],
+            ),
+        ),
+        words="python -m deepspeed.launcher.runner --hostfile=hosts --launcher=openmpi "
+        "--launcher_args=--bind-to|none --master_addr=a --master_port=29500 --no_local_rank "
+        "--module train.py",
+        env={"DS_ENV_FILE": "fxtrain-launch/deepspeed.env"},
+        machine=attrs.evolve(HERE, hosts="a slots=2\nb slots=2"),
+    ),
+    Case(
         name="tpu",
         spec=_spec("tpu", env=["XLA_FLAGS=a b"]),
         words="python -- train.py",
@@ -172,6 +225,13 @@ def test_command_line(case):
 
 def test_every_launcher_has_a_case():
     assert {case.spec.launcher for case in CASES} | {"sagemaker"} == set(LAUNCHERS)
+
+
+def test_deepspeeds_runner_reads_variables_from_a_file():
+    (case,) = (case for case in CASES if case.name == "mpirun by DeepSpeed")
+    assert prepare(case.spec, case.machine).files == {
+        "fxtrain-launch/deepspeed.env": "MASTER_ADDR=a\nMASTER_PORT=29500\nA=1 2\n"
+    }
 
 
 def test_a_batch_file_is_a_program_of_the_shell(tmp_path):
@@ -290,6 +350,8 @@ class Mistake:
     says: str
 
 
+TWO = attrs.evolve(HERE, hosts="a slots=2\nb slots=1")
+HOSTED = {"hostfile": "hosts"}
 MISTAKES = [
     Mistake(fields={"launcher": "slurn"}, says="no launcher 'slurn'. Did you mean 'slurm'"),
     Mistake(fields={"nodes": 2}, says="2 nodes must know where to meet"),
@@ -324,6 +386,21 @@ MISTAKES = [
     Mistake(fields={"launcher": "slurm", "options": {"qos": "a b"}}, says="without spaces"),
     Mistake(fields={"launcher": "slurm", "bind": "core-complex"}, says="srun has node, socket"),
     Mistake(fields={"launcher": "slurm", "options": MpiOptions()}, says="takes a SlurmOptions"),
+    Mistake(fields={"launcher": "deepspeed", "options": {"include": "a"}}, says="option hostfile"),
+    Mistake(fields={"launcher": "deepspeed", "gpus": ["GPU-1a"]}, says="knows GPUs by number"),
+    *(
+        Mistake(fields={"launcher": "deepspeed", **fields}, says=says)
+        for fields, says in (
+            ({"options": HOSTED, "gpus": ["0"]}, "by the option include"),
+            ({"options": {**HOSTED, "include": "a"}, "nodes": 2}, "Leave ranks and nodes out"),
+            ({"options": HOSTED, "nodes": 3}, "the hostfile names a, b"),
+            ({"options": HOSTED, "ranks": 2}, "fewer slots to b"),
+            ({"options": {**HOSTED, "include": "c"}}, "the hostfile has a, b"),
+            ({"options": {**HOSTED, "runner_args": ["-x"]}}, "Leave it out"),
+            ({"options": {**HOSTED, "runner": "mpich", "exclude": "a:0"}}, "uses all of the host"),
+            ({"options": {**HOSTED, "runner": "slurm"}, "env": ['A="']}, "A: DeepSpeed's runner"),
+        )
+    ),
     Mistake(fields={"launcher": "tpu", "ranks": 4}, says="one process drives all chips"),
     Mistake(fields={"launcher": "tpu-pod"}, says="A TPU pod has a name"),
     Mistake(fields={"launcher": "kubernetes"}, says="give the option image"),
@@ -342,7 +419,7 @@ MISTAKES = [
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: str(mistake.fields)[:60])
 def test_what_does_not_fit_is_one_sentence(mistake):
     with pytest.raises(LaunchError) as caught:
-        prepare(LaunchSpec(target="train.py", **mistake.fields), HERE)
+        prepare(LaunchSpec(target="train.py", **mistake.fields), TWO)
     assert mistake.says in str(caught.value)
     assert "\n" not in str(caught.value)
 
