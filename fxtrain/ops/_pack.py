@@ -103,7 +103,7 @@ def columns(rows: Tensor, like: Sequence[Tensor], *, joined: bool = False) -> li
         # Bytes of nothing do not view as anything.
         typed = section.view(dtype) if size else section.to(dtype)
         # Joined rows are copied in any case: here by one call of torch for all tensors.
-        split = torch.split_with_sizes_copy if joined else torch.split_with_sizes
+        split: Any = torch.split_with_sizes_copy if joined else torch.split_with_sizes
         for place, part, shape in zip(places, split(typed, counts, dim=1), shapes, strict=True):
             whole = (ranks * shape[0], *shape[1:]) if joined and shape else (ranks, *shape)
             out[place] = part.view(whole)

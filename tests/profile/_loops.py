@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
+from fxtrain.testing._train import on_mesh
 
 
 def net() -> nn.Module:
@@ -33,6 +34,12 @@ def by_steps(ctx, plan, *weights):
     for epoch in fx.shard(rows(), ctx, plan).epochs(1):
         for batch in epoch:
             fx.step(ctx, batch, fns)
+
+
+def on_tensor_mesh(ctx, plan):
+    """The same loop where pairs of ranks split layers."""
+    with on_mesh(ctx, fx.Mesh(replicate=2, tensor=2)) as placed:
+        by_steps(placed, plan)
 
 
 def sharded_by_hand(ctx, replicas):

@@ -12,7 +12,7 @@ from fxtrain.profile._dry_run import figures
 from fxtrain.profile._patches import loading_here
 from fxtrain.profile._watch import Enough, Watch, watching
 from fxtrain.testing import count_collectives
-from tests.profile._loops import by_steps, sharded_by_hand
+from tests.profile._loops import by_steps, on_tensor_mesh, sharded_by_hand
 
 
 def _measured(ctx, loop, mesh, *args):
@@ -142,6 +142,20 @@ def test_fsdp_is_predicted_exactly(name, clusters):
     assert told.peak == pytest.approx(got["peak"], rel=0.15)
     whole = fx.dry_run(functools.partial(_call, by_steps, (fx.Plan(),)), world=4).memory
     assert told.memory.optimizer < whole.optimizer
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_split_layers_are_predicted_exactly(accumulate, clusters):
+    styles = (
+        fx.Style(modules="3", style="colwise"),
+        fx.Style(modules="4", style="rowwise"),
+    )
+    strategy = fx.FSDP(mode="none", tensor=fx.TP(styles=styles))
+    plan = fx.Plan(strategy=strategy, clip_norm=1.0, accumulate=accumulate)
+    told, got = _compare(clusters[4], on_tensor_mesh, plan)
+    assert told.step == got["step"]
+    assert {row.axis for row in told.step} >= {"replicate", "tensor"}
+    assert told.peak == pytest.approx(got["peak"], rel=0.15)
 
 
 def test_a_larger_world_changes_traffic_but_not_memory_of_replicas():
