@@ -20,6 +20,7 @@ from fxtrain.ops._pack import (
     to_bytes,
 )
 from fxtrain.ops._reduce import all_reduce, fold, reducible
+from fxtrain.ops._views import known_context
 from fxtrain.ops._wire import Call, capacity, compare, exchange, exchange_rows, guarded
 from fxtrain.state import DistContext
 
@@ -54,6 +55,7 @@ def gather(tree: Any, ctx: DistContext) -> Any:
         ...     fx.ops.gather({"loss": torch.tensor(2.0), "ids": ["a"]}, ctx)
         {'loss': tensor([2.]), 'ids': [['a']]}
     """
+    known_context("gather", ctx)
     packed = pack(tree)
     others = dump(list(packed.others.values())) if packed.others else _EMPTY
     call = ("gather", signature(packed))
@@ -96,6 +98,7 @@ def reduce(
         ...     fx.ops.reduce((torch.tensor([1.0, 3.0]), 2), ctx, op="sum")
         (tensor([1., 3.]), 2)
     """
+    known_context("reduce", ctx)
     numbers = _tree.map_leaves(_as_tensor, tree)
     packed = pack(numbers)
     kept = ", ".join(repr(value) for value in packed.others.values())
@@ -145,6 +148,7 @@ def broadcast(tree: Any, ctx: DistContext, src: int = 0) -> Any:
         ...     fx.ops.broadcast([torch.ones(2), "lr"], ctx)
         [tensor([1., 1.]), 'lr']
     """
+    known_context("broadcast", ctx)
     packed = pack(tree)
     tensors = list(packed.tensors.values())
     _known_rank("broadcast", src, ctx)
@@ -191,6 +195,7 @@ def scatter(values: Sequence[Any] | None, ctx: DistContext, src: int = 0) -> Any
         ...     fx.ops.scatter([{"x": torch.arange(2)}], ctx)
         {'x': tensor([0, 1])}
     """
+    known_context("scatter", ctx)
     _known_rank("scatter", src, ctx)
     call = ("scatter", f"src={src}")
     letters: list[Tensor] = []

@@ -9,6 +9,7 @@ import torch
 
 from fxtrain._errors import CollectiveError, DataError
 from fxtrain.ops._objects import broadcast_object, gather_objects
+from fxtrain.ops._views import known_context
 from fxtrain.state import DistContext
 
 __all__ = ["main_first", "on_main", "on_rank", "say", "split"]
@@ -36,6 +37,7 @@ def split(value: Any, ctx: DistContext, *, pad: bool = False) -> Any:
         ...     fx.ops.split(["a", "b", "c"], ctx)
         ['a', 'b', 'c']
     """
+    known_context("split", ctx)
     if isinstance(value, Mapping):
         lengths = {key: len(entry) for key, entry in value.items()}
         if len(set(lengths.values())) > 1:
@@ -74,6 +76,7 @@ def main_first(ctx: DistContext) -> Iterator[None]:
         ...     with fx.ops.main_first(ctx):
         ...         rows = list(range(3))
     """
+    known_context("main_first", ctx)
     if not ctx.is_main:
         failed = broadcast_object(None, ctx)
         if failed is not None:
@@ -115,6 +118,7 @@ def on_rank(fn: Callable[[], T], ctx: DistContext, *, rank: int) -> T | None:
         ...     fx.ops.on_rank(lambda: ctx.rank, ctx, rank=-1)
         0
     """
+    known_context("on_rank", ctx)
     if not -ctx.world_size <= rank < ctx.world_size:
         raise CollectiveError(f"on_rank(rank={rank}): this context has {ctx.world_size} ranks.")
     return fn() if ctx.rank == rank % ctx.world_size else None
@@ -135,6 +139,7 @@ def say(text: Any, ctx: DistContext, *, everyone: bool = False) -> None:
         ...     fx.ops.say("epoch 1", ctx)
         epoch 1
     """
+    known_context("say", ctx)
     lines = [str(text)]
     if everyone:
         found = gather_objects(str(text), ctx)

@@ -7,6 +7,7 @@ import torch
 from fxtrain._errors import CollectiveError
 from fxtrain.ops._collect import broadcast, gather
 from fxtrain.ops._pack import dump, load
+from fxtrain.ops._views import known_context
 from fxtrain.ops._wire import compare, exchange
 from fxtrain.state import DistContext
 
@@ -48,6 +49,7 @@ def gather_objects(obj: Any, ctx: DistContext) -> list[Any]:
         ...     fx.ops.gather_objects({"rank": ctx.rank}, ctx)
         [{'rank': 0}]
     """
+    known_context("gather_objects", ctx)
     return [found.value for found in gather(Opaque(obj), ctx)]
 
 
@@ -66,6 +68,7 @@ def broadcast_object(obj: Any, ctx: DistContext, src: int = 0) -> Any:
         ...     fx.ops.broadcast_object("run-7", ctx)
         'run-7'
     """
+    known_context("broadcast_object", ctx)
     return broadcast(Opaque(obj), ctx, src=src).value
 
 
@@ -83,6 +86,7 @@ def barrier(ctx: DistContext) -> None:
         >>> with fx.detect(env={}, device="cpu") as ctx:
         ...     fx.ops.barrier(ctx)
     """
+    known_context("barrier", ctx)
     if ctx.world_size > 1:
         exchange(ctx, ("barrier", ""), torch.empty(0, dtype=torch.uint8))
 
@@ -109,6 +113,7 @@ def agree(value: Any, ctx: DistContext, name: str = "value") -> Any:
         ...     fx.ops.agree(32, ctx, name="batch size")
         32
     """
+    known_context("agree", ctx)
     if ctx.world_size > 1:
         compare(ctx, ("agree", f"{name}={value!r}"))
     return value
@@ -174,6 +179,7 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
         >>> with fx.detect(env={}, device="cpu") as ctx:
         ...     fx.ops.raise_together(None, ctx)
     """
+    known_context("raise_together", ctx)
     if ctx.world_size > 1:
         mine = None if problem is None else f"{type(problem).__name__}: {problem}"
         call = ("raise_together", "", mine or "")
@@ -186,6 +192,7 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
 
 
 def _flags(op: str, flag: Any, ctx: DistContext) -> list[bool]:
+    known_context(op, ctx)
     if ctx.world_size == 1:
         return [bool(flag)]
     payload = torch.tensor([bool(flag)]).view(torch.uint8)

@@ -12,6 +12,7 @@ from fxtrain._errors import DataError
 from fxtrain.ops._collect import gather
 from fxtrain.ops._objects import Opaque, raise_together
 from fxtrain.ops._pack import pack
+from fxtrain.ops._views import known_context
 from fxtrain.ops._wire import exchange
 from fxtrain.state import Batch, DistContext
 
@@ -65,6 +66,7 @@ def pad(tree: Any, ctx: DistContext, dim: int = 0, value: float = 0) -> Padded:
         ...     fx.ops.unpad(fx.ops.gather(padded, ctx), ctx), padded.lengths
         (tensor([0, 1, 2]), ((3,),))
     """
+    known_context("pad", ctx)
     packed = pack(tree)
     tensors = list(packed.tensors.values())
     mine = [t.shape[dim] if _has(t, dim) else -1 for t in tensors]
@@ -142,6 +144,7 @@ def gather_valid(tree: Any, batch: Batch, ctx: DistContext) -> Any:
         tensor([0, 2, 4])
         tensor([6, 8])
     """
+    known_context("gather_valid", ctx)
     here = ctx.axis("data") if len(batch.sizes) != ctx.world_size else ctx
     size, longest = batch.sizes[here.rank], max(batch.sizes)
     leaves, shape = _tree.flatten(tree, lambda node: _is_column(node, size))

@@ -7,13 +7,22 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fxtrain._errors import CollectiveError
+from fxtrain._errors import CollectiveError, ContextError
 from fxtrain.state import DistContext
 
-__all__ = ["broken", "call_site", "lost", "mismatch"]
+__all__ = ["broken", "call_site", "known_context", "lost", "mismatch"]
 
 _HERE = str(Path(__file__).resolve().parent.parent)
 _POLL_S = 0.05
+
+
+def known_context(op: str, ctx: object) -> None:
+    """Refuse what is not a context: values and context are easily swapped."""
+    if not isinstance(ctx, DistContext):
+        raise ContextError(
+            f"{op}: ctx is a {type(ctx).__name__}, not a context. The value comes first, the "
+            f"context after: ops.{op}(value, ctx), with ctx = fx.detect()."
+        )
 
 
 def call_site() -> str:

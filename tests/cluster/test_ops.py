@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 
-from fxtrain import CollectiveError, DataError, ops
+from fxtrain import CollectiveError, ContextError, DataError, ops
 
 Point = namedtuple("Point", "x y")
 
@@ -353,3 +353,19 @@ def test_split(pair):
     (a, _), (b, y) = pair.run(_split, True)
     assert (a, b) == ([0, 1, 2], [3, 4, 4])
     assert y["t"].tolist() == [3, 4, 4] and y["u"] == ("d", "e", "e")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: ops.gather({"x": 1}, None),
+        lambda: ops.reduce(1, {"x": 1}),
+        lambda: ops.pad(1, "ctx"),
+        lambda: ops.any_rank(True, 1),
+        lambda: ops.barrier(None),
+        lambda: ops.say("text", None),
+    ],
+)
+def test_what_is_no_context_is_refused(call):
+    with pytest.raises(ContextError, match="The value comes first, the context after"):
+        call()
