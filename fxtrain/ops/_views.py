@@ -21,7 +21,7 @@ def known_context(op: str, ctx: object) -> None:
     if not isinstance(ctx, DistContext):
         raise ContextError(
             f"{op}: ctx is a {type(ctx).__name__}, not a context. The value comes first, the "
-            f"context after: ops.{op}(value, ctx), with ctx = fx.detect()."
+            f"context after: ops.gather(tree, ctx), with ctx = fx.detect()."
         )
 
 
