@@ -3,6 +3,10 @@
 Only fxtrain waits until the bytes are on the disk. On a machine that is busy with other things
 the time on a processor says more.
 
+How long a save in the background blocks training is measured beside a training step: the call,
+and what the step after it waits for the copy before its optimizer runs. By how much that step is
+slower, which counts the thread that shares the processors with it too, is told apart.
+
 python -m benchmarks.checkpoint [folder]
 """
 
@@ -22,6 +26,7 @@ from benchmarks._common import show
 
 LAYERS, WIDTH = 20, 2048  # 84 million parameters; with AdamW's two states 1.0 GB
 ROUNDS = 7
+ROWS = 48  # of a batch: a short step, of about as many seconds as the save takes to copy
 MB = 1e6
 
 
@@ -97,6 +102,45 @@ def _times(ctx, runs, settle):
     return times
 
 
+def _step(model, batch):
+    """Seconds of a training step, and those of them until its optimizer may change parameters."""
+    waited = []
+    ahead = model.optimizers[0].register_step_pre_hook(lambda *_: waited.append(-time.monotonic()))
+    # Hooks run in their order, and those of the save were there first.
+    started = time.monotonic()
+    with fx.ops.sync(model):
+        fx.ops.backward(model(batch).square().mean(), model)
+    ready = time.monotonic()
+    fx.ops.apply(model)
+    ended = time.monotonic()
+    ahead.remove()
+    return ended - started, -waited[0] - ready
+
+
+def _blocked(ctx, net, folder):
+    """Per round, of the slowest rank: the call, the wait in the next step, and its slowdown."""
+    model = _with_states(fx.wrap(net, ctx, optimizer=_adam))
+    batch = torch.randn(ROWS, WIDTH)
+    found = []
+    for round_number in range(ROUNDS + 1):
+        alone, before = _step(model, batch)
+        fx.ops.barrier(ctx)
+        started = time.monotonic()
+        saving = fx.save(folder, ctx, model, background=True)
+        called = time.monotonic() - started
+        together, waited = _step(model, batch)
+        saving.result()
+        mine = called, max(0.0, waited - before), together - alone, alone
+        taken = tuple(map(max, zip(*fx.ops.gather_objects(mine, ctx), strict=True)))
+        if ctx.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.sync()
+        fx.ops.barrier(ctx)
+        if round_number:
+            found.append(taken)
+    return found
+
+
 def _peak(run):
     """Bytes by which the most memory ever resident exceeds what is there before."""
     with open("/proc/self/clear_refs", "w") as file:
@@ -142,7 +186,8 @@ def measure(folder):
         shutil.rmtree(apart, ignore_errors=True)
         times = _times(ctx, runs, settle)
         size = _size(model)
-        return times, peaks, size, _half(ctx, os.path.join(folder, "half"))
+        blocked = _blocked(ctx, _net(), os.path.join(folder, "blocked"))
+        return times, peaks, size, _half(ctx, os.path.join(folder, "half")), blocked
 
 
 def _cells(taken, peer):
@@ -157,7 +202,7 @@ def main():
     where = sys.argv[1] if len(sys.argv) > 1 else None
     with tempfile.TemporaryDirectory(dir=where) as folder:
         found = fx.launch(measure, (folder,), ranks=2)
-    times, _, size, _ = found[0]
+    times, _, size, _, blocked = found[0]
     rows = []
     for name, taken in times.items():
         loading = "load" in name or "restore" in name
@@ -166,14 +211,27 @@ def main():
     title = f"A state of {size / MB:.0f} MB, two ranks, median of {ROUNDS}"
     of = "of Accelerate's"
     show(title, ["how, until it returns", "s", of, "s on a processor", of], rows)
+    peer = statistics.median(seconds for seconds, _ in times["Accelerate, save_state"])
+    call, wait, slower, step = (statistics.median(one) for one in zip(*blocked, strict=True))
     rows = [
-        [name, *(f"{peaks[name] / MB:.0f}" for _, peaks, _, _ in found), f"{size / 2 / MB:.0f}"]
+        [what, f"{seconds:.3f}", f"{seconds / peer:.3f}"]
+        for what, seconds in [
+            ("the call of save", call),
+            ("the wait of the next step's optimizer", wait),
+            ("both: how long training is blocked", call + wait),
+            ("by how much the next step takes longer in all", slower),
+            ("a step, for comparison", step),
+        ]
+    ]
+    show("A save in the background beside training", ["", "s", "of Accelerate's save_state"], rows)
+    rows = [
+        [name, *(f"{peaks[name] / MB:.0f}" for _, peaks, *_ in found), f"{size / 2 / MB:.0f}"]
         for name in found[0][1]
     ]
     show("Memory beyond the state", ["how", "MB, rank 0", "MB, rank 1", "one shard, MB"], rows)
     rows = [
         [f"rank {rank}", f"{whole / MB:.1f}", f"{read / MB:.1f}", f"{read / whole:.4f}"]
-        for rank, (_, _, _, (whole, read)) in enumerate(found)
+        for rank, (_, _, _, (whole, read), _) in enumerate(found)
     ]
     show("Bytes that a rank reads for its half (FSDP2)", ["", "state, MB", "MB", "part"], rows)
 

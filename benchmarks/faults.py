@@ -18,6 +18,7 @@ from torch import nn
 
 import fxtrain as fx
 from benchmarks._common import console, show
+from fxtrain.checkpoint import _staging
 from fxtrain.testing import free_port
 
 KILLS, FLIPS = 200, 500
@@ -36,6 +37,12 @@ def _fill(model, value):
             parameter.fill_(value)
 
 
+def _train(model):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    fx.ops.apply(model)
+
+
 def _work(rank, ranks, port, folder, background, first, told):
     """Save without end; every finished save is told to the parent."""
     env = {
@@ -47,13 +54,14 @@ def _work(rank, ranks, port, folder, background, first, told):
         "MASTER_PORT": port,
     }
     ctx = fx.detect({name: str(value) for name, value in env.items()}, device="cpu", timeout_s=30)
-    model = fx.wrap(_net(), ctx)
+    model = fx.wrap(_net(), ctx, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
+    _staging._WORTH = 0  # copy what is late in the background, as of a large model
     update = first
     while True:
         _fill(model, update)
         position = fx.Position(updates=update)
         saving = fx.save(folder, ctx, model, position=position, keep_last=2, background=background)
-        _fill(model, -1)  # a training loop goes on
+        _train(model)
         saving.result()
         if ctx.is_main:
             os.write(told, update.to_bytes(8, "little"))

@@ -36,7 +36,8 @@ def _resume(ctx, folder, kind, accumulate, before, after, background, workers, e
     fx.ops.seed(before, ctx, per_rank=True)
     model, fns = _runs.start(ctx, kind, plan)
     report, _ = _runs.go_on(ctx, _loader(ctx, plan, 4, workers), fns, before)
-    saving = fx.save(folder, ctx, model, position=report.position, background=background)
+    with _runs.all_late():
+        saving = fx.save(folder, ctx, model, position=report.position, background=background)
     loader = _loader(ctx, plan, 4, workers).at(report.position)
     _, wanted_rows = _runs.go_on(ctx, loader, fns, after)
     wanted, values = _runs.leaves(model)
@@ -70,6 +71,7 @@ def _resume(ctx, folder, kind, accumulate, before, after, background, workers, e
 @example("fp16", 2, 3, 3, True, 0, "pad")
 @example("bf16", 2, 5, 4, False, 0, "drop")
 @example("scheduled", 2, 5, 4, False, 0, "drop")
+@example("compressed", 1, 5, 4, True, 0, "drop")
 def test_a_resumed_run_is_equal_in_every_bit(
     cluster, kind, accumulate, before, after, background, workers, even
 ):
@@ -99,7 +101,7 @@ def _part(ctx, folder, kind, accumulate, size, steps, save):
 @settings(ON_RANKS, max_examples=12)
 @given(
     ranks=st.permutations([1, 2, 4]),
-    kind=st.sampled_from(["plain", "weighted", "bf16", "fp16", "two optimizers"]),
+    kind=st.sampled_from(["plain", "weighted", "bf16", "fp16", "two optimizers", "compressed"]),
     accumulate=st.integers(1, 3),
     sizes=st.tuples(st.sampled_from([2, 4]), st.sampled_from([2, 4])),
     data=st.data(),

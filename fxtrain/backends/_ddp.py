@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fxtrain import ops
 from fxtrain.backends import _torch
 from fxtrain.backends._modules import outline, send_values, unmatched_names
+from fxtrain.backends._power_sgd import load_power_sgd, power_sgd_state
 from fxtrain.backends._single import SINGLE, wrap_plain
 from fxtrain.state import DDP, CommHook, DistContext, Plan, Strategy, Wrapped
 
@@ -122,6 +123,8 @@ class _Ordered(DistributedDataParallel):
     when gradients are ready in a module that registers its parts in the order of their use.
     """
 
+    hook_state: Any = None  # of the communication hook
+
     def _build_params_for_reducer(self) -> Any:
         parameters, sparse = super()._build_params_for_reducer()
         return parameters[::-1], sparse[::-1]
@@ -131,7 +134,7 @@ class _Ordered(DistributedDataParallel):
         self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
 
 
-def _add_hook(engine: DistributedDataParallel, data: DistContext, config: CommHook) -> None:
+def _add_hook(engine: "_Ordered", data: DistContext, config: CommHook) -> None:
     if config.name == "none":
         return
     state: Any = data.comm.group
@@ -154,6 +157,7 @@ def _add_hook(engine: DistributedDataParallel, data: DistContext, config: CommHo
         hook = default_hooks.fp16_compress_wrapper(hook)
     elif config.wrapper == "bf16":
         hook = default_hooks.bf16_compress_wrapper(hook)
+    engine.hook_state = state
     engine.register_comm_hook(state, hook)
 
 
@@ -164,5 +168,12 @@ def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noq
 
 
 DDP_STRATEGY: Strategy = attrs.evolve(
-    SINGLE, name="DDP", config=DDP, check=_check, wrap=_wrap, sync=_sync
+    SINGLE,
+    name="DDP",
+    config=DDP,
+    check=_check,
+    wrap=_wrap,
+    sync=_sync,
+    state=power_sgd_state,
+    load_state=load_power_sgd,
 )

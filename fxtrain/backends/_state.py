@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from fxtrain._errors import CheckpointError
 from fxtrain.state import ModelState, Saved, Wrapped
 
-__all__ = ["each_of", "load_extra", "load_state", "state_of"]
+__all__ = ["each_of", "load_extra", "load_state", "of_all", "state_of"]
 
 _SCALE = 0  # place in the tally
 _SENDS_BUFFERS = "require_forward_param_sync"
@@ -20,10 +20,13 @@ def state_of(model: Wrapped) -> ModelState:
     """Parameters, buffers, optimizers, schedulers, loss scale, and an open window's gradients."""
     tensors, extra = _module_state(model.module)
     optimizers: list[Any] = []
+    trained = _trained(model)
+    steady = {name for name, tensor in tensors.items() if id(tensor) in trained}
     for index, optimizer in enumerate(model.optimizers):
         held, values = _optimizer_state(optimizer, f"optimizer.{index}", _names(model.module))
         tensors.update(held)
         optimizers.append(values)
+        steady |= held.keys() if _has_hooks(optimizer) else set()
     own = {"tally": model.tally, "counts": model.counts}
     for name, parameter in model.module.named_parameters():
         if parameter.grad is not None:
@@ -40,8 +43,32 @@ def state_of(model: Wrapped) -> ModelState:
     }
     buffers = {f"module.{name}" for name, _ in model.module.named_buffers()}
     return ModelState(
-        tensors=tensors, own=own, values=values, drifting=frozenset(buffers & tensors.keys())
+        tensors=tensors,
+        own=own,
+        values=values,
+        drifting=frozenset(buffers & tensors.keys()),
+        steady=frozenset(steady),
     )
+
+
+def _trained(model: Wrapped) -> set[int]:
+    """Parameters that nothing but an optimizer's step changes, by id."""
+    trained = {
+        id(parameter)
+        for optimizer in model.optimizers
+        if _has_hooks(optimizer)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    # These are scaled in forward.
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    parts = [part for part in model.module.modules() if isinstance(part, kinds)]
+    return trained - {id(part.weight) for part in parts if part.max_norm is not None}
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its steps can be waited for: torch puts hooks around them in its constructor."""
+    return bool(getattr(type(optimizer).step, "hooked", False))
 
 
 def load_state(model: Wrapped, saved: Saved) -> None:
@@ -231,7 +258,7 @@ def _load_window(model: Wrapped, saved: Saved) -> None:
     sends_buffers = saved.values.get("sends_buffers")
     if sends_buffers is not None and hasattr(model.engine, _SENDS_BUFFERS):
         setattr(model.engine, _SENDS_BUFFERS, bool(sends_buffers))
-    tallies = _of_all(saved, "tally")
+    tallies = of_all(saved, "tally")
     if not tallies:  # from another library, which saves no open window
         return
     # Weighted losses are divided by the ranks at the end of the window; others already were.
@@ -243,20 +270,20 @@ def _load_window(model: Wrapped, saved: Saved) -> None:
         elif saved.ranks == saved.here:
             _set_grad(parameter, saved.own(f"grad.{name}", saved.rank))
         else:
-            parts = _of_all(saved, f"grad.{name}")
+            parts = of_all(saved, f"grad.{name}")
             mean = sum(parts[1:], parts[0]) * (factor / saved.ranks) if parts else None
             _set_grad(parameter, mean)
     if saved.ranks == saved.here:
-        tally, counts = tallies[saved.rank], _of_all(saved, "counts")[saved.rank]
+        tally, counts = tallies[saved.rank], of_all(saved, "counts")[saved.rank]
     else:
         # Every rank counts the same rows; weights add up over the ranks, so one takes them all.
-        tally, counts = tallies[0].clone(), _of_all(saved, "counts")[0]
+        tally, counts = tallies[0].clone(), of_all(saved, "counts")[0]
         tally[1:] = torch.stack(tallies)[:, 1:].sum(0) if saved.rank == 0 else 0
     model.tally.copy_(tally)
     model.counts.copy_(counts)
 
 
-def _of_all(saved: Saved, name: str) -> list[Tensor]:
+def of_all(saved: Saved, name: str) -> list[Tensor]:
     """A tensor of its own of every rank that saved one."""
     found = [saved.own(name, rank) for rank in range(saved.ranks)]
     return [one for one in found if one is not None]

@@ -1,22 +1,20 @@
 """Saves that are written in a thread while training goes on."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Literal
 
 import attrs
-import torch
-from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._errors import CheckpointError
-from fxtrain.checkpoint._pieces import Piece
+from fxtrain.checkpoint._staging import Staging
 from fxtrain.state import DistContext
 
-__all__ = ["Saving", "earlier", "stage", "start"]
+__all__ = ["Saving", "earlier", "has_way", "start"]
 
-_BUFFER, _GROUP = "checkpoint.buffer", "checkpoint.group"
+_GROUP = "checkpoint.group"
 
 
 def _done() -> "Future[None]":
@@ -37,6 +35,25 @@ class Saving:
 
     path: str
     _future: "Future[None]" = attrs.field(factory=_done, alias="future", repr=False)
+    _staging: Staging | None = attrs.field(default=None, alias="staging", repr=False)
+
+    def copied(self) -> None:
+        """Wait until the state is copied, so that parameters may be changed by hand.
+
+        A save in the background copies large parameters and optimizer states after it has
+        returned. The next step of the optimizer waits for that; anything else that changes
+        them (averaging, swapping in other weights, `load_model`) calls this first.
+
+        Example:
+            >>> import fxtrain as fx, tempfile, torch
+            >>> with fx.detect(env={}, device="cpu") as ctx:
+            ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
+            ...     saving = fx.save(tempfile.mkdtemp(), ctx, model, background=True)
+            ...     saving.copied()
+            ...     _ = model.module.weight.data.zero_()
+        """
+        if self._staging is not None:
+            self._staging.settle()
 
     def done(self) -> bool:
         """Whether the checkpoint is there, or has failed."""
@@ -71,20 +88,40 @@ def earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving | None:
     if busy == "skip" and ops.any_rank(not found.done(), ctx):
         return found
     tasks.remove(found)
+    if found._staging is not None:
+        found._staging.let_go()
     found.result()
     return None
 
 
-def start(ctx: DistContext, path: str, run: Callable[[DistContext], None]) -> Saving:
-    """Write in a thread, over a process group of its own."""
+def has_way(ctx: DistContext) -> bool:
+    """Whether this rank has a group for saves in the background on which no rank was lost."""
+    group = ctx.comm.ledger.kept.get(_GROUP)
+    return group is not None and group.comm.ledger.broken is None
+
+
+def start(
+    ctx: DistContext,
+    path: str,
+    run: Callable[[DistContext], None],
+    staging: Staging | None,
+    *,
+    anew: bool,
+) -> Saving:
+    """Write in a thread, over a process group of its own.
+
+    Args:
+        anew: Open the group, since a rank has none, or a rank was lost on it; equal on every
+            rank.
+    """
     kept = ctx.comm.ledger.kept
-    if _GROUP not in kept:
+    if anew:
         try:
             kept[_GROUP] = ops.duplicate(ctx)
         except RuntimeError as error:  # torch's, of a rank that is gone
             raise CheckpointError(f"{path} was not saved: {error}") from error
     future: Future[None] = Future()
-    saving = Saving(path=path, future=future)
+    saving = Saving(path=path, future=future, staging=staging)
 
     def work() -> None:
         try:
@@ -98,30 +135,3 @@ def start(ctx: DistContext, path: str, run: Callable[[DistContext], None]) -> Sa
     # Not a daemon: the interpreter waits for it at exit.
     threading.Thread(target=work, name="fxtrain save").start()
     return saving
-
-
-def stage(ctx: DistContext, pieces: Sequence[Piece]) -> list[Piece]:
-    """Copy pieces into one host buffer, which the next save uses again."""
-    ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())
-    buffer = _buffer(ctx, sum(piece.size for piece in pieces))
-    place = 0
-    staged: list[Piece] = []
-    for piece in ordered:
-        there = buffer[place : place + piece.size].view(piece.tensor.dtype)
-        there = there.view(piece.tensor.shape)
-        there.copy_(piece.tensor, non_blocking=True)
-        staged.append(attrs.evolve(piece, tensor=there))
-        place += piece.size
-    if ctx.device.type not in ("cpu", "meta"):
-        torch.accelerator.synchronize(ctx.device)
-    return staged
-
-
-def _buffer(ctx: DistContext, size: int) -> Tensor:
-    kept = ctx.comm.ledger.kept
-    found = kept.get(_BUFFER)
-    if found is None or found.numel() < size:
-        kept.pop(_BUFFER, None)  # freed before the larger one is made
-        pinned = ctx.device.type not in ("cpu", "meta", "mps")
-        found = kept[_BUFFER] = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-    return found

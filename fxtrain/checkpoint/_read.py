@@ -67,6 +67,8 @@ class Reader:
             start, local = (0,) * tensor.ndim, tensor
         with torch.no_grad():
             self._fill_box(entry, name, start, local.detach())
+        # The bytes were put there behind torch's back.
+        torch.autograd.graph.increment_version(tensor)
 
     def new(self, name: str) -> Tensor:
         """A whole tensor of the checkpoint."""

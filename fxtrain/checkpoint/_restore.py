@@ -99,6 +99,7 @@ def restore(
     models = by_name(model)
     problem: BaseException | None = None
     restored = None
+    _settle(ctx, models)
     try:
         chosen = ops.broadcast_object(_choose(path) if ctx.is_main else None, ctx)
         if isinstance(chosen, BaseException):
@@ -112,6 +113,13 @@ def restore(
         raise CheckpointError(f"{path} was not restored. {problem or error}") from error
     assert restored is not None
     return restored
+
+
+def _settle(ctx: DistContext, models: Mapping[str, Wrapped]) -> None:
+    """Let saves in the background copy what is about to change."""
+    for comm in {ctx.comm, *(model.ctx.comm for model in models.values())}:
+        for saving in comm.ledger.tasks:
+            saving.copied()
 
 
 def _agree(ctx: DistContext, problem: BaseException | None, path: Any) -> None:

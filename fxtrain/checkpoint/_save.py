@@ -3,7 +3,7 @@
 import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import attrs
@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor
 from fxtrain import ops
 from fxtrain._errors import CheckpointError, CollectiveError
 from fxtrain._version import __version__
-from fxtrain.checkpoint._background import Saving, earlier, stage, start
+from fxtrain.checkpoint._background import Saving, earlier, has_way, start
 from fxtrain.checkpoint._bytes import contiguous, memory_of
 from fxtrain.checkpoint._manifest import Entry, Manifest, Part, digest_of, dump_manifest
 from fxtrain.checkpoint._names import Keep, checkpoints, new_name, to_prune
 from fxtrain.checkpoint._pieces import Piece, offers_of, own_pieces, writers
 from fxtrain.checkpoint._place import Place, place_of
 from fxtrain.checkpoint._snapshot import Snapshot, by_name, snapshot
+from fxtrain.checkpoint._staging import Staging, stage
 from fxtrain.checkpoint._write import Written, write_file
 from fxtrain.state import DistContext, Position, Wrapped
 
@@ -59,7 +60,10 @@ def save(
         keep_every: Keep those whose number of updates is a multiple of this.
         keep_best: Keep this many with the best metric.
         best: Whether the best metric is the smallest or the largest.
-        background: Return once the state is copied to host memory, and write in a thread.
+        background: Copy the state to host memory and write it in a thread. What only an
+            optimizer's step changes may still be copied when `save` returns; the next step
+            of the optimizer waits for it. Before you change parameters in another way, call
+            `copied()` on the handle; where it was forgotten, the save fails.
         busy: What to do while an earlier save is still being written: wait for it, or skip
             this one and return the handle of the earlier.
 
@@ -99,9 +103,17 @@ def save(
             return under_way
         job = _prepare(ctx, folder, models, position, extra, metric, keep)
         if background:
-            return start(ctx, job.final, job.staged(ctx).run)
+            return _start(ctx, job, models)
     job.run(ctx)
     return Saving(path=job.final)
+
+
+def _start(ctx: DistContext, job: "_Job", models: Mapping[str, Wrapped]) -> Saving:
+    staged = job.staged(ctx)
+    saving = start(ctx, job.final, staged.run, staged.staging, anew=job.anew)
+    if staged.staging is not None:
+        staged.staging.hold([one for model in models.values() for one in model.optimizers])
+    return saving
 
 
 @contextmanager
@@ -141,9 +153,11 @@ class _Job:
     name: str
     token: str
     taken: Snapshot
-    pieces: list[Piece]
+    pieces: Sequence[Piece]
     keep: Keep
     problem: str | None = None  # why this rank cannot write
+    staging: Staging | None = None
+    anew: bool = False  # the group of saves in the background is to be opened
 
     @property
     def final(self) -> str:
@@ -151,8 +165,10 @@ class _Job:
 
     def staged(self, ctx: DistContext) -> "_Job":
         """The same of copies, so that the model may change; it says so if there is no room."""
+        steady = {name: self.taken.tensors[name] for name in self.taken.steady}
         try:
-            return attrs.evolve(self, pieces=stage(ctx, self.pieces))
+            staging = stage(ctx, self.pieces, steady)
+            return attrs.evolve(self, pieces=staging.pieces, staging=staging)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             return attrs.evolve(self, pieces=[], problem=f"{type(error).__name__}: {error}")
 
@@ -161,7 +177,8 @@ class _Job:
         draft = self.folder.draft(self.name, self.token)
         problem, written = self.problem, Written(rank=ctx.rank)
         try:
-            written = write_file(draft, ctx.rank, self.pieces)
+            with nullcontext() if self.staging is None else self.staging.making():
+                written = write_file(draft, ctx.rank, self.pieces)
         except Exception as error:  # as above
             problem = f"{type(error).__name__}: {error}"
         with _together(self.final):
@@ -231,6 +248,7 @@ def _prepare(
         sizes={key: piece.size for key, piece in offers.items()},
         digests={} if taken is None else _digests(taken),
         named=named,
+        has_way=has_way(ctx),
     )
     views = ops.gather_objects(view, ctx)
     _raise_all(views, str(folder), problem)
@@ -241,7 +259,15 @@ def _prepare(
     own = {**taken.own, **{one: taken.tensors[one] for one in drifted}}
     mine = [piece for key, piece in offers.items() if chosen[key] == ctx.rank]
     pieces = [*mine, *own_pieces(own)]
-    return _Job(folder=folder, name=name, token=token, taken=taken, pieces=pieces, keep=keep)
+    return _Job(
+        folder=folder,
+        name=name,
+        token=token,
+        taken=taken,
+        pieces=pieces,
+        keep=keep,
+        anew=not all(view.has_way for view in views),
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -254,6 +280,7 @@ class _View:
         sizes: Bytes of the pieces that it could write, by key.
         digests: Of the tensors that may differ between ranks, by name.
         named: On rank 0, the name and the token of the checkpoint.
+        has_way: Its group for saves in the background works.
     """
 
     problem: str | None
@@ -261,6 +288,7 @@ class _View:
     sizes: Mapping[str, int]
     digests: Mapping[str, str]
     named: tuple[str, str] | None
+    has_way: bool
 
 
 def _digests(taken: Snapshot) -> dict[str, str]:

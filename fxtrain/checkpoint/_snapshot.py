@@ -31,6 +31,7 @@ class Snapshot:
         extra: The user's state, as JSON.
         position: Where the run stands.
         metric: What `keep_best` goes by.
+        steady: Names of tensors that nothing but an optimizer's step changes.
     """
 
     tensors: Mapping[str, Tensor]
@@ -41,6 +42,7 @@ class Snapshot:
     extra: Any
     position: Position
     metric: float | None
+    steady: frozenset[str] = frozenset()
 
 
 def by_name(model: Any) -> dict[str, Wrapped]:
@@ -79,6 +81,7 @@ def snapshot(
     own = random_state(ctx)
     facts: dict[str, Any] = {}
     drifting: set[str] = set()
+    steady: set[str] = set()
     for name, model in models.items():
         state = model.strategy.state(model)
         inside: dict[str, Tensor] = {}
@@ -87,6 +90,7 @@ def snapshot(
         tensors.update(inside)
         own.update({f"{name}/{key}": tensor for key, tensor in state.own.items()})
         drifting |= {f"{name}/{key}" for key in state.drifting}
+        steady |= {f"{name}/{key}" for key in state.steady}
         facts[name] = {
             "plan": json.loads(dumps(model.plan)),
             "fingerprint": fingerprint(model.plan),
@@ -105,6 +109,7 @@ def snapshot(
         extra=encoded,
         position=position,
         metric=metric,
+        steady=frozenset(aliases.get(key, key) for key in steady),
     )
 
 

@@ -120,12 +120,15 @@ class ModelState:
         values: A tree of plain values and tensors, the same on every rank.
         drifting: Names of tensors of which rank 0's counts, but which may differ between
             ranks, such as the buffers of replicas. Where they do, each rank's is kept too.
+        steady: Names of tensors that nothing but a step of `model.optimizers` changes, so that
+            they may be copied until then.
     """
 
     tensors: Mapping[str, torch.Tensor]
     own: Mapping[str, torch.Tensor]
     values: Any
     drifting: frozenset[str] = frozenset()
+    steady: frozenset[str] = frozenset()
 
 
 @attrs.frozen(kw_only=True, eq=False)

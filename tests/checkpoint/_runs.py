@@ -1,5 +1,6 @@
 """Training runs that tests of checkpoints stop, save and go on with."""
 
+import contextlib
 import random
 
 import torch
@@ -8,8 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import fxtrain as fx
+from fxtrain.checkpoint import _staging
 
-KINDS = ("plain", "weighted", "two optimizers", "fp16", "bf16", "scheduled")
+KINDS = ("plain", "weighted", "two optimizers", "fp16", "bf16", "scheduled", "compressed")
 
 
 class Noisy(Dataset):
@@ -56,6 +58,8 @@ def plan_of(kind, accumulate, strategy=None, **more):
     precision = kind if kind in ("fp16", "bf16") else "fp32"
     if precision == "fp16":  # scales that overflow now and then
         precision = fx.Precision(compute="fp16", scale=fx.LossScale(initial=2.0**20, interval=2))
+    if kind == "compressed":
+        strategy = fx.DDP(hook=fx.CommHook(name="power_sgd", power_sgd=fx.PowerSGD(start_iter=2)))
     return fx.Plan(
         strategy=strategy or fx.DDP(),
         precision=precision,
@@ -95,6 +99,17 @@ def go_on(ctx, loader, fns, steps, epochs=9):
             rows += batch["i"][batch.valid].tolist()
             steps -= 1
     return report, rows
+
+
+@contextlib.contextmanager
+def all_late():
+    """Small tensors are copied in the background too, as large ones are."""
+    kept = _staging._LARGE, _staging._WORTH
+    _staging._LARGE = _staging._WORTH = 0
+    try:
+        yield
+    finally:
+        _staging._LARGE, _staging._WORTH = kept
 
 
 def leaves(model):

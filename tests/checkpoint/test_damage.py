@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint import _background, _place
+from fxtrain.checkpoint import _place, _staging
 from fxtrain.checkpoint._manifest import MANIFEST
 from tests.checkpoint import _runs
 
@@ -217,16 +217,16 @@ def _no_sync():
 @contextmanager
 def _no_memory():
     """There is no room for the copy of a save in the background."""
-    kept = _background._buffer
+    kept = _staging._buffer
 
     def fail(ctx, size):
         raise MemoryError(f"no {size} bytes")
 
-    _background._buffer = fail
+    _staging._buffer = fail
     try:
         yield
     finally:
-        _background._buffer = kept
+        _staging._buffer = kept
 
 
 OBSTACLES = {"limit": _no_room, "full": _full, "sync": _no_sync, "memory": _no_memory}
