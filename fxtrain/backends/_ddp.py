@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fxtrain import ops
 from fxtrain.backends import _torch
 from fxtrain.backends._modules import outline, send_values, unmatched_names
+from fxtrain.backends._sequence import sequence_problems
 from fxtrain.backends._single import SINGLE, wrap_plain
 from fxtrain.state import DDP, CommHook, DistContext, Plan, Strategy, Wrapped
 
@@ -20,7 +21,7 @@ __all__ = ["DDP_STRATEGY"]
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
-    problems = list(unmatched_names(module, plan))
+    problems = [*unmatched_names(module, plan), *sequence_problems(ctx, plan, module)]
     problems += _hook_problems(ctx, plan.strategy, module)
     if plan.strategy.static_graph and plan.accumulate > 1 and not plan.sync_each:
         problems.append(
@@ -77,7 +78,8 @@ def _batched_power_sgd_works() -> bool:
 def _wrap(
     module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
 ) -> Wrapped:
-    data = ctx.axis("data")
+    # Those of the context axis, too, hold a replica each.
+    data = ctx.axis("loss")
     if data.world_size == 1:
         return wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY)
     ops.agree(outline(module), data, name="model")
@@ -164,5 +166,11 @@ def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noq
 
 
 DDP_STRATEGY: Strategy = attrs.evolve(
-    SINGLE, name="DDP", config=DDP, check=_check, wrap=_wrap, sync=_sync
+    SINGLE,
+    name="DDP",
+    config=DDP,
+    check=_check,
+    wrap=_wrap,
+    sync=_sync,
+    cuts_sequences=True,
 )

@@ -6,6 +6,7 @@ import attrs
 
 from fxtrain.state._precision import DTYPES, Precision, precision_of
 from fxtrain.state._record import above, at_least, record
+from fxtrain.state._sequence import CP
 from fxtrain.state._strategies import DDP
 
 __all__ = ["Compile", "Data", "Plan"]
@@ -87,6 +88,7 @@ class Plan:
         seed: Seed of the data order.
         recompute: Class names of submodules whose activations are recomputed in backward.
         compile: How to compile the model; None does not.
+        context: How sequences are cut over the mesh's context axis; None leaves them whole.
 
     Example:
         >>> import fxtrain as fx
@@ -118,3 +120,4 @@ class Plan:
     seed: int = 0
     recompute: tuple[str, ...] = ()
     compile: Compile | None = None
+    context: CP | None = None
