@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from fxtrain.ops import log as log
     from fxtrain.ops import preemption as preemption
     from fxtrain.profile import dry_run as dry_run
+    from fxtrain.state import CP as CP
     from fxtrain.state import DDP as DDP
     from fxtrain.state import FSDP as FSDP
     from fxtrain.state import TP as TP
@@ -91,7 +92,7 @@ _HOMES = {
     "fxtrain.ops": "close detect log preemption",
     "fxtrain.profile": "dry_run",
     "fxtrain.state": (
-        "Batch Change CommHook Compile DDP Data DeepSpeed DistContext DryRun FSDP FromConfig "
+        "Batch CP Change CommHook Compile DDP Data DeepSpeed DistContext DryRun FSDP FromConfig "
         "LossScale Mesh Plan Position PowerSGD Precision Report Single Style TP Weighted "
         "Wrapped diff dumps fingerprint from_config loads read_plan write_plan"
     ),

@@ -14,6 +14,7 @@ from fxtrain import ops
 from fxtrain.backends import _torch
 from fxtrain.backends._modules import outline, send_values, unmatched_names
 from fxtrain.backends._power_sgd import load_power_sgd, power_sgd_state
+from fxtrain.backends._sequence import sequence_problems
 from fxtrain.backends._single import SINGLE, wrap_plain
 from fxtrain.state import DDP, CommHook, DistContext, Plan, Strategy, Wrapped
 
@@ -21,7 +22,7 @@ __all__ = ["DDP_STRATEGY"]
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
-    problems = list(unmatched_names(module, plan))
+    problems = [*unmatched_names(module, plan), *sequence_problems(ctx, plan, module)]
     problems += _hook_problems(ctx, plan.strategy, module)
     if plan.strategy.static_graph and plan.accumulate > 1 and not plan.sync_each:
         problems.append(
@@ -78,7 +79,8 @@ def _batched_power_sgd_works() -> bool:
 def _wrap(
     module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
 ) -> Wrapped:
-    data = ctx.axis("data")
+    # Those of the context axis, too, hold a replica each.
+    data = ctx.axis("loss")
     if data.world_size == 1:
         return wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY)
     ops.agree(outline(module), data, name="model")
@@ -176,4 +178,5 @@ DDP_STRATEGY: Strategy = attrs.evolve(
     sync=_sync,
     state=power_sgd_state,
     load_state=load_power_sgd,
+    cuts_sequences=True,
 )

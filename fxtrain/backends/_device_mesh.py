@@ -17,7 +17,7 @@ def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
     """A mesh whose data ranks are split into copies of `shard` ranks each.
 
     Axes of one rank are left out, but for `shard` among several data ranks. The axes of the
-    context keep their groups.
+    context keep their groups. The ranks of the context axis count as data ranks.
 
     Args:
         ctx: Of the world.
@@ -28,8 +28,8 @@ def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
         `shard` where the context's own mesh splits the data ranks differently.
     """
     sizes = {axis: ctx.mesh.sizes[axis] for axis in AXES}
-    data = sizes["replicate"] * sizes["shard"]
-    split = {**sizes, "replicate": data // shard, "shard": shard}
+    data = sizes["replicate"] * sizes["shard"] * sizes["context"]
+    split = {**sizes, "replicate": data // shard, "shard": shard, "context": 1}
     shown = {axis: n for axis, n in split.items() if n > 1 or (axis == "shard" and data > 1)}
     layout = torch.arange(math.prod(shown.values())).view(*shown.values())
     groups = [_group(ctx, axis, list(shown).index(axis), split, layout) for axis in shown]
@@ -46,8 +46,9 @@ def _group(
     if split[axis] == ctx.world_size:
         return ctx.comm.group
     if axis == "shard" and split["replicate"] == 1 and split["shard"] > 1:
-        return ctx.axis("data").comm.group
-    if split[axis] == ctx.mesh.sizes[axis] and split[axis] > 1:
+        return ctx.axis("loss").comm.group
+    own = ctx.mesh.context == 1 or axis not in ("replicate", "shard")
+    if own and split[axis] == ctx.mesh.sizes[axis] and split[axis] > 1:
         return ctx.axis(axis).comm.group
     if split[axis] == 1:
         return dist.new_group([ctx.rank], use_local_synchronization=True)

@@ -12,6 +12,7 @@ from fxtrain import ops
 from fxtrain._errors import CheckpointError, PlanError
 from fxtrain.backends import _torch
 from fxtrain.backends._modules import unmatched_names
+from fxtrain.backends._sequence import sequence_problems
 from fxtrain.backends._single import SINGLE, bundle, wrap_plain
 from fxtrain.backends._tensor_plan import split_problems
 from fxtrain.backends._units import unit_problems
@@ -27,9 +28,10 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     problems = [*unmatched_names(module, plan), *unit_problems(module, config)]
     problems += _size_problems(ctx, config)
     problems += _axis_problems(ctx, config)
+    problems += sequence_problems(ctx, plan, module)
     if config.tensor is not None and ctx.world_size > 1:
         problems += split_problems(module, config.tensor, ctx.mesh.tensor)
-    if config.offload and ctx.axis("data").world_size == 1:
+    if config.offload and ctx.axis("loss").world_size == 1:
         problems.append(
             "FSDP(offload=True) moves shards to host memory, but this context has one data rank "
             "and nothing is sharded. Launch two processes, or leave offload out."
@@ -39,12 +41,12 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
 
 def _axis_problems(ctx: DistContext, config: FSDP) -> list[str]:
     sizes = ctx.mesh.sizes
-    problems = [
-        f"The mesh has {axis}={sizes[axis]}, which FSDP does not use: its ranks would all do the "
-        f"same. Leave the axis out of fx.Mesh(...)."
-        for axis in ("context", "pipeline")
-        if sizes[axis] > 1
-    ]
+    problems: list[str] = []
+    if sizes["pipeline"] > 1:
+        problems.append(
+            f"The mesh has pipeline={sizes['pipeline']}, which FSDP does not use: its ranks would "
+            f"all do the same. Leave the axis out of fx.Mesh(...)."
+        )
     if config.tensor is None and sizes["tensor"] > 1:
         problems.append(
             f"The mesh has tensor={sizes['tensor']}, but the plan does not say what to split over "
@@ -59,7 +61,7 @@ def _axis_problems(ctx: DistContext, config: FSDP) -> list[str]:
 
 
 def _size_problems(ctx: DistContext, config: FSDP) -> list[str]:
-    ranks, shard = ctx.axis("data").world_size, config.shard
+    ranks, shard = ctx.axis("loss").world_size, config.shard
     if config.mode == "none" and shard not in (None, 1):
         return [f"FSDP(mode='none', shard={shard}): nothing is sharded under 'none'. Drop one."]
     if shard is None or ranks == 1:
@@ -72,9 +74,11 @@ def _size_problems(ctx: DistContext, config: FSDP) -> list[str]:
             f"Use shard={' or '.join(map(str, near))}, or launch "
             f"{-(-ranks // shard) * shard} processes."
         ]
-    if ctx.mesh.shard not in (1, shard):
+    if ctx.mesh.shard > 1 and shard != ctx.mesh.shard * ctx.mesh.context:
+        parts = f" and Mesh(context={ctx.mesh.context})" if ctx.mesh.context > 1 else ""
         return [
-            f"FSDP(shard={shard}) and Mesh(shard={ctx.mesh.shard}) disagree. Leave one of them out."
+            f"FSDP(shard={shard}) and Mesh(shard={ctx.mesh.shard}){parts} disagree. Leave one of "
+            f"them out."
         ]
     return []
 
@@ -85,14 +89,16 @@ def shard_size(ctx: DistContext, config: FSDP) -> int:
         return 1
     if config.shard is not None:
         return config.shard
-    return ctx.mesh.shard if ctx.mesh.shard > 1 else ctx.axis("data").world_size
+    sizes = ctx.mesh.sizes
+    # A copy spreads over the context axis too, whose ranks would otherwise each hold one.
+    return sizes["shard"] * sizes["context"] if sizes["shard"] > 1 else ctx.axis("loss").world_size
 
 
 def _wrap(
     module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
 ) -> Wrapped:
     # torch's part takes half a second to import, which other plans need not pay.
-    if ctx.axis("data").world_size == ctx.mesh.tensor == 1:
+    if ctx.axis("loss").world_size == ctx.mesh.tensor == 1:
         if any(parameter.is_meta for parameter in module.parameters()):
             from fxtrain.backends._start import fill, note_start
 
@@ -166,7 +172,7 @@ def _reduced_whole(model: Wrapped) -> Iterator[None]:
         for parameter in model.module.parameters()
         if parameter.grad is not None and not hasattr(parameter, "device_mesh")
     ]
-    for grad, mean in zip(grads, ops.reduce(grads, model.ctx.axis("data"), op="mean"), strict=True):
+    for grad, mean in zip(grads, ops.reduce(grads, model.ctx.axis("loss"), op="mean"), strict=True):
         grad.copy_(mean)
 
 
@@ -186,5 +192,12 @@ def _state(model: Wrapped) -> ModelState:
 
 
 FSDP_STRATEGY: Strategy = attrs.evolve(
-    SINGLE, name="FSDP", config=FSDP, check=_check, wrap=_wrap, sync=_sync, state=_state
+    SINGLE,
+    name="FSDP",
+    config=FSDP,
+    check=_check,
+    wrap=_wrap,
+    sync=_sync,
+    state=_state,
+    cuts_sequences=True,
 )

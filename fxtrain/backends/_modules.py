@@ -3,15 +3,26 @@
 import difflib
 import functools
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fxtrain import ops
 from fxtrain.state import DistContext, Plan
+
+_aten = torch.ops.aten
+_KEPT: Mapping[str, tuple[Any, ...]] = {
+    "matmul": (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
+    "attention": (
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    ),
+}
 
 __all__ = ["outline", "prepare_module", "send_values", "unmatched_names"]
 
@@ -30,6 +41,11 @@ def unmatched_names(module: nn.Module, plan: Plan) -> tuple[str, ...]:
                 f"Plan.{field} names the class {name!r}, which no submodule of "
                 f"{type(module).__name__} has. Did you mean {', '.join(close)}?"
             )
+    if not plan.recompute and (plan.recompute_every > 1 or plan.recompute_keep):
+        problems.append(
+            f"Plan(recompute_every={plan.recompute_every}, recompute_keep={plan.recompute_keep}) "
+            f"is about the submodules that recompute names, which is empty. Name classes there."
+        )
     return tuple(problems)
 
 
@@ -51,7 +67,8 @@ def prepare_module(module: nn.Module, plan: Plan) -> Callable[[], None]:
         Sets `forward` on recomputed submodules and torch's compiled call on compiled ones;
         parameter names stay as they are.
     """
-    undo = [_recompute(part) for part in _named(module, plan.recompute)]
+    chosen = _named(module, plan.recompute)[:: plan.recompute_every]
+    undo = [_recompute(part, plan.recompute_keep) for part in chosen]
     if plan.compile is not None:
         blocks = _named(module, plan.compile.blocks) if plan.compile.blocks else [module]
         for part in blocks:
@@ -92,9 +109,13 @@ def _named(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
     return [part for part in module.modules() if type(part).__name__ in names]
 
 
-def _recompute(part: nn.Module) -> Callable[[], None]:
+def _recompute(part: nn.Module, keep: tuple[str, ...]) -> Callable[[], None]:
     before = part.__dict__.get("forward")
-    part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
+    options: dict[str, Any] = {"use_reentrant": False}
+    if keep:
+        kept = [operator for name in keep for operator in _KEPT[name]]
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
+    part.forward = functools.partial(checkpoint, part.forward, **options)
 
     def undo() -> None:
         if before is None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fxtrain.backends._device_mesh import device_mesh
 from fxtrain.backends._modules import prepare_module
 from fxtrain.backends._restore import watch
+from fxtrain.backends._rows import show_rows
 from fxtrain.backends._start import fill, note_start
 from fxtrain.backends._tensor import split_layers
 from fxtrain.backends._units import ignored_names, units
@@ -28,7 +29,7 @@ __all__ = ["shard_module"]
 
 
 def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> Callable[[], None]:
-    """Shard a module over copies of `size` data ranks each.
+    """Shard a module over copies of `size` ranks each, of the data and context axes.
 
     Effects:
         Replaces parameters by their shards and adds torch's hooks, in place.
@@ -43,9 +44,10 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
     if config.tensor is not None:
         split_layers(module, mesh["tensor"], config.tensor)
     restore_layers = cut()
+    undo_rows = show_rows(module, ctx, plan)
     undo_blocks = prepare_module(module, plan)
     sharded = watch(module)
-    if ctx.axis("data").world_size > 1:
+    if ctx.axis("loss").world_size > 1:
         _apply(module, mesh, ctx, plan)
     restore = sharded()
     fill(module, start, ctx, offload=config.offload, seed=plan.seed)
@@ -58,6 +60,7 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
         for part, name, parameter in whole:
             part.register_parameter(name, parameter)
         undo_blocks()
+        undo_rows()
         restore_layers()
 
     return undo

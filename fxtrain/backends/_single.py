@@ -9,6 +9,8 @@ from torch import nn
 from fxtrain.backends import _torch
 from fxtrain.backends._modules import prepare_module, unmatched_names
 from fxtrain.backends._optim import make_optimizers, make_schedulers
+from fxtrain.backends._rows import show_rows
+from fxtrain.backends._sequence import cut_sequences
 from fxtrain.backends._state import load_state, state_of
 from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped
 
@@ -42,7 +44,13 @@ def wrap_plain(
 ) -> Wrapped:
     """Wrap a module that is its own engine."""
     module.to(ctx.device)
-    undo = prepare_module(module, plan)
+    undo_rows = show_rows(module, ctx, plan)
+    undo_blocks = prepare_module(module, plan)
+
+    def undo() -> None:
+        undo_blocks()
+        undo_rows()
+
     return bundle(module, ctx, plan, optimizer, scheduler, strategy=strategy, undo=undo)
 
 
@@ -69,7 +77,7 @@ def bundle(
         scaler=_torch.new_scaler(ctx, plan) if optimizers else None,
         ctx=ctx,
         plan=plan,
-        strategy=strategy,
+        strategy=cut_sequences(strategy, ctx, plan),
         tally=_torch.new_tally(ctx),
         counts=torch.zeros(5, dtype=torch.int64),
         undo=undo,

@@ -87,7 +87,8 @@ def wrap(
     """
     _check_types(model, ctx, plan)
     strategy = _find(plan)
-    if problems := strategy.check(ctx, plan, model):
+    problems = (*strategy.check(ctx, plan, model), *_unfit(strategy, ctx, plan))
+    if problems:
         raise PlanError("\n".join(problems))
     return strategy.wrap(model, ctx, plan, optimizer, scheduler)
 
@@ -118,6 +119,15 @@ def _find(plan: Plan) -> Strategy:
             f"Choose one of {known}, or install the package that brings it."
         )
     return table[kind]
+
+
+def _unfit(strategy: Strategy, ctx: DistContext, plan: Plan) -> tuple[str, ...]:
+    if plan.context is None or ctx.world_size == 1 or strategy.cuts_sequences:
+        return ()
+    return (
+        f"{strategy.name} does not cut sequences, as Plan(context=...) asks. Leave that out, or "
+        f"use FSDP() or DDP().",
+    )
 
 
 def _check_types(model: Any, ctx: Any, plan: Any) -> None:

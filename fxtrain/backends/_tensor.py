@@ -16,6 +16,7 @@ from torch.distributed.tensor import (
 )
 
 from fxtrain._errors import StepError
+from fxtrain.backends._experts import split_experts
 from fxtrain.backends._tensor_plan import Split, cut_dim, find_splits, region
 from fxtrain.state import TP
 
@@ -42,6 +43,9 @@ def split_layers(module: nn.Module, mesh: DeviceMesh, config: TP) -> None:
         inside = any(_within(name, block) for block, _ in blocks)
         if style == "reduce":
             _sum_gradients(layer, mesh)
+            continue
+        if style == "expert":
+            split_experts(layer, mesh)
             continue
         _cut(layer, mesh, style)
         split_input = inside and style != "rowwise" and _parent(name) not in gathering

@@ -2,6 +2,7 @@
 
 import difflib
 import fnmatch
+import inspect
 from collections.abc import Mapping
 
 from torch import nn
@@ -27,7 +28,9 @@ _THEIRS: Mapping[str, str] = {
     "rowwise": "rowwise",
     "embedding_rowwise": "rowwise",
     "replicated_with_grad_allreduce": "reduce",
+    "moe_tp_experts": "expert",
 }
+_MIXTURES = ("moe_tp_experts",)
 
 Split = dict[str, str]
 
@@ -90,6 +93,12 @@ def _sequence_problems(module: nn.Module, splits: Split) -> list[str]:
             "TP(sequence=True) splits activations from the first block to the last, and this "
             "model has no ModuleList of blocks. Leave sequence out."
         ]
+    mixed = [name for name, style in splits.items() if style == "expert"]
+    if mixed:
+        return [
+            f"TP(sequence=True): experts take every token, and those of {mixed[0]} would see a "
+            f"part of the sequence only. Leave sequence out."
+        ]
     whole = [
         name
         for block, part in blocks
@@ -125,7 +134,10 @@ def _theirs(module: nn.Module) -> dict[str, str]:
     base = getattr(module, "base_model_prefix", "")
     start = f"{base}." if base and hasattr(module, base) else ""
     carried = getattr(config, "base_model_tp_plan", None) or {}
-    return {**{f"{start}{pattern}": style for pattern, style in carried.items()}, **plan}
+    found = {**{f"{start}{pattern}": style for pattern, style in carried.items()}, **plan}
+    experts = tuple(f"{pattern}." for pattern, style in found.items() if style in _MIXTURES)
+    # What they say of the parameters of experts is about another cut: here each stays whole.
+    return {pattern: style for pattern, style in found.items() if not pattern.startswith(experts)}
 
 
 def _carried(module: nn.Module, names: list[str]) -> Split:
@@ -140,6 +152,8 @@ def _carried(module: nn.Module, names: list[str]) -> Split:
 def _layer_problems(name: str, layer: nn.Module, style: str, n: int) -> list[str]:
     if style == "reduce":
         return []
+    if style == "expert":
+        return _expert_problems(name, layer, n)
     if not isinstance(layer, nn.Linear | nn.Embedding) and not is_conv1d(layer):
         return [
             f"TP: {name} is a {type(layer).__name__}; {style} splits Linear and Embedding layers."
@@ -151,6 +165,28 @@ def _layer_problems(name: str, layer: nn.Module, style: str, n: int) -> list[str
         f"TP: {name} is split {style} along a dimension of {size}, which {n} tensor ranks do not "
         f"divide. Use Mesh(tensor=...) with a divisor of {size}, or leave the layer out."
     ]
+
+
+def _expert_problems(name: str, layer: nn.Module, n: int) -> list[str]:
+    sizes = {p.shape[0] if p.ndim else 0 for p in layer.parameters(recurse=False)}
+    count = getattr(layer, "num_experts", None)
+    inner = any(True for child in layer.children() for _ in child.parameters())
+    if inner or len(sizes) != 1 or count not in sizes or _takes(layer) < 3:
+        return [
+            f"TP: {name} is a {type(layer).__name__}; expert splits a module that holds the "
+            f"weights of all its experts stacked, their number as num_experts, and takes (tokens, "
+            f"experts of each, weights of those)."
+        ]
+    if count % n == 0:
+        return []
+    return [
+        f"TP: {name} has {count} experts, which {n} tensor ranks do not divide. Use "
+        f"Mesh(tensor=...) with a divisor of {count}, or leave the module out."
+    ]
+
+
+def _takes(layer: nn.Module) -> int:
+    return len(inspect.signature(layer.forward).parameters)
 
 
 def cut_dim(layer: nn.Module, style: str) -> int:

@@ -1,7 +1,7 @@
 """The sharded loader that users hold."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain import _tree, ops
 from fxtrain._errors import DataError
+from fxtrain.data._cut import cutter
 from fxtrain.data._declared import declared_source
 from fxtrain.data._dispatch import dispatch_source
 from fxtrain.data._loader import read_loader
@@ -54,6 +55,7 @@ class Sharded:
     plan: Plan = attrs.field(repr=False)
     _source: Source = attrs.field(repr=False, alias="source")
     _layout: Layout = attrs.field(repr=False, alias="layout")
+    _cut: Callable[[Any], Any] | None = attrs.field(default=None, repr=False, alias="cut")
     _cursor: Cursor = attrs.field(factory=lambda: Cursor(Position()), alias="cursor")
     _trail: _Trail = attrs.field(factory=_Trail, repr=False, alias="trail")
 
@@ -144,7 +146,8 @@ class Sharded:
         rank, cursor = self.ctx.rank, self._cursor
         masks: dict[tuple[int, int], Tensor] = {}
         for step, data in self._source.run(cursor):
-            mine = place(data[0], self.ctx, self.plan)
+            cut = data[0] if self._cut is None else self._cut(data[0])
+            mine = place(cut, self.ctx, self.plan)
             batch = self._batch(step, mine, masks)
             cursor = cursor.after(step)
             ghost = step.ghost
@@ -207,8 +210,9 @@ def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan = Plan()) -> Sha
         loader: Any torch DataLoader: map-style or iterable, with any sampler or batch sampler.
             Workers, collate function, pinning and all other settings are kept;
             `drop_last=True` acts as `even="drop"`.
-        ctx: The ranks; data is split over `ctx.axis("data")`.
-        plan: `batch`, `even`, `seed`, `accumulate`, `flush` and `data` are read.
+        ctx: The ranks; data is split over `ctx.axis("data")`, and sequences over the context
+            axis where the plan says so.
+        plan: `batch`, `even`, `seed`, `accumulate`, `flush`, `data` and `context` are read.
 
     Effects:
         None here, but for one broadcast with `Data(source="dispatch")`. Iterating starts the
@@ -217,6 +221,7 @@ def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan = Plan()) -> Sha
 
     Raises:
         DataError: the loader, or its batch size, cannot be split as asked; on every rank.
+            While iterating: a sequence that the context ranks do not divide, on all of those.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -238,7 +243,8 @@ def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan = Plan()) -> Sha
         source, layout = declared_source(loader, data, plan)
     else:
         source, layout = _source(loader, data.world_size, plan, everyone[data.rank : data.rank + 1])
-    return Sharded(ctx=data, plan=plan, source=source, layout=layout)
+    cut = cutter(ctx, plan)
+    return Sharded(ctx=data, plan=plan, source=source, layout=layout, cut=cut)
 
 
 def _source(

@@ -1,9 +1,9 @@
 """How much each micro-batch counts in its update.
 
-Strategies average gradients over the data ranks. The gradient that an update wants is that
-of the mean over all rows, or all weight, of the window on all ranks. So each loss is
-multiplied before backward by what makes the average come out right; where the weight of the
-window is not known yet, gradients are corrected by one factor when it closes.
+Strategies average gradients over the ranks that see different tokens. The gradient that an
+update wants is that of the mean over all rows, or all weight, of the window on all ranks. So
+each loss is multiplied before backward by what makes the average come out right; where the
+weight of the window is not known yet, gradients are corrected by one factor when it closes.
 """
 
 from typing import Any
@@ -66,9 +66,9 @@ def close_window(loss: Any, batch: Batch, model: Wrapped) -> float | Tensor | No
     if model.plan.accumulate == 1:
         return None
     if type(loss) is Weighted:
-        ranks = len(batch.sizes)
-        total = ops.reduce(model.tally[_SUM], model.ctx.axis("data"), op="sum")
-        factor = torch.where(total > 0, ranks / (model.tally[_SCALE] * total), 0.0)
+        losses = model.ctx.axis("loss")
+        total = ops.reduce(model.tally[_SUM], losses, op="sum")
+        factor = torch.where(total > 0, losses.world_size / (model.tally[_SCALE] * total), 0.0)
         model.tally[:2] = 0
         return factor
     if batch.window_rows is not None:
@@ -94,8 +94,8 @@ def _count(batch: Batch, model: Wrapped) -> None:
 
 
 def _weighted(loss: Weighted, batch: Batch, model: Wrapped) -> Share:
-    data = model.ctx.axis("data")
-    present = 1 if batch.sizes[data.rank] else 0
+    losses = model.ctx.axis("loss")
+    present = 1 if batch.sizes[model.ctx.axis("data").rank] else 0
     weight = torch.as_tensor(loss.weight, dtype=model.tally.dtype, device=model.tally.device)
     if weight.numel() != 1:
         raise StepError(
@@ -106,8 +106,8 @@ def _weighted(loss: Weighted, batch: Batch, model: Wrapped) -> Share:
     dtype = loss.total.dtype
     mean = loss.total.detach() / torch.where(weight == 0, 1.0, weight).to(dtype)
     if model.plan.accumulate == 1:
-        total = ops.reduce(weight, data, op="sum")
-        scale = torch.where(total > 0, data.world_size / total, 0.0)
+        total = ops.reduce(weight, losses, op="sum")
+        scale = torch.where(total > 0, losses.world_size / total, 0.0)
     else:
         if model.counts[_MICRO] == 1:
             model.tally[_SCALE] = _rough_scale(weight, model)
@@ -118,6 +118,6 @@ def _weighted(loss: Weighted, batch: Batch, model: Wrapped) -> Share:
 
 def _rough_scale(weight: Tensor, model: Wrapped) -> Tensor:
     """A power of two near the final scale: exact to multiply by, and no overflow in fp16."""
-    data = model.ctx.axis("data")
-    total = ops.reduce(weight, data, op="sum").clamp(min=1.0) * model.plan.accumulate
-    return torch.exp2(torch.round(torch.log2(data.world_size / total)))
+    losses = model.ctx.axis("loss")
+    total = ops.reduce(weight, losses, op="sum").clamp(min=1.0) * model.plan.accumulate
+    return torch.exp2(torch.round(torch.log2(losses.world_size / total)))

@@ -20,6 +20,7 @@ from fxtrain.ops._objects import (
 from fxtrain.ops._pad import Padded, gather_valid, pad, unpad
 from fxtrain.ops._preempt import Preemption, preemption
 from fxtrain.ops._random import fork_rng, seed
+from fxtrain.ops._tokens import join_tokens, token_positions
 from fxtrain.ops._train import (
     apply,
     autocast,
@@ -52,6 +53,7 @@ __all__ = [
     "gather",
     "gather_objects",
     "gather_valid",
+    "join_tokens",
     "log",
     "main_first",
     "on_main",
@@ -66,5 +68,6 @@ __all__ = [
     "seed",
     "split",
     "sync",
+    "token_positions",
     "unpad",
 ]

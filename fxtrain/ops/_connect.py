@@ -202,6 +202,7 @@ def _context(
 def _open_axes(comm: Comm, mesh: Mesh, rank: int, wait: timedelta) -> dict[str, tuple[int, Comm]]:
     """One communicator per axis; every rank opens all of them, in the same order."""
     spans = {"data": ("replicate", "shard"), **{axis: (axis,) for axis in AXES}}
+    spans["loss"] = ("replicate", "shard", "context")
     world = comm.ranks
     opened: dict[tuple[str, ...], Comm] = {}
     axes: dict[str, tuple[int, Comm]] = {}

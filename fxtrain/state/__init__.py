@@ -13,6 +13,7 @@ from fxtrain.state._mesh import AXES, Mesh, axis_groups, read_mesh, resolve_mesh
 from fxtrain.state._plan import Compile, Data, Plan
 from fxtrain.state._position import Position
 from fxtrain.state._precision import DTYPES, LossScale, Precision
+from fxtrain.state._sequence import CP, token_ranges
 from fxtrain.state._strategies import DDP, CommHook, PowerSGD, Single
 from fxtrain.state._strategy import (
     Finish,
@@ -29,6 +30,7 @@ from fxtrain.state._topology import Topology
 __all__ = [
     "AXES",
     "Batch",
+    "CP",
     "Change",
     "Comm",
     "CommHook",
@@ -76,6 +78,7 @@ __all__ = [
     "read_topology",
     "resolve_mesh",
     "structure",
+    "token_ranges",
     "unique_keys",
     "unstructure",
     "unsupported",

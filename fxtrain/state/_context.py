@@ -141,8 +141,9 @@ class DistContext:
         """The context of one mesh axis: the ranks that differ from this one only in it.
 
         Args:
-            name: pipeline, replicate, shard, context or tensor, or `data` for
-                replicate × shard together.
+            name: pipeline, replicate, shard, context or tensor; `data` for replicate × shard
+                together, or `loss` for replicate × shard × context, whose ranks see different
+                tokens.
 
         Raises:
             ContextError: there is no such axis.
@@ -156,13 +157,13 @@ class DistContext:
         found = self._axes.get(name)
         if found is not None:
             return found
-        if name in ("data", "replicate") and not self._axes:
+        if name in ("data", "loss", "replicate") and not self._axes:
             return self
         if name in self.mesh.sizes and not self._axes:
             return attrs.evolve(self, rank=0, world_size=1, comm=Comm(), mesh=Mesh(replicate=1))
         raise ContextError(
             f"ctx.axis({name!r}): this context has no such axis. "
-            f"Its axes are data, {', '.join(self.mesh.sizes)}."
+            f"Its axes are data, loss, {', '.join(self.mesh.sizes)}."
         )
 
     def __enter__(self) -> "DistContext":

@@ -6,6 +6,7 @@ import attrs
 
 from fxtrain.state._precision import DTYPES, Precision, precision_of
 from fxtrain.state._record import above, at_least, record
+from fxtrain.state._sequence import CP
 from fxtrain.state._strategies import DDP
 
 __all__ = ["Compile", "Data", "Plan"]
@@ -86,7 +87,11 @@ class Plan:
         data: Where rows come from.
         seed: Seed of the data order.
         recompute: Class names of submodules whose activations are recomputed in backward.
+        recompute_every: Of those submodules, every how many-th; the others keep them.
+        recompute_keep: Operations inside of those whose results are kept all the same:
+            products of matrices, attention.
         compile: How to compile the model; None does not.
+        context: How sequences are cut over the mesh's context axis; None leaves them whole.
 
     Example:
         >>> import fxtrain as fx
@@ -117,4 +122,7 @@ class Plan:
     data: Data = Data()
     seed: int = 0
     recompute: tuple[str, ...] = ()
+    recompute_every: int = attrs.field(default=1, validator=at_least(1))
+    recompute_keep: tuple[Literal["matmul", "attention"], ...] = ()
     compile: Compile | None = None
+    context: CP | None = None

@@ -162,7 +162,8 @@ class Strategy:
     a missing ability is `unsupported(...)`. Change one with `attrs.evolve(row, sync=mine)`.
 
     Contract: after `backward` inside `sync(model, True)`, gradients are the mean over the
-    ranks of `ctx.axis("data")` of what each rank has accumulated since the last `zero`.
+    ranks of `ctx.axis("loss")`, those of the data and context axes, of what each rank has
+    accumulated since the last `zero`.
 
     Attributes:
         name: Shown in messages.
@@ -183,6 +184,7 @@ class Strategy:
         load_state: (model, Saved) → None; fills the model with what was saved, at any number
             of ranks.
         unwrap: (model) → the user's module, as it was.
+        cuts_sequences: It carries out `Plan.context`.
     """
 
     name: str
@@ -200,6 +202,7 @@ class Strategy:
     state: Callable[[Wrapped], ModelState]
     load_state: Callable[[Wrapped, Saved], None]
     unwrap: Callable[[Wrapped], nn.Module]
+    cuts_sequences: bool = False
 
 
 def unsupported(what: str, *, by: str) -> Callable[..., NoReturn]:

@@ -16,11 +16,14 @@ class Style:
         style: colwise: a linear layer makes its part of the outputs, which stay apart;
             colwise_gather: they are gathered; rowwise: a linear layer takes such parts, or an
             embedding holds a part of the vocabulary, and outputs are summed; reduce: parameters
-            stay whole, and each rank's gradient is a part of a sum, as for a norm over heads.
+            stay whole, and each rank's gradient is a part of a sum, as for a norm over heads;
+            expert: a mixture of experts, with `num_experts` and their weights stacked, gives
+            each rank whole experts. Its forward takes tokens (T, D), the experts of each (T, K)
+            and their weights (T, K); `num_experts` as an expert means none.
     """
 
     modules: str
-    style: Literal["colwise", "colwise_gather", "rowwise", "reduce"]
+    style: Literal["colwise", "colwise_gather", "rowwise", "reduce", "expert"]
 
 
 @record

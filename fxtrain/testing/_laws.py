@@ -226,7 +226,8 @@ def _unwrapped(ctx: Any, task: Task) -> list[str]:
         before = _anatomy(module)
         model = wrap(module, placed, task.plan, optimizer=sgd)
         tokens, _ = token_rows(2)
-        ops.backward(model(tokens[:, :-1]).sum(), model)
+        part = tokens[:, : module.LENGTH // placed.mesh.context]
+        ops.backward(model(part).sum(), model)
         if unwrap(model) is not module:
             return ["it is another module"]
         after = _anatomy(module)

@@ -104,7 +104,8 @@ def _trained(
     data = placed.axis("data")
     own = attrs.evolve(task, seed=task.seed + rank)
     model = wrap(new_model(own), placed, task.plan, optimizer=sgd)
-    table = TensorDataset(*token_rows(_count(task, data.world_size)))
+    tokens, mask = token_rows(_count(task, data.world_size))
+    table = TensorDataset(tokens[:, :-1], tokens[:, 1:], mask)
     loader = shard(DataLoader(table, batch_size=task.size), placed, task.plan)
     if start_from:
         loader = loader.at(restore(start_from, placed, model).position)
@@ -122,9 +123,9 @@ def _trained(
 
 def _result(task: Task, model: Wrapped, reports: list[Report]) -> Run:
     """What the ranks say together; ends the wrapping."""
-    data = model.ctx.axis("data")
+    losses = model.ctx.axis("loss")
     totals = torch.stack([_total(report) for report in reports])
-    totals = ops.reduce(totals, data, op="sum").unflatten(0, (-1, task.plan.accumulate)).sum(1)
+    totals = ops.reduce(totals, losses, op="sum").unflatten(0, (-1, task.plan.accumulate)).sum(1)
     names = model.module.named_parameters(remove_duplicate=False)
     held = {name: id(parameter) for name, parameter in names}
     tied = held["head.weight"] == held["embed.weight"]
@@ -153,7 +154,8 @@ def by_hand(task: Task, data_ranks: int) -> Run:
     norms: list[float] = []
     applied = [update != task.poke_at for update in range(1, _UPDATES + 1)]
     for apply, low in zip(applied, range(0, len(tokens), stride), strict=True):
-        each, kept = _token_losses(model, tokens[low : low + stride], mask[low : low + stride])
+        rows = tokens[low : low + stride]
+        each, kept = _token_losses(model, rows[:, :-1], rows[:, 1:], mask[low : low + stride])
         loss = (each * kept).sum() / kept.sum() if task.weighted else each.mean()
         loss.backward()
         if task.plan.clip_norm is not None:
@@ -183,7 +185,7 @@ def on_mesh(ctx: Any, mesh: Mesh | None) -> Iterator[DistContext]:
 
 
 def _own_groups(placed: Any, ctx: Any) -> list[Any]:
-    axes = [placed.axis(name).comm for name in ("data", *placed.mesh.sizes)]
+    axes = [placed.axis(name).comm for name in ("data", "loss", *placed.mesh.sizes)]
     found = [group for comm in (placed.comm, *axes) for group in (comm.group, comm.control)]
     theirs = (None, ctx.comm.group, ctx.comm.control)
     return [group for group in found if not any(group is one for one in theirs)]
@@ -212,17 +214,17 @@ def token_rows(count: int) -> tuple[Tensor, Tensor]:
 
 
 def _token_losses(
-    model: Any, tokens: Tensor, mask: Tensor, poke: float | None = None
+    model: Any, tokens: Tensor, targets: Tensor, mask: Tensor, poke: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    logits = model(tokens[:, :-1], poke) if poke is not None else model(tokens[:, :-1])
-    each = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    logits = model(tokens, poke) if poke is not None else model(tokens)
+    each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return each, mask.flatten()
 
 
 def _loss(task: Task, poke_at: int | None) -> Callable[[Any, Any], Any]:
     def loss(model: Any, batch: Any) -> Any:
         poke = task.poke if batch.position.updates == poke_at else None
-        each, kept = _token_losses(model, batch[0], batch[1], poke)
+        each, kept = _token_losses(model, *batch, poke)
         return Weighted((each * kept).sum(), kept.sum()) if task.weighted else each.mean()
 
     return loss

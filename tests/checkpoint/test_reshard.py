@@ -22,6 +22,8 @@ PLACES = {
     "zero2": (fx.FSDP(wrap=("Block",), mode="grads_and_optimizer"), None),
     "hybrid": (fx.FSDP(wrap=("Block",), shard=2), None),
     "tensor": (fx.FSDP(tensor=SPLIT), fx.Mesh(tensor=2)),
+    "context": (fx.FSDP(wrap=("Block",)), fx.Mesh(shard=2, context=2)),
+    "replicas": (fx.DDP(), fx.Mesh(context=2)),
     "both": (fx.FSDP(wrap=("Block",), tensor=SPLIT), fx.Mesh(shard=2, tensor=2)),
 }
 
@@ -34,11 +36,12 @@ def _place(ctx, name):
 
 def _model(ctx, name):
     strategy, _ = PLACES[name]
+    context = fx.CP() if ctx.mesh.context > 1 else None
     torch.manual_seed(1)
     return fx.wrap(
         Transformer(),
         ctx,
-        fx.Plan(strategy=strategy, clip_norm=1.0),
+        fx.Plan(strategy=strategy, clip_norm=1.0, context=context),
         optimizer=lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
     )
 
@@ -90,6 +93,8 @@ def _restore(ctx, folder, name):
         ((2, "tensor"), (1, "ddp")),
         ((2, "ddp"), (4, "both")),
         ((4, "both"), (2, "fsdp")),
+        ((4, "context"), (2, "replicas")),
+        ((2, "replicas"), (4, "context")),
     ],
 )
 def test_another_strategy_and_number_of_ranks(clusters, first, then, tmp_path):

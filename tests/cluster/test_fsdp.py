@@ -21,7 +21,7 @@ BAD = {
     "size": (6, None, fx.FSDP(shard=4), r"multiple of 4 ranks.*has 6. Use shard=3 or 6.*launch 8"),
     "mode": (4, None, fx.FSDP(mode="none", shard=2), "Drop one"),
     "mesh": (8, fx.Mesh(shard=4), fx.FSDP(shard=2), "disagree"),
-    "axis": (4, fx.Mesh(context=2), fx.FSDP(), "context=2, which FSDP does not use"),
+    "axis": (4, fx.Mesh(context=2), fx.FSDP(), "context=2, but the plan does not cut sequences"),
     "class": (4, None, fx.FSDP(wrap=("Blok",)), "Did you mean Block"),
     "both": (4, None, fx.FSDP(wrap=("Block",), min_params=10), "chooses blocks twice"),
     "ignored": (4, None, fx.FSDP(ignore=("gian",)), "Did you mean gain"),

@@ -6,6 +6,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain.testing import LAWS, Terms
+from fxtrain.testing._laws import same_by_tokens, same_clipped
 
 LAW = {law.__name__: law for law in LAWS}
 NAMES = list(LAW)
@@ -138,6 +139,34 @@ TP_LAWS = {
 def test_tensor_parallel(clusters, n, name, law):
     tensor, options, mesh = TP_PLANS[name]
     LAW[law](clusters[n], fx.Plan(strategy=fx.FSDP(tensor=tensor, **options)), mesh)
+
+
+ROWS = ("position",)
+CP_PLANS = {
+    "replicas": (2, fx.DDP(), {}, fx.Mesh(context=2)),
+    "shards": (2, fx.FSDP(), {"rotate": "alltoall"}, fx.Mesh(context=2)),
+    "in order": (2, fx.FSDP(mode="none"), {"balance": False}, fx.Mesh(context=2)),
+    "four parts": (4, fx.DDP(), {}, fx.Mesh(context=4)),
+    "and data": (4, fx.DDP(), {"balance": False}, fx.Mesh(replicate=2, context=2)),
+    "and sharded data": (4, fx.FSDP(), {}, fx.Mesh(shard=2, context=2)),
+    "two copies": (4, fx.FSDP(shard=2), {"rotate": "alltoall"}, fx.Mesh(context=2)),
+    "and tensor": (4, fx.FSDP(tensor=fx.TP(styles=CUTS)), {}, fx.Mesh(context=2, tensor=2)),
+}
+
+
+@pytest.mark.parametrize("law", LAWS, ids=NAMES)
+@pytest.mark.parametrize("name", ["shards", "and data"])
+def test_context_parallel(clusters, name, law):
+    n, strategy, options, mesh = CP_PLANS[name]
+    law(clusters[n], fx.Plan(strategy=strategy, context=fx.CP(tables=ROWS, **options)), mesh)
+
+
+@pytest.mark.parametrize("name", CP_PLANS)
+def test_context_parallel_clips_and_weighs_tokens(clusters, name):
+    n, strategy, options, mesh = CP_PLANS[name]
+    plan = fx.Plan(strategy=strategy, context=fx.CP(tables=ROWS, **options), recompute=("Block",))
+    for law in (same_by_tokens, same_clipped):
+        law(clusters[n], plan, mesh)
 
 
 # A law that nothing breaks says nothing: what the last rank brings is changed a little.

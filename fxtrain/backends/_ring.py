@@ -1,0 +1,270 @@
+"""Attention over sequences whose parts lie on several ranks: torch's ring attention.
+
+torch's own entry to it, `context_parallel`, hands `scaled_dot_product_attention` over DTensors to
+kernels that exist on GPUs only, and replaces that function for the whole process. Its two loops,
+forward and backward, take any kernel, that of the CPU too. Here they run below a function of
+autograd, on calls that a mode catches in the thread that runs the model.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+from torch.overrides import TorchFunctionMode
+
+from fxtrain._errors import StepError
+from fxtrain.state import CP
+
+__all__ = ["Ring", "RingAttention"]
+
+_TOKENS = 2  # dimension of queries, keys and values
+_ROTATE = {
+    "allgather": theirs._RotateMethod.ALL_GATHER,
+    "alltoall": theirs._RotateMethod.ALL_TO_ALL,
+}
+_aten = torch.ops.aten
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Ring:
+    """The ranks among which keys and values go round.
+
+    Attributes:
+        group: torch's process group.
+        config: How they do.
+    """
+
+    group: Any
+    config: CP
+
+
+class RingAttention(TorchFunctionMode):
+    """While it is entered, attention in this thread is over the ring.
+
+    Attributes:
+        calls: How many were caught.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        super().__init__()
+        self.ring, self.calls = ring, 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return _outside(self, *args, **(kwargs or {}))
+
+
+def _caught(
+    mode: RingAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,  # noqa: FBT001, FBT002 - torch's own signature
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    mode.calls += 1
+    config = mode.ring.config
+    _refuse(query, key, attn_mask, dropout_p, config)
+    causal = config.causal or is_causal
+    if causal and query.shape[_TOKENS] != key.shape[_TOKENS]:
+        raise StepError(
+            f"Causal attention of {query.shape[_TOKENS]} queries to {key.shape[_TOKENS]} keys: in "
+            f"parts over ranks, there must be as many of both."
+        )
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    heads = query.shape[1] // key.shape[1] if enable_gqa else 1
+    turn = _Turn(mode.ring, causal=causal, scale=scale, heads=heads)
+    return _Attention.apply(query, key, value, turn)  # type: ignore[no-any-return]
+
+
+# Compiled code calls this, and does not look into it.
+_outside: Any = torch.compiler.disable(_caught)
+
+
+def _refuse(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, config: CP) -> None:
+    if query.ndim != 4 or key.ndim != 4:
+        raise StepError(
+            f"Attention over a context axis takes (batch, heads, tokens, features), found queries "
+            f"{list(query.shape)} and keys {list(key.shape)}."
+        )
+    if mask is not None and not config.causal:
+        raise StepError(
+            f"Attention got a mask of the shape {list(mask.shape)}, which is about this rank's "
+            f"tokens only. Over a context axis attention is causal or whole: call it with "
+            f"is_causal, or set CP(causal=True) if that is what the mask says."
+        )
+    if dropout > 0:
+        raise StepError(
+            f"Attention with dropout_p={dropout}: torch's ring attention cannot draw the same "
+            f"numbers again in backward. Set the dropout of attention to 0."
+        )
+
+
+class _Turn(NamedTuple):
+    """One call of attention.
+
+    Attributes:
+        ring: Over which ranks.
+        causal: Whether queries see the keys before them only.
+        scale: Of the products; None is torch's own.
+        heads: Query heads that share a head of keys and values.
+    """
+
+    ring: Ring
+    causal: bool
+    scale: float | None
+    heads: int
+
+
+class _Kernel(NamedTuple):
+    """A kernel's two halves, as torch's loops call them.
+
+    Attributes:
+        forward: (query, key, value, is_causal=…) → out, logsumexp, what backward needs.
+        backward: → gradients of query, key and value.
+        grad: Name of backward's first argument.
+        given: Arguments of forward beside those.
+        kept: Names under which backward takes what else forward made, in its order.
+        back: Arguments of backward beside those.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    grad: str
+    given: dict[str, Any]
+    kept: tuple[str, ...]
+    back: dict[str, Any]
+
+
+def _kernel(query: Tensor) -> _Kernel:
+    plain: dict[str, Any] = {"dropout_p": 0.0}
+    if query.device.type == "cpu":
+        return _Kernel(
+            _aten._scaled_dot_product_flash_attention_for_cpu.default,
+            _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+            "grad_out",
+            plain,
+            (),
+            plain,
+        )
+    if query.dtype in (torch.float16, torch.bfloat16):
+        seeds = ("philox_seed", "philox_offset")
+        return _Kernel(
+            _aten._scaled_dot_product_flash_attention.default,
+            _aten._scaled_dot_product_flash_attention_backward.default,
+            "grad_out",
+            plain,
+            ("cum_seq_q", "cum_seq_k", "max_q", "max_k", *seeds),
+            plain,
+        )
+    return _Kernel(
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_efficient_attention_backward.default,
+        "grad_out_",
+        {**plain, "attn_bias": None, "compute_log_sumexp": True},
+        ("philox_seed", "philox_offset"),
+        {**plain, "attn_bias": None, "grad_input_mask": (True, True, True, False)},
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of this rank's queries to all keys."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, turn: _Turn) -> Tensor:
+        kernel = _kernel(query)
+        op: Any = functools.partial(_many_heads, kernel.forward, turn.heads)
+        with _torch_options(turn, query.dtype):
+            out, sums, *rest = theirs._templated_ring_attention(
+                turn.ring.group,
+                _TOKENS,
+                op,
+                query=query,
+                key=key,
+                value=value,
+                is_causal=turn.causal,
+                scale=turn.scale,
+                **kernel.given,
+            )
+        ctx.turn = turn
+        ctx.kept = dict(zip(kernel.kept, rest, strict=False))
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        turn: _Turn = ctx.turn
+        query, key, value, out, sums = ctx.saved_tensors
+        kernel = _kernel(query)
+        op: Any = functools.partial(_many_heads_back, kernel.backward, turn.heads)
+        with _torch_options(turn, query.dtype):
+            grads = theirs._templated_ring_attention_backward(
+                turn.ring.group,
+                _TOKENS,
+                op,
+                grad_out=grad,
+                grad_out_name=kernel.grad,
+                query=query,
+                key=key,
+                value=value,
+                out=out,
+                logsumexp=sums,
+                is_causal=turn.causal,
+                scale=turn.scale,
+                **ctx.kept,
+                **kernel.back,
+            )
+        return (*grads[:3], None)
+
+
+def _many_heads(
+    op: Callable[..., Any], n: int, q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> Any:
+    """Attention in which n heads of queries share one of keys; only that one goes round."""
+    return op(q, _repeated(k, n), _repeated(v, n), **options)
+
+
+def _many_heads_back(
+    op: Callable[..., Any], n: int, *, key: Tensor, value: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    found = op(key=_repeated(key, n), value=_repeated(value, n), **options)
+    query, keys, values = found[:3]
+    return query, _summed(keys, n), _summed(values, n)
+
+
+def _repeated(x: Tensor, n: int) -> Tensor:
+    return x if n == 1 else x.repeat_interleave(n, dim=1)
+
+
+def _summed(x: Tensor, n: int) -> Tensor:
+    return x if n == 1 else x.unflatten(1, (-1, n)).sum(2)
+
+
+@contextmanager
+def _torch_options(turn: _Turn, dtype: torch.dtype) -> Iterator[None]:
+    """torch keeps the options of its loops for the whole process; here each call brings its own."""
+    options, config = theirs._cp_options, turn.ring.config
+    before = (options.convert_to_f32, options.enable_load_balance, options.rotate_method)
+    # Whole attention needs no balance: every query sees every key.
+    wanted = (dtype != torch.float64, config.balance and turn.causal, _ROTATE[config.rotate])
+    options.convert_to_f32, options.enable_load_balance, options.rotate_method = wanted
+    try:
+        yield
+    finally:
+        options.convert_to_f32, options.enable_load_balance, options.rotate_method = before

@@ -1,0 +1,87 @@
+"""This rank's tokens of a batch, where a plan cuts sequences."""
+
+import fnmatch
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxtrain import _tree
+from fxtrain._errors import DataError
+from fxtrain.state import CP, DistContext, Plan, token_ranges
+
+__all__ = ["cutter"]
+
+_KEY = re.compile(r"\['?(.*?)'?\]|\.(\w+)")
+
+
+def cutter(ctx: DistContext, plan: Plan) -> Callable[[Any], Any] | None:
+    """A function from whole rows to the same tree with this rank's tokens of them.
+
+    The ranks of the context axis read the same rows, so that they all find the same problems.
+
+    Returns:
+        None where sequences stay whole.
+    """
+    config, axis = plan.context, ctx.axis("context")
+    if config is None or axis.world_size == 1:
+        return None
+    cuts: CP = config
+
+    def cut(data: Any) -> Any:
+        leaves, shape = _tree.flatten(data)
+        names = [_name(path) for path in _tree.leaf_paths(shape)]
+        chosen = _chosen(leaves, names, cuts)
+        mine = [
+            _mine(leaf, name, axis, cuts) if name in chosen else leaf
+            for leaf, name in zip(leaves, names, strict=True)
+        ]
+        return _tree.unflatten(shape, mine)
+
+    return cut
+
+
+def _name(path: str) -> str:
+    """`['inputs'][0]` as it is written in a plan: `inputs.0`."""
+    return ".".join(key or field for key, field in _KEY.findall(path))
+
+
+def _chosen(leaves: list[Any], names: list[str], config: CP) -> set[str]:
+    tensors = {
+        name: leaf
+        for leaf, name in zip(leaves, names, strict=True)
+        if isinstance(leaf, Tensor) and leaf.ndim > config.dim
+    }
+    known = ", ".join(f"{name or 'the batch'} {list(t.shape)}" for name, t in tensors.items())
+    for pattern in config.batch:
+        if not fnmatch.filter(tensors, pattern):
+            raise DataError(
+                f"CP(batch=...) cuts {pattern!r}, and no tensor of this batch with a dimension "
+                f"{config.dim} is called so. It has: {known or 'none'}."
+            )
+    if config.batch:
+        return {n for n in tensors if any(fnmatch.fnmatchcase(n, p) for p in config.batch)}
+    lengths = {tensor.shape[config.dim] for tensor in tensors.values()}
+    if len(lengths) != 1:
+        raise DataError(
+            f"CP() cuts every tensor with a dimension {config.dim}, all of one length; this batch "
+            f"has {known or 'none'}. Say which: CP(batch=('input_ids', 'labels'))."
+        )
+    return set(tensors)
+
+
+def _mine(leaf: Tensor, name: str, axis: DistContext, config: CP) -> Tensor:
+    length, ranks = leaf.shape[config.dim], axis.world_size
+    ranges = token_ranges(length, ranks, axis.rank, balance=config.balance)
+    if ranges is None:
+        of, parts = f"{name or 'the batch'} {list(leaf.shape)}", ranks * (1 + config.balance)
+        each = " in two parts" if config.balance else ""
+        fewer = ", or use CP(balance=False)" if config.balance and length % ranks == 0 else ""
+        raise DataError(
+            f"{of} has {length} tokens along dimension {config.dim}, which {ranks} context "
+            f"ranks{each} do not divide. Pad sequences to a multiple of {parts}{fewer}."
+        )
+    parts = [leaf.narrow(config.dim, start, count) for start, count in ranges]
+    return torch.cat(parts, config.dim)

@@ -1,0 +1,328 @@
+"""Context parallelism beyond the laws: bad plans and batches, attention itself, transformers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fxtrain as fx
+from fxtrain import ops
+from fxtrain.backends._ring import Ring, RingAttention
+from fxtrain.data._cut import cutter
+from fxtrain.ops._tokens import positions_of
+from fxtrain.testing import Task, Transformer, by_hand, count_collectives, fake_world, on_ranks
+
+PAIR = fx.Mesh(context=2)
+
+
+def _cp(**options):
+    return fx.Plan(context=fx.CP(**options))
+
+
+class _Other(nn.Module):
+    """A model with an attention that no plan can reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+
+
+class _Named(Transformer):
+    def __init__(self):
+        super().__init__()
+        self.config = type("Config", (), {"_attn_implementation": "eager"})()
+
+
+BAD = {
+    "axis": (None, _cp(), Transformer, "which has one rank. Ask for more"),
+    "silent": (PAIR, fx.Plan(), Transformer, "context=2, but the plan does not cut"),
+    "table": (PAIR, _cp(tables=("positon",)), Transformer, "Did you mean position"),
+    "fused": (PAIR, _cp(), _Other, "attention is nn.MultiheadAttention"),
+    "eager": (PAIR, _cp(), _Named, "attention is 'eager'"),
+    "size": (
+        fx.Mesh(shard=2, context=2),
+        fx.Plan(strategy=fx.FSDP(shard=2), context=fx.CP()),
+        Transformer,
+        r"Mesh\(shard=2\) and Mesh\(context=2\) disagree",
+    ),
+    "pieces": (
+        PAIR,
+        fx.Plan(context=fx.CP(), recompute=("Block",), compile=fx.Compile(backend="eager")),
+        Transformer,
+        "cannot recompute blocks that are compiled",
+    ),
+    "strategy": (PAIR, fx.Plan(strategy=fx.Single(), context=fx.CP()), Transformer, "not cut seq"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_plan_that_does_not_fit_is_refused_before_any_traffic(name):
+    mesh, plan, model, words = BAD[name]
+    for rank in (0, 3):
+        with fake_world(4, rank=rank, mesh=mesh and fx.Mesh(replicate=-1, **_but_one(mesh))) as ctx:
+            calls = ctx.comm.ledger.calls
+            with pytest.raises(fx.PlanError, match=words):
+                fx.wrap(model(), ctx, plan)
+            assert ctx.comm.ledger.calls == calls
+
+
+def _but_one(mesh):
+    return {axis: n for axis, n in mesh.sizes.items() if n > 1}
+
+
+ROWS = torch.zeros(2, 8)
+BATCHES = {
+    "length": ({"x": torch.zeros(2, 10)}, {}, r"x \[2, 10\] has 10 tokens.*multiple of 4, or use"),
+    "odd": ({"x": torch.zeros(2, 9)}, {"balance": False}, "multiple of 2"),
+    "lengths": ((ROWS, torch.zeros(2, 4)), {}, r"0 \[2, 8\], 1 \[2, 4\]. Say which"),
+    "nothing": ({"x": torch.zeros(2)}, {}, "has none. Say which"),
+    "name": ({"ids": ROWS}, {"batch": ("id",)}, r"cuts 'id', and no.*It has: ids \[2, 8\]"),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_that_cannot_be_cut_is_refused_on_every_context_rank(name):
+    batch, options, words = BATCHES[name]
+    for rank in (0, 1):
+        with fake_world(2, rank=rank, mesh=PAIR) as ctx:
+            cut = cutter(ctx, _cp(**options))
+            with pytest.raises(fx.DataError, match=words):
+                cut(batch)
+
+
+def test_named_tensors_are_cut_along_their_dimension_and_others_stay():
+    rows = torch.arange(16).reshape(2, 8)
+    batch = {"ids": rows, "deep": [rows.T], "label": torch.tensor([1, 2]), "text": "a"}
+    with fake_world(2, rank=1, mesh=PAIR) as ctx:
+        mine = cutter(ctx, _cp(batch=("ids",)))(batch)
+        assert mine["ids"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
+        assert mine["deep"][0] is batch["deep"][0] and mine["label"] is batch["label"]
+        mine = cutter(ctx, _cp(batch=("deep.0",), dim=0, balance=False))(batch)
+        assert mine["deep"][0].tolist() == rows.T[4:].tolist() and mine["ids"] is rows
+        assert cutter(ctx, fx.Plan()) is None
+
+
+@pytest.mark.parametrize("balance", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_every_token_is_on_one_rank(ranks, balance):
+    parts = [fx.state.token_ranges(48, ranks, rank, balance=balance) for rank in range(ranks)]
+    held = [[i for start, n in part for i in range(start, start + n)] for part in parts]
+    assert {len(mine) for mine in held} == {48 // ranks}
+    assert sorted(i for mine in held for i in mine) == list(range(48))
+    if balance and ranks > 1:  # causal attention costs every rank the same
+        assert len({sum(mine) for mine in held}) == 1
+
+
+class _Attends(nn.Module):
+    """Attention with whatever arguments a test gives."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.options = options
+
+    def forward(self, x):
+        x = (x.unsqueeze(-1) * self.weight)[:, None]
+        x = x[0] if self.options.pop("flat", False) else x
+        if self.options.pop("none", False):
+            return x
+        kept = x[..., :-2, :] if self.options.pop("short", False) else x
+        return F.scaled_dot_product_attention(x, kept, kept, **self.options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"attn_mask": torch.ones(4, 4, dtype=torch.bool)}, "got a mask of the shape"),
+        ({"dropout_p": 0.1}, "dropout_p=0.1"),
+        ({"flat": True}, r"found queries \[1, 4, 4\]"),
+        ({"short": True, "is_causal": True}, "4 queries to 2 keys"),
+        ({"none": True}, "did not call F.scaled_dot_product_attention"),
+    ],
+)
+def test_attention_that_cannot_go_over_ranks_is_refused(options, words):
+    with fake_world(2, rank=1, mesh=PAIR) as ctx:
+        model = fx.wrap(_Attends(**options), ctx, _cp())
+        with pytest.raises(fx.StepError, match=words):
+            model(torch.ones(1, 4))
+
+
+def test_positions_need_tokens_and_tables_that_are_long_enough():
+    with fake_world(2, rank=1, mesh=PAIR) as ctx:
+        model = fx.wrap(Transformer(), ctx, _cp(tables=("position",)))
+        with pytest.raises(fx.StepError, match="has 8 rows, and sequences have 16 tokens"):
+            model(torch.zeros(1, 8, dtype=torch.int64))
+        assert model.module.position.shape[0] == 8
+        with pytest.raises(fx.StepError, match="3 tokens are not two equal"):
+            ops.token_positions(3, model)
+        with pytest.raises(fx.StepError, match="no tensor with a dimension 1"):
+            model(torch.zeros(8, dtype=torch.int64))
+
+
+# Attention itself: this rank's part of the outputs and gradients is that of whole sequences.
+
+CASES = {
+    "causal": ({"is_causal": True}, {}, 4, 8),
+    "whole": ({}, {}, 4, 8),
+    "other keys": ({}, {"rotate": "alltoall"}, 4, 16),
+    "in order": ({"is_causal": True, "scale": 0.3}, {"balance": False}, 4, 8),
+    "around": ({"is_causal": True}, {"rotate": "alltoall"}, 4, 8),
+    "groups": ({"is_causal": True, "enable_gqa": True}, {}, 2, 8),
+    "all causal": ({}, {"causal": True}, 4, 8),
+}
+
+
+def _inputs(heads, keys):
+    torch.manual_seed(0)
+    shapes = [(2, 4, 8, 8), (2, heads, keys, 8), (2, heads, keys, 8), (2, 4, 8, 8)]
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+def _attention(parts, options):
+    *leaves, weight = [part.detach().requires_grad_() for part in parts]
+    out = F.scaled_dot_product_attention(*leaves, **options)
+    out.backward(weight.detach())
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def _around(ctx):
+    placed = fx.detect({}, device="cpu", mesh=fx.Mesh(context=ctx.world_size), timeout_s=60)
+    axis = placed.axis("context")
+    found = {}
+    for name, (options, how, heads, keys) in CASES.items():
+        config = fx.CP(**how)
+
+        def mine(x, config=config):
+            count = x.shape[2] // axis.world_size
+            return x[:, :, positions_of(count, placed, fx.Plan(context=config))]
+
+        ring = RingAttention(Ring(group=axis.comm.group, config=config))
+        with ring:
+            got = _attention([mine(x) for x in _inputs(heads, keys)], options)
+        whole = {**options, "is_causal": True} if config.causal else options
+        wanted = [mine(x) for x in _attention(_inputs(heads, keys), whole)]
+        found[name] = max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_attention_over_ranks_is_that_of_whole_sequences(clusters, n):
+    for found in clusters[n].run(_around):
+        assert max(found.values()) < 1e-12, found
+
+
+def _joined(ctx):
+    placed = fx.detect({}, device="cpu", mesh=PAIR, timeout_s=60)
+    model = fx.wrap(Transformer(), placed, _cp(tables=("position",)))
+    rows = torch.arange(16).reshape(2, 8)
+    mine = cutter(placed, model.plan)({"ids": rows, "text": ["a"]})
+    with torch.no_grad(), count_collectives() as traffic:
+        logits = model(mine["ids"])
+    whole = ops.join_tokens({"logits": logits, "ids": mine["ids"]}, model)
+    same = torch.allclose(whole["logits"], Transformer()(rows), rtol=1e-12)
+    positions = ops.join_tokens(ops.token_positions(4, model), model, dim=0)
+    return same, whole["ids"].tolist(), positions.tolist(), traffic.counts
+
+
+def test_outputs_are_put_together_in_order(pair):
+    rows = torch.arange(16).reshape(2, 8).tolist()
+    for same, ids, positions, counts in pair.run(_joined):
+        assert same
+        assert (ids, positions) == (rows, list(range(8)))
+        assert counts == {"all_gather": 2}  # keys and values together, once a layer
+
+
+def test_blocks_may_be_compiled(pair):
+    plan = fx.Plan(
+        context=fx.CP(tables=("position",)),
+        compile=fx.Compile(backend="eager", blocks=("Block",)),
+    )
+    wanted = by_hand(Task(plan=plan), 1)
+    for run in pair.run(on_ranks, Task(plan=plan, mesh=PAIR)):
+        torch.testing.assert_close(run.losses, wanted.losses, rtol=1e-9, atol=0)
+
+
+def test_half_precision_attends_in_half(pair):
+    plan = fx.Plan(context=fx.CP(tables=("position",)), precision="bf16")
+    task = Task(plan=plan, mesh=PAIR, dtype=torch.float32)
+    wanted = by_hand(task, 1)
+    for run in pair.run(on_ranks, task):
+        torch.testing.assert_close(run.losses, wanted.losses, rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("rank", [0, 37, 63])
+def test_a_rank_of_many_holds_its_part(rank):
+    mesh = fx.Mesh(replicate=2, shard=4, context=4, tensor=2)
+    cuts = (
+        fx.Style(modules="blocks.*.up", style="colwise"),
+        fx.Style(modules="blocks.*.down", style="rowwise"),
+    )
+    strategy = fx.FSDP(tensor=fx.TP(styles=cuts))
+    plan = fx.Plan(strategy=strategy, context=fx.CP(), clip_norm=1.0)
+    with fake_world(64, rank=rank, mesh=mesh) as ctx:
+        assert ctx.axis("loss").world_size == 32
+        model = fx.wrap(
+            Transformer(), ctx, plan, optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
+        )
+        up = model.module.blocks[0].up.weight
+        assert dict(zip(up.device_mesh.mesh_dim_names, up.device_mesh.shape, strict=True)) == {
+            "replicate": 2,
+            "shard": 16,
+            "tensor": 2,
+        }
+        assert up.to_local().shape == (32 // 2 // 16, 16)
+        ops.backward(model(torch.zeros(1, 8, dtype=torch.int64)).sum(), model)
+        ops.clip_norm(model, 1.0)
+        assert ops.apply(model).applied
+
+
+def _llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=24,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def _table():
+    tokens = torch.arange(72).reshape(8, 9) * 7 % 24
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+def _train_llama(ctx, mesh):
+    placed = ctx if mesh is None else fx.detect({}, device="cpu", mesh=mesh, timeout_s=60)
+    plan = fx.Plan(strategy=fx.FSDP(), clip_norm=0.5, context=fx.CP(causal=True))
+    model = fx.wrap(
+        _llama(), placed, plan, optimizer=lambda params: torch.optim.SGD(params, lr=0.3)
+    )
+    loader = fx.shard(DataLoader(_table(), batch_size=4), placed, plan)
+
+    def loss(model, batch):
+        logits = model(input_ids=batch[0], use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+    fns = fx.StepFns(model=model, loss=loss)
+    norms = [float(fx.step(placed, batch, fns).grad_norm) for batch in loader]
+    refused = False
+    if mesh is not None:
+        try:
+            model(input_ids=torch.zeros(1, 4).long(), labels=torch.zeros(1, 4).long())
+        except fx.StepError as error:
+            refused = "shifts labels itself" in str(error)
+    return norms, {n: p.detach() for n, p in fx.unwrap(model).named_parameters()}, refused
+
+
+def test_a_transformers_model_trains_as_in_one_process(clusters):
+    ((wanted_norms, wanted, _),) = clusters[1].run(_train_llama, None)
+    for norms, parameters, refused in clusters[2].run(_train_llama, PAIR):
+        assert refused
+        torch.testing.assert_close(norms, wanted_norms, rtol=1e-8, atol=0)
+        for name, value in wanted.items():
+            torch.testing.assert_close(parameters[name], value, rtol=1e-7, atol=1e-9)
