@@ -25,7 +25,7 @@ import fxtrain as fx
 from benchmarks._common import show
 
 LAYERS, WIDTH = 20, 2048  # 84 million parameters; with AdamW's two states 1.0 GB
-ROUNDS = 7
+ROUNDS = 5
 ROWS = 48  # of a batch: a short step, of about as many seconds as the save takes to copy
 MB = 1e6
 

@@ -209,20 +209,28 @@ def _load_optimizer(
             if state is None:
                 optimizer.state.pop(parameter, None)
                 continue
-            read = _reader(parameter, saved, fast=fast)
+            read = _reader(parameter, optimizer.state.get(parameter, {}), saved, fast=fast)
             optimizer.state[parameter] = {
                 key: state["plain"][key] if key in state["plain"] else read(f"{prefix}.{name}", key)
                 for key in state["keys"]
             }
 
 
-def _reader(parameter: Tensor, saved: Saved, *, fast: bool) -> Callable[[str, str], Tensor]:
-    """How a state of a parameter is made: spread like it, if it has its shape."""
+def _reader(
+    parameter: Tensor, old: Mapping[str, Any], saved: Saved, *, fast: bool
+) -> Callable[[str, str], Tensor]:
+    """How a state of a parameter is made: spread like it, if it has its shape.
+
+    A state that is there already is filled, which spares new memory.
+    """
 
     def read(prefix: str, key: str) -> Tensor:
         name = f"{prefix}.{key}"
         shape, dtype = saved.shapes[name]
-        if shape == tuple(parameter.shape):
+        there = old.get(key)
+        if shape == tuple(parameter.shape) and _alike(there, parameter, dtype):
+            made = there
+        elif shape == tuple(parameter.shape):
             made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         else:
             # torch counts steps on the host, unless a kernel reads them.
@@ -232,6 +240,19 @@ def _reader(parameter: Tensor, saved: Saved, *, fast: bool) -> Callable[[str, st
         return made
 
     return read
+
+
+def _alike(state: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a state lies where the parameter lies."""
+    if not isinstance(state, Tensor) or isinstance(state, DTensor) != isinstance(
+        parameter, DTensor
+    ):
+        return False
+    if isinstance(state, DTensor) and isinstance(parameter, DTensor):
+        mesh, places = state.device_mesh, state.placements
+        if (mesh, places) != (parameter.device_mesh, parameter.placements):
+            return False
+    return (state.shape, state.dtype, state.device) == (parameter.shape, dtype, parameter.device)
 
 
 def _like(value: Any, old: Any) -> Any:
