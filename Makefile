@@ -3,6 +3,8 @@
 PYTHON ?= python3
 # Installed first and by itself, so that pip does not choose another build for a dependency.
 TORCH ?= torch==2.13.0
+# Tests at a time; those on real ranks, which fill several cores, follow each other in any case.
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -11,8 +13,10 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/fxtrain launch --ranks 2 examples/digits.py
 
+# Empty: what Python compiles is kept, for the hundreds of short processes that tests start.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.test
-	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 # The CPU Adam operator is compiled first, since that takes longer than a test may.
 test-deepspeed: export PATH := $(CURDIR)/$(BIN):$(PATH)

@@ -7,6 +7,23 @@ import pytest
 from fxtrain.testing import Cluster
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What pytest-xdist keeps together: a file, and all tests on real ranks, so no pool twice.
+
+    What takes longest comes first, so that no process is left alone with it.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("ranks" if _on_ranks(item) else item.location[0]))
+    items.sort(key=lambda item: (not _on_ranks(item), "launched" not in item.location[0]))
+
+
+def _on_ranks(item: pytest.Item) -> bool:
+    return "clusters" in getattr(item, "fixturenames", ())
+
+
 @pytest.fixture(scope="session")
 def clusters() -> Iterator[dict[int, Cluster]]:
     """One pool per world size; its workers start with the first call."""

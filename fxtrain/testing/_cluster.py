@@ -1,6 +1,5 @@
 """A pool of real ranks: worker processes joined by gloo, kept for many short calls."""
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -15,15 +14,12 @@ from typing import Any
 import attrs
 
 from fxtrain._errors import CollectiveError
+from fxtrain.testing._start import starter
 from fxtrain.testing._worker import CONNECTED, LOADED, work
 
 __all__ = ["Cluster", "RankFailure", "free_port"]
 
 _START_S = 90.0
-# Ranks are forks of a process that has loaded these, which takes each of them seconds. Only
-# Linux forks safely once libraries are loaded.
-_LOADED_FIRST = ["fxtrain.testing", "torch._dynamo"]
-_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 # What a failure most likely is: the cause, or the echo of what failed on another rank.
 _ENDED, _RAISED, _SILENT, _ECHO = range(4)
 
@@ -177,9 +173,7 @@ class Cluster:
         return f"Its process ended {how}"
 
     def _start(self) -> None:
-        method: Any = multiprocessing.get_context(_METHOD)
-        if _METHOD == "forkserver":
-            method.set_forkserver_preload(_LOADED_FIRST)
+        method = starter()
         for rank in range(self.n):
             here, there = method.Pipe()
             process = method.Process(

@@ -1,6 +1,5 @@
 """Connecting for real: missing ranks, ports, devices, closing and connecting anew."""
 
-import multiprocessing
 import time
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain.testing import free_port
+from fxtrain.testing._start import starter
 
 
 def _env(rank, world, port):
@@ -61,9 +61,9 @@ def _connect_twice(rank, port, answers):
 
 
 def test_a_process_can_connect_close_and_connect_again():
-    spawn = multiprocessing.get_context("spawn")
-    answers, port = spawn.Queue(), free_port()
-    workers = [spawn.Process(target=_connect_twice, args=(r, port, answers)) for r in range(2)]
+    forks = starter()
+    answers, port = forks.Queue(), free_port()
+    workers = [forks.Process(target=_connect_twice, args=(r, port, answers)) for r in range(2)]
     for worker in workers:
         worker.start()
     assert sorted(answers.get(timeout=60) for _ in workers) == [(0, [3, 3]), (1, [3, 3])]

@@ -28,17 +28,17 @@ def _distil(told):
 CASES = [
     ("digits", 1, _digits),
     ("digits", 2, _digits),
-    ("chars", 2, _chars),
-    ("by_hand", 1, _by_hand),
+    ("chars --updates 30", 2, _chars),
     ("by_hand", 2, _by_hand),
     ("distil", 2, _distil),
 ]
 
 
-@pytest.mark.parametrize(("name", "ranks", "check"), CASES)
-def test_example(name, ranks, check):
+@pytest.mark.parametrize(("words", "ranks", "check"), CASES)
+def test_example(words, ranks, check):
+    name, *options = words.split()
     script = str(ROOT / "examples" / f"{name}.py")
-    ended = run(*FXTRAIN, "launch", "--ranks", str(ranks), script, timeout_s=300)
+    ended = run(*FXTRAIN, "launch", "--ranks", str(ranks), script, *options, timeout_s=300)
     assert ended.code == 0, ended.err
     told = json.loads(ended.out.strip().splitlines()[-1])
     assert told["ranks"] == ranks

@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from fxtrain.cli import Exit, _rerun, _resume, main
+from fxtrain.testing._start import starter
 from tests.launched._run import FXTRAIN, PYTHON, ROOT, SCRIPTS, finish, run, start
 
 pytestmark = pytest.mark.timeout(330)
@@ -17,31 +19,39 @@ def _last(done):
     return json.loads(done.out.strip().splitlines()[-1])
 
 
-def _wait_for(path, process):
+def _wait_for_another(folder, process, known):
     end = time.monotonic() + 90
-    while not any(path.glob("update-*")):
+    while not set(folder.glob("update-*")) - known:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end, "no checkpoint came"
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda one: one.name)
-def test_a_run_saves_and_leaves_when_told_and_goes_on(number, tmp_path):
-    words = (*PYTHON, EXAMPLE, "--folder", str(tmp_path), "--every", "10")
+def _told_to_leave(number, words, folder):
+    """What a run says that gets a signal once it has saved."""
+    known = set(folder.iterdir())
     process = start(*words, "--epochs", "1000")
-    _wait_for(tmp_path, process)
+    _wait_for_another(folder, process, known)
     process.send_signal(number)
     done = finish(process)
     assert done.code == 0, done.err
     told = _last(done)
     assert told["left"] is True
-    names = sorted(one.name for one in tmp_path.iterdir())
+    names = sorted(one.name for one in folder.iterdir())
     assert names[-1].startswith(f"update-{told['updates']:010d}")
+    return done.out, told["updates"], names[-1]
 
-    epochs = told["updates"] // 57 + 2
+
+def test_a_run_saves_and_leaves_when_told_and_goes_on(tmp_path):
+    words = (*PYTHON, EXAMPLE, "--folder", str(tmp_path), "--every", "10")
+    _, first, name = _told_to_leave(signal.SIGTERM, words, tmp_path)
+    said, second, last = _told_to_leave(signal.SIGUSR1, words, tmp_path)
+    assert f"going on from {tmp_path / name}" in said and second > first
+
+    epochs = second // 57 + 2
     again = run(*words, "--epochs", str(epochs))
     assert again.code == 0, again.err
-    assert f"going on from {tmp_path / names[-1]}" in again.out
+    assert f"going on from {tmp_path / last}" in again.out
     told = _last(again)
     assert told["left"] is False and told["updates"] == 57 * epochs
 
@@ -56,41 +66,56 @@ def test_one_rank_that_hears_it_is_enough(tmp_path):
 
 
 def test_verify_resume_says_that_a_script_is_exact():
-    done = run(*FXTRAIN, "verify-resume", "--ranks", "2", "--json", EXAMPLE, timeout_s=240)
+    done = run(
+        *FXTRAIN, "verify-resume", "--ranks", "2", "--json", EXAMPLE, "--every", "10", timeout_s=240
+    )
     assert done.code == 0, done.err
     told = json.loads(done.out[done.out.index("{") :])
     assert told["equal"] is True and told["differences"] == []
-    assert told["checkpoint"] == "update-0000000080" and told["leaves"] > 50
+    assert told["checkpoint"] == "update-0000000020" and told["leaves"] > 50
 
 
 @pytest.mark.parametrize(
     ("fault", "leaf"),
     [("loader", "position.index"), ("ema", "extra"), ("random", "model/module.weight")],
 )
-def test_verify_resume_names_the_first_leaf_that_differs(fault, leaf):
-    done = run(*FXTRAIN, "verify-resume", str(SCRIPTS / "forgets.py"), fault, timeout_s=240)
-    assert done.code == 1, done.err
-    assert "leaves differ; the first is" in done.out
-    assert f"the first is {leaf}" in " ".join(done.out.split())
+def test_verify_resume_names_the_first_leaf_that_differs(fault, leaf, monkeypatch, capsys):
+    monkeypatch.setattr(_resume, "_launch", _run_here)
+    assert main(["verify-resume", str(SCRIPTS / "forgets.py"), fault]) == Exit.FOUND
+    told = capsys.readouterr().out
+    assert "leaves differ; the first is" in told
+    assert f"the first is {leaf}" in " ".join(told.split())
 
 
-def test_verify_resume_of_a_script_that_does_not_save(tmp_path):
+def _run_here(program, orders, *, ranks, cpu):
+    """What a launcher runs on a rank, in a process that has torch loaded."""
+    process = starter().Process(target=_rerun.main, args=([json.dumps(orders), *program],))
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def test_verify_resume_of_a_script_that_does_not_save(tmp_path, monkeypatch, capsys):
     script = tmp_path / "train.py"
     script.write_text("print('done')\n")
-    done = run(*FXTRAIN, "verify-resume", str(script))
-    assert done.code == 2
-    assert "It should call fx.save at least twice" in done.err
-    missing = run(*FXTRAIN, "verify-resume", str(tmp_path / "trian.py"))
-    assert missing.code == 2 and "train.py" in missing.err
+    monkeypatch.setattr(_resume, "_launch", _run_here)
+    assert main(["verify-resume", str(script)]) == Exit.WRONG
+    assert "It should call fx.save at least twice" in capsys.readouterr().err
 
 
-def test_replay_runs_an_update_again(tmp_path):
+def test_verify_resume_of_a_script_that_is_not_there(tmp_path, capsys):
+    (tmp_path / "train.py").touch()
+    assert main(["verify-resume", str(tmp_path / "trian.py")]) == Exit.WRONG
+    assert "train.py" in capsys.readouterr().err
+
+
+def test_replay_runs_an_update_again(tmp_path, capsys):
     words = (EXAMPLE, "--folder", str(tmp_path), "--every", "10", "--epochs", "1")
     done = run(*PYTHON, *words)
     assert done.code == 0, done.err
     before = sorted(one.name for one in tmp_path.iterdir())
-    replay = (*FXTRAIN, "replay", "--checkpoint", str(tmp_path), "--update")
-    first = run(*replay, "45", *words)
+    replay = ("replay", "--checkpoint", str(tmp_path), "--update")
+    first = run(*FXTRAIN, *replay, "45", *words)
     assert first.code == 0, first.err
     lines = [json.loads(line) for line in first.out.splitlines() if line.startswith("{")]
     assert [(one["update"], one["micro"]) for one in lines] == [(44, 1), (45, 0)]
@@ -99,10 +124,10 @@ def test_replay_runs_an_update_again(tmp_path):
     newest = tmp_path / "update-0000000040"
     assert newest.name in before
     newest.rename(tmp_path / "aside")
-    second = run(*replay, "45", *words)
+    second = run(*FXTRAIN, *replay, "45", *words)
     again = [json.loads(line) for line in second.out.splitlines() if line.startswith("{")]
     assert again == lines
     (tmp_path / "aside").rename(newest)
     assert sorted(one.name for one in tmp_path.iterdir()) == before
-    none = run(*replay, "5", *words)
-    assert none.code == 2 and "no whole checkpoint before update 5" in none.err
+    assert main([*replay, "5", *words]) == Exit.WRONG
+    assert "no whole checkpoint before update 5" in capsys.readouterr().err
