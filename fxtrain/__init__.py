@@ -55,9 +55,11 @@ if TYPE_CHECKING:
     from fxtrain.state import Compile as Compile
     from fxtrain.state import Data as Data
     from fxtrain.state import DeepSpeed as DeepSpeed
+    from fxtrain.state import DiLoCo as DiLoCo
     from fxtrain.state import DistContext as DistContext
     from fxtrain.state import DryRun as DryRun
     from fxtrain.state import FromConfig as FromConfig
+    from fxtrain.state import LocalSGD as LocalSGD
     from fxtrain.state import LossScale as LossScale
     from fxtrain.state import Mesh as Mesh
     from fxtrain.state import Plan as Plan
@@ -92,9 +94,9 @@ _HOMES = {
     "fxtrain.ops": "close detect log preemption",
     "fxtrain.profile": "dry_run",
     "fxtrain.state": (
-        "Batch CP Change CommHook Compile DDP Data DeepSpeed DistContext DryRun FSDP FromConfig "
-        "LossScale Mesh Plan Position PowerSGD Precision Report Single Style TP Weighted "
-        "Wrapped diff dumps fingerprint from_config loads read_plan write_plan"
+        "Batch CP Change CommHook Compile DDP Data DeepSpeed DiLoCo DistContext DryRun FSDP "
+        "FromConfig LocalSGD LossScale Mesh Plan Position PowerSGD Precision Report Single Style "
+        "TP Weighted Wrapped diff dumps fingerprint from_config loads read_plan write_plan"
     ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -47,10 +47,15 @@ compiles = st.builds(
     mode=st.one_of(st.none(), names),
     dynamic=st.sampled_from([None, True, False]),
 )
+local = st.one_of(
+    st.builds(fx.LocalSGD, every=positive, warmup=st.integers(0, 9)),
+    st.builds(fx.DiLoCo, every=positive, outer_lr=reals, outer_momentum=st.floats(0, 0.99)),
+)
 plans = st.builds(
     fx.Plan,
     strategy=st.one_of(st.just(fx.Single()), ddp, deepspeed),
     precision=precisions,
+    local=st.none() | local,
     accumulate=positive,
     clip_norm=maybe,
     clip_value=maybe,

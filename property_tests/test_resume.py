@@ -30,9 +30,8 @@ def _loader(ctx, plan, size, workers):
     return fx.shard(DataLoader(rows, batch_size=size, shuffle=True, **more), ctx, plan)
 
 
-def _resume(ctx, folder, kind, accumulate, before, after, background, workers, even):
+def _resume(ctx, folder, kind, plan, before, after, background, workers):
     """Names of the leaves in which the stopped run differs from the other."""
-    plan = _runs.plan_of(kind, accumulate, even=even)
     fx.ops.seed(before, ctx, per_rank=True)
     model, fns = _runs.start(ctx, kind, plan)
     report, _ = _runs.go_on(ctx, _loader(ctx, plan, 4, workers), fns, before)
@@ -55,6 +54,14 @@ def _resume(ctx, folder, kind, accumulate, before, after, background, workers, e
     return differing, values == other, wanted_rows == rows, len(rows)
 
 
+HOW = {
+    "together": {},
+    "sharded optimizer": {"strategy": fx.DDP(shard_optimizer=True)},
+    "alone": {"local": fx.LocalSGD(every=3, warmup=1)},
+    "alone with an outer optimizer": {"local": fx.DiLoCo(every=2)},
+}
+
+
 @settings(ON_RANKS, max_examples=5)
 @given(
     kind=st.sampled_from(_runs.KINDS),
@@ -64,21 +71,22 @@ def _resume(ctx, folder, kind, accumulate, before, after, background, workers, e
     background=st.booleans(),
     workers=st.sampled_from([0, 0, 1]),
     even=st.sampled_from(["pad", "drop"]),
+    how=st.sampled_from(sorted(HOW)),
 )
-@example("plain", 2, 5, 4, True, 0, "drop")
-@example("weighted", 3, 4, 2, False, 1, "pad")
-@example("two optimizers", 2, 5, 4, False, 0, "drop")
-@example("fp16", 2, 3, 3, True, 0, "pad")
-@example("bf16", 2, 5, 4, False, 0, "drop")
-@example("scheduled", 2, 5, 4, False, 0, "drop")
-@example("compressed", 1, 5, 4, True, 0, "drop")
+@example("plain", 2, 5, 4, True, 0, "drop", "together")
+@example("weighted", 3, 4, 2, False, 1, "pad", "alone")
+@example("two optimizers", 2, 5, 4, False, 0, "drop", "sharded optimizer")
+@example("fp16", 2, 3, 3, True, 0, "pad", "together")
+@example("fp16", 1, 5, 4, False, 0, "pad", "alone with an outer optimizer")
+@example("bf16", 2, 5, 4, False, 0, "drop", "together")
+@example("scheduled", 2, 5, 4, False, 0, "drop", "sharded optimizer")
+@example("compressed", 1, 5, 4, True, 0, "drop", "together")
 def test_a_resumed_run_is_equal_in_every_bit(
-    cluster, kind, accumulate, before, after, background, workers, even
+    cluster, kind, accumulate, before, after, background, workers, even, how
 ):
+    plan = _runs.plan_of(kind, accumulate, even=even, **HOW[how])
     with tempfile.TemporaryDirectory() as folder:
-        found = cluster.run(
-            _resume, folder, kind, accumulate, before, after, background, workers, even
-        )
+        found = cluster.run(_resume, folder, kind, plan, before, after, background, workers)
         assert fx.verify(folder).world_size == cluster.n
     for differing, values, rows, seen in found:
         assert differing == []

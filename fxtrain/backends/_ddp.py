@@ -1,6 +1,8 @@
 """A replica on every rank, by torch's DistributedDataParallel."""
 
 import inspect
+import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxtrain import ops
 from fxtrain.backends import _torch
+from fxtrain.backends._local import new_round
 from fxtrain.backends._modules import outline, send_values, unmatched_names
+from fxtrain.backends._optim import part_of
 from fxtrain.backends._power_sgd import load_power_sgd, power_sgd_state
 from fxtrain.backends._sequence import sequence_problems
 from fxtrain.backends._single import SINGLE, wrap_plain
@@ -84,11 +88,25 @@ def _wrap(
     if data.world_size == 1:
         return wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY)
     ops.agree(outline(module), data, name="model")
-    plain = wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY)
-    if not any(parameter.requires_grad for parameter in module.parameters()):
+    change = _sharing(data) if plan.strategy.shard_optimizer else None
+    plain = wrap_plain(
+        module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY, change=change
+    )
+    alone = plan.local is not None and plan.local.warmup == 0
+    if alone or not any(parameter.requires_grad for parameter in module.parameters()):
         send_values((*module.parameters(), *module.buffers()), data)
-        return plain
-    return attrs.evolve(plain, engine=_replicate(module, ctx, data, plan.strategy))
+        return attrs.evolve(plain, round=new_round(module, ctx, plan))
+    engine = _replicate(module, ctx, data, plan.strategy)
+    return attrs.evolve(plain, engine=engine, round=new_round(module, ctx, plan))
+
+
+def _sharing(data: DistContext) -> Callable[[torch.optim.Optimizer], torch.optim.Optimizer]:
+    # torch's part takes a while to import, which other plans need not pay, and warns of itself.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from fxtrain.backends._shard_optimizer import ShardedOptimizer
+
+    return lambda made: ShardedOptimizer(made, data)
 
 
 def _replicate(
@@ -169,6 +187,15 @@ def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noq
     return model.engine.no_sync()
 
 
+def _unwrap(model: Wrapped) -> nn.Module:
+    module = SINGLE.unwrap(model)
+    if any(part_of(one) is not one for one in model.optimizers):
+        # Away from the buckets in which they were sent.
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+    return module
+
+
 DDP_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="DDP",
@@ -176,6 +203,7 @@ DDP_STRATEGY: Strategy = attrs.evolve(
     check=_check,
     wrap=_wrap,
     sync=_sync,
+    unwrap=_unwrap,
     state=power_sgd_state,
     load_state=load_power_sgd,
     cuts_sequences=True,

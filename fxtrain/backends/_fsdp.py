@@ -11,6 +11,7 @@ from torch import nn
 from fxtrain import ops
 from fxtrain._errors import CheckpointError, PlanError
 from fxtrain.backends import _torch
+from fxtrain.backends._local import new_round
 from fxtrain.backends._modules import unmatched_names
 from fxtrain.backends._sequence import sequence_problems
 from fxtrain.backends._single import SINGLE, bundle, wrap_plain
@@ -106,11 +107,12 @@ def _wrap(
         return wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=FSDP_STRATEGY)
     from fxtrain.backends._shard import shard_module
 
-    undo = shard_module(module, ctx, plan, shard_size(ctx, plan.strategy))
+    size = shard_size(ctx, plan.strategy)
+    undo = shard_module(module, ctx, plan, size)
     model = bundle(module, ctx, plan, optimizer, scheduler, strategy=FSDP_STRATEGY, undo=undo)
     for one in model.optimizers:
         _one_by_one(one)
-    return model
+    return attrs.evolve(model, round=new_round(module, ctx, plan, size))
 
 
 def _one_by_one(optimizer: torch.optim.Optimizer) -> None:

@@ -1,6 +1,6 @@
 """Optimizers and schedulers from the user's factories."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fxtrain._errors import PlanError
 
-__all__ = ["Params", "make_optimizers", "make_schedulers"]
+__all__ = ["Params", "make_optimizers", "make_schedulers", "part_of"]
 
 _FACTORY = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
 _SCHEDULER = "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"
@@ -27,14 +27,22 @@ class Params(list[nn.Parameter]):
         return self._named
 
 
+def part_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that holds this rank's states: itself, unless it is shared out over ranks."""
+    return getattr(optimizer, "part_of_rank", optimizer)
+
+
 def make_optimizers(
-    made_by: Any, module: nn.Module
+    made_by: Any,
+    module: nn.Module,
+    change: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None = None,
 ) -> tuple[Any, tuple[torch.optim.Optimizer, ...]]:
     """Call the factory on the parameters that require a gradient.
 
     Args:
         made_by: A function of `Params` to an optimizer or to a sequence or dict of them;
             None; or an optimizer that was built over this very module's parameters.
+        change: What takes the place of each optimizer.
 
     Returns:
         What the factory returned, and every optimizer in it.
@@ -52,6 +60,7 @@ def make_optimizers(
                 "wrap(optimizer=...): this optimizer holds parameters that are not those of the "
                 f"wrapped model. Pass a factory, which is called at the right time: {_FACTORY}"
             )
+        made_by = made_by if change is None else change(made_by)
         return made_by, (made_by,)
     if not callable(made_by):
         raise PlanError(
@@ -65,7 +74,14 @@ def make_optimizers(
             f"so there is nothing to train. Leave the optimizer out, or unfreeze something."
         )
     made = made_by(params)
-    return made, _all_of(made, torch.optim.Optimizer, "optimizer", _FACTORY)
+    found = _all_of(made, torch.optim.Optimizer, "optimizer", _FACTORY)
+    if change is None:
+        return made, found
+    if isinstance(made, Mapping):
+        changed = {key: change(one) for key, one in made.items()}
+        return changed, tuple(changed.values())
+    every = tuple(change(one) for one in found)
+    return (every if isinstance(made, list | tuple) else every[0]), every
 
 
 def make_schedulers(made_by: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]:

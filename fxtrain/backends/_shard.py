@@ -68,7 +68,9 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
 
 def _apply(module: nn.Module, mesh: DeviceMesh, ctx: DistContext, plan: Plan) -> None:
     config: FSDP = plan.strategy
-    axes = tuple(axis for axis in ("replicate", "shard") if axis in (mesh.mesh_dim_names or ()))
+    # A copy that trains alone is sharded for itself.
+    wanted = ("shard",) if plan.local is not None else ("replicate", "shard")
+    axes = tuple(axis for axis in wanted if axis in (mesh.mesh_dim_names or ()))
     names = ignored_names(module, config)
     named = dict(module.named_parameters(remove_duplicate=False))
     ignored = {named[name] for name in names}

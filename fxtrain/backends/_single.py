@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fxtrain.backends import _torch
+from fxtrain.backends._local import average
 from fxtrain.backends._modules import prepare_module, unmatched_names
 from fxtrain.backends._optim import make_optimizers, make_schedulers
 from fxtrain.backends._rows import show_rows
@@ -41,8 +42,9 @@ def wrap_plain(
     scheduler: Any,
     *,
     strategy: Strategy,
+    change: Any = None,
 ) -> Wrapped:
-    """Wrap a module that is its own engine."""
+    """Wrap a module that is its own engine; `change` is what becomes of each optimizer."""
     module.to(ctx.device)
     undo_rows = show_rows(module, ctx, plan)
     undo_blocks = prepare_module(module, plan)
@@ -51,7 +53,9 @@ def wrap_plain(
         undo_blocks()
         undo_rows()
 
-    return bundle(module, ctx, plan, optimizer, scheduler, strategy=strategy, undo=undo)
+    return bundle(
+        module, ctx, plan, optimizer, scheduler, strategy=strategy, undo=undo, change=change
+    )
 
 
 def bundle(
@@ -63,9 +67,10 @@ def bundle(
     *,
     strategy: Strategy,
     undo: Callable[[], None],
+    change: Any = None,
 ) -> Wrapped:
     """Call the factories on a module in its final form, and put everything into a handle."""
-    made, optimizers = make_optimizers(optimizer, module)
+    made, optimizers = make_optimizers(optimizer, module, change)
     planned, schedulers = make_schedulers(scheduler, made)
     return Wrapped(
         module=module,
@@ -105,4 +110,5 @@ SINGLE = Strategy(
     state=state_of,
     load_state=load_state,
     unwrap=_unwrap,
+    average=average,
 )

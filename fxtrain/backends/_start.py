@@ -15,7 +15,7 @@ from fxtrain._errors import PlanError
 from fxtrain.backends._modules import outline
 from fxtrain.state import DistContext
 
-__all__ = ["Start", "fill", "note_start"]
+__all__ = ["Start", "fill", "keep_part", "note_start"]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -183,10 +183,11 @@ def _reset(module: nn.Module, ctx: DistContext) -> None:
             part._parameters[name] = parameter
             if id(parameter) not in done:
                 done.add(id(parameter))
-                _keep_part(whole, parameter)
+                keep_part(whole, parameter)
 
 
-def _keep_part(whole: Tensor, parameter: nn.Parameter) -> None:
+def keep_part(whole: Tensor, parameter: Tensor) -> None:
+    """Copy what a rank holds of a tensor out of the whole of it."""
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)
         return

@@ -1,5 +1,6 @@
 """What a model on torch's own machinery needs to go on: taken out by name, and put back."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -8,6 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxtrain._errors import CheckpointError
+from fxtrain.backends._local_state import goes_on, load_round, round_state, weighted_mean
+from fxtrain.backends._optim import part_of
+from fxtrain.backends._start import keep_part
 from fxtrain.state import ModelState, Saved, Wrapped
 
 __all__ = ["each_of", "load_extra", "load_state", "of_all", "state_of"]
@@ -22,18 +26,20 @@ def state_of(model: Wrapped) -> ModelState:
     optimizers: list[Any] = []
     trained = _trained(model)
     steady = {name for name, tensor in tensors.items() if id(tensor) in trained}
+    own = {"tally": model.tally, "counts": model.counts}
     for index, optimizer in enumerate(model.optimizers):
         held, values = _optimizer_state(optimizer, f"optimizer.{index}", _names(model.module))
         tensors.update(held)
         optimizers.append(values)
         steady |= held.keys() if _has_hooks(optimizer) else set()
-    own = {"tally": model.tally, "counts": model.counts}
+        if model.round is not None or part_of(optimizer) is not optimizer:
+            own[f"optimizer.{index}.state"] = _as_bytes(values["state"], f"optimizer.{index}")
     for name, parameter in model.module.named_parameters():
         if parameter.grad is not None:
             # A spread gradient is reduced already; a plain one is this rank's part of a mean.
             place = tensors if isinstance(parameter.grad, DTensor) else own
             place[f"grad.{name}"] = parameter.grad
-    values = {
+    values: dict[str, Any] = {
         "module": extra,
         "optimizers": optimizers,
         "schedulers": [one.state_dict() for one in each_of(model.scheduler)],
@@ -41,12 +47,18 @@ def state_of(model: Wrapped) -> ModelState:
         # torch's DDP sends buffers before a forward if the one before it ended a window.
         "sends_buffers": getattr(model.engine, _SENDS_BUFFERS, None),
     }
-    buffers = {f"module.{name}" for name, _ in model.module.named_buffers()}
+    drifting = {f"module.{name}" for name, _ in model.module.named_buffers()} & tensors.keys()
+    if model.round is not None:
+        drifting, steady = set(tensors), set()  # the end of a round changes parameters too
+        values["copy"] = len(model.round.peers)  # its ranks
+        shared, mine = round_state(model.round)
+        tensors |= shared
+        own |= mine
     return ModelState(
         tensors=tensors,
         own=own,
         values=values,
-        drifting=frozenset(buffers & tensors.keys()),
+        drifting=frozenset(drifting),
         steady=frozenset(steady),
     )
 
@@ -75,21 +87,29 @@ def load_state(model: Wrapped, saved: Saved) -> None:
     """Put a saved state into a model, in place.
 
     At another number of ranks the gradients of an open window become the mean over the ranks
-    that saved, which is what they stand for.
+    that saved, which is what they stand for. So do parameters of copies that trained alone, there
+    and where all updates are made together.
 
     Raises:
         CheckpointError: it is the state of another model.
     """
     tensors, _ = _module_state(model.module)
     _check_names(tensors, saved)
+    trained = {f"module.{name}" for name, _ in model.module.named_parameters()}
+    mine, same = goes_on(model.round, saved), saved.ranks == saved.here
     for name, tensor in tensors.items():
         saved.fill(name, tensor)
-        drifted = saved.own(name, saved.rank) if saved.ranks == saved.here else None
-        if drifted is not None:
-            tensor.detach().copy_(drifted)
+        if name in trained and not mine:
+            mean = weighted_mean(saved, name)
+            if mean is not None:
+                keep_part(mean, tensor.detach())
+        elif same and (drifted := saved.own(name, saved.rank)) is not None:
+            _held(tensor.detach()).copy_(drifted)
     load_extra(model.module, saved.values["module"])
     if model.optimizers:
         _load_optimizers(model, saved)
+    if model.round is not None:
+        load_round(model.round, saved)
     _load_window(model, saved)
 
 
@@ -126,6 +146,11 @@ def load_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
         module.get_submodule(path).set_extra_state(value)
 
 
+def _held(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _names(module: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
@@ -141,14 +166,14 @@ def _optimizer_state(
         rest = {key: value for key, value in group.items() if key != "params"}
         groups.append({**rest, "params": [name for name, _ in named]})
         for name, parameter in named:
-            state = optimizer.state.get(parameter)
+            state = part_of(optimizer).state.get(parameter)
             if state is None:
                 continue
             held = {key: value for key, value in state.items() if isinstance(value, Tensor)}
             tensors.update({f"{prefix}.{name}.{key}": value for key, value in held.items()})
             plain = {key: value for key, value in state.items() if key not in held}
             values[name] = {"keys": list(state), "plain": plain}
-    return tensors, {"kind": type(optimizer).__name__, "groups": groups, "state": values}
+    return tensors, {"kind": type(part_of(optimizer)).__name__, "groups": groups, "state": values}
 
 
 def _groups(
@@ -168,7 +193,10 @@ def _load_optimizers(model: Wrapped, saved: Saved) -> None:
         )
     names = _names(model.module)
     for index, (optimizer, values) in enumerate(zip(model.optimizers, found, strict=True)):
-        _load_optimizer(optimizer, values, f"optimizer.{index}", names, saved)
+        prefix = f"optimizer.{index}"
+        mine = goes_on(model.round, saved)
+        states = _states(values["state"], prefix, saved, mine=mine)
+        _load_optimizer(optimizer, {**values, "state": states}, prefix, names, saved, mine=mine)
     schedulers, states = each_of(model.scheduler), saved.values["schedulers"]
     if len(schedulers) != len(states):
         raise CheckpointError(
@@ -186,12 +214,16 @@ def _load_optimizer(
     prefix: str,
     names: Mapping[int, str],
     saved: Saved,
+    *,
+    mine: bool,
 ) -> None:
     """Fill an optimizer directly: torch's own loading would cast states to the parameters'."""
+    part = part_of(optimizer)
+    held = {id(parameter) for group in part.param_groups for parameter in group["params"]}
     groups = list(_groups(optimizer, names))
     own = [[name for name, _ in named] for _, named in groups]
     theirs = [group["params"] for group in values["groups"]]
-    kind = type(optimizer).__name__
+    kind = type(part).__name__
     same = values["kind"] in (kind, "")  # files of other libraries do not say
     if not same or own != theirs:
         detail = f": {_first_difference(own, theirs)}" if same else ""
@@ -206,18 +238,51 @@ def _load_optimizer(
         fast = bool(group.get("capturable")) or bool(group.get("fused"))
         for name, parameter in named:
             state = values["state"].get(name)
-            if state is None:
-                optimizer.state.pop(parameter, None)
+            if state is None or id(parameter) not in held:
+                part.state.pop(parameter, None)
                 continue
-            read = _reader(parameter, optimizer.state.get(parameter, {}), saved, fast=fast)
-            optimizer.state[parameter] = {
+            old = part.state.get(parameter, {})
+            read = _reader(parameter, old, saved, fast=fast, mine=mine)
+            part.state[parameter] = {
                 key: state["plain"][key] if key in state["plain"] else read(f"{prefix}.{name}", key)
                 for key in state["keys"]
             }
 
 
+def _states(
+    states: Mapping[str, Any], prefix: str, saved: Saved, *, mine: bool
+) -> Mapping[str, Any]:
+    """What an optimizer keeps of which parameter: rank 0's, where ranks do not differ in that.
+
+    Args:
+        mine: Copies of the model trained alone, and do so again.
+    """
+    name = f"{prefix}.state"
+    if mine and (found := saved.own(name, saved.rank)) is not None:
+        return _from_bytes(found)
+    every = dict(states)
+    for one in of_all(saved, name):
+        every = {**_from_bytes(one), **every}
+    return every
+
+
+def _as_bytes(states: Mapping[str, Any], prefix: str) -> Tensor:
+    try:
+        text = json.dumps(states)
+    except TypeError as error:
+        raise CheckpointError(
+            f"{prefix} keeps something of a parameter that is neither a tensor nor a plain value, "
+            f"which cannot be saved where ranks have different states: {error}."
+        ) from error
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _from_bytes(raw: Tensor) -> dict[str, Any]:
+    return json.loads(bytes(raw.tolist()))
+
+
 def _reader(
-    parameter: Tensor, old: Mapping[str, Any], saved: Saved, *, fast: bool
+    parameter: Tensor, old: Mapping[str, Any], saved: Saved, *, fast: bool, mine: bool
 ) -> Callable[[str, str], Tensor]:
     """How a state of a parameter is made: spread like it, if it has its shape.
 
@@ -237,6 +302,8 @@ def _reader(
             on_host = key == "step" and not fast
             made = torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
         saved.fill(name, made)
+        if mine and (drifted := saved.own(name, saved.rank)) is not None:
+            _held(made).copy_(drifted)
         return made
 
     return read

@@ -9,6 +9,7 @@ from fxtrain._errors import PlanError
 from fxtrain.backends._ddp import DDP_STRATEGY
 from fxtrain.backends._deepspeed import DEEPSPEED_STRATEGY
 from fxtrain.backends._fsdp import FSDP_STRATEGY
+from fxtrain.backends._local import local_problems
 from fxtrain.backends._single import SINGLE
 from fxtrain.state import DistContext, Plan, Strategy, Wrapped
 
@@ -88,7 +89,7 @@ def wrap(
     _check_types(model, ctx, plan)
     strategy = _find(plan)
     problems = (*strategy.check(ctx, plan, model), *_unfit(strategy, ctx, plan))
-    if problems:
+    if problems := (*problems, *local_problems(ctx, plan)):
         raise PlanError("\n".join(problems))
     return strategy.wrap(model, ctx, plan, optimizer, scheduler)
 

@@ -112,8 +112,8 @@ def apply(model: Wrapped, finish: Finish) -> Outcome:
         clip_value(model, finish.clip_value)
     applied = not finish.skip
     if model.scaler is not None:
-        applied = _scaled_update(model, model.scaler, skip=finish.skip)
-    elif applied:
+        applied = _scaled_update(model, model.scaler, finish)
+    elif applied and not finish.hold:
         for optimizer in model.optimizers:
             optimizer.step()
     for optimizer in model.optimizers:
@@ -158,7 +158,7 @@ def _unscale(model: Wrapped) -> None:
     model.counts[_UNSCALED] = 1
 
 
-def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, *, skip: bool) -> bool:
+def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, finish: Finish) -> bool:
     """Step every optimizer or none, then update the scale once; whether they stepped."""
     # torch keeps overflow per optimizer and skips one by one; a step is all or nothing.
     found = [
@@ -167,18 +167,19 @@ def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, *, skip: bool) 
         for flag in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
     ]
     flag = torch.stack(found).amax()
-    if is_spread(model.module.parameters()) or model.ctx.mesh.pipeline > 1:
+    differ = model.round is not None or model.ctx.mesh.pipeline > 1
+    if differ or is_spread(model.module.parameters()):
         # A shard that overflowed is on one rank only; those of the data axis see the same.
         flag = ops.reduce(flag, model.ctx, op="max")
     for one in found:
         one.copy_(flag)
     overflow = bool(flag.item())
-    if not overflow and not skip:
+    if not overflow and not finish.skip and not finish.hold:
         for optimizer in model.optimizers:
             scaler.step(optimizer)
     scaler.update()
     model.counts[_UNSCALED] = 0
-    return not overflow and not skip
+    return not overflow and not finish.skip
 
 
 def to_float(leaf: Any) -> Any:

@@ -2,13 +2,12 @@
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import attrs
 import torch
-from torch.distributed.tensor import DTensor
 
 from fxtrain import ops
 from fxtrain._errors import CheckpointError, CollectiveError
@@ -246,7 +245,7 @@ def _prepare(
         problem=None if problem is None else f"{type(problem).__name__}: {problem}",
         position=position,
         sizes={key: piece.size for key, piece in offers.items()},
-        digests={} if taken is None else _digests(taken),
+        digests={} if taken is None else _digests(taken, offers),
         named=named,
         has_way=has_way(ctx),
     )
@@ -254,9 +253,14 @@ def _prepare(
     _raise_all(views, str(folder), problem)
     assert taken is not None
     name, token = views[0].named
-    chosen = _writers(views, taken)
-    drifted = {one for one in taken.drifting if len({v.digests.get(one) for v in views}) > 1}
-    own = {**taken.own, **{one: taken.tensors[one] for one in drifted}}
+    drifting: dict[str, set[tuple[str, str]]] = {}
+    for view in views:
+        for key, found in view.digests.items():
+            drifting.setdefault(key, set()).add(found)
+    chosen = _writers(views, drifting.keys())
+    drifted = {name for found in drifting.values() if len(found) > 1 for name, _ in found}
+    own = dict(taken.own)
+    own |= {piece.name: piece.tensor for piece in offers.values() if piece.name in drifted}
     mine = [piece for key, piece in offers.items() if chosen[key] == ctx.rank]
     pieces = [*mine, *own_pieces(own)]
     return _Job(
@@ -278,7 +282,7 @@ class _View:
         problem: Why it cannot.
         position: Where it stands.
         sizes: Bytes of the pieces that it could write, by key.
-        digests: Of the tensors that may differ between ranks, by name.
+        digests: Name and digest of the pieces that may differ between ranks, by key.
         named: On rank 0, the name and the token of the checkpoint.
         has_way: Its group for saves in the background works.
     """
@@ -286,25 +290,25 @@ class _View:
     problem: str | None
     position: Position
     sizes: Mapping[str, int]
-    digests: Mapping[str, str]
+    digests: Mapping[str, tuple[str, str]]
     named: tuple[str, str] | None
     has_way: bool
 
 
-def _digests(taken: Snapshot) -> dict[str, str]:
+def _digests(taken: Snapshot, offers: Mapping[str, Piece]) -> dict[str, tuple[str, str]]:
     return {
-        name: digest_of(memory_of(contiguous(taken.tensors[name])))
-        for name in taken.drifting
-        if not isinstance(taken.tensors[name], DTensor)
+        key: (piece.name, digest_of(memory_of(contiguous(piece.tensor))))
+        for key, piece in offers.items()
+        if piece.name in taken.drifting
     }
 
 
-def _writers(views: Sequence[_View], taken: Snapshot) -> dict[str, int]:
+def _writers(views: Sequence[_View], drifting: Set[str]) -> dict[str, int]:
     holders: dict[str, list[int]] = {}
     for rank, view in enumerate(views):
         for key in view.sizes:
-            # Of buffers, and of the user's own tensors, the first rank's count.
-            first = key in taken.drifting or key.startswith("extra")
+            # Of what may differ, and of the user's own tensors, the first rank's count.
+            first = key in drifting or key.startswith("extra")
             if key not in holders or not first:
                 holders.setdefault(key, []).append(rank)
     sizes = {key: size for view in views for key, size in view.sizes.items()}

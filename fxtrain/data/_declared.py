@@ -29,11 +29,6 @@ def declared_source(loader: DataLoader[Any], ctx: DistContext, plan: Plan) -> tu
     Raises:
         DataError: the plan asks for what cannot be known; on every rank.
     """
-    if plan.even == "uneven":
-        raise DataError(
-            'even="uneven" with Data(source="sharded"): no rank can see how many rows the '
-            'others have left. Use even="pad" or even="drop".'
-        )
     reading = read_loader(loader, ctx.world_size, plan)
     if reading.layout.unit == "batch" and plan.batch == "global":
         raise DataError(

@@ -51,8 +51,9 @@ def turns(
 ) -> Iterator[tuple[Step, tuple[Any]]]:
     """Global batches made of one batch of every rank.
 
-    Under `pad`, a rank whose data has ended goes over it again until all have ended; under
-    `drop`, the first rank that ends stops all.
+    Under `pad`, a rank whose data has ended goes over it again until all have ended. Under
+    `uneven` it does too, but these batches have the size 0: they count for nothing. Under `drop`,
+    the first rank that ends stops all.
 
     Effects:
         One gather per global batch, looking one ahead; two where some ranks have ended.
@@ -79,7 +80,7 @@ def turns(
         after = next(own)
         coming = _meet(after, ctx)
         is_last = ends(state != _HAS for state, _ in coming)
-        slot = _slot(number, table)
+        slot = _slot(number, table, plan)
         position = advance(position, slot, plan, is_last=is_last)
         total = None if held is None or plan.accumulate > 1 else held + sum(slot.sizes)
         yield Step(slot, position, total), (now.data,)
@@ -88,9 +89,10 @@ def turns(
         now, table, held = after, coming, 0
 
 
-def _slot(number: int, table: list[tuple[int, int]]) -> Slot:
+def _slot(number: int, table: list[tuple[int, int]], plan: Plan) -> Slot:
     rows = tuple(size if state == _HAS else 0 for state, size in table)
-    return Slot(number, sum(rows), rows, tuple(size for _, size in table), ())
+    sizes = rows if plan.even == "uneven" else tuple(size for _, size in table)
+    return Slot(number, sum(rows), rows, sizes, ())
 
 
 def _attempt(batches: Iterator[tuple[int, Any]], state: int) -> Iterator[_Turn]:

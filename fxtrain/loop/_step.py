@@ -12,7 +12,16 @@ from fxtrain._errors import CollectiveError, StepError
 from fxtrain.loop import _weights
 from fxtrain.ops._train import check_loss
 from fxtrain.ops._wire import guarded
-from fxtrain.state import Batch, DistContext, Finish, Outcome, Report, Weighted, Wrapped
+from fxtrain.state import (
+    Batch,
+    DistContext,
+    Finish,
+    Outcome,
+    Report,
+    Weighted,
+    Wrapped,
+    is_alone,
+)
 
 __all__ = ["StepFns", "step"]
 
@@ -130,8 +139,11 @@ def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -
     plan = model.plan
     due = batch.position.micro == 0
     strategy = model.strategy
+    now, local = model.round, plan.local
+    alone = now is not None and local is not None and is_alone(local, batch.position)
+    by_itself = alone and now is not None and len(now.peers) == 1
     try:
-        with strategy.sync(model, due or plan.sync_each):
+        with strategy.sync(model, (due or plan.sync_each) and not by_itself):
             if plan.precision.compute == "fp32":
                 out = fns.loss(model, batch)
             else:
@@ -139,11 +151,13 @@ def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -
                     out = fns.loss(model, batch)
             loss, aux = _loss_and_aux(out)
             check_loss(loss.total if type(loss) is Weighted else loss)
-            share = _weights.share(loss, batch, model)
+            share = _weights.share(loss, batch, model, alone=alone)
             strategy.backward(share.loss, model)
         if plan.nonfinite != "ignore":
             model.tally[_BAD] += ~torch.isfinite(share.mean)
-        outcome = _update(ctx, batch, fns, loss) if due else None
+        outcome = _update(ctx, batch, fns, loss, alone=alone) if due else None
+        if now is not None:
+            strategy.average(model, batch.position)
     except RuntimeError as error:
         raise _named(ctx, error) from error
     if aux is not None:
@@ -173,14 +187,15 @@ def _loss_and_aux(out: Any) -> tuple[Any, Any]:
     return (loss if whole is None else whole()), aux
 
 
-def _update(ctx: DistContext, batch: Batch, fns: StepFns, loss: Any) -> Outcome:
+def _update(ctx: DistContext, batch: Batch, fns: StepFns, loss: Any, *, alone: bool) -> Outcome:
     model = fns.model
     plan = model.plan
-    scale = _weights.close_window(loss, batch, model)
+    scale = _weights.close_window(loss, batch, model, alone=alone)
     skip = plan.nonfinite != "ignore" and _nonfinite(ctx, batch, model)
     finish = fns._finish
-    if scale is not None or skip:
-        finish = attrs.evolve(finish, scale=scale, skip=skip)
+    hold = alone and _weights.is_empty(batch, model)
+    if scale is not None or skip or hold:
+        finish = attrs.evolve(finish, scale=scale, skip=skip, hold=hold)
     outcome = model.strategy.apply(model, finish)
     by_rows = plan.schedule == "samples"
     rows = _weights.end_window(model) if by_rows or plan.accumulate > 1 else 0

@@ -4,6 +4,8 @@ Strategies average gradients over the ranks that see different tokens. The gradi
 update wants is that of the mean over all rows, or all weight, of the window on all ranks. So
 each loss is multiplied before backward by what makes the average come out right; where the
 weight of the window is not known yet, gradients are corrected by one factor when it closes.
+
+Of a copy of the model that trains alone (`Plan.local`), "all ranks" are those of the copy.
 """
 
 from typing import Any
@@ -14,9 +16,9 @@ from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._errors import StepError
-from fxtrain.state import Batch, Weighted, Wrapped
+from fxtrain.state import Batch, DistContext, Weighted, Wrapped
 
-__all__ = ["Share", "close_window", "end_window", "share"]
+__all__ = ["Share", "close_window", "end_window", "is_empty", "share"]
 
 _SCALE, _SUM = 0, 1  # places in the tally
 _MICRO, _ROWS, _FULL, _REAL = 0, 1, 2, 3  # places in the counts
@@ -37,44 +39,54 @@ class Share:
     weight: Any
 
 
-def share(loss: Any, batch: Batch, model: Wrapped) -> Share:
+def share(loss: Any, batch: Batch, model: Wrapped, *, alone: bool = False) -> Share:
     """Scale a loss so that gradients averaged over ranks add up to the update's."""
     plan = model.plan
+    sizes = _of_copy(batch, model) if alone else batch.sizes
     if plan.accumulate > 1 or plan.schedule == "samples":
-        _count(batch, model)
+        _count(batch, model, sizes)
+    if alone:
+        _account(loss, batch, model, sizes)
     if type(loss) is Weighted:
-        return _weighted(loss, batch, model)
-    sizes = batch.sizes
-    rank = model.ctx.axis("data").rank
-    mine, ranks = sizes[rank], len(sizes)
-    total = batch.window_rows
+        return _weighted(loss, batch, model, alone=alone)
+    mine, ranks = batch.sizes[model.ctx.axis("data").rank], len(sizes)
+    total = None if alone else batch.window_rows
     if total is None:
         # Not known ahead: weigh against a full window, corrected when it closes.
         total = sum(sizes) if plan.accumulate == 1 else int(model.counts[_FULL])
-    if mine * ranks == total:
+    if mine * ranks == total != 0:
         part = loss
     elif mine and total % (mine * ranks) == 0:
         # Dividing by the count, as a loop written by hand does, rounds the same way.
         part = loss / (total // (mine * ranks))
     else:
-        part = loss * (mine * ranks / total)
+        part = loss * (mine * ranks / total if mine else 0.0)
     return Share(part, loss.detach(), mine)
 
 
-def close_window(loss: Any, batch: Batch, model: Wrapped) -> float | Tensor | None:
+def close_window(
+    loss: Any, batch: Batch, model: Wrapped, *, alone: bool = False
+) -> float | Tensor | None:
     """The factor that gradients still need when the window closes; None for none."""
     if model.plan.accumulate == 1:
         return None
     if type(loss) is Weighted:
-        losses = model.ctx.axis("loss")
+        losses = _group(model, alone=alone)
         total = ops.reduce(model.tally[_SUM], losses, op="sum")
         factor = torch.where(total > 0, losses.world_size / (model.tally[_SCALE] * total), 0.0)
         model.tally[:2] = 0
         return factor
-    if batch.window_rows is not None:
+    if batch.window_rows is not None and not alone:
         return None
     full, rows = int(model.counts[_FULL]), int(model.counts[_ROWS])
-    return None if full == rows else full / rows
+    return None if rows in (0, full) else full / rows
+
+
+def is_empty(batch: Batch, model: Wrapped) -> bool:
+    """Whether a copy that trains alone had no row in the window that closes."""
+    if model.plan.accumulate > 1:
+        return not model.counts[_ROWS]
+    return not any(_of_copy(batch, model))
 
 
 def end_window(model: Wrapped) -> int:
@@ -84,17 +96,40 @@ def end_window(model: Wrapped) -> int:
     return rows
 
 
-def _count(batch: Batch, model: Wrapped) -> None:
-    counts, total = model.counts, sum(batch.sizes)
+def _group(model: Wrapped, *, alone: bool) -> DistContext:
+    """The ranks over which gradients are averaged."""
+    return model.round.within if alone and model.round else model.ctx.axis("loss")
+
+
+def _of_copy(batch: Batch, model: Wrapped) -> tuple[int, ...]:
+    """The rows of each rank of a copy that trains alone."""
+    assert model.round is not None
+    return tuple([batch.sizes[rank] for rank in model.round.peers])
+
+
+def _count(batch: Batch, model: Wrapped, sizes: tuple[int, ...]) -> None:
+    counts = model.counts
     if counts[_MICRO] == 0:
-        counts[_FULL] = model.plan.accumulate * max(batch.sizes) * len(batch.sizes)
+        counts[_FULL] = model.plan.accumulate * max(batch.sizes) * len(sizes)
     counts[_MICRO] += 1
-    counts[_ROWS] += total
+    counts[_ROWS] += sum(sizes)
     counts[_REAL] += sum(batch.rows)
 
 
-def _weighted(loss: Weighted, batch: Batch, model: Wrapped) -> Share:
-    losses = model.ctx.axis("loss")
+def _account(loss: Any, batch: Batch, model: Wrapped, sizes: tuple[int, ...]) -> None:
+    """Note what this copy trained on, by which it counts when the copies are averaged."""
+    now = model.round
+    assert now is not None
+    if type(loss) is Weighted:
+        if batch.sizes[model.ctx.axis("data").rank]:
+            now.weight.add_(torch.as_tensor(loss.weight).detach().reshape(()))
+        now.rows[2] += 1
+    else:
+        now.rows[:2] += torch.tensor([sum(sizes), sum(batch.sizes)])
+
+
+def _weighted(loss: Weighted, batch: Batch, model: Wrapped, *, alone: bool) -> Share:
+    losses = _group(model, alone=alone)
     present = 1 if batch.sizes[model.ctx.axis("data").rank] else 0
     weight = torch.as_tensor(loss.weight, dtype=model.tally.dtype, device=model.tally.device)
     if weight.numel() != 1:
@@ -110,14 +145,13 @@ def _weighted(loss: Weighted, batch: Batch, model: Wrapped) -> Share:
         scale = torch.where(total > 0, losses.world_size / total, 0.0)
     else:
         if model.counts[_MICRO] == 1:
-            model.tally[_SCALE] = _rough_scale(weight, model)
+            model.tally[_SCALE] = _rough_scale(weight, model, losses)
         model.tally[_SUM] += weight
         scale = model.tally[_SCALE]
     return Share(loss.total * (scale * present).to(dtype), mean, loss.weight)
 
 
-def _rough_scale(weight: Tensor, model: Wrapped) -> Tensor:
+def _rough_scale(weight: Tensor, model: Wrapped, losses: DistContext) -> Tensor:
     """A power of two near the final scale: exact to multiply by, and no overflow in fp16."""
-    losses = model.ctx.axis("loss")
     total = ops.reduce(weight, losses, op="sum").clamp(min=1.0) * model.plan.accumulate
     return torch.exp2(torch.round(torch.log2(losses.world_size / total)))

@@ -24,6 +24,7 @@ from fxtrain.ops._tokens import join_tokens, token_positions
 from fxtrain.ops._train import (
     apply,
     autocast,
+    average,
     backward,
     clip_norm,
     clip_value,
@@ -40,6 +41,7 @@ __all__ = [
     "any_rank",
     "apply",
     "autocast",
+    "average",
     "backward",
     "barrier",
     "broadcast",

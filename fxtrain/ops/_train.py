@@ -10,9 +10,18 @@ import torch
 from torch import Tensor
 
 from fxtrain._errors import StepError
-from fxtrain.state import DTYPES, Finish, Outcome, Wrapped
+from fxtrain.state import DTYPES, Finish, Outcome, Position, Wrapped
 
-__all__ = ["apply", "autocast", "backward", "clip_norm", "clip_value", "scale_grads", "sync"]
+__all__ = [
+    "apply",
+    "autocast",
+    "average",
+    "backward",
+    "clip_norm",
+    "clip_value",
+    "scale_grads",
+    "sync",
+]
 
 
 def sync(model: Wrapped, *, enabled: bool = True) -> AbstractContextManager[None]:
@@ -150,6 +159,29 @@ def apply(model: Wrapped, finish: Finish = Finish()) -> Outcome:  # noqa: B008 -
             "fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params))."
         )
     return model.strategy.apply(model, finish)
+
+
+def average(model: Wrapped, position: Position | None = None) -> None:
+    """Give all copies that train alone (`Plan.local`) their mean, where a round ends.
+
+    `fx.step` does so by itself. A loop written by hand calls this after each micro-batch; its
+    copies all count alike.
+
+    Args:
+        position: `batch.position`, at which a round may end. None ends one.
+
+    Effects:
+        Changes parameters and floating buffers in place, with one all-reduce per dtype. Nothing
+        where all updates are made together.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx, fx.Plan(local=fx.LocalSGD(every=8)))
+        ...     fx.ops.average(model, fx.Position(updates=8))
+    """
+    if model.round is not None:
+        model.strategy.average(model, position)
 
 
 def check_loss(loss: Any) -> None:

@@ -9,6 +9,7 @@ from fxtrain.state._dry_run import PARTS, DryRun, Memory, Problem, Traffic
 from fxtrain.state._files import dumps, loads, read_plan, unique_keys, write_plan
 from fxtrain.state._fsdp import FSDP
 from fxtrain.state._launchers import read_topology
+from fxtrain.state._local import DiLoCo, LocalSGD, is_alone, round_begins, round_ends
 from fxtrain.state._mesh import AXES, Mesh, axis_groups, read_mesh, resolve_mesh
 from fxtrain.state._plan import Compile, Data, Plan
 from fxtrain.state._position import Position
@@ -19,6 +20,7 @@ from fxtrain.state._strategy import (
     Finish,
     ModelState,
     Outcome,
+    Round,
     Saved,
     Strategy,
     Wrapped,
@@ -39,12 +41,14 @@ __all__ = [
     "DTYPES",
     "Data",
     "DeepSpeed",
+    "DiLoCo",
     "DistContext",
     "DryRun",
     "FSDP",
     "Finish",
     "FromConfig",
     "Ledger",
+    "LocalSGD",
     "LossScale",
     "Memory",
     "Mesh",
@@ -57,6 +61,7 @@ __all__ = [
     "Precision",
     "Problem",
     "Report",
+    "Round",
     "Saved",
     "Single",
     "Strategy",
@@ -72,11 +77,14 @@ __all__ = [
     "dumps",
     "fingerprint",
     "from_config",
+    "is_alone",
     "loads",
     "read_mesh",
     "read_plan",
     "read_topology",
     "resolve_mesh",
+    "round_begins",
+    "round_ends",
     "structure",
     "token_ranges",
     "unique_keys",

@@ -76,8 +76,8 @@ class Report:
     Attributes:
         loss: Scalar, this rank's micro-batch mean, detached. Reduce it for a global figure.
         weight: What the loss averages over: rows, or the weight of a `Weighted`.
-        grad_norm: Total norm before clipping, the same on every rank; None when no update
-            was due or the plan does not clip by norm.
+        grad_norm: Total norm before clipping, the same on every rank (of the copy, under
+            `Plan.local`); None when no update was due or the plan does not clip by norm.
         applied: Whether the optimizers updated the parameters.
         skipped: Whether an update was due and left out, on every rank, because of
             non-finite values.

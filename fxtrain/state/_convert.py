@@ -231,23 +231,25 @@ def _field_hook(
     field: "attrs.Attribute[Any]", converter: cattrs.Converter, known: Mapping[str, type]
 ) -> _Hook:
     if field.metadata.get("union") == "strategies":
-        return lambda data, _: _strategy(data, converter, known)
+        return lambda data, _: _tagged(data, converter, known)
     kind: Any = field.type
     check, convert = field.validator, field.converter
     if not isinstance(check, Check):  # of a config that does not check itself
         check, convert = check_of(kind, ""), canonical(kind)
-    inner = next((one for one in members(kind) if attrs.has(one)), None)
+    inner = [one for one in members(kind) if attrs.has(one)]
     rows = next((one for one in members(kind) if _holds_records(one)), None)
 
     def build(data: Any, _: Any) -> Any:
-        if inner is not None and isinstance(data, Mapping):
-            return converter.structure(data, inner)
+        if len(inner) > 1 and isinstance(data, Mapping):
+            return _tagged(data, converter, {str(kind_of(one)): one for one in inner})
+        if inner and isinstance(data, Mapping):
+            return converter.structure(data, inner[0])
         if rows is not None and isinstance(data, list | tuple):
             return converter.structure(data, rows)
         value = data if convert is None else convert(data)  # type: ignore[operator]
         problem = check.problem(field, value)
         if problem is not None:
-            table = "" if inner is None else " In a file that is a table."
+            table = " In a file that is a table." if inner else ""
             raise ValueError(f"found {shown(data)}; {problem}{table}")
         return value
 
@@ -258,7 +260,7 @@ def _holds_records(kind: Any) -> bool:
     return get_origin(kind) is tuple and any(map(attrs.has, get_args(kind)[:1]))
 
 
-def _strategy(data: Any, converter: cattrs.Converter, known: Mapping[str, type]) -> Any:
+def _tagged(data: Any, converter: cattrs.Converter, known: Mapping[str, type]) -> Any:
     kinds = ", ".join(map(repr, sorted(known)))
     if not isinstance(data, Mapping):
         raise ValueError(f"found {shown(data)}; choose a table with a `kind`, one of {kinds}.")

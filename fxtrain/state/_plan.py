@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import attrs
 
+from fxtrain.state._local import DiLoCo, LocalSGD
 from fxtrain.state._precision import DTYPES, Precision, precision_of
 from fxtrain.state._record import above, at_least, record
 from fxtrain.state._sequence import CP
@@ -92,6 +93,8 @@ class Plan:
             products of matrices, attention.
         compile: How to compile the model; None does not.
         context: How sequences are cut over the mesh's context axis; None leaves them whole.
+        local: Let copies of the model train alone for so many updates, and average them then;
+            None makes every update together.
 
     Example:
         >>> import fxtrain as fx
@@ -126,3 +129,4 @@ class Plan:
     recompute_keep: tuple[Literal["matmul", "attention"], ...] = ()
     compile: Compile | None = None
     context: CP | None = None
+    local: LocalSGD | DiLoCo | None = None

@@ -72,6 +72,8 @@ class DDP:
         unused_parameters: Search for parameters that took no part in the loss.
         sync_buffers: Broadcast buffers (BatchNorm statistics) from rank 0 before forward.
         hook: How gradients are sent.
+        shard_optimizer: Each rank keeps the optimizer states of some parameters only, updates
+            those and sends them to the others (ZeRO-1), by torch's ZeroRedundancyOptimizer.
     """
 
     kind: Literal["ddp"] = attrs.field(default="ddp", init=False)
@@ -81,3 +83,4 @@ class DDP:
     unused_parameters: bool = False
     sync_buffers: bool = True
     hook: CommHook = CommHook()
+    shard_optimizer: bool = False

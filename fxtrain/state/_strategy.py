@@ -12,8 +12,18 @@ from torch import nn
 from fxtrain._errors import PlanError
 from fxtrain.state._context import DistContext
 from fxtrain.state._plan import Plan
+from fxtrain.state._position import Position
 
-__all__ = ["Finish", "ModelState", "Outcome", "Saved", "Strategy", "Wrapped", "unsupported"]
+__all__ = [
+    "Finish",
+    "ModelState",
+    "Outcome",
+    "Round",
+    "Saved",
+    "Strategy",
+    "Wrapped",
+    "unsupported",
+]
 
 
 @attrs.frozen(kw_only=True)
@@ -25,12 +35,15 @@ class Finish:
         clip_norm: Largest total norm; None does not clip.
         clip_value: Largest absolute entry; None does not clip.
         skip: Leave the update out; equal on every rank.
+        hold: The update counts, but parameters of this rank stay: it trains alone (`Plan.local`)
+            and had no rows.
     """
 
     scale: Any = attrs.field(default=None, eq=False)
     clip_norm: float | None = None
     clip_value: float | None = None
     skip: bool = False
+    hold: bool = False
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -44,6 +57,34 @@ class Outcome:
 
     applied: bool
     grad_norm: torch.Tensor | None = None
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Round:
+    """What copies of a model that train alone keep from one average to the next.
+
+    Identity decides equality and hash: the tensors change in place.
+
+    Attributes:
+        copies: The ranks that hold the same part of each copy.
+        within: The ranks of this copy, over which its gradients are averaged.
+        peers: Their numbers on the data axis.
+        parameters: What is averaged beside buffers, by name.
+        rows: On the CPU, int64, shape (3,): rows that this copy trained on, those of all
+            copies together, and micro-batches with a `Weighted` loss. Since the last average.
+        weight: On the device, a number: the weight of this rank's `Weighted` losses since then.
+        anchor: Where parameters stood then, by name; only with an outer optimizer.
+        momentum: Of the outer optimizer, by name.
+    """
+
+    copies: DistContext
+    within: DistContext
+    peers: tuple[int, ...]
+    parameters: Mapping[str, nn.Parameter] = attrs.field(repr=False)
+    rows: torch.Tensor = attrs.field(repr=False)
+    weight: torch.Tensor = attrs.field(repr=False)
+    anchor: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)
+    momentum: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -72,6 +113,8 @@ class Wrapped:
         undo: Takes back what wrapping did to the module.
         settings: What an engine under the strategy was configured with, as plain data; empty
             where there is no engine.
+        round: What copies that train alone keep; None where there is one copy, or where all
+            updates are made together.
     """
 
     module: nn.Module
@@ -88,6 +131,7 @@ class Wrapped:
     counts: torch.Tensor = attrs.field(repr=False)
     undo: Callable[[], None] = attrs.field(repr=False)
     settings: Mapping[str, Any] = attrs.field(factory=lambda: MappingProxyType({}), repr=False)
+    round: Round | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.strategy.forward(self, args, kwargs)
@@ -185,6 +229,9 @@ class Strategy:
             of ranks.
         unwrap: (model) → the user's module, as it was.
         cuts_sequences: It carries out `Plan.context`.
+        average: (model, position) → None: of copies that train alone, ends the round that ends
+            at a position, or begins the first; at None ends one. Called only where `model.round`
+            is one.
     """
 
     name: str
@@ -203,6 +250,9 @@ class Strategy:
     load_state: Callable[[Wrapped, Saved], None]
     unwrap: Callable[[Wrapped], nn.Module]
     cuts_sequences: bool = False
+    average: Callable[[Wrapped, Position | None], None] = attrs.Factory(
+        lambda: unsupported("average", by="This strategy")
+    )
 
 
 def unsupported(what: str, *, by: str) -> Callable[..., NoReturn]:

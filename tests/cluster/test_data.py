@@ -271,9 +271,14 @@ def test_a_rank_without_data_is_named_on_every_rank(pair):
     assert pair.run(_own, [0, 0], "pad") == [[], []]
 
 
-def test_uneven_split_data_is_refused_on_every_rank(pair):
-    for says in pair.run(_refusal, [3, 4], "uneven"):
-        assert 'Use even="pad"' in says
+@pytest.mark.parametrize("kind", ["table", "stream"])
+def test_uneven_ranks_that_ended_count_for_nothing(pair, kind):
+    first, second = pair.run(_own, [3, 7], "uneven", 0, 0, kind)
+    padded = pair.run(_own, [3, 7], "pad", 0, 0, kind)
+    # The same batches, but of size 0.
+    for mine, theirs in zip((first, second), padded, strict=True):
+        assert [row[:3] + row[4:] for row in mine] == [row[:3] + row[4:] for row in theirs]
+        assert [row[3] for row in mine] == [(2, 2), (1, 2), (0, 2), (0, 1)]
 
 
 def _with_sampler(ctx, workers):

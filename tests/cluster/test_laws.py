@@ -48,6 +48,11 @@ def test_ddp(clusters, n, name, law):
     LAW[law](clusters[n], DDP_PLANS[name])
 
 
+@pytest.mark.parametrize("law", LAWS, ids=NAMES)
+def test_ddp_with_a_sharded_optimizer(pair, law):
+    law(pair, fx.Plan(strategy=fx.DDP(shard_optimizer=True)))
+
+
 FSDP_PLANS = {
     "blocks of ModuleLists": (fx.FSDP(), None),
     "whole between forward and backward": (fx.FSDP(mode="grads_and_optimizer"), None),

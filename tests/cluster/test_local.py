@@ -1,0 +1,246 @@
+"""Copies that train alone: traffic, buffers, refusals, loops by hand, other numbers of ranks."""
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fxtrain as fx
+from fxtrain.testing import LAWS, count_collectives, fake_world
+from fxtrain.testing._train import on_mesh
+
+JUMPS = fx.DiLoCo(every=1, outer_lr=1.0, outer_momentum=0.0)
+# Each copy clips its own gradient, so only a warm-up clips that of all rows.
+HOLD = [law for law in LAWS if law.__name__ != "same_clipped"]
+
+
+@pytest.mark.parametrize("law", HOLD, ids=lambda law: law.__name__)
+def test_rounds_of_one_update_are_ddp(pair, law):
+    law(pair, fx.Plan(local=fx.LocalSGD(every=1)))
+
+
+def test_an_outer_optimizer_may_jump_and_a_warm_up_is_ddp(pair):
+    LAWS[0](pair, fx.Plan(local=JUMPS))
+    for law in LAWS:
+        if law not in HOLD:
+            law(pair, fx.Plan(local=fx.LocalSGD(every=3, warmup=4)))
+
+
+@pytest.mark.parametrize("law", HOLD, ids=lambda law: law.__name__)
+def test_copies_may_be_sharded(clusters, law):
+    plan = fx.Plan(strategy=fx.FSDP(), local=fx.LocalSGD(every=1))
+    law(clusters[4], plan, fx.Mesh(replicate=-1, shard=2))
+
+
+def test_one_copy_is_the_loop(clusters):
+    for law in LAWS:
+        law(clusters[1], fx.Plan(local=fx.DiLoCo(every=2)))
+
+
+def _net():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+
+def _start(ctx, plan, seed=0, count=48):
+    net = _net()
+    with torch.no_grad():
+        net[0].weight.add_(ctx.rank)  # rank 0's count
+    model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.AdamW(p, lr=0.05))
+    rows = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
+    loader = fx.shard(DataLoader(TensorDataset(rows), batch_size=4, shuffle=True), ctx, plan)
+    return model, loader, fx.StepFns(model=model, loss=lambda m, batch: _loss(m, batch[0]))
+
+
+def _loss(model, x):
+    return F.cross_entropy(model(x), (x[:, 0] > 0).long())
+
+
+def _values(model):
+    return {name: value.clone() for name, value in model.module.state_dict().items()}
+
+
+def _counted(ctx, plan):
+    model, loader, fns = _start(ctx, plan)
+    counts = []
+    for epoch in loader.epochs(2):
+        for batch in epoch:
+            with count_collectives() as traffic:
+                fx.step(ctx, batch, fns)
+            counts.append((traffic.counts, traffic.bytes))
+    return counts, _values(model)
+
+
+def test_between_averages_nothing_is_sent(pair):
+    size = sum(p.numel() for p in _net().parameters()) + 12 + 1  # running statistics, the weight
+    round_end = ({"all_reduce": 2}, {"all_reduce": 4 * size + 8})
+    alone = ({}, {})
+    for outer in (fx.LocalSGD(every=4), fx.DiLoCo(every=4)):
+        answers = pair.run(_counted, fx.Plan(local=outer))
+        for counts, values in answers:
+            # Six batches an epoch, whose end is the end of a round too.
+            wanted = [alone] * 3 + [round_end, alone, round_end, alone] + [round_end]
+            assert counts == wanted + [alone] * 3 + [round_end]
+            assert all(torch.equal(value, answers[0][1][name]) for name, value in values.items())
+            assert values["1.num_batches_tracked"] == 12
+
+
+def test_warm_up_is_ddp_and_then_nothing(pair):
+    plan = fx.Plan(strategy=fx.DDP(sync_buffers=False), local=fx.LocalSGD(every=9, warmup=2))
+    for counts, _ in pair.run(_counted, plan):
+        kinds = [found for found, _ in counts]
+        assert kinds[:2] == [{"all_reduce": 1}] * 2
+        assert kinds[2:6] == [{}, {}, {}, {"all_reduce": 2}]
+
+
+def _one_average(ctx, local):
+    net = nn.Module()
+    net.narrow = nn.Parameter(torch.full((3,), 1.0 + ctx.rank, dtype=torch.bfloat16))
+    net.wide = nn.Parameter(torch.full((2,), 1.0 + ctx.rank, dtype=torch.float64))
+    net.phase = nn.Parameter(torch.full((2,), 1j * (1 + ctx.rank)))
+    net.register_buffer("seen", torch.tensor([ctx.rank == 0, True]))
+    net.register_buffer("count", torch.tensor(7 + ctx.rank, dtype=torch.int16))
+    model = fx.wrap(net, ctx, fx.Plan(local=local))
+    with torch.no_grad():
+        for value in (*net.parameters(), net.count):
+            value.add_(ctx.rank)
+        net.seen.logical_xor_(torch.tensor(ctx.rank == 1))
+    with count_collectives() as traffic:
+        fx.ops.average(model)
+    return {name: (t.dtype, t.tolist()) for name, t in net.state_dict().items()}, traffic.counts
+
+
+def test_every_format_is_averaged_exactly(pair):
+    for local in (fx.LocalSGD(every=2), fx.DiLoCo(every=2, outer_lr=1.0, outer_momentum=0.0)):
+        for values, counts in pair.run(_one_average, local):
+            assert values == {
+                "narrow": (torch.bfloat16, [1.5] * 3),
+                "wide": (torch.float64, [1.5] * 2),
+                "phase": (torch.complex64, [0.5 + 1j] * 2),
+                "seen": (torch.bool, [True, True]),
+                "count": (torch.int16, 7),
+            }
+            assert counts == {"all_reduce": 3}  # float32, float64 and whole numbers
+
+
+def _hand_loop(ctx, plan):
+    model, loader, _ = _start(ctx, plan)
+    for epoch in loader.epochs(1):
+        for batch in epoch:
+            alone = fx.state.is_alone(plan.local, batch.position)
+            with fx.ops.sync(model, enabled=not alone):
+                fx.ops.backward(_loss(model, batch[0]), model)
+            fx.ops.apply(model)
+            fx.ops.average(model, batch.position)
+    by_hand = _values(model)
+    model, loader, fns = _start(ctx, plan)
+    for batch in loader:
+        fx.step(ctx, batch, fns)
+    return [name for name, value in _values(model).items() if not torch.equal(value, by_hand[name])]
+
+
+def test_a_loop_by_hand_is_the_step(pair):
+    assert pair.run(_hand_loop, fx.Plan(local=fx.DiLoCo(every=2, warmup=1))) == [[], []]
+
+
+BAD = {
+    "one copy": (fx.FSDP(), fx.Mesh(shard=4), {}, "replicate=1 and shard=4"),
+    "no mesh": (fx.FSDP(shard=2), None, {}, "shard=1. Say fx.detect"),
+    "warm-up": (fx.FSDP(), fx.Mesh(shard=2), {"warmup": 3}, "make no update together"),
+    "ignored": (fx.FSDP(ignore=("0.bias",)), fx.Mesh(shard=2), {}, "Drop one of them"),
+    "deepspeed": (fx.DeepSpeed(), None, {}, "makes none that could"),
+    "mesh": (fx.DDP(), fx.Mesh(tensor=2), {}, "the mesh has tensor=2"),
+    "zero": (fx.DDP(shard_optimizer=True), None, {}, "Drop one of them"),
+    "graph": (fx.DDP(static_graph=True), None, {"warmup": 3}, "Drop one of them"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_plan_that_does_not_fit_is_refused_before_any_traffic(name):
+    strategy, mesh, options, words = BAD[name]
+    with fake_world(4, mesh=mesh) as ctx:
+        calls = ctx.comm.ledger.calls
+        plan = fx.Plan(strategy=strategy, local=fx.LocalSGD(every=2, **options))
+        with pytest.raises(fx.PlanError, match=words):
+            fx.wrap(_net(), ctx, plan)
+        assert ctx.comm.ledger.calls == calls
+
+
+HYBRID = fx.Mesh(replicate=-1, shard=2)
+PLACES = {
+    "two copies": (2, fx.DDP(), None),
+    "four copies": (4, fx.DDP(), None),
+    "sharded copies": (4, fx.FSDP(), HYBRID),
+    "one": (1, fx.DDP(), None),
+    "sharded": (2, fx.FSDP(), None),
+}
+ROUNDS = fx.Plan(local=fx.DiLoCo(every=4), seed=3)
+
+
+def _whole(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+def _state(model):
+    found = {name: _whole(value) for name, value in model.module.state_dict().items()}
+    state = model.strategy.state(model)
+    kept = {name: _whole(t) for name, t in state.tensors.items() if name.startswith("round.")}
+    return found, kept
+
+
+def _save(ctx, folder, plan, mesh, count):
+    """Stop after five of six updates, and what going on from there gives."""
+    with on_mesh(ctx, mesh) as placed:
+        model, loader, fns = _start(placed, plan, count=count)
+        batches = iter(loader)
+        for _ in range(5):
+            report = fx.step(placed, next(batches), fns)
+        fx.save(folder, placed, model, position=report.position)
+        stopped = _state(model)
+        fx.step(placed, next(batches), fns)
+        return stopped, _state(model)
+
+
+def _restore(ctx, folder, plan, mesh, count):
+    with on_mesh(ctx, mesh) as placed:
+        model, _, fns = _start(placed, plan, seed=1)
+        restored = fx.restore(folder, placed, model)
+        found = _state(model)
+        loader = _start(placed, plan, count=count)[1].at(restored.position)
+        for batch in loader:
+            fx.step(placed, batch, fns)
+        return found, _state(model)
+
+
+@pytest.mark.parametrize("first", ["two copies", "sharded copies"])
+def test_an_open_round_goes_on_here_and_elsewhere(clusters, first, tmp_path):
+    n, strategy, mesh = PLACES[first]
+    plan = attrs.evolve(ROUNDS, strategy=strategy)
+    answers = clusters[n].run(_save, str(tmp_path), plan, mesh, 24 * n)
+    one, other = answers[0][0][0], answers[-1][0][0]
+    assert not torch.equal(one["0.weight"], other["0.weight"])
+    anchors = answers[0][0][1]
+    for place, (ranks, strategy, mesh) in PLACES.items():
+        for local in (ROUNDS.local, None) if ranks > 1 and place != "sharded" else (None,):
+            plan = attrs.evolve(ROUNDS, strategy=strategy, local=local)
+            got = clusters[ranks].run(_restore, str(tmp_path), plan, mesh, 24 * n)
+            if local is not None and place == first:
+                _same_bits(got, answers)
+                continue
+            for (values, kept), _ in got:
+                for name, _ in _net().named_parameters():
+                    torch.testing.assert_close(values[name], (one[name] + other[name]) / 2)
+                assert kept.keys() == (anchors.keys() if local else set())
+                assert all(torch.equal(value, anchors[name]) for name, value in kept.items())
+            ends = [end for _, (end, _) in got]
+            assert all(torch.equal(end["0.weight"], ends[0]["0.weight"]) for end in ends)
+
+
+def _same_bits(got, wanted):
+    for mine, theirs in zip(got, wanted, strict=True):
+        for found, right in zip((*mine[0], *mine[1]), (*theirs[0], *theirs[1]), strict=True):
+            assert found.keys() == right.keys()
+            assert [name for name in right if not torch.equal(found[name], right[name])] == []

@@ -1,0 +1,91 @@
+"""Ranks with different numbers of batches: no hang, and the updates of all rows together."""
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import fxtrain as fx
+from fxtrain.testing import Transformer
+from fxtrain.testing._train import on_mesh
+from tests.cluster.test_laws import CUTS
+
+ROWS = (5, 1, 3, 2)  # of each data rank, in batches of two
+EVEN = fx.Plan(even="uneven", data=fx.Data(source="sharded"))
+PLANS = {
+    "single": ((1,), fx.Single(), None),
+    "ddp": ((2, 4), fx.DDP(), None),
+    "sharded optimizer": ((2, 4), fx.DDP(shard_optimizer=True), None),
+    "full": ((2, 4), fx.FSDP(), None),
+    "grads and optimizer": ((2,), fx.FSDP(mode="grads_and_optimizer"), None),
+    "hybrid": ((4,), fx.FSDP(shard=2), None),
+    "tensor": ((4,), fx.FSDP(tensor=fx.TP(styles=CUTS)), fx.Mesh(shard=2, tensor=2)),
+    "alone": ((2, 4), fx.DDP(), None),
+}
+
+
+def _sgd(params):
+    return torch.optim.SGD(params, lr=0.3)
+
+
+def _tokens(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, Transformer.VOCABULARY, (ROWS[rank], 9), generator=generator)
+
+
+def _losses(model, tokens):
+    """(sum, weight) over targets, of which rows count different numbers."""
+    each = F.cross_entropy(
+        model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+    )
+    kept = (torch.arange(8) <= tokens[:, :1] % 8).flatten()
+    return each.mean(), (each * kept).sum(), kept.sum()
+
+
+def _loss(model, batch, *, weighted):
+    mean, total, weight = _losses(model, batch[0])
+    return fx.Weighted(total, weight) if weighted else mean
+
+
+def _train(ctx, plan, mesh, weighted):
+    with on_mesh(ctx, mesh) as placed:
+        table = TensorDataset(_tokens(placed.axis("data").rank))
+        loader = fx.shard(DataLoader(table, batch_size=2), placed, plan)
+        model = fx.wrap(Transformer(), placed, plan, optimizer=_sgd)
+        fns = fx.StepFns(model=model, loss=lambda m, batch: _loss(m, batch, weighted=weighted))
+        for epoch in loader.epochs(2):
+            for batch in epoch:
+                report = fx.step(placed, batch, fns)
+        whole = fx.unwrap(model)
+        return report.position, {n: p.detach().clone() for n, p in whole.named_parameters()}
+
+
+def _by_hand(ranks, plan, weighted):
+    net = Transformer()
+    optimizer = _sgd(net.parameters())
+    batches = [_tokens(rank).split(2) for rank in range(ranks)]
+    count = max(map(len, batches))
+    for _ in range(2):
+        for low in range(0, count, plan.accumulate):
+            rows = torch.cat([r for one in batches for r in one[low : low + plan.accumulate]])
+            mean, total, weight = _losses(net, rows)
+            (total / weight if weighted else mean).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return dict(net.named_parameters())
+
+
+@pytest.mark.parametrize(("n", "name"), [(n, name) for name in PLANS for n in PLANS[name][0]])
+def test_updates_are_those_of_all_rows(clusters, n, name):
+    _, strategy, mesh = PLANS[name]
+    local = fx.LocalSGD(every=1) if name == "alone" else None
+    for accumulate, weighted in ((1, True), (2, False)):
+        plan = attrs.evolve(EVEN, strategy=strategy, accumulate=accumulate, local=local)
+        ranks = n if mesh is None else n // mesh.tensor
+        wanted = _by_hand(ranks, plan, weighted)
+        answers = clusters[n].run(_train, plan, mesh, weighted)
+        assert len({position for position, _ in answers}) == 1
+        for _, got in answers:
+            for key, value in wanted.items():
+                torch.testing.assert_close(got[key], value.detach(), rtol=1e-9, atol=1e-11)
