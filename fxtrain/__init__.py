@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from fxtrain.state import CP as CP
     from fxtrain.state import DDP as DDP
     from fxtrain.state import FSDP as FSDP
+    from fxtrain.state import PP as PP
     from fxtrain.state import TP as TP
     from fxtrain.state import Batch as Batch
     from fxtrain.state import Change as Change
@@ -95,8 +96,8 @@ _HOMES = {
     "fxtrain.profile": "dry_run",
     "fxtrain.state": (
         "Batch CP Change CommHook Compile DDP Data DeepSpeed DiLoCo DistContext DryRun FSDP "
-        "FromConfig LocalSGD LossScale Mesh Plan Position PowerSGD Precision Report Single Style "
-        "TP Weighted Wrapped diff dumps fingerprint from_config loads read_plan write_plan"
+        "FromConfig LocalSGD LossScale Mesh PP Plan Position PowerSGD Precision Report Single "
+        "Style TP Weighted Wrapped diff dumps fingerprint from_config loads read_plan write_plan"
     ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}

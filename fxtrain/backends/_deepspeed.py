@@ -210,6 +210,7 @@ DEEPSPEED_STRATEGY = Strategy(
     forward=_forward,
     sync=_sync,
     backward=_backward,
+    run=_torch.run,
     clip_norm=unsupported(
         "clip_norm by itself; give it to Plan(clip_norm=...), or to "
         "ops.apply(model, Finish(clip_norm=...))",

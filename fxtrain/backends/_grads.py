@@ -26,15 +26,18 @@ def parts_of(parameters: Any) -> list[Tensor]:
     return [getattr(grad, "_local_tensor", grad) for grad in _settled(parameters)]
 
 
-def total_norm(model: Wrapped) -> Tensor:
+def total_norm(model: Wrapped, copies: frozenset[int] = frozenset()) -> Tensor:
     """The 2-norm over all gradients of a model, each entry counted once; equal on every rank.
+
+    Args:
+        copies: Ids of parameters that another rank of the pipeline counts.
 
     Effects:
         One all-reduce of a number per mesh axis that gradients are sharded along, and one over
         the pipeline axis if there is one.
     """
     by_groups: dict[tuple[str, ...], tuple[list[Any], list[Tensor]]] = {}
-    for grad in _settled(model.module.parameters()):
+    for grad in _settled(p for p in model.module.parameters() if id(p) not in copies):
         groups = _groups_of(grad)
         key = tuple(group.group_name for group in groups)
         by_groups.setdefault(key, (groups, []))[1].append(getattr(grad, "_local_tensor", grad))
@@ -47,6 +50,8 @@ def total_norm(model: Wrapped) -> Tensor:
         total = total + square
     stages = model.ctx.axis("pipeline")
     if stages.world_size > 1:
+        # A stage may have no gradient, or another format than the others.
+        total = total.to(model.tally.dtype)
         dist.all_reduce(total, group=stages.comm.group)
     return total.sqrt()
 

@@ -102,6 +102,7 @@ SINGLE = Strategy(
     forward=_torch.forward,
     sync=_torch.no_sync,
     backward=_torch.backward,
+    run=_torch.run,
     clip_norm=_torch.clip_norm,
     clip_value=_torch.clip_value,
     scale_grads=_torch.scale_grads,

@@ -1,6 +1,6 @@
 """The values that a sharded model starts from: rank 0's, sent in parts, or fresh ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import attrs
@@ -15,7 +15,7 @@ from fxtrain._errors import PlanError
 from fxtrain.backends._modules import outline
 from fxtrain.state import DistContext
 
-__all__ = ["Start", "fill", "keep_part", "note_start"]
+__all__ = ["Start", "fill", "fill_whole", "keep_part", "note_start"]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -88,6 +88,49 @@ def fill(module: nn.Module, start: Start, ctx: DistContext, *, offload: bool, se
         buffers = list(module.buffers())
         for buffer, sent in zip(buffers, ops.broadcast(buffers, ctx), strict=True):
             buffer.copy_(sent)
+
+
+def fill_whole(
+    module: nn.Module, start: Start, ctx: DistContext, *, keep: Container[str], seed: int
+) -> None:
+    """Give a model whose tensors are whole, but not all on this rank, its values.
+
+    Args:
+        keep: Names of the parameters and buffers that this rank needs; it brings those to its
+            device, and leaves the others as they are.
+    """
+    ready: dict[int, Tensor] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        for held in (part._parameters, part._buffers):
+            for key, tensor in held.items():
+                # Every stage computes with the buffers of others too, such as frequencies.
+                needed = held is part._buffers or (f"{path}.{key}" if path else key) in keep
+                if tensor is not None and needed:
+                    if id(tensor) not in ready:
+                        ready[id(tensor)] = _materialized(tensor, ctx)
+                    held[key] = ready[id(tensor)]  # pyright: ignore[reportArgumentType]
+    if start.fresh:
+        with ops.fork_rng(ctx), torch.no_grad():
+            ops.seed(seed, ctx)
+            _reset(module, ctx)
+        return
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            _send(start.values.get(name), parameter, ctx)
+        buffers = list(module.buffers())
+        for buffer, sent in zip(buffers, ops.broadcast(buffers, ctx), strict=True):
+            buffer.copy_(sent)
+
+
+def _materialized(tensor: Tensor, ctx: DistContext) -> Tensor:
+    """A tensor on the device, the same one unless it was on the meta device."""
+    if not tensor.is_meta:
+        tensor.data = tensor.data.to(ctx.device)
+        return tensor
+    empty = torch.empty_like(tensor, device=ctx.device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
 
 
 def _persists(part: nn.Module, name: str) -> bool:

@@ -1,5 +1,6 @@
 """What every strategy on torch's own modules shares: forward, backward, update."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,7 +18,7 @@ from fxtrain.backends._grads import (
     unscale_parts,
 )
 from fxtrain.ops import autocast
-from fxtrain.state import DistContext, Finish, Outcome, Plan, Wrapped
+from fxtrain.state import Batch, DistContext, Finish, Outcome, Plan, Share, Wrapped
 
 __all__ = [
     "apply",
@@ -29,6 +30,7 @@ __all__ = [
     "new_scaler",
     "new_tally",
     "no_sync",
+    "run",
     "scale_grads",
     "to_float",
 ]
@@ -67,13 +69,34 @@ def backward(loss: Tensor, model: Wrapped) -> None:
     (loss if model.scaler is None else model.scaler.scale(loss)).backward()
 
 
-def clip_norm(model: Wrapped, max_norm: float) -> Tensor:
-    """Clip by the total norm of unscaled gradients, on whatever meshes they are laid out."""
+def run(
+    model: Wrapped,
+    batch: Batch,
+    grade: Callable[[Wrapped, Batch], Share],
+    reduce: bool,  # noqa: FBT001
+) -> Share:
+    """Forward, loss, backward."""
+    strategy = model.strategy
+    with strategy.sync(model, reduce):
+        share = grade(model, batch)
+        strategy.backward(share.loss, model)
+    return share
+
+
+def clip_norm(
+    model: Wrapped,
+    max_norm: float,
+    copies: frozenset[int] = frozenset(),
+) -> Tensor:
+    """Clip by the total norm of unscaled gradients, on whatever meshes they are laid out.
+
+    Parameters whose id is among `copies` are counted by another rank of the pipeline.
+    """
     _unscale(model)
     parameters = list(model.module.parameters())
     if not is_spread(parameters) and model.ctx.mesh.pipeline == 1:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
-    norm = total_norm(model)
+    norm = total_norm(model, copies)
     scale_parts(parts_of(parameters), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
@@ -107,7 +130,7 @@ def apply(model: Wrapped, finish: Finish) -> Outcome:
     if finish.scale is not None:
         scale_grads(model, finish.scale)
     if finish.clip_norm is not None:
-        norm = clip_norm(model, finish.clip_norm)
+        norm = model.strategy.clip_norm(model, finish.clip_norm)
     if finish.clip_value is not None:
         clip_value(model, finish.clip_value)
     applied = not finish.skip

@@ -246,6 +246,7 @@ def _prepare(
         position=position,
         sizes={key: piece.size for key, piece in offers.items()},
         digests={} if taken is None else _digests(taken, offers),
+        aliases={} if taken is None else taken.aliases,
         named=named,
         has_way=has_way(ctx),
     )
@@ -253,6 +254,8 @@ def _prepare(
     _raise_all(views, str(folder), problem)
     assert taken is not None
     name, token = views[0].named
+    # Ranks of a pipeline hold different tensors, and know different aliases.
+    taken = attrs.evolve(taken, aliases={k: v for view in views for k, v in view.aliases.items()})
     drifting: dict[str, set[tuple[str, str]]] = {}
     for view in views:
         for key, found in view.digests.items():
@@ -283,6 +286,7 @@ class _View:
         position: Where it stands.
         sizes: Bytes of the pieces that it could write, by key.
         digests: Name and digest of the pieces that may differ between ranks, by key.
+        aliases: Names of tensors that are another one.
         named: On rank 0, the name and the token of the checkpoint.
         has_way: Its group for saves in the background works.
     """
@@ -291,6 +295,7 @@ class _View:
     position: Position
     sizes: Mapping[str, int]
     digests: Mapping[str, tuple[str, str]]
+    aliases: Mapping[str, str]
     named: tuple[str, str] | None
     has_way: bool
 

@@ -18,6 +18,7 @@ from fxtrain.state import (
     Finish,
     Outcome,
     Report,
+    Share,
     Weighted,
     Wrapped,
     is_alone,
@@ -51,6 +52,24 @@ def _usual_finish(model: Any) -> Finish:
     return Finish(clip_norm=model.plan.clip_norm, clip_value=model.plan.clip_value)
 
 
+def _grader(
+    loss_fn: Callable[[Wrapped, Batch], Any], *, alone: bool
+) -> Callable[[Wrapped, Batch], Share]:
+    """What strategies call for a loss: the user's function, checked and weighed."""
+
+    def grade(model: Wrapped, batch: Batch) -> Share:
+        if model.plan.precision.compute == "fp32":
+            out = loss_fn(model, batch)
+        else:
+            with ops.autocast(model):
+                out = loss_fn(model, batch)
+        loss, aux = _loss_and_aux(out)
+        check_loss(loss.total if type(loss) is Weighted else loss)
+        return _weights.share(loss, aux, batch, model, alone=alone)
+
+    return grade
+
+
 @attrs.frozen(kw_only=True)
 class StepFns:
     """What a step runs.
@@ -74,6 +93,18 @@ class StepFns:
         repr=False,
         eq=False,
         default=attrs.Factory(lambda fns: _usual_finish(fns.model), takes_self=True),
+    )
+    _grade: Callable[[Wrapped, Batch], Share] = attrs.field(
+        init=False,
+        repr=False,
+        eq=False,
+        default=attrs.Factory(lambda fns: _grader(fns.loss, alone=False), takes_self=True),
+    )
+    _grade_alone: Callable[[Wrapped, Batch], Share] = attrs.field(
+        init=False,
+        repr=False,
+        eq=False,
+        default=attrs.Factory(lambda fns: _grader(fns.loss, alone=True), takes_self=True),
     )
 
 
@@ -143,25 +174,18 @@ def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -
     alone = now is not None and local is not None and is_alone(local, batch.position)
     by_itself = alone and now is not None and len(now.peers) == 1
     try:
-        with strategy.sync(model, (due or plan.sync_each) and not by_itself):
-            if plan.precision.compute == "fp32":
-                out = fns.loss(model, batch)
-            else:
-                with ops.autocast(model):
-                    out = fns.loss(model, batch)
-            loss, aux = _loss_and_aux(out)
-            check_loss(loss.total if type(loss) is Weighted else loss)
-            share = _weights.share(loss, batch, model, alone=alone)
-            strategy.backward(share.loss, model)
+        if plan.accumulate > 1 or plan.schedule == "samples":
+            _weights.count(batch, model, alone=alone)
+        grade = fns._grade_alone if alone else fns._grade
+        share = strategy.run(model, batch, grade, (due or plan.sync_each) and not by_itself)
         if plan.nonfinite != "ignore":
             model.tally[_BAD] += ~torch.isfinite(share.mean)
-        outcome = _update(ctx, batch, fns, loss, alone=alone) if due else None
+        outcome = _update(ctx, batch, fns, share, alone=alone) if due else None
         if now is not None:
             strategy.average(model, batch.position)
     except RuntimeError as error:
         raise _named(ctx, error) from error
-    if aux is not None:
-        aux = _tree.map_leaves(_detach, aux)
+    aux = None if share.aux is None else _tree.map_leaves(_detach, share.aux)
     if outcome is None:
         return Report(
             loss=share.mean,
@@ -187,10 +211,10 @@ def _loss_and_aux(out: Any) -> tuple[Any, Any]:
     return (loss if whole is None else whole()), aux
 
 
-def _update(ctx: DistContext, batch: Batch, fns: StepFns, loss: Any, *, alone: bool) -> Outcome:
+def _update(ctx: DistContext, batch: Batch, fns: StepFns, share: Share, *, alone: bool) -> Outcome:
     model = fns.model
     plan = model.plan
-    scale = _weights.close_window(loss, batch, model, alone=alone)
+    scale = _weights.close_window(share, batch, model, alone=alone)
     skip = plan.nonfinite != "ignore" and _nonfinite(ctx, batch, model)
     finish = fns._finish
     hold = alone and _weights.is_empty(batch, model)

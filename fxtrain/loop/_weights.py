@@ -10,45 +10,27 @@ Of a copy of the model that trains alone (`Plan.local`), "all ranks" are those o
 
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._errors import StepError
-from fxtrain.state import Batch, DistContext, Weighted, Wrapped
+from fxtrain.state import Batch, DistContext, Share, Weighted, Wrapped
 
-__all__ = ["Share", "close_window", "end_window", "is_empty", "share"]
+__all__ = ["close_window", "count", "end_window", "is_empty", "share"]
 
 _SCALE, _SUM = 0, 1  # places in the tally
 _MICRO, _ROWS, _FULL, _REAL = 0, 1, 2, 3  # places in the counts
 
 
-@attrs.frozen(eq=False)
-class Share:
-    """One micro-batch's part in its update.
-
-    Attributes:
-        loss: What backward starts from.
-        mean: The micro-batch's own mean loss, detached.
-        weight: What that mean averages over.
-    """
-
-    loss: Tensor
-    mean: Tensor
-    weight: Any
-
-
-def share(loss: Any, batch: Batch, model: Wrapped, *, alone: bool = False) -> Share:
+def share(loss: Any, aux: Any, batch: Batch, model: Wrapped, *, alone: bool = False) -> Share:
     """Scale a loss so that gradients averaged over ranks add up to the update's."""
     plan = model.plan
     sizes = _of_copy(batch, model) if alone else batch.sizes
-    if plan.accumulate > 1 or plan.schedule == "samples":
-        _count(batch, model, sizes)
     if alone:
         _account(loss, batch, model, sizes)
     if type(loss) is Weighted:
-        return _weighted(loss, batch, model, alone=alone)
+        return _weighted(loss, aux, batch, model, alone=alone)
     mine, ranks = batch.sizes[model.ctx.axis("data").rank], len(sizes)
     total = None if alone else batch.window_rows
     if total is None:
@@ -61,22 +43,20 @@ def share(loss: Any, batch: Batch, model: Wrapped, *, alone: bool = False) -> Sh
         part = loss / (total // (mine * ranks))
     else:
         part = loss * (mine * ranks / total if mine else 0.0)
-    return Share(part, loss.detach(), mine)
+    return Share(loss=part, mean=loss.detach(), weight=mine, aux=aux)
 
 
 def close_window(
-    loss: Any, batch: Batch, model: Wrapped, *, alone: bool = False
+    share: Share, batch: Batch, model: Wrapped, *, alone: bool = False
 ) -> float | Tensor | None:
     """The factor that gradients still need when the window closes; None for none."""
-    if model.plan.accumulate == 1:
-        return None
-    if type(loss) is Weighted:
+    if share.rough:
         losses = _group(model, alone=alone)
         total = ops.reduce(model.tally[_SUM], losses, op="sum")
         factor = torch.where(total > 0, losses.world_size / (model.tally[_SCALE] * total), 0.0)
         model.tally[:2] = 0
         return factor
-    if batch.window_rows is not None and not alone:
+    if model.plan.accumulate == 1 or (batch.window_rows is not None and not alone):
         return None
     full, rows = int(model.counts[_FULL]), int(model.counts[_ROWS])
     return None if rows in (0, full) else full / rows
@@ -107,7 +87,9 @@ def _of_copy(batch: Batch, model: Wrapped) -> tuple[int, ...]:
     return tuple([batch.sizes[rank] for rank in model.round.peers])
 
 
-def _count(batch: Batch, model: Wrapped, sizes: tuple[int, ...]) -> None:
+def count(batch: Batch, model: Wrapped, *, alone: bool = False) -> None:
+    """Note a micro-batch's rows in the account of its window."""
+    sizes = _of_copy(batch, model) if alone else batch.sizes
     counts = model.counts
     if counts[_MICRO] == 0:
         counts[_FULL] = model.plan.accumulate * max(batch.sizes) * len(sizes)
@@ -128,7 +110,7 @@ def _account(loss: Any, batch: Batch, model: Wrapped, sizes: tuple[int, ...]) ->
         now.rows[:2] += torch.tensor([sum(sizes), sum(batch.sizes)])
 
 
-def _weighted(loss: Weighted, batch: Batch, model: Wrapped, *, alone: bool) -> Share:
+def _weighted(loss: Weighted, aux: Any, batch: Batch, model: Wrapped, *, alone: bool) -> Share:
     losses = _group(model, alone=alone)
     present = 1 if batch.sizes[model.ctx.axis("data").rank] else 0
     weight = torch.as_tensor(loss.weight, dtype=model.tally.dtype, device=model.tally.device)
@@ -140,18 +122,21 @@ def _weighted(loss: Weighted, batch: Batch, model: Wrapped, *, alone: bool) -> S
     weight = weight.detach().reshape(()) * present
     dtype = loss.total.dtype
     mean = loss.total.detach() / torch.where(weight == 0, 1.0, weight).to(dtype)
-    if model.plan.accumulate == 1:
+    rough = model.plan.accumulate * batch.parts > 1
+    if not rough:
         total = ops.reduce(weight, losses, op="sum")
         scale = torch.where(total > 0, losses.world_size / total, 0.0)
     else:
-        if model.counts[_MICRO] == 1:
-            model.tally[_SCALE] = _rough_scale(weight, model, losses)
+        if model.counts[_MICRO] <= 1 and batch.part == 0:
+            micro = model.plan.accumulate * batch.parts
+            model.tally[_SCALE] = _rough_scale(weight, micro, losses)
         model.tally[_SUM] += weight
         scale = model.tally[_SCALE]
-    return Share(loss.total * (scale * present).to(dtype), mean, loss.weight)
+    part = loss.total * (scale * present).to(dtype)
+    return Share(loss=part, mean=mean, weight=loss.weight, aux=aux, rough=rough)
 
 
-def _rough_scale(weight: Tensor, model: Wrapped, losses: DistContext) -> Tensor:
+def _rough_scale(weight: Tensor, micro: int, losses: DistContext) -> Tensor:
     """A power of two near the final scale: exact to multiply by, and no overflow in fp16."""
-    total = ops.reduce(weight, losses, op="sum").clamp(min=1.0) * model.plan.accumulate
+    total = ops.reduce(weight, losses, op="sum").clamp(min=1.0) * micro
     return torch.exp2(torch.round(torch.log2(losses.world_size / total)))

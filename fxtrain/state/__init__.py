@@ -11,6 +11,7 @@ from fxtrain.state._fsdp import FSDP
 from fxtrain.state._launchers import read_topology
 from fxtrain.state._local import DiLoCo, LocalSGD, is_alone, round_begins, round_ends
 from fxtrain.state._mesh import AXES, Mesh, axis_groups, read_mesh, resolve_mesh
+from fxtrain.state._pipeline import PP
 from fxtrain.state._plan import Compile, Data, Plan
 from fxtrain.state._position import Position
 from fxtrain.state._precision import DTYPES, LossScale, Precision
@@ -22,6 +23,7 @@ from fxtrain.state._strategy import (
     Outcome,
     Round,
     Saved,
+    Share,
     Strategy,
     Wrapped,
     unsupported,
@@ -55,6 +57,7 @@ __all__ = [
     "ModelState",
     "Outcome",
     "PARTS",
+    "PP",
     "Plan",
     "Position",
     "PowerSGD",
@@ -63,6 +66,7 @@ __all__ = [
     "Report",
     "Round",
     "Saved",
+    "Share",
     "Single",
     "Strategy",
     "Style",

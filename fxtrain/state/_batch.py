@@ -31,6 +31,8 @@ class Batch:
         ghost: The global batch still to come in this epoch in which this rank has no row
             (`even="uneven"`), with the same data again; a step takes part in it with weight
             zero, so that the other ranks need not wait. Else None.
+        part: Which part of this rank's batch this is, where a pipeline runs it in several.
+        parts: How many there are.
     """
 
     data: Any
@@ -40,6 +42,8 @@ class Batch:
     sizes: tuple[int, ...] = attrs.field(metadata=_STATIC)
     window_rows: int | None = attrs.field(default=None, metadata=_STATIC)
     ghost: "Batch | None" = attrs.field(default=None, metadata=_STATIC, repr=False)
+    part: int = attrs.field(default=0, metadata=_STATIC, repr=False)
+    parts: int = attrs.field(default=1, metadata=_STATIC, repr=False)
 
     def __getitem__(self, key: Any) -> Any:
         return self.data[key]

@@ -13,6 +13,7 @@ from cattrs.errors import AttributeValidationNote, IterableValidationNote
 from fxtrain._errors import FxError, PlanError
 from fxtrain.state._deepspeed import DeepSpeed
 from fxtrain.state._fsdp import FSDP
+from fxtrain.state._pipeline import PP
 from fxtrain.state._record import Check, canonical, check_of, closest, members, shown, to_float
 from fxtrain.state._strategies import DDP, Single
 
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-BUILT_IN: tuple[type, ...] = (Single, DDP, FSDP, DeepSpeed)
+BUILT_IN: tuple[type, ...] = (Single, DDP, FSDP, DeepSpeed, PP)
 _Hook = Callable[[Any, Any], Any]
 _SCALARS = {kind: check_of(kind, "") for kind in (bool, int, float, str)}
 _LINES = 20  # of a message: a file that is no plan at all may hold any number of problems

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fxtrain._errors import PlanError
+from fxtrain.state._batch import Batch
 from fxtrain.state._context import DistContext
 from fxtrain.state._plan import Plan
 from fxtrain.state._position import Position
@@ -20,6 +21,7 @@ __all__ = [
     "Outcome",
     "Round",
     "Saved",
+    "Share",
     "Strategy",
     "Wrapped",
     "unsupported",
@@ -85,6 +87,26 @@ class Round:
     weight: torch.Tensor = attrs.field(repr=False)
     anchor: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)
     momentum: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Share:
+    """One micro-batch's part in its update. Identity decides equality and hash.
+
+    Attributes:
+        loss: What backward starts from.
+        mean: The micro-batch's own mean loss, detached.
+        weight: What that mean averages over.
+        aux: What the loss function returned beside the loss.
+        rough: The loss is multiplied by about what it should be, so that gradients have to be
+            corrected by the weight of the window when it closes.
+    """
+
+    loss: torch.Tensor
+    mean: torch.Tensor
+    weight: Any
+    aux: Any = None
+    rough: bool = False
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -218,13 +240,17 @@ class Strategy:
         sync: (model, enabled) → context manager around forward and backward of a
             micro-batch, inside which gradients are reduced over ranks or not.
         backward: (loss, model) → None; applies the loss scale, if any.
+        run: (model, batch, grade, reduce) → Share: forward and backward of one micro-batch, after
+            which gradients are reduced over ranks or not. `grade(model, batch)` computes the loss
+            as the user does and weighs it; a strategy may call it for parts of the batch, on some
+            ranks only.
         clip_norm: (model, max_norm) → total norm before clipping, equal on every rank.
         clip_value: (model, max_value) → None.
         scale_grads: (model, factor) → None.
         finite: (model) → whether this rank's gradients are; no traffic.
         apply: (model, Finish) → Outcome: everything from the end of backward to parameters
             updated, with gradients unscaled, scaled, clipped, and zeroed afterwards.
-        state: (model) → ModelState, for a checkpoint; no traffic.
+        state: (model) → ModelState, for a checkpoint; called by all ranks at once.
         load_state: (model, Saved) → None; fills the model with what was saved, at any number
             of ranks.
         unwrap: (model) → the user's module, as it was.
@@ -241,6 +267,7 @@ class Strategy:
     forward: Callable[[Wrapped, tuple[Any, ...], dict[str, Any]], Any]
     sync: Callable[[Wrapped, bool], AbstractContextManager[None]]
     backward: Callable[[torch.Tensor, Wrapped], None]
+    run: Callable[[Wrapped, Batch, Callable[[Wrapped, Batch], Share], bool], Share]
     clip_norm: Callable[[Wrapped, float], torch.Tensor]
     clip_value: Callable[[Wrapped, float], None]
     scale_grads: Callable[[Wrapped, Any], None]

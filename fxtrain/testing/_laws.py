@@ -13,13 +13,13 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain import ops
 from fxtrain.backends import unwrap, wrap
 from fxtrain.state import LossScale, Mesh, Plan, Precision, resolve_mesh
 from fxtrain.testing._cluster import Cluster
 from fxtrain.testing._train import (
     Run,
     Task,
+    backward_once,
     by_hand,
     new_model,
     on_mesh,
@@ -226,8 +226,7 @@ def _unwrapped(ctx: Any, task: Task) -> list[str]:
         before = _anatomy(module)
         model = wrap(module, placed, task.plan, optimizer=sgd)
         tokens, _ = token_rows(2)
-        part = tokens[:, : module.LENGTH // placed.mesh.context]
-        ops.backward(model(part).sum(), model)
+        backward_once(placed, model)
         if unwrap(model) is not module:
             return ["it is another module"]
         after = _anatomy(module)

@@ -16,12 +16,13 @@ from fxtrain.backends import unwrap, wrap
 from fxtrain.checkpoint import restore, save
 from fxtrain.data import shard
 from fxtrain.loop import StepFns, step
-from fxtrain.state import DistContext, Mesh, Plan, Report, Weighted, Wrapped
+from fxtrain.state import DistContext, Mesh, Plan, Report, Share, Weighted, Wrapped
 from fxtrain.testing._transformer import Transformer
 
 __all__ = [
     "Run",
     "Task",
+    "backward_once",
     "by_hand",
     "new_model",
     "on_mesh",
@@ -128,7 +129,7 @@ def _result(task: Task, model: Wrapped, reports: list[Report]) -> Run:
     totals = ops.reduce(totals, losses, op="sum").unflatten(0, (-1, task.plan.accumulate)).sum(1)
     names = model.module.named_parameters(remove_duplicate=False)
     held = {name: id(parameter) for name, parameter in names}
-    tied = held["head.weight"] == held["embed.weight"]
+    tied = held.get("head.weight") == held.get("embed.weight")
     scale = None if model.scaler is None else model.scaler.get_scale()
     whole = unwrap(model)
     return Run(
@@ -139,6 +140,19 @@ def _result(task: Task, model: Wrapped, reports: list[Report]) -> Run:
         tied=tied,
         scale=scale,
     )
+
+
+def backward_once(placed: DistContext, model: Any) -> None:
+    """Forward and backward of one batch, without an update."""
+
+    def grade(model: Any, batch: Any) -> Share:
+        loss = model(batch[0]).sum()
+        return Share(loss=loss, mean=loss.detach(), weight=1)
+
+    tokens, _ = token_rows(4 * placed.axis("data").world_size)
+    loader = DataLoader(TensorDataset(tokens[:, :-1]), batch_size=4)
+    batch = next(iter(shard(loader, placed, model.plan)))
+    model.strategy.run(model, batch, grade, True)  # noqa: FBT003 - as the step does
 
 
 def by_hand(task: Task, data_ranks: int) -> Run:

@@ -62,7 +62,7 @@ WRONG = {
         {"strategy": {}},
         "found None; choose one of 'ddp', ",
     ),
-    "other kind": ({"strategy": {"kind": "dpp"}}, "Did you mean 'ddp'?"),
+    "other kind": ({"strategy": {"kind": "ddpp"}}, "Did you mean 'ddp'?"),
     "bare kind": ({"strategy": "ddp"}, "found 'ddp'; choose a table with a `kind`, one of"),
     "bool as int": ({"seed": True}, "plan.seed: found True; choose a whole number."),
     "float as int": ({"seed": 1.0}, "plan.seed: found 1.0; choose a whole number."),

@@ -1,0 +1,91 @@
+"""A batch in parts along its rows, and what parts gave put together again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fxtrain import _tree
+from fxtrain.state import Batch
+
+__all__ = ["join", "parts_of_batch", "split"]
+
+
+def parts_of_batch(batch: Batch, rank: int, parts: int, *, whole: int | None) -> list[Batch]:
+    """A batch in parts of equally many rows.
+
+    Args:
+        rank: On the data axis.
+        parts: How many; they divide every rank's rows.
+        whole: Rows of the window on all ranks, if that is known.
+    """
+    rows = batch.sizes[rank]
+    each = rows // parts
+    data = split(batch.data, rows, parts)
+    valid = batch.valid.split(each) if rows else [batch.valid] * parts
+    sizes = tuple(size // parts for size in batch.sizes)
+    return [
+        attrs.evolve(
+            batch,
+            data=data[part],
+            valid=valid[part],
+            sizes=sizes,
+            rows=tuple(
+                min(max(real - part * size, 0), size)
+                for real, size in zip(batch.rows, sizes, strict=True)
+            ),
+            window_rows=whole,
+            part=part,
+            parts=parts,
+        )
+        for part in range(parts)
+    ]
+
+
+def split(tree: Any, rows: int, parts: int) -> list[Any]:
+    """A tree in parts: tensors with so many rows, and lists of so many values, along them.
+
+    Everything else goes into every part.
+    """
+    each = rows // parts
+    leaves, shape = _tree.flatten(tree, lambda one: _is_column(one, rows))
+    pieces: list[list[Any]] = [[] for _ in range(parts)]
+    for leaf in leaves:
+        rowwise = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
+        for part, piece in enumerate(pieces):
+            rowwise = rowwise or _is_column(leaf, rows)
+            piece.append(leaf[part * each : (part + 1) * each] if rowwise else leaf)
+    return [_tree.unflatten(shape, piece) for piece in pieces]
+
+
+def _is_column(one: Any, rows: int) -> bool:
+    values = type(one) is list and len(one) == rows and rows > 0
+    return values and not any(isinstance(value, Tensor) for value in one)
+
+
+def join(trees: Sequence[Any], rows: int) -> Any:
+    """One tree of those of several parts with so many rows each.
+
+    Tensors with that many rows are put one after another. Single numbers are averaged if they
+    are floating, as means over rows are, and added up if they are whole, as counts are. Of
+    anything else the last part's counts.
+    """
+    flat = [_tree.flatten(tree) for tree in trees]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return _tree.unflatten(flat[-1][1], [_joined(column, rows) for column in columns])
+
+
+def _joined(column: tuple[Any, ...], rows: int) -> Any:
+    last = column[-1]
+    if isinstance(last, Tensor):
+        if last.ndim and last.shape[0] == rows:
+            return torch.cat(column)
+        if last.ndim or last.dtype == torch.bool:
+            return last
+        total = torch.stack(column).sum(0)
+        return (total / len(column) if last.is_floating_point() else total).to(last.dtype)
+    if type(last) is float:
+        return sum(column) / len(column)
+    return sum(column) if type(last) is int else last

@@ -1,0 +1,110 @@
+"""Stages of the model on the ranks of the pipeline axis, by torch.distributed.pipelining."""
+
+from typing import Any
+
+import attrs
+from torch import Tensor, nn
+
+from fxtrain.backends import _torch
+from fxtrain.backends._modules import unmatched_names
+from fxtrain.backends._pipeline_grads import clip_norm
+from fxtrain.backends._pipeline_plan import KINDS, pipeline_problems
+from fxtrain.backends._pipeline_run import forward, run
+from fxtrain.backends._pipeline_state import load_state, state_of
+from fxtrain.backends._single import SINGLE, bundle, wrap_plain
+from fxtrain.state import PP, DistContext, Plan, Strategy, Wrapped, unsupported
+
+__all__ = ["PIPELINE_STRATEGY"]
+
+
+def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
+    problems = list(unmatched_names(module, plan))
+    if ctx.world_size == 1:
+        return tuple(problems)
+    problems += _axis_problems(ctx)
+    problems += _plan_problems(plan)
+    if ctx.mesh.pipeline > 1:
+        problems += pipeline_problems(module, plan, ctx.mesh.pipeline)
+    if ctx.comm.simulated:
+        problems.append(
+            "PP cannot run in a pretended world: a stage asks the others what they need of it, "
+            "and there nobody answers. Run it on real ranks; two processes on a CPU will do."
+        )
+    return tuple(problems)
+
+
+def _axis_problems(ctx: DistContext) -> list[str]:
+    sizes = ctx.mesh.sizes
+    problems = [
+        f"The mesh has {axis}={sizes[axis]}, which PP does not use: its ranks would all do the "
+        f"same. Leave the axis out of fx.Mesh(...)."
+        for axis in ("context", "tensor")
+        if sizes[axis] > 1
+    ]
+    if sizes["shard"] > 1:
+        problems.append(
+            f"The mesh has shard={sizes['shard']}, but PP holds copies of each stage on the data "
+            f"axis. Use fx.Mesh(replicate={sizes['shard'] * sizes['replicate']}, "
+            f"pipeline={sizes['pipeline']})."
+        )
+    if sizes["pipeline"] == 1:
+        problems.append(
+            "PP runs stages on the ranks of the mesh's pipeline axis, which has one rank. Ask for "
+            "more: fx.detect(mesh=fx.Mesh(pipeline=2))."
+        )
+    return problems
+
+
+def _plan_problems(plan: Plan) -> list[str]:
+    config: PP = plan.strategy
+    problems: list[str] = []
+    if plan.even == "uneven":
+        problems.append(
+            "PP splits every batch into equal micro-batches, and Plan(even='uneven') has shorter "
+            "ones. Use even='pad' or even='drop'."
+        )
+    if plan.compile is not None and not plan.compile.blocks:
+        problems.append(
+            "PP leaves the forward of the whole model in its middle, which torch.compile cannot "
+            "follow. Compile blocks: fx.Compile(blocks=('Block',))."
+        )
+    elif plan.compile is not None and KINDS[config.schedule].splits:
+        problems.append(
+            f"PP(schedule={config.schedule!r}) runs the backward of inputs and weights apart, "
+            f"which compiled blocks do not allow. Use '1f1b', or leave compile out."
+        )
+    return problems
+
+
+def _wrap(
+    module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
+) -> Wrapped:
+    if ctx.world_size == 1:
+        return wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=PIPELINE_STRATEGY)
+    # torch's part takes half a second to import, which other plans need not pay.
+    from fxtrain.backends._pipeline_wrap import into_stages
+
+    engine, undo = into_stages(module, ctx, plan)
+    model = bundle(module, ctx, plan, optimizer, scheduler, strategy=PIPELINE_STRATEGY, undo=undo)
+    return attrs.evolve(model, engine=engine)
+
+
+def _backward(loss: Tensor, model: Wrapped) -> None:
+    if model.engine is not model.module:
+        unsupported("backward by itself; train with fx.step", by="PP")()
+    _torch.backward(loss, model)
+
+
+PIPELINE_STRATEGY: Strategy = attrs.evolve(
+    SINGLE,
+    name="PP",
+    config=PP,
+    check=_check,
+    wrap=_wrap,
+    forward=forward,
+    backward=_backward,
+    run=run,
+    clip_norm=clip_norm,
+    state=state_of,
+    load_state=load_state,
+)

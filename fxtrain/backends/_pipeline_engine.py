@@ -1,0 +1,223 @@
+"""The stages that a rank runs, and torch's schedules over them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from fxtrain import _tree, ops
+from fxtrain._errors import PlanError
+from fxtrain.backends._pipeline_plan import KINDS, Layout
+from fxtrain.backends._pipeline_stage import Call, Meta, Probe, Stage, probe
+from fxtrain.state import PP, DistContext, Wrapped
+
+__all__ = ["Pipeline", "Prepared", "prepare"]
+
+_KEPT = 8  # schedules, each with buffers for what it receives
+
+Job = Callable[[Stage, tuple[Tensor, ...], int], Any]
+
+
+@attrs.frozen(eq=False)
+class Prepared:
+    """A schedule for arguments of one kind.
+
+    Attributes:
+        schedule: torch's.
+        parts: Micro-batches that it runs.
+        sends: By stage, what it gives to the next one.
+        form: What the last stage told the others of its results; empty until it did.
+    """
+
+    schedule: Any
+    parts: int
+    sends: Mapping[int, tuple[Meta, ...]]
+    form: list[Any] = attrs.field(factory=list)
+
+
+@attrs.frozen(eq=False)
+class Pipeline:
+    """What runs a wrapped model's forward and backward: this rank's stages of it.
+
+    Attributes:
+        module: The user's, with this rank's parameters only.
+        layout: Over all ranks of the pipeline.
+        axis: Those ranks.
+        stages: Of this rank, by number.
+        sums: (group, names) of parameters that several ranks hold, whose gradients are summed.
+        known: Schedules by the kind of their arguments, the latest last.
+    """
+
+    module: nn.Module = attrs.field(repr=False)
+    layout: Layout
+    axis: DistContext = attrs.field(repr=False)
+    stages: dict[int, Stage] = attrs.field(repr=False)
+    sums: tuple[tuple[Any, tuple[str, ...]], ...] = attrs.field(default=(), repr=False)
+    known: dict[Any, Prepared] = attrs.field(factory=dict, repr=False)
+
+    @property
+    def source(self) -> int:
+        """The rank of the last stage."""
+        return self.layout.ranks[-1]
+
+    def train(self, mode: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch's
+        """Put the module and its stages into training mode, or out of it."""
+        for part in (self.module, *self.stages.values()):
+            part.train(mode)
+
+    def eval(self) -> None:
+        """Put the module and its stages into evaluation mode."""
+        self.train(mode=False)
+
+    def run(self, ready: Prepared, job: Job) -> None:
+        """Run a job on every micro-batch of every stage of this rank, in the schedule's order."""
+        index = torch.arange(ready.parts)
+        with self._working(job):
+            if ready.schedule._loss_fn is None:
+                ready.schedule.step(index=index, return_outputs=False)
+            else:
+                ready.schedule.step(index=index, target=index, return_outputs=False)
+
+    @contextmanager
+    def _working(self, job: Job) -> Iterator[None]:
+        before = {number: stage.job for number, stage in self.stages.items()}
+        for stage in self.stages.values():
+            stage.job = job
+        try:
+            yield
+        finally:
+            for number, stage in self.stages.items():
+                stage.job = before[number]
+
+
+def prepare(model: Wrapped, call: Call, parts: int, *, train: bool) -> Prepared:
+    """The schedule for micro-batches with arguments like these.
+
+    Effects:
+        The first time, the stages tell each other what they need, in one exchange of objects.
+
+    Raises:
+        PlanError: the model cannot be split so; on every rank of the pipeline.
+    """
+    engine: Pipeline = model.engine
+    leaves, shape = _tree.flatten(call)
+    key = (train, parts, engine.module.training, shape.text, *map(_kind, leaves))
+    if key not in engine.known:
+        ready = _prepared(model, call, parts, train=train)
+        while len(engine.known) >= _KEPT:
+            engine.known.pop(next(iter(engine.known)))
+        engine.known[key] = ready
+    return engine.known[key]
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return (leaf.shape, leaf.dtype, leaf.requires_grad)
+    return leaf if isinstance(leaf, bool | int | float | str) else type(leaf)
+
+
+def _prepared(model: Wrapped, call: Call, parts: int, *, train: bool) -> Prepared:
+    engine: Pipeline = model.engine
+    with ops.autocast(model):
+        mine = {number: probe(one, call, model.ctx) for number, one in engine.stages.items()}
+    probes: dict[int, Probe] = {}
+    for found in ops.gather_objects(mine, engine.axis):
+        probes.update(found)
+    if problems := _problems(engine, probes):
+        raise PlanError("\n".join(problems))
+    count = len(engine.layout.ranks)
+    sends = {number: probes[number + 1].needs for number in range(count - 1)}
+    stages = [
+        pipelining.PipelineStage(
+            submodule=stage,
+            stage_index=number,
+            num_stages=count,
+            device=model.ctx.device,
+            input_args=tuple(meta.example() for meta in probes[number].needs),
+            output_args=tuple(meta.example() for meta in sends.get(number, ()))
+            or torch.empty((), device="meta"),
+            group=engine.axis.comm.group,
+        )
+        for number, stage in engine.stages.items()
+    ]
+    for stage in stages:
+        stage.stage_index_to_group_rank = dict(enumerate(engine.layout.ranks))
+    return Prepared(schedule=_schedule(model, stages, parts, train=train), parts=parts, sends=sends)
+
+
+def _schedule(model: Wrapped, stages: list[Any], parts: int, *, train: bool) -> Any:
+    config: PP = model.plan.strategy
+    kind = KINDS[config.schedule]
+    one = kind.stages == (1, 1)
+    if not train:
+        made = torch_schedules.ScheduleGPipe if one else _Forward
+        return made(stages[0] if one else stages, n_microbatches=parts)  # type: ignore[arg-type]
+    return getattr(torch_schedules, kind.name)(
+        stages[0] if one else stages,
+        n_microbatches=parts,
+        loss_fn=_first,  # the last stage's output is the loss already, weighed
+        scale_grads=False,
+    )
+
+
+class _Forward(torch_schedules._PipelineScheduleRuntime):
+    """Forward alone over several stages a rank, stage by stage, in a loop or there and back.
+
+    torch's own schedules of those take the number of micro-batches of training only, or hand
+    gradients on even where there are none.
+    """
+
+    def __init__(self, stages: list[Any], n_microbatches: int) -> None:
+        owners: dict[int, int] = stages[0].stage_index_to_group_rank
+        super().__init__(stages=stages, n_microbatches=n_microbatches)
+        self.stage_index_to_group_rank = owners
+        forward = torch_schedules._ComputationType.FORWARD
+        self.pipeline_order: dict[int, list[Any]] = {
+            rank: [
+                torch_schedules._Action(stage, forward, part)
+                for stage, owner in owners.items()
+                if owner == rank
+                for part in range(n_microbatches)
+            ]
+            for rank in range(self.pp_group_size)
+        }
+        self.pipeline_order_with_comms = torch_schedules._add_send_recv(
+            self.pipeline_order, stage_to_rank=owners.__getitem__, num_stages=self._num_stages
+        )
+        for stage in stages:
+            stage.stage_index_to_group_rank = owners
+
+
+def _first(output: Any, _: Any) -> Any:
+    return output
+
+
+def _problems(engine: Pipeline, probes: Mapping[int, Probe]) -> list[str]:
+    """Why stages do not fit together, the same on every rank of the pipeline."""
+    name = type(engine.module).__name__
+    problems: list[str] = []
+    for number, found in sorted(probes.items()):
+        text = found.problem
+        before = probes[number - 1].gives if number else ()
+        if text is None and any(
+            meta.index >= len(before) or before[meta.index] != "own" for meta in found.needs
+        ):
+            text = (
+                "it needs a value that neither it nor the stage before has computed. Only the "
+                "arguments of a stage's first module go from one stage to the next"
+            )
+        if text is None and number == len(engine.layout.ranks) - 1 and "other" in found.gives:
+            text = (
+                "the outputs need a value of an earlier stage which is no argument of this "
+                "stage's first module, or a parameter of a module that is registered before the "
+                "blocks and runs after them: name it in PP(shared=...)"
+            )
+        if text is not None:
+            where = f"before {engine.layout.starts[number - 1]}" if number else "at its beginning"
+            problems.append(f"PP cannot split {name} {where}, where stage {number} begins: {text}.")
+    return problems

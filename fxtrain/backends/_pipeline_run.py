@@ -1,0 +1,260 @@
+"""Batches through a pipeline: in training with loss and backward, and forward alone."""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from fxtrain import _tree, ops
+from fxtrain._errors import PlanError, StepError
+from fxtrain.backends import _torch
+from fxtrain.backends._pieces import join, parts_of_batch, split
+from fxtrain.backends._pipeline_grads import reduce_grads
+from fxtrain.state import PP, Batch, Share, Wrapped
+
+__all__ = ["forward", "run"]
+
+Grade = Callable[[Wrapped, Batch], Share]
+
+
+class _Called(BaseException):
+    """The user's loss function calls the model; not an Exception, which it might catch."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.call = (args, kwargs)
+
+
+def run(
+    model: Wrapped,
+    batch: Batch,
+    grade: Grade,
+    reduce: bool,  # noqa: FBT001
+) -> Share:
+    """Forward, loss and backward of a batch in micro-batches, by the plan's schedule.
+
+    The user's loss function runs on every rank up to its call of the model, whose arguments are
+    all that stages need of it, and once more on the last stage, with the outputs.
+
+    Raises:
+        PlanError: micro-batches do not divide the batch, or the model cannot be split.
+        StepError: the loss function does not call the model.
+    """
+    engine = model.engine
+    if engine is model.module:
+        return _torch.run(model, batch, grade, reduce)
+    parts: int = engine.layout.parts
+    if any(size % parts or not size for size in batch.sizes):
+        raise PlanError(
+            f"PP runs {parts} micro-batches, which do not divide a batch of "
+            f"{', '.join(map(str, sorted(set(batch.sizes))))} rows on a rank. Use a batch size "
+            f"that is a multiple of {parts}, or PP(microbatches=...) with a divisor of it."
+        )
+    whole = batch.window_rows
+    if whole is None and model.plan.accumulate == 1:
+        whole = sum(batch.sizes)
+    pieces = parts_of_batch(batch, model.ctx.axis("data").rank, parts, whole=whole)
+    seeds = [_seed(model, piece) for piece in pieces]
+    calls = [_captured(model, grade, *pair) for pair in zip(pieces, seeds, strict=True)]
+    from fxtrain.backends._pipeline_engine import prepare
+
+    ready = prepare(model, calls[0], parts, train=True)
+    if model.scaler is not None:
+        model.scaler.scale(torch.zeros((), device=model.ctx.device))  # torch starts it so
+    shares: list[Share] = []
+
+    def job(stage: Any, received: tuple[Tensor, ...], index: int) -> Any:
+        with ops.autocast(model):
+            ended, out = stage.visit(calls[index], received, ready.sends.get(index_of[stage], ()))
+        if not ended:
+            return out
+        share = _graded(model, grade, pieces[index], seeds[index], out)
+        shares.append(attrs.evolve(share, loss=share.mean))
+        loss = share.loss if model.scaler is None else model.scaler.scale(share.loss)
+        return loss.clone() if loss._is_view() else loss
+
+    index_of = {stage: number for number, stage in engine.stages.items()}
+    engine.run(ready, job)
+    told = _told(model, ready, shares, batch)
+    if batch.position.micro == 0:  # sums over stages are made once a window
+        reduce_grads(model)
+    return told
+
+
+def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Outputs for a batch, without gradients; every rank of the pipeline calls this.
+
+    Raises:
+        StepError: gradients are on: forward and backward belong together here.
+    """
+    engine = model.engine
+    if engine is model.module:
+        return _torch.forward(model, args, kwargs)
+    if torch.is_grad_enabled():
+        raise StepError(
+            "PP runs forward and backward of micro-batches together, inside of fx.step. Train "
+            "with fx.step, and call the model under torch.no_grad() to evaluate it."
+        )
+    rows = _tree.rows_of((args, kwargs))
+    if not rows:
+        raise StepError(
+            "PP splits the rows of a batch, and no argument of the model is a tensor with rows."
+        )
+    parts = max(n for n in range(1, engine.layout.parts + 1) if rows % n == 0)
+    calls = split((args, kwargs), rows, parts)
+    from fxtrain.backends._pipeline_engine import prepare
+
+    ready = prepare(model, calls[0], parts, train=False)
+    outputs: list[Any] = []
+
+    def job(stage: Any, received: tuple[Tensor, ...], index: int) -> Any:
+        with ops.autocast(model):
+            ended, out = stage.visit(calls[index], received, ready.sends.get(index_of[stage], ()))
+        if not ended:
+            return out
+        outputs.append(out)
+        return torch.zeros(1, device=model.ctx.device)
+
+    index_of = {stage: number for number, stage in engine.stages.items()}
+    engine.run(ready, job)
+    whole = join(outputs, rows // parts) if outputs else None
+    if outputs and model.plan.precision.output == "fp32":
+        whole = _tree.map_leaves(_torch.to_float, whole)
+    config: PP = model.plan.strategy
+    return whole if config.outputs == "last" else _to_all(model, ready, whole)
+
+
+def _captured(model: Wrapped, grade: Grade, piece: Batch, seed: int) -> Any:
+    """The arguments with which the user's loss function calls the model."""
+
+    def called(_: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise _Called(args, kwargs)
+
+    try:
+        # What it draws by chance must be the same on all stages, and when it runs again.
+        with ops.fork_rng(model.ctx, seed):
+            grade(_answering(model, called), piece)
+    except _Called as found:
+        return found.call
+    raise StepError(
+        "PP: the loss function did not call the model that it was given. Write "
+        "loss=lambda model, batch: ... model(...), with one call."
+    )
+
+
+def _graded(model: Wrapped, grade: Grade, piece: Batch, seed: int, out: Any) -> Share:
+    answers = [
+        out if model.plan.precision.output != "fp32" else _tree.map_leaves(_torch.to_float, out)
+    ]
+
+    def called(_: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not answers:
+            raise StepError(
+                "PP: the loss function called the model twice; a pipeline runs it once. Put "
+                "what is compared into one batch."
+            )
+        return answers.pop()
+
+    with ops.fork_rng(model.ctx, seed):
+        return grade(_answering(model, called), piece)
+
+
+def _answering(model: Wrapped, called: Callable[..., Any]) -> Wrapped:
+    return attrs.evolve(model, strategy=attrs.evolve(model.strategy, forward=called))
+
+
+def _seed(model: Wrapped, piece: Batch) -> int:
+    place = piece.position
+    rank = model.ctx.axis("data").rank
+    text = f"{model.plan.seed} {place.epoch} {place.index} {rank} {piece.part}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+@attrs.frozen
+class _Form:
+    """What the last stage's losses are like, as it says once.
+
+    Attributes:
+        dtype: Of the loss.
+        rough: Whether they are weighted, and corrected when the window closes.
+        aux: Whether there is something beside them.
+    """
+
+    dtype: torch.dtype
+    rough: bool
+    aux: bool
+
+
+def _told(model: Wrapped, ready: Any, shares: list[Share], batch: Batch) -> Share:
+    """The batch's share in its update, on every rank of the pipeline.
+
+    Effects:
+        A broadcast of four numbers; the first time, and for aux, one of objects.
+    """
+    engine = model.engine
+    if not ready.form:
+        form: _Form | None = None
+        if shares:
+            some = any(share.aux is not None for share in shares)
+            form = _Form(shares[0].mean.dtype, shares[0].rough, some)
+        ready.form.append(ops.broadcast_object(form, engine.axis, src=engine.source))
+    form = ready.form[0]
+    numbers = torch.zeros(4, dtype=model.tally.dtype, device=model.tally.device)
+    if shares:
+        weights = torch.stack([_as(share.weight, numbers) for share in shares])
+        means = torch.stack([_as(share.mean, numbers) for share in shares])
+        total = weights.sum()
+        numbers[0] = (means * weights).sum() / torch.where(total == 0, 1.0, total)
+        numbers[1] = total
+        numbers[2:] = model.tally[:2]
+    source = engine.axis.comm.ranks[engine.source]
+    dist.broadcast(numbers, source, group=engine.axis.comm.group)
+    model.tally[:2] = numbers[2:]
+    aux = None
+    if form.aux:
+        each = batch.sizes[model.ctx.axis("data").rank] // ready.parts
+        mine = join([_detached(share.aux) for share in shares], each) if shares else None
+        aux = ops.broadcast_object(mine, engine.axis, src=engine.source)
+        aux = _tree.map_leaves(lambda leaf: _on(leaf, model.ctx.device), aux)
+    mean = numbers[0].to(form.dtype)
+    weight = numbers[1] if form.rough else batch.sizes[model.ctx.axis("data").rank]
+    return Share(loss=mean, mean=mean, weight=weight, aux=aux, rough=form.rough)
+
+
+def _as(value: Any, like: Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device).detach().reshape(())
+
+
+def _detached(tree: Any) -> Any:
+    return _tree.map_leaves(
+        lambda one: one.detach().cpu() if isinstance(one, Tensor) else one, tree
+    )
+
+
+def _on(leaf: Any, device: torch.device) -> Any:
+    return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+
+def _to_all(model: Wrapped, ready: Any, whole: Any) -> Any:
+    """The last stage's outputs on every rank of the pipeline."""
+    engine = model.engine
+    if not ready.form:
+        empty = _tree.map_leaves(_emptied, whole)
+        ready.form.append(ops.broadcast_object(empty, engine.axis, src=engine.source))
+    if whole is None:
+        whole = _tree.map_leaves(lambda leaf: _made(leaf, model.ctx.device), ready.form[0])
+    return ops.broadcast(whole, engine.axis, src=engine.source)
+
+
+def _emptied(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+
+
+def _made(leaf: Any, device: torch.device) -> Any:
+    return torch.empty_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,446 @@
+"""Pipeline parallelism: laws on every schedule, bad plans, models that do not split, traffic."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fxtrain as fx
+from fxtrain.backends._pipeline_plan import layout_of, pipeline_problems
+from fxtrain.testing import LAWS, Task, Transformer, count_collectives, fake_world, on_ranks
+from fxtrain.testing._train import backward_once, by_hand
+
+NAMES = [law.__name__ for law in LAWS]
+FOUR = ("blocks.0", "blocks.1", "norm")
+
+PLANS = {
+    "1f1b": (2, fx.PP(), fx.Mesh(pipeline=2)),
+    "in a loop, and copies": (
+        4,
+        fx.PP(schedule="interleaved_1f1b", microbatches=2, split=FOUR),
+        fx.Mesh(pipeline=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("law", LAWS, ids=NAMES)
+@pytest.mark.parametrize("name", PLANS)
+def test_laws(clusters, name, law):
+    n, config, mesh = PLANS[name]
+    law(clusters[n], fx.Plan(strategy=config), mesh)
+
+
+def test_recomputed_and_compiled_blocks(pair):
+    compiled = fx.Compile(backend="eager", blocks=("Attention",))
+    plan = fx.Plan(strategy=fx.PP(), recompute=("Block",), compile=compiled)
+    LAWS[0](pair, plan, fx.Mesh(pipeline=2))
+
+
+def test_at_one_rank_it_is_the_plain_model(clusters):
+    for law in (LAWS[1], LAWS[-2]):
+        law(clusters[1], fx.Plan(strategy=fx.PP(microbatches=2)))
+
+
+SCHEDULES = {
+    "gpipe": (4, fx.PP(schedule="gpipe", microbatches=2, split=FOUR)),
+    "looped_bfs": (2, fx.PP(schedule="looped_bfs", microbatches=2, split=FOUR)),
+    "zero_bubble": (2, fx.PP(schedule="interleaved_zero_bubble", microbatches=4, split=FOUR)),
+    "zbv_zero_bubble": (2, fx.PP(schedule="zbv_zero_bubble", microbatches=4, split=FOUR)),
+    "dualpipe_v": (2, fx.PP(schedule="dualpipe_v", split=FOUR)),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_trains_as_one_process(clusters, name):
+    n, config = SCHEDULES[name]
+    plan = fx.Plan(strategy=config, clip_norm=0.05)
+    task = Task(plan=plan, mesh=fx.Mesh(pipeline=n), size=4, weighted=True)
+    wanted = by_hand(task, 1)
+    for run in clusters[n].run(on_ranks, task):
+        torch.testing.assert_close(run.losses, wanted.losses, rtol=1e-9, atol=0)
+        torch.testing.assert_close(run.norms, wanted.norms, rtol=1e-9, atol=0)
+        for key, value in wanted.parameters.items():
+            torch.testing.assert_close(run.parameters[key], value, rtol=1e-9, atol=1e-11)
+
+
+# Plans and models that do not fit.
+
+BAD = {
+    "axis": (fx.Mesh(), fx.PP(), {}, "has one rank. Ask for more"),
+    "shard": (fx.Mesh(pipeline=2, shard=2), fx.PP(), {}, r"Use fx\.Mesh\(replicate=2, pipeline=2"),
+    "tensor": (fx.Mesh(pipeline=2, tensor=2), fx.PP(), {}, "tensor=2, which PP does not use"),
+    "name": (None, fx.PP(split=("block.1", "x", "y")), {}, r"'block\.1'. Did you mean blocks\.1"),
+    "list": (
+        None,
+        fx.PP(split=("blocks", "norm", "head")),
+        {},
+        "ModuleList, which is never called",
+    ),
+    "order": (None, fx.PP(split=("norm", "blocks.1", "head")), {}, "in the order of"),
+    "inside": (None, fx.PP(split=("blocks.0", "blocks.0.up", "head")), {}, "none inside of"),
+    "number": (None, fx.PP(split=("blocks.1",)), {}, "makes 2 stages, but 4 pipeline ranks"),
+    "layers": (None, fx.PP(), {}, r"into 4 stages, and it has 2 blocks \(blocks\.0, blocks\.1"),
+    "parts": (None, fx.PP(split=FOUR, microbatches=3), {}, "at least one micro-batch per stage"),
+    "rounds": (
+        fx.Mesh(pipeline=2),
+        fx.PP(schedule="interleaved_1f1b", split=FOUR, microbatches=7),
+        {},
+        "in 3 rounds, which do not divide 7. Use a multiple of the 2 pipeline ranks, such as 6",
+    ),
+    "each": (None, fx.PP(stages_per_rank=2), {}, "this schedule has exactly 1 on each rank"),
+    "shared": (None, fx.PP(split=FOUR, shared=("heads",)), {}, "no parameter is called 'heads'"),
+    "uneven": (None, fx.PP(split=FOUR), {"even": "uneven"}, "Use even='pad' or even='drop'"),
+    "compile": (None, fx.PP(split=FOUR), {"compile": fx.Compile()}, "Compile blocks"),
+    "middle": (
+        fx.Mesh(pipeline=2),
+        fx.PP(split=("blocks.0.norm_2",)),
+        {"recompute": ("Block",)},
+        r"before blocks\.0\.norm_2, which is inside of blocks\.0, a Block that Plan\.recompute",
+    ),
+    "pretended": (None, fx.PP(split=FOUR), {}, "cannot run in a pretended world"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_plan_that_does_not_fit_is_refused_before_any_traffic(name):
+    mesh, config, fields, words = BAD[name]
+    told = set()
+    for rank in (0, 3):
+        with fake_world(4, rank=rank, mesh=mesh or fx.Mesh(pipeline=4)) as ctx:
+            calls = ctx.comm.ledger.calls
+            with pytest.raises(fx.PlanError, match=words) as error:
+                fx.wrap(Transformer(), ctx, fx.Plan(strategy=config, **fields))
+            assert ctx.comm.ledger.calls == calls
+            told.add(str(error.value))
+    assert len(told) == 1
+
+
+def test_stages_are_balanced_and_tied_parameters_are_on_both_ends():
+    net = nn.Sequential(*(nn.Linear(n, 1, bias=False) for n in (9, 1, 1, 1, 5, 4)))
+    layout = layout_of(net, fx.PP(), 3)
+    assert layout.starts == ("1", "5") and layout.ranks == (0, 1, 2)
+    layout = layout_of(Transformer(), fx.PP(schedule="zbv_zero_bubble", split=FOUR), 2)
+    assert layout.ranks == (0, 1, 1, 0)
+    assert layout.stages["head.weight"] == layout.stages["embed.weight"] == {0, 3}
+    assert layout.holders("head.weight") == (0,) and layout.holders("gain") == (0, 1)
+    assert layout.stages["blocks.1.up.bias"] == {2}
+
+
+def test_a_stage_with_nothing_to_train_is_refused():
+    net = Transformer(tied=False)
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(name.startswith("blocks.1"))
+    (problem,) = pipeline_problems(net, fx.Plan(strategy=fx.PP()), 2)
+    assert "begins with the model's own beginning has no parameter to train" in problem
+
+
+class Net(nn.Module):
+    """Blocks, and something that a pipeline may not like."""
+
+    def __init__(self, case):
+        super().__init__()
+        self.case = case
+        if case == "early head":
+            self.head = nn.Linear(4, 4)
+        self.embed = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        if case != "early head":
+            self.head = nn.Linear(4, 4)
+        self.double()
+
+    def forward(self, x):
+        start = h = self.embed(x)
+        if self.case == "shape":
+            h = h[h.sum(1) > 0]
+        if self.case == "value" and h.sum() > 0:
+            h = h * 2
+        if self.case == "write":
+            h = torch.zeros_like(x).copy_(h)
+        if self.case == "list":
+            h = self.blocks[1](self.blocks[0](h).tanh())
+        else:
+            for block in self.blocks:
+                h = block(h).tanh()
+        return self.head(h + start if self.case == "around" else h)
+
+
+def _rows(model, ctx, plan, rows=4):
+    x = torch.linspace(-1, 1, 16 * rows, dtype=torch.float64).reshape(-1, 4)
+    return fx.shard(DataLoader(TensorDataset(x), batch_size=rows), ctx, plan)
+
+
+def _loss(model, batch):
+    return model(batch[0]).square().mean()
+
+
+LOSSES = {
+    "no call": lambda model, batch: torch.ones((), requires_grad=True),
+    "backward": lambda model, batch: fx.ops.backward(torch.ones((), requires_grad=True), model),
+    "gradients": lambda model, batch: model(batch[0]),
+}
+
+
+def _trained(placed, case, rows=4, **options):
+    """One update of a model with something that a pipeline may not like."""
+    torch.manual_seed(0)
+    plan = fx.Plan(strategy=fx.PP(split=("blocks.1",), **options))
+    model = fx.wrap(Net(case), placed, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    batch = next(iter(_rows(model, placed, plan, rows=rows)))
+    if case in ("backward", "gradients"):
+        LOSSES[case](model, batch)
+    fx.step(placed, batch, fx.StepFns(model=model, loss=LOSSES.get(case, _loss)))
+    return {name: p.detach() for name, p in fx.unwrap(model).named_parameters()}
+
+
+REFUSED = {
+    "shape": "a shape that depends on data",
+    "value": "needs values",
+    "write": "writes what an earlier stage computes",
+    "around": "as a connection around the split is",
+    "early head": "name the parameter in PP(shared=...)",
+    "rows": "do not divide a batch of 3 rows",
+    "no call": "did not call the model",
+    "gradients": "inside of fx.step",
+    "backward": "does not support backward by itself",
+}
+
+
+def _refusals(ctx):
+    placed = fx.detect({}, device="cpu", mesh=fx.Mesh(pipeline=2), timeout_s=20)
+    told = {}
+    for case in REFUSED:
+        try:
+            _trained(placed, case, rows=3 if case == "rows" else 4)
+        except fx.FxError as error:
+            told[case] = (type(error).__name__, str(error))
+    return told
+
+
+def test_a_model_that_does_not_split_is_the_same_error_everywhere(pair):
+    first, second = pair.run(_refusals)
+    assert first == second
+    late = ("no call", "gradients")
+    for case, words in REFUSED.items():
+        kind, text = first[case]
+        assert words in text
+        assert kind == ("StepError" if case in late else "PlanError"), text
+
+
+def _others(ctx):
+    placed = fx.detect({}, device="cpu", mesh=fx.Mesh(pipeline=2), timeout_s=20)
+    return [_trained(placed, "early head", shared=("head.*",)), _trained(placed, "list")]
+
+
+def test_models_of_other_shapes_train(pair):
+    wanted = []
+    for case in ("early head", "list"):
+        torch.manual_seed(0)
+        net = Net(case)
+        x = torch.linspace(-1, 1, 64, dtype=torch.float64).reshape(-1, 4)[:4]
+        net(x).square().mean().backward()
+        wanted.append({n: p.detach() - 0.1 * p.grad for n, p in net.named_parameters()})
+    for got in pair.run(_others):
+        torch.testing.assert_close(got, wanted)
+
+
+# Models of transformers, aux, evaluation, traffic, checkpoints.
+
+
+def _gpt2():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 24, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **rates)).double()
+
+
+def _t5():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=24,
+        d_model=16,
+        d_kv=4,
+        d_ff=16,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    return transformers.T5ForConditionalGeneration(config).double()
+
+
+MODELS = {"gpt2": _gpt2, "t5": _t5}
+
+
+def _tokens():
+    return torch.arange(64).reshape(8, 8) * 7 % 23 + 1
+
+
+def _model_loss(model, batch):
+    out = model(input_ids=batch[0], labels=batch[0])
+    right = out.logits.argmax(-1) == batch[0]
+    return out.loss, {"right": right.sum(), "rows": out.logits[:, 0, 0], "mean": out.loss}
+
+
+def _sgd(params):
+    return torch.optim.SGD(params, lr=0.3)
+
+
+def _transformers(ctx, name, split):
+    placed = fx.detect({}, device="cpu", mesh=fx.Mesh(pipeline=2), timeout_s=60)
+    plan = fx.Plan(strategy=fx.PP(split=split), clip_norm=0.5)
+    model = fx.wrap(MODELS[name](), placed, plan, optimizer=_sgd)
+    loader = fx.shard(DataLoader(TensorDataset(_tokens()), batch_size=4), placed, plan)
+    fns = fx.StepFns(model=model, loss=_model_loss)
+    reports = [fx.step(placed, batch, fns) for epoch in loader.epochs(2) for batch in epoch]
+    told = [(float(r.loss), float(r.grad_norm), r.aux) for r in reports]
+    with torch.no_grad():
+        logits = model.eval()(input_ids=_tokens()[:3], labels=_tokens()[:3]).logits
+    return told, logits, {n: p.detach() for n, p in fx.unwrap(model).named_parameters()}
+
+
+@pytest.mark.parametrize(("name", "split"), [("gpt2", ()), ("t5", ("decoder.block.0",))])
+def test_models_of_transformers_train_as_in_one_process(pair, name, split):
+    net, wanted = MODELS[name](), []
+    optimizer = _sgd(net.parameters())
+    for _ in range(2):
+        for part in _tokens().split(4):
+            loss, aux = _model_loss(net, [part])
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            wanted.append(
+                (float(loss.detach()), float(norm), {k: v.detach() for k, v in aux.items()})
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        out = net(input_ids=_tokens()[:3], labels=_tokens()[:3]).logits
+    for told, logits, parameters in pair.run(_transformers, name, split):
+        torch.testing.assert_close(told, wanted, rtol=1e-6, atol=1e-8)  # a loss in fp32
+        torch.testing.assert_close(logits, out, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(parameters, dict(net.named_parameters()), rtol=1e-6, atol=1e-8)
+
+
+def _evaluated(ctx, schedule, outputs):
+    placed = fx.detect({}, device="cpu", mesh=fx.Mesh(pipeline=2), timeout_s=20)
+    config = fx.PP(schedule=schedule, split=FOUR, outputs=outputs)
+    model = fx.wrap(Transformer(), placed, fx.Plan(strategy=config)).eval()
+    with torch.no_grad():
+        return [model(torch.arange(8 * rows).reshape(rows, 8) % 24) for rows in (4, 3, 4)]
+
+
+def test_outputs_are_on_the_last_rank_or_all(pair):
+    with torch.no_grad():
+        wanted = [Transformer()(torch.arange(8 * n).reshape(n, 8) % 24) for n in (4, 3, 4)]
+    for got in pair.run(_evaluated, "interleaved_1f1b", "all"):
+        torch.testing.assert_close(got, wanted)
+    # There and back: the last stage is on rank 0.
+    first, last = pair.run(_evaluated, "dualpipe_v", "last")
+    torch.testing.assert_close(first, wanted)
+    assert last == [None] * 3
+
+
+def _noise(ctx):
+    placed = fx.detect({}, device="cpu", mesh=fx.Mesh(pipeline=2), timeout_s=20)
+    plan = fx.Plan(strategy=fx.PP(split=("blocks.1",)))
+    model = fx.wrap(Net("list"), placed, plan, optimizer=_sgd)
+    seen = []
+
+    def loss(model, batch):
+        noise = torch.rand_like(batch[0])
+        seen.append(noise)
+        return F.mse_loss(model(batch[0] + noise), noise)
+
+    torch.manual_seed(ctx.rank)
+    batch = next(iter(_rows(model, placed, plan)))
+    fx.step(placed, batch, fx.StepFns(model=model, loss=loss))
+    return seen
+
+
+def test_what_a_loss_draws_by_chance_is_the_same_on_all_stages(pair):
+    first, last = pair.run(_noise)
+    assert len(first) == 2 and len(last) == 4
+    assert not torch.equal(first[0], first[1])
+    for index, noise in enumerate(first + first):
+        assert torch.equal(last[index], noise)
+
+
+def _traffic(ctx):
+    """What a step sends, once its schedule is known."""
+    placed = fx.detect({}, device="cpu", mesh=fx.Mesh(pipeline=2), timeout_s=20)
+    plan = fx.Plan(strategy=fx.PP(split=("blocks.1",), microbatches=4), clip_norm=1.0)
+    model = fx.wrap(Net("list"), placed, plan, optimizer=_sgd)
+    fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch[0]).square().mean())
+    batches = iter(_rows(model, placed, plan, rows=8))
+    fx.step(placed, next(batches), fns)
+    with count_collectives() as counted:
+        fx.step(placed, next(batches), fns)
+    return counted.counts, counted.bytes
+
+
+def test_a_step_sends_activations_and_their_gradients(pair):
+    activations = 8 * 4 * 8  # rows, width, bytes
+    for counts, sent in pair.run(_traffic):
+        assert counts == {"send": 4, "recv": 4, "broadcast": 1, "all_reduce": 1}
+        assert sent == {"send": activations, "recv": activations, "broadcast": 32, "all_reduce": 8}
+
+
+PLACES = {
+    "ddp": (fx.DDP(), None),
+    "fsdp": (fx.FSDP(), None),
+    "pp": (fx.PP(), fx.Mesh(pipeline=2)),
+    "loop": (
+        fx.PP(schedule="interleaved_1f1b", microbatches=2, split=FOUR),
+        fx.Mesh(pipeline=2),
+    ),
+    "four": (fx.PP(schedule="gpipe", split=FOUR), fx.Mesh(pipeline=4)),
+}
+
+
+def _saved(ctx, folder, name, first):
+    """Train, save or restore, train on; every tensor that the next update depends on."""
+    config, mesh = PLACES[name]
+    placed = ctx if mesh is None else fx.detect({}, device="cpu", mesh=mesh, timeout_s=20)
+    model = fx.wrap(Transformer(), placed, fx.Plan(strategy=config), optimizer=torch.optim.AdamW)
+    backward_once(placed, model)
+    fx.ops.apply(model)
+    if first:
+        fx.save(folder, placed, model, position=fx.Position(updates=1))
+    else:
+        backward_once(placed, model)
+        fx.ops.apply(model)
+        fx.restore(folder, placed, model)
+    state = model.strategy.state(model)
+    found = {
+        key: (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().clone()
+        for key, one in state.tensors.items()
+    }
+    if not first:
+        backward_once(placed, model)
+        fx.ops.apply(model)
+    return found, state.values["optimizers"]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ((2, "pp"), (1, "ddp")),
+        ((1, "ddp"), (2, "loop")),
+        ((2, "loop"), (4, "four")),
+        ((4, "four"), (2, "fsdp")),
+    ],
+)
+def test_saved_at_one_mesh_and_restored_at_another(clusters, first, then, tmp_path):
+    saved = clusters[first[0]].run(_saved, str(tmp_path), first[1], True)
+    wanted = {key: one for found, _ in saved for key, one in found.items()}
+    assert "module.blocks.1.up.bias" in wanted and "optimizer.0.embed.weight.exp_avg" in wanted
+    restored = clusters[then[0]].run(_saved, str(tmp_path), then[1], False)
+    together = {key: one for found, _ in restored for key, one in found.items()}
+    assert together.keys() == wanted.keys()
+    for found, values in restored:
+        assert values == saved[0][1]
+        for key, one in found.items():
+            assert torch.equal(one, wanted[key]), key
