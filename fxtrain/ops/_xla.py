@@ -87,7 +87,9 @@ def start(
     Raises:
         ContextError: there is no such device, or another kind was chosen before.
     """
-    xla, runtime = load(), load("runtime")
+    named = f"device={str(asked)!r}" if asked is not None else f"{_DEVICES}={env[_DEVICES]}"
+    xla = load(needed_by=f"detect with {named}")
+    runtime = load("runtime")
     index = None if asked is None else torch.device(asked).index
     try:
         if _DEVICES in env:

@@ -2,6 +2,7 @@
 
 import warnings
 
+import attrs
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,7 +25,7 @@ def start(ctx, plan, module=None):
         ctx,
         plan,
         optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
-        scheduler=lambda made: torch.optim.lr_scheduler.StepLR(made, 2),
+        scheduler=lambda made: torch.optim.lr_scheduler.ExponentialLR(made, 0.95),
     )
 
     def loss(model, batch):
@@ -33,10 +34,10 @@ def start(ctx, plan, module=None):
     return model, fx.StepFns(model=model, loss=loss)
 
 
-def loader_of(ctx, plan, rows=32, size=4, workers=0):
+def loader_of(ctx, plan, rows=32, size=4):
     x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(5))
     data = TensorDataset(x, (x.sum(1) > 0).long())
-    loader = DataLoader(data, batch_size=size, shuffle=True, num_workers=workers)
+    loader = DataLoader(data, batch_size=size, shuffle=True)
     return fx.shard(loader, ctx, plan)
 
 
@@ -118,7 +119,9 @@ def warnings_of(ctx, **fields):
 
 
 def downcast(ctx):
-    plan = fx.Plan(strategy=fx.XLA(downcast=True), precision=fx.Precision("bf16", output="fp32"))
+    plan = fx.Plan(
+        strategy=fx.XLA(downcast=True), precision=fx.Precision(compute="bf16", output="fp32")
+    )
     module = net()
     model, fns = start(ctx, plan, module)
     inside = {parameter.dtype for parameter in model.parameters()}
@@ -128,13 +131,16 @@ def downcast(ctx):
     return inside, after, losses
 
 
-def placed(ctx, workers):
+def placed(ctx, ahead):
     """Rows as they arrive, and how the devices hold them."""
     import torch_xla
 
-    plan = fx.Plan(strategy=fx.XLA())
+    plan = fx.Plan(strategy=fx.XLA(), data=fx.Data(ahead=2))
+    loader = loader_of(ctx, plan, rows=16)
+    # As if workers read, which the processes of a pool may not have.
+    loader = attrs.evolve(loader, source=attrs.evolve(loader._source, apart=ahead))
     rows, splits = [], set()
-    for batch in loader_of(ctx, plan, rows=16, workers=workers):
+    for batch in loader:
         splits.add(torch_xla._XLAC._get_xla_sharding_spec(batch[0]).split(" ")[0])
         rows.append(batch[0].cpu())
     return torch.cat(rows), splits
@@ -168,6 +174,7 @@ def ops_alone(ctx):
         "gather": ops.gather(tree, ctx)["x"].cpu(),
         "reduce": ops.reduce({"x": x, "n": 2}, ctx, op="sum")["x"].cpu(),
         "broadcast": ops.broadcast(tree, ctx)["x"].cpu(),
+        "padded": ops.unpad(ops.pad(x, ctx), ctx).cpu(),
         "valid": ops.gather_valid(batch[0], batch, ctx).shape,
         "seeded": seeded,
         "moved": bool(after != ops._device.device_random_state(ctx)),

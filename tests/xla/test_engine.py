@@ -51,7 +51,7 @@ def test_a_checkpoint_goes_from_torch_to_xla_and_on(pair, device, tmp_path):
     (got,) = device.run(_ranks.after_restoring, fx.Plan(strategy=fx.XLA()), str(tmp_path), 2)
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_downcast_holds_bf16_and_gives_back_fp32(device):
@@ -61,19 +61,19 @@ def test_downcast_holds_bf16_and_gives_back_fp32(device):
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_rows_arrive_in_order_each_device_with_its_own(alone, spmd, workers):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_arrive_in_order_each_device_with_its_own(alone, spmd, ahead):
     with fx.detect({}, device="cpu") as ctx:
         wanted = torch.cat([batch[0] for batch in _ranks.loader_of(ctx, fx.Plan(), rows=16)])
     for pool, split in ((alone, ""), (spmd, "{devices=[4,1]0,1,2,3}")):
-        ((rows, splits),) = pool.run(_ranks.placed, workers)
+        ((rows, splits),) = pool.run(_ranks.placed, ahead)
         assert torch.equal(rows, wanted)
         assert splits == {split}
 
 
 def test_the_mesh_says_who_shares_parameters(spmd):
     (whole,) = spmd.run(_ranks.splits, fx.Mesh(replicate=4))
-    assert whole == ["", ""]
+    assert set(whole) <= {"", "{replicated}"}
     (split,) = spmd.run(_ranks.splits, fx.Mesh(shard=4))
     assert all(spec.startswith("{devices=[4,1]0,1,2,3") for spec in split)
 
