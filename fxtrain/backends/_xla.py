@@ -13,7 +13,7 @@ from fxtrain.backends._modules import outline, send_values, unmatched_names
 from fxtrain.backends._single import SINGLE, bundle
 from fxtrain.backends._state import load_state
 from fxtrain.backends._units import block_names
-from fxtrain.backends._xla_module import place, recompute, renew_specs, spread
+from fxtrain.backends._xla_module import place, recompute, split_states, spread
 from fxtrain.backends._xla_watch import Watch
 from fxtrain.ops import _xla
 from fxtrain.state import (
@@ -29,6 +29,8 @@ from fxtrain.state import (
 )
 
 __all__ = ["XLA_STRATEGY"]
+
+_MICRO = 0  # place in the counts
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
@@ -106,17 +108,19 @@ def _sync(model: Wrapped, enabled: bool) -> Iterator[None]:  # noqa: FBT001
     """Average gradients over replicas; a micro-batch without an update ends its graph here."""
     model.watch.begin()
     yield
-    if not enabled:
-        _end(model)
-        return
     data = model.ctx.axis("data")
-    if data.world_size > 1:
+    if enabled and data.world_size > 1:
         grads = [p.grad for p in model.module.parameters() if p.grad is not None]
         _xla.mean(grads, data.world_size)
+    plan = model.plan
+    if not enabled or (plan.sync_each and model.counts[_MICRO] < plan.accumulate):
+        _end(model)
 
 
 def _apply(model: Wrapped, finish: Finish) -> Outcome:
     outcome = _torch.apply(model, finish)
+    if model.watch.steps < model.plan.accumulate:  # which made the optimizer's states
+        split_states(model)
     _end(model)
     return outcome
 
@@ -135,7 +139,7 @@ def _finite(model: Wrapped) -> bool:
 
 def _load_state(model: Wrapped, saved: Saved) -> None:
     load_state(model, saved)
-    renew_specs(model)
+    split_states(model)
 
 
 def _unwrap(model: Wrapped) -> nn.Module:

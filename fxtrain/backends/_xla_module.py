@@ -13,7 +13,7 @@ from fxtrain.backends._modules import prepare_module
 from fxtrain.ops import _xla
 from fxtrain.state import DistContext, Plan, Wrapped
 
-__all__ = ["place", "recompute", "renew_specs", "spread"]
+__all__ = ["place", "recompute", "split_states", "spread"]
 
 Undo = Callable[[], None]
 
@@ -46,10 +46,7 @@ def recompute(module: nn.Module, plan: Plan) -> Undo:
 
 
 def spread(module: nn.Module, ctx: DistContext, blocks: Sequence[str]) -> tuple[nn.Module, Undo]:
-    """Split parameters over the shard axis; the module to run instead, and what undoes it.
-
-    The optimizer's states follow their parameters.
-    """
+    """Split parameters over the shard axis; the module to run instead, and what undoes it."""
     mesh = _xla.device_mesh(ctx.mesh)
     around = _xla.load("experimental.spmd_fully_sharded_data_parallel")
     sharding = _xla.load("distributed.spmd.xla_sharding")
@@ -75,8 +72,12 @@ def spread(module: nn.Module, ctx: DistContext, blocks: Sequence[str]) -> tuple[
     return engine, undo
 
 
-def renew_specs(model: Wrapped) -> None:
-    """Split loaded optimizer states as their parameters are."""
+def split_states(model: Wrapped) -> None:
+    """Split optimizer states as their parameters are.
+
+    The compiler would do that too, but not always, so that a run that was restored would be
+    another program, which rounds in another order.
+    """
     if model.ctx.devices == 1 or model.ctx.mesh.shard == 1:
         return
     spmd = _xla.load("distributed.spmd")

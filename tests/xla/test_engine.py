@@ -58,7 +58,7 @@ def test_downcast_holds_bf16_and_gives_back_fp32(device):
     ((inside, after, losses),) = device.run(_ranks.downcast)
     assert inside == {torch.bfloat16}
     assert after == {torch.float32}
-    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    assert sum(losses[-10:]) < 0.95 * sum(losses[:10])
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -83,9 +83,9 @@ def test_collectives_of_one_rank_keep_tensors_on_the_device(device):
     for name in ("gather", "reduce", "broadcast", "padded"):
         assert found[name].tolist() == [0.0, 1.0, 2.0], name
     assert found["valid"] == (3, 6)
-    first, second, inside = found["seeded"]
-    assert torch.equal(first, second) and torch.equal(first, inside)
-    assert found["moved"]
+    (first, inside, after), (again, other, later) = found["seeded"]
+    assert torch.equal(first, again) and torch.equal(after, later)
+    assert not torch.equal(inside, other) and not torch.equal(first, after)
 
 
 def test_refusals_name_what_to_do(spmd):
