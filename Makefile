@@ -8,7 +8,7 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-deepspeed lint bench clean
+.PHONY: demo test test-deepspeed test-xla lint bench clean
 
 demo: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/fxtrain launch --ranks 2 examples/digits.py
@@ -23,6 +23,10 @@ test-deepspeed: export PATH := $(CURDIR)/$(BIN):$(PATH)
 test-deepspeed: $(VENV)/.test-deepspeed
 	$(BIN)/python -W ignore -c "import deepspeed; deepspeed.ops.op_builder.CPUAdamBuilder().load(verbose=False)"
 	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m deepspeed tests/deepspeed
+
+# An environment of its own, since torch_xla works with one torch only.
+test-xla:
+	CI=$(CI) PYTHON=$(PYTHON) .ci/xla
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -52,4 +56,4 @@ $(VENV)/.bench: $(VENV)/.test
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist runs
+	rm -rf $(VENV) .venv-xla build dist runs

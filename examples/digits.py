@@ -2,6 +2,7 @@
 
     python examples/digits.py
     fxtrain launch --ranks 2 examples/digits.py
+    PJRT_DEVICE=TPU python examples/digits.py --strategy xla
 
 Ends with one JSON line from rank 0.
 """
@@ -22,6 +23,7 @@ import fxtrain as fx
 from fxtrain import ops
 
 console = Console(stderr=True)
+STRATEGIES = {"ddp": fx.DDP(), "fsdp": fx.FSDP(), "xla": fx.XLA()}
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
@@ -66,11 +68,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "fp16"])
+    parser.add_argument("--strategy", default="ddp", choices=list(STRATEGIES))
     parser.add_argument("--accumulate", type=int, default=1)
     options = parser.parse_args()
     with fx.detect() as ctx:
         plan = fx.Plan(
-            precision=options.precision, accumulate=options.accumulate, clip_norm=1.0, seed=7
+            strategy=STRATEGIES[options.strategy],
+            precision=options.precision,
+            accumulate=options.accumulate,
+            clip_norm=1.0,
+            seed=7,
         )
         ops.seed(plan.seed, ctx)
         model = fx.wrap(

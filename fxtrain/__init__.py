@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from fxtrain.state import FSDP as FSDP
     from fxtrain.state import PP as PP
     from fxtrain.state import TP as TP
+    from fxtrain.state import XLA as XLA
     from fxtrain.state import Batch as Batch
     from fxtrain.state import Change as Change
     from fxtrain.state import CommHook as CommHook
@@ -97,7 +98,8 @@ _HOMES = {
     "fxtrain.state": (
         "Batch CP Change CommHook Compile DDP Data DeepSpeed DiLoCo DistContext DryRun FSDP "
         "FromConfig LocalSGD LossScale Mesh PP Plan Position PowerSGD Precision Report Single "
-        "Style TP Weighted Wrapped diff dumps fingerprint from_config loads read_plan write_plan"
+        "Style TP Weighted Wrapped XLA diff dumps fingerprint from_config loads read_plan "
+        "write_plan"
     ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}

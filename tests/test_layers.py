@@ -103,6 +103,7 @@ MUTABLE = {
     "fxtrain.state._context.Ledger": "counts the calls made on one communicator",
     "fxtrain.checkpoint._place._Early": "how far one open file has been handed to the disk",
     "fxtrain.data._sharded._Trail": "how far iterators over one loader got",
+    "fxtrain.backends._xla_watch.Watch": "counts the compilations of one model's steps",
 }
 
 

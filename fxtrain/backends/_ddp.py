@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fxtrain import ops
 from fxtrain.backends import _torch
 from fxtrain.backends._local import new_round
-from fxtrain.backends._modules import outline, send_values, unmatched_names
+from fxtrain.backends._modules import away_from_xla, outline, send_values, unmatched_names
 from fxtrain.backends._optim import part_of
 from fxtrain.backends._power_sgd import load_power_sgd, power_sgd_state
 from fxtrain.backends._sequence import sequence_problems
@@ -27,6 +27,7 @@ __all__ = ["DDP_STRATEGY"]
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     problems = [*unmatched_names(module, plan), *sequence_problems(ctx, plan, module)]
+    problems += away_from_xla(ctx, "DDP")
     problems += _hook_problems(ctx, plan.strategy, module)
     if plan.strategy.static_graph and plan.accumulate > 1 and not plan.sync_each:
         problems.append(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import debug
+from torch.distributed.tensor import DTensor, _redistribute, debug
 
 from fxtrain.state import AXES, DistContext
 
@@ -33,11 +33,27 @@ def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
     shown = {axis: n for axis, n in split.items() if n > 1 or (axis == "shard" and data > 1)}
     layout = torch.arange(math.prod(shown.values())).view(*shown.values())
     groups = [_group(ctx, axis, list(shown).index(axis), split, layout) for axis in shown]
-    # torch remembers how operations are laid out by the value of a mesh, and would hand out the
-    # equal one of an earlier context, whose groups may be closed.
-    debug._clear_sharding_prop_cache()
+    _forget_meshes()
     kind = ctx.device.type
     return DeviceMesh.from_group(groups, kind, layout, mesh_dim_names=tuple(shown))
+
+
+def _forget_meshes() -> None:
+    """Have torch lay out operations anew.
+
+    It remembers that by the value of a mesh, and would hand out the equal one of an earlier
+    context, whose groups may be closed.
+    """
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
+        return
+    # Older torch has a cache for each thread, so for backward too: a new one for all of them.
+    # How to go from one layout to another, it keeps elsewhere.
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    renewed = type(propagator.propagate_op_sharding)(propagator.propagate_op_sharding_non_cached)
+    propagator.propagate_op_sharding = renewed
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def _group(

@@ -7,12 +7,13 @@ from typing import Any
 import attrs
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from fxtrain import ops
 from fxtrain._errors import CheckpointError, PlanError
 from fxtrain.backends import _torch
 from fxtrain.backends._local import new_round
-from fxtrain.backends._modules import unmatched_names
+from fxtrain.backends._modules import away_from_xla, unmatched_names
 from fxtrain.backends._sequence import sequence_problems
 from fxtrain.backends._single import SINGLE, bundle, wrap_plain
 from fxtrain.backends._tensor_plan import split_problems
@@ -27,11 +28,17 @@ _MICRO = 0  # place in the counts
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     config: FSDP = plan.strategy
     problems = [*unmatched_names(module, plan), *unit_problems(module, config)]
-    problems += _size_problems(ctx, config)
+    problems += [*away_from_xla(ctx, "FSDP"), *_size_problems(ctx, config)]
     problems += _axis_problems(ctx, config)
     problems += sequence_problems(ctx, plan, module)
     if config.tensor is not None and ctx.world_size > 1:
         problems += split_problems(module, config.tensor, ctx.mesh.tensor)
+    if config.unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        problems.append(
+            f"FSDP(unused_parameters=True) needs a newer torch than {torch.__version__}, whose "
+            f"fully_shard takes parameters to be used on all ranks alike. Leave it out, or use "
+            f"DDP(unused_parameters=True)."
+        )
     if config.offload and ctx.axis("loss").world_size == 1:
         problems.append(
             "FSDP(offload=True) moves shards to host memory, but this context has one data rank "

@@ -24,7 +24,9 @@ _KEPT: Mapping[str, tuple[Any, ...]] = {
     ),
 }
 
-__all__ = ["outline", "prepare_module", "send_values", "unmatched_names"]
+Again = Callable[[Callable[..., Any], tuple[str, ...]], Callable[..., Any]]
+
+__all__ = ["away_from_xla", "outline", "prepare_module", "send_values", "unmatched_names"]
 
 
 def unmatched_names(module: nn.Module, plan: Plan) -> tuple[str, ...]:
@@ -49,6 +51,16 @@ def unmatched_names(module: nn.Module, plan: Plan) -> tuple[str, ...]:
     return tuple(problems)
 
 
+def away_from_xla(ctx: DistContext, name: str) -> tuple[str, ...]:
+    """A problem, where torch's own machinery meets a device whose graph nobody would cut."""
+    if ctx.device.type != "xla":
+        return ()
+    return (
+        f"{name}() trains by torch's own means, and this context computes on XLA. Use "
+        f"Plan(strategy=fx.XLA()), or fx.detect(device='cpu').",
+    )
+
+
 def outline(module: nn.Module) -> str:
     """Names, shapes and dtypes of a model in a digest: replicas must share them."""
     lines = [
@@ -60,15 +72,27 @@ def outline(module: nn.Module) -> str:
     return f"{type(module).__name__} with {count} parameters in {len(lines)} tensors, {digest}"
 
 
-def prepare_module(module: nn.Module, plan: Plan) -> Callable[[], None]:
+def again(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callable[..., Any]:
+    """A forward whose activations torch computes again in backward, but for some operators'."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if keep:
+        kept = [operator for name in keep for operator in _KEPT[name]]
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
+    return functools.partial(checkpoint, forward, **options)
+
+
+def prepare_module(module: nn.Module, plan: Plan, again: Again = again) -> Callable[[], None]:
     """Recompute activations, then compile, as the plan says; return what undoes it.
+
+    Args:
+        again: From a forward, and operators to keep, to one that recomputes.
 
     Effects:
         Sets `forward` on recomputed submodules and torch's compiled call on compiled ones;
         parameter names stay as they are.
     """
     chosen = _named(module, plan.recompute)[:: plan.recompute_every]
-    undo = [_recompute(part, plan.recompute_keep) for part in chosen]
+    undo = [_recompute(part, again, plan.recompute_keep) for part in chosen]
     if plan.compile is not None:
         blocks = _named(module, plan.compile.blocks) if plan.compile.blocks else [module]
         for part in blocks:
@@ -109,13 +133,9 @@ def _named(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
     return [part for part in module.modules() if type(part).__name__ in names]
 
 
-def _recompute(part: nn.Module, keep: tuple[str, ...]) -> Callable[[], None]:
+def _recompute(part: nn.Module, again: Again, keep: tuple[str, ...]) -> Callable[[], None]:
     before = part.__dict__.get("forward")
-    options: dict[str, Any] = {"use_reentrant": False}
-    if keep:
-        kept = [operator for name in keep for operator in _KEPT[name]]
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
-    part.forward = functools.partial(checkpoint, part.forward, **options)
+    part.forward = again(part.forward, keep)
 
     def undo() -> None:
         if before is None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from fxtrain.backends import _torch
 from fxtrain.backends._local import average
-from fxtrain.backends._modules import prepare_module, unmatched_names
+from fxtrain.backends._modules import away_from_xla, prepare_module, unmatched_names
 from fxtrain.backends._optim import make_optimizers, make_schedulers
 from fxtrain.backends._rows import show_rows
 from fxtrain.backends._sequence import cut_sequences
@@ -19,7 +19,7 @@ __all__ = ["SINGLE", "bundle", "wrap_plain"]
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
-    problems = list(unmatched_names(module, plan))
+    problems = [*unmatched_names(module, plan), *away_from_xla(ctx, "Single")]
     if ctx.world_size > 1:
         problems.append(
             f"Single() trains on one rank, but this context has {ctx.world_size}, which would "

@@ -12,11 +12,19 @@ from fxtrain.backends._fsdp import FSDP_STRATEGY
 from fxtrain.backends._local import local_problems
 from fxtrain.backends._pipeline import PIPELINE_STRATEGY
 from fxtrain.backends._single import SINGLE
+from fxtrain.backends._xla import XLA_STRATEGY
 from fxtrain.state import DistContext, Plan, Strategy, Wrapped
 
 __all__ = ["STRATEGIES", "strategies", "unwrap", "wrap"]
 
-STRATEGIES = (SINGLE, DDP_STRATEGY, FSDP_STRATEGY, DEEPSPEED_STRATEGY, PIPELINE_STRATEGY)
+STRATEGIES = (
+    SINGLE,
+    DDP_STRATEGY,
+    FSDP_STRATEGY,
+    DEEPSPEED_STRATEGY,
+    PIPELINE_STRATEGY,
+    XLA_STRATEGY,
+)
 _GROUP = "fxtrain.strategies"
 
 
@@ -32,7 +40,7 @@ def strategies() -> dict[type, Strategy]:
     Example:
         >>> from fxtrain.backends import strategies
         >>> sorted(config.__name__ for config in strategies())
-        ['DDP', 'DeepSpeed', 'FSDP', 'PP', 'Single']
+        ['DDP', 'DeepSpeed', 'FSDP', 'PP', 'Single', 'XLA']
     """
     table: dict[type, Strategy] = {row.config: row for row in STRATEGIES}
     for entry in entry_points(group=_GROUP):

@@ -3,13 +3,13 @@
 import random
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._errors import CheckpointError
+from fxtrain.ops._device import device_random_state, set_device_random_state
 from fxtrain.state import DistContext
 
 __all__ = ["random_state", "set_random_state"]
@@ -31,8 +31,9 @@ def random_state(ctx: DistContext) -> dict[str, Tensor]:
         _, key, place, has_gauss, cached = numpy.random.get_state(legacy=True)
         held[_NUMPY] = torch.tensor([*key.tolist(), place, has_gauss], dtype=torch.int64)
         held[_NUMPY_GAUSS] = torch.tensor([cached], dtype=torch.float64)
-    if ctx.device.type not in ("cpu", "meta"):
-        held[_DEVICE] = _device(ctx).get_rng_state(ctx.device).cpu()
+    device = device_random_state(ctx)
+    if device is not None:
+        held[_DEVICE] = device
     return held
 
 
@@ -63,10 +64,5 @@ def set_random_state(
         found = numpy.array(words, dtype=numpy.uint32)
         numpy.random.set_state(("MT19937", found, place, has_gauss, float(cached[0])))
     device = own(_DEVICE, ctx.rank)
-    if device is not None and ctx.device.type not in ("cpu", "meta"):
-        _device(ctx).set_rng_state(device, ctx.device)
-
-
-def _device(ctx: DistContext) -> Any:
-    """torch's module of a device type, such as torch.cuda."""
-    return torch.get_device_module(ctx.device)
+    if device is not None:
+        set_device_random_state(ctx, device)

@@ -132,7 +132,8 @@ def _memory(tensor: Tensor) -> Any:
     """What two names of one tensor have in common."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.numel():
         return id(tensor)
-    if tensor.layout is not torch.strided or tensor.is_meta:
+    # XLA's tensors do not say where they lie.
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.data_ptr():
         return id(tensor)
     return (
         tensor.device,

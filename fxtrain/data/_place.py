@@ -1,17 +1,48 @@
 """Putting batches on the device."""
 
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fxtrain import _tree
+from fxtrain.ops import _xla
 from fxtrain.state import DistContext, Plan
 
-__all__ = ["mask", "place"]
+__all__ = ["mask", "placed"]
+
+S = TypeVar("S")
 
 
-def place(data: Any, ctx: DistContext, plan: Plan) -> Any:
+def placed(
+    pairs: Iterable[tuple[S, Any]], ctx: DistContext, plan: Plan, *, ahead: bool
+) -> Iterator[tuple[S, Any]]:
+    """Steps with their data on the context's device.
+
+    Args:
+        ahead: For an XLA device, read `plan.data.ahead` batches before they are asked for, and
+            let a thread move them.
+    """
+    depth = plan.data.ahead if ahead and ctx.device.type == "xla" else 0
+    if not depth:
+        for step, data in pairs:
+            yield step, _place(data, ctx, plan)
+        return
+    waiting: deque[tuple[S, Future[Any]]] = deque()
+    with ThreadPoolExecutor(1, thread_name_prefix="fxtrain place") as thread:
+        for step, data in pairs:
+            waiting.append((step, thread.submit(_place, data, ctx, plan)))
+            if len(waiting) > depth:
+                first, sent = waiting.popleft()
+                yield first, sent.result()
+        for step, sent in waiting:
+            yield step, sent.result()
+
+
+def _place(data: Any, ctx: DistContext, plan: Plan) -> Any:
     """The same data with its tensors on the context's device; everything else stays.
 
     Effects:
@@ -21,6 +52,8 @@ def place(data: Any, ctx: DistContext, plan: Plan) -> Any:
     device = ctx.device
     if device.type == "cpu" or not plan.data.to_device:
         return data
+    if device.type == "xla":
+        return _xla.send(data, ctx)
     lazily = plan.data.non_blocking
 
     def move(leaf: Any) -> Any:

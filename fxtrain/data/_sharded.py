@@ -14,7 +14,7 @@ from fxtrain.data._cut import cutter
 from fxtrain.data._declared import declared_source
 from fxtrain.data._dispatch import dispatch_source
 from fxtrain.data._loader import read_loader
-from fxtrain.data._place import mask, place
+from fxtrain.data._place import mask, placed
 from fxtrain.data._slices import Layout
 from fxtrain.data._source import RowSlots, Source, row_source, stream_source
 from fxtrain.data._steps import Cursor, Step, next_epoch
@@ -145,9 +145,9 @@ class Sharded:
         self._agree()
         rank, cursor = self.ctx.rank, self._cursor
         masks: dict[tuple[int, int], Tensor] = {}
-        for step, data in self._source.run(cursor):
-            cut = data[0] if self._cut is None else self._cut(data[0])
-            mine = place(cut, self.ctx, self.plan)
+        cut = self._cut or (lambda data: data)
+        loaded = ((step, cut(data[0])) for step, data in self._source.run(cursor))
+        for step, mine in placed(loaded, self.ctx, self.plan, ahead=self._source.apart):
             batch = self._batch(step, mine, masks)
             cursor = cursor.after(step)
             ghost = step.ghost

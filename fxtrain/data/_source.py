@@ -42,12 +42,14 @@ class Source:
         length: Units in an epoch; None where only reading tells.
         end: Cursor → the cursor at the end of its epoch; None where only reading tells.
         shuffled: Whether epochs differ in their order, as far as is known by now.
+        apart: Worker processes read, so that reading ahead draws no random numbers here.
     """
 
     run: Callable[[Cursor], Iterator[Loaded]]
     length: Callable[[], int | None]
     end: Callable[[Cursor], Cursor | None]
     shuffled: Callable[[], bool]
+    apart: bool = False
 
 
 class RowSlots:
@@ -136,6 +138,7 @@ def row_source(
         length=slots.length,
         end=lambda cursor: slots.end(cursor, plan),
         shuffled=slots.shuffled,
+        apart=loader.num_workers > 0,
     )
 
 
@@ -177,6 +180,7 @@ def stream_source(
         length=lambda: length_of(loader.dataset),
         end=lambda cursor: None,
         shuffled=lambda: hasattr(loader.dataset, "set_epoch"),
+        apart=loader.num_workers > 0,
     )
 
 

@@ -102,7 +102,7 @@ def pod_command(options: TpuPodOptions, command: str) -> tuple[str, ...]:
     """
     if not options.name:
         raise LaunchError("A TPU pod has a name: give the option name, as gcloud lists it.")
-    place = [f"cd {shlex.quote(options.folder)}"] if options.folder else []
+    place = [f"cd {_folder(options.folder)}"] if options.folder else []
     return (
         *("gcloud", "compute", "tpus", "tpu-vm", "ssh", options.name),
         *([f"--zone={options.zone}"] if options.zone else []),
@@ -112,6 +112,14 @@ def pod_command(options: TpuPodOptions, command: str) -> tuple[str, ...]:
         f"--worker={options.workers}",
         f"--command={' && '.join([*place, *options.setup, command])}",
     )
+
+
+def _folder(text: str) -> str:
+    """A folder for a shell, which finds a home folder only where nothing quotes its ~."""
+    home, slash, rest = text.partition("/")
+    if not re.fullmatch(r"~[\w.-]*", home):
+        return shlex.quote(text)
+    return home + slash + (shlex.quote(rest) if rest else "")
 
 
 def _check(spec: LaunchSpec) -> None:

@@ -22,6 +22,7 @@ from fxtrain.ops._pack import (
 from fxtrain.ops._reduce import all_reduce, fold, reducible
 from fxtrain.ops._views import known_context
 from fxtrain.ops._wire import Call, capacity, compare, exchange, exchange_rows, guarded
+from fxtrain.ops._xla_collect import broadcast_values, gather_values
 from fxtrain.state import DistContext
 
 __all__ = ["broadcast", "gather", "reduce", "scatter"]
@@ -156,10 +157,12 @@ def broadcast(tree: Any, ctx: DistContext, src: int = 0) -> Any:
     # A pretended world holds this rank's values only.
     sends = ctx.rank == src or ctx.comm.simulated
     blob = dump(list(packed.others.values())) if sends and packed.others else _EMPTY
-    rides = _rides(ctx, tensors)
+    rides = _rides(ctx, tensors) and ctx.world_size > 1
     mine = torch.cat([to_bytes(tensors), blob]) if rides else blob
     payload = _exchange(ctx, call, mine if sends else _EMPTY)[src]
-    if rides:
+    if ctx.world_size == 1:
+        got = [tensor.clone() for tensor in tensors]
+    elif rides:
         size = to_bytes(tensors).numel()
         got = from_bytes(payload[:size], tensors)
         payload = payload[size:]
@@ -284,6 +287,11 @@ def _gather_bulk(
     stacked: dict[int, Tensor] = {}
     for group, places in _by_device(ctx, tensors):
         mine = [tensors[i] for i in places]
+        if mine[0].device.type == "xla":
+            with guarded(ctx, call):
+                got = gather_values(mine, ctx.world_size, group, joined=joined)
+            stacked |= zip(places, got, strict=True)
+            continue
         flat = to_bytes(mine)
         rows = flat.new_empty((ctx.world_size, flat.numel()))
         with guarded(ctx, call):
@@ -296,6 +304,12 @@ def _broadcast_bulk(ctx: DistContext, call: Call, tensors: list[Tensor], src: in
     out: list[Any] = [None] * len(tensors)
     for group, places in _by_device(ctx, tensors):
         mine = [tensors[i] for i in places]
+        if mine[0].device.type == "xla":
+            with guarded(ctx, call):
+                got = broadcast_values(mine, ctx.comm.ranks[src], group)
+            for i, tensor in zip(places, got, strict=True):
+                out[i] = tensor
+            continue
         flat = to_bytes(mine).clone()
         with guarded(ctx, call):
             dist.broadcast(flat, src=ctx.comm.ranks[src], group=group)

@@ -14,6 +14,8 @@ import torch
 from torch import distributed as dist
 
 from fxtrain._errors import ContextError
+from fxtrain.ops import _xla
+from fxtrain.ops._device import find_device
 from fxtrain.state import (
     AXES,
     Comm,
@@ -32,7 +34,14 @@ DEFAULT_TIMEOUT_S = 600.0
 _MESH = "FXTRAIN_MESH"
 
 # torch's own choice of library per device type; CPU tensors always travel over gloo.
-_LIBRARIES = {"cpu": "gloo", "cuda": "nccl", "mps": "gloo", "xpu": "xccl", "npu": "hccl"}
+_LIBRARIES = {
+    "cpu": "gloo",
+    "cuda": "nccl",
+    "mps": "gloo",
+    "xpu": "xccl",
+    "npu": "hccl",
+    "xla": "xla",
+}
 
 
 def detect(
@@ -49,9 +58,11 @@ def detect(
 
     Args:
         env: Variables to read instead of the process's environment.
-        device: Where to compute; the accelerator of this rank, or the CPU, by default.
+        device: Where to compute; the accelerator of this rank, or the CPU, by default. "xla", or
+            the variable PJRT_DEVICE, computes with torch_xla.
         mesh: Ranks per axis; by default what the variable FXTRAIN_MESH says, such as
-            "shard=8,tensor=2", or else all ranks replicate.
+            "shard=8,tensor=2", or else all ranks replicate. Of a rank that drives several XLA
+            devices, its devices.
         timeout_s: Longest wait for another rank, here and in every collective, in seconds;
             600 by default.
         checks: Compare every collective call between the ranks before it runs.
@@ -79,12 +90,14 @@ def detect(
         mesh = read_mesh(variables[_MESH])
     if dist.is_available() and dist.is_initialized():
         topology = _existing_topology(variables)
-        return _join(topology, device, mesh, wait_s, checks=checks, store=None)
+        found, _ = find_device(device, variables, topology)
+        return _join(topology, found, mesh, wait_s, checks=checks, store=None)
     topology = read_topology(variables)
+    found, devices = find_device(device, variables, topology)
     if topology.world_size == 1:
-        return _alone(topology, device, mesh, wait_s, checks=checks)
+        return _alone(topology, found, devices, mesh, wait_s, checks=checks)
     store = _open_store(topology, wait_s)
-    return _join(topology, device, mesh, wait_s, checks=checks, store=store)
+    return _join(topology, found, mesh, wait_s, checks=checks, store=store)
 
 
 def close(ctx: DistContext) -> None:
@@ -124,20 +137,27 @@ def _existing_topology(env: Mapping[str, str]) -> Topology:
 
 def _alone(
     topology: Topology,
-    device: str | torch.device | None,
+    device: torch.device,
+    devices: int,
     mesh: Mesh | None,
     timeout_s: float,
     *,
     checks: bool,
 ) -> DistContext:
     comm = Comm(timeout_s=timeout_s, checks=checks)
-    found = _pick_device(device, topology)
-    return _context(topology, found, comm, resolve_mesh(mesh or Mesh(), 1), {})
+    shape = resolve_mesh(mesh or Mesh(), devices)
+    if devices > 1 and shape.replicate * shape.shard != devices:
+        raise ContextError(
+            f"detect: XLA splits data and parameters over the {devices} devices of this process, "
+            f"and nothing else. Use the axes replicate and shard of the mesh."
+        )
+    ctx = _context(topology, device, comm, shape, {})
+    return attrs.evolve(ctx, devices=devices)
 
 
 def _join(
     topology: Topology,
-    device: str | torch.device | None,
+    device: torch.device,
     mesh: Mesh | None,
     timeout_s: float,
     *,
@@ -145,11 +165,13 @@ def _join(
     store: Any,
 ) -> DistContext:
     shape = resolve_mesh(mesh or Mesh(), topology.world_size)
-    found = _pick_device(device, topology)
     wait = timedelta(seconds=timeout_s)
     owned = store is not None
+    launched = topology
     if owned:
-        _open_group(topology, found, store, wait)
+        if device.type == "xla":
+            topology = attrs.evolve(topology, rank=_xla.replicate(topology, device))
+        _open_group(topology, device, store, wait)
     world = dist.group.WORLD
     simulated = dist.get_backend(world) == "fake"
     new_group = functools.partial(_new_group, wait=wait, simulated=simulated)
@@ -161,10 +183,10 @@ def _join(
         timeout_s=timeout_s,
         checks=checks,
         simulated=simulated,
-        close=_closer(topology, store, timeout_s) if owned else Comm().close,
+        close=_closer(launched, store, timeout_s) if owned else Comm().close,
     )
-    axes = _open_axes(comm, shape, topology.rank, wait) if mesh is not None else {}
-    return _context(topology, found, comm, shape, axes)
+    axes = _open_axes(comm, shape, topology.rank, wait, device) if mesh is not None else {}
+    return _context(topology, device, comm, shape, axes)
 
 
 def _context(
@@ -199,7 +221,9 @@ def _context(
     return attrs.evolve(ctx, axes=MappingProxyType(along))
 
 
-def _open_axes(comm: Comm, mesh: Mesh, rank: int, wait: timedelta) -> dict[str, tuple[int, Comm]]:
+def _open_axes(
+    comm: Comm, mesh: Mesh, rank: int, wait: timedelta, device: torch.device
+) -> dict[str, tuple[int, Comm]]:
     """One communicator per axis; every rank opens all of them, in the same order."""
     spans = {"data": ("replicate", "shard"), **{axis: (axis,) for axis in AXES}}
     spans["loss"] = ("replicate", "shard", "context")
@@ -217,19 +241,26 @@ def _open_axes(comm: Comm, mesh: Mesh, rank: int, wait: timedelta) -> dict[str, 
         elif real in opened:  # data over replicate alone is replicate
             part = opened[real]
         else:
-            part = opened[real] = _open_part(comm, name, parts, mine, wait)
+            part = opened[real] = _open_part(comm, name, parts, mine, wait, device)
         axes[name] = (mine.index(rank), part)
     return axes
 
 
 def _open_part(
-    comm: Comm, name: str, parts: list[list[int]], mine: list[int], wait: timedelta
+    comm: Comm,
+    name: str,
+    parts: list[list[int]],
+    mine: list[int],
+    wait: timedelta,
+    device: torch.device,
 ) -> Comm:
     def open_all(backend: str | None) -> Any:
         group, _ = dist.new_subgroups_by_enumeration(parts, timeout=wait, backend=backend)
         return group
 
     group = open_all(None)
+    if device.type == "xla":
+        _xla.part(group, device, parts)
     return Comm(
         group=group,
         control=group if comm.simulated else open_all("gloo"),
@@ -244,7 +275,9 @@ def _open_part(
 
 def _new_group(ranks: list[int] | None, *, wait: timedelta, simulated: bool) -> Any:
     backend = "fake" if simulated else "gloo"
-    return dist.new_group(ranks, timeout=wait, backend=backend, group_desc="fxtrain control")
+    # torch_xla puts a new_group of fewer arguments into torch.distributed.
+    new_group = dist.distributed_c10d.new_group
+    return new_group(ranks, timeout=wait, backend=backend, group_desc="fxtrain control")
 
 
 def _group_store() -> Any:
@@ -252,37 +285,6 @@ def _group_store() -> Any:
     # an error, only with fewer words.
     find = getattr(dist.distributed_c10d, "_get_default_store", None)
     return None if find is None else find()
-
-
-def _pick_device(asked: str | torch.device | None, topology: Topology) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if asked is None and accelerator is None:
-        return torch.device("cpu")
-    try:
-        wanted = torch.device(asked) if asked is not None else accelerator
-    except RuntimeError as error:
-        raise ContextError(f"detect(device={asked!r}): not a device. {error}") from error
-    assert wanted is not None
-    if wanted.type in ("cpu", "meta"):
-        return torch.device(wanted.type)
-    if accelerator is None or wanted.type != accelerator.type:
-        there = "only the CPU" if accelerator is None else f"{accelerator.type} and the CPU"
-        raise ContextError(
-            f"detect(device={str(wanted)!r}): this machine has {there}. Leave device out to "
-            f"take what is there, or check the driver and the build of torch."
-        )
-    if wanted.type == "mps":
-        return wanted
-    index = topology.local_rank if wanted.index is None else wanted.index
-    count = torch.accelerator.device_count()
-    if index >= count:
-        raise ContextError(
-            f"Rank {topology.rank} (local rank {topology.local_rank}) needs "
-            f"{wanted.type}:{index}, but this node has {count} such devices. "
-            f"Launch at most {count} ranks per node."
-        )
-    torch.accelerator.set_device_index(index)
-    return torch.device(wanted.type, index)
 
 
 def _open_store(topology: Topology, timeout_s: float) -> Any:
@@ -332,7 +334,9 @@ def _open_group(topology: Topology, device: torch.device, store: Any, wait: time
             f"No communication library is known for {device.type} tensors. "
             f"Open a process group yourself before calling detect."
         )
-    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{library}"
+    # CPU tensors travel in the control group; torch_xla's group is one of its own kind.
+    alone = device.type in ("cpu", "xla")
+    backend = library if alone else f"cpu:gloo,{device.type}:{library}"
     try:
         dist.init_process_group(
             backend,

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from fxtrain._errors import PlanError
+from fxtrain.ops import _xla
+from fxtrain.ops._device import device_random_state, set_device_random_state
 from fxtrain.state import DistContext
 
 __all__ = ["fork_rng", "seed"]
@@ -42,6 +44,8 @@ def seed(value: int, ctx: DistContext, *, per_rank: bool = False) -> int:
     mine = value + ctx.rank if per_rank else value
     random.seed(mine)
     torch.manual_seed(mine)
+    if ctx.device.type == "xla":
+        _xla.seed(mine, ctx)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed([mine & 0xFFFFFFFF, mine >> 32])
     return mine
@@ -71,14 +75,15 @@ def fork_rng(ctx: DistContext, value: int | None = None) -> Iterator[None]:
     """
     numpy: Any = sys.modules.get("numpy")
     kept = (random.getstate(), numpy.random.get_state() if numpy else None)
-    kind = ctx.device.type
-    devices = [] if kind in ("cpu", "meta") else [ctx.device]
-    with torch.random.fork_rng(devices, device_type="cuda" if kind == "cpu" else kind):
+    device = device_random_state(ctx)
+    with torch.random.fork_rng(devices=[]):  # the CPU's only
         try:
             if value is not None:
                 seed(value, ctx)
             yield
         finally:
             random.setstate(kept[0])
+            if device is not None:
+                set_device_random_state(ctx, device)
             if numpy and kept[1] is not None:
                 numpy.random.set_state(kept[1])

@@ -30,6 +30,7 @@ from fxtrain.state._strategy import (
 )
 from fxtrain.state._tensor import TP, Style
 from fxtrain.state._topology import Topology
+from fxtrain.state._xla import XLA
 
 __all__ = [
     "AXES",
@@ -75,6 +76,7 @@ __all__ = [
     "Traffic",
     "Weighted",
     "Wrapped",
+    "XLA",
     "axis_groups",
     "converter_for",
     "diff",

@@ -103,9 +103,10 @@ class DistContext:
         num_nodes: Number of nodes.
         device: Where this rank computes.
         comm: The way to the other ranks.
-        mesh: Ranks per axis.
+        mesh: Ranks per axis; the devices of this one rank, where it drives several.
         launcher: What started the ranks: torchrun, slurm, openmpi, mpich, pjrt, plain, none,
             or "group" when a process group was there already.
+        devices: Devices that this rank drives as one: several only under XLA's SPMD.
     """
 
     rank: int = 0
@@ -118,6 +119,7 @@ class DistContext:
     comm: Comm = attrs.field(factory=Comm)
     mesh: Mesh = attrs.field(factory=lambda: Mesh(replicate=1))
     launcher: str = "none"
+    devices: int = 1
     _axes: "Mapping[str, DistContext]" = attrs.field(
         factory=lambda: MappingProxyType({}), repr=False, eq=False, alias="axes"
     )

@@ -16,6 +16,7 @@ from fxtrain.state._fsdp import FSDP
 from fxtrain.state._pipeline import PP
 from fxtrain.state._record import Check, canonical, check_of, closest, members, shown, to_float
 from fxtrain.state._strategies import DDP, Single
+from fxtrain.state._xla import XLA
 
 __all__ = [
     "BUILT_IN",
@@ -28,7 +29,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-BUILT_IN: tuple[type, ...] = (Single, DDP, FSDP, DeepSpeed, PP)
+BUILT_IN: tuple[type, ...] = (Single, DDP, FSDP, DeepSpeed, PP, XLA)
 _Hook = Callable[[Any, Any], Any]
 _SCALARS = {kind: check_of(kind, "") for kind in (bool, int, float, str)}
 _LINES = 20  # of a message: a file that is no plan at all may hold any number of problems

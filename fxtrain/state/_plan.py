@@ -51,6 +51,7 @@ class Data:
     to_device: bool = True
     non_blocking: bool = True
     reseed_workers: bool = True
+    ahead: int = attrs.field(default=2, validator=at_least(0))
 
 
 def _is_strategy(_: Any, __: Any, value: Any) -> None:

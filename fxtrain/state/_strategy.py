@@ -154,6 +154,7 @@ class Wrapped:
     undo: Callable[[], None] = attrs.field(repr=False)
     settings: Mapping[str, Any] = attrs.field(factory=lambda: MappingProxyType({}), repr=False)
     round: Round | None = None
+    watch: Any = attrs.field(default=None, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.strategy.forward(self, args, kwargs)

@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -44,22 +44,33 @@ class Cluster:
 
     Workers start at the first call and again after a failure: only after a CollectiveError
     that left the ranks able to talk do they stay. Each runs `fn(ctx, *args)` with a connected
-    context on the CPU.
+    context.
 
     Args:
         n: Ranks.
         timeout_s: Group timeout of the ranks' context, in seconds.
         call_s: Longest time for one call, in seconds; then the workers are killed.
+        device: Where the ranks compute.
+        env: Variables of their processes, beside those of this one.
 
     Effects:
         The first call starts Python's fork server on Linux, which has torch loaded, so that
         later pools start within a fraction of a second.
     """
 
-    def __init__(self, n: int, *, timeout_s: float = 5.0, call_s: float = 40.0) -> None:
+    def __init__(
+        self,
+        n: int,
+        *,
+        timeout_s: float = 5.0,
+        call_s: float = 40.0,
+        device: str = "cpu",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.n = n
         self._timeout_s = timeout_s
         self._call_s = call_s
+        self._device, self._env = device, dict(env or {})
         self._calls = LOADED
         self._workers: list[tuple[Any, Connection]] = []
 
@@ -178,7 +189,10 @@ class Cluster:
             here, there = method.Pipe()
             process = method.Process(
                 target=work,
-                args=(rank, self.n, self._timeout_s, there, list(sys.path), dict(os.environ)),
+                args=(
+                    *(rank, self.n, self._timeout_s, there, list(sys.path), dict(os.environ)),
+                    *(self._device, self._env),
+                ),
                 daemon=True,
             )
             process.start()

@@ -234,10 +234,11 @@ def _unwrapped(ctx: Any, task: Task) -> list[str]:
         if module.head.weight is not module.embed.weight:
             changes.append("ties")
         fresh = new_model(task)
+        module.to("cpu")
         same = torch.equal(module(tokens[:, :-1]), fresh(tokens[:, :-1]))
         if not same:
             changes.append("values")
-        again = unwrap(wrap(module, placed, task.plan))
+        again = unwrap(wrap(module, placed, task.plan)).to("cpu")
         if not torch.equal(again(tokens[:, :-1]), fresh(tokens[:, :-1])):
             changes.append("values after wrapping again")
         return changes

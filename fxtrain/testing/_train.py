@@ -136,7 +136,7 @@ def _result(task: Task, model: Wrapped, reports: list[Report]) -> Run:
         losses=(totals[:, 0] / totals[:, 1]).tolist(),
         norms=[float(r.grad_norm) for r in reports if r.grad_norm is not None],
         applied=[report.applied for report in reports if report.position.micro == 0],
-        parameters={n: p.detach().clone() for n, p in whole.named_parameters()},
+        parameters={n: p.detach().cpu().clone() for n, p in whole.named_parameters()},
         tied=tied,
         scale=scale,
     )
@@ -191,7 +191,7 @@ def on_mesh(ctx: Any, mesh: Mesh | None) -> Iterator[DistContext]:
     if mesh is None:
         yield ctx
         return
-    placed = ops.detect({}, device="cpu", mesh=mesh, timeout_s=ctx.comm.timeout_s)
+    placed = ops.detect({}, device=ctx.device.type, mesh=mesh, timeout_s=ctx.comm.timeout_s)
     groups = {id(group): group for group in _own_groups(placed, ctx)}
     yield placed
     for group in groups.values():
@@ -245,5 +245,5 @@ def _loss(task: Task, poke_at: int | None) -> Callable[[Any, Any], Any]:
 
 
 def _total(report: Any) -> Tensor:
-    weight = torch.as_tensor(report.weight, dtype=torch.float64)
+    weight = torch.as_tensor(report.weight, dtype=torch.float64, device=report.loss.device)
     return torch.stack([report.loss.double() * weight, weight])

@@ -23,6 +23,8 @@ def work(
     pipe: Connection,
     path: list[str],
     variables: dict[str, str],
+    device: str,
+    own: dict[str, str],
 ) -> None:
     """Connect to the other ranks, then answer calls until the pipe closes.
 
@@ -34,7 +36,7 @@ def work(
     # A fork server has the path and variables of the moment when it was started.
     sys.path[:] = path
     os.environ.clear()
-    os.environ.update(variables)
+    os.environ.update(variables | own)
     import torch
 
     from fxtrain import ops
@@ -52,8 +54,8 @@ def work(
         "MASTER_PORT": int(pipe.recv_bytes()),
     }
     try:
-        variables = {name: str(value) for name, value in env.items()}
-        ctx = ops.detect(variables, device="cpu", timeout_s=timeout_s)
+        variables = own | {name: str(value) for name, value in env.items()}
+        ctx = ops.detect(variables, device=device, timeout_s=timeout_s)
     except Exception as error:
         pipe.send_bytes(_failed(CONNECTED, error, healthy=False))
         return

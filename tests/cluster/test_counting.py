@@ -83,7 +83,8 @@ def test_fsdp2_is_counted_with_its_padding(pair):
         assert forward == {"all_gather": (2, (inner + outer) // 2)}
         # The root stays gathered from forward to backward.
         assert backward == {"all_gather": (1, inner // 2), "reduce_scatter": (2, inner + outer)}
-        assert clip == {"all_reduce": (1, 4 * 4)}  # the norms of four parameters
+        # The norms of four parameters; torch 2.9 adds those of a layer first.
+        assert clip in ({"all_reduce": (1, 4 * 4)}, {"all_reduce": (2, 2 * 4)})
         assert whole == {"all_gather": (1, 4 * 8 * 8 // 2)}
 
 

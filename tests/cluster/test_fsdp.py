@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
@@ -199,6 +199,10 @@ def _branches(ctx):
 
 
 def test_ranks_may_leave_out_different_parameters(pair):
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        with pytest.raises(fx.PlanError, match="needs a newer torch"):
+            pair.run(_branches)
+        return
     torch.manual_seed(0)
     parts = [nn.Linear(3, 3, bias=False) for _ in range(3)]
     for index in range(2):
@@ -313,7 +317,8 @@ def _traffic(ctx, by_hand):
 def test_an_update_sends_what_torch_by_hand_sends(pair):
     (counts, sent), _ = pair.run(_traffic, False)
     (wanted, by_hand), _ = pair.run(_traffic, True)
+    # Of the norm, torch reduces one number per parameter, or per block, and fxtrain one.
+    assert counts.pop("all_reduce") <= wanted.pop("all_reduce")
     assert counts == wanted
-    # Of the norm, torch reduces one number per parameter and fxtrain one.
     assert sent.pop("all_reduce") <= by_hand.pop("all_reduce")
     assert sent == by_hand

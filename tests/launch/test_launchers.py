@@ -195,7 +195,7 @@ CASES = [
             ),
         ),
         words="gcloud compute tpus tpu-vm ssh me@v4 --zone=z --worker=0,2-3 "
-        "--command=cd|'~/my|run'|&&|source|env.sh|&&|sudo|env|PJRT_DEVICE=TPU|'A=1|2'|python3|-u"
+        "--command=cd|~/'my|run'|&&|source|env.sh|&&|sudo|env|PJRT_DEVICE=TPU|'A=1|2'|python3|-u"
         "|train.py|'a|b'",
     ),
     Case(

@@ -1,0 +1,216 @@
+"""torch_xla's runtime, for a context that computes on it: the one place below strategies that
+calls the package, which is imported only where such a context is asked for."""
+
+import importlib
+import importlib.metadata
+import sys
+import warnings
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxtrain import _tree
+from fxtrain._errors import ContextError, MissingPackageError
+from fxtrain._optional import optional
+from fxtrain.state import DistContext, Mesh, Topology
+
+__all__ = [
+    "compilations",
+    "cut",
+    "device_mesh",
+    "load",
+    "mean",
+    "part",
+    "random_state",
+    "replicate",
+    "rows_over",
+    "seed",
+    "send",
+    "start",
+    "wants",
+]
+
+_PACKAGE = "torch_xla"
+_DEVICES = "PJRT_DEVICE"
+# Names of the runtime's axes; SpmdFullyShardedDataParallel asks for the second by name.
+_AXES = ("data", "fsdp")
+
+
+def wants(asked: str | torch.device | None, env: Mapping[str, str]) -> bool:
+    """Whether a context is to compute on XLA: asked for, or chosen by PJRT's variable."""
+    if asked is None:
+        return _DEVICES in env
+    return str(asked).split(":")[0] == "xla"
+
+
+def load(part: str = "", *, needed_by: str = "XLA") -> ModuleType:
+    """torch_xla, or a module of it, such as `runtime`.
+
+    Raises:
+        MissingPackageError: it is not there, or built for another torch.
+    """
+    if _PACKAGE not in sys.modules:
+        _check_versions(needed_by)
+    optional(_PACKAGE, extra="xla", needed_by=needed_by)
+    return importlib.import_module(f"{_PACKAGE}.{part}" if part else _PACKAGE)
+
+
+def _check_versions(needed_by: str) -> None:
+    """Compare before importing: with another torch the import ends in an undefined symbol."""
+    try:
+        found = importlib.metadata.version(_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return  # `optional` says so
+    if found.split(".")[:2] != torch.__version__.split(".")[:2]:
+        raise MissingPackageError(
+            f"{needed_by} needs the torch_xla that is built for torch {torch.__version__}, and "
+            f"{found} is installed. Install both in one version, in an environment of their "
+            f"own: pip install torch=={found} torch_xla=={found}",
+            name=_PACKAGE,
+        )
+
+
+def start(
+    asked: str | torch.device | None, env: Mapping[str, str], topology: Topology
+) -> tuple[torch.device, int]:
+    """Bring up the runtime; the device of this process, and how many it stands for.
+
+    A process that has several devices and all of its host drives them as one (SPMD), unless
+    one is asked for by number.
+
+    Effects:
+        Selects the kind of device and SPMD for the whole process, as torch_xla does.
+
+    Raises:
+        ContextError: there is no such device, or another kind was chosen before.
+    """
+    named = f"device={str(asked)!r}" if asked is not None else f"{_DEVICES}={env[_DEVICES]}"
+    xla = load(needed_by=f"detect with {named}")
+    runtime = load("runtime")
+    index = None if asked is None else torch.device(asked).index
+    try:
+        if _DEVICES in env:
+            runtime.set_device_type(env[_DEVICES])
+        count = runtime.addressable_runtime_device_count()
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[0]
+        raise ContextError(
+            f"detect: torch_xla has no device for {_DEVICES}={env.get(_DEVICES, 'unset')}: "
+            f"{first} Set {_DEVICES} to TPU or CPU before the process starts."
+        ) from error
+    if index is not None and index >= count:
+        raise ContextError(
+            f"detect(device={str(asked)!r}): this process has {count} XLA devices, the first "
+            f"of them xla:0. Leave the number out to use them all."
+        )
+    if runtime.process_count() > 1 and topology.world_size == 1:
+        raise ContextError(
+            f"detect: the XLA runtime has {runtime.process_count()} processes, and this one knows "
+            f"of no other. Start one process for each device with torch_xla.launch; on a pod, set "
+            f"TPU_WORKER_ID and TPU_WORKER_HOSTNAMES on every host."
+        )
+    several = count > 1 and index is None
+    if several and topology.world_size > 1:
+        raise ContextError(
+            f"detect: this process is one of {topology.world_size} and drives {count} XLA "
+            f"devices. SPMD over several processes is not supported: start one process for "
+            f"each device with torch_xla.launch, or one process in all."
+        )
+    if several and not runtime.is_spmd():
+        with warnings.catch_warnings():
+            # Tensors that are there already are replicated, which is what they were.
+            warnings.filterwarnings("ignore", message="Replicating tensors already initialized")
+            runtime.use_spmd()
+    return xla.device(None if several else index), count if several else 1
+
+
+def replicate(topology: Topology, device: torch.device) -> int:
+    """Join the processes of a run, one for each device; the number of this one.
+
+    It is the runtime's, in whose order collectives put ranks, and need not be the launcher's.
+
+    Raises:
+        ContextError: the runtime sees another number of processes than the launcher started.
+    """
+    runtime = load("runtime")
+    model = load("core.xla_model")
+    load("distributed.xla_backend")  # makes "xla" known to torch.distributed
+    model.set_replication(device, [device])
+    rank, world_size = int(runtime.global_ordinal()), runtime.global_device_count()
+    if world_size != topology.world_size:
+        raise ContextError(
+            f"detect: the launcher started {topology.world_size} processes, and the XLA runtime "
+            f"has {world_size} devices. Start one process for each device with "
+            f"torch_xla.launch, which tells the runtime of the others."
+        )
+    return rank
+
+
+def part(group: Any, device: torch.device, parts: list[list[int]]) -> None:
+    """Tell a group of some ranks which groups there are: an XLA collective names them all."""
+    backend = group if hasattr(group, "_mesh") else group._get_backend(device)
+    backend._mesh = parts
+
+
+def device_mesh(mesh: Mesh) -> Any:
+    """The devices of one process as torch_xla's mesh of data × fsdp."""
+    spmd = load("distributed.spmd")
+    sizes = (mesh.replicate, mesh.shard)
+    return spmd.Mesh(list(range(mesh.replicate * mesh.shard)), sizes, _AXES)
+
+
+def rows_over(tensor: Tensor) -> tuple[Any, ...]:
+    """How a tensor of rows is split: its first dimension over all devices."""
+    return (_AXES, *[None] * (tensor.ndim - 1)) if tensor.ndim else ()
+
+
+def send(tree: Any, ctx: DistContext) -> Any:
+    """The same data on the XLA device, in one transfer per rank of tensors.
+
+    Under SPMD each device gets its rows only.
+    """
+    leaves, shape = _tree.flatten(tree)
+    groups: dict[int, list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.device != ctx.device:
+            groups.setdefault(leaf.ndim, []).append(place)
+    model = load("core.xla_model")
+    mesh = device_mesh(ctx.mesh) if ctx.devices > 1 else None
+    for places in groups.values():
+        tensors = [leaves[place].detach().as_subclass(Tensor).cpu() for place in places]
+        sharding = None
+        if mesh is not None and tensors[0].ndim:
+            sharding = load("distributed.spmd").ShardingSpec(mesh, rows_over(tensors[0]))
+        sent = model.send_cpu_data_to_device(tensors, ctx.device, sharding)
+        for place, tensor in zip(places, sent, strict=True):
+            leaves[place] = tensor
+    return _tree.unflatten(shape, leaves)
+
+
+def mean(tensors: list[Tensor], ranks: int) -> None:
+    """Average tensors over all replicas in place, in one collective of the graph."""
+    model = load("core.xla_model")
+    model.all_reduce(model.REDUCE_SUM, tensors, scale=1.0 / ranks, pin_layout=False)
+
+
+def cut() -> None:
+    """End the graph that was traced so far, and let the device run it."""
+    load().sync()
+
+
+def compilations() -> int:
+    """Graphs that this process has compiled so far."""
+    return load("debug.metrics").counter_value("UncachedCompile") or 0
+
+
+def seed(value: int, ctx: DistContext) -> None:
+    """Seed the device's generator, which torch.manual_seed leaves alone."""
+    load("core.xla_model").set_rng_state(value, str(ctx.device))
+
+
+def random_state(ctx: DistContext) -> int:
+    """Where the device's generator stands, an unsigned number; it moves at each cut."""
+    return load("core.xla_model").get_rng_state(str(ctx.device))

@@ -1,0 +1,109 @@
+"""XLA where torch_xla is absent or of another torch, and what needs no device."""
+
+import contextlib
+import importlib
+import importlib.metadata
+import sys
+import threading
+
+import pytest
+import torch
+
+import fxtrain as fx
+from fxtrain.backends._modules import away_from_xla
+from fxtrain.backends._xla_watch import Watch
+from fxtrain.data import _place
+from fxtrain.ops import _xla
+
+
+@pytest.fixture
+def absent(monkeypatch):
+    """No torch_xla, whether this environment has one or not."""
+    monkeypatch.delitem(sys.modules, "torch_xla", raising=False)
+    usual, version = importlib.import_module, importlib.metadata.version
+
+    def import_module(name, *rest):
+        if name == "torch_xla":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return usual(name, *rest)
+
+    def no_version(name):
+        if name == "torch_xla":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    monkeypatch.setattr(importlib.metadata, "version", no_version)
+
+
+@pytest.mark.parametrize("asked", [{"device": "xla"}, {"env": {"PJRT_DEVICE": "TPU"}}])
+def test_a_missing_package_names_the_command(absent, asked):
+    with pytest.raises(fx.MissingPackageError, match=r"pip install 'fxtrain\[xla\]'"):
+        fx.detect(**({"env": {}} | asked))
+
+
+def test_a_plan_for_it_names_the_command_too(absent):
+    with fx.detect({}, device="cpu") as ctx, pytest.raises(fx.MissingPackageError, match="Plan"):
+        fx.wrap(torch.nn.Linear(1, 1), ctx, fx.Plan(strategy=fx.XLA()))
+
+
+def test_a_package_for_another_torch_names_both_versions(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch_xla", raising=False)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.9.0")
+    with pytest.raises(fx.MissingPackageError, match=r"torch==1\.9\.0 torch_xla==1\.9\.0"):
+        _xla.load()
+
+
+def test_the_device_or_the_variable_asks_for_it():
+    assert _xla.wants("xla:0", {}) and _xla.wants(None, {"PJRT_DEVICE": "CPU"})
+    assert not _xla.wants("cpu", {"PJRT_DEVICE": "CPU"}) and not _xla.wants(None, {})
+
+
+def test_strategies_of_torch_are_refused_there():
+    ctx = fx.DistContext(device=torch.device("xla", 0))
+    assert "Plan(strategy=fx.XLA())" in away_from_xla(ctx, "DDP")[0]
+    assert away_from_xla(fx.DistContext(), "DDP") == ()
+
+
+def test_compilations_are_told_when_they_are_late_and_ever_less_often(monkeypatch):
+    total = [0]
+    monkeypatch.setattr(_xla, "compilations", lambda: total[0])
+    watch = Watch(calm=3)
+    for step in range(1, 41):
+        watch.begin()
+        total[0] += step <= 2 or step > 10
+        with pytest.warns(UserWarning) if _told(step) else contextlib.nullcontext():
+            watch.end()
+        total[0] += 1  # an evaluation between steps is not counted
+    assert (watch.steps, watch.compiled) == (40, 32)
+
+
+def _told(step):
+    compiled = step - 8  # two at first, then every one after the tenth
+    return step > 10 and (compiled <= 4 or compiled & (compiled - 1) == 0)
+
+
+def test_batches_are_moved_ahead_in_order_by_another_thread(monkeypatch):
+    moved, threads = [], set()
+
+    def send(data, ctx):
+        threads.add(threading.current_thread().name)
+        moved.append(data)
+        return -data
+
+    monkeypatch.setattr(_xla, "send", send)
+    ctx, plan = fx.DistContext(device=torch.device("xla", 0)), fx.Plan(data=fx.Data(ahead=2))
+    read = []
+
+    def pairs():
+        for step in range(6):
+            read.append(step)
+            yield step, step
+
+    found = _place.placed(pairs(), ctx, plan, ahead=True)
+    assert next(found) == (0, 0) and read == [0, 1, 2]
+    assert [*found] == [(step, -step) for step in range(1, 6)]
+    assert moved == [*range(6)] and threading.current_thread().name not in threads
+    read.clear()
+    found = _place.placed(pairs(), ctx, plan, ahead=False)
+    assert next(found) == (0, 0) and read == [0]

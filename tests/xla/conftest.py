@@ -1,0 +1,45 @@
+"""Pools of their own: a process has one XLA runtime, with or without SPMD."""
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+from fxtrain.testing import Cluster
+
+ALONE = {"PJRT_DEVICE": "CPU"}
+# Four devices in one process: two copies of parameters that are split in two.
+SPMD = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "FXTRAIN_MESH": "replicate=2,shard=2"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip these tests where the package is absent."""
+    if importlib.util.find_spec("torch_xla") is not None:
+        return
+    for item in items:
+        if item.get_closest_marker("xla"):
+            item.add_marker(pytest.mark.skip(reason="torch_xla is not installed"))
+
+
+def _pool(env: dict[str, str]) -> Iterator[Cluster]:
+    pool = Cluster(1, timeout_s=60.0, call_s=115.0, device="xla", env=env)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[Cluster]:
+    """One process with one device."""
+    yield from _pool(ALONE)
+
+
+@pytest.fixture(scope="session")
+def spmd() -> Iterator[Cluster]:
+    """One process with four devices."""
+    yield from _pool(SPMD)
+
+
+@pytest.fixture(params=["alone", "spmd"])
+def device(request: pytest.FixtureRequest) -> Cluster:
+    """Each pool in turn."""
+    return request.getfixturevalue(request.param)
