@@ -88,9 +88,10 @@ def test_a_resumed_run_is_equal_in_every_bit(
     with tempfile.TemporaryDirectory() as folder:
         found = cluster.run(_resume, folder, kind, plan, before, after, background, workers)
         assert fx.verify(folder).world_size == cluster.n
-    for differing, values, rows, seen in found:
+    for differing, values, rows, _ in found:
         assert differing == []
-        assert values and rows and seen
+        assert values and rows
+    assert any(seen for *_, seen in found)  # a rank may have had nothing but padding
 
 
 def _part(ctx, folder, kind, accumulate, size, steps, save):

@@ -192,11 +192,13 @@ def _load_optimizers(model: Wrapped, saved: Saved) -> None:
             f"Wrap it with the same, or with none to run it only."
         )
     names = _names(model.module)
+    taken = {_memory(tensor) for tensor in _module_state(model.module)[0].values()}
     for index, (optimizer, values) in enumerate(zip(model.optimizers, found, strict=True)):
         prefix = f"optimizer.{index}"
         mine = goes_on(model.round, saved)
         states = _states(values["state"], prefix, saved, mine=mine)
-        _load_optimizer(optimizer, {**values, "state": states}, prefix, names, saved, mine=mine)
+        whole = {**values, "state": states}
+        _load_optimizer(optimizer, whole, prefix, names, saved, taken, mine=mine)
     schedulers, states = each_of(model.scheduler), saved.values["schedulers"]
     if len(schedulers) != len(states):
         raise CheckpointError(
@@ -214,6 +216,7 @@ def _load_optimizer(
     prefix: str,
     names: Mapping[int, str],
     saved: Saved,
+    taken: set[int],
     *,
     mine: bool,
 ) -> None:
@@ -242,7 +245,7 @@ def _load_optimizer(
                 part.state.pop(parameter, None)
                 continue
             old = part.state.get(parameter, {})
-            read = _reader(parameter, old, saved, fast=fast, mine=mine)
+            read = _reader(parameter, old, saved, taken, fast=fast, mine=mine)
             part.state[parameter] = {
                 key: state["plain"][key] if key in state["plain"] else read(f"{prefix}.{name}", key)
                 for key in state["keys"]
@@ -282,18 +285,25 @@ def _from_bytes(raw: Tensor) -> dict[str, Any]:
 
 
 def _reader(
-    parameter: Tensor, old: Mapping[str, Any], saved: Saved, *, fast: bool, mine: bool
+    parameter: Tensor,
+    old: Mapping[str, Any],
+    saved: Saved,
+    taken: set[int],
+    *,
+    fast: bool,
+    mine: bool,
 ) -> Callable[[str, str], Tensor]:
     """How a state of a parameter is made: spread like it, if it has its shape.
 
-    A state that is there already is filled, which spares new memory.
+    A state that is there already is filled, which spares new memory; not one in memory that is
+    `taken`, which grows.
     """
 
     def read(prefix: str, key: str) -> Tensor:
         name = f"{prefix}.{key}"
         shape, dtype = saved.shapes[name]
         there = old.get(key)
-        if shape == tuple(parameter.shape) and _alike(there, parameter, dtype):
+        if shape == tuple(parameter.shape) and _reusable(there, parameter, dtype, taken):
             made = there
         elif shape == tuple(parameter.shape):
             made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -309,17 +319,25 @@ def _reader(
     return read
 
 
-def _alike(state: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a state lies where the parameter lies."""
-    if not isinstance(state, Tensor) or isinstance(state, DTensor) != isinstance(
-        parameter, DTensor
-    ):
+def _reusable(state: Any, parameter: Tensor, dtype: torch.dtype, taken: set[int]) -> bool:
+    """Whether a state lies where the parameter lies, in memory that is nobody else's."""
+    if not isinstance(state, Tensor) or _layout(state) != _layout(parameter):
         return False
-    if isinstance(state, DTensor) and isinstance(parameter, DTensor):
-        mesh, places = state.device_mesh, state.placements
-        if (mesh, places) != (parameter.device_mesh, parameter.placements):
-            return False
-    return (state.shape, state.dtype, state.device) == (parameter.shape, dtype, parameter.device)
+    memory = _memory(state)
+    if state.dtype != dtype or memory in taken:
+        return False
+    taken.add(memory)
+    return True
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    spread = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+    return (tensor.shape, tensor.device, *spread)
+
+
+def _memory(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
 
 
 def _like(value: Any, old: Any) -> Any:

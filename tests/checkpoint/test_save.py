@@ -448,3 +448,23 @@ def test_an_error_in_the_background_is_raised_once_and_never_lost(clusters, how,
     assert all(text and "FileExistsError" in text for text in told)
     assert fx.latest(tmp_path) == str(tmp_path / "update-0000000003")
     clusters[2].close()  # "close" has ended its groups
+
+
+def test_states_that_are_there_are_filled_unless_their_memory_is_shared(tmp_path):
+    with fx.detect(env={}, device="cpu") as ctx:
+        net = nn.Linear(2, 3)
+        model = fx.wrap(net, ctx, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        states = model.optimizers[0].state
+        model.optimizers[0].step()
+        fx.save(tmp_path, ctx, model)
+        wanted, kept = net.weight.detach().clone(), states[net.weight]["momentum_buffer"]
+        model.optimizers[0].step()
+        fx.restore(tmp_path, ctx, model)
+        assert states[net.weight]["momentum_buffer"] is kept
+        assert torch.equal(kept, torch.ones(3, 2)) and torch.equal(net.weight, wanted)
+        states[net.weight]["momentum_buffer"] = net.weight.data
+        fx.restore(tmp_path, ctx, model)
+        assert torch.equal(net.weight, wanted)
+        assert torch.equal(states[net.weight]["momentum_buffer"], kept)
