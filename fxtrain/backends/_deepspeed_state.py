@@ -14,7 +14,8 @@ from fxtrain._errors import CheckpointError
 from fxtrain.backends._deepspeed_engine import load
 from fxtrain.backends._deepspeed_entries import ZERO, device, section
 from fxtrain.backends._deepspeed_values import whole_values
-from fxtrain.backends._state import each_of, load_extra, load_state, state_of
+from fxtrain.backends._optim_state import each_of
+from fxtrain.backends._state import load_extra, load_state, state_of
 from fxtrain.state import ModelState, Saved, Wrapped
 
 __all__ = ["engine_state", "load_engine_state"]

@@ -197,11 +197,11 @@ def _told(model: Wrapped, ready: Any, shares: list[Share], batch: Batch) -> Shar
     """
     engine = model.engine
     if not ready.form:
-        form: _Form | None = None
+        told = None
         if shares:
             some = any(share.aux is not None for share in shares)
-            form = _Form(shares[0].mean.dtype, shares[0].rough, some)
-        ready.form.append(ops.broadcast_object(form, engine.axis, src=engine.source))
+            told = _Form(shares[0].mean.dtype, shares[0].rough, some)
+        ready.form.append(ops.broadcast_object(told, engine.axis, src=engine.source))
     form = ready.form[0]
     numbers = torch.zeros(4, dtype=model.tally.dtype, device=model.tally.device)
     if shares:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-from fxtrain.backends._state import load_state, of_all, state_of
+from fxtrain.backends._optim_state import of_all
+from fxtrain.backends._state import load_state, state_of
 from fxtrain.state import ModelState, Saved, Wrapped
 
 __all__ = ["load_power_sgd", "power_sgd_state"]

@@ -225,8 +225,11 @@ def _open_axes(
     comm: Comm, mesh: Mesh, rank: int, wait: timedelta, device: torch.device
 ) -> dict[str, tuple[int, Comm]]:
     """One communicator per axis; every rank opens all of them, in the same order."""
-    spans = {"data": ("replicate", "shard"), **{axis: (axis,) for axis in AXES}}
-    spans["loss"] = ("replicate", "shard", "context")
+    spans: dict[str, tuple[str, ...]] = {
+        "data": ("replicate", "shard"),
+        "loss": ("replicate", "shard", "context"),
+        **{axis: (axis,) for axis in AXES},
+    }
     world = comm.ranks
     opened: dict[tuple[str, ...], Comm] = {}
     axes: dict[str, tuple[int, Comm]] = {}
