@@ -1,6 +1,5 @@
 """Changes to a module that a plan asks for, and taking them back."""
 
-import difflib
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fxtrain import ops
+from fxtrain.backends._names import unknown_classes
 from fxtrain.state import DistContext, Plan
 
 _aten = torch.ops.aten
@@ -26,23 +26,21 @@ _KEPT: Mapping[str, tuple[Any, ...]] = {
 
 Again = Callable[[Callable[..., Any], tuple[str, ...]], Callable[..., Any]]
 
-__all__ = ["away_from_xla", "outline", "prepare_module", "send_values", "unmatched_names"]
+__all__ = [
+    "away_from_xla",
+    "outline",
+    "prepare_module",
+    "put_forward",
+    "send_values",
+    "unmatched_names",
+]
 
 
 def unmatched_names(module: nn.Module, plan: Plan) -> tuple[str, ...]:
     """Problems with class names in the plan that match no submodule."""
-    known = sorted({type(part).__name__ for part in module.modules()})
-    wanted = [("recompute", name) for name in plan.recompute]
+    problems = unknown_classes(module, plan.recompute, field="Plan.recompute")
     if plan.compile is not None:
-        wanted += [("compile.blocks", name) for name in plan.compile.blocks]
-    problems: list[str] = []
-    for field, name in wanted:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=3) or known[:10]
-            problems.append(
-                f"Plan.{field} names the class {name!r}, which no submodule of "
-                f"{type(module).__name__} has. Did you mean {', '.join(close)}?"
-            )
+        problems += unknown_classes(module, plan.compile.blocks, field="Plan.compile.blocks")
     if not plan.recompute and (plan.recompute_every > 1 or plan.recompute_keep):
         problems.append(
             f"Plan(recompute_every={plan.recompute_every}, recompute_keep={plan.recompute_keep}) "
@@ -59,6 +57,20 @@ def away_from_xla(ctx: DistContext, name: str) -> tuple[str, ...]:
         f"{name}() trains by torch's own means, and this context computes on XLA. Use "
         f"Plan(strategy=fx.XLA()), or fx.detect(device='cpu').",
     )
+
+
+def put_forward(part: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Set a module's own forward; returns what takes it back."""
+    before = part.__dict__.get("forward")
+    part.forward = forward
+
+    def undo() -> None:
+        if before is None:
+            del part.forward
+        else:
+            part.forward = before
+
+    return undo
 
 
 def outline(module: nn.Module) -> str:
@@ -92,7 +104,7 @@ def prepare_module(module: nn.Module, plan: Plan, again: Again = again) -> Calla
         parameter names stay as they are.
     """
     chosen = _named(module, plan.recompute)[:: plan.recompute_every]
-    undo = [_recompute(part, again, plan.recompute_keep) for part in chosen]
+    undo = [put_forward(part, again(part.forward, plan.recompute_keep)) for part in chosen]
     if plan.compile is not None:
         blocks = _named(module, plan.compile.blocks) if plan.compile.blocks else [module]
         for part in blocks:
@@ -131,16 +143,3 @@ def send_values(tensors: Iterable[Tensor], data: DistContext) -> None:
 
 def _named(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
     return [part for part in module.modules() if type(part).__name__ in names]
-
-
-def _recompute(part: nn.Module, again: Again, keep: tuple[str, ...]) -> Callable[[], None]:
-    before = part.__dict__.get("forward")
-    part.forward = again(part.forward, keep)
-
-    def undo() -> None:
-        if before is None:
-            del part.forward
-        else:
-            part.forward = before
-
-    return undo

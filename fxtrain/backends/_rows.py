@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fxtrain import _tree
 from fxtrain._errors import StepError
+from fxtrain.backends._modules import put_forward
 from fxtrain.ops._tokens import positions_of
 from fxtrain.state import CP, DistContext, Plan
 
@@ -42,11 +43,14 @@ def show_rows(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[], N
     config: CP = plan.context
     seen, takes = [0], list(_arguments(module))
     undo = [
-        _around(owner, functools.partial(_with_rows, owner, names, seen, ctx, plan))
+        put_forward(
+            owner, functools.partial(_with_rows, owner, names, seen, ctx, plan, owner.forward)
+        )
         for owner, names in _owners(module, config)
     ]
-    undo += [_around(part, _maskless(part)) for part in _masked(module, config)]
-    undo.append(_around(module, functools.partial(_noting, module, seen, ctx, plan, takes)))
+    undo += [put_forward(part, _maskless(part)) for part in _masked(module, config)]
+    noting = functools.partial(_noting, module, seen, ctx, plan, takes, module.forward)
+    undo.append(put_forward(module, noting))
 
     def undo_all() -> None:
         for take_back in reversed(undo):
@@ -89,27 +93,14 @@ def _arguments(part: nn.Module) -> Mapping[str, Any]:
 def _maskless(part: nn.Module) -> Callable[..., Any]:
     # A mask for this rank's tokens alone may be there on one rank and not on another, and decides
     # in transformers in which form keys arrive.
-    signature = inspect.signature(part.forward)
+    forward, signature = part.forward, inspect.signature(part.forward)
 
-    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         given.arguments["attention_mask"] = None
         return forward(*given.args, **given.kwargs)
 
     return run
-
-
-def _around(part: nn.Module, wrapper: Callable[..., Any]) -> Callable[[], None]:
-    before = part.__dict__.get("forward")
-    part.forward = functools.partial(wrapper, part.forward)
-
-    def undo() -> None:
-        if before is None:
-            del part.forward
-        else:
-            part.forward = before
-
-    return undo
 
 
 def _with_rows(

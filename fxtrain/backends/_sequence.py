@@ -1,7 +1,5 @@
 """Models whose sequences lie in parts on the ranks of the context axis."""
 
-import difflib
-import fnmatch
 import functools
 from typing import Any
 
@@ -10,6 +8,7 @@ from torch import Tensor, nn
 
 from fxtrain._errors import StepError
 from fxtrain.backends import _torch
+from fxtrain.backends._names import unknown_patterns
 from fxtrain.backends._rows import tables
 from fxtrain.state import DistContext, Plan, Strategy, Wrapped
 
@@ -21,15 +20,9 @@ def sequence_problems(ctx: DistContext, plan: Plan, module: nn.Module) -> list[s
     config, ranks = plan.context, ctx.mesh.context
     if config is None:
         return [] if ranks == 1 else [_unused(ranks)]
-    names = [name for name in tables(module)]
-    problems: list[str] = []
-    for pattern in config.tables:
-        if not fnmatch.filter(names, pattern):
-            close = difflib.get_close_matches(pattern, names, n=3) or names[:5]
-            problems.append(
-                f"CP(tables=...): no parameter or buffer is called {pattern!r}. "
-                f"Did you mean {', '.join(close)}?"
-            )
+    problems = unknown_patterns(
+        config.tables, tables(module), field="CP(tables=...)", what="parameter or buffer"
+    )
     if ranks == 1 and ctx.world_size > 1:
         problems.append(
             "Plan(context=...) cuts sequences over the mesh's context axis, which has one rank. "

@@ -1,11 +1,11 @@
 """Which submodules are sharded as units: gathered and freed together. Changes nothing."""
 
-import difflib
 import fnmatch
 from collections.abc import Iterable
 
 from torch import nn
 
+from fxtrain.backends._names import unknown_classes, unknown_patterns
 from fxtrain.state import FSDP
 
 __all__ = ["block_names", "ignored_names", "unit_problems", "units"]
@@ -13,27 +13,13 @@ __all__ = ["block_names", "ignored_names", "unit_problems", "units"]
 
 def unit_problems(module: nn.Module, config: FSDP) -> list[str]:
     """Problems with the names in a config that match nothing, and with what cannot be sharded."""
-    problems: list[str] = []
-    known = sorted({type(part).__name__ for part in module.modules()})
-    for name in config.wrap:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=3) or known[:10]
-            problems.append(
-                f"FSDP(wrap=...) names the class {name!r}, which no submodule of "
-                f"{type(module).__name__} has. Did you mean {', '.join(close)}?"
-            )
+    problems = unknown_classes(module, config.wrap, field="FSDP(wrap=...)")
     if config.wrap and config.min_params is not None:
         problems.append(
             "FSDP(wrap=..., min_params=...) chooses blocks twice. Keep the class names or the size."
         )
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    for pattern in config.ignore:
-        if not fnmatch.filter(names, pattern):
-            close = difflib.get_close_matches(pattern, names, n=3) or names[:5]
-            problems.append(
-                f"FSDP(ignore=...): no parameter is called {pattern!r}. "
-                f"Did you mean {', '.join(close)}?"
-            )
+    problems += unknown_patterns(config.ignore, names, field="FSDP(ignore=...)")
     ignored = ignored_names(module, config)
     scalars = [n for n, p in module.named_parameters() if p.ndim == 0 and n not in ignored]
     if scalars:

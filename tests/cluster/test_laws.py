@@ -6,7 +6,6 @@ import torch
 
 import fxtrain as fx
 from fxtrain.testing import LAWS, Terms
-from fxtrain.testing._laws import same_by_tokens, same_clipped
 
 LAW = {law.__name__: law for law in LAWS}
 NAMES = list(LAW)
@@ -170,8 +169,8 @@ def test_context_parallel(clusters, name, law):
 def test_context_parallel_clips_and_weighs_tokens(clusters, name):
     n, strategy, options, mesh = CP_PLANS[name]
     plan = fx.Plan(strategy=strategy, context=fx.CP(tables=ROWS, **options), recompute=("Block",))
-    for law in (same_by_tokens, same_clipped):
-        law(clusters[n], plan, mesh)
+    for law in ("same_by_tokens", "same_clipped"):
+        LAW[law](clusters[n], plan, mesh)
 
 
 # A law that nothing breaks says nothing: what the last rank brings is changed a little.
