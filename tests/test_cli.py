@@ -150,6 +150,23 @@ def test_a_row_leads_to_its_command(row):
     assert load(row).name == row.name
 
 
+def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else the launcher sets it here
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert main(["launch", "-n", "1", "--log-dir", "train.py", "train.py"]) == Exit.WRONG
+    assert capsys.readouterr().err == "fxtrain launch: train.py: File exists.\n"
+
+
+def test_a_reader_that_left_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "fxtrain.cli", "--help"]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 @pytest.mark.parametrize(
     ("words", "offers"),
     [

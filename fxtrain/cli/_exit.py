@@ -15,8 +15,8 @@ class Exit(enum.IntEnum):
         WELL: The command did what it was asked.
         FOUND: It ran to its end, and what it looked at is not in order: a rank failed, a
             test did not pass, a file holds mistakes.
-        WRONG: Arguments, settings or files make no sense, or a package is missing; nothing
-            was started.
+        WRONG: Arguments, settings or files make no sense or cannot be read or written, or a
+            package is missing.
         INTERRUPTED: Ctrl-C, or the answer to a question was refused.
     """
 

@@ -71,6 +71,13 @@ class _Program(click.Group):
         except FxError as error:
             kind = type(error).__name__
             raise _Told(f"fxtrain {ctx.invoked_subcommand}: {kind}: {error}") from error
+        except OSError as error:
+            if error.filename is None:
+                raise
+            # A file that cannot be read or written, wherever a command came upon it.
+            raise _Told(
+                f"fxtrain {ctx.invoked_subcommand}: {error.filename}: {error.strerror}."
+            ) from error
 
 
 class _Told(click.ClickException):

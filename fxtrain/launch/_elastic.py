@@ -33,9 +33,12 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> Ending:
 
     Raises:
         LaunchError: the nodes could not meet, or there are fewer GPUs than ranks.
+        OSError: the folder for output cannot be made.
     """
     os.environ.update(invocation.env)
     _check_meeting(spec)
+    if spec.log_dir:
+        Path(spec.log_dir).mkdir(parents=True, exist_ok=True)
     # torch takes seconds to load, which a wrong file name or port need not wait for.
     api = load_torch("torch.distributed.run")
     _check_devices(spec)

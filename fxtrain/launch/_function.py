@@ -1,6 +1,7 @@
 """`launch`: a function on several ranks, from a script or a notebook cell."""
 
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +20,7 @@ from fxtrain.launch._nodes import (
 )
 from fxtrain.launch._parcel import unpack
 from fxtrain.launch._ranks import Rank, end, start
+from fxtrain.launch._route import GLOO, find_route
 from fxtrain.launch._spec import LaunchSpec, check_ranks, rank_environment
 
 __all__ = ["launch"]
@@ -130,7 +132,7 @@ def _attempt(
         rank_environment, ranks=spec.ranks, port=nodes.port, address=nodes.address,
         nodes=nodes.count, node_rank=nodes.rank, attempt=attempt,
     )  # fmt: skip
-    places = [place(rank) for rank in range(spec.ranks)]
+    places = [{**_traffic(nodes), **place(rank)} for rank in range(spec.ranks)]
     threads = max(1, len(usable_cores()) // spec.ranks)
     started = start(fn, args, places, threads=threads)
     try:
@@ -146,6 +148,13 @@ def _attempt(
     failed = isinstance(found, str)
     end(started, patience_s=0 if failed else _LEAVE_S)
     return ([], found) if isinstance(found, str) else (found, "")
+
+
+def _traffic(nodes: Nodes) -> dict[str, str]:
+    """By which interface gloo sends, where the machine's own name would mislead it."""
+    if nodes.count == 1 or GLOO in os.environ:
+        return {}
+    return find_route(nodes.address, nodes.port).env
 
 
 def _check_xla() -> None:

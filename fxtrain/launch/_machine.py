@@ -12,6 +12,7 @@ from pathlib import Path
 import attrs
 
 from fxtrain._errors import LaunchError
+from fxtrain.launch._route import GLOO, Route
 
 __all__ = ["Machine", "cores_of_ranks", "look", "read_cores", "usable_cores", "write_cores"]
 
@@ -40,6 +41,8 @@ class Machine:
         port: A TCP port that was free a moment ago; 0 when none was asked for.
         folder: The current folder.
         hosts: Text of the hostfile that was named, or empty.
+        interface_chosen: The user has set GLOO_SOCKET_IFNAME.
+        route: By which other machines reach this one, where its own name does not say it.
     """
 
     python: str = "python"
@@ -52,10 +55,17 @@ class Machine:
     port: int = 0
     folder: str = "."
     hosts: str = ""
+    interface_chosen: bool = False
+    route: Route = attrs.field(factory=Route)
 
 
 def look(
-    env: Mapping[str, str], *, mpi: str = "", port: bool = False, hostfile: str = ""
+    env: Mapping[str, str],
+    *,
+    mpi: str = "",
+    port: bool = False,
+    hostfile: str = "",
+    route: Route | None = None,
 ) -> Machine:
     """Find out about this machine.
 
@@ -64,6 +74,7 @@ def look(
         mpi: The program that starts ranks under MPI, which is asked what it is.
         port: Look for a free port.
         hostfile: A file to read, or none.
+        route: How others reach this machine, if that was looked for.
 
     Effects:
         Reads /sys and the hostfile; with `mpi` runs that program with --version; with `port`
@@ -84,6 +95,8 @@ def look(
         port=_free_port() if port else 0,
         folder=os.getcwd(),
         hosts=_read(hostfile) if hostfile else "",
+        interface_chosen=GLOO in env,
+        route=route or Route(),
     )
 
 

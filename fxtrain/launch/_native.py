@@ -36,7 +36,7 @@ def native(spec: LaunchSpec, machine: Machine) -> Invocation:
         "torch.distributed.run",
         f"--nnodes={_nodes(spec)}",
         f"--nproc-per-node={spec.ranks}",
-        *_rendezvous(spec),
+        *_rendezvous(spec, machine),
         f"--max-restarts={spec.restarts}",
         f"--monitor-interval={spec.monitor_interval_s:g}",
         f"--shutdown-timeout={spec.shutdown_s}",
@@ -47,7 +47,8 @@ def native(spec: LaunchSpec, machine: Machine) -> Invocation:
         # The elastic launcher replaces ${local_rank} in arguments; a user's $ is only a $.
         *(word.replace("$", "$$") for word in arguments),
     ]
-    return Invocation(argv=argv, env=shared_environment(spec, machine) | _store(spec))
+    traffic = {} if machine.interface_chosen else machine.route.env
+    return Invocation(argv=argv, env=traffic | shared_environment(spec, machine) | _store(spec))
 
 
 def _store(spec: LaunchSpec) -> dict[str, str]:
@@ -65,7 +66,7 @@ def _nodes(spec: LaunchSpec) -> str:
     return str(spec.nodes) if spec.min_nodes is None else f"{spec.min_nodes}:{spec.nodes}"
 
 
-def _rendezvous(spec: LaunchSpec) -> list[str]:
+def _rendezvous(spec: LaunchSpec, machine: Machine) -> list[str]:
     """Where nodes meet.
 
     On one machine the launcher serves the store at a port that the system chooses on
@@ -73,7 +74,7 @@ def _rendezvous(spec: LaunchSpec) -> list[str]:
     """
     alone = spec.nodes == 1 and not spec.main_address
     host = spec.main_address or "127.0.0.1"
-    local = spec.local_address or ("127.0.0.1" if alone else "")
+    local = spec.local_address or ("127.0.0.1" if alone else machine.route.address)
     wait = f"{spec.connect_timeout_s:.0f}"
     settings = [f"timeout={wait}", *spec.rendezvous_options]
     if spec.meets == "c10d":

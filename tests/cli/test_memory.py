@@ -1,5 +1,6 @@
 """`fxtrain estimate-memory`: what is read of a model, and the arithmetic."""
 
+import importlib
 import json
 import struct
 import sys
@@ -117,6 +118,7 @@ def test_an_index_without_its_file_is_an_error(tmp_path):
         ("mymodels:bad", "mymodels:bad failed: ZeroDivisionError"),
         ("no_such_module:x", "No module named"),
         ("./nowhere", "no such file or folder"),
+        ("nowhere.safetensors", "no such file or folder"),
         (".", "holds no .safetensors file"),
     ],
 )
@@ -199,6 +201,38 @@ def test_a_timm_model_is_made_without_weights(monkeypatch):
     assert set(made) == {("net", False)}
     with pytest.raises(fx.PlanError, match=r"no model of timm\. Did you mean net\?"):
         read_weights("nett")
+
+
+def test_headers_on_the_hub_are_fetched_where_that_was_asked(tmp_path, monkeypatch, capsys):
+    """The hub's two functions, recorded, with the records that it gives."""
+    hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    records = importlib.import_module("huggingface_hub.utils")
+    info = records.TensorInfo(dtype="BF16", shape=[3, 4], data_offsets=(8, 32))
+    file = records.SafetensorsFileMetadata(metadata={}, tensors={"a.weight": info})
+    repo = records.SafetensorsRepoMetadata(
+        metadata=None, sharded=False, weight_map={}, files_metadata={"model.safetensors": file}
+    )
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    fetched = []
+    monkeypatch.setattr(hub, "get_safetensors_metadata", lambda name: fetched.append(name) or repo)
+    monkeypatch.setattr(hub, "hf_hub_download", lambda *words: fetched.append(words) or str(path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # put back after the test
+    words = ["estimate-memory", "me/mine", "--json"]
+    assert main(words) == Exit.WRONG
+    assert "fetched with --download" in capsys.readouterr().err and fetched == []
+    assert main([*words, "--download", "--tokens", "1"]) == Exit.WELL
+    told = json.loads(capsys.readouterr().out)
+    assert fetched == ["me/mine", ("me/mine", "config.json")]
+    assert (told["parameters"], told["stored_bytes"]) == (12, 24)
+    assert told["inference_bytes"]["cache"] == 2 * 3 * 2 * 8 * 2
+
+    def unreachable(name):
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(hub, "get_safetensors_metadata", unreachable)
+    assert main([*words, "--download"]) == Exit.WRONG
+    assert "me/mine was not fetched from the hub: offline" in capsys.readouterr().err
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):

@@ -1,11 +1,17 @@
 """`fxtrain plan`: whole scripts in a process that pretends to be one rank of many."""
 
+import json
+import os
+import subprocess
+import sys
+import traceback
+import types
 import xml.etree.ElementTree as ET
 
 import pytest
 
 import fxtrain as fx
-from fxtrain.cli import Exit, main
+from fxtrain.cli import Exit, _plan_child, main
 from tests.launched._run import FXTRAIN, ROOT, run
 
 TRAIN = """
@@ -37,6 +43,26 @@ def _plan(*words, **more):
     return run(*FXTRAIN, "plan", *words, **more)
 
 
+def _run_here(line, *, env, **_):
+    """What the child would do, without another process that loads torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in env.keys() - os.environ.keys():
+            patch.setenv(name, env[name])
+        patch.setattr(sys, "argv", list(line[2:]))
+        patch.setattr(sys, "path", ["", *sys.path])
+        try:
+            code = _plan_child.main()
+        except Exception:
+            traceback.print_exc()
+            code = 1
+    return subprocess.CompletedProcess(line, code)
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.setattr("fxtrain.cli._plan.subprocess", types.SimpleNamespace(run=_run_here))
+
+
 def test_a_script_runs_unchanged_as_one_rank(script, tmp_path):
     saved, picture = tmp_path / "run.json", tmp_path / "run.svg"
     ended = _plan(
@@ -53,43 +79,64 @@ def test_a_script_runs_unchanged_as_one_rank(script, tmp_path):
     assert [(row.kind, row.axis, row.bytes) for row in found.step] == [("all_reduce", "world", 200)]
     assert ET.parse(picture).getroot().tag.endswith("svg")
 
-    # The same program as a module, on fewer ranks, beside the first run, where it does not fit.
-    beside = _plan(
-        "--world", "8", "--device-memory", "100B", "--against", str(saved), "-m", "train", "2",
-        cwd=tmp_path, COLUMNS="120",
-    )  # fmt: skip
-    assert beside.code == Exit.FOUND, beside.err
-    lines = [line.split() for line in beside.out.splitlines()]
+
+def test_an_earlier_run_stands_beside(script, tmp_path, monkeypatch, capsys, here):
+    monkeypatch.setenv("COLUMNS", "120")
+    saved = str(tmp_path / "run.json")
+    assert main(["plan", "--world", "64", "--save", saved, script, "1"]) == Exit.WELL
+    capsys.readouterr()
+    assert main(["plan", "--world", "8", "--against", saved, script, "2"]) == Exit.WELL
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["64", "ranks", "8", "ranks"] in lines and ["accumulate", "1", "2"] in lines
-    assert "the device has 100 B" in " ".join(beside.out.split())
 
 
-def test_a_refused_plan_is_a_finding(tmp_path):
-    path = tmp_path / "single.py"
+def test_a_module_is_a_program_too(script, tmp_path, monkeypatch, capsys, here):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--world", "4", "--save", "run.json", "-m", "train", "1"]) == Exit.WELL
+    capsys.readouterr()
+    assert json.loads((tmp_path / "run.json").read_text())["name"] == "train"
+
+
+def test_what_does_not_fit_is_told_by_the_exit_code(script, capsys, here):
+    words = ["plan", "--world", "8", "--device-memory", "100B", script, "1"]
+    assert main(words) == Exit.FOUND
+    assert "the device has 100 B" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_refused_plan_is_a_finding(tmp_path, capsys, here):
+    path, saved = tmp_path / "single.py", tmp_path / "run.json"
     path.write_text(TRAIN.replace("accumulate=int(sys.argv[1])", "strategy=fx.Single()"))
-    ended = _plan("--world", "8", "--json", str(path))
-    (problem,) = fx.loads(ended.out, fx.DryRun).problems
-    assert (ended.code, problem.kind) == (Exit.FOUND, "plan")
+    assert main(["plan", "--world", "8", "--save", str(saved), str(path)]) == Exit.FOUND
+    (problem,) = fx.loads(saved.read_text(), fx.DryRun).problems
+    assert problem.kind == "plan"
     assert problem.where == f"{path}:9"
 
 
-def test_an_error_of_the_script_is_its_own(tmp_path):
+def test_an_error_of_the_script_is_its_own(tmp_path, capsys, here):
     path = tmp_path / "wrong.py"
     path.write_text("import fxtrain\nraise KeyError('mine')\n")
-    ended = _plan("--world", "8", str(path))
-    assert (ended.code, ended.out) == (Exit.FOUND, "")
-    assert "KeyError: 'mine'" in ended.err
+    assert main(["plan", "--world", "8", str(path)]) == Exit.FOUND
+    told = capsys.readouterr()
+    assert told.out == "" and "KeyError: 'mine'" in told.err
 
 
-def test_a_script_that_never_steps_is_an_error(tmp_path):
+def test_a_script_that_never_steps_is_an_error(tmp_path, capsys, here):
     path = tmp_path / "idle.py"
     path.write_text("import fxtrain as fx\nfx.detect()\n")
-    ended = _plan("--world", "8", str(path))
-    assert (ended.code, ended.out) == (Exit.WRONG, "")
-    assert ended.err == (
+    assert main(["plan", "--world", "8", str(path)]) == Exit.WRONG
+    assert capsys.readouterr() == (
+        "",
         "fxtrain plan: StepError: A dry run of idle.py saw no update: it ended without a call of "
         "an optimizer's step(). Let it train at least one batch; was the training left out by an "
-        "argument, or by `if __name__ == ...`?\n"
+        "argument, or by `if __name__ == ...`?\n",
+    )
+
+
+def test_a_result_that_cannot_be_written_is_told(script, capsys, here):
+    words = ["plan", "--world", "2", "--save", "/nowhere/run.json", script, "1"]
+    assert main(words) == Exit.WRONG
+    assert capsys.readouterr().err.endswith(
+        "fxtrain plan: /nowhere/run.json: No such file or directory.\n"
     )
 
 
@@ -115,9 +162,10 @@ def test_a_mistake_is_told_before_the_script_runs(
     assert told.out == "" and says in told.err and told.err.startswith("fxtrain plan: ")
 
 
-def test_an_example_runs_as_it_is(tmp_path):
-    ended = _plan("--world", "1024", "--json", str(ROOT / "examples" / "chars.py"))
-    assert ended.code == 0, ended.err
-    found = fx.loads(ended.out, fx.DryRun)
+def test_an_example_runs_as_it_is(tmp_path, capsys, here):
+    saved = tmp_path / "run.json"
+    words = ["plan", "--world", "1024", "--save", str(saved), str(ROOT / "examples" / "chars.py")]
+    assert main(words) == Exit.WELL
+    found = fx.loads(saved.read_text(), fx.DryRun)
     assert {row.kind for row in found.step} == {"all_reduce", "all_gather"}
     assert {row.ranks for row in found.step} == {1024}

@@ -37,7 +37,8 @@ SlurmctldHost=$host(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket=$place/munge.socket
+# A job goes back into the queue for as long as a credential counts, by default two minutes.
+AuthInfo=socket=$place/munge.socket,cred_expire=5
 CryptoType=crypto/munge
 SlurmctldPort=${SLURMCTLD_PORT:-16817}
 SlurmdPort=${SLURMD_PORT:-16818}

@@ -31,7 +31,7 @@ def _node(number, port, *words, nodes=2, wait_s=60):
 def test_two_nodes_meet_though_one_is_late():
     port = _port()
     late = _node(1, port, RANKS, "meet", "A")  # knocks until node 0 is there
-    time.sleep(3)
+    time.sleep(1)
     first = _node(0, port, RANKS, "meet", "A")
     ended = [finish(process, timeout_s=60) for process in (first, late)]
     assert [end.code for end in ended] == [0, 0], [end.err for end in ended]
@@ -73,15 +73,15 @@ def test_an_occupied_port_is_told_at_once():
 
 def test_an_unknown_host_is_named():
     ended = run(
-        *FXTRAIN, "launch", "--nodes=2", "--node-rank=1", "--main-address=no-such-host.invalid",
-        "--connect-timeout=1", RANKS, "meet", "A",
+        *FXTRAIN, "launch", "--ranks=1", "--nodes=2", "--node-rank=1",
+        "--main-address=no-such-host.invalid", "--connect-timeout=1", RANKS, "meet", "A",
     )  # fmt: skip
     assert ended.code == 2
     assert "the name no-such-host.invalid was not known" in ended.err
 
 
 def test_nodes_without_a_main_address():
-    ended = run(*FXTRAIN, "launch", "--nodes=2", RANKS, "meet", "A")
+    ended = run(*FXTRAIN, "launch", "--ranks=1", "--nodes=2", RANKS, "meet", "A")
     assert ended.code == 2
     assert "2 nodes must know where to meet: set main_address" in ended.err
 

@@ -63,7 +63,7 @@ def test_a_preempted_job_saves_and_is_run_again(tmp_path):
     _slurm("scancel", "--signal=USR1", "--batch", job)
     _wait_for(lambda: len(list(tmp_path.glob("saved*"))) == 2)
     out = tmp_path / "out.txt"
-    # SLURM waits two minutes before it runs a job again.
+    # SLURM waits for a while before it runs a job again.
     _wait_for(lambda: out.exists() and out.read_text().count("went on") == 2, timeout_s=180.0)
     _wait_for(lambda: "COMPLETED" in _slurm("scontrol", "show", "job", job))
 

@@ -73,7 +73,8 @@ def fact_problems(facts: Sequence[Mapping[str, Any]], *, nodes: int) -> list[str
             told.append(f"{name} differs: {', '.join(shown)}. {advice}")
     for fact in _one_per_host(facts):
         told += _interface_problems(fact)
-        if nodes > 1 and str(fact.get("own_address", "")).startswith("127."):
+        named = bool(fact.get("asked", {}).get("GLOO_SOCKET_IFNAME"))  # gloo then goes by that
+        if nodes > 1 and not named and str(fact.get("own_address", "")).startswith("127."):
             told.append(
                 f"{fact['host']} takes its own name for {fact['own_address']}, where other nodes "
                 f"cannot reach it. Set launch.local_address, or correct /etc/hosts."

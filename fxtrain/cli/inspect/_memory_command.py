@@ -1,12 +1,14 @@
 """`fxtrain estimate-memory`."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import attrs
 import click
 
 from fxtrain.cli._report import as_json, print_json, print_table
+from fxtrain.cli.inspect._hub import read_hub
 from fxtrain.cli.inspect._memory import (
     BYTES,
     OPTIMIZERS,
@@ -16,7 +18,7 @@ from fxtrain.cli.inspect._memory import (
     inference,
     training,
 )
-from fxtrain.cli.inspect._weights import read_weights
+from fxtrain.cli.inspect._weights import Weights, read_weights
 
 __all__ = ["ESTIMATE"]
 
@@ -55,16 +57,20 @@ _WORDS = {
 @click.option(
     "--tokens", type=click.IntRange(min=1), default=4096, help="their length; 4096 by default"
 )
+@click.option("--download", is_flag=True, help="MODEL is on the Hugging Face hub: fetch headers")
 @as_json
-def ESTIMATE(model: str, json_: bool, **chosen: Any) -> None:  # noqa: FBT001
+def ESTIMATE(model: str, json_: bool, download: bool, **chosen: Any) -> None:  # noqa: FBT001
     """Estimate the memory of a model in training and inference.
 
     MODEL is a .safetensors file or its index, a folder with one, a config.json of transformers
     or a folder with one, MODULE:FUNCTION that makes a model, or the name of a timm model.
-    Headers and code are read, never tensors, and nothing is downloaded.
+    Headers and code are read, never tensors, and nothing is downloaded. With --download MODEL
+    may be OWNER/NAME on the Hugging Face hub, of which config and headers are fetched.
     """
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read once, by the import of a model's own library
-    report = _report(model, **chosen)
+    if not download:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read once, by the import of a model's own library
+    away = download and not Path(model).exists()
+    report = _report(read_hub(model) if away else read_weights(model), **chosen)
     if json_:
         print_json(report)
     else:
@@ -72,7 +78,7 @@ def ESTIMATE(model: str, json_: bool, **chosen: Any) -> None:  # noqa: FBT001
 
 
 def _report(
-    model: str,
+    weights: Weights,
     *,
     optimizer: str,
     precision: str,
@@ -81,7 +87,6 @@ def _report(
     batch: int,
     tokens: int,
 ) -> dict[str, Any]:
-    weights = read_weights(model)
     about = estimate(weights)
     compute = precision if precision in ("fp32", "bf16", "fp16") else "bf16"
     held, cache = inference(weights, precision=precision, batch=batch, tokens=tokens)

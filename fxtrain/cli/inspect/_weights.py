@@ -5,7 +5,7 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,13 @@ import attrs
 from fxtrain._errors import CheckpointError, PlanError
 from fxtrain._optional import optional
 
-__all__ = ["KvCache", "Weight", "Weights", "read_weights"]
+__all__ = [
+    "KvCache", "Weight", "Weights", "cache_of", "read_json", "read_weights", "stored_weight",
+]  # fmt: skip
 
 # Of safetensors itself; a longer header is a damaged file.
 _LONGEST_HEADER = 100_000_000
+_FILES = (".safetensors", ".json", ".bin", ".pt", ".pth")  # no name of timm ends so
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -108,7 +111,7 @@ def _folder(path: Path) -> Weights:
     config = path / "config.json"
     if files:
         tensors = [tensor for file in files for tensor in _stored(file)]
-        cache = _cache(_json(config)) if config.is_file() else None
+        cache = cache_of(read_json(config)) if config.is_file() else None
         return Weights(source=str(path), tensors=tuple(tensors), cache=cache)
     if config.is_file():
         return _transformers(config)
@@ -121,7 +124,7 @@ def _folder(path: Path) -> Weights:
 def _one_file(path: Path) -> Weights:
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         config = path.parent / "config.json"
-        cache = _cache(_json(config)) if config.is_file() else None
+        cache = cache_of(read_json(config)) if config.is_file() else None
         return Weights(source=str(path), tensors=tuple(_stored(path)), cache=cache)
     if path.suffix == ".json":
         return _transformers(path)
@@ -135,7 +138,7 @@ def _stored(path: Path) -> Iterator[Weight]:
     if path.suffix != ".json":
         yield from _header(path)
         return
-    listed = _json(path).get("weight_map")
+    listed = read_json(path).get("weight_map")
     if not isinstance(listed, Mapping):
         raise CheckpointError(f"{path} has no table weight_map: it is no index of safetensors.")
     for name in sorted(set(map(str, listed.values()))):
@@ -157,20 +160,31 @@ def _header(path: Path) -> Iterator[Weight]:
                 begin, end = about["data_offsets"]
                 if not 0 <= begin <= end <= size - 8 - length:
                     raise CheckpointError(f"{path}: the tensor {name!r} lies past the file's end.")
-                yield Weight(
-                    name=name,
-                    numel=math.prod(about["shape"]),
-                    nbytes=end - begin,
-                    floating=about["dtype"] in _FLOATS,
-                    trained=about["dtype"] in _FLOATS,
-                )
+                yield stored_weight(name, about["dtype"], about["shape"], (begin, end))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: its header is no safetensors header: {error}.") from error
 
 
-def _json(path: Path) -> dict[str, Any]:
+def stored_weight(name: str, dtype: str, shape: Sequence[int], place: tuple[int, int]) -> Weight:
+    """A tensor as a safetensors header describes it."""
+    floating = dtype in _FLOATS
+    return Weight(
+        name=name,
+        numel=math.prod(shape),
+        nbytes=place[1] - place[0],
+        floating=floating,
+        trained=floating,
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The table in a JSON file.
+
+    Raises:
+        PlanError: it holds none.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -181,7 +195,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _transformers(path: Path) -> Weights:
-    known = _json(path)
+    known = read_json(path)
     package = optional("transformers", extra="models", needed_by=f"the config {path}")
     try:
         config = package.AutoConfig.from_pretrained(path, local_files_only=True)
@@ -189,7 +203,7 @@ def _transformers(path: Path) -> Weights:
         model = _on_meta(lambda: named(config) if named else package.AutoModel.from_config(config))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise PlanError(f"{path}: transformers cannot build this model: {error}") from error
-    return Weights(source=str(path), tensors=_tensors(model), cache=_cache(known))
+    return Weights(source=str(path), tensors=_tensors(model), cache=cache_of(known))
 
 
 def _factory(source: str) -> Weights:
@@ -216,12 +230,15 @@ def _factory(source: str) -> Weights:
         raise PlanError(f"{source} gave a {type(model).__name__}, where a module was expected.")
     config: Any = getattr(model, "config", None)
     known = config.to_dict() if hasattr(config, "to_dict") else {}
-    return Weights(source=source, tensors=_tensors(model), cache=_cache(known))
+    return Weights(source=source, tensors=_tensors(model), cache=cache_of(known))
 
 
 def _timm(name: str) -> Weights:
-    if not name or "/" in name or "." in name[:1]:
-        raise PlanError(f"{name}: there is no such file or folder.")
+    if not name or "/" in name or "." in name[:1] or name.endswith(_FILES):
+        raise PlanError(
+            f"{name}: there is no such file or folder. The headers of a model on the Hugging "
+            f"Face hub are fetched with --download."
+        )
     needed_by = f"{name!r}, which is no file, folder or module:function, so a model of timm,"
     timm = optional("timm", extra="models", needed_by=needed_by)
     if not timm.is_model(name):
@@ -251,7 +268,7 @@ def _tensors(model: Any) -> tuple[Weight, ...]:
     )
 
 
-def _cache(config: Mapping[str, Any]) -> KvCache | None:
+def cache_of(config: Mapping[str, Any]) -> KvCache | None:
     """The shape of the cache by the names that transformers' configs use; None if it is told."""
     inner = config.get("text_config")
     known = {**config, **inner} if isinstance(inner, Mapping) else config

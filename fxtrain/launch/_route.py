@@ -1,0 +1,100 @@
+"""By which address and interface other machines reach this one."""
+
+import socket
+import struct
+import sys
+from pathlib import Path
+
+import attrs
+
+__all__ = ["GLOO", "Route", "find_route"]
+
+GLOO = "GLOO_SOCKET_IFNAME"
+
+_ADDRESS_OF = 0x8915  # SIOCGIFADDR, see netdevice(7)
+
+
+@attrs.frozen(kw_only=True)
+class Route:
+    """How ranks on other machines get here; empty where the machine's own name says it.
+
+    Attributes:
+        address: An address of this machine.
+        interface: The name of the network interface that has it.
+    """
+
+    address: str = ""
+    interface: str = ""
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The variable by which gloo takes the interface, where there is one to name."""
+        return {GLOO: self.interface} if self.interface else {}
+
+
+def find_route(towards: str, port: int, *, local: str = "") -> Route:
+    """The way to this machine, where its own name does not lead there.
+
+    torch and gloo tell other machines the address of this one's host name, which on many
+    machines is a loopback address, by /etc/hosts.
+
+    Args:
+        towards: Host name or address of the machine where all meet, which may be this one.
+        port: TCP port there.
+        local: Address of this machine, where the user gave one.
+
+    Effects:
+        Looks names up; sends nothing to `towards`.
+    """
+    if not local and not _is_loopback(_first_address(socket.gethostname())):
+        return Route()
+    address = _first_address(local) if local else _towards(towards, port)
+    if _is_loopback(address):
+        return Route()
+    return Route(address=local or address, interface=_interface_of(address))
+
+
+def _towards(host: str, port: int) -> str:
+    """The address from which this machine would send to another; empty where it cannot."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, place = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)  # a datagram socket only chooses its own address
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def _first_address(name: str) -> str:
+    try:
+        return str(socket.getaddrinfo(name.strip("[]"), None)[0][4][0])
+    except OSError:
+        return ""
+
+
+def _is_loopback(address: str) -> bool:
+    return not address or address.startswith("127.") or address == "::1"
+
+
+def _interface_of(address: str) -> str:
+    """The interface that has an address, where Linux can be asked; empty for none."""
+    if sys.platform != "linux":
+        return ""
+    if ":" in address:
+        wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        table = Path("/proc/net/if_inet6")
+        rows = table.read_text().splitlines() if table.is_file() else []
+        return next((row.split()[-1] for row in rows if row.startswith(wanted)), "")
+    import fcntl  # not on every system
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            asked = struct.pack("256s", name.encode()[:15])
+            try:
+                told = fcntl.ioctl(probe.fileno(), _ADDRESS_OF, asked)
+            except OSError:  # an interface without an address
+                continue
+            if socket.inet_ntoa(told[20:24]) == address:
+                return name
+    return ""

@@ -1,0 +1,40 @@
+"""What the native launcher looks at before it starts ranks."""
+
+import gc
+import json
+import sys
+
+import pytest
+import torch
+
+from fxtrain import LaunchError
+from fxtrain.launch import LaunchSpec, load_torch
+from fxtrain.launch._elastic import _check_devices
+
+
+@pytest.mark.parametrize(
+    ("there", "fields", "says"),
+    [
+        (2, {"ranks": 3}, "3 ranks were asked for, and this machine has 2 cuda devices for them"),
+        (1, {"gpus": ("0", "7")}, "The GPUs 0,7 were chosen, and 1 of them can be used"),
+    ],
+)
+def test_ranks_that_do_not_match_the_gpus_of_a_machine(there, fields, says, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: there)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: "cuda")
+    with pytest.raises(LaunchError, match=says):
+        _check_devices(LaunchSpec(target="train.py", **fields))
+    _check_devices(LaunchSpec(target="train.py", ranks=3, cpu=True))
+    _check_devices(LaunchSpec(target="train.py", ranks=there))
+
+
+def test_rubbish_is_not_looked_for_while_torch_loads(monkeypatch):
+    frozen = gc.get_freeze_count()
+    assert load_torch("json") is json  # torch is here already: nothing is saved
+    assert gc.get_freeze_count() == frozen
+    monkeypatch.delitem(sys.modules, "torch")
+    try:
+        assert load_torch("json") is json
+        assert gc.get_freeze_count() > frozen and gc.isenabled()
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,55 @@
+"""By which address and interface other machines reach this one."""
+
+import socket
+import sys
+
+import attrs
+import pytest
+
+from fxtrain.launch import LaunchSpec, Machine, native
+from fxtrain.launch._route import Route, _interface_of, find_route
+
+FAR = Route(address="10.0.0.2", interface="eth3")
+NODE = LaunchSpec(target="t.py", nodes=2, node_rank=1, main_address="10.0.0.1")
+
+
+@pytest.fixture
+def name_is_loopback(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+
+
+def test_a_name_that_leads_here_is_enough(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "203.0.113.9")
+    assert find_route("127.0.0.1", 29500) == Route()
+
+
+@pytest.mark.parametrize("towards", ["127.0.0.1", "localhost", "no-such-host.invalid"])
+def test_nodes_on_loopback_need_nothing(towards, name_is_loopback):
+    assert find_route(towards, 29500) == Route()
+    assert find_route("10.0.0.1", 29500, local="127.0.0.1") == Route()
+
+
+def test_an_address_that_is_given_counts(name_is_loopback):
+    found = find_route("no-such-host.invalid", 29500, local="203.0.113.9")
+    assert found == Route(address="203.0.113.9")  # no interface of this machine has it
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked")
+def test_the_interface_of_an_address():
+    assert _interface_of("127.0.0.1") == "lo"
+    assert _interface_of("203.0.113.9") == _interface_of("2001:db8::9") == ""
+
+
+def test_torch_and_gloo_are_told():
+    found = native(NODE, Machine(threads_chosen=True, route=FAR))
+    assert found.env == {"GLOO_SOCKET_IFNAME": "eth3"}
+    assert "--local-addr=10.0.0.2" in found.argv
+
+
+def test_what_the_user_chose_stays():
+    chosen = Machine(threads_chosen=True, interface_chosen=True, route=FAR)
+    assert native(NODE, chosen).env == {}
+    said = attrs.evolve(NODE, env=("GLOO_SOCKET_IFNAME=ib0",), local_address="n1")
+    found = native(said, Machine(threads_chosen=True, route=FAR))
+    assert found.env == {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert "--local-addr=n1" in found.argv
