@@ -1,6 +1,7 @@
 """Optimizer states shared out over replicas (ZeRO-1), by torch's ZeroRedundancyOptimizer."""
 
 import copy
+from types import MethodType
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
             parameters_as_bucket_view=len(kinds) == 1,
         )
         self.defaults = made.defaults  # some schedulers look there
+        self._optimizer_step_pre_hooks.update(made._optimizer_step_pre_hooks)
+        self._optimizer_step_post_hooks.update(made._optimizer_step_post_hooks)
 
     def _verify_same_dense_param_type(self) -> None:
         """torch asks for one dtype for the sake of its buckets, which others do without."""
@@ -47,4 +50,7 @@ def _keep(made: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.op
     kept = {parameter for group in groups for parameter in group["params"]}
     for parameter in [one for one in made.state if one not in kept]:
         del made.state[parameter]  # some begin with a state of zeros
+    step: Any = type(made).step
+    if getattr(step, "hooked", False):  # by torch: hooks are to see one step, that of all ranks
+        made.step = MethodType(step.__wrapped__, made)
     return made

@@ -85,6 +85,8 @@ PLANS = {
     "fp16": fx.Plan(precision="fp16", clip_norm=1.0),
     "skip": fx.Plan(nonfinite="skip"),
     "recompute": fx.Plan(recompute=("Linear",)),
+    "shared optimizer": fx.Plan(strategy=fx.DDP(shard_optimizer=True)),
+    "alone": fx.Plan(local=fx.DiLoCo(every=2)),
 }
 
 
