@@ -197,12 +197,12 @@ def _told(model: Wrapped, ready: Any, shares: list[Share], batch: Batch) -> Shar
     """
     engine = model.engine
     if not ready.form:
-        told = None
+        own: _Form | None = None
         if shares:
             some = any(share.aux is not None for share in shares)
-            told = _Form(shares[0].mean.dtype, shares[0].rough, some)
-        ready.form.append(ops.broadcast_object(told, engine.axis, src=engine.source))
-    form = ready.form[0]
+            own = _Form(shares[0].mean.dtype, shares[0].rough, some)
+        ready.form.append(ops.broadcast_object(own, engine.axis, src=engine.source))
+    form: _Form = ready.form[0]
     numbers = torch.zeros(4, dtype=model.tally.dtype, device=model.tally.device)
     if shares:
         weights = torch.stack([_as(share.weight, numbers) for share in shares])
