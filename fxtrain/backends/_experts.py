@@ -31,6 +31,10 @@ def split_experts(part: nn.Module, mesh: DeviceMesh) -> None:
     count: Any = part.num_experts
     here = count // mesh.size()
     first = mesh.get_local_rank() * here
+    known = {"num_experts": here}
+    if hasattr(part, "_is_expert_parallel"):
+        known["_is_expert_parallel"] = True  # transformers': there are routes to no expert
+    kept = {name: getattr(part, name) for name in known}
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         tokens, index, weights, *rest = signature.bind(*args, **kwargs).args
@@ -39,7 +43,7 @@ def split_experts(part: nn.Module, mesh: DeviceMesh) -> None:
         for name in names:
             held: Any = module._parameters[name]
             shown[name] = held.to_local()
-        shown["num_experts"] = here
+        shown.update(known)
         index, weights = _routes(index - first, _summed_back(weights, mesh), here)
         return (_summed_back(tokens, mesh), index, weights, *rest), {}
 
@@ -47,7 +51,7 @@ def split_experts(part: nn.Module, mesh: DeviceMesh) -> None:
         shown = vars(module)
         for name in names:
             shown.pop(name, None)
-        shown["num_experts"] = count
+        shown.update(kept)
         if not isinstance(out, Tensor):
             return out  # forward failed, and this hook is called to tidy up
         whole = DTensor.from_local(out, mesh, [Partial()], run_check=False)

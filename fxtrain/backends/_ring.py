@@ -9,19 +9,24 @@ autograd, on calls that a mode catches in the thread that runs the model.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 from torch.overrides import TorchFunctionMode
 
 from fxtrain._errors import StepError
 from fxtrain.state import CP
 
 __all__ = ["Ring", "RingAttention"]
+
+_PACKAGE = "torch.distributed.tensor.experimental"
+_MOVED = find_spec(f"{_PACKAGE}._context_parallel") is not None  # in torch 2.10
+theirs: Any = import_module(f"{_PACKAGE}.{'_context_parallel.' * _MOVED}_attention")
 
 _TOKENS = 2  # dimension of queries, keys and values
 _ROTATE = {

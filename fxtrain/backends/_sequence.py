@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from fxtrain._errors import StepError
@@ -92,6 +93,6 @@ def _forward(mode: Any, model: Wrapped, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _backward(mode: Any, loss: Tensor, model: Wrapped) -> None:
-    # Blocks that are recomputed run forward again.
+    # Blocks that are recomputed run forward again. A tensor's own backward would leave the mode.
     with mode:
-        _torch.backward(loss, model)
+        torch.autograd.backward(_torch.scaled(loss, model))

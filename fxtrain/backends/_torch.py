@@ -32,6 +32,7 @@ __all__ = [
     "no_sync",
     "run",
     "scale_grads",
+    "scaled",
     "to_float",
 ]
 
@@ -66,7 +67,12 @@ def no_sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # n
 
 def backward(loss: Tensor, model: Wrapped) -> None:
     """Backward, of the scaled loss under fp16."""
-    (loss if model.scaler is None else model.scaler.scale(loss)).backward()
+    scaled(loss, model).backward()
+
+
+def scaled(loss: Tensor, model: Wrapped) -> Tensor:
+    """The loss that backward starts from."""
+    return loss if model.scaler is None else model.scaler.scale(loss)
 
 
 def run(

@@ -238,7 +238,8 @@ def _token_losses(
 def _loss(task: Task, poke_at: int | None) -> Callable[[Any, Any], Any]:
     def loss(model: Any, batch: Any) -> Any:
         poke = task.poke if batch.position.updates == poke_at else None
-        each, kept = _token_losses(model, *batch, poke)
+        tokens, targets, mask = batch
+        each, kept = _token_losses(model, tokens, targets, mask, poke)
         return Weighted((each * kept).sum(), kept.sum()) if task.weighted else each.mean()
 
     return loss

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
+from fxtrain.testing import Transformer
 from fxtrain.testing._train import on_mesh
 
 
@@ -40,6 +41,16 @@ def on_tensor_mesh(ctx, plan):
     """The same loop where pairs of ranks split layers."""
     with on_mesh(ctx, fx.Mesh(replicate=2, tensor=2)) as placed:
         by_steps(placed, plan)
+
+
+def on_context_mesh(ctx, plan):
+    """A transformer where pairs of ranks share sequences."""
+    with on_mesh(ctx, fx.Mesh(replicate=2, context=2)) as placed:
+        model = fx.wrap(Transformer(), placed, plan, optimizer=torch.optim.AdamW)
+        tokens = torch.zeros(20_000, Transformer.LENGTH, dtype=torch.int64)
+        fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).square().mean())
+        for batch in fx.shard(DataLoader(tokens, batch_size=2), placed, plan):
+            fx.step(placed, batch, fns)
 
 
 def sharded_by_hand(ctx, replicas):

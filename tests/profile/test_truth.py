@@ -12,7 +12,7 @@ from fxtrain.profile._dry_run import figures
 from fxtrain.profile._patches import loading_here
 from fxtrain.profile._watch import Enough, Watch, watching
 from fxtrain.testing import count_collectives
-from tests.profile._loops import by_steps, on_tensor_mesh, sharded_by_hand
+from tests.profile._loops import by_steps, on_context_mesh, on_tensor_mesh, sharded_by_hand
 
 
 def _measured(ctx, loop, mesh, *args):
@@ -158,6 +158,14 @@ def test_split_layers_are_predicted_exactly(accumulate, clusters):
     assert told.step == got["step"]
     assert {row.axis for row in told.step} >= {"replicate", "tensor"}
     assert told.peak == pytest.approx(got["peak"], rel=0.15)
+
+
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+def test_attention_over_ranks_is_predicted_exactly(rotate, clusters):
+    plan = fx.Plan(context=fx.CP(tables=("position",), rotate=rotate), recompute=("Block",))
+    told, got = _compare(clusters[4], on_context_mesh, plan)
+    assert told.step == got["step"]
+    assert {row.axis for row in told.step} >= {"context", "world"}
 
 
 def test_a_larger_world_changes_traffic_but_not_memory_of_replicas():
