@@ -9,6 +9,7 @@ from torch import distributed as dist
 
 from fxtrain import _tree
 from fxtrain._errors import CollectiveError
+from fxtrain.ops._bulk import broadcast_all, gather_all
 from fxtrain.ops._pack import (
     Packed,
     columns,
@@ -22,7 +23,6 @@ from fxtrain.ops._pack import (
 from fxtrain.ops._reduce import all_reduce, fold, reducible
 from fxtrain.ops._views import known_context
 from fxtrain.ops._wire import Call, capacity, compare, exchange, exchange_rows, guarded
-from fxtrain.ops._xla_collect import broadcast_values, gather_values
 from fxtrain.state import DistContext
 
 __all__ = ["broadcast", "gather", "reduce", "scatter"]
@@ -287,16 +287,9 @@ def _gather_bulk(
     stacked: dict[int, Tensor] = {}
     for group, places in _by_device(ctx, tensors):
         mine = [tensors[i] for i in places]
-        if mine[0].device.type == "xla":
-            with guarded(ctx, call):
-                got = gather_values(mine, ctx.world_size, group, joined=joined)
-            stacked |= zip(places, got, strict=True)
-            continue
-        flat = to_bytes(mine)
-        rows = flat.new_empty((ctx.world_size, flat.numel()))
         with guarded(ctx, call):
-            dist.all_gather(list(rows), flat, group=group)
-        stacked |= zip(places, columns(rows, mine, joined=joined), strict=True)
+            got = gather_all(mine, ctx.world_size, group, joined=joined)
+        stacked |= zip(places, got, strict=True)
     return [stacked[place] for place in range(len(tensors))]
 
 
@@ -304,16 +297,9 @@ def _broadcast_bulk(ctx: DistContext, call: Call, tensors: list[Tensor], src: in
     out: list[Any] = [None] * len(tensors)
     for group, places in _by_device(ctx, tensors):
         mine = [tensors[i] for i in places]
-        if mine[0].device.type == "xla":
-            with guarded(ctx, call):
-                got = broadcast_values(mine, ctx.comm.ranks[src], group)
-            for i, tensor in zip(places, got, strict=True):
-                out[i] = tensor
-            continue
-        flat = to_bytes(mine).clone()
         with guarded(ctx, call):
-            dist.broadcast(flat, src=ctx.comm.ranks[src], group=group)
-        for i, tensor in zip(places, from_bytes(flat, mine), strict=True):
+            got = broadcast_all(mine, ctx.comm.ranks[src], group)
+        for i, tensor in zip(places, got, strict=True):
             out[i] = tensor
     return out
 

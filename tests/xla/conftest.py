@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _pool(env: dict[str, str]) -> Iterator[Cluster]:
-    pool = Cluster(1, timeout_s=60.0, call_s=115.0, device="xla", env=env)
+    pool = Cluster(1, timeout_s=60.0, call_s=300.0, device="xla", env=env)
     yield pool
     pool.close()
 

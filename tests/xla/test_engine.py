@@ -6,7 +6,7 @@ import torch
 import fxtrain as fx
 from tests.xla import _ranks
 
-pytestmark = pytest.mark.xla
+pytestmark = [pytest.mark.xla, pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -8,7 +8,7 @@ from torch import distributed as dist
 
 import fxtrain as fx
 from fxtrain.ops import _connect, _xla
-from fxtrain.ops._xla_collect import broadcast_values, gather_values
+from fxtrain.ops._bulk import broadcast_values, gather_values
 from fxtrain.state import Topology
 
 pytestmark = pytest.mark.xla

@@ -1,4 +1,5 @@
-"""Collectives of tensors on XLA devices, by value: there, bytes are not at hand."""
+"""Collectives of tensors that do not travel in a packet: as bytes, or on XLA devices, where
+bytes are not at hand, as values."""
 
 from typing import Any
 
@@ -6,7 +7,28 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-__all__ = ["broadcast_values", "gather_values"]
+from fxtrain.ops._pack import columns, from_bytes, to_bytes
+
+__all__ = ["broadcast_all", "broadcast_values", "gather_all", "gather_values"]
+
+
+def gather_all(tensors: list[Tensor], ranks: int, group: Any, *, joined: bool) -> list[Tensor]:
+    """Each tensor of all ranks, as `columns` gives it; all on one device."""
+    if tensors[0].device.type == "xla":
+        return gather_values(tensors, ranks, group, joined=joined)
+    flat = to_bytes(tensors)
+    rows = flat.new_empty((ranks, flat.numel()))
+    dist.all_gather(list(rows), flat, group=group)
+    return columns(rows, tensors, joined=joined)
+
+
+def broadcast_all(tensors: list[Tensor], src: int, group: Any) -> list[Tensor]:
+    """The tensors of one rank, by its number in the world; all on one device."""
+    if tensors[0].device.type == "xla":
+        return broadcast_values(tensors, src, group)
+    flat = to_bytes(tensors).clone()
+    dist.broadcast(flat, src=src, group=group)
+    return from_bytes(flat, tensors)
 
 
 def gather_values(tensors: list[Tensor], ranks: int, group: Any, *, joined: bool) -> list[Tensor]:
