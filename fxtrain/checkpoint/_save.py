@@ -256,15 +256,32 @@ def _prepare(
     name, token = views[0].named
     # Ranks of a pipeline hold different tensors, and know different aliases.
     taken = attrs.evolve(taken, aliases={k: v for view in views for k, v in view.aliases.items()})
+    pieces = _pieces_of(ctx, views, taken, offers)
     return _Job(
         folder=folder,
         name=name,
         token=token,
         taken=taken,
-        pieces=_pieces(ctx, views, taken, offers),
+        pieces=pieces,
         keep=keep,
         anew=not all(view.has_way for view in views),
     )
+
+
+def _pieces_of(
+    ctx: DistContext, views: Sequence["_View"], taken: Snapshot, offers: Mapping[str, Piece]
+) -> list[Piece]:
+    """What this rank writes, given what all could."""
+    drifting: dict[str, set[tuple[str, str]]] = {}
+    for view in views:
+        for key, found in view.digests.items():
+            drifting.setdefault(key, set()).add(found)
+    chosen = _writers(views, drifting.keys())
+    drifted = {name for found in drifting.values() if len(found) > 1 for name, _ in found}
+    own = dict(taken.own)
+    own |= {piece.name: piece.tensor for piece in offers.values() if piece.name in drifted}
+    mine = [piece for key, piece in offers.items() if chosen[key] == ctx.rank]
+    return [*mine, *own_pieces(own)]
 
 
 @attrs.frozen(kw_only=True)
@@ -288,22 +305,6 @@ class _View:
     aliases: Mapping[str, str]
     named: tuple[str, str] | None
     has_way: bool
-
-
-def _pieces(
-    ctx: DistContext, views: Sequence[_View], taken: Snapshot, offers: Mapping[str, Piece]
-) -> list[Piece]:
-    """What this rank writes: its share of what all have, and what it alone has."""
-    drifting: dict[str, set[tuple[str, str]]] = {}
-    for view in views:
-        for key, found in view.digests.items():
-            drifting.setdefault(key, set()).add(found)
-    chosen = _writers(views, drifting.keys())
-    drifted = {name for found in drifting.values() if len(found) > 1 for name, _ in found}
-    own = dict(taken.own)
-    own |= {piece.name: piece.tensor for piece in offers.values() if piece.name in drifted}
-    mine = [piece for key, piece in offers.items() if chosen[key] == ctx.rank]
-    return [*mine, *own_pieces(own)]
 
 
 def _digests(taken: Snapshot, offers: Mapping[str, Piece]) -> dict[str, tuple[str, str]]:
