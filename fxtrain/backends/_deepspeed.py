@@ -55,6 +55,11 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
                 f"context has {axis}={ctx.mesh.sizes[axis]}. "
                 f"Use fx.detect(mesh=fx.Mesh({axis}={size or 1}))."
             )
+    if ctx.mesh.tensor > 1 and ctx.mesh.context > 1:
+        problems.append(
+            "DeepSpeed(tensor_parallel=..., sequence_parallel=...): DeepSpeed does one of them. "
+            "Leave one out."
+        )
     if ctx.mesh.pipeline > 1:
         problems.append("DeepSpeed's pipelines are its own modules; use Mesh(pipeline=1).")
     return tuple(problems)
@@ -90,6 +95,8 @@ def _backward(loss: Tensor, model: Wrapped) -> None:
             "DeepSpeed has no backward without an optimizer. Wrap the model with one: "
             "fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params))."
         )
+    if (parts := model.ctx.mesh.context) > 1:
+        loss = loss / parts  # DeepSpeed adds up over the ranks of a sequence
     model.engine.backward(loss, scale_wrt_gas=False)
 
 
@@ -192,6 +199,11 @@ def _seeing_overflow(optimizer: Any) -> Iterator[None]:
 
 def _unwrap(model: Wrapped) -> nn.Module:
     """The module with whole parameters in the formats that it came with."""
+    if model.ctx.mesh.tensor > 1:
+        raise PlanError(
+            "unwrap: AutoTP has put other layers into the module, with a part of each weight. "
+            "Whole weights are written by model.engine.save_16bit_model(folder)."
+        )
     if model.engine is not model.module:
         values = whole_values(model)
         model.engine.destroy()

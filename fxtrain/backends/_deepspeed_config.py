@@ -166,7 +166,7 @@ def resolve(plan: Plan, base: Mapping[str, Any], facts: Facts) -> dict[str, Any]
     if "bfloat16" in config:  # the older name
         config.setdefault("bf16", config.pop("bfloat16"))
     conflicts: list[str] = []
-    for said in all_said(plan, config, facts.ranks):
+    for said in all_said(plan, config):
         conflicts += _settle(config, said)
     conflicts += _settle_rows(config, plan, facts)
     conflicts += _autocast_conflicts(config, plan)
@@ -348,14 +348,25 @@ def misfits(config: Mapping[str, Any], ranks: int) -> tuple[str, ...]:
         "gradient_allreduce_op='sum' in the file adds gradients up, where a step takes their "
         "mean over the ranks. Leave it out.": config.get("gradient_allreduce_op") == "sum",
     }
-    for field in ("quantized_weights", "quantized_gradients"):
-        problem = f"{field}=True needs stage 3, and this is stage {stage}."
-        checks[problem] = zero.get(f"zero_{field}") is True and stage != 3
+    checks |= _by_stage(config, zero, stage)
     leaves = section(zero, "leaf_module").get("classes")
     checks[f"leaf_modules are those of stage 3, and this is stage {stage}."] = (
         bool(leaves) and stage != 3
     )
     return tuple(f"DeepSpeed: {problem}" for problem, found in checks.items() if found)
+
+
+def _by_stage(config: Mapping[str, Any], zero: Mapping[str, Any], stage: Any) -> dict[str, bool]:
+    sequences = config.get("sequence_parallel_size") or 1
+    found = {
+        f"sequence_parallel={sequences} needs stage 0, 1 or 2: at stage 3 DeepSpeed scales "
+        f"gradients by the ranks of a sequence in one of its reductions and not in the "
+        f"other.": sequences != 1 and stage == 3
+    }
+    for field in ("quantized_weights", "quantized_gradients"):
+        problem = f"{field}=True needs stage 3, and this is stage {stage}."
+        found[problem] = zero.get(f"zero_{field}") is True and stage != 3
+    return found
 
 
 def _lacks_path(zero: Mapping[str, Any]) -> bool:

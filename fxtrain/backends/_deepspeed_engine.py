@@ -18,6 +18,7 @@ from fxtrain import ops
 from fxtrain._errors import MissingPackageError, PlanError
 from fxtrain._optional import optional
 from fxtrain.backends._deepspeed_entries import ZERO, device, section
+from fxtrain.backends._deepspeed_groups import sequence_groups, use_groups
 from fxtrain.ops._foreign import describe, ensure_group
 from fxtrain.state import DistContext, Plan
 
@@ -138,20 +139,34 @@ def start(
     module: nn.Module,
     config: Mapping[str, Any],
     optimizer: torch.optim.Optimizer | None,
+    ctx: DistContext,
 ) -> Any:
     """The engine.
+
+    Effects:
+        Where sequences are cut, opens a group of this rank alone.
 
     Raises:
         PlanError: DeepSpeed refuses the config.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    given = copy.deepcopy(dict(config))
+    made = sequence_groups(library, ctx)
+    use_groups(library, made)
+    if made is not None:
+        # From these it would make groups of its own, which lack the reduction over sequences.
+        given.pop("sequence_parallel_size", None)
+        given.pop("data_parallel_size", None)
+    if ctx.axis("tensor").world_size > 1:
+        del given["train_batch_size"]  # DeepSpeed counts the tensor ranks in
     try:
         with _own_warnings():
             engine, *_ = library.initialize(
                 model=module,
                 optimizer=optimizer,
                 model_parameters=trained,
-                config=copy.deepcopy(dict(config)),
+                mpu=made,
+                config=given,
             )
     except (AssertionError, ValueError, RuntimeError) as error:
         if isinstance(error, PlanError) or not _is_refusal(error):

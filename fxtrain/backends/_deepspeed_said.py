@@ -25,7 +25,7 @@ class Said:
     write: bool = True
 
 
-def all_said(plan: Plan, base: Mapping[str, Any], ranks: int) -> list[Said]:
+def all_said(plan: Plan, base: Mapping[str, Any]) -> list[Said]:
     """Every entry that a plan may have a say in, except the batch sizes."""
     config: DeepSpeed = plan.strategy
     return [
@@ -41,11 +41,6 @@ def all_said(plan: Plan, base: Mapping[str, Any], ranks: int) -> list[Said]:
         *_offload_said(config, section(base, ZERO)),
         Said("tensor_parallel.autotp_size", config.tensor_parallel, "tensor_parallel"),
         Said("sequence_parallel_size", config.sequence_parallel, "sequence_parallel"),
-        Said(
-            "data_parallel_size",
-            None if config.sequence_parallel is None else ranks,
-            "the context's data ranks",
-        ),
     ]
 
 

@@ -57,6 +57,7 @@ def engine_state(model: Wrapped) -> ModelState:
         place = tensors if isinstance(value, Tensor) else extra
         place[f"module.{name}"] = wholes.get(id(value), value)
     values: dict[str, Any] = {"module": extra, "optimizers": [], "schedulers": [], "scaler": None}
+    values["settings"] = dict(model.settings)  # for who reads the manifest
     if model.optimizers:
         held, facts = _optimizer_state(model)
         tensors.update(held)
@@ -100,6 +101,11 @@ def _check_savable(model: Wrapped) -> None:
         raise CheckpointError(
             "DeepSpeed keeps the gradients of an open accumulation window to itself. Save and "
             "restore where report.applied is true."
+        )
+    if model.ctx.mesh.tensor > 1:
+        raise CheckpointError(
+            "Weights that AutoTP has cut among ranks are not put together here. Use "
+            "model.engine.save_checkpoint(...), or save_16bit_model(...) for whole weights."
         )
     if device(section(model.settings, ZERO), "offload_optimizer") == "nvme":
         raise CheckpointError(
@@ -148,6 +154,7 @@ def _flats(optimizer: Any) -> tuple[list[list[nn.Parameter]], list[Tensor]]:
 def _optimizer_state(model: Wrapped) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """States by parameter, whole, and everything else, in the form of torch's strategies."""
     (optimizer,) = model.optimizers
+    _link_states(model.engine.optimizer, optimizer)
     tensors: dict[str, Tensor] = {}
     states: dict[str, Any] = {}
     members: list[list[str]] = [[] for _ in optimizer.param_groups]
@@ -169,6 +176,17 @@ def _optimizer_state(model: Wrapped) -> tuple[dict[str, Tensor], dict[str, Any]]
         for group, names in zip(optimizer.param_groups, members, strict=True)
     ]
     return tensors, {"kind": type(optimizer).__name__, "groups": groups, "state": states}
+
+
+def _link_states(engine_optimizer: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Let parameters find their states at stages 1 and 2.
+
+    DeepSpeed does it within the first update, when only the first group has states.
+    """
+    link = getattr(engine_optimizer, "_lazy_init_hp_params_optimizer_state", None)
+    if link is not None and optimizer.state:
+        engine_optimizer._hp_optimizer_states_linked = False
+        link()
 
 
 def _whole_state(one: _Trained, key: str, value: Tensor) -> Tensor:
@@ -231,7 +249,8 @@ def _load_optimizer(model: Wrapped, saved: Saved) -> None:
     members: list[set[str]] = [set() for _ in optimizer.param_groups]
     for one in trained:
         members[one.group].add(one.name)
-    if len(found) != 1 or found[0]["kind"] != kind:
+    # Files of other libraries do not say which optimizer it was.
+    if len(found) != 1 or found[0]["kind"] not in (kind, ""):
         kinds = ", ".join(one["kind"] for one in found) or "no optimizer"
         raise CheckpointError(f"The model has a {kind}, and was saved with {kinds}.")
     if members != [set(group["params"]) for group in found[0]["groups"]]:
@@ -239,13 +258,15 @@ def _load_optimizer(model: Wrapped, saved: Saved) -> None:
     for group, options in zip(optimizer.param_groups, found[0]["groups"], strict=True):
         group.update({key: value for key, value in options.items() if key != "params"})
     _make_states(optimizer, trained, found[0]["state"], saved)
-    link = getattr(model.engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
-    if link is not None and optimizer.state:
-        model.engine.optimizer._hp_optimizer_states_linked = False
-        link()
+    _link_states(model.engine.optimizer, optimizer)
     for one in trained:
         _fill_states(optimizer, one, saved)
-    for scheduler, state in zip(each_of(model.scheduler), saved.values["schedulers"], strict=True):
+    schedulers, states = each_of(model.scheduler), saved.values["schedulers"]
+    if len(schedulers) != len(states):
+        raise CheckpointError(
+            f"The model has {len(schedulers)} schedulers, and was saved with {len(states)}."
+        )
+    for scheduler, state in zip(schedulers, states, strict=True):
         scheduler.load_state_dict(state)
     _load_scale(model.engine.optimizer, saved.values["scaler"])
 

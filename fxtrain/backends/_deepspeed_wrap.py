@@ -141,7 +141,7 @@ def _with_engine(
             first = optim.only_one(several)
             mine = optim.compiled_on_cpu(first, config, plan.strategy, ctx)
             given = given if mine is first else mine
-    engine = engines.start(library, module, config, mine)
+    engine = engines.start(library, module, config, mine, ctx)
     model = attrs.evolve(model, engine=engine, settings=MappingProxyType(config))
     if optimizer is None:
         return model

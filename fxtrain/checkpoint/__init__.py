@@ -9,6 +9,7 @@ from fxtrain.checkpoint._export import export
 from fxtrain.checkpoint._import import import_checkpoint
 from fxtrain.checkpoint._import_accelerate import AcceleratorState, read_accelerate
 from fxtrain.checkpoint._import_dcp import DcpState, read_dcp
+from fxtrain.checkpoint._import_deepspeed import DeepSpeedState, read_deepspeed
 from fxtrain.checkpoint._load_model import Loaded, load_model
 from fxtrain.checkpoint._merge import merge
 from fxtrain.checkpoint._names import before, latest
@@ -19,6 +20,7 @@ from fxtrain.checkpoint._verify import Verified, verify
 __all__ = [
     "AcceleratorState",
     "DcpState",
+    "DeepSpeedState",
     "Difference",
     "Loaded",
     "Restored",
@@ -34,6 +36,7 @@ __all__ = [
     "merge",
     "read_accelerate",
     "read_dcp",
+    "read_deepspeed",
     "restore",
     "save",
     "verify",

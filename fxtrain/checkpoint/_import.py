@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint._import_accelerate import read_accelerate
 from fxtrain.checkpoint._import_dcp import read_dcp
+from fxtrain.checkpoint._import_deepspeed import is_deepspeed, read_deepspeed
 from fxtrain.checkpoint._save import save_alone
 from fxtrain.checkpoint._snapshot import MODEL, Snapshot
 from fxtrain.checkpoint._values import encode
@@ -24,6 +25,7 @@ class _Found:
     """What another library's folder holds of one model."""
 
     tensors: Mapping[str, Tensor]
+    tied: Mapping[str, str] = attrs.field(factory=dict)
     optimizers: Sequence[Mapping[str, Any]] = ()
     schedulers: Sequence[Mapping[str, Any]] = ()
     scaler: Mapping[str, Any] | None = None
@@ -39,8 +41,9 @@ def import_checkpoint(
 ) -> str:
     """Write what another library saved as a checkpoint from which `restore` goes on.
 
-    Read are folders of Accelerate's `save_state`, with one model, and of
-    `torch.distributed.checkpoint` with a state dict `{"model": ..., "optimizer": ...}`.
+    Read are folders of Accelerate's `save_state`, with one model, of DeepSpeed's
+    `engine.save_checkpoint` at any ZeRO stage, and of `torch.distributed.checkpoint` with a state
+    dict `{"model": ..., "optimizer": ...}`.
 
     Args:
         source: The folder.
@@ -68,7 +71,7 @@ def import_checkpoint(
         fxtrain._errors.CheckpointError: There is no folder runs/nowhere.
     """
     found = _read(Path(source), optimizer=optimizer)
-    aliases = _tied(found.tensors, module)
+    aliases = {**found.tied, **_tied(found.tensors, module)}
     tensors = {f"{MODEL}/module.{name}": tensor for name, tensor in found.tensors.items()}
     values: dict[str, Any] = {"module": {}, "optimizers": []}
     for index, state in enumerate(found.optimizers if optimizer else ()):
@@ -102,11 +105,13 @@ def _read(root: Path, *, optimizer: bool) -> _Found:
         raise CheckpointError(f"There is no folder {root}.")
     if (root / ".metadata").exists():
         return _from_dcp(root, optimizer=optimizer)
-    if any(root.glob("**/*model_states.pt")) or (root / "zero_to_fp32.py").exists():
-        raise CheckpointError(
-            f"{root} is a checkpoint of DeepSpeed, whose files are pickles with classes of its "
-            f"own, which torch refuses to read with weights_only=True. Run its zero_to_fp32.py "
-            f"on it, and read what that writes with fx.load_model."
+    if is_deepspeed(root):
+        zero = read_deepspeed(root, optimizer=optimizer)
+        return _Found(
+            tensors=zero.tensors,
+            tied=zero.tied,
+            optimizers=[] if zero.optimizer is None else [zero.optimizer],
+            schedulers=[] if zero.scheduler is None else [zero.scheduler],
         )
     state = read_accelerate(root)
     if len(state.models) != 1:

@@ -87,7 +87,7 @@ def IMPORT(
     no_optimizer: bool,  # noqa: FBT001
     json_: bool,  # noqa: FBT001
 ) -> int:
-    """Write what Accelerate or torch.distributed.checkpoint saved in SOURCE as a checkpoint."""
+    """Write what Accelerate, DeepSpeed or torch's DCP saved in SOURCE as a checkpoint."""
     from fxtrain.checkpoint import import_checkpoint
     from fxtrain.state import Position
 

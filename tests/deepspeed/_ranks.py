@@ -32,6 +32,12 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
 
 
+def grouped(params):
+    """Adam over two groups, as of those who decay some parameters only."""
+    groups = [{"params": params[:3], "weight_decay": 0.0}, {"params": params[3:]}]
+    return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+
+
 def net():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)

@@ -1,11 +1,14 @@
 """Stopping and going on under DeepSpeed: bit for bit, at other numbers of ranks, elsewhere."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
-from tests.deepspeed._ranks import adamw, mean, net, on_rank, rows, values
+from tests.deepspeed._ranks import adamw, grouped, mean, net, on_rank, rows, values
 
 pytestmark = pytest.mark.deepspeed
 
@@ -13,7 +16,7 @@ pytestmark = pytest.mark.deepspeed
 def _run(ctx, plan, path, *, save_at=None, resume=False):
     """Train two epochs; save after some updates, or start from what was saved."""
     model = fx.wrap(
-        net(), ctx, plan, optimizer=adamw,
+        net(), ctx, plan, optimizer=grouped,
         scheduler=lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.9),
     )  # fmt: skip
     loader = fx.shard(DataLoader(rows(32), batch_size=8, shuffle=True), ctx, plan)
@@ -82,6 +85,10 @@ def _second(ctx, plan, folder):
 def test_a_run_goes_on_elsewhere(pair, clusters, tmp_path, saved, resumed, ranks):
     fields = {"batch": "global", "accumulate": 2}
     wanted = pair.run(_first, fx.Plan(strategy=saved, **fields), str(tmp_path))[0]
+    if isinstance(saved, fx.DeepSpeed):  # the config that the engine got is kept with the plan
+        manifest = json.loads((Path(fx.latest(tmp_path)) / "manifest.json").read_text())
+        settings = manifest["manifest"]["models"]["model"]["values"]["settings"]
+        assert settings["zero_optimization"]["stage"] == saved.stage
     plan = fx.Plan(strategy=resumed, **fields)
     for got in clusters[ranks].run(_second, plan, str(tmp_path)):
         for a, b in zip(got, wanted, strict=True):

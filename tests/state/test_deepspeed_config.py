@@ -183,6 +183,7 @@ MISFITS = {
     "odd copies": ({"stage": 3, "partial_ranks": 3}, "must divide the 4"),
     "weights": ({"stage": 1, "quantized_weights": True}, "quantized_weights"),
     "gradients": ({"stage": 2, "quantized_gradients": True}, "quantized_gradients"),
+    "sequences": ({"stage": 3, "sequence_parallel": 2}, "sequence_parallel=2 needs stage 0, 1"),
     "leaves": ({"stage": 2, "leaf_modules": ("MoE",)}, "leaf_modules"),
 }
 

@@ -111,6 +111,7 @@ def section_of(answers: Answers) -> Section:
 # Options of launchers, and fields of strategies, that most users set.
 _OPTIONS = {
     "mpi": ("hostfile",),
+    "deepspeed": ("hostfile", "include"),
     "slurm": ("partition", "account", "time", "gpus_per_node", "requeue"),
     "tpu-pod": ("name", "zone"),
     "ray": ("job_server", "gpus_per_rank"),

@@ -263,7 +263,7 @@ def _recompute(asked: bool, facts: Facts) -> Outcome:  # noqa: FBT001
 def _deepspeed() -> dict[str, Rule]:
     device = {"NONE": Outcome()}
     optimizer = {"CPU": "cpu", "NVME": "nvme"}
-    file = "hosts are named to the launcher that starts them: launch.launcher mpi, slurm, ray, ..."
+    file = "launch.launcher deepspeed has it in launch.options: hostfile, include, exclude"
 
     def offload(field: str) -> Rule:
         outcomes = {name: Outcome(sets={f"{_S}.{field}": to}) for name, to in optimizer.items()}
@@ -285,7 +285,8 @@ def _deepspeed() -> dict[str, Rule]:
         "deepspeed.deepspeed_moe_layer_cls_names": of(f"{_S}.leaf_modules", words),
         "deepspeed.deepspeed_multinode_launcher": among(
             {"STANDARD": Outcome(), "SLURM": Outcome(sets={"launch.launcher": "slurm"})},
-            unknown="start the same fxtrain launch on each node, or choose launch.launcher",
+            unknown="choose launch.launcher deepspeed and launch.options.runner, or start the same "
+            "fxtrain launch on each node",
         ),
         "deepspeed.deepspeed_hostfile": none(file),
         "deepspeed.deepspeed_exclusion_filter": none(file),

@@ -1,0 +1,137 @@
+"""Ulysses and AutoTP: sequences and weights cut among ranks, against one process."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxtrain as fx
+from fxtrain.testing._train import on_mesh
+from tests.deepspeed._ranks import on_rank, sgd
+
+pytestmark = pytest.mark.deepspeed
+
+
+class Attention(nn.Module):
+    """Under Ulysses each rank has a part of the sequence outside, and of the heads inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(16, 16) for _ in range(4))
+        self.spread = None
+
+    def forward(self, x):
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (part(x).unflatten(-1, (-1, 4)) for part in parts)
+        mixed = _attend(q, k, v) if self.spread is None else self.spread(q, k, v, 0)
+        return self.o_proj(mixed.flatten(2))
+
+
+def _attend(q, k, v):
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.self_attn = nn.LayerNorm(16), Attention()
+        self.up_proj, self.down_proj = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        x = x + self.self_attn(self.norm(x))
+        return x + self.down_proj(F.gelu(self.up_proj(x)))
+
+
+def _net():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(Layer(), Layer(), nn.Linear(16, 4))
+
+
+def _rows():
+    return torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(1))
+
+
+def _by_hand(updates=3):
+    """The model and its gradient norms."""
+    net = _net()
+    optimizer = sgd(net.parameters())
+    norms = []
+    for _ in range(updates):
+        net(_rows()).square().mean().backward()
+        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, norms
+
+
+def _update(model, x):
+    fx.ops.backward(model(x).square().mean(), model)
+    return float(fx.ops.apply(model, fx.state.Finish(clip_norm=0.5)).grad_norm)
+
+
+@on_rank
+def _ulysses(ctx, stage):
+    from deepspeed.sequence.layer import DistributedAttention
+    from deepspeed.utils import groups
+
+    with on_mesh(ctx, fx.Mesh(context=2)) as placed:
+        plan = fx.Plan(strategy=fx.DeepSpeed(stage=stage, sequence_parallel=2), clip_norm=0.5)
+        net = _net()
+        model = fx.wrap(net, placed, plan, optimizer=sgd)
+        for layer in net[:2]:
+            layer.self_attn.spread = DistributedAttention(
+                _attend, groups._get_sequence_parallel_group(), scatter_idx=2, gather_idx=1
+            )
+        mine = _rows().chunk(2, dim=1)[placed.axis("context").rank]
+        norms = [_update(model, mine) for _ in range(3)]
+        return norms, [p.detach().clone() for p in fx.unwrap(model).parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_that_share_a_sequence_train_as_one_process(pair, stage):
+    wanted, right = _by_hand()
+    for norms, got in pair.run(_ulysses, stage):
+        assert norms == pytest.approx(right, rel=1e-4)
+        for a, b in zip(got, wanted.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+CUTS = [
+    {"patterns": [r".*(q_proj|k_proj|v_proj|up_proj)\.weight$"], "partition_type": "column"},
+    {"patterns": [r".*(o_proj|down_proj)\.weight$"], "partition_type": "row"},
+]
+
+
+@on_rank
+def _autotp(ctx, stage, folder):
+    with on_mesh(ctx, fx.Mesh(tensor=2)) as placed:
+        specs = {"use_default_specs": False, "layer_specs": CUTS}
+        config = {"tensor_parallel": {"partition_config": specs}}
+        strategy = fx.DeepSpeed(stage=stage, tensor_parallel=2, config=config)
+        plan = fx.Plan(strategy=strategy, clip_norm=0.5)
+        model = fx.wrap(_net(), placed, plan, optimizer=sgd)
+        held = sum(parameter.numel() for parameter in model.module[0].parameters())
+        norms = [_update(model, _rows()) for _ in range(3)]
+        with torch.no_grad():
+            out = model(_rows())
+        words = []
+        for call in (lambda: fx.save(folder, placed, model), lambda: fx.unwrap(model)):
+            with pytest.raises(fx.FxError) as refused:
+                call()
+            words.append(str(refused.value))
+        model.engine.destroy()
+        return held, norms, out, words
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_that_share_weights_train_as_one_process(pair, tmp_path, stage):
+    net, right = _by_hand()
+    wanted = net(_rows())
+    whole = sum(parameter.numel() for parameter in net[0].parameters())
+    for held, norms, out, words in pair.run(_autotp, stage, str(tmp_path)):
+        assert held < 0.6 * whole
+        assert norms == pytest.approx(right, rel=1e-4)
+        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+        assert all("save_16bit_model" in each for each in words)
