@@ -168,7 +168,12 @@ def test_another_world_goes_on_with_exactly_the_rows_not_yet_seen(
         end = max(found, key=len)[-1].position
         assert end.is_last and end.samples == len(seen) + len(rest)
     epochs = [epoch.position.epoch for epoch in loaders[0].epochs(3)]
-    assert epochs == ([0, 1, 2] if rest else [1, 2] if kind != "stream" or last.is_last else epochs)
+    if rest:
+        assert epochs == [0, 1, 2]
+    elif kind in ("plain", "shuffled") or last.is_last:
+        assert epochs == [1, 2]
+    else:  # how many rows are left shows only when they are read
+        assert epochs[-2:] == [1, 2]
 
 
 @given(n=counts, size=sizes, world=worlds, even=evens, index=st.integers(0, 30))
