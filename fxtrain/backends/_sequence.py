@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 
 from fxtrain._errors import StepError
 from fxtrain.backends import _torch
@@ -93,6 +94,12 @@ def _forward(mode: Any, model: Wrapped, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _backward(mode: Any, loss: Tensor, model: Wrapped) -> None:
-    # Blocks that are recomputed run forward again. A tensor's own backward would leave the mode.
+    start = _torch.scaled(loss, model)
+    ones = torch.ones_like(start)
+    # Blocks that are recomputed run forward again, in the mode too. torch's public functions leave
+    # it for as long as they run; this is what they call.
+    once = (False, False)  # the graph is not kept, nor one made of backward
     with mode:
-        torch.autograd.backward(_torch.scaled(loss, model))
+        _engine_run_backward(
+            (start,), (ones,), *once, (), allow_unreachable=True, accumulate_grad=True
+        )
