@@ -214,7 +214,7 @@ def _reusable(state: Any, parameter: Tensor, dtype: torch.dtype, taken: set[int]
     if not isinstance(state, Tensor) or _layout(state) != _layout(parameter):
         return False
     memory = _memory(state)
-    if state.dtype != dtype or memory in taken:
+    if state.dtype != dtype or not memory or memory in taken:
         return False
     taken.add(memory)
     return True
@@ -226,8 +226,9 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _memory(tensor: Tensor) -> int:
+    """Where its storage begins; 0 for what has no address, as on XLA devices."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
+    return local.untyped_storage().data_ptr() if local.data_ptr() else 0
 
 
 def _like(value: Any, old: Any) -> Any:
