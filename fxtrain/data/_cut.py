@@ -25,10 +25,10 @@ def cutter(ctx: DistContext, plan: Plan) -> Callable[[Any], Any] | None:
     Returns:
         None where sequences stay whole.
     """
-    config, axis = plan.context, ctx.axis("context")
-    if config is None or axis.world_size == 1:
+    if plan.context is None or ctx.axis("context").world_size == 1:
         return None
-    cuts: CP = config
+    cuts: CP = plan.context
+    axis = ctx.axis("context")
 
     def cut(data: Any) -> Any:
         leaves, shape = _tree.flatten(data)

@@ -110,7 +110,7 @@ def test_what_cannot_be_imported_says_why(tmp_path):
     step = tmp_path / "ds" / "global_step4"
     step.mkdir(parents=True)
     (step / "mp_rank_00_model_states.pt").write_bytes(b"")
-    with pytest.raises(fx.CheckpointError, match=r"zero_to_fp32\.py"):
+    with pytest.raises(fx.CheckpointError, match="neither a file 'latest'"):
         bring(tmp_path / "ds", tmp_path / "new")
     dcp.save({"net": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "odd", no_dist=True)
     with pytest.raises(fx.CheckpointError, match="no entry 'model', but net"):

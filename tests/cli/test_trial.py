@@ -98,18 +98,20 @@ def test_clocks():
     assert "of b is 7.0 s behind a" in clock_problems([9.0, 2.0], ["a", "b"])[0]
 
 
+@pytest.mark.timeout(260)
 def test_the_command_prints_what_ranks_found():
     words = ("test", "--ranks", "2", "--mib", "0.05", "--set", "launch.cpu=true", "--json")
-    ended = run(*FXTRAIN, *words, OMP_NUM_THREADS="1")
+    ended = run(*FXTRAIN, *words, timeout_s=240.0, OMP_NUM_THREADS="1")
     assert ended.code == 0, ended.err
     told = json.loads(ended.out)
     assert (told["ranks"], told["problems"], told["launcher"]) == (2, [], "torchrun")
     assert [row["name"] for row in told["collectives"]] == NAMES
 
 
+@pytest.mark.timeout(260)
 def test_an_interface_that_is_not_there_is_named():
     words = ("test", "--ranks", "2", "--set", "launch.cpu=true")
-    ended = run(*FXTRAIN, *words, GLOO_SOCKET_IFNAME="nope0")
+    ended = run(*FXTRAIN, *words, timeout_s=240.0, GLOO_SOCKET_IFNAME="nope0")
     assert ended.code == Exit.FOUND
     assert "GLOO_SOCKET_IFNAME=nope0" in ended.err
 
