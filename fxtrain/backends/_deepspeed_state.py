@@ -14,7 +14,7 @@ from fxtrain._errors import CheckpointError
 from fxtrain.backends._deepspeed_engine import load
 from fxtrain.backends._deepspeed_entries import ZERO, device, section
 from fxtrain.backends._deepspeed_values import whole_values
-from fxtrain.backends._optim_state import each_of
+from fxtrain.backends._optim_state import each_of, load_schedulers
 from fxtrain.backends._state import load_extra, load_state, state_of
 from fxtrain.state import ModelState, Saved, Wrapped
 
@@ -261,13 +261,7 @@ def _load_optimizer(model: Wrapped, saved: Saved) -> None:
     _link_states(model.engine.optimizer, optimizer)
     for one in trained:
         _fill_states(optimizer, one, saved)
-    schedulers, states = each_of(model.scheduler), saved.values["schedulers"]
-    if len(schedulers) != len(states):
-        raise CheckpointError(
-            f"The model has {len(schedulers)} schedulers, and was saved with {len(states)}."
-        )
-    for scheduler, state in zip(schedulers, states, strict=True):
-        scheduler.load_state_dict(state)
+    load_schedulers(model, saved)
     _load_scale(model.engine.optimizer, saved.values["scaler"])
 
 

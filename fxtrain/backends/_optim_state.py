@@ -18,6 +18,7 @@ __all__ = [
     "each_of",
     "local_part",
     "load_optimizers",
+    "load_schedulers",
     "names_of",
     "of_all",
     "optimizer_state",
@@ -65,6 +66,13 @@ def load_optimizers(model: Wrapped, saved: Saved, kept: Iterable[Tensor]) -> Non
         states = _states(values["state"], prefix, saved, mine=mine)
         whole = {**values, "state": states}
         _load_optimizer(optimizer, whole, prefix, names, saved, taken, mine=mine)
+    load_schedulers(model, saved)
+    if model.scaler is not None and saved.values["scaler"] is not None:
+        model.scaler.load_state_dict(saved.values["scaler"])
+
+
+def load_schedulers(model: Wrapped, saved: Saved) -> None:
+    """Put the saved states into a model's schedulers."""
     schedulers, states = each_of(model.scheduler), saved.values["schedulers"]
     if len(schedulers) != len(states):
         raise CheckpointError(
@@ -72,8 +80,6 @@ def load_optimizers(model: Wrapped, saved: Saved, kept: Iterable[Tensor]) -> Non
         )
     for scheduler, state in zip(schedulers, states, strict=True):
         scheduler.load_state_dict(state)
-    if model.scaler is not None and saved.values["scaler"] is not None:
-        model.scaler.load_state_dict(saved.values["scaler"])
 
 
 def as_bytes(states: Mapping[str, Any], prefix: str) -> Tensor:

@@ -77,17 +77,7 @@ def fill(module: nn.Module, start: Start, ctx: DistContext, *, offload: bool, se
         for part in module.modules():
             for name, buffer in part.named_buffers(recurse=False):
                 part.register_buffer(name, buffer.to(ctx.device), _persists(part, name))
-    if start.fresh:
-        with ops.fork_rng(ctx), torch.no_grad():
-            ops.seed(seed, ctx)
-            _reset(module, ctx)
-        return
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            _send(start.values.get(name), parameter, ctx)
-        buffers = list(module.buffers())
-        for buffer, sent in zip(buffers, ops.broadcast(buffers, ctx), strict=True):
-            buffer.copy_(sent)
+    _give(module, start, ctx, seed)
 
 
 def fill_whole(
@@ -109,6 +99,11 @@ def fill_whole(
                     if id(tensor) not in ready:
                         ready[id(tensor)] = _materialized(tensor, ctx)
                     held[key] = ready[id(tensor)]  # pyright: ignore[reportArgumentType]
+    _give(module, start, ctx, seed)
+
+
+def _give(module: nn.Module, start: Start, ctx: DistContext, seed: int) -> None:
+    """Fill the tensors of a module, which have memory: anew by the seed, or from rank 0."""
     if start.fresh:
         with ops.fork_rng(ctx), torch.no_grad():
             ops.seed(seed, ctx)
