@@ -12,6 +12,7 @@ from fxtrain.backends._ring import Ring, RingAttention
 from fxtrain.data._cut import cutter
 from fxtrain.ops._tokens import positions_of
 from fxtrain.testing import Task, Transformer, by_hand, count_collectives, fake_world, on_ranks
+from tests.cluster._models import llama
 
 PAIR = fx.Mesh(context=2)
 
@@ -277,20 +278,6 @@ def test_a_rank_of_many_holds_its_part(rank):
         assert ops.apply(model).applied
 
 
-def _llama():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=24,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).double()
-
-
 def _table():
     tokens = torch.arange(72).reshape(8, 9) * 7 % 24
     return TensorDataset(tokens[:, :-1], tokens[:, 1:])
@@ -299,9 +286,7 @@ def _table():
 def _train_llama(ctx, mesh):
     placed = ctx if mesh is None else fx.detect({}, device="cpu", mesh=mesh, timeout_s=60)
     plan = fx.Plan(strategy=fx.FSDP(), clip_norm=0.5, context=fx.CP(causal=True))
-    model = fx.wrap(
-        _llama(), placed, plan, optimizer=lambda params: torch.optim.SGD(params, lr=0.3)
-    )
+    model = fx.wrap(llama(), placed, plan, optimizer=lambda params: torch.optim.SGD(params, lr=0.3))
     loader = fx.shard(DataLoader(_table(), batch_size=4), placed, plan)
 
     def loss(model, batch):

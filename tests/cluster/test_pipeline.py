@@ -10,6 +10,7 @@ import fxtrain as fx
 from fxtrain.backends._pipeline_plan import layout_of, pipeline_problems
 from fxtrain.testing import LAWS, Task, Transformer, count_collectives, fake_world, on_ranks
 from fxtrain.testing._train import backward_once, by_hand
+from tests.cluster._models import gpt2, t5
 
 NAMES = [law.__name__ for law in LAWS]
 FOUR = ("blocks.0", "blocks.1", "norm")
@@ -247,32 +248,7 @@ def test_models_of_other_shapes_train(pair):
 # Models of transformers, aux, evaluation, traffic, checkpoints.
 
 
-def _gpt2():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 24, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}
-    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **rates)).double()
-
-
-def _t5():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.T5Config(
-        vocab_size=24,
-        d_model=16,
-        d_kv=4,
-        d_ff=16,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    return transformers.T5ForConditionalGeneration(config).double()
-
-
-MODELS = {"gpt2": _gpt2, "t5": _t5}
+MODELS = {"gpt2": gpt2, "t5": t5}
 
 
 def _tokens():

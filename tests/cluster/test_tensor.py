@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain.backends._tensor_plan import find_splits
 from fxtrain.testing import Transformer, fake_world
+from tests.cluster._models import gpt2, llama, mixtral, tied_llama
 
 UP = fx.Style(modules="blocks.*.up", style="colwise")
 ATTENTION = (
@@ -67,7 +68,7 @@ def test_sequences_need_blocks_and_a_length_that_divides():
         with pytest.raises(fx.PlanError, match=r"blocks\.0\.attention\.q, .* are not split"):
             fx.wrap(Transformer(), ctx, _tp(UP, DOWN, sequence=True))
         with pytest.raises(fx.PlanError, match=r"attn\.c_attn, .* are not split"):
-            fx.wrap(_gpt2(), ctx, _tp(sequence=True))
+            fx.wrap(gpt2(), ctx, _tp(sequence=True))
         model = fx.wrap(Transformer(), ctx, _tp(*ATTENTION, UP, DOWN, sequence=True))
         with pytest.raises(fx.StepError, match="has 7 tokens"):
             model(torch.zeros(1, 7, dtype=torch.int64))
@@ -86,58 +87,7 @@ def test_a_rank_of_many_holds_its_part_of_both_axes(rank):
         assert fx.ops.apply(model).applied
 
 
-def _llama(**changes):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=24,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        **changes,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).double()
-
-
-def _tied_llama():
-    return _llama(tie_word_embeddings=True)
-
-
-def _gpt2():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=24,
-        n_embd=16,
-        n_layer=2,
-        n_head=4,
-        n_positions=16,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(config).double()
-
-
-def _mixtral():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
-        vocab_size=24,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    )
-    torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(config)  # torch has no grouped products of fp64
-
-
-MODELS = {"llama": _llama, "tied": _tied_llama, "gpt2": _gpt2, "mixtral": _mixtral}
+MODELS = {"llama": llama, "tied": tied_llama, "gpt2": gpt2, "mixtral": mixtral}
 
 
 def test_a_carried_plan_leaves_out_what_would_cut_ties():
@@ -155,13 +105,13 @@ def test_a_carried_plan_leaves_out_what_would_cut_ties():
 
 
 def test_the_plans_of_models_are_found():
-    splits = find_splits(_llama(), fx.TP())
+    splits = find_splits(llama(), fx.TP())
     assert splits["model.layers.1.self_attn.q_proj"] == "colwise"
     assert splits["model.layers.0.mlp.down_proj"] == "rowwise"
     assert splits["lm_head"] == "colwise_gather"
-    tied = find_splits(_tied_llama(), fx.TP())
+    tied = find_splits(tied_llama(), fx.TP())
     assert (tied["lm_head"], tied["model.embed_tokens"]) == ("colwise_gather", "rowwise")
-    assert find_splits(_gpt2(), fx.TP()) == {
+    assert find_splits(gpt2(), fx.TP()) == {
         f"transformer.h.{index}.mlp.{name}": style
         for index in range(2)
         for name, style in (("c_fc", "colwise"), ("c_proj", "rowwise"))
@@ -171,7 +121,7 @@ def test_the_plans_of_models_are_found():
 def test_heads_that_do_not_divide_are_refused():
     refused = pytest.raises(fx.PlanError, match="num_key_value_heads=2, which 4 tensor ranks")
     with fake_world(4, mesh=fx.Mesh(tensor=4)) as ctx, refused:
-        fx.wrap(_llama(), ctx, _tp())
+        fx.wrap(llama(), ctx, _tp())
 
 
 def _logit_loss(model, tokens):
@@ -300,4 +250,4 @@ def test_experts_that_cannot_be_split_are_refused(net, words):
 def test_experts_do_not_see_a_part_of_the_sequence():
     refused = pytest.raises(fx.PlanError, match=r"layers\.0\.mlp\.experts would see a part")
     with fake_world(2, mesh=PAIR) as ctx, refused:
-        fx.wrap(_mixtral(), ctx, _tp(sequence=True))
+        fx.wrap(mixtral(), ctx, _tp(sequence=True))

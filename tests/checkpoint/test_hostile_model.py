@@ -1,0 +1,158 @@
+"""Model files and folders made to mislead: an error before memory is taken."""
+
+import json
+import os
+import struct
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import fxtrain as fx
+from fxtrain.checkpoint import load_model
+from fxtrain.checkpoint._model_folder import INDEX, MARKER, SINGLE
+from tests.checkpoint._exports import Holder, assert_same, loaded, some_state
+
+
+def _write_header(path, header, body=b"", length=None):
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw) if length is None else length) + raw + body)
+
+
+def _one(**changes):
+    return {"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]} | changes}
+
+
+HOSTILE = {
+    "empty": (b"", None, "do not hold a header"),
+    "giant header": (b"{}", 10**15, "do not hold a header"),
+    "longest header": (b"{}", 2**64 - 1, "do not hold a header"),
+    "not JSON": (b"{nope", None, "not the JSON"),
+    "not UTF-8": (b"\xff\xfe", None, "not the JSON"),
+    "a list": ([], None, "not an object"),
+    "deep nesting": (b"[" * 200_000, None, "not the JSON"),
+    "a name twice": (b'{"w": {}, "w": {}}', None, "'w' appears twice"),
+    "no fields": ({"w": {}}, None, "has the fields"),
+    "more fields": (_one(extra=1), None, "has the fields"),
+    "a dtype": (_one(dtype="Q4"), None, "'Q4' of 'w'"),
+    "no dtype": (_one(dtype=["U8"]), None, "of 'w' is not one"),
+    "negative shape": (_one(shape=[-4]), None, "shape of 'w'"),
+    "a shape of truth": (_one(shape=[True] * 4), None, "shape of 'w'"),
+    "a shape of text": (_one(shape="4"), None, "shape of 'w'"),
+    "many dimensions": (_one(shape=[4] + [1] * 64), None, "shape of 'w'"),
+    "absurd shape": (_one(shape=[2**62, 2**62]), None, "needs"),
+    "absurd shape of nothing": (_one(shape=[2**62, 0]), None, "needs 0 bytes"),
+    "negative offset": (_one(data_offsets=[-4, 0]), None, "offsets of 'w'"),
+    "backward": (_one(data_offsets=[4, 0]), None, "needs 4 bytes"),
+    "three offsets": (_one(data_offsets=[0, 4, 4]), None, "offsets of 'w'"),
+    "float offsets": (_one(data_offsets=[0.0, 4.0]), None, "offsets of 'w'"),
+    "behind the end": (_one(data_offsets=[100, 104]), None, "leaves a gap"),
+    "too long": (_one(shape=[5], data_offsets=[0, 5]), None, "room for 4"),
+    "too short": (_one(shape=[3], data_offsets=[0, 3]), None, "room for 4"),
+    "overlap": (_one() | {"v": _one()["w"]}, None, "overlaps"),
+    "metadata": (_one() | {"__metadata__": {"a": 1}}, None, "something else than text"),
+    "metadata list": (_one() | {"__metadata__": []}, None, "not an object"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_header_is_an_error(tmp_path, name):
+    header, length, words = HOSTILE[name]
+    path = tmp_path / SINGLE
+    if name == "empty":
+        path.write_bytes(b"")
+    else:
+        _write_header(path, header, b"\1\2\3\4", length)
+    with pytest.raises(fx.CheckpointError, match=words):
+        load_model(path, Holder({"w": torch.zeros(4, dtype=torch.uint8)}))
+
+
+def test_the_same_header_without_the_fault_is_read(tmp_path):
+    _write_header(tmp_path / SINGLE, _one(), b"\1\2\3\4")
+    holder = Holder({"w": torch.zeros(4, dtype=torch.uint8)})
+    load_model(tmp_path, holder)
+    assert holder.w.tolist() == [1, 2, 3, 4]
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / SINGLE)
+    with pytest.raises(fx.CheckpointError, match="not a regular file"):
+        load_model(tmp_path / SINGLE, nn.Linear(1, 1))
+
+
+def _index(folder, places):
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../out.safetensors", "/etc/out.safetensors", "a/../../out.safetensors", "..", "", ".",
+     "C:\\out.safetensors", "..\\out.safetensors", "link.safetensors", "linked/out.safetensors"],
+)  # fmt: skip
+def test_an_index_names_files_inside_its_folder_only(tmp_path, name):
+    safetensors.torch.save_file(some_state(count=1), tmp_path / "out.safetensors")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "link.safetensors").symlink_to(tmp_path / "out.safetensors")
+    (folder / "linked").symlink_to(tmp_path)
+    _index(folder, {"w0": name})
+    with pytest.raises(fx.CheckpointError, match=r"out of the folder|outside the folder"):
+        load_model(folder, Holder(some_state(count=1)))
+    (folder / SINGLE).symlink_to(tmp_path / "out.safetensors")
+    (folder / INDEX).unlink()
+    with pytest.raises(fx.CheckpointError, match="outside the folder"):
+        load_model(folder, Holder(some_state(count=1)))
+
+
+def test_the_cache_of_a_hub_is_read_through_its_links(tmp_path):
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    safetensors.torch.save_file(some_state(), blobs / "0f1e")
+    (snapshot / "a.safetensors").symlink_to("../../blobs/0f1e")
+    _index(snapshot, dict.fromkeys(some_state(), "a.safetensors"))
+    assert_same(loaded(snapshot, some_state()), some_state())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "not an object"),
+        ("{}", "no weight_map"),
+        ('{"weight_map": {"w0": 3}}', "no weight_map"),
+        ('{"weight_map": {"w0": "a", "w0": "b"}}', "appears twice"),
+        ('{"weight_map": {"w0": "absent.safetensors"}}', "absent.safetensors is not there"),
+        ('{"weight_map": {"w7": "a.safetensors"}}', "the index says that 'w7' is here"),
+    ],
+)
+def test_an_index_that_is_none_is_refused(tmp_path, text, words):
+    safetensors.torch.save_file(some_state(), tmp_path / "a.safetensors")
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(fx.CheckpointError, match=words):
+        load_model(tmp_path, Holder(some_state()))
+
+
+def test_only_what_the_index_lists_is_read(tmp_path):
+    safetensors.torch.save_file(some_state(), tmp_path / "a.safetensors")
+    _index(tmp_path, {"w0": "a.safetensors"})
+    with pytest.raises(fx.CheckpointError, match="4 missing"):
+        load_model(tmp_path, Holder(some_state()))
+
+
+def test_two_models_in_one_folder_are_told_apart(tmp_path):
+    safetensors.torch.save_file(some_state(1), tmp_path / "a.safetensors")
+    _index(tmp_path, dict.fromkeys(some_state(), "a.safetensors"))
+    safetensors.torch.save_file(some_state(2), tmp_path / SINGLE)
+    with pytest.raises(fx.CheckpointError, match="holds both"):
+        load_model(tmp_path, Holder(some_state()))
+    assert_same(loaded(tmp_path / SINGLE, some_state()), some_state(2))
+    assert_same(loaded(tmp_path / INDEX, some_state()), some_state(1))
+    (tmp_path / MARKER).write_text("")  # an export was interrupted here
+    assert_same(loaded(tmp_path, some_state()), some_state(2))
+
+
+def test_a_folder_without_a_model_says_what_it_holds(tmp_path):
+    (tmp_path / "weights.safetensors").write_text("")
+    with pytest.raises(fx.CheckpointError, match=r"holds no model.*weights\.safetensors"):
+        load_model(tmp_path, nn.Linear(1, 1))

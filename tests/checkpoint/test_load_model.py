@@ -1,0 +1,186 @@
+"""Loading models: what does not fit is named, and memory is filled in place."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxtrain as fx
+from fxtrain.checkpoint import export, load_model
+from tests.checkpoint._exports import (
+    Holder,
+    Tied,
+    as_the_ecosystem_reads,
+    assert_same,
+    loaded,
+    some_state,
+)
+
+
+def test_names_shapes_and_dtypes_that_do_not_fit_are_listed(tmp_path):
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    state = net.state_dict()
+    state["1.runing_mean"] = state.pop("1.running_mean")
+    state["0.weight"] = torch.zeros(4, 2)
+    state["0.bias"] = state["0.bias"].double()
+    export(state, tmp_path)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    with pytest.raises(fx.CheckpointError) as caught:
+        load_model(tmp_path, net)
+    assert str(caught.value).splitlines() == [
+        f"load_model: {tmp_path} does not fit Sequential.",
+        "  1 missing from the source:",
+        "    1.running_mean (nearest: 1.runing_mean)",
+        "  1 not in the model:",
+        "    1.runing_mean (nearest: 1.running_mean)",
+        "  1 of another shape:",
+        "    0.weight is [4, 2] in the source, [4, 3] in the model",
+        "  1 of another dtype (cast=True converts):",
+        "    0.bias is torch.float64 in the source, torch.float32 in the model",
+    ]
+    assert_same(net.state_dict(), before)  # nothing was touched
+    with pytest.raises(fx.CheckpointError, match="another shape"):
+        load_model(tmp_path, net, strict=False, cast=True)
+    fixed = {**state, "0.weight": before["0.weight"]}
+    found = load_model(fixed, net, strict=False, cast=True)
+    assert (found.missing, found.unexpected) == (("1.running_mean",), ("1.runing_mean",))
+    assert torch.equal(net[0].bias, state["0.bias"].float())
+
+
+def test_long_lists_are_cut():
+    with pytest.raises(fx.CheckpointError, match=r"30 missing(.*\n){11}    and 20 more"):
+        load_model({}, Holder({f"w{i}": torch.ones(1) for i in range(30)}))
+
+
+def test_a_prefix_is_suggested_and_used():
+    state = {f"model.{name}": tensor for name, tensor in some_state().items()}
+    with pytest.raises(fx.CheckpointError, match=r"pass prefix='model\.'"):
+        load_model(state, Holder(some_state(9)))
+    holder = Holder(some_state(9))
+    load_model(state | {"other.x": torch.ones(1)}, holder, prefix="model.")
+    assert_same(holder.state_dict(), some_state())
+    inner = nn.ModuleDict({"model": Holder(some_state(9))})
+    with pytest.raises(fx.CheckpointError, match=r"rename=lambda name: 'model\.' \+ name"):
+        load_model(some_state(), inner)
+    load_model(some_state(), inner, rename=lambda name: "model." + name)
+    assert_same(inner.state_dict(), state)
+
+
+def test_rename_maps_names_and_leaves_out():
+    holder = Holder({"a": torch.zeros(4, 4)})
+    load_model(some_state(), holder, rename=lambda name: {"w1": "a"}.get(name))
+    assert torch.equal(holder.a, some_state()["w1"])
+    with pytest.raises(fx.CheckpointError, match="'w0' and 'w1' of the state dict are both"):
+        load_model(some_state(), holder, rename=lambda _: "a")
+
+
+def test_parameters_are_filled_in_place(tmp_path):
+    net, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    export(net, tmp_path)
+    places = [parameter.data_ptr() for parameter in other.parameters()]
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    load_model(tmp_path, other)
+    assert_same(other.state_dict(), net.state_dict())
+    assert [parameter.data_ptr() for parameter in other.parameters()] == places
+    assert optimizer.param_groups[0]["params"][0] is other.weight
+    assert other.weight.requires_grad and other.weight.grad is None
+
+
+def test_a_module_on_the_meta_device_is_given_memory(tmp_path):
+    net = Tied()
+    export(net, tmp_path)
+    other = Tied(device="meta")
+    other.body.bias.requires_grad_(False)
+    other.body.bias.mark = "kept"
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    load_model(tmp_path, other)
+    assert_same(other.state_dict(), net.state_dict())
+    assert other.head.weight is other.embed.weight
+    assert not other.body.bias.requires_grad and other.body.bias.mark == "kept"
+    other(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert not torch.equal(other.embed.weight, net.embed.weight)
+
+
+def test_a_buffer_that_is_never_stored_needs_values_of_its_own():
+    net = nn.Linear(2, 2, device="meta")
+    net.register_buffer("table", torch.ones(2, device="meta"), persistent=False)
+    values = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    with pytest.raises(fx.CheckpointError, match=r"never stored.*:\n    table"):
+        load_model(values, net)
+    net.table = torch.ones(2)
+    load_model(values, net)
+    assert torch.equal(net.weight, torch.ones(2, 2)) and not net.weight.is_meta
+    partly = nn.Linear(2, 2, device="meta")
+    assert load_model({"bias": torch.ones(2)}, partly, strict=False).missing == ("weight",)
+    assert partly.weight.is_meta and torch.equal(partly.bias, torch.ones(2))
+
+
+class _Extra(nn.Linear):
+    """Keeps something that is neither a parameter nor a buffer."""
+
+    extra = torch.zeros(3)
+
+    def get_extra_state(self):
+        return self.extra.clone()
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def test_state_that_a_module_makes_itself_goes_back_through_it(tmp_path):
+    net, other = _Extra(2, 2), _Extra(2, 2)
+    net.extra = torch.arange(3.0)
+    export(net, tmp_path)
+    load_model(tmp_path, other)
+    assert_same(other.state_dict(), net.state_dict())
+
+
+def test_wrapping_and_compiling_change_no_names(tmp_path):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    plain = dict(net.state_dict())
+    inner = nn.Sequential(torch.compile(net[0]), net[1])
+    with fx.detect({}, device="cpu") as ctx:
+        wrapped = fx.wrap(net, ctx)
+        for model in (net, torch.compile(net), inner, wrapped):
+            export(model, tmp_path)
+            assert_same(as_the_ecosystem_reads(tmp_path), plain)
+            load_model(tmp_path, model)
+            load_model({name: tensor * 2 for name, tensor in plain.items()}, model)
+            assert torch.equal(net[0].weight, as_the_ecosystem_reads(tmp_path)["0.weight"] * 2)
+            load_model(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("gpt2-that-is-nowhere", "neither a file nor a folder"),
+        (3, "found int"),
+        ({"model": {"w": torch.ones(1)}, "epoch": 3}, "other things under 'model', 'epoch'"),
+        ({1: torch.ones(1)}, "should map names"),
+    ],
+)
+def test_a_source_that_is_none_is_named(source, words):
+    with pytest.raises(fx.CheckpointError, match=words):
+        load_model(source, nn.Linear(1, 1))
+
+
+def test_pickles_are_read_as_far_as_weights_only_allows(tmp_path):
+    state = some_state()
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    assert_same(loaded(tmp_path, state), state)
+    assert_same(loaded(tmp_path / "pytorch_model.bin", state), state)
+    torch.save({"state_dict": state, "epoch": 2}, tmp_path / "run.pt")
+    with pytest.raises(fx.CheckpointError, match="under 'state_dict', 'epoch'"):
+        load_model(tmp_path / "run.pt", Holder(state))
+    torch.save(Holder(state), tmp_path / "whole.pt")
+    with pytest.raises(fx.CheckpointError, match=r"weights_only=True, mmap=True.* refuses"):
+        load_model(tmp_path / "whole.pt", Holder(state))
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(fx.CheckpointError, match="refuses"):
+        load_model(tmp_path / "old.pt", Holder(state))
+    (tmp_path / "short.bin").write_bytes((tmp_path / "run.pt").read_bytes()[:100])
+    with pytest.raises(fx.CheckpointError, match="refuses"):
+        load_model(tmp_path / "short.bin", Holder(state))
+    (tmp_path / "model.onnx").write_bytes(b"x")
+    with pytest.raises(fx.CheckpointError, match=r"ends in \.safetensors"):
+        load_model(tmp_path / "model.onnx", Holder(state))

@@ -1,0 +1,46 @@
+"""Tiny models of transformers, the same on every rank; a test without transformers is skipped."""
+
+import pytest
+import torch
+
+VOCABULARY = 24
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def _made(kind, config, **sizes):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return getattr(transformers, kind)(getattr(transformers, config)(**sizes))
+
+
+def llama(**changes):
+    return _made("LlamaForCausalLM", "LlamaConfig", **_SIZES, **changes).double()
+
+
+def tied_llama():
+    return llama(tie_word_embeddings=True)
+
+
+def mixtral():
+    """Of fp32: torch has no grouped products of fp64."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return _made("MixtralForCausalLM", "MixtralConfig", **_SIZES, **experts)
+
+
+def gpt2():
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return _made("GPT2LMHeadModel", "GPT2Config", **sizes, **rates).double()
+
+
+def t5():
+    sizes = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2}
+    rest = {"num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0, "use_cache": False}
+    return _made("T5ForConditionalGeneration", "T5Config", **sizes, **rest).double()
