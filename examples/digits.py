@@ -9,6 +9,7 @@ Ends with one JSON line from rank 0.
 
 import argparse
 import json
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -64,57 +65,59 @@ def accuracy(model: fx.Wrapped, loader: fx.Sharded, ctx: fx.DistContext) -> floa
     return hits / rows
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "fp16"])
     parser.add_argument("--strategy", default="ddp", choices=list(STRATEGIES))
     parser.add_argument("--accumulate", type=int, default=1)
-    options = parser.parse_args()
-    with fx.detect() as ctx:
-        plan = fx.Plan(
-            strategy=STRATEGIES[options.strategy],
-            precision=options.precision,
-            accumulate=options.accumulate,
-            clip_norm=1.0,
-            seed=7,
-        )
-        ops.seed(plan.seed, ctx)
-        model = fx.wrap(
-            network(),
-            ctx,
-            plan,
-            optimizer=lambda params: torch.optim.AdamW(params, lr=4e-3),
-            scheduler=lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.995),
-        )
-        train, test = load()
-        loader = fx.shard(DataLoader(train, batch_size=32, shuffle=True), ctx, plan)
-        held_out = fx.shard(DataLoader(test, batch_size=64), ctx, plan)
-        fns = fx.StepFns(model=model, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
+    return parser.parse_args()
 
-        table = Table(
-            "epoch", "updates", "loss", "accuracy", title=f"digits, {ctx.world_size} ranks"
-        )
-        score = 0.0
-        for epoch in loader.epochs(options.epochs):
-            show = track(
-                epoch,
-                f"epoch {epoch.position.epoch}",
-                total=len(epoch),
-                console=console,
-                disable=not (ctx.is_main and console.is_terminal),
-                transient=True,
-            )
-            for batch in show:
-                report = fx.step(ctx, batch, fns)
-            loss, score = ops.reduce(report.loss, ctx), accuracy(model, held_out, ctx)
-            table.add_row(
-                str(epoch.position.epoch),
-                str(report.position.updates),
-                f"{loss:.3f}",
-                f"{score:.3f}",
-            )
-        ops.on_main(lambda: console.print(table), ctx)
+
+def progress(epoch: fx.Sharded, name: str, ctx: fx.DistContext) -> Iterable[fx.Batch]:
+    """A bar in the terminal of rank 0; nothing in a pipe."""
+    hidden = not (ctx.is_main and console.is_terminal)
+    bar = {"console": console, "disable": hidden, "transient": True}
+    return track(epoch, name, total=len(epoch), **bar)
+
+
+def train(ctx: fx.DistContext, plan: fx.Plan, epochs: int) -> float:
+    ops.seed(plan.seed, ctx)
+    model = fx.wrap(
+        network(),
+        ctx,
+        plan,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=4e-3),
+        scheduler=lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.995),
+    )
+    seen, unseen = load()
+    loader = fx.shard(DataLoader(seen, batch_size=32, shuffle=True), ctx, plan)
+    held_out = fx.shard(DataLoader(unseen, batch_size=64), ctx, plan)
+    fns = fx.StepFns(model=model, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
+
+    table = Table("epoch", "updates", "loss", "accuracy", title=f"digits, {ctx.world_size} ranks")
+    score = 0.0
+    for epoch in loader.epochs(epochs):
+        number = str(epoch.position.epoch)
+        for batch in progress(epoch, f"epoch {number}", ctx):
+            report = fx.step(ctx, batch, fns)
+        loss, score = ops.reduce(report.loss, ctx), accuracy(model, held_out, ctx)
+        table.add_row(number, str(report.position.updates), f"{loss:.3f}", f"{score:.3f}")
+    ops.on_main(lambda: console.print(table), ctx)
+    return score
+
+
+def main() -> None:
+    options = arguments()
+    plan = fx.Plan(
+        strategy=STRATEGIES[options.strategy],
+        precision=options.precision,
+        accumulate=options.accumulate,
+        clip_norm=1.0,
+        seed=7,
+    )
+    with fx.detect() as ctx:
+        score = train(ctx, plan, options.epochs)
         ops.say(json.dumps({"ranks": ctx.world_size, "accuracy": score}), ctx)
 
 
