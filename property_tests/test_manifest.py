@@ -1,7 +1,6 @@
 """Manifests from a stranger: an error of the checkpoint, and nothing else, whatever they say."""
 
 import copy
-import itertools
 import json
 import math
 import os
@@ -16,8 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint._manifest import MANIFEST, Part, _covers, digest_of, load_manifest
-from fxtrain.checkpoint._values import decode, encode
+from fxtrain.checkpoint._manifest import MANIFEST, digest_of, load_manifest
 
 HUGE = [2**31, 2**40, 2**62, 2**63 - 1, 2**63, 10**30, -1, -(2**63), 0, 1, 3]
 WRONG = [None, True, False, "", "x", 0.5, 1e308, [], {}, [[]], {"$": "tuple", "items": [1]}]
@@ -245,158 +243,6 @@ def test_known_attacks_are_refused(saved, what):
 def test_json_that_is_none(text, word):
     with pytest.raises(fx.CheckpointError, match=word):
         load_manifest(_framed(text))
-
-
-# Boxes
-
-
-def _fills(shape, boxes):
-    """By looking at every cell."""
-    cells = [
-        cell
-        for start, size in boxes
-        for cell in itertools.product(*(range(a, a + n) for a, n in zip(start, size, strict=True)))
-    ]
-    return sorted(cells) == list(itertools.product(*map(range, shape)))
-
-
-@st.composite
-def _boxes(draw):
-    shape = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
-
-    def box():
-        start = tuple(draw(st.integers(0, size)) for size in shape)
-        return start, tuple(
-            draw(st.integers(0, size - at)) for size, at in zip(shape, start, strict=True)
-        )
-
-    boxes = [((0,) * len(shape), shape)]
-    for _ in range(draw(st.integers(0, 4))):  # cut one, or replace it
-        start, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        how = draw(st.sampled_from(["cut", "cut", "cut", "any", "both"]))
-        if how != "cut" or not shape:
-            boxes += [box()] if how == "any" else [(start, size)]
-            continue
-        dim = draw(st.integers(0, len(shape) - 1))
-        at = draw(st.integers(0, size[dim]))
-        low = tuple(at if i == dim else n for i, n in enumerate(size))
-        high = tuple(n - at if i == dim else n for i, n in enumerate(size))
-        boxes += [(start, low), (tuple(a + at * (i == dim) for i, a in enumerate(start)), high)]
-    return shape, boxes
-
-
-@settings(max_examples=300)
-@given(_boxes())
-def test_parts_cover_a_tensor_if_every_cell_is_in_one(drawn):
-    shape, boxes = drawn
-    parts = tuple(
-        Part(file="f", offset=0, start=start, shape=size, digests=()) for start, size in boxes
-    )
-    assert _covers(shape, parts) == _fills(shape, boxes)
-
-
-def test_many_parts_take_no_longer_than_they_are_many():
-    parts = tuple(
-        Part(file="f", offset=0, start=(0, i), shape=(1, 1), digests=()) for i in range(10_000)
-    )
-    assert _covers((1, 10_000), parts)
-    assert not _covers((1, 10_000), (*parts[:-1], parts[0]))
-
-
-# Values
-
-PLAIN = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text()
-    | st.binary()
-    | st.sampled_from([torch.float32, torch.bool, torch.device("cpu"), torch.device("cuda:1")]),
-    lambda inside: (
-        st.lists(inside)
-        | st.lists(inside).map(tuple)
-        | st.dictionaries(st.text() | st.just("$"), inside)
-        | st.dictionaries(st.integers() | st.booleans() | st.binary(), inside)
-        | st.sets(st.integers() | st.text())
-    ),
-    max_leaves=20,
-)
-
-
-def _same(one, other):
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        pairs = zip(one.items(), other.items(), strict=True)
-        return len(one) == len(other) and all(
-            _same(a, c) and _same(b, d) for (a, b), (c, d) in pairs
-        )
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return one == other
-
-
-@given(PLAIN)
-def test_plain_values_come_back_as_they_were(value):
-    written = json.loads(json.dumps(encode(value, "extra", {}), allow_nan=False))
-    assert _same(decode(written, dict().__getitem__), value)
-
-
-@given(st.recursive(st.integers(0, 9).map(lambda n: torch.arange(n)), st.lists, max_leaves=6))
-def test_tensors_come_back_by_their_names(value):
-    tensors = {}
-    written = json.loads(json.dumps(encode([value], "extra", tensors)))
-    flat = torch.utils._pytree.tree_leaves([value])
-    assert len(tensors) == len(flat)
-    back = torch.utils._pytree.tree_leaves(decode(written, tensors.__getitem__))
-    assert all(one is other for one, other in zip(back, flat, strict=True))
-
-
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=5)
-    | st.sampled_from(["tensor", "tuple", "dict", "set", "numpy", "float", "bytes", "device"]),
-    lambda inside: (
-        st.lists(inside, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["$", "items", "value", "name", "scalar", "a"]), inside, max_size=4
-        )
-        | st.fixed_dictionaries({"$": st.sampled_from(["tuple", "dict", "set"]), "items": inside})
-        | st.fixed_dictionaries(
-            {"$": st.sampled_from(["dtype", "device", "bytes", "float"]), "value": inside}
-        )
-        | st.fixed_dictionaries(
-            {"$": st.just("numpy"), "name": st.sampled_from(["a", "b", "c"]), "scalar": inside}
-        )
-    ),
-    max_leaves=10,
-)
-HELD = {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.bfloat16)}
-
-
-@settings(max_examples=400)
-@given(JSON)
-@example({"$": "dtype", "value": "_dynamo"})
-@example({"$": ["tuple"], "items": []})
-@example({"$": "tuple", "items": "abc"})
-@example({"$": "tuple", "items": [], "more": 1})
-def test_any_json_is_a_value_or_an_error(data):
-    try:
-        decode(data, HELD.__getitem__)
-    except fx.CheckpointError:
-        return
-
-
-def test_values_that_are_nested_too_deep():
-    data = 0
-    for _ in range(300):
-        data = [data]
-    with pytest.raises(fx.CheckpointError, match="nested too deep"):
-        decode(data, HELD.__getitem__)
 
 
 # Restoring

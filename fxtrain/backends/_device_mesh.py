@@ -66,9 +66,16 @@ def _group(
     own = ctx.mesh.context == 1 or axis not in ("replicate", "shard")
     if own and split[axis] == ctx.mesh.sizes[axis] and split[axis] > 1:
         return ctx.axis(axis).comm.group
-    if split[axis] == 1:
+    ledger, key = ctx.comm.ledger, f"mesh.{axis}.{split}"
+    if key not in ledger.kept:  # several models share what they need beside the context's own
+        ledger.kept[key] = _opened(ctx, split[axis], layout.movedim(dim, -1))
+        ledger.opened.append(ledger.kept[key])
+    return ledger.kept[key]
+
+
+def _opened(ctx: DistContext, size: int, lines: torch.Tensor) -> Any:
+    if size == 1:
         return dist.new_group([ctx.rank], use_local_synchronization=True)
-    parts = layout.movedim(dim, -1).flatten(0, -2).tolist()
     backend = "fake" if ctx.comm.simulated else None
-    group, _ = dist.new_subgroups_by_enumeration(parts, backend=backend)
+    group, _ = dist.new_subgroups_by_enumeration(lines.flatten(0, -2).tolist(), backend=backend)
     return group

@@ -1,10 +1,9 @@
 """From the environment to a connected context: the one place that reads the environment."""
 
-import atexit
 import functools
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -15,11 +14,13 @@ from torch import distributed as dist
 
 from fxtrain._errors import ContextError
 from fxtrain.ops import _xla
+from fxtrain.ops._close import closer, part_closer
 from fxtrain.ops._device import find_device
 from fxtrain.state import (
     AXES,
     Comm,
     DistContext,
+    Ledger,
     Mesh,
     Topology,
     axis_groups,
@@ -104,8 +105,8 @@ def close(ctx: DistContext) -> None:
     """Close the process groups that `detect` opened for this context; harmless twice.
 
     Effects:
-        Waits for saves in the background. Destroys torch's process groups, unless they were
-        there before `detect`.
+        Waits for saves in the background. Destroys the process groups that `detect` opened:
+        where torch's was there before, only those beside it.
 
     Raises:
         FxError: a save in the background had failed, and nobody had asked for its result.
@@ -175,6 +176,7 @@ def _join(
     world = dist.group.WORLD
     simulated = dist.get_backend(world) == "fake"
     new_group = functools.partial(_new_group, wait=wait, simulated=simulated)
+    ledger = Ledger()
     comm = Comm(
         group=world,
         control=new_group(None),
@@ -183,8 +185,10 @@ def _join(
         timeout_s=timeout_s,
         checks=checks,
         simulated=simulated,
-        close=_closer(launched, store, timeout_s) if owned else Comm().close,
+        close=closer(launched, store, timeout_s) if owned else part_closer(ledger),
+        ledger=ledger,
     )
+    ledger.opened.append(comm.control)
     axes = _open_axes(comm, shape, topology.rank, wait, device) if mesh is not None else {}
     return _context(topology, device, comm, shape, axes)
 
@@ -259,6 +263,7 @@ def _open_part(
 ) -> Comm:
     def open_all(backend: str | None) -> Any:
         group, _ = dist.new_subgroups_by_enumeration(parts, timeout=wait, backend=backend)
+        comm.ledger.opened.append(group)
         return group
 
     group = open_all(None)
@@ -321,13 +326,21 @@ def _open_store(topology: Topology, timeout_s: float) -> Any:
     try:
         store.wait(list(keys.values()), timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        missing = _missing(store, keys)
         raise ContextError(
             f"{me} waited {timeout_s:g} s at {where}, and these ranks did not come: "
             f"{', '.join(map(str, missing)) or 'none, but too late'}. Look at their output, "
             f"or give detect a longer timeout_s."
         ) from error
     return store
+
+
+def _missing(store: Any, keys: Mapping[int, str]) -> list[int]:
+    """The ranks that said nothing; rank 0 if it is gone, and with it what the others said."""
+    try:
+        return [rank for rank, key in keys.items() if not store.check([key])]
+    except RuntimeError:
+        return [0]
 
 
 def _open_group(topology: Topology, device: torch.device, store: Any, wait: timedelta) -> None:
@@ -354,35 +367,6 @@ def _open_group(topology: Topology, device: torch.device, store: Any, wait: time
             f"Rank {topology.rank} of {topology.world_size} could not open the process group "
             f"{backend!r}: {_first_line(error)}"
         ) from error
-
-
-def _closer(
-    topology: Topology, store: Any, timeout_s: float
-) -> Callable[[BaseException | None], None]:
-    """A function that closes what was opened, once, and leaves word for the other ranks."""
-    world = dist.group.WORLD
-
-    def close_groups(error: BaseException | None) -> None:
-        if not dist.is_initialized() or dist.group.WORLD is not world:
-            return
-        word = "" if error is None else f"{type(error).__name__}: {error}"
-        _leave(topology, store, word, min(5.0, timeout_s))
-        dist.destroy_process_group()
-
-    # Kept until exit even once closed: another rank may still connect anew to our store.
-    atexit.register(close_groups, None)
-    return close_groups
-
-
-def _leave(topology: Topology, store: Any, word: str, patience_s: float) -> None:
-    """Say why this rank leaves; the rank that serves the store goes last."""
-    try:
-        store.set(f"world/left/{topology.rank}", word)
-        if topology.rank == 0 and not word and not topology.store_is_served:
-            keys = [f"world/left/{rank}" for rank in range(topology.world_size)]
-            store.wait(keys, timedelta(seconds=patience_s))
-    except RuntimeError:
-        return  # the store went before us: nobody is left to read
 
 
 def _first_line(error: BaseException) -> str:

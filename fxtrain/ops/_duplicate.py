@@ -38,6 +38,7 @@ def duplicate(ctx: DistContext) -> DistContext:
         use_local_synchronization=True,
         group_desc="fxtrain duplicate",
     )
+    comm.ledger.opened.append(group)
     name = f"{comm.name}+{comm.ledger.calls}"  # every rank has made as many calls
     copy = attrs.evolve(
         comm, group=group, control=group, name=name, close=Comm().close, ledger=fresh

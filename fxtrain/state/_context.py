@@ -30,6 +30,7 @@ class Ledger:
         tasks: Work in the background that still needs the ranks, with a `result()`; closing
             waits for it.
         kept: What such work uses again: buffers, a group of its own.
+        opened: Process groups that were opened for this context, to be closed with it.
     """
 
     calls: int = 0
@@ -38,6 +39,7 @@ class Ledger:
     broken: str | None = None
     tasks: list[Any] = attrs.field(factory=list)
     kept: dict[str, Any] = attrs.field(factory=dict)
+    opened: list[Any] = attrs.field(factory=list)
 
 
 def _nothing(error: BaseException | None) -> None:
@@ -58,8 +60,8 @@ class Comm:
         timeout_s: Longest time that a collective waits for a rank, in seconds.
         checks: Whether calls are compared between the ranks before they run.
         simulated: The ranks are torch's fake backend: traffic is counted, nothing travels.
-        close: Destroys the process groups, if this context opened them; takes the error that
-            ends the run, if any, and leaves it for the other ranks to read.
+        close: Destroys the process groups that this context opened; takes the error that ends
+            the run, if any, and leaves it for the other ranks to read.
         ledger: The calls made so far.
     """
 

@@ -8,7 +8,6 @@ import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from fxtrain import ops
@@ -191,18 +190,9 @@ def on_mesh(ctx: Any, mesh: Mesh | None) -> Iterator[DistContext]:
     if mesh is None:
         yield ctx
         return
-    placed = ops.detect({}, device=ctx.device.type, mesh=mesh, timeout_s=ctx.comm.timeout_s)
-    groups = {id(group): group for group in _own_groups(placed, ctx)}
-    yield placed
-    for group in groups.values():
-        dist.destroy_process_group(group)
-
-
-def _own_groups(placed: Any, ctx: Any) -> list[Any]:
-    axes = [placed.axis(name).comm for name in ("data", "loss", *placed.mesh.sizes)]
-    found = [group for comm in (placed.comm, *axes) for group in (comm.group, comm.control)]
-    theirs = (None, ctx.comm.group, ctx.comm.control)
-    return [group for group in found if not any(group is one for one in theirs)]
+    kind, wait_s = ctx.device.type, ctx.comm.timeout_s
+    with ops.detect({}, device=kind, mesh=mesh, timeout_s=wait_s) as placed:
+        yield placed
 
 
 def new_model(task: Task) -> Transformer:

@@ -1,5 +1,6 @@
 """Saves in the background: what is copied late, who waits for it, and who hears of failure."""
 
+import os
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -210,3 +211,67 @@ def test_after_a_save_that_timed_out_others_work(pair, tmp_path):
     wanted = str(tmp_path / "update-0000000002")
     assert pair.run(_slow, str(tmp_path)) == [wanted, wanted]
     assert fx.verify(tmp_path).path == wanted
+
+
+def _background(ctx, folder):
+    model, fns = _runs.start(ctx, "plain", fx.Plan(seed=4))
+    loader = _runs.loader_of(ctx, model.plan)
+    report, _ = _runs.go_on(ctx, loader, fns, 2)
+    wanted = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    first = fx.save(folder, ctx, model, position=report.position, background=True)
+    skipped = fx.save(folder, ctx, model, background=True, busy="skip")
+    report, _ = _runs.go_on(ctx, loader.at(report.position), fns, 2)  # while it is written
+    second = fx.save(folder, ctx, model, position=report.position, background=True)
+    assert first.done()  # the second waited for it
+    buffer = ctx.comm.ledger.kept["checkpoint.buffer"].data_ptr()
+    second.result()
+    third = fx.save(folder, ctx, model, position=fx.Position(updates=8), background=True)
+    assert ctx.comm.ledger.kept["checkpoint.buffer"].data_ptr() == buffer
+    third.result(20)
+    other = _runs.start(ctx, "plain", model.plan)[0]
+    fx.restore(first.path, ctx, other)
+    same = all(torch.equal(t, wanted[name]) for name, t in other.module.state_dict().items())
+    return same, skipped is first or skipped.path != first.path, sorted(os.listdir(folder))
+
+
+def test_saving_in_the_background(cluster, tmp_path):
+    for same, skipped, names in cluster.run(_background, str(tmp_path)):
+        assert same and skipped
+        assert "update-0000000002" in names and names[-1] == "update-0000000008"
+
+
+def _background_fails(ctx, folder, how):
+    model = fx.wrap(nn.Linear(2, 2), ctx)
+    fx.save(folder, ctx, model, position=fx.Position(updates=1))
+    file = os.path.join(folder, "update-0000000002")
+    saving = fx.save(folder, ctx, model, position=fx.Position(updates=3), background=True)
+    saving.result()
+    fx.ops.barrier(ctx)
+    if ctx.is_main:
+        os.mkdir(file)  # appears while the save is under way: the rename must fail
+    from fxtrain.checkpoint import _save
+
+    kept = _save.new_name
+    _save.new_name = lambda folder, updates: "update-0000000002"
+    try:
+        saving = fx.save(folder, ctx, model, position=fx.Position(updates=2), background=True)
+    finally:
+        _save.new_name = kept
+    try:
+        if how == "result":
+            saving.result()
+        elif how == "next":
+            fx.save(folder, ctx, model, position=fx.Position(updates=4))
+        else:
+            ctx.comm.finish(None)
+    except fx.CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("how", ["result", "next", "close"])
+def test_an_error_in_the_background_is_raised_once_and_never_lost(clusters, how, tmp_path):
+    told = clusters[2].run(_background_fails, str(tmp_path), how)
+    assert all(text and "FileExistsError" in text for text in told)
+    assert fx.latest(tmp_path) == str(tmp_path / "update-0000000003")
+    clusters[2].close()  # "close" has ended its groups

@@ -1,6 +1,5 @@
 """Each launcher as a function: a spec and a machine to a command line, variables and files."""
 
-import json
 import subprocess
 
 import attrs
@@ -15,19 +14,13 @@ from fxtrain.launch import (
     Machine,
     MpiOptions,
     RayOptions,
-    SageMakerOptions,
     SlurmOptions,
     TpuPodOptions,
     find_launcher,
     options_from,
     prepare,
 )
-
-HERE = Machine(python="python", cores=range(8), numa=((0, 1, 2, 3), (4, 5, 6, 7)), port=4711)
-
-
-def _spec(launcher="native", **fields):
-    return LaunchSpec(target="train.py", launcher=launcher, **fields)
+from tests.launch._specs import HERE, SAGEMAKER, spec_of
 
 
 @attrs.frozen(kw_only=True)
@@ -44,39 +37,39 @@ class Case:
 CASES = [
     Case(
         name="native",
-        spec=_spec(ranks=2),
+        spec=spec_of(ranks=2),
         words="python -m torch.distributed.run --nnodes=1 --nproc-per-node=2 "
         "--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --local-addr=127.0.0.1 --no-python",
         env={"OMP_NUM_THREADS": "4"},
     ),
     Case(
         name="static",
-        spec=_spec(nodes=3, node_rank=2, main_address="n0", main_port=1234, threads=3),
+        spec=spec_of(nodes=3, node_rank=2, main_address="n0", main_port=1234, threads=3),
         words="--nnodes=3 --rdzv-backend=static --rdzv-endpoint=n0:1234 --node-rank=2",
         env={"OMP_NUM_THREADS": "3"},
     ),
     Case(
         name="elastic",
-        spec=_spec(nodes=4, min_nodes=2, main_address="n0", restarts=3, run_id="a", role="r"),
+        spec=spec_of(nodes=4, min_nodes=2, main_address="n0", restarts=3, run_id="a", role="r"),
         words="--nnodes=2:4 --rdzv-backend=c10d --rdzv-endpoint=n0:29500 --rdzv-id=a "
         "--max-restarts=3 --role=r",
         env={"OMP_NUM_THREADS": "8", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     ),
     Case(
         name="output",
-        spec=_spec(log_dir="logs", redirect="err", tee="both", show_ranks=[0, 1], ranks=8),
+        spec=spec_of(log_dir="logs", redirect="err", tee="both", show_ranks=[0, 1], ranks=8),
         words="--log-dir=logs --redirects=2 --tee=3 --local-ranks-filter=0,1",
         env={"OMP_NUM_THREADS": "1"},
     ),
     Case(
         name="gpus",
-        spec=_spec(gpus=["2", "3"], ranks=2, bind="core-complex", monitor_interval_s=2),
+        spec=spec_of(gpus=["2", "3"], ranks=2, bind="core-complex", monitor_interval_s=2),
         words="--monitor-interval=2 --numa-binding=core-complex --no-python",
         env={"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "2,3"},
     ),
     Case(
         name="cores",
-        spec=_spec(cpu=True, ranks=4, bind="exclusive"),
+        spec=spec_of(cpu=True, ranks=4, bind="exclusive"),
         words="--no-python python script --cores=0-1/2-3/4-5/6-7 -- train.py",
         env={
             "OMP_NUM_THREADS": "2",
@@ -87,14 +80,14 @@ CASES = [
     ),
     Case(
         name="openmpi",
-        spec=_spec("mpi", ranks=2, options=MpiOptions(kind="openmpi", interface="eth0")),
+        spec=spec_of("mpi", ranks=2, options=MpiOptions(kind="openmpi", interface="eth0")),
         words="mpirun -np 2 --oversubscribe --map-by ppr:2:node --bind-to none "
         "btl_tcp_if_include eth0 -x OMP_NUM_THREADS -x MASTER_ADDR -x MASTER_PORT python",
         env={"OMP_NUM_THREADS": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711"},
     ),
     Case(
         name="mpich",
-        spec=_spec(
+        spec=spec_of(
             "mpi", ranks=2, nodes=2, main_address="n0", bind="exclusive",
             options=MpiOptions(hostfile="hosts", program="mpiexec"),
         ),
@@ -104,7 +97,7 @@ CASES = [
     ),
     Case(
         name="intel",
-        spec=_spec(
+        spec=spec_of(
             "mpi", ranks=2, bind="socket",
             options=MpiOptions(kind="intel", ccl_workers=2, ccl_transport="ofi"),
         ),
@@ -116,7 +109,7 @@ CASES = [
     ),
     Case(
         name="srun",
-        spec=_spec("slurm", ranks=4, nodes=2, options=SlurmOptions(extra=["--exclusive"])),
+        spec=spec_of("slurm", ranks=4, nodes=2, options=SlurmOptions(extra=["--exclusive"])),
         words="srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=2 "
         "--kill-on-bad-exit=1 --exclusive python",
         env={"OMP_NUM_THREADS": "2"},
@@ -124,12 +117,12 @@ CASES = [
     ),
     Case(
         name="sbatch",
-        spec=_spec("slurm", options=SlurmOptions(file="my.sbatch")),
+        spec=spec_of("slurm", options=SlurmOptions(file="my.sbatch")),
         words="sbatch my.sbatch",
     ),
     Case(
         name="deepspeed",
-        spec=_spec("deepspeed", ranks=2, gpus=["1", "3"], log_dir="logs"),
+        spec=spec_of("deepspeed", ranks=2, gpus=["1", "3"], log_dir="logs"),
         words="python -u -m deepspeed.launcher.launch "
         "--world_info=eyJsb2NhbGhvc3QiOiBbMSwgM119 --master_addr=127.0.0.1 --master_port=4711 "
         "--no_local_rank script --errors=%ERRORS% -- train.py",
@@ -137,7 +130,7 @@ CASES = [
     ),
     Case(
         name="pdsh",
-        spec=_spec(
+        spec=spec_of(
             "deepspeed", args=["--name", "a b"], env=["A=1 2"], cpu=True, main_port=1234,
             options=DeepSpeedOptions(hostfile="hosts", include="c@b:1,0", folder="/my run"),
         ),
@@ -151,7 +144,7 @@ CASES = [
     ),
     Case(
         name="first slots of the first machines",
-        spec=_spec(
+        spec=spec_of(
             "deepspeed", ranks=2, nodes=2, executable=True, options={"hostfile": "hosts"},
         ),
         words="pdsh -w a,b --world_info=eyJhIjogWzAsIDFdLCAiYiI6IFswLCAxXX0= --no_python train.py",
@@ -160,14 +153,14 @@ CASES = [
     ),
     Case(
         name="one machine left",
-        spec=_spec("deepspeed", options=DeepSpeedOptions(hostfile="hosts", exclude="a:0@b")),
+        spec=spec_of("deepspeed", options=DeepSpeedOptions(hostfile="hosts", exclude="a:0@b")),
         words="python -u -m deepspeed.launcher.launch --world_info=eyJhIjogWzFdfQ==",
         env={"OMP_NUM_THREADS": "8"},
         machine=attrs.evolve(HERE, hosts="a slots=2\nb slots=2"),
     ),
     Case(
         name="mpirun by DeepSpeed",
-        spec=_spec(
+        spec=spec_of(
             "deepspeed", module=True, env=["A=1 2"],
             options=DeepSpeedOptions(
                 hostfile="hosts", runner="openmpi", runner_args=["--bind-to", "none"],
@@ -181,13 +174,13 @@ CASES = [
     ),
     Case(
         name="tpu",
-        spec=_spec("tpu", env=["XLA_FLAGS=a b"]),
+        spec=spec_of("tpu", env=["XLA_FLAGS=a b"]),
         words="python -- train.py",
         env={"PJRT_DEVICE": "TPU", "OMP_NUM_THREADS": "8", "XLA_FLAGS": "a b"},
     ),
     Case(
         name="tpu-pod",
-        spec=_spec(
+        spec=spec_of(
             "tpu-pod", args=["a b"], env=["A=1 2"],
             options=TpuPodOptions(
                 name="me@v4", zone="z", workers="0,2-3", folder="~/my run", sudo=True,
@@ -200,13 +193,13 @@ CASES = [
     ),
     Case(
         name="ray",
-        spec=_spec("ray", ranks=2, options=RayOptions(job_server="http://h:8265", wait=False)),
+        spec=spec_of("ray", ranks=2, options=RayOptions(job_server="http://h:8265", wait=False)),
         words="ray job submit --address=http://h:8265 --working-dir=. --no-wait -- python -m "
         "fxtrain.launch._ray_driver fxtrain-launch/ray.json",
     ),
     Case(
         name="kubernetes",
-        spec=_spec("kubernetes", options=KubernetesOptions(image="i", name="run-1")),
+        spec=spec_of("kubernetes", options=KubernetesOptions(image="i", name="run-1")),
         words="kubectl apply -f fxtrain-launch/run-1.json",
     ),
 ]  # fmt: skip
@@ -239,7 +232,7 @@ def test_a_batch_file_is_a_program_of_the_shell(tmp_path):
         partition="gpu", time="1:00:00", gpus_per_node="8", warn_s=60, setup=["module load cuda"],
         extra=["--exclusive"],
     )  # fmt: skip
-    spec = _spec("slurm", ranks=8, nodes=2, env=["A=it's"], options=options)
+    spec = spec_of("slurm", ranks=8, nodes=2, env=["A=it's"], options=options)
     (text,) = prepare(spec, attrs.evolve(HERE, folder="/my run")).files.values()
     for line in (
         "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=8", "#SBATCH --partition=gpu",
@@ -251,95 +244,6 @@ def test_a_batch_file_is_a_program_of_the_shell(tmp_path):
     path = tmp_path / "job.sbatch"
     path.write_text(text)
     assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
-
-
-def _manifest(**fields):
-    options = KubernetesOptions(
-        image="me/train:1", gpus=8, memory="64Gi", shared_memory="8Gi", claims=["data:/data"],
-        node_selector=["pool=a"], folder="/app", namespace="ml", **fields,
-    )  # fmt: skip
-    spec = _spec(
-        "kubernetes", ranks=8, nodes=3, args=["$(HOME)"], env=["A=$(B)"], restarts=2,
-        options=options,
-    )  # fmt: skip
-    (text,) = prepare(spec, HERE).files.values()
-    return json.loads(text)
-
-
-def _check_pod(pod, place):
-    (container,) = pod["containers"]
-    assert container["command"] == ["python", "-m", "fxtrain.cli", "launch"]
-    words = [*place, "--ranks=8", "--nodes=3", "--", "train.py", "$$(HOME)"]
-    assert container["args"] == words
-    assert container["env"] == [{"name": "A", "value": "$$(B)"}]
-    assert container["resources"]["limits"] == {"memory": "64Gi", "nvidia.com/gpu": "8"}
-    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/data", "/dev/shm"}
-    assert pod["restartPolicy"] == "Never"
-    assert pod["nodeSelector"] == {"pool": "a"}
-
-
-def test_jobset():
-    found = _manifest()
-    assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    assert found["metadata"] == {"name": "train", "namespace": "ml"}
-    assert found["spec"]["failurePolicy"] == {"maxRestarts": 2}
-    (group,) = found["spec"]["replicatedJobs"]
-    job = group["template"]["spec"]
-    assert (job["parallelism"], job["completions"], job["completionMode"]) == (3, 3, "Indexed")
-    place = ["--node-rank=$(JOB_COMPLETION_INDEX)", "--main-address=train-node-0-0.train"]
-    _check_pod(job["template"]["spec"], [*place, "--main-port=29500"])
-
-
-def test_pytorch_job():
-    found = _manifest(manifest="pytorchjob")
-    assert (found["apiVersion"], found["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    assert found["spec"]["runPolicy"]["backoffLimit"] == 2
-    replicas = found["spec"]["pytorchReplicaSpecs"]
-    assert {name: one["replicas"] for name, one in replicas.items()} == {"Master": 1, "Worker": 2}
-    place = ["--node-rank=$(RANK)", "--main-address=$(MASTER_ADDR)", "--main-port=$(MASTER_PORT)"]
-    for one in replicas.values():
-        (container,) = one["template"]["spec"]["containers"]
-        assert container["name"] == "pytorch"
-        _check_pod(one["template"]["spec"], place)
-
-
-SAGEMAKER = SageMakerOptions(
-    role="me", instance_type="ml.p4d.24xlarge", framework_version="2.5", py_version="py311",
-    spot=True, max_run_s=60, inputs=["train=s3://b/d"], wait=False,
-)  # fmt: skip
-
-
-def test_sagemaker_estimator():
-    args = ["--lr", "0.1", "--name=a b"]
-    spec = _spec("sagemaker", nodes=2, args=args, env=["A=1"], options=SAGEMAKER)
-    (text,) = prepare(spec, HERE).files.values()
-    assert json.loads(text) == {
-        "estimator": {
-            "entry_point": "train.py",
-            "source_dir": ".",
-            "role": "me",
-            "instance_type": "ml.p4d.24xlarge",
-            "instance_count": 2,
-            "framework_version": "2.5",
-            "py_version": "py311",
-            "max_run": 60,
-            "max_wait": 60,
-            "use_spot_instances": True,
-            "distribution": {"torch_distributed": {"enabled": True}},
-            "hyperparameters": {"lr": "0.1", "name": "a b"},
-            "environment": {"A": "1"},
-        },
-        "fit": {"inputs": {"train": "s3://b/d"}, "wait": False},
-    }
-
-
-def test_sagemaker_knows_these_arguments():
-    estimator = pytest.importorskip("sagemaker.estimator", reason="sagemaker is not installed")
-    kinds = (estimator.Framework, estimator.EstimatorBase)
-    known = {name for kind in kinds for name in kind.__init__.__code__.co_varnames}
-    own = {"framework_version", "py_version", "distribution"}  # of sagemaker.pytorch.PyTorch
-    (text,) = prepare(_spec("sagemaker", options=SAGEMAKER), HERE).files.values()
-    assert set(json.loads(text)["estimator"]) - own <= known
 
 
 @attrs.frozen(kw_only=True)
@@ -433,4 +337,4 @@ def test_options_are_read_from_words_by_their_types():
 def test_every_field_of_a_spec_is_somebodys():
     used = {field.name for field in attrs.fields(LaunchSpec)}
     assert all(row.uses <= used for row in LAUNCHERS.values())
-    assert find_launcher(_spec()).uses == used
+    assert find_launcher(spec_of()).uses == used

@@ -1,0 +1,54 @@
+"""How a context ends: which groups go, and what the other ranks are told."""
+
+import atexit
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed as dist
+
+from fxtrain.state import Ledger, Topology
+
+__all__ = ["closer", "part_closer"]
+
+
+def closer(
+    topology: Topology, store: Any, timeout_s: float
+) -> Callable[[BaseException | None], None]:
+    """A function that closes what was opened, once, and leaves word for the other ranks."""
+    world = dist.group.WORLD
+
+    def close_groups(error: BaseException | None) -> None:
+        if not dist.is_initialized() or dist.group.WORLD is not world:
+            return
+        word = "" if error is None else f"{type(error).__name__}: {error}"
+        _leave(topology, store, word, min(5.0, timeout_s))
+        dist.destroy_process_group()
+
+    # Kept until exit even once closed: another rank may still connect anew to our store.
+    atexit.register(close_groups, None)
+    return close_groups
+
+
+def part_closer(ledger: Ledger) -> Callable[[BaseException | None], None]:
+    """A function that closes what was opened beside a process group of somebody else."""
+    world = dist.group.WORLD
+
+    def close_groups(_: BaseException | None) -> None:
+        if not dist.is_initialized() or dist.group.WORLD is not world:
+            return  # closed with it
+        while ledger.opened:
+            dist.destroy_process_group(ledger.opened.pop())
+
+    return close_groups
+
+
+def _leave(topology: Topology, store: Any, word: str, patience_s: float) -> None:
+    """Say why this rank leaves; the rank that serves the store goes last."""
+    try:
+        store.set(f"world/left/{topology.rank}", word)
+        if topology.rank == 0 and not word and not topology.store_is_served:
+            keys = [f"world/left/{rank}" for rank in range(topology.world_size)]
+            store.wait(keys, timedelta(seconds=patience_s))
+    except RuntimeError:
+        return  # the store went before us: nobody is left to read
