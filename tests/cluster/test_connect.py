@@ -4,10 +4,12 @@ import time
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 import fxtrain as fx
 from fxtrain import ops
-from fxtrain.testing import free_port
+from fxtrain.ops import _connect
+from fxtrain.testing import Transformer, free_port
 from fxtrain.testing._start import starter
 
 
@@ -100,3 +102,35 @@ def test_an_error_on_one_axis_stays_on_its_ranks(clusters):
     found = clusters[4].outcomes(_wrong_on_an_axis)
     assert [type(one).__name__ for one in found] == ["CollectiveError"] * 2 + ["str"] * 2
     assert "axis tensor0" in str(found[0])
+
+
+def _groups_in(ctx):
+    """How many groups there are before, inside, with one sharded model and two, and after."""
+    counts = [len(distributed_c10d._world.pg_map)]
+    plan = fx.Plan(strategy=fx.FSDP(shard=2))
+    with fx.detect({}, device="cpu", mesh=fx.Mesh(tensor=2, replicate=2), timeout_s=20) as placed:
+        counts.append(len(distributed_c10d._world.pg_map))
+        assert ops.reduce(1, placed.axis("tensor"), op="sum") == 2
+        ops.duplicate(placed)
+    counts.append(len(distributed_c10d._world.pg_map))
+    with fx.detect({}, device="cpu", timeout_s=20) as plain:
+        for _ in range(2):
+            fx.wrap(Transformer(), plain, plan)
+            counts.append(len(distributed_c10d._world.pg_map))
+    return [*counts, len(distributed_c10d._world.pg_map), ops.reduce(1, ctx, op="sum")]
+
+
+def test_what_a_context_opens_is_shared_by_models_and_closes_with_it(clusters):
+    for before, inside, between, one, two, after, ranks in clusters[4].run(_groups_in):
+        assert inside == before + 5  # for control, and a pair for each of two axes
+        assert before == between == after
+        assert one == two == before + 3  # for control, and the axes of the sharded model
+        assert ranks == 4
+
+
+def test_a_store_that_died_is_rank_0_that_is_gone():
+    class Dead:
+        def check(self, keys):
+            raise RuntimeError("Failed to recv, got 0 bytes.")
+
+    assert _connect._missing(Dead(), {0: "hello/0", 1: "hello/1"}) == [0]
