@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, _redistribute, debug
 
 from fxtrain.state import AXES, DistContext
 
-__all__ = ["device_mesh"]
+__all__ = ["device_mesh", "forget_meshes"]
 
 
 def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
@@ -33,12 +33,12 @@ def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
     shown = {axis: n for axis, n in split.items() if n > 1 or (axis == "shard" and data > 1)}
     layout = torch.arange(math.prod(shown.values())).view(*shown.values())
     groups = [_group(ctx, axis, list(shown).index(axis), split, layout) for axis in shown]
-    _forget_meshes()
+    forget_meshes()
     kind = ctx.device.type
     return DeviceMesh.from_group(groups, kind, layout, mesh_dim_names=tuple(shown))
 
 
-def _forget_meshes() -> None:
+def forget_meshes() -> None:
     """Have torch lay out operations anew.
 
     It remembers that by the value of a mesh, and would hand out the equal one of an earlier

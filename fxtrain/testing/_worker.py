@@ -86,9 +86,13 @@ def _close_others(keep: list[Any]) -> None:
     from torch import distributed as dist
 
     known = {id(group) for group in keep}
-    for group in _open_groups():
-        if id(group) not in known:
-            dist.destroy_process_group(group)
+    left = [group for group in _open_groups() if id(group) not in known]
+    for group in left:
+        dist.destroy_process_group(group)
+    if left:
+        from fxtrain.backends._device_mesh import forget_meshes
+
+        forget_meshes()
 
 
 def _answer(ctx: Any, request: bytes) -> bytes:
