@@ -1,6 +1,7 @@
 """The values that a sharded model starts from: rank 0's, sent in parts, or fresh ones."""
 
-from collections.abc import Callable, Container
+import itertools
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import attrs
@@ -144,9 +145,11 @@ def local_part(whole: Tensor, like: DTensor, place: tuple[int, ...]) -> Tensor:
 
 
 def _chunk(whole: Tensor, n: int, dim: int, index: int) -> Tensor:
-    parts = whole.chunk(n, dim)
-    # torch gives the last ranks nothing where a dimension is short.
-    return parts[index] if index < len(parts) else whole.narrow(dim, 0, 0)
+    """One of torch's n chunks, without making the others; the last may be short or empty."""
+    length = whole.size(dim)
+    size = -(-length // n)
+    start = min(index * size, length)
+    return whole.narrow(dim, start, min(size, length - start))
 
 
 def _send(whole: Tensor | None, parameter: Tensor, ctx: DistContext) -> None:
@@ -169,18 +172,34 @@ def _send(whole: Tensor | None, parameter: Tensor, ctx: DistContext) -> None:
 
 
 def _scatter(whole: Tensor | None, like: DTensor, mine: Tensor, ctx: DistContext) -> None:
-    layout = like.device_mesh.mesh
-    places = {int(layout[tuple(p)]): tuple(p) for p in torch.ones_like(layout).nonzero().tolist()}
-    largest = max(local_part(_shape_of(like), like, p).numel() for p in places.values())
+    # torch's chunks get no longer from first to last.
+    largest = local_part(_shape_of(like), like, (0,) * like.device_mesh.ndim).numel()
     received = torch.empty(largest, dtype=like.dtype, device=ctx.device)
-    parts: list[Tensor] | None = None
-    if whole is not None:
-        parts = []
-        for rank in range(ctx.world_size):
-            part = local_part(whole, like, places[rank]).to(ctx.device).flatten()
-            parts.append(torch.cat([part, part.new_zeros(largest - part.numel())]))
+    parts = None if whole is None else _parts(whole, like, largest, ctx)
     dist.scatter(received, parts, 0, group=ctx.comm.group)
     mine.copy_(received[: mine.numel()].view(mine.shape))
+
+
+def _parts(whole: Tensor, like: DTensor, length: int, ctx: DistContext) -> list[Tensor]:
+    """What each rank holds of a tensor, by rank, flat and padded to one length."""
+    rows = torch.zeros(ctx.world_size, length, dtype=whole.dtype, device=ctx.device)
+    parts = list(rows.unbind()) if not ctx.comm.simulated else [rows[ctx.rank]] * ctx.world_size
+    for rank, place in _places(like, ctx):
+        part = local_part(whole, like, place)
+        parts[rank][: part.numel()] = part.flatten()
+    return parts
+
+
+def _places(like: DTensor, ctx: DistContext) -> Iterable[tuple[int, tuple[int, ...]]]:
+    """Each rank, and where it stands in the mesh of a tensor."""
+    mesh = like.device_mesh
+    if ctx.comm.simulated:  # nobody looks at what others are sent
+        own = mesh.get_coordinate()
+        assert own is not None
+        return [(ctx.rank, tuple(own))]
+    layout = mesh.mesh
+    places = itertools.product(*map(range, layout.shape))
+    return zip(layout.flatten().tolist(), places, strict=True)
 
 
 def _shape_of(like: DTensor) -> Tensor:

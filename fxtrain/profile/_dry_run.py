@@ -7,7 +7,7 @@ from typing import Any
 from fxtrain import ops
 from fxtrain._errors import StepError
 from fxtrain.profile._axes import axis_namer
-from fxtrain.profile._patches import loading_here, movable, printable
+from fxtrain.profile._patches import cut_late, loading_here, movable, printable
 from fxtrain.profile._pretend import Pretend
 from fxtrain.profile._problems import ends_the_run, find_problems
 from fxtrain.profile._traffic import Collective, summary
@@ -95,7 +95,7 @@ def rehearse(
     size = read_bytes(device_memory)
     watch, pretend = Watch(most=_MOST_UPDATES), Pretend()
     ended: BaseException | None = None
-    patches = (loading_here(watch), movable(pretend), printable())
+    patches = (loading_here(watch), movable(pretend), cut_late(), printable())
     with ExitStack() as stack:
         for one in (pretended(variables), *patches, pretend, watching(watch)):
             stack.enter_context(one)

@@ -12,7 +12,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from fxtrain.profile._pretend import Pretend
 from fxtrain.profile._watch import Watch
 
-__all__ = ["loading_here", "movable", "printable"]
+__all__ = ["cut_late", "loading_here", "movable", "printable"]
 
 
 @contextmanager
@@ -56,6 +56,18 @@ def movable(pretend: Pretend) -> Iterator[None]:
 
 
 @contextmanager
+def cut_late() -> Iterator[None]:
+    """Let FSDP2 cut only those chunks of a parameter that it looks at.
+
+    It makes all of them, one for each rank, and takes this rank's and the first.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    with _replaced(_fsdp_param, "_chunk_with_empty", _Chunks):
+        yield
+
+
+@contextmanager
 def printable() -> Iterator[None]:
     """Let `f"{loss:.3f}"` look at a value, as of any tensor of no dimensions."""
     usual = torch.Tensor.__format__
@@ -67,6 +79,21 @@ def printable() -> Iterator[None]:
 
     with _replaced(torch.Tensor, "__format__", write):
         yield
+
+
+class _Chunks:
+    """What `torch.chunk` gives, filled up with empty tensors, each made when it is asked for."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._num_chunks, self._dim = tensor, num_chunks, dim
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        length = self._tensor.size(self._dim)
+        size = -(-length // self._num_chunks)
+        start = index * size
+        if index and start >= length:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(size, length - start))
 
 
 @contextmanager

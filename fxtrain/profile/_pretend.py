@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    disable_fake_tensor_cache,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -70,7 +71,7 @@ class Pretend(TorchDispatchMode):
         if special is not None:
             return special(self, func, args, kwargs)
         if func.namespace == "c10d":
-            return func(*args, **kwargs)
+            return self.travel(func, args, kwargs)
         return self.usual(func, args, kwargs)
 
     def usual(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -134,12 +135,41 @@ class Pretend(TorchDispatchMode):
                 places.append(index)
         return self.usual(func, (args[0], places, *args[2:]), kwargs)
 
+    def travel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A collective of the fake group.
+
+        torch looks for what it remembers of the same call, which is never there, by the shapes
+        of all tensors: as many as ranks.
+        """
+        with disable_fake_tensor_cache(self._fake):
+            return func(*args, **kwargs)
+
+    def scatter(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A scatter, whose root brings a tensor for each rank.
+
+        The group is asked with tensors that have no memory, one for all of the same shape: as
+        pretended ones, each of them would be looked at on its own, by much code.
+        """
+        tensors = [leaf for leaf in tree_leaves(args[:2]) if isinstance(leaf, Tensor)]
+        if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return self.travel(func, args, kwargs)
+        kinds = {(t.shape, t.dtype) for t in tensors}
+        twins = {kind: torch.empty(kind[0], dtype=kind[1], device="meta") for kind in kinds}
+        outputs, inputs = tree_map_only(Tensor, lambda t: twins[t.shape, t.dtype], args[:2])
+        _, work = func(outputs, inputs, *args[2:], **kwargs)
+        return args[0], work
+
+    def device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Where a tensor is: half of what torch asks of pretended ones."""
+        tensor = args[0]
+        return tensor.fake_device if isinstance(tensor, FakeTensor) else func(*args, **kwargs)
+
     def finish(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An all-reduce whose handle brings its tensors: that of the fake group brings nothing.
 
         The reducer of DDP, in C++, looks at them.
         """
-        tensors, _ = func(*args, **kwargs)
+        tensors, _ = self.travel(func, args, kwargs)
         future = torch.futures.Future()
         future.set_result(list(args[0]))
         work = _create_work_from_future(future)
@@ -203,6 +233,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _aten.index_put.default: Pretend.index,
     _aten.index_put_.default: Pretend.index,
     _c10d.allreduce_.default: Pretend.finish,
+    _c10d.scatter_.default: Pretend.scatter,
+    torch.ops.prim.device.default: Pretend.device,
     # torch's rule for shapes makes a new tensor, where waiting really gives the same one.
     torch.ops._c10d_functional.wait_tensor.default: lambda self, func, args, kwargs: args[0],
 }
