@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fxtrain import ops
 from fxtrain._errors import PlanError
 from fxtrain.backends._modules import outline
+from fxtrain.ops._chunk import chunk_of
 from fxtrain.state import DistContext
 
 __all__ = ["Start", "fill", "fill_whole", "keep_part", "note_start"]
@@ -140,16 +141,8 @@ def local_part(whole: Tensor, like: DTensor, place: tuple[int, ...]) -> Tensor:
     for dim in reversed(range(like.device_mesh.ndim)):
         placement = like.placements[dim]
         if isinstance(placement, Shard | _StridedShard):
-            part = _chunk(part, like.device_mesh.size(dim), placement.dim, place[dim])
+            part = chunk_of(part, like.device_mesh.size(dim), placement.dim, place[dim])
     return part
-
-
-def _chunk(whole: Tensor, n: int, dim: int, index: int) -> Tensor:
-    """One of torch's n chunks, without making the others; the last may be short or empty."""
-    length = whole.size(dim)
-    size = -(-length // n)
-    start = min(index * size, length)
-    return whole.narrow(dim, start, min(size, length - start))
 
 
 def _send(whole: Tensor | None, parameter: Tensor, ctx: DistContext) -> None:

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from fxtrain.ops._chunk import chunk_of
 from fxtrain.profile._pretend import Pretend
 from fxtrain.profile._watch import Watch
 
@@ -82,18 +83,13 @@ def printable() -> Iterator[None]:
 
 
 class _Chunks:
-    """What `torch.chunk` gives, filled up with empty tensors, each made when it is asked for."""
+    """A tensor's chunks, each cut when it is asked for."""
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._num_chunks, self._dim = tensor, num_chunks, dim
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        length = self._tensor.size(self._dim)
-        size = -(-length // self._num_chunks)
-        start = index * size
-        if index and start >= length:
-            return self._tensor.new_empty(0)
-        return self._tensor.narrow(self._dim, start, min(size, length - start))
+        return chunk_of(self._tensor, self._num_chunks, self._dim, index)
 
 
 @contextmanager

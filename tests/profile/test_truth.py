@@ -58,11 +58,12 @@ def _bytes(tensors):
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def _compare(pool, loop, *args, mesh=None):
-    world = pool.n
-    told = fx.dry_run(functools.partial(_call, loop, args), world=world, rank=world - 1, mesh=mesh)
+def _compare(pool, loop, *args, mesh=None, rank=None):
+    """Of the last rank, if none is named."""
+    rank = pool.n - 1 if rank is None else rank
+    told = fx.dry_run(functools.partial(_call, loop, args), world=pool.n, rank=rank, mesh=mesh)
     assert told.problems == () and told.updates >= 2
-    got, held, step = pool.run(_measured, loop, told.mesh, *args)[-1]
+    got, held, step = pool.run(_measured, loop, told.mesh, *args)[rank]
     assert {name: getattr(told.memory, name) for name in held} == held
     assert _totals(told.step) == step
     return told, got
@@ -144,6 +145,12 @@ def test_fsdp_is_predicted_exactly(name, clusters):
     assert told.peak == pytest.approx(got["peak"], rel=0.15)
     whole = fx.dry_run(functools.partial(_call, by_steps, (fx.Plan(),)), world=4).memory
     assert told.memory.optimizer < whole.optimizer
+
+
+def test_the_rank_that_sends_values_is_predicted(clusters):
+    told, got = _compare(clusters[4], by_steps, SHARDED["full"], rank=0)
+    assert told.setup == got["setup"] and "scatter" in {row.kind for row in told.setup}
+    assert told.setup_peak == pytest.approx(got["setup_peak"], rel=0.15)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
