@@ -1,23 +1,48 @@
-"""A dry run of a Llama of 7 billion parameters on 1024 ranks: seconds and memory of this process.
+"""Dry runs of a Llama of 7 billion parameters on 1024 ranks: seconds and memory, cold.
 
-python -m benchmarks.dry_run
+python -m benchmarks.dry_run [PLAN]
 """
 
-import functools
+import json
 import resource
+import subprocess
+import sys
 import time
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from benchmarks._common import show
 from fxtrain.profile import show_bytes
 
-WIDTH, HIDDEN, DEPTH, HEADS, WORDS, LENGTH = 4096, 11008, 32, 32, 32000, 2048
+WIDTH, HIDDEN, DEPTH, HEAD, WORDS, LENGTH = 4096, 11008, 32, 128, 32000, 2048
+_BLOCKS = fx.FSDP(wrap=("Block",))
+_SPLIT = fx.TP(
+    styles=(
+        fx.Style(modules="blocks.*.attention.[qkv]", style="colwise"),
+        fx.Style(modules="blocks.*.attention.o", style="rowwise"),
+        fx.Style(modules="blocks.*.gate", style="colwise"),
+        fx.Style(modules="blocks.*.up", style="colwise"),
+        fx.Style(modules="blocks.*.down", style="rowwise"),
+    )
+)
+CASES: dict[str, tuple[fx.Mesh, dict[str, Any]]] = {
+    "DDP": (fx.Mesh(), {}),
+    "FSDP over 8, 128 copies": (fx.Mesh(replicate=128, shard=8), {"strategy": _BLOCKS}),
+    "FSDP over 1024": (fx.Mesh(shard=1024), {"strategy": _BLOCKS}),
+    "FSDP over 128, TP over 8": (
+        fx.Mesh(shard=128, tensor=8),
+        {"strategy": fx.FSDP(wrap=("Block",), tensor=_SPLIT)},
+    ),
+    "FSDP over 1024, 8 share a sequence": (
+        fx.Mesh(shard=128, context=8),
+        {"strategy": _BLOCKS, "context": fx.CP(tables=("turn",))},
+    ),
+}
 
 
 class Attention(nn.Module):
@@ -27,14 +52,15 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, turn_TK: Tensor) -> Tensor:
         batch, time_, _ = x_BTD.shape
+        # As many heads as the layers make: a part of them under tensor parallelism.
         q, k, v = (
-            part(x_BTD).view(batch, time_, HEADS, -1).transpose(1, 2)
+            part(x_BTD).view(batch, time_, -1, HEAD).transpose(1, 2)
             for part in (self.q, self.k, self.v)
         )
         mixed = F.scaled_dot_product_attention(
             _turned(q, turn_TK), _turned(k, turn_TK), v, is_causal=True
         )
-        return self.o(mixed.transpose(1, 2).reshape(batch, time_, WIDTH))
+        return self.o(mixed.transpose(1, 2).reshape(batch, time_, -1))
 
 
 def _turned(x_BHTK: Tensor, turn_TK: Tensor) -> Tensor:
@@ -63,44 +89,42 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
         self.norm = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        rates = 10000.0 ** (-torch.arange(HEAD // 2) / (HEAD // 2))
+        self.register_buffer("turn", (torch.arange(LENGTH)[:, None] * rates).repeat(1, 2))
 
     def forward(self, x_BT: Tensor) -> Tensor:
-        half = WIDTH // HEADS // 2
-        rates = 10000.0 ** (-torch.arange(half) / half)
-        turn_TK = (torch.arange(x_BT.shape[1])[:, None] * rates).repeat(1, 2)
         x_BTD = self.embed(x_BT)
         for block in self.blocks:
-            x_BTD = block(x_BTD, turn_TK)
+            x_BTD = block(x_BTD, self.turn)
         return self.head(self.norm(x_BTD))
 
 
-def token_loss(model: Any, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+def token_loss(model: Any, batch: Any) -> Tensor:
+    x_BT, y_BT = batch
+    return F.cross_entropy(model(x_BT).flatten(0, 1), y_BT.flatten())
 
 
 def rows() -> DataLoader[Any]:
-    return DataLoader(torch.zeros(16, LENGTH + 1, dtype=torch.int64), batch_size=1)
+    tokens = torch.zeros(16, LENGTH, dtype=torch.int64)
+    return DataLoader(TensorDataset(tokens, tokens), batch_size=1)
 
 
-def loop(ctx: fx.DistContext, strategy: Any) -> None:
-    """fxtrain's own, in bf16, one sequence a rank."""
-    plan = fx.Plan(strategy=strategy, precision="bf16", data=fx.Data(source="sharded"))
-    model = fx.wrap(Llama(), ctx, plan, optimizer=lambda params: torch.optim.AdamW(params))
-    fns = fx.StepFns(model=model, loss=lambda model, batch: token_loss(model, batch.data))
-    for batch in fx.shard(rows(), ctx, plan):
-        fx.step(ctx, batch, fns)
+def measure(mesh: fx.Mesh, fields: dict[str, Any]) -> list[str]:
+    """One dry run in this process, and what the process took with its imports."""
+    plan = fx.Plan(precision="bf16", data=fx.Data(source="sharded"), **fields)
 
+    def loop(ctx: fx.DistContext) -> None:
+        model = fx.wrap(Llama(), ctx, plan, optimizer=torch.optim.AdamW)
+        fns = fx.StepFns(model=model, loss=token_loss)
+        for batch in fx.shard(rows(), ctx, plan):
+            fx.step(ctx, batch, fns)
 
-def measure(name: str, strategy: Any, mesh: fx.Mesh) -> list[str]:
-    started, worked = time.perf_counter(), time.process_time()
-    fn = functools.partial(loop, strategy=strategy)
-    run = fx.dry_run(fn, world=1024, mesh=mesh, device_memory="80GB")
-    taken, worked = time.perf_counter() - started, time.process_time() - worked
+    run = fx.dry_run(loop, world=1024, mesh=mesh, device_memory="80GB")
+    if not run.fits and not run.step:
+        raise RuntimeError("\n".join(problem.text for problem in run.problems))
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return [
-        name,
-        f"{taken:.1f} s",
-        f"{worked:.1f} s",
+        f"{time.process_time():.1f} s",
         show_bytes(resident),
         show_bytes(run.memory.parameters),
         show_bytes(run.peak),
@@ -110,23 +134,23 @@ def measure(name: str, strategy: Any, mesh: fx.Mesh) -> list[str]:
 
 
 def main() -> None:
-    cases = {
-        "DDP": (fx.DDP(), fx.Mesh()),
-        "FSDP of 8": (fx.FSDP(wrap=("Block",)), fx.Mesh(replicate=-1, shard=8)),
-    }
-    columns = [
-        "plan",
-        "time",
-        "of it CPU",
-        "this process",
-        "parameters",
-        "peak",
-        "collectives",
-        "traffic",
-    ]
-    table = [measure(name, strategy, mesh) for name, (strategy, mesh) in cases.items()]
-    show("Dry run, 7B parameters, 1024 ranks (budget: 60 s and 2 GB)", columns, table)
+    table: list[list[str]] = []
+    for name in sys.argv[1:] or CASES:
+        started = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", _ALONE, name], check=True, stdout=subprocess.PIPE, text=True
+        )
+        taken = time.perf_counter() - started
+        table.append([name, f"{taken:.1f} s", *json.loads(done.stdout.splitlines()[-1])])
+    columns = "plan", "time", "of it CPU", "process", "parameters", "peak", "calls", "traffic"
+    title = "Dry run, 7B parameters, 1024 ranks, fresh processes (budget: 60 s and 2 GB)"
+    show(title, list(columns), table)
 
+
+_ALONE = (
+    "import json, sys; from benchmarks.dry_run import CASES, measure; "
+    "sys.stdout.write(json.dumps(measure(*CASES[sys.argv[1]])))"
+)
 
 if __name__ == "__main__":
     main()
