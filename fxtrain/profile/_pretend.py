@@ -162,7 +162,7 @@ class Pretend(TorchDispatchMode):
     def device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Where a tensor is: half of what torch asks of pretended ones."""
         tensor = args[0]
-        return tensor.fake_device if isinstance(tensor, FakeTensor) else func(*args, **kwargs)
+        return tensor.device if isinstance(tensor, FakeTensor) else func(*args, **kwargs)
 
     def finish(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An all-reduce whose handle brings its tensors: that of the fake group brings nothing.
