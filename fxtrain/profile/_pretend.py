@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = ["Peek", "Pretend", "is_library", "user_place"]
 
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
+_DEVICE = torch.ops.prim.device.default
 _LARGEST = 1 << 26  # bytes of whole numbers that keep their values
 _SURELY_SMALL = 1 << 12  # what an operator makes of so few bytes is not looked at first
 # Libraries whose frames are not the user's code.
@@ -65,6 +66,10 @@ class Pretend(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented
+        if func is _DEVICE:
+            # Half of what torch asks of pretended tensors, which know it without their mode.
+            known = isinstance(args[0], FakeTensor)
+            return args[0].device if known else func(*args, **kwargs)
         if active_fake_mode() is not None:
             return func(*args, **kwargs)
         special = _SPECIAL.get(func)
@@ -159,11 +164,6 @@ class Pretend(TorchDispatchMode):
         _, work = func(outputs, inputs, *args[2:], **kwargs)
         return args[0], work
 
-    def device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Where a tensor is: half of what torch asks of pretended ones."""
-        tensor = args[0]
-        return tensor.device if isinstance(tensor, FakeTensor) else func(*args, **kwargs)
-
     def finish(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An all-reduce whose handle brings its tensors: that of the fake group brings nothing.
 
@@ -234,7 +234,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _aten.index_put_.default: Pretend.index,
     _c10d.allreduce_.default: Pretend.finish,
     _c10d.scatter_.default: Pretend.scatter,
-    torch.ops.prim.device.default: Pretend.device,
     # torch's rule for shapes makes a new tensor, where waiting really gives the same one.
     torch.ops._c10d_functional.wait_tensor.default: lambda self, func, args, kwargs: args[0],
 }
