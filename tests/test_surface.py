@@ -143,7 +143,7 @@ def _example(name: str) -> str:
 @pytest.mark.parametrize("name", ["ten_lines", "raw", "with_fxtrain"])
 def test_examples_of_the_readme_run(name, tmp_path):
     script = tmp_path / f"{name}.py"
-    script.write_text(_example(name))
+    script.write_text(f"import torch\ntorch.manual_seed(0)\n{_example(name)}")  # else it may vary
     done = subprocess.run(
         [sys.executable, "-W", "error", str(script)],
         capture_output=True,
