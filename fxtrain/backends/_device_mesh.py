@@ -46,7 +46,8 @@ def lay_out(part: nn.Module, name: str, mesh: DeviceMesh, how: Placement, laid: 
     """Put a DTensor in the place of a module's parameter.
 
     Args:
-        laid: Grows. The parameters that it is about have to stay alive meanwhile.
+        laid: Grows. The parameters that it is about were all there before the first of them was
+            replaced, so that their ids are their own.
     """
     whole = part.get_parameter(name)
     if id(whole) not in laid:
