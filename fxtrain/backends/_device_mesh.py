@@ -5,12 +5,16 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, _redistribute, debug
+from torch.distributed.tensor import DTensor, Placement, _redistribute, debug, distribute_tensor
 
 from fxtrain.state import AXES, DistContext
 
-__all__ = ["device_mesh", "forget_meshes"]
+__all__ = ["Laid", "device_mesh", "forget_meshes", "lay_out"]
+
+# By id of a parameter, what became of it: the same, wherever it is met again.
+Laid = dict[int, nn.Parameter]
 
 
 def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
@@ -36,6 +40,21 @@ def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
     forget_meshes()
     kind = ctx.device.type
     return DeviceMesh.from_group(groups, kind, layout, mesh_dim_names=tuple(shown))
+
+
+def lay_out(part: nn.Module, name: str, mesh: DeviceMesh, how: Placement, laid: Laid) -> None:
+    """Put a DTensor in the place of a module's parameter.
+
+    Args:
+        laid: Grows. The parameters that it is about were all there before the first of them was
+            replaced, so that their ids are their own.
+    """
+    whole = part.get_parameter(name)
+    if id(whole) not in laid:
+        # Without a source rank: values are sent before, or once the model has its final form.
+        mine = distribute_tensor(whole.detach(), mesh, [how], src_data_rank=None)
+        laid[id(whole)] = nn.Parameter(mine, requires_grad=whole.requires_grad)
+    part.register_parameter(name, laid[id(whole)])
 
 
 def forget_meshes() -> None:

@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from fxtrain.backends._device_mesh import Laid, lay_out
 
 __all__ = ["split_experts"]
 
 
-def split_experts(part: nn.Module, mesh: DeviceMesh) -> None:
+def split_experts(part: nn.Module, mesh: DeviceMesh, laid: Laid) -> None:
     """Give each rank its experts of a module that holds the weights of all, stacked.
 
     The ranks see the same tokens. Each makes what its own experts add to the output, and the sum
@@ -23,10 +25,7 @@ def split_experts(part: nn.Module, mesh: DeviceMesh) -> None:
     """
     names = [name for name, _ in part.named_parameters(recurse=False)]
     for name in names:
-        whole = part.get_parameter(name)
-        # Without a source rank: values are sent once the model has its final form.
-        mine = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
-        part.register_parameter(name, nn.Parameter(mine, requires_grad=whole.requires_grad))
+        lay_out(part, name, mesh, Shard(0), laid)
     signature = inspect.signature(part.forward)
     count: Any = part.num_experts
     here = count // mesh.size()

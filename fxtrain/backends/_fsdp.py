@@ -10,27 +10,38 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fxtrain import ops
-from fxtrain._errors import CheckpointError, PlanError
+from fxtrain._errors import CheckpointError
 from fxtrain.backends import _torch
 from fxtrain.backends._local import new_round
 from fxtrain.backends._modules import away_from_xla, unmatched_names
+from fxtrain.backends._optim import one_by_one
 from fxtrain.backends._sequence import sequence_problems
 from fxtrain.backends._single import SINGLE, bundle, wrap_plain
 from fxtrain.backends._tensor_plan import split_problems
 from fxtrain.backends._units import unit_problems
 from fxtrain.state import FSDP, DistContext, ModelState, Plan, Strategy, Wrapped
 
-__all__ = ["FSDP_STRATEGY"]
+__all__ = ["FSDP_STRATEGY", "held_problems", "shard_size"]
 
 _MICRO = 0  # place in the counts
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     config: FSDP = plan.strategy
-    problems = [*unmatched_names(module, plan), *unit_problems(module, config)]
-    problems += [*away_from_xla(ctx, "FSDP"), *_size_problems(ctx, config)]
-    problems += _axis_problems(ctx, config)
+    problems = [*unmatched_names(module, plan), *away_from_xla(ctx, "FSDP")]
+    if ctx.mesh.pipeline > 1:
+        problems.append(
+            f"The mesh has pipeline={ctx.mesh.pipeline}, which FSDP does not use: its ranks would "
+            f"all do the same. Use PP(stages=fx.FSDP(...)), or leave the axis out of fx.Mesh(...)."
+        )
     problems += sequence_problems(ctx, plan, module)
+    return (*problems, *held_problems(ctx, config, module))
+
+
+def held_problems(ctx: DistContext, config: FSDP, module: nn.Module) -> list[str]:
+    """What does not fit of how a config holds a model on the data and tensor axes."""
+    problems = [*unit_problems(module, config), *_size_problems(ctx, config)]
+    problems += _tensor_problems(ctx, config)
     if config.tensor is not None and ctx.world_size > 1:
         problems += split_problems(module, config.tensor, ctx.mesh.tensor)
     if config.unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
@@ -44,17 +55,12 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             "FSDP(offload=True) moves shards to host memory, but this context has one data rank "
             "and nothing is sharded. Launch two processes, or leave offload out."
         )
-    return tuple(problems)
+    return problems
 
 
-def _axis_problems(ctx: DistContext, config: FSDP) -> list[str]:
+def _tensor_problems(ctx: DistContext, config: FSDP) -> list[str]:
     sizes = ctx.mesh.sizes
     problems: list[str] = []
-    if sizes["pipeline"] > 1:
-        problems.append(
-            f"The mesh has pipeline={sizes['pipeline']}, which FSDP does not use: its ranks would "
-            f"all do the same. Leave the axis out of fx.Mesh(...)."
-        )
     if config.tensor is None and sizes["tensor"] > 1:
         problems.append(
             f"The mesh has tensor={sizes['tensor']}, but the plan does not say what to split over "
@@ -118,24 +124,8 @@ def _wrap(
     undo = shard_module(module, ctx, plan, size)
     model = bundle(module, ctx, plan, optimizer, scheduler, strategy=FSDP_STRATEGY, undo=undo)
     for one in model.optimizers:
-        _one_by_one(one)
+        one_by_one(one)
     return attrs.evolve(model, round=new_round(module, ctx, plan, size))
-
-
-def _one_by_one(optimizer: torch.optim.Optimizer) -> None:
-    """torch's fast updates take a list of parameters of one layout only."""
-    for group in optimizer.param_groups:
-        layouts = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
-        if len(layouts) == 1:
-            continue
-        if group.get("fused"):
-            raise PlanError(
-                f"{type(optimizer).__name__}(fused=True): torch updates parameters of one layout "
-                f"at a time, and these have {len(layouts)}. Leave fused out, or put parameters "
-                f"that are sharded and those that are not into different groups."
-            )
-        if group.get("foreach", True) is None:
-            group["foreach"] = False
 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001

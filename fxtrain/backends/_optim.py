@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fxtrain._errors import PlanError
 
-__all__ = ["Params", "make_optimizers", "make_schedulers", "part_of"]
+__all__ = ["Params", "make_optimizers", "make_schedulers", "one_by_one", "part_of"]
 
 _FACTORY = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
 _SCHEDULER = "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"
@@ -105,6 +105,28 @@ def make_schedulers(made_by: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]
     made = made_by(optimizer)
     every = _all_of(made, LRScheduler, "scheduler", _SCHEDULER)
     return made, tuple(one for one in every if not isinstance(one, ReduceLROnPlateau))
+
+
+def one_by_one(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer update a parameter at a time, where they are laid out differently.
+
+    torch's fast updates take a list of parameters of one layout only.
+
+    Raises:
+        PlanError: it is asked for a fused update of such a list.
+    """
+    for group in optimizer.param_groups:
+        layouts = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
+        if len(layouts) == 1:
+            continue
+        if group.get("fused"):
+            raise PlanError(
+                f"{type(optimizer).__name__}(fused=True): torch updates parameters of one layout "
+                f"at a time, and these have {len(layouts)}. Leave fused out, or put parameters "
+                f"that are sharded and those that are not into different groups."
+            )
+        if group.get("foreach", True) is None:
+            group["foreach"] = False
 
 
 def _all_of(made: Any, kind: type, what: str, example: str) -> tuple[Any, ...]:

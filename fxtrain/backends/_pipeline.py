@@ -6,12 +6,15 @@ import attrs
 from torch import Tensor, nn
 
 from fxtrain.backends import _torch
+from fxtrain.backends._fsdp import held_problems
 from fxtrain.backends._modules import unmatched_names
+from fxtrain.backends._optim import one_by_one
 from fxtrain.backends._pipeline_grads import clip_norm
 from fxtrain.backends._pipeline_plan import KINDS, pipeline_problems
 from fxtrain.backends._pipeline_run import forward, run
 from fxtrain.backends._pipeline_state import load_state, state_of
 from fxtrain.backends._single import SINGLE, bundle, wrap_plain
+from fxtrain.backends._tensor_plan import region
 from fxtrain.state import PP, DistContext, Plan, Strategy, Wrapped, unsupported
 
 __all__ = ["PIPELINE_STRATEGY"]
@@ -21,8 +24,11 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     problems = list(unmatched_names(module, plan))
     if ctx.world_size == 1:
         return tuple(problems)
-    problems += _axis_problems(ctx)
+    problems += _axis_problems(ctx, plan.strategy)
     problems += _plan_problems(plan)
+    if plan.strategy.stages is not None:
+        problems += held_problems(ctx, plan.strategy.stages, module)
+        problems += _stage_problems(plan.strategy, module)
     if ctx.mesh.pipeline > 1:
         problems += pipeline_problems(module, plan, ctx.mesh.pipeline)
     if ctx.comm.simulated:
@@ -33,18 +39,24 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     return tuple(problems)
 
 
-def _axis_problems(ctx: DistContext) -> list[str]:
+def _axis_problems(ctx: DistContext, config: PP) -> list[str]:
     sizes = ctx.mesh.sizes
-    problems = [
-        f"The mesh has {axis}={sizes[axis]}, which PP does not use: its ranks would all do the "
-        f"same. Leave the axis out of fx.Mesh(...)."
-        for axis in ("context", "tensor")
-        if sizes[axis] > 1
-    ]
-    if sizes["shard"] > 1:
+    problems: list[str] = []
+    if sizes["context"] > 1:
         problems.append(
-            f"The mesh has shard={sizes['shard']}, but PP holds copies of each stage on the data "
-            f"axis. Use fx.Mesh(replicate={sizes['shard'] * sizes['replicate']}, "
+            f"The mesh has context={sizes['context']}, which PP does not use: its ranks would all "
+            f"do the same. Leave the axis out of fx.Mesh(...); sequences are cut under FSDP."
+        )
+    if sizes["tensor"] > 1 and config.stages is None:
+        problems.append(
+            f"The mesh has tensor={sizes['tensor']}, but the plan does not say what to split over "
+            f"it. Use PP(stages=fx.FSDP(tensor=fx.TP(...))), or leave the axis out of fx.Mesh(...)."
+        )
+    if sizes["shard"] > 1 and config.stages is None:
+        problems.append(
+            f"The mesh has shard={sizes['shard']}, but PP() holds copies of each stage on the data "
+            f"axis. Use PP(stages=fx.FSDP()) to shard them, or "
+            f"fx.Mesh(replicate={sizes['shard'] * sizes['replicate']}, "
             f"pipeline={sizes['pipeline']})."
         )
     if sizes["pipeline"] == 1:
@@ -52,6 +64,37 @@ def _axis_problems(ctx: DistContext) -> list[str]:
             "PP runs stages on the ranks of the mesh's pipeline axis, which has one rank. Ask for "
             "more: fx.detect(mesh=fx.Mesh(pipeline=2))."
         )
+    return problems
+
+
+def _stage_problems(config: PP, module: nn.Module) -> list[str]:
+    """What FSDP and TP can do, but not in the stages of a pipeline."""
+    held = config.stages
+    assert held is not None
+    problems: list[str] = []
+    if KINDS[config.schedule].splits:
+        problems.append(
+            f"PP(schedule={config.schedule!r}) runs the backward of inputs and weights apart, past "
+            f"the hooks of sharded and split layers. Use 'interleaved_1f1b' or '1f1b' with stages."
+        )
+    for field, value in (("offload", held.offload), ("unused_parameters", held.unused_parameters)):
+        if value:
+            problems.append(f"PP(stages=FSDP({field}=True)): stages cannot. Leave {field} out.")
+    if held.tensor is None:
+        return problems
+    if held.tensor.loss:
+        problems.append(
+            "PP with TP(loss=True): outputs go to other ranks whole. Leave loss out; logits are "
+            "then gathered on the last stage alone."
+        )
+    if held.tensor.sequence:
+        problems += [
+            f"PP splits before {start}, inside of {name}, and TP(sequence=True) cuts sequences "
+            f"from the beginning of a block to its end. Split between blocks."
+            for start in config.split
+            for name, _ in region(module)
+            if start.startswith(f"{name}.")
+        ]
     return problems
 
 
@@ -86,6 +129,8 @@ def _wrap(
 
     engine, undo = into_stages(module, ctx, plan)
     model = bundle(module, ctx, plan, optimizer, scheduler, strategy=PIPELINE_STRATEGY, undo=undo)
+    for one in model.optimizers:
+        one_by_one(one)
     return attrs.evolve(model, engine=engine)
 
 

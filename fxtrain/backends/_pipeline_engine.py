@@ -13,6 +13,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from fxtrain import _tree, ops
 from fxtrain._errors import PlanError
 from fxtrain.backends._pipeline_plan import KINDS, Layout
+from fxtrain.backends._pipeline_shard import put_back
 from fxtrain.backends._pipeline_stage import Call, Meta, Probe, Stage, probe
 from fxtrain.state import PP, DistContext, Wrapped
 
@@ -49,6 +50,8 @@ class Pipeline:
         layout: Over all ranks of the pipeline.
         axis: Those ranks.
         stages: Of this rank, by number.
+        twins: The same without values, of those that are sharded: what is found out of one rank's
+            stage alone gathers nothing.
         sums: (group, names) of parameters that several ranks hold, whose gradients are summed.
         known: Schedules by the kind of their arguments, the latest last.
     """
@@ -57,6 +60,7 @@ class Pipeline:
     layout: Layout
     axis: DistContext = attrs.field(repr=False)
     stages: dict[int, Stage] = attrs.field(repr=False)
+    twins: dict[int, Stage] = attrs.field(repr=False)
     sums: tuple[tuple[Any, tuple[str, ...]], ...] = attrs.field(default=(), repr=False)
     known: dict[Any, Prepared] = attrs.field(factory=dict, repr=False)
 
@@ -67,7 +71,7 @@ class Pipeline:
 
     def train(self, mode: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch's
         """Put the module and its stages into training mode, or out of it."""
-        for part in (self.module, *self.stages.values()):
+        for part in (self.module, *self.stages.values(), *self.twins.values()):
             part.train(mode)
 
     def eval(self) -> None:
@@ -82,6 +86,8 @@ class Pipeline:
                 ready.schedule.step(index=index, return_outputs=False)
             else:
                 ready.schedule.step(index=index, target=index, return_outputs=False)
+        for stage in self.stages.values():
+            put_back(stage)
 
     @contextmanager
     def _working(self, job: Job) -> Iterator[None]:
@@ -124,7 +130,8 @@ def _kind(leaf: Any) -> Any:
 def _prepared(model: Wrapped, call: Call, parts: int, *, train: bool) -> Prepared:
     engine: Pipeline = model.engine
     with ops.autocast(model):
-        mine = {number: probe(one, call, model.ctx) for number, one in engine.stages.items()}
+        known = {**engine.stages, **engine.twins}
+        mine = {number: probe(one, call, model.ctx) for number, one in known.items()}
     probes: dict[int, Probe] = {}
     for found in ops.gather_objects(mine, engine.axis):
         probes.update(found)
@@ -186,8 +193,12 @@ class _Forward(torch_schedules._PipelineScheduleRuntime):
             ]
             for rank in range(self.pp_group_size)
         }
+        whole: dict[int, list[Any]] = {
+            rank: torch_schedules._add_unshard_reshard(actions)
+            for rank, actions in self.pipeline_order.items()
+        }
         self.pipeline_order_with_comms = torch_schedules._add_send_recv(
-            self.pipeline_order, stage_to_rank=owners.__getitem__, num_stages=self._num_stages
+            whole, stage_to_rank=owners.__getitem__, num_stages=self._num_stages
         )
         for stage in stages:
             stage.stage_index_to_group_rank = owners

@@ -9,6 +9,7 @@ from torch import distributed as dist
 
 from fxtrain import ops
 from fxtrain.backends import _torch
+from fxtrain.backends._grads import parts_of
 from fxtrain.backends._pipeline_plan import Layout
 from fxtrain.state import DistContext, Wrapped, axis_groups
 
@@ -54,8 +55,9 @@ def reduce_grads(model: Wrapped) -> None:
     """Complete the gradients of a window that closes.
 
     Effects:
-        One all-reduce per dtype of what the same ranks share, and one over the data axis. A
-        parameter that several stages share and none uses gets a gradient of zeros.
+        One all-reduce per dtype of what the same ranks share, and one over the data axis of what
+        is not sharded along it. A parameter that several stages share and none uses gets a
+        gradient of zeros.
     """
     named = dict(model.module.named_parameters(remove_duplicate=False))
     for group, names in model.engine.sums:
@@ -64,7 +66,8 @@ def reduce_grads(model: Wrapped) -> None:
             parameter = named[name]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
+            # Ranks that differ in the pipeline axis alone hold the same part of it.
+            by_dtype.setdefault(parameter.dtype, []).extend(parts_of([parameter]))
         for grads in by_dtype.values():
             flat = torch.cat([grad.flatten() for grad in grads])
             dist.all_reduce(flat, group=group)
@@ -72,9 +75,15 @@ def reduce_grads(model: Wrapped) -> None:
                 grad.copy_(part.view_as(grad))
     data = model.ctx.axis("data")
     if data.world_size > 1:
-        grads = [p.grad for p in model.module.parameters() if p.grad is not None]
+        grads = parts_of(p for p in model.module.parameters() if not _is_sharded(p))
         for grad, mean in zip(grads, ops.reduce(grads, data, op="mean"), strict=True):
             grad.copy_(mean)
+
+
+def _is_sharded(parameter: Any) -> bool:
+    """Whether torch's FSDP has it, which averages gradients itself."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is not None and not {"replicate", "shard"}.isdisjoint(mesh.mesh_dim_names)
 
 
 def clip_norm(model: Wrapped, max_norm: float) -> Tensor:

@@ -11,7 +11,7 @@ entered, its arguments are this stage's outputs, and the forward is left.
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,13 +21,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
 )
 
 from fxtrain import _tree, ops
-from fxtrain._errors import PlanError
 from fxtrain.backends._pipeline_plan import Layout
+from fxtrain.backends._pipeline_shapes import Hollow, Mixed, pretended
 from fxtrain.state import DistContext
 
 __all__ = ["Call", "Meta", "Probe", "Stage", "probe"]
@@ -39,42 +37,6 @@ _MIXED = (
     "connection around the split is, or with a parameter that is registered before the split and "
     "used after it. Split elsewhere with PP(split=...), or name the parameter in PP(shared=...)"
 )
-
-
-class _Mixed(Exception):
-    """A value of another stage met one of this stage."""
-
-
-class _Shapes(FakeTensorMode):
-    """Tensors without values, which do not mix with those of another mode."""
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in _tree.flatten((args, kwargs or {}))[0]:
-            if isinstance(leaf, FakeTensor) and leaf.fake_mode is not self:
-                raise _Mixed
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-class _Hollow(_Shapes):
-    """Values of other stages: shapes only, and never written into a tensor of this one."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable and any(map(self.made, _tree.flatten((args, kwargs or {}))[0])):
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                written = argument.alias_info is not None and argument.alias_info.is_write
-                if written and isinstance(value, Tensor) and not isinstance(value, FakeTensor):
-                    raise PlanError(
-                        f"{func} writes what an earlier stage computes into a tensor that this "
-                        f"stage makes for itself, which would lose it"
-                    )
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def made(self, leaf: Any) -> bool:
-        """Whether a leaf is a value of another stage."""
-        return isinstance(leaf, FakeTensor) and leaf.fake_mode is self
 
 
 @attrs.frozen
@@ -146,19 +108,24 @@ class _Left(BaseException):
 class Stage(nn.Module):
     """One stage of a model, as torch's schedules run it.
 
-    Its own parameters are those that the stage trains: zero-bubble schedules go through them.
+    Args:
+        formats: Of parameters, by name, that are computed with in another one than their own.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, index: int, ctx: DistContext) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        index: int,
+        ctx: DistContext,
+        formats: Mapping[str, torch.dtype],
+    ) -> None:
         super().__init__()
-        self._hollow = _Hollow()
+        self._hollow = Hollow()
         self._visit: _Visit | None = None
         self.first, self.last = index == 0, index == len(layout.ranks) - 1
-        shell = _shell(module, layout, index, ctx, self._hollow)
         # In a tuple, out of reach of parameters(): most of it is fake.
-        self._inside = (shell,)
-        held = [p for p in shell.parameters() if not self._hollow.made(p) and p.requires_grad]
-        self.held = nn.ParameterList(held)
+        self._inside = (_shell(module, layout, index, ctx, self._hollow, formats),)
         self.job: Callable[..., Any] = _no_job
 
     @property
@@ -166,30 +133,45 @@ class Stage(nn.Module):
         """The copy of the model's structure."""
         return self._inside[0]
 
+    def own(self) -> Iterator[nn.Parameter]:
+        """The parameters of this stage, as the copy of the model's structure has them."""
+        return (one for one in self.shell.parameters() if not self._hollow.made(one))
+
+    def owns(self, part: nn.Module) -> bool:
+        """Whether a module has parameters, all of which are this stage's."""
+        held = list(part.parameters())
+        return bool(held) and not any(map(self._hollow.made, held))
+
+    def show(self) -> None:
+        """Let torch see the parameters to train: zero-bubble schedules go through them."""
+        self.held = nn.ParameterList(one for one in self.own() if one.requires_grad)
+
     def prepare(self, layout: Layout, index: int) -> None:
         """Add what makes the forward of the whole model this stage's part of it.
 
-        After the plan's own changes to modules, such as recomputation.
+        After every other change to modules: what has been sent is there before their hooks.
         """
         shell = self.shell
         starts = [shell.get_submodule(name) for name in layout.starts]
         for part in _outermost(shell, starts, self._without_parameters):
             part.forward = functools.partial(self._remembered, part.forward, {})
         if not self.first:
-            for part in _outermost(shell, starts, self._with_parameters):
-                part.register_forward_pre_hook(self._replace, with_kwargs=True)
+            for part in _outermost(shell, starts, self.owns):
+                part.register_forward_pre_hook(self._replace, with_kwargs=True, prepend=True)
             starts[index - 1].register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         if not self.last:
-            starts[index].register_forward_pre_hook(self._leave, with_kwargs=True)
+            hook = self._leave
+            starts[index].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+        self.register_forward_pre_hook(_numbered, with_kwargs=True, prepend=True)
 
     def train(self, mode: bool = True) -> "Stage":  # noqa: FBT001, FBT002 - torch's signature
         super().train(mode)
         self.shell.train(mode)
         return self
 
-    def forward(self, *received: Tensor, index: Tensor) -> Any:
+    def forward(self, *received: Tensor, index: int) -> Any:
         """Run one micro-batch, by whatever job is set."""
-        return self.job(self, received, int(index))
+        return self.job(self, received, index)
 
     def visit(
         self, call: Call, received: tuple[Tensor, ...], sends: tuple[Meta, ...]
@@ -251,7 +233,7 @@ class Stage(nn.Module):
                 Meta(index, tuple(one.shape), one.dtype, one.requires_grad)
                 for index, one in zip(places, fakes, strict=True)
             )
-            visit.received = tuple(map(_pretended(), fakes))
+            visit.received = tuple(map(pretended(), fakes))
         for index, tensor in zip(places, visit.received, strict=True):
             visit.swapped[id(leaves[index])] = (leaves[index], tensor)
             leaves[index] = tensor
@@ -275,10 +257,6 @@ class Stage(nn.Module):
     def _without_parameters(self, part: nn.Module) -> bool:
         held = list(part.parameters())
         return bool(held) and all(map(self._hollow.made, held))
-
-    def _with_parameters(self, part: nn.Module) -> bool:
-        held = list(part.parameters())
-        return bool(held) and not any(map(self._hollow.made, held))
 
     def _remembered(
         self, forward: Callable[..., Any], known: dict[Any, Any], *args: Any, **kwargs: Any
@@ -318,7 +296,7 @@ def probe(stage: Stage, call: Call, ctx: DistContext) -> Probe:
             f"such as for a shape that depends on data, and a stage knows the values of "
             f"none but its own part. Move that into the loss function, before the model is called"
         )
-    except _Mixed:
+    except Mixed:
         return Probe(problem=_MIXED)
     except Exception as error:  # whatever it is, the other stages must hear of it
         return Probe(problem=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
@@ -328,8 +306,18 @@ def probe(stage: Stage, call: Call, ctx: DistContext) -> Probe:
                 buffer.copy_(value)
 
 
+def _numbered(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """A number for the micro-batch, before torch's FSDP moves tensors to the device."""
+    return args, {"index": int(kwargs["index"])}
+
+
 def _shell(
-    module: nn.Module, layout: Layout, index: int, ctx: DistContext, hollow: _Hollow
+    module: nn.Module,
+    layout: Layout,
+    index: int,
+    ctx: DistContext,
+    hollow: Hollow,
+    formats: Mapping[str, torch.dtype],
 ) -> nn.Module:
     """A copy of a module's structure with this stage's own parameters and no others."""
     memo: dict[int, Any] = {id(buffer): buffer for buffer in module.buffers()}
@@ -338,7 +326,8 @@ def _shell(
             memo[id(parameter)] = parameter
             continue
         with hollow:
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=ctx.device)
+            dtype = formats.get(name, parameter.dtype)
+            empty = torch.empty(parameter.shape, dtype=dtype, device=ctx.device)
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     return copy.deepcopy(module, memo)
 
@@ -355,22 +344,6 @@ def _outermost(
         return
     for child in module.children():
         yield from _outermost(child, around, wanted)
-
-
-def _pretended() -> Callable[[Any], Tensor]:
-    """Stand-ins for what will be received, of a mode of their own.
-
-    Modes do not mix, which finds a value of another stage that reaches this one on another way
-    than through its first module.
-    """
-    mode = _Shapes()
-
-    def make(like: Any) -> Tensor:
-        with mode:
-            made = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        return made.requires_grad_(like.requires_grad)
-
-    return make
 
 
 def _fresh(leaf: Any) -> Any:

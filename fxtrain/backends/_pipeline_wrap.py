@@ -7,11 +7,12 @@ import attrs
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
-from fxtrain.backends._modules import prepare_module
 from fxtrain.backends._pipeline_engine import Pipeline
 from fxtrain.backends._pipeline_grads import open_sums
 from fxtrain.backends._pipeline_plan import Layout, layout_of
+from fxtrain.backends._pipeline_shard import make_stages, put_back
 from fxtrain.backends._pipeline_stage import Stage
 from fxtrain.backends._start import fill_whole, note_start
 from fxtrain.state import DistContext, Plan
@@ -21,12 +22,22 @@ __all__ = ["into_stages"]
 
 @attrs.frozen(eq=False)
 class _Place:
-    """Where a parameter or buffer stands in a module."""
+    """Where a parameter or buffer stands in a module.
+
+    Attributes:
+        name: In the model.
+        path: Of the module that has it.
+        key: Its name there.
+        held: That module's own parameters or buffers.
+        like: A tensor without values like the one that stands there whole; one for all places
+            of a tied parameter.
+    """
 
     name: str
-    held: dict[str, Any]  # the module's own parameters or buffers
+    path: str
     key: str
-    tensor: Tensor
+    held: dict[str, Any]
+    like: Tensor
 
 
 def into_stages(
@@ -36,7 +47,8 @@ def into_stages(
 
     Effects:
         Parameters and buffers of other ranks' stages become None, in place; those of this
-        rank's move to its device, with the values of rank 0, which are sent one by one.
+        rank's move to its device, with the values of rank 0, which are sent one by one, and of
+        which it keeps its part.
 
     Returns:
         What runs the stages, and a function that makes the module whole again, on all ranks of
@@ -50,17 +62,16 @@ def into_stages(
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
     sums, opened = open_sums(trained, layout, ctx)
     places = list(_places(module))
-    stages = {index: Stage(module, layout, index, ctx) for index in layout.on(axis.rank)}
-    for index, stage in stages.items():
-        prepare_module(stage.shell, plan)
-        stage.prepare(layout, index)
-        stage.train(module.training)
-    for place in places:
-        if place.name not in mine:
-            place.held[place.key] = None
-    engine = Pipeline(module=module, layout=layout, axis=axis, stages=stages, sums=sums)
+    stages, twins = make_stages(module, layout, ctx, plan)
+    _keep(places, layout, stages)
+    engine = Pipeline(
+        module=module, layout=layout, axis=axis, stages=stages, twins=twins, sums=sums
+    )
+    engine.train(module.training)
 
     def undo() -> None:
+        for stage in stages.values():
+            put_back(stage)
         _make_whole(places, layout, ctx)
         for group in opened:
             dist.destroy_process_group(group)
@@ -70,11 +81,32 @@ def into_stages(
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:
+    likes: dict[int, Tensor] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         for held in (part._parameters, part._buffers):
             for key, tensor in held.items():
                 if tensor is not None:
-                    yield _Place(f"{path}.{key}" if path else key, held, key, tensor)
+                    name = f"{path}.{key}" if path else key
+                    like = likes.setdefault(id(tensor), _empty_like(tensor, torch.device("meta")))
+                    yield _Place(name, path, key, held, like)
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made
+
+
+def _keep(places: list[_Place], layout: Layout, stages: dict[int, Stage]) -> None:
+    """Leave in a module what the stages of this rank hold, as they hold it."""
+    for place in places:
+        found = [stage for index, stage in stages.items() if index in layout.stages[place.name]]
+        if not found:
+            place.held[place.key] = None
+        elif isinstance(place.like, nn.Parameter):
+            part = found[0].shell.get_submodule(place.path)
+            place.held[place.key] = part._parameters[place.key]
 
 
 def _make_whole(places: list[_Place], layout: Layout, ctx: DistContext) -> None:
@@ -82,14 +114,18 @@ def _make_whole(places: list[_Place], layout: Layout, ctx: DistContext) -> None:
     axis = ctx.axis("pipeline")
     done: dict[int, Tensor] = {}
     for place in places:
-        held, old = layout.holders(place.name), place.tensor
-        if id(old) not in done:
-            new = old
-            if axis.rank not in held:
-                new = torch.empty(old.shape, dtype=old.dtype, device=ctx.device)
-                if isinstance(old, nn.Parameter):
-                    new = nn.Parameter(new, requires_grad=old.requires_grad)
+        held, like = layout.holders(place.name), place.like
+        if id(like) not in done:
+            mine = axis.rank in held
+            new = _whole(place.held[place.key]) if mine else _empty_like(like, ctx.device)
             if len(held) < axis.world_size:
                 dist.broadcast(new.detach(), axis.comm.ranks[held[0]], group=axis.comm.group)
-            done[id(old)] = new
-        place.held[place.key] = done[id(old)]
+            done[id(like)] = new
+        place.held[place.key] = done[id(like)]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    full = tensor.detach().full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+    return nn.Parameter(full, requires_grad=tensor.requires_grad)

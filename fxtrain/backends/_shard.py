@@ -1,6 +1,6 @@
 """torch's fully_shard, applied to a module as a plan says, and taken back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from fxtrain.backends._tensor import split_layers
 from fxtrain.backends._units import ignored_names, units
 from fxtrain.state import DTYPES, FSDP, DistContext, Plan
 
-__all__ = ["shard_module"]
+__all__ = ["gather_precision", "shard_module", "shard_parts"]
 
 
 def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> Callable[[], None]:
@@ -67,27 +67,43 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
 
 
 def _apply(module: nn.Module, mesh: DeviceMesh, ctx: DistContext, plan: Plan) -> None:
-    config: FSDP = plan.strategy
-    # A copy that trains alone is sharded for itself.
-    wanted = ("shard",) if plan.local is not None else ("replicate", "shard")
-    axes = tuple(axis for axis in wanted if axis in (mesh.mesh_dim_names or ()))
-    names = ignored_names(module, config)
+    names = ignored_names(module, plan.strategy)
     named = dict(module.named_parameters(remove_duplicate=False))
     ignored = {named[name] for name in names}
     for parameter in ignored:
         if not parameter.is_meta:
             parameter.data = parameter.data.to(ctx.device)
+    shard_parts(module, units(module, plan.strategy), ignored, mesh, ctx, plan)
+
+
+def shard_parts(
+    module: nn.Module,
+    parts: Sequence[list[nn.Module]],
+    ignored: set[nn.Parameter],
+    mesh: DeviceMesh,
+    ctx: DistContext,
+    plan: Plan,
+) -> None:
+    """Shard some parts of a module, each as a unit, and then what is left of it.
+
+    Args:
+        ignored: What is left as it is.
+    """
+    config: FSDP = plan.strategy
+    # A copy that trains alone is sharded for itself.
+    wanted = ("shard",) if plan.local is not None else ("replicate", "shard")
+    axes = tuple(axis for axis in wanted if axis in (mesh.mesh_dim_names or ()))
     options: dict[str, Any] = {
         "mesh": mesh[axes],
         "reshard_after_forward": None if config.mode == "full" else False,
-        "mp_policy": _precision(plan),
+        "mp_policy": gather_precision(plan),
         "offload_policy": _offload(config, ctx),
         "ignored_params": ignored or None,
     }
     shards: list[Any] = []
-    for parts in units(module, config):
-        fully_shard(parts if len(parts) > 1 else parts[0], **options)
-        shards.append(parts[0])
+    for unit in parts:
+        fully_shard(unit if len(unit) > 1 else unit[0], **options)
+        shards.append(unit[0])
     fully_shard(module, **options)
     _prefetch([module, *reversed(shards)], config)
     if config.unused_parameters:
@@ -95,7 +111,8 @@ def _apply(module: nn.Module, mesh: DeviceMesh, ctx: DistContext, plan: Plan) ->
         root.set_reduce_scatter_unused_params(True)
 
 
-def _precision(plan: Plan) -> MixedPrecisionPolicy:
+def gather_precision(plan: Plan) -> MixedPrecisionPolicy:
+    """The formats in which parameters are gathered and gradients summed."""
     config: FSDP = plan.strategy
     named = plan.precision.compute if config.param_dtype == "plan" else config.param_dtype
     if plan.precision.compute == "fp32" and config.param_dtype == "plan":

@@ -1,6 +1,7 @@
 """Tensor and sequence parallelism: layers cut over the tensor axis, by torch's DTensor."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch.distributed.tensor import (
     Placement,
     Replicate,
     Shard,
-    distribute_tensor,
 )
 
 from fxtrain._errors import StepError
+from fxtrain.backends._device_mesh import Laid, lay_out
 from fxtrain.backends._experts import split_experts
 from fxtrain.backends._tensor_plan import Split, cut_dim, find_splits, region
 from fxtrain.state import TP
@@ -27,27 +28,42 @@ _FEATURES = Shard(-1)
 _WHOLE = Replicate()
 
 
-def split_layers(module: nn.Module, mesh: DeviceMesh, config: TP) -> None:
+def split_layers(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    config: TP,
+    *,
+    own: Callable[[nn.Module], bool] | None = None,
+    laid: Laid | None = None,
+) -> None:
     """Cut a module's layers as a config says.
+
+    Args:
+        own: Whether a layer or block is to be cut, where others belong to other ranks.
+        laid: What became of parameters that several such modules share; grows.
 
     Effects:
         Replaces parameters by DTensors over the mesh, which has one axis, and adds hooks that
         lay out inputs and outputs. Parts are cut from this rank's own values; nothing travels.
     """
+    laid = {} if laid is None else laid
     splits = find_splits(module, config)
     blocks = region(module) if config.sequence else []
+    if own is not None:
+        splits = {name: how for name, how in splits.items() if own(module.get_submodule(name))}
+        blocks = [(name, block) for name, block in blocks if own(block)]
     gathering = _gathering(splits, [name for name, _ in blocks])
     ties = _ties(module)
     for name, style in splits.items():
         layer = module.get_submodule(name)
         inside = any(_within(name, block) for block, _ in blocks)
         if style == "reduce":
-            _sum_gradients(layer, mesh)
+            _sum_gradients(layer, mesh, laid)
             continue
         if style == "expert":
-            split_experts(layer, mesh)
+            split_experts(layer, mesh, laid)
             continue
-        _cut(layer, mesh, style)
+        _cut(layer, mesh, style, laid)
         split_input = inside and style != "rowwise" and _parent(name) not in gathering
         keep = config.loss and style == "colwise_gather"
         _lay_out(layer, mesh, style, sequence=inside, split_input=split_input, keep=keep)
@@ -55,7 +71,7 @@ def split_layers(module: nn.Module, mesh: DeviceMesh, config: TP) -> None:
         hook = functools.partial(_gather_input, mesh)
         module.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
     for block, _ in blocks:
-        _sum_in_stream(module, block, splits, gathering, mesh)
+        _sum_in_stream(module, block, splits, gathering, mesh, laid)
     if blocks:
         enter = functools.partial(_enter, mesh)
         blocks[0][1].register_forward_pre_hook(enter, with_kwargs=True)
@@ -64,21 +80,13 @@ def split_layers(module: nn.Module, mesh: DeviceMesh, config: TP) -> None:
         _tie(places)
 
 
-def _cut(layer: nn.Module, mesh: DeviceMesh, style: str) -> None:
+def _cut(layer: nn.Module, mesh: DeviceMesh, style: str, laid: Laid) -> None:
     dim = cut_dim(layer, style)
-    for name, parameter in list(layer.named_parameters(recurse=False)):
+    for name, _ in list(layer.named_parameters(recurse=False)):
         how: Placement = Shard(dim)
         if name == "bias":
             how = _WHOLE if style == "rowwise" else Shard(0)
-        _replace(layer, name, parameter, mesh, how)
-
-
-def _replace(
-    part: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, how: Placement
-) -> None:
-    # Without a source rank: values are sent once the model has its final form.
-    mine = distribute_tensor(parameter.detach(), mesh, [how], src_data_rank=None)
-    part.register_parameter(name, nn.Parameter(mine, requires_grad=parameter.requires_grad))
+        lay_out(layer, name, mesh, how, laid)
 
 
 def _lay_out(
@@ -118,12 +126,11 @@ def _laid_out(value: Any, mesh: DeviceMesh, given: Placement, needed: Placement)
     return value.redistribute(placements=[needed])
 
 
-def _sum_gradients(part: nn.Module, mesh: DeviceMesh) -> None:
+def _sum_gradients(part: nn.Module, mesh: DeviceMesh, laid: Laid) -> None:
     """Keep a module's own parameters whole, and sum their gradients over the axis."""
-    own = list(part.named_parameters(recurse=False))
-    for name, parameter in own:
-        _replace(part, name, parameter, mesh, _WHOLE)
-    names = [name for name, _ in own]
+    names = [name for name, _ in part.named_parameters(recurse=False)]
+    for name in names:
+        lay_out(part, name, mesh, _WHOLE, laid)
 
     def before(module: nn.Module, _: Any) -> None:
         # Found before the parameters, which the module goes on to own.
@@ -140,13 +147,18 @@ def _sum_gradients(part: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _sum_in_stream(
-    module: nn.Module, block: str, splits: Split, gathering: set[str], mesh: DeviceMesh
+    module: nn.Module,
+    block: str,
+    splits: Split,
+    gathering: set[str],
+    mesh: DeviceMesh,
+    laid: Laid,
 ) -> None:
     """Parameters in a block that see a part of the sequence, such as those of norms."""
     for name, part in module.get_submodule(block).named_modules(prefix=block):
         apart = any(_within(name, parent) for parent in gathering)
         if name not in splits and not apart and list(part.parameters(recurse=False)):
-            _sum_gradients(part, mesh)
+            _sum_gradients(part, mesh, laid)
 
 
 def _gathering(splits: Split, blocks: list[str]) -> set[str]:

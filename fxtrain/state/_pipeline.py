@@ -4,6 +4,7 @@ from typing import Literal
 
 import attrs
 
+from fxtrain.state._fsdp import FSDP
 from fxtrain.state._record import at_least, record
 
 __all__ = ["PP"]
@@ -14,8 +15,8 @@ class PP:
     """Consecutive parts of the model on consecutive ranks: torch's pipeline schedules.
 
     The ranks of the mesh's pipeline axis read the same rows and each run some stages of the
-    model; those of the data axis hold copies, whose gradients are averaged. At one rank this
-    is the plain model.
+    model; those of the data axes hold copies or shards, whose gradients are averaged. At one rank
+    this is the plain model.
 
     Attributes:
         schedule: Order of the forward and backward passes of micro-batches: gpipe, 1f1b, with
@@ -28,6 +29,8 @@ class PP:
         stages_per_rank: Stages that a rank runs; None is 1, or 2 where the schedule has several.
         shared: Patterns (`head.*`) of parameter names that every stage holds, with one sum of
             gradients; for those that run in another order than they are registered in.
+        stages: How each stage is held on the other axes: sharded over those of the data, and with
+            `tensor` in it, split over the tensor axis. None holds copies.
         outputs: Whether a forward without gradients gives every rank the outputs, or only the
             rank of the last stage, and the others None.
     """
@@ -46,4 +49,5 @@ class PP:
     split: tuple[str, ...] = ()
     stages_per_rank: int | None = attrs.field(default=None, validator=at_least(1))
     shared: tuple[str, ...] = ()
+    stages: FSDP | None = None
     outputs: Literal["all", "last"] = "all"

@@ -120,12 +120,46 @@ CASES = [
             },
         },
         launch={"ranks": 8},
-        plan={"precision": "fp32", "accumulate": 4, "clip_norm": 1.0},
+        plan={
+            "precision": "fp32", "clip_norm": 1.0,
+            "strategy": {
+                "kind": "pp", "microbatches": 4,
+                "stages": {
+                    "kind": "fsdp", "mode": "grads_and_optimizer", "tensor": {"sequence": True},
+                },
+            },
+        },
         noted=(
-            "distributed_type", "megatron_lm.tp_degree", "megatron_lm.pp_degree",
-            "megatron_lm.sequence_parallelism", "megatron_lm.eod_mask_loss",
-            "megatron_lm.recompute_activations", "megatron_lm.use_distributed_optimizer",
+            "megatron_lm.tp_degree", "megatron_lm.pp_degree", "megatron_lm.eod_mask_loss",
+            "megatron_lm.recompute_activations",
         ),
+    ),
+    Case(
+        name="Megatron on one axis",
+        old={
+            **ONE, "distributed_type": "MEGATRON_LM", "num_processes": 8,
+            "megatron_lm_config": {
+                "megatron_lm_tp_degree": 2, "megatron_lm_num_micro_batches": 4,
+            },
+        },
+        launch={"ranks": 8},
+        plan={
+            "precision": "fp32", "accumulate": 4,
+            "strategy": {"kind": "fsdp", "mode": "none", "tensor": {}},
+        },
+        noted=("megatron_lm.tp_degree",),
+    ),
+    Case(
+        name="Megatron's stages alone",
+        old={
+            **ONE, "distributed_type": "MEGATRON_LM", "num_processes": 8,
+            "megatron_lm_config": {
+                "megatron_lm_pp_degree": 4, "megatron_lm_sequence_parallelism": True,
+            },
+        },
+        launch={"ranks": 8},
+        plan={"precision": "fp32", "strategy": {"kind": "pp"}},
+        noted=("megatron_lm.pp_degree", "megatron_lm.sequence_parallelism"),
     ),
     Case(
         name="SageMaker",

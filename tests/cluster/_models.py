@@ -3,7 +3,16 @@
 import pytest
 import torch
 
+import fxtrain as fx
+
 VOCABULARY = 24
+# How the small transformer of fxtrain.testing is split over the tensor axis.
+UP = fx.Style(modules="blocks.*.up", style="colwise")
+DOWN = fx.Style(modules="blocks.*.down", style="rowwise")
+ATTENTION = (
+    fx.Style(modules="blocks.*.attention.[qkv]", style="colwise"),
+    fx.Style(modules="blocks.*.attention.o", style="rowwise"),
+)
 _SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,

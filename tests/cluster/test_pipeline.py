@@ -10,10 +10,12 @@ import fxtrain as fx
 from fxtrain.backends._pipeline_plan import layout_of, pipeline_problems
 from fxtrain.testing import LAWS, Task, Transformer, count_collectives, fake_world, on_ranks
 from fxtrain.testing._train import backward_once, by_hand
-from tests.cluster._models import gpt2, t5
+from tests.cluster._models import ATTENTION, DOWN, UP, gpt2, t5
 
 NAMES = [law.__name__ for law in LAWS]
 FOUR = ("blocks.0", "blocks.1", "norm")
+SHARDS = fx.Mesh(pipeline=2, shard=2)
+SPLITS = fx.Mesh(pipeline=2, tensor=2)
 
 PLANS = {
     "1f1b": (2, fx.PP(), fx.Mesh(pipeline=2)),
@@ -67,10 +69,41 @@ def test_every_schedule_trains_as_one_process(clusters, name):
 
 # Plans and models that do not fit.
 
+
+def _held(**options):
+    return fx.PP(stages=fx.FSDP(**options))
+
+
 BAD = {
     "axis": (fx.Mesh(), fx.PP(), {}, "has one rank. Ask for more"),
-    "shard": (fx.Mesh(pipeline=2, shard=2), fx.PP(), {}, r"Use fx\.Mesh\(replicate=2, pipeline=2"),
-    "tensor": (fx.Mesh(pipeline=2, tensor=2), fx.PP(), {}, "tensor=2, which PP does not use"),
+    "context": (fx.Mesh(pipeline=2, context=2), fx.PP(), {}, "context=2, which PP does not use"),
+    "shard": (
+        fx.Mesh(pipeline=2, shard=2),
+        fx.PP(),
+        {},
+        r"Use PP\(stages=fx\.FSDP\(\)\) .* or fx\.Mesh\(replicate=2, pipeline=2",
+    ),
+    "tensor": (fx.Mesh(pipeline=2, tensor=2), fx.PP(), {}, r"Use PP\(stages=fx\.FSDP\(tensor="),
+    "silent": (fx.Mesh(pipeline=2, tensor=2), _held(), {}, r"Use FSDP\(tensor=fx\.TP"),
+    "no tensor": (SHARDS, _held(tensor=fx.TP(styles=(UP, DOWN))), {}, "tensor axis, which has one"),
+    "wrap": (SHARDS, _held(wrap=("Blok",)), {}, "Did you mean Block"),
+    "zero bubble": (
+        SHARDS,
+        fx.PP(schedule="zbv_zero_bubble", split=FOUR, stages=fx.FSDP()),
+        {},
+        "past the hooks of sharded and split layers. Use 'interleaved_1f1b'",
+    ),
+    "offload": (SHARDS, _held(offload=True), {}, "stages cannot. Leave offload out"),
+    "logits": (SPLITS, _held(tensor=fx.TP(styles=(UP, DOWN), loss=True)), {}, "Leave loss out"),
+    "sequence": (
+        SPLITS,
+        fx.PP(
+            split=("blocks.1.norm_2",),
+            stages=fx.FSDP(tensor=fx.TP(styles=(UP, DOWN, *ATTENTION), sequence=True)),
+        ),
+        {},
+        r"before blocks\.1\.norm_2, inside of blocks\.1, and TP\(sequence=True\)",
+    ),
     "name": (None, fx.PP(split=("block.1", "x", "y")), {}, r"'block\.1'. Did you mean blocks\.1"),
     "list": (
         None,
@@ -373,6 +406,8 @@ PLACES = {
         fx.Mesh(pipeline=2),
     ),
     "four": (fx.PP(schedule="gpipe", split=FOUR), fx.Mesh(pipeline=4)),
+    "shards": (_held(), SHARDS),
+    "parts": (_held(tensor=fx.TP(styles=(UP, DOWN))), SPLITS),
 }
 
 
@@ -407,6 +442,9 @@ def _saved(ctx, folder, name, first):
         ((1, "ddp"), (2, "loop")),
         ((2, "loop"), (4, "four")),
         ((4, "four"), (2, "fsdp")),
+        ((2, "fsdp"), (4, "shards")),
+        ((4, "shards"), (4, "parts")),
+        ((4, "parts"), (1, "ddp")),
     ],
 )
 def test_saved_at_one_mesh_and_restored_at_another(clusters, first, then, tmp_path):

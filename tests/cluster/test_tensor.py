@@ -9,14 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain.backends._tensor_plan import find_splits
 from fxtrain.testing import Transformer, fake_world
-from tests.cluster._models import gpt2, llama, mixtral, tied_llama
+from tests.cluster._models import ATTENTION, DOWN, UP, gpt2, llama, mixtral, tied_llama
 
-UP = fx.Style(modules="blocks.*.up", style="colwise")
-ATTENTION = (
-    fx.Style(modules="blocks.*.attention.[qkv]", style="colwise"),
-    fx.Style(modules="blocks.*.attention.o", style="rowwise"),
-)
-DOWN = fx.Style(modules="blocks.*.down", style="rowwise")
 PAIR = fx.Mesh(tensor=2)
 
 
@@ -170,10 +164,14 @@ def _by_hand(name, clip):
         ("mixtral", 4, fx.Mesh(shard=2, tensor=2), {}),
         ("gpt2", 2, PAIR, {}),
         ("gpt2", 4, fx.Mesh(shard=2, tensor=2), {}),
+        ("llama", 4, fx.Mesh(pipeline=2, tensor=2), {"sequence": True}),
+        ("tied", 4, fx.Mesh(pipeline=2, tensor=2), {}),
     ],
 )
 def test_models_of_transformers_train_as_in_one_process(clusters, name, n, mesh, options):
-    plan = fx.Plan(strategy=fx.FSDP(tensor=fx.TP(**options)), clip_norm=0.5)
+    held = fx.FSDP(tensor=fx.TP(**options))
+    strategy = fx.PP(stages=held) if mesh.pipeline > 1 else held
+    plan = fx.Plan(strategy=strategy, clip_norm=0.5)
     wanted_norms, wanted = _by_hand(name, 0.5)
     within = 1e-4 if name == "mixtral" else 1e-8  # in fp32
     for norms, parameters in clusters[n].run(_train, name, mesh, plan):

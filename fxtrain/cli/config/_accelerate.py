@@ -9,7 +9,7 @@ from fxtrain._errors import PlanError
 from fxtrain.backends import strategies
 from fxtrain.cli.config._file import Section, problems_of
 from fxtrain.cli.config._merge import near, put
-from fxtrain.cli.config._rules import Facts, Outcome, rules
+from fxtrain.cli.config._rules import Facts, Outcome, megatron, rules
 from fxtrain.launch import LAUNCHERS
 
 __all__ = ["Converted", "Note", "convert_accelerate", "translate"]
@@ -110,6 +110,8 @@ def translate(data: Any) -> Converted:
             notes.append(Note(key=key, value=value, text=outcome.note))
     if told:
         raise PlanError("\n".join(told))
+    if kind == "MEGATRON_LM":
+        found = put(found, "plan.strategy", megatron(facts))
     found, said = _typed(found, kind)
     return Converted(section=Section(**found), notes=(*said, *notes))
 
@@ -170,7 +172,7 @@ def _typed(found: dict[str, Any], kind: str) -> tuple[dict[str, Any], list[Note]
     if kind in _KINDS:
         strategy = found.get("plan", {}).get("strategy", {})
         found = put(found, "plan.strategy", {"kind": _KINDS[kind], **strategy})
-    elif strategy := found.get("plan", {}).get("strategy"):
+    elif kind != "MEGATRON_LM" and (strategy := found.get("plan", {}).get("strategy")):
         plan = {name: value for name, value in found["plan"].items() if name != "strategy"}
         found = {**found, "plan": plan}
         text = "it shards parameters; choose plan.strategy.kind = 'fsdp' for that"
@@ -182,7 +184,7 @@ def _typed(found: dict[str, Any], kind: str) -> tuple[dict[str, Any], list[Note]
         found = put(found, "launch.cpu", value=True)
     if kind in ("XLA", "TPU") and "launcher" not in launch:
         found = put(found, "launch.launcher", "tpu")
-    if kind in ("MEGATRON_LM", "MODEL_PARALLEL"):
+    if kind == "MODEL_PARALLEL":
         text = "describe tensor and pipeline parallelism by fx.Mesh and a strategy that uses it"
         notes.append(Note(key="distributed_type", value=kind, text=text))
     return found, notes

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-__all__ = ["Facts", "Outcome", "Rule", "none", "of", "rules"]
+__all__ = ["Facts", "Outcome", "Rule", "megatron", "none", "of", "rules"]
 
 Facts = Mapping[str, Any]
 
@@ -330,18 +330,43 @@ def _axes() -> dict[str, Rule]:
         "megatron_lm.tp_degree": sized(_MESH.format("tensor=...")),
         "megatron_lm.pp_degree": sized(_MESH.format("pipeline=...")),
         "megatron_lm.context_parallel_size": sized(_MESH.format("context=...")),
-        "megatron_lm.num_micro_batches": of("plan.accumulate", whole),
+        "megatron_lm.num_micro_batches": lambda value, facts: Outcome(
+            # Under pipeline parallelism they are the strategy's.
+            sets={"plan.accumulate": whole(value)} if degree("pp_degree", facts) == 1 else {}
+        ),
         "megatron_lm.gradient_clipping": lambda value, _: Outcome(
             sets={"plan.clip_norm": number(value)} if number(value) > 0 else {}
         ),
         "megatron_lm.recompute_activations": when(
             {}, note="name the classes of the blocks in plan.recompute"
         ),
-        "megatron_lm.sequence_parallelism": when({}, note=f"with tensor parallelism: {mesh}"),
-        "megatron_lm.use_distributed_optimizer": when(
-            {}, note="fx.FSDP shards optimizer states and gradients"
+        "megatron_lm.sequence_parallelism": lambda value, facts: Outcome(
+            note=f"with tensor parallelism: {mesh}"
+            if truth(value) and degree("tp_degree", facts) == 1
+            else ""
         ),
+        "megatron_lm.use_distributed_optimizer": when({}),
     }
+
+
+def degree(key: str, facts: Facts) -> int:
+    """Ranks of one of Megatron-LM's axes."""
+    return max(1, whole(facts.get(f"megatron_lm.{key}") or 1))
+
+
+def megatron(facts: Facts) -> dict[str, Any]:
+    """The strategy that stands for Megatron-LM's axes and its distributed optimizer."""
+    tensor, pipeline = degree("tp_degree", facts), degree("pp_degree", facts)
+    sharded = truth(facts.get("megatron_lm.use_distributed_optimizer") or False)
+    held: dict[str, Any] = {"kind": "fsdp", "mode": "grads_and_optimizer" if sharded else "none"}
+    if tensor > 1:
+        along = truth(facts.get("megatron_lm.sequence_parallelism") or False)
+        held["tensor"] = {"sequence": True} if along else {}
+    if pipeline == 1:
+        return held if sharded or tensor > 1 else {"kind": "ddp"}
+    parts = facts.get("megatron_lm.num_micro_batches")
+    staged = {"kind": "pp", **({"microbatches": whole(parts)} if parts else {})}
+    return {**staged, "stages": held} if sharded or tensor > 1 else staged
 
 
 def _sagemaker() -> dict[str, Rule]:

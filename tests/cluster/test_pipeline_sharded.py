@@ -1,0 +1,137 @@
+"""Pipelines whose stages are sharded over the data axes, or split over the tensor axis."""
+
+import pytest
+import torch
+
+import fxtrain as fx
+from fxtrain.backends._pipeline_plan import layout_of
+from fxtrain.backends._pipeline_shard import own_units
+from fxtrain.testing import LAWS, Task, Transformer, count_collectives, on_ranks
+from fxtrain.testing._train import backward_once, by_hand, on_mesh
+from tests.cluster._models import ATTENTION, DOWN, UP
+
+NAMES = [law.__name__ for law in LAWS]
+FOUR = ("blocks.0", "blocks.1", "norm")
+COPIES = fx.Mesh(pipeline=2)
+SHARDS = fx.Mesh(pipeline=2, shard=2)
+SPLITS = fx.Mesh(pipeline=2, tensor=2)
+SPLIT = fx.FSDP(tensor=fx.TP(styles=(UP, DOWN, *ATTENTION)))
+LOOP = {"schedule": "interleaved_1f1b", "microbatches": 2, "split": FOUR}
+
+
+# Not those that others include.
+@pytest.mark.parametrize("index", [1, 3, 4, 5, 6, 7, 9], ids=lambda index: NAMES[index])
+def test_laws_of_shards(clusters, index):
+    LAWS[index](clusters[4], fx.Plan(strategy=fx.PP(stages=fx.FSDP())), SHARDS)
+
+
+@pytest.mark.parametrize("index", [1, 5, 7, 9], ids=lambda index: NAMES[index])
+def test_laws_of_split_layers(clusters, index):
+    LAWS[index](clusters[4], fx.Plan(strategy=fx.PP(stages=SPLIT)), SPLITS)
+
+
+OTHERS = {
+    "shards in a loop": (fx.PP(**LOOP, shared=("norm.*",), stages=fx.FSDP()), SHARDS),
+    "split in a loop": (fx.PP(**LOOP, stages=SPLIT), SPLITS),
+    "split embedding": (
+        fx.PP(
+            stages=fx.FSDP(
+                tensor=fx.TP(
+                    styles=(
+                        fx.Style(modules="embed", style="rowwise"),
+                        fx.Style(modules="head", style="colwise_gather"),
+                    )
+                )
+            )
+        ),
+        SPLITS,
+    ),
+    "whole after forward": (fx.PP(stages=fx.FSDP(mode="grads_and_optimizer")), SHARDS),
+    "whole": (fx.PP(stages=fx.FSDP(mode="none", ignore=("norm.*",))), COPIES),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_stages_train_as_one_process(clusters, name):
+    config, mesh = OTHERS[name]
+    plan = fx.Plan(strategy=config, clip_norm=0.05, accumulate=2, recompute=("Attention",))
+    task = Task(plan=plan, mesh=mesh, weighted=True)
+    wanted = by_hand(task, 4 // 2 // mesh.tensor)
+    for run in clusters[4].run(on_ranks, task):
+        torch.testing.assert_close(run.losses, wanted.losses, rtol=1e-9, atol=0)
+        torch.testing.assert_close(run.norms, wanted.norms, rtol=1e-9, atol=0)
+        torch.testing.assert_close(run.parameters, wanted.parameters, rtol=1e-9, atol=1e-11)
+
+
+def test_an_overflow_where_numbers_of_two_formats_meet(clusters):
+    # The positions belong to two stages of a rank: whole, in fp32, and added to an fp16 embedding.
+    LAWS[5](clusters[4], fx.Plan(strategy=OTHERS["shards in a loop"][0]), SHARDS)
+
+
+def test_units_are_what_runs_in_one_stage_from_beginning_to_end():
+    net = Transformer()
+    config = fx.FSDP(wrap=("Block", "Head", "Attention"))
+    layout = layout_of(net, fx.PP(split=("blocks.0.norm_2",)), 2)
+    first, second = (list(own_units(net, layout, index, config)) for index in (0, 1))
+    assert first == [[net.blocks[0].attention]]  # a block that is left in its middle is none
+    assert second == [[net.blocks[1].attention], [net.blocks[1]]]  # nor is the tied head
+
+
+def _held(ctx, config, mesh):
+    """Names and shapes of what a rank holds, and the bytes of parameters and gradients."""
+    with on_mesh(ctx, mesh) as placed:
+        model = fx.wrap(Transformer(tied=False), placed, fx.Plan(strategy=config))
+        backward_once(placed, model)
+        held = {name: p.to_local() for name, p in model.module.named_parameters()}
+        size = sum(one.numel() * one.element_size() for one in held.values())
+        grads = sum(p.grad.to_local().numel() * 8 for p in model.parameters())
+        return {name: tuple(one.shape) for name, one in held.items()}, size, grads
+
+
+def test_a_rank_holds_its_shard_of_its_stage(clusters):
+    whole = {n: tuple(p.shape) for n, p in Transformer(tied=False).named_parameters()}
+    found = clusters[4].run(_held, fx.PP(stages=fx.FSDP()), SHARDS)
+    for rank, (held, size, grads) in enumerate(found):
+        assert ("blocks.0.up.weight" in held, "blocks.1.up.weight" in held) == (rank < 2, rank > 1)
+        wanted = {n: (whole[n][0] // 2, *whole[n][1:]) for n in held}
+        assert held == wanted
+        assert size == grads == sum(4 * torch.Size(whole[name]).numel() for name in held)
+
+
+def _gathered(ctx, stages, mesh):
+    """Outputs before and after parameters change, and what a batch of another kind takes."""
+    with on_mesh(ctx, mesh) as placed:
+        plan = fx.Plan(strategy=fx.PP(**LOOP, stages=stages))
+        model = fx.wrap(Transformer(), placed, plan).eval()
+        outs, counts = [], []
+        with torch.no_grad():
+            for shape in ((4, 8), (4, 8), (2, 6), (2, 6)):
+                for parameter in model.parameters():
+                    parameter.mul_(1 if not outs else 2)
+                with count_collectives() as counted:
+                    outs.append(model(_some(shape)))
+                counts.append(counted.counts.get("all_gather", 0))
+        return outs, counts
+
+
+def _some(shape):
+    return torch.arange(shape[0] * shape[1]).reshape(shape) % 24
+
+
+def test_a_forward_alone_gathers_what_parameters_are_now(clusters):
+    net, wanted = Transformer(), []
+    with torch.no_grad():
+        for shape in ((4, 8), (4, 8), (2, 6), (2, 6)):
+            for parameter in net.parameters():
+                parameter.mul_(1 if not wanted else 2)
+            wanted.append(net(_some(shape)))
+    gathered = []
+    for stages, mesh in ((None, COPIES), (fx.FSDP(), SHARDS)):
+        for outs, counts in clusters[4].run(_gathered, stages, mesh):
+            torch.testing.assert_close(outs, wanted)
+            gathered.append(counts)
+    # What is asked about a new kind of batch is the same: it gathers no parameter.
+    for copies, shards in zip(gathered[:4], gathered[4:], strict=True):
+        assert copies[0] > copies[1] < copies[2]
+        (more,) = {a - b for a, b in zip(shards, copies, strict=True)}
+        assert more > 0
