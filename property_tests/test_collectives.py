@@ -68,15 +68,18 @@ def _pairs(left, right):
             yield from _pairs(one, other)
 
 
+TIMES = 3  # from the second call of a form on its tensors travel over a kept route
+
+
 def _gather(ctx, spec):
-    return ops.gather(_fill(spec, ctx.rank), ctx)
+    return [ops.gather(_fill(spec, ctx.rank + 10 * time), ctx) for time in range(TIMES)]
 
 
 @ON_RANKS
 @given(spec=trees(leaf))
 def test_gather_is_concatenation_in_rank_order(cluster, spec):
-    mine = [_fill(spec, rank) for rank in range(cluster.n)]
-    for got in cluster.run(_gather, spec):
+    for time, got in ((t, all_[t]) for all_ in cluster.run(_gather, spec) for t in range(TIMES)):
+        mine = [_fill(spec, rank + 10 * time) for rank in range(cluster.n)]
         columns = zip(*[[x for x, _ in _pairs(tree, tree)] for tree in mine], strict=True)
         flat = [x for x, _ in _pairs(got, got)]
         for parts, joined in zip(columns, flat, strict=True):
@@ -116,7 +119,7 @@ def test_unpad_after_pad_is_the_identity(cluster, data, dim):
 
 
 def _reduce(ctx, rows, op):
-    return ops.reduce(rows[ctx.rank], ctx, op=op)
+    return [ops.reduce(rows[ctx.rank] + time, ctx, op=op) for time in range(TIMES)]
 
 
 @ON_RANKS
@@ -125,20 +128,23 @@ def test_reduce_equals_the_single_process(cluster, data, op):
     size = data.draw(st.sampled_from([1, 7, 2000]))
     seed = data.draw(st.integers(0, 99))
     rows = torch.randn(cluster.n, size, generator=torch.Generator().manual_seed(seed)).double()
-    wanted = {
-        "mean": rows.mean(0),
-        "sum": rows.sum(0),
-        "max": rows.amax(0),
-        "min": rows.amin(0),
-        "product": rows.prod(0),
+    alone = {
+        "mean": torch.mean,
+        "sum": torch.sum,
+        "max": torch.amax,
+        "min": torch.amin,
+        "product": torch.prod,
     }[op]
     results = cluster.run(_reduce, rows, op)
-    for got in results:
-        torch.testing.assert_close(got, wanted)
-        assert torch.equal(got, results[0])
+    for time in range(TIMES):
+        for got in results:
+            torch.testing.assert_close(got[time], alone(rows + time, 0))
+            assert torch.equal(got[time], results[0][time])
 
 
 def _wrong(ctx, spec, other):
+    for _ in range(2):
+        ops.gather(_fill(spec, 0), ctx)
     ops.gather(_fill(other if ctx.is_last else spec, 0), ctx)
 
 

@@ -21,6 +21,7 @@ from fxtrain.ops._pack import (
     to_bytes,
 )
 from fxtrain.ops._reduce import all_reduce, fold, reducible
+from fxtrain.ops._route import route_of, travel
 from fxtrain.ops._views import known_context
 from fxtrain.ops._wire import Call, capacity, compare, exchange, exchange_rows, guarded
 from fxtrain.state import DistContext
@@ -58,6 +59,8 @@ def gather(tree: Any, ctx: DistContext) -> Any:
     """
     known_context("gather", ctx)
     packed = pack(tree)
+    if not packed.others and (route := route_of(ctx, "gather", packed, joined=True)):
+        return _tree.unflatten(packed.shape, travel(ctx, route, packed))
     others = dump(list(packed.others.values())) if packed.others else _EMPTY
     call = ("gather", signature(packed))
     joined, found = _every_rank(ctx, call, packed, others, joined=True)
@@ -103,10 +106,12 @@ def reduce(
     numbers = _tree.map_leaves(_as_tensor, tree)
     packed = pack(numbers)
     kept = ", ".join(repr(value) for value in packed.others.values())
-    call = ("reduce", signature(packed, " ".join(part for part in (op, kept) if part)))
+    extra = " ".join(part for part in (op, kept) if part)
     tensors = list(packed.tensors.values())
-    if _rides(ctx, tensors):
-        stacked, _ = _every_rank(ctx, call, packed, _EMPTY)
+    route = route_of(ctx, "reduce", packed, extra)
+    call = ("reduce", signature(packed, extra)) if route is None else route.call
+    if route is not None or _rides(ctx, tensors):
+        stacked = travel(ctx, route, packed) if route else _every_rank(ctx, call, packed, _EMPTY)[0]
         reducible(tensors, op)
         done = [fold(rows, op) for rows in stacked]
     else:

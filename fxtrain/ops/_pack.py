@@ -12,7 +12,17 @@ from torch._utils import _flatten_dense_tensors
 
 from fxtrain import _tree
 
-__all__ = ["Packed", "columns", "dump", "from_bytes", "load", "pack", "signature", "to_bytes"]
+__all__ = [
+    "Packed",
+    "columns",
+    "dump",
+    "from_bytes",
+    "load",
+    "pack",
+    "places_in",
+    "signature",
+    "to_bytes",
+]
 
 _NAMES = {
     dtype: str(dtype).removeprefix("torch.")
@@ -80,6 +90,19 @@ def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
+def places_in(
+    tensors: Sequence[Tensor],
+) -> tuple[list[tuple[torch.dtype, list[int], int]], int]:
+    """Where `to_bytes` puts tensors: dtype, places and first byte, and how many bytes there are."""
+    found: list[tuple[torch.dtype, list[int], int]] = []
+    start = 0
+    for dtype, places in _by_dtype(tensors).items():
+        found.append((dtype, places, start))
+        size = sum([tensors[place].numel() for place in places]) * dtype.itemsize
+        start += size + -size % _ALIGN
+    return found, start
+
+
 def columns(rows: Tensor, like: Sequence[Tensor], *, joined: bool = False) -> list[Tensor]:
     """Take buffers of several ranks that `to_bytes` made apart again.
 
@@ -92,8 +115,8 @@ def columns(rows: Tensor, like: Sequence[Tensor], *, joined: bool = False) -> li
         a 0-d tensor counts as one row.
     """
     out: dict[int, Tensor] = {}
-    start, ranks = 0, len(rows)
-    for dtype, places in _by_dtype(like).items():
+    ranks = len(rows)
+    for dtype, places, start in places_in(like)[0]:
         shapes = [like[place].shape for place in places]
         counts = [shape.numel() for shape in shapes]
         size = sum(counts) * dtype.itemsize
@@ -107,7 +130,6 @@ def columns(rows: Tensor, like: Sequence[Tensor], *, joined: bool = False) -> li
         for place, part, shape in zip(places, split(typed, counts, dim=1), shapes, strict=True):
             whole = (ranks * shape[0], *shape[1:]) if joined and shape else (ranks, *shape)
             out[place] = part.view(whole)
-        start += size + -size % _ALIGN
     return [out[place] for place in range(len(like))]
 
 

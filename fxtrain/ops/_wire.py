@@ -22,7 +22,19 @@ from fxtrain._errors import CollectiveError
 from fxtrain.ops._views import broken, call_site, lost, mismatch
 from fxtrain.state import DistContext
 
-__all__ = ["Call", "capacity", "compare", "exchange", "exchange_rows", "guarded", "settle"]
+__all__ = [
+    "Call",
+    "capacity",
+    "compare",
+    "digest_of",
+    "exchange",
+    "exchange_rows",
+    "guarded",
+    "meet",
+    "new_packets",
+    "payload_in",
+    "settle",
+]
 
 _HEADER = 32  # digest 16, payload length 8, number of the call 8
 _LARGEST = 8192
@@ -92,7 +104,7 @@ def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
     if not comm.checks:
         return
     settle(ctx)
-    digest = _digest(call)
+    digest = digest_of(call)
     if wait or digest not in comm.ledger.seen:
         _meet(ctx, call, torch.empty(0, dtype=torch.uint8))
         comm.ledger.seen.add(digest)
@@ -136,12 +148,35 @@ def guarded(ctx: DistContext, call: Call, site: str | None = None) -> Iterator[N
 
 def _meet(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor, list[int]]:
     """Everybody's packet, and the size of everybody's payload."""
-    packet, packets = _packet(ctx, _digest(call), payload)
+    packet, packets = new_packets(ctx)
+    _fill(packet, payload)
+    heads = meet(ctx, call, digest_of(call), payload.numel(), packet, packets)
+    return packets, [_size(head) for head in heads]
+
+
+def meet(
+    ctx: DistContext, call: Call, digest: bytes, size: int, packet: Tensor, packets: Tensor
+) -> list[bytes]:
+    """Send a packet whose payload is in it, and compare everybody's header.
+
+    Args:
+        digest: Of the call.
+        size: Bytes of the payload.
+        packet: uint8, as `new_packets` makes it; its header is written here.
+        packets: uint8, (ranks, bytes), filled with everybody's.
+
+    Effects:
+        One all-gather of a packet.
+
+    Raises:
+        CollectiveError: the calls differ or a rank did not come; on every rank.
+    """
+    _write_head(ctx, packet, digest, size)
     with guarded(ctx, call):
         _start(ctx, packets, packet).wait()
     heads = _heads(packets)
     _judge(ctx, call, heads, None)
-    return packets, [_size(head) for head in heads]
+    return heads
 
 
 def _judge(ctx: DistContext, call: Call, heads: list[bytes], site: str | None) -> None:
@@ -161,16 +196,34 @@ def _judge(ctx: DistContext, call: Call, heads: list[bytes], site: str | None) -
 
 def _packet(ctx: DistContext, digest: bytes, payload: Tensor) -> tuple[Tensor, Tensor]:
     """This rank's packet and room for everybody's."""
+    packet, packets = new_packets(ctx)
+    _fill(packet, payload)
+    _write_head(ctx, packet, digest, payload.numel())
+    return packet, packets
+
+
+def new_packets(ctx: DistContext) -> tuple[Tensor, Tensor]:
+    """Room for this rank's packet and for everybody's, (ranks, bytes)."""
+    size = _HEADER + capacity(ctx.world_size)
+    made = torch.empty((ctx.world_size, size), dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8), made
+
+
+def payload_in(packets: Tensor) -> Tensor:
+    """The part of a packet, or of several, that is payload."""
+    return packets[..., _HEADER:]
+
+
+def _fill(packet: Tensor, payload: Tensor) -> None:
+    if 0 < payload.numel() <= packet.numel() - _HEADER:
+        payload_in(packet)[: payload.numel()] = payload
+
+
+def _write_head(ctx: DistContext, packet: Tensor, digest: bytes, size: int) -> None:
     ctx.comm.ledger.calls += 1
-    room = capacity(ctx.world_size)
-    size = payload.numel()
     head = digest + size.to_bytes(8, "little") + ctx.comm.ledger.calls.to_bytes(8, "little")
-    packet = torch.empty(_HEADER + room, dtype=torch.uint8)
     # A header is read and written as plain memory: torch's views of it cost 60 us a call.
     ctypes.memmove(packet.data_ptr(), head, _HEADER)
-    if 0 < size <= room:
-        packet[_HEADER : _HEADER + size] = payload
-    return packet, torch.empty((ctx.world_size, _HEADER + room), dtype=torch.uint8)
 
 
 def _heads(packets: Tensor) -> list[bytes]:
@@ -202,5 +255,5 @@ def _start(ctx: DistContext, rows: Tensor, row: Tensor) -> dist.Work:
     return group._allgather_base(rows.view(-1), row)
 
 
-def _digest(call: Call) -> bytes:
+def digest_of(call: Call) -> bytes:
     return hashlib.blake2b("\0".join(call[:2]).encode(), digest_size=16).digest()

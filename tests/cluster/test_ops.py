@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from fxtrain import CollectiveError, ContextError, DataError, ops
+from fxtrain._tree import map_leaves
+from fxtrain.ops import _route
 
 Point = namedtuple("Point", "x y")
 
@@ -369,3 +371,42 @@ def test_split(pair):
 def test_what_is_no_context_is_refused(call):
     with pytest.raises(ContextError, match="The value comes first, the context after"):
         call()
+
+
+def _by_route(ctx):
+    """The same forms again and again: values of every kind, and results that stay."""
+    forms = {
+        "leaves": lambda k: {"a": torch.full((2, 3), k), "b": torch.tensor(True), "c": [k] * 0},
+        "conjugate": lambda k: torch.complex(torch.ones(2), torch.full((2,), 1.0 * k)).conj(),
+        "strided": lambda k: (torch.arange(6.0).reshape(2, 3).T + k)[::2],
+        "parameter": lambda k: torch.nn.Parameter(torch.full((2,), 1.0 * k)),
+        "empty": lambda k: (torch.zeros(0, 4), torch.tensor([1.0 * k])),
+        "double": lambda k: (torch.tensor(k), torch.tensor(1.0 * k, dtype=torch.float64)),
+    }
+    ctx.comm.ledger.routes.clear()
+    got = {}
+    for name, make in forms.items():
+        with torch.inference_mode():
+            first = [ops.gather(make(ctx.rank + 10 * k), ctx) for k in range(2)]
+        rest = [ops.gather(make(ctx.rank + 10 * k), ctx) for k in range(2, 4)]
+        got[name] = map_leaves(torch.clone, [*first, *rest])
+    made = sum(isinstance(one, _route.Route) for one in ctx.comm.ledger.routes.values())
+    for size in range(1, 100):
+        ops.gather(torch.zeros(size), ctx)
+    return got, made, len(ctx.comm.ledger.routes)
+
+
+def test_small_trees_travel_over_kept_routes(pair):
+    for got, made, kept in pair.run(_by_route):
+        assert made == 5 and kept == 32  # all but the tree with a tensor without entries
+        for k in range(4):
+            low, high = 10 * k, 10 * k + 1
+            assert got["leaves"][k]["a"].tolist() == [[low] * 3] * 2 + [[high] * 3] * 2
+            assert got["leaves"][k]["b"].tolist() == [True, True]
+            assert got["conjugate"][k].tolist() == [1 - low * 1j] * 2 + [1 - high * 1j] * 2
+            column = [[low, low + 3.0], [low + 2, low + 5.0]]
+            assert got["strided"][k][:2].tolist() == column
+            assert got["parameter"][k].tolist() == [low, low, high, high]
+            assert got["empty"][k][0].shape == (0, 4)
+            assert got["empty"][k][1].tolist() == [low, high]
+            assert [one.tolist() for one in got["double"][k]] == [[low, high]] * 2
