@@ -19,10 +19,13 @@ def _tree():
     return {f"leaf{i}": torch.randn(8, 4) for i in range(16)}
 
 
-def _median(runs, rounds=40, each=5):
+def _median(runs, rounds=40, warm=2, each=8):
+    """Medians over rounds in which each has its turn, after calls that bear what came before."""
     times = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
+            for _ in range(warm):
+                run()
             dist.barrier()
             started = time.perf_counter()
             for _ in range(each):

@@ -32,6 +32,7 @@ class Shape:
 
 
 _LEAF = Shape("*")
+_PLAIN = (torch.Tensor, int, float, str)  # a union written in place is made anew for every leaf
 _NONE = Shape("None", rebuild=lambda _: None)
 
 
@@ -85,11 +86,13 @@ def _key(key: Any) -> str:
 def _build(shape: Shape, leaves: Iterator[Any]) -> Any:
     if shape.rebuild is None:
         return next(leaves)
-    return shape.rebuild([_build(child, leaves) for child in shape.children])
+    return shape.rebuild(
+        [next(leaves) if child is _LEAF else _build(child, leaves) for child in shape.children]
+    )
 
 
 def _walk(tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) -> Shape:
-    if isinstance(tree, torch.Tensor | int | float | str):
+    if isinstance(tree, _PLAIN):
         leaves.append(tree)
         return _LEAF
     if tree is None:

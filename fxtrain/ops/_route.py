@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _unflatten_dense_tensors
 
 from fxtrain.ops._pack import Packed, places_in, signature
 from fxtrain.ops._wire import Call, capacity, digest_of, meet, new_packets, payload_in, settle
@@ -23,6 +23,8 @@ __all__ = ["Route", "route_of", "travel"]
 _KEPT = 32  # forms for each communicator, each with room for a packet of every rank
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _SEEN = "seen once"
+# Not every dtype can be picked by place, but its bytes can.
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 @attrs.frozen(eq=False)
@@ -30,13 +32,17 @@ class _Group:
     """What arrives of one dtype.
 
     Attributes:
+        dtype: Of the tensors.
         places: Of its tensors in the tree.
-        parts: By tensor, where it arrives, (ranks, entries).
+        arriving: All that arrives, in a row of integers as wide as the dtype.
+        order: Places in it of the tensors' entries, those of a tensor together.
         like: By tensor, one of the shape in which it is returned; without values.
     """
 
+    dtype: torch.dtype
     places: list[int]
-    parts: list[Tensor]
+    arriving: Tensor
+    order: Tensor
     like: list[Tensor]
 
 
@@ -103,8 +109,7 @@ def travel(ctx: DistContext, route: Route, packed: Packed) -> list[Tensor]:
     meet(ctx, route.call, route.digest, route.size, route.packet, route.packets)
     out: list[Any] = [None] * len(route.slots)
     for group in route.groups:
-        # A part is never contiguous, so this copies, and the next call may overwrite it.
-        flat = _flatten_dense_tensors(group.parts)
+        flat = group.arriving.index_select(0, group.order).view(group.dtype)
         made = _unflatten_dense_tensors(flat, group.like)
         for place, tensor in zip(group.places, made, strict=True):
             out[place] = tensor
@@ -129,14 +134,23 @@ def _laid_out(
         for dtype, places, start in groups:
             shapes = [tensors[place].shape for place in places]
             counts = [shape.numel() for shape in shapes]
-            end = start + sum(counts) * dtype.itemsize
-            mine = payload_in(packet)[start:end].view(dtype).split(counts)
-            theirs = payload_in(packets)[:, start:end].view(dtype).split(counts, dim=1)
-            for place, slot in zip(places, mine, strict=True):
+            mine = payload_in(packet)[start : start + sum(counts) * dtype.itemsize]
+            for place, slot in zip(places, mine.view(dtype).split(counts), strict=True):
                 slots[place] = slot.view(tensors[place].shape)
             like = [_like(shape, dtype, ranks, joined=joined) for shape in shapes]
-            arriving.append(_Group(places, list(theirs), like))
+            first = mine.storage_offset() // dtype.itemsize
+            entries = packets.view(_SAME_WIDTH[dtype.itemsize])
+            arriving.append(
+                _Group(dtype, places, entries.view(-1), _order(entries, first, counts), like)
+            )
     return Route(call, digest_of(call), size, packet, packets, slots, arriving)
+
+
+def _order(entries: Tensor, first: int, counts: list[int]) -> Tensor:
+    """Places of tensors' entries among all that arrives: by tensor, then by rank."""
+    numbers = torch.arange(entries.numel(), dtype=torch.int32).view(entries.shape)
+    parts = numbers[:, first : first + sum(counts)].split(counts, dim=1)
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 def _like(shape: torch.Size, dtype: torch.dtype, ranks: int, *, joined: bool) -> Tensor:

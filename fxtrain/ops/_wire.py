@@ -11,8 +11,6 @@ second collective, once the headers agree.
 import ctypes
 import hashlib
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -133,16 +131,21 @@ def settle(ctx: DistContext) -> None:
     _judge(ctx, call, _heads(packets), site)
 
 
-@contextmanager
-def guarded(ctx: DistContext, call: Call, site: str | None = None) -> Iterator[None]:
+class guarded:
     """Turn torch's error about a rank that is gone into one that says who waited where."""
-    started = time.monotonic()
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, CollectiveError):
-            raise
-        waited_s = time.monotonic() - started
+
+    def __init__(self, ctx: DistContext, call: Call, site: str | None = None) -> None:
+        self._for = (ctx, call, site)
+        self._started = time.monotonic()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
+            return
+        ctx, call, site = self._for
+        waited_s = time.monotonic() - self._started
         raise lost(ctx, call, site or call_site(), waited_s, error) from error
 
 
