@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain.testing._train import on_mesh
@@ -71,19 +72,23 @@ def _update(model, x):
     return float(fx.ops.apply(model, fx.state.Finish(clip_norm=0.5)).grad_norm)
 
 
-@on_rank
-def _ulysses(ctx, stage):
+def _spread(net):
+    """Attention over all ranks of a sequence, once DeepSpeed has its groups."""
     from deepspeed.sequence.layer import DistributedAttention
     from deepspeed.utils import groups
 
+    group = groups._get_sequence_parallel_group()
+    for layer in net[:2]:
+        layer.self_attn.spread = DistributedAttention(_attend, group, scatter_idx=2, gather_idx=1)
+
+
+@on_rank
+def _ulysses(ctx, stage):
     with on_mesh(ctx, fx.Mesh(context=2)) as placed:
         plan = fx.Plan(strategy=fx.DeepSpeed(stage=stage, sequence_parallel=2), clip_norm=0.5)
         net = _net()
         model = fx.wrap(net, placed, plan, optimizer=sgd)
-        for layer in net[:2]:
-            layer.self_attn.spread = DistributedAttention(
-                _attend, groups._get_sequence_parallel_group(), scatter_idx=2, gather_idx=1
-            )
+        _spread(net)
         mine = _rows().chunk(2, dim=1)[placed.axis("context").rank]
         norms = [_update(model, mine) for _ in range(3)]
         return norms, [p.detach().clone() for p in fx.unwrap(model).parameters()]
@@ -95,6 +100,49 @@ def test_ranks_that_share_a_sequence_train_as_one_process(pair, stage):
     for norms, got in pair.run(_ulysses, stage):
         assert norms == pytest.approx(right, rel=1e-4)
         for a, b in zip(got, wanted.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def _mask():
+    """Weights of tokens, of which the second half of a sequence has fewer."""
+    return torch.tensor([[1.0, 1, 1, 1, 0, 0], [1, 0, 1, 0, 0, 1]]).repeat(2, 1)
+
+
+def _weighed(model, x, mask):
+    return fx.Weighted((model(x).square().mean(-1) * mask).sum(), mask.sum())
+
+
+@on_rank
+def _weighted_parts(ctx, stage):
+    with on_mesh(ctx, fx.Mesh(context=2)) as placed:
+        strategy = fx.DeepSpeed(stage=stage, sequence_parallel=2)
+        plan = fx.Plan(strategy=strategy, clip_norm=0.5, accumulate=2)
+        net = _net()
+        model = fx.wrap(net, placed, plan, optimizer=sgd)
+        _spread(net)
+        part = placed.axis("context").rank
+        loader = fx.shard(DataLoader(TensorDataset(_rows(), _mask()), batch_size=2), placed, plan)
+        fns = fx.StepFns(
+            model=model, loss=lambda m, b: _weighed(m, *[x.chunk(2, dim=1)[part] for x in b.data])
+        )
+        reports = [fx.step(placed, batch, fns) for epoch in loader.epochs(2) for batch in epoch]
+        norms = [float(r.grad_norm) for r in reports if r.applied]
+        return norms, [p.detach().clone() for p in fx.unwrap(model).parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_tokens_of_a_shared_sequence_are_weighed_as_in_one_process(pair, stage):
+    net = _net()
+    optimizer, right = sgd(net.parameters()), []
+    for _ in range(2):
+        loss = _weighed(net, _rows(), _mask())
+        (loss.total / loss.weight).backward()
+        right.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    for norms, got in pair.run(_weighted_parts, stage):
+        assert norms == pytest.approx(right, rel=1e-4)
+        for a, b in zip(got, net.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
