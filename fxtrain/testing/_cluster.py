@@ -52,6 +52,8 @@ class Cluster:
         call_s: Longest time for one call, in seconds; then the workers are killed.
         device: Where the ranks compute.
         env: Variables of their processes, beside those of this one.
+        keep_groups: Leave open what process groups a call opened and did not close, for
+            libraries that keep theirs per process.
 
     Effects:
         The first call starts Python's fork server on Linux, which has torch loaded, so that
@@ -66,11 +68,12 @@ class Cluster:
         call_s: float = 40.0,
         device: str = "cpu",
         env: Mapping[str, str] | None = None,
+        keep_groups: bool = False,
     ) -> None:
         self.n = n
         self._timeout_s = timeout_s
         self._call_s = call_s
-        self._device, self._env = device, dict(env or {})
+        self._device, self._env, self._keep_groups = device, dict(env or {}), keep_groups
         self._calls = LOADED
         self._workers: list[tuple[Any, Connection]] = []
 
@@ -191,7 +194,7 @@ class Cluster:
                 target=work,
                 args=(
                     *(rank, self.n, self._timeout_s, there, list(sys.path), dict(os.environ)),
-                    *(self._device, self._env),
+                    *(self._device, self._env, self._keep_groups),
                 ),
                 daemon=True,
             )

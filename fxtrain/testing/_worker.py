@@ -25,6 +25,7 @@ def work(
     variables: dict[str, str],
     device: str,
     own: dict[str, str],
+    keep_groups: bool,  # noqa: FBT001
 ) -> None:
     """Connect to the other ranks, then answer calls until the pipe closes.
 
@@ -68,7 +69,8 @@ def work(
                 return
             there = _open_groups()
             answer = _answer(ctx, request)
-            _close_others([*there, *ctx.comm.ledger.opened])
+            if not keep_groups:
+                _close_others([*there, *ctx.comm.ledger.opened])
             pipe.send_bytes(answer)
 
 

@@ -20,7 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def clusters() -> Iterator[dict[int, Cluster]]:
     """Like the ones of every test, with the time that compiling an operator takes."""
-    pools = {n: Cluster(n, timeout_s=110.0, call_s=115.0) for n in (1, 2, 4)}
+    times = {"timeout_s": 110.0, "call_s": 115.0}
+    pools = {n: Cluster(n, **times, keep_groups=True) for n in (1, 2, 4)}
     yield pools
     for pool in pools.values():
         pool.close()
