@@ -1,5 +1,6 @@
 """One rank of a pool: the process that carries out calls and answers them."""
 
+import gc
 import os
 import pickle
 import sys
@@ -61,40 +62,45 @@ def work(
         pipe.send_bytes(_failed(CONNECTED, error, healthy=False))
         return
     pipe.send_bytes(_returned(CONNECTED, None, healthy=True))
+    gc.freeze()  # what is there stays; what calls leave is found sooner without it
     with ctx:
         while True:
             try:
                 request = pipe.recv_bytes()
             except (EOFError, OSError):
                 return
-            there = _open_groups()
+            before = _groups()
             answer = _answer(ctx, request)
             if not keep_groups:
-                _close_others([*there, *ctx.comm.ledger.opened])
+                _close_others(before, ctx.comm.ledger.opened)
             pipe.send_bytes(answer)
 
 
-def _open_groups() -> list[Any]:
-    from torch.distributed import distributed_c10d
+def _groups() -> tuple[int, list[Any]]:
+    """How many process groups were ever opened, and those that are open."""
+    from torch.distributed.distributed_c10d import _world
 
-    return list(distributed_c10d._world.pg_map)
+    return _world.group_count, list(_world.pg_map)
 
 
-def _close_others(keep: list[Any]) -> None:
+def _close_others(before: tuple[int, list[Any]], own: list[Any]) -> None:
     """Close what a call left open: each group of gloo has a thread that wakes 100 times a second.
 
     Those that the pool's context opened for itself stay, for calls that need them again.
     """
+    count, there = _groups()
+    if count == before[0]:
+        return
     from torch import distributed as dist
 
-    known = {id(group) for group in keep}
-    left = [group for group in _open_groups() if id(group) not in known]
-    for group in left:
-        dist.destroy_process_group(group)
-    if left:
-        from fxtrain.backends._device_mesh import forget_meshes
+    from fxtrain.backends._device_mesh import forget_meshes
 
-        forget_meshes()
+    kept = {id(group) for group in (*before[1], *own)}
+    for group in there:
+        if id(group) not in kept:
+            dist.destroy_process_group(group)
+    forget_meshes()
+    gc.collect()  # closed ones too live on, with their threads, in cycles of models and meshes
 
 
 def _answer(ctx: Any, request: bytes) -> bytes:
