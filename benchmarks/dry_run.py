@@ -42,6 +42,10 @@ CASES: dict[str, tuple[fx.Mesh, dict[str, Any]]] = {
         fx.Mesh(shard=128, context=8),
         {"strategy": _BLOCKS, "context": fx.CP(tables=("turn",))},
     ),
+    "PP over 8, FSDP over 128": (
+        fx.Mesh(shard=128, pipeline=8),
+        {"strategy": fx.PP(microbatches=8, stages=_BLOCKS)},
+    ),
 }
 
 
@@ -104,9 +108,9 @@ def token_loss(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(x_BT).flatten(0, 1), y_BT.flatten())
 
 
-def rows() -> DataLoader[Any]:
-    tokens = torch.zeros(16, LENGTH, dtype=torch.int64)
-    return DataLoader(TensorDataset(tokens, tokens), batch_size=1)
+def rows(size: int) -> DataLoader[Any]:
+    tokens = torch.zeros(16 * size, LENGTH, dtype=torch.int64)
+    return DataLoader(TensorDataset(tokens, tokens), batch_size=size)
 
 
 def measure(mesh: fx.Mesh, fields: dict[str, Any]) -> list[str]:
@@ -116,7 +120,8 @@ def measure(mesh: fx.Mesh, fields: dict[str, Any]) -> list[str]:
     def loop(ctx: fx.DistContext) -> None:
         model = fx.wrap(Llama(), ctx, plan, optimizer=torch.optim.AdamW)
         fns = fx.StepFns(model=model, loss=token_loss)
-        for batch in fx.shard(rows(), ctx, plan):
+        size = getattr(plan.strategy, "microbatches", 1)  # a row for each of a pipeline's
+        for batch in fx.shard(rows(size), ctx, plan):
             fx.step(ctx, batch, fns)
 
     run = fx.dry_run(loop, world=1024, mesh=mesh, device_memory="80GB")

@@ -7,13 +7,13 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from fxtrain import _tree, ops
 from fxtrain._errors import PlanError, StepError
 from fxtrain.backends import _torch
 from fxtrain.backends._pieces import join, parts_of_batch, split
 from fxtrain.backends._pipeline_grads import reduce_grads
+from fxtrain.backends._pipeline_told import likely_output, tell_outputs, tell_share
 from fxtrain.state import PP, Batch, Share, Wrapped
 
 __all__ = ["forward", "run"]
@@ -48,12 +48,7 @@ def run(
     if engine is model.module:
         return _torch.run(model, batch, grade, reduce)
     parts: int = engine.layout.parts
-    if any(size % parts or not size for size in batch.sizes):
-        raise PlanError(
-            f"PP runs {parts} micro-batches, which do not divide a batch of "
-            f"{', '.join(map(str, sorted(set(batch.sizes))))} rows on a rank. Use a batch size "
-            f"that is a multiple of {parts}, or PP(microbatches=...) with a divisor of it."
-        )
+    _check_divides(batch, parts)
     whole = batch.window_rows
     if whole is None and model.plan.accumulate == 1:
         whole = sum(batch.sizes)
@@ -79,7 +74,12 @@ def run(
 
     index_of = {stage: number for number, stage in engine.stages.items()}
     engine.run(ready, job)
-    told = _told(model, ready, shares, batch)
+
+    def likely() -> Share:
+        out = likely_output(model, ready, calls[0])
+        return _graded(model, grade, pieces[0], seeds[0], out)
+
+    told = tell_share(model, ready, shares, batch, likely)
     if batch.position.micro == 0:  # sums over stages are made once a window
         reduce_grads(model)
     return told
@@ -124,8 +124,21 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     whole = join(outputs, rows // parts) if outputs else None
     if outputs and model.plan.precision.output == "fp32":
         whole = _tree.map_leaves(_torch.to_float, whole)
+
+    def likely() -> Any:
+        return join([likely_output(model, ready, calls[0])] * parts, rows // parts)
+
     config: PP = model.plan.strategy
-    return whole if config.outputs == "last" else _to_all(model, ready, whole)
+    return whole if config.outputs == "last" else tell_outputs(model, ready, whole, likely)
+
+
+def _check_divides(batch: Batch, parts: int) -> None:
+    if any(size % parts or not size for size in batch.sizes):
+        raise PlanError(
+            f"PP runs {parts} micro-batches, which do not divide a batch of "
+            f"{', '.join(map(str, sorted(set(batch.sizes))))} rows on a rank. Use a batch size "
+            f"that is a multiple of {parts}, or PP(microbatches=...) with a divisor of it."
+        )
 
 
 def _captured(model: Wrapped, grade: Grade, piece: Batch, seed: int) -> Any:
@@ -172,89 +185,3 @@ def _seed(model: Wrapped, piece: Batch) -> int:
     rank = model.ctx.axis("data").rank
     text = f"{model.plan.seed} {place.epoch} {place.index} {rank} {piece.part}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-
-
-@attrs.frozen
-class _Form:
-    """What the last stage's losses are like, as it says once.
-
-    Attributes:
-        dtype: Of the loss.
-        rough: Whether they are weighted, and corrected when the window closes.
-        aux: Whether there is something beside them.
-    """
-
-    dtype: torch.dtype
-    rough: bool
-    aux: bool
-
-
-def _told(model: Wrapped, ready: Any, shares: list[Share], batch: Batch) -> Share:
-    """The batch's share in its update, on every rank of the pipeline.
-
-    Effects:
-        A broadcast of four numbers; the first time, and for aux, one of objects.
-    """
-    engine = model.engine
-    if not ready.form:
-        own: _Form | None = None
-        if shares:
-            some = any(share.aux is not None for share in shares)
-            own = _Form(shares[0].mean.dtype, shares[0].rough, some)
-        ready.form.append(ops.broadcast_object(own, engine.axis, src=engine.source))
-    form: _Form = ready.form[0]
-    numbers = torch.zeros(4, dtype=model.tally.dtype, device=model.tally.device)
-    if shares:
-        weights = torch.stack([_as(share.weight, numbers) for share in shares])
-        means = torch.stack([_as(share.mean, numbers) for share in shares])
-        total = weights.sum()
-        numbers[0] = (means * weights).sum() / torch.where(total == 0, 1.0, total)
-        numbers[1] = total
-        numbers[2:] = model.tally[:2]
-    source = engine.axis.comm.ranks[engine.source]
-    dist.broadcast(numbers, source, group=engine.axis.comm.group)
-    model.tally[:2] = numbers[2:]
-    aux = None
-    if form.aux:
-        each = batch.sizes[model.ctx.axis("data").rank] // ready.parts
-        mine = join([_detached(share.aux) for share in shares], each) if shares else None
-        aux = ops.broadcast_object(mine, engine.axis, src=engine.source)
-        aux = _tree.map_leaves(lambda leaf: _on(leaf, model.ctx.device), aux)
-    mean = numbers[0].to(form.dtype)
-    weight = numbers[1] if form.rough else batch.sizes[model.ctx.axis("data").rank]
-    return Share(loss=mean, mean=mean, weight=weight, aux=aux, rough=form.rough)
-
-
-def _as(value: Any, like: Tensor) -> Tensor:
-    return torch.as_tensor(value, dtype=like.dtype, device=like.device).detach().reshape(())
-
-
-def _detached(tree: Any) -> Any:
-    return _tree.map_leaves(
-        lambda one: one.detach().cpu() if isinstance(one, Tensor) else one, tree
-    )
-
-
-def _on(leaf: Any, device: torch.device) -> Any:
-    return leaf.to(device) if isinstance(leaf, Tensor) else leaf
-
-
-def _to_all(model: Wrapped, ready: Any, whole: Any) -> Any:
-    """The last stage's outputs on every rank of the pipeline."""
-    engine = model.engine
-    if not ready.form:
-        empty = _tree.map_leaves(_emptied, whole)
-        ready.form.append(ops.broadcast_object(empty, engine.axis, src=engine.source))
-    if whole is None:
-        whole = _tree.map_leaves(lambda leaf: _made(leaf, model.ctx.device), ready.form[0])
-    return ops.broadcast(whole, engine.axis, src=engine.source)
-
-
-def _emptied(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-
-
-def _made(leaf: Any, device: torch.device) -> Any:
-    return torch.empty_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf

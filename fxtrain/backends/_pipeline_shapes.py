@@ -1,6 +1,5 @@
-"""torch's fake tensors as the values of other stages, and as those that will be received."""
+"""torch's fake tensors as values of other stages, as what will be received, and as own ones."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from fxtrain import _tree
 from fxtrain._errors import PlanError
 
-__all__ = ["Hollow", "Mixed", "pretended"]
+__all__ = ["Blank", "Hollow", "Mixed", "Received"]
 
 
 class Mixed(Exception):
@@ -18,16 +17,45 @@ class Mixed(Exception):
 
 
 class _Shapes(FakeTensorMode):
-    """Tensors without values, which do not mix with those of another mode."""
+    """Tensors without values, which do not mix with those of another mode but `Blank`."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in _tree.flatten((args, kwargs or {}))[0]:
-            if isinstance(leaf, FakeTensor) and leaf.fake_mode is not self:
-                raise Mixed
+        leaves, shape = _tree.flatten((args, kwargs or {}))
+        if any(isinstance(leaf, FakeTensor) and leaf.fake_mode is not self for leaf in leaves):
+            args, kwargs = _tree.unflatten(shape, list(map(self._twin, leaves)))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def made(self, leaf: Any) -> bool:
+        """Whether a leaf is of this mode."""
+        return isinstance(leaf, FakeTensor) and leaf.fake_mode is self
+
+    def _twin(self, leaf: Any) -> Any:
+        """A leaf of this mode for one of `Blank` or of a dry run, where all tensors are fake."""
+        if not isinstance(leaf, FakeTensor) or leaf.fake_mode is self:
+            return leaf
+        if isinstance(leaf.fake_mode, _Shapes) and not isinstance(leaf.fake_mode, Blank):
+            raise Mixed
+        with self:
+            return torch.empty_strided(
+                leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device
+            )
+
+    def like(self, tensor: Any, device: torch.device) -> Tensor:
+        """A tensor of this mode on a device, of another's shape and dtype."""
+        with self:
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return made.requires_grad_(tensor.requires_grad)
+
+
+class Received(_Shapes):
+    """Stand-ins for what a stage receives from the one before.
+
+    Modes do not mix, which finds a value of another stage that reaches this one on another way
+    than through its first module.
+    """
 
 
 class Hollow(_Shapes):
@@ -37,29 +65,20 @@ class Hollow(_Shapes):
         if func._schema.is_mutable and any(map(self.made, _tree.flatten((args, kwargs or {}))[0])):
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 written = argument.alias_info is not None and argument.alias_info.is_write
-                if written and isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+                if written and isinstance(value, Tensor) and not self.made(value):
                     raise PlanError(
                         f"{func} writes what an earlier stage computes into a tensor that this "
                         f"stage makes for itself, which would lose it"
                     )
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def made(self, leaf: Any) -> bool:
-        """Whether a leaf is a value of another stage."""
-        return isinstance(leaf, FakeTensor) and leaf.fake_mode is self
 
+class Blank(_Shapes):
+    """A stage's own values in a world where another rank, which is pretended, has them."""
 
-def pretended() -> Callable[[Any], Tensor]:
-    """Stand-ins for what will be received, of a mode of their own.
-
-    Modes do not mix, which finds a value of another stage that reaches this one on another way
-    than through its first module.
-    """
-    mode = _Shapes()
-
-    def make(like: Any) -> Tensor:
-        with mode:
-            made = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        return made.requires_grad_(like.requires_grad)
-
-    return make
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in _tree.flatten((args, kwargs or {}))[0]:
+            if isinstance(leaf, FakeTensor) and isinstance(leaf.fake_mode, Hollow | Received):
+                with leaf.fake_mode:
+                    return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)

@@ -16,6 +16,7 @@ from fxtrain.backends._device_mesh import Laid, device_mesh
 from fxtrain.backends._fsdp import shard_size
 from fxtrain.backends._modules import prepare_module
 from fxtrain.backends._pipeline_plan import Layout
+from fxtrain.backends._pipeline_shapes import Blank
 from fxtrain.backends._pipeline_stage import Stage
 from fxtrain.backends._shard import gather_precision, shard_parts
 from fxtrain.backends._tensor import split_layers
@@ -51,6 +52,8 @@ def make_stages(
 ) -> tuple[dict[int, Stage], dict[int, Stage]]:
     """The stages of this rank, and the twins without values of those that are sharded.
 
+    In a pretended world, where no other rank answers, also twins of the other ranks' stages.
+
     Effects:
         Opens groups of ranks that the context lacks. Parameters of the module stay as they are:
         the stages have others in their place where they are cut or sharded.
@@ -65,12 +68,14 @@ def make_stages(
         if axes is not None and ctx.axis("data").world_size > 1:
             # Cut before the other is sharded, whose parameters it then has.
             twins[index] = _cut(module, layout, index, ctx, axes)
-            _empty(twins[index], axes)
+            _empty(twins[index], axes.formats)
             twins[index].prepare(layout, index)
             _shard(stage, layout, index, ctx, axes)
         else:
             stage.show()
         stage.prepare(layout, index)
+    if ctx.comm.simulated:
+        twins |= _others(module, layout, ctx, axes)
     return stages, twins
 
 
@@ -118,6 +123,22 @@ def _cut(
     return stage
 
 
+def _others(
+    module: nn.Module, layout: Layout, ctx: DistContext, axes: _Axes | None
+) -> dict[int, Stage]:
+    """Twins of the stages that other ranks run."""
+    if axes is not None:  # what stages send is whole, so that layers need not be cut
+        config = attrs.evolve(axes.plan.strategy, tensor=None)
+        axes = attrs.evolve(axes, plan=attrs.evolve(axes.plan, strategy=config))
+    mine = layout.on(ctx.axis("pipeline").rank)
+    twins: dict[int, Stage] = {}
+    for index in set(range(len(layout.ranks))).difference(mine):
+        twins[index] = _cut(module, layout, index, ctx, axes)
+        _empty(twins[index], {} if axes is None else axes.formats)
+        twins[index].prepare(layout, index)
+    return twins
+
+
 def _cast(format: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
     def cast(leaf: Any) -> Any:
         floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
@@ -126,9 +147,10 @@ def _cast(format: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
     return _tree.map_leaves(cast, (args, kwargs))
 
 
-def _empty(stage: Stage, axes: _Axes) -> None:
-    """Put tensors without memory in the place of a stage's parameters, of the same shapes."""
+def _empty(stage: Stage, formats: Mapping[str, torch.dtype]) -> None:
+    """Put tensors without values in the place of a stage's parameters, of the same shapes."""
     own = {id(parameter) for parameter in stage.own()}
+    blanks = Blank()
     made: dict[int, nn.Parameter] = {}
     for path, part in stage.shell.named_modules(remove_duplicate=False):
         for key, parameter in part._parameters.items():
@@ -136,15 +158,15 @@ def _empty(stage: Stage, axes: _Axes) -> None:
                 continue
             name = f"{path}.{key}" if path else key
             if id(parameter) not in made:
-                dtype = axes.formats.get(name, parameter.dtype)
-                made[id(parameter)] = _blank(parameter, dtype)
+                dtype = formats.get(name, parameter.dtype)
+                made[id(parameter)] = _blank(parameter, dtype, blanks)
             part._parameters[key] = made[id(parameter)]
 
 
-def _blank(like: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+def _blank(like: nn.Parameter, dtype: torch.dtype, mode: Blank) -> nn.Parameter:
     local: Any = getattr(like, "_local_tensor", like)
-    # One number, seen as many: nothing but its shape will count.
-    made: Any = torch.zeros((), dtype=dtype, device=local.device).expand(local.shape)
+    with mode:
+        made: Any = torch.empty(local.shape, dtype=dtype, device=local.device)
     if isinstance(like, DTensor):
         made = DTensor.from_local(
             made,

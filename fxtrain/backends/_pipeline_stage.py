@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 
 from fxtrain import _tree, ops
 from fxtrain.backends._pipeline_plan import Layout
-from fxtrain.backends._pipeline_shapes import Hollow, Mixed, pretended
+from fxtrain.backends._pipeline_shapes import Hollow, Mixed, Received
 from fxtrain.state import DistContext
 
 __all__ = ["Call", "Meta", "Probe", "Stage", "probe"]
@@ -233,7 +233,8 @@ class Stage(nn.Module):
                 Meta(index, tuple(one.shape), one.dtype, one.requires_grad)
                 for index, one in zip(places, fakes, strict=True)
             )
-            visit.received = tuple(map(pretended(), fakes))
+            mode = Received()
+            visit.received = tuple(mode.like(one, one.device) for one in fakes)
         for index, tensor in zip(places, visit.received, strict=True):
             visit.swapped[id(leaves[index])] = (leaves[index], tensor)
             leaves[index] = tensor

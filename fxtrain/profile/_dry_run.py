@@ -93,7 +93,8 @@ def rehearse(
 ) -> DryRun:
     """Like `dry_run`, of a program that connects by itself, in a world that variables describe."""
     size = read_bytes(device_memory)
-    watch, pretend = Watch(most=_MOST_UPDATES), Pretend()
+    pretend = Pretend()
+    watch = Watch(most=_MOST_UPDATES, fakes=pretend.fakes)
     ended: BaseException | None = None
     patches = (loading_here(watch), movable(pretend), cut_late(), printable())
     with ExitStack() as stack:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxtrain.state import PARTS, Memory
@@ -23,9 +24,13 @@ class MemoryLog:
     The log says only when bytes came and went. What they are is often known later, when a
     module, a gradient or an optimizer turns out to hold them; so each storage gets a part
     when that is seen, for its whole life, and sums are made at the end.
+
+    Args:
+        fakes: The mode whose tensors count as if they were real; those of others have shapes only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fakes: FakeTensorMode | None = None) -> None:
+        self._fakes = fakes
         self.changes: list[tuple[int, int]] = []
         self._sizes: list[int] = []
         self._parts: dict[int, int] = {}
@@ -36,6 +41,8 @@ class MemoryLog:
     def see(self, tensor: Tensor) -> tuple[int, ...]:
         """The numbers of a tensor's storages, which are entered if they are new."""
         if tensor.device.type == "meta":
+            return ()
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._fakes:
             return ()
         return tuple(self._number(storage) for storage in _storages(tensor))
 

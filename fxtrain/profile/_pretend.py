@@ -53,12 +53,13 @@ class Pretend(TorchDispatchMode):
 
     Attributes:
         peeks: Looks at values that are not there.
+        fakes: torch's mode, of which all of them are.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.peeks: list[Peek] = []
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -82,17 +83,21 @@ class Pretend(TorchDispatchMode):
     def usual(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator with values if they are whole numbers, and else without."""
         leaves = tree_leaves((args, kwargs))
+        for leaf in leaves:
+            if isinstance(leaf, FakeTensor) and leaf.fake_mode is not self.fakes:
+                with leaf.fake_mode:  # of somebody who only finds out shapes
+                    return func(*args, **kwargs)
         if _all_whole(func, leaves, kwargs) and self._is_small(func, args, kwargs):
             return tree_map_only(Tensor, self._forget, func(*args, **kwargs))
         return self.fake(func, args, kwargs)
 
     def forget_origins(self) -> None:
         """Drop torch's weak references to tensors, from values to their pretended twins."""
-        self._fake.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        self.fakes.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
     def fake(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator for shapes only."""
-        with self._fake:
+        with self.fakes:
             out = func(*args, **kwargs)
         if isinstance(out, Tensor) and out.dtype == torch.bool and out.numel() == 1:
             out._fxtrain_answer = _answer(func, args)  # type: ignore[attr-defined]
@@ -104,19 +109,19 @@ class Pretend(TorchDispatchMode):
         if inputs and max(inputs) <= _SURELY_SMALL:
             return True
         try:
-            with self._fake:
+            with self.fakes:
                 out = func(*args, **kwargs)
         except DynamicOutputShapeException:
             return True  # no more than the inputs hold
         return sum(t.nbytes for t in tree_leaves(out) if isinstance(t, Tensor)) <= _LARGEST
 
     def _forget(self, tensor: Tensor) -> Tensor:
-        return tensor if _whole(tensor.dtype) else self._fake.from_tensor(tensor)
+        return tensor if _whole(tensor.dtype) else self.fakes.from_tensor(tensor)
 
     def peek(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Say something about a value that is not there."""
         tensor = args[0]
-        if not isinstance(tensor, FakeTensor):
+        if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self.fakes:
             return func(*args, **kwargs)
         if tensor.constant is not None:
             return tensor.constant.item()
@@ -146,7 +151,7 @@ class Pretend(TorchDispatchMode):
         torch looks for what it remembers of the same call, which is never there, by the shapes
         of all tensors: as many as ranks.
         """
-        with disable_fake_tensor_cache(self._fake):
+        with disable_fake_tensor_cache(self.fakes):
             return func(*args, **kwargs)
 
     def scatter(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

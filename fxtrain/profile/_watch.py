@@ -15,6 +15,7 @@ import attrs
 import torch
 from torch import nn
 from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as registry
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -51,6 +52,10 @@ class Watch(TorchDispatchMode):
 
     An update of the first optimizer that updates ends a step.
 
+    Args:
+        most: Steps after which it is enough.
+        fakes: The mode whose tensors stand for real ones.
+
     Attributes:
         memory: Storages made and freed.
         traffic: Collectives.
@@ -59,9 +64,9 @@ class Watch(TorchDispatchMode):
         wrapped: The model that the first optimizer updates, if fxtrain wrapped it.
     """
 
-    def __init__(self, *, most: int | None = None) -> None:
+    def __init__(self, *, most: int | None = None, fakes: FakeTensorMode | None = None) -> None:
         super().__init__()
-        self.memory = MemoryLog()
+        self.memory = MemoryLog(fakes)
         self.traffic: list[Collective] = []
         self.started: Mark | None = None
         self.marks: list[Mark] = []

@@ -1,5 +1,7 @@
 """Pipeline parallelism: laws on every schedule, bad plans, models that do not split, traffic."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,7 +134,6 @@ BAD = {
         {"recompute": ("Block",)},
         r"before blocks\.0\.norm_2, which is inside of blocks\.0, a Block that Plan\.recompute",
     ),
-    "pretended": (None, fx.PP(split=FOUR), {}, "cannot run in a pretended world"),
 }
 
 
@@ -259,6 +260,15 @@ def test_a_model_that_does_not_split_is_the_same_error_everywhere(pair):
         kind, text = first[case]
         assert words in text
         assert kind == ("StepError" if case in late else "PlanError"), text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_dry_run_says_that_a_model_does_not_split(rank):
+    for case in ("shape", "value", "write", "around", "early head"):
+        train = functools.partial(_trained, case=case)
+        run = fx.dry_run(train, world=2, rank=rank, mesh=fx.Mesh(pipeline=2))
+        problem = run.problems[0]
+        assert problem.fatal and REFUSED[case] in problem.text, problem.text
 
 
 def _others(ctx):

@@ -53,6 +53,27 @@ def on_context_mesh(ctx, plan):
             fx.step(placed, batch, fns)
 
 
+def on_pipeline_mesh(ctx, plan, mesh, *counted):
+    """A transformer in stages, which the last one may count something beside the loss."""
+
+    def loss(model, batch):
+        logits_BTV = model(batch.data)
+        mean = logits_BTV.square().mean()
+        if not counted:
+            return mean
+        return mean, {"size": mean.detach(), "words": batch.data.new_tensor(logits_BTV.numel())}
+
+    with on_mesh(ctx, mesh) as placed:
+        model = fx.wrap(Transformer(), placed, plan, optimizer=torch.optim.AdamW)
+        tokens = torch.zeros(20_000, Transformer.LENGTH, dtype=torch.int64)
+        fns = fx.StepFns(model=model, loss=loss)
+        with torch.no_grad():
+            model(tokens[:4])
+        for batch in fx.shard(DataLoader(tokens, batch_size=4), placed, plan):
+            report = fx.step(placed, batch, fns)
+            assert not counted or report.aux["size"].dtype == torch.float64
+
+
 def sharded_by_hand(ctx, replicas):
     """FSDP2 without fxtrain, over a mesh of the script's own."""
     model = net()

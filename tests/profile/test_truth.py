@@ -11,8 +11,15 @@ from fxtrain.profile._axes import axis_namer
 from fxtrain.profile._dry_run import figures
 from fxtrain.profile._patches import loading_here
 from fxtrain.profile._watch import Enough, Watch, watching
+from fxtrain.state import resolve_mesh
 from fxtrain.testing import count_collectives
-from tests.profile._loops import by_steps, on_context_mesh, on_tensor_mesh, sharded_by_hand
+from tests.profile._loops import (
+    by_steps,
+    on_context_mesh,
+    on_pipeline_mesh,
+    on_tensor_mesh,
+    sharded_by_hand,
+)
 
 
 def _measured(ctx, loop, mesh, *args):
@@ -61,12 +68,21 @@ def _bytes(tensors):
 def _compare(pool, loop, *args, mesh=None, rank=None):
     """Of the last rank, if none is named."""
     rank = pool.n - 1 if rank is None else rank
-    told = fx.dry_run(functools.partial(_call, loop, args), world=pool.n, rank=rank, mesh=mesh)
+    told = _told(pool.n, loop, args, rank, mesh)
+    return told, _as_told(told, pool.run(_measured, loop, told.mesh, *args)[rank])
+
+
+def _told(world, loop, args, rank, mesh=None):
+    told = fx.dry_run(functools.partial(_call, loop, args), world=world, rank=rank, mesh=mesh)
     assert told.problems == () and told.updates >= 2
-    got, held, step = pool.run(_measured, loop, told.mesh, *args)[rank]
+    return told
+
+
+def _as_told(told, measured):
+    got, held, step = measured
     assert {name: getattr(told.memory, name) for name in held} == held
     assert _totals(told.step) == step
-    return told, got
+    return got
 
 
 def _call(loop, args, ctx):
@@ -177,6 +193,40 @@ def test_attention_over_ranks_is_predicted_exactly(rotate, clusters):
     told, got = _compare(clusters[4], on_context_mesh, plan)
     assert told.step == got["step"]
     assert {row.axis for row in told.step} >= {"context", "world"}
+
+
+FOUR = ("blocks.0", "blocks.1", "norm")
+_SPLIT = fx.TP(
+    styles=(
+        fx.Style(modules="blocks.*.up", style="colwise"),
+        fx.Style(modules="blocks.*.down", style="rowwise"),
+    )
+)
+STAGES = {
+    "copies": (fx.PP(), fx.Mesh(replicate=2, pipeline=2)),
+    "there and back": (
+        fx.PP(schedule="zbv_zero_bubble", microbatches=4, split=FOUR),
+        fx.Mesh(replicate=2, pipeline=2),
+    ),
+    "four": (fx.PP(split=FOUR), fx.Mesh(pipeline=4)),
+    "sharded": (fx.PP(stages=fx.FSDP(wrap=("Block",))), fx.Mesh(shard=2, pipeline=2)),
+    "split": (fx.PP(stages=fx.FSDP(tensor=_SPLIT)), fx.Mesh(tensor=2, pipeline=2)),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_stages_are_predicted_exactly(name, clusters):
+    config, mesh = STAGES[name]
+    counted = ["counted"] if name in ("copies", "four") else []
+    args = (fx.Plan(strategy=config, clip_norm=1.0), mesh, *counted)
+    runs = clusters[4].run(_measured, on_pipeline_mesh, resolve_mesh(mesh, 4), *args)
+    for rank in (0, 3):
+        told = _told(4, on_pipeline_mesh, args, rank)
+        got = _as_told(told, runs[rank])
+        assert told.step == got["step"] and told.setup == got["setup"]
+        assert told.memory.buffers == got["memory"].buffers
+        assert _peaks_agree(told.peak, got["peak"])
+        assert {row.axis for row in told.step} >= {"pipeline"}
 
 
 def test_a_larger_world_changes_traffic_but_not_memory_of_replicas():
