@@ -12,8 +12,8 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from fxtrain import _tree, ops
-from fxtrain._errors import PlanError
-from fxtrain.backends._pipeline_plan import KINDS, Layout
+from fxtrain._errors import FxError, PlanError
+from fxtrain.backends._pipeline_plan import Layout, fitting_kind
 from fxtrain.backends._pipeline_shard import put_back
 from fxtrain.backends._pipeline_stage import Call, Meta, Probe, Stage, probe
 from fxtrain.state import PP, DistContext, Wrapped
@@ -83,10 +83,13 @@ class Pipeline:
         """Run a job on every micro-batch of every stage of this rank, in the schedule's order."""
         index = torch.arange(ready.parts)
         with self._working(job):
-            if ready.schedule._loss_fn is None:
-                ready.schedule.step(index=index, return_outputs=False)
-            else:
-                ready.schedule.step(index=index, target=index, return_outputs=False)
+            kwargs = {} if ready.schedule._loss_fn is None else {"target": index}
+            try:
+                ready.schedule.step(index=index, return_outputs=False, **kwargs)
+            except RuntimeError as error:  # torch's own words around an error
+                if isinstance(error.__cause__, FxError):
+                    raise error.__cause__ from None
+                raise
         for stage in self.stages.values():
             put_back(stage)
 
@@ -141,7 +144,7 @@ def _prepared(model: Wrapped, call: Call, parts: int, *, train: bool) -> Prepare
     count = len(engine.layout.ranks)
     sends = {number: probes[number + 1].needs for number in range(count - 1)}
     stages: list[Any] = [
-        pipelining.PipelineStage(
+        _Told(
             submodule=stage,
             stage_index=number,
             num_stages=count,
@@ -168,7 +171,7 @@ def _all_know(vote: Callable[..., Tensor], received_result: Tensor | None) -> Te
 
 def _schedule(model: Wrapped, stages: list[Any], parts: int, *, train: bool) -> Any:
     config: PP = model.plan.strategy
-    kind = KINDS[config.schedule]
+    kind = fitting_kind(config, len(set(model.engine.layout.ranks)), parts)
     one = kind.stages == (1, 1)
     if not train:
         made = torch_schedules.ScheduleGPipe if one else _Forward
@@ -179,6 +182,13 @@ def _schedule(model: Wrapped, stages: list[Any], parts: int, *, train: bool) -> 
         loss_fn=_first,  # the last stage's output is the loss already, weighed
         scale_grads=False,
     )
+
+
+class _Told(pipelining.PipelineStage):
+    """A stage whose shapes are given, so that torch has nothing to try out."""
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Keep the gradients of an open window, which torch takes for those of its trial."""
 
 
 class _Forward(torch_schedules._PipelineScheduleRuntime):
