@@ -169,6 +169,22 @@ def test_a_model_on_the_meta_device_everywhere_makes_its_own_values(cluster):
             assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
+def _from_files(ctx, folder, config):
+    with torch.device("meta"):
+        net = _plain_net()
+    model = fx.wrap(net, ctx, fx.Plan(strategy=config), optimizer=_sgd)
+    fx.load_model(folder, model)
+    return {name: value.clone() for name, value in fx.unwrap(model).state_dict().items()}
+
+
+@pytest.mark.parametrize(("n", "config"), [(2, fx.FSDP()), (4, fx.FSDP(shard=2, offload=True))])
+def test_a_model_on_the_meta_device_everywhere_is_read_from_files(clusters, tmp_path, n, config):
+    net = _plain_net()
+    fx.export(net, tmp_path)
+    for got in clusters[n].run(_from_files, str(tmp_path), config):
+        assert all(torch.equal(got[name], value) for name, value in net.state_dict().items())
+
+
 def _badly_meta(ctx, case):
     with torch.device("meta" if case == "all" or ctx.is_main else "cpu"):
         net = Transformer()
