@@ -1,7 +1,7 @@
 """The stages that a rank runs, and torch's schedules over them."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -105,8 +105,8 @@ class Pipeline:
                 stage.job = before[number]
 
 
-def prepare(model: Wrapped, call: Call, parts: int, *, train: bool) -> Prepared:
-    """The schedule for micro-batches with arguments like these.
+def prepare(model: Wrapped, calls: Sequence[Call], *, train: bool) -> Prepared:
+    """The schedule for micro-batches with arguments like the first of these.
 
     Effects:
         The first time, the stages tell each other what they need, in one exchange of objects.
@@ -115,10 +115,10 @@ def prepare(model: Wrapped, call: Call, parts: int, *, train: bool) -> Prepared:
         PlanError: the model cannot be split so; on every rank of the pipeline.
     """
     engine: Pipeline = model.engine
-    leaves, shape = _tree.flatten(call)
-    key = (train, parts, engine.module.training, shape.text, *map(_kind, leaves))
+    leaves, shape = _tree.flatten(calls[0])
+    key = (train, len(calls), engine.module.training, shape.text, *map(_kind, leaves))
     if key not in engine.known:
-        ready = _prepared(model, call, parts, train=train)
+        ready = _prepared(model, calls, train=train)
         while len(engine.known) >= _KEPT:
             engine.known.pop(next(iter(engine.known)))
         engine.known[key] = ready
@@ -131,11 +131,40 @@ def _kind(leaf: Any) -> Any:
     return leaf if isinstance(leaf, bool | int | float | str) else type(leaf)
 
 
-def _prepared(model: Wrapped, call: Call, parts: int, *, train: bool) -> Prepared:
+def _probed(model: Wrapped, calls: Sequence[Call]) -> dict[int, Probe]:
+    """What the stages that this rank knows of need and give.
+
+    With the very first batch, all its micro-batches are looked at: what they send must be alike.
+    """
     engine: Pipeline = model.engine
+    known = {**engine.stages, **engine.twins}
     with ops.autocast(model):
-        known = {**engine.stages, **engine.twins}
-        probes = {number: probe(one, call, model.ctx) for number, one in known.items()}
+        found = {number: probe(one, calls[0], model.ctx) for number, one in known.items()}
+        if engine.known or model.ctx.comm.simulated:
+            return found
+        # Not the first stage, which needs nothing: what it would do here it would do for real.
+        for number in found.keys() - {0}:
+            others = [probe(known[number], call, model.ctx) for call in calls[1:]]
+            found[number] = _alike(found[number], others)
+    return found
+
+
+def _alike(first: Probe, others: Sequence[Probe]) -> Probe:
+    """What was found with the first micro-batch, with a problem if others need something else."""
+    other = next((one for one in others if one.needs != first.needs), None)
+    if first.problem is not None or other is None:
+        return first
+    shapes = [[list(meta.shape) for meta in one.needs] for one in (first, other)]
+    text = (
+        f"micro-batches send it {shapes[0]} and {shapes[1]}, shapes that depend on data. All need "
+        f"the same: cut or pad in the loss function, before the model is called"
+    )
+    return attrs.evolve(first, problem=other.problem or text)
+
+
+def _prepared(model: Wrapped, calls: Sequence[Call], *, train: bool) -> Prepared:
+    engine: Pipeline = model.engine
+    parts, probes = len(calls), _probed(model, calls)
     mine = {number: probes[number] for number in engine.stages}
     for found in ops.gather_objects(mine, engine.axis):
         probes.update(found)

@@ -55,7 +55,7 @@ def run(
     calls = [_captured(model, grade, *pair) for pair in zip(pieces, seeds, strict=True)]
     from fxtrain.backends._pipeline_engine import prepare
 
-    ready = prepare(model, calls[0], len(pieces), train=True)
+    ready = prepare(model, calls, train=True)
     if model.scaler is not None:
         model.scaler.scale(torch.zeros((), device=model.ctx.device))  # torch starts it so
     shares: list[Share] = []
@@ -124,7 +124,7 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     calls = split((args, kwargs), rows, parts)
     from fxtrain.backends._pipeline_engine import prepare
 
-    ready = prepare(model, calls[0], parts, train=False)
+    ready = prepare(model, calls, train=False)
     outputs: list[Any] = []
     apart = splits_logits(model.ctx, model.plan.strategy.stages)
 
