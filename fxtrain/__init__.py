@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fxtrain._errors import DataError as DataError
     from fxtrain._errors import FxError as FxError
     from fxtrain._errors import LaunchError as LaunchError
+    from fxtrain._errors import MeshError as MeshError
     from fxtrain._errors import MissingPackageError as MissingPackageError
     from fxtrain._errors import PlanError as PlanError
     from fxtrain._errors import StepError as StepError
@@ -83,7 +84,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "fxtrain._errors": (
-        "CheckpointError CollectiveError ContextError DataError FxError LaunchError "
+        "CheckpointError CollectiveError ContextError DataError FxError LaunchError MeshError "
         "MissingPackageError PlanError StepError"
     ),
     "fxtrain.backends": "deepspeed_config unwrap wrap zero_init",

@@ -7,6 +7,7 @@ __all__ = [
     "DataError",
     "FxError",
     "LaunchError",
+    "MeshError",
     "MissingPackageError",
     "PlanError",
     "StepError",
@@ -23,6 +24,10 @@ class ContextError(FxError, RuntimeError):
 
 class PlanError(FxError, ValueError):
     """A plan, or a value that is to become one, does not hold together."""
+
+
+class MeshError(ContextError, PlanError):
+    """A mesh does not fit the ranks that there are, or has not the axis that is asked for."""
 
 
 class CollectiveError(FxError, RuntimeError):

@@ -25,6 +25,7 @@ BUILTINS = {
     "ContextError": RuntimeError,
     "DataError": ValueError,
     "LaunchError": RuntimeError,
+    "MeshError": ValueError,
     "MissingPackageError": ImportError,
     "PlanError": ValueError,
     "StepError": RuntimeError,

@@ -24,10 +24,19 @@ from fxtrain.state import DDP, CommHook, DistContext, Plan, Strategy, Wrapped
 
 __all__ = ["DDP_STRATEGY"]
 
+# Axes of replicas that would all do the same, and what uses them.
+_OTHERS = {"tensor": "FSDP(mode='none', tensor=fx.TP(...))", "pipeline": "PP()"}
+
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     problems = [*unmatched_names(module, plan), *sequence_problems(ctx, plan, module)]
     problems += away_from_xla(ctx, "DDP")
+    problems += [
+        f"The mesh has {axis}={ctx.mesh.sizes[axis]}, which DDP does not use: its ranks would all "
+        f"do the same. Use {use}, or leave the axis out of fx.Mesh(...)."
+        for axis, use in _OTHERS.items()
+        if ctx.mesh.sizes[axis] > 1
+    ]
     problems += _hook_problems(ctx, plan.strategy, module)
     if plan.strategy.static_graph and plan.accumulate > 1 and not plan.sync_each:
         problems.append(

@@ -21,7 +21,7 @@ from fxtrain.backends._tensor_plan import split_problems
 from fxtrain.backends._units import unit_problems
 from fxtrain.state import FSDP, DistContext, ModelState, Plan, Strategy, Wrapped
 
-__all__ = ["FSDP_STRATEGY", "held_problems", "shard_size"]
+__all__ = ["FSDP_STRATEGY", "held_problems", "loss_on_parts", "shard_size", "splits_logits"]
 
 _MICRO = 0  # place in the counts
 
@@ -129,14 +129,19 @@ def _wrap(
 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
-    config: FSDP = model.plan.strategy
-    if config.tensor is not None and config.tensor.loss and model.ctx.mesh.tensor > 1:
-        return _loss_on_parts(_sync_data(model, enabled=enabled))
-    return _sync_data(model, enabled=enabled)
+    inner = _sync_data(model, enabled=enabled)
+    return loss_on_parts(inner) if splits_logits(model.ctx, model.plan.strategy) else inner
+
+
+def splits_logits(ctx: DistContext, config: FSDP | None) -> bool:
+    """Whether the loss function gets logits in parts, and cross-entropy has to know."""
+    tensor = None if config is None else config.tensor
+    return tensor is not None and tensor.loss and ctx.mesh.tensor > 1
 
 
 @contextmanager
-def _loss_on_parts(inner: AbstractContextManager[None]) -> Iterator[None]:
+def loss_on_parts(inner: AbstractContextManager[None]) -> Iterator[None]:
+    """Around forward and backward: cross-entropy works on logits in parts."""
     from torch.distributed.tensor.parallel import loss_parallel
 
     with inner, loss_parallel():

@@ -22,9 +22,11 @@ def parts_of_batch(batch: Batch, rank: int, parts: int, *, whole: int | None) ->
         whole: Rows of the window on all ranks, if that is known.
     """
     rows = batch.sizes[rank]
-    each = rows // parts
-    data = split(batch.data, rows, parts)
-    valid = batch.valid.split(each) if rows else [batch.valid] * parts
+    if rows:
+        data, valid = split(batch.data, rows, parts), batch.valid.split(rows // parts)
+    else:  # it stands in for rows of which this rank has none, and counts for nothing
+        there = _tree.rows_of(batch.data) or 1
+        data, valid = split(batch.data, there, there)[:1] * parts, [batch.valid[:1]] * parts
     sizes = tuple(size // parts for size in batch.sizes)
     return [
         attrs.evolve(

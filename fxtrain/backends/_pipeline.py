@@ -28,7 +28,7 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     problems += _plan_problems(plan)
     if plan.strategy.stages is not None:
         problems += held_problems(ctx, plan.strategy.stages, module)
-        problems += _stage_problems(plan.strategy, module)
+        problems += _stage_problems(ctx, plan.strategy, module)
     if ctx.mesh.pipeline > 1:
         problems += pipeline_problems(module, plan, ctx.mesh.pipeline)
     return tuple(problems)
@@ -62,27 +62,19 @@ def _axis_problems(ctx: DistContext, config: PP) -> list[str]:
     return problems
 
 
-def _stage_problems(config: PP, module: nn.Module) -> list[str]:
+def _stage_problems(ctx: DistContext, config: PP, module: nn.Module) -> list[str]:
     """What FSDP and TP can do, but not in the stages of a pipeline."""
     held = config.stages
     assert held is not None
     problems: list[str] = []
-    if KINDS[config.schedule].splits:
+    apart = KINDS[config.schedule].splits and ctx.axis("data").world_size > 1
+    if apart and held.mode == "full":
         problems.append(
-            f"PP(schedule={config.schedule!r}) runs the backward of inputs and weights apart, past "
-            f"the hooks of sharded and split layers. Use 'interleaved_1f1b' or '1f1b' with stages."
+            f"PP(schedule={config.schedule!r}) runs the backward of weights apart, and torch looks "
+            f"for the weights of a stage before it gathers those that forward has freed. Use "
+            f"stages=FSDP(mode='grads_and_optimizer', ...), or 'interleaved_1f1b'."
         )
-    for field, value in (("offload", held.offload), ("unused_parameters", held.unused_parameters)):
-        if value:
-            problems.append(f"PP(stages=FSDP({field}=True)): stages cannot. Leave {field} out.")
-    if held.tensor is None:
-        return problems
-    if held.tensor.loss:
-        problems.append(
-            "PP with TP(loss=True): outputs go to other ranks whole. Leave loss out; logits are "
-            "then gathered on the last stage alone."
-        )
-    if held.tensor.sequence:
+    if held.tensor is not None and held.tensor.sequence:
         problems += [
             f"PP splits before {start}, inside of {name}, and TP(sequence=True) cuts sequences "
             f"from the beginning of a block to its end. Split between blocks."
@@ -96,11 +88,6 @@ def _stage_problems(config: PP, module: nn.Module) -> list[str]:
 def _plan_problems(plan: Plan) -> list[str]:
     config: PP = plan.strategy
     problems: list[str] = []
-    if plan.even == "uneven":
-        problems.append(
-            "PP splits every batch into equal micro-batches, and Plan(even='uneven') has shorter "
-            "ones. Use even='pad' or even='drop'."
-        )
     if plan.compile is not None and not plan.compile.blocks:
         problems.append(
             "PP leaves the forward of the whole model in its middle, which torch.compile cannot "

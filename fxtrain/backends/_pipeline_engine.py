@@ -1,7 +1,7 @@
 """The stages that a rank runs, and torch's schedules over them."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from fxtrain import _tree, ops
-from fxtrain._errors import PlanError
-from fxtrain.backends._pipeline_plan import KINDS, Layout
+from fxtrain._errors import FxError, PlanError
+from fxtrain.backends._pipeline_plan import Layout, fitting_kind
 from fxtrain.backends._pipeline_shard import put_back
 from fxtrain.backends._pipeline_stage import Call, Meta, Probe, Stage, probe
 from fxtrain.state import PP, DistContext, Wrapped
@@ -83,10 +83,13 @@ class Pipeline:
         """Run a job on every micro-batch of every stage of this rank, in the schedule's order."""
         index = torch.arange(ready.parts)
         with self._working(job):
-            if ready.schedule._loss_fn is None:
-                ready.schedule.step(index=index, return_outputs=False)
-            else:
-                ready.schedule.step(index=index, target=index, return_outputs=False)
+            kwargs = {} if ready.schedule._loss_fn is None else {"target": index}
+            try:
+                ready.schedule.step(index=index, return_outputs=False, **kwargs)
+            except RuntimeError as error:  # torch's own words around an error
+                if isinstance(error.__cause__, FxError):
+                    raise error.__cause__ from None
+                raise
         for stage in self.stages.values():
             put_back(stage)
 
@@ -102,8 +105,8 @@ class Pipeline:
                 stage.job = before[number]
 
 
-def prepare(model: Wrapped, call: Call, parts: int, *, train: bool) -> Prepared:
-    """The schedule for micro-batches with arguments like these.
+def prepare(model: Wrapped, calls: Sequence[Call], *, train: bool) -> Prepared:
+    """The schedule for micro-batches with arguments like the first of these.
 
     Effects:
         The first time, the stages tell each other what they need, in one exchange of objects.
@@ -112,10 +115,10 @@ def prepare(model: Wrapped, call: Call, parts: int, *, train: bool) -> Prepared:
         PlanError: the model cannot be split so; on every rank of the pipeline.
     """
     engine: Pipeline = model.engine
-    leaves, shape = _tree.flatten(call)
-    key = (train, parts, engine.module.training, shape.text, *map(_kind, leaves))
+    leaves, shape = _tree.flatten(calls[0])
+    key = (train, len(calls), engine.module.training, shape.text, *map(_kind, leaves))
     if key not in engine.known:
-        ready = _prepared(model, call, parts, train=train)
+        ready = _prepared(model, calls, train=train)
         while len(engine.known) >= _KEPT:
             engine.known.pop(next(iter(engine.known)))
         engine.known[key] = ready
@@ -128,11 +131,40 @@ def _kind(leaf: Any) -> Any:
     return leaf if isinstance(leaf, bool | int | float | str) else type(leaf)
 
 
-def _prepared(model: Wrapped, call: Call, parts: int, *, train: bool) -> Prepared:
+def _probed(model: Wrapped, calls: Sequence[Call]) -> dict[int, Probe]:
+    """What the stages that this rank knows of need and give.
+
+    With the very first batch, all its micro-batches are looked at: what they send must be alike.
+    """
     engine: Pipeline = model.engine
+    known = {**engine.stages, **engine.twins}
     with ops.autocast(model):
-        known = {**engine.stages, **engine.twins}
-        probes = {number: probe(one, call, model.ctx) for number, one in known.items()}
+        found = {number: probe(one, calls[0], model.ctx) for number, one in known.items()}
+        if engine.known or model.ctx.comm.simulated:
+            return found
+        # Not the first stage, which needs nothing: what it would do here it would do for real.
+        for number in found.keys() - {0}:
+            others = [probe(known[number], call, model.ctx) for call in calls[1:]]
+            found[number] = _alike(found[number], others)
+    return found
+
+
+def _alike(first: Probe, others: Sequence[Probe]) -> Probe:
+    """What was found with the first micro-batch, with a problem if others need something else."""
+    other = next((one for one in others if one.needs != first.needs), None)
+    if first.problem is not None or other is None:
+        return first
+    shapes = [[list(meta.shape) for meta in one.needs] for one in (first, other)]
+    text = (
+        f"micro-batches send it {shapes[0]} and {shapes[1]}, shapes that depend on data. All need "
+        f"the same: cut or pad in the loss function, before the model is called"
+    )
+    return attrs.evolve(first, problem=other.problem or text)
+
+
+def _prepared(model: Wrapped, calls: Sequence[Call], *, train: bool) -> Prepared:
+    engine: Pipeline = model.engine
+    parts, probes = len(calls), _probed(model, calls)
     mine = {number: probes[number] for number in engine.stages}
     for found in ops.gather_objects(mine, engine.axis):
         probes.update(found)
@@ -141,7 +173,7 @@ def _prepared(model: Wrapped, call: Call, parts: int, *, train: bool) -> Prepare
     count = len(engine.layout.ranks)
     sends = {number: probes[number + 1].needs for number in range(count - 1)}
     stages: list[Any] = [
-        pipelining.PipelineStage(
+        _Told(
             submodule=stage,
             stage_index=number,
             num_stages=count,
@@ -168,7 +200,7 @@ def _all_know(vote: Callable[..., Tensor], received_result: Tensor | None) -> Te
 
 def _schedule(model: Wrapped, stages: list[Any], parts: int, *, train: bool) -> Any:
     config: PP = model.plan.strategy
-    kind = KINDS[config.schedule]
+    kind = fitting_kind(config, len(set(model.engine.layout.ranks)), parts)
     one = kind.stages == (1, 1)
     if not train:
         made = torch_schedules.ScheduleGPipe if one else _Forward
@@ -179,6 +211,13 @@ def _schedule(model: Wrapped, stages: list[Any], parts: int, *, train: bool) -> 
         loss_fn=_first,  # the last stage's output is the loss already, weighed
         scale_grads=False,
     )
+
+
+class _Told(pipelining.PipelineStage):
+    """A stage whose shapes are given, so that torch has nothing to try out."""
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Keep the gradients of an open window, which torch takes for those of its trial."""
 
 
 class _Forward(torch_schedules._PipelineScheduleRuntime):

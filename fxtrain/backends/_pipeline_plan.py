@@ -11,7 +11,15 @@ from torch import nn
 from fxtrain.backends._units import block_names
 from fxtrain.state import PP, Plan
 
-__all__ = ["KINDS", "Kind", "Layout", "layout_of", "pipeline_problems"]
+__all__ = [
+    "KINDS",
+    "Kind",
+    "Layout",
+    "fitting_kind",
+    "layout_of",
+    "parts_for",
+    "pipeline_problems",
+]
 
 
 @attrs.frozen
@@ -42,6 +50,15 @@ KINDS: Mapping[str, Kind] = {
     "interleaved_zero_bubble": Kind("ScheduleInterleavedZeroBubble", parts="rounds", splits=True),
     "zbv_zero_bubble": Kind("ScheduleZBVZeroBubble", **_THERE_AND_BACK),
     "dualpipe_v": Kind("ScheduleDualPipeV", parts="stages", **_THERE_AND_BACK),
+}
+
+
+# What takes any number of micro-batches, where stages lie as they do in another.
+_ANY: Mapping[str, str] = {
+    "1f1b": "gpipe",
+    "interleaved_1f1b": "looped_bfs",
+    "interleaved_zero_bubble": "looped_bfs",
+    "dualpipe_v": "zbv_zero_bubble",
 }
 
 
@@ -84,6 +101,27 @@ def layout_of(module: nn.Module, config: PP, ranks: int) -> Layout:
         parts=config.microbatches or count,
         stages=_stages(module, config, starts),
     )
+
+
+def parts_for(plan: Plan, layout: Layout, sizes: Sequence[int]) -> int:
+    """Micro-batches for so many rows on each data rank, the same on all; 0 if they do not divide.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> layout = Layout(starts=(), ranks=(0,), parts=4, stages={})
+        >>> parts_for(fx.Plan(even="uneven"), layout, (9, 0, 6)), parts_for(fx.Plan(), layout, (6,))
+        (3, 0)
+    """
+    if plan.even != "uneven":
+        return 0 if any(size % layout.parts or not size for size in sizes) else layout.parts
+    fits = range(layout.parts, 0, -1)
+    return next(parts for parts in fits if not any(size % parts for size in sizes))
+
+
+def fitting_kind(config: PP, ranks: int, parts: int) -> Kind:
+    """The plan's schedule, or a plainer one if it does not take so few micro-batches."""
+    asked = attrs.evolve(config, microbatches=parts)
+    return KINDS[_ANY[config.schedule] if _part_problems(asked, ranks) else config.schedule]
 
 
 def pipeline_problems(module: nn.Module, plan: Plan, ranks: int) -> list[str]:

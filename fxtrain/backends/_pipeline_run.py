@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import attrs
@@ -11,8 +12,10 @@ from torch import Tensor
 from fxtrain import _tree, ops
 from fxtrain._errors import PlanError, StepError
 from fxtrain.backends import _torch
+from fxtrain.backends._fsdp import loss_on_parts, splits_logits
 from fxtrain.backends._pieces import join, parts_of_batch, split
 from fxtrain.backends._pipeline_grads import reduce_grads
+from fxtrain.backends._pipeline_plan import parts_for
 from fxtrain.backends._pipeline_told import likely_output, tell_outputs, tell_share
 from fxtrain.state import PP, Batch, Share, Wrapped
 
@@ -47,17 +50,12 @@ def run(
     engine = model.engine
     if engine is model.module:
         return _torch.run(model, batch, grade, reduce)
-    parts: int = engine.layout.parts
-    _check_divides(batch, parts)
-    whole = batch.window_rows
-    if whole is None and model.plan.accumulate == 1:
-        whole = sum(batch.sizes)
-    pieces = parts_of_batch(batch, model.ctx.axis("data").rank, parts, whole=whole)
+    pieces = _pieces_of(model, batch)
     seeds = [_seed(model, piece) for piece in pieces]
     calls = [_captured(model, grade, *pair) for pair in zip(pieces, seeds, strict=True)]
     from fxtrain.backends._pipeline_engine import prepare
 
-    ready = prepare(model, calls[0], parts, train=True)
+    ready = prepare(model, calls, train=True)
     if model.scaler is not None:
         model.scaler.scale(torch.zeros((), device=model.ctx.device))  # torch starts it so
     shares: list[Share] = []
@@ -73,7 +71,9 @@ def run(
         return loss.clone() if loss._is_view() else loss
 
     index_of = {stage: number for number, stage in engine.stages.items()}
-    engine.run(ready, job)
+    apart = splits_logits(model.ctx, model.plan.strategy.stages)
+    with loss_on_parts(nullcontext()) if apart else nullcontext():
+        engine.run(ready, job)
 
     def likely() -> Share:
         out = likely_output(model, ready, calls[0])
@@ -83,6 +83,22 @@ def run(
     if batch.position.micro == 0:  # sums over stages are made once a window
         reduce_grads(model)
     return told
+
+
+def _pieces_of(model: Wrapped, batch: Batch) -> list[Batch]:
+    """The micro-batches of a batch."""
+    layout = model.engine.layout
+    parts = parts_for(model.plan, layout, batch.sizes)
+    if not parts:
+        raise PlanError(
+            f"PP runs {layout.parts} micro-batches, which do not divide a batch of "
+            f"{', '.join(map(str, sorted(set(batch.sizes))))} rows on a rank. Use a batch size "
+            f"that is a multiple of {layout.parts}, or PP(microbatches=...) with a divisor of it."
+        )
+    whole = batch.window_rows
+    if whole is None and model.plan.accumulate == 1:
+        whole = sum(batch.sizes)
+    return parts_of_batch(batch, model.ctx.axis("data").rank, parts, whole=whole)
 
 
 def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -108,15 +124,16 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     calls = split((args, kwargs), rows, parts)
     from fxtrain.backends._pipeline_engine import prepare
 
-    ready = prepare(model, calls[0], parts, train=False)
+    ready = prepare(model, calls, train=False)
     outputs: list[Any] = []
+    apart = splits_logits(model.ctx, model.plan.strategy.stages)
 
     def job(stage: Any, received: tuple[Tensor, ...], index: int) -> Any:
         with ops.autocast(model):
             ended, out = stage.visit(calls[index], received, ready.sends.get(index_of[stage], ()))
         if not ended:
             return out
-        outputs.append(out)
+        outputs.append(_tree.map_leaves(_whole, out) if apart else out)
         return torch.zeros(1, device=model.ctx.device)
 
     index_of = {stage: number for number, stage in engine.stages.items()}
@@ -130,15 +147,6 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
     config: PP = model.plan.strategy
     return whole if config.outputs == "last" else tell_outputs(model, ready, whole, likely)
-
-
-def _check_divides(batch: Batch, parts: int) -> None:
-    if any(size % parts or not size for size in batch.sizes):
-        raise PlanError(
-            f"PP runs {parts} micro-batches, which do not divide a batch of "
-            f"{', '.join(map(str, sorted(set(batch.sizes))))} rows on a rank. Use a batch size "
-            f"that is a multiple of {parts}, or PP(microbatches=...) with a divisor of it."
-        )
 
 
 def _captured(model: Wrapped, grade: Grade, piece: Batch, seed: int) -> Any:
@@ -185,3 +193,8 @@ def _seed(model: Wrapped, piece: Batch) -> int:
     rank = model.ctx.axis("data").rank
     text = f"{model.plan.seed} {place.epoch} {place.index} {rank} {piece.part}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _whole(leaf: Any) -> Any:
+    full = getattr(leaf, "full_tensor", None)  # of logits in parts
+    return leaf if full is None else full()

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from fxtrain import _tree, ops
+from fxtrain._errors import PlanError
 from fxtrain.backends._pipeline_plan import Layout
 from fxtrain.backends._pipeline_shapes import Hollow, Mixed, Received
 from fxtrain.state import DistContext
@@ -154,14 +155,15 @@ class Stage(nn.Module):
         shell = self.shell
         starts = [shell.get_submodule(name) for name in layout.starts]
         for part in _outermost(shell, starts, self._without_parameters):
+            for inner in part.modules():
+                vars(inner).pop("_compiled_call_impl", None)  # nothing there to compile
             part.forward = functools.partial(self._remembered, part.forward, {})
         if not self.first:
             for part in _outermost(shell, starts, self.owns):
-                part.register_forward_pre_hook(self._replace, with_kwargs=True, prepend=True)
-            starts[index - 1].register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+                _before(part, self._replace)
+            _before(starts[index - 1], self._enter)
         if not self.last:
-            hook = self._leave
-            starts[index].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+            _before(starts[index], self._leave)
         self.register_forward_pre_hook(_numbered, with_kwargs=True, prepend=True)
 
     def train(self, mode: bool = True) -> "Stage":  # noqa: FBT001, FBT002 - torch's signature
@@ -188,7 +190,7 @@ class Stage(nn.Module):
                 return True, _tree.map_leaves(visit.now, out) if visit.swapped else out
             except _Left as left:
                 leaves = left.leaves
-        return False, tuple(_to_send(leaves[meta.index]) for meta in sends)
+        return False, tuple(_to_send(leaves[meta.index], meta) for meta in sends)
 
     def probe(self, call: Call) -> Probe:
         """Run it on nothing but shapes, where values are another stage's."""
@@ -307,6 +309,20 @@ def probe(stage: Stage, call: Call, ctx: DistContext) -> Probe:
                 buffer.copy_(value)
 
 
+def _before(part: nn.Module, hook: Callable[..., Any]) -> None:
+    """Let a hook see a module's arguments before anything else does, and what is compiled."""
+    compiled: Any = part._compiled_call_impl
+    if compiled is None:
+        part.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = hook(part, args, kwargs) or (args, kwargs)
+        return compiled(*args, **kwargs)
+
+    part._compiled_call_impl = call
+
+
 def _numbered(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """A number for the micro-batch, before torch's FSDP moves tensors to the device."""
     return args, {"index": int(kwargs["index"])}
@@ -354,8 +370,19 @@ def _fresh(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad)
 
 
-def _to_send(tensor: Tensor) -> Tensor:
-    """A tensor as torch's schedules want it: they detach outputs in place after backward."""
+def _to_send(tensor: Tensor, meta: Meta) -> Tensor:
+    """A tensor as torch's schedules want it: they detach outputs in place after backward.
+
+    Raises:
+        PlanError: it has another shape than the next stage waits for.
+    """
+    if tuple(tensor.shape) != meta.shape:
+        raise PlanError(
+            f"PP: a stage gives {list(tensor.shape)} to the next one, and in the first micro-batch "
+            f"of such arguments it was {list(meta.shape)}: a shape that depends on data. All "
+            f"micro-batches need the same: cut or pad in the loss function, before the model is "
+            f"called."
+        )
     tensor = tensor.contiguous()
     return tensor.clone() if tensor._is_view() or tensor.is_leaf else tensor
 

@@ -117,15 +117,17 @@ def _make_whole(places: list[_Place], layout: Layout, ctx: DistContext) -> None:
         held, like = layout.holders(place.name), place.like
         if id(like) not in done:
             mine = axis.rank in held
-            new = _whole(place.held[place.key]) if mine else _empty_like(like, ctx.device)
+            new = (
+                _whole(place.held[place.key], ctx.device) if mine else _empty_like(like, ctx.device)
+            )
             if len(held) < axis.world_size:
                 dist.broadcast(new.detach(), axis.comm.ranks[held[0]], group=axis.comm.group)
             done[id(like)] = new
         place.held[place.key] = done[id(like)]
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _whole(tensor: Tensor, device: torch.device) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     full = tensor.detach().full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
-    return nn.Parameter(full, requires_grad=tensor.requires_grad)
+    return nn.Parameter(full.to(device), requires_grad=tensor.requires_grad)

@@ -59,7 +59,8 @@ def note_start(module: nn.Module, ctx: DistContext) -> Start:
         raise PlanError(
             f"wrap: the model is on the meta device, and these modules have no reset_parameters "
             f"to make their values: {', '.join(stuck[:10]) or 'the model itself'}. "
-            f"Build the model with values on rank 0, and on the meta device on the others."
+            f"Give them one (empty, if fx.load_model fills the model next), or build the model "
+            f"with values on rank 0, and on the meta device on the others."
         )
     values = {} if fresh or ctx.rank else {n: p.detach() for n, p in module.named_parameters()}
     return Start(meta=meta > 0, fresh=fresh, values=values)

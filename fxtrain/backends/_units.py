@@ -1,7 +1,9 @@
 """Which submodules are sharded as units: gathered and freed together. Changes nothing."""
 
 import fnmatch
-from collections.abc import Iterable
+import pkgutil
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
@@ -14,10 +16,15 @@ __all__ = ["block_names", "ignored_names", "unit_problems", "units"]
 def unit_problems(module: nn.Module, config: FSDP) -> list[str]:
     """Problems with the names in a config that match nothing, and with what cannot be sharded."""
     problems = unknown_classes(module, config.wrap, field="FSDP(wrap=...)")
-    if config.wrap and config.min_params is not None:
+    ways = [name for name in ("wrap", "min_params", "wrap_by") if getattr(config, name)]
+    if len(ways) > 1:
         problems.append(
-            "FSDP(wrap=..., min_params=...) chooses blocks twice. Keep the class names or the size."
+            f"FSDP({', '.join(f'{name}=...' for name in ways)}) chooses blocks "
+            f"{'twice' if len(ways) == 2 else 'three times'}. Keep one: class names, a size, or a "
+            f"function."
         )
+    elif config.wrap_by is not None:
+        problems += _function_problems(module, config.wrap_by)
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     problems += unknown_patterns(config.ignore, names, field="FSDP(ignore=...)")
     ignored = ignored_names(module, config)
@@ -28,6 +35,35 @@ def unit_problems(module: nn.Module, config: FSDP) -> list[str]:
             f"shape [1], or name them in FSDP(ignore=...)."
         )
     return problems
+
+
+def _function_problems(module: nn.Module, path: str) -> list[str]:
+    try:
+        found = _function(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        return [
+            f"FSDP(wrap_by={path!r}): {error}. Name a function that every rank can import, as "
+            f"'package.module:function'."
+        ]
+    if not callable(found):
+        return [f"FSDP(wrap_by={path!r}) is a {type(found).__name__}. Name a function."]
+    if not _by_function(module, path):
+        return [
+            f"FSDP(wrap_by={path!r}) chose none of the modules of {type(module).__name__}, so that "
+            f"all of it would be gathered at once. Let it be true of blocks: it is called with "
+            f"the name of a module and the module."
+        ]
+    return []
+
+
+def _function(path: str) -> Callable[[str, nn.Module], Any]:
+    return pkgutil.resolve_name(path)
+
+
+def _by_function(module: nn.Module, path: str) -> list[nn.Module]:
+    chooses = _function(path)
+    named = [(name, part) for name, part in module.named_modules() if part is not module]
+    return [part for name, part in named if chooses(name, part) and _runs(part)][::-1]
 
 
 def ignored_names(module: nn.Module, config: FSDP) -> set[str]:
@@ -60,6 +96,8 @@ def units(module: nn.Module, config: FSDP) -> list[list[nn.Module]]:
     """
     if config.min_params is not None:
         chosen = _by_size(module, config.min_params)
+    elif config.wrap_by is not None:
+        chosen = _by_function(module, config.wrap_by)
     else:
         names = config.wrap or block_names(module)
         chosen = [part for part in _bottom_up(module) if type(part).__name__ in names]

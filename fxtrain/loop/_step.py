@@ -207,8 +207,11 @@ def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -
 
 def _loss_and_aux(out: Any) -> tuple[Any, Any]:
     loss, aux = out if type(out) is tuple and len(out) == 2 else (out, None)
-    whole = getattr(loss, "full_tensor", None)  # of a loss on split logits
-    return (loss if whole is None else whole()), aux
+    of = loss.total if type(loss) is Weighted else loss
+    whole = getattr(of, "full_tensor", None)  # of a loss on split logits
+    if whole is None:
+        return loss, aux
+    return (whole() if of is loss else attrs.evolve(loss, total=whole())), aux
 
 
 def _update(ctx: DistContext, batch: Batch, fns: StepFns, share: Share, *, alone: bool) -> Outcome:

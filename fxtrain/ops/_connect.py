@@ -74,8 +74,9 @@ def detect(
         Both are closed at exit of the `with` block or of the process.
 
     Raises:
-        ContextError: the variables contradict each other, the device is not there, the mesh
-            does not fit, or a rank did not come within `timeout_s`; it is named.
+        ContextError: the variables contradict each other, the device is not there, or a rank
+            did not come within `timeout_s`; it is named.
+        MeshError: the mesh does not multiply to the ranks; before any of them waits for another.
 
     Example:
         >>> import fxtrain as fx
@@ -97,6 +98,7 @@ def detect(
     found, devices = find_device(device, variables, topology)
     if topology.world_size == 1:
         return _alone(topology, found, devices, mesh, wait_s, checks=checks)
+    resolve_mesh(mesh or Mesh(), topology.world_size)  # a refusal does not wait for the others
     store = _open_store(topology, wait_s)
     return _join(topology, found, mesh, wait_s, checks=checks, store=store)
 

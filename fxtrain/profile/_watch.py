@@ -127,7 +127,10 @@ class Watch(TorchDispatchMode):
 
     def after_update(self, optimizer: Optimizer, *_: Any) -> None:
         """The optimizer has its state."""
-        self.memory.hold("optimizer", tree_leaves(list(optimizer.state.values())))
+        # torch's ZeroRedundancyOptimizer has the states of this rank's parameters in another.
+        for one in (optimizer, getattr(optimizer, "optim", None)):
+            if isinstance(one, Optimizer):
+                self.memory.hold("optimizer", tree_leaves(list(one.state.values())))
         if self._clock is None:
             self._clock = optimizer
         if self._clock is optimizer:

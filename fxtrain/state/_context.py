@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import distributed as dist
 
-from fxtrain._errors import ContextError, FxError
+from fxtrain._errors import FxError, MeshError
 from fxtrain.state._mesh import Mesh
 
 __all__ = ["Comm", "DistContext", "Ledger"]
@@ -152,7 +152,7 @@ class DistContext:
                 tokens.
 
         Raises:
-            ContextError: there is no such axis.
+            MeshError: there is no such axis.
 
         Example:
             >>> import fxtrain as fx
@@ -167,7 +167,7 @@ class DistContext:
             return self
         if name in self.mesh.sizes and not self._axes:
             return attrs.evolve(self, rank=0, world_size=1, comm=Comm(), mesh=Mesh(replicate=1))
-        raise ContextError(
+        raise MeshError(
             f"ctx.axis({name!r}): this context has no such axis. "
             f"Its axes are data, loss, {', '.join(self.mesh.sizes)}."
         )

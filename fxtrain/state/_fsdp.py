@@ -1,6 +1,7 @@
 """The config of sharded data parallelism. Data only."""
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
 import attrs
 
@@ -8,6 +9,19 @@ from fxtrain.state._record import at_least, record
 from fxtrain.state._tensor import TP
 
 __all__ = ["FSDP"]
+
+_PATH = re.compile(r"[^\W\d]\w*(\.\w+)*:[^\W\d]\w*(\.\w+)*")
+
+
+def _path_of(value: Any) -> Any:
+    """The path of a function that has one; anything else as it is."""
+    path = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
+    return path if callable(value) and _PATH.fullmatch(path) else value
+
+
+def _is_path(_: Any, __: Any, value: str) -> None:
+    if not _PATH.fullmatch(value):
+        raise ValueError("choose a path such as 'package.module:function'.")
 
 
 @record
@@ -25,6 +39,8 @@ class FSDP:
         wrap: Class names of the blocks that are gathered one by one. Empty takes the model's own
             list (`_no_split_modules` of transformers), or else the elements of its ModuleLists.
         min_params: Instead of class names: gather modules of at least this many parameters.
+        wrap_by: Instead of those: a function of a module's name and the module that says whether
+            to gather that one by itself. The plan keeps its path, `package.module:function`.
         ignore: Patterns (`embed.*`) of parameter names that stay whole on every rank.
         param_dtype: Format in which parameters are gathered and computed with; plan is the
             plan's precision.
@@ -45,6 +61,12 @@ class FSDP:
     shard: int | None = attrs.field(default=None, validator=at_least(1))
     wrap: tuple[str, ...] = ()
     min_params: int | None = attrs.field(default=None, validator=at_least(1))
+    wrap_by: str | None = attrs.field(
+        default=None,
+        converter=_path_of,
+        validator=_is_path,
+        metadata={"choose": "a function at the top of a module, or 'package.module:function'"},
+    )
     ignore: tuple[str, ...] = ()
     param_dtype: Literal["plan", "fp32", "bf16", "fp16"] = "plan"
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"

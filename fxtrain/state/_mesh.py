@@ -7,7 +7,7 @@ import re
 
 import attrs
 
-from fxtrain._errors import ContextError
+from fxtrain._errors import MeshError
 
 __all__ = ["AXES", "Mesh", "axis_groups", "read_mesh", "resolve_mesh"]
 
@@ -39,21 +39,21 @@ def resolve_mesh(mesh: Mesh, world_size: int) -> Mesh:
     """Replace -1 by what the other axes leave of the world.
 
     Raises:
-        ContextError: the sizes do not multiply to the world size, or are not positive.
+        MeshError: the sizes do not multiply to the world size, or are not positive.
     """
     open_axes = [axis for axis, size in mesh.sizes.items() if size == -1]
     fixed = math.prod(size for size in mesh.sizes.values() if size != -1)
     bad = {axis: size for axis, size in mesh.sizes.items() if size < 1 and size != -1}
     shown = ", ".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size != 1)
     if bad or len(open_axes) > 1:
-        raise ContextError(
+        raise MeshError(
             f"Mesh({shown}): every axis is a positive number of ranks, and at most one "
             f"may be -1 for 'what is left'."
         )
     if open_axes and world_size % fixed == 0:
         return attrs.evolve(mesh, **{open_axes[0]: world_size // fixed})
     if fixed != world_size:
-        raise ContextError(
+        raise MeshError(
             f"Mesh({shown}) describes {'a multiple of ' * bool(open_axes)}{fixed} ranks, but "
             f"this run has {world_size}. Launch another number of ranks, or set one axis to -1."
         )
@@ -64,7 +64,7 @@ def read_mesh(text: str) -> Mesh:
     """A mesh from a text, as the command line and the variable FXTRAIN_MESH have it.
 
     Raises:
-        ContextError: it is not of the form `axis=size,axis=size`, or there is no such axis.
+        MeshError: it is not of the form `axis=size,axis=size`, or there is no such axis.
 
     Example:
         >>> read_mesh("shard=8,tensor=2") == Mesh(shard=8, tensor=2)
@@ -76,7 +76,7 @@ def read_mesh(text: str) -> Mesh:
         if axis not in AXES or axis in sizes or not re.fullmatch(r"-?[0-9]{1,9}", size):
             near = difflib.get_close_matches(axis, AXES, n=1)
             hint = f" Did you mean {near[0]}?" if near and near[0] != axis else ""
-            raise ContextError(
+            raise MeshError(
                 f"{text!r} is no mesh: {part.strip()!r} should be axis=size, with one of "
                 f"{', '.join(AXES)}, each once; for example shard=8,tensor=2.{hint}"
             )

@@ -13,6 +13,17 @@ ATTENTION = (
     fx.Style(modules="blocks.*.attention.[qkv]", style="colwise"),
     fx.Style(modules="blocks.*.attention.o", style="rowwise"),
 )
+
+
+def is_block(name, part):
+    """What to shard as a unit, for plans that name a function."""
+    return name.startswith("blocks.") and name.count(".") == 1
+
+
+def is_none(name, part):
+    return False
+
+
 _SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,

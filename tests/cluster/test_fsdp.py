@@ -8,7 +8,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
+from fxtrain.backends._units import units
 from fxtrain.testing import Task, Transformer, count_collectives, fake_world, on_ranks
+from tests.cluster._models import is_block, is_none
 
 FSDP = fx.Plan(strategy=fx.FSDP())
 
@@ -24,7 +26,24 @@ BAD = {
     "axis": (4, fx.Mesh(context=2), fx.FSDP(), "context=2, but the plan does not cut sequences"),
     "class": (4, None, fx.FSDP(wrap=("Blok",)), "Did you mean Block"),
     "both": (4, None, fx.FSDP(wrap=("Block",), min_params=10), "chooses blocks twice"),
+    "ways": (
+        4,
+        None,
+        fx.FSDP(min_params=10, wrap_by=is_block),
+        "min_params=..., wrap_by=...\\) ch",
+    ),
+    "function": (
+        4,
+        None,
+        fx.FSDP(wrap_by="tests.cluster._models:is_blok"),
+        "has no attribute 'is_",
+    ),
+    "module": (4, None, fx.FSDP(wrap_by="tests.clusters:is_block"), "No module named 'tests.clus"),
+    "chosen": (4, None, fx.FSDP(wrap_by=is_none), "chose none of the modules of Transformer"),
     "ignored": (4, None, fx.FSDP(ignore=("gian",)), "Did you mean gain"),
+    "replicas": (4, fx.Mesh(tensor=2), fx.DDP(), r"tensor=2, which DDP does not.*mode='none', ten"),
+    "stages": (4, fx.Mesh(pipeline=2), fx.DDP(), r"pipeline=2, which DDP does not use.*Use PP\(\)"),
+    "pipeline": (4, fx.Mesh(pipeline=2), fx.FSDP(), r"Use PP\(stages=fx.FSDP"),
     "recompute": (4, None, fx.FSDP(), "Plan.recompute names the class 'Nothing'"),
 }
 
@@ -39,6 +58,29 @@ def test_a_plan_that_does_not_fit_is_refused_before_any_traffic(name):
             with pytest.raises(fx.PlanError, match=words):
                 fx.wrap(Transformer(), ctx, fx.Plan(strategy=config, recompute=recompute))
             assert ctx.comm.ledger.calls == calls
+
+
+def test_a_function_chooses_blocks_and_the_plan_keeps_its_path():
+    config = fx.FSDP(wrap_by=is_block)
+    assert config.wrap_by == "tests.cluster._models:is_block"
+    assert config == fx.FSDP(wrap_by="tests.cluster._models:is_block")
+    assert fx.loads(fx.dumps(fx.Plan(strategy=config)), fx.Plan).strategy == config
+    net = Transformer()
+    assert units(net, config) == [[net.blocks[1]], [net.blocks[0]]]
+    for wrong in (lambda name, part: True, "is_block", "tests.cluster:", 3):
+        with pytest.raises(fx.PlanError, match="choose a"):
+            fx.FSDP(wrap_by=wrong)
+
+
+def test_blocks_are_gathered_ahead_as_the_plan_says():
+    with fake_world(4) as ctx:
+        config = fx.FSDP(forward_prefetch=2, backward_prefetch=1)
+        net = fx.wrap(Transformer(), ctx, fx.Plan(strategy=config)).module
+        root, first, second = (one._get_fsdp_state() for one in (net, *net.blocks))
+        forward = [list(one._states_to_forward_prefetch) for one in (root, first, second)]
+        backward = [list(one._states_to_backward_prefetch) for one in (root, first, second)]
+    assert forward == [[first, second], [second], []]
+    assert backward == [[], [root], [first]]
 
 
 def test_offload_and_scalars_are_refused():
@@ -125,6 +167,22 @@ def test_a_model_on_the_meta_device_everywhere_makes_its_own_values(cluster):
         for got in cluster.run(_fresh, config):
             assert got.keys() == wanted.keys()
             assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def _from_files(ctx, folder, config):
+    with torch.device("meta"):
+        net = _plain_net()
+    model = fx.wrap(net, ctx, fx.Plan(strategy=config), optimizer=_sgd)
+    fx.load_model(folder, model)
+    return {name: value.clone() for name, value in fx.unwrap(model).state_dict().items()}
+
+
+@pytest.mark.parametrize(("n", "config"), [(2, fx.FSDP()), (4, fx.FSDP(shard=2, offload=True))])
+def test_a_model_on_the_meta_device_everywhere_is_read_from_files(clusters, tmp_path, n, config):
+    net = _plain_net()
+    fx.export(net, tmp_path)
+    for got in clusters[n].run(_from_files, str(tmp_path), config):
+        assert all(torch.equal(got[name], value) for name, value in net.state_dict().items())
 
 
 def _badly_meta(ctx, case):

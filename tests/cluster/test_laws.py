@@ -5,7 +5,9 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.testing import LAWS, Terms
+from fxtrain.testing import LAWS, Terms, Transformer
+from fxtrain.testing._train import backward_once, on_mesh, token_rows
+from tests.cluster._models import is_block
 
 LAW = {law.__name__: law for law in LAWS}
 NAMES = list(LAW)
@@ -60,6 +62,7 @@ FSDP_PLANS = {
     "by mesh": (fx.FSDP(), fx.Mesh(replicate=-1, shard=2)),
     "tied modules each a unit": (fx.FSDP(wrap=("Embedding", "Head", "Block")), None),
     "by size": (fx.FSDP(min_params=1500, forward_prefetch=2, backward_prefetch=1), None),
+    "by a function": (fx.FSDP(wrap_by=is_block), None),
     "some ignored": (fx.FSDP(ignore=("gain", "blocks.0.norm*"), offload=True), None),
 }
 
@@ -73,6 +76,7 @@ FSDP_LAWS = {
     (2, "by mesh"): ("same_by_tokens", "same_clipped"),
     (2, "tied modules each a unit"): (*UNITS, "frozen_and_tied_stay"),
     (2, "by size"): UNITS,
+    (2, "by a function"): ("same_clipped",),
     (2, "some ignored"): (*UNITS, *ONCE, "frozen_and_tied_stay", "overflow_skips_everywhere"),
     (4, "blocks of ModuleLists"): ("same_by_tokens", "frozen_and_tied_stay"),
     (4, "two copies of half the ranks"): MOST,
@@ -171,6 +175,65 @@ def test_context_parallel_clips_and_weighs_tokens(clusters, name):
     plan = fx.Plan(strategy=strategy, context=fx.CP(tables=ROWS, **options), recompute=("Block",))
     for law in ("same_by_tokens", "same_clipped"):
         LAW[law](clusters[n], plan, mesh)
+
+
+ALONE = {
+    "shared optimizer": fx.Plan(strategy=fx.DDP(shard_optimizer=True)),
+    "shards": fx.Plan(strategy=fx.FSDP(mode="grads_and_optimizer", ignore=("gain",))),
+    "split": fx.Plan(strategy=fx.FSDP(tensor=fx.TP(styles=CUTS + ENDS, sequence=True))),
+    "sequences": fx.Plan(strategy=fx.FSDP(), context=fx.CP(tables=ROWS)),
+    "stages": fx.Plan(
+        strategy=fx.PP(schedule="dualpipe_v", stages=fx.FSDP(tensor=fx.TP(styles=CUTS)))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_at_one_rank_every_plan_is_the_loop(clusters, name):
+    LAW["one_rank_is_the_loop"](clusters[1], ALONE[name])
+
+
+class Spare(Transformer):
+    """With a layer that no forward uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = torch.nn.Linear(4, 4, dtype=torch.float64)
+        for parameter in self.spare.parameters():
+            torch.nn.init.ones_(parameter)
+
+
+UNUSED = {
+    "replicas": (2, fx.DDP(unused_parameters=True), None),
+    "shared optimizer": (2, fx.DDP(shard_optimizer=True, unused_parameters=True), None),
+    "shards": (2, fx.FSDP(), None),
+    "split": (4, fx.FSDP(tensor=fx.TP(styles=CUTS)), fx.Mesh(shard=2, tensor=2)),
+    "stages": (2, fx.PP(), fx.Mesh(pipeline=2)),
+    "shards of stages": (4, fx.PP(stages=fx.FSDP()), fx.Mesh(pipeline=2, shard=2)),
+}
+
+
+def _one_update(ctx, strategy, mesh):
+    with on_mesh(ctx, mesh) as placed:
+        plan = fx.Plan(strategy=strategy, clip_norm=0.5)
+        model = fx.wrap(Spare(), placed, plan, optimizer=torch.optim.AdamW)
+        backward_once(placed, model)
+        norm = model.strategy.apply(model, fx.state.Finish(clip_norm=0.5)).grad_norm
+        data = placed.axis("data").world_size
+        return data, float(norm), {n: p.detach() for n, p in fx.unwrap(model).named_parameters()}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_a_parameter_without_gradient_counts_for_nothing(clusters, name):
+    n, strategy, mesh = UNUSED[name]
+    for data, norm, got in clusters[n].run(_one_update, strategy, mesh):
+        net = Spare()  # which weight decay would move, had it a gradient of zeros
+        tokens, _ = token_rows(4 * data)
+        (net(tokens[:, :-1]).sum() / data).backward()
+        wanted = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        assert norm == pytest.approx(float(wanted), rel=1e-9)
+        torch.optim.AdamW(net.parameters()).step()
+        torch.testing.assert_close(got, dict(net.named_parameters()), rtol=1e-6, atol=1e-9)
 
 
 # A law that nothing breaks says nothing: what the last rank brings is changed a little.

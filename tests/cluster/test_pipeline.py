@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain.backends._pipeline_plan import layout_of, pipeline_problems
+from fxtrain.backends._pipeline_stage import Meta, _to_send
 from fxtrain.testing import LAWS, Task, Transformer, count_collectives, fake_world, on_ranks
 from fxtrain.testing._train import backward_once, by_hand
 from tests.cluster._models import ATTENTION, DOWN, UP, gpt2, t5
@@ -37,8 +38,9 @@ def test_laws(clusters, name, law):
 
 
 def test_recomputed_and_compiled_blocks(pair):
-    compiled = fx.Compile(backend="eager", blocks=("Attention",))
-    plan = fx.Plan(strategy=fx.PP(), recompute=("Block",), compile=compiled)
+    # Whatever happens at a split is outside of a block's one graph.
+    compiled = fx.Compile(backend="eager", blocks=("Block",), fullgraph=True)
+    plan = fx.Plan(strategy=fx.PP(), recompute=("Attention",), compile=compiled)
     LAWS[0](pair, plan, fx.Mesh(pipeline=2))
 
 
@@ -93,10 +95,8 @@ BAD = {
         SHARDS,
         fx.PP(schedule="zbv_zero_bubble", split=FOUR, stages=fx.FSDP()),
         {},
-        "past the hooks of sharded and split layers. Use 'interleaved_1f1b'",
+        r"Use stages=FSDP\(mode='grads_and_optimizer'",
     ),
-    "offload": (SHARDS, _held(offload=True), {}, "stages cannot. Leave offload out"),
-    "logits": (SPLITS, _held(tensor=fx.TP(styles=(UP, DOWN), loss=True)), {}, "Leave loss out"),
     "sequence": (
         SPLITS,
         fx.PP(
@@ -126,7 +126,6 @@ BAD = {
     ),
     "each": (None, fx.PP(stages_per_rank=2), {}, "this schedule has exactly 1 on each rank"),
     "shared": (None, fx.PP(split=FOUR, shared=("heads",)), {}, "no parameter is called 'heads'"),
-    "uneven": (None, fx.PP(split=FOUR), {"even": "uneven"}, "Use even='pad' or even='drop'"),
     "compile": (None, fx.PP(split=FOUR), {"compile": fx.Compile()}, "Compile blocks"),
     "middle": (
         fx.Mesh(pipeline=2),
@@ -185,7 +184,7 @@ class Net(nn.Module):
         self.double()
 
     def forward(self, x):
-        start = h = self.embed(x)
+        start = h = self.embed(x[x[:, 0] > -0.9] if self.case == "input" else x)
         if self.case == "shape":
             h = h[h.sum(1) > 0]
         if self.case == "value" and h.sum() > 0:
@@ -207,6 +206,13 @@ def _rows(model, ctx, plan, rows=4):
 
 def _loss(model, batch):
     return model(batch[0]).square().mean()
+
+
+def test_a_stage_sends_nothing_that_the_next_one_does_not_wait_for():
+    told = Meta(0, (2, 4), torch.float32, True)
+    assert _to_send(torch.ones(2, 4), told).shape == (2, 4)
+    with pytest.raises(fx.PlanError, match=r"gives \[3, 4\].*a shape that depends on data"):
+        _to_send(torch.ones(3, 4), told)
 
 
 LOSSES = {
@@ -231,6 +237,7 @@ def _trained(placed, case, rows=4, **options):
 REFUSED = {
     "shape": "a shape that depends on data",
     "value": "needs values",
+    "input": "micro-batches send it [[1, 4]] and [[2, 4]], shapes that depend on data",
     "write": "writes what an earlier stage computes",
     "around": "as a connection around the split is",
     "early head": "name the parameter in PP(shared=...)",

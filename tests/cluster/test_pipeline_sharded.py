@@ -1,7 +1,12 @@
 """Pipelines whose stages are sharded over the data axes, or split over the tensor axis."""
 
+import functools
+
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain.backends._pipeline_plan import layout_of
@@ -25,9 +30,15 @@ def test_laws_of_shards(clusters, index):
     LAWS[index](clusters[4], fx.Plan(strategy=fx.PP(stages=fx.FSDP())), SHARDS)
 
 
-@pytest.mark.parametrize("index", [1, 5, 7, 9], ids=lambda index: NAMES[index])
+@pytest.mark.parametrize("index", [1, 4, 5, 7, 9], ids=lambda index: NAMES[index])
 def test_laws_of_split_layers(clusters, index):
     LAWS[index](clusters[4], fx.Plan(strategy=fx.PP(stages=SPLIT)), SPLITS)
+
+
+def test_weights_apart_from_inputs_may_be_frozen_and_tied(clusters):
+    stages = fx.FSDP(mode="grads_and_optimizer")
+    config = fx.PP(schedule="zbv_zero_bubble", microbatches=2, split=FOUR, stages=stages)
+    LAWS[4](clusters[4], fx.Plan(strategy=config), SHARDS)
 
 
 OTHERS = {
@@ -47,6 +58,15 @@ OTHERS = {
         SPLITS,
     ),
     "whole after forward": (fx.PP(stages=fx.FSDP(mode="grads_and_optimizer")), SHARDS),
+    "zero bubble, split": (
+        fx.PP(**{**LOOP, "schedule": "interleaved_zero_bubble"}, stages=SPLIT),
+        SPLITS,
+    ),
+    "dual": (
+        fx.PP(schedule="dualpipe_v", split=FOUR, stages=fx.FSDP(mode="grads_and_optimizer")),
+        SHARDS,
+    ),
+    "host": (fx.PP(**LOOP, stages=fx.FSDP(offload=True, ignore=("norm.*",))), SHARDS),
     "whole": (fx.PP(stages=fx.FSDP(mode="none", ignore=("norm.*",))), COPIES),
 }
 
@@ -55,12 +75,65 @@ OTHERS = {
 def test_other_stages_train_as_one_process(clusters, name):
     config, mesh = OTHERS[name]
     plan = fx.Plan(strategy=config, clip_norm=0.05, accumulate=2, recompute=("Attention",))
-    task = Task(plan=plan, mesh=mesh, weighted=True)
+    task = Task(plan=plan, mesh=mesh, weighted=True, size=4)
     wanted = by_hand(task, 4 // 2 // mesh.tensor)
     for run in clusters[4].run(on_ranks, task):
         torch.testing.assert_close(run.losses, wanted.losses, rtol=1e-9, atol=0)
         torch.testing.assert_close(run.norms, wanted.norms, rtol=1e-9, atol=0)
         torch.testing.assert_close(run.parameters, wanted.parameters, rtol=1e-9, atol=1e-11)
+
+
+class Fork(nn.Module):
+    """One of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x, way):
+        return (self.left if way else self.right)(x).tanh()
+
+
+class Forks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(Fork() for _ in range(2))
+
+    def forward(self, x, way):
+        for block in self.blocks:
+            x = block(x, way)
+        return x
+
+
+X = torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(8, 4)
+
+
+def _forked(ctx):
+    with on_mesh(ctx, SHARDS) as placed:
+        way = placed.axis("data").rank
+        plan = fx.Plan(strategy=fx.PP(stages=fx.FSDP(unused_parameters=True)))
+        model = fx.wrap(Forks(), placed, plan, optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
+        batch = next(iter(fx.shard(DataLoader(TensorDataset(X), batch_size=4), placed, plan)))
+        loss = functools.partial(_square, way)
+        fx.step(placed, batch, fx.StepFns(model=model, loss=loss))
+        return {name: p.detach() for name, p in fx.unwrap(model).named_parameters()}
+
+
+def _square(way, model, batch):
+    return model(batch[0], way).square().mean()
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="newer torch needed"
+)
+def test_stages_of_different_ranks_may_leave_out_different_parameters(clusters):
+    net = Forks()
+    (sum(_square(way, net, [X[4 * way :][:4]]) for way in (0, 1)) / 2).backward()
+    wanted = {name: p.detach() - p.grad for name, p in net.named_parameters()}
+    for got in clusters[4].run(_forked):
+        torch.testing.assert_close(got, wanted)
 
 
 def test_an_overflow_where_numbers_of_two_formats_meet(clusters):

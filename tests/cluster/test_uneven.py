@@ -13,6 +13,7 @@ from tests.cluster.test_laws import CUTS
 
 ROWS = (5, 1, 3, 2)  # of each data rank, in batches of two
 EVEN = fx.Plan(even="uneven", data=fx.Data(source="sharded"))
+STAGES = {"split": ("blocks.0", "blocks.1", "norm"), "microbatches": 4}
 PLANS = {
     "single": ((1,), fx.Single(), None),
     "ddp": ((2, 4), fx.DDP(), None),
@@ -21,6 +22,10 @@ PLANS = {
     "grads and optimizer": ((2,), fx.FSDP(mode="grads_and_optimizer"), None),
     "hybrid": ((4,), fx.FSDP(shard=2), None),
     "tensor": ((4,), fx.FSDP(tensor=fx.TP(styles=CUTS)), fx.Mesh(shard=2, tensor=2)),
+    "context": ((4,), fx.DDP(), fx.Mesh(replicate=2, context=2)),
+    "stages": ((4,), fx.PP(stages=fx.FSDP()), fx.Mesh(pipeline=2, shard=2)),
+    "in a loop": ((2,), fx.PP(**STAGES, schedule="interleaved_1f1b"), fx.Mesh(pipeline=2)),
+    "there and back": ((2,), fx.PP(**STAGES, schedule="dualpipe_v"), fx.Mesh(pipeline=2)),
     "alone": ((2, 4), fx.DDP(), None),
 }
 
@@ -29,28 +34,27 @@ def _sgd(params):
     return torch.optim.SGD(params, lr=0.3)
 
 
-def _tokens(rank):
+def _rows(rank):
+    """Inputs, targets, and which of those count: a different number in every row."""
     generator = torch.Generator().manual_seed(rank)
-    return torch.randint(0, Transformer.VOCABULARY, (ROWS[rank], 9), generator=generator)
+    tokens = torch.randint(0, Transformer.VOCABULARY, (ROWS[rank], 9), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:], torch.arange(8) <= tokens[:, :1] % 8
 
 
-def _losses(model, tokens):
-    """(sum, weight) over targets, of which rows count different numbers."""
-    each = F.cross_entropy(
-        model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
-    )
-    kept = (torch.arange(8) <= tokens[:, :1] % 8).flatten()
-    return each.mean(), (each * kept).sum(), kept.sum()
+def _losses(model, inputs, targets, kept):
+    """The mean over targets; the sum over those that count, and how many."""
+    each = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="none")
+    return each.mean(), (each * kept.flatten()).sum(), kept.sum()
 
 
 def _loss(model, batch, *, weighted):
-    mean, total, weight = _losses(model, batch[0])
+    mean, total, weight = _losses(model, *batch)
     return fx.Weighted(total, weight) if weighted else mean
 
 
 def _train(ctx, plan, mesh, weighted):
     with on_mesh(ctx, mesh) as placed:
-        table = TensorDataset(_tokens(placed.axis("data").rank))
+        table = TensorDataset(*_rows(placed.axis("data").rank))
         loader = fx.shard(DataLoader(table, batch_size=2), placed, plan)
         model = fx.wrap(Transformer(), placed, plan, optimizer=_sgd)
         fns = fx.StepFns(model=model, loss=lambda m, batch: _loss(m, batch, weighted=weighted))
@@ -64,12 +68,12 @@ def _train(ctx, plan, mesh, weighted):
 def _by_hand(ranks, plan, weighted):
     net = Transformer()
     optimizer = _sgd(net.parameters())
-    batches = [_tokens(rank).split(2) for rank in range(ranks)]
+    batches = [list(zip(*(t.split(2) for t in _rows(rank)), strict=True)) for rank in range(ranks)]
     count = max(map(len, batches))
     for _ in range(2):
         for low in range(0, count, plan.accumulate):
-            rows = torch.cat([r for one in batches for r in one[low : low + plan.accumulate]])
-            mean, total, weight = _losses(net, rows)
+            parts = [part for one in batches for part in one[low : low + plan.accumulate]]
+            mean, total, weight = _losses(net, *map(torch.cat, zip(*parts, strict=True)))
             (total / weight if weighted else mean).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -81,8 +85,10 @@ def test_updates_are_those_of_all_rows(clusters, n, name):
     _, strategy, mesh = PLANS[name]
     local = fx.LocalSGD(every=1) if name == "alone" else None
     for accumulate, weighted in ((1, True), (2, False)):
-        plan = attrs.evolve(EVEN, strategy=strategy, accumulate=accumulate, local=local)
-        ranks = n if mesh is None else n // mesh.tensor
+        context = fx.CP(tables=("position",)) if name == "context" else None
+        plan = attrs.evolve(EVEN, strategy=strategy, local=local, context=context)
+        plan = attrs.evolve(plan, accumulate=accumulate)
+        ranks = n if mesh is None else n // (mesh.tensor * mesh.pipeline * mesh.context)
         wanted = _by_hand(ranks, plan, weighted)
         answers = clusters[n].run(_train, plan, mesh, weighted)
         assert len({position for position, _ in answers}) == 1

@@ -2,6 +2,7 @@
 
 import functools
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -65,3 +66,24 @@ def test_one_chunk_is_that_of_torch(rows, n, dim):
         for found in (late[index], chunk_of(whole, n, dim, index)):
             assert found.tolist() == chunk.tolist() or found.numel() == chunk.numel() == 0
             assert found.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def test_optimizers_are_shared_out_over_64_ranks():
+    """Whole parameters are dealt out, so the last ranks get none."""
+    plan = fx.Plan(strategy=fx.DDP(shard_optimizer=True), clip_norm=1.0)
+    held = []
+    for rank in (0, 63):
+        run = fx.dry_run(functools.partial(by_steps, plan=plan), world=64, rank=rank)
+        assert run.problems == () and run.updates >= 2
+        held.append(run.memory.optimizer)
+    largest = 4 * 50 * 70
+    assert held[1] == 0 and 2 * largest <= held[0] < 2.1 * largest
+
+
+def test_copies_of_8_of_64_ranks_train_alone():
+    plan = attrs.evolve(_PLAN, local=fx.DiLoCo(every=1000))
+    run = fx.dry_run(
+        functools.partial(by_steps, plan=plan), world=64, rank=63, mesh=fx.Mesh(shard=8)
+    )
+    assert run.problems == ()
+    assert {row.axis for row in run.step} == {"shard"}
