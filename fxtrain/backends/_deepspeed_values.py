@@ -66,7 +66,8 @@ def _held(parameter: Any, masters: dict[nn.Parameter, Tensor]) -> Tensor | Stret
     if not hasattr(parameter, "ds_id"):
         if _is_trained(parameter):
             return _fragment(parameter)
-        return (masters[parameter] if parameter in masters else parameter).detach()
+        master = masters.get(parameter)
+        return (parameter if master is None else master).detach()
     if _is_trained(parameter):
         return _part(parameter, load().utils.safe_get_local_fp32_param(parameter).float())
     here = parameter.ds_tensor

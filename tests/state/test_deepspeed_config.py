@@ -127,6 +127,12 @@ def test_batch_sizes_follow_from_each_other():
     assert rows(train_micro_batch_size_per_gpu=5)["train_batch_size"] == 30
     with pytest.raises(fx.PlanError, match="make 24, the config says 25"):
         rows(train_batch_size=25)
+    for wrong in ("many", 0, True, 2.5):
+        with pytest.raises(fx.PlanError, match=r"train_batch_size=.*a whole number of rows"):
+            rows(train_batch_size=wrong)
+    both = _plan(fields={"micro_batch": 4})
+    with pytest.raises(fx.PlanError, match="the loader says 8, micro_batch says 4"):
+        fx.deepspeed_config(both, loader=LOADER)
     whole = fx.deepspeed_config(_plan(batch="global"), loader=LOADER, ranks=4)
     assert whole["train_micro_batch_size_per_gpu"] == 2 and whole["train_batch_size"] == 8
 

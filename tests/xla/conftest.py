@@ -8,6 +8,8 @@ import pytest
 from fxtrain.testing import Cluster
 
 ALONE = {"PJRT_DEVICE": "CPU"}
+# Most of these tests' time goes into compiling programs that run a few times.
+_QUICKLY = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 # Four devices in one process: two copies of parameters that are split in two.
 SPMD = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "FXTRAIN_MESH": "replicate=2,shard=2"}
 
@@ -22,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _pool(env: dict[str, str]) -> Iterator[Cluster]:
-    pool = Cluster(1, timeout_s=60.0, call_s=300.0, device="xla", env=env)
+    pool = Cluster(1, timeout_s=60.0, call_s=300.0, device="xla", env=env | _QUICKLY)
     yield pool
     pool.close()
 
