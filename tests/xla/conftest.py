@@ -7,11 +7,10 @@ import pytest
 
 from fxtrain.testing import Cluster
 
-ALONE = {"PJRT_DEVICE": "CPU"}
 # Most of these tests' time goes into compiling programs that run a few times.
-_QUICKLY = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+ALONE = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 # Four devices in one process: two copies of parameters that are split in two.
-SPMD = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "FXTRAIN_MESH": "replicate=2,shard=2"}
+SPMD = ALONE | {"CPU_NUM_DEVICES": "4", "FXTRAIN_MESH": "replicate=2,shard=2"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _pool(env: dict[str, str]) -> Iterator[Cluster]:
-    pool = Cluster(1, timeout_s=60.0, call_s=300.0, device="xla", env=env | _QUICKLY)
+    pool = Cluster(1, timeout_s=60.0, call_s=300.0, device="xla", env=env)
     yield pool
     pool.close()
 
