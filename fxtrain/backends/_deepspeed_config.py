@@ -37,8 +37,8 @@ _MICRO, _ACCUMULATE, _TOTAL = (
     "gradient_accumulation_steps",
     "train_batch_size",
 )
-# Entries in which "auto" is DeepSpeed's own word.
-_OWN_AUTO = ("data_types.keep_in_fp32_modules",)
+# How entries begin in which "auto" is DeepSpeed's own word.
+_OWN_AUTO = ("data_types.keep_in_fp32_modules", f"{ZERO}.zenflow.", "expert_parallel.")
 _FORMATS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 
 
@@ -286,7 +286,7 @@ def _fill_values(config: dict[str, Any], values: FromConfig) -> None:
 
 
 def _check_autos(config: Mapping[str, Any]) -> None:
-    left = [path for path in autos(config) if path not in _OWN_AUTO]
+    left = [path for path in autos(config) if not path.startswith(_OWN_AUTO)]
     if not left:
         return
     names = [path.rsplit(".", 1)[1] for path in left if ".params." in path]
@@ -299,8 +299,11 @@ def _check_autos(config: Mapping[str, Any]) -> None:
 
 def _with_defaults(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """Entries that neither side gave and DeepSpeed would choose otherwise."""
-    if get(config, f"{ZERO}.stage") is None:
+    stage = get(config, f"{ZERO}.stage")
+    if stage is None:
         put(config, f"{ZERO}.stage", 2)
+    elif type(stage) is not int:
+        raise PlanError(f"The DeepSpeed config says stage={stage!r}. Write 0, 1, 2 or 3.")
     zero = config[ZERO]
     config.setdefault("zero_allow_untested_optimizer", True)
     if not _counts_itself(config):

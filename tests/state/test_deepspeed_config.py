@@ -157,8 +157,10 @@ def test_what_is_not_known_here_passes_through():
     got = fx.deepspeed_config(_plan(file))
     assert got["zero_optimization"] == file["zero_optimization"] and got["wall_clock_breakdown"]
     assert got["managed_gradient_accumulation"] is False
-    zenflow = {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}
-    assert "managed_gradient_accumulation" not in fx.deepspeed_config(_plan(zenflow))
+    own = {"topk_ratio": 0.1, "select_strategy": "auto", "update_interval": "auto"}
+    got = fx.deepspeed_config(_plan({"zero_optimization": {"stage": 2, "zenflow": own}}))
+    assert got["zero_optimization"]["zenflow"] == own
+    assert "managed_gradient_accumulation" not in got
 
 
 def test_torch_autocast_in_the_file_stands_for_the_precision():
@@ -211,6 +213,7 @@ BAD = {
     "a set": ({"a": {1, 2}}, "only what JSON can hold"),
     "not a number": ({"a": float("nan")}, "only what JSON can hold"),
     "a flag for a table": ({"zero_optimization": True}, "needs a table"),
+    "a stage in quotes": ({"zero_optimization": {"stage": "3"}}, "Write 0, 1, 2 or 3"),
 }
 
 
