@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.checkpoint._manifest import Part, _covers
+from fxtrain.checkpoint._pieces import boxes_in
 from fxtrain.checkpoint._values import decode, encode
 
 # Boxes
@@ -58,6 +60,27 @@ def test_parts_cover_a_tensor_if_every_cell_is_in_one(drawn):
         Part(file="f", offset=0, start=start, shape=size, digests=()) for start, size in boxes
     )
     assert _covers(shape, parts) == _fills(shape, boxes)
+
+
+@given(st.lists(st.integers(0, 4), max_size=4), st.data())
+def test_stretches_of_a_tensor_are_boxes_that_cover_it(shape, data):
+    size = math.prod(shape)
+    whole = torch.arange(size).view(shape)
+    cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=4)))
+    parts = []
+    for begin, end in itertools.pairwise([0, *cuts, size]):
+        values = whole.flatten()[begin:end]
+        stretch = fx.state.Stretch(shape=tuple(shape), start=begin, values=values)
+        found = list(boxes_in(stretch))
+        for start, box in found:
+            place = tuple(slice(a, a + n) for a, n in zip(start, box.shape, strict=True))
+            assert torch.equal(whole[place], box)
+        assert len(found) <= max(1, 2 * len(shape) - 1)
+        parts += [
+            Part(file="f", offset=0, start=start, shape=tuple(box.shape), digests=())
+            for start, box in found
+        ]
+    assert _covers(tuple(shape), tuple(parts))
 
 
 def test_many_parts_take_no_longer_than_they_are_many():

@@ -7,6 +7,7 @@ import torch
 import fxtrain as fx
 from fxtrain.backends import STRATEGIES, strategies
 from fxtrain.state import unsupported
+from fxtrain.testing import LAWS, Cluster
 
 
 @attrs.frozen(kw_only=True)
@@ -42,9 +43,9 @@ def test_a_third_party_row_is_found_by_its_config(installed):
     plan = fx.Plan(strategy=Mine(level=3))
     with fx.detect({}, device="cpu") as ctx:
         model = fx.wrap(torch.nn.Linear(2, 1), ctx, plan)
-        assert model.strategy.name == "Single"  # its wrap is Single's own
+        assert model.strategy is ROW  # though its wrap is Single's own
         with pytest.raises(fx.PlanError, match="Mine does not support it"):
-            ROW.clip_value(model, 1.0)
+            fx.ops.clip_value(model, 1.0)
     for form in ("json", "toml", "yaml"):
         assert fx.loads(fx.dumps(plan, form), fx.Plan, form) == plan
     assert fx.fingerprint(plan) != fx.fingerprint(fx.Plan())
@@ -60,3 +61,69 @@ def test_a_wrong_entry_point_is_named(installed, name, words):
 def test_a_config_that_nobody_carries_out_is_refused():
     with fx.detect({}, device="cpu") as ctx, pytest.raises(fx.PlanError, match=r"DDP, .*Single"):
         fx.wrap(torch.nn.Linear(2, 1), ctx, fx.Plan(strategy=Mine()))
+
+
+# What docs/testing.md shows: a row that averages gradients itself. It can be told to forget that.
+THEIRS = """
+from contextlib import contextmanager
+from typing import Literal
+
+import attrs
+
+from fxtrain import ops
+from fxtrain.backends import STRATEGIES
+
+SINGLE = next(row for row in STRATEGIES if row.name == "Single")
+
+
+@attrs.frozen(kw_only=True)
+class Mine:
+    kind: Literal["mine"] = attrs.field(default="mine", init=False)
+    forgets: bool = False
+
+
+def _check(ctx, plan, module):
+    return ()
+
+
+def _wrap(module, ctx, plan, optimizer, scheduler):
+    values = ops.broadcast(module.state_dict(), ctx.axis("data"))  # rank 0's count
+    module.load_state_dict(values)
+    return SINGLE.wrap(module, ctx, plan, optimizer, scheduler)
+
+
+@contextmanager
+def _sync(model, enabled):
+    yield
+    if enabled and not model.plan.strategy.forgets:
+        trained = [p for p in model.module.parameters() if p.grad is not None]
+        means = ops.reduce([p.grad for p in trained], model.ctx.axis("data"), op="mean")
+        for parameter, mean in zip(trained, means, strict=True):
+            parameter.grad = mean
+
+
+ROW = attrs.evolve(SINGLE, name="Mine", config=Mine, check=_check, wrap=_wrap, sync=_sync)
+"""
+META = {
+    "METADATA": "Metadata-Version: 2.1\nName: theirs\nVersion: 0.1\n",
+    "entry_points.txt": "[fxtrain.strategies]\nmine = theirs_row:ROW\n",
+}
+
+
+def test_the_laws_hold_a_third_partys_row(tmp_path, monkeypatch):
+    """As of an installed package, which the ranks of a pool find by themselves."""
+    (tmp_path / "theirs_row.py").write_text(THEIRS)
+    (tmp_path / "theirs-0.1.dist-info").mkdir()
+    for name, text in META.items():
+        (tmp_path / "theirs-0.1.dist-info" / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from theirs_row import Mine
+
+    ranks = Cluster(2)
+    try:
+        for law in LAWS:
+            law(ranks, fx.Plan(strategy=Mine()))
+        with pytest.raises(AssertionError, match="rank 0 of 2"):
+            LAWS[0](ranks, fx.Plan(strategy=Mine(forgets=True)))
+    finally:
+        ranks.close()

@@ -47,6 +47,7 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             f"backoff={scale.backoff}). Use 2.0 and 0.5."
         )
     config = plan.strategy
+    problems += _leaf_problems(config, module)
     for axis, size in (("tensor", config.tensor_parallel), ("context", config.sequence_parallel)):
         if ctx.mesh.sizes[axis] != (size or 1):
             field = "tensor_parallel" if axis == "tensor" else "sequence_parallel"
@@ -63,6 +64,17 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     if ctx.mesh.pipeline > 1:
         problems.append("DeepSpeed's pipelines are its own modules; use Mesh(pipeline=1).")
     return tuple(problems)
+
+
+def _leaf_problems(config: DeepSpeed, module: nn.Module) -> list[str]:
+    known = {type(part).__name__ for part in module.modules()}
+    unknown = [name for name in config.leaf_modules if name.split(".")[-1] not in known]
+    if not unknown:
+        return []
+    return [
+        f"DeepSpeed(leaf_modules=...) names {', '.join(unknown)}, which no submodule of "
+        f"{type(module).__name__} is. It has {', '.join(sorted(known)[:10])}."
+    ]
 
 
 def _wrap(

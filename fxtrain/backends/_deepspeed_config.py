@@ -37,8 +37,8 @@ _MICRO, _ACCUMULATE, _TOTAL = (
     "gradient_accumulation_steps",
     "train_batch_size",
 )
-# Entries in which "auto" is DeepSpeed's own word.
-_OWN_AUTO = ("data_types.keep_in_fp32_modules",)
+# How entries begin in which "auto" is DeepSpeed's own word.
+_OWN_AUTO = ("data_types.keep_in_fp32_modules", f"{ZERO}.zenflow.", "expert_parallel.")
 _FORMATS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 
 
@@ -204,22 +204,38 @@ def _settle(config: dict[str, Any], said: Said) -> list[str]:
 
 def _settle_rows(config: dict[str, Any], plan: Plan, facts: Facts) -> list[str]:
     """Micro-batch and global batch from each other; conflicts."""
-    rows, total = get(config, _MICRO), get(config, _TOTAL)
-    known = plan.strategy.micro_batch if facts.rows is None else facts.rows
+    rows, total = (_count(config, path) for path in (_MICRO, _TOTAL))
+    said = {
+        who: number
+        for who, number in (
+            ("the loader", facts.rows),
+            ("micro_batch", plan.strategy.micro_batch),
+            ("the config", rows),
+        )
+        if number is not None
+    }
+    if len(set(said.values())) > 1:
+        return [f"{_MICRO}: {', '.join(f'{who} says {number}' for who, number in said.items())}"]
     parts = plan.accumulate * facts.ranks
-    if isinstance(rows, int) and known is not None and rows != known:
-        return [f"{_MICRO}: the loader has {known} rows, the config says {rows}"]
-    if isinstance(rows, int):
-        known = rows
-    elif known is None:
-        known = total // parts if isinstance(total, int) and total >= parts else 1
-    if isinstance(total, int) and total != known * parts:
+    known = next(iter(said.values()), max(1, (total or 1) // parts))
+    if total is not None and total != known * parts:
         return [
             f"{_TOTAL}: {known} rows x accumulate={plan.accumulate} x {facts.ranks} data ranks "
             f"make {known * parts}, the config says {total}"
         ]
     config.update({_MICRO: known, _TOTAL: known * parts})
     return []
+
+
+def _count(config: Mapping[str, Any], path: str) -> int | None:
+    found = get(config, path)
+    if found is None or found == AUTO:
+        return None
+    if type(found) is not int or found < 1:
+        raise PlanError(
+            f'The DeepSpeed config says {path}={found!r}. Write a whole number of rows, or "auto".'
+        )
+    return found
 
 
 def _autocast_conflicts(config: Mapping[str, Any], plan: Plan) -> list[str]:
@@ -270,7 +286,7 @@ def _fill_values(config: dict[str, Any], values: FromConfig) -> None:
 
 
 def _check_autos(config: Mapping[str, Any]) -> None:
-    left = [path for path in autos(config) if path not in _OWN_AUTO]
+    left = [path for path in autos(config) if not path.startswith(_OWN_AUTO)]
     if not left:
         return
     names = [path.rsplit(".", 1)[1] for path in left if ".params." in path]
@@ -283,8 +299,11 @@ def _check_autos(config: Mapping[str, Any]) -> None:
 
 def _with_defaults(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """Entries that neither side gave and DeepSpeed would choose otherwise."""
-    if get(config, f"{ZERO}.stage") is None:
+    stage = get(config, f"{ZERO}.stage")
+    if stage is None:
         put(config, f"{ZERO}.stage", 2)
+    elif type(stage) is not int:
+        raise PlanError(f"The DeepSpeed config says stage={stage!r}. Write 0, 1, 2 or 3.")
     zero = config[ZERO]
     config.setdefault("zero_allow_untested_optimizer", True)
     if not _counts_itself(config):

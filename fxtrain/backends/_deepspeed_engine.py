@@ -168,7 +168,7 @@ def start(
                 mpu=made,
                 config=given,
             )
-    except (AssertionError, ValueError, RuntimeError) as error:
+    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, PlanError) or not _is_refusal(error):
             raise
         raise PlanError(f"DeepSpeed refuses this plan: {error}") from error
@@ -177,6 +177,8 @@ def start(
 
 def _is_refusal(error: Exception) -> bool:
     """Whether an error is about the config, rather than about a rank or memory."""
+    if isinstance(error, TypeError):  # a parameter in the file that an optimizer does not have
+        return "__init__()" in str(error)
     return isinstance(error, AssertionError | ValueError) or type(error).__module__.startswith(
         "deepspeed"
     )

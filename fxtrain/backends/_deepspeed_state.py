@@ -1,8 +1,10 @@
-"""A model under DeepSpeed for a checkpoint: whole tensors by name, as of any other strategy.
+"""A model under DeepSpeed for a checkpoint: tensors by name, as of any other strategy.
 
-So a checkpoint goes on at another number of ranks, at another stage, or without DeepSpeed.
+Each rank gives the stretches of them that it holds. So a checkpoint goes on at another number of
+ranks, at another stage, or without DeepSpeed.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,10 +15,10 @@ from torch import Tensor, nn
 from fxtrain._errors import CheckpointError
 from fxtrain.backends._deepspeed_engine import load
 from fxtrain.backends._deepspeed_entries import ZERO, device, section
-from fxtrain.backends._deepspeed_values import whole_values
+from fxtrain.backends._deepspeed_values import fill_held, held_state, held_values
 from fxtrain.backends._optim_state import each_of, load_schedulers
 from fxtrain.backends._state import load_extra, load_state, state_of
-from fxtrain.state import ModelState, Saved, Wrapped
+from fxtrain.state import ModelState, Saved, Stretch, Wrapped
 
 __all__ = ["engine_state", "load_engine_state"]
 
@@ -36,10 +38,10 @@ class _Trained:
 
 
 def engine_state(model: Wrapped) -> ModelState:
-    """Whole parameters, buffers and optimizer states, on the CPU.
+    """This rank's part of full-precision parameters and optimizer states, and buffers.
 
     Effects:
-        Gathers what is spread, tensor by tensor; every rank must take part.
+        Gathers frozen parameters that lie on nvme or are quantised; every rank must take part.
 
     Raises:
         CheckpointError: an accumulation window is open, or states are on nvme.
@@ -47,20 +49,18 @@ def engine_state(model: Wrapped) -> ModelState:
     if model.engine is model.module:
         return state_of(model)
     _check_savable(model)
-    wholes = {
-        id(parameter): value.cpu()
-        for parameter, value in zip(model.module.parameters(), whole_values(model), strict=True)
-    }
-    tensors: dict[str, Tensor] = {}
+    parameters = model.module.parameters()
+    held = {id(one): value for one, value in zip(parameters, held_values(model), strict=True)}
+    tensors: dict[str, Tensor | Stretch] = {}
     extra: dict[str, Any] = {}
     for name, value in model.module.state_dict(keep_vars=True).items():
         place = tensors if isinstance(value, Tensor) else extra
-        place[f"module.{name}"] = wholes.get(id(value), value)
+        place[f"module.{name}"] = held.get(id(value), value)
     values: dict[str, Any] = {"module": extra, "optimizers": [], "schedulers": [], "scaler": None}
     values["settings"] = dict(model.settings)  # for who reads the manifest
     if model.optimizers:
-        held, facts = _optimizer_state(model)
-        tensors.update(held)
+        states, facts = _optimizer_state(model)
+        tensors.update(states)
         values["optimizers"] = [facts]
         values["schedulers"] = [one.state_dict() for one in each_of(model.scheduler)]
         values["scaler"] = _scale_state(model.engine.optimizer)
@@ -151,11 +151,11 @@ def _flats(optimizer: Any) -> tuple[list[list[nn.Parameter]], list[Tensor]]:
     )
 
 
-def _optimizer_state(model: Wrapped) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """States by parameter, whole, and everything else, in the form of torch's strategies."""
+def _optimizer_state(model: Wrapped) -> tuple[dict[str, Tensor | Stretch], dict[str, Any]]:
+    """States by parameter, and everything else, in the form of torch's strategies."""
     (optimizer,) = model.optimizers
     _link_states(model.engine.optimizer, optimizer)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | Stretch] = {}
     states: dict[str, Any] = {}
     members: list[list[str]] = [[] for _ in optimizer.param_groups]
     for one in _trained(model):
@@ -166,8 +166,7 @@ def _optimizer_state(model: Wrapped) -> tuple[dict[str, Tensor], dict[str, Any]]
         plain: dict[str, Any] = {}
         for key, value in state.items():
             if isinstance(value, Tensor):
-                whole = _whole_state(one, key, value)
-                tensors[f"{_PREFIX}.{one.name}.{key}"] = whole.detach().cpu().clone()
+                tensors[f"{_PREFIX}.{one.name}.{key}"] = _state_of(one, key, value)
             else:
                 plain[key] = value
         states[one.name] = {"keys": list(state), "plain": plain}
@@ -176,6 +175,13 @@ def _optimizer_state(model: Wrapped) -> tuple[dict[str, Tensor], dict[str, Any]]
         for group, names in zip(optimizer.param_groups, members, strict=True)
     ]
     return tensors, {"kind": type(optimizer).__name__, "groups": groups, "state": states}
+
+
+def _state_of(one: _Trained, key: str, value: Tensor) -> Tensor | Stretch:
+    if one.whole:
+        return value
+    # A number of steps is one tensor for all parameters of a list.
+    return held_state(one.parameter, key) if _is_spread(one, value) else value.detach().clone()
 
 
 def _link_states(engine_optimizer: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -187,12 +193,6 @@ def _link_states(engine_optimizer: Any, optimizer: torch.optim.Optimizer) -> Non
     if link is not None and optimizer.state:
         engine_optimizer._hp_optimizer_states_linked = False
         link()
-
-
-def _whole_state(one: _Trained, key: str, value: Tensor) -> Tensor:
-    if one.whole or not _is_spread(one, value):
-        return value
-    return load().utils.safe_get_full_optimizer_state(one.parameter, key)
 
 
 def _is_spread(one: _Trained, value: Tensor) -> bool:
@@ -228,9 +228,8 @@ def _load_module(model: Wrapped, saved: Saved) -> None:
 @torch.no_grad()
 def _set_whole(tensor: Tensor, value: Tensor, trained: _Trained | None) -> None:
     """Write a value into the weight and into its full-precision master."""
-    library = load()
     if hasattr(tensor, "ds_id"):
-        with library.zero.GatheredParameters([tensor], modifier_rank=0):
+        with load().zero.GatheredParameters([tensor], modifier_rank=0):
             tensor.data.copy_(value)
     else:
         tensor.data.copy_(value)
@@ -239,7 +238,12 @@ def _set_whole(tensor: Tensor, value: Tensor, trained: _Trained | None) -> None:
     if trained.whole:
         trained.master.data.copy_(value)
     else:
-        library.utils.safe_set_full_fp32_param(trained.parameter, value.float())
+        flat = value.float().flatten()
+        fill_held(trained.parameter, None, flat.dtype, lambda part: _copy_from(flat, part))
+
+
+def _copy_from(flat: Tensor, part: Stretch) -> None:
+    part.values.copy_(flat[part.start : part.start + len(part.values)])
 
 
 def _load_optimizer(model: Wrapped, saved: Saved) -> None:
@@ -293,18 +297,18 @@ def _make_states(
 
 @torch.no_grad()
 def _fill_states(optimizer: torch.optim.Optimizer, one: _Trained, saved: Saved) -> None:
+    """Read the states of one parameter: this rank's part of them, where they are spread."""
     for key, value in optimizer.state.get(one.master, {}).items():
         name = f"{_PREFIX}.{one.name}.{key}"
         if not isinstance(value, Tensor) or value.dim() == 0:
             continue
         shape, dtype = saved.shapes[name]
-        whole = torch.empty(shape, dtype=dtype)
-        saved.fill(name, whole)
         if one.whole:
+            whole = torch.empty(shape, dtype=dtype)
+            saved.fill(name, whole)
             value.copy_(whole)
         else:
-            whole = whole.to(one.parameter.device)
-            load().utils.safe_set_full_optimizer_state(one.parameter, whole, key)
+            fill_held(one.parameter, key, dtype, functools.partial(saved.fill, name))
 
 
 def _scale_state(optimizer: Any) -> dict[str, Any] | None:

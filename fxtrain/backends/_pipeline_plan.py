@@ -2,10 +2,12 @@
 
 import difflib
 import fnmatch
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import nn
 
 from fxtrain.backends._units import block_names
@@ -19,6 +21,7 @@ __all__ = [
     "layout_of",
     "parts_for",
     "pipeline_problems",
+    "schedules_fit",
 ]
 
 
@@ -128,6 +131,11 @@ def pipeline_problems(module: nn.Module, plan: Plan, ranks: int) -> list[str]:
     """What does not fit: schedules, split points, micro-batches, stages with nothing to train."""
     config: PP = plan.strategy
     problems = _count_problems(config, ranks)
+    if not schedules_fit():
+        problems.append(
+            f"PP() needs a newer torch than {torch.__version__}, whose stages begin by sending "
+            f"whole numbers to those that wait for fractions. Install torch 2.13, or use FSDP()."
+        )
     problems += _part_problems(config, ranks)
     problems += _split_problems(module, config)
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -144,6 +152,14 @@ def pipeline_problems(module: nn.Module, plan: Plan, ranks: int) -> list[str]:
         return problems
     layout = layout_of(module, config, ranks)
     return _inside_problems(module, plan, layout.starts) + _idle_problems(module, layout)
+
+
+def schedules_fit() -> bool:
+    """Whether torch's schedules are those that a pipeline is made for; 2.9 has older ones."""
+    # It takes half a second to import, which other plans need not pay.
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+    return "return_outputs" in inspect.signature(PipelineScheduleSingle.step).parameters
 
 
 def _per_rank(config: PP) -> int:

@@ -3,6 +3,7 @@
 from importlib.metadata import entry_points
 from typing import Any
 
+import attrs
 from torch import nn
 
 from fxtrain._errors import PlanError
@@ -11,6 +12,7 @@ from fxtrain.backends._deepspeed import DEEPSPEED_STRATEGY
 from fxtrain.backends._fsdp import FSDP_STRATEGY
 from fxtrain.backends._local import local_problems
 from fxtrain.backends._pipeline import PIPELINE_STRATEGY
+from fxtrain.backends._sequence import cut_sequences
 from fxtrain.backends._single import SINGLE
 from fxtrain.backends._xla import XLA_STRATEGY
 from fxtrain.state import DistContext, Plan, Strategy, Wrapped
@@ -100,7 +102,11 @@ def wrap(
     problems = (*strategy.check(ctx, plan, model), *_unfit(strategy, ctx, plan))
     if problems := (*problems, *local_problems(ctx, plan)):
         raise PlanError("\n".join(problems))
-    return strategy.wrap(model, ctx, plan, optimizer, scheduler)
+    made = strategy.wrap(model, ctx, plan, optimizer, scheduler)
+    if made.strategy.config is strategy.config:
+        return made
+    # Of a row that changes functions of another and leaves its wrap.
+    return attrs.evolve(made, strategy=cut_sequences(strategy, ctx, plan))
 
 
 def unwrap(model: Wrapped) -> nn.Module:

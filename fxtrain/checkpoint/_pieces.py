@@ -1,6 +1,7 @@
 """Who writes what: every number of a state once, spread evenly over the ranks that hold it."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 from torch import Tensor
@@ -9,8 +10,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint._bytes import dtype_name
+from fxtrain.state import Stretch
 
-__all__ = ["Piece", "box_of", "offers_of", "own_pieces", "writers"]
+__all__ = ["Piece", "box_of", "boxes_in", "boxes_of", "offers_of", "own_pieces", "writers"]
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -39,7 +43,7 @@ class Piece:
         return self.tensor.numel() * self.tensor.element_size()
 
 
-def offers_of(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+def offers_of(tensors: Mapping[str, Tensor | Stretch]) -> dict[str, Piece]:
     """What this rank could write of tensors that are the same on all ranks, or spread over them.
 
     Returns:
@@ -50,7 +54,9 @@ def offers_of(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
     """
     found: dict[str, Piece] = {}
     for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
+        if isinstance(tensor, Stretch):
+            found |= {f"{name}@{piece.start}": piece for piece in _stretched(name, tensor)}
+        elif not isinstance(tensor, DTensor):
             found[name] = _plain(name, tensor)
         elif (piece := _spread(name, tensor)) is not None:
             found[f"{name}@{piece.start}"] = piece
@@ -77,12 +83,52 @@ def own_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
     return [attrs.evolve(_plain(name, tensor), own=True) for name, tensor in tensors.items()]
 
 
-def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def box_of(tensor: DTensor) -> Box:
     """(start, shape) of this rank's part of a spread tensor."""
     shape, start = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     return tuple(start), tuple(shape)
+
+
+def boxes_of(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+    """The elements from `begin` up to `end` of a tensor, in order, as (start, shape) of boxes."""
+    if begin >= end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row  # of the whole rows
+    if first > last:  # inside of one row
+        yield from _in_row(shape, last, begin, end)
+        return
+    yield from _in_row(shape, first - 1, begin, first * row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(shape, last, last * row, end)
+
+
+def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[Box]:
+    before = row * math.prod(shape[1:])
+    for start, size in boxes_of(shape[1:], begin - before, end - before):
+        yield (row, *start), (1, *size)
+
+
+def boxes_in(part: Stretch) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Views of a stretch as boxes, each with its place in the whole tensor."""
+    values, at = part.values.detach(), 0
+    for start, shape in boxes_of(part.shape, part.start, part.start + len(values)):
+        size = math.prod(shape)
+        yield start, values[at : at + size].view(shape)
+        at += size
+
+
+def _stretched(name: str, part: Stretch) -> Iterator[Piece]:
+    """This rank's part, in boxes, of which files are made."""
+    dtype = dtype_name(part.values, name)
+    for start, box in boxes_in(part):
+        yield Piece(name=name, dtype=dtype, whole=part.shape, start=start, tensor=box)
 
 
 def _plain(name: str, tensor: Tensor) -> Piece:

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint._bytes import DTYPES, memory_of
 from fxtrain.checkpoint._manifest import CHUNK, Entry, File, Manifest, Part, digest_of
-from fxtrain.checkpoint._pieces import box_of
+from fxtrain.checkpoint._pieces import box_of, boxes_in
 from fxtrain.checkpoint._place import Place
+from fxtrain.state import Stretch
 
 __all__ = ["Reader", "file_problems", "header_of", "open_reader"]
 
@@ -44,7 +45,7 @@ class Reader:
         found = self.manifest.aliases.get(name, name)
         return self.manifest.tensors[found]
 
-    def fill(self, name: str, tensor: Tensor) -> None:
+    def fill(self, name: str, tensor: Tensor | Stretch) -> None:
         """Read a tensor's values into a tensor of its shape and dtype, plain or spread.
 
         Raises:
@@ -53,13 +54,18 @@ class Reader:
         """
         self.fill_entry(self.entry(name), name, tensor)
 
-    def fill_entry(self, entry: Entry, name: str, tensor: Tensor) -> None:
+    def fill_entry(self, entry: Entry, name: str, tensor: Tensor | Stretch) -> None:
         """The same for an entry that is not in the common table."""
-        if tuple(tensor.shape) != entry.shape or tensor.dtype != DTYPES[entry.dtype]:
+        dtype = tensor.values.dtype if isinstance(tensor, Stretch) else tensor.dtype
+        if tuple(tensor.shape) != entry.shape or dtype != DTYPES[entry.dtype]:
             raise CheckpointError(
                 f"{name} is {entry.dtype} of shape {list(entry.shape)} in the checkpoint and "
-                f"{str(tensor.dtype).removeprefix('torch.')} of {list(tensor.shape)} here."
+                f"{str(dtype).removeprefix('torch.')} of {list(tensor.shape)} here."
             )
+        if isinstance(tensor, Stretch):
+            for start, box in boxes_in(tensor):
+                self._fill_box(entry, name, start, box)
+            return
         if isinstance(tensor, DTensor):
             start, _ = box_of(tensor)
             local = tensor.to_local()

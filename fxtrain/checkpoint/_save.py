@@ -164,7 +164,12 @@ class _Job:
 
     def staged(self, ctx: DistContext) -> "_Job":
         """The same of copies, so that the model may change; it says so if there is no room."""
-        steady = {name: self.taken.tensors[name] for name in self.taken.steady}
+        tensors = self.taken.tensors
+        steady = {
+            name: tensor
+            for name in self.taken.steady
+            if isinstance(tensor := tensors[name], torch.Tensor)
+        }
         try:
             staging = stage(ctx, self.pieces, steady)
             return attrs.evolve(self, pieces=staging.pieces, staging=staging)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint._random import random_state
 from fxtrain.checkpoint._values import encode
-from fxtrain.state import DistContext, Position, Wrapped, dumps, fingerprint
+from fxtrain.state import DistContext, Position, Stretch, Wrapped, dumps, fingerprint
 
 __all__ = ["MODEL", "Snapshot", "by_name", "snapshot"]
 
@@ -34,7 +34,7 @@ class Snapshot:
         steady: Names of tensors that nothing but an optimizer's step changes.
     """
 
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor | Stretch]
     aliases: Mapping[str, str]
     drifting: frozenset[str]
     own: Mapping[str, Tensor]
@@ -77,7 +77,7 @@ def snapshot(
     Raises:
         CheckpointError: a value cannot be saved; its name is in the message.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | Stretch] = {}
     own = random_state(ctx)
     facts: dict[str, Any] = {}
     drifting: set[str] = set()
@@ -113,10 +113,12 @@ def snapshot(
     )
 
 
-def _shared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _shared(
+    tensors: Mapping[str, Tensor | Stretch],
+) -> tuple[dict[str, Tensor | Stretch], dict[str, str]]:
     """Tensors once each, and the further names of those that have several."""
     first: dict[Any, str] = {}
-    kept: dict[str, Tensor] = {}
+    kept: dict[str, Tensor | Stretch] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
         key = _memory(tensor)
@@ -128,8 +130,10 @@ def _shared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
     return kept, aliases
 
 
-def _memory(tensor: Tensor) -> Any:
+def _memory(tensor: Tensor | Stretch) -> Any:
     """What two names of one tensor have in common."""
+    if isinstance(tensor, Stretch):
+        return id(tensor)
     if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.numel():
         return id(tensor)
     # XLA's tensors do not say where they lie.

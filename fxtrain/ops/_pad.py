@@ -221,6 +221,10 @@ def _loose(tensor: Tensor, dim: int) -> str:
 def _extend(tensor: Tensor, dim: int, length: int, value: float) -> Tensor:
     if not _has(tensor, dim) or tensor.shape[dim] >= length:
         return tensor
+    if not tensor.numel():  # which torch 2.9 does not pad
+        shape = list(tensor.shape)
+        shape[dim] = length
+        return tensor.new_full(shape, value)
     behind = tensor.ndim - 1 - dim % tensor.ndim
     gap = length - tensor.shape[dim]
     return F.pad(tensor, (0, 0) * behind + (0, gap), value=value)

@@ -25,6 +25,7 @@ from fxtrain.state._strategy import (
     Saved,
     Share,
     Strategy,
+    Stretch,
     Wrapped,
     unsupported,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "Share",
     "Single",
     "Strategy",
+    "Stretch",
     "Style",
     "TP",
     "Topology",

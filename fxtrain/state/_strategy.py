@@ -23,6 +23,7 @@ __all__ = [
     "Saved",
     "Share",
     "Strategy",
+    "Stretch",
     "Wrapped",
     "unsupported",
 ]
@@ -175,6 +176,23 @@ class Wrapped:
 
 
 @attrs.frozen(kw_only=True, eq=False)
+class Stretch:
+    """This rank's part of a tensor that ranks hold in stretches of its elements.
+
+    So engines cut parameters that they flatten. Identity decides equality and hash.
+
+    Attributes:
+        shape: Of the whole tensor.
+        start: Elements before the part, in the order in which torch lays them out.
+        values: The part, live, with one dimension; it may be empty.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    values: torch.Tensor
+
+
+@attrs.frozen(kw_only=True, eq=False)
 class ModelState:
     """Everything that a wrapped model needs to go on as if it had not been stopped.
 
@@ -182,7 +200,7 @@ class ModelState:
 
     Attributes:
         tensors: By name, the same names and shapes on every rank that holds them. A DTensor
-            is spread over ranks; any other is the same on all.
+            or a `Stretch` is spread over ranks; any other is the same on all.
         own: By name, tensors that differ between ranks.
         values: A tree of plain values and tensors, the same on every rank.
         drifting: Names of tensors of which rank 0's counts, but which may differ between
@@ -191,7 +209,7 @@ class ModelState:
             they may be copied until then.
     """
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor | Stretch]
     own: Mapping[str, torch.Tensor]
     values: Any
     drifting: frozenset[str] = frozenset()
@@ -204,7 +222,7 @@ class Saved:
 
     Attributes:
         shapes: (shape, dtype) of each tensor by name.
-        fill: (name, tensor) → None; reads into a tensor, plain or spread.
+        fill: (name, tensor) → None; reads into a tensor, plain or spread, or into a stretch.
         values: As they were saved.
         own: (name, rank) → the tensor of its own that a rank saved, or None.
         ranks: How many saved.
@@ -213,7 +231,7 @@ class Saved:
     """
 
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    fill: Callable[[str, torch.Tensor], None]
+    fill: Callable[[str, torch.Tensor | Stretch], None]
     values: Any
     own: Callable[[str, int], torch.Tensor | None]
     ranks: int

@@ -125,7 +125,7 @@ def overflow_skips_everywhere(
     task = Task(plan=halves, mesh=mesh, dtype=torch.float32, poke_at=2)
     runs = ranks.run(on_ranks, task)
     for run in runs:
-        assert run.applied == [True, False, True, True], f"updates ran: {run.applied}"
+        assert run.applied == [True, False, True], f"updates ran: {run.applied}"
         assert run.scale == 2.0**9, f"the loss scale is {run.scale}"
         for name, value in run.parameters.items():
             assert torch.isfinite(value).all(), f"{name} is not finite"

@@ -31,7 +31,7 @@ __all__ = [
     "token_rows",
 ]
 
-_UPDATES = 4
+_UPDATES = 3
 
 
 @attrs.frozen(kw_only=True)

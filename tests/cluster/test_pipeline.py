@@ -13,7 +13,9 @@ from fxtrain.backends._pipeline_plan import layout_of, pipeline_problems
 from fxtrain.backends._pipeline_stage import Meta, _to_send
 from fxtrain.testing import LAWS, Task, Transformer, count_collectives, fake_world, on_ranks
 from fxtrain.testing._train import backward_once, by_hand
-from tests.cluster._models import ATTENTION, DOWN, UP, gpt2, t5
+from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP, gpt2, t5
+
+pytestmark = PIPELINES
 
 NAMES = [law.__name__ for law in LAWS]
 FOUR = ("blocks.0", "blocks.1", "norm")

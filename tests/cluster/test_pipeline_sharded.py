@@ -13,7 +13,9 @@ from fxtrain.backends._pipeline_plan import layout_of
 from fxtrain.backends._pipeline_shard import own_units
 from fxtrain.testing import LAWS, Task, Transformer, count_collectives, on_ranks
 from fxtrain.testing._train import backward_once, by_hand, on_mesh
-from tests.cluster._models import ATTENTION, DOWN, UP
+from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP
+
+pytestmark = PIPELINES
 
 NAMES = [law.__name__ for law in LAWS]
 FOUR = ("blocks.0", "blocks.1", "norm")

@@ -9,9 +9,19 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain.backends._tensor_plan import find_splits
 from fxtrain.testing import Transformer, fake_world
-from tests.cluster._models import ATTENTION, DOWN, UP, gpt2, llama, mixtral, tied_llama
+from tests.cluster._models import (
+    ATTENTION,
+    DOWN,
+    PIPELINES,
+    UP,
+    gpt2,
+    llama,
+    mixtral,
+    tied_llama,
+)
 
 PAIR = fx.Mesh(tensor=2)
+STAGES = fx.Mesh(pipeline=2, tensor=2)
 
 
 def _sgd(params):
@@ -171,8 +181,8 @@ def _by_hand(name, clip):
         ("mixtral", 4, fx.Mesh(shard=2, tensor=2), {}),
         ("gpt2", 2, PAIR, {}),
         ("gpt2", 4, fx.Mesh(shard=2, tensor=2), {}),
-        ("llama", 4, fx.Mesh(pipeline=2, tensor=2), {"sequence": True}),
-        ("tied", 4, fx.Mesh(pipeline=2, tensor=2), {"loss": True}),
+        pytest.param("llama", 4, STAGES, {"sequence": True}, marks=PIPELINES),
+        pytest.param("tied", 4, STAGES, {"loss": True}, marks=PIPELINES),
     ],
 )
 def test_models_of_transformers_train_as_in_one_process(clusters, name, n, mesh, options):

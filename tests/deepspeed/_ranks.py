@@ -68,6 +68,19 @@ def train(ctx, plan, optimizer=sgd, loss=mean, epochs=2, size=4, scheduler=None,
     return model, reports
 
 
+def whole_state(ctx, model):
+    """The tensors and values of a model's state, put together from what each rank has of it."""
+    state = model.strategy.state(model)
+    found = {n: t.detach().clone() for n, t in state.tensors.items() if isinstance(t, torch.Tensor)}
+    mine = {n: (t.start, t.values) for n, t in state.tensors.items() if n not in found}
+    held = fx.ops.gather_objects(mine, ctx)
+    for name in mine:
+        parts = sorted((one[name] for one in held), key=lambda part: part[0])
+        whole = torch.cat([values for _, values in parts if len(values)])
+        found[name] = whole.view(state.tensors[name].shape)
+    return found, state.values
+
+
 def values(model):
     """Whole parameters in full precision; ends the engine."""
     return [parameter.detach().clone() for parameter in fx.unwrap(model).parameters()]

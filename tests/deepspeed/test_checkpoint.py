@@ -1,6 +1,7 @@
 """Stopping and going on under DeepSpeed: bit for bit, at other numbers of ranks, elsewhere."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
-from tests.deepspeed._ranks import adamw, grouped, mean, net, on_rank, rows, values
+from fxtrain.testing import count_collectives
+from tests.deepspeed._ranks import adamw, grouped, mean, net, on_rank, rows, train, values
 
 pytestmark = pytest.mark.deepspeed
 
@@ -77,6 +79,8 @@ def _second(ctx, plan, folder):
     [
         (fx.DeepSpeed(stage=2), fx.DeepSpeed(stage=2), 4),
         (fx.DeepSpeed(stage=3), fx.DeepSpeed(stage=3), 1),
+        # Where the last ranks have nothing of the smallest parameter.
+        (fx.DeepSpeed(stage=2), fx.DeepSpeed(stage=3, persistence_threshold=0), 4),
         (fx.DeepSpeed(stage=1), fx.DeepSpeed(stage=3), 2),
         (fx.DeepSpeed(stage=3), fx.DDP(), 1),
         (fx.DDP(), fx.DeepSpeed(stage=2), 2),
@@ -93,6 +97,29 @@ def test_a_run_goes_on_elsewhere(pair, clusters, tmp_path, saved, resumed, ranks
     for got in clusters[ranks].run(_second, plan, str(tmp_path)):
         for a, b in zip(got, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@on_rank
+def _parts(ctx, stage, folder):
+    """Elements of parameters and states that this rank gives, of how many, and what it sends."""
+    plan = fx.Plan(strategy=fx.DeepSpeed(stage=stage), precision="bf16")
+    model, _ = train(ctx, plan, adamw, epochs=1)
+    with count_collectives() as traffic:
+        state = model.strategy.state(model)
+    cut = [one for one in state.tensors.values() if isinstance(one, fx.state.Stretch)]
+    fx.save(folder, ctx, model, position=fx.Position(updates=1))
+    values(model)
+    total = sum(math.prod(one.shape) for one in cut)
+    return sum(len(one.values) for one in cut), total, traffic.counts
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_rank_saves_what_it_holds(pair, tmp_path, stage):
+    for held, total, traffic in pair.run(_parts, stage, str(tmp_path)):
+        assert total == 3 * 210 and 0 < held <= 0.55 * total
+        assert not traffic
+    sizes = [file.stat().st_size for file in Path(fx.latest(tmp_path)).glob("*.safetensors")]
+    assert len(sizes) == 2 and max(sizes) < 1.5 * min(sizes)
 
 
 @on_rank

@@ -74,6 +74,12 @@ OWNERS = {
         "DeepSpeed makes the config's optimizer itself",
     ),
     "two models' worth": ({}, "several", None, "steps one optimizer"),
+    "no such parameter": (
+        {"optimizer": {"type": "AdamW", "params": {"rate": 0.1}}},
+        fx.from_config,
+        None,
+        "unexpected keyword argument 'rate'",
+    ),
 }
 
 
@@ -121,6 +127,10 @@ REFUSED = {
     "stage and offload": (
         fx.Plan(strategy=fx.DeepSpeed(stage=1, offload_parameters="cpu")),
         "needs stage 3",
+    ),
+    "leaves": (
+        fx.Plan(strategy=fx.DeepSpeed(stage=3, leaf_modules=("Experts",))),
+        "names Experts, which no submodule of Sequential is. It has LayerNorm, Linear",
     ),
     "what DeepSpeed itself refuses": (
         fx.Plan(strategy=fx.DeepSpeed(config={"zero_optimization": {"stage": 7}})),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import fxtrain as fx
 from fxtrain.checkpoint import import_checkpoint, read_deepspeed
 from fxtrain.testing import Transformer
-from tests.deepspeed._ranks import grouped, on_rank
+from tests.deepspeed._ranks import grouped, on_rank, whole_state
 
 pytestmark = pytest.mark.deepspeed
 
@@ -50,13 +50,12 @@ def _saved(ctx, plan, folder):
     model.engine.save_checkpoint(folder, tag="three")
     if plan.strategy.gather_16bit_weights:
         model.engine.save_16bit_model(f"{folder}/half")
-    state = model.strategy.state(model)
+    tensors, facts = whole_state(ctx, model)
     theirs = None
     if ctx.is_main and plan.strategy.stage:
         theirs = get_fp32_state_dict_from_zero_checkpoint(folder)
-    tensors = {name: tensor.detach().clone() for name, tensor in state.tensors.items()}
     _train(ctx, model, range(3, 5))
-    return tensors, state.values["optimizers"][0], theirs, _values(model)
+    return tensors, facts["optimizers"][0], theirs, _values(model)
 
 
 @on_rank

@@ -127,6 +127,12 @@ def test_batch_sizes_follow_from_each_other():
     assert rows(train_micro_batch_size_per_gpu=5)["train_batch_size"] == 30
     with pytest.raises(fx.PlanError, match="make 24, the config says 25"):
         rows(train_batch_size=25)
+    for wrong in ("many", 0, True, 2.5):
+        with pytest.raises(fx.PlanError, match=r"train_batch_size=.*a whole number of rows"):
+            rows(train_batch_size=wrong)
+    both = _plan(fields={"micro_batch": 4})
+    with pytest.raises(fx.PlanError, match="the loader says 8, micro_batch says 4"):
+        fx.deepspeed_config(both, loader=LOADER)
     whole = fx.deepspeed_config(_plan(batch="global"), loader=LOADER, ranks=4)
     assert whole["train_micro_batch_size_per_gpu"] == 2 and whole["train_batch_size"] == 8
 
@@ -151,8 +157,10 @@ def test_what_is_not_known_here_passes_through():
     got = fx.deepspeed_config(_plan(file))
     assert got["zero_optimization"] == file["zero_optimization"] and got["wall_clock_breakdown"]
     assert got["managed_gradient_accumulation"] is False
-    zenflow = {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}
-    assert "managed_gradient_accumulation" not in fx.deepspeed_config(_plan(zenflow))
+    own = {"topk_ratio": 0.1, "select_strategy": "auto", "update_interval": "auto"}
+    got = fx.deepspeed_config(_plan({"zero_optimization": {"stage": 2, "zenflow": own}}))
+    assert got["zero_optimization"]["zenflow"] == own
+    assert "managed_gradient_accumulation" not in got
 
 
 def test_torch_autocast_in_the_file_stands_for_the_precision():
@@ -205,6 +213,7 @@ BAD = {
     "a set": ({"a": {1, 2}}, "only what JSON can hold"),
     "not a number": ({"a": float("nan")}, "only what JSON can hold"),
     "a flag for a table": ({"zero_optimization": True}, "needs a table"),
+    "a stage in quotes": ({"zero_optimization": {"stage": "3"}}, "Write 0, 1, 2 or 3"),
 }
 
 

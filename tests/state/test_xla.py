@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fxtrain.backends._modules import away_from_xla
 from fxtrain.backends._xla_watch import Watch
 from fxtrain.data import _place
 from fxtrain.ops import _xla
+from fxtrain.state import Topology
 
 
 @pytest.fixture
@@ -57,6 +59,26 @@ def test_a_package_for_another_torch_names_both_versions(monkeypatch):
 def test_the_device_or_the_variable_asks_for_it():
     assert _xla.wants("xla:0", {}) and _xla.wants(None, {"PJRT_DEVICE": "CPU"})
     assert not _xla.wants("cpu", {"PJRT_DEVICE": "CPU"}) and not _xla.wants(None, {})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (1, "has 2 processes, and this one knows of no other.*TPU_WORKER_HOSTNAMES"),
+        (2, "is one of 2 and drives 4 XLA devices.*start one process for each device"),
+    ],
+)
+def test_hosts_of_a_pod_that_drive_several_devices_each_are_told_what_to_do(
+    monkeypatch, ranks, words
+):
+    host = SimpleNamespace(
+        set_device_type=lambda kind: None,
+        addressable_runtime_device_count=lambda: 4,
+        process_count=lambda: 2,
+    )
+    monkeypatch.setattr(_xla, "load", lambda *_, **__: host)
+    with pytest.raises(fx.ContextError, match=words):
+        _xla.start(None, {"PJRT_DEVICE": "TPU"}, Topology(world_size=ranks))
 
 
 def test_strategies_of_torch_are_refused_there():

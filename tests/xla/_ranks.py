@@ -123,17 +123,19 @@ def warnings_of(ctx, **fields):
     return [str(one.message) for one in found]
 
 
-def downcast(ctx):
+def in_bf16(ctx, downcast):
+    """Formats of parameters, of what a layer gives, and of parameters afterwards; losses."""
     plan = fx.Plan(
-        strategy=fx.XLA(downcast=True), precision=fx.Precision(compute="bf16", output="fp32")
+        strategy=fx.XLA(downcast=downcast), precision=fx.Precision(compute="bf16", output="fp32")
     )
-    module = net()
+    module, made = net(), set()
+    module[0].register_forward_hook(lambda _, __, out: made.add(out.dtype))
     model, fns = start(ctx, plan, module)
     inside = {parameter.dtype for parameter in model.parameters()}
     reports = train(ctx, plan, loader_of(ctx, plan, rows=64), fns, 60)
     losses = [report.loss.item() for report in reports]
     after = {parameter.dtype for parameter in fx.unwrap(model).parameters()}
-    return inside, after, losses
+    return inside, made, after, losses
 
 
 def placed(ctx, ahead):

@@ -66,9 +66,11 @@ def test_a_checkpoint_goes_from_torch_to_xla_and_on(pair, device, tmp_path):
         torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_downcast_holds_bf16_and_gives_back_fp32(device):
-    ((inside, after, losses),) = device.run(_ranks.downcast)
-    assert inside == {torch.bfloat16}
+@pytest.mark.parametrize("downcast", [False, True])
+def test_bf16_is_computed_with_and_held_if_asked(device, downcast):
+    ((inside, made, after, losses),) = device.run(_ranks.in_bf16, downcast)
+    assert inside == {torch.bfloat16 if downcast else torch.float32}
+    assert made == {torch.bfloat16}
     assert after == {torch.float32}
     assert sum(losses[-10:]) < 0.95 * sum(losses[:10])
 
