@@ -1,7 +1,7 @@
 """Batches through a pipeline: in training with loss and backward, and forward alone."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -60,20 +60,13 @@ def run(
         model.scaler.scale(torch.zeros((), device=model.ctx.device))  # torch starts it so
     shares: list[Share] = []
 
-    def job(stage: Any, received: tuple[Tensor, ...], index: int) -> Any:
-        with ops.autocast(model):
-            ended, out = stage.visit(calls[index], received, ready.sends.get(index_of[stage], ()))
-        if not ended:
-            return out
+    def finish(out: Any, index: int) -> Tensor:
         share = _graded(model, grade, pieces[index], seeds[index], out)
         shares.append(attrs.evolve(share, loss=share.mean))
         loss = share.loss if model.scaler is None else model.scaler.scale(share.loss)
         return loss.clone() if loss._is_view() else loss
 
-    index_of = {stage: number for number, stage in engine.stages.items()}
-    apart = splits_logits(model.ctx, model.plan.strategy.stages)
-    with loss_on_parts(nullcontext()) if apart else nullcontext():
-        engine.run(ready, job)
+    _run_all(model, ready, calls, finish)
 
     def likely() -> Share:
         out = likely_output(model, ready, calls[0])
@@ -126,18 +119,13 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
     ready = prepare(model, calls, train=False)
     outputs: list[Any] = []
-    apart = splits_logits(model.ctx, model.plan.strategy.stages)
 
-    def job(stage: Any, received: tuple[Tensor, ...], index: int) -> Any:
-        with ops.autocast(model):
-            ended, out = stage.visit(calls[index], received, ready.sends.get(index_of[stage], ()))
-        if not ended:
-            return out
+    def finish(out: Any, _: int) -> Tensor:
+        apart = splits_logits(model.ctx, model.plan.strategy.stages)
         outputs.append(_tree.map_leaves(_whole, out) if apart else out)
         return torch.zeros(1, device=model.ctx.device)
 
-    index_of = {stage: number for number, stage in engine.stages.items()}
-    engine.run(ready, job)
+    _run_all(model, ready, calls, finish)
     whole = join(outputs, rows // parts) if outputs else None
     if outputs and model.plan.precision.output == "fp32":
         whole = _tree.map_leaves(_torch.to_float, whole)
@@ -147,6 +135,27 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
     config: PP = model.plan.strategy
     return whole if config.outputs == "last" else tell_outputs(model, ready, whole, likely)
+
+
+def _run_all(
+    model: Wrapped, ready: Any, calls: Sequence[Any], finish: Callable[[Any, int], Tensor]
+) -> None:
+    """Run every micro-batch through this rank's stages.
+
+    Args:
+        finish: Makes of the model's outputs for a micro-batch what torch goes on with.
+    """
+    engine = model.engine
+    index_of = {stage: number for number, stage in engine.stages.items()}
+
+    def job(stage: Any, received: tuple[Tensor, ...], index: int) -> Any:
+        with ops.autocast(model):
+            ended, out = stage.visit(calls[index], received, ready.sends.get(index_of[stage], ()))
+        return finish(out, index) if ended else out
+
+    apart = splits_logits(model.ctx, model.plan.strategy.stages)
+    with loss_on_parts(nullcontext()) if apart else nullcontext():
+        engine.run(ready, job)
 
 
 def _captured(model: Wrapped, grade: Grade, piece: Batch, seed: int) -> Any:

@@ -7,7 +7,7 @@ import torch
 import fxtrain as fx
 from fxtrain.testing import LAWS, Terms, Transformer
 from fxtrain.testing._train import backward_once, on_mesh, token_rows
-from tests.cluster._models import is_block
+from tests.cluster._models import PIPELINES, is_block
 
 LAW = {law.__name__: law for law in LAWS}
 NAMES = list(LAW)
@@ -223,7 +223,13 @@ def _one_update(ctx, strategy, mesh):
         return data, float(norm), {n: p.detach() for n, p in fx.unwrap(model).named_parameters()}
 
 
-@pytest.mark.parametrize("name", UNUSED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[PIPELINES] if isinstance(strategy, fx.PP) else [])
+        for name, (_, strategy, _) in UNUSED.items()
+    ],
+)
 def test_a_parameter_without_gradient_counts_for_nothing(clusters, name):
     n, strategy, mesh = UNUSED[name]
     for data, norm, got in clusters[n].run(_one_update, strategy, mesh):

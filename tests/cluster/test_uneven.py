@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain.testing import Transformer
 from fxtrain.testing._train import on_mesh
+from tests.cluster._models import PIPELINES
 from tests.cluster.test_laws import CUTS
 
 ROWS = (5, 1, 3, 2)  # of each data rank, in batches of two
@@ -80,7 +81,14 @@ def _by_hand(ranks, plan, weighted):
     return dict(net.named_parameters())
 
 
-@pytest.mark.parametrize(("n", "name"), [(n, name) for name in PLANS for n in PLANS[name][0]])
+def _cases():
+    for name, (ranks, strategy, _) in PLANS.items():
+        marks = [PIPELINES] if isinstance(strategy, fx.PP) else []
+        for n in ranks:
+            yield pytest.param(n, name, marks=marks, id=f"{n}-{name}")
+
+
+@pytest.mark.parametrize(("n", "name"), list(_cases()))
 def test_updates_are_those_of_all_rows(clusters, n, name):
     _, strategy, mesh = PLANS[name]
     local = fx.LocalSGD(every=1) if name == "alone" else None
