@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import attrs
@@ -27,7 +28,8 @@ class Finished:
 
 def start(*command: str, cwd: Path | None = None, env: dict[str, str] | None = None, stdin=None):
     """Start a program with fxtrain on its path and one thread for its arithmetic."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+    ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    variables = {**os.environ, **ours, **(env or {})}
     return subprocess.Popen(
         command,
         cwd=cwd,
@@ -43,11 +45,14 @@ def start(*command: str, cwd: Path | None = None, env: dict[str, str] | None = N
 def finish(process, *, timeout_s: float = 90.0, text: str | None = None) -> Finished:
     """Wait for a program to end; when its time is up, its whole process group is killed.
 
-    The ranks of a launcher, which have groups of their own, end with it.
+    Its processes say first where they are. The ranks of a launcher, which have groups of their
+    own, end with it.
     """
     try:
         out, err = process.communicate(text, timeout=timeout_s)
     except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)
+        time.sleep(2)
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
         raise AssertionError(f"Not done after {timeout_s} s.\n{out}\n{err}") from None
