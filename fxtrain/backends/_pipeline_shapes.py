@@ -74,7 +74,7 @@ class Hollow(_Shapes):
 
 
 class Blank(_Shapes):
-    """A stage's own values in a world where another rank, which is pretended, has them."""
+    """A stage's own values where nothing but shapes is looked at; they mix with all others."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in _tree.flatten((args, kwargs or {}))[0]:

@@ -51,7 +51,7 @@ def tell_share(
     engine = model.engine
     if not ready.form:
         silent = model.ctx.comm.simulated and not shares
-        own = [*shares, likely()] if silent else shares
+        own = [likely()] if silent else shares
         ready.form.append(_tell(model, _form_of(own[0]) if own else None))
     form: _Form = ready.form[0]
     numbers = torch.zeros(4, dtype=model.tally.dtype, device=model.tally.device)
