@@ -19,7 +19,7 @@ def alike(ctx: DistContext | None, doing: str) -> Iterator[None]:
         doing: What the block does, for errors of the operating system.
 
     Effects:
-        One all-gather of packets at the end of the block; none at one rank.
+        One exchange of packets at the end of the block; none at one rank.
 
     Raises:
         CheckpointError: the block failed with it, or with an error of the operating system,

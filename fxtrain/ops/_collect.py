@@ -20,10 +20,11 @@ from fxtrain.ops._pack import (
     signature,
     to_bytes,
 )
+from fxtrain.ops._packets import capacity
 from fxtrain.ops._reduce import all_reduce, fold, reducible
 from fxtrain.ops._route import route_of, travel
 from fxtrain.ops._views import known_context
-from fxtrain.ops._wire import Call, capacity, compare, exchange, exchange_rows, guarded
+from fxtrain.ops._wire import Call, compare, exchange, exchange_rows, guarded
 from fxtrain.state import DistContext
 
 __all__ = ["broadcast", "gather", "reduce", "scatter"]
@@ -43,7 +44,8 @@ def gather(tree: Any, ctx: DistContext) -> Any:
         in rank order, without gradient; every other leaf becomes the list of all ranks'.
 
     Effects:
-        One all-gather for the whole tree if it is small, two if not; none at one rank.
+        One exchange of packets, in which the whole tree rides along if it is small; if not,
+        an all-gather too. Nothing at one rank.
 
     Raises:
         CollectiveError: the ranks disagree, or one did not come; on every rank.
@@ -87,7 +89,7 @@ def reduce(
         A new tree, equal in every bit on every rank, without gradient.
 
     Effects:
-        One all-gather if the tree is small; otherwise that, and one all-reduce per dtype.
+        One exchange of packets; one all-reduce per dtype too if the tree is not small.
 
     Raises:
         CollectiveError: the ranks disagree, a dtype cannot be combined so, or a rank did
@@ -139,7 +141,7 @@ def broadcast(tree: Any, ctx: DistContext, src: int = 0) -> Any:
         A new tree, equal on every rank, without gradient.
 
     Effects:
-        One all-gather of packets, in which only `src` has a payload; a broadcast of the
+        One exchange of packets, in which only `src` has a payload; a broadcast of the
         whole tree if it is not small; none at one rank.
 
     Raises:
@@ -190,7 +192,7 @@ def scatter(values: Sequence[Any] | None, ctx: DistContext, src: int = 0) -> Any
         were on `src`, without gradient.
 
     Effects:
-        One all-gather of packets, then one message from `src` to each other rank, which
+        One exchange of packets, then one message from `src` to each other rank, which
         holds that rank's tree only.
 
     Raises:

@@ -16,6 +16,7 @@ from fxtrain._errors import ContextError
 from fxtrain.ops import _xla
 from fxtrain.ops._close import closer, part_closer
 from fxtrain.ops._device import find_device
+from fxtrain.ops._packets import packets_of
 from fxtrain.state import (
     AXES,
     Comm,
@@ -191,6 +192,7 @@ def _join(
         ledger=ledger,
     )
     ledger.opened.append(comm.control)
+    packets_of(comm, topology.rank)  # so that the others can write to this rank
     axes = _open_axes(comm, shape, topology.rank, wait, device) if mesh is not None else {}
     return _context(topology, device, comm, shape, axes)
 
@@ -251,6 +253,7 @@ def _open_axes(
             part = opened[real]
         else:
             part = opened[real] = _open_part(comm, name, parts, mine, wait, device)
+            packets_of(part, mine.index(rank))
         axes[name] = (mine.index(rank), part)
     return axes
 

@@ -64,7 +64,7 @@ def main_first(ctx: DistContext) -> Iterator[None]:
     """Let rank 0 run the block before the others, as for a download that all share.
 
     Effects:
-        Two all-gathers of packets; none at one rank. The others wait as long as the
+        Two exchanges of packets; none at one rank. The others wait as long as the
         context's `timeout_s`.
 
     Raises:
@@ -131,7 +131,7 @@ def say(text: Any, ctx: DistContext, *, everyone: bool = False) -> None:
         everyone: Write every rank's line instead, in rank order, each behind its rank.
 
     Effects:
-        One all-gather with `everyone`, none otherwise.
+        One exchange of packets with `everyone`, none otherwise.
 
     Example:
         >>> import fxtrain as fx

@@ -6,6 +6,7 @@ import attrs
 import torch
 from torch import distributed as dist
 
+from fxtrain.ops._packets import packets_of
 from fxtrain.ops._wire import settle
 from fxtrain.state import Comm, DistContext
 
@@ -43,4 +44,5 @@ def duplicate(ctx: DistContext) -> DistContext:
     copy = attrs.evolve(
         comm, group=group, control=group, name=name, close=Comm().close, ledger=fresh
     )
+    packets_of(copy, ctx.rank)
     return attrs.evolve(ctx, comm=copy, device=torch.device("cpu"))

@@ -37,8 +37,8 @@ def gather_objects(obj: Any, ctx: DistContext) -> list[Any]:
         obj: Anything that pickles; it may differ between ranks in every way.
 
     Effects:
-        One all-gather, two if an object is large. Objects travel as pickles between the
-        ranks of this run.
+        One exchange of packets, an all-gather too if an object is large. Objects travel as
+        pickles between the ranks of this run.
 
     Raises:
         CollectiveError: an object does not pickle or a rank did not come; on every rank.
@@ -57,7 +57,7 @@ def broadcast_object(obj: Any, ctx: DistContext, src: int = 0) -> Any:
     """Give every rank the object of one rank; what the others pass is ignored.
 
     Effects:
-        One all-gather of packets, two if the object is large.
+        One exchange of packets, an all-gather too if the object is large.
 
     Raises:
         CollectiveError: the object does not pickle or a rank did not come; on every rank.
@@ -76,7 +76,7 @@ def barrier(ctx: DistContext) -> None:
     """Wait until every rank is here.
 
     Effects:
-        One all-gather of packets; none at one rank.
+        One exchange of packets; none at one rank.
 
     Raises:
         CollectiveError: a rank is at another call or did not come; on every rank.
@@ -102,7 +102,7 @@ def agree(value: Any, ctx: DistContext, name: str = "value") -> Any:
         The value.
 
     Effects:
-        One all-gather of packets; none at one rank or with `checks=False`.
+        One exchange of packets; none at one rank or with `checks=False`.
 
     Raises:
         CollectiveError: the ranks hold different values; on every rank, with all of them.
@@ -126,7 +126,7 @@ def any_rank(flag: Any, ctx: DistContext) -> bool:
         flag: A bool or one-entry tensor; a tensor on a device is waited for.
 
     Effects:
-        One all-gather of packets; none at one rank.
+        One exchange of packets; none at one rank.
 
     Raises:
         CollectiveError: a rank is at another call or did not come; on every rank.
@@ -147,7 +147,7 @@ def all_ranks(flag: Any, ctx: DistContext) -> bool:
         flag: A bool or one-entry tensor; a tensor on a device is waited for.
 
     Effects:
-        One all-gather of packets; none at one rank.
+        One exchange of packets; none at one rank.
 
     Raises:
         CollectiveError: a rank is at another call or did not come; on every rank.
@@ -168,7 +168,7 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
         problem: This rank's error, or None.
 
     Effects:
-        One all-gather of packets; none at one rank.
+        One exchange of packets; none at one rank.
 
     Raises:
         The rank's own problem where it has one; a CollectiveError that names the ranks and

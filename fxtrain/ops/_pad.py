@@ -54,7 +54,7 @@ def pad(tree: Any, ctx: DistContext, dim: int = 0, value: float = 0) -> Padded:
         `unpad` the result to join ragged tensors of all ranks.
 
     Effects:
-        One all-gather of 8 bytes per tensor; none at one rank.
+        One exchange of packets, with 8 bytes per tensor; none at one rank.
 
     Raises:
         CollectiveError: ranks differ in more than the length; on every rank.
@@ -129,7 +129,7 @@ def gather_valid(tree: Any, batch: Batch, ctx: DistContext) -> Any:
         batch joined (tensors) or listed (others) over the ranks that had a real row.
 
     Effects:
-        One all-gather if the tree is small, two if not; none at one rank.
+        As `gather`.
 
     Raises:
         DataError: a tensor has another number of rows; on every rank that has it.

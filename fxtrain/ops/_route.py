@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
 from fxtrain.ops._pack import Packed, places_in, signature
-from fxtrain.ops._wire import Call, capacity, digest_of, meet, new_packets, payload_in, settle
+from fxtrain.ops._packets import HEADER, capacity
+from fxtrain.ops._wire import Call, digest_of, meet, payload_in, ready
 from fxtrain.state import DistContext
 
 __all__ = ["Route", "route_of", "travel"]
@@ -34,14 +35,14 @@ class _Group:
     Attributes:
         dtype: Of the tensors.
         places: Of its tensors in the tree.
-        arriving: All that arrives, in a row of integers as wide as the dtype.
+        arriving: By room, all that arrives, in a row of integers as wide as the dtype.
         order: Places in it of the tensors' entries, those of a tensor together.
         like: By tensor, one of the shape in which it is returned; without values.
     """
 
     dtype: torch.dtype
     places: list[int]
-    arriving: Tensor
+    arriving: list[Tensor]
     order: Tensor
     like: list[Tensor]
 
@@ -54,18 +55,14 @@ class Route:
         call: What ranks compare.
         digest: Of the call.
         size: Bytes of the tensors.
-        packet: What this rank sends.
-        packets: What arrives, (ranks, bytes).
-        slots: By tensor, its place in `packet`.
+        slots: By room, and by tensor, its place in this rank's packet.
         groups: What arrives, by dtype.
     """
 
     call: Call
     digest: bytes
     size: int
-    packet: Tensor
-    packets: Tensor
-    slots: list[Tensor]
+    slots: list[list[Tensor]]
     groups: list[_Group]
 
 
@@ -99,17 +96,18 @@ def travel(ctx: DistContext, route: Route, packed: Packed) -> list[Tensor]:
     """Each tensor of all ranks, as `columns` gives it.
 
     Effects:
-        One all-gather of a packet.
+        One exchange of packets.
 
     Raises:
         CollectiveError: the calls differ or a rank did not come; on every rank.
     """
-    settle(ctx)
-    torch._foreach_copy_(route.slots, [*packed.tensors.values()])
-    meet(ctx, route.call, route.digest, route.size, route.packet, route.packets)
-    out: list[Any] = [None] * len(route.slots)
+    packets = ready(ctx, route.call)
+    turn = packets.turn
+    torch._foreach_copy_(route.slots[turn], [*packed.tensors.values()])
+    meet(ctx, route.call, route.digest, route.size, packets)
+    out: list[Any] = [None] * len(packed.tensors)
     for group in route.groups:
-        flat = group.arriving.index_select(0, group.order).view(group.dtype)
+        flat = group.arriving[turn].index_select(0, group.order).view(group.dtype)
         made = _unflatten_dense_tensors(flat, group.like)
         for place, tensor in zip(group.places, made, strict=True):
             out[place] = tensor
@@ -126,24 +124,26 @@ def _laid_out(
     usual = all([t.layout is torch.strided and not t.is_quantized and t.numel() for t in tensors])
     if ranks == 1 or ctx.comm.simulated or not fits or not usual:
         return None
+    call_digest = digest_of(call)
+    rooms = ready(ctx, call).rooms
     # Used again later, perhaps outside of the mode of this call.
     with torch.inference_mode(mode=False), torch.no_grad():
-        packet, packets = new_packets(ctx)
-        slots: list[Any] = [None] * len(tensors)
+        slots: list[list[Any]] = [[None] * len(tensors) for _ in rooms]
         arriving: list[_Group] = []
         for dtype, places, start in groups:
             shapes = [tensors[place].shape for place in places]
             counts = [shape.numel() for shape in shapes]
-            mine = payload_in(packet)[start : start + sum(counts) * dtype.itemsize]
-            for place, slot in zip(places, mine.view(dtype).split(counts), strict=True):
-                slots[place] = slot.view(tensors[place].shape)
+            for room, held in zip(rooms, slots, strict=True):
+                mine = payload_in(room[ctx.rank])[start : start + sum(counts) * dtype.itemsize]
+                for place, slot in zip(places, mine.view(dtype).split(counts), strict=True):
+                    held[place] = slot.view(tensors[place].shape)
             like = [_like(shape, dtype, ranks, joined=joined) for shape in shapes]
-            first = mine.storage_offset() // dtype.itemsize
-            entries = packets.view(_SAME_WIDTH[dtype.itemsize])
-            arriving.append(
-                _Group(dtype, places, entries.view(-1), _order(entries, first, counts), like)
-            )
-    return Route(call, digest_of(call), size, packet, packets, slots, arriving)
+            entries = [room.view(_SAME_WIDTH[dtype.itemsize]) for room in rooms]
+            first = (HEADER + start) // dtype.itemsize
+            order = _order(entries[0], first, counts)
+            rows = [one.view(-1) for one in entries]
+            arriving.append(_Group(dtype, places, rows, order, like))
+    return Route(call, call_digest, size, slots, arriving)
 
 
 def _order(entries: Tensor, first: int, counts: list[int]) -> Tensor:

@@ -1,7 +1,7 @@
 """The packet in which ranks meet before anything else travels.
 
-Every collective of fxtrain starts with one all-gather of packets of a fixed size: a header
-with a digest of the call, then the payload if it fits. Since the size never depends on the
+Every collective of fxtrain starts with an exchange of packets of a fixed size: a header with
+a digest of the call, then the payload if it fits. Since the size never depends on the
 call, ranks that call different things still understand each other: each of them sees all
 headers, so all of them raise, and the communicator stays usable. (gloo ends the process
 when sizes differ, so the check cannot come later.) A payload that does not fit follows in a
@@ -14,39 +14,30 @@ import time
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from fxtrain._errors import CollectiveError
+from fxtrain.ops._packets import HEADER, Packets, arrived, capacity, packets_of, send
 from fxtrain.ops._views import broken, call_site, lost, mismatch
 from fxtrain.state import DistContext
 
 __all__ = [
     "Call",
-    "capacity",
     "compare",
     "digest_of",
     "exchange",
     "exchange_rows",
     "guarded",
     "meet",
-    "new_packets",
     "payload_in",
+    "ready",
     "settle",
 ]
 
-_HEADER = 32  # digest 16, payload length 8, number of the call 8
-_LARGEST = 8192
-_TOTAL = 1 << 19  # bytes that arrive at each rank in one meeting, at most
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 # Name of the op; its arguments, in words that equal ranks share; optionally what else to
 # show of this rank's call if the ranks turn out to differ.
 Call = tuple[str, str] | tuple[str, str, str]
-
-
-def capacity(world_size: int) -> int:
-    """Payload bytes that ride along in a packet, for so many ranks."""
-    size = min(_LARGEST, max(_TOTAL // world_size, 2 * _HEADER))
-    return size // _HEADER * _HEADER - _HEADER
 
 
 def exchange(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
@@ -59,7 +50,7 @@ def exchange(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
         One uint8 tensor per rank, by rank.
 
     Effects:
-        One all-gather of a packet; another of the longest payload if it does not fit.
+        One exchange of packets; an all-gather of the longest payload if it does not fit.
 
     Raises:
         CollectiveError: the calls differ or a rank did not come; on every rank.
@@ -74,12 +65,11 @@ def exchange_rows(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor
     Returns:
         uint8, (ranks, bytes), and by rank how many bytes of its row are payload.
     """
-    settle(ctx)
-    packets, sizes = _meet(ctx, call, payload)
+    arriving, sizes = _meet(ctx, call, payload)
     if max(sizes) > capacity(ctx.world_size):
-        rows = _all_gather(ctx, call, _fit(payload, max(sizes)))
-    else:
-        rows = packets[:, _HEADER:]
+        rows = _all_gather(ctx, call, payload, max(sizes))
+    else:  # the room is used again, but what arrived may be kept
+        rows = payload_in(arriving)[:, : max(sizes)].clone()
     if ctx.comm.simulated:  # the same traffic, and everybody sends what this rank does
         return payload.repeat(ctx.world_size, 1), [payload.numel()] * ctx.world_size
     return rows, sizes
@@ -93,7 +83,7 @@ def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
             by the time of the next one, so that the host need not wait for the others.
 
     Effects:
-        One all-gather of a packet; nothing with `checks=False`.
+        One exchange of packets; nothing with `checks=False`.
 
     Raises:
         CollectiveError: the calls differ or a rank did not come; on every rank.
@@ -101,16 +91,16 @@ def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
     comm = ctx.comm
     if not comm.checks:
         return
-    settle(ctx)
     digest = digest_of(call)
     if wait or digest not in comm.ledger.seen:
-        _meet(ctx, call, torch.empty(0, dtype=torch.uint8))
+        _meet(ctx, call, _NOTHING)
         comm.ledger.seen.add(digest)
         return
-    packet, packets = _packet(ctx, digest, torch.empty(0, dtype=torch.uint8))
+    packets = ready(ctx, call)
+    _write_head(ctx, packets, digest, 0)
     with guarded(ctx, call):
-        work = _start(ctx, packets, packet)
-    comm.ledger.pending = (work, packets, call, call_site())
+        send(comm, packets, at_once=True)
+    comm.ledger.pending = (packets, call, call_site())
 
 
 def settle(ctx: DistContext) -> None:
@@ -124,11 +114,23 @@ def settle(ctx: DistContext) -> None:
         raise CollectiveError(broken(ctx))
     if ledger.pending is None:
         return
-    work, packets, call, site = ledger.pending
+    packets, call, site = ledger.pending
     ledger.pending = None
     with guarded(ctx, call, site):
-        work.wait()
-    _judge(ctx, call, _heads(packets), site)
+        heads = _heads(arrived(ctx.comm, packets))
+    _judge(ctx, call, heads, site)
+
+
+def ready(ctx: DistContext, call: Call) -> Packets:
+    """Room for the packets of a call, once all that came before is done.
+
+    Raises:
+        CollectiveError: as `settle`; or a call before was interrupted, and a rank did not
+            come to it.
+    """
+    settle(ctx)
+    with guarded(ctx, call):
+        return packets_of(ctx.comm, ctx.rank)
 
 
 class guarded:
@@ -151,35 +153,38 @@ class guarded:
 
 def _meet(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor, list[int]]:
     """Everybody's packet, and the size of everybody's payload."""
-    packet, packets = new_packets(ctx)
-    _fill(packet, payload)
-    heads = meet(ctx, call, digest_of(call), payload.numel(), packet, packets)
-    return packets, [_size(head) for head in heads]
+    packets = ready(ctx, call)
+    _fill(ctx, packets, payload)
+    arriving, heads = meet(ctx, call, digest_of(call), payload.numel(), packets)
+    return arriving, [_size(head) for head in heads]
 
 
 def meet(
-    ctx: DistContext, call: Call, digest: bytes, size: int, packet: Tensor, packets: Tensor
-) -> list[bytes]:
-    """Send a packet whose payload is in it, and compare everybody's header.
+    ctx: DistContext, call: Call, digest: bytes, size: int, packets: Packets
+) -> tuple[Tensor, list[bytes]]:
+    """Send the packet whose payload is in its room, and compare everybody's header.
 
     Args:
         digest: Of the call.
         size: Bytes of the payload.
-        packet: uint8, as `new_packets` makes it; its header is written here.
-        packets: uint8, (ranks, bytes), filled with everybody's.
+        packets: As from `ready`; the header is written here.
+
+    Returns:
+        Everybody's packets, (ranks, bytes), valid until the next call, and their headers.
 
     Effects:
-        One all-gather of a packet.
+        One exchange of packets.
 
     Raises:
         CollectiveError: the calls differ or a rank did not come; on every rank.
     """
-    _write_head(ctx, packet, digest, size)
+    _write_head(ctx, packets, digest, size)
     with guarded(ctx, call):
-        _start(ctx, packets, packet).wait()
-    heads = _heads(packets)
+        send(ctx.comm, packets)
+        arriving = arrived(ctx.comm, packets)
+    heads = _heads(arriving)
     _judge(ctx, call, heads, None)
-    return heads
+    return arriving, heads
 
 
 def _judge(ctx: DistContext, call: Call, heads: list[bytes], site: str | None) -> None:
@@ -187,75 +192,54 @@ def _judge(ctx: DistContext, call: Call, heads: list[bytes], site: str | None) -
         text = f"{call[0]}\n{' '.join(call[1:])}\n{site or call_site()}".encode()
         room = capacity(ctx.world_size)
         payload = torch.frombuffer(bytearray(text[:room]), dtype=torch.uint8)
-        packet, packets = _packet(ctx, bytes(16), payload)
+        packets = ready(ctx, call)
+        _fill(ctx, packets, payload)
+        _write_head(ctx, packets, bytes(16), payload.numel())
         with guarded(ctx, call):
-            _start(ctx, packets, packet).wait()
+            send(ctx.comm, packets)
+            arriving = arrived(ctx.comm, packets)
         texts = [
-            bytes(row[_HEADER : _HEADER + _size(head)].tolist()).decode(errors="replace")
-            for row, head in zip(packets, _heads(packets), strict=True)
+            bytes(row[: _size(head)].tolist()).decode(errors="replace")
+            for row, head in zip(payload_in(arriving), _heads(arriving), strict=True)
         ]
         raise mismatch(ctx, texts)
 
 
-def _packet(ctx: DistContext, digest: bytes, payload: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's packet and room for everybody's."""
-    packet, packets = new_packets(ctx)
-    _fill(packet, payload)
-    _write_head(ctx, packet, digest, payload.numel())
-    return packet, packets
-
-
-def new_packets(ctx: DistContext) -> tuple[Tensor, Tensor]:
-    """Room for this rank's packet and for everybody's, (ranks, bytes)."""
-    size = _HEADER + capacity(ctx.world_size)
-    made = torch.empty((ctx.world_size, size), dtype=torch.uint8)
-    return torch.empty(size, dtype=torch.uint8), made
-
-
 def payload_in(packets: Tensor) -> Tensor:
     """The part of a packet, or of several, that is payload."""
-    return packets[..., _HEADER:]
+    return packets[..., HEADER:]
 
 
-def _fill(packet: Tensor, payload: Tensor) -> None:
-    if 0 < payload.numel() <= packet.numel() - _HEADER:
-        payload_in(packet)[: payload.numel()] = payload
+def _fill(ctx: DistContext, packets: Packets, payload: Tensor) -> None:
+    if 0 < payload.numel() <= capacity(ctx.world_size):
+        payload_in(packets.room[ctx.rank])[: payload.numel()] = payload
 
 
-def _write_head(ctx: DistContext, packet: Tensor, digest: bytes, size: int) -> None:
+def _write_head(ctx: DistContext, packets: Packets, digest: bytes, size: int) -> None:
     ctx.comm.ledger.calls += 1
     head = digest + size.to_bytes(8, "little") + ctx.comm.ledger.calls.to_bytes(8, "little")
     # A header is read and written as plain memory: torch's views of it cost 60 us a call.
-    ctypes.memmove(packet.data_ptr(), head, _HEADER)
+    ctypes.memmove(packets.rows[packets.turn][ctx.rank].data_ptr(), head, HEADER)
 
 
 def _heads(packets: Tensor) -> list[bytes]:
     start, step = packets.data_ptr(), packets.stride(0)
-    return [ctypes.string_at(start + row * step, _HEADER) for row in range(len(packets))]
+    return [ctypes.string_at(start + row * step, HEADER) for row in range(len(packets))]
 
 
 def _size(head: bytes) -> int:
     return int.from_bytes(head[16:24], "little")
 
 
-def _fit(payload: Tensor, size: int) -> Tensor:
-    buffer = torch.empty(size, dtype=torch.uint8)
-    buffer[: payload.numel()] = payload
-    return buffer
-
-
-def _all_gather(ctx: DistContext, call: Call, buffer: Tensor) -> Tensor:
-    rows = torch.empty((ctx.world_size, buffer.numel()), dtype=torch.uint8)
-    with guarded(ctx, call):
-        _start(ctx, rows, buffer).wait()
-    return rows
-
-
-def _start(ctx: DistContext, rows: Tensor, row: Tensor) -> dist.Work:
-    """Begin to gather every rank's row; the group's own call costs a quarter less than torch's."""
+def _all_gather(ctx: DistContext, call: Call, payload: Tensor, size: int) -> Tensor:
     group = ctx.comm.control
     assert group is not None  # a context of several ranks has one
-    return group._allgather_base(rows.view(-1), row)
+    rows = torch.empty((ctx.world_size, size), dtype=torch.uint8)
+    mine = torch.empty(size, dtype=torch.uint8)
+    mine[: payload.numel()] = payload
+    with guarded(ctx, call):
+        group._allgather_base(rows.view(-1), mine).wait()
+    return rows
 
 
 def digest_of(call: Call) -> bytes:

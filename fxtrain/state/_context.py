@@ -30,7 +30,8 @@ class Ledger:
         tasks: Work in the background that still needs the ranks, with a `result()`; closing
             waits for it.
         kept: What such work uses again: buffers, a group of its own.
-        routes: Buffers of small calls, by their form.
+        packets: Room for what the ranks send each other.
+        routes: Ways of small calls through it, by their form.
         opened: Process groups that were opened for this context, to be closed with it.
     """
 
@@ -40,6 +41,7 @@ class Ledger:
     broken: str | None = None
     tasks: list[Any] = attrs.field(factory=list)
     kept: dict[str, Any] = attrs.field(factory=dict)
+    packets: Any = None
     routes: dict[Any, Any] = attrs.field(factory=dict)
     opened: list[Any] = attrs.field(factory=list)
 

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain import ops
-from fxtrain.testing import count_collectives
+from fxtrain.testing import count_collectives, fake_world
 
 
 def _count(ctx, fn_name, size):
@@ -25,15 +25,27 @@ def _count(ctx, fn_name, size):
     return traffic.counts
 
 
-def test_small_trees_of_any_dtypes_take_one_collective(pair):
-    for name in ("gather", "reduce", "broadcast", "any_rank", "barrier"):
-        assert pair.run(_count, name, 8) == [{"all_gather": 1}] * 2
+SMALL = ("gather", "reduce", "broadcast", "any_rank", "barrier")
+PACKET = {"send": 1, "recv": 1}  # of two ranks
+
+
+def test_small_trees_of_any_dtypes_take_one_packet(clusters):
+    for name in SMALL:
+        assert clusters[2].run(_count, name, 8) == [PACKET] * 2
+        assert clusters[4].run(_count, name, 8) == [{"send": 3, "recv": 3}] * 4
+
+
+def test_packets_of_many_ranks_take_one_collective():
+    for ranks, counts in {8: {"send": 7, "recv": 7}, 9: {"all_gather": 1}}.items():
+        with fake_world(ranks), fx.detect(env={}, device="cpu") as ctx:
+            for name in SMALL:
+                assert _count(ctx, name, 8) == counts
 
 
 def test_large_trees_take_the_check_and_one_collective_per_dtype_at_most(pair):
-    assert pair.run(_count, "gather", 9000) == [{"all_gather": 2}] * 2
-    assert pair.run(_count, "broadcast", 9000) == [{"all_gather": 1, "broadcast": 1}] * 2
-    assert pair.run(_count, "reduce", 9000) == [{"all_gather": 1, "all_reduce": 4}] * 2
+    assert pair.run(_count, "gather", 9000) == [PACKET | {"all_gather": 1}] * 2
+    assert pair.run(_count, "broadcast", 9000) == [PACKET | {"broadcast": 1}] * 2
+    assert pair.run(_count, "reduce", 9000) == [PACKET | {"all_reduce": 4}] * 2
 
 
 def test_one_rank_talks_to_nobody(clusters):
@@ -63,7 +75,7 @@ def _step_counts(ctx, weighted, accumulate):
 
 
 def test_a_step_makes_the_collectives_of_ddp_and_hides_none(pair):
-    grads, weight = {"all_reduce": 1}, {"all_gather": 1}
+    grads, weight = {"all_reduce": 1}, PACKET
     # Buckets are settled when the model is wrapped, so every step is like the first.
     for counts in pair.run(_step_counts, False, 1):
         assert counts == [grads] * 4
