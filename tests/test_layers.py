@@ -101,6 +101,7 @@ def _is_broad(kind: ast.expr | None) -> bool:
 # The records that may change, each with the reason.
 MUTABLE = {
     "fxtrain.state._context.Ledger": "counts the calls made on one communicator",
+    "fxtrain.ops._packets.Packets": "which packets of one communicator are under way",
     "fxtrain.checkpoint._place._Early": "how far one open file has been handed to the disk",
     "fxtrain.data._sharded._Trail": "how far iterators over one loader got",
     "fxtrain.backends._xla_watch.Watch": "counts the compilations of one model's steps",

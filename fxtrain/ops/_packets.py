@@ -39,7 +39,7 @@ class Packets:
         mine: Place of this rank.
         turn: The room of the next call.
         begun: Whether packets were sent and those of the others not yet waited for.
-        coming: Receipts of the next packets, by rank, or why there can be none.
+        coming: By room and rank, receipts of packets, or why there can be none.
         unsent: Ranks that are answered once they have spoken.
         going: Of what was sent.
     """
@@ -49,7 +49,9 @@ class Packets:
     mine: int
     turn: int = 0
     begun: bool = False
-    coming: dict[int, dist.Work | RuntimeError] = attrs.field(factory=dict)
+    coming: tuple[dict[int, dist.Work | RuntimeError], ...] = attrs.field(
+        factory=lambda: ({}, {})
+    )
     unsent: list[int] = attrs.field(factory=list)
     going: list[dist.Work] = attrs.field(factory=list)
 
@@ -146,13 +148,11 @@ def arrived(comm: Comm, packets: Packets) -> Tensor:
     """
     turn = packets.turn
     until = time.monotonic() + comm.timeout_s
-    if packets.few:
-        _listen(packets, packets.higher, until)
-        _expect(comm, packets, packets.higher, 1 - turn)
+    for ranks in (packets.higher, packets.lower):
+        _listen(packets, ranks, until)
+        _expect(comm, packets, ranks, 1 - turn)
         while packets.unsent:
             _speak(comm, packets)
-        _listen(packets, packets.lower, until)
-        _expect(comm, packets, packets.lower, 1 - turn)
     while packets.going:
         packets.going.pop().wait(_left(until))
     if comm.simulated:  # everybody sends what this rank does
@@ -170,12 +170,15 @@ def _speak(comm: Comm, packets: Packets) -> None:
 
 
 def _listen(packets: Packets, ranks: range, until: float) -> None:
+    """Wait for packets of this call from these ranks."""
+    coming = packets.coming[packets.turn]
     for rank in ranks:
-        # Taken first: an interrupt comes when the wait is over.
-        work = packets.coming.pop(rank)
+        # Taken first, since an interrupt comes when the wait is over; then it is gone.
+        work = coming.pop(rank, None)
         if isinstance(work, RuntimeError):
             raise work
-        work.wait(_left(until))
+        if work is not None:
+            work.wait(_left(until))
 
 
 def _left(until: float) -> timedelta:
@@ -183,11 +186,14 @@ def _left(until: float) -> timedelta:
 
 
 def _expect(comm: Comm, packets: Packets, ranks: range, turn: int) -> None:
-    """Be ready for a packet of each of these ranks in one of the rooms."""
+    """Be ready for packets of these ranks in one of the rooms, if they write to each other."""
     if not packets.few or comm.control is None:
         return
+    coming = packets.coming[turn]
     for rank in ranks:
+        if rank in coming:
+            continue
         try:
-            packets.coming[rank] = comm.control.recv([packets.rows[turn][rank]], rank, _TAG)
+            coming[rank] = comm.control.recv([packets.rows[turn][rank]], rank, _TAG)
         except RuntimeError as error:  # it has left, which matters if it was to say more
-            packets.coming[rank] = error
+            coming[rank] = error

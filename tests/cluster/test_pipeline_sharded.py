@@ -185,7 +185,7 @@ def _gathered(ctx, stages, mesh):
                     parameter.mul_(1 if not outs else 2)
                 with count_collectives() as counted:
                     outs.append(model(_some(shape)))
-                counts.append(counted.counts.get("all_gather", 0))
+                counts.append([counted.counts.get(kind, 0) for kind in ("recv", "all_gather")])
         return outs, counts
 
 
@@ -205,8 +205,11 @@ def test_a_forward_alone_gathers_what_parameters_are_now(clusters):
         for outs, counts in clusters[4].run(_gathered, stages, mesh):
             torch.testing.assert_close(outs, wanted)
             gathered.append(counts)
-    # What is asked about a new kind of batch is the same: it gathers no parameter.
+    # More is asked about a new kind of batch, which gathers no parameter.
     for copies, shards in zip(gathered[:4], gathered[4:], strict=True):
-        assert copies[0] > copies[1] < copies[2]
-        (more,) = {a - b for a, b in zip(shards, copies, strict=True)}
+        for asked in (copies, shards):
+            packets = [recv for recv, _ in asked]
+            assert packets[0] > packets[1] < packets[2]
+        assert {gathers for _, gathers in copies} == {0}
+        (more,) = {gathers for _, gathers in shards}
         assert more > 0
