@@ -49,9 +49,7 @@ class Packets:
     mine: int
     turn: int = 0
     begun: bool = False
-    coming: tuple[dict[int, dist.Work | RuntimeError], ...] = attrs.field(
-        factory=lambda: ({}, {})
-    )
+    coming: tuple[dict[int, dist.Work | RuntimeError], ...] = attrs.field(factory=lambda: ({}, {}))
     unsent: list[int] = attrs.field(factory=list)
     going: list[dist.Work] = attrs.field(factory=list)
 
