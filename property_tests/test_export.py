@@ -19,6 +19,7 @@ from fxtrain.checkpoint import export, load_model
 from fxtrain.checkpoint._bytes import WORDS
 from fxtrain.checkpoint._safetensors import read_header
 from tests.checkpoint._ranks import ready
+from tests.checkpoint._runs import bits
 
 STORED = [dtype for dtype in WORDS.values() if not dtype.is_complex]
 ON_RANKS = settings(
@@ -50,13 +51,8 @@ class _Holder(nn.Module):
         self._buffers.update(tensors)
 
 
-def _bits(tensor):
-    flat = tensor.reshape(-1).clone(memory_format=torch.contiguous_format)
-    return (tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).tolist() if len(flat) else [])
-
-
 def _same(one, other):
-    assert {k: _bits(v) for k, v in one.items()} == {k: _bits(v) for k, v in other.items()}
+    assert {k: bits(v) for k, v in one.items()} == {k: bits(v) for k, v in other.items()}
 
 
 @given(state=states, limit=LIMITS, ties=st.lists(st.tuples(names, st.integers(0, 7)), max_size=3))
@@ -190,7 +186,7 @@ def _spread_round_trip(ctx, folder, specs, limit, sharded):
     )
     load_model(folder, holder, ctx=ctx)
     for name, tensor in holder.state_dict().items():
-        assert _bits(tensor.to_local()) == _bits(spread[name].to_local())
+        assert bits(tensor.to_local()) == bits(spread[name].to_local())
 
 
 real = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.int8])

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from tests.checkpoint import _runs
+from tests.checkpoint._runs import bits
 
 ROWS = 40  # even, and so is every batch: BatchNorm takes no batch of one row
 ON_RANKS = settings(deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
@@ -50,13 +51,8 @@ def _resume(ctx, folder, kind, plan, before, after, background, workers):
     _, rows = _runs.go_on(ctx, loader, fns, after)
     found, other = _runs.leaves(model)
     differing = sorted(wanted.keys() ^ found.keys())
-    differing += [name for name in wanted if _bits(wanted[name]) != _bits(found[name])]
+    differing += [name for name in wanted if bits(wanted[name]) != bits(found[name])]
     return differing, values == other, wanted_rows == rows, len(rows)
-
-
-def _bits(tensor):
-    """By which NaN equals NaN, as fp16 has in windows that overflow."""
-    return tensor.dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8).tolist()
 
 
 HOW = {

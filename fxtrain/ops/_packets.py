@@ -127,9 +127,8 @@ def send(comm: Comm, packets: Packets, *, at_once: bool = False) -> None:
     if not packets.few:
         assert comm.control is not None  # a communicator of several ranks has one
         work = comm.control._allgather_base(packets.room.view(-1), rows[packets.mine])
-        packets.going = [work]
+        packets.going.append(work)
         return
-    packets.going = []
     packets.unsent = [*packets.lower, *packets.higher]
     while packets.unsent and (at_once or packets.unsent[0] < packets.mine):
         _speak(comm, packets)

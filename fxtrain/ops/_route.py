@@ -124,7 +124,6 @@ def _laid_out(
     usual = all([t.layout is torch.strided and not t.is_quantized and t.numel() for t in tensors])
     if ranks == 1 or ctx.comm.simulated or not fits or not usual:
         return None
-    call_digest = digest_of(call)
     rooms = ready(ctx, call).rooms
     # Used again later, perhaps outside of the mode of this call.
     with torch.inference_mode(mode=False), torch.no_grad():
@@ -143,7 +142,7 @@ def _laid_out(
             order = _order(entries[0], first, counts)
             rows = [one.view(-1) for one in entries]
             arriving.append(_Group(dtype, places, rows, order, like))
-    return Route(call, call_digest, size, slots, arriving)
+    return Route(call, digest_of(call), size, slots, arriving)
 
 
 def _order(entries: Tensor, first: int, counts: list[int]) -> Tensor:

@@ -178,13 +178,18 @@ def meet(
     Raises:
         CollectiveError: the calls differ or a rank did not come; on every rank.
     """
-    _write_head(ctx, packets, digest, size)
-    with guarded(ctx, call):
-        send(ctx.comm, packets)
-        arriving = arrived(ctx.comm, packets)
+    arriving = _swap(ctx, call, digest, size, packets)
     heads = _heads(arriving)
     _judge(ctx, call, heads, None)
     return arriving, heads
+
+
+def _swap(ctx: DistContext, call: Call, digest: bytes, size: int, packets: Packets) -> Tensor:
+    """As `meet`, without a look at the headers."""
+    _write_head(ctx, packets, digest, size)
+    with guarded(ctx, call):
+        send(ctx.comm, packets)
+        return arrived(ctx.comm, packets)
 
 
 def _judge(ctx: DistContext, call: Call, heads: list[bytes], site: str | None) -> None:
@@ -194,10 +199,7 @@ def _judge(ctx: DistContext, call: Call, heads: list[bytes], site: str | None) -
         payload = torch.frombuffer(bytearray(text[:room]), dtype=torch.uint8)
         packets = ready(ctx, call)
         _fill(ctx, packets, payload)
-        _write_head(ctx, packets, bytes(16), payload.numel())
-        with guarded(ctx, call):
-            send(ctx.comm, packets)
-            arriving = arrived(ctx.comm, packets)
+        arriving = _swap(ctx, call, bytes(16), payload.numel(), packets)
         texts = [
             bytes(row[: _size(head)].tolist()).decode(errors="replace")
             for row, head in zip(payload_in(arriving), _heads(arriving), strict=True)

@@ -112,6 +112,12 @@ def all_late():
         _staging._LARGE, _staging._WORTH = kept
 
 
+def bits(tensor):
+    """What tells tensors apart to the bit: NaN, as of fp16 that overflows, equals itself."""
+    flat = tensor.reshape(-1).clone(memory_format=torch.contiguous_format)
+    return (tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).tolist() if len(flat) else [])
+
+
 def leaves(model):
     """Everything that decides how a model goes on, as plain tensors."""
     state = model.strategy.state(model)
