@@ -1,5 +1,6 @@
 """Pools of real ranks, shared by every test of a session."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -24,10 +25,22 @@ def _on_ranks(item: pytest.Item) -> bool:
     return "clusters" in getattr(item, "fixturenames", ())
 
 
+def _patience() -> float:
+    """How many times longer than on an idle machine ranks wait for each other.
+
+    Processes that are ready to run for each core, at most 6. `TEST_PATIENCE` overrides it.
+    """
+    if given := os.environ.get("TEST_PATIENCE"):
+        return float(given)
+    return min(max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0), 6.0)
+
+
 @pytest.fixture(scope="session")
 def clusters() -> Iterator[dict[int, Cluster]]:
     """One pool per world size; its workers start with the first call."""
-    pools = {n: Cluster(n) for n in (1, 2, 4)}
+    patience = _patience()
+    times = {"timeout_s": 5.0 * patience, "call_s": 40.0 * patience}
+    pools = {n: Cluster(n, **times) for n in (1, 2, 4)}
     yield pools
     for pool in pools.values():
         pool.close()

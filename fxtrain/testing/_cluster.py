@@ -71,7 +71,7 @@ class Cluster:
         keep_groups: bool = False,
     ) -> None:
         self.n = n
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._call_s = call_s
         self._device, self._env, self._keep_groups = device, dict(env or {}), keep_groups
         self._calls = LOADED
@@ -193,7 +193,7 @@ class Cluster:
             process = method.Process(
                 target=work,
                 args=(
-                    *(rank, self.n, self._timeout_s, there, list(sys.path), dict(os.environ)),
+                    *(rank, self.n, self.timeout_s, there, list(sys.path), dict(os.environ)),
                     *(self._device, self._env, self._keep_groups),
                 ),
                 daemon=True,

@@ -1,6 +1,7 @@
 """Collectives on real ranks: values, errors, and that the group survives an error."""
 
 import dataclasses
+import re
 import time
 from collections import namedtuple
 
@@ -254,7 +255,8 @@ def test_a_mismatch_is_an_error_on_every_rank_and_the_group_survives(cluster, wr
         return
     started = time.monotonic()
     errors = cluster.outcomes(wrong)
-    assert time.monotonic() - started < 4
+    took_s = time.monotonic() - started
+    assert took_s < 0.8 * cluster.timeout_s
     for error in errors:
         assert isinstance(error, CollectiveError)
         for words in (*WRONG[wrong], "rank 0:", "test_ops.py:"):
@@ -265,7 +267,7 @@ def test_a_mismatch_is_an_error_on_every_rank_and_the_group_survives(cluster, wr
 
 def _one_is_late(ctx):
     if ctx.rank == 1:
-        time.sleep(9)
+        time.sleep(1.8 * ctx.comm.timeout_s)
     ops.barrier(ctx)
 
 
@@ -274,7 +276,8 @@ def test_a_rank_that_never_comes_is_named_within_the_timeout(pair):
     assert all(isinstance(error, CollectiveError) for error in errors)
     assert "rank 1: did not come" in str(errors[0])
     assert "barrier" in str(errors[0]) and "test_ops.py:" in str(errors[0])
-    assert "rank 0: waited 5" in str(errors[1])
+    waited = re.search(r"rank 0: waited ([\d.]+) s", str(errors[1]))
+    assert 0.9 * pair.timeout_s < float(waited[1]) < 1.7 * pair.timeout_s
     assert pair.run(_numbers)[0]["n"] == 3
 
 
