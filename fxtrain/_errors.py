@@ -11,11 +11,33 @@ __all__ = [
     "MissingPackageError",
     "PlanError",
     "StepError",
+    "visible",
 ]
 
 
+def visible(text: str) -> str:
+    """Text that is safe to print: what a terminal would act on is escaped, as `repr` does it.
+
+    Files hold names and values that end up in messages. An escape sequence in one of them could
+    recolour or rewrite the terminal, a change of direction could reorder a line, and half a
+    surrogate pair cannot be printed at all. Lines and tabs stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode()
+        for one in text
+    )
+
+
 class FxError(Exception):
-    """Base of every error that fxtrain raises on purpose."""
+    """Base of every error that fxtrain raises on purpose.
+
+    Its text holds no control characters, wherever the words came from.
+    """
+
+    def __str__(self) -> str:
+        return visible(super().__str__())
 
 
 class ContextError(FxError, RuntimeError):

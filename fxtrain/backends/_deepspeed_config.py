@@ -6,13 +6,13 @@ files expect from other libraries.
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import attrs
 from torch import nn
 
 from fxtrain._errors import PlanError
+from fxtrain._reading import read_text
 from fxtrain.backends._deepspeed_entries import (
     AUTO,
     ZERO,
@@ -25,7 +25,7 @@ from fxtrain.backends._deepspeed_entries import (
     section,
 )
 from fxtrain.backends._deepspeed_said import Said, all_said, power_of_two
-from fxtrain.state import DeepSpeed, FromConfig, Plan
+from fxtrain.state import DeepSpeed, FromConfig, Plan, parse_json, shown
 
 __all__ = ["Facts", "deepspeed_config", "hidden_size", "misfits", "read_config", "resolve"]
 
@@ -71,13 +71,13 @@ def read_config(config: DeepSpeed) -> dict[str, Any]:
     if text is None:
         return {}
     if not text.startswith("{"):
-        where = f"DeepSpeed(config={text!r})"
+        where = f"DeepSpeed(config={shown(text)})"
         try:
-            text = Path(text).read_text(encoding="utf-8")
+            text = read_text(text)
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"{where}: {error}. Pass a JSON file's path, or its text.") from error
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{where} is not JSON: {error}.") from None
     if not isinstance(data, dict):

@@ -11,7 +11,7 @@ import attrs
 import click
 from click.shell_completion import CompletionItem
 
-from fxtrain._errors import LaunchError
+from fxtrain._errors import LaunchError, visible
 from fxtrain.launch import (
     FLAGS,
     LAUNCHERS,
@@ -76,7 +76,7 @@ def _launch(**options: Any) -> int:
     if ending.code:
         kept = keep_tracebacks(ending, spec.log_dir)
         more = f"\nThe tracebacks of all ranks are in {kept}." if kept else ""
-        sys.stderr.write(f"fxtrain launch: {describe(ending)}{more}\n")
+        sys.stderr.write(visible(f"fxtrain launch: {describe(ending)}{more}\n"))
     return ending.code
 
 

@@ -8,7 +8,7 @@ from typing import IO, Any
 import click
 
 from fxtrain import __version__
-from fxtrain._errors import FxError
+from fxtrain._errors import FxError, visible
 from fxtrain.cli._commands import COMMANDS, load
 from fxtrain.cli._exit import Exit
 
@@ -86,7 +86,7 @@ class _Told(click.ClickException):
     exit_code = Exit.WRONG
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(self.message, file=file, err=file is None)
+        click.echo(visible(self.message), file=file, err=file is None)
 
 
 def _say_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:  # noqa: FBT001

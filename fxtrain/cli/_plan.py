@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from fxtrain._errors import LaunchError
+from fxtrain._reading import read_text
 from fxtrain.cli._exit import Exit
 from fxtrain.cli._report import as_json
 from fxtrain.launch import LaunchSpec, check_target
@@ -104,7 +105,7 @@ def _in_a_process(request: Mapping[str, Any], variables: Mapping[str, str]) -> t
 
 def _read(path: str, state: Any) -> Any:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
             f"--against {path}: {error}. Name a file that `fxtrain plan --save` wrote."

@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["as_json", "print_json", "print_table", "warn"]
+from fxtrain._errors import visible
+
+__all__ = ["as_json", "print_json", "print_table", "say", "warn"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -35,14 +37,19 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
     """Print a table, in colour on a terminal only. A column that starts with > holds numbers."""
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else _PAGE
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        title=Text(visible(title)) if title else None,
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
     for column in columns:
         number = column.startswith(">")
         table.add_column(
             column.removeprefix(">"), justify="right" if number else "left", overflow="fold"
         )
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(visible(cell)) for cell in row))
     console = Console(file=sys.stdout, width=width, highlight=False)
     with console.capture() as printed:
         console.print(table)
@@ -50,6 +57,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
     click.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
+def say(text: str) -> None:
+    """Print lines on standard output; control characters are shown, not acted on."""
+    click.echo(visible(text))
+
+
 def warn(text: str) -> None:
     """Print a line on standard error, where it does not mix with JSON."""
-    click.echo(text, err=True)
+    click.echo(visible(text), err=True)

@@ -9,7 +9,7 @@ import click
 
 from fxtrain._errors import LaunchError
 from fxtrain.cli._exit import Exit
-from fxtrain.cli._report import as_json, print_json
+from fxtrain.cli._report import as_json, print_json, say, warn
 
 __all__ = ["IMPORT", "MERGE", "VERIFY"]
 
@@ -28,7 +28,7 @@ def VERIFY(path: str, json_: bool) -> int:  # noqa: FBT001
         if json_:
             print_json({"path": path, "whole": False, "problem": str(error)})
         else:
-            click.echo(str(error), err=True)
+            warn(str(error))
         return Exit.FOUND
     if json_:
         print_json(
@@ -42,7 +42,7 @@ def VERIFY(path: str, json_: bool) -> int:  # noqa: FBT001
             }
         )
     else:
-        click.echo(
+        say(
             f"{found.path} is whole: update {found.position.updates}, {found.tensors} tensors, "
             f"{found.size / 1e6:.1f} MB, saved by {found.world_size} ranks."
         )
@@ -64,7 +64,7 @@ def MERGE(checkpoint: str, folder: str, model: str | None, max_shard: str, json_
         print_json({"files": [str(file) for file in files]})
     else:
         for file in files:
-            click.echo(str(file))
+            say(str(file))
     return Exit.WELL
 
 
@@ -101,7 +101,7 @@ def IMPORT(
     if json_:
         print_json({"path": path})
     else:
-        click.echo(path)
+        say(path)
     return Exit.WELL
 
 

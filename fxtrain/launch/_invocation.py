@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import attrs
 
+from fxtrain._errors import visible
+
 __all__ = ["Invocation", "as_json", "show"]
 
 
@@ -33,8 +35,17 @@ def show(invocation: Invocation) -> str:
         "OMP_NUM_THREADS=2 python train.py 'a b'"
     """
     written = [f"# {path}\n{text.rstrip()}\n" for path, text in invocation.files.items()]
-    variables = [f"{name}={shlex.quote(value)}" for name, value in invocation.env.items()]
-    return "\n".join([*written, " ".join([*variables, shlex.join(invocation.argv)])])
+    variables = [f"{name}={_quoted(value)}" for name, value in invocation.env.items()]
+    return "\n".join([*written, " ".join([*variables, *map(_quoted, invocation.argv)])])
+
+
+def _quoted(word: str) -> str:
+    """A word for the shell; control characters are written as bash and zsh read them."""
+    if visible(word) == word:
+        return shlex.quote(word)
+    plain = word.replace("\\", r"\\").replace("'", r"\'")
+    escaped = (one if visible(one) == one else f"\\u{ord(one):04x}" for one in plain)
+    return f"$'{''.join(escaped)}'"
 
 
 def as_json(invocation: Invocation) -> str:

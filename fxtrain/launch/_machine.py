@@ -12,6 +12,7 @@ from pathlib import Path
 import attrs
 
 from fxtrain._errors import LaunchError
+from fxtrain._reading import read_text
 from fxtrain.launch._route import GLOO, Route
 
 __all__ = ["Machine", "cores_of_ranks", "look", "read_cores", "usable_cores", "write_cores"]
@@ -102,7 +103,7 @@ def look(
 
 def _read(hostfile: str) -> str:
     try:
-        return Path(hostfile).read_text(encoding="utf-8")
+        return read_text(hostfile)
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
             f"The hostfile cannot be read: {error}. It is a file with lines such as: "

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fxtrain._errors import visible
 from fxtrain.profile._units import show_bytes
 from fxtrain.state import PARTS, DryRun, Mesh, Traffic, diff
 
@@ -51,8 +52,13 @@ def show_mesh(mesh: Mesh) -> str:
 def _grid(title: str, names: Sequence[str]) -> Table:
     grid = Table(title, box=box.SIMPLE_HEAD, pad_edge=False)
     for name in names:
-        grid.add_column(name, justify="right")
+        grid.add_column(_plain(name), justify="right")
     return grid
+
+
+def _plain(text: str) -> Text:
+    """Text of a run, which may come from a file: neither markup nor control characters count."""
+    return Text(visible(text))
 
 
 def _memory(runs: Sequence[DryRun], names: Sequence[str]) -> Table:
@@ -82,7 +88,9 @@ def _traffic(runs: Sequence[DryRun], names: Sequence[str]) -> Table:
     grid = _grid("traffic of one step", names)
     found = [{_Kind(row.kind, row.axis): row for row in run.step} for run in runs]
     for key in dict.fromkeys(key for rows in found for key in rows):
-        grid.add_row(f"{key.kind} over {key.axis}", *(_calls(rows.get(key)) for rows in found))
+        grid.add_row(
+            _plain(f"{key.kind} over {key.axis}"), *(_calls(rows.get(key)) for rows in found)
+        )
     if not any(found):
         grid.add_row("none", *("" for _ in runs))
     return grid
@@ -106,15 +114,15 @@ def _plans(runs: Sequence[DryRun], names: Sequence[str]) -> list[Table]:
         return []
     grid = _grid("plan", names)
     for path, row in rows.items():
-        grid.add_row(path, *row)
+        grid.add_row(*map(_plain, (path, *row)))
     return [grid]
 
 
 def _problems(run: DryRun, name: str) -> Table:
     grid = Table(box=None, pad_edge=False, show_header=False, title_justify="left")
-    grid.title = Text(f"Problems of {name.replace(chr(10), ', ')}")
+    grid.title = _plain(f"Problems of {name.replace(chr(10), ', ')}")
     for problem in run.problems:
         where = f"{problem.where}: " if problem.where else ""
         style = "bold red" if problem.fatal else "yellow"
-        grid.add_row(Text("✗" if problem.fatal else "!", style=style), Text(where + problem.text))
+        grid.add_row(Text("✗" if problem.fatal else "!", style=style), _plain(where + problem.text))
     return grid

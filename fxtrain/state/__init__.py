@@ -6,15 +6,17 @@ from fxtrain.state._convert import converter_for, fingerprint, structure, unstru
 from fxtrain.state._deepspeed import DeepSpeed, FromConfig, from_config
 from fxtrain.state._diff import Change, diff
 from fxtrain.state._dry_run import PARTS, DryRun, Memory, Problem, Traffic
-from fxtrain.state._files import dumps, loads, read_plan, unique_keys, write_plan
+from fxtrain.state._files import dumps, loads, read_plan, write_plan
 from fxtrain.state._fsdp import FSDP
 from fxtrain.state._launchers import read_topology
 from fxtrain.state._local import DiLoCo, LocalSGD, is_alone, round_begins, round_ends
 from fxtrain.state._mesh import AXES, Mesh, axis_groups, read_mesh, resolve_mesh
+from fxtrain.state._parse import Format, parse_json, parse_text, unique_keys
 from fxtrain.state._pipeline import PP
 from fxtrain.state._plan import Compile, Data, Plan
 from fxtrain.state._position import Position
 from fxtrain.state._precision import DTYPES, LossScale, Precision
+from fxtrain.state._record import few, shown
 from fxtrain.state._sequence import CP, token_ranges
 from fxtrain.state._strategies import DDP, CommHook, PowerSGD, Single
 from fxtrain.state._strategy import (
@@ -50,6 +52,7 @@ __all__ = [
     "DryRun",
     "FSDP",
     "Finish",
+    "Format",
     "FromConfig",
     "Ledger",
     "LocalSGD",
@@ -83,16 +86,20 @@ __all__ = [
     "converter_for",
     "diff",
     "dumps",
+    "few",
     "fingerprint",
     "from_config",
     "is_alone",
     "loads",
+    "parse_json",
+    "parse_text",
     "read_mesh",
     "read_plan",
     "read_topology",
     "resolve_mesh",
     "round_begins",
     "round_ends",
+    "shown",
     "structure",
     "token_ranges",
     "unique_keys",

@@ -14,7 +14,7 @@ from fxtrain._errors import FxError, PlanError
 from fxtrain.state._deepspeed import DeepSpeed
 from fxtrain.state._fsdp import FSDP
 from fxtrain.state._pipeline import PP
-from fxtrain.state._record import Check, canonical, check_of, closest, members, shown, to_float
+from fxtrain.state._record import Check, canonical, check_of, closest, few, members, shown, to_float
 from fxtrain.state._strategies import DDP, Single
 from fxtrain.state._xla import XLA
 
@@ -32,7 +32,6 @@ T = TypeVar("T")
 BUILT_IN: tuple[type, ...] = (Single, DDP, FSDP, DeepSpeed, PP, XLA)
 _Hook = Callable[[Any, Any], Any]
 _SCALARS = {kind: check_of(kind, "") for kind in (bool, int, float, str)}
-_LINES = 20  # of a message: a file that is no plan at all may hold any number of problems
 _WRONG = (FxError, ValueError, cattrs.BaseValidationError, cattrs.StructureHandlerNotFoundError)
 
 
@@ -85,9 +84,7 @@ def structure(data: Any, cls: type[T], configs: tuple[type, ...] = ()) -> T:
     try:
         return converter.structure(data, cls)  # pyright: ignore[reportReturnType]
     except _WRONG as error:
-        lines = list(_lines(error, cls.__name__.lower()))
-    if len(lines) > _LINES:
-        lines[_LINES:] = [f"and {len(lines) - _LINES} problems more."]
+        lines = few(_lines(error, cls.__name__.lower()))
     raise PlanError("\n".join(lines))
 
 

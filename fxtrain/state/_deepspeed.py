@@ -8,6 +8,7 @@ import attrs
 from attrs import validators
 
 from fxtrain._errors import PlanError
+from fxtrain.state._parse import parse_json
 from fxtrain.state._record import record
 
 __all__ = ["DeepSpeed", "FromConfig", "from_config"]
@@ -23,8 +24,8 @@ def _canonical(value: Any) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:
-        return _one_form(json.loads(value))
-    except ValueError as error:
+        return _one_form(parse_json(value))
+    except (ValueError, RecursionError) as error:
         raise PlanError(
             f"DeepSpeed(config=...) starts like JSON text, but is none: {error}. "
             f"Pass a path, a dict, or JSON text."
@@ -34,7 +35,7 @@ def _canonical(value: Any) -> Any:
 def _one_form(data: Any) -> str:
     try:
         return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise PlanError(
             f"DeepSpeed(config=...): {error}. A DeepSpeed config holds only what JSON can hold: "
             f"tables, lists, strings, finite numbers, true, false and null."

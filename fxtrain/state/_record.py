@@ -19,6 +19,7 @@ __all__ = [
     "canonical",
     "check_of",
     "closest",
+    "few",
     "members",
     "record",
     "shown",
@@ -29,6 +30,8 @@ T = TypeVar("T")
 _Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 _INT64 = range(-(1 << 63), 1 << 63)
 _SHOWN = 200  # letters of a value
+_LINES = 20  # of a message: a file that is no plan at all may have any number of problems
+_LINE = 1000  # letters
 _EXACT = range(-(1 << 53), (1 << 53) + 1)  # the whole numbers that a float holds exactly
 
 
@@ -148,6 +151,14 @@ def shown(value: Any) -> str:
     """A value for a message, cut short: what a file holds may be large, or hold itself."""
     text = _Short().repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def few(lines: Iterable[str]) -> list[str]:
+    """Problems for one message: each once and cut short, and how many more there are."""
+    found = list(dict.fromkeys(lines))
+    more = [f"and {len(found) - _LINES} more problems."] if len(found) > _LINES else []
+    cut = [one if len(one) <= _LINE else f"{one[:_LINE]}..." for one in found[:_LINES]]
+    return cut + more
 
 
 class _Short(reprlib.Repr):

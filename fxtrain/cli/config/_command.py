@@ -10,16 +10,18 @@ import click
 
 from fxtrain._errors import PlanError
 from fxtrain.cli._exit import Exit
-from fxtrain.cli._report import as_json, print_json, print_table, warn
+from fxtrain.cli._report import as_json, print_json, print_table, say, warn
 from fxtrain.cli.config._accelerate import convert_accelerate
 from fxtrain.cli.config._ask import chosen_way, interview
 from fxtrain.cli.config._file import LaunchFile, read_data, read_launch_file
 from fxtrain.cli.config._machine import Machine, look, suggested
 from fxtrain.cli.config._resolve import HERE, find_file, from_flags, resolve
 from fxtrain.cli.config._save import check_profile, write_new, write_profile
+from fxtrain.state import shown
 
 __all__ = ["CONFIG"]
 
+_NOTED = 80  # letters of a value
 _path = click.Path(dir_okay=False)
 _file = click.option("--config", "-c", "file", default="", type=_path, help="the launch file")
 _force = click.option("--force", is_flag=True, help="replace what is there")
@@ -78,7 +80,7 @@ def show(file: str, profile: str, words: tuple[str, ...], said: bool, json_: boo
         print_json({"file": settings.file, "profile": settings.profile, "values": values})
         return
     place = settings.file or "none (the defaults count)"
-    click.echo(f"launch file: {place}\nprofile: {settings.profile or 'none'}\n")
+    say(f"launch file: {place}\nprofile: {settings.profile or 'none'}\n")
     print_table(
         ["value", "is", "from"], [[row.path, _shown(row.value), row.origin] for row in rows]
     )
@@ -106,7 +108,7 @@ def check(path: str, json_: bool) -> int:  # noqa: FBT001
         print_json({"file": found, "profiles": profiles, "problems": problems})
     else:
         good = f"{found} is in order. Profiles: {', '.join(profiles) or 'none'}."
-        click.echo("\n".join([f"{found}:", *problems]) if problems else good)
+        say("\n".join([f"{found}:", *problems]) if problems else good)
     return Exit.FOUND if problems else Exit.WELL
 
 
@@ -127,7 +129,7 @@ def convert(source: str, path: str, profile: str, force: bool, json_: bool) -> N
         converted = convert_accelerate(read_data(source, "yaml"))
     except PlanError as error:
         raise PlanError(f"{source}:\n{error}") from None
-    notes = [f"{note.key} = {note.value}: {note.text}." for note in converted.notes]
+    notes = [f"{note.key} = {_told(note.value)}: {note.text}." for note in converted.notes]
     section = converted.section
     file = LaunchFile(profiles={profile: section}) if profile else LaunchFile(common=section)
     if json_:
@@ -158,6 +160,11 @@ def _head(machine: Machine) -> list[str]:
         "What is commented out shows the default; profiles.NAME.launch and profiles.NAME.plan "
         "change values for one setup, chosen with --profile NAME.",
     ]
+
+
+def _told(value: Any) -> str:
+    """A value on the line of a note; text without quotes, as it stands in the file."""
+    return value if isinstance(value, str) and len(value) < _NOTED else shown(value)
 
 
 def _shown(value: Any) -> str:

@@ -1,6 +1,5 @@
 """The launch file: what it says, as a record, and how it is read."""
 
-import tomllib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -9,10 +8,10 @@ from typing import Any
 import attrs
 
 from fxtrain._errors import LaunchError, PlanError
-from fxtrain._optional import optional
+from fxtrain._reading import read_text
 from fxtrain.cli.config._merge import merge, near
 from fxtrain.launch import LaunchSpec, find_launcher, options_from
-from fxtrain.state import Plan, structure
+from fxtrain.state import Format, Plan, few, parse_text, shown, structure
 
 __all__ = [
     "FORMATS",
@@ -26,7 +25,7 @@ __all__ = [
     "third_party",
 ]
 
-FORMATS: dict[str, str] = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
+FORMATS: dict[str, Format] = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 
 # Stands for the script while a file that names none is checked.
 NO_TARGET = "train.py"
@@ -95,28 +94,25 @@ def read_launch_file(path: str | Path) -> LaunchFile:
         raise PlanError(f"{path}:\n{error}") from None
 
 
-def read_data(path: str | Path, form: str) -> Any:
+def read_data(path: str | Path, form: Format) -> Any:
     """What a file in TOML or YAML holds.
 
     Raises:
         PlanError: it is not there, or is none.
     """
-    try:
-        return _load(_text(path), form)
-    except RecursionError:
-        raise PlanError("It is nested too deeply, or holds itself.") from None
+    return parse_text(_text(path), form)
 
 
 def _text(path: str | Path) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+        return read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
         raise PlanError(
             f"{path}: the launch file cannot be read: {error}. `fxtrain config` writes one."
         ) from error
 
 
-def parse(text: str, form: str) -> LaunchFile:
+def parse(text: str, form: Format) -> LaunchFile:
     """A launch file from its text.
 
     Args:
@@ -127,7 +123,7 @@ def parse(text: str, form: str) -> LaunchFile:
         PlanError: as `read_launch_file`.
     """
     try:
-        data = _load(text, form)
+        data = parse_text(text, form)
         file, told = _file(data)
         if not told:
             more = third_party()
@@ -137,7 +133,7 @@ def parse(text: str, form: str) -> LaunchFile:
     except RecursionError:
         raise PlanError("It is nested too deeply, or holds itself.") from None
     if told:
-        raise PlanError("\n".join(dict.fromkeys(told)))
+        raise PlanError("\n".join(few(told)))
     return file
 
 
@@ -173,7 +169,7 @@ def _misfits(spec: LaunchSpec, where: str) -> list[str]:
         return [f"{where}: {error}"]
     options = {} if spec.options is None else spec.options
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        return [f"{where}.options: expected a table, found {options!r}"]
+        return [f"{where}.options: expected a table, found {shown(options)}"]
     try:
         options_from(row.options, options, launcher=row.name)
     except LaunchError as error:
@@ -194,19 +190,6 @@ def _placed(line: str, cls: type, where: str) -> str:
     return f"{where}: {line}"
 
 
-def _load(text: str, form: str) -> Any:
-    try:
-        if form == "toml":
-            return tomllib.loads(text)
-        yaml = optional("yaml", extra="files", needed_by="a launch file in YAML")
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(str(error)) from error
-    except (ValueError, TypeError, OverflowError) as error:
-        raise PlanError(f"This is not {form.upper()}: {error}") from None
-
-
 def _file(data: Any) -> tuple[LaunchFile, list[str]]:
     """The record and what is wrong with the frame around launch and plan values."""
     told: list[str] = []
@@ -214,20 +197,20 @@ def _file(data: Any) -> tuple[LaunchFile, list[str]]:
     top = _table(data, ("default", "launch", "plan", "profiles"), "", told)
     default = top.get("default", "")
     if not isinstance(default, str):
-        told.append(f"default: expected the name of a profile, found {default!r}")
+        told.append(f"default: expected the name of a profile, found {shown(default)}")
     named = top.get("profiles", {})
     if not isinstance(named, Mapping):
-        told.append(f"profiles: expected a table of profiles, found {named!r}")
+        told.append(f"profiles: expected a table of profiles, found {shown(named)}")
         named = {}
     profiles: dict[str, Section] = {}
     for name, section in named.items():
         if not isinstance(name, str) or not name:
-            told.append(f"profiles: a profile's name is a word, found {name!r}")
+            told.append(f"profiles: a profile's name is a word, found {shown(name)}")
             continue
         profiles[name] = _section(section, f"profiles.{name}", told)
     if isinstance(default, str) and default and default not in profiles:
         known = ", ".join(profiles) or "none"
-        told.append(f"default: there is no profile {default!r}; the file has {known}")
+        told.append(f"default: there is no profile {shown(default)}; the file has {known}")
     common = _section({key: top[key] for key in ("launch", "plan") if key in top}, "", told)
     return LaunchFile(common=common, profiles=profiles, default=str(default)), told
 
@@ -239,7 +222,7 @@ def _section(data: Any, at: str, told: list[str]) -> Section:
     for name in ("launch", "plan"):
         part = both.get(name, {})
         if not isinstance(part, Mapping):
-            told.append(f"{prefix}{name}: expected a table, found {part!r}")
+            told.append(f"{prefix}{name}: expected a table, found {shown(part)}")
         else:
             parts[name] = part
     return Section(**parts)
@@ -248,11 +231,11 @@ def _section(data: Any, at: str, told: list[str]) -> Section:
 def _table(data: Any, known: tuple[str, ...], at: str, told: list[str]) -> Mapping[str, Any]:
     where = at or "the file"
     if not isinstance(data, Mapping):
-        told.append(f"{where}: expected a table of {', '.join(known)}, found {data!r}")
+        told.append(f"{where}: expected a table of {', '.join(known)}, found {shown(data)}")
         return {}
     has = ", ".join(known)
     told.extend(
-        f"{where}: unknown key {key!r}{near(str(key), known)}; known are {has}"
+        f"{where}: unknown key {shown(key)}{near(key, known)}; known are {has}"
         for key in data
         if key not in known
     )

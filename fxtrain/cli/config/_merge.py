@@ -6,6 +6,8 @@ from typing import Any
 
 __all__ = ["leaves", "merge", "near", "put"]
 
+_SPELT = 100  # letters of a name that are compared: the time grows with their square
+
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Two tables as one; where both say something, `above` wins.
@@ -56,7 +58,7 @@ def leaves(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
 
 
-def near(name: str, known: tuple[str, ...] | list[str]) -> str:
+def near(name: Any, known: tuple[str, ...] | list[str]) -> str:
     """The question whether a similar name was meant, or nothing."""
-    close = get_close_matches(name, known, n=1)
+    close = get_close_matches(name[:_SPELT] if isinstance(name, str) else "", known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

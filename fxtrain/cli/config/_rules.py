@@ -10,6 +10,8 @@ from typing import Any
 
 import attrs
 
+from fxtrain.state import shown
+
 __all__ = ["Facts", "Outcome", "Rule", "megatron", "none", "of", "rules"]
 
 Facts = Mapping[str, Any]
@@ -34,14 +36,14 @@ Rule = Callable[[Any, Facts], Outcome]
 def whole(value: Any) -> int:
     """A whole number, which YAML may hold as a text."""
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(f"expected a whole number, found {value!r}")
+        raise ValueError(f"expected a whole number, found {shown(value)}")
     return int(value)
 
 
 def number(value: Any) -> float:
     """A number, which YAML may hold as a text (1e-3)."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"expected a number, found {value!r}")
+        raise ValueError(f"expected a number, found {shown(value)}")
     return float(value)
 
 
@@ -49,14 +51,14 @@ def truth(value: Any) -> bool:
     """A truth value in the ways that accelerate writes it."""
     known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
     if isinstance(value, list | dict) or str(value).lower() not in known:
-        raise ValueError(f"expected yes or no, found {value!r}")
+        raise ValueError(f"expected yes or no, found {shown(value)}")
     return known[str(value).lower()]
 
 
 def text(value: Any) -> str:
     """A text; a number in YAML may be one."""
     if not isinstance(value, str | int) or isinstance(value, bool):
-        raise ValueError(f"expected a text, found {value!r}")
+        raise ValueError(f"expected a text, found {shown(value)}")
     return str(value)
 
 

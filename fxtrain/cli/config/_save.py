@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import attrs
-import click
 
 from fxtrain._errors import PlanError
 from fxtrain._optional import optional
+from fxtrain._reading import read_text
+from fxtrain.cli._report import say
 from fxtrain.cli.config._file import FORMATS, LaunchFile, Section, parse, read_launch_file
 from fxtrain.cli.config._write import render
 
@@ -23,7 +24,7 @@ def write_new(path: str, file: LaunchFile, *, notes: list[str], force: bool) -> 
     if Path(path).exists() and not force:
         raise PlanError(f"{path} is there already. Give another name, or --force to replace it.")
     _write(path, render(file, form, notes=notes))
-    click.echo(f"Wrote {path}. `fxtrain config show` tells what counts.")
+    say(f"Wrote {path}. `fxtrain config show` tells what counts.")
 
 
 def check_profile(path: str, name: str, *, force: bool) -> None:
@@ -52,13 +53,13 @@ def write_profile(path: str, name: str, section: Section) -> None:
         text += render(LaunchFile(profiles={name: section}), form, offers=False)
         parse(text, form)
     _write(path, text)
-    click.echo(f"{path} has the profile {name}: fxtrain launch --profile {name} ...")
+    say(f"{path} has the profile {name}: fxtrain launch --profile {name} ...")
 
 
 def _without(path: str, name: str) -> str:
     """The text of a TOML file without one profile."""
     tomlkit = optional("tomlkit", extra="files", needed_by="adding a profile")
-    document = tomlkit.parse(Path(path).read_text(encoding="utf-8"))
+    document = tomlkit.parse(read_text(path))
     if name in document.get("profiles", {}):
         del document["profiles"][name]
     return tomlkit.dumps(document)

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import click
 
-from fxtrain.cli._report import as_json, print_json, print_table
+from fxtrain.cli._report import as_json, print_json, print_table, say
 from fxtrain.cli.inspect._hub import read_hub
 from fxtrain.cli.inspect._memory import (
     BYTES,
@@ -119,7 +119,7 @@ def _whole(sizes: Training) -> dict[str, int]:
 
 def _print(report: dict[str, Any], chosen: dict[str, Any]) -> None:
     largest, sizes = report["largest_layer"], report["training_bytes"]
-    click.echo(
+    say(
         f"{report['source']}: {report['parameters']:,} entries, {report['trained']:,} trained, "
         f"{_size(report['stored_bytes'])} as stored.\nLargest layer: {largest['name']}, "
         f"{largest['parameters']:,} entries, {_size(largest['bytes'])}.\n"
@@ -129,7 +129,7 @@ def _print(report: dict[str, Any], chosen: dict[str, Any]) -> None:
         ["training, each rank", ">size"],
         [*rows, ["total, without activations", _size(sizes["total"])]],
     )
-    click.echo(
+    say(
         f"With {chosen['optimizer']}, sharding {chosen['sharding']}, {chosen['ranks']} ranks, "
         f"{report['compute']} compute. Activations depend on the batch and on the code.\n"
     )

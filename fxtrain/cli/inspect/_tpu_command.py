@@ -5,12 +5,12 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 
 import attrs
 import click
 
 from fxtrain._errors import LaunchError
+from fxtrain._reading import read_text
 from fxtrain.cli._exit import Exit
 from fxtrain.cli._report import as_json, print_json
 from fxtrain.cli.config import from_flags, resolve
@@ -86,7 +86,7 @@ def TPU(
     given = {key: value for key, value in (("name", name), ("zone", zone)) if value}
     row = LAUNCHERS["tpu-pod"]
     options = options_from(row.options, {**(said or {}), **given}, launcher=row.name)
-    lines = Path(command_file).read_text(encoding="utf-8").splitlines() if command_file else []
+    lines = read_text(command_file).splitlines() if command_file else []
     argv = setup_command(
         options,
         commands=[*commands, *(line for line in lines if line.strip() and line[:1] != "#")],

@@ -1,0 +1,81 @@
+"""Files that a user names: only regular ones are opened, and no more is read than is allowed."""
+
+import errno
+import io
+import os
+import stat
+from typing import BinaryIO
+
+__all__ = ["open_file", "read_file", "read_text"]
+
+_TEXT = 16 << 20  # bytes of a file of settings
+_AT_ONCE = 1 << 20  # bytes
+_KINDS = (
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading.
+
+    A pipe would wait for somebody to write into it, and a device has no end: both are refused at
+    once, before they are opened.
+
+    Raises:
+        OSError: the file does not exist, cannot be read, or is not a regular file.
+    """
+    try:
+        _check(os.stat(path).st_mode, path)
+        # Not blocking, in case a pipe took the place of the file in the meantime.
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        descriptor = os.open(path, flags)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, f"This is not a path ({error})", str(path)) from None
+    try:
+        _check(os.fstat(descriptor).st_mode, path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: str | os.PathLike[str], most: int) -> bytes:
+    """The bytes of a regular file; memory is taken as they arrive.
+
+    Raises:
+        OSError: as `open_file`, or the file is larger than `most` bytes.
+    """
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        parts: list[bytes] = []
+        held = 0
+        # Some files of the system say that they are empty, so the size alone does not tell.
+        while size <= most and (part := file.read(min(_AT_ONCE, most - held + 1))):
+            parts.append(part)
+            held += len(part)
+            size = max(size, held)
+    if size > most:
+        raise OSError(errno.EFBIG, f"It has {size} bytes; at most {most} are read", str(path))
+    return b"".join(parts)
+
+
+def read_text(path: str | os.PathLike[str], most: int = _TEXT) -> str:
+    """The text of a regular file in UTF-8.
+
+    Raises:
+        OSError: as `read_file`.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    return io.TextIOWrapper(io.BytesIO(read_file(path, most)), encoding="utf-8").read()
+
+
+def _check(mode: int, path: str | os.PathLike[str]) -> None:
+    if stat.S_ISREG(mode):
+        return
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "It is a folder, not a file", str(path))
+    kind = next((name for test, name in _KINDS if test(mode)), "something else")
+    raise OSError(errno.EINVAL, f"It is {kind}, not a regular file", str(path))
