@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint._import_accelerate import read_accelerate
-from fxtrain.checkpoint._import_dcp import read_dcp
+from fxtrain.checkpoint._import_dcp import read_dcp, tree_of
 from fxtrain.checkpoint._import_deepspeed import is_deepspeed, read_deepspeed
 from fxtrain.checkpoint._save import save_alone
 from fxtrain.checkpoint._snapshot import MODEL, Snapshot
 from fxtrain.checkpoint._values import encode
-from fxtrain.state import Plan, Position, dumps, fingerprint
+from fxtrain.state import Plan, Position, dumps, fingerprint, shown
 
 __all__ = ["import_checkpoint"]
 
@@ -130,19 +130,11 @@ def _read(root: Path, *, optimizer: bool) -> _Found:
 def _from_dcp(root: Path, *, optimizer: bool) -> _Found:
     wanted = None if optimizer else (lambda name: name.startswith("model."))
     state = read_dcp(root, only=wanted)
-    tree: dict[Any, Any] = {}
-    for name, value in (*state.tensors.items(), *state.values.items()):
-        path = state.paths.get(name) or tuple(name.split(".", 1))
-        inside = tree
-        for key in path[:-1]:
-            inside = inside.setdefault(key, {})
-            if not isinstance(inside, dict):
-                raise CheckpointError(f"{root}: {name} lies inside a value.")
-        inside[path[-1]] = value
+    tree = tree_of(root, state, lambda name: tuple(name.split(".", 1)))
     model = tree.get("model")
     if not isinstance(model, dict):
         raise CheckpointError(
-            f"{root} has no entry 'model', but {', '.join(map(str, tree))}. Read it with "
+            f"{root} has no entry 'model', but {shown(list(tree))}. Read it with "
             f"fx.checkpoint.read_dcp and load it with fx.load_model(..., prefix=...)."
         )
     optim = tree.get("optimizer", tree.get("optim"))
@@ -164,16 +156,19 @@ def _flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 def _grouped(optim: Mapping[str, Any]) -> dict[str, Any]:
     """Groups as a list: torch notes the places in a list as keys."""
-    groups = optim.get("param_groups", {})
-    if isinstance(groups, dict):
-        groups = [groups[place] for place in sorted(groups)]
-    listed = []
-    for group in groups:
-        params = group.get("params", [])
-        if isinstance(params, dict):
-            params = [params[place] for place in sorted(params)]
-        listed.append({**group, "params": list(params)})
-    return {"state": optim.get("state", {}), "param_groups": listed}
+    groups = [
+        {**group, "params": _listed(group.get("params", []))} if isinstance(group, dict) else group
+        for group in _listed(optim.get("param_groups", []))
+    ]
+    return {"state": optim.get("state", {}), "param_groups": groups}
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, dict) and all(type(place) is int for place in value):
+        return [value[place] for place in sorted(value)]
+    if isinstance(value, list | tuple):
+        return list(value)
+    raise CheckpointError(f"The state of the optimizer has no list of groups: {shown(value)}.")
 
 
 def _tied(tensors: Mapping[str, Tensor], module: nn.Module | None) -> dict[str, str]:
@@ -191,7 +186,12 @@ def _tied(tensors: Mapping[str, Tensor], module: nn.Module | None) -> dict[str, 
 def _optimizer(
     state: Mapping[str, Any], index: int, module: nn.Module | None, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    _check_shape(state)
     names = _names_of(state, module)
+    if strange := [key for key in state["state"] if key not in names]:
+        raise CheckpointError(
+            f"The optimizer has a state of {shown(strange[0])}, which is in none of its groups."
+        )
     held: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for key, entries in state["state"].items():
@@ -209,6 +209,27 @@ def _optimizer(
     return held, {"kind": "", "groups": groups, "state": values}
 
 
+def _check_shape(state: Any) -> None:
+    """Refuse what is no state dict of an optimizer, before it is taken apart."""
+    entries = state.get("state") if isinstance(state, Mapping) else None
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    if (
+        not isinstance(entries, Mapping)
+        or not all(isinstance(one, Mapping) for one in entries.values())
+        or not isinstance(groups, list | tuple)
+        or not all(
+            isinstance(group, Mapping)
+            and isinstance(group.get("params"), list | tuple)
+            and all(isinstance(key, int | str) for key in group["params"])
+            for group in groups
+        )
+    ):
+        raise CheckpointError(
+            f"This is no state dict of an optimizer, with `state` and `param_groups`: "
+            f"{shown(state)}. Pass optimizer=False to import the weights alone."
+        )
+
+
 def _names_of(state: Mapping[str, Any], module: nn.Module | None) -> dict[Any, str]:
     keys = [key for group in state["param_groups"] for key in group["params"]]
     if all(isinstance(key, str) for key in keys):
@@ -219,7 +240,7 @@ def _names_of(state: Mapping[str, Any], module: nn.Module | None) -> dict[Any, s
             "module=, so that their order is known, or optimizer=False to leave it out."
         )
     order = [name for name, p in module.named_parameters() if p.requires_grad]
-    if sorted(keys) != list(range(len(order))):
+    if any(type(key) is not int for key in keys) or sorted(keys) != list(range(len(order))):
         raise CheckpointError(
             f"The optimizer holds {len(keys)} parameters, and the model has {len(order)} that "
             f"are trained. Pass the model as it was then."

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fxtrain._errors import CheckpointError
 from fxtrain._optional import optional
-from fxtrain.checkpoint._import_dcp import load_weights_only, read_dcp
+from fxtrain.checkpoint._import_dcp import read_dcp, tree_of
 from fxtrain.checkpoint._model_source import inside, open_source
+from fxtrain.checkpoint._pickles import load_weights_only
 
 __all__ = ["AcceleratorState", "read_accelerate"]
 
@@ -83,7 +84,7 @@ def read_accelerate(folder: Any) -> AcceleratorState:
             into = models if found[1] == "pytorch_model_fsdp" else states["optimizer"]
             _put(into, int(found[2]), _spread(root / name, found[1]), root, found[1])
         elif found := _STATES.fullmatch(name):
-            state = load_weights_only(inside(root, name), str(root / name))
+            state = _state(root, name)
             _put(states[found[1]], int(found[2] or 0), state, root, found[1])
     if not models:
         raise CheckpointError(
@@ -91,11 +92,14 @@ def read_accelerate(folder: Any) -> AcceleratorState:
             f"pytorch_model.bin and no pytorch_model_fsdp_0. It holds "
             f"{', '.join(names[:10]) or 'nothing'}."
         )
-    random = _numbered(root, names, _RANDOM)
+    random = {
+        rank: _mapping(state, root / f"random_states_{rank}.pkl")
+        for rank, state in _numbered(root, names, _RANDOM).items()
+    }
     steps = [state["step"] for state in random.values() if "step" in state]
     scaler = None
     if "scaler.pt" in names:
-        scaler = load_weights_only(inside(root, "scaler.pt"), str(root / "scaler.pt"))
+        scaler = _state(root, "scaler.pt")
     return AcceleratorState(
         models=_in_order(models, root, "model"),
         optimizers=_in_order(states["optimizer"], root, "optimizer"),
@@ -106,6 +110,16 @@ def read_accelerate(folder: Any) -> AcceleratorState:
         step=steps[0] if steps else None,
         custom=_in_order(_numbered(root, names, _CUSTOM), root, "custom checkpoint"),
     )
+
+
+def _state(root: Path, name: str) -> Mapping[str, Any]:
+    return _mapping(load_weights_only(inside(root, name), str(root / name)), root / name)
+
+
+def _mapping(state: Any, path: Path) -> Mapping[str, Any]:
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict.")
+    return state
 
 
 def _model(path: Path) -> dict[str, Tensor]:
@@ -120,14 +134,8 @@ def _spread(folder: Path, kind: str) -> dict[str, Any]:
     found = read_dcp(folder)
     if kind == "pytorch_model_fsdp":
         return {name.removeprefix("model."): tensor for name, tensor in found.tensors.items()}
-    tree: dict[Any, Any] = {}
-    for name, value in {**found.tensors, **found.values}.items():
-        *keys, last = found.paths.get(name, (name,))
-        node = tree
-        for key in keys:
-            node = node.setdefault(key, {})
-        node[last] = value
-    return _lists(tree.get("optimizer", tree))
+    tree = tree_of(folder, found, lambda name: (name,))
+    return _mapping(_lists(tree.get("optimizer", tree)), folder)
 
 
 def _lists(tree: Any) -> Any:
@@ -160,6 +168,8 @@ def _numbered(root: Path, names: list[str], pattern: re.Pattern[str]) -> dict[in
 
 def _tensors(tree: Any, array: type) -> Any:
     if isinstance(tree, array):
+        if tree.dtype.kind not in "biuf" or not hasattr(torch, str(tree.dtype)):
+            raise CheckpointError(f"Random states hold an array of {tree.dtype}, not of numbers.")
         return torch.tensor(tree.tolist(), dtype=getattr(torch, str(tree.dtype)))  # type: ignore[attr-defined]
     if isinstance(tree, dict):
         return {key: _tensors(value, array) for key, value in tree.items()}

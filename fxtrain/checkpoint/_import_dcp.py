@@ -7,7 +7,9 @@ into stand-ins that can do nothing, and every number in it is checked before it 
 import io
 import itertools
 import math
+import os
 import pickle
+import pickletools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -17,12 +19,16 @@ import torch
 from torch import Tensor
 
 from fxtrain._errors import CheckpointError
+from fxtrain._reading import open_file, read_file
 from fxtrain.checkpoint._model_source import inside
+from fxtrain.checkpoint._pickles import load_weights_only
+from fxtrain.state import shown
 
-__all__ = ["DcpState", "load_weights_only", "read_dcp"]
+__all__ = ["DcpState", "read_dcp", "tree_of"]
 
 _METADATA = ".metadata"
 _LARGEST = 1_000_000_000  # bytes of an index
+_MOST = 1 << 63  # of a size or a place
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
@@ -30,6 +36,10 @@ _RECORDS = {
     ),
     "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
 }
+# Opcodes that torch's index has no use for, and those that name a place in the memo.
+_NEVER = ("BYTEARRAY8", "NEXT_BUFFER", "EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID", "INST", "OBJ")
+_PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
+_REASON = 500  # letters of what a pickle says when it fails
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 
@@ -121,22 +131,6 @@ def read_dcp(
     return DcpState(tensors=tensors, values=values, paths=paths, refused=refused)
 
 
-def load_weights_only(file: Any, what: str) -> Any:
-    """What `torch.load(weights_only=True)` makes of a file, on the CPU.
-
-    Raises:
-        CheckpointError: torch refuses it.
-    """
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle raises whatever it happens to meet
-        words = str(error).strip().splitlines() or [type(error).__name__]
-        telling = [line for line in words if "Unsupported" in line or "GLOBAL" in line]
-        raise CheckpointError(
-            f"{what}: torch.load(weights_only=True) refuses it: {(telling or words)[0]}"
-        ) from error
-
-
 class _Record:
     """Stands for an object of the pickle: its kind, and what was said of it."""
 
@@ -177,15 +171,30 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _read_index(path: Path) -> _Record:
-    if path.stat().st_size > _LARGEST:
-        raise _damaged(path, f"an index of more than {_LARGEST} bytes is not read")
     try:
-        found = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        raw = read_file(path, _LARGEST)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}.") from error
+    try:
+        _check_opcodes(raw)
+        found = _Unpickler(io.BytesIO(raw)).load()
     except Exception as error:  # a damaged pickle raises whatever it happens to call
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+        raise _damaged(path, f"{type(error).__name__}: {str(error)[:_REASON]}") from error
     if getattr(found, "kind", None) != "Metadata":
         raise _damaged(path, "it is a pickle of something else")
     return found
+
+
+def _check_opcodes(raw: bytes) -> None:
+    """Refuse a pickle that has memory taken for more than it holds, before it is run.
+
+    The memo becomes as long as its largest index, and a byte array as long as it says.
+    """
+    for count, (opcode, argument, place) in enumerate(pickletools.genops(raw)):
+        if opcode.name in _NEVER:
+            raise pickle.UnpicklingError(f"it uses {opcode.name} at {place}")
+        if opcode.name in _PUTS and not 0 <= argument <= count:
+            raise pickle.UnpicklingError(f"it stores number {argument} at {place}, out of order")
 
 
 def _chunks(path: Path, index: _Record) -> list[_Chunk]:
@@ -197,13 +206,13 @@ def _chunks(path: Path, index: _Record) -> list[_Chunk]:
         if not isinstance(name, str) or not isinstance(file, str):
             raise _damaged(path, "an entry has no name or no file")
         if offsets is not None and not _counts(offsets):
-            raise _damaged(path, f"the offsets of {name!r} are not places in a tensor")
+            raise _damaged(path, f"the offsets of {shown(name)} are not places in a tensor")
         if not _counts(place):
-            raise _damaged(path, f"{name!r} does not say where it lies in {file}")
+            raise _damaged(path, f"{shown(name)} does not say where it lies in {shown(file)}")
         if where.get("transform_descriptors"):
             raise CheckpointError(
-                f"{path}: {name!r} is stored with {where['transform_descriptors']}, which only "
-                f"torch can undo. Save the checkpoint again without it."
+                f"{path}: {shown(name)} is stored with {shown(where['transform_descriptors'])}, "
+                f"which only torch can undo. Save the checkpoint again without it."
             )
         start, length = place
         found.append(_Chunk(name=name, offsets=offsets, file=file, start=start, length=length))
@@ -215,20 +224,20 @@ def _tensor(root: Path, name: str, told: _Record, chunks: list[_Chunk]) -> Tenso
     size, dtype = told.fields.get("size"), _dtype(told.fields.get("properties"))
     parts = told.fields.get("chunks")
     if not _counts(size) or dtype is None or not isinstance(parts, list):
-        raise _damaged(root, f"the index does not describe the tensor {name!r}")
+        raise _damaged(root, f"the index does not describe the tensor {shown(name)}")
     sizes = _places(root, name, parts)
     held = {chunk.offsets: chunk for chunk in chunks}
     if held.keys() != sizes.keys() or not _fills(sizes, size):
-        raise _damaged(root, f"the parts of {name!r} do not make up its shape {list(size)}")
+        raise _damaged(root, f"the parts of {shown(name)} do not make up its shape {shown(size)}")
     if math.prod(size) * dtype.itemsize > sum(chunk.length for chunk in chunks):
-        raise _damaged(root, f"{name!r} is said to be larger than its parts in the files")
+        raise _damaged(root, f"{shown(name)} is said to be larger than its parts in the files")
     data = {offsets: _bytes(root, chunk) for offsets, chunk in held.items()}
     whole = torch.empty(size, dtype=dtype)
     for offsets, extent in sizes.items():
         part = load_weights_only(io.BytesIO(data.pop(offsets)), f"{root}: {name}")
         kind = (getattr(part, "dtype", None), tuple(getattr(part, "shape", ())))
         if not isinstance(part, Tensor) or kind != (dtype, extent):
-            raise _damaged(root, f"a part of {name!r} is not what the index says of it")
+            raise _damaged(root, f"a part of {shown(name)} is not what the index says of it")
         target = whole
         for dim, (start, length) in enumerate(zip(offsets, extent, strict=True)):
             target = target.narrow(dim, start, length)
@@ -238,17 +247,20 @@ def _tensor(root: Path, name: str, told: _Record, chunks: list[_Chunk]) -> Tenso
 
 def _only_one(root: Path, name: str, chunks: list[_Chunk]) -> bytes:
     if len(chunks) != 1:
-        raise _damaged(root, f"the value {name!r} is in {len(chunks)} places")
+        raise _damaged(root, f"the value {shown(name)} is in {len(chunks)} places")
     return _bytes(root, chunks[0])
 
 
 def _bytes(root: Path, chunk: _Chunk) -> bytes:
     path = inside(root, chunk.file)
-    if chunk.start + chunk.length > path.stat().st_size:
-        raise _damaged(root, f"{chunk.name!r} lies beyond the end of {chunk.file}")
-    with path.open("rb") as file:
-        file.seek(chunk.start)
-        return file.read(chunk.length)
+    try:
+        with open_file(path) as file:
+            if chunk.start + chunk.length > os.fstat(file.fileno()).st_size:
+                raise _damaged(root, f"{shown(chunk.name)} lies beyond the end of {chunk.file}")
+            file.seek(chunk.start)
+            return file.read(chunk.length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}.") from error
 
 
 def _places(root: Path, name: str, parts: list[Any]) -> dict[tuple[int, ...], tuple[int, ...]]:
@@ -258,7 +270,7 @@ def _places(root: Path, name: str, parts: list[Any]) -> dict[tuple[int, ...], tu
         told = part.fields if isinstance(part, _Record) else {}
         offsets, extent = told.get("offsets"), told.get("sizes")
         if not _counts(offsets) or not _counts(extent) or len(offsets) != len(extent):
-            raise _damaged(root, f"a part of {name!r} has no place")
+            raise _damaged(root, f"a part of {shown(name)} has no place")
         sizes[offsets] = extent
     return sizes
 
@@ -309,12 +321,36 @@ def _paths(data: Any, names: Mapping[str, Any]) -> dict[str, tuple[str | int, ..
         for name, keys in data.items()
         if name in names
         and isinstance(keys, tuple)
+        and keys
         and all(isinstance(key, str | int) for key in keys)
     }
 
 
+def tree_of(root: Path, state: DcpState, split: Callable[[str], tuple[str, ...]]) -> dict[Any, Any]:
+    """The nested state dict that was saved.
+
+    Args:
+        root: The folder, for messages.
+        state: What was read from it.
+        split: The keys of a name for which torch noted none.
+
+    Raises:
+        CheckpointError: a name lies inside the value of another.
+    """
+    tree: dict[Any, Any] = {}
+    for name, value in (*state.tensors.items(), *state.values.items()):
+        *keys, last = state.paths.get(name) or split(name)
+        node: Any = tree
+        for key in keys:
+            node = node.setdefault(key, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or last in node:
+            raise CheckpointError(f"{root}: {shown(name)} lies inside another value.")
+        node[last] = value
+    return tree
+
+
 def _counts(value: Any) -> TypeGuard[tuple[int, ...]]:
-    return isinstance(value, tuple) and all(type(one) is int and one >= 0 for one in value)
+    return isinstance(value, tuple) and all(type(one) is int and 0 <= one < _MOST for one in value)
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from fxtrain._errors import CheckpointError
-from fxtrain.checkpoint._import_dcp import load_weights_only
+from fxtrain._reading import read_text
 from fxtrain.checkpoint._model_source import inside
+from fxtrain.checkpoint._pickles import load_weights_only
+from fxtrain.state import shown
 
 __all__ = ["DeepSpeedState", "is_deepspeed", "read_deepspeed"]
 
@@ -24,6 +26,7 @@ _FILE = re.compile(
     r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt"
 )
 _OTHERS = re.compile(r"layer_.*_states\.pt|expp_rank_.*_states\.pt")
+_LONGEST_TAG = 4096  # bytes
 _MASTER = "fp32"  # among the flat states of an optimizer
 
 
@@ -57,6 +60,10 @@ class _Files:
 
     models: list[dict[str, Any]]
     optims: list[dict[str, Any]]
+
+
+# What contents of another shape raise when they are put together.
+_MISSHAPEN = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 
 
 class _Inert:
@@ -105,21 +112,22 @@ def read_deepspeed(folder: Any, *, optimizer: bool = True) -> DeepSpeedState:
     files = _load(root)
     try:
         return _put_together(files, optimizer=optimizer)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except _MISSHAPEN as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"{root} is not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: {error}). "
-            f"Run its zero_to_fp32.py, and read what that writes with fx.load_model."
+            f"{root} is not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: "
+            f"{str(error)[:500]}). Run its zero_to_fp32.py, and read what that writes with "
+            f"fx.load_model."
         ) from error
 
 
 def _tagged(root: Path) -> Path:
     latest = root / "latest"
     if latest.is_file():
-        tag = inside(root, "latest").read_text().strip()
-        if not (root / tag).is_dir() or Path(tag).name != tag:
-            raise CheckpointError(f"{latest} names {tag!r}, and {root} holds no such folder.")
+        tag = _tag(inside(root, "latest"))
+        if not tag or Path(tag).name != tag or not (root / tag).is_dir():
+            raise CheckpointError(f"{latest} names {shown(tag)}, and {root} holds no such folder.")
         return root / tag
     if any(root.glob("*mp_rank_*_states.pt")):
         return root
@@ -127,6 +135,14 @@ def _tagged(root: Path) -> Path:
         f"{root} holds no checkpoint of DeepSpeed: neither a file 'latest', which names a folder "
         f"in it, nor *_model_states.pt."
     )
+
+
+def _tag(path: Path) -> str:
+    try:
+        tag = read_text(path, _LONGEST_TAG).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: {error}.") from error
+    return "" if "\0" in tag else tag
 
 
 def _load(root: Path) -> _Files:
@@ -178,6 +194,9 @@ def _put_together(files: _Files, *, optimizer: bool) -> DeepSpeedState:
         masters, state = merge(parts, shapes)
         tensors = {n: t for n, t in first["module"].items() if stage < 3 or n in buffers}
         tensors = {**tensors, **_frozen(files.models, stage), **masters}
+    strange = [name for name, one in tensors.items() if not isinstance(one, Tensor)]
+    if strange or not all(isinstance(name, str) for name in tensors):
+        raise TypeError(f"other things than tensors by name under {shown(strange or [*tensors])}")
     tied = {str(name): str(kept) for name, kept in (first["shared_params"] or {}).items()}
     tensors = {name: t for name, t in tensors.items() if tied.get(name) not in tensors}
     return DeepSpeedState(

@@ -17,7 +17,7 @@ import xxhash
 
 from fxtrain._errors import CheckpointError, PlanError
 from fxtrain.checkpoint._bytes import DTYPES
-from fxtrain.state import Position, structure, unique_keys, unstructure
+from fxtrain.state import Position, parse_json, structure, unstructure
 
 __all__ = ["CHUNK", "FORMAT", "MANIFEST", "Entry", "File", "Manifest", "Part", "digest_of"]
 __all__ += ["dump_manifest", "load_manifest"]
@@ -169,7 +169,7 @@ def _body(raw: bytes) -> memoryview:
 
 def _parse(body: memoryview) -> dict[str, Any]:
     try:
-        data = json.loads(bytes(body), object_pairs_hook=unique_keys, parse_constant=_no_constant)
+        data = parse_json(bytes(body))
     except RecursionError:
         raise CheckpointError("The manifest is nested too deep.") from None
     except ValueError as error:
@@ -177,10 +177,6 @@ def _parse(body: memoryview) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError("The manifest is not a JSON object.")
     return data
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _manifest(data: dict[str, Any]) -> Manifest:

@@ -17,10 +17,12 @@ from typing import Any
 import attrs
 
 from fxtrain._errors import CheckpointError
+from fxtrain._reading import read_file
 from fxtrain.checkpoint._safetensors import Entry, parse_json
 
 __all__ = [
     "INDEX",
+    "LARGEST_INDEX",
     "MARKER",
     "SINGLE",
     "ModelFile",
@@ -35,6 +37,7 @@ __all__ = [
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+LARGEST_INDEX = 100_000_000  # bytes
 # There while a folder holds both a single file and an index, and the single file counts.
 MARKER = ".fxtrain-exporting"
 _STAGING = ".fxtrain-export."
@@ -217,8 +220,8 @@ def _earlier_index(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        table = parse_json(path.read_bytes(), path)
-    except CheckpointError:
+        table = parse_json(read_file(path, LARGEST_INDEX), path)
+    except (CheckpointError, OSError):
         return None
     places = table.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):

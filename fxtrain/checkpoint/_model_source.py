@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -13,15 +12,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fxtrain._errors import CheckpointError
-from fxtrain.checkpoint._model_folder import INDEX, MARKER, SINGLE
+from fxtrain._reading import read_file
+from fxtrain.checkpoint._model_folder import INDEX, LARGEST_INDEX, MARKER, SINGLE
 from fxtrain.checkpoint._model_tensors import Part, is_sharded
+from fxtrain.checkpoint._pickles import load_weights_only
 from fxtrain.checkpoint._safetensors import Entry, parse_json, read_header
+from fxtrain.state import shown
 
 __all__ = ["Source", "inside", "open_source", "renamed"]
 
 _PICKLES = (".bin", ".pt", ".pth")
 _PICKLE_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_LARGEST = 100_000_000  # bytes of an index
 
 Read = Callable[[str, Part | None], Tensor]
 
@@ -59,12 +60,12 @@ def open_source(source: Any) -> Iterator[Source]:
             f"{type(source).__name__}."
         )
     path = Path(source)
-    if path.is_dir():
+    if os.path.isdir(path):
         path = _in_folder(path)
-    if not path.exists():
+    if not os.path.exists(path):
         raise CheckpointError(
-            f"load_model: {str(source)!r} is neither a file nor a folder here. A model on a hub "
-            f"is downloaded first."
+            f"load_model: {shown(str(source))} is neither a file nor a folder here. A model on a "
+            f"hub is downloaded first."
         )
     places = _read_index(path) if path.suffix == ".json" else {path: None}
     with contextlib.ExitStack() as stack:
@@ -128,9 +129,11 @@ def _in_folder(folder: Path) -> Path:
 
 def _read_index(path: Path) -> dict[Path, list[str]]:
     """Per file of an index, the names of the tensors to read from it."""
-    if path.stat().st_size > _LARGEST:
-        raise CheckpointError(f"{path}: an index of more than {_LARGEST} bytes is not read.")
-    places = parse_json(path.read_bytes(), path).get("weight_map")
+    try:
+        raw = read_file(path, LARGEST_INDEX)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}.") from error
+    places = parse_json(raw, path).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise CheckpointError(f"{path} has no weight_map from tensor names to file names.")
     files: dict[str, list[str]] = {}
@@ -143,9 +146,13 @@ def inside(folder: Path, name: str) -> Path:
     """A file in a folder, and not one that the name or a link leads to elsewhere."""
     for kind in (PurePosixPath, PureWindowsPath):
         if kind(name).anchor or ".." in kind(name).parts or not kind(name).name:
-            raise CheckpointError(f"{folder}: the file name {name!r} leads out of the folder.")
-    root = folder.resolve()
-    real = (root / name).resolve()
+            raise CheckpointError(f"{folder}: the file name {shown(name)} leads out of the folder.")
+    try:
+        root = folder.resolve()
+        real = (root / name).resolve()
+        there = real.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, links in a ring
+        raise CheckpointError(f"{folder}: the file name {shown(name)} is none: {error}.") from error
     # The cache of a model hub keeps a snapshot as links into the blobs beside it.
     in_cache = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
     if not real.is_relative_to(root) and not in_cache:
@@ -153,8 +160,8 @@ def inside(folder: Path, name: str) -> Path:
             f"{folder}: {name} is a link to {real}, outside the folder. Pass the path of the "
             f"file itself if you mean it."
         )
-    if not real.is_file():
-        raise CheckpointError(f"{folder}: the file {name} is not there.")
+    if not there:
+        raise CheckpointError(f"{folder}: the file {shown(name)} is not there.")
     return folder / name
 
 
@@ -173,7 +180,7 @@ def _open_file(path: Path, names: list[str] | None, stack: contextlib.ExitStack)
         return file
     if absent := [name for name in names if name not in file.entries]:
         raise CheckpointError(
-            f"{path}: the index says that {absent[0]!r} is here, and it is not"
+            f"{path}: the index says that {shown(absent[0])} is here, and it is not"
             f"{f' (nor {len(absent) - 1} others)' if absent[1:] else ''}. The index and the "
             f"file are of two different models."
         )
@@ -202,14 +209,7 @@ def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
 
 
 def _of_pickle(path: Path) -> Source:
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"{path}: torch.load(weights_only=True, mmap=True) refuses it: {reason} A file that "
-            f"only runs as a program is not read here; convert it where you trust it."
-        ) from error
+    found = load_weights_only(path, str(path), mmap=True)
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not tensors by name.")
     return _of_tensors(dict(found), str(path))
@@ -218,9 +218,9 @@ def _of_pickle(path: Path) -> Source:
 def _of_tensors(tensors: dict[Any, Any], what: str) -> Source:
     strange = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
     if strange or not all(isinstance(name, str) for name in tensors):
-        shown = ", ".join(repr(name) for name in (strange or list(tensors))[:5])
+        names = ", ".join(shown(name) for name in (strange or list(tensors))[:5])
         raise CheckpointError(
-            f"{what} should map names to tensors, and has other things under {shown}. Pass the "
+            f"{what} should map names to tensors, and has other things under {names}. Pass the "
             f"part of it that is the model's state dict."
         )
 

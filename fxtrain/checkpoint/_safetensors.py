@@ -9,7 +9,6 @@ import contextlib
 import json
 import math
 import os
-import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,14 +19,18 @@ import torch
 from torch import Tensor
 
 from fxtrain._errors import CheckpointError
+from fxtrain._reading import open_file
 from fxtrain.checkpoint._bytes import WORDS, WRITTEN, contiguous, memory_of
-from fxtrain.state import unique_keys
+from fxtrain.state import parse_json as parse
+from fxtrain.state import shown
 
 __all__ = ["Entry", "Header", "parse_json", "read_header", "writing"]
 
 _LARGEST = 100_000_000  # bytes of a header, the limit of the safetensors package
 _DEEPEST = 64  # dimensions, torch's own limit
+_MOST = 1 << 63  # of a size or a place
 _METADATA = "__metadata__"
+_WORD = 200  # letters of a name in a message
 
 
 @attrs.frozen(kw_only=True)
@@ -75,10 +78,7 @@ def read_header(path: Path) -> Header:
         CheckpointError: the file is not there, cut off, or its header does not hold together.
     """
     try:
-        # Asked of the path: opening a pipe would wait for somebody to write into it.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise _damaged(path, "it is not a regular file")
-        with path.open("rb") as file:
+        with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _LARGEST):
@@ -142,9 +142,11 @@ def parse_json(raw: bytes, path: Path) -> dict[str, Any]:
         CheckpointError: it is something else.
     """
     try:
-        return _mapping(json.loads(raw.decode(), object_pairs_hook=unique_keys), path, "the header")
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"this is not the JSON it should be: {error}") from None
+        return _mapping(parse(raw), path, "the header")
+    except RecursionError:
+        raise _damaged(path, "this is not the JSON it should be: nested too deeply") from None
+    except ValueError as error:
+        raise _damaged(path, f"this is not the JSON it should be: {str(error)[:500]}") from None
 
 
 def _header(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
@@ -171,19 +173,20 @@ def _header(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -
 def _entry(path: Path, name: str, data: Any) -> Entry:
     fields = _mapping(data, path, name)
     if set(fields) != {"dtype", "shape", "data_offsets"}:
-        raise _damaged(path, f"the tensor {name!r} has the fields {sorted(fields)}")
+        raise _damaged(path, f"the tensor {shown(name)} has the fields {shown(sorted(fields))}")
     shape, offsets, dtype = fields["shape"], fields["data_offsets"], fields["dtype"]
     if not isinstance(dtype, str) or dtype not in WORDS:
-        raise _damaged(path, f"the dtype {dtype!r} of {name!r} is not one that can be read")
+        raise _damaged(path, f"the dtype {shown(dtype)} of {shown(name)} cannot be read")
     if not _counts(shape) or len(shape) > _DEEPEST:
-        raise _damaged(path, f"the shape of {name!r} is not a list of sizes")
+        raise _damaged(path, f"the shape of {shown(name)} is not a list of sizes")
     if not _counts(offsets) or len(offsets) != 2:
-        raise _damaged(path, f"the offsets of {name!r} are not two places in the file")
+        raise _damaged(path, f"the offsets of {shown(name)} are not two places in the file")
     entry = Entry(name=name, dtype=WORDS[dtype], shape=tuple(shape), start=offsets[0])
     if offsets[1] - offsets[0] != entry.nbytes:
         raise _damaged(
             path,
-            f"{name!r} needs {entry.nbytes} bytes as {dtype} {shape} and has the offsets {offsets}",
+            f"{shown(name)} needs {entry.nbytes} bytes as {dtype} {shown(shape)} and has the "
+            f"offsets {offsets}",
         )
     return entry
 
@@ -194,19 +197,19 @@ def _check_layout(path: Path, entries: Sequence[Entry], size: int) -> None:
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):
         if entry.start != stop:
             found = "overlaps another tensor" if entry.start < stop else "leaves a gap before it"
-            raise _damaged(path, f"{entry.name!r} {found}")
+            raise _damaged(path, f"{shown(entry.name)} {found}")
         stop += entry.nbytes
     if stop != size:
         raise _damaged(path, f"its tensors fill {stop} bytes, and the file has room for {size}")
 
 
 def _counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+    return isinstance(value, list) and all(type(one) is int and 0 <= one < _MOST for one in value)
 
 
 def _mapping(value: Any, path: Path, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _damaged(path, f"{what} is a {type(value).__name__}, not an object")
+        raise _damaged(path, f"{what[:_WORD]} is a {type(value).__name__}, not an object")
     return value
 
 

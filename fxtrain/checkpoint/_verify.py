@@ -1,6 +1,5 @@
 """Looking at every byte of a checkpoint."""
 
-import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +12,12 @@ from fxtrain.checkpoint._manifest import CHUNK, MANIFEST, Entry, Manifest, Part,
 from fxtrain.checkpoint._names import checkpoint_at, read_manifest
 from fxtrain.checkpoint._place import Place
 from fxtrain.checkpoint._read import file_problems, header_of
-from fxtrain.state import Position
+from fxtrain.state import Position, parse_json
 
 __all__ = ["Verified", "verify"]
+
+# What a header that is none of safetensors raises when it is taken apart.
+_MALFORMED = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 @attrs.frozen(kw_only=True)
@@ -110,10 +112,10 @@ def _header_problems(
     try:
         spans = {
             (*map(int, value["data_offsets"]), str(value["dtype"]))
-            for key, value in json.loads(header[8:]).items()
+            for key, value in parse_json(header[8:]).items()
             if key != "__metadata__"
         }
-    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except _MALFORMED as error:
         yield f"  the header of {file} is none of safetensors: {str(error)[:200]}"
         return
     if int.from_bytes(header[:8], "little") != len(header) - 8:

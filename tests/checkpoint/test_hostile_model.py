@@ -36,7 +36,7 @@ HOSTILE = {
     "no fields": ({"w": {}}, None, "has the fields"),
     "more fields": (_one(extra=1), None, "has the fields"),
     "a dtype": (_one(dtype="Q4"), None, "'Q4' of 'w'"),
-    "no dtype": (_one(dtype=["U8"]), None, "of 'w' is not one"),
+    "no dtype": (_one(dtype=["U8"]), None, "of 'w' cannot be read"),
     "negative shape": (_one(shape=[-4]), None, "shape of 'w'"),
     "a shape of truth": (_one(shape=[True] * 4), None, "shape of 'w'"),
     "a shape of text": (_one(shape="4"), None, "shape of 'w'"),
@@ -122,7 +122,7 @@ def test_the_cache_of_a_hub_is_read_through_its_links(tmp_path):
         ("{}", "no weight_map"),
         ('{"weight_map": {"w0": 3}}', "no weight_map"),
         ('{"weight_map": {"w0": "a", "w0": "b"}}', "appears twice"),
-        ('{"weight_map": {"w0": "absent.safetensors"}}', "absent.safetensors is not there"),
+        ('{"weight_map": {"w0": "absent.safetensors"}}', "absent.safetensors' is not there"),
         ('{"weight_map": {"w7": "a.safetensors"}}', "the index says that 'w7' is here"),
     ],
 )

@@ -194,7 +194,7 @@ def test_the_index_of_these_tests_is_read(tmp_path):
         ({"file": "../out"}, "out of the folder"),
         ({"file": "/etc/passwd"}, "out of the folder"),
         ({"file": "link"}, "outside the folder"),
-        ({"file": "absent"}, "is not there"),
+        ({"file": "absent"}, "absent' is not there"),
         ({"offset": -1}, "where it lies"),
         ({"offset": 10**9}, "beyond the end"),
         ({"length": 10**12}, "beyond the end"),

@@ -1,0 +1,183 @@
+"""Files of settings, damaged at random: read, or refused in a few lines that are safe to print."""
+
+import contextlib
+import io
+import json
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fxtrain as fx
+from fxtrain.cli import main
+from fxtrain.cli.config import LaunchFile, Section, read_launch_file, render
+from fxtrain.launch import LaunchSpec, prepare
+from fxtrain.state._yaml import parse_yaml
+from tests._damage import damaged, misshapen, only
+from tests.cli._files import GOOD
+
+PLAN = fx.Plan(
+    strategy=fx.FSDP(wrap=("Block",)), precision="bf16", accumulate=2, compile=fx.Compile()
+)
+LAUNCH = LaunchFile(
+    common=Section(launch={"ranks": 2, "args": ["a"]}, plan={"strategy": {"kind": "ddp"}}),
+    profiles={"big": Section(plan={"accumulate": 4})},
+    default="big",
+)
+ACCELERATE = {
+    "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_processes": 4,
+    "num_machines": 2, "mixed_precision": "no", "use_cpu": False, "main_process_ip": "10.0.0.1",
+    "fsdp_config": {"fsdp_version": 2, "fsdp_transformer_layer_cls_to_wrap": "Block"},
+    "dynamo_config": {"dynamo_backend": "INDUCTOR"}, "tpu_env": [], "main_process_port": None,
+}  # fmt: skip
+DEEPSPEED = {
+    "train_batch_size": "auto", "gradient_clipping": 1.0, "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.99]}},
+}  # fmt: skip
+HOSTS = "a slots=2\nb slots=2  # the other\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A place for one damaged file after another."""
+    return tmp_path_factory.mktemp("files")
+
+
+def _main(*argv):
+    """The command line: an exit code, whatever the file holds, and output that is safe."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert main(list(argv)) in (0, 1, 2)
+    text = out.getvalue() + err.getvalue()
+    assert len(text) < 20_000 and all(one.isprintable() or one in "\n\t" for one in text)
+
+
+def _write(path, raw):
+    path.write_bytes(raw) if isinstance(raw, bytes) else path.write_text(raw)
+    return path
+
+
+@pytest.mark.parametrize("form", ["json", "toml", "yaml"])
+@given(data=st.data())
+def test_a_damaged_plan_is_read_or_refused(folder, form, data):
+    path = _write(folder / f"plan.{form}", data.draw(damaged(fx.dumps(PLAN, form).encode())))
+    only(fx.PlanError, fx.read_plan, path)
+
+
+@pytest.mark.parametrize("form", ["toml", "yaml"])
+@given(data=st.data())
+def test_a_damaged_launch_file_is_read_or_refused(folder, form, data):
+    raw = GOOD if form == "toml" else render(LAUNCH, "yaml")
+    path = _write(folder / f"launch.{form}", data.draw(damaged(raw.encode())))
+    if only(fx.PlanError, read_launch_file, path):
+        _main("config", "show", "-c", str(path))
+    _main("config", "check", str(path))
+
+
+@pytest.mark.parametrize("how", ["bytes", "values"])
+@given(data=st.data())
+def test_a_damaged_config_of_accelerate_is_converted_or_refused(folder, how, data):
+    if how == "bytes":
+        raw = data.draw(damaged(yaml.safe_dump(ACCELERATE).encode()))
+    else:
+        raw = json.dumps(data.draw(misshapen(ACCELERATE)), default=str)
+    path = _write(folder / "accelerate.yaml", raw)
+    _main("config", "convert", str(path), "--json")
+    _main("config", "convert", str(path), str(folder / "made.toml"), "--force")
+
+
+@pytest.mark.parametrize("how", ["bytes", "values"])
+@given(data=st.data())
+def test_a_damaged_config_of_deepspeed_is_read_or_refused(folder, how, data):
+    if how == "bytes":
+        raw = data.draw(damaged(json.dumps(DEEPSPEED).encode()))
+    else:
+        raw = json.dumps(data.draw(misshapen(DEEPSPEED)), default=str)
+    path = _write(folder / "deepspeed.json", raw)
+    plan = fx.Plan(strategy=fx.DeepSpeed(config=str(path)), precision="bf16", clip_norm=1.0)
+    only(fx.PlanError, fx.deepspeed_config, plan)
+
+
+@given(data=st.data())
+def test_a_damaged_hostfile_is_read_or_refused(folder, data):
+    path = _write(folder / "hosts", data.draw(damaged(HOSTS.encode())))
+    options = {"hostfile": str(path)}
+    spec = LaunchSpec(target=__file__, launcher="deepspeed", options=options)
+    only(fx.LaunchError, prepare, spec)
+
+
+@given(data=st.data())
+def test_a_damaged_earlier_plan_run_is_read_or_refused(folder, data):
+    text = fx.dumps(fx.DryRun(name="train.py", world=8))
+    raw = data.draw(damaged(text.encode())).decode(errors="replace")
+    only(fx.PlanError, fx.loads, raw, fx.DryRun)
+
+
+# YAML itself
+
+TAGS = st.sampled_from(["", "", "", "!!int ", "!!bool ", "!!float ", "!!null ", "!!str ", "!!map "])
+ANCHORS = st.sampled_from(["", "", "&a ", "&b "])
+SCALARS = st.one_of(
+    st.sampled_from(["", "1", "010", "0x1f", "1_0", "yes", "True", "~", ".inf", "-.inf", ".nan"]),
+    st.sampled_from(["2020-01-01", "1e999", "'x'", '"\\ud800"', '"\\U7fffffff"', "*a", "*b", "<<"]),
+    st.text(max_size=3),
+)
+NODES = st.recursive(
+    st.tuples(ANCHORS, TAGS, SCALARS).map("".join),
+    lambda inner: st.one_of(
+        st.tuples(ANCHORS, TAGS, st.lists(inner, max_size=3)).map(
+            lambda parts: f"{parts[0]}{parts[1]}[{', '.join(parts[2])}]"
+        ),
+        st.tuples(ANCHORS, TAGS, st.lists(st.tuples(inner, inner), max_size=3)).map(
+            lambda parts: f"{parts[0]}{parts[1]}{{{', '.join(map(': '.join, parts[2]))}}}"
+        ),
+    ),
+    max_leaves=8,
+)
+
+
+def _plain(data, depth=0):
+    assert depth < 200
+    if isinstance(data, dict):
+        return all(_plain(one, depth + 1) for pair in data.items() for one in pair)
+    if isinstance(data, list):
+        return all(_plain(one, depth + 1) for one in data)
+    return data is None or type(data) in (bool, int, float, str)
+
+
+@given(text=NODES)
+def test_any_yaml_is_plain_data_or_an_error_on_one_line(text):
+    try:
+        assert _plain(parse_yaml(text))
+    except ValueError as error:
+        assert "\n" not in str(error) and len(str(error)) < 1_000
+
+
+@given(data=st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5),
+              st.floats(allow_nan=False)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+))  # fmt: skip
+def test_what_pyyaml_writes_is_read_as_it_was(data):
+    assert parse_yaml(yaml.safe_dump(data, allow_unicode=True)) == data
+
+
+@given(width=st.integers(2, 9), depth=st.integers(5, 40), merged=st.booleans())
+def test_aliases_never_make_much_of_a_short_text(width, depth, merged):
+    lines = ["a0: &a0 {k: [lol, lol]}"]
+    for level in range(1, depth):
+        inner = ", ".join([f"*a{level - 1}"] * width)
+        value = f"{{<<: [{inner}], k{level}: [{inner}]}}" if merged else f"{{k: [{inner}]}}"
+        lines.append(f"a{level}: &a{level} {value}")
+    text = "\n".join(lines)
+    try:
+        data = parse_yaml(text)
+    except ValueError as error:
+        assert "aliases" in str(error)
+    else:
+        assert width**depth < 10_000_000 and len(json.dumps(data)) < 5_000_000
