@@ -28,8 +28,8 @@ def reading(what: str) -> Iterator[None]:
         if error.errno in _ABSENT or isinstance(error, FileNotFoundError):
             raise
         raise UnreadableError(
-            f"{what} cannot be read, and may be whole: {type(error).__name__}: "
-            f"{error.strerror or error}. Once it can be read, try again."
+            f"{what} cannot be read: {error.strerror or error}. It may be whole: try again once "
+            f"it can be read."
         ) from error
 
 
