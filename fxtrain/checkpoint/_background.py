@@ -1,5 +1,8 @@
 """Saves that are written in a thread while training goes on."""
 
+import atexit
+import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -36,6 +39,7 @@ class Saving:
     path: str
     _future: "Future[None]" = attrs.field(factory=_done, alias="future", repr=False)
     _staging: Staging | None = attrs.field(default=None, alias="staging", repr=False)
+    _heard: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
 
     def copied(self) -> None:
         """Wait until the state is copied, so that parameters may be changed by hand.
@@ -69,8 +73,39 @@ class Saving:
         try:
             self._future.result(timeout_s)
         except TimeoutError:
+            if self._future.done():  # the save's own
+                self._heard.set()
+                raise
             raise TimeoutError(f"{self.path} is still being written after {timeout_s} s.") from None
+        except BaseException:
+            self._heard.set()
+            atexit.unregister(self._at_exit)
+            raise
         return self.path
+
+    def _at_exit(self) -> None:
+        """End the program as an error that nobody catches does, if nobody has heard of it.
+
+        Python gives no other way to change the exit code once the script has ended: what
+        functions of `atexit` raise is printed and forgotten. So the others run from here,
+        which closes process groups and trackers, and then the process ends.
+        """
+        error = self._future.exception()
+        if self._heard.is_set() or error is None:
+            return
+        self._heard.set()
+        error.add_note(
+            "The save ran in the background, and the program ended without asking how it went: "
+            "call result() on what fx.save returned, or fx.close(ctx)."
+        )
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+            atexit.unregister(self._at_exit)
+            atexit._run_exitfuncs()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+        finally:
+            os._exit(1)
 
 
 def earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving | None:
@@ -128,6 +163,9 @@ def start(
             run(kept[_GROUP])
         except BaseException as error:  # kept for whoever asks next
             future.set_exception(error)
+            # As late as can be, to run before what was registered earlier. The interpreter
+            # joins this thread before it runs any of them.
+            atexit.register(saving._at_exit)
         else:
             future.set_result(None)
 

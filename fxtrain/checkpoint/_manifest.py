@@ -17,10 +17,11 @@ import xxhash
 
 from fxtrain._errors import CheckpointError, PlanError
 from fxtrain.checkpoint._bytes import DTYPES
+from fxtrain.checkpoint._owner import Owner, owner_from
 from fxtrain.state import Position, parse_json, structure, unstructure
 
 __all__ = ["CHUNK", "FORMAT", "MANIFEST", "Entry", "File", "Manifest", "Part", "digest_of"]
-__all__ += ["dump_manifest", "load_manifest"]
+__all__ += ["NewerFormatError", "dump_manifest", "load_manifest"]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -31,6 +32,10 @@ _SPREAD_DIMS = 8  # in which one tensor is cut; a mesh has fewer axes
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _HEAD, _MIDDLE, _TAIL = b'{"digest":"', b'","manifest":', b"}\n"
+
+
+class NewerFormatError(CheckpointError):
+    """A checkpoint that a newer fxtrain wrote: whole perhaps, but not for this one to judge."""
 
 
 @attrs.frozen(kw_only=True)
@@ -81,7 +86,8 @@ class Manifest:
 
     Attributes:
         versions: Of fxtrain and torch, for people.
-        topology: `world_size` and `mesh` of the ranks that saved.
+        topology: `world_size` and `mesh` of the ranks that saved; `order`, which is higher than
+            that of every checkpoint that was in the folder; `saver`, the process of rank 0.
         position: Where the run stood in its data.
         metric: What `keep_best` goes by, or None.
         models: Per model: its `plan`, the plan's `fingerprint`, its `values`.
@@ -102,6 +108,17 @@ class Manifest:
     aliases: Mapping[str, str]
     own: tuple[Mapping[str, Entry], ...]
     files: Mapping[str, File]
+
+    @property
+    def order(self) -> int:
+        """Where it stands among the checkpoints of its folder, the newest last."""
+        return self.topology.get("order", 0)
+
+    @property
+    def saver(self) -> Owner | None:
+        """The process that committed it, where it was written down."""
+        found = self.topology.get("saver")
+        return None if found is None else owner_from(found)
 
 
 def digest_of(data: Any) -> str:
@@ -129,19 +146,27 @@ def load_manifest(raw: bytes) -> Manifest:
     Raises:
         CheckpointError: a byte has changed, or the manifest contradicts itself; before
             anything is opened or allocated by what it says.
+        NewerFormatError: it is of a format that this version does not know.
     """
     data = _parse(_body(raw))
+    _look_at_format(data)
     _keys(data, {"format", *attrs.fields_dict(Manifest)}, "the manifest")
     try:
-        if type(data["format"]) is not int or data["format"] != FORMAT:
-            raise CheckpointError(
-                f"The manifest has the format {str(data['format'])[:80]}; this version of "
-                f"fxtrain reads {FORMAT}. Install the version that wrote it: "
-                f"{str(data['versions'])[:200]}."
-            )
         return _manifest(data)
     except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(f"The manifest is malformed: {str(error)[:500]}.") from error
+
+
+def _look_at_format(data: Mapping[str, Any]) -> None:
+    """Before anything else, since of a newer format nothing else is known."""
+    found = data.get("format")
+    if type(found) is not int or found < 1:
+        raise CheckpointError(f"The manifest is malformed: its format is {str(found)[:80]!r}.")
+    if found > FORMAT:
+        raise NewerFormatError(
+            f"It was written by a newer fxtrain (format {str(found)[:80]}; this one reads "
+            f"{FORMAT}): update fxtrain, or name a checkpoint that this version wrote."
+        )
 
 
 def _body(raw: bytes) -> memoryview:
@@ -194,6 +219,9 @@ def _manifest(data: dict[str, Any]) -> Manifest:
     if metric is not None and not (type(metric) in (int, float) and math.isfinite(metric)):
         raise ValueError(f"the metric {str(metric)[:80]} is not a number")
     ranks = _count(_table(data["topology"])["world_size"])
+    _count(data["topology"].get("order", 0))
+    if data["topology"].get("saver") is not None:
+        owner_from(data["topology"]["saver"])
     if not ranks or ranks != len(own):
         raise ValueError(f"{ranks} ranks saved, and there are states of {len(own)}")
     try:

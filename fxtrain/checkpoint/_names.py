@@ -1,45 +1,59 @@
-"""Checkpoints in a folder: their names, their order, and which of them to keep."""
+"""Checkpoints in a folder: their names, and which of them is the newest."""
 
 import logging
 import math
 import re
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any
 
 import attrs
 
 from fxtrain._errors import CheckpointError
-from fxtrain.checkpoint._manifest import MANIFEST, Manifest, load_manifest
-from fxtrain.checkpoint._place import Place, place_of
+from fxtrain.checkpoint._manifest import MANIFEST, Manifest, NewerFormatError, load_manifest
+from fxtrain.checkpoint._owner import Owner
+from fxtrain.checkpoint._place import Place, UnreadableError, place_of
 from fxtrain.checkpoint._read import file_problems
 
-__all__ = ["Keep", "before", "checkpoint_at", "checkpoints", "latest", "new_name"]
-__all__ += ["read_manifest", "to_prune"]
+__all__ = ["RESTORED", "Found", "before", "checkpoint_at", "checkpoints", "latest", "new_name"]
+__all__ += ["read_manifest", "survey"]
 
+RESTORED = "checkpoint.restored"  # in a context's ledger: what it was last restored from
 _NAME = re.compile(r"update-(\d{10,18})(?:\.(\d{1,9}))?")
 _LARGEST = 1 << 30
 _LOG = logging.getLogger(__name__)
 
 
 @attrs.frozen(kw_only=True)
-class Keep:
-    """Which checkpoints of a folder stay; the newest always does.
+class Found:
+    """A checkpoint of a folder, as far as its manifest and the sizes of its files tell.
 
     Attributes:
-        last: How many of the newest; None keeps all, or one where another rule is given.
-        every: Also those whose number of updates is a multiple of this.
-        best: Also this many with the best metric.
-        mode: Whether the best metric is the smallest or the largest.
+        name: Of its folder.
+        order: When it was committed among the others: the newest has the highest. None where
+            its manifest is damaged.
+        saver: The process that committed it, where that is known.
+        metric: What `keep_best` goes by.
+        problems: Why it is not whole; empty if it is.
     """
 
-    last: int | None = None
-    every: int | None = None
-    best: int | None = None
-    mode: Literal["min", "max"] = "min"
+    name: str
+    order: int | None
+    saver: Owner | None = None
+    metric: float | None = None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates so far."""
+        return _numbers(self.name)[0]
 
 
 def latest(path: Any) -> str | None:
-    """The newest whole checkpoint in a folder: that of the most optimizer updates.
+    """The newest whole checkpoint in a folder: the one that was committed last.
+
+    After a run went back to an earlier update, that is the newest of what it saved since,
+    not the one of the most updates. No clock decides: each checkpoint has a number higher
+    than those of all that were in the folder when it was committed.
 
     A checkpoint that is not whole is passed over, with a warning in the log: its manifest does
     not hold together, or a file is missing or cut. `verify` looks at every byte.
@@ -50,24 +64,35 @@ def latest(path: Any) -> str | None:
     Returns:
         The path of the checkpoint; None if there is none.
 
+    Raises:
+        CheckpointError: a checkpoint of the folder cannot be read (permission, too many open
+            files, a failing disk), or a newer fxtrain wrote it: it may be the newest.
+
     Example:
         >>> import fxtrain as fx, tempfile
         >>> fx.latest(tempfile.mkdtemp()) is None
         True
     """
-    return _newest(place_of(path), math.inf)
+    folder = place_of(path)
+    return _first_whole(folder, reversed(survey(folder)))
 
 
 def before(path: Any, update: int) -> str | None:
-    """The newest whole checkpoint of fewer optimizer updates; None if there is none."""
-    return _newest(place_of(path), update)
+    """The whole checkpoint of the most optimizer updates below `update`; None if there is none.
+
+    Of several at the same number of updates the newest.
+    """
+    folder = place_of(path)
+    found = [one for one in survey(folder) if one.updates < update]
+    # Sorting keeps the order among equals.
+    return _first_whole(folder, reversed(sorted(found, key=lambda one: one.updates)))
 
 
 def checkpoint_at(path: Any) -> Place:
     """A checkpoint itself, or the latest where the path is the folder of a run.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or it cannot be read.
     """
     place = place_of(path)
     try:
@@ -79,30 +104,52 @@ def checkpoint_at(path: Any) -> Place:
     return place_of(newest)
 
 
-def _newest(folder: Place, limit: float) -> str | None:
-    for name in reversed(checkpoints(folder)):
-        if _order(name)[0] >= limit:
-            continue
-        inside = folder.join(name)
-        try:
-            problems = file_problems(inside.files(), read_manifest(inside))
-        except (CheckpointError, OSError) as error:
-            problems = [str(error)]
-        if not problems:
+def _first_whole(folder: Place, found: Iterable[Found]) -> str | None:
+    for one in found:
+        inside = folder.join(one.name)
+        if not one.problems:
             return str(inside)
-        _LOG.warning("%s is passed over: %s", inside, "; ".join(problems))
+        _LOG.warning("%s is passed over: %s", inside, "; ".join(one.problems))
     return None
 
 
+def survey(folder: Place) -> list[Found]:
+    """All checkpoints of a folder, the newest last; damaged manifests, of no known order, after.
+
+    Raises:
+        CheckpointError: one cannot be read, or is of a newer format.
+    """
+    found = [_look(folder, name) for name in checkpoints(folder)]
+    return sorted(found, key=lambda one: math.inf if one.order is None else one.order)
+
+
+def _look(folder: Place, name: str) -> Found:
+    inside = folder.join(name)
+    try:
+        manifest = read_manifest(inside)
+        problems = tuple(file_problems(inside.files(), manifest))
+    except (UnreadableError, NewerFormatError):
+        raise
+    except (CheckpointError, OSError) as error:
+        return Found(name=name, order=None, problems=(str(error),))
+    return Found(
+        name=name,
+        order=manifest.order,
+        saver=manifest.saver,
+        metric=manifest.metric,
+        problems=problems,
+    )
+
+
 def checkpoints(folder: Place) -> list[str]:
-    """Names of the checkpoints in a folder, oldest first."""
-    return sorted((name for name in folder.folders() if _NAME.fullmatch(name)), key=_order)
+    """Names of the checkpoints in a folder, by their updates."""
+    return sorted((name for name in folder.folders() if _NAME.fullmatch(name)), key=_numbers)
 
 
 def new_name(folder: Place, updates: int) -> str:
     """A name that is not taken: a second checkpoint of one update gets a number."""
     name = f"update-{updates:010d}"
-    taken = [_order(one)[1] for one in checkpoints(folder) if _order(one)[0] == updates]
+    taken = [_numbers(one)[1] for one in checkpoints(folder) if _numbers(one)[0] == updates]
     return f"{name}.{max(taken) + 1}" if taken else name
 
 
@@ -111,6 +158,8 @@ def read_manifest(place: Place) -> Manifest:
 
     Raises:
         CheckpointError: there is none, or it does not hold together.
+        UnreadableError: it is there, and reading fails.
+        NewerFormatError: a newer fxtrain wrote it.
     """
     try:
         raw = place.read(MANIFEST, _LARGEST)
@@ -123,44 +172,13 @@ def read_manifest(place: Place) -> Manifest:
         raise CheckpointError(f"{place}/{MANIFEST} cannot be read: {error}.") from error
     try:
         return load_manifest(raw)
+    except NewerFormatError as error:
+        raise NewerFormatError(f"{place}: {error}") from None
     except CheckpointError as error:
         raise CheckpointError(f"{place}: {error}") from error.__cause__
 
 
-def to_prune(folder: Place, keep: Keep) -> list[str]:
-    """Names of the checkpoints that are no longer kept, oldest first."""
-    names = checkpoints(folder)
-    newest: dict[int, str] = {_order(name)[0]: name for name in names}
-    superseded = [name for name in names if newest[_order(name)[0]] != name]
-    if keep == Keep(mode=keep.mode):
-        return superseded
-    current = list(newest.values())
-    kept = {*current[-(keep.last or 1) :]}
-    if keep.every is not None:
-        kept |= {name for name in current if _order(name)[0] % keep.every == 0}
-    if keep.best is not None:
-        kept |= set(_best(folder, current, keep))
-    return [name for name in names if name in superseded or name not in kept]
-
-
-def _best(folder: Place, names: Sequence[str], keep: Keep) -> list[str]:
-    found = [(_metric(folder.join(name)), name) for name in names]
-    # Among equals the newer one.
-    ranked = sorted(
-        ((metric, name) for metric, name in reversed(found) if metric is not None),
-        key=lambda pair: pair[0] if keep.mode == "min" else -pair[0],
-    )
-    return [name for _, name in ranked[: keep.best]]
-
-
-def _metric(place: Place) -> float | None:
-    try:
-        return read_manifest(place).metric
-    except CheckpointError:
-        return None  # a damaged checkpoint is not the best
-
-
-def _order(name: str) -> tuple[int, int]:
+def _numbers(name: str) -> tuple[int, int]:
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1]), int(match[2] or 0)

@@ -7,78 +7,28 @@ folder without one is no checkpoint.
 
 import errno
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
 from fxtrain._errors import CheckpointError
 from fxtrain._optional import optional
+from fxtrain.checkpoint._folder import Place, UnreadableError, Writer, reading
+from fxtrain.checkpoint._folder import Whole as _Whole
 from fxtrain.checkpoint._manifest import MANIFEST
+from fxtrain.checkpoint._remote import Remote
 
-__all__ = ["Place", "place_of"]
+__all__ = ["Place", "UnreadableError", "place_of"]
 
 _TEMPORARY = ".partial-"
+_LOCK, _OWNER = ".lock-", "owner.json"
+_LOCK_BYTES = 1 << 16
 _EARLY = 32 << 20  # bytes after which the disk is told to begin
-
-
-class Writer(Protocol):
-    """A file being written; closing it makes the bytes durable."""
-
-    def write(self, data: memoryview, /) -> Any:
-        """Add bytes."""
-        ...
-
-
-class Place(Protocol):
-    """A folder that holds checkpoints, or files of one."""
-
-    def join(self, name: str) -> "Place":
-        """A folder inside this one."""
-        ...
-
-    def draft(self, name: str, token: str) -> "Place":
-        """Where to write what will be the folder `name`; equal on every rank."""
-        ...
-
-    def make(self) -> None:
-        """Make the folder and its parents."""
-        ...
-
-    def commit(self, name: str, token: str, manifest: bytes) -> None:
-        """Write the manifest and make the draft appear as the folder `name`."""
-        ...
-
-    def folders(self) -> list[str]:
-        """Names of the folders inside that are not temporary; none if it is not there."""
-        ...
-
-    def leftovers(self) -> list[str]:
-        """Names of drafts that were never committed."""
-        ...
-
-    def files(self) -> dict[str, int]:
-        """Size of every file, by name; -1 for what is not a plain file."""
-        ...
-
-    def remove(self, name: str) -> None:
-        """Remove a folder inside this one."""
-        ...
-
-    def read(self, name: str, most: int) -> bytes:
-        """A whole file; an error if it is larger than `most` bytes."""
-        ...
-
-    def open(self, name: str) -> Any:
-        """A context manager of a function (offset, buffer) that fills the buffer."""
-        ...
-
-    def create(self, name: str) -> Any:
-        """A context manager of a `Writer` for a new file."""
-        ...
 
 
 def place_of(path: Any) -> Place:
@@ -88,6 +38,8 @@ def place_of(path: Any) -> Place:
         CheckpointError: the path is not one.
         MissingPackageError: it is a URL, and fsspec is not installed.
     """
+    if isinstance(path, str) and "\0" in path:
+        raise CheckpointError(f"{path!r} is not a path: it holds a NUL character.")
     if isinstance(path, str) and "://" in path and not path.startswith("file://"):
         fsspec = optional("fsspec", extra="remote", needed_by=f"The checkpoint folder {path!r}")
         system, inside = fsspec.core.url_to_fs(path)
@@ -136,14 +88,16 @@ class Local:
 
     def _names(self) -> list[str]:
         try:
-            with os.scandir(self.path) as found:
+            with reading(self.path), os.scandir(self.path) as found:
                 return [one.name for one in found if one.is_dir(follow_symlinks=False)]
         except FileNotFoundError:
             return []
+        except NotADirectoryError as error:
+            raise CheckpointError(f"{self.path} is a file. Pass a folder.") from error
 
     def files(self) -> dict[str, int]:
         sizes: dict[str, int] = {}
-        with os.scandir(self.path) as found:
+        with reading(self.path), os.scandir(self.path) as found:
             for one in found:
                 about = one.stat(follow_symlinks=False)
                 sizes[one.name] = about.st_size if stat.S_ISREG(about.st_mode) else -1
@@ -160,19 +114,23 @@ class Local:
 
     def read(self, name: str, most: int) -> bytes:
         descriptor = self._descriptor(name)
-        with os.fdopen(descriptor, "rb") as file:
+        with reading(os.path.join(self.path, name)), os.fdopen(descriptor, "rb") as file:
             if (size := os.fstat(descriptor).st_size) > most:
                 raise CheckpointError(f"{name} of {size} bytes is larger than {most}.")
             return file.read()
 
     @contextmanager
     def open(self, name: str) -> Iterator[Any]:
-        descriptor = self._descriptor(name)
+        try:
+            descriptor = self._descriptor(name)
+        except OSError as error:  # it is not there, or is no file
+            raise CheckpointError(f"{self.path}: {name}: {error.strerror}.") from error
 
         def fill(offset: int, buffer: memoryview) -> None:
             done = 0
             while done < len(buffer):
-                got = os.preadv(descriptor, [buffer[done:]], offset + done)
+                with reading(os.path.join(self.path, name)):
+                    got = os.preadv(descriptor, [buffer[done:]], offset + done)
                 if not got:
                     raise CheckpointError(f"{self.path}: {name} ends at {offset + done}.")
                 done += got
@@ -188,26 +146,54 @@ class Local:
             yield _Early(_Whole(file), file.fileno())
             os.fsync(file.fileno())
 
+    def key(self) -> str:
+        return os.path.realpath(self.path)
+
+    def locks(self) -> list[str]:
+        return [name.removeprefix(_LOCK) for name in self._names() if name.startswith(_LOCK)]
+
+    def lock(self, name: str, data: bytes) -> None:
+        # A folder that is renamed, since a rename to a folder that is not empty fails.
+        draft = self.join(f"{_TEMPORARY}lock-{secrets.token_hex(4)}").path
+        os.mkdir(draft)
+        try:
+            with open(os.path.join(draft, _OWNER), "xb") as file:
+                file.write(data)
+            os.rename(draft, self.join(_LOCK + name).path)
+        except OSError as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                # It exists, or its owner has just removed our draft as that of a dead process.
+                raise FileExistsError(errno.EEXIST, "there is one already", name) from error
+            raise
+
+    def locked(self, name: str) -> bytes | None:
+        try:
+            return self.join(_LOCK + name).read(_OWNER, _LOCK_BYTES)
+        except FileNotFoundError:
+            return None
+
+    def beat(self, name: str, data: bytes) -> None:
+        with open(os.path.join(self.path, _LOCK + name, _OWNER), "r+b") as file:
+            file.write(data)
+
+    def unlock(self, name: str) -> None:
+        hidden = self.join(f"{_TEMPORARY}lock-{secrets.token_hex(4)}").path
+        try:
+            os.rename(self.join(_LOCK + name).path, hidden)
+        except FileNotFoundError:
+            return
+        shutil.rmtree(hidden, ignore_errors=True)  # no lock any more, and the next save removes it
+
     def _descriptor(self, name: str) -> int:
         # A link could lead out of the folder, and a pipe would wait for ever.
-        descriptor = os.open(
-            os.path.join(self.path, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        )
+        path = os.path.join(self.path, name)
+        with reading(path):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise CheckpointError(f"{self.path}: {name} is not a plain file.")
         return descriptor
-
-
-@attrs.frozen
-class _Whole:
-    """Writes all of it: the operating system may take a part and say so."""
-
-    file: Any
-
-    def write(self, data: memoryview) -> None:
-        while data:
-            data = data[self.file.write(data) :]
 
 
 @attrs.define
@@ -236,81 +222,3 @@ def _sync(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@attrs.frozen
-class Remote:
-    """A folder that fsspec reaches. The manifest, written last, is the mark of a commit."""
-
-    system: Any
-    path: str
-    url: str
-
-    def __str__(self) -> str:
-        return self.url
-
-    def join(self, name: str) -> "Remote":
-        return Remote(self.system, f"{self.path}/{name}", f"{self.url}/{name}")
-
-    def draft(self, name: str, token: str) -> "Remote":
-        return self.join(name)
-
-    def make(self) -> None:
-        self.system.makedirs(self.path, exist_ok=True)
-
-    def commit(self, name: str, token: str, manifest: bytes) -> None:
-        self.system.pipe_file(f"{self.path}/{name}/{MANIFEST}", manifest)
-
-    def folders(self) -> list[str]:
-        return [name for name in self._names() if self._committed(name)]
-
-    def leftovers(self) -> list[str]:
-        return [name for name in self._names() if not self._committed(name)]
-
-    def _names(self) -> list[str]:
-        return [one for one, about in self._inside().items() if about["type"] == "directory"]
-
-    def _committed(self, name: str) -> bool:
-        return self.system.exists(f"{self.path}/{name}/{MANIFEST}")
-
-    def _inside(self) -> dict[str, Any]:
-        self.system.invalidate_cache(self.path)
-        try:
-            found = self.system.ls(self.path, detail=True)
-        except FileNotFoundError:
-            return {}
-        return {one["name"].rstrip("/").rpartition("/")[2]: one for one in found}
-
-    def files(self) -> dict[str, int]:
-        return {
-            name: about["size"] if about["type"] == "file" else -1
-            for name, about in self._inside().items()
-        }
-
-    def remove(self, name: str) -> None:
-        if self._committed(name):  # without its manifest it is no checkpoint any more
-            self.system.rm_file(f"{self.path}/{name}/{MANIFEST}")
-        self.system.rm(f"{self.path}/{name}", recursive=True)
-
-    def read(self, name: str, most: int) -> bytes:
-        size = self.system.size(f"{self.path}/{name}")
-        if size is None or size > most:
-            raise CheckpointError(f"{name} of {size} bytes is larger than {most}.")
-        return self.system.cat_file(f"{self.path}/{name}")
-
-    @contextmanager
-    def open(self, name: str) -> Iterator[Any]:
-        def fill(offset: int, buffer: memoryview) -> None:
-            data = self.system.cat_file(
-                f"{self.path}/{name}", start=offset, end=offset + len(buffer)
-            )
-            if len(data) != len(buffer):
-                raise CheckpointError(f"{self.url}: {name} ends at {offset + len(data)}.")
-            buffer[:] = data
-
-        yield fill
-
-    @contextmanager
-    def create(self, name: str) -> Iterator[Writer]:
-        with self.system.open(f"{self.path}/{name}", "wb") as file:
-            yield _Whole(file)

@@ -17,7 +17,7 @@ from fxtrain.checkpoint._pieces import box_of, boxes_in
 from fxtrain.checkpoint._place import Place
 from fxtrain.state import Stretch
 
-__all__ = ["Reader", "file_problems", "header_of", "open_reader"]
+__all__ = ["Reader", "file_problems", "files_of", "header_of", "open_reader"]
 
 _BLOCK = 64 << 20  # bytes that are held while picking a part of their columns
 
@@ -165,7 +165,7 @@ def open_reader(place: Place, manifest: Manifest) -> Iterator[Reader]:
     Raises:
         CheckpointError: a data file is missing, of another size, or no plain file.
     """
-    problems = file_problems(place.files(), manifest)
+    problems = file_problems(files_of(place), manifest)
     if problems:
         raise CheckpointError("\n".join([f"{place} is damaged:", *problems]))
     reader = Reader(place=place, manifest=manifest)
@@ -184,6 +184,18 @@ def header_of(read: Any, name: str, file: File) -> bytes:
     if digest_of(header) != file.digest:
         raise CheckpointError(f"The header of {name} was changed.")
     return bytes(header)
+
+
+def files_of(place: Place) -> dict[str, int]:
+    """Size of every file of a checkpoint, by name.
+
+    Raises:
+        CheckpointError: it is not there, or cannot be read.
+    """
+    try:
+        return place.files()
+    except OSError as error:
+        raise CheckpointError(f"{place}: {error.strerror or error}.") from error
 
 
 def file_problems(found: Mapping[str, int], manifest: Manifest) -> list[str]:

@@ -10,7 +10,7 @@ from fxtrain import ops
 from fxtrain._errors import CheckpointError, CollectiveError, FxError
 from fxtrain.checkpoint._bytes import DTYPES
 from fxtrain.checkpoint._manifest import Manifest
-from fxtrain.checkpoint._names import checkpoint_at, read_manifest
+from fxtrain.checkpoint._names import RESTORED, checkpoint_at, read_manifest
 from fxtrain.checkpoint._place import place_of
 from fxtrain.checkpoint._random import set_random_state
 from fxtrain.checkpoint._read import Reader, open_reader
@@ -81,11 +81,12 @@ def restore(
 
     Effects:
         Changes the models in place. Each rank reads its part of the files. A few small
-        collectives.
+        collectives. As long as the context is open, its saves never remove the checkpoint.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or it is of another model; on
-            every rank. A model may then hold a part of it.
+        CheckpointError: there is no checkpoint, it is damaged, it cannot be read, a newer
+            fxtrain wrote it, or it is of another model; on every rank. A model may then hold
+            a part of it.
 
     Example:
         >>> import fxtrain as fx, tempfile, torch
@@ -99,17 +100,23 @@ def restore(
     models = by_name(model)
     problem: BaseException | None = None
     restored = None
+    kept = ctx.comm.ledger.kept
+    earlier = kept.get(RESTORED)
     _settle(ctx, models)
     try:
         chosen = ops.broadcast_object(_choose(path) if ctx.is_main else None, ctx)
         if isinstance(chosen, BaseException):
             raise chosen
+        kept[RESTORED] = place_of(chosen).key()  # before it is read: no save removes it
         restored = _restore(chosen, ctx, models, extra, random)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
     try:
         _agree(ctx, problem, path)
-    except CollectiveError as error:
+    except FxError as error:
+        kept[RESTORED] = earlier
+        if not isinstance(error, CollectiveError):
+            raise
         raise CheckpointError(f"{path} was not restored. {problem or error}") from error
     assert restored is not None
     return restored
@@ -144,6 +151,8 @@ def _choose(path: Any) -> str | CheckpointError:
         return str(checkpoint_at(path))
     except FxError as error:
         return CheckpointError(str(error))
+    except Exception as error:  # whatever it is, the other ranks wait for a word
+        return CheckpointError(f"{type(error).__name__}: {error}")
 
 
 def _restore(

@@ -1,9 +1,9 @@
 """Saving: a checkpoint appears whole, or not at all, and every rank knows which."""
 
-import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -12,15 +12,18 @@ import torch
 from fxtrain import ops
 from fxtrain._errors import CheckpointError, CollectiveError
 from fxtrain._version import __version__
-from fxtrain.checkpoint._background import Saving, earlier, has_way, start
-from fxtrain.checkpoint._bytes import contiguous, memory_of
-from fxtrain.checkpoint._manifest import Entry, Manifest, Part, digest_of, dump_manifest
-from fxtrain.checkpoint._names import Keep, checkpoints, new_name, to_prune
-from fxtrain.checkpoint._pieces import Piece, offers_of, own_pieces, writers
+from fxtrain.checkpoint._background import Saving, earlier, start
+from fxtrain.checkpoint._keep import Keep, keep_of, to_prune
+from fxtrain.checkpoint._lock import Lock, take
+from fxtrain.checkpoint._manifest import Manifest, dump_manifest
+from fxtrain.checkpoint._names import RESTORED, Found, new_name, survey
+from fxtrain.checkpoint._owner import this_process
+from fxtrain.checkpoint._pieces import Piece, offers_of
 from fxtrain.checkpoint._place import Place, place_of
 from fxtrain.checkpoint._snapshot import Snapshot, by_name, snapshot
 from fxtrain.checkpoint._staging import Staging, stage
-from fxtrain.checkpoint._write import Written, write_file
+from fxtrain.checkpoint._views import pieces_of, raise_all, view_of
+from fxtrain.checkpoint._write import Written, tables, write_file
 from fxtrain.state import DistContext, Position, Wrapped
 
 __all__ = ["save", "save_alone"]
@@ -49,13 +52,16 @@ def save(
 
     Args:
         path: Folder of the run's checkpoints, on a file system that all ranks share, or an
-            fsspec URL. One run at a time writes into it.
+            fsspec URL. One run at a time writes into it: a lock in the folder says who, and
+            a lock of a process that has ended is taken over.
         model: What `fx.wrap` returned, or several of them by name.
         position: Where the run stands: `batch.position` or `report.position`.
         extra: The user's own state, the same on every rank: tensors, plain values, attrs
             records, objects with `state_dict()`, nested at will.
         metric: What `keep_best` compares.
-        keep_last: Keep this many of the newest checkpoints; all, if no rule is given.
+        keep_last: Keep this many of the newest checkpoints, by when they were committed; all,
+            if no rule is given. Whatever the rules: what was just saved and what this run
+            was last restored from stay, and so does what another run that still runs saved.
         keep_every: Keep those whose number of updates is a multiple of this.
         keep_best: Keep this many with the best metric.
         best: Whether the best metric is the smallest or the largest.
@@ -75,9 +81,11 @@ def save(
         there, and what an interrupted save left behind before.
 
     Raises:
-        CheckpointError: a value cannot be saved, or a rank could not write; on every rank.
+        CheckpointError: a value cannot be saved, a rank could not write, another process is
+            saving into the folder, or a checkpoint in it cannot be read; on every rank.
             Earlier checkpoints are whole. Also the error of an earlier save in the
-            background that nobody has asked for.
+            background that nobody has asked for. If nobody asks until the program ends, the
+            error is shown then, and the program exits with 1.
 
     Example:
         >>> import fxtrain as fx, tempfile, torch
@@ -88,7 +96,7 @@ def save(
         ...     fx.latest(folder)[-17:]
         'update-0000000007'
     """
-    keep = _keep(keep_last, keep_every, keep_best, best, metric)
+    keep = keep_of(keep_last, keep_every, keep_best, best, metric)
     models = by_name(model)
     if not isinstance(position, Position):
         raise CheckpointError(
@@ -108,8 +116,12 @@ def save(
 
 
 def _start(ctx: DistContext, job: "_Job", models: Mapping[str, Wrapped]) -> Saving:
-    staged = job.staged(ctx)
-    saving = start(ctx, job.final, staged.run, staged.staging, anew=job.anew)
+    try:
+        staged = job.staged(ctx)
+        saving = start(ctx, job.final, staged.run, staged.staging, anew=job.anew)
+    except BaseException:
+        job.release()
+        raise
     if staged.staging is not None:
         staged.staging.hold([one for model in models.values() for one in model.optimizers])
     return saving
@@ -130,18 +142,30 @@ def _together(what: str) -> Iterator[None]:
 def save_alone(path: Any, taken: Snapshot) -> str:
     """Write a state that one process holds; the path of the checkpoint."""
     folder, ctx = place_of(path), DistContext()
-    folder.make()
-    _clean(folder, [])
+    named, lock = _reserve(folder, taken.position.updates)
     job = _Job(
         folder=folder,
-        name=new_name(folder, taken.position.updates),
-        token=secrets.token_hex(4),
+        name=named[0],
+        token=named[1],
         taken=taken,
         pieces=[*offers_of(taken.tensors).values()],
         keep=Keep(),
+        lock=lock,
     )
     job.run(ctx)
     return job.final
+
+
+def _reserve(folder: Place, updates: int) -> tuple[tuple[str, str], Lock]:
+    """Lock a folder, and choose the name and the token of a new checkpoint in it."""
+    folder.make()
+    lock = take(folder)
+    try:
+        _clean(folder, [])
+        return (new_name(folder, updates), secrets.token_hex(4)), lock
+    except BaseException:
+        lock.release()
+        raise
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -157,6 +181,8 @@ class _Job:
     problem: str | None = None  # why this rank cannot write
     staging: Staging | None = None
     anew: bool = False  # the group of saves in the background is to be opened
+    lock: Lock | None = None  # on rank 0, of the folder
+    restored: Callable[[], str | None] = lambda: None  # what the run was last restored from
 
     @property
     def final(self) -> str:
@@ -176,8 +202,19 @@ class _Job:
         except Exception as error:  # whatever it is, the other ranks must hear of it
             return attrs.evolve(self, pieces=[], problem=f"{type(error).__name__}: {error}")
 
+    def release(self) -> None:
+        """Let others save into the folder."""
+        if self.lock is not None:
+            self.lock.release()
+
     def run(self, ctx: DistContext) -> None:
         """Write this rank's file and commit together with the other ranks."""
+        try:
+            self._run(ctx)
+        finally:
+            self.release()
+
+    def _run(self, ctx: DistContext) -> None:
         draft = self.folder.draft(self.name, self.token)
         problem, written = self.problem, Written(rank=ctx.rank)
         try:
@@ -188,35 +225,50 @@ class _Job:
         with _together(self.final):
             found = ops.gather_objects((problem, written), ctx)
             problems = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
+            whole = False
             if not problems:
-                word = self._commit(ctx, [written for _, written in found])
+                whole, word = self._commit(ctx, [written for _, written in found])
                 problems = {0: word} if word is not None else {}
             if problems:
-                self._give_up(ctx, problems)
+                self._give_up(ctx, problems, whole=whole)
 
-    def _commit(self, ctx: DistContext, written: Sequence[Written]) -> str | None:
+    def _commit(self, ctx: DistContext, written: Sequence[Written]) -> tuple[bool, str | None]:
         """Rank 0 makes the checkpoint appear; every rank learns what became of it."""
         problem: str | None = None
-        if ctx.is_main:
-            try:
-                manifest = dump_manifest(_manifest(ctx, self.taken, written))
-                self.folder.commit(self.name, self.token, manifest)
-                for name in to_prune(self.folder, self.keep):
-                    self.folder.remove(name)
-            except Exception as error:  # as above
-                problem = f"{type(error).__name__}: {error}"
-        return ops.broadcast_object(problem, ctx)
-
-    def _give_up(self, ctx: DistContext, problems: Mapping[int, str]) -> None:
-        lines = [f"  rank {rank}: {text}" for rank, text in problems.items()]
         whole = False
         if ctx.is_main:
             try:
-                whole = self.name in checkpoints(self.folder)
+                found = survey(self.folder)
+                order = 1 + max((one.order or 0 for one in found), default=0)
+                manifest = _manifest(ctx, self.taken, written, order)
+                if self.lock is not None:
+                    self.lock.check()
+                self.folder.commit(self.name, self.token, dump_manifest(manifest))
+                whole = True
+                self._prune(found, manifest)
+                self.release()  # before another rank returns from `save`
+            except Exception as error:  # as above
+                problem = f"{type(error).__name__}: {error}"
+        return ops.broadcast_object((whole, problem), ctx)
+
+    def _prune(self, found: Sequence[Found], manifest: Manifest) -> None:
+        new = Found(name=self.name, order=manifest.order, metric=manifest.metric)
+        # Of damaged ones, whose place is not known, none is newer.
+        for name in to_prune([*found, new], self.keep, this_process(), frozenset()):
+            # Looked up each time, since the run may go back while this is written.
+            if self.folder.join(name).key() != self.restored():
+                with suppress(FileNotFoundError):  # removed by hand meanwhile
+                    self.folder.remove(name)
+
+    def _give_up(self, ctx: DistContext, problems: Mapping[int, str], *, whole: bool) -> None:
+        lines = [f"  rank {rank}: {text}" for rank, text in problems.items()]
+        if ctx.is_main:
+            try:
                 _clean(self.folder, lines)
-            except OSError as error:
+            except (OSError, CheckpointError) as error:
                 lines.append(f"  rank 0: {type(error).__name__}: {error}")
-        whole, lines = ops.broadcast_object((whole, lines), ctx)
+            self.release()
+        lines = ops.broadcast_object(lines, ctx)
         head = (
             f"{self.final} was saved and is whole, but what comes after failed:"
             if whole
@@ -236,110 +288,37 @@ def _prepare(
 ) -> _Job:
     """Agree on what is saved and under which name; no rank has touched the disk but rank 0."""
     problem: Exception | None = None
-    taken, named, offers = None, None, dict[str, Piece]()
+    taken, named, lock, offers = None, None, None, dict[str, Piece]()
     try:
         taken = snapshot(ctx, models, position, extra, metric)
         offers = offers_of(taken.tensors)
         if ctx.is_main:
-            folder.make()
-            _clean(folder, [])
-            named = (new_name(folder, position.updates), secrets.token_hex(4))
+            named, lock = _reserve(folder, position.updates)
     except Exception as error:  # raised below, on every rank
         problem = error
-    view = _View(
-        problem=None if problem is None else f"{type(problem).__name__}: {problem}",
-        position=position,
-        sizes={key: piece.size for key, piece in offers.items()},
-        digests={} if taken is None else _digests(taken, offers),
-        aliases={} if taken is None else taken.aliases,
-        named=named,
-        has_way=has_way(ctx),
-    )
-    views = ops.gather_objects(view, ctx)
-    _raise_all(views, str(folder), problem)
-    assert taken is not None
-    name, token = views[0].named
-    # Ranks of a pipeline hold different tensors, and know different aliases.
-    taken = attrs.evolve(taken, aliases={k: v for view in views for k, v in view.aliases.items()})
-    pieces = _pieces_of(ctx, views, taken, offers)
-    return _Job(
-        folder=folder,
-        name=name,
-        token=token,
-        taken=taken,
-        pieces=pieces,
-        keep=keep,
-        anew=not all(view.has_way for view in views),
-    )
-
-
-def _pieces_of(
-    ctx: DistContext, views: Sequence["_View"], taken: Snapshot, offers: Mapping[str, Piece]
-) -> list[Piece]:
-    """What this rank writes, given what all could."""
-    drifting: dict[str, set[tuple[str, str]]] = {}
-    for view in views:
-        for key, found in view.digests.items():
-            drifting.setdefault(key, set()).add(found)
-    chosen = _writers(views, drifting.keys())
-    drifted = {name for found in drifting.values() if len(found) > 1 for name, _ in found}
-    own = dict(taken.own)
-    own |= {piece.name: piece.tensor for piece in offers.values() if piece.name in drifted}
-    mine = [piece for key, piece in offers.items() if chosen[key] == ctx.rank]
-    return [*mine, *own_pieces(own)]
-
-
-@attrs.frozen(kw_only=True)
-class _View:
-    """What one rank is about to save.
-
-    Attributes:
-        problem: Why it cannot.
-        position: Where it stands.
-        sizes: Bytes of the pieces that it could write, by key.
-        digests: Name and digest of the pieces that may differ between ranks, by key.
-        aliases: Names of tensors that are another one.
-        named: On rank 0, the name and the token of the checkpoint.
-        has_way: Its group for saves in the background works.
-    """
-
-    problem: str | None
-    position: Position
-    sizes: Mapping[str, int]
-    digests: Mapping[str, tuple[str, str]]
-    aliases: Mapping[str, str]
-    named: tuple[str, str] | None
-    has_way: bool
-
-
-def _digests(taken: Snapshot, offers: Mapping[str, Piece]) -> dict[str, tuple[str, str]]:
-    return {
-        key: (piece.name, digest_of(memory_of(contiguous(piece.tensor))))
-        for key, piece in offers.items()
-        if piece.name in taken.drifting
-    }
-
-
-def _writers(views: Sequence[_View], drifting: Set[str]) -> dict[str, int]:
-    holders: dict[str, list[int]] = {}
-    for rank, view in enumerate(views):
-        for key in view.sizes:
-            # Of what may differ, and of the user's own tensors, the first rank's count.
-            first = key in drifting or key.startswith("extra")
-            if key not in holders or not first:
-                holders.setdefault(key, []).append(rank)
-    sizes = {key: size for view in views for key, size in view.sizes.items()}
-    return writers(sizes, holders)
-
-
-def _raise_all(views: Sequence[_View], folder: str, problem: Exception | None) -> None:
-    """Raise on every rank if one has a problem or stands somewhere else."""
-    lines = [f"  rank {rank}: {one.problem}" for rank, one in enumerate(views) if one.problem]
-    if lines:
-        raise CheckpointError("\n".join([f"Nothing was saved in {folder}:", *lines])) from problem
-    if len({view.position for view in views}) > 1:
-        lines = [f"  rank {rank}: {view.position}" for rank, view in enumerate(views)]
-        raise CheckpointError("\n".join(["save: the ranks stand at different positions:", *lines]))
+    try:
+        views = ops.gather_objects(view_of(ctx, problem, position, taken, offers, named), ctx)
+        raise_all(views, str(folder), problem)
+        assert taken is not None
+        name, token = views[0].named
+        # Ranks of a pipeline hold different tensors, and know different aliases.
+        aliases = {k: v for view in views for k, v in view.aliases.items()}
+        taken = attrs.evolve(taken, aliases=aliases)
+        return _Job(
+            folder=folder,
+            name=name,
+            token=token,
+            taken=taken,
+            pieces=pieces_of(ctx, views, taken, offers),
+            keep=keep,
+            anew=not all(view.has_way for view in views),
+            lock=lock,
+            restored=partial(ctx.comm.ledger.kept.get, RESTORED),
+        )
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
 
 
 def _clean(folder: Place, lines: list[str]) -> None:
@@ -351,46 +330,24 @@ def _clean(folder: Place, lines: list[str]) -> None:
             lines.append(f"  rank 0: {name} of an interrupted save cannot be removed: {error}")
 
 
-def _manifest(ctx: DistContext, taken: Snapshot, written: Sequence[Written]) -> Manifest:
-    tensors: dict[str, tuple[str, tuple[int, ...], list[Part]]] = {}
-    own: list[dict[str, Entry]] = []
-    for one in written:
-        for name, dtype, whole, part in one.tensors:
-            tensors.setdefault(name, (dtype, whole, []))[2].append(part)
-        own.append(
-            {
-                name: Entry(dtype=dtype, shape=whole, parts=(part,))
-                for name, dtype, whole, part in one.own
-            }
-        )
+def _manifest(
+    ctx: DistContext, taken: Snapshot, written: Sequence[Written], order: int
+) -> Manifest:
+    tensors, own, files = tables(written)
     return Manifest(
         versions={"fxtrain": __version__, "torch": torch.__version__},
-        topology={"world_size": ctx.world_size, "mesh": ctx.mesh.sizes},
+        topology={
+            "world_size": ctx.world_size,
+            "mesh": ctx.mesh.sizes,
+            "order": order,
+            "saver": attrs.asdict(this_process()),
+        },
         position=taken.position,
         metric=taken.metric,
         models=taken.models,
         extra=taken.extra,
-        tensors={
-            name: Entry(dtype=dtype, shape=whole, parts=tuple(parts))
-            for name, (dtype, whole, parts) in tensors.items()
-        },
+        tensors=tensors,
         aliases=taken.aliases,
-        own=tuple(own),
-        files={one.file[0]: one.file[1] for one in written if one.file is not None},
+        own=own,
+        files=files,
     )
-
-
-def _keep(last: Any, every: Any, best: Any, mode: Any, metric: Any) -> Keep:
-    for name, value in (("keep_last", last), ("keep_every", every), ("keep_best", best)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise CheckpointError(f"save({name}={value!r}): pass how many, 1 or more.")
-    if mode not in ("min", "max"):
-        raise CheckpointError(f"save(best={mode!r}): choose 'min' or 'max'.")
-    if metric is not None and (type(metric) not in (int, float) or not math.isfinite(metric)):
-        raise CheckpointError(
-            f"save(metric={metric!r}): pass a finite number, such as loss.item(), that is the "
-            f"same on every rank."
-        )
-    if best is not None and metric is None:
-        raise CheckpointError("save(keep_best=...) needs metric=, the number to compare.")
-    return Keep(last=last, every=every, best=best, mode=mode)

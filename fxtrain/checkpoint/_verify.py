@@ -10,8 +10,8 @@ from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint._bytes import STORED
 from fxtrain.checkpoint._manifest import CHUNK, MANIFEST, Entry, Manifest, Part, digest_of
 from fxtrain.checkpoint._names import checkpoint_at, read_manifest
-from fxtrain.checkpoint._place import Place
-from fxtrain.checkpoint._read import file_problems, header_of
+from fxtrain.checkpoint._place import Place, UnreadableError
+from fxtrain.checkpoint._read import file_problems, files_of, header_of
 from fxtrain.state import Position, parse_json
 
 __all__ = ["Verified", "verify"]
@@ -49,7 +49,8 @@ def verify(path: Any) -> Verified:
         Reads all files once, a few MiB at a time. No collectives: call it on one rank.
 
     Raises:
-        CheckpointError: something is missing, added, cut or changed; each with its name.
+        CheckpointError: something is missing, added, cut or changed; each with its name. Also
+            where it cannot be read, or a newer fxtrain wrote it, and says nothing of damage.
 
     Example:
         >>> import fxtrain as fx, tempfile, torch
@@ -60,7 +61,7 @@ def verify(path: Any) -> Verified:
         1
     """
     place = checkpoint_at(path)
-    files = place.files()
+    files = files_of(place)
     manifest = read_manifest(place)
     problems = file_problems(files, manifest)
     extra = files.keys() - manifest.files.keys() - {MANIFEST}
@@ -89,6 +90,8 @@ def _changes(place: Place, manifest: Manifest) -> Iterator[str]:
             try:
                 header = header_of(read, file, manifest.files[file])
                 yield from _header_problems(file, header, found)
+            except UnreadableError:
+                raise
             except CheckpointError as error:
                 yield f"  {error}"
             for name, entry, part in sorted(found, key=lambda one: one[2].offset):

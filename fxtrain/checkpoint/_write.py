@@ -7,11 +7,11 @@ from typing import Any
 import attrs
 
 from fxtrain.checkpoint._bytes import STORED, contiguous, memory_of
-from fxtrain.checkpoint._manifest import CHUNK, File, Part, digest_of
+from fxtrain.checkpoint._manifest import CHUNK, Entry, File, Part, digest_of
 from fxtrain.checkpoint._pieces import Piece
 from fxtrain.checkpoint._place import Place
 
-__all__ = ["Written", "file_name", "write_file"]
+__all__ = ["Written", "file_name", "tables", "write_file"]
 
 
 @attrs.frozen(kw_only=True)
@@ -69,6 +69,29 @@ def write_file(place: Place, rank: int, pieces: Sequence[Piece]) -> Written:
         tensors=tuple(row for own, row in rows if not own),
         own=tuple(row for own, row in rows if own),
     )
+
+
+def tables(
+    written: Sequence[Written],
+) -> tuple[dict[str, Entry], tuple[dict[str, Entry], ...], dict[str, File]]:
+    """What all ranks wrote: tensors of all, those of each rank alone, and the files."""
+    tensors: dict[str, tuple[str, tuple[int, ...], list[Part]]] = {}
+    own: list[dict[str, Entry]] = []
+    for one in written:
+        for name, dtype, whole, part in one.tensors:
+            tensors.setdefault(name, (dtype, whole, []))[2].append(part)
+        own.append(
+            {
+                name: Entry(dtype=dtype, shape=whole, parts=(part,))
+                for name, dtype, whole, part in one.own
+            }
+        )
+    shared = {
+        name: Entry(dtype=dtype, shape=whole, parts=tuple(parts))
+        for name, (dtype, whole, parts) in tensors.items()
+    }
+    files = {one.file[0]: one.file[1] for one in written if one.file is not None}
+    return shared, tuple(own), files
 
 
 def _write_values(file: Any, piece: Piece) -> list[str]:

@@ -21,9 +21,13 @@ def VERIFY(path: str, json_: bool) -> int:  # noqa: FBT001
     """Compare every byte of a checkpoint, or of the latest in a folder, with its digest."""
     from fxtrain._errors import CheckpointError
     from fxtrain.checkpoint import verify
+    from fxtrain.checkpoint._folder import UnreadableError
+    from fxtrain.checkpoint._manifest import NewerFormatError
 
     try:
         found = verify(path)
+    except (UnreadableError, NewerFormatError):
+        raise  # nothing is known of its bytes
     except CheckpointError as error:
         if json_:
             print_json({"path": path, "whole": False, "problem": str(error)})

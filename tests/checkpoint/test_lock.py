@@ -1,0 +1,335 @@
+"""One saver at a time in a folder, on disk and on what fsspec reaches; the dead block nobody."""
+
+import json
+import os
+import secrets
+import subprocess
+import threading
+import time
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fxtrain as fx
+from fxtrain.checkpoint import _lock, _save
+from fxtrain.checkpoint._lock import take
+from fxtrain.checkpoint._owner import Owner, is_running, owner_from, this_process
+from fxtrain.checkpoint._place import place_of
+
+
+def _new_folder(kind, tmp_path):
+    folder = place_of(
+        tmp_path / secrets.token_hex(4) if kind == "disk" else f"memory://{secrets.token_hex(8)}"
+    )
+    folder.make()
+    return folder
+
+
+@pytest.fixture(params=["disk", "memory"])
+def folder(request, tmp_path):
+    return _new_folder(request.param, tmp_path)
+
+
+def _lock_of(folder, owner, name="000000001"):
+    """Leave a lock as another process would."""
+    data = {"token": "theirs", "owner": attrs.asdict(owner), "beat": "0" * 12}
+    folder.lock(name, json.dumps(data).encode())
+
+
+def _ended():
+    """A process of this machine that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return attrs.evolve(this_process(), pid=process.pid, started="1")
+
+
+def _elsewhere():
+    return attrs.evolve(this_process(), machine="another", host="node7")
+
+
+def test_this_process_runs_and_is_itself():
+    assert is_running(this_process()) is True
+    assert this_process() == this_process()
+    assert owner_from(attrs.asdict(this_process())) == this_process()
+
+
+def test_an_ended_process_does_not_run():
+    assert is_running(_ended()) is False
+
+
+def test_a_number_that_was_given_again_is_another_process():
+    assert is_running(attrs.evolve(this_process(), started="1")) is False
+
+
+def test_a_process_that_ended_and_was_not_waited_for_does_not_run():
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        with open(f"/proc/{process.pid}/stat") as file:
+            started = file.read().rpartition(")")[2].split()[19]
+        owner = attrs.evolve(this_process(), pid=process.pid, started=started)
+        assert is_running(owner) is True
+        process.kill()
+        deadline = time.monotonic() + 20
+        while is_running(owner) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert is_running(owner) is False  # though it still has its number
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_what_runs_elsewhere_is_not_known():
+    assert is_running(_elsewhere()) is None
+
+
+@pytest.mark.parametrize("pid", [0, -1, 1 << 40])
+def test_a_number_that_is_none_does_not_run(pid):
+    assert is_running(attrs.evolve(this_process(), pid=pid)) is False
+
+
+@pytest.mark.parametrize(
+    "data", [None, {}, [], {"host": "a"}, {**attrs.asdict(this_process()), "pid": "1"}]
+)
+def test_what_is_no_owner_is_refused(data):
+    with pytest.raises(ValueError, match="is not a process"):
+        owner_from(data)
+
+
+def test_the_second_is_refused_and_told_who_saves(folder):
+    lock = take(folder)
+    with pytest.raises(fx.CheckpointError, match=rf"written by process {os.getpid()} on .* this"):
+        take(folder)
+    lock.release()
+    take(folder).release()
+    assert folder.locks() == []
+
+
+def test_a_released_lock_leaves_nothing(tmp_path):
+    take(place_of(tmp_path)).release()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("who", ["ended", "started before"])
+def test_the_lock_of_a_dead_process_is_taken_over(folder, who):
+    dead = _ended() if who == "ended" else attrs.evolve(this_process(), started="1")
+    _lock_of(folder, dead)
+    lock = take(folder)
+    assert folder.locks() == [lock.name] != ["000000001"]
+    lock.check()
+    lock.release()
+    assert folder.locks() == []
+
+
+@pytest.mark.parametrize("data", [None, b"", b"{", b'{"token":1}', b"[]", b"\xff"])
+def test_a_silent_lock_of_another_machine_is_taken_over(folder, data, monkeypatch):
+    monkeypatch.setattr(_lock, "DEAD_S", 0.3)
+    if data is None:
+        _lock_of(folder, _elsewhere())
+    else:
+        folder.lock("000000001", data)
+    began = time.monotonic()
+    take(folder).release()
+    assert time.monotonic() - began >= 0.3
+
+
+def test_a_lock_of_another_machine_that_shows_life_is_respected(folder, monkeypatch):
+    monkeypatch.setattr(_lock, "_BEAT_S", 0.05)
+    monkeypatch.setattr(_lock, "this_process", _elsewhere)
+    lock = take(folder)  # as the other machine, which shows that it lives
+    monkeypatch.setattr(_lock, "this_process", this_process)
+    began = time.monotonic()
+    with pytest.raises(fx.CheckpointError, match=r"written by process \d+ on node7\."):
+        take(folder)
+    assert time.monotonic() - began < _lock.DEAD_S / 2
+    lock.release()
+    take(folder).release()
+
+
+def test_who_sees_a_live_lock_after_its_own_withdraws(folder, monkeypatch):
+    """Two processes may find the same dead lock, and one of them be late."""
+    kind = type(folder)
+    create = kind.lock
+
+    def create_and_see_another(self, name, data):
+        create(self, name, data)
+        monkeypatch.setattr(kind, "lock", create)
+        _lock_of(self, this_process(), "000000009")
+
+    monkeypatch.setattr(kind, "lock", create_and_see_another)
+    with pytest.raises(fx.CheckpointError, match="is being written"):
+        take(folder)
+    assert folder.locks() == ["000000009"]
+
+
+def test_a_lock_that_is_lost_is_found_out(folder):
+    lock = take(folder)
+    folder.unlock(lock.name)
+    _lock_of(folder, this_process(), lock.name)  # of the same name, and another's
+    with pytest.raises(fx.CheckpointError, match="took over the lock"):
+        lock.check()
+    lock.release()
+    assert folder.locks() == [lock.name]  # not ours to remove
+
+
+def _compete(folder, threads):
+    """What each of some threads got, and how many ever held the lock at a time."""
+    inside, most, got = 0, 0, []
+    count, go = threading.Lock(), threading.Barrier(threads)
+
+    def work():
+        nonlocal inside, most
+        go.wait()
+        try:
+            lock = take(folder)
+        except fx.CheckpointError:
+            return
+        with count:
+            inside += 1
+            most = max(most, inside)
+            got.append(lock)
+        time.sleep(0.002)
+        with count:
+            inside -= 1
+        lock.release()
+
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return most, got
+
+
+@settings(max_examples=25, deadline=None)
+@given(threads=st.integers(2, 8), dead=st.integers(0, 3))
+def test_never_two_at_a_time(tmp_path_factory, threads, dead):
+    folder = _new_folder("disk", tmp_path_factory.mktemp("locks"))
+    gone = attrs.evolve(this_process(), started="1")
+    for number in range(dead):
+        _lock_of(folder, gone, f"{number + 1:09d}")
+    most, got = _compete(folder, threads)
+    assert most <= 1
+    for lock in got:
+        assert lock.ended.is_set()
+    take(folder).release()  # nothing is left that blocks
+    assert folder.locks() == []
+
+
+# Saving
+
+
+def _save_one(ctx, folder):
+    try:
+        return fx.save(folder, ctx, fx.wrap(nn.Linear(2, 2), ctx)).path
+    except fx.CheckpointError as error:
+        return str(error)
+
+
+def test_all_ranks_hear_that_another_process_saves(pair, tmp_path):
+    lock = take(place_of(tmp_path))
+    said = pair.run(_save_one, str(tmp_path))
+    assert said[0] == said[1] and f"written by process {os.getpid()} on" in said[0]
+    lock.release()
+    assert pair.run(_save_one, str(tmp_path)) == [str(tmp_path / "update-0000000000")] * 2
+    assert os.listdir(tmp_path) == ["update-0000000000"]
+
+
+@pytest.fixture
+def ctx():
+    with fx.detect(env={}, device="cpu") as found:
+        yield found
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_under_way_keeps_others_out(ctx, background, tmp_path, monkeypatch):
+    write, told = _save.write_file, []
+
+    def write_and_let_others_try(*args):
+        with fx.detect(env={}, device="cpu") as other, pytest.raises(fx.CheckpointError) as caught:
+            fx.save(tmp_path, other, fx.wrap(nn.Linear(2, 2), other))
+        told.append(str(caught.value))
+        return write(*args)
+
+    monkeypatch.setattr(_save, "write_file", write_and_let_others_try)
+    saving = fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx), background=background)
+    saving.result()
+    assert len(told) == 1 and "One run at a time" in told[0]
+    assert os.listdir(tmp_path) == ["update-0000000000"]
+
+
+def test_nothing_is_committed_without_the_lock(ctx, tmp_path, monkeypatch):
+    write = _save.write_file
+
+    def write_and_lose_the_lock(*args):
+        folder = place_of(tmp_path)
+        folder.unlock(folder.locks()[0])
+        return write(*args)
+
+    monkeypatch.setattr(_save, "write_file", write_and_lose_the_lock)
+    with pytest.raises(fx.CheckpointError, match="took over the lock"):
+        fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("where", ["write_file", "survey", "new_name", "pieces_of", "stage"])
+def test_a_save_that_fails_lets_others_save(ctx, where, tmp_path, monkeypatch):
+    def fail(*args, **more):
+        raise KeyboardInterrupt if where == "pieces_of" else OSError("no")
+
+    model = fx.wrap(nn.Linear(2, 2), ctx)
+    with monkeypatch.context() as patch:
+        patch.setattr(_save, where, fail)
+        with pytest.raises((fx.CheckpointError, KeyboardInterrupt)):
+            fx.save(tmp_path, ctx, model, background=where == "stage").result()
+    ctx.comm.ledger.tasks.clear()  # its error was seen
+    fx.save(tmp_path, ctx, model)
+    assert os.listdir(tmp_path) == ["update-0000000000"]
+
+
+def _save_many(ctx, folder, updates, keep):
+    model = fx.wrap(nn.Linear(2, 2), ctx)
+    for update in updates:
+        fx.save(folder, ctx, model, position=fx.Position(updates=update), keep_last=keep)
+
+
+def test_what_a_run_that_still_runs_saved_is_not_pruned(ctx, clusters, tmp_path):
+    """The pool's process and this one take turns, as a requeued job and its predecessor do."""
+    folder, mine, theirs = str(tmp_path), [], []
+    for turn in range(3):
+        updates = [10 * turn + 1, 10 * turn + 2]
+        clusters[1].run(_save_many, folder, updates, 1)
+        _save_many(ctx, folder, [updates[1], updates[1] + 1], 1)
+        theirs, mine = [f"update-{updates[1]:010d}"], [f"update-{updates[1] + 1:010d}"]
+        assert sorted(os.listdir(folder)) == [*theirs, *mine]
+        fx.verify(folder)
+    assert fx.latest(folder).endswith(mine[0])
+
+
+def test_a_run_that_ended_is_pruned_as_ones_own(ctx, tmp_path, monkeypatch):
+    monkeypatch.setattr(_save, "this_process", _ended)
+    _save_many(ctx, tmp_path, [1, 2, 3], 3)
+    monkeypatch.undo()
+    _save_many(ctx, tmp_path, [4], 2)
+    assert sorted(os.listdir(tmp_path)) == ["update-0000000003", "update-0000000004"]
+
+
+def test_a_run_on_another_machine_counts_as_ended_after_three_commits(ctx, tmp_path, monkeypatch):
+    monkeypatch.setattr(_save, "this_process", _elsewhere)
+    _save_many(ctx, tmp_path, [1, 2], 2)
+    monkeypatch.undo()
+    _save_many(ctx, tmp_path, [3, 4], 1)
+    names = sorted(os.listdir(tmp_path))
+    assert names == [f"update-{update:010d}" for update in (1, 2, 4)]
+    _save_many(ctx, tmp_path, [5], 1)
+    assert os.listdir(tmp_path) == ["update-0000000005"]
+
+
+def test_the_process_that_saved_is_written_down(ctx, tmp_path):
+    from fxtrain.checkpoint._names import read_manifest
+
+    path = fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx)).path
+    assert read_manifest(place_of(path)).saver == this_process()
+    assert isinstance(this_process(), Owner)
