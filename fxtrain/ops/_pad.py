@@ -146,11 +146,15 @@ def gather_valid(tree: Any, batch: Batch, ctx: DistContext) -> Any:
     """
     known_context("gather_valid", ctx)
     here = ctx.axis("data") if len(batch.sizes) != ctx.world_size else ctx
+    # Of rows that only stand in (`even="uneven"`) the size is 0: nothing of them is sent.
     size, longest = batch.sizes[here.rank], max(batch.sizes)
-    leaves, shape = _tree.flatten(tree, lambda node: _is_column(node, size))
-    _check_rows(leaves, batch, here)
+    there = len(batch.valid)
+    leaves, shape = _tree.flatten(tree, lambda node: _is_column(node, there))
+    _check_rows(leaves, there, here)
     sent = [
-        _extend(leaf.detach(), 0, longest, 0) if isinstance(leaf, Tensor) else Opaque(leaf)
+        _extend(leaf.detach()[:size] if leaf.ndim else leaf.detach(), 0, longest, 0)
+        if isinstance(leaf, Tensor)
+        else Opaque(leaf)
         for leaf in leaves
     ]
     got = gather(sent, here) if leaves else []
@@ -158,23 +162,15 @@ def gather_valid(tree: Any, batch: Batch, ctx: DistContext) -> Any:
     return _tree.unflatten(shape, [_real(leaf, found, batch, longest) for leaf, found in pairs])
 
 
-def _check_rows(leaves: list[Any], batch: Batch, ctx: DistContext) -> None:
-    """Refuse leaves that are not per row, and batches that not every rank has."""
-    size = batch.sizes[ctx.rank]
+def _check_rows(leaves: list[Any], size: int, ctx: DistContext) -> None:
+    """Refuse leaves that are not per row."""
     problem = None
-    if 0 in batch.sizes:
-        problem = DataError(
-            'gather_valid: some ranks have no row in this batch (even="uneven"), so they do '
-            'not take part. Evaluate with even="pad", whose padding gather_valid removes.'
-        )
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] != size:
             problem = DataError(
                 f"gather_valid: a tensor of shape {list(leaf.shape)} is not per row: this "
                 f"rank has {size} rows in the batch. Pass {size} rows, or a 0-d tensor."
             )
-    if problem is not None and 0 in batch.sizes:
-        raise problem
     if problem is not None:
         raise_together(problem, ctx)
 
