@@ -99,8 +99,7 @@ def test_shards_cover_every_row_once_in_an_order_of_its_own(
     rows = _joined(found)
     assert rows == order[: len(rows)]
     assert len(rows) == n or even == "drop"
-    if even != "uneven":
-        assert len({len(mine) for mine in found}) == 1
+    assert len({len(mine) for mine in found}) == 1
     lengths = {len(batch.data) for mine in found for batch in mine}
     if kind != "batches" and world > 1 and even != "uneven":
         assert lengths <= {size}
@@ -113,25 +112,18 @@ def test_shards_cover_every_row_once_in_an_order_of_its_own(
 def test_ranks_see_the_same_run(kind, n, size, world, even, accumulate):
     plan = fx.Plan(even=even, accumulate=accumulate)
     found = [list(loader) for loader in _shards(kind, n, size, world, plan)]
-    longest = max(found, key=len)
     for rank, mine in enumerate(found):
-        for batch, other in zip(mine, longest, strict=False):
+        for batch, other in zip(mine, found[0], strict=True):
             assert batch.position == other.position
             assert (batch.rows, batch.sizes) == (other.rows, other.sizes)
             assert batch.window_rows == other.window_rows
             assert int(batch.valid.sum()) == batch.rows[rank]
-            assert len(batch.data) == len(batch.valid)
+            assert len(batch.data) == len(batch.valid) == batch.sizes[rank] or not batch.sizes[rank]
+            assert len(batch.data) > 0
             # Padding stands at the end.
             assert batch.valid.tolist() == sorted(batch.valid.tolist(), reverse=True)
-        last = mine[-1] if mine else None
-        if len(mine) < len(longest):
-            assert len(longest) == len(mine) + 1
-            assert last.ghost.position == longest[-1].position
-            assert last.ghost.sizes == longest[-1].sizes and last.ghost.sizes[rank] == 0
-        elif mine:
-            assert last.ghost is None and last.position.is_last
-    for batch in longest[:-1]:
-        assert not batch.position.is_last
+    ends = [batch.position.is_last for batch in found[0]]
+    assert ends == [False] * (len(ends) - 1) + [True] * bool(ends)
 
 
 @given(
@@ -181,11 +173,8 @@ def test_a_stream_is_cut_like_a_table(n, size, world, even, index):
     plan, start = fx.Plan(even=even), fx.Position(index=min(index, n))
     tables, streams = (_shards(kind, n, size, world, plan) for kind in ("plain", "stream"))
     for table, stream in zip(tables, streams, strict=True):
-        left, right = (list(loader.at(start)) for loader in (table, stream))
-        assert [_seen(b) for b in left] == [_seen(b) for b in right]
-        assert [b.ghost and _seen(b.ghost) for b in left] == [
-            b.ghost and _seen(b.ghost) for b in right
-        ]
+        left, right = ([_seen(b) for b in loader.at(start)] for loader in (table, stream))
+        assert left == right
 
 
 def _seen(batch):
@@ -259,15 +248,39 @@ def test_global_batches_are_those_of_one_process(n, world, size, kind):
     even=evens,
     accumulate=st.integers(1, 4),
     flush=st.booleans(),
-    stop=st.integers(0, 5),
+    stops=st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    kind=kinds,
 )
-def test_where_an_epoch_ends_is_known_before_it_runs(n, size, world, even, accumulate, flush, stop):
+def test_positions_count_what_was_seen_whatever_the_loop_leaves_out(
+    n, size, world, even, accumulate, flush, stops, kind
+):
     plan = fx.Plan(accumulate=accumulate, flush=flush, even=even)
-    for loader in _shards("plain", n, size, world, plan):
-        ahead = list(loader.epochs(3))
-        for late, epoch in zip(ahead, loader.epochs(3), strict=True):
+    runs = []
+    for rank, loader in enumerate(_shards(kind, n, size, world, plan)):
+        runs.append([])
+        ahead = list(loader.epochs(len(stops)))
+        samples = updates = micro = 0
+        pairs = zip(ahead, loader.epochs(len(stops)), stops, strict=True)
+        for number, (late, epoch, stop) in enumerate(pairs):
+            if stop == 0:  # skipped
+                continue
             assert late.position == epoch.position
-            assert [b.window_rows for b in late] == [b.window_rows for b in epoch]
+            start = fx.Position(epoch=number, samples=samples, updates=updates, micro=micro)
+            assert epoch.position == start
+            seen = [list(itertools.islice(one, stop)) for one in (epoch, late)]
+            for batch, other in zip(*seen, strict=True):
+                assert (batch.position, batch.window_rows) == (other.position, other.window_rows)
+                here = batch.position
+                samples += sum(batch.rows)
+                closes = micro + 1 == accumulate or (flush and here.is_last)
+                micro, updates = (0, updates + 1) if closes else (micro + 1, updates)
+                assert (here.samples, here.updates, here.micro) == (samples, updates, micro)
+                runs[rank].append(here)
+            if seen[0]:
+                whole = [batch.position for batch in loader.at(start)]
+                rest = [batch.position for batch in loader.at(seen[0][-1].position)]
+                assert rest == whole[len(seen[0]) :]
+    assert all(run == runs[0] for run in runs)
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 1 << 40), epoch=st.integers(0, 5))

@@ -13,13 +13,12 @@ from fxtrain.state import Batch
 __all__ = ["join", "parts_of_batch", "split"]
 
 
-def parts_of_batch(batch: Batch, rank: int, parts: int, *, whole: int | None) -> list[Batch]:
+def parts_of_batch(batch: Batch, rank: int, parts: int) -> list[Batch]:
     """A batch in parts of equally many rows.
 
     Args:
         rank: On the data axis.
         parts: How many; they divide every rank's rows.
-        whole: Rows of the window on all ranks, if that is known.
     """
     rows = batch.sizes[rank]
     if rows:
@@ -38,7 +37,6 @@ def parts_of_batch(batch: Batch, rank: int, parts: int, *, whole: int | None) ->
                 min(max(real - part * size, 0), size)
                 for real, size in zip(batch.rows, sizes, strict=True)
             ),
-            window_rows=whole,
             part=part,
             parts=parts,
         )

@@ -88,10 +88,7 @@ def _pieces_of(model: Wrapped, batch: Batch) -> list[Batch]:
             f"{', '.join(map(str, sorted(set(batch.sizes))))} rows on a rank. Use a batch size "
             f"that is a multiple of {layout.parts}, or PP(microbatches=...) with a divisor of it."
         )
-    whole = batch.window_rows
-    if whole is None and model.plan.accumulate == 1:
-        whole = sum(batch.sizes)
-    return parts_of_batch(batch, model.ctx.axis("data").rank, parts, whole=whole)
+    return parts_of_batch(batch, model.ctx.axis("data").rank, parts)
 
 
 def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -46,7 +46,6 @@ def declared_source(loader: DataLoader[Any], ctx: DistContext, plan: Plan) -> tu
     source = Source(
         run=lambda cursor: turns(local, cursor, ctx, plan),
         length=lambda: None,
-        end=lambda cursor: None,
         shuffled=local.shuffled,
     )
     return source, reading.layout
@@ -92,7 +91,7 @@ def _stream(loader: DataLoader[Any], reading: Reading, ctx: DistContext, plan: P
         open=read,
         sizes=None,
         most=reading.layout.per_rank,
-        shuffled=lambda: hasattr(loader.dataset, "set_epoch"),
+        shuffled=lambda: False,  # whether a stream shuffles, only its author knows
     )
 
 

@@ -1,13 +1,13 @@
 """Rank 0 reads, and sends each rank its part."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fxtrain import ops
 from fxtrain._errors import DataError
 from fxtrain.data._slices import Layout
-from fxtrain.data._source import Loaded, Source, arithmetic_end
-from fxtrain.data._steps import Cursor, Step
+from fxtrain.data._source import Loaded, Source
+from fxtrain.data._steps import Cursor
 from fxtrain.ops._objects import Opaque
 from fxtrain.state import DistContext, Plan
 
@@ -39,22 +39,15 @@ def dispatch_source(
                 raise problem
             if "failed" in letter:
                 raise _failed(letter["failed"])
-            for head, data in letter["steps"]:
-                yield head.value, (data,)
-                if head.value.position.is_last:
-                    return
-            if not letter["steps"]:
+            if "step" not in letter:
                 return
-
-    def end(cursor: Cursor) -> Cursor | None:
-        if length is None or layout.unit == "batch":
-            return None
-        return arithmetic_end(layout, length, cursor, plan)
+            yield letter["step"].value, (letter["data"],)
+            if letter["step"].value.position.is_last:
+                return
 
     source = Source(
         run=run,
         length=lambda: length,
-        end=end,
         shuffled=(lambda: False) if inner is None else inner.shuffled,
     )
     return source, layout
@@ -82,34 +75,17 @@ def _facts(
 def _letters(
     steps: Iterator[Loaded], ctx: DistContext
 ) -> tuple[list[dict[str, Any]], Exception | None]:
-    """What each rank gets next: steps with its data, none at the end, or what went wrong."""
+    """What each rank gets next: a step with its data, none at the end, or what went wrong."""
     try:
-        found = _next(steps)
+        found = next(steps, None)
     except Exception as error:
         return [{"failed": _words(error)}] * ctx.world_size, error
-    return [
-        {"steps": [(head, data[rank]) for head, data in found]} for rank in range(ctx.world_size)
-    ], None
-
-
-def _next(steps: Iterator[Loaded]) -> list[tuple[Opaque, Sequence[Any]]]:
-    """The next step, and with it the one after if some ranks have no row there.
-
-    Those ranks take part in that one while they are still busy with this one, so that it
-    must be there by then.
-    """
-    found: list[tuple[Opaque, Sequence[Any]]] = []
-    for step, data in steps:
-        found.append((Opaque(_bare(step)), data))
-        if step.ghost is None:
-            break
-    return found
-
-
-def _bare(step: Step) -> Step:
-    """A step without the indices, which only its reader needs."""
-    ghost = None if step.ghost is None else _bare(step.ghost)
-    return step._replace(slot=step.slot._replace(keys=()), ghost=ghost)
+    if found is None:
+        return [{}] * ctx.world_size, None
+    step, data = found
+    # Only its reader needs the indices.
+    head = Opaque(step._replace(slot=step.slot._replace(keys=())))
+    return [{"step": head, "data": data[rank]} for rank in range(ctx.world_size)], None
 
 
 def _words(error: Exception) -> str:

@@ -28,7 +28,7 @@ class Ask(NamedTuple):
 
     Attributes:
         epoch: Its epoch.
-        keys: For each served rank: indices, or None where it gets nothing.
+        keys: For each served rank: indices.
         seeds: For each served rank: what to seed the generators with; empty for not at all.
     """
 
@@ -56,7 +56,7 @@ class RowFetch(Dataset[list[Any]]):
         for place, key in enumerate(ask.keys):
             if ask.seeds:
                 seed_all(ask.seeds[place])
-            found.append(None if key is None else self._load(key))
+            found.append(self._load(key))
         return found
 
     def _load(self, key: Any) -> Any:
@@ -88,12 +88,12 @@ class Told(NamedTuple):
 
     Attributes:
         slot: The global batch, without keys.
-        ahead: Rows that are known to follow in the next one; 0 at the end.
+        is_last: No other one follows.
         data: Collated rows of each served rank.
     """
 
     slot: Slot
-    ahead: int
+    is_last: bool
     data: list[Any]
 
 
@@ -129,15 +129,14 @@ class StreamFetch(Dataset["Told | None"]):
         if units is None:
             return None
         first = ask.start + ask.step * self.layout.stride
-        alone = ask.step == 0 and reader.ahead == 0
-        short = len(units) < self.layout.stride
-        head = reader.head() if short and (self.layout.pads or alone) else units
-        slot = slot_of(self.layout, first, units, head, self.ranks, alone=alone)
+        borrows = any(self.layout.borrows(rank, len(units)) for rank in self.ranks)
+        head = reader.head() if borrows else units
+        slot = slot_of(self.layout, first, units, head, self.ranks)
         data = [
-            None if rows is None else self._collate(rows, ask.epoch, first, rank)
+            self._collate(rows, ask.epoch, first, rank)
             for rank, rows in zip(self.ranks, slot.keys, strict=True)
         ]
-        return Told(slot._replace(keys=()), reader.ahead, data)
+        return Told(slot._replace(keys=()), reader.is_last, data)
 
     def _open(self, ask: StreamAsk) -> Reader:
         tell_epoch(self.dataset, ask.epoch)

@@ -103,12 +103,13 @@ class Custom:
 
 
 def _tell(sampler: Any, epoch: int, key: int) -> bool:
-    """Tell a sampler, and the one inside it, which epoch starts; whether it cared."""
+    """Tell a sampler, and the one inside it, which epoch starts; whether that orders it."""
     told = False
     for part in _parts(sampler):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
-            told = True
+            # torch's DistributedSampler, and those made after it, say whether they shuffle.
+            told = told or getattr(part, "shuffle", True) is not False
         if isinstance(getattr(part, "generator", None), torch.Generator):
             part.generator.manual_seed(key)
             told = True

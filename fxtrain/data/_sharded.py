@@ -17,7 +17,7 @@ from fxtrain.data._loader import read_loader
 from fxtrain.data._place import mask, placed
 from fxtrain.data._slices import Layout
 from fxtrain.data._source import RowSlots, Source, row_source, stream_source
-from fxtrain.data._steps import Cursor, Step, next_epoch
+from fxtrain.data._steps import Cursor, Step, to_epoch
 from fxtrain.state import Batch, DistContext, Plan, Position
 
 __all__ = ["Sharded", "shard"]
@@ -32,12 +32,35 @@ class _Trail:
     """How far iteration got: a pass over data has a state, as an iterator has.
 
     Attributes:
+        start: The cursor of the first batch, but of a later epoch only its number counts.
+        before: The trail of the epoch before, which tells where a later epoch starts; None
+            once it began.
         passes: Passes that got further than one batch.
         reached: The cursor after the last batch that was yielded.
     """
 
+    start: Cursor
+    before: "_Trail | None" = None
     passes: int = 0
     reached: Cursor | None = None
+
+    def cursor(self) -> Cursor:
+        """Where the epoch starts, by what has been seen of those before it."""
+        if self.before is None:
+            return self.start
+        return to_epoch(self.before.end(), self.start.position.epoch)
+
+    def begin(self) -> Cursor:
+        """Where the epoch starts, from now on whatever becomes of those before it."""
+        self.start, self.before = self.cursor(), None
+        return self.start
+
+    def end(self) -> Cursor:
+        """Where iteration got: for an epoch that did not run, where the one before it did."""
+        trail = self
+        while trail.reached is None and trail.before is not None:
+            trail = trail.before
+        return trail.reached or trail.start
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -56,19 +79,22 @@ class Sharded:
     _source: Source = attrs.field(repr=False, alias="source")
     _layout: Layout = attrs.field(repr=False, alias="layout")
     _cut: Callable[[Any], Any] | None = attrs.field(default=None, repr=False, alias="cut")
-    _cursor: Cursor = attrs.field(factory=lambda: Cursor(Position()), alias="cursor")
-    _trail: _Trail = attrs.field(factory=_Trail, repr=False, alias="trail")
+    _trail: _Trail = attrs.field(factory=lambda: _Trail(Cursor(Position())), alias="trail")
 
     @property
     def position(self) -> Position:
-        """Where iteration starts."""
-        return self._cursor.position
+        """Where iteration starts.
+
+        Of an epoch that has not begun, `samples` and `updates` count what has been seen by now.
+        """
+        return self._trail.cursor().position
 
     def epochs(self, n: int) -> Iterator["Sharded"]:
         """One loader per epoch: what is left of this one, then the others up to epoch n.
 
-        Leaving an epoch early (`break`) goes on with the next one; samples and updates count
-        what was seen.
+        A loop that leaves an epoch early (`break`), or skips it, continues with the next one;
+        `samples` and `updates` count only what was seen. An accumulation window that `break`
+        leaves open continues with the first batches of the next epoch.
 
         Args:
             n: Epochs of the whole run, those before a restart included.
@@ -86,14 +112,15 @@ class Sharded:
         return self._epochs(n)
 
     def _epochs(self, n: int) -> Iterator["Sharded"]:
-        cursor = next_epoch(self._cursor) if self._is_over() else self._cursor
-        while cursor.position.epoch < n:
-            epoch = attrs.evolve(self, cursor=cursor, trail=_Trail())
-            yield epoch
-            cursor = next_epoch(epoch._end())
+        cursor, trail = self._trail.cursor(), None
+        if self._is_over():
+            cursor = to_epoch(cursor, cursor.position.epoch + 1)
+        for number in range(cursor.position.epoch, n):
+            trail = _Trail(to_epoch(cursor, number) if trail else cursor, trail)
+            yield attrs.evolve(self, trail=trail)
 
     def at(self, position: Position) -> "Sharded":
-        """The same loader, going on from a cursor, which may stem from another world size.
+        """The same loader from a cursor on, which another world size may have reached.
 
         Example:
             >>> import fxtrain as fx, torch
@@ -111,17 +138,17 @@ class Sharded:
             )
         # What a window holds that was opened elsewhere is not written in a position.
         held = 0 if position.micro == 0 else None
-        return attrs.evolve(self, cursor=Cursor(position, held), trail=_Trail())
+        return attrs.evolve(self, trail=_Trail(Cursor(position, held)))
 
     def __len__(self) -> int:
-        """Batches left in this epoch on this rank."""
+        """Batches left in this epoch, the same on every rank."""
         left = self._left()
         if left is None:
             raise _NoLength(
                 "len: this loader has no length, because its dataset or sampler has none or "
                 "its ranks see only their own rows. Count batches while iterating."
             )
-        return 0 if self.position.is_last else self._layout.count_on(self.ctx.rank, left)
+        return 0 if self.position.is_last else self._layout.count(left)
 
     def __iter__(self) -> Iterator[Batch]:
         if self._trail.passes == 1 and self._source.shuffled():
@@ -143,19 +170,13 @@ class Sharded:
         if self.position.is_last:
             return
         self._agree()
-        rank, cursor = self.ctx.rank, self._cursor
+        cursor = self._trail.begin()
         masks: dict[tuple[int, int], Tensor] = {}
         cut = self._cut or (lambda data: data)
         loaded = ((step, cut(data[0])) for step, data in self._source.run(cursor))
         for step, mine in placed(loaded, self.ctx, self.plan, ahead=self._source.apart):
             batch = self._batch(step, mine, masks)
-            cursor = cursor.after(step)
-            ghost = step.ghost
-            if ghost is not None and ghost.slot.sizes[rank] == 0:
-                self._trail.reached = cursor.after(ghost)
-                yield attrs.evolve(batch, ghost=self._batch(ghost, mine, masks))
-                return
-            self._trail.reached = cursor
+            self._trail.reached = cursor = cursor.after(step)
             yield batch
 
     def _batch(self, step: Step, data: Any, masks: dict[tuple[int, int], Tensor]) -> Batch:
@@ -186,10 +207,6 @@ class Sharded:
             return self.position.is_last
         left = self._left()
         return left is not None and self._layout.count(left) == 0
-
-    def _end(self) -> Cursor:
-        """Where the epoch ends: where iteration got, or by arithmetic before it ran."""
-        return self._trail.reached or self._source.end(self._cursor) or self._cursor
 
     def _agree(self) -> None:
         """Find out before the first batch whether all ranks are about to read the same."""

@@ -48,22 +48,18 @@ class Layout:
         """Whether ranks get rows twice so that all have equally many."""
         return self.even == "pad" and self.ranks > 1 and not self.shared
 
+    def borrows(self, rank: int, units: int) -> bool:
+        """Whether a rank gets units of the epoch's start, too, of so many in a global batch.
+
+        Under `uneven` that is a rank without a unit of its own: those stand in as its data.
+        """
+        real = units - rank * self.per_rank
+        return not self.shared and real < (self.per_rank if self.pads else 1)
+
     def count(self, units: int) -> int:
         """Global batches in so many units."""
         whole, rest = divmod(max(0, units), self.stride)
         return whole + (rest > 0 and self.even != "drop")
-
-    def count_on(self, rank: int, units: int) -> int:
-        """Batches that one rank yields of so many units."""
-        whole, rest = divmod(max(0, units), self.stride)
-        if rest == 0 or self.even == "drop":
-            return whole
-        # Alone at the end, a rank gets a batch of padding instead; see `slot_of`.
-        return whole + (self.pads or whole == 0 or self.real(rank, rest) > 0)
-
-    def real(self, rank: int, units: int) -> int:
-        """Units of one rank in a global batch of so many."""
-        return min(max(units - rank * self.per_rank, 0), self.per_rank)
 
 
 class Slot(NamedTuple):
@@ -75,7 +71,7 @@ class Slot(NamedTuple):
         rows: Real rows on each rank.
         sizes: Rows on each rank with padding.
         keys: For each rank that is served: what its dataset is asked for, a list for rows
-            and batches; None where the rank has nothing to do in this global batch.
+            and batches.
     """
 
     first: int
@@ -102,7 +98,7 @@ def cut_order(layout: Layout, order: Order, start: int, ranks: Sequence[int]) ->
     if rest and layout.even != "drop":
         units = order.take(torch.arange(first, order.length))
         head = order.take(torch.arange(min(stride, order.length))) if ranks else units
-        yield slot_of(layout, first, units, head, ranks, alone=whole == 0)
+        yield slot_of(layout, first, units, head, ranks)
 
 
 def cut(layout: Layout, units: Iterable[Any], start: int, ranks: Sequence[int]) -> Iterator[Slot]:
@@ -121,7 +117,7 @@ def cut(layout: Layout, units: Iterable[Any], start: int, ranks: Sequence[int]) 
         if len(units) < stride and layout.even == "drop":
             return
         head += units[: stride - len(head)]
-        yield slot_of(layout, first, units, head, ranks, alone=first == start)
+        yield slot_of(layout, first, units, head, ranks)
         first += len(units)
 
 
@@ -131,19 +127,17 @@ def slot_of(
     units: Sequence[Any],
     head: Sequence[Any],
     ranks: Sequence[int],
-    *,
-    alone: bool,
 ) -> Slot:
     """Deal the units of one global batch.
 
     Args:
-        head: The first units of the epoch, with which a short global batch is padded.
-        alone: It is the only one of this pass. Under `uneven` a rank without a unit then
-            reads padding of size 0, so that it can take part in the step.
+        head: The first units of the epoch, with which a short global batch is padded. Under
+            `uneven` they only stand in, with the size 0, on ranks without a unit, so that
+            every rank has data for the step.
     """
     if layout.shared:
         return _shared_slot(layout, first, list(units[0]), ranks)
-    dealt = [_deal(layout, units, head, rank, alone=alone) for rank in range(layout.ranks)]
+    dealt = [_deal(layout, units, head, rank) for rank in range(layout.ranks)]
     rows, sizes = zip(*[_rows(layout, found, real) for found, real in dealt], strict=True)
     keys = tuple(_key(layout, dealt[rank][0]) for rank in ranks)
     return Slot(first, len(units), rows, sizes, keys)
@@ -167,32 +161,30 @@ def _full(
 
 
 def _deal(
-    layout: Layout, units: Sequence[Any], head: Sequence[Any], rank: int, *, alone: bool
+    layout: Layout, units: Sequence[Any], head: Sequence[Any], rank: int
 ) -> tuple[list[Any], int]:
     """One rank's units, and how many of them are real."""
     low, size = rank * layout.per_rank, layout.per_rank
     found = list(units[low : low + size])
-    real, missing = len(found), size - len(found)
-    if missing and (layout.pads or (alone and not real)):
-        # Padding goes on from the start of the epoch, counted over all ranks.
+    real = len(found)
+    if layout.borrows(rank, len(units)):
+        # Padding continues from the start of the epoch, counted over all ranks.
         after = max(0, low - len(units))
-        found += [head[(after + n) % len(head)] for n in range(missing)]
+        found += [head[(after + n) % len(head)] for n in range(size - real)]
     return found, real
 
 
 def _rows(layout: Layout, found: list[Any], real: int) -> tuple[int, int]:
     """Rows on a rank: those that are real, and with padding."""
     if layout.unit == "batch":
-        size = len(found[0]) if found else 0
-        if found and not size:
+        size = len(found[0])
+        if not size:
             raise DataError("The batch sampler of this loader made a batch of no rows.")
         return (size, size) if real else (0, size if layout.pads else 0)
     return real, len(found) if layout.pads else real
 
 
 def _key(layout: Layout, found: list[Any]) -> Any:
-    if not found:
-        return None
     if layout.unit == "item":
         return found[0]
     return list(found[0]) if layout.unit == "batch" else found

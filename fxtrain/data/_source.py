@@ -7,7 +7,6 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fxtrain.data._fetch import (
@@ -23,11 +22,11 @@ from fxtrain.data._fetch import (
 from fxtrain.data._loader import Feed, Reading, rebuild
 from fxtrain.data._order import Custom, Order, find_order, length_of
 from fxtrain.data._permute import key_of
-from fxtrain.data._slices import Layout, Slot, cut, cut_order, slot_of
+from fxtrain.data._slices import Layout, Slot, cut, cut_order
 from fxtrain.data._steps import Cursor, Step, advance, totals, walk
 from fxtrain.state import Plan, Position
 
-__all__ = ["RowSlots", "Source", "arithmetic_end", "row_source", "stream_source"]
+__all__ = ["RowSlots", "Source", "row_source", "stream_source"]
 
 # A step, and the data of each rank that is served.
 Loaded = tuple[Step, Sequence[Any]]
@@ -40,14 +39,12 @@ class Source:
     Attributes:
         run: Cursor → every step until the epoch ends.
         length: Units in an epoch; None where only reading tells.
-        end: Cursor → the cursor at the end of its epoch; None where only reading tells.
         shuffled: Whether epochs differ in their order, as far as is known by now.
         apart: Worker processes read, so that reading ahead draws no random numbers here.
     """
 
     run: Callable[[Cursor], Iterator[Loaded]]
     length: Callable[[], int | None]
-    end: Callable[[Cursor], Cursor | None]
     shuffled: Callable[[], bool]
     apart: bool = False
 
@@ -85,15 +82,6 @@ class RowSlots:
             return iter(())
         return itertools.chain.from_iterable(totals(layout, length) for _ in itertools.count())
 
-    def end(self, cursor: Cursor, plan: Plan) -> Cursor | None:
-        """Where the epoch of a cursor ends; None where only reading tells."""
-        layout, length = self.reading.layout, self.length()
-        if length is None:
-            return None
-        if layout.unit != "batch":
-            return arithmetic_end(layout, length, cursor, plan)
-        return _last(self.cut(cursor.position.epoch, cursor.position.index, ()), cursor, plan)
-
     def shuffled(self) -> bool:
         """Whether another epoch has another order, as far as is known by now."""
         return self._latest is not None and self._latest.shuffled
@@ -123,8 +111,6 @@ def row_source(
 
         def indices() -> Iterator[Any]:
             for step in walk(found, cursor, plan, slots.later):
-                if not any(key is not None for key in step.slot.keys):
-                    return  # the other ranks go on without this one
                 made.append(step)
                 yield ask(step.slot, epoch)
 
@@ -136,7 +122,6 @@ def row_source(
     return Source(
         run=run,
         length=slots.length,
-        end=lambda cursor: slots.end(cursor, plan),
         shuffled=slots.shuffled,
         apart=loader.num_workers > 0,
     )
@@ -162,15 +147,13 @@ def stream_source(
             for told in over:
                 if told is None:
                     return
-                slot, ahead, data = told
+                slot, is_last, data = told
                 # Older torch turns tuples into lists where it pins memory.
                 slot = Slot(slot[0], slot[1], tuple(slot[2]), tuple(slot[3]), ())
-                step = _stream_step(slot, position, plan, held, is_last=ahead == 0)
+                step = _stream_step(slot, position, plan, held, is_last=is_last)
                 position, held = step.position, 0
-                if plan.even == "uneven" and 0 < ahead < layout.stride:
-                    step = step._replace(ghost=_ghost(layout, step, ahead, plan))
                 yield step, data
-                if ahead == 0:
+                if is_last:
                     return
         finally:
             fetch.reader = None  # lets go of the stream, if this process holds it
@@ -178,22 +161,9 @@ def stream_source(
     return Source(
         run=run,
         length=lambda: length_of(loader.dataset),
-        end=lambda cursor: None,
-        shuffled=lambda: hasattr(loader.dataset, "set_epoch"),
+        shuffled=lambda: False,  # whether a stream shuffles, only its author knows
         apart=loader.num_workers > 0,
     )
-
-
-def arithmetic_end(layout: Layout, length: int, cursor: Cursor, plan: Plan) -> Cursor:
-    """Where an epoch of so many rows or items ends."""
-    numbers = Order(length, Tensor.tolist)
-    return _last(cut_order(layout, numbers, cursor.position.index, ()), cursor, plan)
-
-
-def _last(slots: Iterator[Slot], cursor: Cursor, plan: Plan) -> Cursor:
-    for step in walk(slots, cursor, plan):
-        cursor = cursor.after(step)
-    return cursor
 
 
 def _over_rows(
@@ -227,12 +197,3 @@ def _stream_step(
     # A window of several batches may end with the data, which nobody has seen yet.
     rows = None if held is None or plan.accumulate > 1 else held + sum(slot.sizes)
     return Step(slot, after, rows)
-
-
-def _ghost(layout: Layout, step: Step, ahead: int, plan: Plan) -> Step | None:
-    """The last step, if some rank has no row in it."""
-    rows = [None] * ahead
-    slot = slot_of(layout, step.slot.first + layout.stride, rows, (), (), alone=False)
-    if 0 not in slot.sizes:
-        return None
-    return _stream_step(slot, step.position, plan, 0, is_last=True)

@@ -9,7 +9,7 @@ import attrs
 from fxtrain.data._slices import Layout, Slot
 from fxtrain.state import Plan, Position
 
-__all__ = ["Cursor", "Step", "advance", "next_epoch", "totals", "walk"]
+__all__ = ["Cursor", "Step", "advance", "to_epoch", "totals", "walk"]
 
 
 class Step(NamedTuple):
@@ -19,13 +19,11 @@ class Step(NamedTuple):
         slot: The global batch.
         position: The cursor just after it.
         window_rows: Rows with padding in its whole accumulation window, where known.
-        ghost: The step after this one, if some rank has no row in that.
     """
 
     slot: Slot
     position: Position
     window_rows: int | None
-    ghost: "Step | None" = None
 
 
 class Cursor(NamedTuple):
@@ -61,11 +59,9 @@ def advance(position: Position, slot: Slot, plan: Plan, *, is_last: bool) -> Pos
     )
 
 
-def next_epoch(cursor: Cursor) -> Cursor:
-    """The cursor at the start of the epoch that follows."""
-    position = attrs.evolve(
-        cursor.position, epoch=cursor.position.epoch + 1, index=0, is_last=False
-    )
+def to_epoch(cursor: Cursor, epoch: int) -> Cursor:
+    """The cursor at the start of a later epoch, with a window that is still open."""
+    position = attrs.evolve(cursor.position, epoch=epoch, index=0, is_last=False)
     return Cursor(position, cursor.held)
 
 
@@ -81,24 +77,6 @@ def walk(
         slots: From the cursor to the end of its epoch.
         later: Rows with padding of each global batch of the following epochs, if known.
     """
-    steps = _windows(slots, cursor, plan, later)
-    return _ghosts(steps) if plan.even == "uneven" else steps
-
-
-def totals(layout: Layout, length: int) -> Iterator[int]:
-    """Rows with padding of every global batch of one epoch of so many rows."""
-    whole, rest = divmod(length, layout.stride)
-    yield from itertools.repeat(layout.stride, whole)
-    if rest and layout.even != "drop":
-        yield layout.stride if layout.pads else rest
-
-
-def _windows(
-    slots: Iterable[Slot],
-    cursor: Cursor,
-    plan: Plan,
-    later: Callable[[], Iterator[int]] | None,
-) -> Iterator[Step]:
     position, held = cursor.position, cursor.held
     window: list[Slot] = []
     for slot, is_last in _ending(slots):
@@ -121,6 +99,14 @@ def _windows(
         held = 0
 
 
+def totals(layout: Layout, length: int) -> Iterator[int]:
+    """Rows with padding of every global batch of one epoch of so many rows."""
+    whole, rest = divmod(length, layout.stride)
+    yield from itertools.repeat(layout.stride, whole)
+    if rest and layout.even != "drop":
+        yield layout.stride if layout.pads else rest
+
+
 def _plus(rows: int | None, later: Callable[[], Iterator[int]] | None, missing: int) -> int | None:
     """Add what the following epochs put into a window that the end of data leaves open."""
     if rows is None or later is None:
@@ -137,13 +123,3 @@ def _ending(slots: Iterable[Slot]) -> Iterator[tuple[Slot, bool]]:
         after = next(ahead, None)
         yield slot, after is None
         slot = after
-
-
-def _ghosts(steps: Iterator[Step]) -> Iterator[Step]:
-    """Tell each step if the next one leaves a rank without rows."""
-    step: Any = next(steps, None)
-    while step is not None:
-        after = next(steps, None)
-        empty = after is not None and 0 in after.slot.sizes
-        yield step._replace(ghost=after) if empty else step
-        step = after

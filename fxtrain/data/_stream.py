@@ -18,7 +18,7 @@ _END = object()
 
 
 class Reader:
-    """An open stream, which knows how much follows what it has given out.
+    """An open stream, which knows whether more follows what it has given out.
 
     Rows of ranks that are not served here are passed over as None.
 
@@ -38,16 +38,15 @@ class Reader:
         opened: tuple[int, int, int],
         lent: Lent | None,
     ) -> None:
-        self.opened, self.step, self.ahead = opened, 0, 0
+        self.opened, self.step, self.is_last = opened, 0, False
         self._dataset, self._layout, self._lent = dataset, layout, lent
         self._served = frozenset(ranks)
         self._rows: Iterator[Any] | None = None
         self._place = 0
         self._first: Any = None
         self._buffer: deque[Any] = deque()
-        # What is left over at the end matters ahead of time, unless it only gets padded.
-        padded = layout.even == "pad" or (layout.even == "uneven" and layout.ranks == 1)
-        self._look = 1 if padded else layout.stride
+        # Of rows that may be dropped, a whole global batch has to follow.
+        self._look = layout.stride if layout.even == "drop" else 1
 
     def read(self, step: int) -> list[Any] | None:
         """The rows of a global batch, this one or one further on; None past the end."""
@@ -62,8 +61,7 @@ class Reader:
         if count == 0 or (count < stride and self._layout.even == "drop"):
             return None
         rows = [self._buffer.popleft() for _ in range(count)]
-        rest = len(self._buffer)
-        self.ahead = 0 if self._layout.even == "drop" and rest < stride else rest
+        self.is_last = len(self._buffer) < self._look
         return rows
 
     def head(self) -> list[Any]:

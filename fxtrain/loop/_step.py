@@ -153,17 +153,7 @@ def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
             "step: this model has no optimizer. Wrap it with one: fx.wrap(net, ctx, plan, "
             "optimizer=lambda params: torch.optim.AdamW(params))."
         )
-    report = _micro_batch(ctx, batch, fns, model)
-    if batch.ghost is None:
-        return report
-    last = _micro_batch(ctx, batch.ghost, fns, model)
-    return attrs.evolve(
-        report,
-        position=last.position,
-        applied=report.applied or last.applied,
-        skipped=report.skipped or last.skipped,
-        grad_norm=report.grad_norm if last.grad_norm is None else last.grad_norm,
-    )
+    return _micro_batch(ctx, batch, fns, model)
 
 
 def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -> Report:

@@ -2,8 +2,10 @@
 
 Strategies average gradients over the ranks that see different tokens. The gradient that an
 update wants is that of the mean over all rows, or all weight, of the window on all ranks. So
-each loss is multiplied before backward by what makes the average come out right; where the
-weight of the window is not known yet, gradients are corrected by one factor when it closes.
+each loss is multiplied before backward by what makes the average come out right. All losses of
+a window are weighed against what it is expected to hold when it opens; if it turns out to hold
+something else, gradients are corrected by one factor when it closes. It does where the end of
+the data cannot be known ahead, and where a loop leaves an epoch early.
 
 Of a copy of the model that trains alone (`Plan.local`), "all ranks" are those of the copy.
 """
@@ -25,17 +27,14 @@ _MICRO, _ROWS, _FULL, _REAL = 0, 1, 2, 3  # places in the counts
 
 def share(loss: Any, aux: Any, batch: Batch, model: Wrapped, *, alone: bool = False) -> Share:
     """Scale a loss so that gradients averaged over ranks add up to the update's."""
-    plan = model.plan
     sizes = _of_copy(batch, model) if alone else batch.sizes
     if alone:
         _account(loss, batch, model, sizes)
     if type(loss) is Weighted:
         return _weighted(loss, aux, batch, model, alone=alone)
     mine, ranks = batch.sizes[model.ctx.axis("data").rank], len(sizes)
-    total = None if alone else batch.window_rows
-    if total is None:
-        # Not known ahead: weigh against a full window, corrected when it closes.
-        total = sum(sizes) if plan.accumulate == 1 else int(model.counts[_FULL])
+    several = model.plan.accumulate > 1
+    total = int(model.counts[_FULL]) if several else sum(sizes) * batch.parts
     if mine * ranks == total != 0:
         part = loss
     elif mine and total % (mine * ranks) == 0:
@@ -43,7 +42,8 @@ def share(loss: Any, aux: Any, batch: Batch, model: Wrapped, *, alone: bool = Fa
         part = loss / (total // (mine * ranks))
     else:
         part = loss * (mine * ranks / total if mine else 0.0)
-    return Share(loss=part, mean=loss.detach(), weight=mine, aux=aux)
+    mean = loss.detach() if mine else torch.zeros_like(loss.detach())
+    return Share(loss=part, mean=mean, weight=mine, aux=aux)
 
 
 def close_window(
@@ -56,9 +56,9 @@ def close_window(
         factor = torch.where(total > 0, losses.world_size / (model.tally[_SCALE] * total), 0.0)
         model.tally[:2] = 0
         return factor
-    if model.plan.accumulate == 1 or (batch.window_rows is not None and not alone):
+    if model.plan.accumulate == 1:
         return None
-    full, rows = int(model.counts[_FULL]), int(model.counts[_ROWS])
+    rows, full = model.counts[_ROWS : _FULL + 1].tolist()
     return None if rows in (0, full) else full / rows
 
 
@@ -92,7 +92,8 @@ def count(batch: Batch, model: Wrapped, *, alone: bool = False) -> None:
     sizes = _of_copy(batch, model) if alone else batch.sizes
     counts = model.counts
     if counts[_MICRO] == 0:
-        counts[_FULL] = model.plan.accumulate * max(batch.sizes) * len(sizes)
+        known = None if alone else batch.window_rows
+        counts[_FULL] = known or model.plan.accumulate * max(batch.sizes) * len(sizes)
     counts[_MICRO] += 1
     counts[_ROWS] += sum(sizes)
     counts[_REAL] += sum(batch.rows)
@@ -112,6 +113,7 @@ def _account(loss: Any, batch: Batch, model: Wrapped, sizes: tuple[int, ...]) ->
 
 def _weighted(loss: Weighted, aux: Any, batch: Batch, model: Wrapped, *, alone: bool) -> Share:
     losses = _group(model, alone=alone)
+    # Rows that stand in for none count for nothing, whatever the loss says of them.
     present = 1 if batch.sizes[model.ctx.axis("data").rank] else 0
     weight = torch.as_tensor(loss.weight, dtype=model.tally.dtype, device=model.tally.device)
     if weight.numel() != 1:
@@ -122,6 +124,7 @@ def _weighted(loss: Weighted, aux: Any, batch: Batch, model: Wrapped, *, alone: 
     weight = weight.detach().reshape(()) * present
     dtype = loss.total.dtype
     mean = loss.total.detach() / torch.where(weight == 0, 1.0, weight).to(dtype)
+    mean = mean if present else torch.zeros_like(mean)
     rough = model.plan.accumulate * batch.parts > 1
     if not rough:
         total = ops.reduce(weight, losses, op="sum")
@@ -133,7 +136,8 @@ def _weighted(loss: Weighted, aux: Any, batch: Batch, model: Wrapped, *, alone: 
         model.tally[_SUM] += weight
         scale = model.tally[_SCALE]
     part = loss.total * (scale * present).to(dtype)
-    return Share(loss=part, mean=mean, weight=loss.weight, aux=aux, rough=rough)
+    shown = loss.weight if present else weight
+    return Share(loss=part, mean=mean, weight=shown, aux=aux, rough=rough)
 
 
 def _rough_scale(weight: Tensor, micro: int, losses: DistContext) -> Tensor:

@@ -69,21 +69,16 @@ def gather_valid(tree: Any, batch: Batch, ctx: DistContext) -> Any:
     """
     known_context("gather_valid", ctx)
     here = ctx.axis("data") if len(batch.sizes) != ctx.world_size else ctx
-    if 0 in batch.sizes:
-        raise DataError(
-            'gather_valid: some ranks have no row in this batch (even="uneven"), so they do '
-            'not take part. Evaluate with even="pad", whose padding gather_valid removes.'
-        )
     leaves, shape = _tree.flatten(tree, _is_rows)
-    size, longest = batch.sizes[here.rank], max(batch.sizes)
-    problem = next((found for leaf in leaves if (found := _misfit(leaf, size))), None)
+    given = len(batch.valid)
+    problem = next((found for leaf in leaves if (found := _misfit(leaf, given))), None)
     if problem is not None:
         raise_together(DataError(f"gather_valid: {problem} {_ADVICE}"), here)
     back: dict[int, Back] = {}
     for place, leaf in enumerate(leaves):
         if found := as_tensor(leaf):
             leaves[place], back[place] = found
-    got = _gathered(leaves, shape, longest, here) if leaves else []
+    got = _gathered(leaves, shape, batch, here) if leaves else []
     pairs = zip(leaves, got, strict=True)
     real = [_real(leaf, found, batch, here) for leaf, found in pairs]
     for place, again in back.items():
@@ -91,12 +86,14 @@ def gather_valid(tree: Any, batch: Batch, ctx: DistContext) -> Any:
     return _tree.unflatten(shape, real)
 
 
-def _gathered(leaves: list[Any], shape: _tree.Shape, longest: int, ctx: DistContext) -> list[Any]:
+def _gathered(leaves: list[Any], shape: _tree.Shape, batch: Batch, ctx: DistContext) -> list[Any]:
     """Columns of all ranks joined, padded to the same length; of other leaves every rank's."""
+    # The size of stand-in rows (`even="uneven"`) is 0, so nothing of them is sent.
+    size, longest = batch.sizes[ctx.rank], max(batch.sizes)
     kinds = [_kind(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
     text = " ".join([shape.text, *kinds])  # which the ranks compare
     flat = _tree.Shape(text, (_tree.Shape("*"),) * len(leaves), rebuild=list)
-    packed = packed_leaves([_sent(leaf, longest) for leaf in leaves], flat)
+    packed = packed_leaves([_sent(leaf, size, longest) for leaf in leaves], flat)
     return gather_packed("gather_valid", packed, ctx)
 
 
@@ -135,10 +132,12 @@ class _Moved:
         self.tensor = tensor
 
 
-def _sent(leaf: Any, longest: int) -> Any:
+def _sent(leaf: Any, size: int, longest: int) -> Any:
     """A leaf as it travels: columns of one length, and of rows no more than they are."""
     if isinstance(leaf, Tensor):
-        return extend(leaf.detach(), 0, longest, 0)
+        return extend(leaf.detach()[:size] if leaf.ndim else leaf.detach(), 0, longest, 0)
+    if _is_rows(leaf):
+        leaf = leaf[:size]
     if _is_rows(leaf) and any([isinstance(one, Tensor) for one in _tree.flatten(leaf)[0]]):
         return _tree.map_leaves(_alone, leaf)
     return leaf

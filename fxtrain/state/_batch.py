@@ -25,12 +25,11 @@ class Batch:
         valid: Bool, shape (rows on this rank,), on the device of the data: False marks
             padding. Padding always stands at the end.
         rows: Real rows on each rank, by rank; equal on every rank.
-        sizes: Rows on each rank with padding, by rank; equal on every rank.
+        sizes: Rows on each rank with padding, by rank; equal on every rank. It is 0 for a
+            rank that has no row in this global batch (`even="uneven"`): rows of others
+            stand in as its data, so that it can take part, and count for nothing.
         window_rows: Sum of `sizes` over the whole accumulation window that holds this
             batch, or None where the end of the data cannot be known ahead.
-        ghost: The global batch still to come in this epoch in which this rank has no row
-            (`even="uneven"`), with the same data again; a step takes part in it with weight
-            zero, so that the other ranks need not wait. Else None.
         part: Which part of this rank's batch this is, where a pipeline runs it in several.
         parts: How many there are.
     """
@@ -41,7 +40,6 @@ class Batch:
     rows: tuple[int, ...] = attrs.field(metadata=_STATIC)
     sizes: tuple[int, ...] = attrs.field(metadata=_STATIC)
     window_rows: int | None = attrs.field(default=None, metadata=_STATIC)
-    ghost: "Batch | None" = attrs.field(default=None, metadata=_STATIC, repr=False)
     part: int = attrs.field(default=0, metadata=_STATIC, repr=False)
     parts: int = attrs.field(default=1, metadata=_STATIC, repr=False)
 

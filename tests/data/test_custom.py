@@ -74,15 +74,15 @@ def test_another_world_goes_on_with_the_next_batch():
     ("even", "expected"),
     [
         ("drop", [[[0], [2, 3]], [[1], [4]]]),
-        ("uneven", [[[0], [2, 3], [5]], [[1], [4]]]),
+        ("uneven", [[[0], [2, 3], [5]], [[1], [4], [0]]]),
     ],
 )
 def test_batches_left_over(even, expected):
     loaders = shards(2, fx.Plan(even=even), batch_sampler=Fixed([0], [1], [2, 3], [4], [5]))
     assert data(loaders) == expected
     if even == "uneven":
-        ghost = list(loaders[1])[-1].ghost
-        assert ghost.sizes == (1, 0) and ghost.position.is_last
+        last = list(loaders[1])[-1]
+        assert last.sizes == (1, 0) and last.position.is_last and not last.valid.any()
 
 
 def test_a_single_batch_gives_the_other_ranks_weight_zero():

@@ -273,4 +273,4 @@ def test_an_iterable_dataset_with_a_length_gives_one():
         fx.shard(DataLoader(Lengths(), batch_size=2), ctx, fx.Plan(even="uneven"))
         for ctx in world(2)
     ]
-    assert [len(loader) for loader in loaders] == [2, 1] == [len(list(one)) for one in loaders]
+    assert [len(loader) for loader in loaders] == [2, 2] == [len(list(one)) for one in loaders]

@@ -32,7 +32,7 @@ def positions(loader):
     [
         ("pad", [[[0, 1, 2], [6, 0, 1]], [[3, 4, 5], [2, 3, 4]]]),
         ("drop", [[[0, 1, 2]], [[3, 4, 5]]]),
-        ("uneven", [[[0, 1, 2], [6]], [[3, 4, 5]]]),
+        ("uneven", [[[0, 1, 2], [6]], [[3, 4, 5], [2, 3, 4]]]),
     ],
 )
 def test_seven_rows_in_batches_of_three_on_two_ranks(even, expected):
@@ -200,6 +200,37 @@ def test_after_a_break_the_next_epoch_counts_what_was_seen():
     assert [b.window_rows for b in seen] == [4, 4, 4, 4, 4, 4]
 
 
+def test_an_epoch_that_is_skipped_counts_nothing():
+    (loader,) = loaders(torch.arange(8), 1, batch_size=2)
+    for number, epoch in enumerate(loader.epochs(4)):
+        if number in (0, 2):
+            continue
+        *_, last = epoch
+        assert last.position == fx.Position(
+            epoch=number,
+            index=8,
+            samples=8 if number == 1 else 16,
+            updates=4 if number == 1 else 8,
+            is_last=True,
+        )
+
+
+def test_skipping_many_epochs_is_cheap():
+    (loader,) = loaders(torch.arange(2), 1)
+    *_, last = loader.epochs(20_000)
+    assert last.position == fx.Position(epoch=19_999)
+    assert len(list(last)) == 2
+
+
+def test_an_open_window_and_rows_seen_survive_a_skipped_epoch():
+    (loader,) = loaders(torch.arange(10), 1, fx.Plan(accumulate=2), batch_size=2)
+    start = fx.Position(epoch=1, index=6, samples=16, updates=8, micro=1)
+    rest = list(loader.at(start).epochs(4))
+    assert [epoch.position.epoch for epoch in rest] == [1, 2, 3]
+    first = next(iter(rest[2])).position
+    assert first == fx.Position(epoch=3, index=2, samples=18, updates=9)
+
+
 def test_the_same_loader_gives_the_same_epoch_again():
     (loader,) = loaders(torch.arange(4), 1, batch_size=2)
     assert [b.position for b in loader] == [b.position for b in loader]
@@ -208,16 +239,13 @@ def test_the_same_loader_gives_the_same_epoch_again():
 # Ranks without rows
 
 
-def test_a_rank_that_ends_early_holds_the_step_it_is_missing_from():
+def test_a_rank_that_ends_early_gets_rows_that_count_for_nothing():
     first, second = loaders(torch.arange(7), 2, fx.Plan(even="uneven", accumulate=2), batch_size=3)
-    assert [batch.ghost for batch in first] == [None, None]
-    (only,) = second
-    ghost = only.ghost
-    assert only.position.index == 6 and not only.position.is_last
-    assert ghost.position == list(first)[-1].position
-    assert (ghost.rows, ghost.sizes, ghost.window_rows) == ((1, 0), (1, 0), 7)
-    assert ghost.data is only.data and not ghost.valid.any()
-    assert len(ghost.valid) == len(only.valid)
+    mine, theirs = list(first), list(second)
+    assert [b.position for b in mine] == [b.position for b in theirs]
+    last = theirs[-1]
+    assert (last.rows, last.sizes, last.window_rows) == ((1, 0), (1, 0), 7)
+    assert last.data.tolist() == [2, 3, 4] and last.valid.tolist() == [False] * 3
 
 
 def test_a_rank_without_any_row_takes_part_with_weight_zero():
@@ -248,6 +276,18 @@ def test_a_second_shuffled_pass_warns_once_and_names_epochs():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         list(loader)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_sampler_with_set_epoch_warns_if_it_shuffles(shuffle):
+    sampler = DistributedSampler(range(8), num_replicas=1, rank=0, shuffle=shuffle)
+    plan = fx.Plan(data=fx.Data(source="sharded"))
+    (loader,) = loaders(range(8), 1, plan, sampler=sampler)
+    list(loader)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        list(loader)
+    assert len(caught) == shuffle
 
 
 def test_a_broken_off_pass_counts():
