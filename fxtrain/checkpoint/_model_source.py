@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint._model_folder import INDEX, MARKER, SINGLE
-from fxtrain.checkpoint._model_tensors import Part, is_sharded
 from fxtrain.checkpoint._safetensors import Entry, parse_json, read_header
+from fxtrain.ops._whole import is_sharded
+from fxtrain.state import Part
 
 __all__ = ["Source", "inside", "open_source", "renamed"]
 

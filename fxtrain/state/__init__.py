@@ -27,10 +27,12 @@ from fxtrain.state._strategy import (
     Strategy,
     Stretch,
     Wrapped,
+    check_open,
     unsupported,
 )
 from fxtrain.state._tensor import TP, Style
 from fxtrain.state._topology import Topology
+from fxtrain.state._weight import Part, Weight
 from fxtrain.state._xla import XLA
 
 __all__ = [
@@ -60,6 +62,7 @@ __all__ = [
     "Outcome",
     "PARTS",
     "PP",
+    "Part",
     "Plan",
     "Position",
     "PowerSGD",
@@ -76,10 +79,12 @@ __all__ = [
     "TP",
     "Topology",
     "Traffic",
+    "Weight",
     "Weighted",
     "Wrapped",
     "XLA",
     "axis_groups",
+    "check_open",
     "converter_for",
     "diff",
     "dumps",
