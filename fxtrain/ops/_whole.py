@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fxtrain._errors import CheckpointError
 from fxtrain.state import Part, Weight
@@ -38,7 +39,7 @@ def weight_of(tensor: Any) -> Weight:
     """
     return Weight(
         like=tensor,
-        shape=tuple(getattr(tensor, "shape", ())),
+        shape=() if is_lazy(tensor) else tuple(getattr(tensor, "shape", ())),
         dtype=getattr(tensor, "dtype", torch.uint8),
         key=identity(tensor) if isinstance(tensor, Tensor) else id(tensor),
         gather=functools.partial(_whole, tensor),
@@ -58,7 +59,9 @@ def is_sharded(value: Any) -> bool:
 
 def identity(tensor: Tensor) -> Hashable:
     """Equal for two names of the same values, and for nothing else."""
-    if is_sharded(tensor) or tensor.is_meta or tensor.numel() == 0 or tensor.data_ptr() == 0:
+    if is_sharded(tensor) or is_lazy(tensor) or tensor.layout is not torch.strided:
+        return id(tensor)
+    if tensor.is_meta or tensor.numel() == 0 or tensor.data_ptr() == 0:
         return id(tensor)
     where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.is_neg())
     return (*where, tuple(tensor.shape), tensor.stride())
