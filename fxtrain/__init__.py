@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from fxtrain._errors import PlanError as PlanError
     from fxtrain._errors import StepError as StepError
     from fxtrain.backends import deepspeed_config as deepspeed_config
+    from fxtrain.backends import gathered as gathered
     from fxtrain.backends import unwrap as unwrap
+    from fxtrain.backends import weights as weights
     from fxtrain.backends import wrap as wrap
     from fxtrain.backends import zero_init as zero_init
     from fxtrain.checkpoint import Restored as Restored
@@ -87,7 +89,7 @@ _HOMES = {
         "CheckpointError CollectiveError ContextError DataError FxError LaunchError MeshError "
         "MissingPackageError PlanError StepError"
     ),
-    "fxtrain.backends": "deepspeed_config unwrap wrap zero_init",
+    "fxtrain.backends": "deepspeed_config gathered unwrap weights wrap zero_init",
     "fxtrain.checkpoint": (
         "Restored Saving Verified export latest load_model merge restore save verify"
     ),

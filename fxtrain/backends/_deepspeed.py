@@ -12,7 +12,7 @@ from fxtrain._errors import PlanError, StepError
 from fxtrain.backends import _deepspeed_engine as engines
 from fxtrain.backends import _torch
 from fxtrain.backends._deepspeed_state import engine_state, load_engine_state
-from fxtrain.backends._deepspeed_values import whole_values
+from fxtrain.backends._deepspeed_weights import engine_weights
 from fxtrain.backends._deepspeed_wrap import wrap_engine
 from fxtrain.backends._modules import unmatched_names
 from fxtrain.state import (
@@ -210,16 +210,17 @@ def _seeing_overflow(optimizer: Any) -> Iterator[None]:
 
 
 def _unwrap(model: Wrapped) -> nn.Module:
-    """The module with whole parameters in the formats that it came with."""
-    if model.ctx.mesh.tensor > 1:
-        raise PlanError(
-            "unwrap: AutoTP has put other layers into the module, with a part of each weight. "
-            "Whole weights are written by model.engine.save_16bit_model(folder)."
-        )
+    """The module with whole parameters in the formats that it came with.
+
+    Raises:
+        PlanError: AutoTP has replaced layers.
+    """
+    found = engine_weights(model).values()
     if model.engine is not model.module:
-        values = whole_values(model)
+        parameters = {one.key: one for one in found if isinstance(one.like, nn.Parameter)}
+        values = [(one.like, one.gather().to(model.ctx.device)) for one in parameters.values()]
         model.engine.destroy()
-        for parameter, value in zip(model.module.parameters(), values, strict=True):
+        for parameter, value in values:
             parameter.data = value
             parameter.grad = None
     model.undo()
@@ -248,5 +249,6 @@ DEEPSPEED_STRATEGY = Strategy(
     apply=_apply,
     state=engine_state,
     load_state=load_engine_state,
+    weights=engine_weights,
     unwrap=_unwrap,
 )

@@ -5,7 +5,7 @@ ranks, at another stage, or without DeepSpeed.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -20,7 +20,7 @@ from fxtrain.backends._optim_state import each_of, load_schedulers
 from fxtrain.backends._state import load_extra, load_state, state_of
 from fxtrain.state import ModelState, Saved, Stretch, Wrapped
 
-__all__ = ["engine_state", "load_engine_state"]
+__all__ = ["engine_state", "fill_whole", "load_engine_state"]
 
 _MICRO = 0  # place in the counts
 _PREFIX = "optimizer.0"
@@ -94,6 +94,20 @@ def load_engine_state(model: Wrapped, saved: Saved) -> None:
         _load_optimizer(model, saved)
     model.tally.zero_()
     model.counts.zero_()
+
+
+def fill_whole(model: Wrapped) -> Callable[[Tensor, Tensor], None]:
+    """What sets a parameter of a model, and its full-precision master, to a whole value.
+
+    Effects:
+        The function is called by all ranks at once, each time with the same value on all.
+    """
+    masters = {id(one.parameter): one for one in _trained(model)} if model.optimizers else {}
+
+    def fill(parameter: Tensor, value: Tensor) -> None:
+        _set_whole(parameter, value.to(model.ctx.device), masters.get(id(parameter)))
+
+    return fill
 
 
 def _check_savable(model: Wrapped) -> None:

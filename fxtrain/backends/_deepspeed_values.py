@@ -9,19 +9,7 @@ from torch import Tensor, nn
 from fxtrain.backends._deepspeed_engine import load
 from fxtrain.state import Stretch, Wrapped
 
-__all__ = ["fill_held", "held_state", "held_values", "whole_values"]
-
-
-@torch.no_grad()
-def whole_values(model: Wrapped) -> list[Tensor]:
-    """A copy of every parameter, in the order of the module, from its full-precision master.
-
-    Effects:
-        Gathers parameter by parameter; every rank must take part.
-    """
-    masters = _plain_masters(model.engine.optimizer)
-    device = model.ctx.device
-    return [_whole(parameter, masters).to(device) for parameter in model.module.parameters()]
+__all__ = ["fill_held", "held_state", "held_values", "plain_masters", "whole_value"]
 
 
 @torch.no_grad()
@@ -31,7 +19,7 @@ def held_values(model: Wrapped) -> list[Tensor | Stretch]:
     Effects:
         Gathers frozen parameters that lie on nvme or are quantised; every rank must take part.
     """
-    masters = _plain_masters(model.engine.optimizer)
+    masters = plain_masters(model.engine.optimizer)
     return [_held(parameter, masters) for parameter in model.module.parameters()]
 
 
@@ -72,7 +60,7 @@ def _held(parameter: Any, masters: dict[nn.Parameter, Tensor]) -> Tensor | Stret
         return _part(parameter, load().utils.safe_get_local_fp32_param(parameter).float())
     here = parameter.ds_tensor
     if here.final_location is not None or hasattr(here, "ds_quant_scale"):
-        return _whole(parameter, masters)
+        return whole_value(parameter, masters)
     return _part(parameter, here)
 
 
@@ -101,7 +89,7 @@ def _fragment(parameter: Any, key: str | None = None) -> Stretch:
     return Stretch(shape=shape, start=mapping.lp_fragment_address.start, values=values.cpu())
 
 
-def _plain_masters(optimizer: Any) -> dict[nn.Parameter, Tensor]:
+def plain_masters(optimizer: Any) -> dict[nn.Parameter, Tensor]:
     """Parameter to master at stage 0 in half precision."""
     if not hasattr(optimizer, "fp32_groups"):
         return {}
@@ -113,7 +101,16 @@ def _plain_masters(optimizer: Any) -> dict[nn.Parameter, Tensor]:
     }
 
 
-def _whole(parameter: nn.Parameter, masters: dict[nn.Parameter, Tensor]) -> Tensor:
+@torch.no_grad()
+def whole_value(parameter: Any, masters: dict[nn.Parameter, Tensor]) -> Tensor:
+    """A copy of the whole of a parameter, from its full-precision master.
+
+    Args:
+        masters: Those of `plain_masters`.
+
+    Effects:
+        Gathers what is spread; every rank must take part.
+    """
     library = load()
     if parameter in masters:
         return masters[parameter].detach().clone()

@@ -10,6 +10,7 @@ from fxtrain.backends._fsdp import held_problems
 from fxtrain.backends._modules import unmatched_names
 from fxtrain.backends._optim import one_by_one
 from fxtrain.backends._pipeline_grads import clip_norm
+from fxtrain.backends._pipeline_places import pipeline_weights
 from fxtrain.backends._pipeline_plan import KINDS, pipeline_problems
 from fxtrain.backends._pipeline_run import forward, run
 from fxtrain.backends._pipeline_state import load_state, state_of
@@ -134,4 +135,5 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     clip_norm=clip_norm,
     state=state_of,
     load_state=load_state,
+    weights=pipeline_weights,
 )

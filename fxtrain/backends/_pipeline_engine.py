@@ -13,6 +13,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from fxtrain import _tree, ops
 from fxtrain._errors import FxError, PlanError
+from fxtrain.backends._pipeline_places import Place
 from fxtrain.backends._pipeline_plan import Layout, fitting_kind
 from fxtrain.backends._pipeline_shard import put_back
 from fxtrain.backends._pipeline_stage import Call, Meta, Probe, Stage, probe
@@ -54,6 +55,7 @@ class Pipeline:
         twins: The same without values, of those that are sharded: what is found out of one rank's
             stage alone gathers nothing. In a pretended world also of the other ranks' stages.
         sums: (group, names) of parameters that several ranks hold, whose gradients are summed.
+        places: Where parameters and buffers of the whole model stand.
         known: Schedules by the kind of their arguments, the latest last.
     """
 
@@ -63,6 +65,7 @@ class Pipeline:
     stages: dict[int, Stage] = attrs.field(repr=False)
     twins: dict[int, Stage] = attrs.field(repr=False)
     sums: tuple[tuple[Any, tuple[str, ...]], ...] = attrs.field(default=(), repr=False)
+    places: tuple[Place, ...] = attrs.field(default=(), repr=False)
     known: dict[Any, Prepared] = attrs.field(factory=dict, repr=False)
 
     @property

@@ -1,43 +1,25 @@
 """A module cut into the stages of a pipeline, and put together again."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
-import attrs
-import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
 
+from fxtrain._errors import StepError
+from fxtrain.backends._modules import put_forward
 from fxtrain.backends._pipeline_engine import Pipeline
 from fxtrain.backends._pipeline_grads import open_sums
+from fxtrain.backends._pipeline_places import Place, places_of, whole_of
 from fxtrain.backends._pipeline_plan import Layout, layout_of
 from fxtrain.backends._pipeline_shard import make_stages, put_back
 from fxtrain.backends._pipeline_stage import Stage
 from fxtrain.backends._start import fill_whole, note_start
+from fxtrain.ops._whole import is_sharded
 from fxtrain.state import DistContext, Plan
 
 __all__ = ["into_stages"]
-
-
-@attrs.frozen(eq=False)
-class _Place:
-    """Where a parameter or buffer stands in a module.
-
-    Attributes:
-        name: In the model.
-        path: Of the module that has it.
-        key: Its name there.
-        held: That module's own parameters or buffers.
-        like: A tensor without values like the one that stands there whole; one for all places
-            of a tied parameter.
-    """
-
-    name: str
-    path: str
-    key: str
-    held: dict[str, Any]
-    like: Tensor
 
 
 def into_stages(
@@ -61,18 +43,26 @@ def into_stages(
     fill_whole(module, start, ctx, keep=mine, seed=plan.seed)
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
     sums, opened = open_sums(trained, layout, ctx)
-    places = list(_places(module))
+    places = places_of(module)
     stages, twins = make_stages(module, layout, ctx, plan)
     _keep(places, layout, stages)
     engine = Pipeline(
-        module=module, layout=layout, axis=axis, stages=stages, twins=twins, sums=sums
+        module=module,
+        layout=layout,
+        axis=axis,
+        stages=stages,
+        twins=twins,
+        sums=sums,
+        places=places,
     )
     engine.train(module.training)
+    undo_forward = _refuse_forward(module, engine)
 
     def undo() -> None:
         for stage in stages.values():
             put_back(stage)
-        _make_whole(places, layout, ctx)
+        undo_forward()
+        _make_whole(engine, ctx)
         for group in opened:
             dist.destroy_process_group(group)
         opened.clear()
@@ -80,25 +70,7 @@ def into_stages(
     return engine, undo
 
 
-def _places(module: nn.Module) -> Iterator[_Place]:
-    likes: dict[int, Tensor] = {}
-    for path, part in module.named_modules(remove_duplicate=False):
-        for held in (part._parameters, part._buffers):
-            for key, tensor in held.items():
-                if tensor is not None:
-                    name = f"{path}.{key}" if path else key
-                    like = likes.setdefault(id(tensor), _empty_like(tensor, torch.device("meta")))
-                    yield _Place(name, path, key, held, like)
-
-
-def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made
-
-
-def _keep(places: list[_Place], layout: Layout, stages: dict[int, Stage]) -> None:
+def _keep(places: Iterable[Place], layout: Layout, stages: dict[int, Stage]) -> None:
     """Leave in a module what the stages of this rank hold, as they hold it."""
     for place in places:
         found = [stage for index, stage in stages.items() if index in layout.stages[place.name]]
@@ -109,25 +81,42 @@ def _keep(places: list[_Place], layout: Layout, stages: dict[int, Stage]) -> Non
             place.held[place.key] = part._parameters[place.key]
 
 
-def _make_whole(places: list[_Place], layout: Layout, ctx: DistContext) -> None:
-    """Send every tensor from the first rank that holds it to those that do not."""
-    axis = ctx.axis("pipeline")
+def _make_whole(engine: Pipeline, ctx: DistContext) -> None:
+    """Give every rank the whole of every tensor, in the places where they were."""
     done: dict[int, Tensor] = {}
-    for place in places:
-        held, like = layout.holders(place.name), place.like
-        if id(like) not in done:
-            mine = axis.rank in held
-            new = (
-                _whole(place.held[place.key], ctx.device) if mine else _empty_like(like, ctx.device)
-            )
-            if len(held) < axis.world_size:
-                dist.broadcast(new.detach(), axis.comm.ranks[held[0]], group=axis.comm.group)
-            done[id(like)] = new
-        place.held[place.key] = done[id(like)]
+    for place in engine.places:
+        if id(place.like) not in done:
+            value = whole_of(place, engine.layout, engine.axis, ctx.device)
+            here = place.held[place.key]
+            if here is not None and not is_sharded(here):
+                value = here  # the same object, for whoever has it
+            elif isinstance(place.like, nn.Parameter):
+                value = nn.Parameter(value, requires_grad=place.like.requires_grad)
+            done[id(place.like)] = value
+        place.held[place.key] = done[id(place.like)]
 
 
-def _whole(tensor: Tensor, device: torch.device) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor
-    full = tensor.detach().full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
-    return nn.Parameter(full.to(device), requires_grad=tensor.requires_grad)
+def _refuse_forward(module: nn.Module, engine: Pipeline) -> Callable[[], None]:
+    """Let modules that lack parameters say so when they are called; what takes it back."""
+    lacking = {place.path for place in engine.places if place.held[place.key] is None}
+    parts = {path: module.get_submodule(path) for path in lacking | {""}}
+    undo = [
+        put_forward(part, functools.wraps(part.forward)(functools.partial(_refuse, engine, path)))
+        for path, part in parts.items()
+    ]
+
+    def undo_all() -> None:
+        for take_back in undo:
+            take_back()
+
+    return undo_all
+
+
+def _refuse(engine: Pipeline, path: str, *_: Any, **__: Any) -> NoReturn:
+    stages = ", ".join(map(str, engine.layout.on(engine.axis.rank)))
+    raise StepError(
+        f"PP: {f'model.module.{path}' if path else 'model.module'} was called, and this rank holds "
+        f"stage {stages} of {len(engine.layout.ranks)} of the model only. Call the wrapped model "
+        f"under torch.no_grad() to evaluate it; for generate() and other functions of the module, "
+        f"use `with fx.gathered(model) as net: net.generate(...)`."
+    )

@@ -13,6 +13,7 @@ from fxtrain.backends._optim import make_optimizers, make_schedulers
 from fxtrain.backends._rows import show_rows
 from fxtrain.backends._sequence import cut_sequences
 from fxtrain.backends._state import load_state, state_of
+from fxtrain.backends._weights import torch_weights
 from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped
 
 __all__ = ["SINGLE", "bundle", "wrap_plain"]
@@ -110,6 +111,7 @@ SINGLE = Strategy(
     apply=_torch.apply,
     state=state_of,
     load_state=load_state,
+    weights=torch_weights,
     unwrap=_unwrap,
     average=average,
 )

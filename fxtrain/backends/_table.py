@@ -4,9 +4,11 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import attrs
+import torch
 from torch import nn
 
 from fxtrain._errors import PlanError
+from fxtrain.backends._bare import look_at
 from fxtrain.backends._ddp import DDP_STRATEGY
 from fxtrain.backends._deepspeed import DEEPSPEED_STRATEGY
 from fxtrain.backends._fsdp import FSDP_STRATEGY
@@ -15,7 +17,8 @@ from fxtrain.backends._pipeline import PIPELINE_STRATEGY
 from fxtrain.backends._sequence import cut_sequences
 from fxtrain.backends._single import SINGLE
 from fxtrain.backends._xla import XLA_STRATEGY
-from fxtrain.state import DistContext, Plan, Strategy, Wrapped
+from fxtrain.ops._whole import plain_name
+from fxtrain.state import DistContext, Plan, Strategy, Wrapped, check_open
 
 __all__ = ["STRATEGIES", "strategies", "unwrap", "wrap"]
 
@@ -28,6 +31,7 @@ STRATEGIES = (
     XLA_STRATEGY,
 )
 _GROUP = "fxtrain.strategies"
+_MICRO = 0  # place in the counts
 
 
 def strategies() -> dict[type, Strategy]:
@@ -102,7 +106,9 @@ def wrap(
     problems = (*strategy.check(ctx, plan, model), *_unfit(strategy, ctx, plan))
     if problems := (*problems, *local_problems(ctx, plan)):
         raise PlanError("\n".join(problems))
+    wrapped, formats = look_at(model), _formats(model)
     made = strategy.wrap(model, ctx, plan, optimizer, scheduler)
+    made = attrs.evolve(made, bare=wrapped(), formats=formats)
     if made.strategy.config is strategy.config:
         return made
     # Of a row that changes functions of another and leaves its wrap.
@@ -110,7 +116,18 @@ def wrap(
 
 
 def unwrap(model: Wrapped) -> nn.Module:
-    """Give the user's module back, without what wrapping did to it.
+    """Give the user's module back, without what wrapping did to it: the end of training.
+
+    Every rank gets whole weights. The handle is closed: a step, a call, a save or an export of
+    it is an error. During training, use `fx.weights` or `fx.gathered`, which leave it as it is.
+
+    Effects:
+        Gathers what is spread over ranks, which all call this. Gradients of an open accumulation
+        window are dropped. Of copies that train alone (`Plan.local`), each rank gets its own:
+        `ops.average(model)` before makes them one.
+
+    Raises:
+        PlanError: the model was unwrapped already, or is gathered.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -119,7 +136,23 @@ def unwrap(model: Wrapped) -> nn.Module:
         ...     fx.unwrap(fx.wrap(net, ctx)) is net
         True
     """
-    return model.strategy.unwrap(model)
+    if not isinstance(model, Wrapped):
+        raise PlanError(f"unwrap takes what fx.wrap returned, found {type(model).__name__}.")
+    check_open(model, "unwrap", PlanError)
+    module = model.strategy.unwrap(model)
+    if model.counts[_MICRO]:
+        for parameter in module.parameters():
+            parameter.grad = None
+    model.closed.append("unwrap")
+    return module
+
+
+def _formats(module: nn.Module) -> dict[str, torch.dtype]:
+    tensors = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    return {plain_name(name): tensor.dtype for name, tensor in tensors}
 
 
 def _find(plan: Plan) -> Strategy:

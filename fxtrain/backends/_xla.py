@@ -13,6 +13,7 @@ from fxtrain.backends._modules import outline, send_values, unmatched_names
 from fxtrain.backends._single import SINGLE, bundle
 from fxtrain.backends._state import load_state
 from fxtrain.backends._units import block_names
+from fxtrain.backends._weights import in_formats, torch_weights
 from fxtrain.backends._xla_module import place, recompute, split_states, spread
 from fxtrain.backends._xla_watch import Watch
 from fxtrain.ops import _xla
@@ -24,6 +25,7 @@ from fxtrain.state import (
     Plan,
     Saved,
     Strategy,
+    Weight,
     Wrapped,
     unsupported,
 )
@@ -142,6 +144,11 @@ def _load_state(model: Wrapped, saved: Saved) -> None:
     split_states(model)
 
 
+def _weights(model: Wrapped) -> dict[str, Weight]:
+    _xla.cut()
+    return in_formats(torch_weights(model), model)
+
+
 def _unwrap(model: Wrapped) -> nn.Module:
     _xla.cut()
     model.undo()
@@ -158,6 +165,7 @@ XLA_STRATEGY: Strategy = attrs.evolve(
     finite=_finite,
     apply=_apply,
     load_state=_load_state,
+    weights=_weights,
     unwrap=_unwrap,
     average=unsupported("averaging of parameters", by="XLA"),
 )

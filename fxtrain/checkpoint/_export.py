@@ -27,14 +27,13 @@ from fxtrain.checkpoint._model_folder import (
 )
 from fxtrain.checkpoint._model_tensors import (
     context_of,
-    identity,
-    is_sharded,
     module_of,
     problems_of,
-    tensors_of,
+    weights_by_name,
 )
 from fxtrain.checkpoint._safetensors import Entry, writing
-from fxtrain.state import DistContext, Wrapped
+from fxtrain.ops._whole import is_sharded
+from fxtrain.state import DistContext, Weight, Wrapped
 
 __all__ = ["export"]
 
@@ -43,10 +42,18 @@ _SHOWN = 10
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Job:
-    """What is to be written: the module, if there is one, its tensors, and their files."""
+    """What is to be written.
+
+    Attributes:
+        module: It, if there is one.
+        weights: Its tensors by name.
+        spread: Names of those of a bare model that are spread over ranks, which must agree on it.
+        files: Where they go.
+    """
 
     module: nn.Module | None
-    tensors: Mapping[str, Any]
+    weights: Mapping[str, Weight]
+    spread: frozenset[str]
     files: tuple[ModelFile, ...]
 
 
@@ -79,14 +86,14 @@ def export(
         The files with weights, on every rank.
 
     Effects:
-        Tensors that are spread over ranks (torch's DTensor) are gathered one by one, and
+        Tensors that are spread over ranks are gathered one by one, as by `fx.weights`, and
         written as they come: beside the model, memory for two of them is enough. The files
         replace earlier ones in one step once all of them are on disk; until then, and if
         anything fails, the earlier ones stay.
 
     Raises:
-        CheckpointError: a tensor cannot be stored, or a rank could not write; the same error
-            on every rank.
+        CheckpointError: a tensor cannot be stored, a rank could not write, or the model was
+            unwrapped; the same error on every rank.
         CollectiveError: the ranks hold different models or passed different arguments.
 
     Example:
@@ -121,33 +128,35 @@ def export(
 def _plan(model: Any, max_shard: str | int, *, alone: bool) -> _Job:
     limit = parse_size(max_shard)
     module = None if isinstance(model, Mapping) else module_of(model, "export")
-    tensors: dict[str, Any] = dict(model) if module is None else tensors_of(module)
     left_out = {
         f"{path}.{name}" if path else name
         for path, part in (module.named_modules() if module is not None else ())
         for name in getattr(part, "_keys_to_ignore_on_save", None) or ()
     }
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
-    if problems := problems_of(tensors, WRITTEN):
+    found = weights_by_name(model, module).items()
+    weights = {name: weight for name, weight in found if name not in left_out}
+    if problems := problems_of(weights, WRITTEN):
         more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         raise CheckpointError(
             "export: these cannot be written to a safetensors file:\n  "
             + "\n  ".join([*problems[:_SHOWN], *more])
         )
-    if alone and (spread := next((name for name in tensors if is_sharded(tensors[name])), None)):
+    bare = not isinstance(model, Wrapped)
+    spread = [name for name, weight in weights.items() if bare and is_sharded(weight.like)]
+    if alone and spread:
         raise CheckpointError(
-            f"export: {spread} is spread over ranks. Call export on all of them, with ctx=."
+            f"export: {spread[0]} is spread over ranks. Call export on all of them, with ctx=."
         )
-    stored, others = _stored_once(tensors, module)
+    stored, others = _stored_once(weights, module)
     entries = [
-        Entry(name=name, dtype=tensors[name].dtype, shape=tuple(tensors[name].shape))
-        for name in stored
+        Entry(name=name, dtype=weights[name].dtype, shape=weights[name].shape) for name in stored
     ]
-    return _Job(module=module, tensors=tensors, files=split(entries, limit, others))
+    files = split(entries, limit, others)
+    return _Job(module=module, weights=weights, spread=frozenset(spread), files=files)
 
 
 def _stored_once(
-    tensors: Mapping[str, Any], module: nn.Module | None
+    weights: Mapping[str, Weight], module: nn.Module | None
 ) -> tuple[list[str], dict[str, str]]:
     """Names to store, and for each other name the stored one of the same tensor."""
     # transformers names the tied weights that it expects to find under another name.
@@ -157,21 +166,21 @@ def _stored_once(
         for pattern in getattr(part, "_tied_weights_keys", None) or ()
     ]
     groups: dict[Hashable, list[str]] = {}
-    for name, tensor in tensors.items():
+    for name, weight in weights.items():
         # A file's metadata says its format under this name.
-        groups.setdefault(name if name == "format" else identity(tensor), []).append(name)
+        groups.setdefault(name if name == "format" else weight.key, []).append(name)
     others: dict[str, str] = {}
     for names in groups.values():
         liked = [name for name in names if not any(re.search(one, name) for one in patterns)]
         kept = (liked or names)[0]
         others |= {name: kept for name in names if name != kept}
-    return [name for name in tensors if name not in others], others
+    return [name for name in weights if name not in others], others
 
 
 def _outline(job: _Job) -> str:
     """A digest of everything that the ranks must share."""
     lines = [
-        f"{file.name} {one.name} {one.dtype} {one.shape} {is_sharded(job.tensors[one.name])}"
+        f"{file.name} {one.name} {one.dtype} {one.shape} {one.name in job.spread}"
         for file in job.files
         for one in file.entries
     ]
@@ -210,17 +219,11 @@ def _arriving(job: _Job, files: Sequence[ModelFile], rank: int) -> Iterator[Tens
         mine = None
         for turn, file in enumerate(files):
             if step < len(file.entries):
-                tensor = job.tensors[file.entries[step].name]
-                whole = _whole(tensor)
+                whole = job.weights[file.entries[step].name].gather()
                 mine = whole if turn == rank else mine
                 del whole
         if mine is not None:
             yield mine
-
-
-def _whole(tensor: Any) -> Tensor:
-    with torch.no_grad():
-        return tensor.full_tensor() if is_sharded(tensor) else tensor.detach()
 
 
 def _write_file(path: Path, file: ModelFile, tensors: Iterator[Tensor]) -> None:
@@ -239,7 +242,8 @@ def _write_around(job: _Job, source: Path) -> None:
         return
     described: Any = copy.deepcopy(config)
     described.architectures = [_class_name(module)]
-    described.dtype = str(getattr(module, "dtype", "torch.float32")).removeprefix("torch.")
+    floating = (one.dtype for one in job.weights.values() if one.dtype.is_floating_point)
+    described.dtype = str(next(floating, torch.float32)).removeprefix("torch.")
     described.save_pretrained(source)
     generation = getattr(module, "generation_config", None)
     if generation is not None:

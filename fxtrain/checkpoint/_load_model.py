@@ -2,26 +2,20 @@
 
 import contextlib
 import difflib
+import functools
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
 from fxtrain._errors import CheckpointError
-from fxtrain.checkpoint._alike import alike
+from fxtrain.checkpoint._alike import alike, meet
 from fxtrain.checkpoint._model_source import Source, open_source, renamed
-from fxtrain.checkpoint._model_tensors import (
-    context_of,
-    identity,
-    is_sharded,
-    module_of,
-    part_of,
-    tensors_of,
-)
-from fxtrain.state import DistContext, Wrapped
+from fxtrain.checkpoint._model_tensors import context_of, module_of, weights_by_name
+from fxtrain.ops._whole import part_of, plain_name
+from fxtrain.state import DistContext, Part, Weight, Wrapped
 
 __all__ = ["Loaded", "load_model"]
 
@@ -90,7 +84,9 @@ def load_model(
 
     Effects:
         Every rank reads the files, of a tensor that is spread over ranks (torch's DTensor)
-        only its own part. Nothing is changed before everything is known to fit. A parameter
+        only its own part, of a pipeline only its own stages. DeepSpeed's engine gets whole
+        parameters one by one, with their full-precision masters; stage 3 sends each once.
+        Optimizer states stay. Nothing is changed before everything is known to fit. A parameter
         on the meta device is given memory; all others keep theirs. A tensor that has several
         names may have any of them in the source.
 
@@ -113,20 +109,21 @@ def load_model(
         with alike(ranks, "load_model"):
             module = module_of(model, "load_model")
             found = renamed(stack.enter_context(open_source(source)), prefix, rename)
-            fit = _fit(module, found)
-            _refuse(module, found, fit, strict=strict, cast=cast)
+            weights = weights_by_name(model, module)
+            fit = _fit(module, weights, found)
+            _refuse(module, weights, found, fit, strict=strict, cast=cast)
         with alike(ranks, "load_model"):
             where = ("cpu" if ranks is None else ranks.device) if device is None else device
-            _materialise(module, fit.pairs, torch.device(where))
-            _fill(module, found, fit)
+            likes = [weights[name].like for name in fit.pairs if weights[name].here]
+            _materialise(module, likes, torch.device(where))
+            _fill(module, weights, found, fit, ranks)
     return Loaded(missing=fit.missing, unexpected=fit.unexpected)
 
 
-def _fit(module: nn.Module, source: Source) -> _Fit:
+def _fit(module: nn.Module, weights: Mapping[str, Weight], source: Source) -> _Fit:
     groups: dict[Hashable, list[str]] = {}
-    for name, tensor in tensors_of(module).items():
-        key = identity(tensor) if isinstance(tensor, Tensor) else id(tensor)
-        groups.setdefault(key, []).append(name)
+    for name, weight in weights.items():
+        groups.setdefault(weight.key, []).append(name)
     pairs: dict[str, str] = {}
     doubles: list[tuple[str, str, str]] = []
     missing: list[str] = []
@@ -152,9 +149,15 @@ def _fit(module: nn.Module, source: Source) -> _Fit:
     )
 
 
-def _refuse(module: nn.Module, source: Source, fit: _Fit, *, strict: bool, cast: bool) -> None:
-    tensors = tensors_of(module)
-    known = set(tensors)
+def _refuse(
+    module: nn.Module,
+    weights: Mapping[str, Weight],
+    source: Source,
+    fit: _Fit,
+    *,
+    strict: bool,
+    cast: bool,
+) -> None:
     problems: list[str] = []
     if strict and fit.missing:
         near = _spelling(fit.missing, fit.unexpected)
@@ -167,16 +170,16 @@ def _refuse(module: nn.Module, source: Source, fit: _Fit, *, strict: bool, cast:
         empty = [
             name
             for name, buffer in module.named_buffers()
-            if buffer.is_meta and name.replace("_orig_mod.", "") not in known
+            if buffer.is_meta and plain_name(name) not in weights
         ]
         problems += _list(
             "on the meta device and never stored: build these buffers on a real one", empty
         )
-    shapes, dtypes = _differences(tensors, source, fit)
+    shapes, dtypes = _differences(weights, source, fit)
     problems += _list("of another shape", shapes)
     if not cast:
         problems += _list("of another dtype (cast=True converts)", dtypes)
-    problems += _list("one tensor in the model, two in the source", _torn(tensors, source, fit))
+    problems += _list("one tensor in the model, two in the source", _torn(weights, source, fit))
     if problems:
         raise CheckpointError(
             f"load_model: {source.what} does not fit {type(module).__name__}.\n"
@@ -185,32 +188,37 @@ def _refuse(module: nn.Module, source: Source, fit: _Fit, *, strict: bool, cast:
 
 
 def _differences(
-    tensors: Mapping[str, Any], source: Source, fit: _Fit
+    weights: Mapping[str, Weight], source: Source, fit: _Fit
 ) -> tuple[list[str], list[str]]:
     """Shapes and dtypes that differ, in words."""
     shapes: list[str] = []
     dtypes: list[str] = []
     for name, stored in fit.pairs.items():
-        tensor, entry = tensors[name], source.entries[stored]
-        if hasattr(tensor, "ds_id"):
-            shapes.append(f"{name} is partitioned by DeepSpeed ZeRO-3: load before wrapping")
-        elif isinstance(tensor, Tensor) and tuple(tensor.shape) != entry.shape:
+        weight, entry = weights[name], source.entries[stored]
+        if not isinstance(weight.like, Tensor):
+            continue
+        if hasattr(weight.like, "ds_id") and not weight.together:
             shapes.append(
-                f"{name} is {list(entry.shape)} in the source, {list(tensor.shape)} in the model"
+                f"{name} is partitioned by DeepSpeed ZeRO-3: pass what fx.wrap returned, or load "
+                f"before wrapping"
             )
-        elif isinstance(tensor, Tensor) and tensor.dtype != entry.dtype:
-            dtypes.append(f"{name} is {entry.dtype} in the source, {tensor.dtype} in the model")
+        elif weight.shape != entry.shape:
+            shapes.append(
+                f"{name} is {list(entry.shape)} in the source, {list(weight.shape)} in the model"
+            )
+        elif weight.dtype != entry.dtype:
+            dtypes.append(f"{name} is {entry.dtype} in the source, {weight.dtype} in the model")
     return shapes, dtypes
 
 
-def _torn(tensors: Mapping[str, Any], source: Source, fit: _Fit) -> list[str]:
+def _torn(weights: Mapping[str, Weight], source: Source, fit: _Fit) -> list[str]:
     """Names of one tensor of the model under which the source has different values."""
     torn: list[str] = []
     for name, one, other in fit.doubles:
         kinds = {(source.entries[n].dtype, source.entries[n].shape) for n in (one, other)}
         same = len(kinds) == 1
-        if same and source.entries[one].shape == tuple(tensors[name].shape):
-            part = part_of(tensors[name])
+        if same and source.entries[one].shape == weights[name].shape and weights[name].here:
+            part = part_of(weights[name].like)
             same = torch.equal(_bits(source.read(one, part)), _bits(source.read(other, part)))
         if not same:
             torn.append(f"{one} and {other}")
@@ -223,13 +231,12 @@ def _bits(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8) if flat.numel() else flat
 
 
-def _materialise(module: nn.Module, names: Iterable[str], device: torch.device) -> None:
+def _materialise(module: nn.Module, tensors: Iterable[Tensor], device: torch.device) -> None:
     """Give memory to the tensors on the meta device that are going to be filled.
 
     Each stays the object that it is, so that other names of it and optimizers keep it.
     """
-    tensors = tensors_of(module)
-    todo = {id(tensors[n]): tensors[n] for n in names if getattr(tensors[n], "is_meta", False)}
+    todo = {id(tensor): tensor for tensor in tensors if getattr(tensor, "is_meta", False)}
     if not todo:
         return
     if any("FSDPModule" in [kind.__name__ for kind in type(p).__mro__] for p in module.modules()):
@@ -245,22 +252,44 @@ def _materialise(module: nn.Module, names: Iterable[str], device: torch.device) 
         torch.utils.swap_tensors(tensor, fresh)
 
 
-def _fill(module: nn.Module, source: Source, fit: _Fit) -> None:
-    tensors = tensors_of(module)
+def _fill(
+    module: nn.Module,
+    weights: Mapping[str, Weight],
+    source: Source,
+    fit: _Fit,
+    ranks: DistContext | None,
+) -> None:
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     strangers: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for name, stored in fit.pairs.items():
-            tensor = tensors[name]
-            if id(tensor) not in own:
-                strangers[name] = source.read(stored, None)
-                continue
-            value = source.read(stored, part_of(tensor))
-            (tensor.to_local() if is_sharded(tensor) else tensor).copy_(value)
+    for name, stored in fit.pairs.items():
+        weight = weights[name]
+        if weight.here and id(weight.like) not in own:
+            strangers[name] = source.read(stored, None)
+        elif weight.together:
+            weight.fill(_read_by_all(source, stored, ranks))
+        else:
+            weight.fill(functools.partial(source.read, stored))
     if strangers:  # made by the module for its state dict, and taken back the same way
-        names = {name.replace("_orig_mod.", ""): name for name in module.state_dict()}
+        names = {plain_name(name): name for name in module.state_dict()}
         state = {names[name]: value.clone() for name, value in strangers.items()}
         module.load_state_dict(state, strict=False)
+
+
+def _read_by_all(
+    source: Source, name: str, ranks: DistContext | None
+) -> Callable[[Part | None], Tensor]:
+    """What reads a tensor on every rank or on none: the others would wait for one that failed."""
+
+    def read(part: Part | None) -> Tensor:
+        value, problem = torch.empty(0), None
+        try:
+            value = source.read(name, part)
+        except Exception as error:
+            problem = error
+        meet(problem, ranks, "load_model")
+        return value
+
+    return read
 
 
 def _list(what: str, lines: Iterable[str]) -> list[str]:

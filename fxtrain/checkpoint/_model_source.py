@@ -14,10 +14,10 @@ from torch import Tensor
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import read_file
 from fxtrain.checkpoint._model_folder import INDEX, LARGEST_INDEX, MARKER, SINGLE
-from fxtrain.checkpoint._model_tensors import Part, is_sharded
 from fxtrain.checkpoint._pickles import load_weights_only
 from fxtrain.checkpoint._safetensors import Entry, parse_json, read_header
-from fxtrain.state import shown
+from fxtrain.ops._whole import is_sharded
+from fxtrain.state import Part, shown
 
 __all__ = ["Source", "inside", "open_source", "renamed"]
 

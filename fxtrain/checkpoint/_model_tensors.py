@@ -1,7 +1,6 @@
-"""The tensors of a model by name, which of them are one, and which part of them is here."""
+"""The tensors of a model by name, and what keeps them from being written."""
 
-import importlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,29 +9,20 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxtrain._errors import CheckpointError
-from fxtrain.state import DistContext, Wrapped
+from fxtrain.ops._whole import is_sharded, weight_of, weights_of
+from fxtrain.state import DistContext, Weight, Wrapped, check_open
 
-__all__ = [
-    "Part",
-    "context_of",
-    "identity",
-    "is_sharded",
-    "module_of",
-    "part_of",
-    "problems_of",
-    "tensors_of",
-]
-
-# Per dimension, the rows of the whole tensor that are on this rank: neighbours, or by number.
-Part = tuple[slice | Tensor, ...]
+__all__ = ["context_of", "module_of", "problems_of", "weights_by_name"]
 
 
 def module_of(model: Any, call: str) -> nn.Module:
     """The user's module under what wrapping put around it.
 
     Raises:
-        CheckpointError: this is no model.
+        CheckpointError: this is no model, or a wrapped one that is closed.
     """
+    if isinstance(model, Wrapped):
+        check_open(model, call, CheckpointError)
     module = model.module if isinstance(model, Wrapped) else model
     if not isinstance(module, nn.Module):
         raise CheckpointError(
@@ -59,84 +49,42 @@ def context_of(model: Any, ctx: DistContext | None, call: str) -> DistContext | 
     return model.ctx if ctx is None and isinstance(model, Wrapped) else ctx
 
 
-def tensors_of(module: nn.Module) -> dict[str, Any]:
-    """The module's own parameters and buffers by name, as in its state dict; not copies.
+def weights_by_name(model: Any, module: nn.Module | None) -> dict[str, Weight]:
+    """The tensors of a state dict by name, whoever holds them; of a mapping, its own.
 
-    Submodules that were compiled on their own have the names that they had before.
+    Args:
+        module: The user's, or None where the model is a mapping.
     """
-    found = module.state_dict(keep_vars=True)
-    return {name.replace("_orig_mod.", ""): value for name, value in found.items()}
+    if isinstance(model, Wrapped):
+        found = model.strategy.weights(model)
+    elif module is None:
+        found = {name: weight_of(tensor) for name, tensor in model.items()}
+    else:
+        found = weights_of(module)
+    return {name: weight for name, weight in found.items() if weight.stored}
 
 
-def is_sharded(value: Any) -> bool:
-    """Whether a tensor is torch's DTensor, without loading the package that defines it."""
-    return hasattr(value, "placements") and hasattr(value, "full_tensor")
-
-
-def identity(tensor: Tensor) -> Hashable:
-    """Equal for two names of the same values, and for nothing else."""
-    if is_sharded(tensor) or tensor.is_meta or tensor.numel() == 0 or tensor.data_ptr() == 0:
-        return id(tensor)
-    where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.is_neg())
-    return (*where, tuple(tensor.shape), tensor.stride())
-
-
-def problems_of(tensors: Mapping[str, Any], allowed: Mapping[torch.dtype, str]) -> list[str]:
+def problems_of(weights: Mapping[str, Weight], allowed: Mapping[torch.dtype, str]) -> list[str]:
     """What keeps tensors from being written, a line per leaf."""
     return [
-        f"{name} is {why}" for name, tensor in tensors.items() if (why := _problem(tensor, allowed))
+        f"{name} is {why}" for name, weight in weights.items() if (why := _problem(weight, allowed))
     ]
 
 
-def _problem(tensor: Any, allowed: Mapping[torch.dtype, str]) -> str | None:
+def _problem(weight: Weight, allowed: Mapping[torch.dtype, str]) -> str | None:
+    tensor = weight.like
     if not isinstance(tensor, Tensor):
         return f"a {type(tensor).__name__}, not a tensor"
     if is_lazy(tensor):
         return "not initialised: run the model once"
-    if hasattr(tensor, "ds_id"):
-        return "partitioned by DeepSpeed ZeRO-3: gather the weights first"
-    if tensor.is_meta:
+    if hasattr(tensor, "ds_id") and not weight.together:
+        return "partitioned by DeepSpeed ZeRO-3: pass what fx.wrap returned"
+    if tensor.is_meta and weight.here:
         return "on the meta device and has no values"
     if tensor.is_complex():
         return f"complex ({tensor.dtype}): store torch.view_as_real of it"
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in allowed:
-        return f"a {tensor.layout} tensor of dtype {tensor.dtype}, which the format cannot hold"
+    if tensor.layout is not torch.strided or tensor.is_quantized or weight.dtype not in allowed:
+        return f"a {tensor.layout} tensor of dtype {weight.dtype}, which the format cannot hold"
     if not is_sharded(tensor) and is_traceable_wrapper_subclass(tensor):
         return f"a {type(tensor).__name__}, whose values are not in one place"
     return None
-
-
-def part_of(tensor: Any) -> Part | None:
-    """Which rows of the whole a DTensor holds on this rank; None for a plain tensor.
-
-    Effects:
-        No traffic: torch itself is asked how it would lay out the row numbers.
-
-    Raises:
-        CheckpointError: the local values are a summand of the whole, not a part.
-    """
-    if not is_sharded(tensor):
-        return None
-    # Loaded already, since there is a DTensor; importing it costs over a second otherwise.
-    package = importlib.import_module("torch.distributed.tensor")
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise CheckpointError(
-            f"A tensor with the placements {tensor.placements} holds summands of its values. "
-            f"Redistribute it to Shard or Replicate first."
-        )
-    return tuple(_rows(tensor, dim, package) for dim in range(tensor.ndim))
-
-
-def _rows(tensor: Any, dim: int, package: Any) -> slice | Tensor:
-    size = tensor.shape[dim]
-    along = [
-        one if getattr(one, "dim", None) in (dim, dim - tensor.ndim) else package.Replicate()
-        for one in tensor.placements
-    ]
-    if all(one.is_replicate() for one in along):
-        return slice(0, size)
-    numbers = torch.arange(size).reshape([-1 if d == dim else 1 for d in range(tensor.ndim)])
-    laid = package.distribute_tensor(numbers, tensor.device_mesh, along, src_data_rank=None)
-    mine = laid.to_local().flatten().cpu()
-    start, stop = (int(mine[0]), int(mine[-1]) + 1) if len(mine) else (0, 0)
-    return slice(start, stop) if stop - start == len(mine) else mine

@@ -11,7 +11,15 @@ from torch import Tensor
 from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint._random import random_state
 from fxtrain.checkpoint._values import encode
-from fxtrain.state import DistContext, Position, Stretch, Wrapped, dumps, fingerprint
+from fxtrain.state import (
+    DistContext,
+    Position,
+    Stretch,
+    Wrapped,
+    check_open,
+    dumps,
+    fingerprint,
+)
 
 __all__ = ["MODEL", "Snapshot", "by_name", "snapshot"]
 
@@ -49,7 +57,7 @@ def by_name(model: Any) -> dict[str, Wrapped]:
     """A wrapped model, or several by name, as a dict.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: it is something else, or was unwrapped.
     """
     models = dict(model) if isinstance(model, Mapping) else {MODEL: model}
     for name, one in models.items():
@@ -58,6 +66,7 @@ def by_name(model: Any) -> dict[str, Wrapped]:
                 f"A checkpoint holds wrapped models; found {type(one).__name__}. Pass "
                 f"fx.wrap(net, ctx, plan), or a dict of such by name."
             )
+        check_open(one, f"save or restore of {name!r}", CheckpointError)
         if not isinstance(name, str) or not name or not name.isprintable() or "/" in name:
             raise CheckpointError(f"{name!r} is not a name for a model: use letters and dots.")
     if not models:

@@ -21,6 +21,7 @@ from fxtrain.state import (
     Share,
     Weighted,
     Wrapped,
+    check_open,
     is_alone,
 )
 
@@ -126,8 +127,8 @@ def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
         accumulation), and `nonfinite` other than "ignore" one exchange of flags.
 
     Raises:
-        StepError: the loss is not a scalar with a gradient, the model has no optimizer, or
-            values are non-finite under `nonfinite="raise"`.
+        StepError: the loss is not a scalar with a gradient, the model has no optimizer or was
+            unwrapped, or values are non-finite under `nonfinite="raise"`.
         CollectiveError: a rank did not come.
 
     Example:
@@ -148,6 +149,8 @@ def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
             f"fx.shard(loader, ctx, plan) made."
         )
     model = fns.model
+    if model.closed:
+        check_open(model, "step")
     if not model.optimizers:
         raise StepError(
             "step: this model has no optimizer. Wrap it with one: fx.wrap(net, ctx, plan, "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxtrain._errors import StepError
-from fxtrain.state import DTYPES, Finish, Outcome, Position, Wrapped
+from fxtrain.state import DTYPES, Finish, Outcome, Position, Wrapped, check_open
 
 __all__ = [
     "apply",
@@ -37,6 +37,8 @@ def sync(model: Wrapped, *, enabled: bool = True) -> AbstractContextManager[None
         ...     with fx.ops.sync(model, enabled=False):
         ...         fx.ops.backward(model(torch.ones(1, 2)).sum(), model)
     """
+    if model.closed:
+        check_open(model, "ops.sync")
     return model.strategy.sync(model, enabled)
 
 
@@ -79,6 +81,8 @@ def backward(loss: Tensor, model: Wrapped) -> None:
         ...     model.module.weight.grad
         tensor([[1., 1.]])
     """
+    if model.closed:
+        check_open(model, "ops.backward")
     check_loss(loss)
     model.strategy.backward(loss, model)
 
@@ -95,6 +99,8 @@ def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
         ...     model.module.weight.grad
         tensor([[0.5000, 0.5000]])
     """
+    if model.closed:
+        check_open(model, "ops.scale_grads")
     model.strategy.scale_grads(model, factor)
 
 
@@ -114,6 +120,8 @@ def clip_norm(model: Wrapped, max_norm: float) -> Tensor:
         ...     fx.ops.clip_norm(model, 1.0)
         tensor(2.)
     """
+    if model.closed:
+        check_open(model, "ops.clip_norm")
     return model.strategy.clip_norm(model, max_norm)
 
 
@@ -129,6 +137,8 @@ def clip_value(model: Wrapped, max_value: float) -> None:
         ...     model.module.weight.grad
         tensor([[0.2500, 0.2500]])
     """
+    if model.closed:
+        check_open(model, "ops.clip_value")
     model.strategy.clip_value(model, max_value)
 
 
@@ -153,6 +163,8 @@ def apply(model: Wrapped, finish: Finish = Finish()) -> Outcome:  # noqa: B008 -
         ...     fx.ops.apply(model).applied
         True
     """
+    if model.closed:
+        check_open(model, "ops.apply")
     if not model.optimizers:
         raise StepError(
             "This model has no optimizer to apply. Wrap it with one: "
@@ -180,6 +192,8 @@ def average(model: Wrapped, position: Position | None = None) -> None:
         ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx, fx.Plan(local=fx.LocalSGD(every=8)))
         ...     fx.ops.average(model, fx.Position(updates=8))
     """
+    if model.closed:
+        check_open(model, "ops.average")
     if model.round is not None:
         model.strategy.average(model, position)
 

@@ -29,10 +29,12 @@ from fxtrain.state._strategy import (
     Strategy,
     Stretch,
     Wrapped,
+    check_open,
     unsupported,
 )
 from fxtrain.state._tensor import TP, Style
 from fxtrain.state._topology import Topology
+from fxtrain.state._weight import Part, Weight
 from fxtrain.state._xla import XLA
 
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "Outcome",
     "PARTS",
     "PP",
+    "Part",
     "Plan",
     "Position",
     "PowerSGD",
@@ -79,10 +82,12 @@ __all__ = [
     "TP",
     "Topology",
     "Traffic",
+    "Weight",
     "Weighted",
     "Wrapped",
     "XLA",
     "axis_groups",
+    "check_open",
     "converter_for",
     "diff",
     "dumps",

@@ -9,11 +9,12 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain._errors import PlanError
+from fxtrain._errors import FxError, PlanError, StepError
 from fxtrain.state._batch import Batch
 from fxtrain.state._context import DistContext
 from fxtrain.state._plan import Plan
 from fxtrain.state._position import Position
+from fxtrain.state._weight import Weight
 
 __all__ = [
     "Finish",
@@ -25,6 +26,7 @@ __all__ = [
     "Strategy",
     "Stretch",
     "Wrapped",
+    "check_open",
     "unsupported",
 ]
 
@@ -134,6 +136,13 @@ class Wrapped:
             with padding, rows of a full window, their real rows, and whether gradients are
             unscaled.
         undo: Takes back what wrapping did to the module.
+        bare: () → function: takes off the module what wrapping put on it, until the function is
+            called, which puts everything back as it was. Values are left alone.
+        formats: By name, the dtypes with which parameters and buffers came.
+        closed: Why the handle cannot be used: empty while it can, then the one word "unwrap" for
+            good, or "gathered" while a block of `fx.gathered` runs. The one thing in this record
+            that changes, and a list, since whoever holds the handle or a copy of it with another
+            field (`StepFns`, `attrs.evolve`) must learn of it: they all share one module.
         settings: What an engine under the strategy was configured with, as plain data; empty
             where there is no engine.
         round: What copies that train alone keep; None where there is one copy, or where all
@@ -156,22 +165,30 @@ class Wrapped:
     settings: Mapping[str, Any] = attrs.field(factory=lambda: MappingProxyType({}), repr=False)
     round: Round | None = None
     watch: Any = attrs.field(default=None, repr=False)
+    bare: Callable[[], Callable[[], None]] = attrs.field(default=lambda: _nothing, repr=False)
+    formats: Mapping[str, torch.dtype] = attrs.field(factory=dict, repr=False)
+    closed: list[str] = attrs.field(factory=list)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.closed:
+            check_open(self, "calling the model")
         return self.strategy.forward(self, args, kwargs)
 
     def train(self) -> "Wrapped":
         """Put the module into training mode and return this handle."""
+        check_open(self, "train")
         self.engine.train()
         return self
 
     def eval(self) -> "Wrapped":
         """Put the module into evaluation mode and return this handle."""
+        check_open(self, "eval")
         self.engine.eval()
         return self
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the module as the strategy holds them."""
+        check_open(self, "parameters")
         return self.module.parameters()
 
 
@@ -272,7 +289,10 @@ class Strategy:
         state: (model) → ModelState, for a checkpoint; called by all ranks at once.
         load_state: (model, Saved) → None; fills the model with what was saved, at any number
             of ranks.
-        unwrap: (model) → the user's module, as it was.
+        weights: (model) → the tensors of the user's module by name, those of its state dict
+            first and in its order; the same names on every rank, whichever holds them. No
+            traffic.
+        unwrap: (model) → the user's module, as it was, with whole weights.
         cuts_sequences: It carries out `Plan.context`.
         average: (model, position) → None: of copies that train alone, ends the round that ends
             at a position, or begins the first; at None ends one. Called only where `model.round`
@@ -294,11 +314,41 @@ class Strategy:
     apply: Callable[[Wrapped, Finish], Outcome]
     state: Callable[[Wrapped], ModelState]
     load_state: Callable[[Wrapped, Saved], None]
+    weights: Callable[[Wrapped], dict[str, Weight]]
     unwrap: Callable[[Wrapped], nn.Module]
     cuts_sequences: bool = False
     average: Callable[[Wrapped, Position | None], None] = attrs.Factory(
         lambda: unsupported("average", by="This strategy")
     )
+
+
+def check_open(model: Wrapped, call: str, kind: type[FxError] = StepError) -> None:
+    """Refuse a handle whose module was given back, or is lent.
+
+    Raises:
+        FxError: of this kind; it says what to do.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
+        ...     fx.state.check_open(model, "step")
+    """
+    if "unwrap" in model.closed:
+        raise kind(
+            f"{call}: fx.unwrap gave this model's module back and closed its handle. To train "
+            f"on, wrap the module again. To get whole weights during training, use "
+            f"fx.weights(model) or `with fx.gathered(model) as net:` in the place of fx.unwrap."
+        )
+    if model.closed:
+        raise kind(
+            f"{call}: fx.gathered has put whole weights into this model's module until its block "
+            f"ends. Inside of the block use the module that it gave, and call this after the block."
+        )
+
+
+def _nothing() -> None:
+    """Take nothing back."""
 
 
 def unsupported(what: str, *, by: str) -> Callable[..., NoReturn]:

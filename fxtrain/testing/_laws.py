@@ -154,6 +154,19 @@ def resumes_where_it_stopped(
             assert torch.equal(rest.parameters[name], value), f"{name} differs after going on"
 
 
+def whole_weights_change_nothing(
+    ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
+) -> None:
+    """Whole weights are the run's, and a run that takes them out at any time is the same run."""
+    task = Task(plan=attrs.evolve(plan, accumulate=2), mesh=mesh, dtype=terms.dtype)
+    runs = ranks.run(on_ranks, task)
+    for run, looked in zip(runs, ranks.run(on_ranks, attrs.evolve(task, look=True)), strict=True):
+        assert looked.losses == run.losses, f"losses are {looked.losses}, unseen {run.losses}"
+        for name, value in run.parameters.items():
+            assert torch.equal(looked.parameters[name], value), f"{name} differs after a look"
+            assert torch.equal(looked.seen[name], value), f"{name} was another when looked at"
+
+
 def one_rank_is_the_loop(
     ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
 ) -> None:
@@ -188,6 +201,7 @@ LAWS: tuple[Law, ...] = (
     overflow_skips_everywhere,
     non_finite_skips_everywhere,
     resumes_where_it_stopped,
+    whole_weights_change_nothing,
     one_rank_is_the_loop,
     unwrap_gives_the_module_back,
 )

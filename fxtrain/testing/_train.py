@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fxtrain import ops
-from fxtrain.backends import unwrap, wrap
+from fxtrain.backends import gathered, unwrap, weights, wrap
 from fxtrain.checkpoint import restore, save
 from fxtrain.data import shard
 from fxtrain.loop import StepFns, step
@@ -50,6 +50,7 @@ class Task:
             gradient.
         poke: What that entry is multiplied by: 3e38 is finite in fp32, but not under a loss
             scale; 1e300 is in float64 only.
+        look: Take whole weights out after every micro-batch, and lend the module out.
     """
 
     plan: Plan
@@ -61,6 +62,7 @@ class Task:
     dtype: torch.dtype = torch.float64
     poke_at: int | None = None
     poke: float = 3e38
+    look: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -74,6 +76,7 @@ class Run:
         parameters: Name to value, whole.
         tied: Whether the head and the embedding are one parameter while wrapped.
         scale: Loss scale at the end; None without one.
+        seen: Whole weights after the last micro-batch, if the task looks at them.
     """
 
     losses: list[float]
@@ -82,6 +85,7 @@ class Run:
     parameters: dict[str, Tensor]
     tied: bool = True
     scale: float | None = None
+    seen: dict[str, Tensor] = attrs.field(factory=dict)
 
 
 def on_ranks(ctx: Any, task: Task) -> Run:
@@ -112,13 +116,30 @@ def _trained(
     poked = task.poke_at if data.is_last else None
     fns = StepFns(model=model, loss=_loss(task, poked))
     reports: list[Report] = []
+    seen: dict[str, Tensor] = {}
     for epoch in loader.epochs(1):
         for batch in epoch:
             reports.append(step(placed, batch, fns))
             now = reports[-1].position
+            if task.look:
+                seen = _whole_weights(model)
             if save_to and now.micro == 0 and now.updates == _UPDATES // 2:
                 save(save_to, placed, model, position=now)
-    return _result(task, model, reports)
+    return attrs.evolve(_result(task, model, reports), seen=seen)
+
+
+def _whole_weights(model: Wrapped) -> dict[str, Tensor]:
+    """What `weights` gives, once `gathered` was seen to give the same; spoils what is lent."""
+    seen = dict(weights(model, device="cpu"))
+    with gathered(model) as module, torch.no_grad():
+        lent = module.state_dict()
+        assert list(lent) == list(seen), f"the module has {list(lent)}, weights {list(seen)}"
+        for name, value in lent.items():
+            assert torch.equal(value.cpu(), seen[name]), f"{name} is another in the module"
+        for value in lent.values():
+            value.zero_()
+        module.eval()
+    return seen
 
 
 def _result(task: Task, model: Wrapped, reports: list[Report]) -> Run:

@@ -57,17 +57,18 @@ def _export_spread(ctx, mesh_shape, folder, limit, sharded, seed=0):
         return full
 
     from fxtrain.checkpoint import _export
+    from fxtrain.ops import _whole
 
     def written(path, *args):
         mine.append(path.name)
         return real_write(path, *args)
 
-    real, _export._whole = _export._whole, watch
+    real, _whole._whole = _whole._whole, watch
     real_write, _export._write_file = _export._write_file, written
     try:
         files = export(parts, folder, limit, ctx=ctx, sharded=sharded)
     finally:
-        _export._whole, _export._write_file = real, real_write
+        _whole._whole, _export._write_file = real, real_write
     return [file.name for file in files], most[0], whole, mine
 
 

@@ -16,7 +16,12 @@ NAMES = list(LAW)
 # that one in a single thing are held to the laws that this thing could break.
 ONCE = ("non_finite_skips_everywhere", "resumes_where_it_stopped")
 MOST = tuple(name for name in NAMES if name not in ONCE)
-UNITS = ("same_in_micro_batches", "same_clipped", "unwrap_gives_the_module_back")
+UNITS = (
+    "same_in_micro_batches",
+    "same_clipped",
+    "whole_weights_change_nothing",
+    "unwrap_gives_the_module_back",
+)
 
 
 def cases(laws):
@@ -100,7 +105,10 @@ EXTRAS = {
 }
 
 
-@pytest.mark.parametrize("law", ["same_in_micro_batches", "unwrap_gives_the_module_back"])
+@pytest.mark.parametrize(
+    "law",
+    ["same_in_micro_batches", "whole_weights_change_nothing", "unwrap_gives_the_module_back"],
+)
 @pytest.mark.parametrize("name", EXTRAS)
 def test_fsdp_of_recomputed_and_compiled_blocks(pair, name, law):
     LAW[law](pair, fx.Plan(strategy=fx.FSDP(), **EXTRAS[name]))

@@ -27,12 +27,12 @@ LOOP = {"schedule": "interleaved_1f1b", "microbatches": 2, "split": FOUR}
 
 
 # Not those that others include.
-@pytest.mark.parametrize("index", [1, 3, 4, 5, 6, 7, 9], ids=lambda index: NAMES[index])
+@pytest.mark.parametrize("index", [1, 3, 4, 5, 6, 7, 8, 10], ids=lambda index: NAMES[index])
 def test_laws_of_shards(clusters, index):
     LAWS[index](clusters[4], fx.Plan(strategy=fx.PP(stages=fx.FSDP())), SHARDS)
 
 
-@pytest.mark.parametrize("index", [1, 4, 5, 7, 9], ids=lambda index: NAMES[index])
+@pytest.mark.parametrize("index", [1, 4, 5, 7, 8, 10], ids=lambda index: NAMES[index])
 def test_laws_of_split_layers(clusters, index):
     LAWS[index](clusters[4], fx.Plan(strategy=fx.PP(stages=SPLIT)), SPLITS)
 

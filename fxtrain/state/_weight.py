@@ -1,0 +1,44 @@
+"""One tensor of a model, wherever its parts lie."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import attrs
+import torch
+
+__all__ = ["Part", "Weight"]
+
+# Per dimension, the rows of the whole tensor that are on this rank: neighbours, or by number.
+Part = tuple[slice | torch.Tensor, ...]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Weight:
+    """One tensor of a user's module: how to get the whole of it, and how to fill it.
+
+    Identity decides equality and hash.
+
+    Attributes:
+        like: The live tensor, plain or spread, or a tensor without values like it where this
+            rank holds nothing of it.
+        shape: Of the whole.
+        dtype: In which the whole is given; that in which the user's module came.
+        key: Equal for the names of one tensor, and for nothing else.
+        here: Whether this rank holds it or a part of it.
+        gather: () → the whole, on every rank; all ranks call it at once. The result may share
+            memory with the model.
+        fill: (read) → None: sets what this rank holds. `read(part)` gives the values of a part
+            of the whole, or with None all of them.
+        together: All ranks have to call `fill` at once.
+        stored: It is in the module's state dict.
+    """
+
+    like: Any
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    key: Hashable
+    here: bool = True
+    gather: Callable[[], torch.Tensor] = attrs.field(repr=False)
+    fill: Callable[[Callable[[Part | None], torch.Tensor]], None] = attrs.field(repr=False)
+    together: bool = False
+    stored: bool = True
