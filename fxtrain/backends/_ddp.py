@@ -12,10 +12,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fxtrain import ops
 from fxtrain.backends import _torch
 from fxtrain.backends._local import new_round
-from fxtrain.backends._modules import away_from_xla, outline, send_values, unmatched_names
+from fxtrain.backends._modules import away_from_xla, send_values, unmatched_names
 from fxtrain.backends._optim import part_of
 from fxtrain.backends._power_sgd import load_power_sgd, power_sgd_state
 from fxtrain.backends._sequence import sequence_problems
@@ -97,7 +96,6 @@ def _wrap(
     data = ctx.axis("loss")
     if data.world_size == 1:
         return wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY)
-    ops.agree(outline(module), data, name="model")
     change = _sharing(data) if plan.strategy.shard_optimizer else None
     plain = wrap_plain(
         module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY, change=change

@@ -9,7 +9,6 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain import ops
 from fxtrain._errors import PlanError
 from fxtrain.backends import _deepspeed_engine as engines
 from fxtrain.backends import _deepspeed_optim as optim
@@ -17,7 +16,7 @@ from fxtrain.backends import _torch
 from fxtrain.backends._deepspeed_config import Facts, hidden_size, misfits, read_config, resolve
 from fxtrain.backends._deepspeed_entries import ZERO
 from fxtrain.backends._deepspeed_module import autocast_inside, photograph, watch_gradients
-from fxtrain.backends._modules import outline, prepare_module, send_values
+from fxtrain.backends._modules import prepare_module, send_values
 from fxtrain.backends._optim import make_optimizers, make_schedulers
 from fxtrain.state import DeepSpeed, DistContext, Plan, Strategy, Wrapped
 
@@ -68,7 +67,6 @@ def wrap_engine(
     library = engines.load()
     data = ctx.axis("data")
     config = _resolved(module, plan, data.world_size, optimizer, scheduler)
-    ops.agree(outline(module), data, name="model")
     engines.check_folders(config, ctx)
     model = Wrapped(
         module=module,

@@ -13,7 +13,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fxtrain import ops
 from fxtrain._errors import PlanError
-from fxtrain.backends._modules import outline
 from fxtrain.ops._chunk import chunk_of
 from fxtrain.state import DistContext
 
@@ -39,11 +38,9 @@ def note_start(module: nn.Module, ctx: DistContext) -> Start:
     """Hold on to rank 0's values before the model is sharded.
 
     Raises:
-        CollectiveError: the ranks brought different models.
         PlanError: some of a model is on the meta device, or all of it on rank 0 only; or no
             rank has values and a module cannot make its own. On every rank.
     """
-    ops.agree(outline(module), ctx, name="model")
     tensors = [*module.parameters(), *module.buffers()]
     meta = sum(tensor.is_meta for tensor in tensors)
     counts = ops.gather_objects(meta, ctx)

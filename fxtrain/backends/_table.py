@@ -13,14 +13,16 @@ from fxtrain.backends._ddp import DDP_STRATEGY
 from fxtrain.backends._deepspeed import DEEPSPEED_STRATEGY
 from fxtrain.backends._fsdp import FSDP_STRATEGY
 from fxtrain.backends._local import local_problems
+from fxtrain.backends._modules import outline
 from fxtrain.backends._pipeline import PIPELINE_STRATEGY
 from fxtrain.backends._sequence import cut_sequences
 from fxtrain.backends._single import SINGLE
 from fxtrain.backends._xla import XLA_STRATEGY
+from fxtrain.ops._plans import agree_plans
 from fxtrain.ops._whole import plain_name
 from fxtrain.state import DistContext, Plan, Strategy, Wrapped, check_open
 
-__all__ = ["STRATEGIES", "strategies", "unwrap", "wrap"]
+__all__ = ["STRATEGIES", "problems_of", "strategies", "unwrap", "wrap"]
 
 STRATEGIES = (
     SINGLE,
@@ -86,12 +88,15 @@ def wrap(
         scheduler: Factory from what the optimizer factory returned to a scheduler or several.
 
     Effects:
-        Moves the module to the context's device in place. Sends rank 0's values to the other
-        ranks of the data axis.
+        Moves the module to the context's device in place. Compares plan and model between the
+        ranks, in one exchange of packets, and sends rank 0's values to the other ranks of the
+        data axis.
 
     Raises:
-        PlanError: the plan does not fit the model or the context; before any traffic.
-        CollectiveError: the ranks brought different models.
+        PlanError: the plan does not fit the model or the context, or the ranks pass different
+            plans; on every rank, before anything changes.
+        CollectiveError: the ranks pass different models, or only some an optimizer; on every
+            rank.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -102,9 +107,12 @@ def wrap(
         torch.Size([3, 1])
     """
     _check_types(model, ctx, plan)
+    if ctx.world_size > 1:
+        factories = {"optimizer": optimizer, "scheduler": scheduler}
+        given = {name: "none" if one is None else "given" for name, one in factories.items()}
+        agree_plans("wrap", ctx, plan, {"model": outline(model), **given})
     strategy = _find(plan)
-    problems = (*strategy.check(ctx, plan, model), *_unfit(strategy, ctx, plan))
-    if problems := (*problems, *local_problems(ctx, plan)):
+    if problems := problems_of(strategy, ctx, plan, model):
         raise PlanError("\n".join(problems))
     wrapped, formats = look_at(model), _formats(model)
     made = strategy.wrap(model, ctx, plan, optimizer, scheduler)
@@ -168,6 +176,14 @@ def _find(plan: Plan) -> Strategy:
             f"Choose one of {known}, or install the package that brings it."
         )
     return table[kind]
+
+
+def problems_of(
+    strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module
+) -> tuple[str, ...]:
+    """Why a plan cannot be carried out in a context; no traffic, the same on all ranks."""
+    found = (*strategy.check(ctx, plan, module), *_unfit(strategy, ctx, plan))
+    return (*found, *local_problems(ctx, plan))
 
 
 def _unfit(strategy: Strategy, ctx: DistContext, plan: Plan) -> tuple[str, ...]:

@@ -7,9 +7,8 @@ from typing import Any
 import attrs
 from torch import nn
 
-from fxtrain import ops
 from fxtrain.backends import _torch
-from fxtrain.backends._modules import outline, send_values, unmatched_names
+from fxtrain.backends._modules import send_values, unmatched_names
 from fxtrain.backends._single import SINGLE, bundle
 from fxtrain.backends._state import load_state
 from fxtrain.backends._units import block_names
@@ -83,8 +82,6 @@ def _wrap(
     module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
 ) -> Wrapped:
     data, config = ctx.axis("data"), plan.strategy
-    if data.world_size > 1:
-        ops.agree(outline(module), data, name="model")
     undos = [place(module, ctx, downcast=config.downcast)]
     if data.world_size > 1:
         send_values((*module.parameters(), *module.buffers()), data)

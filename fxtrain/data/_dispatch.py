@@ -9,6 +9,7 @@ from fxtrain.data._slices import Layout
 from fxtrain.data._source import Loaded, Source
 from fxtrain.data._steps import Cursor
 from fxtrain.ops._objects import Opaque
+from fxtrain.ops._plans import digest_of_plan, refuse_plans
 from fxtrain.state import DistContext, Plan
 
 __all__ = ["dispatch_source"]
@@ -23,12 +24,13 @@ def dispatch_source(
         make: Makes the source that serves all ranks; called on rank 0 only.
 
     Effects:
-        One broadcast here, and one scatter per global batch.
+        One gather here, and one scatter per global batch.
 
     Raises:
         DataError: rank 0 could not make its source; rank 0 raises its own error.
+        PlanError: the ranks pass different plans; on every rank.
     """
-    inner, layout, length = _facts(make, ctx)
+    inner, layout, length = _facts(make, ctx, plan)
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
         steps = iter(()) if inner is None else inner.run(cursor)
@@ -54,7 +56,7 @@ def dispatch_source(
 
 
 def _facts(
-    make: Callable[[], tuple[Source, Layout]], ctx: DistContext
+    make: Callable[[], tuple[Source, Layout]], ctx: DistContext, plan: Plan
 ) -> tuple[Source | None, Layout, int | None]:
     """Rank 0's source; on every rank its layout and the length of an epoch."""
     source, problem, facts = None, None, {}
@@ -64,7 +66,10 @@ def _facts(
             facts = {"layout": layout, "length": source.length()}
         except Exception as error:
             problem, facts = error, {"failed": _words(error)}
-    facts = ops.broadcast_object(facts, ctx)
+    found = ops.gather_objects((digest_of_plan(plan, {}), facts), ctx)
+    if any(digest != found[0][0] for digest, _ in found):
+        refuse_plans("shard", ctx, plan, {})
+    facts = found[0][1]
     if problem is not None:
         raise problem
     if "failed" in facts:

@@ -8,7 +8,7 @@ import attrs
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from fxtrain import _tree, ops
+from fxtrain import _tree
 from fxtrain._errors import DataError
 from fxtrain.data._cut import cutter
 from fxtrain.data._declared import declared_source
@@ -18,6 +18,7 @@ from fxtrain.data._place import mask, placed
 from fxtrain.data._slices import Layout
 from fxtrain.data._source import RowSlots, Source, row_source, stream_source
 from fxtrain.data._steps import Cursor, Step, to_epoch
+from fxtrain.ops._plans import agree_plans
 from fxtrain.state import Batch, DistContext, Plan, Position
 
 __all__ = ["Sharded", "shard"]
@@ -210,10 +211,13 @@ class Sharded:
 
     def _agree(self) -> None:
         """Find out before the first batch whether all ranks are about to read the same."""
-        if self.plan.data.source != "shard" or self.ctx.comm.control is None:
-            return
-        asked = (self._source.length(), self._layout, self.plan.seed, self.position)
-        ops.agree(asked, self.ctx, name="iterating (rows, layout, seed, position)")
+        if self.plan.data.source == "shard" and self.ctx.world_size > 1:
+            asked = {
+                "rows": self._source.length(),
+                "layout": self._layout,
+                "position": self.position,
+            }
+            agree_plans("iterating", self.ctx, self.plan, asked)
 
 
 def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan = Plan()) -> Sharded:  # noqa: B008
@@ -233,12 +237,15 @@ def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan = Plan()) -> Sha
 
     Effects:
         None here, but for one broadcast with `Data(source="dispatch")`. Iterating starts the
-        loader's workers and compares once per epoch what the ranks are about to read;
+        loader's workers and compares once per epoch the plans and what the ranks are about to read;
         dispatched and already sharded data exchange a message per global batch.
 
     Raises:
         DataError: the loader, or its batch size, cannot be split as asked; on every rank.
             While iterating: a sequence that the context ranks do not divide, on all of those.
+        PlanError: the ranks pass different plans; on every rank, when iterating starts or, with
+            `Data(source="dispatch")`, here.
+        CollectiveError: the ranks differ in rows, layout or position; likewise.
 
     Example:
         >>> import fxtrain as fx, torch

@@ -11,6 +11,7 @@ from fxtrain import ops
 from fxtrain._errors import DataError
 from fxtrain.data._slices import Slot
 from fxtrain.data._steps import Cursor, Step, advance
+from fxtrain.ops._plans import digest_of_plan, refuse_plans
 from fxtrain.state import DistContext, Plan
 
 __all__ = ["Local", "turns"]
@@ -60,6 +61,7 @@ def turns(
 
     Raises:
         DataError: a rank has no data, or the cursor does not fit; on every rank.
+        PlanError: the ranks pass different plans; on every rank.
         Exception: what a rank's loader raised; a CollectiveError that names it elsewhere.
     """
     epoch, position, held = cursor.position.epoch, cursor.position, cursor.held
@@ -69,7 +71,7 @@ def turns(
     again = itertools.islice(_attempt(_over_and_over(local, epoch), _ENDED), behind, None)
     ends = any if plan.even == "drop" else all
     now = next(own)
-    table = _meet(now, ctx)
+    table = _meet(now, ctx, plan)
     if ends(state != _HAS for state, _ in table):
         return
     for number in itertools.count():
@@ -161,17 +163,25 @@ def _some(
         return [], error
 
 
-def _meet(turn: _Turn, ctx: DistContext) -> list[tuple[int, int]]:
+def _meet(turn: _Turn, ctx: DistContext, plan: Plan | None = None) -> list[tuple[int, int]]:
     """Every rank's (state, size).
 
+    Args:
+        plan: To compare with those of the other ranks.
+
     Raises:
+        PlanError: the plans differ; on every rank.
         Exception: what a rank's loader raised; a CollectiveError that names it elsewhere.
     """
-    mine = torch.tensor([[turn.state, turn.size]])
+    digest = b"" if plan is None else digest_of_plan(plan, {})
+    # Every byte a column: no integer type of torch holds them together.
+    mine = torch.tensor([[turn.state, turn.size, *digest]])
     table: list[list[int]] = ops.gather(mine, ctx).tolist()
-    if any(state == _FAILED for state, _ in table):
+    if plan is not None and any(row[2:] != table[0][2:] for row in table):
+        refuse_plans("iterating", ctx, plan, {})
+    if any(state == _FAILED for state, *_ in table):
         ops.raise_together(turn.error, ctx)
-    return [(state, size) for state, size in table]
+    return [(state, size) for state, size, *_ in table]
 
 
 def _refuse_empty(table: list[tuple[int, int]], ctx: DistContext) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from fxtrain._errors import CollectiveError, ContextError
 from fxtrain.state import DistContext
 
-__all__ = ["broken", "call_site", "known_context", "known_rank", "lost", "mismatch"]
+__all__ = ["broken", "by_rank", "call_site", "known_context", "known_rank", "lost", "mismatch"]
 
 _HERE = str(Path(__file__).resolve().parent.parent)
 _POLL_S = 0.05
@@ -66,7 +66,7 @@ def mismatch(ctx: DistContext, texts: list[str]) -> CollectiveError:
             "with ops.pad first, or send them with ops.gather_objects."
         )
     shown = [f"{op}({args}) at {site}" for op, args, site in (_three(v) for v in views)]
-    lines = _by_rank(enumerate(shown))
+    lines = by_rank(enumerate(shown))
     return CollectiveError("\n".join([f"{asked} ({_where(ctx)}).", *lines, advice]))
 
 
@@ -100,7 +100,7 @@ def lost(
         [
             f"{op}({args}) at {site} did not complete ({_where(ctx)}, "
             f"timeout {ctx.comm.timeout_s:g} s).",
-            *_by_rank(came + gone + silent),
+            *by_rank(came + gone + silent),
             f"torch says: {torch_says[0]}",
             "Look at the ranks that did not come: they failed, are busy elsewhere, or skipped "
             "this call. A slow rank needs a larger detect(timeout_s=...).",
@@ -143,7 +143,7 @@ def _ask_others(
     return views, words
 
 
-def _by_rank(entries: Iterable[tuple[int, str]]) -> list[str]:
+def by_rank(entries: Iterable[tuple[int, str]]) -> list[str]:
     """One line per view, ranks that share it together."""
     ranks: dict[str, list[int]] = {}
     for rank, text in entries:
