@@ -74,6 +74,16 @@ def wait():
     time.sleep(60)
 
 
+def hold():
+    """Ranks that are connected say who they are, and stay."""
+    import fxtrain as fx
+
+    with fx.detect(device="cpu", timeout_s=30) as ctx:
+        fx.ops.barrier(ctx)
+        os.write(1, f"{os.getpid()}\n".encode())
+        time.sleep(60)
+
+
 def preempted(folder):
     """Waits for SIGUSR1 in the first run, leaves a file, and ends well in the second."""
     saved = os.path.join(folder, f"saved{RANK}")
