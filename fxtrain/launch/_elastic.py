@@ -7,8 +7,8 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from fxtrain.launch._network import is_local, reach, serve
 from fxtrain.launch._reports import read_reports, to_failures
 from fxtrain.launch._signals import TELLING, passed_on, tell_children
 from fxtrain.launch._spec import LaunchSpec
+from fxtrain.launch._strays import MARK, end_strays, kept, mark_within
 
 __all__ = ["run_elastic"]
 
@@ -34,7 +35,8 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> Ending:
 
     Effects:
         Loads torch; adds the invocation's variables to those of this process, which the ranks
-        inherit; starts the ranks. Call it in the main thread, where signals arrive.
+        inherit; starts the ranks, and ends what they leave behind. Call it in the main thread,
+        where signals arrive.
 
     Raises:
         LaunchError: the nodes could not meet, or there are fewer GPUs than ranks.
@@ -43,6 +45,7 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> Ending:
     os.environ.update(invocation.env)
     if spec.nodes == 1:  # which has no other machine to agree with
         os.environ.setdefault(SECRET, fresh_secret())
+    os.environ[MARK] = mark_within(os.environ)
     door = _open_meeting(spec)
     with door or nullcontext():
         if spec.log_dir:
@@ -55,7 +58,9 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> Ending:
         with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
             config, program, arguments = _config(api, invocation.argv[3:], folder)
             _meet_at(config, spec, door)
-            ending = _run(spec, api, (config, program, arguments), Path(spec.log_dir or folder))
+            call = (config, program, arguments)
+            with kept(os.environ[MARK], patience_s=spec.shutdown_s):
+                ending = _run(spec, api, call, Path(spec.log_dir or folder))
     return attrs.evolve(ending, memory=tell_kills(before, count_kills()))
 
 
@@ -66,7 +71,7 @@ def _run(spec: LaunchSpec, api: Any, call: tuple[Any, ...], logs: Path) -> Endin
     distributed = importlib.import_module("torch.distributed")
     start, begun = time.monotonic(), time.time()
     try:
-        with passed_on(TELLING, tell_children):
+        with passed_on(TELLING, tell_children), _nothing_left(spec):
             api.elastic_launch(config, program)(*arguments)
     except errors.errors.ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
@@ -77,6 +82,17 @@ def _run(spec: LaunchSpec, api: Any, call: tuple[Any, ...], logs: Path) -> Endin
     except (meeting.RendezvousError, distributed.DistError) as error:
         raise LaunchError(_not_met(spec, error, time.monotonic() - start)) from error
     return Ending(ranks=spec.world_size)
+
+
+@contextmanager
+def _nothing_left(spec: LaunchSpec) -> Iterator[None]:
+    """End what the ranks have left behind; after a failure it is asked to end."""
+    ask = True
+    try:
+        yield
+        ask = False
+    finally:
+        end_strays(os.environ[MARK], patience_s=spec.shutdown_s, ask=ask)
 
 
 def _open_meeting(spec: LaunchSpec) -> socket.socket | None:
@@ -112,6 +128,8 @@ def _meet_at(config: Any, spec: LaunchSpec, door: socket.socket | None) -> None:
         "rank": spec.node_rank,
         "door": None if door is None else door.fileno(),
         "connect_timeout_s": spec.connect_timeout_s,
+        "shutdown_s": spec.shutdown_s,
+        "mark": os.environ[MARK],
     }
 
 

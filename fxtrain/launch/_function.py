@@ -20,9 +20,10 @@ from fxtrain.launch._nodes import (
     tell_failure,
 )
 from fxtrain.launch._parcel import unpack
-from fxtrain.launch._ranks import Rank, end, start
+from fxtrain.launch._ranks import Rank, end, start, watched
 from fxtrain.launch._route import find_route, loopback_route
 from fxtrain.launch._spec import LaunchSpec, check_ranks, rank_environment
+from fxtrain.launch._strays import MARK, mark_within
 
 __all__ = ["launch"]
 
@@ -133,17 +134,18 @@ def _attempt(
         rank_environment, ranks=spec.ranks, port=nodes.port, address=nodes.address,
         nodes=nodes.count, node_rank=nodes.rank, attempt=attempt,
     )  # fmt: skip
-    shared = _traffic(nodes) | _secret(nodes)
+    shared = {**_traffic(nodes), **_secret(nodes), MARK: mark_within(os.environ)}
     places = [{**shared, **place(rank)} for rank in range(spec.ranks)]
     threads = max(1, len(usable_cores()) // spec.ranks)
     started = start(fn, args, places, threads=threads)
     try:
         elsewhere = functools.partial(failed_elsewhere, nodes, attempt)
-        found = _results(started, limit, elsewhere if nodes.count > 1 else None)
-        if isinstance(found, str):
-            tell_failure(nodes, attempt, found)
-        else:
-            found = agree_that_all_ended(nodes, attempt, timeout_s=_left(limit[0])) or found
+        with watched(started):
+            found = _results(started, limit, elsewhere if nodes.count > 1 else None)
+            if isinstance(found, str):
+                tell_failure(nodes, attempt, found)
+            else:
+                found = agree_that_all_ended(nodes, attempt, timeout_s=_left(limit[0])) or found
     except BaseException:
         end(started, patience_s=0)
         raise

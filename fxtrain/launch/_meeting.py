@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
 from fxtrain.launch._nodes import open_store
+from fxtrain.launch._strays import end_strays
 
 __all__ = ["BACKEND", "StateBackend", "register"]
 
@@ -55,8 +56,26 @@ def _handler(params: RendezvousParameters) -> Any:
     except (RuntimeError, ValueError) as error:
         raise RendezvousConnectionError(f"The store at {params.endpoint}: {error}") from error
     if params.config["meets"] == "c10d":
-        return dynamic.create_handler(store, StateBackend(store, params.run_id), params)
-    return _Fixed(store, params, (host.strip("[]"), int(port)))
+        backend = StateBackend(store, params.run_id)
+        return _Clearing(dynamic.create_handler(store, backend, params), params)
+    return _Clearing(_Fixed(store, params, (host.strip("[]"), int(port))), params)
+
+
+class _Clearing:
+    """A handler that ends what the ranks of an attempt have left before the next one starts."""
+
+    def __init__(self, handler: RendezvousHandler, params: RendezvousParameters) -> None:
+        self._handler = handler
+        self._mark = params.config["mark"]
+        self._patience_s = float(params.config["shutdown_s"])
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """As of the handler."""
+        end_strays(self._mark, patience_s=self._patience_s, ask=True)
+        return self._handler.next_rendezvous()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
 
 
 class _Fixed(RendezvousHandler):
