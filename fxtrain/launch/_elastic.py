@@ -1,25 +1,31 @@
 """Running torch's elastic launcher in this process, which starts the ranks."""
 
+import errno
 import importlib
 import logging
 import os
+import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from fxtrain._errors import LaunchError
+from fxtrain._listen import listen
+from fxtrain._secret import SECRET, fresh_secret
 from fxtrain.launch._ending import Ending, by_cause
 from fxtrain.launch._invocation import Invocation
 from fxtrain.launch._loading import load_torch
 from fxtrain.launch._memory import count_kills, tell_kills
-from fxtrain.launch._network import check_free, is_local, reach
+from fxtrain.launch._network import is_local, reach, serve
 from fxtrain.launch._reports import read_reports, to_failures
 from fxtrain.launch._signals import TELLING, passed_on, tell_children
 from fxtrain.launch._spec import LaunchSpec
+from fxtrain.launch._strays import MARK, end_strays, kept, mark_within
 
 __all__ = ["run_elastic"]
 
@@ -29,24 +35,32 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> Ending:
 
     Effects:
         Loads torch; adds the invocation's variables to those of this process, which the ranks
-        inherit; starts the ranks. Call it in the main thread, where signals arrive.
+        inherit; starts the ranks, and ends what they leave behind. Call it in the main thread,
+        where signals arrive.
 
     Raises:
         LaunchError: the nodes could not meet, or there are fewer GPUs than ranks.
         OSError: the folder for output cannot be made.
     """
     os.environ.update(invocation.env)
-    _check_meeting(spec)
-    if spec.log_dir:
-        Path(spec.log_dir).mkdir(parents=True, exist_ok=True)
-    # torch takes seconds to load, which a wrong file name or port need not wait for.
-    api = load_torch("torch.distributed.run")
-    _check_devices(spec)
-    _quiet()
-    before = count_kills()
-    with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
-        config, program, arguments = _config(api, invocation.argv[3:], folder)
-        ending = _run(spec, api, (config, program, arguments), Path(spec.log_dir or folder))
+    if spec.nodes == 1:  # which has no other machine to agree with
+        os.environ.setdefault(SECRET, fresh_secret())
+    os.environ[MARK] = mark_within(os.environ)
+    door = _open_meeting(spec)
+    with door or nullcontext():
+        if spec.log_dir:
+            Path(spec.log_dir).mkdir(parents=True, exist_ok=True)
+        # torch takes seconds to load, which a wrong file name or port need not wait for.
+        api = load_torch("torch.distributed.run")
+        _check_devices(spec)
+        _quiet()
+        before = count_kills()
+        with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
+            config, program, arguments = _config(api, invocation.argv[3:], folder)
+            _meet_at(config, spec, door)
+            call = (config, program, arguments)
+            with kept(os.environ[MARK], patience_s=spec.shutdown_s):
+                ending = _run(spec, api, call, Path(spec.log_dir or folder))
     return attrs.evolve(ending, memory=tell_kills(before, count_kills()))
 
 
@@ -57,7 +71,7 @@ def _run(spec: LaunchSpec, api: Any, call: tuple[Any, ...], logs: Path) -> Endin
     distributed = importlib.import_module("torch.distributed")
     start, begun = time.monotonic(), time.time()
     try:
-        with passed_on(TELLING, tell_children):
+        with passed_on(TELLING, tell_children), _nothing_left(spec):
             api.elastic_launch(config, program)(*arguments)
     except errors.errors.ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
@@ -70,16 +84,53 @@ def _run(spec: LaunchSpec, api: Any, call: tuple[Any, ...], logs: Path) -> Endin
     return Ending(ranks=spec.world_size)
 
 
-def _check_meeting(spec: LaunchSpec) -> None:
-    """See that the main address can be served or reached, before torch waits for it."""
-    if not spec.main_address or not spec.port:
-        return
-    who = f"Node {spec.node_rank} of {spec.nodes}"
+@contextmanager
+def _nothing_left(spec: LaunchSpec) -> Iterator[None]:
+    """End what the ranks have left behind; after a failure it is asked to end."""
+    ask = True
+    try:
+        yield
+        ask = False
+    finally:
+        end_strays(os.environ[MARK], patience_s=spec.shutdown_s, ask=ask)
+
+
+def _open_meeting(spec: LaunchSpec) -> socket.socket | None:
+    """Listen at the main address, or see that it can be reached, before torch waits for it."""
+    if spec.nodes == 1:
+        return serve("127.0.0.1", spec.port)
+    host = spec.main_address.strip("[]")
     if spec.meets == "static" and spec.node_rank == 0:
-        check_free(spec.port)
-    elif spec.meets == "static" or not is_local(spec.main_address):
-        host = spec.main_address.strip("[]")
-        reach(host, spec.port, who=who, timeout_s=spec.connect_timeout_s)
+        return serve(host, spec.port)
+    if spec.meets == "c10d" and is_local(host):
+        try:
+            return listen(host, spec.port)
+        except OSError as error:
+            # Another launcher of this machine serves it already.
+            if error.errno != errno.EADDRINUSE:
+                raise LaunchError(
+                    f"Port {spec.port} cannot be served here: {error.strerror}."
+                ) from error
+    who = f"Node {spec.node_rank} of {spec.nodes}"
+    reach(host, spec.port, who=who, timeout_s=spec.connect_timeout_s)
+    return None
+
+
+def _meet_at(config: Any, spec: LaunchSpec, door: socket.socket | None) -> None:
+    """Replace torch's rendezvous, which listens on every interface and unpickles, by ours."""
+    importlib.import_module("fxtrain.launch._meeting").register()
+    host = "127.0.0.1" if spec.nodes == 1 else spec.main_address
+    port = spec.port if door is None else door.getsockname()[1]
+    config.rdzv_backend = "fxtrain"
+    config.rdzv_endpoint = f"{host}:{port}"
+    config.rdzv_configs |= {
+        "meets": "static" if spec.nodes == 1 else spec.meets,
+        "rank": spec.node_rank,
+        "door": None if door is None else door.fileno(),
+        "connect_timeout_s": spec.connect_timeout_s,
+        "shutdown_s": spec.shutdown_s,
+        "mark": os.environ[MARK],
+    }
 
 
 def _check_devices(spec: LaunchSpec) -> None:

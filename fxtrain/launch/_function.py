@@ -9,6 +9,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from fxtrain._errors import LaunchError
+from fxtrain._secret import SECRET, fresh_secret
 from fxtrain.launch._ending import Ending, Failure, by_cause, describe
 from fxtrain.launch._machine import usable_cores
 from fxtrain.launch._nodes import (
@@ -19,9 +20,10 @@ from fxtrain.launch._nodes import (
     tell_failure,
 )
 from fxtrain.launch._parcel import unpack
-from fxtrain.launch._ranks import Rank, end, start
-from fxtrain.launch._route import GLOO, find_route
+from fxtrain.launch._ranks import Rank, end, start, watched
+from fxtrain.launch._route import find_route, loopback_route
 from fxtrain.launch._spec import LaunchSpec, check_ranks, rank_environment
+from fxtrain.launch._strays import MARK, mark_within
 
 __all__ = ["launch"]
 
@@ -132,16 +134,18 @@ def _attempt(
         rank_environment, ranks=spec.ranks, port=nodes.port, address=nodes.address,
         nodes=nodes.count, node_rank=nodes.rank, attempt=attempt,
     )  # fmt: skip
-    places = [{**_traffic(nodes), **place(rank)} for rank in range(spec.ranks)]
+    shared = {**_traffic(nodes), **_secret(nodes), MARK: mark_within(os.environ)}
+    places = [{**shared, **place(rank)} for rank in range(spec.ranks)]
     threads = max(1, len(usable_cores()) // spec.ranks)
     started = start(fn, args, places, threads=threads)
     try:
         elsewhere = functools.partial(failed_elsewhere, nodes, attempt)
-        found = _results(started, limit, elsewhere if nodes.count > 1 else None)
-        if isinstance(found, str):
-            tell_failure(nodes, attempt, found)
-        else:
-            found = agree_that_all_ended(nodes, attempt, timeout_s=_left(limit[0])) or found
+        with watched(started):
+            found = _results(started, limit, elsewhere if nodes.count > 1 else None)
+            if isinstance(found, str):
+                tell_failure(nodes, attempt, found)
+            else:
+                found = agree_that_all_ended(nodes, attempt, timeout_s=_left(limit[0])) or found
     except BaseException:
         end(started, patience_s=0)
         raise
@@ -151,10 +155,14 @@ def _attempt(
 
 
 def _traffic(nodes: Nodes) -> dict[str, str]:
-    """By which interface gloo sends, where the machine's own name would mislead it."""
-    if nodes.count == 1 or GLOO in os.environ:
-        return {}
-    return find_route(nodes.address, nodes.port).env
+    """By which interface ranks listen and send: loopback on one machine."""
+    route = loopback_route() if nodes.count == 1 else find_route(nodes.address, nodes.port)
+    return {name: at for name, at in route.env.items() if name not in os.environ}
+
+
+def _secret(nodes: Nodes) -> dict[str, str]:
+    """A secret for ranks of one node; those of several find the one that the user has set."""
+    return {SECRET: fresh_secret()} if nodes.count == 1 and SECRET not in os.environ else {}
 
 
 def _check_xla() -> None:

@@ -18,7 +18,7 @@ from fxtrain.launch._mpi import MpiOptions, mpi
 from fxtrain.launch._native import native
 from fxtrain.launch._process import run_program
 from fxtrain.launch._ray import RayOptions, ray
-from fxtrain.launch._route import Route, find_route
+from fxtrain.launch._route import Route, find_route, loopback_route
 from fxtrain.launch._sagemaker import SageMakerOptions, sagemaker
 from fxtrain.launch._slurm import SlurmOptions, slurm
 from fxtrain.launch._spec import LaunchSpec
@@ -41,7 +41,8 @@ class Launcher:
         uses: Fields of `LaunchSpec` beyond the common ones that it honours; another field
             that is set is an error.
         here: The program is on this machine, so that it can be looked for.
-        needs: Facts of the machine that cost something to find out: mpi, port, hosts, route.
+        needs: Facts of the machine that cost something to find out: mpi, port, hosts, and the
+            route to the main address of several nodes.
     """
 
     name: str
@@ -200,13 +201,15 @@ def prepare(spec: LaunchSpec, machine: Machine | None = None) -> Invocation:
             mpi=spec.options.program if "mpi" in row.needs else "",
             port="port" in row.needs and spec.nodes == 1,
             hostfile=spec.options.hostfile if "hosts" in row.needs else "",
-            route=_route(spec) if "route" in row.needs else None,
+            route=_route(spec, far="route" in row.needs),
         )
     return row.invocation(spec, machine)
 
 
-def _route(spec: LaunchSpec) -> Route | None:
-    if spec.nodes == 1 or not spec.main_address:
+def _route(spec: LaunchSpec, *, far: bool) -> Route | None:
+    if spec.nodes == 1:
+        return loopback_route()
+    if not far or not spec.main_address:
         return None
     return find_route(spec.main_address, spec.port, local=spec.local_address)
 

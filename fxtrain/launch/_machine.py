@@ -13,7 +13,7 @@ import attrs
 
 from fxtrain._errors import LaunchError
 from fxtrain._reading import read_text
-from fxtrain.launch._route import GLOO, Route
+from fxtrain.launch._route import GLOO, NCCL, Route
 
 __all__ = ["Machine", "cores_of_ranks", "look", "read_cores", "usable_cores", "write_cores"]
 
@@ -42,8 +42,8 @@ class Machine:
         port: A TCP port that was free a moment ago; 0 when none was asked for.
         folder: The current folder.
         hosts: Text of the hostfile that was named, or empty.
-        interface_chosen: The user has set GLOO_SOCKET_IFNAME.
-        route: By which other machines reach this one, where its own name does not say it.
+        chosen: Of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, those that the user has set.
+        route: By which other ranks reach this machine, where its own name does not say it.
     """
 
     python: str = "python"
@@ -56,8 +56,13 @@ class Machine:
     port: int = 0
     folder: str = "."
     hosts: str = ""
-    interface_chosen: bool = False
+    chosen: tuple[str, ...] = ()
     route: Route = attrs.field(factory=Route)
+
+    @property
+    def traffic(self) -> dict[str, str]:
+        """Variables by which the ranks take the route, less those that the user has set."""
+        return {name: at for name, at in self.route.env.items() if name not in self.chosen}
 
 
 def look(
@@ -96,7 +101,7 @@ def look(
         port=_free_port() if port else 0,
         folder=os.getcwd(),
         hosts=_read(hostfile) if hostfile else "",
-        interface_chosen=GLOO in env,
+        chosen=tuple(name for name in (GLOO, NCCL) if name in env),
         route=route or Route(),
     )
 

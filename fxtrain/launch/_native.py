@@ -47,8 +47,7 @@ def native(spec: LaunchSpec, machine: Machine) -> Invocation:
         # The elastic launcher replaces ${local_rank} in arguments; a user's $ is only a $.
         *(word.replace("$", "$$") for word in arguments),
     ]
-    traffic = {} if machine.interface_chosen else machine.route.env
-    return Invocation(argv=argv, env=traffic | shared_environment(spec, machine) | _store(spec))
+    return Invocation(argv=argv, env=shared_environment(spec, machine) | _store(spec))
 
 
 def _store(spec: LaunchSpec) -> dict[str, str]:
@@ -69,11 +68,11 @@ def _nodes(spec: LaunchSpec) -> str:
 def _rendezvous(spec: LaunchSpec, machine: Machine) -> list[str]:
     """Where nodes meet.
 
-    On one machine the launcher serves the store at a port that the system chooses on
-    loopback, so that several launches do not meet, and no port is free only until it is used.
+    On one machine the launcher serves the store on loopback, at a port that the system chooses
+    unless one was asked for, so that several launches do not meet.
     """
-    alone = spec.nodes == 1 and not spec.main_address
-    host = spec.main_address or "127.0.0.1"
+    alone = spec.nodes == 1
+    host = "127.0.0.1" if alone else spec.main_address
     local = spec.local_address or ("127.0.0.1" if alone else machine.route.address)
     wait = f"{spec.connect_timeout_s:.0f}"
     settings = [f"timeout={wait}", *spec.rendezvous_options]

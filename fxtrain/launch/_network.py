@@ -5,8 +5,9 @@ import socket
 import time
 
 from fxtrain._errors import LaunchError
+from fxtrain._listen import listen
 
-__all__ = ["check_free", "is_local", "reach"]
+__all__ = ["is_local", "reach", "serve"]
 
 _ONE_TRY_S = 5.0
 _PAUSE_S = 0.5
@@ -48,30 +49,26 @@ def reach(address: str, port: int, *, who: str, timeout_s: float) -> None:
         time.sleep(_PAUSE_S)
 
 
-def check_free(port: int) -> None:
-    """Make sure that this machine can serve a port.
+def serve(address: str, port: int) -> socket.socket:
+    """Listen at the address where the ranks or nodes meet.
 
-    Effects:
-        Listens on it for a moment.
+    Args:
+        address: Host name or address that they connect to.
+        port: TCP port; 0 for one that the system picks.
 
     Raises:
-        LaunchError: another program has it, or the user may not.
+        LaunchError: another program has the port, or the user may not.
     """
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise LaunchError(
-                    f"Port {port} of this machine is taken by another program, so the ranks "
-                    f"cannot meet there. Choose another main_port, the same on every node, or "
-                    f"see who has it with: ss -ltnp 'sport = :{port}'"
-                ) from error
-            raise LaunchError(f"Port {port} cannot be served here: {error.strerror}.") from error
+    try:
+        return listen(address.strip("[]"), port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise LaunchError(
+                f"Port {port} of this machine is taken by another program, so the ranks "
+                f"cannot meet there. Choose another main_port, the same on every node, or "
+                f"see who has it with: ss -ltnp 'sport = :{port}'"
+            ) from error
+        raise LaunchError(f"Port {port} cannot be served here: {error.strerror}.") from error
 
 
 def is_local(address: str) -> bool:

@@ -1,6 +1,7 @@
 """Several machines that call `launch` together: meeting, and starting again together."""
 
 import importlib
+import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -8,9 +9,16 @@ from typing import Any
 import attrs
 
 from fxtrain._errors import LaunchError
-from fxtrain.launch._network import check_free, reach
+from fxtrain.launch._network import reach, serve
 
-__all__ = ["Nodes", "agree_that_all_ended", "failed_elsewhere", "meet", "tell_failure"]
+__all__ = [
+    "Nodes",
+    "agree_that_all_ended",
+    "failed_elsewhere",
+    "meet",
+    "open_store",
+    "tell_failure",
+]
 
 _PORT = 29_500  # torch's own
 
@@ -38,33 +46,45 @@ def meet(count: int, rank: int, address: str, port: int, *, timeout_s: float) ->
     """Open the store, or connect to that of node 0.
 
     Effects:
-        Node 0 listens on the port until the store is dropped; one that the system picks when
-        there is one node.
+        Node 0 listens at the address until the store is dropped; on loopback, at a port that
+        the system picks, when there is one node.
 
     Raises:
         LaunchError: the port is taken, or node 0 was not reached in time.
     """
-    place, where = address or "127.0.0.1", port or (_PORT if count > 1 else 0)
-    if count > 1 and rank == 0:
-        check_free(where)
-    elif rank > 0:
+    # The ranks of one node reach it on loopback, whatever its name is elsewhere.
+    place = address if count > 1 else "127.0.0.1"
+    where = port or (_PORT if count > 1 else 0)
+    door = None
+    if rank == 0:
+        door = serve(place, where)
+        where = door.getsockname()[1]
+    else:
         reach(place, where, who=f"Node {rank} of {count}", timeout_s=timeout_s)
-    # torch is loaded by now or will be: the store at which the ranks meet is torch's. On one
-    # node it listens on a port that the system picks, here, so that nobody can take it first.
-    distributed = importlib.import_module("torch.distributed")
     try:
-        store = distributed.TCPStore(
-            place,
-            where,
-            is_master=rank == 0,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        store = open_store(place, where, door, timeout_s=timeout_s)
     except RuntimeError as error:
         raise LaunchError(
             f"Node {rank} of {count} could not open the store at {place}:{where}: {error}"
         ) from error
-    return Nodes(count=count, rank=rank, address=place, port=store.port, store=store)
+    return Nodes(count=count, rank=rank, address=place, port=where, store=store)
+
+
+def open_store(address: str, port: int, door: socket.socket | None, *, timeout_s: float) -> Any:
+    """torch's store: served at a socket that listens already, which it then owns, or elsewhere.
+
+    Effects:
+        Loads torch. Without a socket of its own torch's store would listen on every interface.
+    """
+    distributed = importlib.import_module("torch.distributed")
+    return distributed.TCPStore(
+        address.strip("[]"),
+        port,
+        is_master=door is not None,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        **({} if door is None else {"master_listen_fd": door.detach()}),
+    )
 
 
 def tell_failure(nodes: Nodes, attempt: int, text: str) -> None:

@@ -58,7 +58,7 @@ def shared_environment(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
         >>> shared_environment(LaunchSpec(target="train.py", ranks=2), Machine(cores=range(8)))
         {'OMP_NUM_THREADS': '4'}
     """
-    found: dict[str, str] = {}
+    found = machine.traffic
     if (threads := threads_of(spec, machine)) is not None:
         found["OMP_NUM_THREADS"] = str(threads)
     if spec.cpu:

@@ -8,7 +8,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,8 +18,9 @@ from fxtrain._errors import LaunchError
 from fxtrain.launch._child import end_with_parent
 from fxtrain.launch._ending import Failure
 from fxtrain.launch._parcel import UNPICKLABLE, is_interactive, pack
+from fxtrain.launch._strays import MARK, end_strays, kept
 
-__all__ = ["Rank", "end", "start"]
+__all__ = ["Rank", "end", "start", "watched"]
 
 _KILL_S = 3.0
 _REMEDY = (
@@ -38,6 +39,7 @@ class Rank:
         world: How many those are.
         process: The process.
         pipe: Where its answer arrives.
+        mark: Of the launch, which its children inherit.
     """
 
     number: int
@@ -45,6 +47,7 @@ class Rank:
     world: int
     process: Any
     pipe: Connection
+    mark: str
 
 
 def start(
@@ -82,7 +85,10 @@ def start(
                 target=_work, args=(dict(place), threads, there, task), name=f"rank {number}"
             )
             rank, world = int(place["RANK"]), int(place["WORLD_SIZE"])
-            started.append(Rank(number=number, place=rank, world=world, process=process, pipe=here))
+            one = Rank(
+                number=number, place=rank, world=world, process=process, pipe=here, mark=place[MARK]
+            )
+            started.append(one)
             with _startable():
                 process.start()
             there.close()
@@ -92,9 +98,22 @@ def start(
     return started
 
 
+def watched(started: Sequence[Rank]) -> AbstractContextManager[None]:
+    """Have the ranks killed should this process be killed within the block."""
+    sessions = [rank.process.pid for rank in started]
+    return kept(started[0].mark, patience_s=_KILL_S, sessions=sessions)
+
+
 def end(started: Sequence[Rank], *, patience_s: float) -> None:
-    """See to it that every process has ended; those that have not after a time are killed."""
+    """See to it that every process has ended, and what it started.
+
+    Args:
+        started: The ranks.
+        patience_s: Time that the ranks have to end by themselves, then they get SIGTERM. Those
+            that still run after that, and what they started, are killed.
+    """
     running = [rank.process for rank in started if rank.process.pid is not None]
+    sessions = [process.pid for process in running]
     deadline = time.monotonic() + patience_s
     for process in running:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -108,6 +127,8 @@ def end(started: Sequence[Rank], *, patience_s: float) -> None:
         process.close()
     for rank in started:
         rank.pipe.close()
+    if running:
+        end_strays(started[0].mark, patience_s=_KILL_S, ask=not patience_s, sessions=sessions)
 
 
 @contextmanager
@@ -158,6 +179,7 @@ def _work(place: dict[str, str], threads: int, pipe: Connection, task: Any) -> N
     if forked and "torch" in sys.modules:
         # The parent's team of threads is not in a fork, and torch would wait for it forever.
         sys.modules["torch"].set_num_threads(1)
+    os.setsid()  # by which what it starts is found
     end_with_parent()
     pipe.send_bytes(b"")  # got here, so the main module could be imported
     outcome = _outcome(task, int(place["RANK"]))

@@ -7,16 +7,21 @@ from pathlib import Path
 
 import attrs
 
-__all__ = ["GLOO", "Route", "find_route"]
+from fxtrain._listen import is_loopback
+
+__all__ = ["GLOO", "NCCL", "Route", "find_route", "loopback_route"]
 
 GLOO = "GLOO_SOCKET_IFNAME"
+NCCL = "NCCL_SOCKET_IFNAME"
+# Of Linux, and of macOS and the BSDs.
+_LOOPBACKS = ("lo", "lo0")
 
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR, see netdevice(7)
 
 
 @attrs.frozen(kw_only=True)
 class Route:
-    """How ranks on other machines get here; empty where the machine's own name says it.
+    """How other ranks get here; empty where the machine's own name says it.
 
     Attributes:
         address: An address of this machine.
@@ -28,14 +33,22 @@ class Route:
 
     @property
     def env(self) -> dict[str, str]:
-        """The variable by which gloo takes the interface, where there is one to name."""
-        return {GLOO: self.interface} if self.interface else {}
+        """Variables by which gloo and NCCL take the interface, where there is one to name.
+
+        NCCL finds the interface towards other machines by itself. On one machine it would
+        listen there too, and needs loopback only.
+        """
+        if not self.interface:
+            return {}
+        names = (GLOO, NCCL) if is_loopback(self.address) else (GLOO,)
+        return dict.fromkeys(names, self.interface)
 
 
 def find_route(towards: str, port: int, *, local: str = "") -> Route:
     """The way to this machine, where its own name does not lead there.
 
-    torch and gloo tell other machines the address of this one's host name, which on many
+    Nodes that meet at a loopback address are all on this machine, and use loopback only.
+    Otherwise torch and gloo tell other machines the address of this one's host name, which on many
     machines is a loopback address, by /etc/hosts.
 
     Args:
@@ -46,10 +59,12 @@ def find_route(towards: str, port: int, *, local: str = "") -> Route:
     Effects:
         Looks names up; sends nothing to `towards`.
     """
-    if not local and not _is_loopback(_first_address(socket.gethostname())):
+    if is_loopback(towards):
+        return loopback_route()
+    if not local and not _leads_nowhere(_first_address(socket.gethostname())):
         return Route()
     address = _first_address(local) if local else _towards(towards, port)
-    if _is_loopback(address):
+    if _leads_nowhere(address):
         return Route()
     return Route(address=local or address, interface=_interface_of(address))
 
@@ -73,8 +88,16 @@ def _first_address(name: str) -> str:
         return ""
 
 
-def _is_loopback(address: str) -> bool:
-    return not address or address.startswith("127.") or address == "::1"
+def loopback_route() -> Route:
+    """The way among ranks of one machine, by which no other machine reaches them."""
+    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    found = next((name for name in _LOOPBACKS if name in names), "")
+    return Route(address="127.0.0.1", interface=found)
+
+
+def _leads_nowhere(address: str) -> bool:
+    """No address, or one that other machines take for themselves."""
+    return not address or is_loopback(address)
 
 
 def _interface_of(address: str) -> str:

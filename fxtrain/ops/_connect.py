@@ -2,7 +2,6 @@
 
 import functools
 import os
-import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from types import MappingProxyType
@@ -13,10 +12,12 @@ import torch
 from torch import distributed as dist
 
 from fxtrain._errors import ContextError
+from fxtrain._secret import SECRET, key_of
 from fxtrain.ops import _xla
 from fxtrain.ops._close import closer, part_closer
 from fxtrain.ops._device import find_device
 from fxtrain.ops._packets import packets_of
+from fxtrain.ops._store import first_line, open_store
 from fxtrain.state import (
     AXES,
     Comm,
@@ -72,11 +73,12 @@ def detect(
     Effects:
         Opens torch's default process group and a gloo group for control traffic when there
         is more than one rank, and one pair of groups per mesh axis; selects the device.
-        Both are closed at exit of the `with` block or of the process.
+        Both are closed at exit of the `with` block or of the process. Rank 0 serves the store
+        at which the ranks meet, unless the launcher does, at the main address only.
 
     Raises:
-        ContextError: the variables contradict each other, the device is not there, or a rank
-            did not come within `timeout_s`; it is named.
+        ContextError: the variables contradict each other, the device is not there, a rank
+            did not come within `timeout_s`, which is named, or ranks have different secrets.
         MeshError: the mesh does not multiply to the ranks; before any of them waits for another.
 
     Example:
@@ -86,6 +88,7 @@ def detect(
         (0, 1, 'cpu', 'none')
     """
     variables = os.environ if env is None else env
+    key = key_of(variables.get(SECRET, ""))
     if timeout_s is not None and not timeout_s > 0:
         raise ContextError(f"detect(timeout_s={timeout_s}): a timeout is a number of seconds > 0.")
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
@@ -94,14 +97,14 @@ def detect(
     if dist.is_available() and dist.is_initialized():
         topology = _existing_topology(variables)
         found, _ = find_device(device, variables, topology)
-        return _join(topology, found, mesh, wait_s, checks=checks, store=None)
+        return _join(topology, found, mesh, wait_s, checks=checks, store=None, key=key)
     topology = read_topology(variables)
     found, devices = find_device(device, variables, topology)
     if topology.world_size == 1:
         return _alone(topology, found, devices, mesh, wait_s, checks=checks)
     resolve_mesh(mesh or Mesh(), topology.world_size)  # a refusal does not wait for the others
-    store = _open_store(topology, wait_s)
-    return _join(topology, found, mesh, wait_s, checks=checks, store=store)
+    store = open_store(topology, wait_s, key=key)
+    return _join(topology, found, mesh, wait_s, checks=checks, store=store, key=key)
 
 
 def close(ctx: DistContext) -> None:
@@ -167,6 +170,7 @@ def _join(
     *,
     checks: bool,
     store: Any,
+    key: bytes,
 ) -> DistContext:
     shape = resolve_mesh(mesh or Mesh(), topology.world_size)
     wait = timedelta(seconds=timeout_s)
@@ -190,6 +194,7 @@ def _join(
         simulated=simulated,
         close=closer(launched, store, timeout_s) if owned else part_closer(ledger),
         ledger=ledger,
+        key=key,
     )
     ledger.opened.append(comm.control)
     packets_of(comm, topology.rank)  # so that the others can write to this rank
@@ -283,6 +288,7 @@ def _open_part(
         timeout_s=comm.timeout_s,
         checks=comm.checks,
         simulated=comm.simulated,
+        key=comm.key,
     )
 
 
@@ -298,54 +304,6 @@ def _group_store() -> Any:
     # an error, only with fewer words.
     find = getattr(dist.distributed_c10d, "_get_default_store", None)
     return None if find is None else find()
-
-
-def _open_store(topology: Topology, timeout_s: float) -> Any:
-    """Meet at the main address and wait until every rank has said hello."""
-    where = f"{topology.main_address}:{topology.main_port}"
-    me = f"Rank {topology.rank} of {topology.world_size}"
-    # A store that outlives its ranks has keys of earlier attempts. One that rank 0 serves has
-    # not, and a node that joined later has counted fewer of them.
-    attempt = topology.attempt if topology.store_is_served else 0
-    try:
-        tcp = dist.TCPStore(
-            topology.main_address,
-            topology.main_port,
-            topology.world_size,
-            is_master=topology.rank == 0 and not topology.store_is_served,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-        # Keys outlive a closed context, so each connection of a process gets fresh ones.
-        count = tcp.add(f"fxtrain/{attempt}/connections/{topology.rank}", 1)
-        store = dist.PrefixStore(f"fxtrain/{attempt}/{count}", tcp)
-        store.set(f"hello/{topology.rank}", socket.gethostname())
-    except (RuntimeError, ValueError) as error:
-        raise ContextError(
-            f"{me} could not reach the main address {where} within {timeout_s:g} s: "
-            f"{_first_line(error)} Check that rank 0 runs there, that the port is free and "
-            f"open, and that every rank has the same MASTER_ADDR and MASTER_PORT."
-        ) from error
-    keys = {rank: f"hello/{rank}" for rank in range(topology.world_size)}
-    try:
-        store.wait(list(keys.values()), timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        missing = _missing(store, keys)
-        raise ContextError(
-            f"{me} waited {timeout_s:g} s at {where}, and these ranks did not come: "
-            f"{', '.join(map(str, missing)) or 'none, but too late'}. Look at their output, "
-            f"or give detect a longer timeout_s."
-        ) from error
-    return store
-
-
-def _missing(store: Any, keys: Mapping[int, str]) -> list[int]:
-    """The ranks that said nothing; rank 0 if it is gone, and with it what the others said."""
-    try:
-        return [rank for rank, key in keys.items() if not store.check([key])]
-    except RuntimeError:
-        return [0]
 
 
 def _open_group(topology: Topology, device: torch.device, store: Any, wait: timedelta) -> None:
@@ -370,10 +328,5 @@ def _open_group(topology: Topology, device: torch.device, store: Any, wait: time
     except (RuntimeError, ValueError) as error:
         raise ContextError(
             f"Rank {topology.rank} of {topology.world_size} could not open the process group "
-            f"{backend!r}: {_first_line(error)}"
+            f"{backend!r}: {first_line(error)}"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return (text[0].rstrip(".") if text else type(error).__name__) + "."

@@ -71,6 +71,7 @@ class Comm:
         close: Destroys the process groups that this context opened; takes the error that ends
             the run, if any, and leaves it for the other ranks to read.
         ledger: The calls made so far.
+        key: Of the run's secret, by which objects that travel are sealed; empty without one.
     """
 
     group: dist.ProcessGroup | None = None
@@ -83,6 +84,7 @@ class Comm:
     simulated: bool = False
     close: Callable[[BaseException | None], None] = _nothing
     ledger: Ledger = attrs.field(factory=Ledger)
+    key: bytes = attrs.field(default=b"", repr=False)
 
     def finish(self, error: BaseException | None) -> None:
         """Wait for work in the background, then close; its errors are raised or noted."""

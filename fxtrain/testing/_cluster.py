@@ -14,6 +14,8 @@ from typing import Any
 import attrs
 
 from fxtrain._errors import CollectiveError
+from fxtrain._secret import SECRET, fresh_secret
+from fxtrain.launch._route import loopback_route
 from fxtrain.testing._start import starter
 from fxtrain.testing._worker import CONNECTED, LOADED, work
 
@@ -188,13 +190,15 @@ class Cluster:
 
     def _start(self) -> None:
         method = starter()
+        # Only these workers reach each other, and only on this machine.
+        own = {SECRET: fresh_secret(), **loopback_route().env, **self._env}
         for rank in range(self.n):
             here, there = method.Pipe()
             process = method.Process(
                 target=work,
                 args=(
                     *(rank, self.n, self.timeout_s, there, list(sys.path), dict(os.environ)),
-                    *(self._device, self._env, self._keep_groups),
+                    *(self._device, own, self._keep_groups),
                 ),
                 daemon=True,
             )

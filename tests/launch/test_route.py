@@ -7,7 +7,7 @@ import attrs
 import pytest
 
 from fxtrain.launch import LaunchSpec, Machine, native
-from fxtrain.launch._route import Route, _interface_of, find_route
+from fxtrain.launch._route import Route, _interface_of, find_route, loopback_route
 
 FAR = Route(address="10.0.0.2", interface="eth3")
 NODE = LaunchSpec(target="t.py", nodes=2, node_rank=1, main_address="10.0.0.1")
@@ -20,12 +20,20 @@ def name_is_loopback(monkeypatch):
 
 def test_a_name_that_leads_here_is_enough(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "203.0.113.9")
-    assert find_route("127.0.0.1", 29500) == Route()
+    assert find_route("10.0.0.1", 29500) == Route()
 
 
-@pytest.mark.parametrize("towards", ["127.0.0.1", "localhost", "no-such-host.invalid"])
-def test_nodes_on_loopback_need_nothing(towards, name_is_loopback):
-    assert find_route(towards, 29500) == Route()
+@pytest.mark.parametrize("towards", ["127.0.0.1", "localhost", "[::1]"])
+@pytest.mark.parametrize("name", ["203.0.113.9", "localhost"])
+def test_nodes_that_meet_on_loopback_use_it_alone(towards, name, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    found = find_route(towards, 29500)
+    assert found == loopback_route()
+    assert set(found.env) == {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+
+
+def test_a_machine_without_a_way_needs_nothing(name_is_loopback):
+    assert find_route("no-such-host.invalid", 29500) == Route()
     assert find_route("10.0.0.1", 29500, local="127.0.0.1") == Route()
 
 
@@ -47,9 +55,18 @@ def test_torch_and_gloo_are_told():
 
 
 def test_what_the_user_chose_stays():
-    chosen = Machine(threads_chosen=True, interface_chosen=True, route=FAR)
+    chosen = Machine(threads_chosen=True, chosen=("GLOO_SOCKET_IFNAME",), route=FAR)
     assert native(NODE, chosen).env == {}
     said = attrs.evolve(NODE, env=("GLOO_SOCKET_IFNAME=ib0",), local_address="n1")
     found = native(said, Machine(threads_chosen=True, route=FAR))
     assert found.env == {"GLOO_SOCKET_IFNAME": "ib0"}
     assert "--local-addr=n1" in found.argv
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="interfaces have other names")
+@pytest.mark.parametrize("chosen", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+def test_ranks_of_one_machine_stay_on_loopback(chosen):
+    here = LaunchSpec(target="t.py", ranks=2, threads=1)
+    found = native(here, Machine(route=loopback_route()))
+    assert found.env["GLOO_SOCKET_IFNAME"] == found.env["NCCL_SOCKET_IFNAME"] == "lo"
+    assert chosen not in native(here, Machine(route=loopback_route(), chosen=(chosen,))).env

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -72,6 +73,55 @@ def once(path):
 def wait():
     os.write(1, f"{os.getpid()}\n".encode())  # whole lines, also when ranks write at once
     time.sleep(60)
+
+
+def hold():
+    """Ranks that are connected say who they are, and stay."""
+    import fxtrain as fx
+
+    with fx.detect(device="cpu", timeout_s=30) as ctx:
+        fx.ops.barrier(ctx)
+        os.write(1, f"{os.getpid()}\n".encode())
+        time.sleep(60)
+
+
+def stubborn(*orders):
+    """Ranks that ignore SIGTERM, with a child and a daemon that do so too, each in a file."""
+    folder, *rest = orders
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    before = [int(name) for name in os.listdir(folder)]
+    if running := [pid for pid in before if is_running(pid)]:
+        os.write(1, f"still there: {running}\n".encode())
+    subprocess.Popen([sys.executable, "-c", _STAYS, folder, "child"])
+    subprocess.Popen([sys.executable, "-c", _STAYS, folder, "daemon"]).wait()
+    _note(folder)
+    while len(os.listdir(folder)) < len(before) + 3:
+        time.sleep(0.02)
+    if "fail" in rest:
+        sys.exit(3)
+    time.sleep(60)
+
+
+# A daemon forks twice, so that it has another parent and a session of its own.
+_STAYS = """
+import os, sys, time
+if sys.argv[2] == "daemon" and (os.fork() or (os.setsid() or os.fork())):
+    os._exit(0)
+open(os.path.join(sys.argv[1], str(os.getpid())), "x").close()
+time.sleep(60)
+"""
+
+
+def _note(folder):
+    open(os.path.join(folder, str(os.getpid())), "x").close()
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
 
 
 def preempted(folder):

@@ -1,0 +1,87 @@
+"""Sockets that listen at one address of this machine and not at all of them."""
+
+import errno
+import ipaddress
+import socket
+
+__all__ = ["is_loopback", "listen"]
+
+_WAITING = 2048  # connections that are not yet accepted; torch's own number
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address, as it is written, always means the machine that uses it.
+
+    A host name that happens to resolve to a loopback address here means this machine's own
+    name on many systems, and resolves to another address elsewhere.
+
+    Example:
+        >>> from fxtrain._listen import is_loopback
+        >>> is_loopback("localhost"), is_loopback("127.0.0.1"), is_loopback("node7")
+        (True, True, False)
+    """
+    name = address.strip("[]").partition("%")[0]
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Listen at the address by which others reach this machine.
+
+    Args:
+        address: Host name or address that the others connect to.
+        port: TCP port; 0 for one that the system picks.
+
+    Returns:
+        A listening socket. It is bound to `address` alone where that is one of this machine's
+        addresses. It is bound to every interface where `address` does not say by which one the
+        others come: a name that resolves to a loopback address here, or an address that is
+        forwarded to this machine.
+
+    Raises:
+        OSError: the port is in use, or the user may not have it.
+
+    Example:
+        >>> from fxtrain._listen import listen
+        >>> with listen("localhost", 0) as door:
+        ...     door.getsockname()[0]
+        '127.0.0.1'
+    """
+    for family, place in _places(address, port):
+        try:
+            return _bound(family, place)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    if socket.has_dualstack_ipv6():
+        return _bound(socket.AF_INET6, ("::", port))
+    return _bound(socket.AF_INET, ("", port))
+
+
+def _places(address: str, port: int) -> list[tuple[socket.AddressFamily, tuple[object, ...]]]:
+    """Where to try to listen; IPv4 first, which every node of a mixed network has."""
+    name = "127.0.0.1" if address == "localhost" else address.strip("[]")
+    try:
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    places = [(family, place) for family, _, _, _, place in found]
+    if not is_loopback(name) and any(is_loopback(str(place[0])) for _, place in places):
+        return []
+    return sorted(places, key=lambda one: one[0] != socket.AF_INET)
+
+
+def _bound(family: int, place: tuple[object, ...]) -> socket.socket:
+    door = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and place[0] == "::":
+            door.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        door.bind(place)
+        door.listen(_WAITING)
+    except BaseException:
+        door.close()
+        raise
+    return door

@@ -1,0 +1,97 @@
+"""The rendezvous of the native launcher: what it reads from the store of a network."""
+
+import base64
+import json
+import os
+import pickle
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousStateError, dynamic_rendezvous
+
+from fxtrain.launch._meeting import StateBackend, read_state, write_state
+
+KEY = "fxtrain.rendezvous.run"
+NODES = st.builds(
+    dynamic_rendezvous._NodeDesc, st.text(max_size=9), st.integers(0, 1 << 22), st.integers(0, 9)
+)
+TIMES = st.datetimes(timezones=st.just(UTC))
+
+
+class _Harm:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@st.composite
+def _states(draw):
+    state = dynamic_rendezvous._RendezvousState()
+    state.round = draw(st.integers(0, 1 << 40))
+    state.complete, state.closed = draw(st.booleans()), draw(st.booleans())
+    state.deadline = draw(st.none() | TIMES)
+    state.participants = draw(st.dictionaries(NODES, st.integers(0, 99)))
+    state.wait_list, state.redundancy_list = draw(st.sets(NODES)), draw(st.sets(NODES))
+    state.last_heartbeats = draw(st.dictionaries(NODES, TIMES))
+    return state
+
+
+@given(state=_states())
+def test_a_state_travels_as_json(state):
+    assert vars(read_state(write_state(state))) == vars(state)
+
+
+def test_a_backend_gives_back_what_was_set():
+    store = HashStore()
+    first, second = StateBackend(store, "run"), StateBackend(store, "run")
+    assert first.get_state() is None
+    state = dynamic_rendezvous._RendezvousState()
+    state.last_heartbeats[dynamic_rendezvous._NodeDesc("n0", 1, 0)] = datetime.now(UTC)
+    data, token, was_set = first.set_state(pickle.dumps(state))
+    assert was_set and vars(pickle.loads(data)) == vars(state)
+    assert second.get_state() == (data, token)
+    state.round = 4
+    assert second.set_state(pickle.dumps(state), "outdated") == (data, token, False)
+    assert second.set_state(pickle.dumps(state), None) == (data, token, False)
+    changed, _, was_set = second.set_state(pickle.dumps(state), token)
+    assert was_set and pickle.loads(changed).round == 4
+
+
+@pytest.mark.parametrize("form", [bytes, base64.b64encode], ids=["pickle", "base64"])
+def test_a_pickle_in_the_store_is_never_read(form, tmp_path):
+    store = HashStore()
+    backend = StateBackend(store, "run")
+    store.set(KEY, form(pickle.dumps(_Harm(tmp_path / "harm"))))
+    with pytest.raises(RendezvousStateError, match="no state of a rendezvous"):
+        backend.get_state()
+    assert not (tmp_path / "harm").exists()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda part: st.lists(part, max_size=4) | st.dictionaries(st.text(max_size=5), part),
+    max_leaves=8,
+)
+FIELDS = tuple(json.loads(write_state(dynamic_rendezvous._RendezvousState())))
+
+
+@given(found=JSON | st.fixed_dictionaries(dict.fromkeys(FIELDS, JSON)))
+def test_any_other_json_is_an_error_of_the_state(found):
+    try:
+        state = read_state(json.dumps(found))
+    except RendezvousStateError:
+        return
+    assert vars(read_state(write_state(state))) == vars(state)
+
+
+@given(text=st.text() | st.integers(3000, 6000).map(lambda depth: "[" * depth))
+def test_any_other_text_is_an_error_of_the_state(text):
+    with pytest.raises(RendezvousStateError):
+        read_state(text)

@@ -1,0 +1,108 @@
+"""Nothing that a launch has started outlives it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import fxtrain as fx
+from fxtrain import LaunchError
+from fxtrain.launch import _strays
+from tests.launched._run import FXTRAIN, PYTHON, SCRIPTS, finish, run, start
+from tests.launched.scripts.ranks import is_running, stubborn
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a rank started"),
+]
+RANKS = str(SCRIPTS / "ranks.py")
+
+
+def _pids(folder):
+    return [int(entry.name) for entry in folder.iterdir()]
+
+
+def _wait_for(happened, *, timeout_s=30.0):
+    end = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < end, "It did not happen in time."
+        time.sleep(0.05)
+
+
+def test_children_and_daemons_of_a_failed_rank_end_before_the_next_attempt(tmp_path):
+    words = ("--ranks=1", "--restarts=1", "--shutdown=1", RANKS, "stubborn", str(tmp_path))
+    ended = run(*FXTRAIN, "launch", "--cpu", *words, "fail")
+    assert ended.code == 3, ended.err
+    assert ended.out == ""  # the second attempt met none of the first
+    assert len(_pids(tmp_path)) == 6
+    assert [pid for pid in _pids(tmp_path) if is_running(pid)] == []
+
+
+def test_ranks_that_ignore_signals_end_after_their_launcher_was_killed(tmp_path):
+    words = ("--ranks=1", "--shutdown=1", RANKS, "stubborn", str(tmp_path))
+    process = start(*FXTRAIN, "launch", "--cpu", *words)
+    _wait_for(lambda: len(_pids(tmp_path)) == 3)
+    process.kill()
+    assert finish(process, timeout_s=30).code == -signal.SIGKILL
+    _wait_for(lambda: not any(map(is_running, _pids(tmp_path))))
+
+
+def test_children_and_daemons_of_a_function_end_with_it(tmp_path):
+    with pytest.raises(LaunchError, match="SystemExit: 3"):
+        fx.launch(stubborn, (str(tmp_path), "fail"), ranks=1, timeout_s=60)
+    assert len(_pids(tmp_path)) == 3
+    assert [pid for pid in _pids(tmp_path) if is_running(pid)] == []
+
+
+CALLER = """
+import sys
+import fxtrain as fx
+from tests.launched.scripts.ranks import stubborn
+if __name__ == "__main__":
+    fx.launch(stubborn, (sys.argv[1],), ranks=1)
+"""
+
+
+def test_functions_that_ignore_signals_end_after_their_caller_was_killed(tmp_path):
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    (tmp_path / "caller.py").write_text(CALLER)
+    process = start(*PYTHON, str(tmp_path / "caller.py"), str(folder))
+    _wait_for(lambda: len(_pids(folder)) == 3)
+    process.kill()
+    assert finish(process, timeout_s=30).code == -signal.SIGKILL
+    _wait_for(lambda: not any(map(is_running, _pids(folder))))
+
+
+def _sleeper(mark, text="time.sleep(60)"):
+    env = {**os.environ, _strays.MARK: mark}
+    words = (sys.executable, "-c", f"import time; print(1, flush=True); {text}")
+    process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    return process
+
+
+def test_only_what_has_the_mark_is_ended():
+    outer = _strays.mark_within({})
+    inner = _strays.mark_within({_strays.MARK: outer})
+    others = [_sleeper(_strays.mark_within({})), _sleeper(outer)]
+    mine = [_sleeper(inner), _sleeper(_strays.mark_within({_strays.MARK: inner}))]
+    _strays.end_strays(inner, patience_s=30, ask=True)
+    assert [process.wait(10) for process in mine] == [-signal.SIGTERM] * 2
+    assert [process.poll() for process in others] == [None] * 2
+    for process in others:
+        process.kill()
+    for process in (*mine, *others):
+        with process:
+            process.wait()
+
+
+@pytest.mark.parametrize(("text", "code"), [("time.sleep(0.3)", 0), ("time.sleep(60)", -9)])
+def test_after_a_good_end_what_is_left_has_time(text, code):
+    mark = _strays.mark_within({})
+    with _sleeper(mark, text) as process:
+        _strays.end_strays(mark, patience_s=1.0, ask=False)
+        assert process.wait(10) == code
