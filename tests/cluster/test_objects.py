@@ -204,9 +204,9 @@ def test_calls_of_the_owner_are_right_while_another_thread_asks(pair):
 def _later(ctx):
     """One after the other, threads that have ended leave their context to the next."""
     copy = ops.duplicate(ctx)
-    found = []
-    for mark in (0, 100):
-        found.append(_in_threads({"one": lambda mark=mark: _many(copy, float(mark))})["one"][0])
+    found = [
+        _in_threads({"one": lambda mark=mark: _many(copy, mark)})["one"][0] for mark in (0.0, 100.0)
+    ]
     return found, _many(copy, 5.0)[0]
 
 
