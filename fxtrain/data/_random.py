@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fxtrain._words import words_of
+
 __all__ = ["Lent", "seed_all"]
 
 
@@ -67,7 +69,7 @@ class Lent:
         return not (
             torch_0.equal(torch_1)
             and python_0 == python_1
-            and (numpy_0 is None or repr(numpy_0) == repr(numpy_1))
+            and (numpy_0 is None or words_of(numpy_0) == words_of(numpy_1))
         )
 
 

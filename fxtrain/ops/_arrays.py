@@ -37,14 +37,14 @@ def as_tensor(leaf: Any) -> tuple[Tensor, Back] | None:
         return None
     numpy: Any = sys.modules["numpy"]
     native = numpy.dtype(f"{leaf.dtype.kind}{leaf.dtype.itemsize}")
-    # torch takes no negative strides and warns of what it must not write to.
-    plain = numpy.require(leaf, native, ["C", "A", "W"])
-    if plain.shape != leaf.shape:  # NumPy makes a 0-d array contiguous as one of one entry
-        plain = plain.reshape(leaf.shape)
+    back = _scalar if isinstance(leaf, numpy.generic) else _array
+    flags = leaf.flags
+    # torch takes no negative strides, not even of one entry, and warns of what is read-only.
+    ordered = flags.c_contiguous and min(leaf.strides, default=0) >= 0
+    if not (ordered and flags.aligned and flags.writeable and leaf.dtype == native):
+        leaf = numpy.array(leaf, native, order="C")
     # C has several types of one width, of which torch knows one.
-    return torch.from_numpy(plain.view(native)), _scalar if isinstance(
-        leaf, numpy.generic
-    ) else _array
+    return torch.from_numpy(leaf.view(native)), back
 
 
 def number_as_tensor(leaf: Any) -> tuple[Tensor, Back] | None:

@@ -31,6 +31,8 @@ _FOLDS: dict[str, Callable[[Tensor], Tensor]] = {
 # What every library sums natively; other dtypes are computed in the wider one beside them.
 _NATIVE = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8}
 
+_LOWEST = torch.iinfo(torch.int64).min
+
 
 def reducible(tensors: Sequence[Tensor], op: str, others: Iterable[Any]) -> None:
     """Refuse combinations that have no meaning; call it where all ranks agree on the leaves.
@@ -94,6 +96,10 @@ def _widen(tensor: Tensor, op: str) -> Tensor:
         return tensor.to(torch.float32)
     if dtype == torch.bool:
         return tensor.to(torch.uint8 if op in ("max", "min") else torch.int64)
+    if dtype == torch.uint64 and op in ("max", "min"):
+        return tensor.view(torch.int64) ^ _LOWEST  # in the order of the unsigned numbers
+    if dtype == torch.uint64 and op == "mean":
+        return tensor.to(torch.float64)
     if dtype.is_complex or dtype in _NATIVE:
         fresh = tensor.to(torch.float64) if _integer_mean(dtype, op) else tensor
         return fresh.clone(memory_format=torch.contiguous_format)
@@ -108,6 +114,8 @@ def _narrow(wide: Tensor, dtype: torch.dtype, op: str, count: int) -> Tensor:
         )
     if dtype == torch.bool and op in ("sum", "product"):
         return wide
+    if dtype == torch.uint64 and op in ("max", "min"):
+        return (wide ^ _LOWEST).view(dtype)
     return wide.to(dtype)
 
 

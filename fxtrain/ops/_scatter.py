@@ -71,7 +71,10 @@ def scatter(values: Sequence[Any] | None, ctx: DistContext, src: int = 0) -> Any
             f"{src}, which sends."
         )
     if ctx.rank == src:
-        letters, sure, problem = _letters(values, ctx)
+        try:
+            letters, sure, problem = _letters(values, ctx)
+        except Exception as error:  # raises whatever walking the trees does
+            sure, problem = True, f"a tree that cannot be sent: {said(error)}."
         note = dump(problem or ([letter.numel() for letter in letters], sure))
     (told,) = opened("scatter", {src: _exchange(ctx, call, note)[src]}, ctx)
     if isinstance(told, str):

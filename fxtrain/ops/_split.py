@@ -101,7 +101,8 @@ def _taken(value: Any, places: list[int]) -> Any:
         return Subset(value, places)
     if _is_hugging_face(value):
         return value.select(places)
-    if isinstance(value, range) and len(set(places)) == len(places):
-        return value[places[0] : places[-1] + 1] if places else value[:0]
+    start, stop = (places[0], places[-1] + 1) if places else (0, 0)
+    if isinstance(value, range) and places == [*range(start, stop)]:
+        return value[start:stop]
     taken = [value[place] for place in places]
     return tuple(taken) if isinstance(value, tuple) else taken

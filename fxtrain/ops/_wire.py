@@ -90,8 +90,8 @@ def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
         CollectiveError: the calls differ or a rank did not come; on every rank.
     """
     comm = ctx.comm
-    owned(ctx)
     if not comm.checks:
+        owned(ctx)
         return
     digest = digest_of(call)
     if wait or digest not in comm.ledger.seen:
