@@ -69,9 +69,13 @@ class Lock:
         for thread in self.beats:
             thread.join()
         try:
-            if self._is_ours():
+            ours = self._is_ours()
+        except CheckpointError:  # it cannot be read, and we made it
+            ours = True
+        try:
+            if ours:
                 self.folder.unlock(self.name)
-        except (OSError, CheckpointError) as error:  # the checkpoint is there all the same
+        except OSError as error:  # the checkpoint is there all the same
             _LOG.warning("The lock %s of %s cannot be removed: %s", self.name, self.folder, error)
 
     def bytes(self, beat: int) -> bytes:
