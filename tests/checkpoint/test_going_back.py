@@ -208,7 +208,7 @@ def test_checkpoints_without_an_order_are_ordered_by_updates(run, tmp_path):
     keep=st.builds(Keep, last=KEEP, every=KEEP, best=KEEP, mode=st.sampled_from(["min", "max"])),
     data=st.data(),
 )
-def test_whatever_the_rule_the_new_one_and_the_guarded_stay(orders, damaged, keep, data):
+def test_whatever_the_rule_the_new_one_and_as_many_as_asked_for_stay(orders, damaged, keep, data):
     found = [
         Found(
             name=f"update-{updates:010d}.{number}",
@@ -218,11 +218,12 @@ def test_whatever_the_rule_the_new_one_and_the_guarded_stay(orders, damaged, kee
         )
         for number, updates in enumerate(orders)
     ]
-    guarded = data.draw(st.sets(st.sampled_from([one.name for one in found])))
-    gone = to_prune(found, keep, this_process(), guarded)
-    assert not {*guarded, found[-1].name} & {*gone}
-    assert len(set(gone)) == len(gone)
-    kept = [one for one in found if one.name not in gone and not one.problems]
-    assert len({one.updates for one in kept}) >= min(
-        keep.last or 1, len({one.updates for one in found if not one.problems})
-    )
+    gone = to_prune(found, keep, this_process())
+    assert found[-1].name not in gone and len(set(gone)) == len(gone)
+    kept = {one.updates for one in found if one.name not in gone and not one.problems}
+    whole = {one.updates for one in found if not one.problems}
+    assert len(kept) >= min(keep.last or 1, len(whole))
+    if keep.every is not None:
+        assert kept >= {updates for updates in whole if updates % keep.every == 0}
+    if keep == Keep(mode=keep.mode):
+        assert kept == whole

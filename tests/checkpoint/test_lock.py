@@ -271,7 +271,12 @@ def test_nothing_is_committed_without_the_lock(ctx, tmp_path, monkeypatch):
     monkeypatch.setattr(_save, "write_file", write_and_lose_the_lock)
     with pytest.raises(fx.CheckpointError, match="took over the lock"):
         fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx))
-    assert os.listdir(tmp_path) == []
+    assert fx.latest(tmp_path) is None
+    # Whoever took the lock may have a draft there: nothing is removed without it.
+    assert [name.partition("-")[0] for name in os.listdir(tmp_path)] == [".partial"]
+    monkeypatch.undo()
+    fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx))
+    assert os.listdir(tmp_path) == ["update-0000000000"]
 
 
 @pytest.mark.parametrize("where", ["write_file", "survey", "new_name", "pieces_of", "stage"])
