@@ -16,7 +16,7 @@ from fxtrain.checkpoint._background import Saving, earlier, start
 from fxtrain.checkpoint._keep import Keep, keep_of, to_prune
 from fxtrain.checkpoint._lock import Lock, take
 from fxtrain.checkpoint._manifest import Manifest, dump_manifest
-from fxtrain.checkpoint._names import RESTORED, Found, new_name, survey
+from fxtrain.checkpoint._names import RESTORED, Found, new_name, next_order, survey
 from fxtrain.checkpoint._owner import this_process
 from fxtrain.checkpoint._pieces import Piece, offers_of
 from fxtrain.checkpoint._place import Place, place_of
@@ -239,7 +239,7 @@ class _Job:
         if ctx.is_main:
             try:
                 found = survey(self.folder)
-                order = 1 + max((one.order or 0 for one in found), default=0)
+                order = next_order(found)
                 manifest = _manifest(ctx, self.taken, written, order)
                 if self.lock is not None:
                     self.lock.check()

@@ -1,5 +1,6 @@
 """Runs that go back: after any history what was saved is there, and the newest is restored."""
 
+import json
 import os
 import shutil
 import tempfile
@@ -12,7 +13,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.checkpoint._keep import Keep, to_prune
-from fxtrain.checkpoint._manifest import MANIFEST
+from fxtrain.checkpoint._manifest import HIGHEST, MANIFEST, digest_of
 from fxtrain.checkpoint._names import Found
 from fxtrain.checkpoint._owner import this_process
 
@@ -45,6 +46,16 @@ def _flip(path, place):
         byte = file.read(1)[0]
         file.seek(place)
         file.write(bytes([byte ^ 1]))
+
+
+def _rewrite(path, change):
+    file = os.path.join(path, MANIFEST)
+    with open(file, "rb") as stream:
+        body = json.loads(stream.read())["manifest"]
+    change(body)
+    raw = json.dumps(body).encode()
+    with open(file, "wb") as stream:
+        stream.write(b'{"digest":"' + digest_of(raw).encode() + b'","manifest":' + raw + b"}\n")
 
 
 class History:
@@ -199,6 +210,12 @@ def test_checkpoints_without_an_order_are_ordered_by_updates(run, tmp_path):
         path.write_bytes(b'{"digest":"' + digest_of(raw).encode() + b'","manifest":' + raw + b"}\n")
     assert fx.latest(tmp_path).endswith("update-0000000100")
     run.save(60, None)
+
+
+def test_the_highest_order_leaves_a_folder_that_can_be_saved_into(run, tmp_path):
+    run.save(1, None)
+    _rewrite(run.order[0], lambda body: body["topology"].update(order=HIGHEST))
+    run.save(2, None)
 
 
 @settings(max_examples=300)
