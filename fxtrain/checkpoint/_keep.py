@@ -65,7 +65,8 @@ def to_prune(found: Sequence[Found], keep: Keep, mine: Owner) -> list[str]:
             and does not count.
     """
     others = _running(found, mine)
-    pool = [one for one in found if one.saver not in others]
+    # Who saved what has a damaged manifest is not known: it may be one of them.
+    pool = [one for one in found if one.saver not in others and not (others and one.order is None)]
     whole = [one for one in pool if not one.problems]
     newest = {one.updates: one for one in whole}
     current = [one for one in whole if newest[one.updates] is one]
