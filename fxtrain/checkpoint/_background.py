@@ -98,8 +98,12 @@ class Saving:
             "The save ran in the background, and the program ended without asking how it went: "
             "call result() on what fx.save returned, or fx.close(ctx)."
         )
+        # Of a script that failed itself, a launcher keeps what the hook was told first.
+        failed = getattr(sys, "last_value", None) is not None
         try:
-            sys.excepthook(type(error), error, error.__traceback__)
+            (sys.__excepthook__ if failed else sys.excepthook)(
+                type(error), error, error.__traceback__
+            )
             atexit.unregister(self._at_exit)
             atexit._run_exitfuncs()
             for stream in (sys.stdout, sys.stderr):

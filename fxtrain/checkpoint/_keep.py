@@ -1,7 +1,7 @@
 """Which checkpoints of a folder stay when a new one is there."""
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import attrs
@@ -55,18 +55,18 @@ def keep_of(last: Any, every: Any, best: Any, mode: Any, metric: Any) -> Keep:
     return Keep(last=last, every=every, best=best, mode=mode)
 
 
-def to_prune(found: Sequence[Found], keep: Keep, mine: Owner, guarded: Set[str]) -> list[str]:
-    """Names of the checkpoints that are no longer kept, oldest first.
+def to_prune(found: Sequence[Found], keep: Keep, mine: Owner) -> list[str]:
+    """Names of the checkpoints that are no longer kept, oldest first; never the newest.
 
     Args:
         found: All of the folder, the newest, just committed, last.
         keep: The rule.
         mine: The process that saves. What another one saved that still runs is left alone,
             and does not count.
-        guarded: Names that stay whatever the rule says.
     """
     others = _running(found, mine)
-    pool = [one for one in found if one.saver not in others]
+    # Who saved what has a damaged manifest is not known: it may be one of them.
+    pool = [one for one in found if one.saver not in others and not (others and one.order is None)]
     whole = [one for one in pool if not one.problems]
     newest = {one.updates: one for one in whole}
     current = [one for one in whole if newest[one.updates] is one]
@@ -80,8 +80,7 @@ def to_prune(found: Sequence[Found], keep: Keep, mine: Owner, guarded: Set[str])
         if keep.best is not None:
             kept |= _best(current, keep)
         gone = {one.name for one in pool} - kept
-    guarded = {*guarded, found[-1].name}
-    return [one.name for one in found if one.name in gone and one.name not in guarded]
+    return [one.name for one in found[:-1] if one.name in gone]
 
 
 def _best(found: Sequence[Found], keep: Keep) -> set[str]:

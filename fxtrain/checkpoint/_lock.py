@@ -54,7 +54,7 @@ class Lock:
             CheckpointError: another process has taken the folder, since this one was silent
                 for so long that it looked dead.
         """
-        if not self._is_ours():
+        if not self.is_ours():
             raise CheckpointError(
                 f"Another run took over the lock of {self.folder}, since this process showed no "
                 f"sign of life for {DEAD_S:.0f} s. Nothing of the other run was changed: save "
@@ -69,9 +69,13 @@ class Lock:
         for thread in self.beats:
             thread.join()
         try:
-            if self._is_ours():
+            ours = self.is_ours()
+        except CheckpointError:  # it cannot be read, and we made it
+            ours = True
+        try:
+            if ours:
                 self.folder.unlock(self.name)
-        except (OSError, CheckpointError) as error:  # the checkpoint is there all the same
+        except OSError as error:  # the checkpoint is there all the same
             _LOG.warning("The lock %s of %s cannot be removed: %s", self.name, self.folder, error)
 
     def bytes(self, beat: int) -> bytes:
@@ -85,13 +89,14 @@ class Lock:
         while not self.ended.wait(_BEAT_S):
             count += 1
             try:
-                if not self._is_ours():
+                if not self.is_ours():
                     return  # `check` says so before the commit
                 self.folder.beat(self.name, self.bytes(count))
             except (OSError, CheckpointError) as error:
                 _LOG.warning("The lock %s of %s: %s", self.name, self.folder, error)
 
-    def _is_ours(self) -> bool:
+    def is_ours(self) -> bool:
+        """Whether nobody has taken the folder since."""
         raw = self.folder.locked(self.name)
         return raw is not None and _read(raw)[0] == self.token
 

@@ -20,12 +20,13 @@ from fxtrain.checkpoint._bytes import DTYPES
 from fxtrain.checkpoint._owner import Owner, owner_from
 from fxtrain.state import Position, parse_json, structure, unstructure
 
-__all__ = ["CHUNK", "FORMAT", "MANIFEST", "Entry", "File", "Manifest", "Part", "digest_of"]
-__all__ += ["NewerFormatError", "dump_manifest", "load_manifest"]
+__all__ = ["CHUNK", "FORMAT", "HIGHEST", "MANIFEST", "Entry", "File", "Manifest", "Part"]
+__all__ += ["NewerFormatError", "digest_of", "dump_manifest", "load_manifest"]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 CHUNK = 4 << 20  # bytes of a part that share a digest; a slice is read and checked in these
+HIGHEST = (1 << 63) - 1  # of sizes, places and orders
 _LARGEST = 1 << 30  # bytes of a manifest
 _DIMS = 64  # torch has no more
 _SPREAD_DIMS = 8  # in which one tensor is cut; a mesh has fewer axes
@@ -366,7 +367,7 @@ def _list(data: Any) -> list[Any]:
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
+    if type(value) is not int or not 0 <= value <= HIGHEST:
         raise ValueError(f"{str(value)[:80]} is not a size or a place")
     return value
 

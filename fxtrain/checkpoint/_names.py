@@ -3,19 +3,25 @@
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
 
 from fxtrain._errors import CheckpointError
-from fxtrain.checkpoint._manifest import MANIFEST, Manifest, NewerFormatError, load_manifest
+from fxtrain.checkpoint._manifest import (
+    HIGHEST,
+    MANIFEST,
+    Manifest,
+    NewerFormatError,
+    load_manifest,
+)
 from fxtrain.checkpoint._owner import Owner
 from fxtrain.checkpoint._place import Place, UnreadableError, place_of
 from fxtrain.checkpoint._read import file_problems
 
 __all__ = ["RESTORED", "Found", "before", "checkpoint_at", "checkpoints", "latest", "new_name"]
-__all__ += ["read_manifest", "survey"]
+__all__ += ["next_order", "read_manifest", "survey"]
 
 RESTORED = "checkpoint.restored"  # in a context's ledger: what it was last restored from
 _NAME = re.compile(r"update-(\d{10,18})(?:\.(\d{1,9}))?")
@@ -139,6 +145,12 @@ def _look(folder: Place, name: str) -> Found:
         metric=manifest.metric,
         problems=problems,
     )
+
+
+def next_order(found: Sequence[Found]) -> int:
+    """The order of a checkpoint that is newer than all of these."""
+    # A stranger's may be as high as can be; ours has to be one that is read.
+    return min(1 + max((one.order or 0 for one in found), default=0), HIGHEST)
 
 
 def checkpoints(folder: Place) -> list[str]:

@@ -113,11 +113,12 @@ def restore(
         problem = error
     try:
         _agree(ctx, problem, path)
-    except FxError as error:
+    except CollectiveError as error:
         kept[RESTORED] = earlier
-        if not isinstance(error, CollectiveError):
-            raise
         raise CheckpointError(f"{path} was not restored. {problem or error}") from error
+    except CheckpointError:
+        kept[RESTORED] = earlier
+        raise
     assert restored is not None
     return restored
 

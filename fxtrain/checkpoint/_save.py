@@ -16,7 +16,7 @@ from fxtrain.checkpoint._background import Saving, earlier, start
 from fxtrain.checkpoint._keep import Keep, keep_of, to_prune
 from fxtrain.checkpoint._lock import Lock, take
 from fxtrain.checkpoint._manifest import Manifest, dump_manifest
-from fxtrain.checkpoint._names import RESTORED, Found, new_name, survey
+from fxtrain.checkpoint._names import RESTORED, Found, new_name, next_order, survey
 from fxtrain.checkpoint._owner import this_process
 from fxtrain.checkpoint._pieces import Piece, offers_of
 from fxtrain.checkpoint._place import Place, place_of
@@ -239,7 +239,7 @@ class _Job:
         if ctx.is_main:
             try:
                 found = survey(self.folder)
-                order = 1 + max((one.order or 0 for one in found), default=0)
+                order = next_order(found)
                 manifest = _manifest(ctx, self.taken, written, order)
                 if self.lock is not None:
                     self.lock.check()
@@ -254,7 +254,7 @@ class _Job:
     def _prune(self, found: Sequence[Found], manifest: Manifest) -> None:
         new = Found(name=self.name, order=manifest.order, metric=manifest.metric)
         # Of damaged ones, whose place is not known, none is newer.
-        for name in to_prune([*found, new], self.keep, this_process(), frozenset()):
+        for name in to_prune([*found, new], self.keep, this_process()):
             # Looked up each time, since the run may go back while this is written.
             if self.folder.join(name).key() != self.restored():
                 with suppress(FileNotFoundError):  # removed by hand meanwhile
@@ -264,7 +264,8 @@ class _Job:
         lines = [f"  rank {rank}: {text}" for rank, text in problems.items()]
         if ctx.is_main:
             try:
-                _clean(self.folder, lines)
+                if self.lock is None or self.lock.is_ours():  # else it may be another's draft
+                    _clean(self.folder, lines)
             except (OSError, CheckpointError) as error:
                 lines.append(f"  rank 0: {type(error).__name__}: {error}")
             self.release()
@@ -290,13 +291,13 @@ def _prepare(
     problem: Exception | None = None
     taken, named, lock, offers = None, None, None, dict[str, Piece]()
     try:
-        taken = snapshot(ctx, models, position, extra, metric)
-        offers = offers_of(taken.tensors)
-        if ctx.is_main:
-            named, lock = _reserve(folder, position.updates)
-    except Exception as error:  # raised below, on every rank
-        problem = error
-    try:
+        try:
+            taken = snapshot(ctx, models, position, extra, metric)
+            offers = offers_of(taken.tensors)
+            if ctx.is_main:
+                named, lock = _reserve(folder, position.updates)
+        except Exception as error:  # raised below, on every rank
+            problem = error
         views = ops.gather_objects(view_of(ctx, problem, position, taken, offers, named), ctx)
         raise_all(views, str(folder), problem)
         assert taken is not None

@@ -1,5 +1,6 @@
 """Runs that go back: after any history what was saved is there, and the newest is restored."""
 
+import json
 import os
 import shutil
 import tempfile
@@ -12,7 +13,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.checkpoint._keep import Keep, to_prune
-from fxtrain.checkpoint._manifest import MANIFEST
+from fxtrain.checkpoint._manifest import HIGHEST, MANIFEST, digest_of
 from fxtrain.checkpoint._names import Found
 from fxtrain.checkpoint._owner import this_process
 
@@ -45,6 +46,16 @@ def _flip(path, place):
         byte = file.read(1)[0]
         file.seek(place)
         file.write(bytes([byte ^ 1]))
+
+
+def _rewrite(path, change):
+    file = os.path.join(path, MANIFEST)
+    with open(file, "rb") as stream:
+        body = json.loads(stream.read())["manifest"]
+    change(body)
+    raw = json.dumps(body).encode()
+    with open(file, "wb") as stream:
+        stream.write(b'{"digest":"' + digest_of(raw).encode() + b'","manifest":' + raw + b"}\n")
 
 
 class History:
@@ -201,6 +212,12 @@ def test_checkpoints_without_an_order_are_ordered_by_updates(run, tmp_path):
     run.save(60, None)
 
 
+def test_the_highest_order_leaves_a_folder_that_can_be_saved_into(run, tmp_path):
+    run.save(1, None)
+    _rewrite(run.order[0], lambda body: body["topology"].update(order=HIGHEST))
+    run.save(2, None)
+
+
 @settings(max_examples=300)
 @given(
     orders=st.lists(st.integers(1, 5), min_size=1, max_size=8),
@@ -208,7 +225,7 @@ def test_checkpoints_without_an_order_are_ordered_by_updates(run, tmp_path):
     keep=st.builds(Keep, last=KEEP, every=KEEP, best=KEEP, mode=st.sampled_from(["min", "max"])),
     data=st.data(),
 )
-def test_whatever_the_rule_the_new_one_and_the_guarded_stay(orders, damaged, keep, data):
+def test_whatever_the_rule_the_new_one_and_as_many_as_asked_for_stay(orders, damaged, keep, data):
     found = [
         Found(
             name=f"update-{updates:010d}.{number}",
@@ -218,11 +235,12 @@ def test_whatever_the_rule_the_new_one_and_the_guarded_stay(orders, damaged, kee
         )
         for number, updates in enumerate(orders)
     ]
-    guarded = data.draw(st.sets(st.sampled_from([one.name for one in found])))
-    gone = to_prune(found, keep, this_process(), guarded)
-    assert not {*guarded, found[-1].name} & {*gone}
-    assert len(set(gone)) == len(gone)
-    kept = [one for one in found if one.name not in gone and not one.problems]
-    assert len({one.updates for one in kept}) >= min(
-        keep.last or 1, len({one.updates for one in found if not one.problems})
-    )
+    gone = to_prune(found, keep, this_process())
+    assert found[-1].name not in gone and len(set(gone)) == len(gone)
+    kept = {one.updates for one in found if one.name not in gone and not one.problems}
+    whole = {one.updates for one in found if not one.problems}
+    assert len(kept) >= min(keep.last or 1, len(whole))
+    if keep.every is not None:
+        assert kept >= {updates for updates in whole if updates % keep.every == 0}
+    if keep == Keep(mode=keep.mode):
+        assert kept == whole

@@ -15,7 +15,9 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.checkpoint import _lock, _save
+from fxtrain.checkpoint._keep import Keep, to_prune
 from fxtrain.checkpoint._lock import take
+from fxtrain.checkpoint._names import Found
 from fxtrain.checkpoint._owner import Owner, is_running, owner_from, this_process
 from fxtrain.checkpoint._place import place_of
 
@@ -271,7 +273,12 @@ def test_nothing_is_committed_without_the_lock(ctx, tmp_path, monkeypatch):
     monkeypatch.setattr(_save, "write_file", write_and_lose_the_lock)
     with pytest.raises(fx.CheckpointError, match="took over the lock"):
         fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx))
-    assert os.listdir(tmp_path) == []
+    assert fx.latest(tmp_path) is None
+    # Whoever took the lock may have a draft there: nothing is removed without it.
+    assert [name.partition("-")[0] for name in os.listdir(tmp_path)] == [".partial"]
+    monkeypatch.undo()
+    fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx))
+    assert os.listdir(tmp_path) == ["update-0000000000"]
 
 
 @pytest.mark.parametrize("where", ["write_file", "survey", "new_name", "pieces_of", "stage"])
@@ -306,6 +313,17 @@ def test_what_a_run_that_still_runs_saved_is_not_pruned(ctx, clusters, tmp_path)
         assert sorted(os.listdir(folder)) == [*theirs, *mine]
         fx.verify(folder)
     assert fx.latest(folder).endswith(mine[0])
+
+
+@pytest.mark.parametrize("who", [_elsewhere, _ended, this_process])
+def test_a_damaged_manifest_stays_while_another_run_may_have_written_it(who):
+    found = [
+        Found(name="update-0000000001", order=1, saver=who()),
+        Found(name="update-0000000002", order=None, problems=("changed",)),
+        Found(name="update-0000000003", order=2),
+    ]
+    gone = to_prune(found, Keep(last=1), this_process())
+    assert gone == ([] if who is _elsewhere else ["update-0000000001", "update-0000000002"])
 
 
 def test_a_run_that_ended_is_pruned_as_ones_own(ctx, tmp_path, monkeypatch):
