@@ -77,6 +77,9 @@ def test_text_is_read_as_python_reads_it(tmp_path):
     path = tmp_path / "a"
     path.write_bytes("a\r\nb\rc\nä".encode())
     assert read_text(path) == path.read_text(encoding="utf-8") == "a\nb\nc\nä"
+    path.write_bytes(b"a\xff")
+    with pytest.raises(OSError, match="not text in UTF-8"):
+        read_text(path)
     with pytest.raises(OSError, match="not a path"):
         read_text("a\0b")
 
