@@ -66,10 +66,13 @@ def read_text(path: str | os.PathLike[str], most: int = _TEXT) -> str:
     """The text of a regular file in UTF-8.
 
     Raises:
-        OSError: as `read_file`.
-        UnicodeDecodeError: it is not UTF-8.
+        OSError: as `read_file`, or it is not UTF-8.
     """
-    return io.TextIOWrapper(io.BytesIO(read_file(path, most)), encoding="utf-8").read()
+    data = io.BytesIO(read_file(path, most))
+    try:
+        return io.TextIOWrapper(data, encoding="utf-8").read()
+    except UnicodeDecodeError as error:
+        raise OSError(errno.EILSEQ, f"It is not text in UTF-8 ({error})", str(path)) from None
 
 
 def _check(mode: int, path: str | os.PathLike[str]) -> None:

@@ -74,7 +74,7 @@ def read_config(config: DeepSpeed) -> dict[str, Any]:
         where = f"DeepSpeed(config={shown(text)})"
         try:
             text = read_text(text)
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise PlanError(f"{where}: {error}. Pass a JSON file's path, or its text.") from error
     try:
         data = parse_json(text)

@@ -129,7 +129,7 @@ def _model(path: Path) -> dict[str, Tensor]:
         }
 
 
-def _spread(folder: Path, kind: str) -> dict[str, Any]:
+def _spread(folder: Path, kind: str) -> Mapping[str, Any]:
     """The model or optimizer that the FSDP plugin wrote by torch.distributed.checkpoint."""
     found = read_dcp(folder)
     if kind == "pytorch_model_fsdp":

@@ -193,7 +193,7 @@ def _check_opcodes(raw: bytes) -> None:
     for count, (opcode, argument, place) in enumerate(pickletools.genops(raw)):
         if opcode.name in _NEVER:
             raise pickle.UnpicklingError(f"it uses {opcode.name} at {place}")
-        if opcode.name in _PUTS and not 0 <= argument <= count:
+        if opcode.name in _PUTS and not 0 <= int(argument or 0) <= count:
             raise pickle.UnpicklingError(f"it stores number {argument} at {place}, out of order")
 
 

@@ -140,7 +140,7 @@ def _tagged(root: Path) -> Path:
 def _tag(path: Path) -> str:
     try:
         tag = read_text(path, _LONGEST_TAG).strip()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise CheckpointError(f"{path}: {error}.") from error
     return "" if "\0" in tag else tag
 

@@ -106,7 +106,7 @@ def _in_a_process(request: Mapping[str, Any], variables: Mapping[str, str]) -> t
 def _read(path: str, state: Any) -> Any:
     try:
         text = read_text(path)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise LaunchError(
             f"--against {path}: {error}. Name a file that `fxtrain plan --save` wrote."
         ) from error

@@ -109,7 +109,7 @@ def look(
 def _read(hostfile: str) -> str:
     try:
         return read_text(hostfile)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise LaunchError(
             f"The hostfile cannot be read: {error}. It is a file with lines such as: "
             f"worker-0 slots=8"

@@ -74,7 +74,7 @@ def read_plan(path: str | Path) -> Plan:
     form = _format_of(path)
     try:
         text = read_text(path)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise PlanError(f"read_plan({str(path)!r}): {error}.") from error
     try:
         return loads(text, Plan, form)

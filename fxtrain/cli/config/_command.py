@@ -95,7 +95,7 @@ def check(path: str, json_: bool) -> int:  # noqa: FBT001
     The exit code is 1 if it holds mistakes.
     """
     found = path or find_file(os.environ)
-    if not found or not Path(found).is_file():
+    if not found or not os.path.exists(found):
         what = found or "fxtrain.toml, fxtrain.yaml and the user's own"
         raise PlanError(f"{what}: there is no such launch file. `fxtrain config` writes one.")
     problems: list[str] = []

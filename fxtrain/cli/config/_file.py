@@ -106,7 +106,7 @@ def read_data(path: str | Path, form: Format) -> Any:
 def _text(path: str | Path) -> str:
     try:
         return read_text(path)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise PlanError(
             f"{path}: the launch file cannot be read: {error}. `fxtrain config` writes one."
         ) from error

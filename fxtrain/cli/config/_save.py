@@ -10,6 +10,7 @@ from fxtrain._reading import read_text
 from fxtrain.cli._report import say
 from fxtrain.cli.config._file import FORMATS, LaunchFile, Section, parse, read_launch_file
 from fxtrain.cli.config._write import render
+from fxtrain.state import Format
 
 __all__ = ["check_profile", "write_new", "write_profile"]
 
@@ -65,7 +66,7 @@ def _without(path: str, name: str) -> str:
     return tomlkit.dumps(document)
 
 
-def _form(path: str) -> str:
+def _form(path: str) -> Format:
     form = FORMATS.get(Path(path).suffix.lower())
     if form is None:
         raise PlanError(f"{path}: a launch file ends in {', '.join(FORMATS)}.")

@@ -1,8 +1,8 @@
 """The tensors of a model, from its headers or its code, without their values."""
 
 import importlib
-import json
 import math
+import os
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +14,8 @@ import attrs
 
 from fxtrain._errors import CheckpointError, PlanError
 from fxtrain._optional import optional
+from fxtrain._reading import open_file, read_file
+from fxtrain.state import parse_json, shown
 
 __all__ = [
     "KvCache", "Weight", "Weights", "cache_of", "read_json", "read_weights", "stored_weight",
@@ -21,6 +23,9 @@ __all__ = [
 
 # Of safetensors itself; a longer header is a damaged file.
 _LONGEST_HEADER = 100_000_000
+_LARGEST = 100_000_000  # bytes of an index or a config
+_REASON = 500  # letters of what another library says
+_MALFORMED = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError)
 _FILES = (".safetensors", ".json", ".bin", ".pt", ".pth")  # no name of timm ends so
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -98,7 +103,7 @@ def read_weights(source: str) -> Weights:
     path = Path(source)
     if path.is_dir():
         return _folder(path)
-    if path.is_file():
+    if os.path.exists(path):
         return _one_file(path)
     if ":" in source:
         return _factory(source)
@@ -148,23 +153,30 @@ def _stored(path: Path) -> Iterator[Weight]:
 def _header(path: Path) -> Iterator[Weight]:
     """Eight bytes of length, then JSON: name to dtype, shape and place in the file."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             (length,) = struct.unpack("<Q", start) if len(start) == 8 else (size,)
             if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
                 raise CheckpointError(f"{path} is no whole safetensors file: its header is cut.")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
         for name, about in header.items():
             if name != "__metadata__":
-                begin, end = about["data_offsets"]
-                if not 0 <= begin <= end <= size - 8 - length:
-                    raise CheckpointError(f"{path}: the tensor {name!r} lies past the file's end.")
-                yield stored_weight(name, about["dtype"], about["shape"], (begin, end))
+                yield _entry(path, name, about, size - 8 - length)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: its header is no safetensors header: {error}.") from error
+    except _MALFORMED as error:
+        told = f"{type(error).__name__}: {str(error)[:_REASON]}"
+        raise CheckpointError(f"{path}: its header is no safetensors header: {told}.") from error
+
+
+def _entry(path: Path, name: str, about: Mapping[str, Any], room: int) -> Weight:
+    dtype, shape, (begin, end) = about["dtype"], about["shape"], about["data_offsets"]
+    if not isinstance(dtype, str) or not all(type(n) is int for n in (begin, end, *shape)):
+        raise TypeError(f"{shown(name)} has no dtype, or sizes that are no whole numbers")
+    if not 0 <= begin <= end <= room:
+        raise CheckpointError(f"{path}: the tensor {shown(name)} lies past the file's end.")
+    return stored_weight(name, dtype, shape, (begin, end))
 
 
 def stored_weight(name: str, dtype: str, shape: Sequence[int], place: tuple[int, int]) -> Weight:
@@ -186,9 +198,11 @@ def read_json(path: Path) -> dict[str, Any]:
         PlanError: it holds none.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise PlanError(f"{path} is no JSON: {error}.") from error
+        data = parse_json(read_file(path, _LARGEST))
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read: {error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{path} is no JSON: {str(error)[:_REASON]}.") from error
     if not isinstance(data, dict):
         raise PlanError(f"{path}: a table was expected, found {type(data).__name__}.")
     return data
@@ -201,8 +215,9 @@ def _transformers(path: Path) -> Weights:
         config = package.AutoConfig.from_pretrained(path, local_files_only=True)
         named = getattr(package, str((known.get("architectures") or [""])[0]), None)
         model = _on_meta(lambda: named(config) if named else package.AutoModel.from_config(config))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise PlanError(f"{path}: transformers cannot build this model: {error}") from error
+    except Exception as error:  # transformers and the model itself raise what they come upon
+        told = f"{type(error).__name__}: {str(error)[:_REASON]}"
+        raise PlanError(f"{path}: transformers cannot build this model: {told}") from error
     return Weights(source=str(path), tensors=_tensors(model), cache=cache_of(known))
 
 
