@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fxtrain._errors import CheckpointError
+from fxtrain._paths import path_problem
 from fxtrain.checkpoint._model_folder import INDEX, MARKER, SINGLE
 from fxtrain.checkpoint._model_tensors import Part, is_sharded
 from fxtrain.checkpoint._safetensors import Entry, parse_json, read_header
@@ -58,6 +59,8 @@ def open_source(source: Any) -> Iterator[Source]:
             f"load_model reads a file, a folder or a dict of tensors, found "
             f"{type(source).__name__}."
         )
+    if problem := path_problem(source):
+        raise CheckpointError(f"load_model(source=...): {problem}.")
     path = Path(source)
     if path.is_dir():
         path = _in_folder(path)

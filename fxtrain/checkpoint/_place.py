@@ -17,6 +17,7 @@ import attrs
 
 from fxtrain._errors import CheckpointError
 from fxtrain._optional import optional
+from fxtrain._paths import path_problem
 from fxtrain.checkpoint._manifest import MANIFEST
 
 __all__ = ["Place", "place_of"]
@@ -92,12 +93,9 @@ def place_of(path: Any) -> Place:
         fsspec = optional("fsspec", extra="remote", needed_by=f"The checkpoint folder {path!r}")
         system, inside = fsspec.core.url_to_fs(path)
         return Remote(system, inside.rstrip("/"), path.rstrip("/"))
-    try:
-        return Local(os.path.abspath(os.fspath(path).removeprefix("file://")))
-    except (TypeError, AttributeError):
-        raise CheckpointError(
-            f"A checkpoint's path is a string or a path, found {type(path).__name__}."
-        ) from None
+    if problem := path_problem(path):
+        raise CheckpointError(f"The path of a checkpoint: {problem}.")
+    return Local(os.path.abspath(os.fspath(path).removeprefix("file://")))
 
 
 @attrs.frozen

@@ -109,8 +109,11 @@ def _value(flag: Flag, value: Any) -> Any:
     words = [word.strip() for word in value.split(",") if word.strip()]
     if flag.field != "show_ranks":
         return tuple(words)
-    if not all(word.isdecimal() for word in words):
-        raise LaunchError(f"{flag.flag}={value}: numbers of ranks with commas were expected.")
+    if not all(word.isascii() and word.isdecimal() and len(word) < 10 for word in words):
+        raise LaunchError(
+            f"{flag.flag}={value if len(value) < 80 else value[:80] + '...'}: numbers of ranks "
+            f"with commas between them were expected."
+        )
     return tuple(int(word) for word in words)
 
 

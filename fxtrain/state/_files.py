@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from fxtrain._errors import PlanError
 from fxtrain._optional import optional
+from fxtrain._paths import path_problem
 from fxtrain.state._convert import plain, structure
 from fxtrain.state._plan import Plan
 from fxtrain.state._record import shown
@@ -102,6 +103,8 @@ def write_plan(plan: Plan, path: str | Path) -> None:
 
 
 def _format_of(path: str | Path) -> Format:
+    if problem := path_problem(path):
+        raise PlanError(f"The path of a plan: {problem}.")
     suffix = Path(path).suffix.lower()
     if suffix not in _SUFFIXES:
         raise PlanError(f"{str(path)!r}: a plan file ends in {', '.join(_SUFFIXES)}.")
