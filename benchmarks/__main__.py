@@ -1,7 +1,18 @@
 """Every benchmark in turn: `python -m benchmarks`."""
 
-from benchmarks import checkpoint, ddp, faults, fsdp, gather, imports, loader, startup, step
+from benchmarks import (
+    checkpoint,
+    ddp,
+    faults,
+    fsdp,
+    gather,
+    growth,
+    imports,
+    loader,
+    startup,
+    step,
+)
 
 if __name__ == "__main__":
-    for each in (step, loader, gather, ddp, fsdp, imports, startup, checkpoint, faults):
+    for each in (step, loader, gather, ddp, fsdp, imports, startup, checkpoint, growth, faults):
         each.main()

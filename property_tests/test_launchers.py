@@ -1,6 +1,7 @@
 """Launchers under any arguments: quoting comes back, and variables are only those meant."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -108,12 +109,17 @@ def test_the_program_gets_its_arguments_and_only_meant_variables(spec):
 @settings(deadline=None, max_examples=25)
 @given(spec=specs("slurm"))
 def test_a_batch_file_gives_the_shell_what_was_meant(spec):
-    (text,) = prepare(spec, HERE).files.values()
+    found = prepare(spec, HERE)
+    (text,) = found.files.values()
     names = " ".join(f'"${name}"' for name in _env(spec))
     # The shell itself reads the file, with functions in the place of SLURM and of cd.
     stand_ins = f"cd() {{ :; }}\nsrun() {{ printf '%s\\0' \"$@\" {names}; }}\n"
     done = subprocess.run(
-        ["bash", "-c", stand_ins + text], capture_output=True, check=False, timeout=20
+        ["bash", "-c", stand_ins + text],
+        env={**os.environ, **found.env},  # sbatch gives the job its own
+        capture_output=True,
+        check=False,
+        timeout=20,
     )
     assert done.returncode == 0, done.stderr
     got = done.stdout.decode().split("\0")[:-1]

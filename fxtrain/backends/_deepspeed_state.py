@@ -5,6 +5,7 @@ ranks, at another stage, or without DeepSpeed.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -289,39 +290,77 @@ def _make_states(
     states: Mapping[str, Any],
     saved: Saved,
 ) -> None:
-    """Give each master the states that were saved, empty where they are spread."""
+    """Give each master one state, with every key that one of its parameters was saved with.
+
+    What is spread is zero where a parameter was saved without it. The old states are dropped
+    first, so that both are never in memory.
+    """
+    made: dict[Tensor, dict[str, Any]] = {one.master: {} for one in trained}
+    for master in made:
+        optimizer.state.pop(master, None)
     for one in trained:
+        kept = made[one.master]
         state = states.get(one.name)
-        if state is None:
-            optimizer.state.pop(one.master, None)
-            continue
-        made: dict[str, Any] = {}
-        for key in state["keys"]:
+        for key in state["keys"] if state else ():
             if key in state["plain"]:
-                made[key] = state["plain"][key]
-                continue
-            shape, dtype = saved.shapes[f"{_PREFIX}.{one.name}.{key}"]
-            if key == "step" or not shape:
-                made[key] = torch.empty(shape, dtype=dtype)
-                saved.fill(f"{_PREFIX}.{one.name}.{key}", made[key])
-            else:
-                made[key] = torch.zeros_like(one.master, dtype=dtype, requires_grad=False)
-        optimizer.state[one.master] = made
+                kept.setdefault(key, state["plain"][key])
+            elif key == "step" or not saved.shapes[_place(one, key)][0]:
+                kept[key] = _latest(kept.get(key), _read(one, key, saved), one, key)
+            elif key not in kept:
+                kept[key] = _empty_state(one, key, saved)
+    optimizer.state.update({master: state for master, state in made.items() if state})
+
+
+def _place(one: _Trained, key: str) -> str:
+    return f"{_PREFIX}.{one.name}.{key}"
+
+
+def _read(one: _Trained, key: str, saved: Saved) -> Tensor:
+    shape, dtype = saved.shapes[_place(one, key)]
+    value = torch.empty(shape, dtype=dtype)
+    saved.fill(_place(one, key), value)
+    return value
+
+
+def _latest(known: Tensor | None, value: Tensor, one: _Trained, key: str) -> Tensor:
+    """A count that parameters of one list share."""
+    if known is None or one.whole or torch.equal(known, value):
+        return value
+    warnings.warn(
+        f"The parameters were saved with different values of {key!r}: {one.name} with "
+        f"{value.tolist()}, another of its list with {known.tolist()}. DeepSpeed keeps one value "
+        f"for each list, so all of this list continue with the larger.",
+        stacklevel=2,
+    )
+    return torch.maximum(known, value)
+
+
+def _empty_state(one: _Trained, key: str, saved: Saved) -> Tensor:
+    """Zeros for a state: as large as the master, for all parameters that lie in it."""
+    shape, dtype = saved.shapes[_place(one, key)]
+    if one.whole:
+        return torch.zeros(shape, dtype=dtype, device=one.master.device)
+    wanted = tuple(getattr(one.parameter, "ds_shape", one.parameter.shape))
+    if shape != wanted:
+        raise CheckpointError(
+            f"The optimizer's {key!r} of {one.name} was saved with shape {shape}, and ZeRO cuts "
+            f"only states of the parameter's shape {wanted}. Use DeepSpeed(stage=0), or restore "
+            f"into a model that was wrapped without an optimizer."
+        )
+    return torch.zeros_like(one.master, dtype=dtype, requires_grad=False)
 
 
 @torch.no_grad()
 def _fill_states(optimizer: torch.optim.Optimizer, one: _Trained, saved: Saved) -> None:
     """Read the states of one parameter: this rank's part of them, where they are spread."""
     for key, value in optimizer.state.get(one.master, {}).items():
-        name = f"{_PREFIX}.{one.name}.{key}"
-        if not isinstance(value, Tensor) or value.dim() == 0:
+        name = _place(one, key)
+        if not isinstance(value, Tensor) or name not in saved.shapes:
             continue
-        shape, dtype = saved.shapes[name]
         if one.whole:
-            whole = torch.empty(shape, dtype=dtype)
-            saved.fill(name, whole)
-            value.copy_(whole)
-        else:
+            value.copy_(_read(one, key, saved))
+        elif _is_spread(one, value):
+            dtype = saved.shapes[name][1]
             fill_held(one.parameter, key, dtype, functools.partial(saved.fill, name))
 
 

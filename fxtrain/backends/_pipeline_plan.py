@@ -279,7 +279,8 @@ def _blocks(module: nn.Module) -> list[str]:
     kinds = block_names(module)
     found: list[str] = []
     for name, part in module.named_modules():
-        inside = any(name.startswith(f"{one}.") for one in found)
+        # A module's parts follow it at once.
+        inside = bool(found) and name.startswith(f"{found[-1]}.")
         if type(part).__name__ in kinds and name and not inside:
             found.append(name)
     if found:
@@ -293,11 +294,12 @@ def _blocks(module: nn.Module) -> list[str]:
 def _balanced(module: nn.Module, count: int) -> tuple[str, ...]:
     """First blocks of all stages but the first, so that the largest stage is smallest."""
     blocks = _blocks(module)
+    places = {name: place for place, name in enumerate(blocks)}
     weights = [0] * len(blocks)
     seen: set[int] = set()
     at = 0
     for name, part in module.named_modules():
-        at = blocks.index(name) if name in blocks else at
+        at = places.get(name, at)
         for parameter in part.parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))

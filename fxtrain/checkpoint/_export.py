@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fxtrain import ops
 from fxtrain._errors import CheckpointError
+from fxtrain._paths import path_problem
 from fxtrain.checkpoint._alike import alike, meet
 from fxtrain.checkpoint._bytes import WRITTEN
 from fxtrain.checkpoint._model_folder import (
@@ -103,8 +104,10 @@ def export(
         ['model.safetensors']
     """
     ranks = context_of(model, ctx, "export")
-    doing = f"export to {os.fspath(folder)!r}"
+    doing = f"export to {str(folder)!r}"
     with alike(ranks, doing):
+        if problem := path_problem(folder):
+            raise CheckpointError(f"export(folder=...): {problem}.")
         job = _plan(model, max_shard, alone=ranks is None)
     if ranks is not None:
         ops.agree(f"{doing}, {sharded=}, {_outline(job)}", ranks, name="export")

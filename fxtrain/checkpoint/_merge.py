@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtrain._errors import CheckpointError
+from fxtrain._paths import path_problem
 from fxtrain.checkpoint._bytes import DTYPES
 from fxtrain.checkpoint._manifest import Manifest
 from fxtrain.checkpoint._model_folder import (
@@ -74,6 +75,8 @@ def merge(
         if name.startswith(prefix)
     }
     files = split(entries, parse_size(max_shard), others)
+    if problem := path_problem(folder):
+        raise CheckpointError(f"merge(folder=...): {problem}.")
     target = Path(folder).absolute()
     with open_reader(place, manifest) as reader, staging(target) as source:
         for file in files:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fxtrain._errors import CheckpointError
+from fxtrain._paths import path_problem
 from fxtrain._reading import read_file
 from fxtrain.checkpoint._model_folder import INDEX, LARGEST_INDEX, MARKER, SINGLE
 from fxtrain.checkpoint._pickles import load_weights_only
@@ -59,6 +60,8 @@ def open_source(source: Any) -> Iterator[Source]:
             f"load_model reads a file, a folder or a dict of tensors, found "
             f"{type(source).__name__}."
         )
+    if problem := path_problem(source):
+        raise CheckpointError(f"load_model(source=...): {problem}.")
     path = Path(source)
     if os.path.isdir(path):
         path = _in_folder(path)

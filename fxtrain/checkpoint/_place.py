@@ -18,6 +18,7 @@ import attrs
 
 from fxtrain._errors import CheckpointError
 from fxtrain._optional import optional
+from fxtrain._paths import path_problem
 from fxtrain.checkpoint._folder import Place, UnreadableError, Writer, reading
 from fxtrain.checkpoint._folder import Whole as _Whole
 from fxtrain.checkpoint._manifest import MANIFEST
@@ -44,12 +45,9 @@ def place_of(path: Any) -> Place:
         fsspec = optional("fsspec", extra="remote", needed_by=f"The checkpoint folder {path!r}")
         system, inside = fsspec.core.url_to_fs(path)
         return Remote(system, inside.rstrip("/"), path.rstrip("/"))
-    try:
-        return Local(os.path.abspath(os.fspath(path).removeprefix("file://")))
-    except (TypeError, AttributeError):
-        raise CheckpointError(
-            f"A checkpoint's path is a string or a path, found {type(path).__name__}."
-        ) from None
+    if problem := path_problem(path):
+        raise CheckpointError(f"The path of a checkpoint: {problem}.")
+    return Local(os.path.abspath(os.fspath(path).removeprefix("file://")))
 
 
 @attrs.frozen

@@ -102,14 +102,30 @@ def _said(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(flag: Flag, value: Any) -> Any:
+    if flag.field == "env":
+        return tuple(map(_variable, value))
     if flag.many != ",":
         return value
     words = [word.strip() for word in value.split(",") if word.strip()]
     if flag.field != "show_ranks":
         return tuple(words)
-    if not all(word.isdecimal() for word in words):
-        raise LaunchError(f"{flag.flag}={value}: numbers of ranks with commas were expected.")
+    if not all(word.isascii() and word.isdecimal() and len(word) < 10 for word in words):
+        raise LaunchError(
+            f"{flag.flag}={value if len(value) < 80 else value[:80] + '...'}: numbers of ranks "
+            f"with commas between them were expected."
+        )
     return tuple(int(word) for word in words)
+
+
+def _variable(word: str) -> str:
+    """NAME=VALUE; of a name alone the value here, so that no secret is in a command line."""
+    if "=" in word:
+        return word
+    if word not in os.environ:
+        raise LaunchError(
+            f"--env {word}: no variable of that name is set here. Set it, or write {word}=VALUE."
+        )
+    return f"{word}={os.environ[word]}"
 
 
 def _is_configured(options: Mapping[str, Any]) -> bool:

@@ -30,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         2
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    if any("\0" in word for word in words):
+        click.echo("fxtrain: an argument holds a null character, which no path can.", err=True)
+        return int(Exit.WRONG)
     try:
         return int(program().main(words, prog_name="fxtrain", standalone_mode=False) or 0)
     except click.ClickException as error:

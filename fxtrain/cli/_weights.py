@@ -117,9 +117,16 @@ def _made(factory: str) -> Any:
     sys.path.insert(0, os.getcwd())
     try:
         make = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        with torch.device("meta"):
+            made = make()
+    except Exception as error:  # whatever the user's code raises
         raise LaunchError(
-            f"import --model {factory}: {error}. Name a function as MODULE:FUNCTION."
+            f"import --model {factory}: {type(error).__name__}: {error}. Name a function that "
+            f"makes the model without arguments, as MODULE:FUNCTION."
         ) from error
-    with torch.device("meta"):
-        return make()
+    if not isinstance(made, torch.nn.Module):
+        raise LaunchError(
+            f"import --model {factory}: it made a {type(made).__name__}, and a torch.nn.Module "
+            f"was expected. Name a function that makes the model, as MODULE:FUNCTION."
+        )
+    return made

@@ -4,7 +4,7 @@
 `fxtrain launch` need not wait before it has looked at its arguments.
 """
 
-import math
+import sys
 import types
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -14,9 +14,22 @@ import attrs
 
 from fxtrain._errors import LaunchError
 
-__all__ = ["at_least", "each", "launch_record", "name_values", "nearest", "options_from"]
+__all__ = [
+    "LONGEST_S",
+    "at_least",
+    "check_seconds",
+    "each",
+    "launch_record",
+    "name_values",
+    "nearest",
+    "options_from",
+    "shortened",
+    "shown_value",
+]
 
 T = TypeVar("T")
+LONGEST_S = 1e6  # of timeouts: systems count milliseconds in 31 bits
+_LARGEST = 2**31  # what the system takes for numbers of processes, ports and seconds
 _NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
 _WORDS = {"true": True, "yes": True, "false": False, "no": False}
 
@@ -50,11 +63,52 @@ def each(fits: Callable[[str], object], *, expected: str) -> Callable[[Any, Any,
         for one in (value,) if isinstance(value, str) else value:
             if one and not fits(one):
                 raise LaunchError(
-                    f"{type(instance).__name__}({attribute.name}): found {one!r}, "
+                    f"{type(instance).__name__}({attribute.name}): found {shown_value(one)}, "
                     f"where {expected} was expected."
                 )
 
     return check
+
+
+def check_seconds(value: Any, *, said: str) -> None:
+    """Refuse what is not a time to wait; None passes.
+
+    Raises:
+        LaunchError: it is not a number above 0, or more than a system can wait.
+    """
+    if value is None:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value <= LONGEST_S:
+        raise LaunchError(
+            f"{said}={shown_value(value)}): a timeout is a number of seconds > 0, at most "
+            f"{LONGEST_S:.0f}. Use None for no limit, where that is allowed."
+        )
+
+
+def shown_value(value: Any) -> str:
+    """A value as a message shows it, whatever it is.
+
+    Example:
+        >>> from fxtrain.launch._fields import shown_value
+        >>> shown_value("a"), shown_value(10**5000)
+        ("'a'", 'a number of more than 4300 digits')
+    """
+    try:
+        return shortened(repr(value))
+    except ValueError:  # Python writes no longer ones
+        return f"a number of more than {sys.get_int_max_str_digits()} digits"
+
+
+def shortened(text: str, most: int = 100) -> str:
+    """A text as a message shows it: without its middle where it is long.
+
+    Example:
+        >>> from fxtrain.launch._fields import shortened
+        >>> shortened("1234567890", 6)
+        '123...890'
+    """
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}"
 
 
 def nearest(name: str, known: tuple[str, ...]) -> str:
@@ -104,8 +158,8 @@ def _read(text: str, annotation: Any, *, said: str) -> Any:
     if kind in (int, float):
         try:
             return kind(text)
-        except ValueError:
-            raise LaunchError(f"{said}: choose {_NAMES[kind]}.") from None
+        except (ValueError, OverflowError):
+            raise LaunchError(f"{shortened(said)}: choose {_NAMES[kind]}.") from None
     return (text,) if get_origin(kind) is tuple else text
 
 
@@ -126,7 +180,9 @@ def _with_check(owner: str, field: "attrs.Attribute[Any]") -> "attrs.Attribute[A
         if not any(_fits(value, kind) for kind in kinds):
             wanted = " or ".join(_word(kind) for kind in kinds)
             close = nearest(value, get_args(kinds[0])) if isinstance(value, str) else ""
-            raise LaunchError(f"{owner}({attribute.name}={value!r}): choose {wanted}.{close}")
+            raise LaunchError(
+                f"{owner}({attribute.name}={shown_value(value)}): choose {wanted}.{close}"
+            )
         if also is not None:
             also(instance, attribute, value)
 
@@ -141,11 +197,13 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind is Any:
         return True
     if kind is float:
-        return type(value) is float and math.isfinite(value)
+        return type(value) is float and abs(value) <= _LARGEST
+    if kind is int:
+        return type(value) is int and abs(value) < _LARGEST
     if get_origin(kind) is Literal:
         return type(value) is str and value in get_args(kind)
     if get_origin(kind) is tuple:
-        return type(value) is tuple and all(type(one) is get_args(kind)[0] for one in value)
+        return type(value) is tuple and all(_fits(one, get_args(kind)[0]) for one in value)
     return type(value) is kind
 
 
@@ -158,7 +216,7 @@ def _word(kind: Any) -> str:
 
 
 def _to_float(value: Any) -> Any:
-    return float(value) if type(value) is int else value
+    return float(value) if type(value) is int and abs(value) < _LARGEST else value
 
 
 def _to_tuple(value: Any) -> Any:

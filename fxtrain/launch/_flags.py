@@ -104,8 +104,8 @@ FLAGS: tuple[Flag, ...] = (
         help="OMP_NUM_THREADS of each rank; a share of the cores by default",
     ),
     Flag(
-        field="env", flag="--env", metavar="NAME=VALUE", many="again",
-        help="a variable for the ranks",
+        field="env", flag="--env", metavar="NAME[=VALUE]", many="again",
+        help="a variable for the ranks; NAME alone is taken from here",
     ),
     Flag(field="executable", flag="--no-python", help="the program is not a Python script"),
     Flag(field="module", flag="-m", help="what follows is a module, not a script"),

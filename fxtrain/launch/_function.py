@@ -11,6 +11,7 @@ from typing import Any
 from fxtrain._errors import LaunchError
 from fxtrain._secret import SECRET, fresh_secret
 from fxtrain.launch._ending import Ending, Failure, by_cause, describe
+from fxtrain.launch._fields import check_seconds
 from fxtrain.launch._machine import usable_cores
 from fxtrain.launch._nodes import (
     Nodes,
@@ -186,9 +187,8 @@ def _check(fn: Any, args: Any, ranks: Any, timeout_s: Any) -> None:
             f"launch(args={args!r}): a tuple of arguments was expected. For one argument: "
             f"args=({args!r},)."
         )
-    check_ranks(ranks, said=f"launch(ranks={ranks!r})")
-    if timeout_s is not None and not timeout_s > 0:
-        raise LaunchError(f"launch(timeout_s={timeout_s}): a timeout is a number of seconds > 0.")
+    check_ranks(ranks, said="launch(ranks")
+    check_seconds(timeout_s, said="launch(timeout_s")
 
 
 def _results(

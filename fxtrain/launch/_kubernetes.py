@@ -20,6 +20,9 @@ _label = each(
     re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?").fullmatch,
     expected="lower-case letters, digits and -, at most 52",
 )
+_secret = each(
+    re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?").fullmatch, expected="the name of a Secret"
+)
 _NODES = "node"  # name of the one group of pods in a JobSet
 
 
@@ -41,6 +44,8 @@ class KubernetesOptions:
         python: The interpreter in the image.
         claims: CLAIM:PATH of volumes, one each.
         node_selector: LABEL=VALUE of the machines that pods may run on, one each.
+        secrets: Names of Secrets whose keys become variables of the ranks, one each; values of
+            `--env` are readable in the manifest and in the cluster.
         service_account: As whom the pods run.
         port: Where the ranks meet.
     """
@@ -62,6 +67,7 @@ class KubernetesOptions:
     node_selector: tuple[str, ...] = attrs.field(
         default=(), validator=each(re.compile(r"[^=]+=.*").fullmatch, expected="LABEL=VALUE")
     )
+    secrets: tuple[str, ...] = attrs.field(default=(), validator=_secret)
     service_account: str = ""
     port: int = attrs.field(default=29_500, validator=at_least(1))
 
@@ -152,6 +158,7 @@ def _pod(spec: LaunchSpec, node_rank: str, address: str, port: str) -> dict[str,
         "command": [options.python, "-m", "fxtrain.cli", "launch"],
         "args": _arguments(spec, node_rank, address, port),
         "env": [{"name": k, "value": _literal(v)} for k, v in name_values(spec.env).items()],
+        "envFrom": [{"secretRef": {"name": name}} for name in options.secrets],
         "resources": {"limits": {name: size for name, size in sizes.items() if size}},
         "workingDir": options.folder,
         "volumeMounts": mounts,

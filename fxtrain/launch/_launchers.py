@@ -16,6 +16,7 @@ from fxtrain.launch._kubernetes import KubernetesOptions, kubernetes
 from fxtrain.launch._machine import Machine, look
 from fxtrain.launch._mpi import MpiOptions, mpi
 from fxtrain.launch._native import native
+from fxtrain.launch._network import is_local
 from fxtrain.launch._process import run_program
 from fxtrain.launch._ray import RayOptions, ray
 from fxtrain.launch._route import Route, find_route, loopback_route
@@ -214,6 +215,16 @@ def _route(spec: LaunchSpec, *, far: bool) -> Route | None:
     return find_route(spec.main_address, spec.port, local=spec.local_address)
 
 
+def _check_local(spec: LaunchSpec) -> None:
+    """Refuse an address of another machine, at which this one could only wait."""
+    if spec.local_address and not is_local(spec.local_address.strip("[]")):
+        raise LaunchError(
+            f"LaunchSpec(local_address={spec.local_address!r}): this machine has no such "
+            f"address. Name an address of this machine by which the other nodes reach it; leave "
+            f"it out, and the one of the way to the main address is taken."
+        )
+
+
 def run(spec: LaunchSpec) -> Ending:
     """Run a program on all ranks and wait until they have ended.
 
@@ -231,4 +242,5 @@ def run(spec: LaunchSpec) -> Ending:
     row = find_launcher(spec)
     if row.here:
         check_target(spec)
+        _check_local(spec)
     return row.run(spec, prepare(spec))

@@ -66,7 +66,7 @@ def run_program(spec: LaunchSpec, invocation: Invocation) -> Ending:
 
 
 def write_files(invocation: Invocation) -> None:
-    """Write the files of an invocation.
+    """Write the files of an invocation, for this user only: they may hold variables of the ranks.
 
     Raises:
         LaunchError: one cannot be written.
@@ -75,9 +75,21 @@ def write_files(invocation: Invocation) -> None:
         path = Path(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            write_private(path, text)
         except OSError as error:
             raise LaunchError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that nobody else can read, also where there was one that others could.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(number, "w", encoding="utf-8") as file:
+        os.chmod(path, 0o600)
+        file.write(text)
 
 
 def _errors_in(folder: str) -> str:

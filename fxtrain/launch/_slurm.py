@@ -2,12 +2,13 @@
 
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import PurePath
 
 import attrs
 
 from fxtrain._errors import LaunchError
-from fxtrain.launch._fields import at_least, each, launch_record
+from fxtrain.launch._fields import at_least, each, launch_record, name_values
 from fxtrain.launch._invocation import Invocation
 from fxtrain.launch._machine import Machine
 from fxtrain.launch._process import ERRORS
@@ -89,7 +90,20 @@ def slurm(spec: LaunchSpec, machine: Machine) -> Invocation:
         errors = ERRORS if spec.nodes == 1 or spec.log_dir else ""
         return Invocation(argv=_srun(spec, machine, errors=errors), env=env)
     file = spec.options.file or f"fxtrain-launch/{_name(spec)}.sbatch"
-    return Invocation(argv=("sbatch", file), files={file: _batch(spec, machine)})
+    # Values of variables may be secrets: they travel in the environment of sbatch, by name.
+    own = name_values(spec.env)
+    exported = [_export(spec.options.extra, own)] if own else []
+    return Invocation(
+        argv=("sbatch", *exported, file), env=own, files={file: _batch(spec, machine)}
+    )
+
+
+def _export(extra: tuple[str, ...], names: Iterable[str]) -> str:
+    """The option by which sbatch takes variables from its environment, with those asked for."""
+    asked = [word.removeprefix("--export=") for word in extra if word.startswith("--export=")]
+    before = asked[-1] if asked else "ALL"
+    kept = [] if before.upper() in ("NONE", "NIL") else [before]
+    return f"--export={','.join([*kept, *names])}"
 
 
 def _meeting(spec: LaunchSpec) -> dict[str, str]:
@@ -140,7 +154,8 @@ def _name(spec: LaunchSpec) -> str:
 
 
 def _batch(spec: LaunchSpec, machine: Machine) -> str:
-    env = remote_environment(spec) | _meeting(spec)
+    own = name_values(spec.env)
+    env = {k: v for k, v in (remote_environment(spec) | _meeting(spec)).items() if k not in own}
     options = attrs.evolve(spec.options, job_name=_name(spec))
     spec = attrs.evolve(spec, options=options)
     again = ["--requeue", "--open-mode=append", f"--signal=B:USR1@{options.warn_s}"]
@@ -149,12 +164,13 @@ def _batch(spec: LaunchSpec, machine: Machine) -> str:
     return "\n".join(
         [
             "#!/bin/bash",
-            "# Written by fxtrain launch, which writes it anew when it is called again.",
+            "# Written by fxtrain launch, which overwrites it when it is called again.",
+            *([_submit(own)] if own else []),
             *(f"#SBATCH {word}" for word in (*asked, *options.extra)),
             "",
             f"cd {shlex.quote(machine.folder)}",
             *(f"export {name}={shlex.quote(value)}" for name, value in env.items()),
-            *([] if "OMP_NUM_THREADS" in env else [_THREADS]),
+            *([] if "OMP_NUM_THREADS" in env | own else [_THREADS]),
             *options.setup,
             "",
             f"{shlex.join(_srun(spec, machine, errors=''))} &",
@@ -162,6 +178,10 @@ def _batch(spec: LaunchSpec, machine: Machine) -> str:
             "",
         ]
     )
+
+
+def _submit(names: Iterable[str]) -> str:
+    return f"# Needs these variables in the environment of sbatch: {', '.join(names)}."
 
 
 _THREADS = "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"

@@ -6,12 +6,28 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._errors import LaunchError
-from fxtrain.launch._fields import at_least, each, launch_record
+from fxtrain.launch._fields import at_least, check_seconds, each, launch_record, shown_value
 
 __all__ = ["LaunchSpec", "check_ranks", "rank_environment"]
 
 Streams = Literal["none", "out", "err", "both"]
 _PORT = 29_500  # torch's own
+_MOST_RANKS = 2**20  # on one machine
+
+
+def is_host(text: str) -> bool:
+    """Whether a text can be the name or address of a machine, of which systems can be asked.
+
+    Example:
+        >>> from fxtrain.launch._spec import is_host
+        >>> [is_host(text) for text in ("node-1.local", "[::1]", "a..b", "x" * 300)]
+        [True, True, False, False]
+    """
+    try:
+        text.encode("idna")
+    except UnicodeError:  # a part between dots is empty or too long
+        return False
+    return len(text) < 254 and re.fullmatch(r"[\w.:\[\]%-]+", text) is not None
 
 
 def check_ranks(ranks: Any, *, said: str) -> None:
@@ -20,22 +36,27 @@ def check_ranks(ranks: Any, *, said: str) -> None:
     Raises:
         LaunchError: `ranks` is not a whole number of at least 1.
     """
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+    if type(ranks) is not int or not 1 <= ranks < _MOST_RANKS:
         raise LaunchError(
-            f"{said}: the number of ranks is a whole number of at least 1. "
+            f"{said}={shown_value(ranks)}): the number of ranks is a whole number of at least 1. "
             f"Use one per accelerator, or as many as the machine has cores to spare."
         )
 
 
 def _positive(spec: "LaunchSpec", _: Any, value: Any) -> None:
-    check_ranks(value, said=f"LaunchSpec(ranks={value!r})")
+    check_ranks(value, said="LaunchSpec(ranks")
 
 
 def _not_negative(spec: "LaunchSpec", _: Any, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise LaunchError(
-            f"LaunchSpec(restarts={value!r}): a whole number of restarts was expected, 0 for none."
+            f"LaunchSpec(restarts={shown_value(value)}): a whole number of restarts was expected, "
+            f"0 for none."
         )
+
+
+def _timeout(spec: "LaunchSpec", _: Any, value: Any) -> None:
+    check_seconds(value, said="LaunchSpec(connect_timeout_s")
 
 
 _variable = each(
@@ -45,7 +66,7 @@ _device = each(
     re.compile(r"[0-9]+|[A-Z]+-[\w\-/]+").fullmatch, expected="a number or an identifier of a GPU"
 )
 _argument = each(lambda text: "\0" not in text, expected="an argument without a null character")
-_host = each(re.compile(r"[\w.:\[\]%-]+").fullmatch, expected="a host name or address")
+_host = each(is_host, expected="a host name or address")
 _setting = each(re.compile(r"\w+=[^,\0]+").fullmatch, expected="KEY=VALUE without a comma")
 _word = each(re.compile(r"[\w.-]+").fullmatch, expected="a word of letters, digits, . _ and -")
 
@@ -111,7 +132,7 @@ class LaunchSpec:
     local_address: str = attrs.field(default="", validator=_host)
     rendezvous: Literal["static", "c10d"] | None = None
     rendezvous_options: tuple[str, ...] = attrs.field(default=(), validator=_setting)
-    connect_timeout_s: float = attrs.field(default=600.0, validator=at_least(0.1))
+    connect_timeout_s: float = attrs.field(default=600.0, validator=[at_least(0.1), _timeout])
     run_id: str = attrs.field(default="", validator=_word)
     restarts: int = attrs.field(default=0, validator=_not_negative)
     monitor_interval_s: float = attrs.field(default=0.1, validator=at_least(0.001))

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from fxtrain._errors import LaunchError
+from fxtrain.launch._fields import shortened
 from fxtrain.launch._spec import LaunchSpec
 
 __all__ = ["check_target"]
@@ -23,6 +24,8 @@ def check_target(spec: LaunchSpec) -> None:
     Raises:
         LaunchError: it does not; the message holds names that are close.
     """
+    if "\0" in spec.target:
+        raise LaunchError("The name of the program holds a null character, which no file can have.")
     if spec.executable:
         _check_executable(spec.target)
     elif spec.module:
@@ -73,16 +76,13 @@ def _check_module(name: str) -> None:
         raise LaunchError(
             f"-m {name}: this is a path, not a module. Leave -m out, or write it with dots."
         )
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise LaunchError(
+            f"-m {shortened(name)}: this is not the name of a module, which is words with dots "
+            f"between them, as package.module. A script is launched without -m."
+        )
     parent, _, last = name.rpartition(".")
-    try:
-        spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        spec = None
-    except ValueError:  # a name as "pkg..module"
-        spec = None
-    if spec is not None:
+    if _found(name):
         return
     package = sys.modules.get(parent)
     where = getattr(package, "__path__", ()) if parent else (here,)
@@ -92,6 +92,29 @@ def _check_module(name: str) -> None:
     raise LaunchError(
         f"-m {name}: there is no such module on the path that starts in {here}.{advice}"
     )
+
+
+def _found(name: str) -> bool:
+    """Whether there is a module; the packages above it are imported to see it.
+
+    Raises:
+        LaunchError: such a package fails.
+    """
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            return False
+        problem: BaseException = error
+    except ValueError:  # the module is loaded, and says nothing of where it is from
+        return True
+    except (Exception, SystemExit) as error:  # whatever code outside of fxtrain raises
+        problem = error
+    raise LaunchError(
+        f"-m {name}: importing the package above it failed with {type(problem).__name__}: "
+        f"{shortened(str(problem))}. See the whole traceback with: python -c 'import "
+        f"{name.rpartition('.')[0]}'"
+    ) from problem
 
 
 def _modules(folders: list[str]) -> list[str]:

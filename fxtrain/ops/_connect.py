@@ -34,6 +34,7 @@ from fxtrain.state import (
 __all__ = ["close", "detect"]
 
 DEFAULT_TIMEOUT_S = 600.0
+LONGEST_S = 1e6  # systems count milliseconds in 31 bits
 _MESH = "FXTRAIN_MESH"
 
 # torch's own choice of library per device type; CPU tensors always travel over gloo.
@@ -45,6 +46,11 @@ _LIBRARIES = {
     "npu": "hccl",
     "xla": "xla",
 }
+
+
+def _is_time(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value <= LONGEST_S
 
 
 def detect(
@@ -89,8 +95,11 @@ def detect(
     """
     variables = os.environ if env is None else env
     key = key_of(variables.get(SECRET, ""))
-    if timeout_s is not None and not timeout_s > 0:
-        raise ContextError(f"detect(timeout_s={timeout_s}): a timeout is a number of seconds > 0.")
+    if timeout_s is not None and not _is_time(timeout_s):
+        raise ContextError(
+            f"detect(timeout_s={timeout_s!r:.50}): a timeout is a number of seconds > 0, at most "
+            f"{LONGEST_S:.0f}."
+        )
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
     if mesh is None and _MESH in variables:
         mesh = read_mesh(variables[_MESH])

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from fxtrain._errors import PlanError
 from fxtrain._optional import optional
+from fxtrain._paths import path_problem
 from fxtrain._reading import read_text
 from fxtrain.state._convert import plain, structure
 from fxtrain.state._parse import Format, parse_text
@@ -99,6 +100,8 @@ def write_plan(plan: Plan, path: str | Path) -> None:
 
 
 def _format_of(path: str | Path) -> Format:
+    if problem := path_problem(path):
+        raise PlanError(f"The path of a plan: {problem}.")
     suffix = Path(path).suffix.lower()
     if suffix not in _SUFFIXES:
         raise PlanError(f"{str(path)!r}: a plan file ends in {', '.join(_SUFFIXES)}.")

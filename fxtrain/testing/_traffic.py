@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxtrain.profile._traffic import sent
 
-__all__ = ["Collective", "Traffic", "count_collectives"]
+__all__ = ["Collective", "Traffic", "count_collectives", "wraps_tensors"]
 
 
 @attrs.frozen
@@ -102,7 +102,7 @@ class _Listener(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # A DTensor and its like first; the operators on what it wraps come here again.
-        if any(map(_wraps, types)):
+        if any(map(wraps_tensors, types)):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if isinstance(func, torch._ops.OpOverload):
@@ -112,6 +112,7 @@ class _Listener(TorchDispatchMode):
         return result
 
 
-def _wraps(kind: type) -> bool:
+def wraps_tensors(kind: type) -> bool:
+    """Whether tensors of a class hand operators on to tensors that they wrap, as DTensor does."""
     plain = kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl  # pyright: ignore
     return not plain and not issubclass(kind, FakeTensor)

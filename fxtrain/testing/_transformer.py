@@ -19,6 +19,8 @@ class Transformer(nn.Module):
         tied: Whether the head shares the embedding's weight.
         frozen: Whether the positions keep their values.
         dtype: Of the parameters.
+        blocks: Layers.
+        width: Features; a multiple of 4.
 
     Example:
         >>> import torch
@@ -41,14 +43,16 @@ class Transformer(nn.Module):
         tied: bool = True,
         frozen: bool = False,
         dtype: torch.dtype = torch.float64,
+        blocks: int = 2,
+        width: int = WIDTH,
     ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(self.VOCABULARY, self.WIDTH, dtype=dtype)
-        self.position = nn.Parameter(torch.empty(self.LENGTH, self.WIDTH, dtype=dtype))
-        self.blocks = nn.ModuleList(Block(self.WIDTH, dtype) for _ in range(2))
-        self.norm = nn.LayerNorm(self.WIDTH, dtype=dtype)
-        self.gain = nn.Parameter(torch.empty(self.WIDTH, dtype=dtype))
-        self.head = Head(self.WIDTH, self.VOCABULARY, bias=False, dtype=dtype)
+        self.embed = nn.Embedding(self.VOCABULARY, width, dtype=dtype)
+        self.position = nn.Parameter(torch.empty(self.LENGTH, width, dtype=dtype))
+        self.blocks = nn.ModuleList(Block(width, dtype) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width, dtype=dtype)
+        self.gain = nn.Parameter(torch.empty(width, dtype=dtype))
+        self.head = Head(width, self.VOCABULARY, bias=False, dtype=dtype)
         if tied:
             self.head.weight = self.embed.weight
         self.position.requires_grad_(not frozen)

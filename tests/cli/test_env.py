@@ -1,19 +1,23 @@
 """`fxtrain env`: what it tells, and what it keeps to itself."""
 
 import json
+import string
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
-from fxtrain.cli.inspect import collect, hidden
-from fxtrain.cli.inspect._secrets import hidden_words
+from fxtrain.cli.inspect import collect, hidden, hidden_words, shown
 
 PRIVATE = "s3cr3t-value"
 
 
 def test_it_names_versions_devices_and_ways_to_communicate():
-    groups = collect({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "1"})
+    groups = collect(
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    )
     assert list(groups) == [
         "versions", "machine", "devices", "topology", "communication", "config", "variables",
     ]  # fmt: skip
@@ -21,12 +25,12 @@ def test_it_names_versions_devices_and_ways_to_communicate():
     assert "gloo" in groups["communication"]["back ends"]
     assert "lo" in groups["communication"]["interfaces"]
     assert groups["topology"]["this process"] == "rank 1 of 2 (plain)"
-    assert groups["variables"]["MASTER_ADDR"] == "n1"
+    assert groups["variables"]["MASTER_ADDR"] == "127.0.0.1"
 
 
 def test_a_launcher_that_contradicts_itself_is_told():
     place = collect({"RANK": "5", "WORLD_SIZE": "2"})["topology"]["this process"]
-    assert place.startswith("not readable: ")
+    assert place.startswith("not readable: RANK")
 
 
 @pytest.mark.parametrize(
@@ -39,19 +43,65 @@ def test_a_launcher_that_contradicts_itself_is_told():
         {"FXTRAIN_LAUNCH__ARGS": f'["--api-key", "{PRIVATE}", "--token={PRIVATE}"]'},
         {"FXTRAIN_LAUNCH__RANKS": PRIVATE},  # wrong values are not repeated
         {"TORCH_HOME": f"/home/{PRIVATE}/x", "HOME": f"/home/{PRIVATE}"},
+        {"SLURM_JWT": f"eyJhbGciOiJI.{PRIVATE}.sig"},
+        {"MPI_PWD": PRIVATE},
+        {"TORCH_URL": f"s3://b?X-Amz-Signature={PRIVATE}"},
+        {"TORCH_MIRROR": f"https://me:a/b@c{PRIVATE}@host/x"},
+        {"RANK": PRIVATE},
+        {"RANK": "0", "WORLD_SIZE": PRIVATE},
+        {"NCCL_DEBUG": PRIVATE},
+        {"FXTRAIN_LAUNCH__ENV": f'["WANDB_KEY={PRIVATE}", "MYPWD={PRIVATE}"]'},
+        {"FXTRAIN_LAUNCH__TARGET": f"{PRIVATE}.py"},
+        {"FXTRAIN_LAUNCH__MAIN_ADDRESS": PRIVATE},
+        {"FXTRAIN_PLAN__STRATEGY__KIND": PRIVATE},
+        {"FXTRAIN_PLAN__RECOMPUTE": f'["{PRIVATE}"]'},
+        {"FXTRAIN_PROFILE": PRIVATE},
+        {"FXTRAIN_CONFIG": PRIVATE},
         {"CUDA_X": f"hf_{PRIVATE.replace('-', '')}aaaa"},
     ],
-    ids=lambda env: next(iter(env)),
+    ids=lambda env: " ".join(env),
 )
 def test_secrets_are_left_out(env):
     assert PRIVATE not in (said := json.dumps(collect(env)))
     assert PRIVATE.replace("-", "") not in said
 
 
+NAMES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NCCL_DEBUG", "NCCL_ANY"),
+    *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "LD_LIBRARY_PATH", "SLURM_NODELIST"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "PJRT_DEVICE", "FXTRAIN_PLAN", "FXTRAIN_CONFIG", "HF_TOKEN"),
+    *("FXTRAIN_PROFILE", "FXTRAIN_LAUNCH__RANKS", "FXTRAIN_LAUNCH__TARGET", "FXTRAIN_LAUNCH__ARGS"),
+    *("FXTRAIN_LAUNCH__ENV", "FXTRAIN_LAUNCH__LAUNCHER", "FXTRAIN_LAUNCH__LOG_DIR"),
+    *("FXTRAIN_LAUNCH__RUN_ID", "FXTRAIN_LAUNCH__OPTIONS__PARTITION", "FXTRAIN_PLAN__SEED"),
+    *("FXTRAIN_PLAN__STRATEGY__KIND", "FXTRAIN_PLAN__PRECISION", "FXTRAIN_PLAN__RECOMPUTE"),
+)
+FORMS = (
+    *("{}", '["{}"]', '["A={}"]', '["--key", "{}"]', '["--{}"]', "https://u:{}@h/p", "h?sig={}"),
+    *("http://h/p#{}", "-----BEGIN KEY-----\n{}\n-----END KEY-----", "1,{}", "/tmp:{}", "lo {}"),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_no_secret_appears_wherever_it_is(data):
+    letters = st.text(string.ascii_letters + string.digits + "-_.+/=", min_size=10, max_size=40)
+    word = data.draw(letters.filter(lambda text: not text.isdecimal() and not text.isalpha()))
+    secret = f"Zq9{word}"
+    names = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True))
+    env = {name: data.draw(st.sampled_from(FORMS)).replace("{}", secret) for name in names}
+    assert secret not in json.dumps(collect(env), ensure_ascii=False)
+
+
 def test_plain_values_are_shown():
+    for value in ("8", "0,1", "INFO", "^lo,docker0", "12.4.1", "eth0", "INIT,COLL", "2(x4)", ""):
+        assert shown("NCCL_X", value) == value
+    assert (
+        shown("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:128")[0] == "e"
+    )
+    assert shown("PYTHONPATH", "/tmp:/usr/lib", home="/tmp") == "~:/usr/lib"
     assert hidden("NCCL_SOCKET_IFNAME", "eth0") == "eth0"
     assert hidden("X", "/a/b", home="/") == "/a/b"
-    assert hidden_words(["--lr", "0.1", "train", "--x=1"]) == ["--lr", "0.1", "train", "--x=1"]
+    assert hidden_words(["--lr", "0.1", "word", "--x=1"]) == ["--lr", "0.1", "***", "--x=1"]
 
 
 def test_values_come_with_their_origin(tmp_path, monkeypatch, capsys):

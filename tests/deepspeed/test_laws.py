@@ -1,12 +1,11 @@
 """The laws of strategies at every stage, in float32, since DeepSpeed has no float64."""
 
-import attrs
 import pytest
 import torch
 
 import fxtrain as fx
 from fxtrain.testing import LAWS, Terms
-from tests.deepspeed._ranks import on_rank
+from tests.deepspeed._ranks import Ranks
 
 pytestmark = pytest.mark.deepspeed
 
@@ -31,33 +30,14 @@ BY_NAME = {law.__name__: law for law in LAWS}
 NAMES = sorted(BY_NAME.keys() - {"overflow_skips_everywhere"})
 
 
-@on_rank
-def _call(ctx, fn, *args):
-    return fn(ctx, *args)
-
-
-@attrs.frozen
-class _Ranks:
-    """A pool that lets DeepSpeed's own warnings pass."""
-
-    pool: object
-
-    @property
-    def n(self):
-        return self.pool.n
-
-    def run(self, fn, *args):
-        return self.pool.run(_call, fn, *args)
-
-
 @pytest.mark.parametrize("law", NAMES)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_stage_obeys(clusters, name, law):
     n = 1 if law == "one_rank_is_the_loop" else 2
-    BY_NAME[law](_Ranks(clusters[n]), PLANS[name], terms=TERMS)
+    BY_NAME[law](Ranks(clusters[n]), PLANS[name], terms=TERMS)
 
 
 @pytest.mark.parametrize("law", ["same_in_micro_batches", "resumes_where_it_stopped"])
 def test_copies_of_the_parameters_on_each_half_of_the_ranks(clusters, law):
     plan = fx.Plan(strategy=fx.DeepSpeed(stage=3, partial_ranks=2, persistence_threshold=0))
-    BY_NAME[law](_Ranks(clusters[4]), plan, terms=TERMS)
+    BY_NAME[law](Ranks(clusters[4]), plan, terms=TERMS)

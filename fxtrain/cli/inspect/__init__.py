@@ -3,7 +3,7 @@
 from fxtrain.cli.inspect._env import collect
 from fxtrain.cli.inspect._facts import clock_problems, fact_problems
 from fxtrain.cli.inspect._memory import Estimate, Training, estimate, inference, training
-from fxtrain.cli.inspect._secrets import hidden
+from fxtrain.cli.inspect._secrets import hidden, hidden_words, shown
 from fxtrain.cli.inspect._tpu_command import setup_command
 from fxtrain.cli.inspect._weights import KvCache, Weight, Weights, read_weights
 
@@ -18,8 +18,10 @@ __all__ = [
     "estimate",
     "fact_problems",
     "hidden",
+    "hidden_words",
     "inference",
     "read_weights",
     "setup_command",
+    "shown",
     "training",
 ]

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from fxtrain import __version__
 from fxtrain._errors import ContextError, PlanError
-from fxtrain.cli.config import resolve
-from fxtrain.cli.inspect._secrets import hidden, hidden_words
+from fxtrain.cli.config import Setting, Settings, resolve
+from fxtrain.cli.inspect._secrets import hidden, hidden_words, shown
 from fxtrain.state import read_topology
 
 __all__ = ["Groups", "collect"]
@@ -43,6 +43,9 @@ _TOOL_S = 10.0
 def collect(env: Mapping[str, str]) -> Groups:
     """Everything that an answer to a bug report needs, by group and name; no secrets.
 
+    Variables and settings that matter are named; their values are shown where they can be no
+    secrets, which `shown` decides, and else stars.
+
     Args:
         env: Variables of the process; not changed.
 
@@ -66,11 +69,16 @@ def collect(env: Mapping[str, str]) -> Groups:
         "config": lambda: _config(env),
         # Those with two underscores set values, which are shown under config.
         "variables": lambda: {
-            name: env[name] for name in sorted(env) if _VARIABLES.search(name) and "__" not in name
+            name: shown(name, env[name], home=home)
+            for name in sorted(env)
+            if _VARIABLES.search(name) and "__" not in name
         },
     }
     return {
-        group: {name: hidden(name, str(value), home=home) for name, value in part().items()}
+        group: {
+            name: str(value) if group == "config" else hidden(name, str(value), home=home)
+            for name, value in part().items()
+        }
         for group, part in parts.items()
     }
 
@@ -142,7 +150,9 @@ def _topology(env: Mapping[str, str]) -> dict[str, Any]:
         here = read_topology(env)
         place = f"rank {here.rank} of {here.world_size} ({here.launcher})"
     except ContextError as error:
-        place = f"not readable: {error}"
+        # Without what was found there.
+        names = [name for name in env if re.search(rf"\b{re.escape(name)}\b", str(error))]
+        place = f"not readable: {', '.join(sorted(names))}; `fx.detect()` says why"
     nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
     cores = {node.name: _text(str(node / "cpulist")).strip() for node in nodes}
     found: dict[str, Any] = {"this process": place}
@@ -178,21 +188,44 @@ def _config(env: Mapping[str, str]) -> dict[str, Any]:
         settings = resolve(env=env)
     except PlanError as error:
         # Without what was found there, which may be a secret.
-        lines = [line.partition(": ") for line in str(error).splitlines()]
-        wrong = [path for path, colon, _ in lines if colon and " " not in path]
+        wrong = re.findall(r"^((?:launch|plan|default)\b[\w.]*): ", str(error), re.MULTILINE)
         said = ", ".join(wrong) or "the file"
         return {"not in order": f"{said}; `fxtrain config show` says why"}
+    home = env.get("HOME", "")
     found: dict[str, Any] = {
-        "file": settings.file or "none",
+        "file": hidden("", settings.file, home=home) or "none",
         "profile": settings.profile or "none",
     }
-    home = env.get("HOME", "")
     for each in settings.every():
         if each.origin != "default":
-            many = isinstance(each.value, list | tuple)
-            value = hidden_words(map(str, each.value), home=home) if many else each.value
-            found[each.path] = f"{value} ({each.origin})"
+            value = _setting(settings, each, home)
+            found[each.path] = f"{value} ({hidden('', each.origin, home=home)})"
     return found
+
+
+def _setting(settings: Settings, setting: Setting, home: str) -> str:
+    """A value of a launch file as it can be shown: what is chosen from a few is no secret."""
+    path, value = setting.path, setting.value
+    if path == "launch.env":
+        return f"{', '.join(one.partition('=')[0] for one in value)} (values are not shown)"
+    if isinstance(value, list | tuple):
+        return str(hidden_words(map(str, value), home=home))
+    if value is None or isinstance(value, bool | int | float) or _is_choice(settings, path):
+        return str(value)
+    return shown(path, str(value), home=home)
+
+
+def _is_choice(settings: Settings, path: str) -> bool:
+    """Whether the field of a record takes one of a few words only."""
+    *owners, name = path.split(".")
+    record: Any = settings
+    for owner in owners:
+        record = getattr(record, owner, None)
+    if name == "kind" or path == "launch.launcher":  # found in a table
+        return record is not None
+    kinds = {field.name: field.type for field in getattr(type(record), "__attrs_attrs__", ())}
+    kind = kinds.get(name)
+    return any(get_origin(one) is Literal for one in (kind, *get_args(kind)))
 
 
 def _tool(*command: str) -> str:
