@@ -14,6 +14,8 @@ import attrs
 import torch
 from torch.utils import _pytree
 
+from fxtrain._words import words_of
+
 __all__ = ["Shape", "flatten", "leaf_paths", "map_leaves", "rows_of", "unflatten"]
 
 
@@ -163,7 +165,7 @@ def _open_record(tree: Any, fields: Any) -> _Node:
     fixed = [f.name for f in fields if f.metadata.get("static")]
     name = type(tree).__qualname__
     if fixed:
-        name += f"<{', '.join(f'{field}={getattr(tree, field)!r}' for field in fixed)}>"
+        name += f"<{', '.join(f'{field}={words_of(getattr(tree, field))}' for field in fixed)}>"
     keys = [f".{field}" for field in walked]
     return name, keys, [getattr(tree, field) for field in walked], rebuild
 

@@ -132,6 +132,7 @@ def start(
             future.set_result(None)
 
     ctx.comm.ledger.tasks.append(saving)
+    kept[_GROUP].comm.ledger.owner = None  # the thread of the save before has made its last call
     # Not a daemon: the interpreter waits for it at exit.
     threading.Thread(target=work, name="fxtrain save").start()
     return saving

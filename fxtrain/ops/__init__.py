@@ -3,9 +3,9 @@
 Value first, context after: `ops.gather(tree, ctx)`.
 """
 
-from fxtrain.ops._collect import broadcast, gather, reduce, scatter
+from fxtrain.ops._collect import broadcast, gather, reduce
 from fxtrain.ops._connect import close, detect
-from fxtrain.ops._control import main_first, on_main, on_rank, say, split
+from fxtrain.ops._control import main_first, on_main, on_rank, say
 from fxtrain.ops._duplicate import duplicate
 from fxtrain.ops._log import RankLogger, log
 from fxtrain.ops._objects import (
@@ -17,9 +17,12 @@ from fxtrain.ops._objects import (
     gather_objects,
     raise_together,
 )
-from fxtrain.ops._pad import Padded, gather_valid, pad, unpad
+from fxtrain.ops._pad import Padded, pad, unpad
 from fxtrain.ops._preempt import Preemption, preemption
 from fxtrain.ops._random import fork_rng, seed
+from fxtrain.ops._rows import gather_valid
+from fxtrain.ops._scatter import scatter
+from fxtrain.ops._split import split
 from fxtrain.ops._tokens import join_tokens, token_positions
 from fxtrain.ops._train import (
     apply,

@@ -1,74 +1,35 @@
-"""Who runs what: splitting work, running things on one rank first, speaking."""
+"""Who runs what: running things on one rank first, or on one only; speaking."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
-
-from fxtrain._errors import CollectiveError, DataError
-from fxtrain.ops._objects import broadcast_object, gather_objects
+from fxtrain._errors import CollectiveError
+from fxtrain.ops._objects import gather_objects, told
 from fxtrain.ops._views import known_context
 from fxtrain.state import DistContext
 
-__all__ = ["main_first", "on_main", "on_rank", "say", "split"]
+__all__ = ["main_first", "on_main", "on_rank", "say"]
 
 T = TypeVar("T")
-
-
-def split(value: Any, ctx: DistContext, *, pad: bool = False) -> Any:
-    """This rank's share of a sequence, in order; the first ranks get one more.
-
-    Args:
-        value: A sequence or tensor (split along its first dimension), or a dict of them of
-            equal length.
-        pad: Repeat the last item until all shares are equally long.
-
-    Returns:
-        A new value of the same type; the input is not changed.
-
-    Raises:
-        DataError: the value cannot be split, or the entries of a dict differ in length.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     fx.ops.split(["a", "b", "c"], ctx)
-        ['a', 'b', 'c']
-    """
-    known_context("split", ctx)
-    if isinstance(value, Mapping):
-        lengths = {key: len(entry) for key, entry in value.items()}
-        if len(set(lengths.values())) > 1:
-            raise DataError(f"split: the entries of the dict have different lengths: {lengths}.")
-        return {key: split(entry, ctx, pad=pad) for key, entry in value.items()}
-    if not isinstance(value, Sequence | torch.Tensor) or isinstance(value, str | bytes):
-        raise DataError(
-            f"split takes a list, tuple, tensor or dict of them, found {type(value).__name__}."
-        )
-    if isinstance(value, torch.Tensor) and value.ndim == 0:
-        raise DataError("split: a 0-d tensor has no rows to share out.")
-    share, extra = divmod(len(value), ctx.world_size)
-    start = ctx.rank * share + min(ctx.rank, extra)
-    stop = start + share + (ctx.rank < extra)
-    missing = share + (extra > 0) - (stop - start) if pad and len(value) else 0
-    if isinstance(value, torch.Tensor):
-        return torch.cat([value[start:stop], *[value[-1:]] * missing])
-    mine: Any = value[start:stop]
-    return mine + type(mine)([value[-1]] * missing) if missing else mine[:]
+_INSIDE = "main_first"
 
 
 @contextmanager
 def main_first(ctx: DistContext) -> Iterator[None]:
     """Let rank 0 run the block before the others, as for a download that all share.
 
+    Collectives of this context do not belong in the block, since rank 0 runs it alone. Blocks
+    may be nested; the outermost one decides the order.
+
     Effects:
-        Two exchanges of packets; none at one rank. The others wait as long as the
-        context's `timeout_s`.
+        Two exchanges of packets; none at one rank. The others wait for rank 0, and then rank 0
+        for them, as long as the context's `timeout_s`.
 
     Raises:
-        CollectiveError: rank 0 failed inside the block, with its error; rank 0 raises its own.
+        CollectiveError: another rank failed inside the block, with its error; at once, on every
+            rank that did not fail itself. One that fails raises its own error.
 
     Example:
         >>> import fxtrain as fx
@@ -77,18 +38,41 @@ def main_first(ctx: DistContext) -> Iterator[None]:
         ...         rows = list(range(3))
     """
     known_context("main_first", ctx)
-    if not ctx.is_main:
-        failed = broadcast_object(None, ctx)
-        if failed is not None:
-            raise CollectiveError(f"main_first: rank 0 failed inside the block: {failed}")
+    kept = ctx.comm.ledger.kept
+    if ctx.world_size == 1 or _INSIDE in kept:
         yield
         return
+    if not ctx.is_main:
+        _meet_first(None, ctx)
+    kept[_INSIDE] = True
+    calls = ctx.comm.ledger.calls
+    problem: BaseException | None = None
     try:
         yield
     except BaseException as error:
-        broadcast_object(f"{type(error).__name__}: {error}", ctx)
-        raise
-    broadcast_object(None, ctx)
+        ledger = ctx.comm.ledger
+        # A collective in the block met one of main_first, which the others know by now.
+        if ledger.calls != calls or ledger.broken is not None:
+            raise
+        problem = error
+    finally:
+        del kept[_INSIDE]
+    if ctx.is_main:
+        _meet_first(problem, ctx)
+    if problem is None or not ctx.is_main:  # the others left when rank 0 failed
+        _meet_first(problem, ctx)
+    if problem is not None:
+        raise problem
+
+
+def _meet_first(problem: BaseException | None, ctx: DistContext) -> None:
+    """Tell the other ranks that this one is done with the block, or why it failed."""
+    found = told("main_first", problem, ctx)
+    failed = [
+        f"rank {rank} failed inside the block: {text}" for rank, text in enumerate(found) if text
+    ]
+    if failed and problem is None:
+        raise CollectiveError("\n".join([f"main_first: {failed[0]}", *failed[1:]]))
 
 
 def on_main(fn: Callable[[], T], ctx: DistContext) -> T | None:

@@ -8,7 +8,7 @@ from torch import distributed as dist
 
 from fxtrain.ops._packets import packets_of
 from fxtrain.ops._wire import settle
-from fxtrain.state import Comm, DistContext
+from fxtrain.state import Comm, DistContext, Ledger
 
 __all__ = ["duplicate"]
 
@@ -16,7 +16,9 @@ __all__ = ["duplicate"]
 def duplicate(ctx: DistContext) -> DistContext:
     """The same ranks over a group of their own, so that another thread can talk too.
 
-    Calls on one context are ordered; two threads that share it would mix theirs up.
+    Calls on one context are ordered, so only the thread that opened it may make them: two
+    threads would mix up each other's values. The copy is that of the thread that first uses
+    it; make one for each thread, and hand each to the same thread on every rank.
 
     Effects:
         Opens a gloo group, which every rank must do at the same place. It closes with the
@@ -28,7 +30,7 @@ def duplicate(ctx: DistContext) -> DistContext:
         ...     fx.ops.duplicate(ctx).world_size
         1
     """
-    comm, fresh = ctx.comm, Comm().ledger
+    comm, fresh = ctx.comm, Ledger(owner=None)
     if ctx.world_size == 1 or comm.simulated:
         return attrs.evolve(ctx, comm=attrs.evolve(comm, close=Comm().close, ledger=fresh))
     settle(ctx)

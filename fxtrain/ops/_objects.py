@@ -5,8 +5,11 @@ from typing import Any
 import torch
 
 from fxtrain._errors import CollectiveError
-from fxtrain.ops._collect import broadcast, gather
-from fxtrain.ops._pack import dump, load
+from fxtrain._tree import Shape
+from fxtrain._words import words_of
+from fxtrain.ops._collect import gather_packed, spread_packed
+from fxtrain.ops._pack import Packed
+from fxtrain.ops._pickled import said
 from fxtrain.ops._views import known_context
 from fxtrain.ops._wire import compare, exchange
 from fxtrain.state import DistContext
@@ -20,6 +23,7 @@ __all__ = [
     "broadcast_object",
     "gather_objects",
     "raise_together",
+    "told",
 ]
 
 
@@ -38,10 +42,12 @@ def gather_objects(obj: Any, ctx: DistContext) -> list[Any]:
 
     Effects:
         One exchange of packets, an all-gather too if an object is large. Objects travel as
-        pickles between the ranks of this run.
+        pickles between the ranks of this run; other than plain values and containers of them
+        take a second exchange, by which all ranks know that all could unpickle them.
 
     Raises:
-        CollectiveError: an object does not pickle or a rank did not come; on every rank.
+        CollectiveError: an object does not pickle, a rank cannot unpickle it, or a rank never
+            joins; on every rank.
 
     Example:
         >>> import fxtrain as fx
@@ -50,17 +56,18 @@ def gather_objects(obj: Any, ctx: DistContext) -> list[Any]:
         [{'rank': 0}]
     """
     known_context("gather_objects", ctx)
-    return [found.value for found in gather(Opaque(obj), ctx)]
+    return gather_packed("gather_objects", _whole(obj), ctx)
 
 
 def broadcast_object(obj: Any, ctx: DistContext, src: int = 0) -> Any:
     """Give every rank the object of one rank; what the others pass is ignored.
 
     Effects:
-        One exchange of packets, an all-gather too if the object is large.
+        As `gather_objects`.
 
     Raises:
-        CollectiveError: the object does not pickle or a rank did not come; on every rank.
+        CollectiveError: the object does not pickle, a rank cannot unpickle it, or a rank never
+            joins; on every rank.
 
     Example:
         >>> import fxtrain as fx
@@ -69,7 +76,12 @@ def broadcast_object(obj: Any, ctx: DistContext, src: int = 0) -> Any:
         'run-7'
     """
     known_context("broadcast_object", ctx)
-    return broadcast(Opaque(obj), ctx, src=src).value
+    return spread_packed("broadcast_object", _whole(obj), ctx, src)
+
+
+def _whole(obj: Any) -> Packed:
+    """An object that travels as one leaf, whatever it is."""
+    return Packed(shape=Shape("*"), tensors={}, others={0: obj}, back={})
 
 
 def barrier(ctx: DistContext) -> None:
@@ -95,7 +107,8 @@ def agree(value: Any, ctx: DistContext, name: str = "value") -> Any:
     """Make sure that every rank holds the same value.
 
     Args:
-        value: Anything with a faithful `repr`, by which ranks are compared.
+        value: Anything: tensors and arrays are compared by their bytes, records and
+            containers by their parts, other objects by what `pickle` takes of them.
         name: What it is, for the message.
 
     Returns:
@@ -115,7 +128,7 @@ def agree(value: Any, ctx: DistContext, name: str = "value") -> Any:
     """
     known_context("agree", ctx)
     if ctx.world_size > 1:
-        compare(ctx, ("agree", f"{name}={value!r}"))
+        compare(ctx, ("agree", f"{name}={words_of(value)}"))
     return value
 
 
@@ -181,9 +194,7 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
     """
     known_context("raise_together", ctx)
     if ctx.world_size > 1:
-        mine = None if problem is None else f"{type(problem).__name__}: {problem}"
-        call = ("raise_together", "", mine or "")
-        found = [load(row)[1] for row in exchange(ctx, call, dump(mine))]
+        found = told("raise_together", problem, ctx)
         if problem is None and any(found):
             lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
             raise CollectiveError("\n".join(["Another rank failed:", *lines]))
@@ -191,9 +202,37 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
         raise problem
 
 
+def told(op: str, problem: BaseException | None, ctx: DistContext) -> list[str]:
+    """Tell every rank this rank's error, if any.
+
+    Returns:
+        Every rank's in words, by rank; empty where there is none.
+
+    Effects:
+        One exchange of packets.
+
+    Raises:
+        CollectiveError: a rank is at another call or never joins; on every rank.
+    """
+    mine = "" if problem is None else said(problem)
+    payload = torch.frombuffer(bytearray(mine.encode(errors="replace") + b"\n"), dtype=torch.uint8)
+    rows = exchange(ctx, (op, "", mine), payload)
+    return [bytes(row.tolist()).decode(errors="replace")[:-1] for row in rows]
+
+
 def _flags(op: str, flag: Any, ctx: DistContext) -> list[bool]:
     known_context(op, ctx)
-    if ctx.world_size == 1:
-        return [bool(flag)]
-    payload = torch.tensor([bool(flag)]).view(torch.uint8)
-    return [bool(row[0]) for row in exchange(ctx, (op, ""), payload)]
+    mine, unclear = False, None
+    try:
+        mine = bool(flag)
+    except Exception as error:  # of a tensor of several entries, or the flag's own
+        unclear = error
+    payload = torch.tensor([mine, unclear is not None]).view(torch.uint8)
+    rows = [payload] if ctx.world_size == 1 else exchange(ctx, (op, ""), payload)
+    found = [(bool(row[0]), bool(row[1])) for row in rows]
+    if wrong := [str(rank) for rank, (_, is_unclear) in enumerate(found) if is_unclear]:
+        raise CollectiveError(
+            f"{op}: the flag of rank {', '.join(wrong)} is neither true nor false. Pass a bool "
+            f"or a tensor with one entry."
+        ) from unclear
+    return [is_set for is_set, _ in found]

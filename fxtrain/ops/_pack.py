@@ -1,7 +1,5 @@
 """Trees to flat buffers and back."""
 
-import ctypes
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,14 +9,14 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from fxtrain import _tree
+from fxtrain.ops._arrays import Back, as_tensor, number_as_tensor
 
 __all__ = [
     "Packed",
     "columns",
-    "dump",
     "from_bytes",
-    "load",
     "pack",
+    "packed_leaves",
     "places_in",
     "signature",
     "to_bytes",
@@ -38,29 +36,45 @@ class Packed:
 
     Attributes:
         shape: The structure of the tree.
-        tensors: Detached tensor leaves, by place.
+        tensors: Detached tensor leaves, and those of NumPy as tensors, by place.
         others: Every other leaf, by place.
+        back: How leaves that were no tensors become again what they were, by place.
     """
 
     shape: _tree.Shape
     tensors: dict[int, Tensor]
     others: dict[int, Any]
+    back: dict[int, Back]
 
     def rebuild(self, leaves: dict[int, Any]) -> Any:
         """A tree of this structure with other leaves."""
+        for place, back in self.back.items():
+            leaves[place] = back(leaves[place])
         return _tree.unflatten(self.shape, [leaves[place] for place in range(len(leaves))])
 
 
-def pack(tree: Any) -> Packed:
-    """Take a tree apart."""
-    leaves, shape = _tree.flatten(tree)
-    tensors, others = {}, {}
+def pack(tree: Any, *, numbers: bool = False) -> Packed:
+    """Take a tree apart.
+
+    Args:
+        numbers: Python numbers are tensors too.
+    """
+    return packed_leaves(*_tree.flatten(tree), numbers=numbers)
+
+
+def packed_leaves(leaves: Sequence[Any], shape: _tree.Shape, *, numbers: bool = False) -> Packed:
+    """As `pack`, of a tree whose leaves are known."""
+    tensors: dict[int, Tensor] = {}
+    others: dict[int, Any] = {}
+    back: dict[int, Back] = {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             tensors[place] = leaf.detach() if leaf.requires_grad else leaf
+        elif found := as_tensor(leaf) or (number_as_tensor(leaf) if numbers else None):
+            tensors[place], back[place] = found
         else:
             others[place] = leaf
-    return Packed(shape=shape, tensors=tensors, others=others)
+    return Packed(shape=shape, tensors=tensors, others=others, back=back)
 
 
 def signature(packed: Packed, extra: str = "") -> str:
@@ -136,24 +150,6 @@ def columns(rows: Tensor, like: Sequence[Tensor], *, joined: bool = False) -> li
 def from_bytes(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """New tensors from one buffer that `to_bytes` made from tensors like these."""
     return [column[0] for column in columns(flat[None], like)]
-
-
-def dump(value: Any) -> Tensor:
-    """Pickle a value for the other ranks of this very run, as uint8 on the CPU.
-
-    A value that does not pickle becomes its error, so that the ranks still meet; `load`
-    raises it everywhere.
-    """
-    try:
-        data = pickle.dumps((True, value), protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # pickle raises whatever __reduce__ does
-        data = pickle.dumps((False, f"{type(error).__name__}: {error}"))
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def load(data: Tensor) -> tuple[bool, Any]:
-    """Whether the sender could pickle its value, and the value or the reason."""
-    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:

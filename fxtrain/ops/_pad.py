@@ -1,4 +1,4 @@
-"""Ragged leaves, and the rows of a batch that are real."""
+"""Ragged leaves."""
 
 from typing import Any
 
@@ -7,16 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxtrain import _tree
 from fxtrain._errors import DataError
-from fxtrain.ops._collect import gather
-from fxtrain.ops._objects import Opaque, raise_together
 from fxtrain.ops._pack import pack
 from fxtrain.ops._views import known_context
 from fxtrain.ops._wire import exchange
-from fxtrain.state import Batch, DistContext
+from fxtrain.state import DistContext
 
-__all__ = ["Padded", "gather_valid", "pad", "unpad"]
+__all__ = ["Padded", "extend", "pad", "unpad"]
 
 _STATIC = {"static": True}
 
@@ -44,8 +41,9 @@ def pad(tree: Any, ctx: DistContext, dim: int = 0, value: float = 0) -> Padded:
     """Make tensors equally long on every rank, by padding at the end of one dimension.
 
     Args:
-        tree: Nested containers; tensors may differ in length along `dim` between ranks, and
-            in nothing else. Tensors without that dimension, and other leaves, stay.
+        tree: Nested containers; tensors and NumPy arrays of numbers may differ in length
+            along `dim` between ranks, and in nothing else. Those without that dimension, and
+            other leaves, stay.
         dim: The dimension to pad; negative counts from the end.
         value: What to pad with.
 
@@ -78,7 +76,7 @@ def pad(tree: Any, ctx: DistContext, dim: int = 0, value: float = 0) -> Padded:
         ranks = [row.clone().view(torch.int64).tolist() for row in rows]
     lengths = tuple(zip(*ranks, strict=True)) if mine else ()
     padded = [
-        _extend(tensor, dim, max(all_ranks), value)
+        extend(tensor, dim, max(all_ranks), value)
         for tensor, all_ranks in zip(tensors, lengths, strict=True)
     ]
     leaves = packed.others | dict(zip(packed.tensors, padded, strict=True))
@@ -113,99 +111,6 @@ def unpad(padded: Padded, ctx: DistContext) -> Any:
     return packed.rebuild(out)
 
 
-def gather_valid(tree: Any, batch: Batch, ctx: DistContext) -> Any:
-    """Gather per-row results of a batch and keep the rows that are real.
-
-    Over an epoch this gives exactly the rows of the data, once each, in order.
-
-    Args:
-        tree: Nested containers. A tensor whose first dimension is this rank's rows is per
-            row; so is a list or tuple of other leaves of that length. A 0-d tensor or a
-            single other leaf stands for the whole batch of this rank.
-        batch: The batch that the results belong to.
-
-    Returns:
-        A new tree, equal on every rank: per-row leaves joined without padding; leaves per
-        batch joined (tensors) or listed (others) over the ranks that had a real row.
-
-    Effects:
-        As `gather`.
-
-    Raises:
-        DataError: a tensor has another number of rows; on every rank that has it.
-        CollectiveError: the ranks disagree or one did not come; on every rank.
-
-    Example:
-        >>> import fxtrain as fx, torch
-        >>> from torch.utils.data import DataLoader
-        >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     for batch in fx.shard(DataLoader(torch.arange(5), batch_size=3), ctx):
-        ...         fx.ops.gather_valid(batch.data * 2, batch, ctx)
-        tensor([0, 2, 4])
-        tensor([6, 8])
-    """
-    known_context("gather_valid", ctx)
-    here = ctx.axis("data") if len(batch.sizes) != ctx.world_size else ctx
-    size, longest = batch.sizes[here.rank], max(batch.sizes)
-    leaves, shape = _tree.flatten(tree, lambda node: _is_column(node, size))
-    _check_rows(leaves, batch, here)
-    sent = [
-        _extend(leaf.detach(), 0, longest, 0) if isinstance(leaf, Tensor) else Opaque(leaf)
-        for leaf in leaves
-    ]
-    got = gather(sent, here) if leaves else []
-    pairs = zip(leaves, got, strict=True)
-    return _tree.unflatten(shape, [_real(leaf, found, batch, longest) for leaf, found in pairs])
-
-
-def _check_rows(leaves: list[Any], batch: Batch, ctx: DistContext) -> None:
-    """Refuse leaves that are not per row, and batches that not every rank has."""
-    size = batch.sizes[ctx.rank]
-    problem = None
-    if 0 in batch.sizes:
-        problem = DataError(
-            'gather_valid: some ranks have no row in this batch (even="uneven"), so they do '
-            'not take part. Evaluate with even="pad", whose padding gather_valid removes.'
-        )
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] != size:
-            problem = DataError(
-                f"gather_valid: a tensor of shape {list(leaf.shape)} is not per row: this "
-                f"rank has {size} rows in the batch. Pass {size} rows, or a 0-d tensor."
-            )
-    if problem is not None and 0 in batch.sizes:
-        raise problem
-    if problem is not None:
-        raise_together(problem, ctx)
-
-
-def _real(leaf: Any, found: Any, batch: Batch, longest: int) -> Any:
-    """The gathered leaf without what belongs to padding."""
-    some = [rank for rank, rows in enumerate(batch.rows) if rows]
-    if isinstance(leaf, Tensor) and leaf.ndim == 0:
-        return found if len(some) == len(batch.rows) else found[some]
-    if isinstance(leaf, Tensor):
-        if min(batch.rows) == longest:
-            return found
-        parts = found.split(longest) if longest else [found]
-        return torch.cat([part[:rows] for part, rows in zip(parts, batch.rows, strict=False)])
-    values = [opaque.value for opaque in found]
-    if isinstance(leaf, list | tuple):
-        rows = [row for value, n in zip(values, batch.rows, strict=True) for row in value[:n]]
-        return type(leaf)(rows)
-    return [values[rank] for rank in some]
-
-
-def _is_column(node: Any, size: int) -> bool:
-    """Whether a list holds one object per row, rather than being a container of tensors."""
-    return (
-        type(node) in (list, tuple)
-        and len(node) == size
-        and size > 0
-        and not any(isinstance(item, Tensor | list | tuple | dict) for item in node)
-    )
-
-
 def _has(tensor: Tensor, dim: int) -> bool:
     return -tensor.ndim <= dim < tensor.ndim
 
@@ -218,7 +123,8 @@ def _loose(tensor: Tensor, dim: int) -> str:
     return f"{str(tensor.dtype)[6:]}{shape}"
 
 
-def _extend(tensor: Tensor, dim: int, length: int, value: float) -> Tensor:
+def extend(tensor: Tensor, dim: int, length: int, value: float) -> Tensor:
+    """Pad a tensor at the end of one dimension; one without that dimension stays."""
     if not _has(tensor, dim) or tensor.shape[dim] >= length:
         return tensor
     if not tensor.numel():  # which torch 2.9 does not pad

@@ -1,12 +1,14 @@
 """The arithmetic of reduce: folding gathered rows, or one all-reduce per dtype."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from fxtrain._errors import CollectiveError
+from fxtrain.ops._arrays import combinable
 from fxtrain.ops._wire import Call, guarded
 from fxtrain.state import DistContext
 
@@ -30,16 +32,26 @@ _FOLDS: dict[str, Callable[[Tensor], Tensor]] = {
 _NATIVE = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8}
 
 
-def reducible(tensors: Sequence[Tensor], op: str) -> None:
-    """Refuse combinations that have no meaning; call it where all ranks agree on dtypes.
+def reducible(tensors: Sequence[Tensor], op: str, others: Iterable[Any]) -> None:
+    """Refuse combinations that have no meaning; call it where all ranks agree on the leaves.
+
+    Args:
+        others: Leaves that are kept as they are.
 
     Raises:
-        CollectiveError: the op is unknown, or an order is asked of complex numbers.
+        CollectiveError: the op is unknown, an order is asked of complex numbers, or a leaf is
+            of numbers that cannot be combined, so that keeping it would be wrong.
     """
     if op not in _OPS:
         raise CollectiveError(f"reduce(op={op!r}): choose one of {', '.join(_OPS)}.")
     if op in ("max", "min") and any(tensor.is_complex() for tensor in tensors):
         raise CollectiveError(f"reduce(op={op!r}): complex numbers have no order.")
+    found = [problem for leaf in others if (problem := combinable(leaf))]
+    if found:
+        raise CollectiveError(
+            f"reduce: {found[0]} cannot be combined. Pass tensors, NumPy values of plain "
+            f"numbers up to 64 bits (complex up to 128), or int, float and complex."
+        )
 
 
 def fold(rows: Tensor, op: str) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 from fxtrain._errors import CollectiveError, ContextError
 from fxtrain.state import DistContext
 
-__all__ = ["broken", "call_site", "known_context", "lost", "mismatch"]
+__all__ = ["broken", "call_site", "known_context", "known_rank", "lost", "mismatch"]
 
 _HERE = str(Path(__file__).resolve().parent.parent)
 _POLL_S = 0.05
@@ -22,6 +22,14 @@ def known_context(op: str, ctx: object) -> None:
         raise ContextError(
             f"{op}: ctx is a {type(ctx).__name__}, not a context. The value comes first, the "
             f"context after: ops.gather(tree, ctx), with ctx = fx.detect()."
+        )
+
+
+def known_rank(op: str, src: int, ctx: DistContext) -> None:
+    """Refuse a source that is no rank of the context."""
+    if not 0 <= src < ctx.world_size:
+        raise CollectiveError(
+            f"{op}(src={src}): this context has the ranks 0 to {ctx.world_size - 1}."
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fxtrain._errors import CollectiveError
 from fxtrain.ops._packets import HEADER, Packets, arrived, capacity, packets_of, send
+from fxtrain.ops._threads import owned
 from fxtrain.ops._views import broken, call_site, lost, mismatch
 from fxtrain.state import DistContext
 
@@ -89,6 +90,7 @@ def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
         CollectiveError: the calls differ or a rank did not come; on every rank.
     """
     comm = ctx.comm
+    owned(ctx)
     if not comm.checks:
         return
     digest = digest_of(call)
@@ -107,9 +109,10 @@ def settle(ctx: DistContext) -> None:
     """Wait for the comparison that the last device collective left open.
 
     Raises:
-        CollectiveError: the calls differed or a rank did not come; on every rank.
+        CollectiveError: the calls differed or a rank did not come; on every rank. Or as `owned`.
     """
     ledger = ctx.comm.ledger
+    owned(ctx)
     if ledger.broken is not None:
         raise CollectiveError(broken(ctx))
     if ledger.pending is None:

@@ -1,5 +1,6 @@
 """The context: which rank this is, of how many, on which device, and whom it can reach."""
 
+import threading
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -23,6 +24,8 @@ class Ledger:
     nothing but which calls still need a look, and is owned by exactly one `Comm`.
 
     Attributes:
+        owner: The thread that makes the calls, by its identifier; None until the first call
+            of a communicator that was made for another thread.
         calls: Collectives started on this communicator.
         seen: Digests of call signatures that every rank was found to share.
         pending: The check of the last device collective, not yet waited for.
@@ -35,6 +38,7 @@ class Ledger:
         opened: Process groups that were opened for this context, to be closed with it.
     """
 
+    owner: int | None = attrs.field(factory=threading.get_ident)
     calls: int = 0
     seen: set[bytes] = attrs.field(factory=set)
     pending: Any = None

@@ -1,0 +1,152 @@
+"""Objects on their way between ranks, as pickles.
+
+Pickles travel between the ranks of one run only. What pickles on one rank may fail to unpickle on
+another (a module that is missing there, a `__setstate__` that raises), which that rank alone
+sees. So whoever reads objects that could fail compares notes before anyone returns.
+"""
+
+import ctypes
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxtrain._errors import CollectiveError
+from fxtrain.ops._wire import exchange
+from fxtrain.state import DistContext
+
+__all__ = ["dump", "load", "opened", "reported", "safe", "said", "unsent"]
+
+_SAFE, _UNSURE, _FAILED = range(3)
+_OURS = "fxtrain."
+_KNOWN = frozenset({complex, torch.dtype, torch.device, torch.Size})
+
+
+class _Pickler(pickle.Pickler):
+    """Notices objects whose unpickling runs code that the ranks need not share."""
+
+    unsure = False
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = obj if isinstance(obj, type) else type(obj)
+        home = str(getattr(obj, "__module__", None))  # of a class, a function or its class
+        if kind not in _KNOWN and not home.startswith(_OURS):
+            self.unsure = True
+        return NotImplemented
+
+
+def dump(value: Any) -> Tensor:
+    """Pickle a value for the other ranks of this very run, as uint8 on the CPU.
+
+    A value that does not pickle becomes its error, so that the ranks still meet; `load`
+    raises it everywhere.
+    """
+    room = io.BytesIO(b"\0")
+    room.seek(1)
+    pickler = _Pickler(room, protocol=pickle.HIGHEST_PROTOCOL)
+    try:
+        pickler.dump(value)
+    except Exception as error:  # pickle raises whatever __reduce__ does
+        return _bytes(bytearray([_FAILED]) + said(error).encode(errors="replace"))
+    data = bytearray(room.getbuffer())
+    data[0] = _UNSURE if pickler.unsure else _SAFE
+    return _bytes(data)
+
+
+def load(op: str, rank: int, blob: Tensor) -> Any:
+    """Unpickle what `dump` made.
+
+    Args:
+        rank: Who sent it.
+
+    Raises:
+        CollectiveError: the sender could not pickle its value; on every rank that has it.
+        Exception: whatever unpickling raises, on this rank only.
+    """
+    _refuse(op, rank, blob)
+    return pickle.loads(memoryview(ctypes.string_at(blob.data_ptr(), blob.numel()))[1:])
+
+
+def unsent(blob: Tensor) -> str | None:
+    """Why the sender could not pickle its value; None if it could."""
+    if int(blob[0]) != _FAILED:
+        return None
+    return bytes(blob[1:].tolist()).decode(errors="replace")
+
+
+def _refuse(op: str, rank: int, blob: Tensor) -> None:
+    if (reason := unsent(blob)) is not None:
+        raise CollectiveError(
+            f"{op}: rank {rank} passed a value that cannot be sent: {reason}. Send tensors, or "
+            f"objects that pickle."
+        )
+
+
+def safe(blob: Tensor) -> bool:
+    """Whether no rank can fail to unpickle this: plain values and records of fxtrain."""
+    return int(blob[0]) == _SAFE
+
+
+def opened(op: str, blobs: Mapping[int, Tensor], ctx: DistContext) -> list[Any]:
+    """Unpickle what every rank received alike.
+
+    Args:
+        blobs: What `dump` made, by sender; the same on every rank.
+
+    Effects:
+        One exchange of packets if a blob holds more than plain values.
+
+    Raises:
+        CollectiveError: a sender could not pickle its value, or a rank cannot unpickle it; on
+            every rank.
+    """
+    for rank, blob in blobs.items():
+        _refuse(op, rank, blob)
+    values: list[Any] = []
+    problem = None
+    for rank, blob in blobs.items():
+        try:
+            values.append(load(op, rank, blob))
+        except Exception as error:  # raises whatever the object's own code does
+            problem = f"the value of rank {rank}: {said(error)}"
+            break
+    if not all([safe(blob) for blob in blobs.values()]):
+        reported(op, problem, ctx)
+    return values
+
+
+def reported(op: str, problem: str | None, ctx: DistContext) -> None:
+    """Raise on every rank if one could not unpickle something.
+
+    Args:
+        problem: What this rank could not unpickle and why; None if it could.
+
+    Effects:
+        One exchange of packets; none at one rank.
+
+    Raises:
+        CollectiveError: with each problem; on every rank.
+    """
+    found = [problem or ""]
+    if ctx.world_size > 1:
+        note = _bytes(bytearray((problem or "").encode(errors="replace")))
+        rows = exchange(ctx, (op, "unpickled"), note)
+        found = [bytes(row.tolist()).decode(errors="replace") for row in rows]
+    lines = [f"rank {rank} cannot unpickle {text}" for rank, text in enumerate(found) if text]
+    if lines:
+        raise CollectiveError(
+            f"{op}: {'; '.join(lines)}. Every rank needs the same code: send plain values or "
+            f"tensors, or make the class importable, in the same version, on every rank."
+        )
+
+
+def said(error: BaseException) -> str:
+    """An error in one line or more: its type, then its message."""
+    return f"{type(error).__name__}: {error}"
+
+
+def _bytes(data: bytearray) -> Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
