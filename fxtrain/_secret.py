@@ -46,21 +46,21 @@ def proof(key: bytes) -> str:
     return _digest(key, b"hello").hex() if key else ""
 
 
-def seal(data: bytes, key: bytes) -> bytes:
+def seal(data: bytes | memoryview, key: bytes) -> bytes | memoryview:
     """Put before data what only those with the key can compute; nothing without a key.
 
     Example:
         >>> from fxtrain._secret import key_of, open_sealed, seal
         >>> key = key_of("16 and more characters")
-        >>> open_sealed(seal(b"data", key), key)
+        >>> bytes(open_sealed(memoryview(seal(b"data", key)), key))
         b'data'
-        >>> open_sealed(seal(b"data", key_of("another long secret")), key) is None
+        >>> open_sealed(memoryview(seal(b"data", key_of("another long secret"))), key) is None
         True
     """
-    return _digest(key, data) + data if key else data
+    return b"".join((_digest(key, data), data)) if key else data
 
 
-def open_sealed(sealed: bytes, key: bytes) -> bytes | None:
+def open_sealed(sealed: memoryview, key: bytes) -> memoryview | None:
     """The data under a seal; None where the seal is not of this key."""
     if not key:
         return sealed
@@ -68,5 +68,5 @@ def open_sealed(sealed: bytes, key: bytes) -> bytes | None:
     return data if hmac.compare_digest(_digest(key, data), sealed[:_SEAL]) else None
 
 
-def _digest(key: bytes, data: bytes) -> bytes:
+def _digest(key: bytes, data: bytes | memoryview) -> bytes:
     return hashlib.blake2b(data, key=key, digest_size=_SEAL, person=b"fxtrain run").digest()

@@ -13,6 +13,7 @@ import attrs
 
 from fxtrain._errors import LaunchError
 from fxtrain._reading import read_text
+from fxtrain._secret import SECRET
 from fxtrain.launch._route import GLOO, NCCL, Route
 
 __all__ = ["Machine", "cores_of_ranks", "look", "read_cores", "usable_cores", "write_cores"]
@@ -42,7 +43,8 @@ class Machine:
         port: A TCP port that was free a moment ago; 0 when none was asked for.
         folder: The current folder.
         hosts: Text of the hostfile that was named, or empty.
-        chosen: Of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, those that the user has set.
+        chosen: Of GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and FXTRAIN_RUN_SECRET, those that the
+            user has set.
         route: By which other ranks reach this machine, where its own name does not say it.
     """
 
@@ -101,7 +103,7 @@ def look(
         port=_free_port() if port else 0,
         folder=os.getcwd(),
         hosts=_read(hostfile) if hostfile else "",
-        chosen=tuple(name for name in (GLOO, NCCL) if name in env),
+        chosen=tuple(name for name in (GLOO, NCCL, SECRET) if name in env),
         route=route or Route(),
     )
 

@@ -5,6 +5,7 @@ from typing import Literal
 import attrs
 
 from fxtrain._errors import LaunchError
+from fxtrain._secret import SECRET
 from fxtrain.launch._fields import at_least, launch_record
 from fxtrain.launch._invocation import Invocation
 from fxtrain.launch._machine import Machine
@@ -102,6 +103,7 @@ def _open_mpi(spec: LaunchSpec, machine: Machine, env: dict[str, str]) -> list[s
     options = spec.options
     hosts = ["--hostfile", options.hostfile] if options.hostfile else ["--oversubscribe"]
     interface = options.interface
+    secret = [SECRET] if SECRET in machine.chosen else []
     share = f":PE={threads_of(spec, machine) or 1}" if spec.bind == "exclusive" else ""
     return [
         *("-np", str(spec.world_size)),
@@ -112,7 +114,7 @@ def _open_mpi(spec: LaunchSpec, machine: Machine, env: dict[str, str]) -> list[s
         *(["--allow-run-as-root"] if machine.root else []),
         *(["--mca", "btl_tcp_if_include", interface] if interface else []),
         *(["--mca", "oob_tcp_if_include", interface] if interface else []),
-        *(word for name in env for word in ("-x", name)),
+        *(word for name in (*env, *secret) for word in ("-x", name)),
     ]
 
 

@@ -83,7 +83,7 @@ def open_store(address: str, port: int, door: socket.socket | None, *, timeout_s
         is_master=door is not None,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
-        **({} if door is None else {"master_listen_fd": door.detach()}),
+        master_listen_fd=None if door is None else door.detach(),
     )
 
 

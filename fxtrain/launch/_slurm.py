@@ -8,6 +8,7 @@ from pathlib import PurePath
 import attrs
 
 from fxtrain._errors import LaunchError
+from fxtrain._secret import SECRET
 from fxtrain.launch._fields import at_least, each, launch_record, name_values
 from fxtrain.launch._invocation import Invocation
 from fxtrain.launch._machine import Machine
@@ -171,6 +172,7 @@ def _batch(spec: LaunchSpec, machine: Machine) -> str:
             f"cd {shlex.quote(machine.folder)}",
             *(f"export {name}={shlex.quote(value)}" for name, value in env.items()),
             *([] if "OMP_NUM_THREADS" in env | own else [_THREADS]),
+            *([] if SECRET in env | own else [_SECRET]),
             *options.setup,
             "",
             f"{shlex.join(_srun(spec, machine, errors=''))} &",
@@ -185,6 +187,8 @@ def _submit(names: Iterable[str]) -> str:
 
 
 _THREADS = "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
+# One for all ranks of the job, known to nobody before it starts.
+_SECRET = f"export {SECRET}=${{{SECRET}:-$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')}}"
 # srun hands SIGUSR1 to the ranks. `wait` returns when the signal comes, so it is asked again.
 # A program that ended well in the meantime is run again too, and finds that it has ended.
 _REQUEUE = """\

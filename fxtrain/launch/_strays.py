@@ -58,19 +58,29 @@ def kept(mark: str, *, patience_s: float, sessions: Collection[int] = ()) -> Ite
         yield
         return
     words = (str(os.getpid()), mark, str(patience_s), *map(str, sessions))
-    with subprocess.Popen(
-        (sys.executable, "-I", "-S", __file__, *words),
-        env={},  # so that it does not carry the marks of outer launches
-        cwd="/",
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as keeper:
+    with _keeper(words) as keeper:
         try:
             yield
         finally:
             keeper.kill()
+
+
+def _keeper(words: tuple[str, ...]) -> "subprocess.Popen[bytes]":
+    # A process keeps the signals blocked that its parent blocks. Those that a launcher gives on
+    # to its children are for the ranks, and would end this one.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
+    try:
+        return subprocess.Popen(
+            (sys.executable, "-I", "-S", __file__, *words),
+            env={},  # so that it does not carry the marks of outer launches
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_strays(mark: str, *, patience_s: float, ask: bool, sessions: Collection[int] = ()) -> None:

@@ -72,7 +72,7 @@ def gather_packed(name: str, packed: Packed, ctx: DistContext) -> Any:
     """
     if not packed.others and (route := route_of(ctx, name, packed, joined=True)):
         return packed.rebuild(dict(zip(packed.tensors, travel(ctx, route, packed), strict=True)))
-    others = dump(list(packed.others.values())) if packed.others else _EMPTY
+    others = dump(list(packed.others.values()), ctx) if packed.others else _EMPTY
     call = (name, signature(packed))
     joined, found = _every_rank(ctx, call, packed, others, joined=True)
     leaves: dict[int, Any] = dict(zip(packed.tensors, joined, strict=True))
@@ -177,7 +177,7 @@ def spread_packed(name: str, packed: Packed, ctx: DistContext, src: int) -> Any:
     call = (name, signature(packed, f"src={src}"))
     # A pretended world holds this rank's values only.
     sends = ctx.rank == src or ctx.comm.simulated
-    blob = dump(list(packed.others.values())) if sends and packed.others else _EMPTY
+    blob = dump(list(packed.others.values()), ctx) if sends and packed.others else _EMPTY
     rides = _rides(ctx, tensors) and ctx.world_size > 1
     mine = torch.cat([to_bytes(tensors), blob]) if rides else blob
     payload = _exchange(ctx, call, mine if sends else _EMPTY)[src]

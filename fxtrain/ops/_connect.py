@@ -80,7 +80,8 @@ def detect(
         Opens torch's default process group and a gloo group for control traffic when there
         is more than one rank, and one pair of groups per mesh axis; selects the device.
         Both are closed at exit of the `with` block or of the process. Rank 0 serves the store
-        at which the ranks meet, unless the launcher does, at the main address only.
+        at which the ranks meet, unless the launcher does, at the main address only. With the
+        variable FXTRAIN_RUN_SECRET objects travel under a seal, and nothing else is unpickled.
 
     Raises:
         ContextError: the variables contradict each other, the device is not there, a rank

@@ -26,7 +26,8 @@ def ensure_group(ctx: DistContext) -> None:
     """Open torch's process group where a context of one rank went without.
 
     Effects:
-        A group of one rank, without a port or a name server, until the process ends.
+        A group of one rank until the process ends. There is no store that others could reach;
+        gloo listens at the address of the machine's name, or of GLOO_SOCKET_IFNAME.
     """
     if dist.is_initialized():
         return

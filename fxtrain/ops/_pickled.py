@@ -3,6 +3,9 @@
 Pickles travel between the ranks of one run only. What pickles on one rank may fail to unpickle on
 another (a module that is missing there, a `__setstate__` that raises), which that rank alone
 sees. So whoever reads objects that could fail compares notes before anyone returns.
+
+Unpickling runs whatever the sender wants. So where the run has a secret, a pickle travels under
+a seal that only its ranks can make, and nothing without it is unpickled.
 """
 
 import ctypes
@@ -15,10 +18,11 @@ import torch
 from torch import Tensor
 
 from fxtrain._errors import CollectiveError
+from fxtrain._secret import SECRET, open_sealed, seal
 from fxtrain.ops._wire import exchange
 from fxtrain.state import DistContext
 
-__all__ = ["dump", "load", "opened", "reported", "safe", "said", "unsent"]
+__all__ = ["dump", "opened", "pickled", "reported", "safe", "said", "unsent"]
 
 _SAFE, _UNSURE, _FAILED = range(3)
 _OURS = "fxtrain."
@@ -38,36 +42,46 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def dump(value: Any) -> Tensor:
+def dump(value: Any, ctx: DistContext) -> Tensor:
     """Pickle a value for the other ranks of this very run, as uint8 on the CPU.
 
-    A value that does not pickle becomes its error, so that the ranks still meet; `load`
+    A value that does not pickle becomes its error, so that the ranks still meet; `opened`
     raises it everywhere.
     """
-    room = io.BytesIO(b"\0")
-    room.seek(1)
+    room = io.BytesIO()
     pickler = _Pickler(room, protocol=pickle.HIGHEST_PROTOCOL)
     try:
         pickler.dump(value)
     except Exception as error:  # pickle raises whatever __reduce__ does
         return _bytes(bytearray([_FAILED]) + said(error).encode(errors="replace"))
-    data = bytearray(room.getbuffer())
-    data[0] = _UNSURE if pickler.unsure else _SAFE
-    return _bytes(data)
+    kind = _UNSURE if pickler.unsure else _SAFE
+    return _bytes(bytearray([kind]) + seal(room.getbuffer(), ctx.comm.key))
 
 
-def load(op: str, rank: int, blob: Tensor) -> Any:
-    """Unpickle what `dump` made.
+def pickled(op: str, rank: int, blob: Tensor, ctx: DistContext) -> memoryview:
+    """The pickle in what `dump` made.
 
     Args:
         rank: Who sent it.
 
     Raises:
-        CollectiveError: the sender could not pickle its value; on every rank that has it.
-        Exception: whatever unpickling raises, on this rank only.
+        CollectiveError: the sender could not pickle its value, or what arrived was not sealed
+            by a rank of this run; on every rank that has it.
     """
-    _refuse(op, rank, blob)
-    return pickle.loads(memoryview(ctypes.string_at(blob.data_ptr(), blob.numel()))[1:])
+    if (reason := unsent(blob)) is not None:
+        raise CollectiveError(
+            f"{op}: rank {rank} passed a value that cannot be sent: {reason}. Send tensors, or "
+            f"objects that pickle."
+        )
+    held = memoryview(ctypes.string_at(blob.data_ptr(), blob.numel()))[1:]
+    found = open_sealed(held, ctx.comm.key)
+    if found is None:
+        raise CollectiveError(
+            f"{op}: the object of rank {rank} has no seal of this run's secret, so it was not "
+            f"unpickled. Either {SECRET} differs between the ranks, or a program that is none of "
+            f"them has sent it: see who reaches the ports of the ranks."
+        )
+    return found
 
 
 def unsent(blob: Tensor) -> str | None:
@@ -75,14 +89,6 @@ def unsent(blob: Tensor) -> str | None:
     if int(blob[0]) != _FAILED:
         return None
     return bytes(blob[1:].tolist()).decode(errors="replace")
-
-
-def _refuse(op: str, rank: int, blob: Tensor) -> None:
-    if (reason := unsent(blob)) is not None:
-        raise CollectiveError(
-            f"{op}: rank {rank} passed a value that cannot be sent: {reason}. Send tensors, or "
-            f"objects that pickle."
-        )
 
 
 def safe(blob: Tensor) -> bool:
@@ -100,16 +106,15 @@ def opened(op: str, blobs: Mapping[int, Tensor], ctx: DistContext) -> list[Any]:
         One exchange of packets if a blob holds more than plain values.
 
     Raises:
-        CollectiveError: a sender could not pickle its value, or a rank cannot unpickle it; on
-            every rank.
+        CollectiveError: a sender could not pickle its value, its seal is not of this run, or a
+            rank cannot unpickle it; on every rank.
     """
-    for rank, blob in blobs.items():
-        _refuse(op, rank, blob)
+    found = {rank: pickled(op, rank, blob, ctx) for rank, blob in blobs.items()}
     values: list[Any] = []
     problem = None
-    for rank, blob in blobs.items():
+    for rank, data in found.items():
         try:
-            values.append(load(op, rank, blob))
+            values.append(pickle.loads(data))
         except Exception as error:  # raises whatever the object's own code does
             problem = f"the value of rank {rank}: {said(error)}"
             break

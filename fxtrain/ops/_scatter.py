@@ -1,5 +1,6 @@
 """Scatter: each rank gets a tree of its own from one rank."""
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from fxtrain import _tree
 from fxtrain._errors import CollectiveError
 from fxtrain.ops._arrays import Back
 from fxtrain.ops._pack import from_bytes, pack, to_bytes
-from fxtrain.ops._pickled import dump, load, opened, reported, safe, said, unsent
+from fxtrain.ops._pickled import dump, opened, pickled, reported, safe, said, unsent
 from fxtrain.ops._views import known_context, known_rank
 from fxtrain.ops._wire import Call, exchange, guarded
 from fxtrain.state import DistContext
@@ -75,7 +76,7 @@ def scatter(values: Sequence[Any] | None, ctx: DistContext, src: int = 0) -> Any
             letters, sure, problem = _letters(values, ctx)
         except Exception as error:  # raises whatever walking the trees does
             sure, problem = True, f"a tree that cannot be sent: {said(error)}."
-        note = dump(problem or ([letter.numel() for letter in letters], sure))
+        note = dump(problem or ([letter.numel() for letter in letters], sure), ctx)
     (told,) = opened("scatter", {src: _exchange(ctx, call, note)[src]}, ctx)
     if isinstance(told, str):
         raise CollectiveError(f"scatter: {told} Found on rank {src}.")
@@ -112,7 +113,7 @@ def _letters(values: Any, ctx: DistContext) -> tuple[list[Tensor], bool, str | N
         }
         leaves = packed.others | slots
         tree = _tree.unflatten(packed.shape, [leaves[place] for place in range(len(leaves))])
-        head = dump((tree, kinds))
+        head = dump((tree, kinds), ctx)
         if reason := unsent(head):
             return [], True, f"a tree that cannot be sent: {reason}."
         sure = sure and safe(head)
@@ -140,8 +141,9 @@ def _open_letter(letter: Tensor, ctx: DistContext, src: int, *, sure: bool) -> A
     tree: Any = None
     kinds: Any = []
     problem = None
+    head = pickled("scatter", src, letter[8 : 8 + size], ctx)
     try:
-        tree, kinds = load("scatter", src, letter[8 : 8 + size])
+        tree, kinds = pickle.loads(head)
     except Exception as error:  # raises whatever the object's own code does
         problem = f"its tree from rank {src}: {said(error)}"
     if not sure:

@@ -84,7 +84,7 @@ def _connected(topology: Topology, wait: timedelta) -> Any:
         timeout=wait,
         wait_for_workers=False,
         multi_tenant=True,
-        **({} if door is None else {"master_listen_fd": door}),
+        master_listen_fd=door,
     )
 
 

@@ -230,6 +230,12 @@ def test_deepspeeds_runner_reads_variables_from_a_file():
     }
 
 
+def test_a_secret_goes_to_other_machines_by_its_name():
+    machine = attrs.evolve(HERE, mpi="openmpi", port=4711, chosen=("FXTRAIN_RUN_SECRET",))
+    words = prepare(spec_of("mpi", ranks=2, options=MpiOptions()), machine).argv
+    assert words[words.index("FXTRAIN_RUN_SECRET") - 1] == "-x"
+
+
 def test_a_batch_file_is_a_program_of_the_shell(tmp_path):
     options = SlurmOptions(
         partition="gpu", time="1:00:00", gpus_per_node="8", warn_s=60, setup=["module load cuda"],
@@ -248,6 +254,10 @@ def test_a_batch_file_is_a_program_of_the_shell(tmp_path):
         "module load cuda",
     ):  # fmt: skip
         assert line in text.splitlines()
+    made = next(line for line in text.splitlines() if "/dev/urandom" in line)
+    shown = f"{made}; printenv FXTRAIN_RUN_SECRET"
+    first, second = (subprocess.check_output(["bash", "-c", shown], text=True) for _ in "12")
+    assert len(first.strip()) == 64 and first != second
     path = tmp_path / "job.sbatch"
     path.write_text(text)
     assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0

@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 
 import pytest
 
 from tests.launched._run import FXTRAIN, SCRIPTS, finish, start
+from tests.launched._sockets import addresses_of
 
 pytestmark = pytest.mark.timeout(120)
 RANKS = str(SCRIPTS / "ranks.py")
@@ -64,6 +66,38 @@ def test_nodes_meet_over_their_network(network):
     told = json.loads(first.out)
     assert told["places"] == [[0, 0, 0, 2], [1, 1, 0, 2], [2, 0, 1, 2], [3, 1, 1, 2]]
     assert told["total"] == 10.0
+
+
+def _held(process, ranks):
+    """Where a launcher and its ranks listen, once the ranks are connected."""
+    pids = [process.pid, *(int(process.stdout.readline()) for _ in range(ranks))]
+    return [addresses_of(pid) for pid in pids]
+
+
+def _stop(*processes):
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    for process in processes:
+        finish(process, timeout_s=60)
+
+
+def test_nodes_listen_at_the_addresses_of_their_network_only(network):
+    nodes = [_node(number, RANKS, "hold") for number in (0, 1)]
+    found = [_held(node, 2) for node in nodes]
+    _stop(*nodes)
+    for (launcher, *ranks), address, number in zip(found, ADDRESSES, (0, 1), strict=True):
+        assert set(launcher) == ({address} if number == 0 else set())  # the store
+        assert [set(rank) for rank in ranks] == [{address}] * 2
+
+
+def test_one_machine_listens_on_loopback_whatever_its_name_is(network):
+    """gloo listens at the address of the machine's name, unless it is told."""
+    named = ("unshare", "--uts", "sh", "-c", f'hostname {ADDRESSES[0]} && exec "$@"', "sh")
+    words = ("launch", "--cpu", "--ranks=2", RANKS, "hold")
+    process = start(*named, "ip", "netns", "exec", NAMES[0], *FXTRAIN, *words)
+    found = _held(process, 2)
+    _stop(process)
+    assert [set(addresses) for addresses in found] == [{"127.0.0.1"}] * 3
 
 
 def test_a_cut_cable_is_told_with_what_was_tried(network):

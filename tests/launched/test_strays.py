@@ -11,6 +11,7 @@ import pytest
 import fxtrain as fx
 from fxtrain import LaunchError
 from fxtrain.launch import _strays
+from fxtrain.launch._signals import _children
 from tests.launched._run import FXTRAIN, PYTHON, SCRIPTS, finish, run, start
 from tests.launched.scripts.ranks import is_running, stubborn
 
@@ -106,3 +107,13 @@ def test_after_a_good_end_what_is_left_has_time(text, code):
     with _sleeper(mark, text) as process:
         _strays.end_strays(mark, patience_s=1.0, ask=False)
         assert process.wait(10) == code
+
+
+def test_a_signal_for_the_ranks_does_not_end_the_keeper():
+    before = set(_children())
+    with _strays.kept(_strays.mark_within({}), patience_s=1.0):
+        (keeper,) = set(_children()) - before
+        os.kill(keeper, signal.SIGUSR1)
+        time.sleep(0.2)
+        assert is_running(keeper)
+    assert not is_running(keeper)

@@ -1,0 +1,119 @@
+"""The secret of a run: who has another one is named, and what it sends is not unpickled."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import attrs
+import pytest
+
+import fxtrain as fx
+from fxtrain import ops
+from fxtrain._secret import SECRET, key_of
+from fxtrain.ops import _scatter
+from fxtrain.ops._pickled import dump, opened
+from fxtrain.ops._store import open_store
+from fxtrain.state import Topology
+from fxtrain.testing import free_port
+
+KEYS = [key_of("a secret of a run"), key_of("another secret of a run"), b""]
+
+
+def _touch(folder):
+    open(os.path.join(folder, str(os.getpid())), "x").close()
+
+
+class _Harm:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return _touch, (self.folder,)
+
+
+def _with_key(ctx, key):
+    return attrs.evolve(ctx, comm=attrs.evolve(ctx.comm, key=key, timeout_s=0.5))
+
+
+@pytest.mark.parametrize("sent", KEYS, ids=["one", "another", "none"])
+@pytest.mark.parametrize("known", KEYS[:2], ids=["one", "another"])
+def test_a_pickle_is_read_under_its_own_seal_only(sent, known, tmp_path):
+    with fx.detect({}, device="cpu") as ctx:
+        blob = dump(_Harm(tmp_path), _with_key(ctx, sent))
+        if sent == known:
+            opened("gather", {1: blob}, _with_key(ctx, known))
+        else:
+            with pytest.raises(fx.CollectiveError, match="rank 1 has no seal of this run's secret"):
+                opened("gather", {1: blob}, _with_key(ctx, known))
+    assert len(list(tmp_path.iterdir())) == (sent == known)
+
+
+def test_a_letter_of_scatter_is_read_under_its_own_seal_only(tmp_path):
+    with fx.detect({}, device="cpu") as ctx:
+        (letter,), *_ = _scatter._letters([_Harm(tmp_path)], _with_key(ctx, KEYS[0]))
+        with pytest.raises(fx.CollectiveError, match="no seal of this run's secret"):
+            _scatter._open_letter(letter, _with_key(ctx, KEYS[1]), 0, sure=False)
+        assert not list(tmp_path.iterdir())
+        _scatter._open_letter(letter, _with_key(ctx, KEYS[0]), 0, sure=False)
+    assert list(tmp_path.iterdir())
+
+
+def _intrude(ctx, key, folder):
+    """Rank 1 has another secret, and sends what runs code."""
+    if ctx.rank == 1:
+        ctx = _with_key(ctx, key)
+    try:
+        ops.gather_objects(_Harm(folder), ctx)
+    except fx.CollectiveError as error:
+        return str(error), os.getpid()
+    return "", os.getpid()
+
+
+def test_what_an_intruder_sends_is_not_unpickled(pair, tmp_path):
+    words, pid = pair.outcomes(_intrude, KEYS[1], str(tmp_path))[0]
+    pair.close()  # the calls of these ranks differ
+    assert "has no seal of this run's secret, so it was not unpickled" in words
+    assert not (tmp_path / str(pid)).exists()
+
+
+def _exchange(ctx):
+    return ops.gather_objects({"rank": ctx.rank}, ctx), len(ctx.comm.key), repr(ctx.comm)
+
+
+def test_ranks_of_a_pool_have_a_secret(pair):
+    for found, length, text in pair.run(_exchange):
+        assert found == [{"rank": 0}, {"rank": 1}]
+        assert length == 32 and "key" not in text
+
+
+def _meet(keys):
+    port = free_port()
+
+    def join(rank):
+        topology = Topology(rank=rank, world_size=len(keys), main_port=port)
+        try:
+            return open_store(topology, 20.0, key=keys[rank])
+        except fx.ContextError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(keys)) as pool:
+        return list(pool.map(join, range(len(keys))))
+
+
+@pytest.mark.parametrize("others", [KEYS[1], KEYS[2]], ids=["another", "none"])
+def test_ranks_with_different_secrets_say_so_on_all(others):
+    first, second, third = _meet([KEYS[0], others, KEYS[0]])
+    assert f"Rank 0 of 3: {SECRET} of this rank is not that of the ranks 1" in first
+    assert "Rank 1 of 3" in second and "not that of the ranks 0, 2" in second
+    assert "not that of the ranks 1" in third
+
+
+@pytest.mark.parametrize("key", KEYS[::2], ids=["secret", "none"])
+def test_ranks_with_the_same_secret_meet(key):
+    assert not [found for found in _meet([key, key]) if isinstance(found, str)]
+
+
+def test_a_secret_that_can_be_guessed_is_refused():
+    with pytest.raises(fx.ContextError, match=f"{SECRET} has 5 characters"):
+        fx.detect({SECRET: "12345"}, device="cpu")
