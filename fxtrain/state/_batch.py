@@ -29,7 +29,8 @@ class Batch:
             rank that has no row in this global batch (`even="uneven"`): rows of others
             stand in as its data, so that it can take part, and count for nothing.
         window_rows: Sum of `sizes` over the whole accumulation window that holds this
-            batch, or None where the end of the data cannot be known ahead.
+            batch, or None where the end of the data cannot be known ahead. If the loop leaves
+            the epoch early, the window holds something else; a step corrects for that.
         part: Which part of this rank's batch this is, where a pipeline runs it in several.
         parts: How many there are.
     """

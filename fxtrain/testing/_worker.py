@@ -1,6 +1,7 @@
 """One rank of a pool: the process that carries out calls and answers them."""
 
 import gc
+import multiprocessing
 import os
 import pickle
 import sys
@@ -35,6 +36,10 @@ def work(
     it is in words, and the traceback. The outer tuple holds plain values only, so the parent
     can always read it.
     """
+    # A daemon, which its parent ends at exit, may have no children to Python; and it would
+    # start them as it was started itself, in seconds. Here they are as in a launched run.
+    multiprocessing.current_process().daemon = False
+    multiprocessing.set_start_method(None, force=True)
     # A fork server has the path and variables of the moment when it was started.
     sys.path[:] = path
     os.environ.clear()
@@ -109,6 +114,10 @@ def _answer(ctx: Any, request: bytes) -> bytes:
         fn, args = pickle.loads(call)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            # Loaders fork their workers from a rank, which has threads of gloo, as in any run.
+            warnings.filterwarnings(
+                "ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning
+            )
             # torch.compile looks at the gradients of whatever it traces.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is")
             value = fn(ctx, *args)

@@ -81,14 +81,14 @@ def _by_hand(ranks, plan, weighted):
     return dict(net.named_parameters())
 
 
-def _cases():
+def cases():
     for name, (ranks, strategy, _) in PLANS.items():
         marks = [PIPELINES] if isinstance(strategy, fx.PP) else []
         for n in ranks:
             yield pytest.param(n, name, marks=marks, id=f"{n}-{name}")
 
 
-@pytest.mark.parametrize(("n", "name"), list(_cases()))
+@pytest.mark.parametrize(("n", "name"), list(cases()))
 def test_updates_are_those_of_all_rows(clusters, n, name):
     _, strategy, mesh = PLANS[name]
     local = fx.LocalSGD(every=1) if name == "alone" else None
