@@ -36,14 +36,7 @@ def work(
     it is in words, and the traceback. The outer tuple holds plain values only, so the parent
     can always read it.
     """
-    # A daemon, which its parent ends at exit, may have no children to Python; and it would
-    # start them as it was started itself, in seconds. Here they are as in a launched run.
-    multiprocessing.current_process().daemon = False
-    multiprocessing.set_start_method(None, force=True)
-    # A fork server has the path and variables of the moment when it was started.
-    sys.path[:] = path
-    os.environ.clear()
-    os.environ.update(variables | own)
+    _be_a_rank(path, variables | own)
     import torch
 
     from fxtrain import ops
@@ -79,6 +72,18 @@ def work(
             if not keep_groups:
                 _close_others(before, ctx.comm.ledger.opened)
             pipe.send_bytes(answer)
+
+
+def _be_a_rank(path: list[str], variables: dict[str, str]) -> None:
+    """Make this process what a launched one would be."""
+    # A fork server has the path and variables of the moment when it was started.
+    sys.path[:] = path
+    os.environ.clear()
+    os.environ.update(variables)
+    # Daemons, which their parent ends at exit, must not have children of their own in Python,
+    # and would start them as they were started themselves, which takes seconds.
+    multiprocessing.current_process().daemon = False
+    multiprocessing.set_start_method(None, force=True)
 
 
 def _groups() -> tuple[int, list[Any]]:
