@@ -77,7 +77,8 @@ class Report:
     Identity decides equality and hash, since tensors do not compare to a single truth.
 
     Attributes:
-        loss: Scalar, this rank's micro-batch mean, detached. Reduce it for a global figure.
+        loss: Scalar, this rank's micro-batch mean, detached; 0 if it has no row in the batch.
+            Reduce it, by weight, for a global figure.
         weight: What the loss averages over: rows, or the weight of a `Weighted`.
         grad_norm: Total norm before clipping, the same on every rank (of the copy, under
             `Plan.local`); None when no update was due or the plan does not clip by norm.

@@ -101,10 +101,10 @@ class Cluster:
         return [outcome.value for outcome in self._call(fn, args)]
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, and what they started."""
         for process, pipe in self._workers:
             pipe.close()
-            process.kill()
+            _kill(process)
         for process, _ in self._workers:
             process.join(10)
             process.close()
@@ -227,6 +227,14 @@ class Cluster:
         failed = [outcome.value for outcome in self._collect(_START_S) if outcome.failed]
         if failed:
             raise RankFailure(f"The ranks of a pool did not start: {failed[0]}") from failed[0]
+
+
+def _kill(process: Any) -> None:
+    """End a rank and its children: workers of a loader would look for their parent in vain."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (AttributeError, ProcessLookupError):  # on Windows; or it has only begun, or ended
+        process.kill()
 
 
 def free_port() -> int:

@@ -75,7 +75,9 @@ def work(
 
 
 def _be_a_rank(path: list[str], variables: dict[str, str]) -> None:
-    """Make this process what a launched one would be."""
+    """Make this process what a launched one would be, in a process group of its own."""
+    if sys.platform != "win32":
+        os.setpgrp()
     # A fork server has the path and variables of the moment when it was started.
     sys.path[:] = path
     os.environ.clear()

@@ -201,3 +201,31 @@ def test_the_end_of_a_rank_is_seen_while_a_child_of_it_lives(pool):
     first, second = pool.outcomes(_ends_before_its_child)
     assert first is None
     assert isinstance(second, RankFailure) and "ended by SIGKILL" in str(second)
+
+
+def _leaves_a_child(ctx):
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    return child
+
+
+def test_children_of_ranks_end_with_the_pool():
+    pool = Cluster(1)
+    (child,) = pool.run(_leaves_a_child)
+    assert _is_running(child)
+    pool.close()
+    until = time.monotonic() + 10
+    while _is_running(child) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not _is_running(child)
+
+
+def _is_running(pid):
+    """Whether a process is there that has not ended; whoever inherits it may be slow to see it."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
