@@ -3,6 +3,7 @@
 import itertools
 import tempfile
 
+import attrs
 import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import fxtrain as fx
 
 ON_RANKS = settings(
-    max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+    max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
 STRATEGIES = {
     "ddp": {},
@@ -20,6 +21,7 @@ STRATEGIES = {
     "fsdp": {"strategy": fx.FSDP()},
     "copies": {"local": fx.LocalSGD(every=1)},
 }
+LEFT, RESUMED = [(4, False), (9, False)], [(4, True), (9, False)]  # for five batches an epoch
 
 
 class Stream(IterableDataset):
@@ -67,11 +69,14 @@ def _start(ctx, plan, *, weighted):
     return model, fx.StepFns(model=model, loss=_weighted if weighted else _mean)
 
 
-def _train(ctx, n, size, plan, parts, weighted, stream, folder):
-    """Run so many batches at a time, then break; or save, and resume with another model."""
-    table = _rows(n)
-    loader = DataLoader(Stream(table) if stream else table, batch_size=size)
-    loader = fx.shard(loader, ctx, plan)
+def _train(ctx, n, size, plan, parts, later, weighted, stream, folder):
+    """Run so many batches at a time, then break; or save, and resume with another model.
+
+    Args:
+        later: Accumulation of those that resume.
+    """
+    table = DataLoader(Stream(_rows(n)) if stream else _rows(n), batch_size=size)
+    loader = fx.shard(table, ctx, plan)
     model, fns = _start(ctx, plan, weighted=weighted)
     epochs, position = loader.epochs(99), fx.Position()
     for number, (count, resumes) in enumerate(parts):
@@ -84,18 +89,21 @@ def _train(ctx, n, size, plan, parts, weighted, stream, folder):
         if resumes and applied:
             fx.save(f"{folder}/{number}", ctx, model, position=position)
             fx.unwrap(model)
+            plan = attrs.evolve(plan, accumulate=later)
+            loader = fx.shard(table, ctx, plan)
             model, fns = _start(ctx, plan, weighted=weighted)
             epochs = loader.at(fx.restore(f"{folder}/{number}", ctx, model).position).epochs(99)
     whole = fx.unwrap(model)
     return [p.detach().clone() for p in whole.parameters()], position
 
 
-def _by_hand(n, stride, plan, parts):
+def _by_hand(n, stride, plan, parts, later):
     """The same loop on torch alone: a window's rows in one batch, whenever it closes."""
     net, table = _net(), _rows(n)
     optimizer = _sgd(net.parameters())
     steps = n // stride if plan.even == "drop" else -(-n // stride)
     window, micro, updates, samples, at = [], 0, 0, 0, 0
+    accumulate = plan.accumulate
     for count, resumes in parts:
         if at and at == steps:
             at = 0
@@ -103,12 +111,14 @@ def _by_hand(n, stride, plan, parts):
         for at in range(first + 1, min(first + count, steps) + 1):
             rows = list(range((at - 1) * stride, min(at * stride, n)))
             window, micro, samples = window + rows, micro + 1, samples + len(rows)
-            if micro == plan.accumulate or (at == steps and plan.flush):
+            if micro >= accumulate or (at == steps and plan.flush):
                 _losses(net, *table[window]).mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 window, micro, updates = [], 0, updates + 1
-        if not (resumes and at > first):
+        if resumes and at > first:
+            accumulate = later
+        else:
             at = 0
     return list(net.parameters()), (samples, updates, micro)
 
@@ -124,6 +134,7 @@ def _parts(draw):
     rows=st.integers(1, 40),
     size=st.integers(1, 3),
     accumulate=st.integers(1, 4),
+    later=st.integers(1, 4),
     flush=st.booleans(),
     sync_each=st.booleans(),
     shared=st.booleans(),
@@ -133,10 +144,24 @@ def _parts(draw):
     how=st.sampled_from(sorted(STRATEGIES)),
     parts=_parts(),
 )
-@example(10, 1, 3, True, False, False, False, "uneven", False, "ddp", [(4, False), (9, False)])
-@example(10, 1, 3, True, False, False, False, "uneven", False, "ddp", [(4, True), (9, False)])
+@example(10, 1, 3, 3, True, False, False, False, "uneven", False, "ddp", LEFT)
+@example(10, 1, 3, 3, True, False, False, False, "uneven", False, "ddp", RESUMED)
+@example(10, 1, 3, 1, True, False, False, False, "uneven", False, "ddp", RESUMED)
+@example(10, 1, 3, 1, True, False, False, True, "pad", True, "fsdp", RESUMED)
 def test_an_update_is_the_mean_over_what_its_window_holds(
-    cluster, rows, size, accumulate, flush, sync_each, shared, weighted, even, stream, how, parts
+    cluster,
+    rows,
+    size,
+    accumulate,
+    later,
+    flush,
+    sync_each,
+    shared,
+    weighted,
+    even,
+    stream,
+    how,
+    parts,
 ):
     stride = size * cluster.n
     if even == "pad" and not weighted:  # whose mean counts padding
@@ -149,10 +174,10 @@ def test_an_update_is_the_mean_over_what_its_window_holds(
         even=even,
         **STRATEGIES[how],
     )
-    wanted, seen = _by_hand(rows, stride, plan, parts)
+    wanted, seen = _by_hand(rows, stride, plan, parts, later)
     asked = stride if shared else size
     with tempfile.TemporaryDirectory() as folder:
-        found = cluster.run(_train, rows, asked, plan, parts, weighted, stream, folder)
+        found = cluster.run(_train, rows, asked, plan, parts, later, weighted, stream, folder)
     for got, position in found:
         assert (position.samples, position.updates, position.micro) == seen
         assert position == found[0][1]

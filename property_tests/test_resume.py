@@ -1,9 +1,7 @@
 """A run that was stopped and resumed is the run that was not, in every bit."""
 
-import multiprocessing
 import random
 import tempfile
-import warnings
 
 import torch
 from hypothesis import Phase, example, given, settings
@@ -19,14 +17,8 @@ ON_RANKS = settings(deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.ge
 
 
 def _loader(ctx, plan, size, workers):
-    """With a worker process where asked, which is started from a rank of a pool."""
-    more = {}
-    if workers:
-        # Ranks of a pool are daemons, which Python keeps from having children, and newer ones
-        # warn of forking with threads; spawning takes longer than the pool's timeout.
-        multiprocessing.current_process()._config["daemon"] = False
-        warnings.simplefilter("ignore", DeprecationWarning)
-        more = {"num_workers": workers, "multiprocessing_context": "fork"}
+    """With a worker process where asked."""
+    more = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
     rows = _runs.Noisy(ROWS)
     return fx.shard(DataLoader(rows, batch_size=size, shuffle=True, **more), ctx, plan)
 

@@ -167,7 +167,7 @@ def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -
     alone = now is not None and local is not None and is_alone(local, batch.position)
     by_itself = alone and now is not None and len(now.peers) == 1
     try:
-        if plan.accumulate > 1 or plan.schedule == "samples":
+        if plan.schedule == "samples" or _weights.spans(batch, model):
             _weights.count(batch, model, alone=alone)
         grade = fns._grade_alone if alone else fns._grade
         share = strategy.run(model, batch, grade, (due or plan.sync_each) and not by_itself)
@@ -218,7 +218,7 @@ def _update(ctx: DistContext, batch: Batch, fns: StepFns, share: Share, *, alone
         finish = attrs.evolve(finish, scale=scale, skip=skip, hold=hold)
     outcome = model.strategy.apply(model, finish)
     by_rows = plan.schedule == "samples"
-    rows = _weights.end_window(model) if by_rows or plan.accumulate > 1 else 0
+    rows = _weights.end_window(model) if by_rows or _weights.spans(batch, model) else 0
     if outcome.applied:
         times = rows if by_rows else 1
         for scheduler in model.schedulers:

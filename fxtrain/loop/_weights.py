@@ -19,10 +19,18 @@ from fxtrain import ops
 from fxtrain._errors import StepError
 from fxtrain.state import Batch, DistContext, Share, Weighted, Wrapped
 
-__all__ = ["close_window", "count", "end_window", "is_empty", "share"]
+__all__ = ["close_window", "count", "end_window", "is_empty", "share", "spans"]
 
 _SCALE, _SUM = 0, 1  # places in the tally
 _MICRO, _ROWS, _FULL, _REAL = 0, 1, 2, 3  # places in the counts
+
+
+def spans(batch: Batch, model: Wrapped) -> bool:
+    """Whether the window may hold more than this micro-batch.
+
+    Without accumulation it does where a run resumes inside a window of another plan.
+    """
+    return model.plan.accumulate > 1 or batch.window_rows is None
 
 
 def share(loss: Any, aux: Any, batch: Batch, model: Wrapped, *, alone: bool = False) -> Share:
@@ -33,8 +41,7 @@ def share(loss: Any, aux: Any, batch: Batch, model: Wrapped, *, alone: bool = Fa
     if type(loss) is Weighted:
         return _weighted(loss, aux, batch, model, alone=alone)
     mine, ranks = batch.sizes[model.ctx.axis("data").rank], len(sizes)
-    several = model.plan.accumulate > 1
-    total = int(model.counts[_FULL]) if several else sum(sizes) * batch.parts
+    total = int(model.counts[_FULL]) if spans(batch, model) else sum(sizes) * batch.parts
     if mine * ranks == total != 0:
         part = loss
     elif mine and total % (mine * ranks) == 0:
@@ -56,7 +63,7 @@ def close_window(
         factor = torch.where(total > 0, losses.world_size / (model.tally[_SCALE] * total), 0.0)
         model.tally[:2] = 0
         return factor
-    if model.plan.accumulate == 1:
+    if not spans(batch, model):
         return None
     rows, full = model.counts[_ROWS : _FULL + 1].tolist()
     return None if rows in (0, full) else full / rows
@@ -64,7 +71,7 @@ def close_window(
 
 def is_empty(batch: Batch, model: Wrapped) -> bool:
     """Whether a copy that trains alone had no row in the window that closes."""
-    if model.plan.accumulate > 1:
+    if spans(batch, model):
         return not model.counts[_ROWS]
     return not any(_of_copy(batch, model))
 
@@ -125,7 +132,7 @@ def _weighted(loss: Weighted, aux: Any, batch: Batch, model: Wrapped, *, alone: 
     dtype = loss.total.dtype
     mean = loss.total.detach() / torch.where(weight == 0, 1.0, weight).to(dtype)
     mean = mean if present else torch.zeros_like(mean)
-    rough = model.plan.accumulate * batch.parts > 1
+    rough = batch.parts > 1 or spans(batch, model)
     if not rough:
         total = ops.reduce(weight, losses, op="sum")
         scale = torch.where(total > 0, losses.world_size / total, 0.0)

@@ -29,7 +29,8 @@ class Batch:
             rank that has no row in this global batch (`even="uneven"`): rows of others
             stand in as its data, so that it can take part, and count for nothing.
         window_rows: Sum of `sizes` over the whole accumulation window that holds this
-            batch, or None where the end of the data cannot be known ahead.
+            batch, or None where the end of the data cannot be known ahead. If the loop leaves
+            the epoch early, the window holds something else; a step corrects for that.
         part: Which part of this rank's batch this is, where a pipeline runs it in several.
         parts: How many there are.
     """
@@ -76,7 +77,8 @@ class Report:
     Identity decides equality and hash, since tensors do not compare to a single truth.
 
     Attributes:
-        loss: Scalar, this rank's micro-batch mean, detached. Reduce it for a global figure.
+        loss: Scalar, this rank's micro-batch mean, detached; 0 if it has no row in the batch.
+            Reduce it, by weight, for a global figure.
         weight: What the loss averages over: rows, or the weight of a `Weighted`.
         grad_norm: Total norm before clipping, the same on every rank (of the copy, under
             `Plan.local`); None when no update was due or the plan does not clip by norm.

@@ -85,7 +85,8 @@ class Plan:
         schedule: Whether schedulers advance once per update or by rows seen.
         batch: Whether the loader's batch size is that of one rank or of all together.
         even: What happens when rows do not divide: pad repeats rows from the start and
-            marks them invalid, drop leaves the rest out, uneven gives ranks fewer rows.
+            marks them invalid, drop leaves the rest out, uneven gives ranks fewer rows, or
+            none that count.
         data: Where rows come from.
         seed: Seed of the data order.
         recompute: Class names of submodules whose activations are recomputed in backward.

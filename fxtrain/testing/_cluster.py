@@ -46,7 +46,7 @@ class Cluster:
 
     Workers start at the first call and again after a failure: only after a CollectiveError
     that left the ranks able to talk do they stay. Each runs `fn(ctx, *args)` with a connected
-    context.
+    context, and may have child processes, such as the workers of a `DataLoader`.
 
     Args:
         n: Ranks.
@@ -103,10 +103,10 @@ class Cluster:
         return [outcome.value for outcome in self._call(fn, args)]
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, and what they started."""
         for process, pipe in self._workers:
             pipe.close()
-            process.kill()
+            _kill(process)
         for process, _ in self._workers:
             process.join(10)
             process.close()
@@ -138,23 +138,34 @@ class Cluster:
     def _collect(self, within_s: float) -> list[_Outcome]:
         deadline = time.monotonic() + within_s
         outcomes: dict[int, _Outcome] = {}
-        ranks = {pipe: rank for rank, (_, pipe) in enumerate(self._workers)}
+        # A rank that ends closes its pipe, but workers of its loaders may keep it open.
+        signs = [(process.sentinel, pipe) for process, pipe in self._workers]
         while len(outcomes) < self.n:
-            waiting = [pipe for pipe, rank in ranks.items() if rank not in outcomes]
+            waiting: dict[Any, int] = {
+                sign: rank
+                for rank, both in enumerate(signs)
+                for sign in both
+                if rank not in outcomes
+            }
             ready = wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 silent = f"It did not answer within {within_s:g} s and was killed"
                 missing = sorted(set(range(self.n)) - outcomes.keys())
                 outcomes |= {rank: self._failure(rank, silent, _SILENT) for rank in missing}
-            for pipe in ready:
-                rank = ranks[pipe]  # type: ignore[index]
-                try:
-                    answer = pipe.recv_bytes()  # type: ignore[union-attr]
-                except (EOFError, OSError):
-                    outcomes[rank] = self._failure(rank, self._ending(rank), _ENDED)
-                else:
-                    outcomes[rank] = self._read(rank, answer)
+            for rank in {waiting[sign] for sign in ready}:
+                outcomes[rank] = self._answered(rank)
         return [outcomes[rank] for rank in range(self.n)]
+
+    def _answered(self, rank: int) -> _Outcome:
+        """What a rank says that has answered or ended."""
+        pipe = self._workers[rank][1]
+        try:
+            answer = pipe.recv_bytes() if pipe.poll() else None
+        except (EOFError, OSError):
+            answer = None
+        if answer is None:
+            return self._failure(rank, self._ending(rank), _ENDED)
+        return self._read(rank, answer)
 
     def _read(self, rank: int, answer: bytes) -> _Outcome:
         number, returned, healthy, body, words, trace = pickle.loads(answer)
@@ -220,6 +231,14 @@ class Cluster:
         failed = [outcome.value for outcome in self._collect(_START_S) if outcome.failed]
         if failed:
             raise RankFailure(f"The ranks of a pool did not start: {failed[0]}") from failed[0]
+
+
+def _kill(process: Any) -> None:
+    """End a rank and its children: workers of a loader would look for their parent in vain."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (AttributeError, ProcessLookupError):  # on Windows; or it has only begun, or ended
+        process.kill()
 
 
 def free_port() -> int:

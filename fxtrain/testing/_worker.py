@@ -1,6 +1,7 @@
 """One rank of a pool: the process that carries out calls and answers them."""
 
 import gc
+import multiprocessing
 import os
 import pickle
 import sys
@@ -35,10 +36,7 @@ def work(
     it is in words, and the traceback. The outer tuple holds plain values only, so the parent
     can always read it.
     """
-    # A fork server has the path and variables of the moment when it was started.
-    sys.path[:] = path
-    os.environ.clear()
-    os.environ.update(variables | own)
+    _be_a_rank(path, variables | own)
     import torch
 
     from fxtrain import ops
@@ -76,6 +74,20 @@ def work(
             pipe.send_bytes(answer)
 
 
+def _be_a_rank(path: list[str], variables: dict[str, str]) -> None:
+    """Make this process what a launched one would be, in a process group of its own."""
+    if sys.platform != "win32":
+        os.setpgrp()
+    # A fork server has the path and variables of the moment when it was started.
+    sys.path[:] = path
+    os.environ.clear()
+    os.environ.update(variables)
+    # Daemons, which their parent ends at exit, must not have children of their own in Python,
+    # and would start them as they were started themselves, which takes seconds.
+    multiprocessing.current_process().daemon = False
+    multiprocessing.set_start_method(None, force=True)
+
+
 def _groups() -> tuple[int, list[Any]]:
     """How many process groups were ever opened, and those that are open."""
     from torch.distributed.distributed_c10d import _world
@@ -109,6 +121,10 @@ def _answer(ctx: Any, request: bytes) -> bytes:
         fn, args = pickle.loads(call)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            # Loaders fork their workers from a rank, which has threads of gloo, as in any run.
+            warnings.filterwarnings(
+                "ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning
+            )
             # torch.compile looks at the gradients of whatever it traces.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is")
             value = fn(ctx, *args)

@@ -1,8 +1,5 @@
 """Data on real ranks: agreement, dispatch from rank 0, loaders that are split already."""
 
-import multiprocessing
-import warnings
-
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
@@ -23,14 +20,8 @@ def _all(batches):
 
 
 def _workers(n):
-    """Settings of a loader with workers, which may be started from a rank of a pool."""
-    if not n:
-        return {}
-    # Ranks of a pool are daemons, which Python keeps from having children, and newer ones
-    # warn of forking with threads; spawning takes longer than the pool's timeout.
-    multiprocessing.current_process()._config["daemon"] = False
-    warnings.simplefilter("ignore", DeprecationWarning)
-    return {"num_workers": n, "multiprocessing_context": "fork"}
+    """Settings of a loader with workers that start quickly."""
+    return {"num_workers": n, "multiprocessing_context": "fork"} if n else {}
 
 
 class Locked(Dataset):

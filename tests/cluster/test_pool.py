@@ -6,7 +6,10 @@ import signal
 import time
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
+import fxtrain as fx
 from fxtrain import ops
 from fxtrain.testing import Cluster, RankFailure
 
@@ -174,3 +177,55 @@ def test_arguments_that_do_not_unpickle_on_a_rank_are_an_error_of_this_call(pool
 def test_a_function_that_does_not_pickle_is_refused_before_it_is_sent(pool):
     with pytest.raises(TypeError, match="module level"):
         pool.run(lambda ctx: ctx.rank)
+
+
+def _reads_with_workers(ctx):
+    loader = DataLoader(torch.arange(6), batch_size=1, num_workers=1)
+    return [batch.data.item() for batch in fx.shard(loader, ctx)]
+
+
+def test_a_loader_on_ranks_may_have_workers(pool):
+    assert pool.run(_reads_with_workers) == [[0, 2, 4], [1, 3, 5]]
+
+
+def _ends_before_its_child(ctx):
+    """The child holds whatever its parent had open for longer than the pool waits."""
+    if ctx.rank == 1:
+        if os.fork() == 0:
+            time.sleep(9)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_end_of_a_rank_is_seen_while_a_child_of_it_lives(pool):
+    first, second = pool.outcomes(_ends_before_its_child)
+    assert first is None
+    assert isinstance(second, RankFailure) and "ended by SIGKILL" in str(second)
+
+
+def _leaves_a_child(ctx):
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    return child
+
+
+def test_children_of_ranks_end_with_the_pool():
+    pool = Cluster(1)
+    (child,) = pool.run(_leaves_a_child)
+    assert _is_running(child)
+    pool.close()
+    until = time.monotonic() + 10
+    while _is_running(child) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not _is_running(child)
+
+
+def _is_running(pid):
+    """Whether a process is there that has not ended; whoever inherits it may be slow to see it."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -81,14 +81,14 @@ def _by_hand(ranks, plan, weighted):
     return dict(net.named_parameters())
 
 
-def _cases():
+def cases():
     for name, (ranks, strategy, _) in PLANS.items():
         marks = [PIPELINES] if isinstance(strategy, fx.PP) else []
         for n in ranks:
             yield pytest.param(n, name, marks=marks, id=f"{n}-{name}")
 
 
-@pytest.mark.parametrize(("n", "name"), list(_cases()))
+@pytest.mark.parametrize(("n", "name"), list(cases()))
 def test_updates_are_those_of_all_rows(clusters, n, name):
     _, strategy, mesh = PLANS[name]
     local = fx.LocalSGD(every=1) if name == "alone" else None
@@ -103,3 +103,44 @@ def test_updates_are_those_of_all_rows(clusters, n, name):
         for _, got in answers:
             for key, value in wanted.items():
                 torch.testing.assert_close(got[key], value.detach(), rtol=1e-9, atol=1e-11)
+
+
+def _whole_loop(ctx, n, source, folder):
+    """A loop that looks at every batch with all ranks, and the mean over rows that it finds."""
+    plan = fx.Plan(even="uneven", accumulate=2, nonfinite="raise", data=fx.Data(source=source))
+    rows = torch.arange(float(n if source != "sharded" else 1 + ctx.rank * 3)).view(-1, 1)
+    loader = fx.shard(DataLoader(rows, batch_size=2), ctx, plan)
+    # Without a row, the mean is not a number.
+    fns = fx.StepFns(
+        model=fx.wrap(torch.nn.Linear(1, 1), ctx, plan, optimizer=_still),
+        loss=lambda model, batch: (model(batch.data) * 0 + batch.data)[batch.valid].mean(),
+    )
+    seen, total, weight = [], 0.0, 0.0
+    for batch in loader:
+        report = fx.step(ctx, batch, fns)
+        assert report.weight == batch.sizes[ctx.rank]
+        total += float(fx.ops.reduce(report.loss * report.weight, ctx, op="sum"))
+        weight += fx.ops.reduce(report.weight, ctx, op="sum")
+        seen.append((batch.position, report.position, report.applied, sum(batch.rows)))
+    fx.save(folder, ctx, fns.model, position=batch.position)
+    return seen, total, weight, fx.restore(folder, ctx, fns.model).position
+
+
+def _still(params):
+    return torch.optim.SGD(params, lr=0.0)
+
+
+@pytest.mark.parametrize("source", ["shard", "dispatch", "sharded"])
+def test_every_rank_sees_the_same_loop(cluster, source, tmp_path):
+    n = 4 * cluster.n + 1
+    found = cluster.run(_whole_loop, n, source, str(tmp_path))
+    assert all(mine == found[0] for mine in found)
+    seen, total, weight, position = found[0]
+    assert weight == sum(rows for *_, rows in seen)
+    ends = [n] if source != "sharded" else [1 + 3 * rank for rank in range(cluster.n)]
+    assert weight == sum(ends)
+    assert total == pytest.approx(sum(sum(range(end)) for end in ends))
+    assert position == seen[-1][0] and position.is_last and position.samples == weight
+    assert all(here == reported for here, reported, *_ in seen)
+    applied = [number % 2 == 1 or number == len(seen) - 1 for number in range(len(seen))]
+    assert [one[2] for one in seen] == applied

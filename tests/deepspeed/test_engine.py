@@ -1,7 +1,10 @@
 """What an engine does beyond plain training: formats, offload, policies, several at once."""
 
+import itertools
+
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from tests.deepspeed._ranks import (
@@ -40,6 +43,28 @@ def test_short_windows_of_padded_weighted_rows_train_as_under_ddp(pair, stage):
     wanted = pair.run(outcome, fx.Plan(**fields), adamw, weighted)
     plan = fx.Plan(strategy=fx.DeepSpeed(stage=stage), **fields)
     same(pair.run(outcome, plan, adamw, weighted), wanted)
+
+
+@on_rank
+def _leaves_early(ctx, plan):
+    """The first epoch ends inside its short window, which the second one continues."""
+    model = fx.wrap(net(), ctx, plan, optimizer=adamw)
+    loader = fx.shard(DataLoader(rows(40), batch_size=4), ctx, plan)
+    fns = fx.StepFns(model=model, loss=mean)
+    epochs = zip(loader.epochs(2), (4, 5), strict=True)
+    batches = (batch for epoch, count in epochs for batch in itertools.islice(epoch, count))
+    norms = [report.grad_norm for report in (fx.step(ctx, batch, fns) for batch in batches)]
+    return [float(norm) for norm in norms if norm is not None], values(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_window_that_was_left_open_trains_as_under_ddp(pair, stage):
+    fields = {"accumulate": 3, "clip_norm": 0.3}
+    wanted = pair.run(_leaves_early, fx.Plan(**fields))
+    found = pair.run(_leaves_early, fx.Plan(strategy=fx.DeepSpeed(stage=stage), **fields))
+    for (norms, got), (others, parameters) in zip(found, wanted, strict=True):
+        assert len(norms) == 3 and norms == pytest.approx(others, rel=1e-4)
+        torch.testing.assert_close(got, parameters, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("stage", STAGES)
