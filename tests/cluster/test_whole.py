@@ -210,6 +210,30 @@ def test_a_loop_that_one_rank_leaves_ends_on_all(pair, stops, ranks, seen):
         assert together == [0, 1]
 
 
+def _left_at_the_end(ctx):
+    model, _, _ = _made(ctx, FSDP)
+    names = list(model.module.state_dict())
+    for name, _ in fx.weights(model):
+        if ctx.rank == 0 and name == names[-1]:
+            break
+    return fx.ops.gather_objects(ctx.rank, ctx)
+
+
+def test_a_rank_may_leave_the_loop_at_the_last_tensor(pair):
+    assert pair.run(_left_at_the_end) == [[0, 1], [0, 1]]
+
+
+def _anchored(ctx):
+    model = fx.wrap(_net(), ctx, fx.Plan(local=fx.DiLoCo(every=2)), optimizer=_adam)
+    fx.load_model({name: torch.ones_like(t) for name, t in _net().state_dict().items()}, model)
+    return [bool((anchor == 1).all()) for anchor in model.round.anchor.values()]
+
+
+def test_an_outer_optimizer_starts_from_what_is_loaded(pair):
+    for same in pair.run(_anchored):
+        assert same == [True] * 6
+
+
 def _failed_inside(ctx, fails, ranks):
     model, fns, loader = _made(ctx, FSDP)
     words = None
