@@ -169,8 +169,10 @@ def _one_by_one(
 ) -> Iterator[tuple[str, Tensor]]:
     ctx = model.ctx
     mine = ranks == "all" or ctx.is_main
+    left = len(chosen)
     for name, weight in chosen.items():
         check_open(model, "weights", PlanError)
+        left -= 1
         if not _all_go_on(ctx, name, ranks):
             return
         value = _copy(weight, device, keep=mine)
@@ -178,7 +180,8 @@ def _one_by_one(
             try:
                 yield name, value
             except GeneratorExit:
-                _leave(ctx)
+                if left:  # after the last tensor nobody waits
+                    _leave(ctx)
                 raise
             del value
 

@@ -41,7 +41,7 @@ ROWS = {
         n=4, options={"strategy": fx.FSDP(tensor=fx.TP())}, mesh=fx.Mesh(shard=2, tensor=2)
     ),
     "CP": Row(
-        options={"strategy": fx.FSDP(), "context": fx.CP()},
+        options={"strategy": fx.FSDP(), "context": fx.CP(causal=True)},
         mesh=fx.Mesh(context=2),
         says="takes part of a sequence",
     ),
