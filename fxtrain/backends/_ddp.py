@@ -1,6 +1,7 @@
 """A replica on every rank, by torch's DistributedDataParallel."""
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from fxtrain._errors import StepError
 from fxtrain.backends import _torch
 from fxtrain.backends._local import new_round
 from fxtrain.backends._modules import away_from_xla, send_values, unmatched_names
@@ -19,7 +21,16 @@ from fxtrain.backends._optim import part_of
 from fxtrain.backends._power_sgd import load_power_sgd, power_sgd_state
 from fxtrain.backends._sequence import sequence_problems
 from fxtrain.backends._single import SINGLE, wrap_plain
-from fxtrain.state import DDP, CommHook, DistContext, Plan, Strategy, Wrapped
+from fxtrain.state import (
+    DDP,
+    CommHook,
+    DistContext,
+    Finish,
+    Outcome,
+    Plan,
+    Strategy,
+    Wrapped,
+)
 
 __all__ = ["DDP_STRATEGY"]
 
@@ -138,6 +149,7 @@ def _replicate(
     _add_hook(engine, data, config.hook)
     if not config.static_graph and not config.unused_parameters:
         engine.fix_buckets()
+    engine.require_forward_param_sync = False  # torch has just sent all buffers
     return engine
 
 
@@ -152,6 +164,7 @@ class _Ordered(DistributedDataParallel):
     """
 
     hook_state: Any = None  # of the communication hook
+    _uses_all = False  # every backward has to reach all parameters
 
     def _build_params_for_reducer(self) -> Any:
         parameters, sparse = super()._build_params_for_reducer()
@@ -160,6 +173,61 @@ class _Ordered(DistributedDataParallel):
     def fix_buckets(self) -> None:
         self.reducer._push_all_rebuilt_params()
         self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
+        self._uses_all = True
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._check_reduced()
+        return super().forward(*inputs, **kwargs)
+
+    def settle(self) -> None:
+        """End a backward: see that it was reduced, and give all replicas rank 0's buffers.
+
+        torch sends them in the forward that follows, of whatever kind, on all ranks. Sent here,
+        where all ranks are, they are equal too when one rank evaluates by itself.
+        """
+        self._check_reduced()
+        self.settle_buffers()
+
+    def settle_buffers(self) -> None:
+        """Send rank 0's buffers now, if the next forward would."""
+        if self.will_sync_module_buffers():
+            self._sync_buffers()
+            self.require_forward_param_sync = False
+
+    def _check_reduced(self) -> None:
+        if not self._uses_all:
+            return
+        try:
+            self.reducer._rebuild_buckets()  # done already, but for this look
+        except RuntimeError as error:
+            raise _not_reduced(self.module, str(error)) from error
+
+
+class _Reduced:
+    """Around a forward and backward whose gradients are reduced."""
+
+    def __init__(self, engine: _Ordered) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self._engine.settle()
+
+
+def _not_reduced(module: nn.Module, torch_says: str) -> StepError:
+    names = [name for name, p in module.named_parameters() if p.requires_grad][::-1]
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", torch_says)
+    unused = [names[int(place)] for place in found[1].split()] if found else []
+    return StepError(
+        f"DDP averages the gradients of all parameters, and this backward reached "
+        f"{len(names) - len(unused) if unused else 'only some'} of {len(names)}; without a "
+        f"gradient: {', '.join(unused[::-1][:10]) or 'unknown'}. Use "
+        f"fx.DDP(unused_parameters=True), or requires_grad_(False) on those that no loss uses."
+    )
 
 
 def _add_hook(engine: "_Ordered", data: DistContext, config: CommHook) -> None:
@@ -190,9 +258,23 @@ def _add_hook(engine: "_Ordered", data: DistContext, config: CommHook) -> None:
 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
-    if enabled or model.engine is model.module:
+    if model.engine is model.module:
         return _torch.no_sync(model, enabled)
-    return model.engine.no_sync()
+    return _Reduced(model.engine) if enabled else model.engine.no_sync()
+
+
+def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if model.engine is not model.module and not torch.is_grad_enabled():
+        # Of a backward that was called without fxtrain.
+        model.engine.settle_buffers()
+    return _torch.forward(model, args, kwargs)
+
+
+def _apply(model: Wrapped, finish: Finish) -> Outcome:
+    if model.engine is not model.module:
+        # Of a loop without `ops.sync`.
+        model.engine.settle()
+    return _torch.apply(model, finish)
 
 
 def _unwrap(model: Wrapped) -> nn.Module:
@@ -210,7 +292,9 @@ DDP_STRATEGY: Strategy = attrs.evolve(
     config=DDP,
     check=_check,
     wrap=_wrap,
+    forward=_forward,
     sync=_sync,
+    apply=_apply,
     unwrap=_unwrap,
     state=power_sgd_state,
     load_state=load_power_sgd,

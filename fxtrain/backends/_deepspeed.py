@@ -11,6 +11,7 @@ from fxtrain import _tree
 from fxtrain._errors import PlanError, StepError
 from fxtrain.backends import _deepspeed_engine as engines
 from fxtrain.backends import _torch
+from fxtrain.backends._buffers import send_buffers
 from fxtrain.backends._deepspeed_state import engine_state, load_engine_state
 from fxtrain.backends._deepspeed_weights import engine_weights
 from fxtrain.backends._deepspeed_wrap import wrap_engine
@@ -120,6 +121,7 @@ def _apply(model: Wrapped, finish: Finish) -> Outcome:
     """Scale, clip, update and zero, each by the engine's own means."""
     if finish.clip_value is not None:
         raise PlanError(f"DeepSpeed cannot clip single entries: clip_value={finish.clip_value}.")
+    send_buffers(model)
     engine = model.engine
     model.tally[_NONFINITE] = 0
     if finish.skip:

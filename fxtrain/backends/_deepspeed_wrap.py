@@ -115,7 +115,7 @@ def _resolved(
 def _prepare(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[], None]:
     """What a plan asks of the module itself; returns what takes back that and the engine's."""
     restore = photograph(module)
-    undo_plan = prepare_module(module, plan)
+    undo_plan = prepare_module(module, plan, ctx)
     undo_autocast = autocast_inside(module, plan, ctx.device.type)
 
     def undo() -> None:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fxtrain import ops
 from fxtrain._errors import CheckpointError
-from fxtrain.backends import _torch
+from fxtrain.backends import _buffers, _torch
 from fxtrain.backends._local import new_round
 from fxtrain.backends._modules import away_from_xla, unmatched_names
 from fxtrain.backends._optim import one_by_one
@@ -202,6 +202,7 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     check=_check,
     wrap=_wrap,
     sync=_sync,
+    apply=_buffers.apply,
     state=_state,
     cuts_sequences=True,
 )

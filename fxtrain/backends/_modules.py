@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fxtrain import ops
+from fxtrain.backends._compile import compile_parts
 from fxtrain.backends._names import unknown_classes
 from fxtrain.state import DistContext, Plan
 
@@ -93,11 +94,14 @@ def again(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callable[..., A
     return functools.partial(checkpoint, forward, **options)
 
 
-def prepare_module(module: nn.Module, plan: Plan, again: Again = again) -> Callable[[], None]:
+def prepare_module(
+    module: nn.Module, plan: Plan, ctx: DistContext, again: Again = again, *, hooked: bool = False
+) -> Callable[[], None]:
     """Recompute activations, then compile, as the plan says; return what undoes it.
 
     Args:
         again: From a forward, and operators to keep, to one that recomputes.
+        hooked: A strategy will put hooks on submodules that torch does not trace.
 
     Effects:
         Sets `forward` on recomputed submodules and torch's compiled call on compiled ones;
@@ -107,17 +111,7 @@ def prepare_module(module: nn.Module, plan: Plan, again: Again = again) -> Calla
     undo = [put_forward(part, again(part.forward, plan.recompute_keep)) for part in chosen]
     if plan.compile is not None:
         blocks = _named(module, plan.compile.blocks) if plan.compile.blocks else [module]
-        for part in blocks:
-            # What nn.Module.compile sets; but that leaves torch's own modules, nn.Sequential
-            # for one, as they are without a word: torch traces nothing that starts in its code.
-            part._compiled_call_impl = torch.compile(
-                _calls(part),
-                backend=plan.compile.backend,
-                mode=plan.compile.mode,
-                fullgraph=plan.compile.fullgraph,
-                dynamic=plan.compile.dynamic,
-            )
-            undo.append(functools.partial(vars(part).pop, "_compiled_call_impl", None))
+        undo += compile_parts(blocks, plan.compile, ctx, hooked=hooked)
 
     def undo_all() -> None:
         for take_back in reversed(undo):
@@ -125,13 +119,6 @@ def prepare_module(module: nn.Module, plan: Plan, again: Again = again) -> Calla
         undo.clear()
 
     return undo_all
-
-
-def _calls(module: nn.Module) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
-
-    return call
 
 
 def send_values(tensors: Iterable[Tensor], data: DistContext) -> None:

@@ -1,5 +1,6 @@
 """Optimizers and schedulers from the user's factories."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -48,7 +49,8 @@ def make_optimizers(
         What the factory returned, and every optimizer in it.
 
     Raises:
-        PlanError: something else, or an optimizer over other parameters.
+        PlanError: something else, an optimizer over other parameters, or one whose step needs a
+            closure.
     """
     if made_by is None:
         return None, ()
@@ -60,6 +62,7 @@ def make_optimizers(
                 "wrap(optimizer=...): this optimizer holds parameters that are not those of the "
                 f"wrapped model. Pass a factory, which is called at the right time: {_FACTORY}"
             )
+        _refuse_closures((made_by,))
         made_by = made_by if change is None else change(made_by)
         return made_by, (made_by,)
     if not callable(made_by):
@@ -75,6 +78,7 @@ def make_optimizers(
         )
     made = made_by(params)
     found = _all_of(made, torch.optim.Optimizer, "optimizer", _FACTORY)
+    _refuse_closures(found)
     if change is None:
         return made, found
     if isinstance(made, Mapping):
@@ -127,6 +131,20 @@ def one_by_one(optimizer: torch.optim.Optimizer) -> None:
             )
         if group.get("foreach", True) is None:
             group["foreach"] = False
+
+
+def _refuse_closures(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        taken = inspect.signature(optimizer.step).parameters.values()
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if any(one.kind in kinds and one.default is one.empty for one in taken):
+            name = type(optimizer).__name__
+            raise PlanError(
+                f"wrap(optimizer=...): {name}.step needs a closure, with which it computes the "
+                f"loss several times per update; fx.step computes it once. Use an optimizer "
+                f"without one, or wrap the model without an optimizer and call "
+                f"{name}(model.parameters()).step(closure) in a loop of your own."
+            )
 
 
 def _all_of(made: Any, kind: type, what: str, example: str) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
-from fxtrain.backends import _torch
+from fxtrain.backends import _buffers, _torch
 from fxtrain.backends._fsdp import held_problems
 from fxtrain.backends._modules import unmatched_names
 from fxtrain.backends._optim import one_by_one
@@ -133,6 +133,7 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     backward=_backward,
     run=run,
     clip_norm=clip_norm,
+    apply=_buffers.apply,
     state=state_of,
     load_state=load_state,
     weights=pipeline_weights,

@@ -64,8 +64,9 @@ def make_stages(
     twins: dict[int, Stage] = {}
     for index in layout.on(ctx.axis("pipeline").rank):
         stages[index] = stage = _cut(module, layout, index, ctx, axes)
-        prepare_module(stage.shell, plan)
-        if axes is not None and ctx.axis("data").world_size > 1:
+        sharded = axes is not None and ctx.axis("data").world_size > 1
+        prepare_module(stage.shell, plan, ctx, hooked=sharded)
+        if axes is not None and sharded:
             # Cut before the other is sharded, whose parameters it then has.
             twins[index] = _cut(module, layout, index, ctx, axes)
             _empty(twins[index], axes.formats)

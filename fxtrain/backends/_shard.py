@@ -45,7 +45,7 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
         split_layers(module, mesh["tensor"], config.tensor)
     restore_layers = cut()
     undo_rows = show_rows(module, ctx, plan)
-    undo_blocks = prepare_module(module, plan)
+    undo_blocks = prepare_module(module, plan, ctx, hooked=True)
     sharded = watch(module)
     if ctx.axis("loss").world_size > 1:
         _apply(module, mesh, ctx, plan)

@@ -48,7 +48,7 @@ def wrap_plain(
     """Wrap a module that is its own engine; `change` is what becomes of each optimizer."""
     module.to(ctx.device)
     undo_rows = show_rows(module, ctx, plan)
-    undo_blocks = prepare_module(module, plan)
+    undo_blocks = prepare_module(module, plan, ctx)
 
     def undo() -> None:
         undo_blocks()

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 from torch import nn
 
-from fxtrain.backends import _torch
+from fxtrain.backends import _buffers, _torch
 from fxtrain.backends._modules import send_values, unmatched_names
 from fxtrain.backends._single import SINGLE, bundle
 from fxtrain.backends._state import load_state
@@ -85,7 +85,7 @@ def _wrap(
     undos = [place(module, ctx, downcast=config.downcast)]
     if data.world_size > 1:
         send_values((*module.parameters(), *module.buffers()), data)
-    undos.append(recompute(module, plan))
+    undos.append(recompute(module, plan, ctx))
     engine = module
     if ctx.devices > 1 and ctx.mesh.shard > 1:
         engine, undo = spread(module, ctx, config.blocks or block_names(module))
@@ -117,7 +117,7 @@ def _sync(model: Wrapped, enabled: bool) -> Iterator[None]:  # noqa: FBT001
 
 
 def _apply(model: Wrapped, finish: Finish) -> Outcome:
-    outcome = _torch.apply(model, finish)
+    outcome = _buffers.apply(model, finish)
     if model.watch.steps < model.plan.accumulate:  # which made the optimizer's states
         split_states(model)
     _end(model)

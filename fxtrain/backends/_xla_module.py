@@ -40,9 +40,9 @@ def place(module: nn.Module, ctx: DistContext, *, downcast: bool) -> Undo:
     return undo if downcast else _nothing
 
 
-def recompute(module: nn.Module, plan: Plan) -> Undo:
+def recompute(module: nn.Module, plan: Plan, ctx: DistContext) -> Undo:
     """Recompute activations by torch_xla's means, and compile, as the plan says."""
-    return prepare_module(module, plan, _again)
+    return prepare_module(module, plan, ctx, _again)
 
 
 def spread(module: nn.Module, ctx: DistContext, blocks: Sequence[str]) -> tuple[nn.Module, Undo]:

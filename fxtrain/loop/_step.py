@@ -65,8 +65,7 @@ def _grader(
             with ops.autocast(model):
                 out = loss_fn(model, batch)
         loss, aux = _loss_and_aux(out)
-        check_loss(loss.total if type(loss) is Weighted else loss)
-        return _weights.share(loss, aux, batch, model, alone=alone)
+        return _weights.share(_scalar(loss), aux, batch, model, alone=alone)
 
     return grade
 
@@ -205,6 +204,16 @@ def _loss_and_aux(out: Any) -> tuple[Any, Any]:
     if whole is None:
         return loss, aux
     return (whole() if of is loss else attrs.evolve(loss, total=whole())), aux
+
+
+def _scalar(loss: Any) -> Any:
+    """A loss, checked; without the dimensions that torch's backward would drop."""
+    total = loss.total if type(loss) is Weighted else loss
+    check_loss(total)
+    if total.ndim == 0:
+        return loss
+    total = total.reshape(())
+    return attrs.evolve(loss, total=total) if type(loss) is Weighted else total
 
 
 def _update(ctx: DistContext, batch: Batch, fns: StepFns, share: Share, *, alone: bool) -> Outcome:

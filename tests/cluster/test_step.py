@@ -329,6 +329,83 @@ def test_a_loss_that_cannot_be_trained_on_is_refused(ctx, name):
         fx.step(ctx, _one_batch(ctx), fx.StepFns(model=model, loss=loss))
 
 
+ONE_ENTRY = {
+    "mean": lambda m, b: _loss(m, b),
+    "weighted": lambda m, b: fx.Weighted(_loss(m, b) * 4, 4),
+}
+
+
+@pytest.mark.parametrize("nonfinite", ["ignore", "skip", "raise"])
+@pytest.mark.parametrize("name", ONE_ENTRY)
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_loss_of_one_entry_is_a_scalar(ctx, name, shape, nonfinite):
+    def shaped(m, b):
+        loss = ONE_ENTRY[name](m, b)
+        if isinstance(loss, fx.Weighted):
+            return fx.Weighted(loss.total.reshape(shape), loss.weight)
+        return loss.reshape(shape)
+
+    plan = fx.Plan(nonfinite=nonfinite, accumulate=2)
+    (one, scalars), (other, shapes) = (
+        _train(ctx, plan, epochs=1, loss=loss) for loss in (ONE_ENTRY[name], shaped)
+    )
+    assert all(map(torch.equal, one.parameters(), other.parameters()))
+    assert [float(a.loss) for a in scalars] == [float(b.loss) for b in shapes]
+    assert all(report.loss.shape == () for report in shapes)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_and_works_by_hand(ctx):
+    for lbfgs in (torch.optim.LBFGS, lambda p: {"a": SGD(p), "b": torch.optim.LBFGS(p)}):
+        with pytest.raises(fx.PlanError, match=r"LBFGS\.step needs a closure.*without an opt"):
+            fx.wrap(_net(), ctx, optimizer=lbfgs)
+    net = _net()
+    with pytest.raises(fx.PlanError, match="closure"):
+        fx.wrap(net, ctx, optimizer=torch.optim.LBFGS(net.parameters()))
+    model, batch = fx.wrap(net, ctx), _one_batch(ctx)
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = _loss(model, batch)
+        loss.backward()
+        return loss
+
+    before = float(optimizer.step(closure))
+    assert float(_loss(model, batch)) < before
+
+
+class _Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = nn.Linear(8, 2), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def _with_unused(ctx, strategy, accumulate):
+    plan = fx.Plan(strategy=strategy, accumulate=accumulate)
+    model = fx.wrap(_Unused(), ctx, plan, optimizer=SGD)
+    fns, words = fx.StepFns(model=model, loss=_loss), []
+    for batch in fx.shard(DataLoader(_data(), batch_size=4), ctx, plan):
+        try:
+            fx.step(ctx, batch, fns)
+        except fx.StepError as error:
+            words.append(str(error))
+    return words
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_parameter_without_gradient_is_named_with_what_allows_it(pair, accumulate):
+    for words in pair.run(_with_unused, fx.DDP(), accumulate):
+        assert words
+        for text in words:
+            assert "reached 2 of 4; without a gradient: spare.weight, spare.bias." in text
+            assert "fx.DDP(unused_parameters=True)" in text
+    assert pair.run(_with_unused, fx.DDP(unused_parameters=True), accumulate) == [[], []]
+    assert pair.run(_with_unused, fx.FSDP(), accumulate) == [[], []]
+
+
 def test_step_refuses_what_is_no_batch_and_no_trained_model(ctx):
     model = fx.wrap(_net(), ctx, optimizer=SGD)
     with pytest.raises(fx.StepError, match=r"fx\.shard"):
@@ -391,6 +468,69 @@ def test_modules_of_torch_itself_are_compiled_too(ctx):
     net = nn.Sequential(nn.Linear(2, 2), nn.GELU())
     fx.wrap(net, ctx, fx.Plan(compile=fx.Compile(backend="eager")))(torch.ones(1, 2))
     assert counters["stats"]["unique_graphs"] == 1
+
+
+class _Blocks(nn.Module):
+    """Of torch's modules, in a loop that torch leaves at the first hook inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+COMPILED = {
+    "a Sequential": (lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2)), ()),
+    "a module": (_Blocks, ()),
+    "blocks": (_Blocks, ("Sequential",)),
+}
+
+
+def _compiled(ctx, name, strategy):
+    from torch._dynamo.utils import counters
+
+    make, blocks = COMPILED[name]
+    torch.compiler.reset()
+    counters.clear()
+    compile_ = fx.Compile(backend="eager", blocks=blocks)
+    losses = {}
+    for plan in (fx.Plan(strategy=strategy), fx.Plan(strategy=strategy, compile=compile_)):
+        torch.manual_seed(0)
+        net = make()
+        before = {path: "forward" in vars(part) for path, part in net.named_modules()}
+        model, reports = _train(ctx, plan, net=net, epochs=1)
+        losses[plan] = [float(report.loss) for report in reports]
+    fx.unwrap(model)
+    undone = before == {path: "forward" in vars(part) for path, part in net.named_modules()}
+    return [*losses.values()], counters["stats"]["calls_captured"], undone
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("strategy", [fx.FSDP(), fx.FSDP(wrap=("Linear",))], ids=["", "linear"])
+@pytest.mark.filterwarnings("ignore:.*FSDP.*:UserWarning")
+def test_what_stands_behind_hooks_of_fsdp_is_compiled(pair, name, strategy):
+    for (plain, compiled), calls, undone in pair.run(_compiled, name, strategy):
+        assert compiled == pytest.approx(plain, rel=1e-5)
+        assert calls >= 2 and undone
+
+
+def test_it_is_told_how_many_graphs_were_compiled(ctx, caplog):
+    plan = fx.Plan(compile=fx.Compile(backend="eager"))
+    with caplog.at_level("INFO", logger="fxtrain.compile"):
+        model = fx.wrap(nn.Sequential(nn.Linear(2, 2)), ctx, plan)
+        model(torch.ones(1, 2)), model(torch.ones(1, 2))
+    assert [one.message for one in caplog.records] == [
+        "torch.compile made 1 graphs of Sequential, 1 so far"
+    ]
+    caplog.clear()
+    left = torch.compiler.disable(nn.Linear(2, 2))
+    fx.wrap(nn.Sequential(left), ctx, plan)(torch.ones(1, 2))
+    assert "made no graph of Sequential" in caplog.text
 
 
 def test_eval_and_train_modes(ctx):

@@ -1,0 +1,176 @@
+"""Buffers that training changes: evaluation gives the same on every rank, as under torch's DDP."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import fxtrain as fx
+from tests.cluster._models import PIPELINES
+
+SGD = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
+
+
+def _net():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+        return nn.Sequential(*layers, nn.Linear(8, 3)).double()
+
+
+def _data(n=64):
+    rows = torch.randn(n, 6, generator=torch.Generator().manual_seed(1), dtype=torch.double)
+    return DataLoader(rows, batch_size=4)
+
+
+def _loss(model, batch):
+    return model(batch.data).square().mean()
+
+
+@torch.no_grad()
+def _evaluated(model):
+    model.eval()
+    out = model(torch.ones(2, 6, dtype=torch.double))
+    model.train()
+    return out
+
+
+def _by_torch(ctx, batches, plan):
+    """What a loop on torch's own DDP evaluates to, once a window."""
+    engine = DistributedDataParallel(_net(), process_group=ctx.comm.group)
+    optimizer = SGD(engine.parameters())
+    found = []
+    for number, batch in enumerate(batches, 1):
+        engine.require_backward_grad_sync = plan.sync_each or number % plan.accumulate == 0
+        (engine(batch.data).square().mean() / plan.accumulate).backward()
+        if number % plan.accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(_evaluated(engine))
+    return found
+
+
+def _trained(ctx, plan, compared, mesh=None):
+    if mesh is not None:
+        with fx.detect(device="cpu", mesh=mesh) as meshed:
+            return _trained(meshed, plan, compared)
+    model = fx.wrap(_net(), ctx, plan, optimizer=SGD)
+    batches = list(fx.shard(_data(), ctx, plan))
+    fns = fx.StepFns(model=model, loss=_loss)
+    found = [_evaluated(model) for batch in batches if fx.step(ctx, batch, fns).applied]
+    return found, _by_torch(ctx, batches, plan) if compared else None
+
+
+PLANS = {
+    "ddp": fx.Plan(),
+    "windows": fx.Plan(accumulate=2),
+    "sync_each": fx.Plan(accumulate=2, sync_each=True),
+    "any graph": fx.Plan(strategy=fx.DDP(unused_parameters=True)),
+    "static graph": fx.Plan(strategy=fx.DDP(static_graph=True)),
+    "shared optimizer": fx.Plan(strategy=fx.DDP(shard_optimizer=True)),
+    "fsdp": fx.Plan(strategy=fx.FSDP(wrap=("Linear",))),
+    "fsdp, windows": fx.Plan(strategy=fx.FSDP(), accumulate=2),
+    "fsdp, whole": fx.Plan(strategy=fx.FSDP(mode="none")),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.filterwarnings("ignore:.*FSDP.*:UserWarning")
+def test_every_rank_evaluates_as_torchs_ddp_does(pair, name):
+    runs = pair.run(_trained, PLANS[name], True)
+    for found, by_torch in runs:
+        torch.testing.assert_close(found, by_torch)
+        assert all(map(torch.equal, found, runs[0][0])) and len(found) >= 4
+
+
+@PIPELINES
+def test_replicas_of_stages_evaluate_alike(clusters):
+    plan = fx.Plan(strategy=fx.PP(split=("2",), microbatches=2))
+    mesh = fx.Mesh(replicate=2, pipeline=2)
+    runs = [found for found, _ in clusters[4].run(_trained, plan, False, mesh)]
+    assert all(torch.equal(one[-1], runs[0][-1]) for one in runs)
+
+
+def _sharded_copies(ctx):
+    plan = fx.Plan(strategy=fx.FSDP(), local=fx.LocalSGD(every=4))
+    with fx.detect(device="cpu", mesh=fx.Mesh(replicate=2, shard=2)) as meshed:
+        return _trained(meshed, plan, compared=False)[0]
+
+
+def test_ranks_of_a_copy_evaluate_alike_and_copies_where_a_round_ends(clusters):
+    runs = clusters[4].run(_sharded_copies)
+    assert torch.equal(runs[0][1], runs[1][1]) and not torch.equal(runs[0][1], runs[2][1])
+    assert all(torch.equal(one[3], runs[0][3]) for one in runs)
+
+
+def _one_rank_evaluates(ctx):
+    model = fx.wrap(_net(), ctx, optimizer=SGD)
+    fns = fx.StepFns(model=model, loss=_loss)
+    for number, batch in enumerate(fx.shard(_data(), ctx)):
+        if number % 3 == ctx.rank:
+            _evaluated(model)
+        fx.step(ctx, batch, fns)
+    return _evaluated(model) if ctx.rank else None
+
+
+def test_a_rank_may_evaluate_by_itself_at_any_time(pair):
+    alone = pair.run(_one_rank_evaluates)[1]
+    (together, _), _ = pair.run(_trained, fx.Plan(), False)
+    assert torch.equal(alone, together[-1])
+
+
+def _by_hand(ctx, how):
+    model = fx.wrap(_net(), ctx, optimizer=SGD)
+    for batch in fx.shard(_data(), ctx):
+        if how == "sync":
+            with fx.ops.sync(model):
+                fx.ops.backward(_loss(model, batch), model)
+        else:
+            _loss(model, batch).backward()
+        if how == "torch":
+            model.optimizer.step()
+            model.optimizer.zero_grad()
+        else:
+            fx.ops.apply(model)
+    return _evaluated(model)
+
+
+@pytest.mark.parametrize("how", ["sync", "apply", "torch"])
+def test_loops_by_hand_evaluate_alike_too(pair, how):
+    (together, _), _ = pair.run(_trained, fx.Plan(), False)
+    for out in pair.run(_by_hand, how):
+        torch.testing.assert_close(out, together[-1])
+
+
+def test_buffers_stay_apart_if_asked(pair):
+    plan = fx.Plan(strategy=fx.DDP(sync_buffers=False))
+    (first, _), (second, _) = pair.run(_trained, plan, False)
+    assert not torch.equal(first[0], second[0])
+
+
+class _Table(nn.Module):
+    """Reads a buffer that no state_dict holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("table", torch.ones(6), persistent=False)
+
+    def forward(self, x):
+        return self.linear(x * self.table)
+
+
+def _broadcasts(ctx, strategy):
+    from fxtrain.testing import count_collectives
+
+    model = fx.wrap(_Table().double(), ctx, fx.Plan(strategy=strategy), optimizer=SGD)
+    fns = fx.StepFns(model=model, loss=_loss)
+    batches = list(fx.shard(_data(), ctx))
+    with count_collectives() as traffic:
+        fx.step(ctx, batches[0], fns)
+    return traffic.counts.get("broadcast", 0)
+
+
+def test_tables_that_forward_only_reads_are_not_sent_by_fsdp(pair):
+    assert pair.run(_broadcasts, fx.FSDP()) == [0, 0]
