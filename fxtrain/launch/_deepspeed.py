@@ -41,8 +41,8 @@ def read_hosts(text: str) -> Hosts:
         if found is None or found[1] in hosts:
             what = "this is none" if found is None else f"{found[1]} appears twice"
             raise LaunchError(
-                f"Line {number} of the hostfile is {line.strip()[:_SHOWN]!r}; a line is a machine's "
-                f"name and its slots, `worker-0 slots=8`, and {what}."
+                f"Line {number} of the hostfile is {line.strip()[:_SHOWN]!r}; a line is a "
+                f"machine's name and its slots, `worker-0 slots=8`, and {what}."
             )
         hosts[found[1]] = tuple(range(int(found[2])))
     if not hosts:
