@@ -100,6 +100,13 @@ def test_a_damaged_config_of_deepspeed_is_read_or_refused(folder, how, data):
     only(fx.PlanError, fx.deepspeed_config, plan)
 
 
+@pytest.mark.parametrize("slots", ["9" * 12, "9" * 5000])
+def test_a_machine_has_not_so_many_slots(folder, slots):
+    path = _write(folder / "hosts", f"a slots={slots}\n")
+    spec = LaunchSpec(target=__file__, launcher="deepspeed", options={"hostfile": str(path)})
+    assert not only(fx.LaunchError, prepare, spec)
+
+
 @given(data=st.data())
 def test_a_damaged_hostfile_is_read_or_refused(folder, data):
     path = _write(folder / "hosts", data.draw(damaged(HOSTS.encode())))

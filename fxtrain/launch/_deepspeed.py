@@ -12,7 +12,9 @@ __all__ = ["Hosts", "deepspeed_argv", "filter_hosts", "read_hosts", "world_info"
 
 Hosts = dict[str, tuple[int, ...]]  # name of a machine to the slots in use, in order
 
-_LINE = re.compile(r"(\S+)\s+slots=(\d+)(?:\s.*)?")
+# No machine has 10,000 slots: they are listed one by one.
+_LINE = re.compile(r"(\S{1,255})\s+slots=(\d{1,4})(?:\s.*)?")
+_SHOWN = 200  # letters of a line
 _FAN_OUT = 1024  # that of DeepSpeed's runner
 
 
@@ -37,10 +39,10 @@ def read_hosts(text: str) -> Hosts:
             continue
         found = _LINE.fullmatch(words)
         if found is None or found[1] in hosts:
-            what = "this is none" if found is None else f"{found[1]} comes twice"
+            what = "this is none" if found is None else f"{found[1]} appears twice"
             raise LaunchError(
-                f"Line {number} of the hostfile is {line.strip()!r}; a line is a machine's name "
-                f"and its slots, `worker-0 slots=8`, and {what}."
+                f"Line {number} of the hostfile is {line.strip()[:_SHOWN]!r}; a line is a "
+                f"machine's name and its slots, `worker-0 slots=8`, and {what}."
             )
         hosts[found[1]] = tuple(range(int(found[2])))
     if not hosts:

@@ -29,7 +29,7 @@ def test_a_hostfile_is_read_in_its_order():
     [
         ("worker-0", "this is none"),
         ("worker-0 slots=many", "this is none"),
-        ("a slots=1\na slots=2", "Line 2 .* a comes twice"),
+        ("a slots=1\na slots=2", "Line 2 .* a appears twice"),
         ("# nothing", "names no machine"),
     ],
 )
