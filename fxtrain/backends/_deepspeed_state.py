@@ -286,8 +286,8 @@ def _make_states(
         optimizer.state.pop(master, None)
     for one in trained:
         kept = made[one.master]
-        state = states.get(one.name)
-        for key in state["keys"] if state else ():
+        state = states.get(one.name) or {"keys": (), "plain": {}}
+        for key in state["keys"]:
             if key in state["plain"]:
                 kept.setdefault(key, state["plain"][key])
             elif key == "step" or not saved.shapes[_place(one, key)][0]:
