@@ -43,7 +43,12 @@ def place_of(path: Any) -> Place:
         raise CheckpointError(f"{path!r} is not a path: it holds a NUL character.")
     if isinstance(path, str) and "://" in path and not path.startswith("file://"):
         fsspec = optional("fsspec", extra="remote", needed_by=f"The checkpoint folder {path!r}")
-        system, inside = fsspec.core.url_to_fs(path)
+        if not path.partition("://")[2].strip("/"):
+            raise CheckpointError(f"{path}: this address names no folder. Add a host or bucket.")
+        try:
+            system, inside = fsspec.core.url_to_fs(path)
+        except (ImportError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: fsspec cannot open this address: {error}") from error
         return Remote(system, inside.rstrip("/"), path.rstrip("/"))
     if problem := path_problem(path):
         raise CheckpointError(f"The path of a checkpoint: {problem}.")

@@ -119,7 +119,7 @@ def _value(flag: Flag, value: Any) -> Any:
 
 def _variable(word: str) -> str:
     """NAME=VALUE; of a name alone the value here, so that no secret is in a command line."""
-    if "=" in word:
+    if not word.isidentifier():  # NAME=VALUE, or what the record refuses
         return word
     if word not in os.environ:
         raise LaunchError(

@@ -1,5 +1,6 @@
 """From arguments to a command and an exit code."""
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -30,8 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         2
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    if any("\0" in word for word in words):
-        click.echo("fxtrain: an argument holds a null character, which no path can.", err=True)
+    if not all(map(_is_argument, words)):
+        click.echo(
+            "fxtrain: an argument holds a null or another character that no program can be given.",
+            err=True,
+        )
         return int(Exit.WRONG)
     try:
         return int(program().main(words, prog_name="fxtrain", standalone_mode=False) or 0)
@@ -40,6 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(error.exit_code)
     except click.Abort:
         return int(Exit.INTERRUPTED)
+
+
+def _is_argument(word: str) -> bool:
+    """Whether the system could hand a word to a program, or take it as a path."""
+    try:
+        return b"\0" not in os.fsencode(word)
+    except UnicodeEncodeError:
+        return False
 
 
 def program() -> click.Group:

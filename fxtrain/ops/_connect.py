@@ -97,8 +97,11 @@ def detect(
     variables = os.environ if env is None else env
     key = key_of(variables.get(SECRET, ""))
     if timeout_s is not None and not _is_time(timeout_s):
+        # Python refuses to write numbers of thousands of digits.
+        large = isinstance(timeout_s, int) and timeout_s > LONGEST_S
+        shown = "..." if large else repr(timeout_s)
         raise ContextError(
-            f"detect(timeout_s={timeout_s!r:.50}): a timeout is a number of seconds > 0, at most "
+            f"detect(timeout_s={shown}): a timeout is a number of seconds > 0, at most "
             f"{LONGEST_S:.0f}."
         )
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)

@@ -2,15 +2,27 @@
 
 import json
 import math
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain.testing import count_collectives
-from tests.deepspeed._ranks import adamw, grouped, mean, net, on_rank, rows, train, values
+from tests.deepspeed._ranks import (
+    adamw,
+    grouped,
+    mean,
+    net,
+    on_rank,
+    rows,
+    train,
+    values,
+    whole_state,
+)
 
 pytestmark = pytest.mark.deepspeed
 
@@ -139,3 +151,48 @@ def _in_a_window(ctx, folder):
 def test_an_open_window_is_not_saved(pair, tmp_path):
     for message in pair.run(_in_a_window, str(tmp_path)):
         assert "report.applied is true" in message
+
+
+class _Spare(nn.Module):
+    """With a layer that no forward uses, so that it has no state of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = net(), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@on_rank
+def _to_flat_lists(ctx, stage, folder, later):
+    """States of replicas, those that DeepSpeed takes over, and what it warns of."""
+    plan = fx.Plan(strategy=fx.DDP(unused_parameters=True))
+    model = fx.wrap(_Spare(), ctx, plan, optimizer=adamw)
+    batch = next(iter(fx.shard(DataLoader(rows(), batch_size=4), ctx, plan)))
+    fx.step(ctx, batch, fx.StepFns(model=model, loss=mean))
+    if later:
+        model.optimizer.state[model.module.used[0].bias]["step"].fill_(5)
+    fx.save(folder, ctx, model, position=batch.position)
+    before, _ = whole_state(ctx, model)
+    other = fx.wrap(_Spare(), ctx, fx.Plan(strategy=fx.DeepSpeed(stage=stage)), optimizer=adamw)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fx.restore(folder, ctx, other)
+    after, _ = whole_state(ctx, other)
+    values(other)
+    return before, after, [str(one.message) for one in said if "different values" in str(one)]
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parameters_without_states_and_with_other_counts(pair, tmp_path, stage, later):
+    for before, after, said in pair.run(_to_flat_lists, stage, str(tmp_path), later):
+        for name, value in before.items():
+            if not name.endswith(".step"):
+                assert torch.equal(after[name].view(value.shape), value), name
+        spare = [value for name, value in after.items() if "optimizer.0.spare" in name]
+        assert all(not value.any() for value in spare if value.dim())
+        assert bool(said) == (later and stage > 0)
+        steps = {float(value) for name, value in after.items() if name.endswith(".step")}
+        assert steps == ({1.0, 5.0} if later and stage == 0 else {5.0} if later else {1.0})
