@@ -336,14 +336,14 @@ def check_open(model: Wrapped, call: str, kind: type[FxError] = StepError) -> No
     """
     if "unwrap" in model.closed:
         raise kind(
-            f"{call}: fx.unwrap gave this model's module back and closed its handle. To train "
-            f"on, wrap the module again. To get whole weights during training, use "
-            f"fx.weights(model) or `with fx.gathered(model) as net:` in the place of fx.unwrap."
+            f"{call}: fx.unwrap gave this model's module back and closed its handle. To continue "
+            f"training, wrap the module again. To get whole weights during training, use "
+            f"fx.weights(model) or `with fx.gathered(model) as net:` instead of fx.unwrap."
         )
     if model.closed:
         raise kind(
             f"{call}: fx.gathered has put whole weights into this model's module until its block "
-            f"ends. Inside of the block use the module that it gave, and call this after the block."
+            f"ends. Use the module that it yields inside the block, and call this after the block."
         )
 
 

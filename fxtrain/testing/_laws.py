@@ -161,7 +161,9 @@ def whole_weights_change_nothing(
     task = Task(plan=attrs.evolve(plan, accumulate=2), mesh=mesh, dtype=terms.dtype)
     runs = ranks.run(on_ranks, task)
     for run, looked in zip(runs, ranks.run(on_ranks, attrs.evolve(task, look=True)), strict=True):
-        assert looked.losses == run.losses, f"losses are {looked.losses}, unseen {run.losses}"
+        assert looked.losses == run.losses, (
+            f"losses are {looked.losses}, without a look {run.losses}"
+        )
         for name, value in run.parameters.items():
             assert torch.equal(looked.parameters[name], value), f"{name} differs after a look"
             assert torch.equal(looked.seen[name], value), f"{name} was another when looked at"

@@ -287,6 +287,15 @@ def _late(run):
     return attrs.evolve(run, losses=[*run.losses[:-1], run.losses[-1] * (1 + 1e-6)])
 
 
+def _seen(change):
+    """Of two runs, the one whose weights were looked at."""
+    return lambda run: change(run) if run.seen else run
+
+
+def _other_weights(run):
+    return attrs.evolve(run, seen={**run.seen, "gain": run.seen["gain"] + 1e-15})
+
+
 BROKEN = [
     ("same_as_one_process", 2, _late, "losses are"),
     ("same_as_one_process", 2, _moved("gain"), "rank 1 of 2, gain"),
@@ -304,6 +313,9 @@ BROKEN = [
     ("non_finite_skips_everywhere", 2, _moved("gain"), "rank 1 of 2, gain"),
     ("resumes_where_it_stopped", 2, _late, "without a stop"),
     ("resumes_where_it_stopped", 2, _moved("gain", 1e-15), "gain differs after going on"),
+    ("whole_weights_change_nothing", 2, _seen(_late), "without a look"),
+    ("whole_weights_change_nothing", 2, _seen(_moved("gain", 1e-15)), "differs after a look"),
+    ("whole_weights_change_nothing", 2, _seen(_other_weights), "gain was another"),
     ("one_rank_is_the_loop", 1, _moved("gain", 1e-15), "differs from the loop"),
     ("unwrap_gives_the_module_back", 2, lambda changes: ["hooks"], "after unwrap: hooks"),
 ]
