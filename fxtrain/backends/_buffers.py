@@ -47,7 +47,8 @@ def _saved(module: nn.Module) -> Iterator[Tensor]:
     seen: set[int] = set()
     for part in module.modules():
         for name, buffer in part._buffers.items():
-            saved = buffer is not None and name not in part._non_persistent_buffers_set
-            if saved and id(buffer) not in seen and not hasattr(buffer, "device_mesh"):
+            if buffer is None or name in part._non_persistent_buffers_set:
+                continue
+            if id(buffer) not in seen and not hasattr(buffer, "device_mesh"):
                 seen.add(id(buffer))
                 yield buffer.detach()
