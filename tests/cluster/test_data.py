@@ -58,7 +58,8 @@ def test_ranks_with_equal_data_agree(cluster):
 def test_ranks_whose_data_differs_say_so_on_every_rank(pair):
     for outcome in pair.outcomes(_read, [8, 6], {"batch_size": 2}):
         assert isinstance(outcome, CollectiveError)
-        assert "iterating" in str(outcome) and "(8, " in str(outcome) and "(6, " in str(outcome)
+        assert "iterating" in str(outcome)
+        assert "rows: 8" in str(outcome) and "rows: 6" in str(outcome)
 
 
 def _read_from(ctx, indices):
