@@ -62,9 +62,8 @@ def _seconds(ctx, plan, count, folder):
     run, weights = f"{folder}/{count}", f"{folder}/{count}-weights"
     timed("save", lambda: fx.save(run, ctx, model, position=batches[1].position))
     timed("restore", lambda: fx.restore(run, ctx, model))
-    if plan.strategy != fx.DeepSpeed(stage=3):
-        timed("export", lambda: fx.export(model, weights))
-        timed("load_model", lambda: fx.load_model(weights, model))
+    timed("export", lambda: fx.export(model, weights))
+    timed("load_model", lambda: fx.load_model(weights, model))
     return taken
 
 
