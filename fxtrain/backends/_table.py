@@ -20,7 +20,7 @@ from fxtrain.backends._single import SINGLE
 from fxtrain.backends._xla import XLA_STRATEGY
 from fxtrain.ops._plans import agree_plans
 from fxtrain.ops._whole import plain_name
-from fxtrain.state import DistContext, Plan, Strategy, Wrapped, check_open
+from fxtrain.state import DistContext, Plan, Strategy, Wrapped, check_connected, check_open
 
 __all__ = ["STRATEGIES", "problems_of", "strategies", "unwrap", "wrap"]
 
@@ -107,6 +107,7 @@ def wrap(
         torch.Size([3, 1])
     """
     _check_types(model, ctx, plan)
+    check_connected("wrap", ctx)
     if ctx.world_size > 1:
         factories = {"optimizer": optimizer, "scheduler": scheduler}
         given = {name: "none" if one is None else "given" for name, one in factories.items()}

@@ -17,7 +17,15 @@ from fxtrain.checkpoint._read import Reader, open_reader
 from fxtrain.checkpoint._snapshot import by_name
 from fxtrain.checkpoint._templates import load_into
 from fxtrain.checkpoint._values import decode
-from fxtrain.state import DistContext, Plan, Position, Saved, Wrapped, structure
+from fxtrain.state import (
+    DistContext,
+    Plan,
+    Position,
+    Saved,
+    Wrapped,
+    check_connected,
+    structure,
+)
 
 __all__ = ["Restored", "restore"]
 
@@ -97,6 +105,7 @@ def restore(
         ...     fx.restore(folder, ctx, model).extra
         {'best': 0.5}
     """
+    check_connected("restore", ctx)
     models = by_name(model)
     problem: BaseException | None = None
     restored = None

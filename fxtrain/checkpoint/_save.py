@@ -24,7 +24,7 @@ from fxtrain.checkpoint._snapshot import Snapshot, by_name, snapshot
 from fxtrain.checkpoint._staging import Staging, stage
 from fxtrain.checkpoint._views import pieces_of, raise_all, view_of
 from fxtrain.checkpoint._write import Written, tables, write_file
-from fxtrain.state import DistContext, Position, Wrapped
+from fxtrain.state import DistContext, Position, Wrapped, check_connected
 
 __all__ = ["save", "save_alone"]
 
@@ -96,6 +96,7 @@ def save(
         ...     fx.latest(folder)[-17:]
         'update-0000000007'
     """
+    check_connected("save", ctx)
     keep = keep_of(keep_last, keep_every, keep_best, best, metric)
     models = by_name(model)
     if not isinstance(position, Position):

@@ -19,7 +19,7 @@ from fxtrain.data._slices import Layout
 from fxtrain.data._source import RowSlots, Source, row_source, stream_source
 from fxtrain.data._steps import Cursor, Step, to_epoch
 from fxtrain.ops._plans import agree_plans
-from fxtrain.state import Batch, DistContext, Plan, Position
+from fxtrain.state import Batch, DistContext, Plan, Position, check_connected
 
 __all__ = ["Sharded", "shard"]
 
@@ -168,6 +168,7 @@ class Sharded:
             self._trail.passes += 1
 
     def _batches(self) -> Iterator[Batch]:
+        check_connected("iterating", self.ctx)
         if self.position.is_last:
             return
         self._agree()
@@ -299,3 +300,4 @@ def _check_types(loader: Any, ctx: Any, plan: Any) -> None:
             f"shard: plan is a {type(plan).__name__}, not an fx.Plan. For example: "
             f"fx.shard(loader, ctx, fx.Plan(seed=7))."
         )
+    check_connected("shard", ctx)

@@ -21,6 +21,7 @@ from fxtrain.state import (
     Share,
     Weighted,
     Wrapped,
+    check_connected,
     check_open,
     is_alone,
 )
@@ -128,7 +129,8 @@ def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
     Raises:
         StepError: the loss is not a scalar with a gradient, the model has no optimizer or was
             unwrapped, or values are non-finite under `nonfinite="raise"`.
-        CollectiveError: a rank did not come.
+        ContextError: the context is closed.
+        CollectiveError: a rank never joins.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -150,6 +152,8 @@ def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
     model = fns.model
     if model.closed:
         check_open(model, "step")
+    if ctx.comm.ledger.closed:
+        check_connected("step", ctx)
     if not model.optimizers:
         raise StepError(
             "step: this model has no optimizer. Wrap it with one: fx.wrap(net, ctx, plan, "

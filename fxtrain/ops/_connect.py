@@ -127,6 +127,8 @@ def close(ctx: DistContext) -> None:
         Waits for saves in the background. Destroys the process groups that `detect` opened:
         where torch's was there before, only those beside it.
 
+        Every later call with the context or one of its axes is a ContextError.
+
     Raises:
         FxError: a save in the background had failed, and nobody had asked for its result.
 
@@ -272,6 +274,8 @@ def _open_axes(
         else:
             part = opened[real] = _open_part(comm, name, parts, mine, wait, device)
             packets_of(part, mine.index(rank))
+        if part is not comm:
+            comm.ledger.parts.add(part.ledger)
         axes[name] = (mine.index(rank), part)
     return axes
 

@@ -7,6 +7,7 @@ import torch
 from torch import distributed as dist
 
 from fxtrain.ops._packets import packets_of
+from fxtrain.ops._views import known_context
 from fxtrain.ops._wire import settle
 from fxtrain.state import Comm, DistContext, Ledger
 
@@ -30,7 +31,9 @@ def duplicate(ctx: DistContext) -> DistContext:
         ...     fx.ops.duplicate(ctx).world_size
         1
     """
+    known_context("duplicate", ctx)
     comm, fresh = ctx.comm, Ledger(owner=None)
+    comm.ledger.parts.add(fresh)
     if ctx.world_size == 1 or comm.simulated:
         return attrs.evolve(ctx, comm=attrs.evolve(comm, close=Comm().close, ledger=fresh))
     settle(ctx)

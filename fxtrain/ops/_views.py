@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtrain._errors import CollectiveError, ContextError
-from fxtrain.state import DistContext
+from fxtrain.state import DistContext, check_connected
 
 __all__ = ["broken", "by_rank", "call_site", "known_context", "known_rank", "lost", "mismatch"]
 
@@ -23,6 +23,8 @@ def known_context(op: str, ctx: object) -> None:
             f"{op}: ctx is a {type(ctx).__name__}, not a context. The value comes first, the "
             f"context after: ops.gather(tree, ctx), with ctx = fx.detect()."
         )
+    if ctx.comm.ledger.closed:
+        check_connected(op, ctx)
 
 
 def known_rank(op: str, src: int, ctx: DistContext) -> None:

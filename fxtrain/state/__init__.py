@@ -1,7 +1,7 @@
 """Records: everything that decides behaviour, as values."""
 
 from fxtrain.state._batch import Batch, Report, Weighted
-from fxtrain.state._context import Comm, DistContext, Ledger
+from fxtrain.state._context import Comm, DistContext, Ledger, check_connected
 from fxtrain.state._convert import converter_for, fingerprint, structure, unstructure
 from fxtrain.state._deepspeed import DeepSpeed, FromConfig, from_config
 from fxtrain.state._diff import Change, diff
@@ -87,6 +87,7 @@ __all__ = [
     "Wrapped",
     "XLA",
     "axis_groups",
+    "check_connected",
     "check_open",
     "converter_for",
     "diff",

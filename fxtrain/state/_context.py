@@ -1,6 +1,7 @@
 """The context: which rank this is, of how many, on which device, and whom it can reach."""
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -9,10 +10,10 @@ import attrs
 import torch
 from torch import distributed as dist
 
-from fxtrain._errors import MeshError
+from fxtrain._errors import ContextError, MeshError
 from fxtrain.state._mesh import Mesh
 
-__all__ = ["Comm", "DistContext", "Ledger"]
+__all__ = ["Comm", "DistContext", "Ledger", "check_connected"]
 
 
 @attrs.define(eq=False)
@@ -36,6 +37,8 @@ class Ledger:
         packets: Room for what the ranks send each other.
         routes: Ways of small calls through it, by their form.
         opened: Process groups that were opened for this context, to be closed with it.
+        closed: The context was closed, so that no call can be made.
+        parts: Of the axes and duplicates of this communicator, which are closed with it.
     """
 
     owner: int | None = attrs.field(factory=threading.get_ident)
@@ -48,6 +51,14 @@ class Ledger:
     packets: Any = None
     routes: dict[Any, Any] = attrs.field(factory=dict)
     opened: list[Any] = attrs.field(factory=list)
+    closed: bool = False
+    parts: "weakref.WeakSet[Ledger]" = attrs.field(factory=weakref.WeakSet, repr=False)
+
+    def close(self) -> None:
+        """Refuse every later call, of the parts too."""
+        self.closed = True
+        for part in self.parts:
+            part.close()
 
 
 def _nothing(error: BaseException | None) -> None:
@@ -97,6 +108,7 @@ class Comm:
                     found = failed
                 else:
                     found.add_note(f"And in the background: {failed}")
+        self.ledger.close()
         self.close(found)
         if found is not None and error is None:
             raise found
@@ -174,7 +186,9 @@ class DistContext:
         if name in ("data", "loss", "replicate") and not self._axes:
             return self
         if name in self.mesh.sizes and not self._axes:
-            return attrs.evolve(self, rank=0, world_size=1, comm=Comm(), mesh=Mesh(replicate=1))
+            part = Comm(ledger=Ledger(closed=self.comm.ledger.closed))
+            self.comm.ledger.parts.add(part.ledger)
+            return attrs.evolve(self, rank=0, world_size=1, comm=part, mesh=Mesh(replicate=1))
         raise MeshError(
             f"ctx.axis({name!r}): this context has no such axis. "
             f"Its axes are data, loss, {', '.join(self.mesh.sizes)}."
@@ -190,3 +204,21 @@ class DistContext:
         trace: TracebackType | None,
     ) -> None:
         self.comm.finish(error)
+
+
+def check_connected(call: str, ctx: DistContext) -> None:
+    """Refuse a context that was closed.
+
+    Raises:
+        ContextError: it was; on every rank, before any of them waits.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.state.check_connected("step", ctx)
+    """
+    if ctx.comm.ledger.closed:
+        raise ContextError(
+            f"{call}: this context is closed; call fx.detect() again. fx.close(ctx), or the end of "
+            f"a `with` block of the context, closed it."
+        )
