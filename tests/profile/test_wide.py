@@ -42,7 +42,14 @@ def test_work_does_not_grow_with_the_shard_axis(monkeypatch):
         mesh = fx.Mesh(replicate=-1, shard=shard)
         run = fx.dry_run(functools.partial(by_steps, plan=_PLAN), world=_WORLD, mesh=mesh)
         blocks, rest = _parts(nn.Linear, shard), _parts(nn.BatchNorm1d, shard)
-        sent = {row.kind: (row.count, row.bytes) for row in run.step if row.axis == "shard"}
+        buffers = sum(buffer.nbytes for buffer in net().buffers())
+        (running,) = [row for row in run.step if row.kind == "broadcast"]
+        assert (running.count, running.bytes) == (2, buffers)  # one for each dtype
+        sent = {
+            row.kind: (row.count, row.bytes)
+            for row in run.step
+            if row.axis == "shard" and row is not running
+        }
         assert sent == {
             # Blocks are gathered again in backward.
             "all_gather": (3 + 3 + 1, 2 * blocks + rest),
