@@ -18,7 +18,7 @@ from fxtrain import ops
 from fxtrain._errors import MissingPackageError, PlanError
 from fxtrain._optional import optional
 from fxtrain.backends._deepspeed_entries import ZERO, device, section
-from fxtrain.backends._deepspeed_groups import sequence_groups, use_groups
+from fxtrain.backends._deepspeed_groups import release_groups, sequence_groups
 from fxtrain.ops._foreign import describe, ensure_group
 from fxtrain.state import DistContext, Plan
 
@@ -122,6 +122,7 @@ def connect(library: ModuleType, ctx: DistContext) -> None:
     if groups._WORLD_GROUP is not None and groups._WORLD_GROUP not in known:
         # A context that was closed and opened anew left DeepSpeed its destroyed groups.
         groups._release_process_group_references(None)
+    release_groups(library, ctx)
     if library.comm.is_initialized():
         return
     # Its shared-memory operator, compiled for half a minute, serves inference only.
@@ -152,8 +153,8 @@ def start(
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     given = copy.deepcopy(dict(config))
     made = sequence_groups(library, ctx)
-    use_groups(library, made)
     if made is not None:
+        library.utils.groups.mpu = made
         # From these it would make groups of its own, which lack the reduction over sequences.
         given.pop("sequence_parallel_size", None)
         given.pop("data_parallel_size", None)

@@ -8,7 +8,7 @@ from torch import distributed as dist
 
 from fxtrain.state import DistContext
 
-__all__ = ["SequenceGroups", "sequence_groups", "use_groups"]
+__all__ = ["SequenceGroups", "release_groups", "sequence_groups"]
 
 
 @attrs.frozen(eq=False)
@@ -76,8 +76,19 @@ def sequence_groups(library: ModuleType, ctx: DistContext) -> SequenceGroups | N
     return SequenceGroups(ctx, library.utils.groups._clone_world_group(), alone)
 
 
-def use_groups(library: ModuleType, made: SequenceGroups | None) -> None:
-    """Make these the groups that DeepSpeed keeps per process, in place of an earlier engine's."""
+def release_groups(library: ModuleType, ctx: DistContext) -> None:
+    """Take from DeepSpeed the groups that engines of another plan, mesh or context left it.
+
+    It keeps one set per process and never replaces them: a later engine would use those it finds.
+    """
     groups = library.utils.groups
-    if made is not None or isinstance(groups.mpu, SequenceGroups):
-        groups.mpu = made
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # engines keep their own
+    if isinstance(groups.mpu, SequenceGroups) and groups.mpu.ctx is not ctx:
+        groups.mpu = None
+    ranks = dist.distributed_c10d._world.pg_group_ranks
+    if tuple(ranks.get(groups._TENSOR_MODEL_PARALLEL_GROUP, ())) == ctx.axis("tensor").comm.ranks:
+        return
+    groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = None
+    groups._DATA_PARALLEL_GROUP = None
+    if groups.mpu is groups:
+        groups.mpu = None

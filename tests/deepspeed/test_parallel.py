@@ -183,3 +183,50 @@ def test_ranks_that_share_weights_train_as_one_process(pair, tmp_path, stage):
         assert norms == pytest.approx(right, rel=1e-4)
         torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
         assert all("save_16bit_model" in each for each in words)
+
+
+@on_rank
+def _one_after_the_other(ctx, sizes):
+    """The norms of an engine per number of tensor ranks, and how many weights of a layer it has."""
+    found = []
+    for size in sizes:
+        with on_mesh(ctx, fx.Mesh(tensor=size)) as placed:
+            specs = {"use_default_specs": False, "layer_specs": CUTS}
+            config = {"tensor_parallel": {"partition_config": specs}} if size > 1 else None
+            strategy = fx.DeepSpeed(stage=1, tensor_parallel=size, config=config)
+            plan = fx.Plan(strategy=strategy, clip_norm=0.5)
+            model = fx.wrap(_net(), placed, plan, optimizer=sgd)
+            held = model.module[0].self_attn.q_proj.weight.numel()
+            found.append((held, [_update(model, _rows()) for _ in range(3)]))
+            model.engine.destroy()
+    return found
+
+
+def test_engines_of_different_meshes_follow_each_other(clusters):
+    sizes = (4, 2, 1, 2)
+    _, right = _by_hand()
+    for found in clusters[4].run(_one_after_the_other, sizes):
+        assert [held for held, _ in found] == [256 // size for size in sizes]
+        for _, norms in found:
+            assert norms == pytest.approx(right, rel=1e-4)
+
+
+@on_rank
+def _second_copies(ctx, sizes):
+    """Ranks that share a second copy of the parameters, per engine."""
+    found = []
+    for size in sizes:
+        plan = fx.Plan(strategy=fx.DeepSpeed(stage=3, partial_ranks=size))
+        with fx.zero_init(ctx, plan):
+            net = _net()
+        model = fx.wrap(net, ctx, plan, optimizer=sgd)
+        group = next(net.parameters()).ds_zero_param_process_group
+        again = model.engine.optimizer.parameter_offload.zero_param_parallel_group
+        found.append([one and one.size() for one in (group, again)])
+        model.engine.destroy()
+    return found
+
+
+def test_each_engine_has_the_second_copies_of_its_own_plan(clusters):
+    right = [[2, 2], [None, None], [4, 4], [4, 4]]
+    assert clusters[4].run(_second_copies, (2, None, 4, 4)) == [right] * 4
