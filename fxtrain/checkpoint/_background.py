@@ -118,8 +118,6 @@ def earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving | None:
     Raises:
         CheckpointError: it failed.
     """
-    if busy not in ("wait", "skip"):
-        raise CheckpointError(f"save(busy={busy!r}): choose 'wait' or 'skip'.")
     tasks = ctx.comm.ledger.tasks
     if not tasks:
         return None

@@ -18,6 +18,7 @@ import attrs
 from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint._owner import Owner, is_running, owner_from, this_process
 from fxtrain.checkpoint._place import Place
+from fxtrain.state import parse_json
 
 __all__ = ["DEAD_S", "Lock", "take"]
 
@@ -179,8 +180,8 @@ def _busy(folder: Place, name: str) -> CheckpointError:
 def _read(raw: bytes) -> tuple[str | None, Owner | None]:
     """(token, owner) of a lock; None for what cannot be read, as of one half written."""
     try:
-        data = json.loads(raw)
-        return str(data["token"]), owner_from(data["owner"])
+        data = parse_json(raw)
+        return data["token"], owner_from(data["owner"])
     except (ValueError, LookupError, TypeError, RecursionError):
         return None, None
 

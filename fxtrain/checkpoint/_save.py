@@ -10,17 +10,18 @@ import attrs
 import torch
 
 from fxtrain import ops
-from fxtrain._errors import CheckpointError, CollectiveError
+from fxtrain._errors import CheckpointError, CollectiveError, FxError
 from fxtrain._version import __version__
+from fxtrain.checkpoint._asked import Asked, asked_of
 from fxtrain.checkpoint._background import Saving, earlier, start
-from fxtrain.checkpoint._keep import Keep, keep_of, to_prune
+from fxtrain.checkpoint._keep import Keep, to_prune
 from fxtrain.checkpoint._lock import Lock, take
 from fxtrain.checkpoint._manifest import Manifest, dump_manifest
 from fxtrain.checkpoint._names import RESTORED, Found, new_name, next_order, survey
 from fxtrain.checkpoint._owner import this_process
 from fxtrain.checkpoint._pieces import Piece, offers_of
 from fxtrain.checkpoint._place import Place, place_of
-from fxtrain.checkpoint._snapshot import Snapshot, by_name, snapshot
+from fxtrain.checkpoint._snapshot import Snapshot, snapshot
 from fxtrain.checkpoint._staging import Staging, stage
 from fxtrain.checkpoint._views import pieces_of, raise_all, view_of
 from fxtrain.checkpoint._write import Written, tables, write_file
@@ -81,7 +82,9 @@ def save(
         there, and what an interrupted save left behind before.
 
     Raises:
-        CheckpointError: a value cannot be saved, a rank could not write, another process is
+        ContextError: the context is closed.
+        CheckpointError: a value cannot be saved, the ranks pass different paths or other
+            arguments, a rank could not write, another process is
             saving into the folder, or a checkpoint in it cannot be read; on every rank.
             Earlier checkpoints are whole. Also the error of an earlier save in the
             background that nobody has asked for. If nobody asks until the program ends, the
@@ -97,21 +100,26 @@ def save(
         'update-0000000007'
     """
     check_connected("save", ctx)
-    keep = keep_of(keep_last, keep_every, keep_best, best, metric)
-    models = by_name(model)
-    if not isinstance(position, Position):
-        raise CheckpointError(
-            f"save(position=...) takes a Position, found {type(position).__name__}. Use "
-            f"batch.position or report.position."
-        )
-    folder = place_of(path)
-    with _together(str(folder)):
+    rules = {
+        "keep_last": keep_last,
+        "keep_every": keep_every,
+        "keep_best": keep_best,
+        "best": best,
+    }
+    asked, problem = None, None
+    try:
+        asked = asked_of(path, model, position, metric, rules, background=background, busy=busy)
+    except FxError as error:
+        if ctx.world_size == 1:
+            raise
+        problem = error  # the other ranks must hear of it
+    with _together(str(path)):
         under_way = earlier(ctx, busy)
         if under_way is not None:
             return under_way
-        job = _prepare(ctx, folder, models, position, extra, metric, keep)
-        if background:
-            return _start(ctx, job, models)
+        job = _prepare(ctx, path, asked, problem, extra, metric)
+        if background and asked is not None:
+            return _start(ctx, job, asked.models)
     job.run(ctx)
     return Saving(path=job.final)
 
@@ -281,38 +289,42 @@ class _Job:
 
 def _prepare(
     ctx: DistContext,
-    folder: Place,
-    models: Mapping[str, Wrapped],
-    position: Position,
+    path: Any,
+    asked: Asked | None,
+    problem: Exception | None,
     extra: Any,
     metric: float | None,
-    keep: Keep,
 ) -> _Job:
-    """Agree on what is saved and under which name; no rank has touched the disk but rank 0."""
-    problem: Exception | None = None
+    """Agree on what is saved and under which name; no rank has touched the disk but rank 0.
+
+    Args:
+        asked: The arguments; None where this rank's make no sense.
+        problem: Why not.
+    """
     taken, named, lock, offers = None, None, None, dict[str, Piece]()
     try:
         try:
-            taken = snapshot(ctx, models, position, extra, metric)
-            offers = offers_of(taken.tensors)
-            if ctx.is_main:
-                named, lock = _reserve(folder, position.updates)
+            if asked is not None:
+                taken = snapshot(ctx, asked.models, asked.position, extra, metric)
+                offers = offers_of(taken.tensors)
+                if ctx.is_main:
+                    named, lock = _reserve(asked.folder, asked.position.updates)
         except Exception as error:  # raised below, on every rank
             problem = error
-        views = ops.gather_objects(view_of(ctx, problem, position, taken, offers, named), ctx)
-        raise_all(views, str(folder), problem)
-        assert taken is not None
+        views = ops.gather_objects(view_of(ctx, path, problem, asked, taken, offers, named), ctx)
+        raise_all(views, problem)
+        assert taken is not None and asked is not None
         name, token = views[0].named
         # Ranks of a pipeline hold different tensors, and know different aliases.
         aliases = {k: v for view in views for k, v in view.aliases.items()}
         taken = attrs.evolve(taken, aliases=aliases)
         return _Job(
-            folder=folder,
+            folder=asked.folder,
             name=name,
             token=token,
             taken=taken,
             pieces=pieces_of(ctx, views, taken, offers),
-            keep=keep,
+            keep=asked.keep,
             anew=not all(view.has_way for view in views),
             lock=lock,
             restored=partial(ctx.comm.ledger.kept.get, RESTORED),

@@ -1,15 +1,18 @@
 """What each rank is about to save: compared by all, and shared out between them."""
 
 from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import attrs
 
 from fxtrain._errors import CheckpointError
+from fxtrain.checkpoint._asked import Asked
 from fxtrain.checkpoint._background import has_way
 from fxtrain.checkpoint._bytes import contiguous, memory_of
 from fxtrain.checkpoint._manifest import digest_of
 from fxtrain.checkpoint._pieces import Piece, own_pieces, writers
 from fxtrain.checkpoint._snapshot import Snapshot
+from fxtrain.ops._views import by_rank
 from fxtrain.state import DistContext, Position
 
 __all__ = ["View", "pieces_of", "raise_all", "view_of"]
@@ -20,7 +23,9 @@ class View:
     """What one rank is about to save.
 
     Attributes:
+        path: Where, as it was passed.
         problem: Why it cannot.
+        alike: Its arguments that must be equal on every rank, in words; none with a problem.
         position: Where it stands.
         sizes: Bytes of the pieces that it could write, by key.
         digests: Name and digest of the pieces that may differ between ranks, by key.
@@ -29,7 +34,9 @@ class View:
         has_way: Its group for saves in the background works.
     """
 
+    path: str
     problem: str | None
+    alike: Mapping[str, str]
     position: Position
     sizes: Mapping[str, int]
     digests: Mapping[str, tuple[str, str]]
@@ -40,15 +47,18 @@ class View:
 
 def view_of(
     ctx: DistContext,
+    path: Any,
     problem: Exception | None,
-    position: Position,
+    asked: Asked | None,
     taken: Snapshot | None,
     offers: Mapping[str, Piece],
     named: tuple[str, str] | None,
 ) -> View:
     return View(
+        path=str(path),
         problem=None if problem is None else f"{type(problem).__name__}: {problem}",
-        position=position,
+        alike={} if asked is None else asked.alike,
+        position=Position() if asked is None else asked.position,
         sizes={key: piece.size for key, piece in offers.items()},
         digests={} if taken is None else _digests(taken, offers),
         aliases={} if taken is None else taken.aliases,
@@ -77,14 +87,32 @@ def _writers(views: Sequence[View], drifting: Set[str]) -> dict[str, int]:
     return writers(sizes, holders)
 
 
-def raise_all(views: Sequence[View], folder: str, problem: Exception | None) -> None:
-    """Raise on every rank if one has a problem or stands somewhere else."""
-    lines = [f"  rank {rank}: {one.problem}" for rank, one in enumerate(views) if one.problem]
+def raise_all(views: Sequence[View], problem: Exception | None) -> None:
+    """Raise on every rank if one has a problem, asks for something else, or stands elsewhere."""
+    lines = by_rank((rank, one.problem) for rank, one in enumerate(views) if one.problem)
     if lines:
-        raise CheckpointError("\n".join([f"Nothing was saved in {folder}:", *lines])) from problem
+        raise CheckpointError(
+            "\n".join([f"Nothing was saved in {views[0].path}:", *lines])
+        ) from problem
+    first = views[0].alike
+    unequal = [name for name in first if any(one.alike[name] != first[name] for one in views)]
+    if unequal:
+        raise CheckpointError(_unequal(views, unequal))
     if len({view.position for view in views}) > 1:
         lines = [f"  rank {rank}: {view.position}" for rank, view in enumerate(views)]
         raise CheckpointError("\n".join(["save: the ranks stand at different positions:", *lines]))
+
+
+def _unequal(views: Sequence[View], names: Sequence[str]) -> str:
+    found = [", ".join(f"{name}={view.alike[name]}" for name in names) for view in views]
+    advice = "Pass the same arguments on every rank."
+    if "path" in names:
+        advice += (
+            " A checkpoint is one folder that all ranks share: do not put the rank, a time or a "
+            "random name into its path; or send rank 0's with ops.broadcast_object(path, ctx)."
+        )
+    head = f"Nothing was saved. save: the ranks pass different values of {' and '.join(names)}."
+    return "\n".join([head, *by_rank(enumerate(found)), advice])
 
 
 def pieces_of(

@@ -16,6 +16,7 @@ from torch.utils.data import (
 )
 
 from fxtrain._errors import DataError
+from fxtrain.data._faults import counted
 from fxtrain.data._permute import below, key_of, permutation, round_keys, uniform
 from fxtrain.data._random import Lent
 
@@ -46,9 +47,13 @@ def find_order(sampler: Any, seed: int, epoch: int) -> Order | None:
 
 
 def length_of(sampler: Any) -> int | None:
-    """How many units a sampler yields; None where it does not say."""
+    """How many units a sampler yields; None where it does not say.
+
+    Raises:
+        DataError: it says what is no length.
+    """
     try:
-        return len(sampler)
+        return counted(sampler)
     except TypeError:
         return None
 
@@ -126,11 +131,11 @@ def _parts(sampler: Any) -> Iterator[Any]:
 
 
 def _sequential(sampler: SequentialSampler, seed: int, epoch: int) -> Order:
-    return Order(len(sampler), Tensor.tolist, shuffled=False)
+    return Order(counted(sampler), Tensor.tolist, shuffled=False)
 
 
 def _random(sampler: RandomSampler, seed: int, epoch: int) -> Order:
-    n, count = len(sampler.data_source), sampler.num_samples
+    n, count = counted(sampler.data_source), sampler.num_samples
     keys = round_keys(seed, epoch)
     if sampler.replacement:
         return Order(count, lambda places: below(places, n, keys).tolist())

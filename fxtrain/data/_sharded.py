@@ -143,7 +143,10 @@ class Sharded:
 
     def __len__(self) -> int:
         """Batches left in this epoch, the same on every rank."""
-        left = self._left()
+        try:
+            left = self._left()
+        except DataError as error:  # which iterating tells every rank
+            raise _NoLength(str(error)) from error
         if left is None:
             raise _NoLength(
                 "len: this loader has no length, because its dataset or sampler has none or "
@@ -213,12 +216,15 @@ class Sharded:
     def _agree(self) -> None:
         """Find out before the first batch whether all ranks are about to read the same."""
         if self.plan.data.source == "shard" and self.ctx.world_size > 1:
-            asked = {
-                "rows": self._source.length(),
-                "layout": self._layout,
-                "position": self.position,
-            }
+            problem = None
+            try:
+                rows: Any = self._source.length()
+            except DataError as error:  # the other ranks must hear of it
+                rows, problem = f"unknown ({error})", error
+            asked = {"rows": rows, "layout": self._layout, "position": self.position}
             agree_plans("iterating", self.ctx, self.plan, asked)
+            if problem is not None:
+                raise problem
 
 
 def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan = Plan()) -> Sharded:  # noqa: B008

@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch.utils.data import DataLoader
 
+from fxtrain.data._faults import reading
 from fxtrain.data._fetch import (
     Ask,
     RowFetch,
@@ -116,7 +117,11 @@ def row_source(
 
         feed.give(indices())
         _seed_workers(over, plan, epoch, ranks)
-        for data in over:
+
+        def asked() -> str:
+            return f"the rows {_few(made[0].slot.keys)}" if made else "its rows"
+
+        for data in reading(loader, over, asked):
             yield made.popleft(), data if asks else (data,)
 
     return Source(
@@ -144,7 +149,7 @@ def stream_source(
         feed.give(StreamAsk(this, epoch, start, step) for step in itertools.count())
         _seed_workers(over, plan, epoch, ranks)
         try:
-            for told in over:
+            for told in reading(loader, over):
                 if told is None:
                     return
                 slot, is_last, data = told
@@ -197,3 +202,9 @@ def _stream_step(
     # A window of several batches may end with the data, which nobody has seen yet.
     rows = None if held is None or plan.accumulate > 1 else held + sum(slot.sizes)
     return Step(slot, after, rows)
+
+
+def _few(keys: Sequence[Any]) -> str:
+    """Keys of a global batch for a message."""
+    text = ", ".join([str(key) for key in keys])
+    return text if len(text) <= 200 else f"{text[:200]}…"

@@ -10,7 +10,7 @@ import os
 import pickle
 import socket
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import (
@@ -26,11 +26,13 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
 from fxtrain.launch._nodes import open_store
 from fxtrain.launch._strays import end_strays
+from fxtrain.state import parse_json
 
 __all__ = ["BACKEND", "StateBackend", "register"]
 
 # The name of the rendezvous in torch's registry.
 BACKEND = "fxtrain"
+T = TypeVar("T")
 _EMPTY = "none"
 # What JSON of something else raises where it is read.
 _WRONG = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
@@ -192,13 +194,16 @@ def read_state(text: str | bytes) -> Any:
         RendezvousStateError: it is the JSON of something else.
     """
     try:
-        found = json.loads(text)
+        found = parse_json(text)
         state = dynamic._RendezvousState()
-        state.round = int(found["round"])
-        state.complete, state.closed = bool(found["complete"]), bool(found["closed"])
+        state.round = _exactly(int, found["round"])
+        state.complete = _exactly(bool, found["complete"])
+        state.closed = _exactly(bool, found["closed"])
         if found["deadline"] is not None:
             state.deadline = datetime.fromisoformat(found["deadline"])
-        state.participants = {_node(*node): int(rank) for *node, rank in found["participants"]}
+        state.participants = {
+            _node(*node): _exactly(int, rank) for *node, rank in found["participants"]
+        }
         state.wait_list = {_node(*node) for node in found["wait_list"]}
         state.redundancy_list = {_node(*node) for node in found["redundancy_list"]}
         state.last_heartbeats = {
@@ -217,4 +222,11 @@ def _words(node: Any) -> list[Any]:
 
 
 def _node(addr: Any, pid: Any, local_id: Any) -> Any:
-    return dynamic._NodeDesc(str(addr), int(pid), int(local_id))
+    return dynamic._NodeDesc(_exactly(str, addr), _exactly(int, pid), _exactly(int, local_id))
+
+
+def _exactly(kind: type[T], value: Any) -> T:
+    """A value of just this type: no "3" for 3, and no "no" for True."""
+    if type(value) is not kind:
+        raise TypeError(f"{str(value)[:80]!r} is no {kind.__name__}")
+    return value

@@ -16,7 +16,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain.checkpoint import _lock, _save
 from fxtrain.checkpoint._keep import Keep, to_prune
-from fxtrain.checkpoint._lock import take
+from fxtrain.checkpoint._lock import _read, take
 from fxtrain.checkpoint._names import Found
 from fxtrain.checkpoint._owner import Owner, is_running, owner_from, this_process
 from fxtrain.checkpoint._place import place_of
@@ -351,3 +351,14 @@ def test_the_process_that_saved_is_written_down(ctx, tmp_path):
     path = fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx)).path
     assert read_manifest(place_of(path)).saver == this_process()
     assert isinstance(this_process(), Owner)
+
+
+def test_a_lock_with_a_key_twice_says_nothing(tmp_path):
+    lock = take(place_of(str(tmp_path)))
+    try:
+        raw = lock.bytes(0)
+    finally:
+        lock.release()
+    assert _read(raw)[0] == lock.token
+    assert _read(raw.replace(b'{"token"', b'{"token": "other", "token"', 1)) == (None, None)
+    assert _read(raw.replace(b'"000000000000"', b"NaN")) == (None, None)

@@ -1,6 +1,9 @@
 """Saving and restoring on real ranks: what comes back, what is kept, and who hears of failure."""
 
+import errno
 import os
+from contextlib import nullcontext
+from unittest import mock
 
 import attrs
 import numpy as np
@@ -9,6 +12,7 @@ import torch
 from torch import nn
 
 import fxtrain as fx
+from fxtrain.checkpoint import _save
 from tests.checkpoint import _runs
 
 
@@ -238,13 +242,12 @@ def _one_rank_fails(ctx, folder, where):
     model = fx.wrap(nn.Linear(2, 2), ctx)
     fx.save(folder, ctx, model, position=fx.Position(updates=1))
     extra = object() if where == "values" and ctx.rank == 1 else None
-    if where == "file" and ctx.rank == 1:
-        draft = os.path.join(folder, "blocked")
-        open(draft, "w").close()
-        folder = draft  # a file where the folder should be, on this rank only
+    full = OSError(errno.ENOSPC, "No space left on device")
+    fails = where == "file" and ctx.rank == 1
     position = fx.Position(updates=2 + ctx.rank) if where == "position" else fx.Position(updates=2)
     try:
-        fx.save(folder, ctx, model, position=position, extra=extra)
+        with mock.patch.object(_save, "write_file", side_effect=full) if fails else nullcontext():
+            fx.save(folder, ctx, model, position=position, extra=extra)
     except fx.CheckpointError as error:
         return str(error)
     return None
@@ -254,7 +257,7 @@ def _one_rank_fails(ctx, folder, where):
     "where, word",
     [
         ("values", "rank 1: CheckpointError: extra is"),
-        ("file", "rank 1: NotADirectoryError"),
+        ("file", "rank 1: OSError: [Errno 28]"),
         ("position", "different positions"),
     ],
 )

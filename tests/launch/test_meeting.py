@@ -95,3 +95,24 @@ def test_any_other_json_is_an_error_of_the_state(found):
 def test_any_other_text_is_an_error_of_the_state(text):
     with pytest.raises(RendezvousStateError):
         read_state(text)
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ('"round": 0', '"round": "0"'),
+        ('"round": 0', '"round": 0.5'),
+        ('"round": 0', '"round": true'),
+        ('"round": 0', '"round": 1, "round": 0'),
+        ('"complete": false', '"complete": "no"'),
+        ('"closed": false', '"closed": 0'),
+        ('"wait_list": []', '"wait_list": [["n0", "1", 0]]'),
+        ('"wait_list": []', '"wait_list": [[1, 1, 0]]'),
+        ('"participants": []', '"participants": [["n0", 1, 0, 1e0]]'),
+    ],
+)
+def test_a_state_is_read_strictly(old, new):
+    text = write_state(dynamic_rendezvous._RendezvousState())
+    assert old in text
+    with pytest.raises(RendezvousStateError, match="no state of a rendezvous"):
+        read_state(text.replace(old, new))

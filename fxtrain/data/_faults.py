@@ -1,0 +1,93 @@
+"""What goes wrong while torch's loader reads, in words that say what to do."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from fxtrain._errors import DataError
+
+__all__ = ["counted", "reading"]
+
+# How torch starts what a dataset raised inside a worker, and what it says of a worker's end.
+_CAUGHT = "Caught "
+_ENDED = "DataLoader worker"
+
+
+class _NoRow(DataError, IndexError):
+    """A row that is not there: still the IndexError that the dataset raised."""
+
+
+def reading(
+    loader: DataLoader[Any], over: Iterable[Any], asked: Callable[[], str] = str
+) -> Iterator[Any]:
+    """Yield what a loader reads.
+
+    Args:
+        loader: The user's.
+        over: The same loader over other indices, which reads.
+        asked: The rows that are being read, in words; empty for a stream.
+
+    Raises:
+        DataError: a worker process ended, or the dataset has fewer rows than it says. What else
+            the dataset raises stays as it is.
+    """
+    try:
+        yield from over
+    except IndexError as error:
+        if not asked():
+            raise
+        raise _NoRow(_no_row(loader, asked(), error)) from error
+    except (OSError, EOFError, RuntimeError) as error:
+        if not loader.num_workers or not _worker_ended(error):
+            raise
+        raise DataError(
+            f"iterating: a worker process of this DataLoader (num_workers={loader.num_workers}) "
+            f"ended while it read ({type(error).__name__}: {_first(error)}). The system kills "
+            f"workers when memory runs out, and a fault in native code ends them: use fewer "
+            f"workers or smaller batches, or num_workers=0 to see the fault in this process."
+        ) from error
+
+
+def counted(units: Any) -> int:
+    """The length of a dataset or sampler.
+
+    Raises:
+        DataError: its `__len__` gives a number that is no length.
+        TypeError: it has no length.
+    """
+    try:
+        return len(units)
+    except (ValueError, OverflowError) as error:
+        raise DataError(
+            f"len: the length of the {type(units).__name__} of this loader cannot be used "
+            f"({error}). Return the number of rows from __len__ of the dataset or the sampler: "
+            f"an integer, 0 or more."
+        ) from error
+
+
+def _no_row(loader: DataLoader[Any], asked: str, error: IndexError) -> str:
+    dataset = type(loader.dataset).__name__
+    return (
+        f"iterating: {dataset} raised IndexError while it read {asked}: {_last(error)}. "
+        f"len(dataset) is {counted(loader.dataset)}: if {dataset} has fewer rows, return their "
+        f"number from __len__; if a sampler chose the row, let it choose from those."
+    )
+
+
+def _worker_ended(error: Exception) -> bool:
+    """Whether torch lost a worker; what a dataset raised there reads otherwise."""
+    text = str(error)
+    if text.startswith(_CAUGHT):
+        return False
+    if isinstance(error, FileNotFoundError):  # a socket of the worker has no name here
+        return error.filename is None
+    return isinstance(error, ConnectionError | EOFError) or text.startswith(_ENDED)
+
+
+def _first(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no more is known"])[0].rstrip(".")
+
+
+def _last(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["IndexError"])[-1].rstrip(".")

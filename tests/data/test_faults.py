@@ -1,0 +1,106 @@
+"""What goes wrong while a loader reads is a DataError that says what to do."""
+
+import os
+import signal
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+import fxtrain as fx
+from fxtrain import ops
+from fxtrain.state import DistContext
+
+
+class Claims(Dataset):
+    """A dataset of ten rows that says another length."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if index >= 10:
+            raise IndexError(f"row {index} of 10")
+        return torch.tensor([float(index)])
+
+
+class Dies(Dataset):
+    """Its worker is killed while it reads a later row."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.ones(4)
+
+
+class Missing(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        raise FileNotFoundError(2, "no such file", f"row-{index}")
+
+
+def _read(dataset, **settings):
+    return list(fx.shard(DataLoader(dataset, batch_size=4, **settings), DistContext()))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_of_fewer_rows_than_it_says(workers):
+    with pytest.raises(fx.DataError, match=r"Claims raised IndexError while it read the rows") as e:
+        _read(Claims(16), num_workers=workers)
+    assert "8, 9, 10, 11" in str(e.value) and "row 10 of 10" in str(e.value)
+    assert "len(dataset) is 16" in str(e.value) and "__len__" in str(e.value)
+    assert isinstance(e.value, IndexError)
+
+
+@pytest.mark.parametrize("length", [-1, 2**70])
+def test_a_length_that_is_none(length):
+    with pytest.raises(fx.DataError, match=r"length of the SequentialSampler.*0 or more"):
+        _read(Claims(length))
+    sharded = fx.shard(DataLoader(Claims(length), batch_size=4), DistContext())
+    with pytest.raises(fx.DataError, match="0 or more"):
+        len(sharded)
+
+
+def test_a_length_that_turns_negative_under_a_shuffle():
+    dataset = Claims(4)
+    loader = DataLoader(dataset, batch_size=2, sampler=RandomSampler(dataset))
+    sharded = fx.shard(loader, DistContext())
+    dataset.length = -4
+    with pytest.raises(fx.DataError, match="0 or more"):
+        list(sharded)
+
+
+def test_a_worker_that_is_killed():
+    with pytest.raises(fx.DataError, match=r"a worker process of this DataLoader \(num_workers=1"):
+        _read(Dies(), num_workers=1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_dataset_raises_otherwise_stays_its_own(workers):
+    with pytest.raises(FileNotFoundError) as caught:
+        _read(Missing(), num_workers=workers)
+    assert not isinstance(caught.value, fx.FxError)
+
+
+def _lengths(ctx, lengths):
+    loader = fx.shard(DataLoader(Claims(lengths[ctx.rank]), batch_size=2), ctx)
+    try:
+        list(loader)
+    except fx.FxError as error:
+        return type(error).__name__, str(error), ops.reduce(1, ctx, op="sum")
+    return "no error", "", 0
+
+
+@pytest.mark.parametrize("lengths, kind", [((-1, -1), "DataError"), ((10, -1), "CollectiveError")])
+def test_a_length_that_is_none_is_an_error_on_every_rank(pair, lengths, kind):
+    for found, words, total in pair.run(_lengths, lengths):
+        assert (found, total) == (kind, 2)
+        assert "0 or more" in words
