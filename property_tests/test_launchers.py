@@ -78,12 +78,19 @@ def _env(spec):
     return dict(pair.split("=", 1) for pair in spec.env)
 
 
+def _words_of(line):
+    """The words of a line as bash reads them."""
+    bash = ["bash", "-c", f"printf '%s\\0' {line}"]
+    printed = subprocess.run(bash, env={"LC_ALL": "C.UTF-8"}, capture_output=True, check=True)
+    return printed.stdout.decode().split("\0")[:-1]
+
+
 @given(spec=specs(), in_a_job=st.booleans())
 def test_what_is_shown_reads_back_as_what_is_run(spec, in_a_job):
     machine = attrs.evolve(HERE, slurm_job="1" if in_a_job else "")
     found = prepare(spec, machine)
     shown = show(attrs.evolve(found, files={}))
-    assert shlex.split(shown) == [
+    assert _words_of(shown) == [
         *(f"{name}={value}" for name, value in found.env.items()),
         *found.argv,
     ]

@@ -44,8 +44,12 @@ def _quoted(word: str) -> str:
     if visible(word) == word:
         return shlex.quote(word)
     plain = word.replace("\\", r"\\").replace("'", r"\'")
-    escaped = (one if visible(one) == one else f"\\u{ord(one):04x}" for one in plain)
-    return f"$'{''.join(escaped)}'"
+    return f"$'{''.join(one if visible(one) == one else _code(one) for one in plain)}'"
+
+
+def _code(letter: str) -> str:
+    number = ord(letter)
+    return f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"
 
 
 def as_json(invocation: Invocation) -> str:

@@ -1,6 +1,7 @@
 """A second way to the same ranks."""
 
 from datetime import timedelta
+from typing import Any
 
 import attrs
 import torch
@@ -37,11 +38,14 @@ def duplicate(ctx: DistContext) -> DistContext:
     if ctx.world_size == 1 or comm.simulated:
         return attrs.evolve(ctx, comm=attrs.evolve(comm, close=Comm().close, ledger=fresh))
     settle(ctx)
+    world: Any = dist.group.WORLD
     group = dist.new_group(
         list(comm.ranks),
         timeout=timedelta(seconds=comm.timeout_s),
         backend="gloo",
-        use_local_synchronization=True,
+        # A group of some ranks is named after them and the number of open groups, so that the
+        # next one may get the name of one that is closed and find its addresses in the store.
+        use_local_synchronization=ctx.world_size < world.size(),
         group_desc="fxtrain duplicate",
     )
     comm.ledger.opened.append(group)
