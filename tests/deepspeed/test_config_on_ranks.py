@@ -2,6 +2,7 @@
 
 import shutil
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -112,7 +113,6 @@ def test_who_brings_the_optimizer_must_be_clear(pair, name):
 
 
 REFUSED = {
-    "fp16 on the CPU": (fx.Plan(strategy=fx.DeepSpeed(), precision="fp16"), "no fp16 on cpu"),
     "entries": (fx.Plan(strategy=fx.DeepSpeed(), clip_value=0.1), "Use clip_norm"),
     "quantised": (
         fx.Plan(strategy=fx.DeepSpeed(stage=3, quantized_weights=True)),
@@ -144,6 +144,20 @@ def test_a_plan_that_cannot_be_is_refused_on_every_rank(pair, name):
     plan, words = REFUSED[name]
     for kind, message in pair.run(_refusal, plan, adamw):
         assert kind == "PlanError" and words in message
+
+
+@on_rank
+def _without_fp16(ctx):
+    """What some CPUs lack: `_refusal` on a machine with one."""
+    from deepspeed.accelerator import get_accelerator
+
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda _self: False):
+        return _refusal(ctx, fx.Plan(strategy=fx.DeepSpeed(), precision="fp16"), adamw)
+
+
+def test_fp16_is_refused_where_the_device_lacks_it(pair):
+    for kind, message in pair.run(_without_fp16):
+        assert kind == "PlanError" and "no fp16 on cpu" in message
 
 
 @on_rank
