@@ -85,7 +85,7 @@ def detect(
 
     Raises:
         ContextError: the variables contradict each other, the device is not there, a rank
-            did not come within `timeout_s`, which is named, or ranks have different secrets.
+            never joined within `timeout_s`, which is named, or ranks have different secrets.
         MeshError: the mesh does not multiply to the ranks; before any of them waits for another.
 
     Example:

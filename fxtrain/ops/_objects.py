@@ -91,7 +91,7 @@ def barrier(ctx: DistContext) -> None:
         One exchange of packets; none at one rank.
 
     Raises:
-        CollectiveError: a rank is at another call or did not come; on every rank.
+        CollectiveError: a rank is at another call or never joins; on every rank.
 
     Example:
         >>> import fxtrain as fx
@@ -142,7 +142,7 @@ def any_rank(flag: Any, ctx: DistContext) -> bool:
         One exchange of packets; none at one rank.
 
     Raises:
-        CollectiveError: a rank is at another call or did not come; on every rank.
+        CollectiveError: a rank is at another call or never joins; on every rank.
 
     Example:
         >>> import fxtrain as fx
@@ -163,7 +163,7 @@ def all_ranks(flag: Any, ctx: DistContext) -> bool:
         One exchange of packets; none at one rank.
 
     Raises:
-        CollectiveError: a rank is at another call or did not come; on every rank.
+        CollectiveError: a rank is at another call or never joins; on every rank.
 
     Example:
         >>> import fxtrain as fx

@@ -87,7 +87,7 @@ def packets_of(comm: Comm, rank: int) -> Packets:
         rank: Place of this rank in the communicator.
 
     Raises:
-        RuntimeError: torch's, of a rank that did not come to a call that was interrupted here.
+        RuntimeError: torch's, of a rank that never joined a call that was interrupted here.
     """
     packets = comm.ledger.packets
     if packets is None:
@@ -141,7 +141,7 @@ def arrived(comm: Comm, packets: Packets) -> Tensor:
         Answers who has spoken, and makes ready for the next packets.
 
     Raises:
-        RuntimeError: torch's, of a rank that is gone or did not come in time.
+        RuntimeError: torch's, of a rank that is gone or never joined in time.
     """
     turn = packets.turn
     until = time.monotonic() + comm.timeout_s

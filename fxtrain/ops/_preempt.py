@@ -42,7 +42,7 @@ class Preemption:
             one rank, or once it was true.
 
         Raises:
-            CollectiveError: a rank did not come.
+            CollectiveError: a rank never joins.
         """
         if self._agreed.is_set():
             return True

@@ -99,7 +99,7 @@ def travel(ctx: DistContext, route: Route, packed: Packed) -> list[Tensor]:
         One exchange of packets.
 
     Raises:
-        CollectiveError: the calls differ or a rank did not come; on every rank.
+        CollectiveError: the calls differ or a rank never joined; on every rank.
     """
     packets = ready(ctx, route.call)
     turn = packets.turn

@@ -59,7 +59,7 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
     except RuntimeError as error:
         missing = _missing(store, keys)
         raise ContextError(
-            f"{me} waited {timeout_s:g} s at {where}, and these ranks did not come: "
+            f"{me} waited {timeout_s:g} s at {where}, and these ranks never joined: "
             f"{', '.join(map(str, missing)) or 'none, but too late'}. Look at their output, "
             f"or give detect a longer timeout_s."
         ) from error

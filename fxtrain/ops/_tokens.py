@@ -50,7 +50,7 @@ def join_tokens(tree: Any, model: Wrapped, *, dim: int = 1) -> Any:
         One gather over the context axis; none where sequences are whole.
 
     Raises:
-        CollectiveError: the ranks disagree, or one did not come; on every rank.
+        CollectiveError: the ranks disagree, or one never joins; on every rank.
 
     Example:
         >>> import fxtrain as fx, torch

@@ -80,7 +80,7 @@ def _three(view: list[str]) -> tuple[str, str, str]:
 def lost(
     ctx: DistContext, call: tuple[str, ...], site: str, waited_s: float, error: BaseException
 ) -> CollectiveError:
-    """The error for a rank that did not come or went away; leaves word for the others.
+    """The error for a rank that never joined or went away; leaves word for the others.
 
     Effects:
         Marks the communicator as broken. Writes this rank's view to the store and reads
@@ -97,14 +97,16 @@ def lost(
     gone = [(rank, f"left with {word}") for rank, word in sorted(words.items()) if word]
     gone += [(rank, "left") for rank, word in sorted(words.items()) if not word]
     known = views.keys() | words.keys()
-    silent = [(rank, "did not come") for rank in range(ctx.world_size) if rank not in known]
+    ended = "timed out" if waited_s >= 0.9 * ctx.comm.timeout_s else "given up"
+    never = f"never joined this {op} ({ended} after {waited_s:.3g} s)"
+    silent = [(rank, never) for rank in range(ctx.world_size) if rank not in known]
     message = "\n".join(
         [
             f"{op}({args}) at {site} did not complete ({_where(ctx)}, "
             f"timeout {ctx.comm.timeout_s:g} s).",
             *by_rank(came + gone + silent),
             f"torch says: {torch_says[0]}",
-            "Look at the ranks that did not come: they failed, are busy elsewhere, or skipped "
+            "Look at the ranks that never joined: they failed, are busy elsewhere, or skipped "
             "this call. A slow rank needs a larger detect(timeout_s=...).",
         ]
     )

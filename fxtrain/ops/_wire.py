@@ -54,7 +54,7 @@ def exchange(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
         One exchange of packets; an all-gather of the longest payload if it does not fit.
 
     Raises:
-        CollectiveError: the calls differ or a rank did not come; on every rank.
+        CollectiveError: the calls differ or a rank never joined; on every rank.
     """
     rows, sizes = exchange_rows(ctx, call, payload)
     return [row[:size] for row, size in zip(rows, sizes, strict=True)]
@@ -87,7 +87,7 @@ def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
         One exchange of packets; nothing with `checks=False`.
 
     Raises:
-        CollectiveError: the calls differ or a rank did not come; on every rank.
+        CollectiveError: the calls differ or a rank never joined; on every rank.
     """
     comm = ctx.comm
     if not comm.checks:
@@ -109,7 +109,7 @@ def settle(ctx: DistContext) -> None:
     """Wait for the comparison that the last device collective left open.
 
     Raises:
-        CollectiveError: the calls differed or a rank did not come; on every rank. Or as `owned`.
+        CollectiveError: the calls differed or a rank never joined; on every rank. Or as `owned`.
     """
     ledger = ctx.comm.ledger
     owned(ctx)
@@ -179,7 +179,7 @@ def meet(
         One exchange of packets.
 
     Raises:
-        CollectiveError: the calls differ or a rank did not come; on every rank.
+        CollectiveError: the calls differ or a rank never joined; on every rank.
     """
     arriving = _swap(ctx, call, digest, size, packets)
     heads = _heads(arriving)
