@@ -162,15 +162,16 @@ def test_fp16_is_refused_where_the_device_lacks_it(pair):
 
 @on_rank
 def _unwritable(ctx, folder):
-    path = folder if ctx.rank else "/proc/nothing"
-    plan = fx.Plan(strategy=fx.DeepSpeed(stage=3, offload_parameters="nvme", nvme_path=path))
-    return _refusal.__wrapped__(ctx, plan, adamw)
+    strategy = fx.DeepSpeed(stage=3, offload_parameters="nvme", nvme_path="offloaded")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder if ctx.rank else "/proc")
+        return _refusal.__wrapped__(ctx, fx.Plan(strategy=strategy), adamw)
 
 
 def test_a_folder_that_one_rank_cannot_write_is_an_error_on_all(pair, tmp_path):
     for kind, message in pair.run(_unwritable, str(tmp_path)):
         assert kind == "PlanError"
-        assert "rank 0: nvme_path '/proc/nothing' is not writable" in message
+        assert "rank 0: nvme_path 'offloaded' is not writable" in message
 
 
 @on_rank
