@@ -103,7 +103,9 @@ def _unwritable(path: str) -> str:
 
 def _without_aio() -> str:
     builder = load().accelerator.get_accelerator().create_op_builder("AsyncIOBuilder")
-    if builder is not None and builder.is_compatible(verbose=False):
+    with _own_warnings():
+        found = builder is not None and builder.is_compatible(verbose=False)
+    if found:
         return ""
     return "the asynchronous I/O operator needs libaio (apt-get install libaio-dev)"
 
