@@ -123,7 +123,8 @@ def test_only_what_could_fail_to_unpickle_takes_a_second_exchange(pair):
         assert pair.run(_packets, value) == [1, 1]
     for value in (Brittle(), [ValueError("x")], torch.ones(1), _packets):
         assert pair.run(_packets, value) == [2, 2]
-    assert safe(dump(plain)) and not safe(dump(Brittle))
+    with fx.detect(env={}, device="cpu") as ctx:
+        assert safe(dump(plain, ctx)) and not safe(dump(Brittle, ctx))
 
 
 # Threads
