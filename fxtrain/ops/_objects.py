@@ -42,8 +42,8 @@ def gather_objects(obj: Any, ctx: DistContext) -> list[Any]:
 
     Effects:
         One exchange of packets, an all-gather too if an object is large. Objects travel as
-        pickles between the ranks of this run; other than plain values and containers of them
-        take a second exchange, by which all ranks know that all could unpickle them.
+        pickles between the ranks of this run; other than plain values, CPU tensors and containers
+        of them take a second exchange, by which all ranks know that all could unpickle them.
 
     Raises:
         CollectiveError: an object does not pickle, a rank cannot unpickle it, or a rank never

@@ -11,11 +11,15 @@ a seal that only its ranks can make, and nothing without it is unpickled.
 import ctypes
 import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _rebuild_tensor_v2
+from torch.storage import TypedStorage, _load_from_bytes
 
 from fxtrain._errors import CollectiveError
 from fxtrain._secret import SECRET, open_sealed, seal
@@ -26,7 +30,9 @@ __all__ = ["dump", "opened", "pickled", "reported", "safe", "said", "unsent"]
 
 _SAFE, _UNSURE, _FAILED = range(3)
 _OURS = "fxtrain."
-_KNOWN = frozenset({complex, torch.dtype, torch.device, torch.Size})
+# Beside plain values: what every torch unpickles alike, and what pickles of tensors name.
+_KNOWN = frozenset({complex, torch.dtype, torch.device, torch.Size, OrderedDict, TypedStorage})
+_MAKERS = frozenset({_rebuild_tensor_v2, _load_from_bytes})
 
 
 class _Pickler(pickle.Pickler):
@@ -37,9 +43,15 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         kind = obj if isinstance(obj, type) else type(obj)
         home = str(getattr(obj, "__module__", None))  # of a class, a function or its class
-        if kind not in _KNOWN and not home.startswith(_OURS):
+        # Another device may be missing on another rank.
+        plain = obj.is_cpu if kind is Tensor and obj is not Tensor else kind in _KNOWN
+        if not plain and not home.startswith(_OURS) and not _is_maker(obj):
             self.unsure = True
         return NotImplemented
+
+
+def _is_maker(obj: Any) -> bool:
+    return isinstance(obj, FunctionType) and obj in _MAKERS
 
 
 def dump(value: Any, ctx: DistContext) -> Tensor:
@@ -92,7 +104,7 @@ def unsent(blob: Tensor) -> str | None:
 
 
 def safe(blob: Tensor) -> bool:
-    """Whether no rank can fail to unpickle this: plain values and records of fxtrain."""
+    """Whether no rank can fail to unpickle this: plain values, CPU tensors, fxtrain's records."""
     return int(blob[0]) == _SAFE
 
 
@@ -103,7 +115,7 @@ def opened(op: str, blobs: Mapping[int, Tensor], ctx: DistContext) -> list[Any]:
         blobs: What `dump` made, by sender; the same on every rank.
 
     Effects:
-        One exchange of packets if a blob holds more than plain values.
+        One exchange of packets if a blob holds more than plain values and CPU tensors.
 
     Raises:
         CollectiveError: a sender could not pickle its value, its seal is not of this run, or a

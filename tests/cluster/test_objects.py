@@ -119,9 +119,9 @@ def _packets(ctx, value):
 
 def test_only_what_could_fail_to_unpickle_takes_a_second_exchange(pair):
     plain = {"a": [1, 2.5, "x", None, (True, b"y")], "b": {1, 2}, "c": 1j, "d": torch.float32}
-    for value in (plain, fx.Plan(), fx.Position(), torch.Size([1])):
+    for value in (plain, fx.Plan(), fx.Position(), torch.Size([1]), {"loss": torch.ones(2, 3)}):
         assert pair.run(_packets, value) == [1, 1]
-    for value in (Brittle(), [ValueError("x")], torch.ones(1), _packets):
+    for value in (Brittle(), [ValueError("x")], torch.nn.Parameter(torch.ones(1)), _packets):
         assert pair.run(_packets, value) == [2, 2]
     with fx.detect(env={}, device="cpu") as ctx:
         assert safe(dump(plain, ctx)) and not safe(dump(Brittle, ctx))
