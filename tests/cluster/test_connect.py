@@ -111,7 +111,7 @@ def _groups_in(ctx):
     with fx.detect({}, device="cpu", mesh=fx.Mesh(tensor=2, replicate=2), timeout_s=20) as placed:
         counts.append(len(distributed_c10d._world.pg_map))
         assert ops.reduce(1, placed.axis("tensor"), op="sum") == 2
-        ops.duplicate(placed)
+        ops.barrier(ops.duplicate(placed))  # until all have connected
     counts.append(len(distributed_c10d._world.pg_map))
     with fx.detect({}, device="cpu", timeout_s=20) as plain:
         for _ in range(2):
