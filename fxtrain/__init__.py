@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     from fxtrain.checkpoint import Restored as Restored
     from fxtrain.checkpoint import Saving as Saving
     from fxtrain.checkpoint import Verified as Verified
-    from fxtrain.checkpoint import export as export
     from fxtrain.checkpoint import latest as latest
-    from fxtrain.checkpoint import load_model as load_model
     from fxtrain.checkpoint import merge as merge
     from fxtrain.checkpoint import restore as restore
     from fxtrain.checkpoint import save as save
@@ -43,6 +41,8 @@ if TYPE_CHECKING:
     from fxtrain.launch import launch as launch
     from fxtrain.loop import StepFns as StepFns
     from fxtrain.loop import step as step
+    from fxtrain.models import export as export
+    from fxtrain.models import load_model as load_model
     from fxtrain.ops import close as close
     from fxtrain.ops import detect as detect
     from fxtrain.ops import log as log
@@ -90,12 +90,11 @@ _HOMES = {
         "MissingPackageError PlanError StepError"
     ),
     "fxtrain.backends": "deepspeed_config gathered unwrap weights wrap zero_init",
-    "fxtrain.checkpoint": (
-        "Restored Saving Verified export latest load_model merge restore save verify"
-    ),
+    "fxtrain.checkpoint": "Restored Saving Verified latest merge restore save verify",
     "fxtrain.data": "Sharded shard",
     "fxtrain.launch": "given_plan launch",
     "fxtrain.loop": "StepFns step",
+    "fxtrain.models": "export load_model",
     "fxtrain.ops": "close detect log preemption",
     "fxtrain.profile": "dry_run",
     "fxtrain.state": (

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 import fxtrain as fx
-from fxtrain.data._order import find_order
-from fxtrain.data._permute import permutation, round_keys
+from fxtrain.data.order import find_order
+from fxtrain.data.permutation import permutation, round_keys
 from fxtrain.state import DistContext
 from tests.data._streams import Numbers
 

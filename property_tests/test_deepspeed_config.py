@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.backends._deepspeed_config import Facts, resolve
+from fxtrain.backends.deepspeed.config import Facts, resolve
 
 COUNTS = st.integers(1, 64)
 PLANS = st.builds(

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.profile import plot, read_bytes
-from fxtrain.profile._memory import MemoryLog
+from fxtrain.profile.memory_log import MemoryLog
 from fxtrain.state import AXES, PARTS, Memory, Problem, Traffic, read_mesh
 
 sizes = st.integers(1, 2000)

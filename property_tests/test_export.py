@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint import export, load_model
-from fxtrain.checkpoint._bytes import WORDS
-from fxtrain.checkpoint._safetensors import read_header
+from fxtrain.models import export, load_model
+from fxtrain.models.safetensors_files import read_header
+from fxtrain.models.tensor_bytes import WORDS
 from tests.checkpoint._ranks import ready
 from tests.checkpoint._runs import bits
 

@@ -10,7 +10,7 @@ import attrs
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fxtrain.cli._launch import LAUNCH, spec_of
+from fxtrain.cli.launch_command import LAUNCH, spec_of
 from fxtrain.launch import (
     FLAGS,
     DeepSpeedOptions,

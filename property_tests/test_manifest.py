@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint._manifest import MANIFEST, digest_of, load_manifest
+from fxtrain.checkpoint.manifest import MANIFEST, digest_of, load_manifest
 
 HUGE = [2**31, 2**40, 2**62, 2**63 - 1, 2**63, 10**30, -1, -(2**63), 0, 1, 3]
 WRONG = [None, True, False, "", "x", 0.5, 1e308, [], {}, [[]], {"$": "tuple", "items": [1]}]

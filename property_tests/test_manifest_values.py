@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.checkpoint._manifest import Part, _covers
-from fxtrain.checkpoint._pieces import boxes_in
-from fxtrain.checkpoint._values import decode, encode
+from fxtrain.checkpoint.json_values import decode, encode
+from fxtrain.checkpoint.manifest import Part, _covers
+from fxtrain.checkpoint.write_plan import boxes_in
 
 # Boxes
 

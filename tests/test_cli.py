@@ -10,8 +10,8 @@ import pytest
 
 import fxtrain as fx
 from fxtrain.cli import COMMANDS, Exit, main
-from fxtrain.cli._commands import load
-from fxtrain.cli._launch import LAUNCH, spec_of
+from fxtrain.cli.commands import load
+from fxtrain.cli.launch_command import LAUNCH, spec_of
 from fxtrain.launch import LaunchSpec
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.backends import _deepspeed_engine
-from fxtrain.backends._table import STRATEGIES, problems_of
-from fxtrain.ops import _xla
+from fxtrain.backends.deepspeed import engine
+from fxtrain.backends.table import STRATEGIES, problems_of
+from fxtrain.ops import xla_runtime
 from fxtrain.testing import fake_world
 from tests.cluster._models import PIPELINES
 
@@ -103,9 +103,9 @@ def _table():
 @pytest.fixture
 def engines(monkeypatch):
     """Checks look whether an engine is installed before they look at a plan."""
-    monkeypatch.setattr(_deepspeed_engine, "load", lambda *_, **__: None)
-    monkeypatch.setattr(_deepspeed_engine, "unfit_device", lambda *_: ())
-    monkeypatch.setattr(_xla, "load", lambda *_, **__: None)
+    monkeypatch.setattr(engine, "load", lambda *_, **__: None)
+    monkeypatch.setattr(engine, "unfit_device", lambda *_: ())
+    monkeypatch.setattr(xla_runtime, "load", lambda *_, **__: None)
 
 
 @PIPELINES

@@ -14,9 +14,9 @@ from torch import nn
 import fxtrain as fx
 from fxtrain._errors import visible
 from fxtrain._reading import open_file, read_file, read_text
-from fxtrain.checkpoint import read_dcp
 from fxtrain.cli import main
 from fxtrain.cli.inspect import read_weights
+from fxtrain.interop import read_dcp
 from fxtrain.launch import LaunchSpec, prepare
 
 NOT_FILES = {

@@ -31,7 +31,7 @@ def installed(monkeypatch):
                 return {"ROW": ROW, "WRONG": WRONG, "TWICE": TWICE}[self.name]
 
         Entry.name = name
-        for module in ("fxtrain.backends._table", "fxtrain.state._files"):
+        for module in ("fxtrain.backends.table", "fxtrain.state.files"):
             monkeypatch.setattr(f"{module}.entry_points", lambda group: [Entry()])
 
     return install

@@ -1,10 +1,10 @@
 """Strategies: how each kind of plan is carried out."""
 
-from fxtrain.backends._deepspeed_config import deepspeed_config
-from fxtrain.backends._deepspeed_wrap import zero_init
-from fxtrain.backends._optim import Params
-from fxtrain.backends._table import STRATEGIES, strategies, unwrap, wrap
-from fxtrain.backends._whole import gathered, weights
+from fxtrain.backends.core.optimizers import Params
+from fxtrain.backends.deepspeed.config import deepspeed_config
+from fxtrain.backends.deepspeed.setup import zero_init
+from fxtrain.backends.table import STRATEGIES, strategies, unwrap, wrap
+from fxtrain.backends.whole_weights import gathered, weights
 
 __all__ = [
     "Params",

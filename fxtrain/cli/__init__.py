@@ -1,7 +1,7 @@
 """The command line: arguments to records to calls."""
 
-from fxtrain.cli._commands import COMMANDS
-from fxtrain.cli._exit import Exit
-from fxtrain.cli._main import main
+from fxtrain.cli.app import main
+from fxtrain.cli.commands import COMMANDS
+from fxtrain.cli.exit_codes import Exit
 
 __all__ = ["COMMANDS", "Exit", "main"]

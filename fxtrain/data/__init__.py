@@ -1,5 +1,5 @@
 """Data: index arithmetic and the sharded loader."""
 
-from fxtrain.data._sharded import Sharded, shard
+from fxtrain.data.sharded_loader import Sharded, shard
 
 __all__ = ["Sharded", "shard"]

@@ -9,31 +9,31 @@ Example:
 import sys
 from typing import TYPE_CHECKING
 
-from fxtrain.launch._callable import CallableModule
-from fxtrain.launch._deepspeed_launcher import DeepSpeedOptions, deepspeed
-from fxtrain.launch._ending import Ending, Failure, by_cause, describe
-from fxtrain.launch._fields import options_from
-from fxtrain.launch._flags import FLAGS, Flag, flag_words
-from fxtrain.launch._given import given_plan, plan_variable
-from fxtrain.launch._invocation import Invocation, as_json, show
-from fxtrain.launch._kubernetes import KubernetesOptions, kubernetes
-from fxtrain.launch._launchers import LAUNCHERS, Launcher, find_launcher, prepare, run
-from fxtrain.launch._loading import load_torch
-from fxtrain.launch._machine import Machine, cores_of_ranks, look, read_cores, write_cores
-from fxtrain.launch._memory import MemoryKills, count_kills, tell_kills
-from fxtrain.launch._mpi import MpiOptions, mpi
-from fxtrain.launch._native import native
-from fxtrain.launch._program import shared_environment
-from fxtrain.launch._ray import RayOptions, ray
-from fxtrain.launch._reports import keep_tracebacks
-from fxtrain.launch._sagemaker import SageMakerOptions, sagemaker
-from fxtrain.launch._slurm import SlurmOptions, slurm
-from fxtrain.launch._spec import LaunchSpec, rank_environment
-from fxtrain.launch._target import check_target
-from fxtrain.launch._tpu import TpuPodOptions, pod_command, tpu, tpu_pod
+from fxtrain.launch.callable_module import CallableModule
+from fxtrain.launch.fields import options_from
+from fxtrain.launch.flags import FLAGS, Flag, flag_words
+from fxtrain.launch.invocation import Invocation, as_json, show
+from fxtrain.launch.launched_plan import given_plan, plan_variable
+from fxtrain.launch.launchers.deepspeed.launcher import DeepSpeedOptions, deepspeed
+from fxtrain.launch.launchers.kubernetes import KubernetesOptions, kubernetes
+from fxtrain.launch.launchers.mpi import MpiOptions, mpi
+from fxtrain.launch.launchers.native.launcher import native
+from fxtrain.launch.launchers.native.oom import MemoryKills, count_kills, tell_kills
+from fxtrain.launch.launchers.native.preload import load_torch
+from fxtrain.launch.launchers.ray.launcher import RayOptions, ray
+from fxtrain.launch.launchers.sagemaker.launcher import SageMakerOptions, sagemaker
+from fxtrain.launch.launchers.slurm import SlurmOptions, slurm
+from fxtrain.launch.launchers.tpu import TpuPodOptions, pod_command, tpu, tpu_pod
+from fxtrain.launch.machine import Machine, cores_of_ranks, look, read_cores, write_cores
+from fxtrain.launch.outcome import Ending, Failure, by_cause, describe
+from fxtrain.launch.program import shared_environment
+from fxtrain.launch.rank_reports import keep_tracebacks
+from fxtrain.launch.spec import LaunchSpec, rank_environment
+from fxtrain.launch.table import LAUNCHERS, Launcher, find_launcher, prepare, run
+from fxtrain.launch.target import check_target
 
 if TYPE_CHECKING:
-    from fxtrain.launch._function import launch as launch
+    from fxtrain.launch.function.launching import launch as launch
 
 __all__ = [
     "DeepSpeedOptions",

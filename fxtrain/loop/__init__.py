@@ -1,5 +1,5 @@
 """Training loops: one step."""
 
-from fxtrain.loop._step import StepFns, step
+from fxtrain.loop.stepping import StepFns, step
 
 __all__ = ["StepFns", "step"]

@@ -3,12 +3,12 @@
 Value first, context after: `ops.gather(tree, ctx)`.
 """
 
-from fxtrain.ops._collect import broadcast, gather, reduce
-from fxtrain.ops._connect import close, detect
-from fxtrain.ops._control import main_first, on_main, on_rank, say
-from fxtrain.ops._duplicate import duplicate
-from fxtrain.ops._log import RankLogger, log
-from fxtrain.ops._objects import (
+from fxtrain.ops.collectives import broadcast, gather, reduce
+from fxtrain.ops.connecting import close, detect
+from fxtrain.ops.control import main_first, on_main, on_rank, say
+from fxtrain.ops.duplication import duplicate
+from fxtrain.ops.logs import RankLogger, log
+from fxtrain.ops.objects import (
     agree,
     all_ranks,
     any_rank,
@@ -17,14 +17,14 @@ from fxtrain.ops._objects import (
     gather_objects,
     raise_together,
 )
-from fxtrain.ops._pad import Padded, pad, unpad
-from fxtrain.ops._preempt import Preemption, preemption
-from fxtrain.ops._random import fork_rng, seed
-from fxtrain.ops._rows import gather_valid
-from fxtrain.ops._scatter import scatter
-from fxtrain.ops._split import split
-from fxtrain.ops._tokens import join_tokens, token_positions
-from fxtrain.ops._train import (
+from fxtrain.ops.padding import Padded, pad, unpad
+from fxtrain.ops.preempt_signals import Preemption, preemption
+from fxtrain.ops.rng import fork_rng, seed
+from fxtrain.ops.rows import gather_valid
+from fxtrain.ops.scattering import scatter
+from fxtrain.ops.sequence_tokens import join_tokens, token_positions
+from fxtrain.ops.splitting import split
+from fxtrain.ops.step_parts import (
     apply,
     autocast,
     average,

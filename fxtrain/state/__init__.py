@@ -1,25 +1,23 @@
 """Records: everything that decides behaviour, as values."""
 
-from fxtrain.state._batch import Batch, Report, Weighted
-from fxtrain.state._context import Comm, DistContext, Ledger, check_connected
-from fxtrain.state._convert import converter_for, fingerprint, structure, unstructure
-from fxtrain.state._deepspeed import DeepSpeed, FromConfig, from_config
-from fxtrain.state._diff import Change, diff
-from fxtrain.state._dry_run import PARTS, DryRun, Memory, Problem, Traffic
-from fxtrain.state._files import dumps, loads, read_plan, write_plan
-from fxtrain.state._fsdp import FSDP
-from fxtrain.state._launchers import read_topology
-from fxtrain.state._local import DiLoCo, LocalSGD, is_alone, round_begins, round_ends
-from fxtrain.state._mesh import AXES, Mesh, axis_groups, read_mesh, resolve_mesh
-from fxtrain.state._parse import Format, parse_json, parse_text, unique_keys
-from fxtrain.state._pipeline import PP
-from fxtrain.state._plan import Compile, Data, Plan
-from fxtrain.state._position import Position
-from fxtrain.state._precision import DTYPES, LossScale, Precision
-from fxtrain.state._record import few, shown
-from fxtrain.state._sequence import CP, token_ranges
-from fxtrain.state._strategies import DDP, CommHook, PowerSGD, Single
-from fxtrain.state._strategy import (
+from fxtrain.state.batch import Batch, Report, Weighted
+from fxtrain.state.context import Comm, DistContext, Ledger, check_connected
+from fxtrain.state.context_parallel import CP, token_ranges
+from fxtrain.state.converters import converter_for, fingerprint, structure, unstructure
+from fxtrain.state.deepspeed import DeepSpeed, FromConfig, from_config
+from fxtrain.state.differences import Change, diff
+from fxtrain.state.dry_runs import PARTS, DryRun, Memory, Problem, Traffic
+from fxtrain.state.files import dumps, loads, read_plan, write_plan
+from fxtrain.state.fsdp import FSDP
+from fxtrain.state.local_sgd import DiLoCo, LocalSGD, is_alone, round_begins, round_ends
+from fxtrain.state.mesh import AXES, Mesh, axis_groups, read_mesh, resolve_mesh
+from fxtrain.state.parsing import Format, parse_json, parse_text, unique_keys
+from fxtrain.state.pipeline import PP
+from fxtrain.state.plan import Compile, Data, Plan
+from fxtrain.state.position import Position
+from fxtrain.state.precision import DTYPES, LossScale, Precision
+from fxtrain.state.record import few, shown
+from fxtrain.state.strategy import (
     Finish,
     ModelState,
     Outcome,
@@ -32,10 +30,12 @@ from fxtrain.state._strategy import (
     check_open,
     unsupported,
 )
-from fxtrain.state._tensor import TP, Style
-from fxtrain.state._topology import Topology
-from fxtrain.state._weight import Part, Weight
-from fxtrain.state._xla import XLA
+from fxtrain.state.strategy_configs import DDP, CommHook, PowerSGD, Single
+from fxtrain.state.tensor_parallel import TP, Style
+from fxtrain.state.topology.detection import Topology
+from fxtrain.state.topology.environments import read_topology
+from fxtrain.state.weight import Part, Weight
+from fxtrain.state.xla import XLA
 
 __all__ = [
     "AXES",

@@ -9,8 +9,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from fxtrain.checkpoint import load_model
-from fxtrain.checkpoint._model_folder import INDEX, SINGLE
+from fxtrain.models import load_model
+from fxtrain.models.folder import INDEX, SINGLE
 
 DTYPES = [
     torch.float64,

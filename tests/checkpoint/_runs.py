@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import fxtrain as fx
-from fxtrain.checkpoint import _staging
+from fxtrain.checkpoint import host_copies
 
 KINDS = ("plain", "weighted", "two optimizers", "fp16", "bf16", "scheduled", "compressed")
 
@@ -104,12 +104,12 @@ def go_on(ctx, loader, fns, steps, epochs=9):
 @contextlib.contextmanager
 def all_late():
     """Small tensors are copied in the background too, as large ones are."""
-    kept = _staging._LARGE, _staging._WORTH
-    _staging._LARGE = _staging._WORTH = 0
+    kept = host_copies._LARGE, host_copies._WORTH
+    host_copies._LARGE = host_copies._WORTH = 0
     try:
         yield
     finally:
-        _staging._LARGE, _staging._WORTH = kept
+        host_copies._LARGE, host_copies._WORTH = kept
 
 
 def bits(tensor):

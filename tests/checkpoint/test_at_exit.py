@@ -10,7 +10,7 @@ PROGRAM = """
 import atexit, os, resource, sys, threading, time
 import torch
 import fxtrain as fx
-from fxtrain.checkpoint import _save
+from fxtrain.checkpoint import saving
 
 folder, ways = sys.argv[1], sys.argv[2:]
 for way in ways:
@@ -30,14 +30,14 @@ model = fx.wrap(torch.nn.Linear(600, 600), ctx)
 fails, _, how = way.partition(":")
 if fails == "fails":
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-write = _save.write_file
+write = saving.write_file
 go = threading.Event()
 def slow(*args):
     # Not before the script has ended, and some time after.
     threading.main_thread().join() if how != "asks" else None
     time.sleep(0.1)
     return write(*args)
-_save.write_file = slow
+saving.write_file = slow
 saving = fx.save(f"{folder}/{way}", ctx, model, background=True)
 if how == "exits":
     sys.exit(0)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint import _save, _staging
-from fxtrain.checkpoint._pieces import offers_of
+from fxtrain.checkpoint import host_copies
+from fxtrain.checkpoint import saving as implementation
+from fxtrain.checkpoint.write_plan import offers_of
 from tests.checkpoint import _runs
 
 
@@ -33,25 +34,25 @@ def _stage(ctx, model):
     state = model.strategy.state(model)
     steady = {name: state.tensors[name] for name in state.steady}
     with _runs.all_late():
-        return _staging.stage(ctx, [*offers_of(state.tensors).values()], steady)
+        return host_copies.stage(ctx, [*offers_of(state.tensors).values()], steady)
 
 
 @contextmanager
 def _held():
     """Saves do not get to their files until the block sets the event."""
-    go, write = threading.Event(), _save.write_file
+    go, write = threading.Event(), implementation.write_file
 
     def wait_and_write(*args):
         assert go.wait(20)
         return write(*args)
 
-    _save.write_file = wait_and_write
+    implementation.write_file = wait_and_write
     try:
         with _runs.all_late():
             yield go
     finally:
         go.set()
-        _save.write_file = write
+        implementation.write_file = write
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_only_what_optimizers_change_is_copied_late(ctx):
     held = {f"optimizer.0.{name}.weight.momentum_buffer" for name in ("trained", "scaled")}
     assert state.steady == {"module.trained.weight", *held}
     assert not fx.wrap(nn.Linear(2, 2), ctx).strategy.state(model).steady - state.steady
-    assert not _staging._later([*offers_of(state.tensors).values()], {}, pinned=False)
+    assert not host_copies._later([*offers_of(state.tensors).values()], {}, pinned=False)
 
 
 def test_the_optimizers_next_step_waits_for_the_copy(ctx):
@@ -172,7 +173,7 @@ def test_accelerators_copy_on_a_stream_of_their_own(ctx, monkeypatch):
     current = SimpleNamespace(name="the loop's", wait_event=lambda _: told.append("loop waits"))
     monkeypatch.setattr(torch, "Stream", Stream)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: current)
-    monkeypatch.setattr(_staging._Late, "on_host", False)
+    monkeypatch.setattr(host_copies._Late, "on_host", False)
     model = _model(ctx)
     staging = _stage(ctx, model)
     assert told == ["new cpu", "wait for the loop's", "enter", "leave", "record"]
@@ -249,14 +250,12 @@ def _background_fails(ctx, folder, how):
     fx.ops.barrier(ctx)
     if ctx.is_main:
         os.mkdir(file)  # appears while the save is under way: the rename must fail
-    from fxtrain.checkpoint import _save
-
-    kept = _save.new_name
-    _save.new_name = lambda folder, updates: "update-0000000002"
+    kept = implementation.new_name
+    implementation.new_name = lambda folder, updates: "update-0000000002"
     try:
         saving = fx.save(folder, ctx, model, position=fx.Position(updates=2), background=True)
     finally:
-        _save.new_name = kept
+        implementation.new_name = kept
     try:
         if how == "result":
             saving.result()

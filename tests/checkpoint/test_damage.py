@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.checkpoint._manifest import MANIFEST
+from fxtrain.checkpoint.manifest import MANIFEST
 from tests.checkpoint import _runs
 
 FIRST, SECOND = "update-0000000001", "update-0000000002"
@@ -163,7 +163,7 @@ def test_latest_passes_over_what_is_not_whole(good, damage, tmp_path):
 
 def test_the_header_must_be_that_of_the_manifest(copy):
     """Other tools read the header: it may not say something else, whoever wrote it."""
-    from fxtrain.checkpoint._manifest import digest_of
+    from fxtrain.checkpoint.manifest import digest_of
 
     raw = (copy / FILES[0]).read_bytes()
     size = int.from_bytes(raw[:8], "little")

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint import export, load_model
-from fxtrain.checkpoint._model_folder import INDEX, SINGLE
+from fxtrain.models import export, load_model
+from fxtrain.models.folder import INDEX, SINGLE
 from tests.checkpoint._exports import (
     DTYPES,
     Tied,

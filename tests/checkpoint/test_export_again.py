@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.checkpoint import export, load_model
-from fxtrain.checkpoint._model_folder import INDEX
+from fxtrain.models import export, load_model
+from fxtrain.models.folder import INDEX
 from tests.checkpoint._exports import (
     Holder,
     as_the_ecosystem_reads,

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint import export, load_model
-from fxtrain.checkpoint._model_folder import INDEX
+from fxtrain.models import export, load_model
+from fxtrain.models.folder import INDEX
 from tests.checkpoint._exports import (
     Holder,
     Tied,
@@ -56,19 +56,19 @@ def _export_spread(ctx, mesh_shape, folder, limit, sharded, seed=0):
             most[0] = max(most[0], len(alive))
         return full
 
-    from fxtrain.checkpoint import _export
-    from fxtrain.ops import _whole
+    from fxtrain.models import exporting
+    from fxtrain.ops import whole_tensors
 
     def written(path, *args):
         mine.append(path.name)
         return real_write(path, *args)
 
-    real, _whole._whole = _whole._whole, watch
-    real_write, _export._write_file = _export._write_file, written
+    real, whole_tensors._whole = whole_tensors._whole, watch
+    real_write, exporting._write_file = exporting._write_file, written
     try:
         files = export(parts, folder, limit, ctx=ctx, sharded=sharded)
     finally:
-        _whole._whole, _export._write_file = real, real_write
+        whole_tensors._whole, exporting._write_file = real, real_write
     return [file.name for file in files], most[0], whole, mine
 
 
@@ -120,14 +120,14 @@ def _load_spread(ctx, mesh_shape, folder):
 
             return Rows()
 
-    from fxtrain.checkpoint import _model_source
+    from fxtrain.models import tensor_sources
 
-    real, _model_source.safe_open = _model_source.safe_open, Watched
+    real, tensor_sources.safe_open = tensor_sources.safe_open, Watched
     try:
         holder = Holder(other)
         load_model(folder, holder, ctx=ctx)
     finally:
-        _model_source.safe_open = real
+        tensor_sources.safe_open = real
     state = holder.state_dict()
     for name, tensor in parts.items():
         if name == "plain":

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.checkpoint import export, load_model
+from fxtrain.models import export, load_model
 from tests.checkpoint._ranks import ready
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint._keep import Keep, to_prune
-from fxtrain.checkpoint._manifest import HIGHEST, MANIFEST, digest_of
-from fxtrain.checkpoint._names import Found
-from fxtrain.checkpoint._owner import this_process
+from fxtrain.checkpoint.folders import Found
+from fxtrain.checkpoint.manifest import HIGHEST, MANIFEST, digest_of
+from fxtrain.checkpoint.owner import this_process
+from fxtrain.checkpoint.retention import Keep, to_prune
 
 DATA = "rank-00000.safetensors"
 KEEP = st.one_of(st.none(), st.integers(1, 3))
@@ -199,7 +199,7 @@ def test_the_order_survives_a_copy_and_clocks_do_not_count(run, tmp_path):
 def test_checkpoints_without_an_order_are_ordered_by_updates(run, tmp_path):
     import json
 
-    from fxtrain.checkpoint._manifest import digest_of
+    from fxtrain.checkpoint.manifest import digest_of
 
     for update in (100, 50):
         run.save(update, None)

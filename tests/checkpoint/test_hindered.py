@@ -11,8 +11,8 @@ import pytest
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint import _place, _staging
-from fxtrain.checkpoint._manifest import MANIFEST
+from fxtrain.checkpoint import host_copies, local_storage
+from fxtrain.checkpoint.manifest import MANIFEST
 
 FIRST = "update-0000000001"
 
@@ -33,18 +33,18 @@ def _no_room():
 @contextmanager
 def _full():
     """Writing the second block fails as on a full disk."""
-    kept = _place._Whole.write
+    kept = local_storage._Whole.write
 
     def write(self, data):
         if self.file.tell():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         kept(self, data)
 
-    _place._Whole.write = write
+    local_storage._Whole.write = write
     try:
         yield
     finally:
-        _place._Whole.write = kept
+        local_storage._Whole.write = kept
 
 
 @contextmanager
@@ -65,16 +65,16 @@ def _no_sync():
 @contextmanager
 def _no_memory():
     """There is no room for the copy of a save in the background."""
-    kept = _staging._buffer
+    kept = host_copies._buffer
 
     def fail(ctx, size):
         raise MemoryError(f"no {size} bytes")
 
-    _staging._buffer = fail
+    host_copies._buffer = fail
     try:
         yield
     finally:
-        _staging._buffer = kept
+        host_copies._buffer = kept
 
 
 OBSTACLES = {"limit": _no_room, "full": _full, "sync": _no_sync, "memory": _no_memory}
@@ -208,7 +208,7 @@ def _die(ctx, folder, rank, where, background):
     if where == "first" and ctx.rank == rank:
         os._exit(9)
     if ctx.rank == rank:
-        kept = _place._Whole.write
+        kept = local_storage._Whole.write
 
         def write(self, data):
             if where == "before":
@@ -218,7 +218,7 @@ def _die(ctx, folder, rank, where, background):
                 return
             os._exit(9)
 
-        _place._Whole.write = write
+        local_storage._Whole.write = write
     saving = fx.save(folder, ctx, model, position=fx.Position(updates=2), background=background)
     saving.result()
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint import load_model
-from fxtrain.checkpoint._model_folder import INDEX, MARKER, SINGLE
+from fxtrain.models import load_model
+from fxtrain.models.folder import INDEX, MARKER, SINGLE
 from tests.checkpoint._exports import Holder, assert_same, loaded, some_state
 
 

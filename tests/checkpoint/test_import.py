@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import fxtrain as fx
-from fxtrain.checkpoint import read_accelerate, read_dcp
+from fxtrain.interop import read_accelerate, read_dcp
 from tests.checkpoint._ranks import ready
 
 pytestmark = pytest.mark.filterwarnings(

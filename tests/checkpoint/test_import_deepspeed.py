@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.checkpoint import import_checkpoint, read_deepspeed
+from fxtrain.interop import import_checkpoint, read_deepspeed
 
 # A matrix of five numbers and one of two, over two ranks: three and one each, padded.
 WEIGHT = torch.arange(5.0).reshape(5, 1)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint import export, load_model
+from fxtrain.models import export, load_model
 from tests.checkpoint._exports import (
     Holder,
     Tied,

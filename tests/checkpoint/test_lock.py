@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint import _lock, _save
-from fxtrain.checkpoint._keep import Keep, to_prune
-from fxtrain.checkpoint._lock import _read, take
-from fxtrain.checkpoint._names import Found
-from fxtrain.checkpoint._owner import Owner, is_running, owner_from, this_process
-from fxtrain.checkpoint._place import place_of
+from fxtrain.checkpoint import folder_lock, saving
+from fxtrain.checkpoint.folder_lock import _read, take
+from fxtrain.checkpoint.folders import Found
+from fxtrain.checkpoint.local_storage import place_of
+from fxtrain.checkpoint.owner import Owner, is_running, owner_from, this_process
+from fxtrain.checkpoint.retention import Keep, to_prune
 
 
 def _new_folder(kind, tmp_path):
@@ -127,7 +127,7 @@ def test_the_lock_of_a_dead_process_is_taken_over(folder, who):
 
 @pytest.mark.parametrize("data", [None, b"", b"{", b'{"token":1}', b"[]", b"\xff"])
 def test_a_silent_lock_of_another_machine_is_taken_over(folder, data, monkeypatch):
-    monkeypatch.setattr(_lock, "DEAD_S", 0.3)
+    monkeypatch.setattr(folder_lock, "DEAD_S", 0.3)
     if data is None:
         _lock_of(folder, _elsewhere())
     else:
@@ -138,14 +138,14 @@ def test_a_silent_lock_of_another_machine_is_taken_over(folder, data, monkeypatc
 
 
 def test_a_lock_of_another_machine_that_shows_life_is_respected(folder, monkeypatch):
-    monkeypatch.setattr(_lock, "_BEAT_S", 0.05)
-    monkeypatch.setattr(_lock, "this_process", _elsewhere)
+    monkeypatch.setattr(folder_lock, "_BEAT_S", 0.05)
+    monkeypatch.setattr(folder_lock, "this_process", _elsewhere)
     lock = take(folder)  # as the other machine, which shows that it lives
-    monkeypatch.setattr(_lock, "this_process", this_process)
+    monkeypatch.setattr(folder_lock, "this_process", this_process)
     began = time.monotonic()
     with pytest.raises(fx.CheckpointError, match=r"written by process \d+ on node7\."):
         take(folder)
-    assert time.monotonic() - began < _lock.DEAD_S / 2
+    assert time.monotonic() - began < folder_lock.DEAD_S / 2
     lock.release()
     take(folder).release()
 
@@ -247,7 +247,7 @@ def ctx():
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_under_way_keeps_others_out(ctx, background, tmp_path, monkeypatch):
-    write, told = _save.write_file, []
+    write, told = saving.write_file, []
 
     def write_and_let_others_try(*args):
         with fx.detect(env={}, device="cpu") as other, pytest.raises(fx.CheckpointError) as caught:
@@ -255,22 +255,21 @@ def test_a_save_under_way_keeps_others_out(ctx, background, tmp_path, monkeypatc
         told.append(str(caught.value))
         return write(*args)
 
-    monkeypatch.setattr(_save, "write_file", write_and_let_others_try)
-    saving = fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx), background=background)
-    saving.result()
+    monkeypatch.setattr(saving, "write_file", write_and_let_others_try)
+    fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx), background=background).result()
     assert len(told) == 1 and "One run at a time" in told[0]
     assert os.listdir(tmp_path) == ["update-0000000000"]
 
 
 def test_nothing_is_committed_without_the_lock(ctx, tmp_path, monkeypatch):
-    write = _save.write_file
+    write = saving.write_file
 
     def write_and_lose_the_lock(*args):
         folder = place_of(tmp_path)
         folder.unlock(folder.locks()[0])
         return write(*args)
 
-    monkeypatch.setattr(_save, "write_file", write_and_lose_the_lock)
+    monkeypatch.setattr(saving, "write_file", write_and_lose_the_lock)
     with pytest.raises(fx.CheckpointError, match="took over the lock"):
         fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx))
     assert fx.latest(tmp_path) is None
@@ -288,7 +287,7 @@ def test_a_save_that_fails_lets_others_save(ctx, where, tmp_path, monkeypatch):
 
     model = fx.wrap(nn.Linear(2, 2), ctx)
     with monkeypatch.context() as patch:
-        patch.setattr(_save, where, fail)
+        patch.setattr(saving, where, fail)
         with pytest.raises((fx.CheckpointError, KeyboardInterrupt)):
             fx.save(tmp_path, ctx, model, background=where == "stage").result()
     ctx.comm.ledger.tasks.clear()  # its error was seen
@@ -327,7 +326,7 @@ def test_a_damaged_manifest_stays_while_another_run_may_have_written_it(who):
 
 
 def test_a_run_that_ended_is_pruned_as_ones_own(ctx, tmp_path, monkeypatch):
-    monkeypatch.setattr(_save, "this_process", _ended)
+    monkeypatch.setattr(saving, "this_process", _ended)
     _save_many(ctx, tmp_path, [1, 2, 3], 3)
     monkeypatch.undo()
     _save_many(ctx, tmp_path, [4], 2)
@@ -335,7 +334,7 @@ def test_a_run_that_ended_is_pruned_as_ones_own(ctx, tmp_path, monkeypatch):
 
 
 def test_a_run_on_another_machine_counts_as_ended_after_three_commits(ctx, tmp_path, monkeypatch):
-    monkeypatch.setattr(_save, "this_process", _elsewhere)
+    monkeypatch.setattr(saving, "this_process", _elsewhere)
     _save_many(ctx, tmp_path, [1, 2], 2)
     monkeypatch.undo()
     _save_many(ctx, tmp_path, [3, 4], 1)
@@ -346,7 +345,7 @@ def test_a_run_on_another_machine_counts_as_ended_after_three_commits(ctx, tmp_p
 
 
 def test_the_process_that_saved_is_written_down(ctx, tmp_path):
-    from fxtrain.checkpoint._names import read_manifest
+    from fxtrain.checkpoint.folders import read_manifest
 
     path = fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx)).path
     assert read_manifest(place_of(path)).saver == this_process()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint import _save
+from fxtrain.checkpoint import saving
 from tests.checkpoint import _runs
 
 
@@ -246,7 +246,7 @@ def _one_rank_fails(ctx, folder, where):
     fails = where == "file" and ctx.rank == 1
     position = fx.Position(updates=2 + ctx.rank) if where == "position" else fx.Position(updates=2)
     try:
-        with mock.patch.object(_save, "write_file", side_effect=full) if fails else nullcontext():
+        with mock.patch.object(saving, "write_file", side_effect=full) if fails else nullcontext():
             fx.save(folder, ctx, model, position=position, extra=extra)
     except fx.CheckpointError as error:
         return str(error)

@@ -10,7 +10,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.checkpoint import before
-from fxtrain.checkpoint._manifest import MANIFEST, digest_of
+from fxtrain.checkpoint.manifest import MANIFEST, digest_of
 from fxtrain.cli import main
 
 DATA = "rank-00000.safetensors"

@@ -18,7 +18,7 @@ from fxtrain.cli.config import (
     resolve,
     suggested,
 )
-from fxtrain.cli.config._file import parse
+from fxtrain.launch.config.launch_file import parse
 from tests.cli._files import GOOD
 
 

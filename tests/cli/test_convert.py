@@ -10,8 +10,8 @@ import fxtrain as fx
 from fxtrain.backends import strategies
 from fxtrain.cli import Exit, main
 from fxtrain.cli.config import convert_accelerate, read_launch_file
-from fxtrain.cli.config._accelerate import _SECTIONS, translate
-from fxtrain.cli.config._rules import rules
+from fxtrain.interop.accelerate_config import _SECTIONS, translate
+from fxtrain.interop.accelerate_rules import rules
 
 KINDS = {attrs.fields_dict(config)["kind"].default for config in strategies()}
 

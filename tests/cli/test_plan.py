@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 import fxtrain as fx
-from fxtrain.cli import Exit, _plan_child, main
+from fxtrain.cli import Exit, main, plan_child
 from tests.launched._run import FXTRAIN, ROOT, run
 
 TRAIN = """
@@ -51,7 +51,7 @@ def _run_here(line, *, env, **_):
         patch.setattr(sys, "argv", list(line[2:]))
         patch.setattr(sys, "path", ["", *sys.path])
         try:
-            code = _plan_child.main()
+            code = plan_child.main()
         except Exception:
             traceback.print_exc()
             code = 1
@@ -60,7 +60,7 @@ def _run_here(line, *, env, **_):
 
 @pytest.fixture
 def here(monkeypatch):
-    monkeypatch.setattr("fxtrain.cli._plan.subprocess", types.SimpleNamespace(run=_run_here))
+    monkeypatch.setattr("fxtrain.cli.plan_command.subprocess", types.SimpleNamespace(run=_run_here))
 
 
 def test_a_script_runs_unchanged_as_one_rank(script, tmp_path):

@@ -26,7 +26,7 @@ from fxtrain.cli.config import (
     read_answer,
     read_launch_file,
 )
-from fxtrain.cli.config._ask import arrow_keys, interview
+from fxtrain.cli.config.prompts import arrow_keys, interview
 from tests.launched._run import FXTRAIN, ROOT
 
 PLAIN = Machine(cores=8)
@@ -154,7 +154,7 @@ def test_lines_make_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines = ["native", "1", "3", "", "", "2", "2", "1.0", ""]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
-    monkeypatch.setattr("fxtrain.cli.config._command.look", lambda: PLAIN)
+    monkeypatch.setattr("fxtrain.cli.config.command.look", lambda: PLAIN)
     assert main(["config"]) == Exit.WELL
     file = read_launch_file("fxtrain.toml")
     assert file.common == Section(

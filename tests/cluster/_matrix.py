@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
-from fxtrain.testing._train import on_mesh
+from fxtrain.testing.training import on_mesh
 from tests.cluster._models import VOCABULARY, llama
 
 PROMPT = torch.tensor([[1, 2, 3, 4]])

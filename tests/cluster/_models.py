@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.backends._pipeline_plan import schedules_fit
+from fxtrain.backends.pipeline.partition import schedules_fit
 
 # tests/state/test_old_torch.py sees that they are refused there.
 PIPELINES = pytest.mark.skipif(

@@ -8,9 +8,9 @@ from torch.distributed import distributed_c10d
 
 import fxtrain as fx
 from fxtrain import ops
-from fxtrain.ops import _store
+from fxtrain.ops import rendezvous_store
 from fxtrain.testing import Transformer, free_port
-from fxtrain.testing._start import starter
+from fxtrain.testing.starting import starter
 
 
 def _env(rank, world, port):
@@ -133,4 +133,4 @@ def test_a_store_that_died_is_rank_0_that_is_gone():
         def check(self, keys):
             raise RuntimeError("Failed to recv, got 0 bytes.")
 
-    assert _store._missing(Dead(), {0: "hello/0", 1: "hello/1"}) == [0]
+    assert rendezvous_store._missing(Dead(), {0: "hello/0", 1: "hello/1"}) == [0]

@@ -8,9 +8,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain import ops
-from fxtrain.backends._ring import Ring, RingAttention
-from fxtrain.data._cut import cutter
-from fxtrain.ops._tokens import positions_of
+from fxtrain.backends.context.ring_attention import Ring, RingAttention
+from fxtrain.data.sequence_slices import cutter
+from fxtrain.ops.sequence_tokens import positions_of
 from fxtrain.testing import Task, Transformer, by_hand, count_collectives, fake_world, on_ranks
 from tests.cluster._models import llama
 

@@ -6,7 +6,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain.testing import LAWS, Terms, Transformer
-from fxtrain.testing._train import backward_once, on_mesh, token_rows
+from fxtrain.testing.training import backward_once, on_mesh, token_rows
 from tests.cluster._models import PIPELINES, is_block
 
 LAW = {law.__name__: law for law in LAWS}
@@ -336,7 +336,7 @@ def test_a_broken_strategy_is_caught(clusters, name, n, change, words):
 
 def _wrong_unwrap(ctx, leave):
     """What the law on unwrap says of a strategy that leaves something behind."""
-    import fxtrain.testing._laws as laws
+    import fxtrain.testing.laws as laws
 
     def unwrap(model):
         module = fx.unwrap(model)

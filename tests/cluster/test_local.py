@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain.testing import LAWS, count_collectives, fake_world
-from fxtrain.testing._train import on_mesh
+from fxtrain.testing.training import on_mesh
 
 JUMPS = fx.DiLoCo(every=1, outer_lr=1.0, outer_momentum=0.0)
 # Each copy clips its own gradient, so only a warm-up clips that of all rows.

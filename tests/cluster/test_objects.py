@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain import CollectiveError, ops
-from fxtrain.ops._pickled import dump, safe
+from fxtrain.ops.transport.pickled import dump, safe
 from fxtrain.testing import count_collectives
 
 

@@ -11,7 +11,7 @@ import torch
 
 from fxtrain import CollectiveError, ContextError, DataError, ops
 from fxtrain._tree import map_leaves
-from fxtrain.ops import _route
+from fxtrain.ops.transport import routes
 
 Point = namedtuple("Point", "x y")
 
@@ -327,12 +327,12 @@ def test_raise_together(pair):
 
 
 def _lagged(ctx, shape):
-    from fxtrain.ops import _wire
+    from fxtrain.ops.transport import exchange
 
     call = ("gather", f"float32{shape[ctx.rank]}")
-    _wire.compare(ctx, ("gather", "a"), wait=True)
-    _wire.compare(ctx, ("gather", "b"), wait=True)
-    _wire.compare(ctx, ("gather", "ab"[ctx.rank] if shape[0] != shape[1] else "a"), wait=False)
+    exchange.compare(ctx, ("gather", "a"), wait=True)
+    exchange.compare(ctx, ("gather", "b"), wait=True)
+    exchange.compare(ctx, ("gather", "ab"[ctx.rank] if shape[0] != shape[1] else "a"), wait=False)
     ops.barrier(ctx)
     return call
 
@@ -393,7 +393,7 @@ def _by_route(ctx):
             first = [ops.gather(make(ctx.rank + 10 * k), ctx) for k in range(2)]
         rest = [ops.gather(make(ctx.rank + 10 * k), ctx) for k in range(2, 4)]
         got[name] = map_leaves(torch.clone, [*first, *rest])
-    made = sum(isinstance(one, _route.Route) for one in ctx.comm.ledger.routes.values())
+    made = sum(isinstance(one, routes.Route) for one in ctx.comm.ledger.routes.values())
     for size in range(1, 100):
         ops.gather(torch.zeros(size), ctx)
     return got, made, len(ctx.comm.ledger.routes)

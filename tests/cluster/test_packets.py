@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxtrain import ops
-from fxtrain.ops._packets import arrived, packets_of, send
+from fxtrain.ops.transport.packets import arrived, packets_of, send
 from fxtrain.state import Comm
 
 

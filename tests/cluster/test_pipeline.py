@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
-from fxtrain.backends._pipeline_plan import layout_of, pipeline_problems
-from fxtrain.backends._pipeline_stage import Meta, _to_send
+from fxtrain.backends.pipeline.partition import layout_of, pipeline_problems
+from fxtrain.backends.pipeline.stage import Meta, _to_send
 from fxtrain.testing import LAWS, Task, Transformer, count_collectives, fake_world, on_ranks
-from fxtrain.testing._train import backward_once, by_hand
+from fxtrain.testing.training import backward_once, by_hand
 from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP, gpt2, t5
 
 pytestmark = PIPELINES

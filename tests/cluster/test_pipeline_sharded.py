@@ -9,10 +9,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
-from fxtrain.backends._pipeline_plan import layout_of
-from fxtrain.backends._pipeline_shard import own_units
+from fxtrain.backends.pipeline.partition import layout_of
+from fxtrain.backends.pipeline.sharded_stages import own_units
 from fxtrain.testing import LAWS, Task, Transformer, count_collectives, on_ranks
-from fxtrain.testing._train import backward_once, by_hand, on_mesh
+from fxtrain.testing.training import backward_once, by_hand, on_mesh
 from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP
 
 pytestmark = PIPELINES

@@ -9,9 +9,9 @@ import pytest
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain._secret import SECRET, key_of
-from fxtrain.ops import _scatter
-from fxtrain.ops._pickled import dump, opened
-from fxtrain.ops._store import open_store
+from fxtrain.ops import scattering
+from fxtrain.ops.rendezvous_store import open_store
+from fxtrain.ops.transport.pickled import dump, opened
 from fxtrain.state import Topology
 from fxtrain.testing import free_port
 
@@ -51,11 +51,11 @@ def test_a_pickle_is_read_under_its_own_seal_only(sent, known, tmp_path):
 
 def test_a_letter_of_scatter_is_read_under_its_own_seal_only(tmp_path):
     with fx.detect({}, device="cpu") as ctx:
-        (letter,), *_ = _scatter._letters([_Harm(tmp_path)], _with_key(ctx, KEYS[0]))
+        (letter,), *_ = scattering._letters([_Harm(tmp_path)], _with_key(ctx, KEYS[0]))
         with pytest.raises(fx.CollectiveError, match="no seal of this run's secret"):
-            _scatter._open_letter(letter, _with_key(ctx, KEYS[1]), 0, sure=False)
+            scattering._open_letter(letter, _with_key(ctx, KEYS[1]), 0, sure=False)
         assert not list(tmp_path.iterdir())
-        _scatter._open_letter(letter, _with_key(ctx, KEYS[0]), 0, sure=False)
+        scattering._open_letter(letter, _with_key(ctx, KEYS[0]), 0, sure=False)
     assert list(tmp_path.iterdir())
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain.testing import Transformer
-from fxtrain.testing._train import on_mesh
+from fxtrain.testing.training import on_mesh
 from tests.cluster._models import PIPELINES
 
 FSDP = fx.FSDP(min_params=1)

@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 import fxtrain as fx
-from fxtrain.data import _source
+from fxtrain.data import sources
 from fxtrain.state import DistContext
 
 
@@ -173,9 +173,9 @@ def test_persistent_workers_outlive_an_epoch_that_was_broken_off():
 
 def test_every_setting_is_kept(monkeypatch):
     made = []
-    real = _source.rebuild
+    real = sources.rebuild
     monkeypatch.setattr(
-        _source, "rebuild", lambda *a, **kw: made.append(real(*a, **kw)) or made[-1]
+        sources, "rebuild", lambda *a, **kw: made.append(real(*a, **kw)) or made[-1]
     )
     loader = DataLoader(
         range(8),

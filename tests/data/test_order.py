@@ -14,8 +14,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fxtrain.data._order import Custom, find_order
-from fxtrain.data._permute import below, key_of, permutation, round_keys, uniform
+from fxtrain.data.order import Custom, find_order
+from fxtrain.data.permutation import below, key_of, permutation, round_keys, uniform
 
 BIG = 100_003  # above the length up to which a table is used
 

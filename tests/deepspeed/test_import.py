@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fxtrain as fx
-from fxtrain.checkpoint import import_checkpoint, read_deepspeed
+from fxtrain.interop import import_checkpoint, read_deepspeed
 from fxtrain.testing import Transformer
 from tests.deepspeed._ranks import grouped, on_rank, whole_state
 

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from fxtrain.launch._deepspeed import deepspeed_argv, filter_hosts, read_hosts
+from fxtrain.launch.launchers.deepspeed.hostfile import deepspeed_argv, filter_hosts, read_hosts
 
 pytestmark = pytest.mark.deepspeed
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
-from fxtrain.testing._train import on_mesh
+from fxtrain.testing.training import on_mesh
 from tests.deepspeed._ranks import on_rank, sgd
 
 pytestmark = pytest.mark.deepspeed

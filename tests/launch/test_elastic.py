@@ -9,7 +9,7 @@ import torch
 
 from fxtrain import LaunchError
 from fxtrain.launch import LaunchSpec, load_torch
-from fxtrain.launch._elastic import _check_devices
+from fxtrain.launch.launchers.native.elastic import _check_devices
 
 
 @pytest.mark.parametrize(

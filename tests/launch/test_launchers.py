@@ -22,7 +22,7 @@ from fxtrain.launch import (
     options_from,
     prepare,
 )
-from fxtrain.launch._process import write_files
+from fxtrain.launch.process import write_files
 from tests.launch._specs import HERE, SAGEMAKER, spec_of
 
 
@@ -198,7 +198,7 @@ CASES = [
         name="ray",
         spec=spec_of("ray", ranks=2, options=RayOptions(job_server="http://h:8265", wait=False)),
         words="ray job submit --address=http://h:8265 --working-dir=. --no-wait -- python -m "
-        "fxtrain.launch._ray_driver fxtrain-launch/ray.json",
+        "fxtrain.launch.launchers.ray.driver fxtrain-launch/ray.json",
     ),
     Case(
         name="kubernetes",

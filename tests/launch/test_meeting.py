@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousStateError, dynamic_rendezvous
 
-from fxtrain.launch._meeting import StateBackend, read_state, write_state
+from fxtrain.launch.launchers.native.rendezvous import StateBackend, read_state, write_state
 
 KEY = "fxtrain.rendezvous.run"
 NODES = st.builds(

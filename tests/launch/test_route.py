@@ -7,7 +7,12 @@ import attrs
 import pytest
 
 from fxtrain.launch import LaunchSpec, Machine, native
-from fxtrain.launch._route import Route, _interface_of, find_route, loopback_route
+from fxtrain.launch.launchers.native.addresses import (
+    Route,
+    _interface_of,
+    find_route,
+    loopback_route,
+)
 
 FAR = Route(address="10.0.0.2", interface="eth3")
 NODE = LaunchSpec(target="t.py", nodes=2, node_rank=1, main_address="10.0.0.1")

@@ -11,7 +11,7 @@ import torch
 import fxtrain as fx
 from fxtrain import LaunchError, ops
 from fxtrain.launch import Failure, by_cause
-from fxtrain.launch._machine import usable_cores
+from fxtrain.launch.machine import usable_cores
 from tests.launched._run import PYTHON, SCRIPTS, run, run_text
 
 pytestmark = pytest.mark.timeout(120)

@@ -3,7 +3,7 @@
 import pytest
 
 import fxtrain as fx
-from fxtrain.cli._launch import LAUNCH, spec_of
+from fxtrain.cli.launch_command import LAUNCH, spec_of
 from tests.launched._run import FXTRAIN, run
 
 SCRIPT = "import fxtrain as fx\nprint(fx.given_plan(fx.Plan(seed=9)).accumulate, end='')\n"

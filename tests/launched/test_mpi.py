@@ -42,7 +42,7 @@ def test_the_first_failing_rank_is_shown(mpi):
     assert ended.code == 1
     assert ended.err.startswith("fxtrain launch: Rank 1 of 2 failed: ValueError: of my own\n")
     assert ended.err.count("Traceback (most recent call last)") == 1
-    assert "_child.py" not in ended.err
+    assert "child.py" not in ended.err
 
 
 def test_an_exit_code_is_handed_on_and_ends_the_others(mpi):

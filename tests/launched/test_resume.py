@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from fxtrain.cli import Exit, _rerun, _resume, main
-from fxtrain.testing._start import starter
+from fxtrain.cli import Exit, main, rerun, resume_command
+from fxtrain.testing.starting import starter
 from tests.launched._run import FXTRAIN, PYTHON, ROOT, SCRIPTS, finish, run, start
 
 pytestmark = pytest.mark.timeout(330)
@@ -80,7 +80,7 @@ def test_verify_resume_says_that_a_script_is_exact():
     [("loader", "position.index"), ("ema", "extra"), ("random", "model/module.weight")],
 )
 def test_verify_resume_names_the_first_leaf_that_differs(fault, leaf, monkeypatch, capsys):
-    monkeypatch.setattr(_resume, "_launch", _run_here)
+    monkeypatch.setattr(resume_command, "_launch", _run_here)
     assert main(["verify-resume", str(SCRIPTS / "forgets.py"), fault]) == Exit.FOUND
     told = capsys.readouterr().out
     assert "leaves differ; the first is" in told
@@ -89,7 +89,7 @@ def test_verify_resume_names_the_first_leaf_that_differs(fault, leaf, monkeypatc
 
 def _run_here(program, orders, *, ranks, cpu):
     """What a launcher runs on a rank, in a process that has torch loaded."""
-    process = starter().Process(target=_rerun.main, args=([json.dumps(orders), *program],))
+    process = starter().Process(target=rerun.main, args=([json.dumps(orders), *program],))
     process.start()
     process.join(60)
     return process.exitcode
@@ -98,7 +98,7 @@ def _run_here(program, orders, *, ranks, cpu):
 def test_verify_resume_of_a_script_that_does_not_save(tmp_path, monkeypatch, capsys):
     script = tmp_path / "train.py"
     script.write_text("print('done')\n")
-    monkeypatch.setattr(_resume, "_launch", _run_here)
+    monkeypatch.setattr(resume_command, "_launch", _run_here)
     assert main(["verify-resume", str(script)]) == Exit.WRONG
     assert "It should call fx.save at least twice" in capsys.readouterr().err
 

@@ -48,7 +48,7 @@ def test_first_failing_rank_is_shown():
     head, *rest = ended.err.splitlines()
     assert head == "fxtrain launch: Rank 1 of 2 failed: ValueError: of my own"
     assert rest[0] == "Traceback (most recent call last):"
-    assert "_child.py" not in ended.err and "runpy" not in ended.err
+    assert "child.py" not in ended.err and "runpy" not in ended.err
     assert 'raise ValueError("of my own' in ended.err
     assert ended.err.count("Traceback") == 1
 

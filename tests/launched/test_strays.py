@@ -10,8 +10,8 @@ import pytest
 
 import fxtrain as fx
 from fxtrain import LaunchError
-from fxtrain.launch import _strays
-from fxtrain.launch._signals import _children
+from fxtrain.launch import orphans
+from fxtrain.launch.signals import _children
 from tests.launched._run import FXTRAIN, PYTHON, SCRIPTS, finish, run, start
 from tests.launched.scripts.ranks import is_running, stubborn
 
@@ -79,7 +79,7 @@ def test_functions_that_ignore_signals_end_after_their_caller_was_killed(tmp_pat
 
 
 def _sleeper(mark, text="time.sleep(60)"):
-    env = {**os.environ, _strays.MARK: mark}
+    env = {**os.environ, orphans.MARK: mark}
     words = (sys.executable, "-c", f"import time; print(1, flush=True); {text}")
     process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE)
     process.stdout.readline()
@@ -87,11 +87,11 @@ def _sleeper(mark, text="time.sleep(60)"):
 
 
 def test_only_what_has_the_mark_is_ended():
-    outer = _strays.mark_within({})
-    inner = _strays.mark_within({_strays.MARK: outer})
-    others = [_sleeper(_strays.mark_within({})), _sleeper(outer)]
-    mine = [_sleeper(inner), _sleeper(_strays.mark_within({_strays.MARK: inner}))]
-    _strays.end_strays(inner, patience_s=30, ask=True)
+    outer = orphans.mark_within({})
+    inner = orphans.mark_within({orphans.MARK: outer})
+    others = [_sleeper(orphans.mark_within({})), _sleeper(outer)]
+    mine = [_sleeper(inner), _sleeper(orphans.mark_within({orphans.MARK: inner}))]
+    orphans.end_strays(inner, patience_s=30, ask=True)
     assert [process.wait(10) for process in mine] == [-signal.SIGTERM] * 2
     assert [process.poll() for process in others] == [None] * 2
     for process in others:
@@ -103,15 +103,15 @@ def test_only_what_has_the_mark_is_ended():
 
 @pytest.mark.parametrize(("text", "code"), [("time.sleep(0.3)", 0), ("time.sleep(60)", -9)])
 def test_after_a_good_end_what_is_left_has_time(text, code):
-    mark = _strays.mark_within({})
+    mark = orphans.mark_within({})
     with _sleeper(mark, text) as process:
-        _strays.end_strays(mark, patience_s=1.0, ask=False)
+        orphans.end_strays(mark, patience_s=1.0, ask=False)
         assert process.wait(10) == code
 
 
 def test_a_signal_for_the_ranks_does_not_end_the_keeper():
     before = set(_children())
-    with _strays.kept(_strays.mark_within({}), patience_s=1.0):
+    with orphans.kept(orphans.mark_within({}), patience_s=1.0):
         (keeper,) = set(_children()) - before
         os.kill(keeper, signal.SIGUSR1)
         time.sleep(0.2)

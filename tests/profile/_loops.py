@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain.testing import Transformer
-from fxtrain.testing._train import on_mesh
+from fxtrain.testing.training import on_mesh
 
 
 def net() -> nn.Module:

@@ -7,10 +7,10 @@ import pytest
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fxtrain as fx
-from fxtrain.profile._axes import axis_namer
-from fxtrain.profile._dry_run import figures
-from fxtrain.profile._patches import loading_here
-from fxtrain.profile._watch import Enough, Watch, watching
+from fxtrain.profile.axes import axis_namer
+from fxtrain.profile.rehearsal import figures
+from fxtrain.profile.torch_patches import loading_here
+from fxtrain.profile.watching import Enough, Watch, watching
 from fxtrain.state import resolve_mesh
 from fxtrain.testing import count_collectives
 from tests.profile._loops import (

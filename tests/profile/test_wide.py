@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 import fxtrain as fx
-from fxtrain.ops._chunk import chunk_of
-from fxtrain.profile._memory import MemoryLog
-from fxtrain.profile._patches import cut_late
+from fxtrain.ops.chunks import chunk_of
+from fxtrain.profile.memory_log import MemoryLog
+from fxtrain.profile.torch_patches import cut_late
 from tests.profile._loops import by_steps, net
 
 _WORLD = 1024

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
-from fxtrain.backends._deepspeed_config import misfits
+from fxtrain.backends.deepspeed.config import misfits
 
 # A file as users of other libraries have it, all of it "auto".
 FILE = {

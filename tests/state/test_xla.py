@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.backends._modules import away_from_xla
-from fxtrain.backends._xla_watch import Watch
-from fxtrain.data import _place
-from fxtrain.ops import _xla
+from fxtrain.backends.core.module_changes import away_from_xla
+from fxtrain.backends.xla.recompilations import Watch
+from fxtrain.data import to_device
+from fxtrain.ops import xla_runtime
 from fxtrain.state import Topology
 
 
@@ -53,12 +53,12 @@ def test_a_package_for_another_torch_names_both_versions(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch_xla", raising=False)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.9.0")
     with pytest.raises(fx.MissingPackageError, match=r"torch==1\.9\.0 torch_xla==1\.9\.0"):
-        _xla.load()
+        xla_runtime.load()
 
 
 def test_the_device_or_the_variable_asks_for_it():
-    assert _xla.wants("xla:0", {}) and _xla.wants(None, {"PJRT_DEVICE": "CPU"})
-    assert not _xla.wants("cpu", {"PJRT_DEVICE": "CPU"}) and not _xla.wants(None, {})
+    assert xla_runtime.wants("xla:0", {}) and xla_runtime.wants(None, {"PJRT_DEVICE": "CPU"})
+    assert not xla_runtime.wants("cpu", {"PJRT_DEVICE": "CPU"}) and not xla_runtime.wants(None, {})
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_hosts_of_a_pod_that_drive_several_devices_each_are_told_what_to_do(
         addressable_runtime_device_count=lambda: 4,
         process_count=lambda: 2,
     )
-    monkeypatch.setattr(_xla, "load", lambda *_, **__: host)
+    monkeypatch.setattr(xla_runtime, "load", lambda *_, **__: host)
     with pytest.raises(fx.ContextError, match=words):
-        _xla.start(None, {"PJRT_DEVICE": "TPU"}, Topology(world_size=ranks))
+        xla_runtime.start(None, {"PJRT_DEVICE": "TPU"}, Topology(world_size=ranks))
 
 
 def test_strategies_of_torch_are_refused_there():
@@ -89,7 +89,7 @@ def test_strategies_of_torch_are_refused_there():
 
 def test_compilations_are_told_when_they_are_late_and_ever_less_often(monkeypatch):
     total = [0]
-    monkeypatch.setattr(_xla, "compilations", lambda: total[0])
+    monkeypatch.setattr(xla_runtime, "compilations", lambda: total[0])
     watch = Watch(calm=3)
     for step in range(1, 41):
         watch.begin()
@@ -113,7 +113,7 @@ def test_batches_are_moved_ahead_in_order_by_another_thread(monkeypatch):
         moved.append(data)
         return -data
 
-    monkeypatch.setattr(_xla, "send", send)
+    monkeypatch.setattr(xla_runtime, "send", send)
     ctx, plan = fx.DistContext(device=torch.device("xla", 0)), fx.Plan(data=fx.Data(ahead=2))
     read = []
 
@@ -122,10 +122,10 @@ def test_batches_are_moved_ahead_in_order_by_another_thread(monkeypatch):
             read.append(step)
             yield step, step
 
-    found = _place.placed(pairs(), ctx, plan, ahead=True)
+    found = to_device.placed(pairs(), ctx, plan, ahead=True)
     assert next(found) == (0, 0) and read == [0, 1, 2]
     assert [*found] == [(step, -step) for step in range(1, 6)]
     assert moved == [*range(6)] and threading.current_thread().name not in threads
     read.clear()
-    found = _place.placed(pairs(), ctx, plan, ahead=False)
+    found = to_device.placed(pairs(), ctx, plan, ahead=False)
     assert next(found) == (0, 0) and read == [0]

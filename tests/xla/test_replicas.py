@@ -7,8 +7,8 @@ import torch
 from torch import distributed as dist
 
 import fxtrain as fx
-from fxtrain.ops import _connect, _xla
-from fxtrain.ops._bulk import broadcast_values, gather_values
+from fxtrain.ops import connecting, xla_runtime
+from fxtrain.ops.transport.large import broadcast_values, gather_values
 from fxtrain.state import Topology
 
 pytestmark = pytest.mark.xla
@@ -44,7 +44,7 @@ def _send(tensor, src, group):
 
 def _recorded(ctx):
     """On a rank of a pool, whose process has an XLA runtime."""
-    model, backend = _xla.load("core.xla_model"), _xla.load("distributed.xla_backend")
+    model, backend = xla_runtime.load("core.xla_model"), xla_runtime.load("distributed.xla_backend")
     two, group = _Two(), backend.ProcessGroupXla(None, 1, RANKS, None)
     x, n = torch.arange(3.0, device=ctx.device), torch.tensor(5, device=ctx.device)
     with pytest.MonkeyPatch.context() as patch:
@@ -57,8 +57,8 @@ def _recorded(ctx):
         rows = gather_values([x, n], RANKS, group, joined=True)
         sent = broadcast_values([x, n], 0, group)
         grads = [x.clone(), x.clone() * 2]
-        _xla.mean(grads, RANKS)
-        _xla.part(group, ctx.device, [[0, 1]])
+        xla_runtime.mean(grads, RANKS)
+        xla_runtime.part(group, ctx.device, [[0, 1]])
         gather_values([n], RANKS, group, joined=False)
         return [[t.tolist() for t in found] for found in (rows, sent, grads)], two.calls
 
@@ -79,15 +79,15 @@ def test_collectives_of_values(alone):
 def _opened(ctx):
     """torch's groups as `detect` opens them for replicas, of one process."""
     wait = timedelta(seconds=20)
-    rank = _xla.replicate(Topology(), ctx.device)
+    rank = xla_runtime.replicate(Topology(), ctx.device)
     problem = ""
     try:
-        _xla.replicate(Topology(world_size=4), ctx.device)
+        xla_runtime.replicate(Topology(world_size=4), ctx.device)
     except fx.ContextError as error:
         problem = str(error)
-    _connect._open_group(Topology(), ctx.device, dist.HashStore(), wait)
+    connecting._open_group(Topology(), ctx.device, dist.HashStore(), wait)
     try:
-        control = _connect._new_group(None, wait=wait, simulated=False)
+        control = connecting._new_group(None, wait=wait, simulated=False)
         kinds = dist.get_backend(), dist.get_backend(control)
         x = torch.arange(2.0, device=ctx.device)
         rows = gather_values([x], 1, dist.group.WORLD, joined=True)

@@ -1,11 +1,12 @@
 """Launch files: reading, layering, writing, asking, converting."""
 
-from fxtrain.cli.config._accelerate import Converted, Note, convert_accelerate
-from fxtrain.cli.config._file import LaunchFile, Section, read_launch_file
-from fxtrain.cli.config._machine import Machine, look, suggested
-from fxtrain.cli.config._merge import leaves, merge, put
-from fxtrain.cli.config._questions import Question, next_question, read_answer, section_of
-from fxtrain.cli.config._resolve import (
+from fxtrain.cli.config.questions import Question, next_question, read_answer, section_of
+from fxtrain.interop.accelerate_config import Converted, Note, convert_accelerate
+from fxtrain.launch.config.defaults import Machine, look, suggested
+from fxtrain.launch.config.launch_file import LaunchFile, Section, read_launch_file
+from fxtrain.launch.config.overlay import leaves, merge, put
+from fxtrain.launch.config.rendering import meanings, render
+from fxtrain.launch.config.resolution import (
     Setting,
     Settings,
     find_file,
@@ -13,7 +14,6 @@ from fxtrain.cli.config._resolve import (
     from_flags,
     resolve,
 )
-from fxtrain.cli.config._write import meanings, render
 
 __all__ = [
     "Converted",

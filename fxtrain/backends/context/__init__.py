@@ -1,0 +1,3 @@
+"""Context parallelism: sequences split over ranks."""
+
+__all__: list[str] = []

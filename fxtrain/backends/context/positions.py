@@ -1,0 +1,163 @@
+"""What a model knows about positions, where a rank holds a part of every sequence."""
+
+import fnmatch
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxtrain import _tree
+from fxtrain._errors import StepError
+from fxtrain.backends.core.module_changes import put_forward
+from fxtrain.ops.sequence_tokens import positions_of
+from fxtrain.state import CP, DistContext, Plan
+
+__all__ = ["show_rows", "tables"]
+
+
+# How many tokens the running forward got: noted where it starts, read further inside.
+_Seen = list[int]
+
+
+def tables(module: nn.Module) -> list[str]:
+    """Names of what may have a row per position: every parameter and buffer with a dimension."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [name for name, tensor in named if tensor.ndim]
+
+
+def show_rows(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[], None]:
+    """Let forward see the rows of this rank's tokens of tables, and their positions.
+
+    Call it before blocks are recomputed, which then see the same again.
+
+    Effects:
+        Sets `forward` on the modules that own tables, and on the module itself.
+
+    Returns:
+        A function that takes that back.
+    """
+    if plan.context is None or ctx.mesh.context == 1:
+        return _nothing
+    config: CP = plan.context
+    seen, takes = [0], list(_arguments(module))
+    undo = [
+        put_forward(
+            owner, functools.partial(_with_rows, owner, names, seen, ctx, plan, owner.forward)
+        )
+        for owner, names in _owners(module, config)
+    ]
+    undo += [put_forward(part, _maskless(part)) for part in _masked(module, config)]
+    noting = functools.partial(_noting, module, seen, ctx, plan, takes, module.forward)
+    undo.append(put_forward(module, noting))
+
+    def undo_all() -> None:
+        for take_back in reversed(undo):
+            take_back()
+
+    return undo_all
+
+
+def _nothing() -> None:
+    """Nothing was changed."""
+
+
+def _owners(module: nn.Module, config: CP) -> list[tuple[nn.Module, list[str]]]:
+    chosen = {n for n in tables(module) if any(fnmatch.fnmatchcase(n, p) for p in config.tables)}
+    found: list[tuple[nn.Module, list[str]]] = []
+    for prefix, part in module.named_modules():
+        own = [*part._parameters, *part._buffers]
+        names = [name for name in own if f"{prefix}.{name}".lstrip(".") in chosen]
+        if names:
+            found.append((part, names))
+    return found
+
+
+def _masked(module: nn.Module, config: CP) -> list[nn.Module]:
+    """Modules that hand a mask to attention, if attention is causal without: the innermost."""
+    if not config.causal:
+        return []
+    found = [part for part in module.modules() if "attention_mask" in _arguments(part)]
+    return [
+        part
+        for part in found
+        if not any(inner is not part and inner in found for inner in part.modules())
+    ]
+
+
+def _arguments(part: nn.Module) -> Mapping[str, Any]:
+    return inspect.signature(part.forward).parameters
+
+
+def _maskless(part: nn.Module) -> Callable[..., Any]:
+    # A mask for this rank's tokens alone may be there on one rank and not on another, and decides
+    # in transformers in which form keys arrive.
+    forward, signature = part.forward, inspect.signature(part.forward)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.arguments["attention_mask"] = None
+        return forward(*given.args, **given.kwargs)
+
+    return run
+
+
+def _with_rows(
+    owner: nn.Module,
+    names: list[str],
+    seen: _Seen,
+    ctx: DistContext,
+    plan: Plan,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    (count,) = seen
+    positions = positions_of(count, ctx, plan)
+    whole = count * ctx.mesh.context
+    for name in names:
+        table: Any = owner._parameters.get(name)
+        table = owner._buffers[name] if table is None else table
+        if table.shape[0] < whole:
+            raise StepError(
+                f"CP(tables=...): {name} of {type(owner).__name__} has {table.shape[0]} rows, and "
+                f"sequences have {whole} tokens over {ctx.mesh.context} context ranks."
+            )
+        # Found before the table, which the module goes on to own.
+        vars(owner)[name] = table.index_select(0, positions)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for name in names:
+            vars(owner).pop(name, None)
+
+
+def _noting(
+    module: nn.Module,
+    seen: _Seen,
+    ctx: DistContext,
+    plan: Plan,
+    takes: list[str],
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    config: Any = plan.context
+    leaves = _tree.flatten((args, kwargs))[0]
+    counts = [x.shape[config.dim] for x in leaves if isinstance(x, Tensor) and x.ndim > config.dim]
+    if not counts:
+        raise StepError(
+            f"{type(module).__name__} got no tensor with a dimension {config.dim}, that of tokens "
+            f"in CP(dim={config.dim}). Give its forward the tokens."
+        )
+    seen[0] = counts[0]
+    shifts = kwargs.get("labels") is not None and kwargs.get("shift_labels") is None
+    if shifts and hasattr(module, "loss_function"):
+        raise StepError(
+            f"{type(module).__name__} shifts labels itself, but what follows a part's last token "
+            f"is on another rank. Shift labels in the dataset, and compute the loss from logits."
+        )
+    if "position_ids" in takes[len(args) :] and kwargs.get("position_ids") is None:
+        kwargs["position_ids"] = positions_of(counts[0], ctx, plan).unsqueeze(0)
+    return forward(*args, **kwargs)

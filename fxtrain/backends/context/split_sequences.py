@@ -1,0 +1,105 @@
+"""Models whose sequences lie in parts on the ranks of the context axis."""
+
+import functools
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+
+from fxtrain._errors import StepError
+from fxtrain.backends.context.positions import tables
+from fxtrain.backends.core import step_functions
+from fxtrain.backends.core.name_checks import unknown_patterns
+from fxtrain.state import DistContext, Plan, Strategy, Wrapped
+
+__all__ = ["cut_sequences", "sequence_problems"]
+
+
+def sequence_problems(ctx: DistContext, plan: Plan, module: nn.Module) -> list[str]:
+    """Problems with the context axis of a mesh, and with a model that is to work on parts."""
+    config, ranks = plan.context, ctx.mesh.context
+    if config is None:
+        return [] if ranks == 1 else [_unused(ranks)]
+    problems = unknown_patterns(
+        config.tables, tables(module), field="CP(tables=...)", what="parameter or buffer"
+    )
+    if ranks == 1 and ctx.world_size > 1:
+        problems.append(
+            "Plan(context=...) cuts sequences over the mesh's context axis, which has one rank. "
+            "Ask for more: fx.detect(mesh=fx.Mesh(context=2))."
+        )
+    if ranks > 1 and plan.compile is not None and plan.recompute:
+        problems.append(
+            "CP: attention over ranks is outside of compiled code, and torch cannot recompute "
+            "blocks that are compiled in pieces. Leave out Plan.recompute or Plan.compile."
+        )
+    return problems + (_attention_problems(module) if ranks > 1 else [])
+
+
+def _unused(ranks: int) -> str:
+    return (
+        f"The mesh has context={ranks}, but the plan does not cut sequences: its ranks would all "
+        f"do the same. Use Plan(context=fx.CP()), or leave the axis out of fx.Mesh(...)."
+    )
+
+
+def _attention_problems(module: nn.Module) -> list[str]:
+    fused = [n for n, part in module.named_modules() if isinstance(part, nn.MultiheadAttention)]
+    problems: list[str] = []
+    if fused:
+        problems.append(
+            f"CP: {', '.join(fused[:3])} {'is' if len(fused) == 1 else 'are'} "
+            f"nn.MultiheadAttention, whose attention happens inside of torch. Use a layer that "
+            f"calls F.scaled_dot_product_attention itself."
+        )
+    kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if isinstance(kind, str) and kind != "sdpa":
+        problems.append(
+            f"CP: this model's attention is {kind!r}, and only that of torch can go over ranks. "
+            f"Load it with attn_implementation='sdpa'."
+        )
+    return problems
+
+
+def cut_sequences(strategy: Strategy, ctx: DistContext, plan: Plan) -> Strategy:
+    """The same strategy, with attention over the context axis where the plan asks for it."""
+    if plan.context is None or ctx.mesh.context == 1:
+        return strategy
+    # torch's part takes long to import, which other plans need not pay.
+    from fxtrain.backends.context.ring_attention import Ring, RingAttention
+
+    ring = Ring(group=ctx.axis("context").comm.group, config=plan.context)
+    # One for the life of the model: compiled code knows it by its identity.
+    mode = RingAttention(ring)
+    return attrs.evolve(
+        strategy,
+        forward=functools.partial(_forward, mode),
+        backward=functools.partial(_backward, mode),
+    )
+
+
+def _forward(mode: Any, model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    before = mode.calls
+    with mode:
+        out = step_functions.forward(model, args, kwargs)
+    if mode.calls == before:
+        raise StepError(
+            f"{type(model.module).__name__} did not call F.scaled_dot_product_attention, so that "
+            f"every rank's tokens saw each other only. Over a context axis that is the one kind "
+            f"of attention; a model without any does not need the axis."
+        )
+    return out
+
+
+def _backward(mode: Any, loss: Tensor, model: Wrapped) -> None:
+    start = step_functions.scaled(loss, model)
+    ones = torch.ones_like(start)
+    # Blocks that are recomputed run forward again, in the mode too. torch's public functions leave
+    # it for as long as they run; this is what they call.
+    once = (False, False)  # the graph is not kept, nor one made of backward
+    with mode:
+        _engine_run_backward(
+            (start,), (ones,), *once, (), allow_unreachable=True, accumulate_grad=True
+        )

@@ -1,0 +1,54 @@
+"""Buffers that training changes, such as running statistics: all replicas get the first rank's."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from fxtrain.backends.core import step_functions
+from fxtrain.ops.transport.exchange import guarded
+from fxtrain.state import Finish, Outcome, Wrapped
+
+__all__ = ["apply", "send_buffers"]
+
+
+def apply(model: Wrapped, finish: Finish) -> Outcome:
+    """An update on torch's own machinery, before which replicas get the same buffers."""
+    send_buffers(model)
+    return step_functions.apply(model, finish)
+
+
+def send_buffers(model: Wrapped) -> None:
+    """Give every replica the buffers of the first, in place; of a copy that trains alone, its own.
+
+    Left out are those that no state_dict holds: tables that forward only reads.
+
+    Effects:
+        One broadcast per dtype of the buffers, if there are any and several ranks.
+    """
+    ranks = model.ctx.axis("loss") if model.round is None else model.round.within
+    if ranks.world_size == 1:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in _saved(model.module):
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_dtype.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        with guarded(ranks, ("step", "buffers")):
+            dist.broadcast(flat, group=ranks.comm.group, group_src=0)
+        if ranks.rank:
+            parts = flat.split([buffer.numel() for buffer in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part.view(buffer.shape))
+
+
+def _saved(module: nn.Module) -> Iterator[Tensor]:
+    seen: set[int] = set()
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is None or name in part._non_persistent_buffers_set:
+                continue
+            if id(buffer) not in seen and not hasattr(buffer, "device_mesh"):
+                seen.add(id(buffer))
+                yield buffer.detach()

@@ -1,0 +1,244 @@
+"""The values that a sharded model starts from: rank 0's, sent in parts, or fresh ones."""
+
+import itertools
+from collections.abc import Callable, Container, Iterable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fxtrain import ops
+from fxtrain._errors import PlanError
+from fxtrain.ops.chunks import chunk_of
+from fxtrain.state import DistContext
+
+__all__ = ["Start", "fill", "fill_whole", "keep_part", "note_start"]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Start:
+    """What to fill a sharded model with.
+
+    Attributes:
+        meta: This rank's model is on the meta device.
+        fresh: So is every rank's: values come from the modules' own functions.
+        values: On rank 0, name to whole value of parameters, if they are not fresh.
+    """
+
+    meta: bool
+    fresh: bool
+    values: dict[str, Tensor]
+
+
+def note_start(module: nn.Module, ctx: DistContext) -> Start:
+    """Hold on to rank 0's values before the model is sharded.
+
+    Raises:
+        PlanError: some of a model is on the meta device, or all of it on rank 0 only; or no
+            rank has values and a module cannot make its own. On every rank.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    meta = sum(tensor.is_meta for tensor in tensors)
+    counts = ops.gather_objects(meta, ctx)
+    mixed = [rank for rank, count in enumerate(counts) if count not in (0, len(tensors))]
+    if mixed or (counts[0] and not all(counts)):
+        raise PlanError(
+            f"wrap: of {len(tensors)} parameters and buffers, ranks have on the meta device: "
+            f"{dict(enumerate(counts))}. Build the whole model there on all ranks, or on all "
+            f"but rank 0, whose values are sent to the others."
+        )
+    fresh = counts[0] > 0
+    if fresh and (stuck := [name for name, part in module.named_modules() if _stuck(module, part)]):
+        raise PlanError(
+            f"wrap: the model is on the meta device, and these modules have no reset_parameters "
+            f"to make their values: {', '.join(stuck[:10]) or 'the model itself'}. "
+            f"Give them one (empty, if fx.load_model fills the model next), or build the model "
+            f"with values on rank 0, and on the meta device on the others."
+        )
+    values = {} if fresh or ctx.rank else {n: p.detach() for n, p in module.named_parameters()}
+    return Start(meta=meta > 0, fresh=fresh, values=values)
+
+
+def fill(module: nn.Module, start: Start, ctx: DistContext, *, offload: bool, seed: int) -> None:
+    """Give a sharded model its values.
+
+    Effects:
+        From rank 0's values: each rank gets its part of one parameter at a time, or, where
+        parts have copies on several ranks, the whole of one at a time. Fresh ones: every rank
+        makes the values of one module at a time from the plan's seed and keeps its part.
+    """
+    if start.meta:
+        module.to_empty(device=torch.device("cpu") if offload else ctx.device)
+    if offload:
+        for part in module.modules():
+            for name, buffer in part.named_buffers(recurse=False):
+                part.register_buffer(name, buffer.to(ctx.device), _persists(part, name))
+    _give(module, start, ctx, seed)
+
+
+def fill_whole(
+    module: nn.Module, start: Start, ctx: DistContext, *, keep: Container[str], seed: int
+) -> None:
+    """Give a model whose tensors are whole, but not all on this rank, its values.
+
+    Args:
+        keep: Names of the parameters and buffers that this rank needs; it brings those to its
+            device, and leaves the others as they are.
+    """
+    ready: dict[int, Tensor] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        for held in (part._parameters, part._buffers):
+            for key, tensor in held.items():
+                # Every stage computes with the buffers of others too, such as frequencies.
+                needed = held is part._buffers or (f"{path}.{key}" if path else key) in keep
+                if tensor is not None and needed:
+                    if id(tensor) not in ready:
+                        ready[id(tensor)] = _materialized(tensor, ctx)
+                    held[key] = ready[id(tensor)]  # pyright: ignore[reportArgumentType]
+    _give(module, start, ctx, seed)
+
+
+def _give(module: nn.Module, start: Start, ctx: DistContext, seed: int) -> None:
+    """Fill the tensors of a module, which have memory: anew by the seed, or from rank 0."""
+    if start.fresh:
+        with ops.fork_rng(ctx), torch.no_grad():
+            ops.seed(seed, ctx)
+            _reset(module, ctx)
+        return
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            _send(start.values.get(name), parameter, ctx)
+        buffers = list(module.buffers())
+        for buffer, sent in zip(buffers, ops.broadcast(buffers, ctx), strict=True):
+            buffer.copy_(sent)
+
+
+def _materialized(tensor: Tensor, ctx: DistContext) -> Tensor:
+    """A tensor on the device, the same one unless it was on the meta device."""
+    if not tensor.is_meta:
+        tensor.data = tensor.data.to(ctx.device)
+        return tensor
+    empty = torch.empty_like(tensor, device=ctx.device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+def _persists(part: nn.Module, name: str) -> bool:
+    return name not in part._non_persistent_buffers_set
+
+
+def local_part(whole: Tensor, like: DTensor, place: tuple[int, ...]) -> Tensor:
+    """The part of a tensor that stands at one place of a mesh, laid out like another."""
+    part = whole
+    # Innermost first, as the axes were applied: tensor parallel, then the shards of its parts.
+    for dim in reversed(range(like.device_mesh.ndim)):
+        placement = like.placements[dim]
+        if isinstance(placement, Shard | _StridedShard):
+            part = chunk_of(part, like.device_mesh.size(dim), placement.dim, place[dim])
+    return part
+
+
+def _send(whole: Tensor | None, parameter: Tensor, ctx: DistContext) -> None:
+    mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    if isinstance(parameter, DTensor) and parameter.device_mesh.size() == ctx.world_size:
+        copies = any(placement.is_replicate() for placement in parameter.placements)
+        if not copies:
+            _scatter(whole, parameter, mine, ctx)
+            return
+    if whole is None:
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=ctx.device)
+    else:
+        full = whole.to(ctx.device).contiguous()
+    dist.broadcast(full, 0, group=ctx.comm.group)
+    if isinstance(parameter, DTensor):
+        place = parameter.device_mesh.get_coordinate()
+        assert place is not None
+        full = local_part(full, parameter, tuple(place))
+    mine.copy_(full)
+
+
+def _scatter(whole: Tensor | None, like: DTensor, mine: Tensor, ctx: DistContext) -> None:
+    # torch's chunks get no longer from first to last.
+    largest = local_part(_shape_of(like), like, (0,) * like.device_mesh.ndim).numel()
+    received = torch.empty(largest, dtype=like.dtype, device=ctx.device)
+    parts = None if whole is None else _parts(whole, like, largest, ctx)
+    dist.scatter(received, parts, 0, group=ctx.comm.group)
+    mine.copy_(received[: mine.numel()].view(mine.shape))
+
+
+def _parts(whole: Tensor, like: DTensor, length: int, ctx: DistContext) -> list[Tensor]:
+    """What each rank holds of a tensor, by rank, flat and padded to one length."""
+    rows = torch.zeros(ctx.world_size, length, dtype=whole.dtype, device=ctx.device)
+    parts = list(rows.unbind()) if not ctx.comm.simulated else [rows[ctx.rank]] * ctx.world_size
+    for rank, place in _places(like, ctx):
+        part = local_part(whole, like, place)
+        parts[rank][: part.numel()] = part.flatten()
+    return parts
+
+
+def _places(like: DTensor, ctx: DistContext) -> Iterable[tuple[int, tuple[int, ...]]]:
+    """Each rank, and where it stands in the mesh of a tensor."""
+    mesh = like.device_mesh
+    if ctx.comm.simulated:  # nobody looks at what others are sent
+        own = mesh.get_coordinate()
+        assert own is not None
+        return [(ctx.rank, tuple(own))]
+    layout = mesh.mesh
+    places = itertools.product(*map(range, layout.shape))
+    return zip(layout.flatten().tolist(), places, strict=True)
+
+
+def _shape_of(like: DTensor) -> Tensor:
+    return torch.empty(like.shape, device="meta")
+
+
+def _resets(module: nn.Module, part: nn.Module) -> Callable[[], Any] | None:
+    """The function by which a module makes its own values."""
+    for owner, name in ((part, "reset_parameters"), (part, "_reset_parameters")):
+        if callable(found := getattr(owner, name, None)):
+            return found
+    init = getattr(module, "_init_weights", None)  # of transformers, over a single module
+    return (lambda: init(part)) if callable(init) else None
+
+
+def _own(part: nn.Module) -> list[Tensor]:
+    return [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+
+
+def _stuck(module: nn.Module, part: nn.Module) -> bool:
+    return bool(_own(part)) and _resets(module, part) is None
+
+
+def _reset(module: nn.Module, ctx: DistContext) -> None:
+    done: set[int] = set()
+    for part in module.modules():
+        reset = _resets(module, part)
+        held = {name: p for name, p in part._parameters.items() if p is not None}
+        if reset is None or not _own(part):
+            continue
+        for name, parameter in held.items():
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=ctx.device)
+            part._parameters[name] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        reset()
+        for name, parameter in held.items():
+            whole = part._parameters[name]
+            assert whole is not None
+            part._parameters[name] = parameter
+            if id(parameter) not in done:
+                done.add(id(parameter))
+                keep_part(whole, parameter)
+
+
+def keep_part(whole: Tensor, parameter: Tensor) -> None:
+    """Copy what a rank holds of a tensor out of the whole of it."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(whole)
+        return
+    place = parameter.device_mesh.get_coordinate()
+    assert place is not None
+    parameter.to_local().copy_(local_part(whole, parameter, tuple(place)))

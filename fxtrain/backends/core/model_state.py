@@ -1,0 +1,193 @@
+"""What a model on torch's own machinery needs to go on: taken out by name, and put back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fxtrain._errors import CheckpointError
+from fxtrain.backends.core.initial_values import keep_part
+from fxtrain.backends.core.optimizer_state import (
+    as_bytes,
+    each_of,
+    load_optimizers,
+    local_part,
+    names_of,
+    of_all,
+    optimizer_state,
+)
+from fxtrain.backends.core.optimizers import part_of
+from fxtrain.backends.local.averaging_state import goes_on, load_round, round_state, weighted_mean
+from fxtrain.state import ModelState, Saved, Wrapped
+
+__all__ = ["load_extra", "load_state", "state_of"]
+
+_SCALE = 0  # place in the tally
+_SENDS_BUFFERS = "require_forward_param_sync"
+
+
+def state_of(model: Wrapped) -> ModelState:
+    """Parameters, buffers, optimizers, schedulers, loss scale, and an open window's gradients."""
+    tensors, extra = _module_state(model.module)
+    optimizers: list[Any] = []
+    trained = _trained(model)
+    steady = {name for name, tensor in tensors.items() if id(tensor) in trained}
+    own = {"tally": model.tally, "counts": model.counts}
+    for index, optimizer in enumerate(model.optimizers):
+        held, values = optimizer_state(optimizer, f"optimizer.{index}", names_of(model.module))
+        tensors.update(held)
+        optimizers.append(values)
+        steady |= held.keys() if _has_hooks(optimizer) else set()
+        if model.round is not None or part_of(optimizer) is not optimizer:
+            own[f"optimizer.{index}.state"] = as_bytes(values["state"], f"optimizer.{index}")
+    for name, parameter in model.module.named_parameters():
+        if parameter.grad is not None:
+            # A spread gradient is reduced already; a plain one is this rank's part of a mean.
+            place = tensors if isinstance(parameter.grad, DTensor) else own
+            place[f"grad.{name}"] = parameter.grad
+    values: dict[str, Any] = {
+        "module": extra,
+        "optimizers": optimizers,
+        "schedulers": [one.state_dict() for one in each_of(model.scheduler)],
+        "scaler": None if model.scaler is None else model.scaler.state_dict(),
+        # torch's DDP sends buffers before a forward if the one before it ended a window.
+        "sends_buffers": getattr(model.engine, _SENDS_BUFFERS, None),
+    }
+    drifting = {f"module.{name}" for name, _ in model.module.named_buffers()} & tensors.keys()
+    if model.round is not None:
+        drifting, steady = set(tensors), set()  # the end of a round changes parameters too
+        values["copy"] = len(model.round.peers)  # its ranks
+        shared, mine = round_state(model.round)
+        tensors |= shared
+        own |= mine
+    return ModelState(
+        tensors=tensors,
+        own=own,
+        values=values,
+        drifting=frozenset(drifting),
+        steady=frozenset(steady),
+    )
+
+
+def _trained(model: Wrapped) -> set[int]:
+    """Parameters that nothing but an optimizer's step changes, by id."""
+    trained = {
+        id(parameter)
+        for optimizer in model.optimizers
+        if _has_hooks(optimizer)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    # These are scaled in forward.
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    parts = [part for part in model.module.modules() if isinstance(part, kinds)]
+    return trained - {id(part.weight) for part in parts if part.max_norm is not None}
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its steps can be waited for: torch puts hooks around them in its constructor."""
+    return bool(getattr(type(optimizer).step, "hooked", False))
+
+
+def load_state(model: Wrapped, saved: Saved) -> None:
+    """Put a saved state into a model, in place.
+
+    At another number of ranks the gradients of an open window become the mean over the ranks
+    that saved, which is what they stand for. So do parameters of copies that trained alone, there
+    and where all updates are made together.
+
+    Raises:
+        CheckpointError: it is the state of another model.
+    """
+    tensors, _ = _module_state(model.module)
+    _check_names(tensors, saved)
+    trained = {f"module.{name}" for name, _ in model.module.named_parameters()}
+    mine, same = goes_on(model.round, saved), saved.ranks == saved.here
+    for name, tensor in tensors.items():
+        saved.fill(name, tensor)
+        if name in trained and not mine:
+            mean = weighted_mean(saved, name)
+            if mean is not None:
+                keep_part(mean, tensor.detach())
+        elif same and (drifted := saved.own(name, saved.rank)) is not None:
+            local_part(tensor.detach()).copy_(drifted)
+    load_extra(model.module, saved.values["module"])
+    if model.optimizers:
+        load_optimizers(model, saved, tensors.values())
+    if model.round is not None:
+        load_round(model.round, saved)
+    _load_window(model, saved)
+
+
+def _module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors: dict[str, Tensor] = {}
+    extra: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        (tensors if isinstance(value, Tensor) else extra)[f"module.{name}"] = value
+    return tensors, extra
+
+
+def _check_names(tensors: Mapping[str, Tensor], saved: Saved) -> None:
+    there = {name for name in saved.shapes if name.startswith("module.")}
+    problems = [f"  {name[7:]} is not in the checkpoint" for name in tensors.keys() - there]
+    problems += [f"  {name[7:]} is in the checkpoint only" for name in there - tensors.keys()]
+    for name in tensors.keys() & there:
+        shape, dtype = saved.shapes[name]
+        tensor = tensors[name]
+        if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+            problems.append(
+                f"  {name[7:]} is {dtype} {list(shape)} in the checkpoint, and "
+                f"{tensor.dtype} {list(tensor.shape)} in the model"
+            )
+    if problems:
+        shown = sorted(problems)[:40]
+        more = [f"  and {len(problems) - 40} more"] if len(problems) > 40 else []
+        raise CheckpointError("\n".join(["The checkpoint is of another model:", *shown, *more]))
+
+
+def load_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
+    """Give submodules what they keep beside tensors."""
+    for name, value in extra.items():
+        path = name.removeprefix("module.").rpartition("_extra_state")[0].rstrip(".")
+        module.get_submodule(path).set_extra_state(value)
+
+
+def _load_window(model: Wrapped, saved: Saved) -> None:
+    """Gradients and account of an accumulation window that was open."""
+    sends_buffers = saved.values.get("sends_buffers")
+    if sends_buffers is not None and hasattr(model.engine, _SENDS_BUFFERS):
+        setattr(model.engine, _SENDS_BUFFERS, bool(sends_buffers))
+    tallies = of_all(saved, "tally")
+    if not tallies:  # from another library, which saves no open window
+        return
+    # Weighted losses are divided by the ranks at the end of the window; others already were.
+    factor = saved.ranks / saved.here if tallies[0][_SCALE] != 0 else 1.0
+    for name, parameter in model.module.named_parameters():
+        if f"grad.{name}" in saved.shapes:
+            parameter.grad = torch.empty_like(parameter, requires_grad=False)
+            saved.fill(f"grad.{name}", parameter.grad)
+        elif saved.ranks == saved.here:
+            _set_grad(parameter, saved.own(f"grad.{name}", saved.rank))
+        else:
+            parts = of_all(saved, f"grad.{name}")
+            mean = sum(parts[1:], parts[0]) * (factor / saved.ranks) if parts else None
+            _set_grad(parameter, mean)
+    if saved.ranks == saved.here:
+        tally, counts = tallies[saved.rank], of_all(saved, "counts")[saved.rank]
+    else:
+        # Every rank counts the same rows; weights add up over the ranks, so one takes them all.
+        tally, counts = tallies[0].clone(), of_all(saved, "counts")[0]
+        tally[1:] = torch.stack(tallies)[:, 1:].sum(0) if saved.rank == 0 else 0
+    model.tally.copy_(tally)
+    model.counts.copy_(counts)
+
+
+def _set_grad(parameter: nn.Parameter, value: Tensor | None) -> None:
+    if value is None:
+        parameter.grad = None
+    elif parameter.grad is not None:
+        parameter.grad.copy_(value)
+    else:
+        parameter.grad = value.to(parameter.device)

@@ -1,0 +1,132 @@
+"""Changes to a module that a plan asks for, and taking them back."""
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from fxtrain import ops
+from fxtrain.backends.core.compilation import compile_parts
+from fxtrain.backends.core.name_checks import unknown_classes
+from fxtrain.state import DistContext, Plan
+
+_aten = torch.ops.aten
+_KEPT: Mapping[str, tuple[Any, ...]] = {
+    "matmul": (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
+    "attention": (
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    ),
+}
+
+Again = Callable[[Callable[..., Any], tuple[str, ...]], Callable[..., Any]]
+
+__all__ = [
+    "away_from_xla",
+    "outline",
+    "prepare_module",
+    "put_forward",
+    "send_values",
+    "unmatched_names",
+]
+
+
+def unmatched_names(module: nn.Module, plan: Plan) -> tuple[str, ...]:
+    """Problems with class names in the plan that match no submodule."""
+    problems = unknown_classes(module, plan.recompute, field="Plan.recompute")
+    if plan.compile is not None:
+        problems += unknown_classes(module, plan.compile.blocks, field="Plan.compile.blocks")
+    if not plan.recompute and (plan.recompute_every > 1 or plan.recompute_keep):
+        problems.append(
+            f"Plan(recompute_every={plan.recompute_every}, recompute_keep={plan.recompute_keep}) "
+            f"is about the submodules that recompute names, which is empty. Name classes there."
+        )
+    return tuple(problems)
+
+
+def away_from_xla(ctx: DistContext, name: str) -> tuple[str, ...]:
+    """A problem, where torch's own machinery meets a device whose graph nobody would cut."""
+    if ctx.device.type != "xla":
+        return ()
+    return (
+        f"{name}() trains by torch's own means, and this context computes on XLA. Use "
+        f"Plan(strategy=fx.XLA()), or fx.detect(device='cpu').",
+    )
+
+
+def put_forward(part: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Set a module's own forward; returns what takes it back."""
+    before = part.__dict__.get("forward")
+    part.forward = forward
+
+    def undo() -> None:
+        if before is None:
+            del part.forward
+        else:
+            part.forward = before
+
+    return undo
+
+
+def outline(module: nn.Module) -> str:
+    """Names, shapes and dtypes of a model in a digest: replicas must share them."""
+    lines = [
+        f"{name} {list(t.shape)} {t.dtype} {t.requires_grad}"
+        for name, t in (*module.named_parameters(), *module.named_buffers())
+    ]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=6).hexdigest()
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return f"{type(module).__name__} with {count} parameters in {len(lines)} tensors, {digest}"
+
+
+def again(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callable[..., Any]:
+    """A forward whose activations torch computes again in backward, but for some operators'."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if keep:
+        kept = [operator for name in keep for operator in _KEPT[name]]
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
+    return functools.partial(checkpoint, forward, **options)
+
+
+def prepare_module(
+    module: nn.Module, plan: Plan, ctx: DistContext, again: Again = again, *, hooked: bool = False
+) -> Callable[[], None]:
+    """Recompute activations, then compile, as the plan says; return what undoes it.
+
+    Args:
+        again: From a forward, and operators to keep, to one that recomputes.
+        hooked: A strategy will put hooks on submodules that torch does not trace.
+
+    Effects:
+        Sets `forward` on recomputed submodules and torch's compiled call on compiled ones;
+        parameter names stay as they are.
+    """
+    chosen = _named(module, plan.recompute)[:: plan.recompute_every]
+    undo = [put_forward(part, again(part.forward, plan.recompute_keep)) for part in chosen]
+    if plan.compile is not None:
+        blocks = _named(module, plan.compile.blocks) if plan.compile.blocks else [module]
+        undo += compile_parts(blocks, plan.compile, ctx, hooked=hooked)
+
+    def undo_all() -> None:
+        for take_back in reversed(undo):
+            take_back()
+        undo.clear()
+
+    return undo_all
+
+
+def send_values(tensors: Iterable[Tensor], data: DistContext) -> None:
+    """Give every data rank the values of rank 0, in place."""
+    mine = [tensor.data for tensor in tensors]
+    for tensor, sent in zip(mine, ops.broadcast(mine, data), strict=True):
+        tensor.copy_(sent)
+
+
+def _named(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+    return [part for part in module.modules() if type(part).__name__ in names]

@@ -1,0 +1,264 @@
+"""What optimizers need to go on: states by the names of parameters, taken out and put back."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fxtrain._errors import CheckpointError
+from fxtrain.backends.core.optimizers import part_of
+from fxtrain.backends.local.averaging_state import goes_on
+from fxtrain.state import Saved, Wrapped
+
+__all__ = [
+    "as_bytes",
+    "each_of",
+    "local_part",
+    "load_optimizers",
+    "load_schedulers",
+    "names_of",
+    "of_all",
+    "optimizer_state",
+]
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, prefix: str, names: Mapping[int, str]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimizer's tensors by the parameter they belong to, and everything else."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for group, named in _groups(optimizer, names):
+        rest = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**rest, "params": [name for name, _ in named]})
+        for name, parameter in named:
+            state = part_of(optimizer).state.get(parameter)
+            if state is None:
+                continue
+            held = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            tensors.update({f"{prefix}.{name}.{key}": value for key, value in held.items()})
+            plain = {key: value for key, value in state.items() if key not in held}
+            values[name] = {"keys": list(state), "plain": plain}
+    return tensors, {"kind": type(part_of(optimizer)).__name__, "groups": groups, "state": values}
+
+
+def load_optimizers(model: Wrapped, saved: Saved, kept: Iterable[Tensor]) -> None:
+    """Fill a model's optimizers, schedulers and loss scale.
+
+    Args:
+        kept: Tensors that no state of an optimizer may share memory with.
+    """
+    found = saved.values["optimizers"]
+    if len(found) != len(model.optimizers):
+        raise CheckpointError(
+            f"The model has {len(model.optimizers)} optimizers, and was saved with {len(found)}. "
+            f"Wrap it with the same, or with none to run it only."
+        )
+    names = names_of(model.module)
+    taken = {_memory(tensor) for tensor in kept}
+    for index, (optimizer, values) in enumerate(zip(model.optimizers, found, strict=True)):
+        prefix = f"optimizer.{index}"
+        mine = goes_on(model.round, saved)
+        states = _states(values["state"], prefix, saved, mine=mine)
+        whole = {**values, "state": states}
+        _load_optimizer(optimizer, whole, prefix, names, saved, taken, mine=mine)
+    load_schedulers(model, saved)
+    if model.scaler is not None and saved.values["scaler"] is not None:
+        model.scaler.load_state_dict(saved.values["scaler"])
+
+
+def load_schedulers(model: Wrapped, saved: Saved) -> None:
+    """Put the saved states into a model's schedulers."""
+    schedulers, states = each_of(model.scheduler), saved.values["schedulers"]
+    if len(schedulers) != len(states):
+        raise CheckpointError(
+            f"The model has {len(schedulers)} schedulers, and was saved with {len(states)}."
+        )
+    for scheduler, state in zip(schedulers, states, strict=True):
+        scheduler.load_state_dict(state)
+
+
+def as_bytes(states: Mapping[str, Any], prefix: str) -> Tensor:
+    try:
+        text = json.dumps(states)
+    except TypeError as error:
+        raise CheckpointError(
+            f"{prefix} keeps something of a parameter that is neither a tensor nor a plain value, "
+            f"which cannot be saved where ranks have different states: {error}."
+        ) from error
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def names_of(module: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def of_all(saved: Saved, name: str) -> list[Tensor]:
+    """A tensor of its own of every rank that saved one."""
+    found = [saved.own(name, rank) for rank in range(saved.ranks)]
+    return [one for one in found if one is not None]
+
+
+def each_of(made: Any) -> list[Any]:
+    """The schedulers in what the factory returned, in order."""
+    if made is None:
+        return []
+    if isinstance(made, Mapping):
+        return list(made.values())
+    return list(made) if isinstance(made, list | tuple) else [made]
+
+
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    values: Mapping[str, Any],
+    prefix: str,
+    names: Mapping[int, str],
+    saved: Saved,
+    taken: set[int],
+    *,
+    mine: bool,
+) -> None:
+    """Fill an optimizer directly: torch's own loading would cast states to the parameters'."""
+    part = part_of(optimizer)
+    held = {id(parameter) for group in part.param_groups for parameter in group["params"]}
+    groups = list(_groups(optimizer, names))
+    own = [[name for name, _ in named] for _, named in groups]
+    theirs = [group["params"] for group in values["groups"]]
+    kind = type(part).__name__
+    same = values["kind"] in (kind, "")  # files of other libraries do not say
+    if not same or own != theirs:
+        detail = f": {_first_difference(own, theirs)}" if same else ""
+        raise CheckpointError(
+            f"{prefix} is a {kind} here and was saved as a {values['kind']}, or holds other "
+            f"parameters or groups{detail}. Build it as it was built then."
+        )
+    for (group, named), options in zip(groups, values["groups"], strict=True):
+        for key, value in options.items():
+            if key != "params":
+                group[key] = _like(value, group.get(key))
+        fast = bool(group.get("capturable")) or bool(group.get("fused"))
+        for name, parameter in named:
+            state = values["state"].get(name)
+            if state is None or id(parameter) not in held:
+                part.state.pop(parameter, None)
+                continue
+            old = part.state.get(parameter, {})
+            read = _reader(parameter, old, saved, taken, fast=fast, mine=mine)
+            part.state[parameter] = {
+                key: state["plain"][key] if key in state["plain"] else read(f"{prefix}.{name}", key)
+                for key in state["keys"]
+            }
+
+
+def _states(
+    states: Mapping[str, Any], prefix: str, saved: Saved, *, mine: bool
+) -> Mapping[str, Any]:
+    """What an optimizer keeps of which parameter: rank 0's, where ranks do not differ in that.
+
+    Args:
+        mine: Copies of the model trained alone, and do so again.
+    """
+    name = f"{prefix}.state"
+    if mine and (found := saved.own(name, saved.rank)) is not None:
+        return _from_bytes(found)
+    every = dict(states)
+    for one in of_all(saved, name):
+        every = {**_from_bytes(one), **every}
+    return every
+
+
+def _from_bytes(raw: Tensor) -> dict[str, Any]:
+    return json.loads(bytes(raw.tolist()))
+
+
+def _reader(
+    parameter: Tensor,
+    old: Mapping[str, Any],
+    saved: Saved,
+    taken: set[int],
+    *,
+    fast: bool,
+    mine: bool,
+) -> Callable[[str, str], Tensor]:
+    """How a state of a parameter is made: spread like it, if it has its shape.
+
+    A state that is there already is filled, which spares new memory; not one in memory that is
+    `taken`, which grows.
+    """
+
+    def read(prefix: str, key: str) -> Tensor:
+        name = f"{prefix}.{key}"
+        shape, dtype = saved.shapes[name]
+        there: Any = old.get(key)
+        if shape == tuple(parameter.shape) and _reusable(there, parameter, dtype, taken):
+            made = there
+        elif shape == tuple(parameter.shape):
+            made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        else:
+            # torch counts steps on the host, unless a kernel reads them.
+            on_host = key == "step" and not fast
+            made = torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+        saved.fill(name, made)
+        if mine and (drifted := saved.own(name, saved.rank)) is not None:
+            local_part(made).copy_(drifted)
+        return made
+
+    return read
+
+
+def _reusable(state: Any, parameter: Tensor, dtype: torch.dtype, taken: set[int]) -> bool:
+    """Whether a state lies where the parameter lies, in memory that is nobody else's."""
+    if not isinstance(state, Tensor) or _layout(state) != _layout(parameter):
+        return False
+    memory = _memory(state)
+    if state.dtype != dtype or not memory or memory in taken:
+        return False
+    taken.add(memory)
+    return True
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    spread = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+    return (tensor.shape, tensor.device, *spread)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where its storage begins; 0 for what has no address, as on XLA devices."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr() if local.data_ptr() else 0
+
+
+def _like(value: Any, old: Any) -> Any:
+    """A saved hyperparameter where the old one was: a tensor stays the tensor it is."""
+    if isinstance(old, Tensor):
+        return old.copy_(torch.as_tensor(value))
+    return value
+
+
+def _first_difference(own: list[list[str]], theirs: list[list[str]]) -> str:
+    if len(own) != len(theirs):
+        return f"{len(own)} groups here, {len(theirs)} there"
+    for i, (here, there) in enumerate(zip(own, theirs, strict=True)):
+        for a, b in zip(here, there, strict=False):
+            if a != b:
+                return f"group {i} has {a} here where it had {b}"
+        if len(here) != len(there):
+            return f"group {i} has {len(here)} parameters here, {len(there)} there"
+    return ""
+
+
+def _groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> Iterator[tuple[dict[str, Any], list[tuple[str, Tensor]]]]:
+    """Each group with its parameters by name; by place, where they are not the module's."""
+    for i, group in enumerate(optimizer.param_groups):
+        yield group, [(names.get(id(p), f"{i}.{j}"), p) for j, p in enumerate(group["params"])]

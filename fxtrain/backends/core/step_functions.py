@@ -1,0 +1,217 @@
+"""What every strategy on torch's own modules shares: forward, backward, update."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
+
+from fxtrain import _tree, ops
+from fxtrain.backends.core.gradients import (
+    clamp_parts,
+    is_spread,
+    parts_of,
+    scale_parts,
+    total_norm,
+    unscale_parts,
+)
+from fxtrain.ops import autocast
+from fxtrain.state import Batch, DistContext, Finish, Outcome, Plan, Share, Wrapped
+
+__all__ = [
+    "apply",
+    "backward",
+    "clip_norm",
+    "clip_value",
+    "finite",
+    "forward",
+    "new_scaler",
+    "new_tally",
+    "no_sync",
+    "run",
+    "scale_grads",
+    "scaled",
+    "to_float",
+]
+
+_UNSCALED = 4  # place in the counts
+_NOTHING = nullcontext()
+
+
+def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the model in its number format; without gradients, past what reduces them.
+
+    Forward without gradients goes to the module itself, so that one rank may evaluate
+    while the others do something else.
+    """
+    run = model.engine if torch.is_grad_enabled() else model.module
+    precision = model.plan.precision
+    device = model.ctx.device.type
+    if precision.compute == "fp32":
+        if not torch.is_autocast_enabled(device):
+            return run(*args, **kwargs)
+        # Inside another model's autocast region.
+        with torch.autocast(device, enabled=False):
+            return run(*args, **kwargs)
+    with autocast(model):
+        out = run(*args, **kwargs)
+    return _tree.map_leaves(to_float, out) if precision.output == "fp32" else out
+
+
+def no_sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
+    """Nothing to reduce: every micro-batch is alike."""
+    return _NOTHING
+
+
+def backward(loss: Tensor, model: Wrapped) -> None:
+    """Backward, of the scaled loss under fp16."""
+    scaled(loss, model).backward()
+
+
+def scaled(loss: Tensor, model: Wrapped) -> Tensor:
+    """The loss that backward starts from."""
+    return loss if model.scaler is None else model.scaler.scale(loss)
+
+
+def run(
+    model: Wrapped,
+    batch: Batch,
+    grade: Callable[[Wrapped, Batch], Share],
+    reduce: bool,  # noqa: FBT001
+) -> Share:
+    """Forward, loss, backward."""
+    strategy = model.strategy
+    with strategy.sync(model, reduce):
+        share = grade(model, batch)
+        strategy.backward(share.loss, model)
+    return share
+
+
+def clip_norm(
+    model: Wrapped,
+    max_norm: float,
+    copies: frozenset[int] = frozenset(),
+) -> Tensor:
+    """Clip by the total norm of unscaled gradients, on whatever meshes they are laid out.
+
+    Parameters whose id is among `copies` are counted by another rank of the pipeline.
+    """
+    _unscale(model)
+    parameters = list(model.module.parameters())
+    if not is_spread(parameters) and model.ctx.mesh.pipeline == 1:
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = total_norm(model, copies)
+    scale_parts(parts_of(parameters), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def clip_value(model: Wrapped, max_value: float) -> None:
+    """Clip entries of unscaled gradients."""
+    _unscale(model)
+    clamp_parts(parts_of(model.module.parameters()), max_value)
+
+
+def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
+    """Multiply gradients in place."""
+    scale_parts(parts_of(model.module.parameters()), factor)
+
+
+def finite(model: Wrapped) -> bool:
+    """Whether every gradient is finite; under a loss scale that is the scaler's business."""
+    if model.scaler is not None:
+        return True
+    # What this rank holds of them; the ranks compare notes.
+    grads = [getattr(p.grad, "_local_tensor", p.grad) for p in model.module.parameters()]
+    found = [torch.isfinite(grad).all() for grad in grads if grad is not None]
+    return not found or bool(torch.stack(found).all())
+
+
+def apply(model: Wrapped, finish: Finish) -> Outcome:
+    """Unscale, scale, clip, update, zero."""
+    norm = None
+    if model.scaler is not None:
+        _unscale(model)
+    if finish.scale is not None:
+        scale_grads(model, finish.scale)
+    if finish.clip_norm is not None:
+        norm = model.strategy.clip_norm(model, finish.clip_norm)
+    if finish.clip_value is not None:
+        clip_value(model, finish.clip_value)
+    applied = not finish.skip
+    if model.scaler is not None:
+        applied = _scaled_update(model, model.scaler, finish)
+    elif applied and not finish.hold:
+        for optimizer in model.optimizers:
+            optimizer.step()
+    for optimizer in model.optimizers:
+        optimizer.zero_grad()
+    return Outcome(applied=applied, grad_norm=norm)
+
+
+def new_scaler(ctx: DistContext, plan: Plan) -> torch.amp.GradScaler | None:
+    """A loss scaler where the plan computes in fp16."""
+    if plan.precision.compute != "fp16":
+        return None
+    scale = plan.precision.scale
+    return torch.amp.GradScaler(
+        ctx.device.type,
+        init_scale=scale.initial,
+        growth_factor=scale.growth,
+        backoff_factor=scale.backoff,
+        growth_interval=scale.interval,
+    )
+
+
+def new_tally(ctx: DistContext) -> Tensor:
+    """An empty account of an accumulation window; MPS has no float64."""
+    dtype = torch.float32 if ctx.device.type == "mps" else torch.float64
+    return torch.zeros(4, dtype=dtype, device=ctx.device)
+
+
+def _unscale(model: Wrapped) -> None:
+    scaler = model.scaler
+    if scaler is None or model.counts[_UNSCALED]:
+        return
+    # torch's own unscale_ takes gradients of one mesh only, and reduces over that mesh.
+    scale = scaler._scale
+    assert scale is not None
+    inverse = (scale.double() if scale.device.type != "mps" else scale).reciprocal().float()
+    for optimizer in model.optimizers:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        found = unscale_parts(parts_of(held), inverse)
+        state = scaler._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = {found.device: found}
+        state["stage"] = OptState.UNSCALED
+    model.counts[_UNSCALED] = 1
+
+
+def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, finish: Finish) -> bool:
+    """Step every optimizer or none, then update the scale once; whether they stepped."""
+    # torch keeps overflow per optimizer and skips one by one; a step is all or nothing.
+    found = [
+        flag
+        for optimizer in model.optimizers
+        for flag in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+    ]
+    flag = torch.stack(found).amax()
+    differ = model.round is not None or model.ctx.mesh.pipeline > 1
+    if differ or is_spread(model.module.parameters()):
+        # A shard that overflowed is on one rank only; those of the data axis see the same.
+        flag = ops.reduce(flag, model.ctx, op="max")
+    for one in found:
+        one.copy_(flag)
+    overflow = bool(flag.item())
+    if not overflow and not finish.skip and not finish.hold:
+        for optimizer in model.optimizers:
+            scaler.step(optimizer)
+    scaler.update()
+    model.counts[_UNSCALED] = 0
+    return not overflow and not finish.skip
+
+
+def to_float(leaf: Any) -> Any:
+    """A half-precision tensor as fp32; anything else as it is."""
+    is_half = isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+    return leaf.float() if is_half else leaf

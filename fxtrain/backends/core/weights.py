@@ -1,0 +1,86 @@
+"""The tensors of a model on torch's own machinery, whole wherever their parts lie."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fxtrain import ops
+from fxtrain.ops.whole_tensors import weights_of
+from fxtrain.state import DistContext, Part, Weight, Wrapped
+
+__all__ = ["in_formats", "of_first", "torch_weights"]
+
+_Gather = Callable[[], Tensor]
+_Read = Callable[[Part | None], Tensor]
+
+
+def torch_weights(model: Wrapped) -> dict[str, Weight]:
+    """The tensors of the module by name.
+
+    What may differ between copies of the model is that of the first one: buffers, and where
+    copies train alone everything.
+
+    Effects:
+        No traffic. FSDP frees what it has gathered and not freed yet.
+    """
+    for part in model.module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # the shards are the parameters then
+    found = weights_of(model.module)
+    for name, weight in found.items():
+        if not isinstance(weight.like, nn.Parameter):
+            found[name] = of_first(weight, model.ctx.axis("loss"))
+        elif model.round is not None:
+            found[name] = of_first(weight, model.round.copies)
+    if model.round is not None and model.round.anchor:
+        _move_anchors(found, model.round.anchor)
+    return found
+
+
+def of_first(weight: Weight, copies: DistContext) -> Weight:
+    """The same, with the values of the first of some ranks on all of them."""
+    if copies.world_size == 1 or not isinstance(weight.like, Tensor):
+        return weight
+    return attrs.evolve(weight, gather=functools.partial(_sent, weight.gather, copies))
+
+
+def in_formats(weights: dict[str, Weight], model: Wrapped) -> dict[str, Weight]:
+    """The same, in the formats in which the user's module came, where training holds others."""
+    return {
+        name: attrs.evolve(
+            weight,
+            dtype=model.formats[name],
+            gather=functools.partial(_cast, weight.gather, model.formats[name]),
+        )
+        if model.formats.get(name, weight.dtype) != weight.dtype
+        else weight
+        for name, weight in weights.items()
+    }
+
+
+def _move_anchors(weights: dict[str, Weight], anchors: Any) -> None:
+    """Let the next average of copies start from what a parameter is filled with."""
+    for name, anchor in anchors.items():
+        if name in weights:
+            weight = weights[name]
+            fill = functools.partial(_fill_both, weight, anchor)
+            weights[name] = attrs.evolve(weight, fill=fill)
+
+
+@torch.no_grad()
+def _fill_both(weight: Weight, anchor: Tensor, read: _Read) -> None:
+    weight.fill(read)
+    anchor.copy_(weight.like)
+
+
+def _sent(gather: _Gather, copies: DistContext) -> Tensor:
+    return ops.broadcast(gather(), copies)
+
+
+def _cast(gather: _Gather, dtype: torch.dtype) -> Tensor:
+    return gather().to(dtype)

@@ -1,0 +1,178 @@
+"""Which submodules are sharded as units: gathered and freed together. Changes nothing."""
+
+import fnmatch
+import pkgutil
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from fxtrain.backends.core.name_checks import unknown_classes, unknown_patterns
+from fxtrain.state import FSDP
+
+__all__ = ["block_names", "ignored_names", "unit_problems", "units"]
+
+
+def unit_problems(module: nn.Module, config: FSDP) -> list[str]:
+    """Problems with the names in a config that match nothing, and with what cannot be sharded."""
+    problems = unknown_classes(module, config.wrap, field="FSDP(wrap=...)")
+    ways = [name for name in ("wrap", "min_params", "wrap_by") if getattr(config, name)]
+    if len(ways) > 1:
+        problems.append(
+            f"FSDP({', '.join(f'{name}=...' for name in ways)}) chooses blocks "
+            f"{'twice' if len(ways) == 2 else 'three times'}. Keep one: class names, a size, or a "
+            f"function."
+        )
+    elif config.wrap_by is not None:
+        problems += _function_problems(module, config.wrap_by)
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    problems += unknown_patterns(config.ignore, names, field="FSDP(ignore=...)")
+    ignored = ignored_names(module, config)
+    scalars = [n for n, p in module.named_parameters() if p.ndim == 0 and n not in ignored]
+    if scalars:
+        problems.append(
+            f"FSDP cannot shard the scalar parameters {', '.join(scalars[:5])}. Give them the "
+            f"shape [1], or name them in FSDP(ignore=...)."
+        )
+    return problems
+
+
+def _function_problems(module: nn.Module, path: str) -> list[str]:
+    try:
+        found = _function(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        return [
+            f"FSDP(wrap_by={path!r}): {error}. Name a function that every rank can import, as "
+            f"'package.module:function'."
+        ]
+    if not callable(found):
+        return [f"FSDP(wrap_by={path!r}) is a {type(found).__name__}. Name a function."]
+    if not _by_function(module, path):
+        return [
+            f"FSDP(wrap_by={path!r}) chose none of the modules of {type(module).__name__}, so that "
+            f"all of it would be gathered at once. Let it be true of blocks: it is called with "
+            f"the name of a module and the module."
+        ]
+    return []
+
+
+def _function(path: str) -> Callable[[str, nn.Module], Any]:
+    return pkgutil.resolve_name(path)
+
+
+def _by_function(module: nn.Module, path: str) -> list[nn.Module]:
+    chooses = _function(path)
+    named = [(name, part) for name, part in module.named_modules() if part is not module]
+    return [part for name, part in named if chooses(name, part) and _runs(part)][::-1]
+
+
+def ignored_names(module: nn.Module, config: FSDP) -> set[str]:
+    """Every name of the parameters that match a pattern, with the other names of tied ones."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    found = {
+        id(parameter)
+        for name, parameter in named
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.ignore)
+    }
+    return {name for name, parameter in named if id(parameter) in found}
+
+
+def block_names(module: nn.Module) -> tuple[str, ...]:
+    """Class names of a model's repeated blocks: its own list, or what its ModuleLists hold."""
+    own: set[str] = set()
+    for part in module.modules():
+        own.update(getattr(part, "_no_split_modules", None) or ())
+    there = {type(part).__name__ for part in module.modules()}
+    if own & there:
+        return tuple(sorted(own & there))
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    return tuple(sorted({type(block).__name__ for part in lists for block in part}))
+
+
+def units(module: nn.Module, config: FSDP) -> list[list[nn.Module]]:
+    """Submodules to shard, children before parents and without the root.
+
+    Modules that share a parameter come in one list, since a parameter belongs to one unit.
+    """
+    if config.min_params is not None:
+        chosen = _by_size(module, config.min_params)
+    elif config.wrap_by is not None:
+        chosen = _by_function(module, config.wrap_by)
+    else:
+        names = config.wrap or block_names(module)
+        chosen = [part for part in _bottom_up(module) if type(part).__name__ in names]
+    return _tied_together(module, [part for part in chosen if part is not module and _runs(part)])
+
+
+def _runs(part: nn.Module) -> bool:
+    """Whether torch can hook a module's forward, and there is something to shard in it."""
+    container = isinstance(part, nn.ModuleList | nn.ModuleDict)
+    return not container and any(True for _ in part.parameters())
+
+
+def _bottom_up(module: nn.Module) -> list[nn.Module]:
+    return list(module.modules())[::-1]
+
+
+def _by_size(module: nn.Module, least: int) -> list[nn.Module]:
+    """The smallest modules that hold as many parameters outside of smaller such modules."""
+    chosen: list[nn.Module] = []
+    seen: set[int] = set()
+
+    def visit(part: nn.Module) -> int:
+        # This one's forward reads the weights of its child without calling it.
+        whole = isinstance(part, nn.MultiheadAttention)
+        own = {id(p): p.numel() for p in part.parameters(recurse=whole) if id(p) not in seen}
+        seen.update(own)
+        rest = sum(own.values()) + sum(visit(child) for child in part.children() if not whole)
+        if rest >= least and _runs(part):
+            chosen.append(part)
+            return 0
+        return rest
+
+    visit(module)
+    return chosen
+
+
+def _tied_together(module: nn.Module, chosen: list[nn.Module]) -> list[list[nn.Module]]:
+    unit_of = _unit_of_parameters(module, chosen)
+    group: dict[int, list[nn.Module]] = {id(part): [part] for part in chosen}
+    for holders in unit_of.values():
+        if len(holders) == 1:
+            continue
+        if any(part is module for part in holders) or _nested(holders):
+            # Shared with what is around it: left to the unit around.
+            for part in holders:
+                group.pop(id(part), None)
+            continue
+        merged = _distinct(one for part in holders for one in group.get(id(part), ()))
+        for part in merged:
+            group[id(part)] = merged
+    lists = {id(parts): parts for parts in group.values()}
+    return list(lists.values())
+
+
+def _unit_of_parameters(module: nn.Module, chosen: list[nn.Module]) -> dict[int, list[nn.Module]]:
+    """For each parameter, the units (or the root) whose own it is."""
+    own = {id(part) for part in chosen}
+    found: dict[int, list[nn.Module]] = {}
+
+    def visit(part: nn.Module, unit: nn.Module) -> None:
+        unit = part if id(part) in own else unit
+        for parameter in part.parameters(recurse=False):
+            holders = found.setdefault(id(parameter), [])
+            if all(unit is not one for one in holders):
+                holders.append(unit)
+        for child in part.children():
+            visit(child, unit)
+
+    visit(module, module)
+    return found
+
+
+def _nested(parts: list[nn.Module]) -> bool:
+    return any(a is not b and any(a is one for one in b.modules()) for a in parts for b in parts)
+
+
+def _distinct(parts: Iterable[nn.Module]) -> list[nn.Module]:
+    return list({id(part): part for part in parts}.values())

@@ -1,0 +1,3 @@
+"""Replicas: torch's DistributedDataParallel, PowerSGD, ZeRO-1."""
+
+__all__: list[str] = []

@@ -1,0 +1,302 @@
+"""A replica on every rank, by torch's DistributedDataParallel."""
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from fxtrain._errors import StepError
+from fxtrain.backends.context.split_sequences import sequence_problems
+from fxtrain.backends.core import step_functions
+from fxtrain.backends.core.module_changes import away_from_xla, send_values, unmatched_names
+from fxtrain.backends.core.optimizers import part_of
+from fxtrain.backends.ddp.power_sgd import load_power_sgd, power_sgd_state
+from fxtrain.backends.local.averaging import new_round
+from fxtrain.backends.single import SINGLE, wrap_plain
+from fxtrain.state import (
+    DDP,
+    CommHook,
+    DistContext,
+    Finish,
+    Outcome,
+    Plan,
+    Strategy,
+    Wrapped,
+)
+
+__all__ = ["DDP_STRATEGY"]
+
+# Axes of replicas that would all do the same, and what uses them.
+_OTHERS = {"tensor": "FSDP(mode='none', tensor=fx.TP(...))", "pipeline": "PP()"}
+
+
+def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
+    problems = [*unmatched_names(module, plan), *sequence_problems(ctx, plan, module)]
+    problems += away_from_xla(ctx, "DDP")
+    problems += [
+        f"The mesh has {axis}={ctx.mesh.sizes[axis]}, which DDP does not use: its ranks would all "
+        f"do the same. Use {use}, or leave the axis out of fx.Mesh(...)."
+        for axis, use in _OTHERS.items()
+        if ctx.mesh.sizes[axis] > 1
+    ]
+    problems += _hook_problems(ctx, plan.strategy, module)
+    if plan.strategy.static_graph and plan.accumulate > 1 and not plan.sync_each:
+        problems.append(
+            f"DDP(static_graph=True) with accumulate={plan.accumulate} leaves out reductions, "
+            f"which torch does not count as the same graph. Set sync_each=True, or "
+            f"static_graph=False."
+        )
+    return tuple(problems)
+
+
+def _hook_problems(ctx: DistContext, config: DDP, module: nn.Module) -> list[str]:
+    hook, problems = config.hook, list[str]()
+    if hook.name == "none" and hook.wrapper != "none":
+        problems.append(
+            f"CommHook(wrapper={hook.wrapper!r}) wraps another hook, but name is 'none'. "
+            f"Use CommHook(name={hook.wrapper!r}), or name a hook to wrap."
+        )
+    if hook.name == hook.wrapper and hook.name != "none":
+        problems.append(
+            f"CommHook(name={hook.name!r}, wrapper={hook.wrapper!r}) casts twice. "
+            f"Leave the wrapper out."
+        )
+    if "bf16" in (hook.name, hook.wrapper) and ctx.device.type not in ("cuda", "xpu"):
+        problems.append(
+            f"CommHook with bf16: torch compresses to bf16 over NCCL and XCCL only, and this "
+            f"context is on {ctx.device.type}. Use fp16."
+        )
+    if hook.name in ("power_sgd", "batched_power_sgd") and ctx.device.type == "cpu":
+        size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        if size > config.bucket_mib * 2**20:
+            problems.append(
+                f"CommHook(name={hook.name!r}): over gloo torch's hook starts its reductions in "
+                f"threads, and with more than one bucket ranks wait for each other in another "
+                f"order. These gradients have {size / 2**20:.0f} MiB: set DDP(bucket_mib=...) "
+                f"above that, or use fp16."
+            )
+    if hook.name == "batched_power_sgd" and not _batched_power_sgd_works():
+        problems.append(
+            f"CommHook(name='batched_power_sgd'): the hook of torch {torch.__version__} hands its "
+            f"own orthogonalisation a matrix where that takes a stack of them, and fails on "
+            f"every gradient. Use 'power_sgd'."
+        )
+    return problems
+
+
+def _batched_power_sgd_works() -> bool:
+    try:
+        powerSGD_hook._orthogonalize(torch.eye(2))
+    except AssertionError:
+        return False
+    return True
+
+
+def _wrap(
+    module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
+) -> Wrapped:
+    # Those of the context axis, too, hold a replica each.
+    data = ctx.axis("loss")
+    if data.world_size == 1:
+        return wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY)
+    change = _sharing(data) if plan.strategy.shard_optimizer else None
+    plain = wrap_plain(
+        module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY, change=change
+    )
+    alone = plan.local is not None and plan.local.warmup == 0
+    if alone or not any(parameter.requires_grad for parameter in module.parameters()):
+        send_values((*module.parameters(), *module.buffers()), data)
+        return attrs.evolve(plain, round=new_round(module, ctx, plan))
+    engine = _replicate(module, ctx, data, plan.strategy)
+    return attrs.evolve(plain, engine=engine, round=new_round(module, ctx, plan))
+
+
+def _sharing(data: DistContext) -> Callable[[torch.optim.Optimizer], torch.optim.Optimizer]:
+    # torch's part takes a while to import, which other plans need not pay, and warns of itself.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from fxtrain.backends.ddp.zero1 import ShardedOptimizer
+
+    return lambda made: ShardedOptimizer(made, data)
+
+
+def _replicate(
+    module: nn.Module, ctx: DistContext, data: DistContext, config: DDP
+) -> DistributedDataParallel:
+    # torch 2.13 renamed the option and warns about the older name.
+    newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    buffers: dict[str, Any] = {
+        "forward_sync_buffers" if newer else "broadcast_buffers": config.sync_buffers
+    }
+    engine = _Ordered(
+        module,
+        device_ids=None if ctx.device.type in ("cpu", "mps") else [ctx.device],
+        process_group=data.comm.group,
+        bucket_cap_mb=config.bucket_mib,  # type: ignore[arg-type]
+        gradient_as_bucket_view=config.bucket_view,
+        static_graph=config.static_graph,
+        find_unused_parameters=config.unused_parameters,
+        **buffers,
+    )
+    _add_hook(engine, data, config.hook)
+    if not config.static_graph and not config.unused_parameters:
+        engine.fix_buckets()
+    engine.require_forward_param_sync = False  # torch has just sent all buffers
+    return engine
+
+
+class _Ordered(DistributedDataParallel):
+    """torch's wrapper with buckets that a restart does not change.
+
+    torch sorts gradients into buckets anew after the first backward, by when they were ready.
+    Where a gradient stands in its bucket decides the order in which the ranks' values are
+    added, and so its last bit: a resumed run, whose first backward still has the old buckets,
+    would differ. Here they are sorted before the first one, last registered first, which is
+    when gradients are ready in a module that registers its parts in the order of their use.
+    """
+
+    hook_state: Any = None  # of the communication hook
+    _uses_all = False  # every backward has to reach all parameters
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, sparse = super()._build_params_for_reducer()
+        return parameters[::-1], sparse[::-1]
+
+    def fix_buckets(self) -> None:
+        self.reducer._push_all_rebuilt_params()
+        self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
+        self._uses_all = True
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._check_reduced()
+        return super().forward(*inputs, **kwargs)
+
+    def settle(self) -> None:
+        """End a backward: see that it was reduced, and give all replicas rank 0's buffers.
+
+        torch sends them in the forward that follows, of whatever kind, on all ranks. Sent here,
+        where all ranks are, they are equal too when one rank evaluates by itself.
+        """
+        self._check_reduced()
+        self.settle_buffers()
+
+    def settle_buffers(self) -> None:
+        """Send rank 0's buffers now, if the next forward would."""
+        if self.will_sync_module_buffers():
+            self._sync_buffers()
+            self.require_forward_param_sync = False
+
+    def _check_reduced(self) -> None:
+        if not self._uses_all:
+            return
+        try:
+            self.reducer._rebuild_buckets()  # done already, but for this look
+        except RuntimeError as error:
+            raise _not_reduced(self.module, str(error)) from error
+
+
+class _Reduced:
+    """Around a forward and backward whose gradients are reduced."""
+
+    def __init__(self, engine: _Ordered) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self._engine.settle()
+
+
+def _not_reduced(module: nn.Module, torch_says: str) -> StepError:
+    names = [name for name, p in module.named_parameters() if p.requires_grad][::-1]
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", torch_says)
+    unused = [names[int(place)] for place in found[1].split()] if found else []
+    return StepError(
+        f"DDP averages the gradients of all parameters, and this backward reached "
+        f"{len(names) - len(unused) if unused else 'only some'} of {len(names)}; without a "
+        f"gradient: {', '.join(unused[::-1][:10]) or 'unknown'}. Use "
+        f"fx.DDP(unused_parameters=True), or requires_grad_(False) on those that no loss uses."
+    )
+
+
+def _add_hook(engine: "_Ordered", data: DistContext, config: CommHook) -> None:
+    if config.name == "none":
+        return
+    state: Any = data.comm.group
+    if config.name in ("power_sgd", "batched_power_sgd"):
+        options = attrs.asdict(config.power_sgd)
+        state = powerSGD_hook.PowerSGDState(
+            data.comm.group,
+            matrix_approximation_rank=options.pop("rank"),
+            start_powerSGD_iter=options.pop("start_iter"),
+            random_seed=options.pop("seed"),
+            **options,
+        )
+    hook: Any = {
+        "fp16": default_hooks.fp16_compress_hook,
+        "bf16": default_hooks.bf16_compress_hook,
+        "power_sgd": powerSGD_hook.powerSGD_hook,
+        "batched_power_sgd": powerSGD_hook.batched_powerSGD_hook,
+    }[config.name]
+    if config.wrapper == "fp16":
+        hook = default_hooks.fp16_compress_wrapper(hook)
+    elif config.wrapper == "bf16":
+        hook = default_hooks.bf16_compress_wrapper(hook)
+    engine.hook_state = state
+    engine.register_comm_hook(state, hook)
+
+
+def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
+    if model.engine is model.module:
+        return step_functions.no_sync(model, enabled)
+    return _Reduced(model.engine) if enabled else model.engine.no_sync()
+
+
+def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if model.engine is not model.module and not torch.is_grad_enabled():
+        # Of a backward that was called without fxtrain.
+        model.engine.settle_buffers()
+    return step_functions.forward(model, args, kwargs)
+
+
+def _apply(model: Wrapped, finish: Finish) -> Outcome:
+    if model.engine is not model.module:
+        # Of a loop without `ops.sync`.
+        model.engine.settle()
+    return step_functions.apply(model, finish)
+
+
+def _unwrap(model: Wrapped) -> nn.Module:
+    module = SINGLE.unwrap(model)
+    if any(part_of(one) is not one for one in model.optimizers):
+        # Away from the buckets in which they were sent.
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+    return module
+
+
+DDP_STRATEGY: Strategy = attrs.evolve(
+    SINGLE,
+    name="DDP",
+    config=DDP,
+    check=_check,
+    wrap=_wrap,
+    forward=_forward,
+    sync=_sync,
+    apply=_apply,
+    unwrap=_unwrap,
+    state=power_sgd_state,
+    load_state=load_power_sgd,
+    cuts_sequences=True,
+)

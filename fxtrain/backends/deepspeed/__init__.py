@@ -1,0 +1,3 @@
+"""ZeRO by DeepSpeed."""
+
+__all__: list[str] = []

@@ -1,0 +1,395 @@
+"""A DeepSpeed config from a plan, a file and what is known of model, loader and ranks.
+
+Pure functions of values; DeepSpeed itself is not needed. `"auto"` means what users of such
+files expect from other libraries.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from torch import nn
+
+from fxtrain._errors import PlanError
+from fxtrain._reading import read_text
+from fxtrain.backends.deepspeed.config_entries import (
+    AUTO,
+    ZERO,
+    autocasts,
+    autos,
+    device,
+    drop,
+    get,
+    put,
+    section,
+)
+from fxtrain.backends.deepspeed.plan_entries import Said, all_said, power_of_two
+from fxtrain.state import DeepSpeed, FromConfig, Plan, parse_json, shown
+
+__all__ = ["Facts", "deepspeed_config", "hidden_size", "misfits", "read_config", "resolve"]
+
+_PREFETCH = f"{ZERO}.stage3_prefetch_bucket_size"
+_THRESHOLD = f"{ZERO}.stage3_param_persistence_threshold"
+_BUCKET = f"{ZERO}.reduce_bucket_size"
+_MICRO, _ACCUMULATE, _TOTAL = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+)
+# How entries begin in which "auto" is DeepSpeed's own word.
+_OWN_AUTO = ("data_types.keep_in_fp32_modules", f"{ZERO}.zenflow.", "expert_parallel.")
+_FORMATS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
+
+
+@attrs.frozen(kw_only=True)
+class Facts:
+    """What a config depends on beside the plan.
+
+    Attributes:
+        ranks: Ranks over which data is split.
+        rows: Rows of a micro-batch on one rank, if known.
+        hidden: The model's hidden size, if known.
+        values: What `"auto"` stands for in the optimizer and scheduler sections.
+        partial: The model does not exist yet: leave out what depends on it.
+    """
+
+    ranks: int = 1
+    rows: int | None = None
+    hidden: int | None = None
+    values: FromConfig = attrs.field(factory=FromConfig)
+    partial: bool = False
+
+
+def read_config(config: DeepSpeed) -> dict[str, Any]:
+    """The content of a strategy's config, from its text or its file.
+
+    Raises:
+        PlanError: the file is not there, or holds no JSON table.
+    """
+    text, where = config.config, "DeepSpeed(config=...)"
+    if text is None:
+        return {}
+    if not text.startswith("{"):
+        where = f"DeepSpeed(config={shown(text)})"
+        try:
+            text = read_text(text)
+        except OSError as error:
+            raise PlanError(f"{where}: {error}. Pass a JSON file's path, or its text.") from error
+    try:
+        data = parse_json(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{where} is not JSON: {error}.") from None
+    if not isinstance(data, dict):
+        raise PlanError(f"{where} holds a {type(data).__name__}; it should hold a table.")
+    return data
+
+
+def deepspeed_config(
+    plan: Plan,
+    model: nn.Module | None = None,
+    loader: Any = None,
+    *,
+    ranks: int = 1,
+    values: FromConfig | None = None,
+) -> dict[str, Any]:
+    """The config that DeepSpeed gets under a plan, as plain data to print or compare.
+
+    What a wrapped model really got is `model.settings`.
+
+    Args:
+        plan: A plan whose strategy is `DeepSpeed`.
+        model: Gives the hidden size that `"auto"` bucket sizes follow.
+        loader: A DataLoader, for the batch sizes.
+        ranks: Ranks over which data is split.
+        values: `fx.from_config(lr=..., ...)`, for `"auto"` in optimizer and scheduler.
+
+    Raises:
+        PlanError: the plan and its config differ, an `"auto"` has no value, or entries do not
+            go together.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> plan = fx.Plan(strategy=fx.DeepSpeed(stage=1), accumulate=4, clip_norm=1.0)
+        >>> config = fx.deepspeed_config(plan, ranks=2)
+        >>> config["gradient_accumulation_steps"], config["gradient_clipping"]
+        (4, 1.0)
+    """
+    if not isinstance(plan.strategy, DeepSpeed):
+        raise PlanError(
+            f"deepspeed_config: the plan's strategy is {type(plan.strategy).__name__}. "
+            f"Use fx.Plan(strategy=fx.DeepSpeed(...))."
+        )
+    rows = getattr(loader, "batch_size", None)
+    if rows is not None and plan.batch == "global":
+        rows //= ranks
+    facts = Facts(
+        ranks=ranks,
+        rows=rows,
+        hidden=hidden_size(model),
+        values=FromConfig() if values is None else values,
+    )
+    config = resolve(plan, read_config(plan.strategy), facts)
+    if problems := misfits(config, ranks):
+        raise PlanError("\n".join(problems))
+    return config
+
+
+def hidden_size(module: Any) -> int | None:
+    """The width of a model, from its `config` as Hugging Face models keep it."""
+    config = getattr(module, "config", None)
+    for part in (config, _member(config, "text_config")):
+        size = _member(part, "hidden_size")
+        if type(size) is int:
+            return size
+        sizes = _member(part, "hidden_sizes")
+        if isinstance(sizes, list | tuple) and sizes:
+            return max(sizes)
+    return None
+
+
+def resolve(plan: Plan, base: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
+    """The config that DeepSpeed gets.
+
+    Args:
+        plan: A plan whose strategy is `DeepSpeed`.
+        base: The file's content.
+        facts: Of model, loader and ranks.
+
+    Returns:
+        New plain data; `base` stays as it is.
+
+    Raises:
+        PlanError: the plan and the file differ, or an `"auto"` has no value; one line each.
+    """
+    config: dict[str, Any] = json.loads(json.dumps(dict(base)))
+    if "bfloat16" in config:  # the older name
+        config.setdefault("bf16", config.pop("bfloat16"))
+    conflicts: list[str] = []
+    for said in all_said(plan, config):
+        conflicts += _settle(config, said)
+    conflicts += _settle_rows(config, plan, facts)
+    conflicts += _autocast_conflicts(config, plan)
+    if conflicts:
+        raise PlanError(
+            "\n".join(
+                [
+                    "The plan and its DeepSpeed config differ:",
+                    *(f"  {line}" for line in conflicts),
+                    'Say the same in both, or write "auto" there.',
+                ]
+            )
+        )
+    _fill_widths(config, facts)
+    _fill_values(config, facts.values)
+    _check_autos(config)
+    return _with_defaults(config, plan)
+
+
+def _settle(config: dict[str, Any], said: Said) -> list[str]:
+    """Write what the plan says unless the file says it; the line of a conflict."""
+    found = get(config, said.path)
+    if said.value is None:
+        if found == AUTO and said.path not in (_BUCKET, _PREFETCH, _THRESHOLD):
+            drop(config, said.path)
+        return []
+    if found is None or found == AUTO:
+        if said.write or found == AUTO:
+            put(config, said.path, said.value)
+        return []
+    if _same(found, said.value):
+        return []
+    return [f"{said.path}: {said.by} says {said.value!r}, the config says {found!r}"]
+
+
+def _settle_rows(config: dict[str, Any], plan: Plan, facts: Facts) -> list[str]:
+    """Micro-batch and global batch from each other; conflicts."""
+    rows, total = (_count(config, path) for path in (_MICRO, _TOTAL))
+    said = {
+        who: number
+        for who, number in (
+            ("the loader", facts.rows),
+            ("micro_batch", plan.strategy.micro_batch),
+            ("the config", rows),
+        )
+        if number is not None
+    }
+    if len(set(said.values())) > 1:
+        return [f"{_MICRO}: {', '.join(f'{who} says {number}' for who, number in said.items())}"]
+    parts = plan.accumulate * facts.ranks
+    known = next(iter(said.values()), max(1, (total or 1) // parts))
+    if total is not None and total != known * parts:
+        return [
+            f"{_TOTAL}: {known} rows x accumulate={plan.accumulate} x {facts.ranks} data ranks "
+            f"make {known * parts}, the config says {total}"
+        ]
+    config.update({_MICRO: known, _TOTAL: known * parts})
+    return []
+
+
+def _count(config: Mapping[str, Any], path: str) -> int | None:
+    found = get(config, path)
+    if found is None or found == AUTO:
+        return None
+    if type(found) is not int or found < 1:
+        raise PlanError(
+            f'The DeepSpeed config says {path}={found!r}. Write a whole number of rows, or "auto".'
+        )
+    return found
+
+
+def _autocast_conflicts(config: Mapping[str, Any], plan: Plan) -> list[str]:
+    if not autocasts(config):
+        return []
+    found = str(section(config, "torch_autocast").get("dtype", "bfloat16")).split(".")[-1]
+    if _FORMATS.get(found, found) == plan.precision.compute:
+        return []
+    return [
+        f"torch_autocast.dtype: Plan.precision says {plan.precision.compute!r}, "
+        f"the config says {found!r}"
+    ]
+
+
+def _fill_widths(config: dict[str, Any], facts: Facts) -> None:
+    """Bucket sizes from the hidden size, as users of `"auto"` expect."""
+    widths = {_BUCKET: 1.0, _PREFETCH: 0.9, _THRESHOLD: 0.0}
+    open_entries = [path for path in widths if get(config, path) == AUTO]
+    if not open_entries:
+        return
+    hidden = facts.hidden
+    if facts.partial:
+        for path in open_entries:
+            drop(config, path)
+        return
+    if hidden is None:
+        raise PlanError(
+            f'The DeepSpeed config leaves {", ".join(open_entries)} at "auto", which depends on '
+            f"the hidden size, and the model has no config.hidden_size (nor hidden_sizes, nor "
+            f"text_config). Set reduce_bucket_size, stage3_prefetch_bucket_size and "
+            f"stage3_param_persistence_threshold to numbers."
+        )
+    for path in open_entries:
+        square = int(widths[path] * hidden * hidden)
+        put(config, path, 10 * hidden if path == _THRESHOLD else square)
+
+
+def _fill_values(config: dict[str, Any], values: FromConfig) -> None:
+    given = {name: value for name, value in attrs.asdict(values).items() if value is not None}
+    if values.betas is not None:
+        given["betas"] = list(values.betas)
+    if values.lr is not None:
+        given["warmup_max_lr"] = values.lr
+    for part in ("optimizer", "scheduler"):
+        for name, value in section(section(config, part), "params").items():
+            if value == AUTO and name in given:
+                put(config, f"{part}.params.{name}", given[name])
+
+
+def _check_autos(config: Mapping[str, Any]) -> None:
+    left = [path for path in autos(config) if not path.startswith(_OWN_AUTO)]
+    if not left:
+        return
+    names = [path.rsplit(".", 1)[1] for path in left if ".params." in path]
+    hint = f" Those of optimizer and scheduler: fx.from_config({names[0]}=...)." if names else ""
+    raise PlanError(
+        f'The DeepSpeed config leaves {", ".join(left)} at "auto", for which neither the plan nor '
+        f"the model has a value. Write one.{hint}"
+    )
+
+
+def _with_defaults(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """Entries that neither side gave and DeepSpeed would choose otherwise."""
+    stage = get(config, f"{ZERO}.stage")
+    if stage is None:
+        put(config, f"{ZERO}.stage", 2)
+    elif type(stage) is not int:
+        raise PlanError(f"The DeepSpeed config says stage={stage!r}. Write 0, 1, 2 or 3.")
+    zero = config[ZERO]
+    config.setdefault("zero_allow_untested_optimizer", True)
+    if not _counts_itself(config):
+        # A step says itself where a window ends, so backward only adds up.
+        config.setdefault("managed_gradient_accumulation", False)
+    if device(zero, "offload_optimizer") != "none":
+        # Which optimizer computes is this library's choice, by DeepSpeed(cpu_optimizer=...).
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
+    half = section(config, "fp16")
+    if half.get("enabled"):
+        scale = plan.precision.scale
+        usual = {
+            "loss_scale": 0,
+            "initial_scale_power": power_of_two(scale.initial),
+            "loss_scale_window": scale.interval,
+            "hysteresis": 1,
+        }
+        config["fp16"] = {**usual, **half}
+    return config
+
+
+def _counts_itself(config: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed must count micro-batches: what 0.19.8 refuses otherwise."""
+    zero = section(config, ZERO)
+    return bool(
+        section(config, "compile").get("deepcompile")
+        or zero.get("zenflow")
+        or (zero.get("stage") in (0, 1) and zero.get("overlap_comm"))
+    )
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    if isinstance(found, bool) or isinstance(wanted, bool):
+        return found is wanted
+    return found == wanted
+
+
+def _member(part: Any, name: str) -> Any:
+    return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
+
+
+def misfits(config: Mapping[str, Any], ranks: int) -> tuple[str, ...]:
+    """Problems of a resolved config: what does not go together."""
+    zero = section(config, ZERO)
+    stage = zero.get("stage", 0)
+    optimizer, parameters = device(zero, "offload_optimizer"), device(zero, "offload_param")
+    copies = zero.get("zero_hpz_partition_size")
+    copies = copies if isinstance(copies, int) else 1  # DeepSpeed refuses what is no number
+    checks = {
+        f"offload_optimizer={optimizer!r} needs stage 1, 2 or 3, and this is stage {stage}, "
+        f"which keeps whole optimizer states.": optimizer != "none" and stage == 0,
+        f"offload_optimizer='nvme' needs stage 3, and this is stage {stage}. Use "
+        f"offload_optimizer='cpu', or stage=3.": optimizer == "nvme" and stage in (1, 2),
+        f"offload_parameters={parameters!r} needs stage 3, and this is stage {stage}, which "
+        f"keeps whole parameters. Use stage=3.": parameters != "none" and stage != 3,
+        "Offloading to nvme needs nvme_path, a folder on a local drive.": _lacks_path(zero),
+        f"partial_ranks={copies} needs stage 3, and this is stage {stage}.": copies > 1
+        and stage != 3,
+        f"partial_ranks={copies} must divide the {ranks} data ranks.": copies > 1
+        and ranks % copies != 0,
+        "gradient_allreduce_op='sum' in the file adds gradients up, where a step takes their "
+        "mean over the ranks. Leave it out.": config.get("gradient_allreduce_op") == "sum",
+    }
+    checks |= _by_stage(config, zero, stage)
+    leaves = section(zero, "leaf_module").get("classes")
+    checks[f"leaf_modules are those of stage 3, and this is stage {stage}."] = (
+        bool(leaves) and stage != 3
+    )
+    return tuple(f"DeepSpeed: {problem}" for problem, found in checks.items() if found)
+
+
+def _by_stage(config: Mapping[str, Any], zero: Mapping[str, Any], stage: Any) -> dict[str, bool]:
+    sequences = config.get("sequence_parallel_size") or 1
+    found = {
+        f"sequence_parallel={sequences} needs stage 0, 1 or 2: at stage 3 DeepSpeed scales "
+        f"gradients by the ranks of a sequence in one of its reductions and not in the "
+        f"other.": sequences != 1 and stage == 3
+    }
+    for field in ("quantized_weights", "quantized_gradients"):
+        problem = f"{field}=True needs stage 3, and this is stage {stage}."
+        found[problem] = zero.get(f"zero_{field}") is True and stage != 3
+    return found
+
+
+def _lacks_path(zero: Mapping[str, Any]) -> bool:
+    return any(
+        device(zero, name) == "nvme" and not section(zero, name).get("nvme_path")
+        for name in ("offload_optimizer", "offload_param")
+    )

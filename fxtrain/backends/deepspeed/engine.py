@@ -1,0 +1,222 @@
+"""From a module and a resolved config to a DeepSpeed engine."""
+
+import copy
+import functools
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from fxtrain import ops
+from fxtrain._errors import MissingPackageError, PlanError
+from fxtrain._optional import optional
+from fxtrain.backends.deepspeed.config_entries import ZERO, device, section
+from fxtrain.backends.deepspeed.process_groups import release_groups, sequence_groups
+from fxtrain.ops.other_libraries import describe, ensure_group
+from fxtrain.state import DistContext, Plan
+
+__all__ = ["check_folders", "connect", "load", "settle", "start", "unfit_device"]
+
+_OLDEST = (0, 19)
+
+
+def load(needed_by: str = "Plan(strategy=DeepSpeed(...))") -> ModuleType:
+    """The deepspeed package.
+
+    Raises:
+        MissingPackageError: it is not there, or older than 0.19.
+    """
+    with _own_warnings():
+        found = optional("deepspeed", extra="deepspeed", needed_by=needed_by)
+    version = str(found.__version__)
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        wanted = ".".join(map(str, _OLDEST))
+        raise MissingPackageError(
+            f"{needed_by} needs deepspeed {wanted} or newer, and {version} is installed. "
+            f"Install it with: pip install --upgrade 'deepspeed>={wanted}'",
+            name="deepspeed",
+        )
+    return found
+
+
+def unfit_device(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
+    """Problems of the device with a plan."""
+    accelerator = load().accelerator.get_accelerator()
+    name = accelerator.device_name()
+    if name != ctx.device.type:
+        return (
+            f"DeepSpeed computes on {name} here, and this context on {ctx.device.type}. Set the "
+            f"variable DS_ACCELERATOR={ctx.device.type} before the run starts.",
+        )
+    problems: list[str] = []
+    if plan.precision.compute == "fp16" and not accelerator.is_fp16_supported():
+        problems.append(f"DeepSpeed has no fp16 on {name}. Use precision='bf16' or 'fp32'.")
+    if plan.precision.compute == "bf16" and not accelerator.is_bf16_supported():
+        problems.append(f"DeepSpeed has no bf16 on {name}. Use precision='fp32'.")
+    config = plan.strategy
+    if name == "cpu" and (config.quantized_weights or config.quantized_gradients):
+        problems.append(
+            "DeepSpeed(quantized_weights, quantized_gradients): the operators that quantise "
+            "need a CUDA device, and this context is on cpu."
+        )
+    return tuple(problems)
+
+
+def check_folders(config: Mapping[str, Any], ctx: DistContext) -> None:
+    """See that every rank can write where it offloads to.
+
+    Raises:
+        PlanError: some rank cannot, or lacks the operator that does it; on every rank.
+    """
+    zero = section(config, ZERO)
+    paths = sorted(
+        {
+            str(section(zero, name)["nvme_path"])
+            for name in ("offload_optimizer", "offload_param")
+            if device(zero, name) == "nvme"
+        }
+    )
+    if not paths:
+        return
+    mine = "; ".join(filter(None, (*map(_unwritable, paths), _without_aio())))
+    found = ops.gather_objects(mine, ctx)
+    if any(found):
+        lines = [f"  rank {rank}: {words}" for rank, words in enumerate(found) if words]
+        raise PlanError("\n".join(["DeepSpeed cannot offload to nvme:", *lines]))
+
+
+def _unwritable(path: str) -> str:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return ""
+    except OSError as error:
+        return f"nvme_path {path!r} is not writable ({error.strerror})"
+
+
+def _without_aio() -> str:
+    builder = load().accelerator.get_accelerator().create_op_builder("AsyncIOBuilder")
+    with _own_warnings():
+        found = builder is not None and builder.is_compatible(verbose=False)
+    if found:
+        return ""
+    return "the asynchronous I/O operator needs libaio (apt-get install libaio-dev)"
+
+
+def connect(library: ModuleType, ctx: DistContext) -> None:
+    """Let DeepSpeed use torch's process group as it is.
+
+    Effects:
+        At one rank, opens a group of one. DeepSpeed opens one more group of all ranks, and
+        finds LOCAL_RANK in the environment.
+    """
+    ensure_group(ctx)
+    describe(ctx)
+    groups = library.utils.groups
+    known = dist.distributed_c10d._world.pg_map
+    if groups._WORLD_GROUP is not None and groups._WORLD_GROUP not in known:
+        # A context that was closed and opened anew left DeepSpeed its destroyed groups.
+        groups._release_process_group_references(None)
+    release_groups(library, ctx)
+    if library.comm.is_initialized():
+        return
+    # Its shared-memory operator, compiled for half a minute, serves inference only.
+    library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with _own_warnings():
+        library.init_distributed(
+            dist_backend=library.accelerator.get_accelerator().communication_backend_name(),
+            auto_mpi_discovery=False,
+            verbose=False,
+        )
+
+
+def start(
+    library: ModuleType,
+    module: nn.Module,
+    config: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | None,
+    ctx: DistContext,
+) -> Any:
+    """The engine.
+
+    Effects:
+        Where sequences are cut, opens a group of this rank alone.
+
+    Raises:
+        PlanError: DeepSpeed refuses the config.
+    """
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    given = copy.deepcopy(dict(config))
+    made = sequence_groups(library, ctx)
+    if made is not None:
+        library.utils.groups.mpu = made
+        # From these it would make groups of its own, which lack the reduction over sequences.
+        given.pop("sequence_parallel_size", None)
+        given.pop("data_parallel_size", None)
+    if ctx.axis("tensor").world_size > 1:
+        del given["train_batch_size"]  # DeepSpeed counts the tensor ranks in
+    try:
+        with _own_warnings():
+            engine, *_ = library.initialize(
+                model=module,
+                optimizer=optimizer,
+                model_parameters=trained,
+                mpu=made,
+                config=given,
+            )
+    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, PlanError) or not _is_refusal(error):
+            raise
+        raise PlanError(f"DeepSpeed refuses this plan: {error}") from error
+    return engine
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether an error is about the config, rather than about a rank or memory."""
+    if isinstance(error, TypeError):  # a parameter in the file that an optimizer does not have
+        return "__init__()" in str(error)
+    return isinstance(error, AssertionError | ValueError) or type(error).__module__.startswith(
+        "deepspeed"
+    )
+
+
+def settle(engine: Any) -> None:
+    """Make stage 0 do what the other stages do.
+
+    Effects:
+        In full precision the engine keeps the norm that it clips by. In half precision its
+        optimizer forgets the update with zero gradients by which it made its states: that
+        one moved weights under weight decay, and counted.
+    """
+    if hasattr(engine.optimizer, "fp32_groups"):
+        engine.basic_optimizer.state.clear()
+        pairs = zip(engine.optimizer.fp32_groups, engine.optimizer.fp16_groups, strict=True)
+        for masters, weights in pairs:
+            for master, weight in zip(masters, weights, strict=True):
+                master.data.copy_(weight.data)
+    elif engine.optimizer is engine.basic_optimizer:
+        engine.clip_fp32_gradients = functools.partial(_clip_and_keep, engine)
+
+
+def _clip_and_keep(engine: Any) -> None:
+    engine._global_grad_norm = load().runtime.utils.clip_grad_norm_(
+        parameters=engine.module.parameters(),
+        max_norm=engine.gradient_clipping(),
+        mpu=engine.mpu,
+    )
+
+
+@contextmanager
+def _own_warnings() -> Iterator[None]:
+    """Leave out what DeepSpeed's imports warn about themselves."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        yield

@@ -1,0 +1,379 @@
+"""A model under DeepSpeed for a checkpoint: tensors by name, as of any other strategy.
+
+Each rank gives the stretches of them that it holds. So a checkpoint goes on at another number of
+ranks, at another stage, or without DeepSpeed.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from fxtrain._errors import CheckpointError
+from fxtrain.backends.core.model_state import load_extra, load_state, state_of
+from fxtrain.backends.core.optimizer_state import each_of, load_schedulers
+from fxtrain.backends.deepspeed.config_entries import ZERO, device, section
+from fxtrain.backends.deepspeed.engine import load
+from fxtrain.backends.deepspeed.master_values import fill_held, held_state, held_values
+from fxtrain.state import ModelState, Saved, Stretch, Wrapped
+
+__all__ = ["engine_state", "fill_whole", "load_engine_state"]
+
+_MICRO = 0  # place in the counts
+_PREFIX = "optimizer.0"
+
+
+@attrs.frozen(eq=False)
+class _Trained:
+    """One trained parameter, and where its optimizer keeps it."""
+
+    name: str
+    parameter: nn.Parameter
+    group: int
+    master: Tensor
+    whole: bool  # the master is this parameter's, not a rank's part of many
+
+
+def engine_state(model: Wrapped) -> ModelState:
+    """This rank's part of full-precision parameters and optimizer states, and buffers.
+
+    Effects:
+        Gathers frozen parameters that lie on nvme or are quantised; every rank must take part.
+
+    Raises:
+        CheckpointError: an accumulation window is open, or states are on nvme.
+    """
+    if model.engine is model.module:
+        return state_of(model)
+    _check_savable(model)
+    parameters = model.module.parameters()
+    held = {id(one): value for one, value in zip(parameters, held_values(model), strict=True)}
+    tensors: dict[str, Tensor | Stretch] = {}
+    extra: dict[str, Any] = {}
+    for name, value in model.module.state_dict(keep_vars=True).items():
+        place = tensors if isinstance(value, Tensor) else extra
+        place[f"module.{name}"] = held.get(id(value), value)
+    values: dict[str, Any] = {"module": extra, "optimizers": [], "schedulers": [], "scaler": None}
+    values["settings"] = dict(model.settings)  # for who reads the manifest
+    if model.optimizers:
+        states, facts = _optimizer_state(model)
+        tensors.update(states)
+        values["optimizers"] = [facts]
+        values["schedulers"] = [one.state_dict() for one in each_of(model.scheduler)]
+        values["scaler"] = _scale_state(model.engine.optimizer)
+    buffers = {f"module.{name}" for name, _ in model.module.named_buffers()}
+    return ModelState(
+        tensors=tensors,
+        own={"tally": model.tally, "counts": model.counts},
+        values=values,
+        drifting=frozenset(buffers & tensors.keys()),
+    )
+
+
+def load_engine_state(model: Wrapped, saved: Saved) -> None:
+    """Put a saved state into an engine, in place.
+
+    Raises:
+        CheckpointError: it is the state of another model or optimizer, or of an open window.
+    """
+    if model.engine is model.module:
+        load_state(model, saved)
+        return
+    _check_savable(model)
+    counts = saved.own("counts", 0)
+    if counts is not None and int(counts[_MICRO]):
+        raise CheckpointError(
+            "The checkpoint was saved inside of an accumulation window, whose gradients "
+            "DeepSpeed cannot take over. Save where report.applied is true."
+        )
+    _load_module(model, saved)
+    if model.optimizers:
+        _load_optimizer(model, saved)
+    model.tally.zero_()
+    model.counts.zero_()
+
+
+def fill_whole(model: Wrapped) -> Callable[[Tensor, Tensor], None]:
+    """What sets a parameter of a model, and its full-precision master, to a whole value.
+
+    Effects:
+        The function is called by all ranks at once, each time with the same value on all.
+    """
+    masters = {id(one.parameter): one for one in _trained(model)} if model.optimizers else {}
+
+    def fill(parameter: Tensor, value: Tensor) -> None:
+        _set_whole(parameter, value.to(model.ctx.device), masters.get(id(parameter)))
+
+    return fill
+
+
+def _check_savable(model: Wrapped) -> None:
+    if int(model.counts[_MICRO]):
+        raise CheckpointError(
+            "DeepSpeed keeps the gradients of an open accumulation window to itself. Save and "
+            "restore where report.applied is true."
+        )
+    if model.ctx.mesh.tensor > 1:
+        raise CheckpointError(
+            "Weights that AutoTP has cut among ranks are not put together here. Use "
+            "model.engine.save_checkpoint(...), or save_16bit_model(...) for whole weights."
+        )
+    if device(section(model.settings, ZERO), "offload_optimizer") == "nvme":
+        raise CheckpointError(
+            "Optimizer states on nvme are not read back for a checkpoint. Use "
+            "offload_optimizer='cpu', or model.engine.save_checkpoint(...)."
+        )
+
+
+def _trained(model: Wrapped) -> Iterator[_Trained]:
+    """Every trained parameter with its master, by the lists in which each stage keeps them."""
+    optimizer = model.engine.optimizer
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    if optimizer is model.engine.basic_optimizer:
+        for index, group in enumerate(optimizer.param_groups):
+            for one in group["params"]:
+                yield _Trained(names[id(one)], one, index, one, whole=True)
+    elif hasattr(optimizer, "fp32_groups"):
+        pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        for index, (weights, masters) in enumerate(pairs):
+            for weight, master in zip(weights, masters, strict=True):
+                yield _Trained(names[id(weight)], weight, index, master, whole=True)
+    else:
+        lists, flats = _flats(optimizer)
+        groups = getattr(optimizer, "sub_group_to_group_id", None)
+        for index, (weights, flat) in enumerate(zip(lists, flats, strict=True)):
+            group = index if groups is None else groups[index]
+            for weight in weights:
+                yield _Trained(names[id(weight)], weight, group, flat, whole=False)
+
+
+def _flats(optimizer: Any) -> tuple[list[list[nn.Parameter]], list[Tensor]]:
+    """Lists of parameters, and this rank's part of each list as one flat master."""
+    for lists, flats in (
+        ("bit16_groups", "single_partition_of_fp32_groups"),
+        ("fp16_groups", "fp32_partitioned_groups_flat"),
+        ("bf16_groups", "fp32_groups_flat_partition"),
+    ):
+        if hasattr(optimizer, flats):
+            return getattr(optimizer, lists), getattr(optimizer, flats)
+    raise CheckpointError(
+        f"The layout of DeepSpeed's {type(optimizer).__name__} is not known here. Use "
+        f"model.engine.save_checkpoint(...)."
+    )
+
+
+def _optimizer_state(model: Wrapped) -> tuple[dict[str, Tensor | Stretch], dict[str, Any]]:
+    """States by parameter, and everything else, in the form of torch's strategies."""
+    (optimizer,) = model.optimizers
+    _link_states(model.engine.optimizer, optimizer)
+    tensors: dict[str, Tensor | Stretch] = {}
+    states: dict[str, Any] = {}
+    members: list[list[str]] = [[] for _ in optimizer.param_groups]
+    for one in _trained(model):
+        members[one.group].append(one.name)
+        state = optimizer.state.get(one.master)
+        if not state:
+            continue
+        plain: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"{_PREFIX}.{one.name}.{key}"] = _state_of(one, key, value)
+            else:
+                plain[key] = value
+        states[one.name] = {"keys": list(state), "plain": plain}
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": names}
+        for group, names in zip(optimizer.param_groups, members, strict=True)
+    ]
+    return tensors, {"kind": type(optimizer).__name__, "groups": groups, "state": states}
+
+
+def _state_of(one: _Trained, key: str, value: Tensor) -> Tensor | Stretch:
+    if one.whole:
+        return value
+    # A number of steps is one tensor for all parameters of a list.
+    return held_state(one.parameter, key) if _is_spread(one, value) else value.detach().clone()
+
+
+def _link_states(engine_optimizer: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Let parameters find their states at stages 1 and 2.
+
+    DeepSpeed does it within the first update, when only the first group has states.
+    """
+    link = getattr(engine_optimizer, "_lazy_init_hp_params_optimizer_state", None)
+    if link is not None and optimizer.state:
+        engine_optimizer._hp_optimizer_states_linked = False
+        link()
+
+
+def _is_spread(one: _Trained, value: Tensor) -> bool:
+    """Whether a state is as long as the flat master; a step count is not."""
+    return value.dim() > 0 and value.numel() == one.master.numel()
+
+
+def _load_module(model: Wrapped, saved: Saved) -> None:
+    masters = {id(one.parameter): one for one in _trained(model)} if model.optimizers else {}
+    here = model.module.state_dict(keep_vars=True)
+    there = {name[7:] for name in saved.shapes if name.startswith("module.")}
+    wanted = {name for name, value in here.items() if isinstance(value, Tensor)}
+    shapes = {name: tuple(getattr(here[name], "ds_shape", here[name].shape)) for name in wanted}
+    wrong = sorted(
+        {*(wanted ^ there)}
+        | {n for n in wanted & there if saved.shapes[f"module.{n}"][0] != shapes[n]}
+    )
+    if wrong:
+        raise CheckpointError(
+            f"The checkpoint is of another model: it differs in {', '.join(wrong[:40])}."
+        )
+    for name in sorted(wanted):
+        shape, dtype = saved.shapes[f"module.{name}"]
+        value = torch.empty(shape, dtype=dtype)
+        saved.fill(f"module.{name}", value)
+        drifted = saved.own(f"module.{name}", saved.rank) if saved.ranks == saved.here else None
+        value = value if drifted is None else drifted
+        _set_whole(here[name], value.to(model.ctx.device), masters.get(id(here[name])))
+    extra = saved.values["module"]
+    load_extra(model.module, extra)
+
+
+@torch.no_grad()
+def _set_whole(tensor: Tensor, value: Tensor, trained: _Trained | None) -> None:
+    """Write a value into the weight and into its full-precision master."""
+    if hasattr(tensor, "ds_id"):
+        with load().zero.GatheredParameters([tensor], modifier_rank=0):
+            tensor.data.copy_(value)
+    else:
+        tensor.data.copy_(value)
+    if trained is None:
+        return
+    if trained.whole:
+        trained.master.data.copy_(value)
+    else:
+        flat = value.float().flatten()
+        fill_held(trained.parameter, None, flat.dtype, lambda part: _copy_from(flat, part))
+
+
+def _copy_from(flat: Tensor, part: Stretch) -> None:
+    part.values.copy_(flat[part.start : part.start + len(part.values)])
+
+
+def _load_optimizer(model: Wrapped, saved: Saved) -> None:
+    (optimizer,) = model.optimizers
+    found, kind = saved.values["optimizers"], type(optimizer).__name__
+    trained = list(_trained(model))
+    members: list[set[str]] = [set() for _ in optimizer.param_groups]
+    for one in trained:
+        members[one.group].add(one.name)
+    # Files of other libraries do not say which optimizer it was.
+    if len(found) != 1 or found[0]["kind"] not in (kind, ""):
+        kinds = ", ".join(one["kind"] for one in found) or "no optimizer"
+        raise CheckpointError(f"The model has a {kind}, and was saved with {kinds}.")
+    if members != [set(group["params"]) for group in found[0]["groups"]]:
+        raise CheckpointError(f"The groups of this {kind} hold other parameters than those saved.")
+    for group, options in zip(optimizer.param_groups, found[0]["groups"], strict=True):
+        group.update({key: value for key, value in options.items() if key != "params"})
+    _make_states(optimizer, trained, found[0]["state"], saved)
+    _link_states(model.engine.optimizer, optimizer)
+    for one in trained:
+        _fill_states(optimizer, one, saved)
+    load_schedulers(model, saved)
+    _load_scale(model.engine.optimizer, saved.values["scaler"])
+
+
+def _make_states(
+    optimizer: torch.optim.Optimizer,
+    trained: list[_Trained],
+    states: Mapping[str, Any],
+    saved: Saved,
+) -> None:
+    """Give each master one state, with every key that one of its parameters was saved with.
+
+    What is spread is zero where a parameter was saved without it. The old states are dropped
+    first, so that both are never in memory.
+    """
+    made: dict[Tensor, dict[str, Any]] = {one.master: {} for one in trained}
+    for master in made:
+        optimizer.state.pop(master, None)
+    for one in trained:
+        kept = made[one.master]
+        state = states.get(one.name) or {"keys": (), "plain": {}}
+        for key in state["keys"]:
+            if key in state["plain"]:
+                kept.setdefault(key, state["plain"][key])
+            elif key == "step" or not saved.shapes[_place(one, key)][0]:
+                kept[key] = _latest(kept.get(key), _read(one, key, saved), one, key)
+            elif key not in kept:
+                kept[key] = _empty_state(one, key, saved)
+    optimizer.state.update({master: state for master, state in made.items() if state})
+
+
+def _place(one: _Trained, key: str) -> str:
+    return f"{_PREFIX}.{one.name}.{key}"
+
+
+def _read(one: _Trained, key: str, saved: Saved) -> Tensor:
+    shape, dtype = saved.shapes[_place(one, key)]
+    value = torch.empty(shape, dtype=dtype)
+    saved.fill(_place(one, key), value)
+    return value
+
+
+def _latest(known: Tensor | None, value: Tensor, one: _Trained, key: str) -> Tensor:
+    """A count that parameters of one list share."""
+    if known is None or one.whole or torch.equal(known, value):
+        return value
+    warnings.warn(
+        f"The parameters were saved with different values of {key!r}: {one.name} with "
+        f"{value.tolist()}, another of its list with {known.tolist()}. DeepSpeed keeps one value "
+        f"for each list, so all of this list continue with the larger.",
+        stacklevel=2,
+    )
+    return torch.maximum(known, value)
+
+
+def _empty_state(one: _Trained, key: str, saved: Saved) -> Tensor:
+    """Zeros for a state: as large as the master, for all parameters that lie in it."""
+    shape, dtype = saved.shapes[_place(one, key)]
+    if one.whole:
+        return torch.zeros(shape, dtype=dtype, device=one.master.device)
+    wanted = tuple(getattr(one.parameter, "ds_shape", one.parameter.shape))
+    if shape != wanted:
+        raise CheckpointError(
+            f"The optimizer's {key!r} of {one.name} was saved with shape {shape}, and ZeRO cuts "
+            f"only states of the parameter's shape {wanted}. Use DeepSpeed(stage=0), or restore "
+            f"into a model that was wrapped without an optimizer."
+        )
+    return torch.zeros_like(one.master, dtype=dtype, requires_grad=False)
+
+
+@torch.no_grad()
+def _fill_states(optimizer: torch.optim.Optimizer, one: _Trained, saved: Saved) -> None:
+    """Read the states of one parameter: this rank's part of them, where they are spread."""
+    for key, value in optimizer.state.get(one.master, {}).items():
+        name = _place(one, key)
+        if not isinstance(value, Tensor) or name not in saved.shapes:
+            continue
+        if one.whole:
+            value.copy_(_read(one, key, saved))
+        elif _is_spread(one, value):
+            dtype = saved.shapes[name][1]
+            fill_held(one.parameter, key, dtype, functools.partial(saved.fill, name))
+
+
+def _scale_state(optimizer: Any) -> dict[str, Any] | None:
+    """The numbers of a dynamic loss scale."""
+    if not getattr(optimizer, "dynamic_loss_scale", False):
+        return None
+    facts = vars(optimizer.loss_scaler).items()
+    return {name: value for name, value in facts if isinstance(value, bool | int | float)}
+
+
+def _load_scale(optimizer: Any, facts: Mapping[str, Any] | None) -> None:
+    if facts is None or not getattr(optimizer, "dynamic_loss_scale", False):
+        return
+    for name in facts.keys() & vars(optimizer.loss_scaler).keys():
+        setattr(optimizer.loss_scaler, name, facts[name])

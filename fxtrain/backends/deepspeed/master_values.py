@@ -1,0 +1,125 @@
+"""Full-precision values of what DeepSpeed spreads and rounds: whole, or this rank's part."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxtrain.backends.deepspeed.engine import load
+from fxtrain.state import Stretch, Wrapped
+
+__all__ = ["fill_held", "held_state", "held_values", "plain_masters", "whole_value"]
+
+
+@torch.no_grad()
+def held_values(model: Wrapped) -> list[Tensor | Stretch]:
+    """What this rank holds of every parameter, in the order of the module, in full precision.
+
+    Effects:
+        Gathers frozen parameters that lie on nvme or are quantised; every rank must take part.
+    """
+    masters = plain_masters(model.engine.optimizer)
+    return [_held(parameter, masters) for parameter in model.module.parameters()]
+
+
+def held_state(parameter: nn.Parameter, key: str) -> Stretch:
+    """What this rank holds of an optimizer's state of a parameter that is spread."""
+    if hasattr(parameter, "ds_id"):
+        mine = load().utils.safe_get_local_optimizer_state(parameter, key)
+        return _part(parameter, mine)
+    return _fragment(parameter, key)
+
+
+@torch.no_grad()
+def fill_held(
+    parameter: Any, key: str | None, dtype: torch.dtype, fill: Callable[[Stretch], object]
+) -> None:
+    """Let `fill` set what this rank holds of a spread parameter's master, or of a state of it."""
+    if hasattr(parameter, "ds_id"):
+        values, utils = torch.zeros(parameter.partition_numel(), dtype=dtype), load().utils
+        fill(_part(parameter, values))
+        if key is None:
+            utils.safe_set_local_fp32_param(parameter, values)
+        else:
+            utils.safe_set_local_optimizer_state(parameter, values, key)
+    elif (mapping := parameter._hp_mapping) is not None:
+        held = mapping.get_hp_fragment(key)
+        values, start = torch.empty(held.shape, dtype=dtype), mapping.lp_fragment_address.start
+        fill(Stretch(shape=tuple(parameter.shape), start=start, values=values))
+        held.data.copy_(values)
+
+
+def _held(parameter: Any, masters: dict[nn.Parameter, Tensor]) -> Tensor | Stretch:
+    if not hasattr(parameter, "ds_id"):
+        if _is_trained(parameter):
+            return _fragment(parameter)
+        master = masters.get(parameter)
+        return (parameter if master is None else master).detach()
+    if _is_trained(parameter):
+        return _part(parameter, load().utils.safe_get_local_fp32_param(parameter).float())
+    here = parameter.ds_tensor
+    if here.final_location is not None or hasattr(here, "ds_quant_scale"):
+        return whole_value(parameter, masters)
+    return _part(parameter, here)
+
+
+def _is_trained(parameter: nn.Parameter) -> bool:
+    spread = hasattr(parameter, "ds_id")
+    return parameter.requires_grad and hasattr(
+        parameter, "_z3_optimizer" if spread else "_hp_mapping"
+    )
+
+
+def _part(parameter: Any, values: Tensor) -> Stretch:
+    """Of stage 3: ranks have parts of one length, of which the last may be padded."""
+    rank = load().comm.get_rank(group=parameter.ds_process_group)
+    start = min(rank * values.numel(), parameter.ds_numel)
+    mine = values.flatten()[: parameter.ds_numel - start]
+    return Stretch(shape=tuple(parameter.ds_shape), start=start, values=mine.cpu())
+
+
+def _fragment(parameter: Any, key: str | None = None) -> Stretch:
+    """Of stages 1 and 2, where a rank may have nothing of a parameter."""
+    mapping, shape = parameter._hp_mapping, tuple(parameter.shape)
+    if mapping is None:
+        return Stretch(shape=shape, start=0, values=torch.empty(0))
+    values = mapping.get_hp_fragment(key)
+    values = values.float() if key is None else values
+    return Stretch(shape=shape, start=mapping.lp_fragment_address.start, values=values.cpu())
+
+
+def plain_masters(optimizer: Any) -> dict[nn.Parameter, Tensor]:
+    """Parameter to master at stage 0 in half precision."""
+    if not hasattr(optimizer, "fp32_groups"):
+        return {}
+    pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+    return {
+        weight: master
+        for weights, masters in pairs
+        for weight, master in zip(weights, masters, strict=True)
+    }
+
+
+@torch.no_grad()
+def whole_value(parameter: Any, masters: dict[nn.Parameter, Tensor]) -> Tensor:
+    """A copy of the whole of a parameter, from its full-precision master.
+
+    Args:
+        masters: Those of `plain_masters`.
+
+    Effects:
+        Gathers what is spread; every rank must take part.
+    """
+    library = load()
+    if parameter in masters:
+        return masters[parameter].detach().clone()
+    spread = hasattr(parameter, "ds_id")
+    if _is_trained(parameter):
+        found = library.utils.safe_get_full_fp32_param(parameter)
+        if found is not None:
+            return found.detach().clone()
+    if not spread:
+        return parameter.detach().clone()
+    with library.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()

@@ -1,0 +1,111 @@
+"""What a plan says about the entries of a DeepSpeed config."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from fxtrain._errors import PlanError
+from fxtrain.backends.deepspeed.config_entries import AUTO, ZERO, autocasts, device, section
+from fxtrain.state import DeepSpeed, LossScale, Plan
+
+__all__ = ["Said", "all_said", "power_of_two"]
+
+_OFFLOADED = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
+
+
+@attrs.frozen
+class Said:
+    """What the plan says about one entry; None leaves it open."""
+
+    path: str
+    value: Any
+    by: str
+    write: bool = True
+
+
+def all_said(plan: Plan, base: Mapping[str, Any]) -> list[Said]:
+    """Every entry that a plan may have a say in, except the batch sizes."""
+    config: DeepSpeed = plan.strategy
+    return [
+        Said("gradient_accumulation_steps", plan.accumulate, "Plan.accumulate"),
+        Said(
+            "gradient_clipping",
+            plan.clip_norm or 0.0,
+            "Plan.clip_norm",
+            write=plan.clip_norm is not None,
+        ),
+        *_precision_said(plan, base),
+        *_zero_said(config),
+        *_offload_said(config, section(base, ZERO)),
+        Said("tensor_parallel.autotp_size", config.tensor_parallel, "tensor_parallel"),
+        Said("sequence_parallel_size", config.sequence_parallel, "sequence_parallel"),
+    ]
+
+
+def _precision_said(plan: Plan, base: Mapping[str, Any]) -> list[Said]:
+    compute = "fp32" if autocasts(base) else plan.precision.compute
+    said = [
+        Said(f"{name}.enabled", compute == name, "Plan.precision", write=compute == name)
+        for name in ("bf16", "fp16")
+    ]
+    scale = plan.precision.scale
+    if compute == "fp16" and scale != LossScale():
+        by = "Plan.precision.scale"
+        said += [
+            Said("fp16.loss_scale", 0, by),
+            Said("fp16.initial_scale_power", power_of_two(scale.initial), by),
+            Said("fp16.loss_scale_window", scale.interval, by),
+        ]
+    return said
+
+
+def _zero_said(config: DeepSpeed) -> list[Said]:
+    names = {
+        "stage": "stage",
+        "partial_ranks": "zero_hpz_partition_size",
+        "quantized_weights": "zero_quantized_weights",
+        "quantized_gradients": "zero_quantized_gradients",
+        "gather_16bit_weights": "stage3_gather_16bit_weights_on_model_save",
+        "reduce_bucket": "reduce_bucket_size",
+        "allgather_bucket": "allgather_bucket_size",
+        "prefetch_bucket": "stage3_prefetch_bucket_size",
+        "persistence_threshold": "stage3_param_persistence_threshold",
+        "overlap": "overlap_comm",
+    }
+    said = [
+        Said(f"{ZERO}.{entry}", getattr(config, field), field) for field, entry in names.items()
+    ]
+    leaves = list(config.leaf_modules) or None
+    return [*said, Said(f"{ZERO}.leaf_module.classes", leaves, "leaf_modules")]
+
+
+def _offload_said(config: DeepSpeed, zero: Mapping[str, Any]) -> list[Said]:
+    said: list[Said] = []
+    for field, name in _OFFLOADED.items():
+        chosen = getattr(config, field)
+        path = f"{ZERO}.{name}"
+        said.append(Said(f"{path}.device", chosen, field))
+        used = chosen or device(zero, name)
+        said.append(
+            Said(f"{path}.nvme_path", config.nvme_path if used == "nvme" else None, "nvme_path")
+        )
+        pinned = None if used in ("none", AUTO) else config.pin_memory
+        said.append(Said(f"{path}.pin_memory", pinned, "pin_memory"))
+    return said
+
+
+def power_of_two(scale: float) -> int:
+    """The exponent of a loss scale.
+
+    Raises:
+        PlanError: it is no whole number.
+    """
+    power = math.log2(scale)
+    if not power.is_integer() or power < 0:
+        raise PlanError(
+            f"LossScale(initial={scale}): DeepSpeed starts at a power of two. "
+            f"Use {2.0 ** max(0, round(power))}."
+        )
+    return int(power)

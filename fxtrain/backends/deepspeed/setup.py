@@ -1,0 +1,158 @@
+"""From a user's module to a wrapped one under DeepSpeed."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from fxtrain._errors import PlanError
+from fxtrain.backends.core import step_functions
+from fxtrain.backends.core.module_changes import prepare_module, send_values
+from fxtrain.backends.core.optimizers import make_optimizers, make_schedulers
+from fxtrain.backends.deepspeed import engine as engines
+from fxtrain.backends.deepspeed import optimizer as optim
+from fxtrain.backends.deepspeed.config import Facts, hidden_size, misfits, read_config, resolve
+from fxtrain.backends.deepspeed.config_entries import ZERO
+from fxtrain.backends.deepspeed.module_cleanup import autocast_inside, photograph, watch_gradients
+from fxtrain.state import DeepSpeed, DistContext, Plan, Strategy, Wrapped
+
+__all__ = ["wrap_engine", "zero_init"]
+
+
+def zero_init(ctx: DistContext, plan: Plan) -> AbstractContextManager[Any]:
+    """Build a model inside of this, and no rank ever holds all of it.
+
+    Under `DeepSpeed(stage=3)` parameters are spread as they are made; under any other plan
+    nothing happens, so that a script may keep it.
+
+    Effects:
+        Opens DeepSpeed's process group.
+
+    Raises:
+        MissingPackageError: deepspeed is not installed.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     with fx.zero_init(ctx, fx.Plan()):
+        ...         net = torch.nn.Linear(2, 1)
+    """
+    if not isinstance(plan.strategy, DeepSpeed):
+        return nullcontext()
+    base = read_config(plan.strategy)
+    base.pop("optimizer", None)
+    base.pop("scheduler", None)
+    config = resolve(plan, base, Facts(ranks=ctx.axis("data").world_size, partial=True))
+    if config[ZERO]["stage"] != 3:
+        return nullcontext()
+    library = engines.load()
+    engines.connect(library, ctx)
+    return library.zero.Init(config_dict_or_path=config)
+
+
+def wrap_engine(
+    module: nn.Module,
+    ctx: DistContext,
+    plan: Plan,
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    strategy: Strategy,
+) -> Wrapped:
+    """Wrap a module in an engine; without an optimizer only stage 3 needs one."""
+    library = engines.load()
+    data = ctx.axis("data")
+    config = _resolved(module, plan, data.world_size, optimizer, scheduler)
+    engines.check_folders(config, ctx)
+    model = Wrapped(
+        module=module,
+        engine=module,
+        ctx=ctx,
+        plan=plan,
+        strategy=strategy,
+        tally=step_functions.new_tally(ctx),
+        counts=torch.zeros(5, dtype=torch.int64),
+        undo=_prepare(module, ctx, plan),
+    )
+    if optimizer is None and config[ZERO]["stage"] < 3:
+        # Nothing that these stages could spread.
+        module.to(ctx.device)
+        send_values((*module.parameters(), *module.buffers()), data)
+        return attrs.evolve(model, settings=MappingProxyType(config))
+    engines.connect(library, ctx)
+    model = _with_engine(library, model, config, optimizer, scheduler)
+    send_values(module.buffers(), data)
+    if optimizer is not None and plan.nonfinite != "ignore" and plan.precision.compute != "fp16":
+        watch_gradients(module, model.tally)
+    return model
+
+
+def _resolved(
+    module: nn.Module, plan: Plan, ranks: int, optimizer: Any, scheduler: Any
+) -> dict[str, Any]:
+    base = read_config(plan.strategy)
+    if optimizer is None:
+        base = {key: base[key] for key in base if key not in ("optimizer", "scheduler")}
+    if problems := optim.ownership(base, optimizer, scheduler):
+        raise PlanError("\n".join(problems))
+    values = optim.values_of(optimizer, scheduler)
+    config = resolve(plan, base, Facts(ranks=ranks, hidden=hidden_size(module), values=values))
+    problems = [*misfits(config, ranks)]
+    if config.get("managed_gradient_accumulation", True) and plan.sync_each:
+        problems.append(
+            "Plan(sync_each=True): where DeepSpeed counts micro-batches itself, it reduces once "
+            "per update (stages 0 and 1) or always (2 and 3). Use sync_each=False."
+        )
+    if problems:
+        raise PlanError("\n".join(problems))
+    return config
+
+
+def _prepare(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[], None]:
+    """What a plan asks of the module itself; returns what takes back that and the engine's."""
+    restore = photograph(module)
+    undo_plan = prepare_module(module, plan, ctx)
+    undo_autocast = autocast_inside(module, plan, ctx.device.type)
+
+    def undo() -> None:
+        undo_autocast()
+        undo_plan()
+        restore()
+
+    return undo
+
+
+def _with_engine(
+    library: Any, model: Wrapped, config: dict[str, Any], optimizer: Any, scheduler: Any
+) -> Wrapped:
+    module, ctx, plan = model.module, model.ctx, model.plan
+    given, mine = None, None
+    if optim.asks_config(optimizer):
+        optim.prepare_section(config, plan.strategy, ctx)
+    else:
+        given, several = make_optimizers(optimizer, module)
+        if several:
+            first = optim.only_one(several)
+            mine = optim.compiled_on_cpu(first, config, plan.strategy, ctx)
+            given = given if mine is first else mine
+    engine = engines.start(library, module, config, mine, ctx)
+    model = attrs.evolve(model, engine=engine, settings=MappingProxyType(config))
+    if optimizer is None:
+        return model
+    engines.settle(engine)
+    # A step advances schedulers, so the engine must not.
+    planned, engine.lr_scheduler = engine.lr_scheduler, None
+    schedulers = (planned,)
+    if not optim.asks_config(scheduler):
+        planned, schedulers = make_schedulers(scheduler, given or engine.basic_optimizer)
+    return attrs.evolve(
+        model,
+        optimizer=given or engine.basic_optimizer,
+        optimizers=(engine.basic_optimizer,),
+        scheduler=planned,
+        schedulers=schedulers,
+    )

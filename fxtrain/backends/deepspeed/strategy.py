@@ -1,0 +1,256 @@
+"""ZeRO by DeepSpeed: an engine that owns backward, reduction, clipping and update."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxtrain import _tree
+from fxtrain._errors import PlanError, StepError
+from fxtrain.backends.core import step_functions
+from fxtrain.backends.core.buffers import send_buffers
+from fxtrain.backends.core.module_changes import unmatched_names
+from fxtrain.backends.deepspeed import engine as engines
+from fxtrain.backends.deepspeed.engine_state import engine_state, load_engine_state
+from fxtrain.backends.deepspeed.setup import wrap_engine
+from fxtrain.backends.deepspeed.weights import engine_weights
+from fxtrain.state import (
+    DeepSpeed,
+    DistContext,
+    Finish,
+    Outcome,
+    Plan,
+    Strategy,
+    Wrapped,
+    unsupported,
+)
+
+__all__ = ["DEEPSPEED_STRATEGY"]
+
+_NONFINITE = 3  # place in the tally
+_NOTHING = nullcontext()
+
+
+def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
+    engines.load()
+    problems = [*unmatched_names(module, plan), *engines.unfit_device(ctx, plan)]
+    if plan.clip_value is not None:
+        problems.append(
+            f"DeepSpeed cannot clip single entries: Plan(clip_value={plan.clip_value}). "
+            f"Use clip_norm."
+        )
+    scale = plan.precision.scale
+    if plan.precision.compute == "fp16" and (scale.growth, scale.backoff) != (2.0, 0.5):
+        problems.append(
+            f"DeepSpeed's loss scale doubles and halves: LossScale(growth={scale.growth}, "
+            f"backoff={scale.backoff}). Use 2.0 and 0.5."
+        )
+    config = plan.strategy
+    problems += _leaf_problems(config, module)
+    for axis, size in (("tensor", config.tensor_parallel), ("context", config.sequence_parallel)):
+        if ctx.mesh.sizes[axis] != (size or 1):
+            field = "tensor_parallel" if axis == "tensor" else "sequence_parallel"
+            problems.append(
+                f"DeepSpeed({field}={size}) needs an axis of that size, and the mesh of this "
+                f"context has {axis}={ctx.mesh.sizes[axis]}. "
+                f"Use fx.detect(mesh=fx.Mesh({axis}={size or 1}))."
+            )
+    if ctx.mesh.tensor > 1 and ctx.mesh.context > 1:
+        problems.append(
+            "DeepSpeed(tensor_parallel=..., sequence_parallel=...): DeepSpeed does one of them. "
+            "Leave one out."
+        )
+    if ctx.mesh.pipeline > 1:
+        problems.append("DeepSpeed's pipelines are its own modules; use Mesh(pipeline=1).")
+    return tuple(problems)
+
+
+def _leaf_problems(config: DeepSpeed, module: nn.Module) -> list[str]:
+    known = {type(part).__name__ for part in module.modules()}
+    unknown = [name for name in config.leaf_modules if name.split(".")[-1] not in known]
+    if not unknown:
+        return []
+    return [
+        f"DeepSpeed(leaf_modules=...) names {', '.join(unknown)}, which no submodule of "
+        f"{type(module).__name__} is. It has {', '.join(sorted(known)[:10])}."
+    ]
+
+
+def _wrap(
+    module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
+) -> Wrapped:
+    return wrap_engine(module, ctx, plan, optimizer, scheduler, strategy=DEEPSPEED_STRATEGY)
+
+
+def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the engine, or without gradients the module, whose hooks fetch what is spread."""
+    run = model.engine if torch.is_grad_enabled() else model.module
+    # The module enters autocast itself; DeepSpeed objects to a region around its engine.
+    with torch.autocast(model.ctx.device.type, enabled=False):
+        out = run(*args, **kwargs)
+    wide = model.plan.precision.output == "fp32"
+    return _tree.map_leaves(step_functions.to_float, out) if wide else out
+
+
+def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
+    """Tell an engine that counts itself where a window ends; the others learn it in `apply`."""
+    if model.optimizers and _counts_itself(model.engine):
+        model.engine.set_gradient_accumulation_boundary(enabled)
+    return _NOTHING
+
+
+def _backward(loss: Tensor, model: Wrapped) -> None:
+    """The engine's backward, of a loss that is divided already."""
+    if not model.optimizers:
+        raise StepError(
+            "DeepSpeed has no backward without an optimizer. Wrap the model with one: "
+            "fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params))."
+        )
+    if (parts := model.ctx.mesh.context) > 1:
+        loss = loss / parts  # DeepSpeed adds up over the ranks of a sequence
+    model.engine.backward(loss, scale_wrt_gas=False)
+
+
+def _finite(model: Wrapped) -> bool:
+    return not bool(model.tally[_NONFINITE])
+
+
+def _apply(model: Wrapped, finish: Finish) -> Outcome:
+    """Scale, clip, update and zero, each by the engine's own means."""
+    if finish.clip_value is not None:
+        raise PlanError(f"DeepSpeed cannot clip single entries: clip_value={finish.clip_value}.")
+    send_buffers(model)
+    engine = model.engine
+    model.tally[_NONFINITE] = 0
+    if finish.skip:
+        _drop(engine)
+        return Outcome(applied=False)
+    if _counts_itself(engine):
+        engine.set_gradient_accumulation_boundary(True)
+    _clip_at(engine, finish.clip_norm or 0.0)
+    with _scaled(engine, finish.scale):
+        engine.step()
+    norm = engine.get_global_grad_norm() if finish.clip_norm is not None else None
+    if norm is not None:
+        norm = torch.as_tensor(norm, dtype=torch.float32, device=model.ctx.device)
+    return Outcome(applied=engine.was_step_applied(), grad_norm=norm)
+
+
+def _counts_itself(engine: Any) -> bool:
+    """Whether the engine manages accumulation, for want of the option or by its config."""
+    manages = getattr(engine, "managed_gradient_accumulation", None)
+    return True if manages is None else manages()
+
+
+def _clip_at(engine: Any, max_norm: float) -> None:
+    if hasattr(engine.optimizer, "clip_grad"):
+        engine.optimizer.clip_grad = max_norm
+    else:
+        engine._config.gradient_clipping = max_norm
+
+
+@contextmanager
+def _scaled(engine: Any, factor: float | Tensor | None) -> Iterator[None]:
+    """Multiply the gradients of one update by a factor."""
+    optimizer = engine.optimizer
+    if factor is None:
+        yield
+    elif hasattr(optimizer, "external_loss_scale") and hasattr(optimizer, "loss_scaler"):
+        # ZeRO divides gradients, wherever they lie, by the loss scale, and takes it out of
+        # the norm: a scale that is 1/factor larger multiplies them.
+        before = (optimizer.custom_loss_scaler, optimizer.external_loss_scale)
+        scale = float(factor)
+        wanted = optimizer.loss_scale / scale if scale else float("inf")
+        optimizer.custom_loss_scaler, optimizer.external_loss_scale = True, wanted
+        try:
+            yield
+        finally:
+            optimizer.custom_loss_scaler, optimizer.external_loss_scale = before
+    else:
+        flat = getattr(optimizer, "fp32_groups_gradients_flat", None)
+        grads = flat or [p.grad for p in engine.module.parameters() if p.grad is not None]
+        for grad in grads:
+            grad.mul_(factor)
+        yield
+
+
+def _drop(engine: Any) -> None:
+    """Forget the gradients of a window, as the engine does on an overflow."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "clear_hp_grads"):
+        optimizer.clear_hp_grads()
+        optimizer.clear_lp_grads()
+    elif not engine.zero_optimization():
+        engine.zero_grad()
+    else:
+        with _seeing_overflow(optimizer):
+            engine.step()
+
+
+@contextmanager
+def _seeing_overflow(optimizer: Any) -> Iterator[None]:
+    """Let a ZeRO optimizer find an overflow, whatever the gradients are."""
+
+    def overflow(*_: Any, **__: Any) -> bool:
+        optimizer.overflow = True
+        return True
+
+    # Stages 1 and 2 ask the first one if told to, stage 3 the second one.
+    names = ("check_overflow", "_overflow_check_and_loss_scale_update")
+    checks = getattr(optimizer, "check_grad_overflow", None)
+    for name in names:
+        setattr(optimizer, name, overflow)
+    optimizer.check_grad_overflow = True
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(optimizer, name)
+        optimizer.check_grad_overflow = checks
+
+
+def _unwrap(model: Wrapped) -> nn.Module:
+    """The module with whole parameters in the formats that it came with.
+
+    Raises:
+        PlanError: AutoTP has replaced layers.
+    """
+    found = engine_weights(model).values()
+    if model.engine is not model.module:
+        parameters = {one.key: one for one in found if isinstance(one.like, nn.Parameter)}
+        values = [(one.like, one.gather().to(model.ctx.device)) for one in parameters.values()]
+        model.engine.destroy()
+        for parameter, value in values:
+            parameter.data = value
+            parameter.grad = None
+    model.undo()
+    return model.module
+
+
+DEEPSPEED_STRATEGY = Strategy(
+    name="DeepSpeed",
+    config=DeepSpeed,
+    check=_check,
+    wrap=_wrap,
+    forward=_forward,
+    sync=_sync,
+    backward=_backward,
+    run=step_functions.run,
+    clip_norm=unsupported(
+        "clip_norm by itself; give it to Plan(clip_norm=...), or to "
+        "ops.apply(model, Finish(clip_norm=...))",
+        by="DeepSpeed",
+    ),
+    clip_value=unsupported("clip_value", by="DeepSpeed"),
+    scale_grads=unsupported(
+        "scale_grads by itself; give it to ops.apply(model, Finish(scale=...))", by="DeepSpeed"
+    ),
+    finite=_finite,
+    apply=_apply,
+    state=engine_state,
+    load_state=load_engine_state,
+    weights=engine_weights,
+    unwrap=_unwrap,
+)

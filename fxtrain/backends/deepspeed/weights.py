@@ -1,0 +1,64 @@
+"""The tensors of a model under DeepSpeed, whole, in full precision and the user's formats."""
+
+import functools
+from collections.abc import Callable
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from fxtrain._errors import PlanError
+from fxtrain.backends.core.weights import in_formats, of_first, torch_weights
+from fxtrain.backends.deepspeed.engine_state import fill_whole
+from fxtrain.backends.deepspeed.master_values import plain_masters, whole_value
+from fxtrain.ops.whole_tensors import weights_of
+from fxtrain.state import Part, Weight, Wrapped
+
+__all__ = ["engine_weights"]
+
+
+def engine_weights(model: Wrapped) -> dict[str, Weight]:
+    """The tensors of the module by name; parameters are gathered from their masters.
+
+    Raises:
+        PlanError: AutoTP has replaced layers.
+    """
+    if model.ctx.mesh.tensor > 1:
+        raise PlanError(
+            "DeepSpeed(tensor_parallel=...): AutoTP has put other layers into the module, with a "
+            "part of each weight. Whole weights are written by "
+            "model.engine.save_16bit_model(folder)."
+        )
+    if model.engine is model.module:
+        return torch_weights(model)
+    masters = plain_masters(model.engine.optimizer)
+    fill = fill_whole(model)
+    found = weights_of(model.module)
+    for name, weight in found.items():
+        if isinstance(weight.like, nn.Parameter):
+            dtype = model.formats.get(name, weight.dtype)
+            found[name] = attrs.evolve(
+                weight,
+                shape=tuple(getattr(weight.like, "ds_shape", weight.shape)),
+                dtype=dtype,
+                gather=functools.partial(_gathered, weight.like, masters, dtype),
+                fill=functools.partial(_fill, weight.like, fill),
+                together=True,
+            )
+        else:
+            found[name] = of_first(weight, model.ctx.axis("data"))
+    return in_formats(found, model)
+
+
+def _gathered(
+    parameter: nn.Parameter, masters: dict[nn.Parameter, Tensor], dtype: torch.dtype
+) -> Tensor:
+    return whole_value(parameter, masters).to(dtype)
+
+
+def _fill(
+    parameter: nn.Parameter,
+    fill: Callable[[Tensor, Tensor], None],
+    read: Callable[[Part | None], Tensor],
+) -> None:
+    fill(parameter, read(None))

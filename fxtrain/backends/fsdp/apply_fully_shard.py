@@ -1,0 +1,160 @@
+"""torch's fully_shard, applied to a module as a plan says, and taken back."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import _composable_state
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from fxtrain.backends.context.positions import show_rows
+from fxtrain.backends.core.device_mesh import device_mesh
+from fxtrain.backends.core.initial_values import fill, note_start
+from fxtrain.backends.core.module_changes import prepare_module
+from fxtrain.backends.core.undo import watch
+from fxtrain.backends.core.wrap_units import ignored_names, units
+from fxtrain.backends.tensor.parallelize import split_layers
+from fxtrain.state import DTYPES, FSDP, DistContext, Plan
+
+__all__ = ["gather_precision", "shard_module", "shard_parts"]
+
+
+def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> Callable[[], None]:
+    """Shard a module over copies of `size` ranks each, of the data and context axes.
+
+    Effects:
+        Replaces parameters by their shards and adds torch's hooks, in place.
+
+    Returns:
+        A function that takes all of it back; it gathers whole parameters, on all ranks at once.
+    """
+    config: FSDP = plan.strategy
+    start = note_start(module, ctx)
+    mesh = device_mesh(ctx, size)
+    cut = watch(module)
+    if config.tensor is not None:
+        split_layers(module, mesh["tensor"], config.tensor)
+    restore_layers = cut()
+    undo_rows = show_rows(module, ctx, plan)
+    undo_blocks = prepare_module(module, plan, ctx, hooked=True)
+    sharded = watch(module)
+    if ctx.axis("loss").world_size > 1:
+        _apply(module, mesh, ctx, plan)
+    restore = sharded()
+    fill(module, start, ctx, offload=config.offload, seed=plan.seed)
+
+    def undo() -> None:
+        whole = _gathered(module, ctx.device)
+        restore()
+        for part in module.modules():
+            _composable_state._module_state_mapping.pop(part, None)
+        for part, name, parameter in whole:
+            part.register_parameter(name, parameter)
+        undo_blocks()
+        undo_rows()
+        restore_layers()
+
+    return undo
+
+
+def _apply(module: nn.Module, mesh: DeviceMesh, ctx: DistContext, plan: Plan) -> None:
+    names = ignored_names(module, plan.strategy)
+    named = dict(module.named_parameters(remove_duplicate=False))
+    ignored = {named[name] for name in names}
+    for parameter in ignored:
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(ctx.device)
+    shard_parts(module, units(module, plan.strategy), ignored, mesh, ctx, plan)
+
+
+def shard_parts(
+    module: nn.Module,
+    parts: Sequence[list[nn.Module]],
+    ignored: set[nn.Parameter],
+    mesh: DeviceMesh,
+    ctx: DistContext,
+    plan: Plan,
+) -> None:
+    """Shard some parts of a module, each as a unit, and then what is left of it.
+
+    Args:
+        ignored: What is left as it is.
+    """
+    config: FSDP = plan.strategy
+    # A copy that trains alone is sharded for itself.
+    wanted = ("shard",) if plan.local is not None else ("replicate", "shard")
+    axes = tuple(axis for axis in wanted if axis in (mesh.mesh_dim_names or ()))
+    options: dict[str, Any] = {
+        "mesh": mesh[axes],
+        "reshard_after_forward": None if config.mode == "full" else False,
+        "mp_policy": gather_precision(plan),
+        "offload_policy": _offload(config, ctx),
+        "ignored_params": ignored or None,
+    }
+    shards: list[Any] = []
+    for unit in parts:
+        fully_shard(unit if len(unit) > 1 else unit[0], **options)
+        shards.append(unit[0])
+    fully_shard(module, **options)
+    _prefetch([module, *reversed(shards)], config)
+    if config.unused_parameters:
+        root: Any = module
+        root.set_reduce_scatter_unused_params(True)
+
+
+def gather_precision(plan: Plan) -> MixedPrecisionPolicy:
+    """The formats in which parameters are gathered and gradients summed."""
+    config: FSDP = plan.strategy
+    named = plan.precision.compute if config.param_dtype == "plan" else config.param_dtype
+    if plan.precision.compute == "fp32" and config.param_dtype == "plan":
+        return MixedPrecisionPolicy(cast_forward_inputs=config.cast_inputs)
+    return MixedPrecisionPolicy(
+        param_dtype=DTYPES[named],
+        reduce_dtype=DTYPES[config.reduce_dtype],
+        cast_forward_inputs=config.cast_inputs,
+    )
+
+
+def _offload(config: FSDP, ctx: DistContext) -> OffloadPolicy:
+    if not config.offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=config.pin and ctx.device.type != "cpu")
+
+
+def _prefetch(order: list[Any], config: FSDP) -> None:
+    """Say which blocks to gather ahead; the order is that of their definition."""
+    for index, part in enumerate(order):
+        if config.forward_prefetch:
+            ahead = order[index + 1 : index + 1 + config.forward_prefetch]
+            part.set_modules_to_forward_prefetch(ahead)
+        if config.backward_prefetch:
+            ahead = order[max(0, index - config.backward_prefetch) : index][::-1]
+            part.set_modules_to_backward_prefetch(ahead)
+
+
+def _gathered(module: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Every place of a sharded parameter with the whole of it; tied places share one."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    whole: dict[int, nn.Parameter] = {}
+    places: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in whole:
+                sharded: Any = parameter.detach()
+                full = sharded.full_tensor().to(device)
+                whole[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+            places.append((part, name, whole[id(parameter)]))
+    return places

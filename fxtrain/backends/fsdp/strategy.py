@@ -1,0 +1,212 @@
+"""Parts of a model on every rank, by torch's fully_shard (FSDP2)."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fxtrain import ops
+from fxtrain._errors import CheckpointError
+from fxtrain.backends.context.split_sequences import sequence_problems
+from fxtrain.backends.core import buffers, step_functions
+from fxtrain.backends.core.module_changes import away_from_xla, unmatched_names
+from fxtrain.backends.core.optimizers import one_by_one
+from fxtrain.backends.core.wrap_units import unit_problems
+from fxtrain.backends.local.averaging import new_round
+from fxtrain.backends.single import SINGLE, bundle, wrap_plain
+from fxtrain.backends.tensor.layer_plan import split_problems
+from fxtrain.state import FSDP, DistContext, ModelState, Plan, Strategy, Wrapped
+
+__all__ = ["FSDP_STRATEGY", "held_problems", "loss_on_parts", "shard_size", "splits_logits"]
+
+_MICRO = 0  # place in the counts
+
+
+def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
+    config: FSDP = plan.strategy
+    problems = [*unmatched_names(module, plan), *away_from_xla(ctx, "FSDP")]
+    if ctx.mesh.pipeline > 1:
+        problems.append(
+            f"The mesh has pipeline={ctx.mesh.pipeline}, which FSDP does not use: its ranks would "
+            f"all do the same. Use PP(stages=fx.FSDP(...)), or leave the axis out of fx.Mesh(...)."
+        )
+    problems += sequence_problems(ctx, plan, module)
+    return (*problems, *held_problems(ctx, config, module))
+
+
+def held_problems(ctx: DistContext, config: FSDP, module: nn.Module) -> list[str]:
+    """What does not fit of how a config holds a model on the data and tensor axes."""
+    problems = [*unit_problems(module, config), *_size_problems(ctx, config)]
+    problems += _tensor_problems(ctx, config)
+    if config.tensor is not None and ctx.world_size > 1:
+        problems += split_problems(module, config.tensor, ctx.mesh.tensor)
+    if config.unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        problems.append(
+            f"FSDP(unused_parameters=True) needs a newer torch than {torch.__version__}, whose "
+            f"fully_shard takes parameters to be used on all ranks alike. Leave it out, or use "
+            f"DDP(unused_parameters=True)."
+        )
+    if config.offload and ctx.axis("loss").world_size == 1:
+        problems.append(
+            "FSDP(offload=True) moves shards to host memory, but this context has one data rank "
+            "and nothing is sharded. Launch two processes, or leave offload out."
+        )
+    return problems
+
+
+def _tensor_problems(ctx: DistContext, config: FSDP) -> list[str]:
+    sizes = ctx.mesh.sizes
+    problems: list[str] = []
+    if config.tensor is None and sizes["tensor"] > 1:
+        problems.append(
+            f"The mesh has tensor={sizes['tensor']}, but the plan does not say what to split over "
+            f"it. Use FSDP(tensor=fx.TP(...)), or leave the axis out of fx.Mesh(...)."
+        )
+    if config.tensor is not None and sizes["tensor"] == 1 and ctx.world_size > 1:
+        problems.append(
+            "FSDP(tensor=...) splits layers over the mesh's tensor axis, which has one rank. "
+            "Ask for more: fx.detect(mesh=fx.Mesh(tensor=2))."
+        )
+    return problems
+
+
+def _size_problems(ctx: DistContext, config: FSDP) -> list[str]:
+    ranks, shard = ctx.axis("loss").world_size, config.shard
+    if config.mode == "none" and shard not in (None, 1):
+        return [f"FSDP(mode='none', shard={shard}): nothing is sharded under 'none'. Drop one."]
+    if shard is None or ranks == 1:
+        return []
+    if ranks % shard:
+        fits = [n for n in range(2, ranks + 1) if ranks % n == 0]
+        near = sorted(sorted(fits, key=lambda n: (abs(n - shard), -n))[:2])
+        return [
+            f"FSDP(shard={shard}) needs a multiple of {shard} ranks, but this context has {ranks}. "
+            f"Use shard={' or '.join(map(str, near))}, or launch "
+            f"{-(-ranks // shard) * shard} processes."
+        ]
+    if ctx.mesh.shard > 1 and shard != ctx.mesh.shard * ctx.mesh.context:
+        parts = f" and Mesh(context={ctx.mesh.context})" if ctx.mesh.context > 1 else ""
+        return [
+            f"FSDP(shard={shard}) and Mesh(shard={ctx.mesh.shard}){parts} disagree. Leave one of "
+            f"them out."
+        ]
+    return []
+
+
+def shard_size(ctx: DistContext, config: FSDP) -> int:
+    """Ranks that hold one copy of the model."""
+    if config.mode == "none":
+        return 1
+    if config.shard is not None:
+        return config.shard
+    sizes = ctx.mesh.sizes
+    # A copy spreads over the context axis too, whose ranks would otherwise each hold one.
+    return sizes["shard"] * sizes["context"] if sizes["shard"] > 1 else ctx.axis("loss").world_size
+
+
+def _wrap(
+    module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
+) -> Wrapped:
+    # torch's part takes half a second to import, which other plans need not pay.
+    if ctx.axis("loss").world_size == ctx.mesh.tensor == 1:
+        if any(parameter.is_meta for parameter in module.parameters()):
+            from fxtrain.backends.core.initial_values import fill, note_start
+
+            fill(module, note_start(module, ctx), ctx, offload=False, seed=plan.seed)
+        return wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=FSDP_STRATEGY)
+    from fxtrain.backends.fsdp.apply_fully_shard import shard_module
+
+    size = shard_size(ctx, plan.strategy)
+    undo = shard_module(module, ctx, plan, size)
+    model = bundle(module, ctx, plan, optimizer, scheduler, strategy=FSDP_STRATEGY, undo=undo)
+    for one in model.optimizers:
+        one_by_one(one)
+    return attrs.evolve(model, round=new_round(module, ctx, plan, size))
+
+
+def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
+    inner = _sync_data(model, enabled=enabled)
+    return loss_on_parts(inner) if splits_logits(model.ctx, model.plan.strategy) else inner
+
+
+def splits_logits(ctx: DistContext, config: FSDP | None) -> bool:
+    """Whether the loss function gets logits in parts, and cross-entropy has to know."""
+    tensor = None if config is None else config.tensor
+    return tensor is not None and tensor.loss and ctx.mesh.tensor > 1
+
+
+@contextmanager
+def loss_on_parts(inner: AbstractContextManager[None]) -> Iterator[None]:
+    """Around forward and backward: cross-entropy works on logits in parts."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    with inner, loss_parallel():
+        yield
+
+
+def _sync_data(model: Wrapped, *, enabled: bool) -> AbstractContextManager[None]:
+    module: Any = model.module
+    if not hasattr(module, "set_requires_gradient_sync"):
+        return step_functions.no_sync(model, enabled)
+    if not enabled:
+        return _unreduced(module)
+    return (
+        _reduced_whole(model)
+        if model.plan.strategy.ignore
+        else step_functions.no_sync(model, enabled)
+    )
+
+
+@contextmanager
+def _unreduced(module: Any) -> Iterator[None]:
+    # A flag that stays, and is read in backward.
+    module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True)
+
+
+@contextmanager
+def _reduced_whole(model: Wrapped) -> Iterator[None]:
+    """Average the gradients of ignored parameters, which torch leaves to whoever ignores them."""
+    yield
+    grads = [
+        parameter.grad
+        for parameter in model.module.parameters()
+        if parameter.grad is not None and not hasattr(parameter, "device_mesh")
+    ]
+    for grad, mean in zip(grads, ops.reduce(grads, model.ctx.axis("loss"), op="mean"), strict=True):
+        grad.copy_(mean)
+
+
+def _state(model: Wrapped) -> ModelState:
+    """What a checkpoint holds, between windows or with gradients that are reduced already.
+
+    Raises:
+        CheckpointError: an accumulation window is open, whose gradients torch keeps to itself.
+    """
+    keeps = hasattr(model.module, "set_requires_gradient_sync") and not model.plan.sync_each
+    if keeps and model.counts[_MICRO]:
+        raise CheckpointError(
+            "FSDP keeps the gradients of an open accumulation window to itself, whole and not "
+            "yet reduced. Save where position.micro is 0, or set Plan(sync_each=True)."
+        )
+    return SINGLE.state(model)
+
+
+FSDP_STRATEGY: Strategy = attrs.evolve(
+    SINGLE,
+    name="FSDP",
+    config=FSDP,
+    check=_check,
+    wrap=_wrap,
+    sync=_sync,
+    apply=buffers.apply,
+    state=_state,
+    cuts_sequences=True,
+)

@@ -1,0 +1,3 @@
+"""Local SGD and DiLoCo: replicas that train independently between averages."""
+
+__all__: list[str] = []

@@ -1,0 +1,253 @@
+"""Copies of a model that train alone: what they keep, and the average that ends a round.
+
+Each copy counts by the rows, or the weight of its losses, that it trained on in the round, so
+that a round of one update of plain SGD is the update of all rows together.
+"""
+
+from collections.abc import Mapping
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from fxtrain import ops
+from fxtrain.ops.transport.exchange import guarded
+from fxtrain.state import (
+    DDP,
+    FSDP,
+    Comm,
+    DiLoCo,
+    DistContext,
+    LocalSGD,
+    Mesh,
+    Plan,
+    Position,
+    Round,
+    Single,
+    Wrapped,
+    round_begins,
+    round_ends,
+)
+
+__all__ = ["TINY", "average", "local_problems", "new_round", "share_of"]
+
+_MINE, _ALL, _WEIGHTED = 0, 1, 2  # places in the rows
+# Added to every weight: far too little to change one, and copies of weight zero have a mean too.
+TINY = 2.0**-60
+
+
+def local_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
+    """Why copies of a model cannot train alone under a plan."""
+    local, config = plan.local, plan.strategy
+    if local is None or ctx.world_size == 1:
+        return ()
+    name = type(local).__name__
+    if not isinstance(config, DDP | FSDP | Single):
+        return (
+            f"Plan(local={name}(...)) lets copies of a model train alone, and a "
+            f"{type(config).__name__} makes none that could. Use DDP(), or FSDP(shard=...).",
+        )
+    problems = [
+        f"Plan(local={name}(...)) averages over the data axis, and the mesh has {axis}={n}. "
+        f"Leave that axis out of fx.Mesh(...)."
+        for axis, n in ctx.mesh.sizes.items()
+        if n > 1 and axis not in ("replicate", "shard")
+    ]
+    if isinstance(config, DDP) and config.shard_optimizer:
+        problems.append(
+            f"Plan(local={name}(...)) gives each copy an optimizer of its own, and "
+            f"DDP(shard_optimizer=True) all copies one. Drop one of them."
+        )
+    if isinstance(config, DDP) and config.static_graph and local.warmup:
+        problems.append(
+            f"DDP(static_graph=True) with {name}(warmup={local.warmup}): a graph that is not "
+            f"reduced after the warm-up is not the same. Drop one of them."
+        )
+    if isinstance(config, FSDP):
+        problems += _fsdp_problems(ctx, config, name, local.warmup)
+    return tuple(problems)
+
+
+def _fsdp_problems(ctx: DistContext, config: FSDP, name: str, warmup: int) -> list[str]:
+    problems: list[str] = []
+    ranks, shard = ctx.axis("data").world_size, ctx.mesh.shard
+    if config.mode == "none" or shard in (1, ranks) or config.shard not in (None, shard):
+        problems.append(
+            f"Plan(local={name}(...)) with FSDP averages over the mesh's replicate axis, and "
+            f"shards each copy over its shard axis; both need several ranks, and the mesh has "
+            f"replicate={ctx.mesh.replicate} and shard={shard}. Say fx.detect(mesh=fx.Mesh("
+            f"shard=...)), or use DDP()."
+        )
+    if warmup:
+        problems.append(
+            f"{name}(warmup={warmup}) with FSDP: copies that are sharded for themselves make no "
+            f"update together. Train under a plan without local first, and restore that."
+        )
+    if config.ignore:
+        problems.append(
+            f"Plan(local={name}(...)) with FSDP(ignore=...): ignored parameters are averaged over "
+            f"all ranks in every update. Drop one of them."
+        )
+    return problems
+
+
+def new_round(module: nn.Module, ctx: DistContext, plan: Plan, size: int = 1) -> Round | None:
+    """The state of the first round; None where all updates are made together.
+
+    Args:
+        size: Ranks of a copy: those of the mesh's shard axis, or one.
+    """
+    data = ctx.axis("data")
+    if plan.local is None or data.world_size == size:
+        return None
+    copies = data if size == 1 else ctx.axis("replicate")
+    alone = attrs.evolve(copies, rank=0, world_size=1, comm=Comm(), mesh=Mesh(replicate=1))
+    first = data.rank // size * size
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    outer = isinstance(plan.local, DiLoCo)
+    anchor = {name: _wide(p.detach()).clone() for name, p in parameters.items() if outer}
+    return Round(
+        copies=copies,
+        within=alone if size == 1 else ctx.axis("shard"),
+        peers=tuple(range(first, first + size)),
+        parameters=parameters,
+        rows=torch.zeros(3, dtype=torch.int64),
+        weight=torch.zeros((), dtype=_float(ctx), device=ctx.device),
+        anchor=anchor,
+        momentum={name: torch.zeros_like(value) for name, value in anchor.items()},
+    )
+
+
+def average(model: Wrapped, position: Position | None) -> None:
+    """End a round, if one ends there: every copy gets the mean, or what an outer optimizer makes.
+
+    Floating buffers are averaged likewise; of others, the first copy's count.
+
+    Effects:
+        One all-reduce of all that is floating (two, if some of it is float64 and some not) and
+        one of all other buffers, if there are any.
+    """
+    now, local = model.round, model.plan.local
+    assert now is not None and local is not None
+    if position is not None and round_begins(local, position):
+        with torch.no_grad():
+            for name, value in now.anchor.items():
+                value.copy_(now.parameters[name])
+    elif position is None or round_ends(local, position):
+        _end(model, now, local)
+
+
+def _end(model: Wrapped, now: Round, local: LocalSGD | DiLoCo) -> None:
+    with torch.no_grad():
+        buffers = [one for one in model.module.buffers() if one.numel()]
+        floating = [one for one in buffers if _is_floating(one)]
+        held = _parts(now.parameters)
+        if not isinstance(local, DiLoCo):
+            means = _means([*held, *floating], now)
+        else:
+            anchor = _parts(now.anchor)
+            moved = [_wide(one) - old for one, old in zip(held, anchor, strict=True)]
+            means = _means([*moved, *floating], now)
+            means[: len(held)] = _outer_step(now, means[: len(held)], local)
+        for tensor, mean in zip([*held, *floating], means, strict=True):
+            tensor.copy_(mean)
+        counters = [one for one in buffers if not _is_floating(one)]
+        for tensor, first in zip(counters, _firsts(counters, now), strict=True):
+            tensor.copy_(first)
+    now.rows.zero_()
+    now.weight.zero_()
+
+
+def share_of(rows: Tensor, weight: Tensor, copies: int) -> Tensor | float:
+    """How much a copy counts: 1 where all trained on as many rows."""
+    mine, every, weighted = rows.tolist()
+    if weighted:
+        return weight + mine
+    return mine * copies / every if every else 1.0
+
+
+def _outer_step(now: Round, moved: list[Tensor], local: DiLoCo) -> list[Tensor]:
+    """torch's SGD on the gradient `-moved`; where it leads the parameters."""
+    anchor, momentum = _parts(now.anchor), _parts(now.momentum)
+    torch._foreach_mul_(momentum, local.outer_momentum)
+    torch._foreach_add_(momentum, moved)
+    if local.nesterov:
+        moved = list(torch._foreach_add(moved, momentum, alpha=local.outer_momentum))
+    else:
+        moved = momentum
+    torch._foreach_add_(anchor, moved, alpha=local.outer_lr)
+    return anchor
+
+
+def _means(tensors: list[Tensor], now: Round) -> list[Tensor]:
+    """The mean of each tensor over the copies, by what they count; one all-reduce per dtype."""
+    weight = now.weight
+    if now.rows[_WEIGHTED]:
+        weight = ops.reduce(weight, now.within, op="sum")
+    factor = share_of(now.rows, weight, now.copies.world_size) + TINY
+    means: list[Tensor | None] = [None] * len(tensors)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        by_dtype.setdefault(_format(tensor.dtype), []).append(place)
+    for dtype, places in by_dtype.items():
+        device = now.weight.device
+        parts = [_real(tensors[place]).reshape(-1).to(device, dtype) for place in places]
+        flat = torch.cat([*parts, torch.ones(1, dtype=dtype, device=device)])
+        flat.mul_(factor)
+        _sum(flat, now)
+        flat = flat[:-1] / flat[-1]
+        for place, part in zip(places, flat.split([len(one) for one in parts]), strict=True):
+            means[place] = _like(part, tensors[place]).to(tensors[place].device)
+    return [mean for mean in means if mean is not None]
+
+
+def _firsts(tensors: list[Tensor], now: Round) -> list[Tensor]:
+    """Whole-numbered tensors as the first copy has them, by one sum with zeros."""
+    if not tensors:
+        return []
+    flat = torch.cat([one.reshape(-1).to(now.weight.device, torch.int64) for one in tensors])
+    if now.copies.rank:
+        flat.zero_()
+    _sum(flat, now)
+    sizes = [one.numel() for one in tensors]
+    return [part.view(one.shape) for part, one in zip(flat.split(sizes), tensors, strict=True)]
+
+
+def _sum(flat: Tensor, now: Round) -> None:
+    with guarded(now.copies, ("average", f"{flat.numel()} numbers of {flat.dtype}")):
+        dist.all_reduce(flat, group=now.copies.comm.group)
+
+
+def _parts(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """What this rank holds of each."""
+    return [getattr(one, "_local_tensor", one) for one in tensors.values()]
+
+
+def _is_floating(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _like(flat: Tensor, tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return torch.view_as_complex(flat.view(*tensor.shape, 2).clone())  # aligned
+    return flat.view(tensor.shape)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_complex() else tensor.to(_format(tensor.dtype))
+
+
+def _format(dtype: torch.dtype) -> torch.dtype:
+    """In which means are taken: half precision would lose what an update adds."""
+    if dtype.is_complex:
+        return dtype.to_real()
+    return dtype if dtype.itemsize >= 4 else torch.float32
+
+
+def _float(ctx: DistContext) -> torch.dtype:
+    return torch.float32 if ctx.device.type == "mps" else torch.float64

@@ -1,0 +1,72 @@
+"""What a checkpoint holds of copies that train alone, and what others make of it."""
+
+import torch
+from torch import Tensor
+
+from fxtrain.backends.local.averaging import TINY, share_of
+from fxtrain.state import Round, Saved
+
+__all__ = ["goes_on", "load_round", "round_state", "weighted_mean"]
+
+
+def round_state(now: Round) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What is the same on all copies, and what each has of its own."""
+    shared = {f"round.anchor.{name}": value for name, value in now.anchor.items()}
+    shared |= {f"round.momentum.{name}": value for name, value in now.momentum.items()}
+    return shared, {"round.rows": now.rows, "round.weight": now.weight}
+
+
+def goes_on(now: Round | None, saved: Saved) -> bool:
+    """Whether what was saved are these very copies, each on its ranks."""
+    return (
+        now is not None and saved.ranks == saved.here and saved.values.get("copy") == len(now.peers)
+    )
+
+
+def load_round(now: Round, saved: Saved) -> None:
+    """Put a round back, or begin one where parameters are, if none was saved.
+
+    At another number of ranks, what the round had trained so far is in the parameters' mean, and
+    the copies count by what they train on from here.
+    """
+    for name, value in now.anchor.items():
+        if f"round.anchor.{name}" in saved.shapes:
+            saved.fill(f"round.anchor.{name}", value)
+            saved.fill(f"round.momentum.{name}", now.momentum[name])
+        else:
+            value.copy_(now.parameters[name].detach())
+            now.momentum[name].zero_()
+    same = goes_on(now, saved)
+    for name, account in (("round.rows", now.rows), ("round.weight", now.weight)):
+        found = saved.own(name, saved.rank) if same else None
+        account.copy_(torch.zeros_like(account) if found is None else found)
+
+
+def weighted_mean(saved: Saved, name: str) -> Tensor | None:
+    """The mean of a tensor over the copies that saved, as the end of their round would take it.
+
+    None where they all had the same.
+    """
+    size = saved.values.get("copy")
+    if size is None or saved.own(name, 0) is None:
+        return None
+    total, weights = 0.0, 0.0
+    for first in range(0, saved.ranks, size):
+        share = _share(saved, range(first, first + size))
+        # Of a copy on several ranks, each has its part along the first dimension.
+        found = [saved.own(name, rank) for rank in range(first, first + size)]
+        parts = [one for one in found if one is not None]
+        whole = parts[0] if size == 1 else torch.cat(parts)
+        total = total + share * whole.to(torch.promote_types(whole.dtype, torch.float32))
+        weights += share
+    assert isinstance(total, Tensor)
+    return total / weights
+
+
+def _share(saved: Saved, ranks: range) -> float:
+    """How much a copy counts that was saved by some ranks."""
+    rows = saved.own("round.rows", ranks[0])
+    weights = [saved.own("round.weight", rank) for rank in ranks]
+    assert rows is not None  # every rank of such a checkpoint has them
+    weight = torch.stack([one for one in weights if one is not None]).sum()
+    return float(share_of(rows, weight, saved.ranks // len(ranks))) + TINY

@@ -1,0 +1,122 @@
+"""A module cut into the stages of a pipeline, and put together again."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from fxtrain._errors import StepError
+from fxtrain.backends.core.initial_values import fill_whole, note_start
+from fxtrain.backends.core.module_changes import put_forward
+from fxtrain.backends.pipeline.partition import Layout, layout_of
+from fxtrain.backends.pipeline.schedules import Pipeline
+from fxtrain.backends.pipeline.sharded_stages import make_stages, put_back
+from fxtrain.backends.pipeline.stage import Stage
+from fxtrain.backends.pipeline.stage_gradients import open_sums
+from fxtrain.backends.pipeline.weights import Place, places_of, whole_of
+from fxtrain.ops.whole_tensors import is_sharded
+from fxtrain.state import DistContext, Plan
+
+__all__ = ["into_stages"]
+
+
+def into_stages(
+    module: nn.Module, ctx: DistContext, plan: Plan
+) -> tuple[Pipeline, Callable[[], None]]:
+    """Cut a module into stages, of which this rank keeps its own.
+
+    Effects:
+        Parameters and buffers of other ranks' stages become None, in place; those of this
+        rank's move to its device, with the values of rank 0, which are sent one by one, and of
+        which it keeps its part.
+
+    Returns:
+        What runs the stages, and a function that makes the module whole again, on all ranks of
+        the pipeline at once.
+    """
+    axis = ctx.axis("pipeline")
+    layout = layout_of(module, plan.strategy, axis.world_size)
+    start = note_start(module, ctx)
+    mine = {name for name in layout.stages if axis.rank in layout.holders(name)}
+    fill_whole(module, start, ctx, keep=mine, seed=plan.seed)
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    sums, opened = open_sums(trained, layout, ctx)
+    places = places_of(module)
+    stages, twins = make_stages(module, layout, ctx, plan)
+    _keep(places, layout, stages)
+    engine = Pipeline(
+        module=module,
+        layout=layout,
+        axis=axis,
+        stages=stages,
+        twins=twins,
+        sums=sums,
+        places=places,
+    )
+    engine.train(module.training)
+    undo_forward = _refuse_forward(module, engine)
+
+    def undo() -> None:
+        for stage in stages.values():
+            put_back(stage)
+        undo_forward()
+        _make_whole(engine, ctx)
+        for group in opened:
+            dist.destroy_process_group(group)
+        opened.clear()
+
+    return engine, undo
+
+
+def _keep(places: Iterable[Place], layout: Layout, stages: dict[int, Stage]) -> None:
+    """Leave in a module what the stages of this rank hold, as they hold it."""
+    for place in places:
+        found = [stage for index, stage in stages.items() if index in layout.stages[place.name]]
+        if not found:
+            place.held[place.key] = None
+        elif isinstance(place.like, nn.Parameter):
+            part = found[0].shell.get_submodule(place.path)
+            place.held[place.key] = part._parameters[place.key]
+
+
+def _make_whole(engine: Pipeline, ctx: DistContext) -> None:
+    """Give every rank the whole of every tensor, in the places where they were."""
+    done: dict[int, Tensor] = {}
+    for place in engine.places:
+        if id(place.like) not in done:
+            value = whole_of(place, engine.layout, engine.axis, ctx.device)
+            here = place.held[place.key]
+            if here is not None and not is_sharded(here):
+                value = here  # the same object, for whoever has it
+            elif isinstance(place.like, nn.Parameter):
+                value = nn.Parameter(value, requires_grad=place.like.requires_grad)
+            done[id(place.like)] = value
+        place.held[place.key] = done[id(place.like)]
+
+
+def _refuse_forward(module: nn.Module, engine: Pipeline) -> Callable[[], None]:
+    """Let modules that lack parameters say so when they are called; what takes it back."""
+    lacking = {place.path for place in engine.places if place.held[place.key] is None}
+    parts = {path: module.get_submodule(path) for path in lacking | {""}}
+    undo = [
+        put_forward(part, functools.wraps(part.forward)(functools.partial(_refuse, engine, path)))
+        for path, part in parts.items()
+    ]
+
+    def undo_all() -> None:
+        for take_back in undo:
+            take_back()
+
+    return undo_all
+
+
+def _refuse(engine: Pipeline, path: str, *_: Any, **__: Any) -> NoReturn:
+    stages = ", ".join(map(str, engine.layout.on(engine.axis.rank)))
+    raise StepError(
+        f"PP: {f'model.module.{path}' if path else 'model.module'} was called, and this rank holds "
+        f"stage {stages} of {len(engine.layout.ranks)} of the model only. Call the wrapped model "
+        f"under torch.no_grad() to evaluate it; for generate() and other functions of the module, "
+        f"use `with fx.gathered(model) as net: net.generate(...)`."
+    )

@@ -1,0 +1,208 @@
+"""Batches through a pipeline: in training with loss and backward, and forward alone."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fxtrain import _tree, ops
+from fxtrain._errors import PlanError, StepError
+from fxtrain.backends.core import step_functions
+from fxtrain.backends.core.microbatches import join, parts_of_batch, split
+from fxtrain.backends.fsdp.strategy import loss_on_parts, splits_logits
+from fxtrain.backends.pipeline.last_stage import likely_output, tell_outputs, tell_share
+from fxtrain.backends.pipeline.partition import parts_for
+from fxtrain.backends.pipeline.stage_gradients import reduce_grads
+from fxtrain.state import PP, Batch, Share, Wrapped
+
+__all__ = ["forward", "run"]
+
+Grade = Callable[[Wrapped, Batch], Share]
+
+
+class _Called(BaseException):
+    """The user's loss function calls the model; not an Exception, which it might catch."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.call = (args, kwargs)
+
+
+def run(
+    model: Wrapped,
+    batch: Batch,
+    grade: Grade,
+    reduce: bool,  # noqa: FBT001
+) -> Share:
+    """Forward, loss and backward of a batch in micro-batches, by the plan's schedule.
+
+    The user's loss function runs on every rank up to its call of the model, whose arguments are
+    all that stages need of it, and once more on the last stage, with the outputs.
+
+    Raises:
+        PlanError: micro-batches do not divide the batch, or the model cannot be split.
+        StepError: the loss function does not call the model.
+    """
+    engine = model.engine
+    if engine is model.module:
+        return step_functions.run(model, batch, grade, reduce)
+    pieces = _pieces_of(model, batch)
+    seeds = [_seed(model, piece) for piece in pieces]
+    calls = [_captured(model, grade, *pair) for pair in zip(pieces, seeds, strict=True)]
+    from fxtrain.backends.pipeline.schedules import prepare
+
+    ready = prepare(model, calls, train=True)
+    if model.scaler is not None:
+        model.scaler.scale(torch.zeros((), device=model.ctx.device))  # torch starts it so
+    shares: list[Share] = []
+
+    def finish(out: Any, index: int) -> Tensor:
+        share = _graded(model, grade, pieces[index], seeds[index], out)
+        shares.append(attrs.evolve(share, loss=share.mean))
+        loss = share.loss if model.scaler is None else model.scaler.scale(share.loss)
+        return loss.clone() if loss._is_view() else loss
+
+    _run_all(model, ready, calls, finish)
+
+    def likely() -> Share:
+        out = likely_output(model, ready, calls[0])
+        return _graded(model, grade, pieces[0], seeds[0], out)
+
+    told = tell_share(model, ready, shares, batch, likely)
+    if batch.position.micro == 0:  # sums over stages are made once a window
+        reduce_grads(model)
+    return told
+
+
+def _pieces_of(model: Wrapped, batch: Batch) -> list[Batch]:
+    """The micro-batches of a batch."""
+    layout = model.engine.layout
+    parts = parts_for(model.plan, layout, batch.sizes)
+    if not parts:
+        raise PlanError(
+            f"PP runs {layout.parts} micro-batches, which do not divide a batch of "
+            f"{', '.join(map(str, sorted(set(batch.sizes))))} rows on a rank. Use a batch size "
+            f"that is a multiple of {layout.parts}, or PP(microbatches=...) with a divisor of it."
+        )
+    return parts_of_batch(batch, model.ctx.axis("data").rank, parts)
+
+
+def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Outputs for a batch, without gradients; every rank of the pipeline calls this.
+
+    Raises:
+        StepError: gradients are on: forward and backward belong together here.
+    """
+    engine = model.engine
+    if engine is model.module:
+        return step_functions.forward(model, args, kwargs)
+    if torch.is_grad_enabled():
+        raise StepError(
+            "PP runs forward and backward of micro-batches together, inside of fx.step. Train "
+            "with fx.step, and call the model under torch.no_grad() to evaluate it."
+        )
+    rows = _tree.rows_of((args, kwargs))
+    if not rows:
+        raise StepError(
+            "PP splits the rows of a batch, and no argument of the model is a tensor with rows."
+        )
+    parts = max(n for n in range(1, engine.layout.parts + 1) if rows % n == 0)
+    calls = split((args, kwargs), rows, parts)
+    from fxtrain.backends.pipeline.schedules import prepare
+
+    ready = prepare(model, calls, train=False)
+    outputs: list[Any] = []
+
+    def finish(out: Any, _: int) -> Tensor:
+        apart = splits_logits(model.ctx, model.plan.strategy.stages)
+        outputs.append(_tree.map_leaves(_whole, out) if apart else out)
+        return torch.zeros(1, device=model.ctx.device)
+
+    _run_all(model, ready, calls, finish)
+    whole = join(outputs, rows // parts) if outputs else None
+    if outputs and model.plan.precision.output == "fp32":
+        whole = _tree.map_leaves(step_functions.to_float, whole)
+
+    def likely() -> Any:
+        return join([likely_output(model, ready, calls[0])] * parts, rows // parts)
+
+    config: PP = model.plan.strategy
+    return whole if config.outputs == "last" else tell_outputs(model, ready, whole, likely)
+
+
+def _run_all(
+    model: Wrapped, ready: Any, calls: Sequence[Any], finish: Callable[[Any, int], Tensor]
+) -> None:
+    """Run every micro-batch through this rank's stages.
+
+    Args:
+        finish: Makes of the model's outputs for a micro-batch what torch goes on with.
+    """
+    engine = model.engine
+    index_of = {stage: number for number, stage in engine.stages.items()}
+
+    def job(stage: Any, received: tuple[Tensor, ...], index: int) -> Any:
+        with ops.autocast(model):
+            ended, out = stage.visit(calls[index], received, ready.sends.get(index_of[stage], ()))
+        return finish(out, index) if ended else out
+
+    apart = splits_logits(model.ctx, model.plan.strategy.stages)
+    with loss_on_parts(nullcontext()) if apart else nullcontext():
+        engine.run(ready, job)
+
+
+def _captured(model: Wrapped, grade: Grade, piece: Batch, seed: int) -> Any:
+    """The arguments with which the user's loss function calls the model."""
+
+    def called(_: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise _Called(args, kwargs)
+
+    try:
+        # What it draws by chance must be the same on all stages, and when it runs again.
+        with ops.fork_rng(model.ctx, seed):
+            grade(_answering(model, called), piece)
+    except _Called as found:
+        return found.call
+    raise StepError(
+        "PP: the loss function did not call the model that it was given. Write "
+        "loss=lambda model, batch: ... model(...), with one call."
+    )
+
+
+def _graded(model: Wrapped, grade: Grade, piece: Batch, seed: int, out: Any) -> Share:
+    answers = [
+        out
+        if model.plan.precision.output != "fp32"
+        else _tree.map_leaves(step_functions.to_float, out)
+    ]
+
+    def called(_: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not answers:
+            raise StepError(
+                "PP: the loss function called the model twice; a pipeline runs it once. Put "
+                "what is compared into one batch."
+            )
+        return answers.pop()
+
+    with ops.fork_rng(model.ctx, seed):
+        return grade(_answering(model, called), piece)
+
+
+def _answering(model: Wrapped, called: Callable[..., Any]) -> Wrapped:
+    return attrs.evolve(model, strategy=attrs.evolve(model.strategy, forward=called))
+
+
+def _seed(model: Wrapped, piece: Batch) -> int:
+    place = piece.position
+    rank = model.ctx.axis("data").rank
+    text = f"{model.plan.seed} {place.epoch} {place.index} {rank} {piece.part}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _whole(leaf: Any) -> Any:
+    full = getattr(leaf, "full_tensor", None)  # of logits in parts
+    return leaf if full is None else full()

@@ -1,0 +1,349 @@
+"""Which stage of a pipeline holds what. Changes nothing, and needs no rank."""
+
+import difflib
+import fnmatch
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from fxtrain.backends.core.wrap_units import block_names
+from fxtrain.state import PP, Plan
+
+__all__ = [
+    "KINDS",
+    "Kind",
+    "Layout",
+    "fitting_kind",
+    "layout_of",
+    "parts_for",
+    "pipeline_problems",
+    "schedules_fit",
+]
+
+
+@attrs.frozen
+class Kind:
+    """A schedule of torch's.
+
+    Attributes:
+        name: Of torch's class.
+        stages: Stages on a rank that it takes, fewest and most; None for any.
+        parts: Micro-batches that it needs: any, one per stage, or rounds of equally many.
+        there_and_back: Stages go over the ranks and back, instead of in a loop.
+        splits: It runs the backward of inputs and of weights apart.
+    """
+
+    name: str
+    stages: tuple[int, int | None] = (2, None)
+    parts: str = "any"
+    there_and_back: bool = False
+    splits: bool = False
+
+
+_THERE_AND_BACK: Mapping[str, Any] = {"stages": (2, 2), "there_and_back": True, "splits": True}
+KINDS: Mapping[str, Kind] = {
+    "gpipe": Kind("ScheduleGPipe", (1, 1)),
+    "1f1b": Kind("Schedule1F1B", (1, 1), "stages"),
+    "looped_bfs": Kind("ScheduleLoopedBFS"),
+    "interleaved_1f1b": Kind("ScheduleInterleaved1F1B", parts="rounds"),
+    "interleaved_zero_bubble": Kind("ScheduleInterleavedZeroBubble", parts="rounds", splits=True),
+    "zbv_zero_bubble": Kind("ScheduleZBVZeroBubble", **_THERE_AND_BACK),
+    "dualpipe_v": Kind("ScheduleDualPipeV", parts="stages", **_THERE_AND_BACK),
+}
+
+
+# What takes any number of micro-batches, where stages lie as they do in another.
+_ANY: Mapping[str, str] = {
+    "1f1b": "gpipe",
+    "interleaved_1f1b": "looped_bfs",
+    "interleaved_zero_bubble": "looped_bfs",
+    "dualpipe_v": "zbv_zero_bubble",
+}
+
+
+@attrs.frozen
+class Layout:
+    """How a model is laid out over the ranks of a pipeline.
+
+    Attributes:
+        starts: First module of every stage but the first, in order.
+        ranks: Rank on the pipeline axis, by stage.
+        parts: Micro-batches of a batch.
+        stages: By name of every parameter and buffer, the stages that hold it. A parameter
+            that has several names has the stages of all of them.
+    """
+
+    starts: tuple[str, ...]
+    ranks: tuple[int, ...]
+    parts: int
+    stages: Mapping[str, frozenset[int]]
+
+    def on(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, in order."""
+        return tuple(stage for stage, owner in enumerate(self.ranks) if owner == rank)
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """The ranks that hold a parameter or buffer, in order; the first one counts."""
+        return tuple(sorted({self.ranks[stage] for stage in self.stages[name]}))
+
+
+def layout_of(module: nn.Module, config: PP, ranks: int) -> Layout:
+    """The layout over some ranks of a module without problems."""
+    count = ranks * _per_rank(config)
+    starts = config.split or _balanced(module, count)
+    order = list(range(ranks))
+    if KINDS[config.schedule].there_and_back:
+        order += order[::-1]
+    return Layout(
+        starts=starts,
+        ranks=tuple(order[stage % len(order)] for stage in range(count)),
+        parts=config.microbatches or count,
+        stages=_stages(module, config, starts),
+    )
+
+
+def parts_for(plan: Plan, layout: Layout, sizes: Sequence[int]) -> int:
+    """Micro-batches for so many rows on each data rank, the same on all; 0 if they do not divide.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> layout = Layout(starts=(), ranks=(0,), parts=4, stages={})
+        >>> parts_for(fx.Plan(even="uneven"), layout, (9, 0, 6)), parts_for(fx.Plan(), layout, (6,))
+        (3, 0)
+    """
+    if plan.even != "uneven":
+        return 0 if any(size % layout.parts or not size for size in sizes) else layout.parts
+    fits = range(layout.parts, 0, -1)
+    return next(parts for parts in fits if not any(size % parts for size in sizes))
+
+
+def fitting_kind(config: PP, ranks: int, parts: int) -> Kind:
+    """The plan's schedule, or a plainer one if it does not take so few micro-batches."""
+    asked = attrs.evolve(config, microbatches=parts)
+    return KINDS[_ANY[config.schedule] if _part_problems(asked, ranks) else config.schedule]
+
+
+def pipeline_problems(module: nn.Module, plan: Plan, ranks: int) -> list[str]:
+    """What does not fit: schedules, split points, micro-batches, stages with nothing to train."""
+    config: PP = plan.strategy
+    problems = _count_problems(config, ranks)
+    if not schedules_fit():
+        problems.append(
+            f"PP() needs a newer torch than {torch.__version__}, whose stages begin by sending "
+            f"whole numbers to those that wait for fractions. Install torch 2.13, or use FSDP()."
+        )
+    problems += _part_problems(config, ranks)
+    problems += _split_problems(module, config)
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    for pattern in config.shared:
+        if not fnmatch.filter(names, pattern):
+            close = difflib.get_close_matches(pattern, names, n=3) or names[:5]
+            problems.append(
+                f"PP(shared=...): no parameter is called {pattern!r}. "
+                f"Did you mean {', '.join(close)}?"
+            )
+    if not config.split:
+        problems += _too_few_blocks(module, ranks * _per_rank(config))
+    if problems:
+        return problems
+    layout = layout_of(module, config, ranks)
+    return _inside_problems(module, plan, layout.starts) + _idle_problems(module, layout)
+
+
+def schedules_fit() -> bool:
+    """Whether torch's schedules are those that a pipeline is made for; 2.9 has older ones."""
+    # It takes half a second to import, which other plans need not pay.
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+    return "return_outputs" in inspect.signature(PipelineScheduleSingle.step).parameters
+
+
+def _per_rank(config: PP) -> int:
+    return config.stages_per_rank or KINDS[config.schedule].stages[0]
+
+
+def _count_problems(config: PP, ranks: int) -> list[str]:
+    fewest, most = KINDS[config.schedule].stages
+    each = _per_rank(config)
+    if each < fewest or (most is not None and each > most):
+        words = f"exactly {fewest}" if most == fewest else f"at least {fewest}"
+        return [
+            f"PP(schedule={config.schedule!r}, stages_per_rank={each}): this schedule has {words} "
+            f"on each rank. Leave stages_per_rank out, or choose another schedule."
+        ]
+    stages = len(config.split) + 1
+    if config.split and stages != ranks * each:
+        return [
+            f"PP(split=...) names {len(config.split)} modules, which makes {stages} stages, but "
+            f"{ranks} pipeline ranks with {each} each run {ranks * each}. Name "
+            f"{ranks * each - 1}, or none to split automatically."
+        ]
+    return []
+
+
+def _part_problems(config: PP, ranks: int) -> list[str]:
+    needs, count = KINDS[config.schedule].parts, ranks * _per_rank(config)
+    parts = config.microbatches or count
+    told = f"PP(schedule={config.schedule!r}, microbatches={parts})"
+    if needs == "stages" and parts < count:
+        return [
+            f"{told}: this schedule needs at least one micro-batch per stage, and there are "
+            f"{count}. Use microbatches={count} or more, or another schedule such as 'gpipe'."
+        ]
+    rounds = max(1, parts // ranks)
+    if needs == "rounds" and parts % rounds:
+        return [
+            f"{told}: this schedule runs micro-batches in {rounds} rounds, which do not divide "
+            f"{parts}. Use a multiple of the {ranks} pipeline ranks, such as {rounds * ranks}."
+        ]
+    return []
+
+
+def _split_problems(module: nn.Module, config: PP) -> list[str]:
+    parts = dict(module.named_modules(remove_duplicate=False))
+    known = [name for name in parts if name]
+    problems: list[str] = []
+    for name in config.split:
+        if name not in parts or not name:
+            close = difflib.get_close_matches(name, known, n=3) or known[:5]
+            problems.append(
+                f"PP(split=...): {type(module).__name__} has no module {name!r}. "
+                f"Did you mean {', '.join(close)}?"
+            )
+        elif isinstance(parts[name], nn.ModuleList | nn.ModuleDict):
+            problems.append(
+                f"PP(split=...): {name} is a {type(parts[name]).__name__}, which is never called. "
+                f"Name a module in it, such as {name}.{next(iter(parts[name]._modules), 0)}."
+            )
+    if problems:
+        return problems
+    places = [known.index(name) for name in config.split]
+    nested = [a for a in config.split for b in config.split if a.startswith(f"{b}.")]
+    if places != sorted(set(places)) or nested:
+        problems.append(
+            f"PP(split={config.split}): stages are consecutive, so name modules in the order of "
+            f"their definition, each once and none inside of another."
+        )
+    return problems
+
+
+def _too_few_blocks(module: nn.Module, count: int) -> list[str]:
+    blocks = _blocks(module)
+    if len(blocks) >= count:
+        return []
+    found = f"{len(blocks)} blocks ({', '.join(blocks[:4])})" if blocks else "no blocks"
+    return [
+        f"PP() splits {type(module).__name__} at its blocks into {count} stages, and it has "
+        f"{found}. Use fewer stages, or name what they begin with: PP(split=(...))."
+    ]
+
+
+def _inside_problems(module: nn.Module, plan: Plan, starts: tuple[str, ...]) -> list[str]:
+    """Split points inside of what runs as one: it cannot be left in its middle."""
+    whole = {name: "recompute" for name in plan.recompute}
+    whole |= {} if plan.compile is None else {name: "compile" for name in plan.compile.blocks}
+    return [
+        f"PP splits before {start}, which is inside of {name}, a {type(part).__name__} that "
+        f"Plan.{whole[type(part).__name__]} names. Split before or after it."
+        for start in starts
+        for name, part in module.named_modules()
+        if start.startswith(f"{name}.") and type(part).__name__ in whole
+    ]
+
+
+def _idle_problems(module: nn.Module, layout: Layout) -> list[str]:
+    """Ranks that would hold no parameter, or none to train while others do."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    if not any(parameter.requires_grad for _, parameter in named):
+        return []
+    busy = {rank for name, p in named if p.requires_grad for rank in layout.holders(name)}
+    idle = sorted(set(layout.ranks) - busy)
+    return [
+        f"PP: the stage that begins with {_beginning(layout, rank)} has no parameter to train, on "
+        f"pipeline rank {rank}. Split elsewhere with PP(split=(...))."
+        for rank in idle
+    ]
+
+
+def _beginning(layout: Layout, rank: int) -> str:
+    stage = layout.on(rank)[0]
+    return layout.starts[stage - 1] if stage else "the model's own beginning"
+
+
+def _blocks(module: nn.Module) -> list[str]:
+    """Names of the modules at which a model may be split, in order, none inside of another."""
+    kinds = block_names(module)
+    found: list[str] = []
+    for name, part in module.named_modules():
+        # A module's parts follow it at once.
+        inside = bool(found) and name.startswith(f"{found[-1]}.")
+        if type(part).__name__ in kinds and name and not inside:
+            found.append(name)
+    if found:
+        return found
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Sequential):
+            return [f"{name}.{child}" if name else child for child, _ in part.named_children()]
+    return []
+
+
+def _balanced(module: nn.Module, count: int) -> tuple[str, ...]:
+    """First blocks of all stages but the first, so that the largest stage is smallest."""
+    blocks = _blocks(module)
+    places = {name: place for place, name in enumerate(blocks)}
+    weights = [0] * len(blocks)
+    seen: set[int] = set()
+    at = 0
+    for name, part in module.named_modules():
+        at = places.get(name, at)
+        for parameter in part.parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                weights[at] += parameter.numel()
+    low, high = max(weights), sum(weights)
+    while low < high:
+        middle = (low + high) // 2
+        fits = len(_cut(weights, count, middle)) <= count
+        low, high = (low, middle) if fits else (middle + 1, high)
+    return tuple(blocks[index] for index in _cut(weights, count, low)[1:])
+
+
+def _cut(weights: Sequence[int], count: int, most: int) -> list[int]:
+    """Where stages of at most so many parameters begin, if each takes what it can."""
+    starts, load = [0], 0
+    for index, weight in enumerate(weights):
+        due = len(weights) - index <= count - len(starts)  # one for each stage still to come
+        if index and (load + weight > most or due):
+            starts.append(index)
+            load = 0
+        load += weight
+    return starts
+
+
+def _stages(module: nn.Module, config: PP, starts: tuple[str, ...]) -> dict[str, frozenset[int]]:
+    parts = list(module.named_modules(remove_duplicate=False))
+    begin = {name: index for index, (name, _) in enumerate(parts)}
+    splits = [begin[name] for name in starts]
+    held: dict[str, set[int]] = {}
+    names_of: dict[int, list[str]] = {}
+    for index, (path, part) in enumerate(parts):
+        end = index + sum(1 for _ in part.named_modules(remove_duplicate=False))
+        first = sum(split <= index for split in splits)
+        # What belongs to a module that several stages run is held by each of them.
+        last = sum(split < end for split in splits)
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            full = f"{path}.{name}" if path else name
+            if tensor is not None:
+                held[full] = set(range(first, last + 1))
+                names_of.setdefault(id(tensor), []).append(full)
+    for names in names_of.values():
+        stages = {stage for name in names for stage in held[name]}
+        if any(fnmatch.fnmatchcase(name, one) for name in names for one in config.shared):
+            stages = set(range(len(starts) + 1))
+        for name in names:
+            held[name] = stages
+    return {name: frozenset(stages) for name, stages in held.items()}

@@ -1,0 +1,210 @@
+"""How a rank holds its stages on the other axes: layers cut, parameters sharded."""
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fxtrain import _tree
+from fxtrain.backends.core.device_mesh import Laid, device_mesh
+from fxtrain.backends.core.module_changes import prepare_module
+from fxtrain.backends.core.wrap_units import ignored_names, units
+from fxtrain.backends.fsdp.apply_fully_shard import gather_precision, shard_parts
+from fxtrain.backends.fsdp.strategy import shard_size
+from fxtrain.backends.pipeline.fake_stages import Blank
+from fxtrain.backends.pipeline.partition import Layout
+from fxtrain.backends.pipeline.stage import Stage
+from fxtrain.backends.tensor.parallelize import split_layers
+from fxtrain.state import FSDP, PP, DistContext, Plan
+
+__all__ = ["make_stages", "own_units", "put_back"]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Axes:
+    """What `PP(stages=...)` asks of every stage.
+
+    Attributes:
+        plan: The plan, as FSDP reads it.
+        mesh: Over all ranks.
+        whole: Names of parameters that are not sharded.
+        format: In which the others are gathered; None is their own.
+        formats: That of each of them, by name.
+        laid: What became of parameters whose layers were cut.
+    """
+
+    plan: Plan
+    mesh: DeviceMesh
+    whole: frozenset[str]
+    format: torch.dtype | None
+    formats: Mapping[str, torch.dtype]
+    laid: Laid = attrs.field(factory=dict)
+
+
+def make_stages(
+    module: nn.Module, layout: Layout, ctx: DistContext, plan: Plan
+) -> tuple[dict[int, Stage], dict[int, Stage]]:
+    """The stages of this rank, and the twins without values of those that are sharded.
+
+    In a pretended world, where no other rank answers, also twins of the other ranks' stages.
+
+    Effects:
+        Opens groups of ranks that the context lacks. Parameters of the module stay as they are:
+        the stages have others in their place where they are cut or sharded.
+    """
+    config: PP = plan.strategy
+    axes = None if config.stages is None else _axes(module, layout, ctx, plan)
+    stages: dict[int, Stage] = {}
+    twins: dict[int, Stage] = {}
+    for index in layout.on(ctx.axis("pipeline").rank):
+        stages[index] = stage = _cut(module, layout, index, ctx, axes)
+        sharded = axes is not None and ctx.axis("data").world_size > 1
+        prepare_module(stage.shell, plan, ctx, hooked=sharded)
+        if axes is not None and sharded:
+            # Cut before the other is sharded, whose parameters it then has.
+            twins[index] = _cut(module, layout, index, ctx, axes)
+            _empty(twins[index], axes.formats)
+            twins[index].prepare(layout, index)
+            _shard(stage, layout, index, ctx, axes)
+        else:
+            stage.show()
+        stage.prepare(layout, index)
+    if ctx.comm.simulated:
+        twins |= _others(module, layout, ctx, axes)
+    return stages, twins
+
+
+def put_back(stage: Stage) -> None:
+    """Free what a sharded stage has gathered: its shards may be written to."""
+    for part in stage.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def _axes(module: nn.Module, layout: Layout, ctx: DistContext, plan: Plan) -> _Axes:
+    config: FSDP = plan.strategy.stages
+    held = attrs.evolve(plan, strategy=config)
+    # What several stages of a rank hold cannot belong to each of them.
+    several = {n for n, stages in layout.stages.items() if len(layout.holders(n)) < len(stages)}
+    whole = ignored_names(module, config) | several
+    format = gather_precision(held).param_dtype if ctx.axis("data").world_size > 1 else None
+    named = dict(module.named_parameters(remove_duplicate=False))
+    sharded = [n for n, p in named.items() if n not in whole and p.is_floating_point()]
+    return _Axes(
+        plan=held,
+        mesh=device_mesh(ctx, shard_size(ctx, config)),
+        whole=frozenset(whole),
+        format=format,
+        formats={} if format is None else dict.fromkeys(sharded, format),
+    )
+
+
+def _cut(
+    module: nn.Module, layout: Layout, index: int, ctx: DistContext, axes: _Axes | None
+) -> Stage:
+    if axes is None:
+        return Stage(module, layout, index, ctx, {})
+    stage = Stage(module, layout, index, ctx, axes.formats)
+    config: FSDP = axes.plan.strategy
+    if axes.format is not None and config.cast_inputs:
+        # Not by torch: those of other stages' units too, so that every stage knows what is sent.
+        hook = functools.partial(_cast, axes.format)
+        inside = (part for parts in units(stage.shell, config) for part in parts)
+        for part in (stage.shell, *inside):
+            part.register_forward_pre_hook(hook, with_kwargs=True)
+    if config.tensor is not None:
+        mesh = axes.mesh["tensor"]
+        split_layers(stage.shell, mesh, config.tensor, own=stage.owns, laid=axes.laid)
+    return stage
+
+
+def _others(
+    module: nn.Module, layout: Layout, ctx: DistContext, axes: _Axes | None
+) -> dict[int, Stage]:
+    """Twins of the stages that other ranks run."""
+    if axes is not None:  # what stages send is whole, so that layers need not be cut
+        config = attrs.evolve(axes.plan.strategy, tensor=None)
+        axes = attrs.evolve(axes, plan=attrs.evolve(axes.plan, strategy=config))
+    mine = layout.on(ctx.axis("pipeline").rank)
+    twins: dict[int, Stage] = {}
+    for index in set(range(len(layout.ranks))).difference(mine):
+        twins[index] = _cut(module, layout, index, ctx, axes)
+        _empty(twins[index], {} if axes is None else axes.formats)
+        twins[index].prepare(layout, index)
+    return twins
+
+
+def _cast(format: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    def cast(leaf: Any) -> Any:
+        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(format) if floating else leaf
+
+    return _tree.map_leaves(cast, (args, kwargs))
+
+
+def _empty(stage: Stage, formats: Mapping[str, torch.dtype]) -> None:
+    """Put tensors without values in the place of a stage's parameters, of the same shapes."""
+    own = {id(parameter) for parameter in stage.own()}
+    blanks = Blank()
+    made: dict[int, nn.Parameter] = {}
+    for path, part in stage.shell.named_modules(remove_duplicate=False):
+        for key, parameter in part._parameters.items():
+            if parameter is None or id(parameter) not in own:
+                continue
+            name = f"{path}.{key}" if path else key
+            if id(parameter) not in made:
+                dtype = formats.get(name, parameter.dtype)
+                made[id(parameter)] = _blank(parameter, dtype, blanks)
+            part._parameters[key] = made[id(parameter)]
+
+
+def _blank(like: nn.Parameter, dtype: torch.dtype, mode: Blank) -> nn.Parameter:
+    local: Any = getattr(like, "_local_tensor", like)
+    with mode:
+        made: Any = torch.empty(local.shape, dtype=dtype, device=local.device)
+    if isinstance(like, DTensor):
+        made = DTensor.from_local(
+            made,
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+    return nn.Parameter(made, requires_grad=like.requires_grad)
+
+
+def _shard(stage: Stage, layout: Layout, index: int, ctx: DistContext, axes: _Axes) -> None:
+    """Make a stage the root of torch's fully_shard, which manages what is its own."""
+    own = {id(parameter) for parameter in stage.own()}
+    named = list(stage.shell.named_parameters(remove_duplicate=False))
+    ignored = {p for name, p in named if id(p) not in own or name in axes.whole}
+    parts = list(own_units(stage.shell, layout, index, axes.plan.strategy))
+    stage.add_module("inside", stage.shell)
+    config: FSDP = attrs.evolve(axes.plan.strategy, cast_inputs=False)
+    shard_parts(stage, parts, ignored, axes.mesh, ctx, attrs.evolve(axes.plan, strategy=config))
+
+
+def own_units(
+    shell: nn.Module, layout: Layout, index: int, config: FSDP
+) -> Iterator[list[nn.Module]]:
+    """The units that run in this stage alone, from their beginning to their end."""
+    paths = {id(part): path for path, part in shell.named_modules()}
+    for parts in units(shell, config):
+        names = [
+            f"{paths[id(part)]}.{name}" for part in parts for name, _ in part.named_parameters()
+        ]
+        left = [
+            start
+            for part in parts
+            for start in layout.starts
+            if start.startswith(f"{paths[id(part)]}.")
+        ]
+        if not left and all(layout.stages[name] == {index} for name in names):
+            yield parts

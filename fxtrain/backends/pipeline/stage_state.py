@@ -1,0 +1,110 @@
+"""What a model in a pipeline needs to go on: each rank has its stages' part, by the same names."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from fxtrain import ops
+from fxtrain._errors import CheckpointError
+from fxtrain.backends.core import model_state
+from fxtrain.backends.pipeline.partition import Layout
+from fxtrain.state import ModelState, Saved, Wrapped
+
+__all__ = ["load_state", "state_of"]
+
+_MICRO = 0  # place in the counts
+
+
+def state_of(model: Wrapped) -> ModelState:
+    """Tensors of this rank's stages, and values as one process would have them.
+
+    Effects:
+        One exchange of objects between the ranks of the pipeline.
+
+    Raises:
+        CheckpointError: an accumulation window is open, or the optimizers of stages differ.
+    """
+    state = model_state.state_of(model)
+    engine = model.engine
+    if engine is model.module:
+        return state
+    if model.counts[_MICRO]:
+        raise CheckpointError(
+            "PP keeps the gradients of an open accumulation window with its stages, not yet "
+            "reduced. Save where position.micro is 0."
+        )
+    found = ops.gather_objects(state.values, engine.axis)
+    return attrs.evolve(state, values=_merged(found, list(engine.layout.stages)))
+
+
+def load_state(model: Wrapped, saved: Saved) -> None:
+    """Take what this rank's stages hold out of a saved state, whoever saved it.
+
+    Raises:
+        CheckpointError: it is the state of another model.
+    """
+    engine = model.engine
+    if engine is model.module:
+        model_state.load_state(model, saved)
+        return
+    model_state.load_state(model, _own_part(saved, engine.layout, engine.axis.rank))
+    own = dict(model.module.named_buffers())
+    for name, buffer in next(iter(engine.stages.values())).shell.named_buffers():
+        # Of other stages, whose modules a stage runs for what depends on no parameter.
+        if name not in own and f"module.{name}" in saved.shapes:
+            saved.fill(f"module.{name}", buffer)
+
+
+def _own_part(saved: Saved, layout: Layout, rank: int) -> Saved:
+    others = {name for name in layout.stages if rank not in layout.holders(name)}
+    tensors = {f"module.{name}" for name in others}
+    optimizers = [
+        {
+            **one,
+            "groups": [
+                {**group, "params": [name for name in group["params"] if name not in others]}
+                for group in one["groups"]
+            ],
+        }
+        for one in saved.values["optimizers"]
+    ]
+    extra = {
+        name: value
+        for name, value in saved.values["module"].items()
+        if not _elsewhere(name, layout, others)
+    }
+    return attrs.evolve(
+        saved,
+        shapes={name: shape for name, shape in saved.shapes.items() if name not in tensors},
+        values={**saved.values, "optimizers": optimizers, "module": extra},
+    )
+
+
+def _elsewhere(name: str, layout: Layout, others: set[str]) -> bool:
+    """Whether all that the owner of some extra state holds is on other ranks."""
+    path = name.removeprefix("module.").rpartition("_extra_state")[0]
+    held = [one for one in layout.stages if one.startswith(path)]
+    return bool(held) and all(one in others for one in held)
+
+
+def _merged(found: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
+    """The values of all stages as if one process had them."""
+    first = found[0]
+    place = {name: index for index, name in enumerate(order)}
+    optimizers = []
+    for columns in zip(*(one["optimizers"] for one in found), strict=True):
+        if len({(one["kind"], len(one["groups"])) for one in columns}) > 1:
+            kinds = [f"{one['kind']} with {len(one['groups'])} groups" for one in columns]
+            raise CheckpointError(
+                f"The stages of the pipeline have different optimizers: {', '.join(kinds)}. Make "
+                f"the same groups on every rank; a group may be empty."
+            )
+        groups = []
+        for alike in zip(*(one["groups"] for one in columns), strict=True):
+            names = {name for group in alike for name in group["params"]}
+            groups.append({**alike[0], "params": sorted(names, key=lambda n: place.get(n, -1))})
+        states = {name: value for one in columns for name, value in one["state"].items()}
+        optimizers.append({**columns[0], "groups": groups, "state": states})
+    extra = {name: value for one in reversed(found) for name, value in one["module"].items()}
+    return {**first, "optimizers": optimizers, "module": extra}

@@ -1,0 +1,140 @@
+"""Stages of the model on the ranks of the pipeline axis, by torch.distributed.pipelining."""
+
+from typing import Any
+
+import attrs
+from torch import Tensor, nn
+
+from fxtrain.backends.core import buffers, step_functions
+from fxtrain.backends.core.module_changes import unmatched_names
+from fxtrain.backends.core.optimizers import one_by_one
+from fxtrain.backends.fsdp.strategy import held_problems
+from fxtrain.backends.pipeline.execute import forward, run
+from fxtrain.backends.pipeline.partition import KINDS, pipeline_problems
+from fxtrain.backends.pipeline.stage_gradients import clip_norm
+from fxtrain.backends.pipeline.stage_state import load_state, state_of
+from fxtrain.backends.pipeline.weights import pipeline_weights
+from fxtrain.backends.single import SINGLE, bundle, wrap_plain
+from fxtrain.backends.tensor.layer_plan import region
+from fxtrain.state import PP, DistContext, Plan, Strategy, Wrapped, unsupported
+
+__all__ = ["PIPELINE_STRATEGY"]
+
+
+def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
+    problems = list(unmatched_names(module, plan))
+    if ctx.world_size == 1:
+        return tuple(problems)
+    problems += _axis_problems(ctx, plan.strategy)
+    problems += _plan_problems(plan)
+    if plan.strategy.stages is not None:
+        problems += held_problems(ctx, plan.strategy.stages, module)
+        problems += _stage_problems(ctx, plan.strategy, module)
+    if ctx.mesh.pipeline > 1:
+        problems += pipeline_problems(module, plan, ctx.mesh.pipeline)
+    return tuple(problems)
+
+
+def _axis_problems(ctx: DistContext, config: PP) -> list[str]:
+    sizes = ctx.mesh.sizes
+    problems: list[str] = []
+    if sizes["context"] > 1:
+        problems.append(
+            f"The mesh has context={sizes['context']}, which PP does not use: its ranks would all "
+            f"do the same. Leave the axis out of fx.Mesh(...); sequences are cut under FSDP."
+        )
+    if sizes["tensor"] > 1 and config.stages is None:
+        problems.append(
+            f"The mesh has tensor={sizes['tensor']}, but the plan does not say what to split over "
+            f"it. Use PP(stages=fx.FSDP(tensor=fx.TP(...))), or leave the axis out of fx.Mesh(...)."
+        )
+    if sizes["shard"] > 1 and config.stages is None:
+        problems.append(
+            f"The mesh has shard={sizes['shard']}, but PP() holds copies of each stage on the data "
+            f"axis. Use PP(stages=fx.FSDP()) to shard them, or "
+            f"fx.Mesh(replicate={sizes['shard'] * sizes['replicate']}, "
+            f"pipeline={sizes['pipeline']})."
+        )
+    if sizes["pipeline"] == 1:
+        problems.append(
+            "PP runs stages on the ranks of the mesh's pipeline axis, which has one rank. Ask for "
+            "more: fx.detect(mesh=fx.Mesh(pipeline=2))."
+        )
+    return problems
+
+
+def _stage_problems(ctx: DistContext, config: PP, module: nn.Module) -> list[str]:
+    """What FSDP and TP can do, but not in the stages of a pipeline."""
+    held = config.stages
+    assert held is not None
+    problems: list[str] = []
+    apart = KINDS[config.schedule].splits and ctx.axis("data").world_size > 1
+    if apart and held.mode == "full":
+        problems.append(
+            f"PP(schedule={config.schedule!r}) runs the backward of weights apart, and torch looks "
+            f"for the weights of a stage before it gathers those that forward has freed. Use "
+            f"stages=FSDP(mode='grads_and_optimizer', ...), or 'interleaved_1f1b'."
+        )
+    if held.tensor is not None and held.tensor.sequence:
+        problems += [
+            f"PP splits before {start}, inside of {name}, and TP(sequence=True) cuts sequences "
+            f"from the beginning of a block to its end. Split between blocks."
+            for start in config.split
+            for name, _ in region(module)
+            if start.startswith(f"{name}.")
+        ]
+    return problems
+
+
+def _plan_problems(plan: Plan) -> list[str]:
+    config: PP = plan.strategy
+    problems: list[str] = []
+    if plan.compile is not None and not plan.compile.blocks:
+        problems.append(
+            "PP leaves the forward of the whole model in its middle, which torch.compile cannot "
+            "follow. Compile blocks: fx.Compile(blocks=('Block',))."
+        )
+    elif plan.compile is not None and KINDS[config.schedule].splits:
+        problems.append(
+            f"PP(schedule={config.schedule!r}) runs the backward of inputs and weights apart, "
+            f"which compiled blocks do not allow. Use '1f1b', or leave compile out."
+        )
+    return problems
+
+
+def _wrap(
+    module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
+) -> Wrapped:
+    if ctx.world_size == 1:
+        return wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=PIPELINE_STRATEGY)
+    # torch's part takes half a second to import, which other plans need not pay.
+    from fxtrain.backends.pipeline.assemble import into_stages
+
+    engine, undo = into_stages(module, ctx, plan)
+    model = bundle(module, ctx, plan, optimizer, scheduler, strategy=PIPELINE_STRATEGY, undo=undo)
+    for one in model.optimizers:
+        one_by_one(one)
+    return attrs.evolve(model, engine=engine)
+
+
+def _backward(loss: Tensor, model: Wrapped) -> None:
+    if model.engine is not model.module:
+        unsupported("backward by itself; train with fx.step", by="PP")()
+    step_functions.backward(loss, model)
+
+
+PIPELINE_STRATEGY: Strategy = attrs.evolve(
+    SINGLE,
+    name="PP",
+    config=PP,
+    check=_check,
+    wrap=_wrap,
+    forward=forward,
+    backward=_backward,
+    run=run,
+    clip_norm=clip_norm,
+    apply=buffers.apply,
+    state=state_of,
+    load_state=load_state,
+    weights=pipeline_weights,
+)

@@ -1,0 +1,121 @@
+"""Where the tensors of a model stand whose stages are on several ranks, and the whole of them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from fxtrain.backends.core.weights import of_first, torch_weights
+from fxtrain.backends.pipeline.partition import Layout
+from fxtrain.ops.whole_tensors import plain_name, weight_of
+from fxtrain.state import DistContext, Part, Weight, Wrapped
+
+__all__ = ["Place", "pipeline_weights", "places_of", "whole_of"]
+
+
+@attrs.frozen(eq=False)
+class Place:
+    """Where a parameter or buffer stands in a module.
+
+    Attributes:
+        name: In the model.
+        path: Of the module that has it.
+        key: Its name there.
+        held: That module's own parameters or buffers; None stands in it where only other ranks
+            hold the tensor.
+        like: A tensor without values like the one that stands there whole; one for all places
+            of a tied parameter.
+        stored: It is in the module's state dict.
+    """
+
+    name: str
+    path: str
+    key: str
+    held: dict[str, Any]
+    like: Tensor
+    stored: bool
+
+
+def places_of(module: nn.Module) -> tuple[Place, ...]:
+    """Every place of a whole module: those in its state dict first and in its order."""
+    stored = {name: place for place, name in enumerate(module.state_dict(keep_vars=True))}
+    likes: dict[int, Tensor] = {}
+    places: list[Place] = []
+    for path, part in module.named_modules(remove_duplicate=False):
+        for held in (part._parameters, part._buffers):
+            for key, tensor in held.items():
+                if tensor is not None:
+                    name = f"{path}.{key}" if path else key
+                    like = likes.setdefault(id(tensor), _like(tensor))
+                    places.append(Place(name, path, key, held, like, name in stored))
+    return tuple(sorted(places, key=lambda place: stored.get(place.name, len(stored))))
+
+
+def whole_of(place: Place, layout: Layout, axis: DistContext, device: torch.device) -> Tensor:
+    """The whole of what stands in a place, on every rank of the pipeline.
+
+    Effects:
+        Gathers it where it is sharded; the first rank that holds it sends it to the pipeline, if
+        some do not hold it.
+    """
+    held = layout.holders(place.name)
+    everywhere = len(held) == axis.world_size
+    # Every rank that holds a part takes part in gathering, also where it gets the whole sent.
+    tensor = place.held[place.key]
+    own = None if tensor is None else weight_of(tensor).gather().to(device)
+    if own is not None and (everywhere or axis.rank == held[0]):
+        whole = own if everywhere else own.contiguous()
+    else:
+        whole = torch.empty(place.like.shape, dtype=place.like.dtype, device=device)
+    if not everywhere:
+        dist.broadcast(whole, axis.comm.ranks[held[0]], group=axis.comm.group)
+    return whole
+
+
+def pipeline_weights(model: Wrapped) -> dict[str, Weight]:
+    """The tensors of the module by name, the same names on every rank.
+
+    Effects:
+        No traffic.
+    """
+    engine = model.engine
+    if engine is model.module:
+        return torch_weights(model)
+    shells = dict(next(iter(engine.stages.values())).shell.named_buffers(remove_duplicate=False))
+    found: dict[str, Weight] = {}
+    for place in engine.places:
+        here = place.held[place.key] is not None
+        gather = functools.partial(whole_of, place, engine.layout, engine.axis, model.ctx.device)
+        weight = Weight(
+            like=place.held[place.key] if here else place.like,
+            shape=tuple(place.like.shape),
+            dtype=place.like.dtype,
+            key=id(place.like),
+            here=here,
+            gather=gather,
+            fill=functools.partial(_fill, place, shells.get(place.name)),
+            stored=place.stored,
+        )
+        is_parameter = isinstance(place.like, nn.Parameter)
+        weight = weight if is_parameter else of_first(weight, model.ctx.axis("data"))
+        found[plain_name(place.name)] = weight
+    return found
+
+
+def _fill(place: Place, of_stage: Tensor | None, read: Callable[[Part | None], Tensor]) -> None:
+    """Fill what this rank holds, and a buffer of other stages that its own stages compute with."""
+    tensor = place.held[place.key]
+    tensor = of_stage if tensor is None else tensor
+    if tensor is not None:
+        weight_of(tensor).fill(read)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made

@@ -1,0 +1,117 @@
+"""One rank: the module as it is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxtrain.backends.context.positions import show_rows
+from fxtrain.backends.context.split_sequences import cut_sequences
+from fxtrain.backends.core import step_functions
+from fxtrain.backends.core.model_state import load_state, state_of
+from fxtrain.backends.core.module_changes import away_from_xla, prepare_module, unmatched_names
+from fxtrain.backends.core.optimizers import make_optimizers, make_schedulers
+from fxtrain.backends.core.weights import torch_weights
+from fxtrain.backends.local.averaging import average
+from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped
+
+__all__ = ["SINGLE", "bundle", "wrap_plain"]
+
+
+def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
+    problems = [*unmatched_names(module, plan), *away_from_xla(ctx, "Single")]
+    if ctx.world_size > 1:
+        problems.append(
+            f"Single() trains on one rank, but this context has {ctx.world_size}, which would "
+            f"drift apart. Use DDP(), or launch one process."
+        )
+    return tuple(problems)
+
+
+def _wrap(
+    module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
+) -> Wrapped:
+    return wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=SINGLE)
+
+
+def wrap_plain(
+    module: nn.Module,
+    ctx: DistContext,
+    plan: Plan,
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    strategy: Strategy,
+    change: Any = None,
+) -> Wrapped:
+    """Wrap a module that is its own engine; `change` is what becomes of each optimizer."""
+    module.to(ctx.device)
+    undo_rows = show_rows(module, ctx, plan)
+    undo_blocks = prepare_module(module, plan, ctx)
+
+    def undo() -> None:
+        undo_blocks()
+        undo_rows()
+
+    return bundle(
+        module, ctx, plan, optimizer, scheduler, strategy=strategy, undo=undo, change=change
+    )
+
+
+def bundle(
+    module: nn.Module,
+    ctx: DistContext,
+    plan: Plan,
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    strategy: Strategy,
+    undo: Callable[[], None],
+    change: Any = None,
+) -> Wrapped:
+    """Call the factories on a module in its final form, and put everything into a handle."""
+    made, optimizers = make_optimizers(optimizer, module, change)
+    planned, schedulers = make_schedulers(scheduler, made)
+    return Wrapped(
+        module=module,
+        engine=module,
+        optimizer=made,
+        scheduler=planned,
+        optimizers=optimizers,
+        schedulers=schedulers,
+        scaler=step_functions.new_scaler(ctx, plan) if optimizers else None,
+        ctx=ctx,
+        plan=plan,
+        strategy=cut_sequences(strategy, ctx, plan),
+        tally=step_functions.new_tally(ctx),
+        counts=torch.zeros(5, dtype=torch.int64),
+        undo=undo,
+    )
+
+
+def _unwrap(model: Wrapped) -> nn.Module:
+    model.undo()
+    return model.module
+
+
+SINGLE = Strategy(
+    name="Single",
+    config=Single,
+    check=_check,
+    wrap=_wrap,
+    forward=step_functions.forward,
+    sync=step_functions.no_sync,
+    backward=step_functions.backward,
+    run=step_functions.run,
+    clip_norm=step_functions.clip_norm,
+    clip_value=step_functions.clip_value,
+    scale_grads=step_functions.scale_grads,
+    finite=step_functions.finite,
+    apply=step_functions.apply,
+    state=state_of,
+    load_state=load_state,
+    weights=torch_weights,
+    unwrap=_unwrap,
+    average=average,
+)

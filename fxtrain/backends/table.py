@@ -1,0 +1,217 @@
+"""From a plan's strategy to the functions that carry it out."""
+
+from importlib.metadata import entry_points
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from fxtrain._errors import PlanError
+from fxtrain.backends.context.split_sequences import cut_sequences
+from fxtrain.backends.core.module_changes import outline
+from fxtrain.backends.core.plain_module import look_at
+from fxtrain.backends.ddp.strategy import DDP_STRATEGY
+from fxtrain.backends.deepspeed.strategy import DEEPSPEED_STRATEGY
+from fxtrain.backends.fsdp.strategy import FSDP_STRATEGY
+from fxtrain.backends.local.averaging import local_problems
+from fxtrain.backends.pipeline.strategy import PIPELINE_STRATEGY
+from fxtrain.backends.single import SINGLE
+from fxtrain.backends.xla.strategy import XLA_STRATEGY
+from fxtrain.ops.plan_agreement import agree_plans
+from fxtrain.ops.whole_tensors import plain_name
+from fxtrain.state import DistContext, Plan, Strategy, Wrapped, check_connected, check_open
+
+__all__ = ["STRATEGIES", "problems_of", "strategies", "unwrap", "wrap"]
+
+STRATEGIES = (
+    SINGLE,
+    DDP_STRATEGY,
+    FSDP_STRATEGY,
+    DEEPSPEED_STRATEGY,
+    PIPELINE_STRATEGY,
+    XLA_STRATEGY,
+)
+_GROUP = "fxtrain.strategies"
+_MICRO = 0  # place in the counts
+
+
+def strategies() -> dict[type, Strategy]:
+    """Every strategy by its config type: fxtrain's, then those of installed packages.
+
+    A package adds one by an entry point in the group `fxtrain.strategies` that loads to a
+    `Strategy`.
+
+    Raises:
+        PlanError: an entry point gives something else, or two rows share a config type.
+
+    Example:
+        >>> from fxtrain.backends import strategies
+        >>> sorted(config.__name__ for config in strategies())
+        ['DDP', 'DeepSpeed', 'FSDP', 'PP', 'Single', 'XLA']
+    """
+    table: dict[type, Strategy] = {row.config: row for row in STRATEGIES}
+    for entry in entry_points(group=_GROUP):
+        row = entry.load()
+        if not isinstance(row, Strategy):
+            raise PlanError(
+                f"The entry point {entry.name} = {entry.value} in {_GROUP} should give a "
+                f"Strategy, found {type(row).__name__}. Ask the author of its package."
+            )
+        if row.config in table:
+            raise PlanError(
+                f"The entry point {entry.name} = {entry.value} in {_GROUP} brings a second "
+                f"strategy for {row.config.__name__}. Uninstall one of them."
+            )
+        table[row.config] = row
+    return table
+
+
+def wrap(
+    model: nn.Module,
+    ctx: DistContext,
+    plan: Plan = Plan(),  # noqa: B008 - a frozen value
+    *,
+    optimizer: Any = None,
+    scheduler: Any = None,
+) -> Wrapped:
+    """Make a model ready to train or run under a plan.
+
+    Args:
+        model: A module, on any device; the same on every rank in all but its values, of
+            which rank 0's count.
+        ctx: Where to run.
+        plan: How.
+        optimizer: Factory from parameters to an optimizer, or to several as a list or dict;
+            called once the strategy is ready for it, with the parameters that require a
+            gradient. `params.named()` pairs them with their names. None only runs the model.
+        scheduler: Factory from what the optimizer factory returned to a scheduler or several.
+
+    Effects:
+        Moves the module to the context's device in place. Compares plan and model between the
+        ranks, in one exchange of packets, and sends rank 0's values to the other ranks of the
+        data axis.
+
+    Raises:
+        PlanError: the plan does not fit the model or the context, or the ranks pass different
+            plans; on every rank, before anything changes.
+        CollectiveError: the ranks pass different models, or only some an optimizer; on every
+            rank.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx,
+        ...                     optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        ...     model(torch.ones(3, 2)).shape
+        torch.Size([3, 1])
+    """
+    _check_types(model, ctx, plan)
+    check_connected("wrap", ctx)
+    if ctx.world_size > 1:
+        factories = {"optimizer": optimizer, "scheduler": scheduler}
+        given = {name: "none" if one is None else "given" for name, one in factories.items()}
+        agree_plans("wrap", ctx, plan, {"model": outline(model), **given})
+    strategy = _find(plan)
+    if problems := problems_of(strategy, ctx, plan, model):
+        raise PlanError("\n".join(problems))
+    wrapped, formats = look_at(model), _formats(model)
+    made = strategy.wrap(model, ctx, plan, optimizer, scheduler)
+    made = attrs.evolve(made, bare=wrapped(), formats=formats)
+    if made.strategy.config is strategy.config:
+        return made
+    # Of a row that changes functions of another and leaves its wrap.
+    return attrs.evolve(made, strategy=cut_sequences(strategy, ctx, plan))
+
+
+def unwrap(model: Wrapped) -> nn.Module:
+    """Give the user's module back, without what wrapping did to it: the end of training.
+
+    Every rank gets whole weights. The handle is closed: a step, a call, a save or an export of
+    it is an error. During training, use `fx.weights` or `fx.gathered`, which leave it as it is.
+
+    Effects:
+        Gathers what is spread over ranks, which all call this. Gradients of an open accumulation
+        window are dropped. Of copies that train alone (`Plan.local`), each rank gets its own:
+        `ops.average(model)` before makes them one.
+
+    Raises:
+        PlanError: the model was unwrapped already, or is gathered.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> net = torch.nn.Linear(2, 1)
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.unwrap(fx.wrap(net, ctx)) is net
+        True
+    """
+    if not isinstance(model, Wrapped):
+        raise PlanError(f"unwrap takes what fx.wrap returned, found {type(model).__name__}.")
+    check_open(model, "unwrap", PlanError)
+    module = model.strategy.unwrap(model)
+    if model.counts[_MICRO]:
+        for parameter in module.parameters():
+            parameter.grad = None
+    model.closed.append("unwrap")
+    return module
+
+
+def _formats(module: nn.Module) -> dict[str, torch.dtype]:
+    tensors = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    return {plain_name(name): tensor.dtype for name, tensor in tensors}
+
+
+def _find(plan: Plan) -> Strategy:
+    kind = type(plan.strategy)
+    for row in STRATEGIES:
+        if row.config is kind:
+            return row
+    table = strategies()
+    if kind not in table:
+        known = ", ".join(sorted(config.__name__ for config in table))
+        raise PlanError(
+            f"Plan(strategy={plan.strategy!r}): no strategy carries out a {kind.__name__}. "
+            f"Choose one of {known}, or install the package that brings it."
+        )
+    return table[kind]
+
+
+def problems_of(
+    strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module
+) -> tuple[str, ...]:
+    """Why a plan cannot be carried out in a context; no traffic, the same on all ranks."""
+    found = (*strategy.check(ctx, plan, module), *_unfit(strategy, ctx, plan))
+    return (*found, *local_problems(ctx, plan))
+
+
+def _unfit(strategy: Strategy, ctx: DistContext, plan: Plan) -> tuple[str, ...]:
+    if plan.context is None or ctx.world_size == 1 or strategy.cuts_sequences:
+        return ()
+    return (
+        f"{strategy.name} does not cut sequences, as Plan(context=...) asks. Leave that out, or "
+        f"use FSDP() or DDP().",
+    )
+
+
+def _check_types(model: Any, ctx: Any, plan: Any) -> None:
+    if isinstance(model, Wrapped):
+        raise PlanError("wrap: this model is wrapped already. Pass fx.unwrap(model).")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise PlanError("wrap: pass the module itself, not torch's DDP around it: ddp.module.")
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"wrap takes a torch.nn.Module, found {type(model).__name__}. "
+            f"For example: fx.wrap(net, ctx, plan)."
+        )
+    if not isinstance(ctx, DistContext):
+        raise PlanError(
+            f"wrap: ctx is a {type(ctx).__name__}, not a context. Use fx.wrap(net, fx.detect())."
+        )
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"wrap: plan is a {type(plan).__name__}, not a Plan. For example: "
+            f"fx.wrap(net, ctx, fx.Plan(precision='bf16'), optimizer=...)."
+        )

@@ -1,0 +1,3 @@
+"""Tensor, sequence and expert parallelism."""
+
+__all__: list[str] = []

@@ -1,0 +1,78 @@
+"""Expert parallelism: whole experts of a mixture on each rank of the tensor axis."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from fxtrain.backends.core.device_mesh import Laid, lay_out
+
+__all__ = ["split_experts"]
+
+
+def split_experts(part: nn.Module, mesh: DeviceMesh, laid: Laid) -> None:
+    """Give each rank its experts of a module that holds the weights of all, stacked.
+
+    The ranks see the same tokens. Each makes what its own experts add to the output, and the sum
+    over ranks is the output: as in a row-wise layer, one all-reduce per direction.
+
+    Effects:
+        Replaces parameters by DTensors cut along their first dimension, and adds hooks that show
+        forward this rank's part of them, of `num_experts` and of the routes.
+    """
+    names = [name for name, _ in part.named_parameters(recurse=False)]
+    for name in names:
+        lay_out(part, name, mesh, Shard(0), laid)
+    signature = inspect.signature(part.forward)
+    count: Any = part.num_experts
+    here = count // mesh.size()
+    first = mesh.get_local_rank() * here
+    known = {"num_experts": here}
+    if hasattr(part, "_is_expert_parallel"):
+        known["_is_expert_parallel"] = True  # transformers': there are routes to no expert
+    kept = {name: getattr(part, name) for name in known}
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        tokens, index, weights, *rest = signature.bind(*args, **kwargs).args
+        # Found before the parameters, which the module goes on to own.
+        shown = vars(module)
+        for name in names:
+            held: Any = module._parameters[name]
+            shown[name] = held.to_local()
+        shown.update(known)
+        index, weights = _routes(index - first, _summed_back(weights, mesh), here)
+        return (_summed_back(tokens, mesh), index, weights, *rest), {}
+
+    def after(module: nn.Module, _: Any, __: Any, out: Any) -> Any:
+        shown = vars(module)
+        for name in names:
+            shown.pop(name, None)
+        shown.update(kept)
+        if not isinstance(out, Tensor):
+            return out  # forward failed, and this hook is called to tidy up
+        whole = DTensor.from_local(out, mesh, [Partial()], run_check=False)
+        return _plain(whole.redistribute(placements=[Replicate()]))
+
+    part.register_forward_pre_hook(before, with_kwargs=True)
+    part.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+
+def _routes(index: Tensor, weights: Tensor, here: int) -> tuple[Tensor, Tensor]:
+    """Routes to other ranks' experts go to none, which is one past the last, with weight zero."""
+    away = (index < 0) | (index >= here)
+    return index.masked_fill(away, here), weights.masked_fill(away, 0.0)
+
+
+def _summed_back(value: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The same on every rank; its gradient is the sum of what the ranks make of it."""
+    whole = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+    return whole.to_local(grad_placements=[Partial()])
+
+
+def _plain(value: DTensor) -> Tensor:
+    """Not as the view that to_local makes: torch warns if a block returns one."""
+    part = value.to_local()
+    return torch.ops.aten._unsafe_view(part, part.shape)

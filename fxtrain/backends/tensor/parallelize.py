@@ -1,0 +1,230 @@
+"""Tensor and sequence parallelism: layers cut over the tensor axis, by torch's DTensor."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+)
+
+from fxtrain._errors import StepError
+from fxtrain.backends.core.device_mesh import Laid, lay_out
+from fxtrain.backends.tensor.experts import split_experts
+from fxtrain.backends.tensor.layer_plan import Split, cut_dim, find_splits, region
+from fxtrain.state import TP
+
+__all__ = ["split_layers"]
+
+_SEQUENCE = Shard(1)
+_FEATURES = Shard(-1)
+_WHOLE = Replicate()
+
+
+def split_layers(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    config: TP,
+    *,
+    own: Callable[[nn.Module], bool] | None = None,
+    laid: Laid | None = None,
+) -> None:
+    """Cut a module's layers as a config says.
+
+    Args:
+        own: Whether a layer or block is to be cut, where others belong to other ranks.
+        laid: What became of parameters that several such modules share; grows.
+
+    Effects:
+        Replaces parameters by DTensors over the mesh, which has one axis, and adds hooks that
+        lay out inputs and outputs. Parts are cut from this rank's own values; nothing travels.
+    """
+    laid = {} if laid is None else laid
+    splits = find_splits(module, config)
+    blocks = region(module) if config.sequence else []
+    if own is not None:
+        splits = {name: how for name, how in splits.items() if own(module.get_submodule(name))}
+        blocks = [(name, block) for name, block in blocks if own(block)]
+    gathering = _gathering(splits, [name for name, _ in blocks])
+    ties = _ties(module)
+    for name, style in splits.items():
+        layer = module.get_submodule(name)
+        inside = any(_within(name, block) for block, _ in blocks)
+        if style == "reduce":
+            _sum_gradients(layer, mesh, laid)
+            continue
+        if style == "expert":
+            split_experts(layer, mesh, laid)
+            continue
+        _cut(layer, mesh, style, laid)
+        split_input = inside and style != "rowwise" and _parent(name) not in gathering
+        keep = config.loss and style == "colwise_gather"
+        _lay_out(layer, mesh, style, sequence=inside, split_input=split_input, keep=keep)
+    for name in sorted(gathering):
+        hook = functools.partial(_gather_input, mesh)
+        module.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+    for block, _ in blocks:
+        _sum_in_stream(module, block, splits, gathering, mesh, laid)
+    if blocks:
+        enter = functools.partial(_enter, mesh)
+        blocks[0][1].register_forward_pre_hook(enter, with_kwargs=True)
+        blocks[-1][1].register_forward_hook(functools.partial(_leave, mesh))
+    for places in ties:
+        _tie(places)
+
+
+def _cut(layer: nn.Module, mesh: DeviceMesh, style: str, laid: Laid) -> None:
+    dim = cut_dim(layer, style)
+    for name, _ in list(layer.named_parameters(recurse=False)):
+        how: Placement = Shard(dim)
+        if name == "bias":
+            how = _WHOLE if style == "rowwise" else Shard(0)
+        lay_out(layer, name, mesh, how, laid)
+
+
+def _lay_out(
+    layer: nn.Module,
+    mesh: DeviceMesh,
+    style: str,
+    *,
+    sequence: bool,
+    split_input: bool,
+    keep: bool,
+) -> None:
+    """Hooks that make a layer's input what its weight needs, and its output what comes next."""
+    needed: Placement = _WHOLE
+    if style == "rowwise" and not isinstance(layer, nn.Embedding):
+        needed = _FEATURES
+    given = _SEQUENCE if split_input else needed
+    output: Placement = _FEATURES
+    if style == "rowwise":
+        output = _SEQUENCE if sequence else _WHOLE
+    elif style == "colwise_gather" and not keep:
+        output = _WHOLE
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (_laid_out(args[0], mesh, given, needed), *args[1:])
+
+    def after(_: nn.Module, __: Any, out: Any) -> Any:
+        out = out.redistribute(placements=[output])
+        return out if keep else _local(out)
+
+    layer.register_forward_pre_hook(before)
+    layer.register_forward_hook(after)
+
+
+def _laid_out(value: Any, mesh: DeviceMesh, given: Placement, needed: Placement) -> DTensor:
+    if not isinstance(value, DTensor):
+        value = DTensor.from_local(value, mesh, [given], run_check=False)
+    return value.redistribute(placements=[needed])
+
+
+def _sum_gradients(part: nn.Module, mesh: DeviceMesh, laid: Laid) -> None:
+    """Keep a module's own parameters whole, and sum their gradients over the axis."""
+    names = [name for name, _ in part.named_parameters(recurse=False)]
+    for name in names:
+        lay_out(part, name, mesh, _WHOLE, laid)
+
+    def before(module: nn.Module, _: Any) -> None:
+        # Found before the parameters, which the module goes on to own.
+        for name in names:
+            held: Any = module._parameters[name]
+            vars(module)[name] = held.to_local(grad_placements=[Partial()])
+
+    def after(module: nn.Module, _: Any, __: Any) -> None:
+        for name in names:
+            vars(module).pop(name, None)
+
+    part.register_forward_pre_hook(before)
+    part.register_forward_hook(after, always_call=True)
+
+
+def _sum_in_stream(
+    module: nn.Module,
+    block: str,
+    splits: Split,
+    gathering: set[str],
+    mesh: DeviceMesh,
+    laid: Laid,
+) -> None:
+    """Parameters in a block that see a part of the sequence, such as those of norms."""
+    for name, part in module.get_submodule(block).named_modules(prefix=block):
+        apart = any(_within(name, parent) for parent in gathering)
+        if name not in splits and not apart and list(part.parameters(recurse=False)):
+            _sum_gradients(part, mesh, laid)
+
+
+def _gathering(splits: Split, blocks: list[str]) -> set[str]:
+    """Modules inside of blocks whose input all of their column-wise layers take: gathered once."""
+    return {
+        _parent(name)
+        for name, style in splits.items()
+        if style.startswith("colwise")
+        and _parent(name) not in blocks
+        and any(_within(name, block) for block in blocks)
+    }
+
+
+def _gather_input(mesh: DeviceMesh, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    # Left a DTensor, so that gradients of several layers are summed and scattered at once.
+    return _on_first(args, kwargs, lambda value: _laid_out(value, mesh, _SEQUENCE, _WHOLE))
+
+
+def _enter(mesh: DeviceMesh, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def part(value: Tensor) -> Tensor:
+        if value.shape[1] % mesh.size():
+            raise StepError(
+                f"TP(sequence=True) splits sequences over {mesh.size()} tensor ranks, and this "
+                f"one has {value.shape[1]} tokens. Pad it to a multiple of {mesh.size()}."
+            )
+        return _laid_out(value, mesh, _WHOLE, _SEQUENCE).to_local()
+
+    return _on_first(args, kwargs, part)
+
+
+def _leave(mesh: DeviceMesh, _: nn.Module, __: Any, out: Any) -> Any:
+    if isinstance(out, tuple):
+        return (_leave(mesh, _, __, out[0]), *out[1:])
+    return _local(_laid_out(out, mesh, _SEQUENCE, _WHOLE))
+
+
+def _local(value: DTensor) -> Tensor:
+    """This rank's part. Not as the view that to_local makes: torch warns if a block returns one."""
+    part = value.to_local()
+    return torch.ops.aten._unsafe_view(part, part.shape)
+
+
+def _on_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[Any, Any]:
+    """Change the activations: the first argument, or the one that transformers names."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+
+def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((part, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _tie(places: list[tuple[nn.Module, str]]) -> None:
+    (first, name), *others = places
+    for part, other in others:
+        part.register_parameter(other, first.get_parameter(name))
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _within(name: str, outer: str) -> bool:
+    return name == outer or name.startswith(f"{outer}.")

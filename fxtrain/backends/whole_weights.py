@@ -1,0 +1,269 @@
+"""Whole weights of a model that goes on training: one by one, or all at once in its module."""
+
+import fnmatch
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fxtrain import ops
+from fxtrain._errors import CollectiveError, FxError, PlanError
+from fxtrain.backends.core.name_checks import unknown_patterns
+from fxtrain.ops.whole_tensors import plain_name
+from fxtrain.state import DistContext, Weight, Wrapped, check_open
+
+__all__ = ["gathered", "weights"]
+
+_Ranks = Literal["all", "main"]
+_STAYS, _LEAVES = "takes the next tensor", "has left its loop"
+
+
+def weights(
+    model: Wrapped,
+    *,
+    names: Iterable[str] | None = None,
+    device: str | torch.device | None = None,
+    ranks: _Ranks = "all",
+) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over a model's whole weights, one after the other, under every strategy.
+
+    They are the tensors of the user's module's state dict, under its names and in its order, in
+    the formats in which the module came; a tied weight comes under each of its names. Under
+    DeepSpeed they are the full-precision masters. Every rank gets the same values: of buffers
+    that differ between replicas, and of copies that train alone (`Plan.local`), those of the
+    first one.
+
+    All ranks iterate, up to the same tensor. The model is not changed, and an accumulation
+    window may be open.
+
+    Args:
+        model: What `fx.wrap` returned.
+        names: Names, or patterns such as "*.norm.weight"; by default all.
+        device: Where the tensors are put; by default on the model's.
+        ranks: Which ranks get them. With "main", the loop's body runs on rank 0 only, while the
+            other ranks take part in the gathering.
+
+    Yields:
+        A name and a new tensor, which is the caller's to keep or change.
+
+    Effects:
+        Memory for two whole tensors at a time, beside what the caller keeps. Traffic: FSDP and
+        TP all-gather each tensor, a pipeline broadcasts it from the stage that holds it, ZeRO 1
+        to 3 send each parameter once, and replicas only send buffers. Between ranks, one
+        exchange of packets for each tensor.
+
+    Raises:
+        PlanError: a name or pattern fits no tensor, or the model was unwrapped.
+        CollectiveError: the ranks ask for different tensors, or one left its loop earlier than
+            this one.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
+        ...     {name: list(tensor.shape) for name, tensor in fx.weights(model, device="cpu")}
+        {'weight': [1, 2], 'bias': [1]}
+    """
+    _check(model, ranks, "weights")
+    wanted = None if names is None else [names] if isinstance(names, str) else list(names)
+    ops.agree((wanted, ranks), model.ctx, name="what to gather (names, ranks)")
+    found = {name: one for name, one in model.strategy.weights(model).items() if one.stored}
+    chosen = _chosen(found, wanted)
+    where = model.ctx.device if device is None else torch.device(device)
+    return _one_by_one(model, chosen, where, ranks)
+
+
+@contextmanager
+def gathered(model: Wrapped, *, ranks: _Ranks = "all") -> Iterator[Any]:
+    """Lend out the user's module with whole, plain weights: for `generate`, `save_pretrained`.
+
+    Inside the block the module is as it was before it was wrapped, without the strategy's hooks,
+    and its weights are copies, as `fx.weights` yields them. Whatever the block does to them, to
+    buffers, to modes (`eval`) or to the module's attributes is dropped at its end: then the
+    module, its shards and its gradients are in every bit as before, optimizers were never
+    touched, and an open accumulation window is still open. Other averages of weights may be
+    loaded into it for an evaluation.
+
+    Args:
+        model: What `fx.wrap` returned. Inside the block, calling it or training it is an error.
+        ranks: Which ranks get the module. With "main", the others get None, and wait at the end
+            of the block for rank 0, no longer than the context's timeout.
+
+    Yields:
+        The module that was passed to `fx.wrap`; or None on the other ranks with `ranks="main"`.
+
+    Effects:
+        Memory for the whole model on each rank that gets it, beside what training holds; also in
+        a pipeline, whose ranks else hold their own stages. Traffic as of `fx.weights`, without
+        the exchanges, and one exchange at the end of the block.
+
+    Raises:
+        PlanError: the model was unwrapped, or is gathered already.
+        CollectiveError: the block failed on another rank.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> net = torch.nn.Linear(2, 1)
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(net, ctx)
+        ...     with fx.gathered(model) as whole, torch.no_grad():
+        ...         whole is net, whole(torch.ones(3, 2)).shape
+        (True, torch.Size([3, 1]))
+    """
+    _check(model, ranks, "gathered")
+    ops.agree(ranks, model.ctx, name="ranks that get the module")
+    mine = ranks == "all" or model.ctx.is_main
+    whole = _collect(model, keep=mine)
+    try:
+        with _lent(model, whole):
+            del whole  # when the block ends, its memory is free
+            yield model.module if mine else None
+    except Exception as error:
+        # This rank's own error is what it raises; the others hear of it.
+        with suppress(type(error), CollectiveError):
+            ops.raise_together(error, model.ctx)
+        raise
+    ops.raise_together(None, model.ctx)
+
+
+def _check(model: Any, ranks: Any, call: str) -> None:
+    if not isinstance(model, Wrapped):
+        raise PlanError(
+            f"{call} takes what fx.wrap returned, found {type(model).__name__}. A module that is "
+            f"not wrapped has its weights in module.state_dict()."
+        )
+    check_open(model, call, PlanError)
+    if ranks not in ("all", "main"):
+        raise PlanError(f"{call}(ranks={ranks!r}): choose 'all' or 'main'.")
+
+
+def _chosen(found: dict[str, Weight], patterns: list[str] | None) -> dict[str, Weight]:
+    if patterns is not None:
+        if problems := unknown_patterns(
+            patterns, list(found), field="weights(names=...)", what="tensor"
+        ):
+            raise PlanError("\n".join(problems))
+        found = {
+            name: weight
+            for name, weight in found.items()
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        }
+    for name, weight in found.items():
+        _check_values(name, weight)
+    return {name: one for name, one in found.items() if isinstance(one.like, Tensor)}
+
+
+def _check_values(name: str, weight: Weight) -> None:
+    if weight.here and (is_lazy(weight.like) or getattr(weight.like, "is_meta", False)):
+        raise PlanError(
+            f"{name} has no values yet. Run a lazy module once before it is wrapped, and fill a "
+            f"model on the meta device with fx.load_model."
+        )
+
+
+def _one_by_one(
+    model: Wrapped, chosen: Mapping[str, Weight], device: torch.device, ranks: _Ranks
+) -> Iterator[tuple[str, Tensor]]:
+    ctx = model.ctx
+    mine = ranks == "all" or ctx.is_main
+    left = len(chosen)
+    for name, weight in chosen.items():
+        check_open(model, "weights", PlanError)
+        left -= 1
+        if not _all_go_on(ctx, name, ranks):
+            return
+        value = _copy(weight, device, keep=mine)
+        if value is not None:
+            try:
+                yield name, value
+            except GeneratorExit:
+                if left:  # after the last tensor nobody waits
+                    _leave(ctx)
+                raise
+            del value
+
+
+def _all_go_on(ctx: DistContext, name: str, ranks: _Ranks) -> bool:
+    """Whether every rank takes the next tensor; with "main", rank 0 decides.
+
+    Raises:
+        CollectiveError: a rank has left its loop, and this one has not.
+    """
+    if ctx.world_size == 1:
+        return True
+    found = ops.gather_objects(_STAYS, ctx)
+    gone = [rank for rank, word in enumerate(found) if word != _STAYS]
+    if gone and ranks == "all":
+        raise CollectiveError(
+            f"weights: rank {', '.join(map(str, gone))} left the loop before {name!r}, which this "
+            f"rank asks for. All ranks iterate up to the same tensor: break on all of them, or "
+            f"choose tensors with names=."
+        )
+    return not gone
+
+
+def _leave(ctx: DistContext) -> None:
+    """Tell the other ranks, at their next tensor, that this one takes no more."""
+    if ctx.world_size == 1:
+        return
+    try:
+        ops.gather_objects(_LEAVES, ctx)
+    except FxError as error:
+        # The loop is left already, perhaps for an error of its own, which must not be hidden.
+        ops.log(ctx).debug("weights: other ranks heard of no break: %s", error, everyone=True)
+
+
+@torch.no_grad()
+def _copy(weight: Weight, device: torch.device, *, keep: bool) -> Tensor | None:
+    whole = weight.gather()
+    return whole.detach().to(device, copy=True) if keep else None
+
+
+def _collect(model: Wrapped, *, keep: bool) -> dict[tuple[str, str], Tensor]:
+    """Copies of what stands in the places of a module: (path of the part, name there) → whole."""
+    found = model.strategy.weights(model)
+    known = {id(weight.like): weight for weight in found.values() if weight.here}
+    for name, weight in found.items():
+        _check_values(name, weight)
+    made: dict[Hashable, Tensor | None] = {}
+    places: dict[tuple[str, str], Tensor] = {}
+    for path, part in model.module.named_modules():
+        for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+            name = plain_name(f"{path}.{key}" if path else key)
+            weight = known.get(id(tensor)) if name not in found else found[name]
+            if weight is None:
+                continue  # nothing stands there, as in the place of a bias that a layer lacks
+            if weight.key not in made:
+                made[weight.key] = _fresh(weight, model.ctx.device, keep=keep)
+            if (value := made[weight.key]) is not None:
+                places[path, key] = value
+    return places
+
+
+def _fresh(weight: Weight, device: torch.device, *, keep: bool) -> Tensor | None:
+    value = _copy(weight, device, keep=keep)
+    if value is None or not isinstance(weight.like, nn.Parameter):
+        return value
+    return nn.Parameter(value, requires_grad=weight.like.requires_grad)
+
+
+@contextmanager
+def _lent(model: Wrapped, whole: dict[tuple[str, str], Tensor]) -> Iterator[None]:
+    """Close the handle and, where there are whole weights, put them into the bare module."""
+    put_back = model.bare()
+    model.closed.append("gathered")
+    try:
+        parts = dict(model.module.named_modules())
+        while whole:
+            (path, key), value = whole.popitem()
+            part = parts[path]
+            held: dict[str, Any] = part._parameters if key in part._parameters else part._buffers
+            held[key] = value
+            del value
+        yield
+    finally:
+        put_back()
+        model.closed.remove("gathered")

@@ -1,0 +1,3 @@
+"""torch_xla: one graph per step."""
+
+__all__: list[str] = []

@@ -1,0 +1,157 @@
+"""A module on XLA devices: moved with its ties, its parameters split over devices, and back."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxtrain import _tree
+from fxtrain.backends.core.module_changes import prepare_module
+from fxtrain.ops import xla_runtime
+from fxtrain.state import DistContext, Plan, Wrapped
+
+__all__ = ["place", "recompute", "split_states", "spread"]
+
+Undo = Callable[[], None]
+
+
+def place(module: nn.Module, ctx: DistContext, *, downcast: bool) -> Undo:
+    """Move a module to the device; what undoes the change of formats.
+
+    Effects:
+        The module gets new parameters: torch cannot exchange the memory of old ones with an
+        XLA device's. Names that shared one parameter share one again.
+    """
+    ties = _ties(module)
+    formats = {name: tensor.dtype for name, tensor in _tensors(module).items()}
+    module.to(ctx.device)
+    if downcast:
+        module.to(torch.bfloat16)
+    _tie(module, ties)
+
+    def undo() -> None:
+        with torch.no_grad():
+            for name, tensor in _tensors(module).items():
+                tensor.data = tensor.data.to(formats[name])
+
+    return undo if downcast else _nothing
+
+
+def recompute(module: nn.Module, plan: Plan, ctx: DistContext) -> Undo:
+    """Recompute activations by torch_xla's means, and compile, as the plan says."""
+    return prepare_module(module, plan, ctx, _again)
+
+
+def spread(module: nn.Module, ctx: DistContext, blocks: Sequence[str]) -> tuple[nn.Module, Undo]:
+    """Split parameters over the shard axis; the module to run instead, and what undoes it."""
+    mesh = xla_runtime.device_mesh(ctx.mesh)
+    around = xla_runtime.load("experimental.spmd_fully_sharded_data_parallel")
+    sharding = xla_runtime.load("distributed.spmd.xla_sharding")
+    hooks = _Hooks(module)
+    engine = around.SpmdFullyShardedDataParallel(
+        module,
+        mesh=mesh,
+        shard_output=_split_rows,
+        extra_data_axis="data" if ctx.mesh.replicate > 1 else None,
+    )
+    # Its hook on the whole model has nothing to keep apart, and torch warns that the model's
+    # inputs need no gradient.
+    hooks.undo()
+    for block in [part for part in module.modules() if type(part).__name__ in blocks]:
+        sharding.apply_backward_optimization_barrier(block)
+        block.register_forward_hook(lambda _, __, out: _split_rows(out, mesh))
+
+    def undo() -> None:
+        hooks.undo()
+        for parameter in module.parameters():
+            sharding.clear_sharding(parameter)
+
+    return engine, undo
+
+
+def split_states(model: Wrapped) -> None:
+    """Split optimizer states as their parameters are.
+
+    The compiler would do that too, but not always, so that a run that was restored would be
+    another program, which rounds in another order.
+    """
+    if model.ctx.devices == 1 or model.ctx.mesh.shard == 1:
+        return
+    spmd = xla_runtime.load("distributed.spmd")
+    around = xla_runtime.load("experimental.spmd_fully_sharded_data_parallel")
+    mesh = xla_runtime.device_mesh(model.ctx.mesh)
+    for optimizer in model.optimizers:
+        for parameter, state in optimizer.state.items():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+                    spec = around._prepare_spmd_partition_spec(value, shard_maximal=True)
+                    spmd.mark_sharding(value, mesh, spec)
+
+
+def _split_rows(out: Any, mesh: Any) -> None:
+    """Have the rows of what a block returns stay on the devices that they are on."""
+    spmd = xla_runtime.load("distributed.spmd")
+    for leaf in _tree.flatten(out)[0]:
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.is_floating_point():
+            spmd.mark_sharding(leaf, mesh, xla_runtime.rows_over(leaf))
+
+
+class _Hooks:
+    """The hooks that modules had, to take away what came later."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._had = [
+            (part, set(part._forward_hooks), set(part._backward_hooks), part._is_full_backward_hook)
+            for part in module.modules()
+        ]
+
+    def undo(self) -> None:
+        for part, forward, backward, full in self._had:
+            for hooks, had in ((part._forward_hooks, forward), (part._backward_hooks, backward)):
+                for key in hooks.keys() - had:
+                    del hooks[key]
+            part._is_full_backward_hook = full
+
+
+def _again(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callable[..., Any]:
+    """A forward whose activations torch_xla computes again in backward."""
+    checkpoint = xla_runtime.load("utils.checkpoint").checkpoint
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if not kwargs:
+            return checkpoint(forward, *args)
+        # It takes positions only; the rest is bound, if the signature says where.
+        bound = inspect.signature(forward).bind(*args, **kwargs)
+        return checkpoint(lambda *given: forward(*given, **bound.kwargs), *bound.args)
+
+    return run
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict([*module.named_parameters(), *module.named_buffers()])
+
+
+def _ties(module: nn.Module) -> list[list[str]]:
+    """Names that share a parameter."""
+    shared: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), []).append(name)
+    return [names for names in shared.values() if len(names) > 1]
+
+
+def _tie(module: nn.Module, ties: list[list[str]]) -> None:
+    for first, *others in ties:
+        parameter = module.get_parameter(first)
+        for name in others:
+            owner, _, leaf = name.rpartition(".")
+            module.get_submodule(owner)._parameters[leaf] = parameter
+
+
+def _nothing() -> None:
+    """Undo nothing."""

@@ -1,0 +1,168 @@
+"""torch_xla: a step is traced, compiled once and run as one graph."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+from torch import nn
+
+from fxtrain.backends.core import buffers, step_functions
+from fxtrain.backends.core.model_state import load_state
+from fxtrain.backends.core.module_changes import send_values, unmatched_names
+from fxtrain.backends.core.weights import in_formats, torch_weights
+from fxtrain.backends.core.wrap_units import block_names
+from fxtrain.backends.single import SINGLE, bundle
+from fxtrain.backends.xla.module_placement import place, recompute, split_states, spread
+from fxtrain.backends.xla.recompilations import Watch
+from fxtrain.ops import xla_runtime
+from fxtrain.state import (
+    XLA,
+    DistContext,
+    Finish,
+    Outcome,
+    Plan,
+    Saved,
+    Strategy,
+    Weight,
+    Wrapped,
+    unsupported,
+)
+
+__all__ = ["XLA_STRATEGY"]
+
+_MICRO = 0  # place in the counts
+
+
+def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
+    xla_runtime.load(needed_by="Plan(strategy=XLA(...))")
+    config: XLA = plan.strategy
+    problems = list(unmatched_names(module, plan))
+    if ctx.device.type != "xla":
+        problems.append(
+            f"XLA() computes on an XLA device, and this context on {ctx.device.type}. Set the "
+            f"variable PJRT_DEVICE to TPU or CPU, or use fx.detect(device='xla')."
+        )
+    if plan.precision.compute == "fp16":
+        problems.append("XLA devices have no fp16. Use precision='bf16' or 'fp32'.")
+    if config.downcast and plan.precision.compute != "bf16":
+        problems.append(
+            f"XLA(downcast=True) holds the model in bf16, and the plan computes in "
+            f"{plan.precision.compute}. Use precision='bf16', or leave downcast out."
+        )
+    if plan.compile is not None and plan.compile.backend != "openxla":
+        problems.append(
+            f"Compile(backend={plan.compile.backend!r}): torch_xla compiles what it traces "
+            f"itself. Leave compile out, or use backend='openxla'."
+        )
+    if plan.recompute_keep:
+        problems.append("XLA recomputes all of a module: leave recompute_keep out of the plan.")
+    if plan.local is not None:
+        problems.append("XLA() averages gradients of every update: leave local out of the plan.")
+    known = {type(part).__name__ for part in module.modules()}
+    if unknown := [name for name in config.blocks if name not in known]:
+        problems.append(
+            f"XLA(blocks=...) names {', '.join(unknown)}, which no submodule of "
+            f"{type(module).__name__} is. It has {', '.join(sorted(known)[:10])}."
+        )
+    used = {"replicate", "shard"} if ctx.devices > 1 else {"replicate"}
+    problems += [
+        f"The mesh has {axis}={size}, over which XLA() does not split. {_HINTS.get(axis, '')}"
+        f"Leave the axis out of fx.Mesh(...)."
+        for axis, size in ctx.mesh.sizes.items()
+        if size > 1 and axis not in used
+    ]
+    return tuple(problems)
+
+
+_HINTS = {"shard": "Parameters are split over the devices of one process only (SPMD). "}
+
+
+def _wrap(
+    module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
+) -> Wrapped:
+    data, config = ctx.axis("data"), plan.strategy
+    undos = [place(module, ctx, downcast=config.downcast)]
+    if data.world_size > 1:
+        send_values((*module.parameters(), *module.buffers()), data)
+    undos.append(recompute(module, plan, ctx))
+    engine = module
+    if ctx.devices > 1 and ctx.mesh.shard > 1:
+        engine, undo = spread(module, ctx, config.blocks or block_names(module))
+        undos.append(undo)
+
+    def undo_all() -> None:
+        for undo in reversed(undos):
+            undo()
+        undos.clear()
+
+    plain = bundle(module, ctx, plan, optimizer, scheduler, strategy=XLA_STRATEGY, undo=undo_all)
+    xla_runtime.cut()
+    watch = Watch(calm=3 * plan.accumulate if config.warn_recompiles else None)
+    return attrs.evolve(plain, engine=engine, watch=watch)
+
+
+@contextmanager
+def _sync(model: Wrapped, enabled: bool) -> Iterator[None]:  # noqa: FBT001
+    """Average gradients over replicas; a micro-batch without an update ends its graph here."""
+    model.watch.begin()
+    yield
+    data = model.ctx.axis("data")
+    if enabled and data.world_size > 1:
+        grads = [p.grad for p in model.module.parameters() if p.grad is not None]
+        xla_runtime.mean(grads, data.world_size)
+    plan = model.plan
+    if not enabled or (plan.sync_each and model.counts[_MICRO] < plan.accumulate):
+        _end(model)
+
+
+def _apply(model: Wrapped, finish: Finish) -> Outcome:
+    outcome = buffers.apply(model, finish)
+    if model.watch.steps < model.plan.accumulate:  # which made the optimizer's states
+        split_states(model)
+    _end(model)
+    return outcome
+
+
+def _end(model: Wrapped) -> None:
+    """Hand the graph of a micro-batch to the device."""
+    xla_runtime.cut()
+    model.watch.end()
+
+
+def _finite(model: Wrapped) -> bool:
+    # Reading computes what it needs apart; what is cut before is computed once.
+    xla_runtime.cut()
+    return step_functions.finite(model)
+
+
+def _load_state(model: Wrapped, saved: Saved) -> None:
+    load_state(model, saved)
+    split_states(model)
+
+
+def _weights(model: Wrapped) -> dict[str, Weight]:
+    xla_runtime.cut()
+    return in_formats(torch_weights(model), model)
+
+
+def _unwrap(model: Wrapped) -> nn.Module:
+    xla_runtime.cut()
+    model.undo()
+    return model.module
+
+
+XLA_STRATEGY: Strategy = attrs.evolve(
+    SINGLE,
+    name="XLA",
+    config=XLA,
+    check=_check,
+    wrap=_wrap,
+    sync=_sync,
+    finite=_finite,
+    apply=_apply,
+    load_state=_load_state,
+    weights=_weights,
+    unwrap=_unwrap,
+    average=unsupported("averaging of parameters", by="XLA"),
+)

@@ -1,0 +1,143 @@
+"""Two checkpoints leaf by leaf: the first thing in which they differ, and every other."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fxtrain.checkpoint.folders import read_manifest
+from fxtrain.checkpoint.local_storage import place_of
+from fxtrain.checkpoint.manifest import Entry
+from fxtrain.checkpoint.reading import Reader, open_reader
+from fxtrain.state import unstructure
+
+__all__ = ["Difference", "compare", "count_leaves"]
+
+
+@attrs.frozen(kw_only=True)
+class Difference:
+    """A leaf that is not equal in two checkpoints.
+
+    Attributes:
+        path: Which.
+        left: What the first has, in words.
+        right: What the second has.
+    """
+
+    path: str
+    left: str
+    right: str
+
+
+def compare(left: Any, right: Any) -> Iterator[Difference]:
+    """Every leaf in which two checkpoints differ in any bit.
+
+    Position, user state, plans and plain values first, then tensors, then what belongs to
+    each rank.
+
+    Args:
+        left: A checkpoint.
+        right: Another one; its ranks may have split the tensors differently.
+
+    Effects:
+        Reads both, one tensor at a time. No collectives: call it on one rank.
+
+    Raises:
+        CheckpointError: one of them is damaged.
+
+    Example:
+        >>> import fxtrain as fx, tempfile, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
+        ...     one = fx.save(tempfile.mkdtemp(), ctx, model, extra=1).result()
+        ...     other = fx.save(tempfile.mkdtemp(), ctx, model, extra=2).result()
+        ...     [found.path for found in fx.checkpoint.compare(one, other)]
+        ['extra']
+    """
+    here, there = place_of(left), place_of(right)
+    one, other = read_manifest(here), read_manifest(there)
+    yield from _values("position", unstructure(one.position), unstructure(other.position))
+    yield from _values("extra", one.extra, other.extra)
+    yield from _values("", one.models, other.models)
+    with open_reader(here, one) as first, open_reader(there, other) as second:
+        yield from _tables("", one.tensors, other.tensors, first, second)
+        if len(one.own) != len(other.own):
+            yield Difference(path="ranks", left=str(len(one.own)), right=str(len(other.own)))
+        for rank, (mine, theirs) in enumerate(zip(one.own, other.own, strict=False)):
+            yield from _tables(f"rank {rank}: ", mine, theirs, first, second)
+
+
+def count_leaves(path: Any) -> int:
+    """Tensors and plain values of a checkpoint."""
+    found = read_manifest(place_of(path))
+    plain = sum(1 for _ in _leaves([found.extra, found.models, unstructure(found.position)]))
+    return plain + len(found.tensors) + sum(map(len, found.own))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(one)
+    else:
+        yield value
+
+
+def _values(path: str, left: Any, right: Any) -> Iterator[Difference]:
+    if isinstance(left, dict) and isinstance(right, dict):
+        for key in {**left, **right}:
+            inside = f"{path}.{key}" if path else str(key)
+            yield from _values(inside, left.get(key, _ABSENT), right.get(key, _ABSENT))
+    elif isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+        for i, (a, b) in enumerate(zip(left, right, strict=True)):
+            yield from _values(f"{path}.{i}", a, b)
+    elif type(left) is not type(right) or left != right:
+        yield Difference(path=path, left=_words(left), right=_words(right))
+
+
+def _tables(
+    prefix: str,
+    left: Mapping[str, Entry],
+    right: Mapping[str, Entry],
+    first: Reader,
+    second: Reader,
+) -> Iterator[Difference]:
+    for name in {**left, **right}:
+        a, b = left.get(name), right.get(name)
+        if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
+            yield Difference(path=prefix + name, left=_outline(a), right=_outline(b))
+            continue
+        one, other = first.new_entry(a, name), second.new_entry(b, name)
+        found = _difference(one, other)
+        if found is not None:
+            yield Difference(path=prefix + name, left=found[0], right=found[1])
+
+
+def _difference(one: Tensor, other: Tensor) -> tuple[str, str] | None:
+    """The first number whose bits differ; NaNs of the same bits are equal, 0.0 and -0.0 not."""
+    if not one.numel():
+        return None
+    raw, more = (t.reshape(-1).view(torch.uint8).reshape(t.numel(), -1) for t in (one, other))
+    unequal = (raw != more).any(1)
+    count = int(unequal.sum())
+    if not count:
+        return None
+    first = int(unequal.nonzero()[0])
+    place = f" at {first} of {one.numel()}, {count} differ"
+    a, b = one.reshape(-1)[first].item(), other.reshape(-1)[first].item()
+    return f"{a!r}{place}", repr(b)
+
+
+def _outline(entry: Entry | None) -> str:
+    return "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+
+
+def _words(value: Any) -> str:
+    if value is _ABSENT:
+        return "nothing"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+_ABSENT = object()

@@ -1,0 +1,196 @@
+"""Checkpoints in a folder: their names, and which of them is the newest."""
+
+import logging
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+
+from fxtrain._errors import CheckpointError
+from fxtrain.checkpoint.local_storage import Place, UnreadableError, place_of
+from fxtrain.checkpoint.manifest import (
+    HIGHEST,
+    MANIFEST,
+    Manifest,
+    NewerFormatError,
+    load_manifest,
+)
+from fxtrain.checkpoint.owner import Owner
+from fxtrain.checkpoint.reading import file_problems
+
+__all__ = ["RESTORED", "Found", "before", "checkpoint_at", "checkpoints", "latest", "new_name"]
+__all__ += ["next_order", "read_manifest", "survey"]
+
+RESTORED = "checkpoint.restored"  # in a context's ledger: what it was last restored from
+_NAME = re.compile(r"update-(\d{10,18})(?:\.(\d{1,9}))?")
+_LARGEST = 1 << 30
+_LOG = logging.getLogger(__name__)
+
+
+@attrs.frozen(kw_only=True)
+class Found:
+    """A checkpoint of a folder, as far as its manifest and the sizes of its files tell.
+
+    Attributes:
+        name: Of its folder.
+        order: When it was committed among the others: the newest has the highest. None where
+            its manifest is damaged.
+        saver: The process that committed it, where that is known.
+        metric: What `keep_best` goes by.
+        problems: Why it is not whole; empty if it is.
+    """
+
+    name: str
+    order: int | None
+    saver: Owner | None = None
+    metric: float | None = None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates so far."""
+        return _numbers(self.name)[0]
+
+
+def latest(path: Any) -> str | None:
+    """The newest whole checkpoint in a folder: the one that was committed last.
+
+    After a run went back to an earlier update, that is the newest of what it saved since,
+    not the one of the most updates. No clock decides: each checkpoint has a number higher
+    than those of all that were in the folder when it was committed.
+
+    A checkpoint that is not whole is passed over, with a warning in the log: its manifest does
+    not hold together, or a file is missing or cut. `verify` looks at every byte.
+
+    Args:
+        path: A folder into which `save` writes, or an fsspec URL.
+
+    Returns:
+        The path of the checkpoint; None if there is none.
+
+    Raises:
+        CheckpointError: a checkpoint of the folder cannot be read (permission, too many open
+            files, a failing disk), or a newer fxtrain wrote it: it may be the newest.
+
+    Example:
+        >>> import fxtrain as fx, tempfile
+        >>> fx.latest(tempfile.mkdtemp()) is None
+        True
+    """
+    folder = place_of(path)
+    return _first_whole(folder, reversed(survey(folder)))
+
+
+def before(path: Any, update: int) -> str | None:
+    """The whole checkpoint of the most optimizer updates below `update`; None if there is none.
+
+    Of several at the same number of updates the newest.
+    """
+    folder = place_of(path)
+    found = [one for one in survey(folder) if one.updates < update]
+    # Sorting keeps the order among equals.
+    return _first_whole(folder, reversed(sorted(found, key=lambda one: one.updates)))
+
+
+def checkpoint_at(path: Any) -> Place:
+    """A checkpoint itself, or the latest where the path is the folder of a run.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    place = place_of(path)
+    try:
+        newest = str(place) if MANIFEST in place.files() else latest(path)
+    except OSError as error:
+        raise CheckpointError(f"There is no checkpoint at {path}: {error}") from error
+    if newest is None:
+        raise CheckpointError(f"There is no whole checkpoint in {place}.")
+    return place_of(newest)
+
+
+def _first_whole(folder: Place, found: Iterable[Found]) -> str | None:
+    for one in found:
+        inside = folder.join(one.name)
+        if not one.problems:
+            return str(inside)
+        _LOG.warning("%s is passed over: %s", inside, "; ".join(one.problems))
+    return None
+
+
+def survey(folder: Place) -> list[Found]:
+    """All checkpoints of a folder, the newest last; damaged manifests, of no known order, after.
+
+    Raises:
+        CheckpointError: one cannot be read, or is of a newer format.
+    """
+    found = [_look(folder, name) for name in checkpoints(folder)]
+    return sorted(found, key=lambda one: math.inf if one.order is None else one.order)
+
+
+def _look(folder: Place, name: str) -> Found:
+    inside = folder.join(name)
+    try:
+        manifest = read_manifest(inside)
+        problems = tuple(file_problems(inside.files(), manifest))
+    except (UnreadableError, NewerFormatError):
+        raise
+    except (CheckpointError, OSError) as error:
+        return Found(name=name, order=None, problems=(str(error),))
+    return Found(
+        name=name,
+        order=manifest.order,
+        saver=manifest.saver,
+        metric=manifest.metric,
+        problems=problems,
+    )
+
+
+def next_order(found: Sequence[Found]) -> int:
+    """The order of a checkpoint that is newer than all of these."""
+    # A stranger's may be as high as can be; ours has to be one that is read.
+    return min(1 + max((one.order or 0 for one in found), default=0), HIGHEST)
+
+
+def checkpoints(folder: Place) -> list[str]:
+    """Names of the checkpoints in a folder, by their updates."""
+    return sorted((name for name in folder.folders() if _NAME.fullmatch(name)), key=_numbers)
+
+
+def new_name(folder: Place, updates: int) -> str:
+    """A name that is not taken: a second checkpoint of one update gets a number."""
+    name = f"update-{updates:010d}"
+    taken = [_numbers(one)[1] for one in checkpoints(folder) if _numbers(one)[0] == updates]
+    return f"{name}.{max(taken) + 1}" if taken else name
+
+
+def read_manifest(place: Place) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it does not hold together.
+        UnreadableError: it is there, and reading fails.
+        NewerFormatError: a newer fxtrain wrote it.
+    """
+    try:
+        raw = place.read(MANIFEST, _LARGEST)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{place} is no checkpoint: it has no {MANIFEST}. Pass a folder into which fx.save "
+            f"writes, or one of its update-… folders."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{place}/{MANIFEST} cannot be read: {error}.") from error
+    try:
+        return load_manifest(raw)
+    except NewerFormatError as error:
+        raise NewerFormatError(f"{place}: {error}") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{place}: {error}") from error.__cause__
+
+
+def _numbers(name: str) -> tuple[int, int]:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 0)

@@ -1,0 +1,107 @@
+"""From a checkpoint, in parts of however many ranks, to one model's files."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fxtrain._errors import CheckpointError
+from fxtrain._paths import path_problem
+from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
+from fxtrain.checkpoint.local_storage import Place
+from fxtrain.checkpoint.manifest import Manifest
+from fxtrain.checkpoint.reading import open_reader
+from fxtrain.models.folder import (
+    commit,
+    parse_size,
+    split,
+    staging,
+    write_index,
+)
+from fxtrain.models.safetensors_files import Entry, writing
+from fxtrain.models.tensor_bytes import DTYPES
+
+__all__ = ["merge"]
+
+_PARAMETERS = "module."
+
+
+def merge(
+    path: Any,
+    folder: str | os.PathLike[str],
+    *,
+    model: str | None = None,
+    max_shard: str | int = "5GB",
+) -> tuple[Path, ...]:
+    """Write the weights in a checkpoint as `export` writes those of a model.
+
+    Neither the model's code nor its ranks are needed.
+
+    Args:
+        path: A checkpoint, or the folder of a run, of which the latest is taken.
+        folder: Where to; other files in it stay, weights of an earlier export do not.
+        model: Name of the model, where the checkpoint holds several.
+        max_shard: Largest number of bytes of values in one file, as a number or as "5GB".
+
+    Returns:
+        The files with weights.
+
+    Effects:
+        Reads the weights only, one tensor at a time. No collectives: call it on one rank.
+
+    Raises:
+        CheckpointError: there is no such checkpoint or model, or it is damaged.
+
+    Example:
+        >>> import fxtrain as fx, tempfile, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
+        ...     saving = fx.save(tempfile.mkdtemp(), ctx, model)
+        ...     [file.name for file in fx.merge(saving.path, tempfile.mkdtemp())]
+        ['model.safetensors']
+    """
+    place = checkpoint_at(path)
+    manifest = read_manifest(place)
+    prefix = f"{_chosen(manifest, model, place)}/{_PARAMETERS}"
+    entries = [
+        Entry(name=name.removeprefix(prefix), dtype=DTYPES[one.dtype], shape=one.shape)
+        for name, one in manifest.tensors.items()
+        if name.startswith(prefix)
+    ]
+    _check(entries, place)
+    others = {
+        name.removeprefix(prefix): kept.removeprefix(prefix)
+        for name, kept in manifest.aliases.items()
+        if name.startswith(prefix)
+    }
+    files = split(entries, parse_size(max_shard), others)
+    if problem := path_problem(folder):
+        raise CheckpointError(f"merge(folder=...): {problem}.")
+    target = Path(folder).absolute()
+    with open_reader(place, manifest) as reader, staging(target) as source:
+        for file in files:
+            with writing(source / file.name, file.entries, file.metadata) as put:
+                for entry in file.entries:
+                    put(reader.new(prefix + entry.name))
+        write_index(source, files)
+        commit(source, target)
+    return tuple(target / file.name for file in files)
+
+
+def _chosen(manifest: Manifest, asked: str | None, place: Place) -> str:
+    if asked is None and len(manifest.models) == 1:
+        return next(iter(manifest.models))
+    if asked is None or asked not in manifest.models:
+        what = "several models" if asked is None else f"no model {asked!r}"
+        raise CheckpointError(
+            f"{place} holds {what}. Choose one: model={' or '.join(map(repr, manifest.models))}."
+        )
+    return asked
+
+
+def _check(entries: Sequence[Entry], place: Place) -> None:
+    complex_ones = [entry.name for entry in entries if entry.dtype.is_complex]
+    if complex_ones:
+        raise CheckpointError(
+            f"{place}: safetensors has no word for complex tensors such as {complex_ones[0]}."
+        )

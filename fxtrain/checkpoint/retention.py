@@ -1,0 +1,106 @@
+"""Which checkpoints of a folder stay when a new one is there."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import attrs
+
+from fxtrain._errors import CheckpointError
+from fxtrain.checkpoint.folders import Found
+from fxtrain.checkpoint.owner import Owner, is_running
+
+__all__ = ["Keep", "keep_of", "to_prune"]
+
+# Commits of others after which a process on another machine, which nobody can look up, counts
+# as ended.
+_SILENT = 3
+
+
+@attrs.frozen(kw_only=True)
+class Keep:
+    """Which checkpoints of a folder stay; the newest always does.
+
+    Attributes:
+        last: How many of the newest; None keeps all, or one where another rule is given.
+        every: Also those whose number of updates is a multiple of this.
+        best: Also this many with the best metric.
+        mode: Whether the best metric is the smallest or the largest.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: int | None = None
+    mode: Literal["min", "max"] = "min"
+
+
+def keep_of(last: Any, every: Any, best: Any, mode: Any, metric: Any) -> Keep:
+    """The rule that the arguments of `save` give.
+
+    Raises:
+        CheckpointError: one of them makes no sense.
+    """
+    for name, value in (("keep_last", last), ("keep_every", every), ("keep_best", best)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise CheckpointError(f"save({name}={value!r}): pass how many, 1 or more.")
+    if mode not in ("min", "max"):
+        raise CheckpointError(f"save(best={mode!r}): choose 'min' or 'max'.")
+    if metric is not None and (type(metric) not in (int, float) or not math.isfinite(metric)):
+        raise CheckpointError(
+            f"save(metric={metric!r}): pass a finite number, such as loss.item(), that is the "
+            f"same on every rank."
+        )
+    if best is not None and metric is None:
+        raise CheckpointError("save(keep_best=...) needs metric=, the number to compare.")
+    return Keep(last=last, every=every, best=best, mode=mode)
+
+
+def to_prune(found: Sequence[Found], keep: Keep, mine: Owner) -> list[str]:
+    """Names of the checkpoints that are no longer kept, oldest first; never the newest.
+
+    Args:
+        found: All of the folder, the newest, just committed, last.
+        keep: The rule.
+        mine: The process that saves. What another one saved that still runs is left alone,
+            and does not count.
+    """
+    others = _running(found, mine)
+    # Who saved what has a damaged manifest is not known: it may be one of them.
+    pool = [one for one in found if one.saver not in others and not (others and one.order is None)]
+    whole = [one for one in pool if not one.problems]
+    newest = {one.updates: one for one in whole}
+    current = [one for one in whole if newest[one.updates] is one]
+    superseded = {one.name for one in whole} - {one.name for one in current}
+    if keep == Keep(mode=keep.mode):
+        gone = superseded
+    else:
+        kept = {one.name for one in current[-(keep.last or 1) :]}
+        if keep.every is not None:
+            kept |= {one.name for one in current if one.updates % keep.every == 0}
+        if keep.best is not None:
+            kept |= _best(current, keep)
+        gone = {one.name for one in pool} - kept
+    return [one.name for one in found[:-1] if one.name in gone]
+
+
+def _best(found: Sequence[Found], keep: Keep) -> set[str]:
+    # Among equals the newer one.
+    ranked = sorted(
+        ((one.metric, one.name) for one in reversed(found) if one.metric is not None),
+        key=lambda pair: pair[0] if keep.mode == "min" else -pair[0],
+    )
+    return {name for _, name in ranked[: keep.best]}
+
+
+def _running(found: Sequence[Found], mine: Owner) -> set[Owner]:
+    """Other processes that have saved here and may save again."""
+    last: dict[Owner, int] = {}
+    for one in found:
+        if one.saver is not None and one.saver != mine:
+            last[one.saver] = max(one.order or 0, last.get(one.saver, 0))
+    running: set[Owner] = set()
+    for owner, order in last.items():
+        known = is_running(owner)
+        if (found[-1].order or 0) - order < _SILENT if known is None else known:
+            running.add(owner)
+    return running

@@ -1,0 +1,68 @@
+"""Random generators of a rank as tensors, and back."""
+
+import random
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fxtrain import ops
+from fxtrain._errors import CheckpointError
+from fxtrain.ops.devices import device_random_state, set_device_random_state
+from fxtrain.state import DistContext
+
+__all__ = ["random_state", "set_random_state"]
+
+_PYTHON, _GAUSS = "random.python", "random.python.gauss"
+_NUMPY, _NUMPY_GAUSS = "random.numpy", "random.numpy.gauss"
+_TORCH, _DEVICE = "random.torch", "random.device"
+
+
+def random_state(ctx: DistContext) -> dict[str, Tensor]:
+    """Python's, NumPy's (if it is imported), torch's and the device's generators."""
+    _, words, gauss = random.getstate()
+    held = {
+        _PYTHON: torch.tensor(words, dtype=torch.int64),
+        _GAUSS: torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        _TORCH: torch.get_rng_state(),
+    }
+    if numpy := sys.modules.get("numpy"):
+        _, key, place, has_gauss, cached = numpy.random.get_state(legacy=True)
+        held[_NUMPY] = torch.tensor([*key.tolist(), place, has_gauss], dtype=torch.int64)
+        held[_NUMPY_GAUSS] = torch.tensor([cached], dtype=torch.float64)
+    device = device_random_state(ctx)
+    if device is not None:
+        held[_DEVICE] = device
+    return held
+
+
+def set_random_state(
+    ctx: DistContext, own: Callable[[str, int], Tensor | None], ranks: int, fallback: int
+) -> None:
+    """Put the generators of this rank back; a rank beyond those that saved is seeded anew.
+
+    Args:
+        own: (name, rank) → the tensor that a rank saved.
+        ranks: How many saved.
+        fallback: Seed from which such ranks get theirs.
+    """
+    if ctx.rank >= ranks:
+        ops.seed(fallback, ctx, per_rank=True)
+        return
+    words, gauss = own(_PYTHON, ctx.rank), own(_GAUSS, ctx.rank)
+    if words is not None and gauss is not None:
+        random.setstate((3, tuple(words.tolist()), next(iter(gauss.tolist()), None)))
+    state = own(_TORCH, ctx.rank)
+    if state is not None:
+        torch.set_rng_state(state)
+    key, cached = own(_NUMPY, ctx.rank), own(_NUMPY_GAUSS, ctx.rank)
+    if key is not None and cached is not None and (numpy := sys.modules.get("numpy")):
+        *words, place, has_gauss = key.tolist()
+        if len(words) != 624 or not 0 <= place <= 624:  # NumPy would read beyond its words
+            raise CheckpointError("The state of NumPy's generator in the checkpoint is none.")
+        found = numpy.array(words, dtype=numpy.uint32)
+        numpy.random.set_state(("MT19937", found, place, has_gauss, float(cached[0])))
+    device = own(_DEVICE, ctx.rank)
+    if device is not None:
+        set_device_random_state(ctx, device)

@@ -1,0 +1,130 @@
+"""Looking at every byte of a checkpoint."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from fxtrain._errors import CheckpointError
+from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
+from fxtrain.checkpoint.local_storage import Place, UnreadableError
+from fxtrain.checkpoint.manifest import CHUNK, MANIFEST, Entry, Manifest, Part, digest_of
+from fxtrain.checkpoint.reading import file_problems, files_of, header_of
+from fxtrain.models.tensor_bytes import STORED
+from fxtrain.state import Position, parse_json
+
+__all__ = ["Verified", "verify"]
+
+# What a header that is none of safetensors raises when it is taken apart.
+_MALFORMED = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
+@attrs.frozen(kw_only=True)
+class Verified:
+    """A checkpoint of which every byte is what was written.
+
+    Attributes:
+        path: Its folder.
+        position: Where the run stood.
+        tensors: How many it holds.
+        size: Bytes of its data files.
+        world_size: Ranks that saved.
+    """
+
+    path: str
+    position: Position
+    tensors: int
+    size: int
+    world_size: int
+
+
+def verify(path: Any) -> Verified:
+    """Compare every byte of a checkpoint with its digest.
+
+    Args:
+        path: A checkpoint, or the folder of a run, of which the latest is taken.
+
+    Effects:
+        Reads all files once, a few MiB at a time. No collectives: call it on one rank.
+
+    Raises:
+        CheckpointError: something is missing, added, cut or changed; each with its name. Also
+            where it cannot be read, or a newer fxtrain wrote it, and says nothing of damage.
+
+    Example:
+        >>> import fxtrain as fx, tempfile, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
+        ...     saving = fx.save(tempfile.mkdtemp(), ctx, model)
+        ...     fx.verify(saving.path).world_size
+        1
+    """
+    place = checkpoint_at(path)
+    files = files_of(place)
+    manifest = read_manifest(place)
+    problems = file_problems(files, manifest)
+    extra = files.keys() - manifest.files.keys() - {MANIFEST}
+    problems += [f"  {name} does not belong to it" for name in sorted(extra)]
+    if not problems:
+        problems = list(_changes(place, manifest))
+    if problems:
+        raise CheckpointError("\n".join([f"{place} is damaged:", *problems]))
+    return Verified(
+        path=str(place),
+        position=manifest.position,
+        tensors=len(manifest.tensors) + sum(map(len, manifest.own)),
+        size=sum(file.size for file in manifest.files.values()),
+        world_size=len(manifest.own),
+    )
+
+
+def _changes(place: Place, manifest: Manifest) -> Iterator[str]:
+    by_file: dict[str, list[tuple[str, Entry, Part]]] = {name: [] for name in manifest.files}
+    for entries in (manifest.tensors, *manifest.own):
+        for name, entry in entries.items():
+            for part in entry.parts:
+                by_file[part.file].append((name, entry, part))
+    for file, found in by_file.items():
+        with place.open(file) as read:
+            try:
+                header = header_of(read, file, manifest.files[file])
+                yield from _header_problems(file, header, found)
+            except UnreadableError:
+                raise
+            except CheckpointError as error:
+                yield f"  {error}"
+            for name, entry, part in sorted(found, key=lambda one: one[2].offset):
+                yield from _part_changes(read, name, entry, part)
+
+
+def _part_changes(read: Any, name: str, entry: Entry, part: Part) -> Iterator[str]:
+    size = math.prod(part.shape) * entry.itemsize
+    for index, low in enumerate(range(0, size, CHUNK)):
+        chunk = bytearray(min(CHUNK, size - low))
+        read(part.offset + low, memoryview(chunk))
+        if digest_of(chunk) != part.digests[index]:
+            first = part.offset + low
+            yield f"  {name} was changed in {part.file}, bytes {first} to {first + len(chunk)}"
+
+
+def _header_problems(
+    file: str, header: bytes, found: list[tuple[str, Entry, Part]]
+) -> Iterator[str]:
+    """Where safetensors' own header, which other tools read, says something else."""
+    try:
+        spans = {
+            (*map(int, value["data_offsets"]), str(value["dtype"]))
+            for key, value in parse_json(header[8:]).items()
+            if key != "__metadata__"
+        }
+    except _MALFORMED as error:
+        yield f"  the header of {file} is none of safetensors: {str(error)[:200]}"
+        return
+    if int.from_bytes(header[:8], "little") != len(header) - 8:
+        yield f"  the header of {file} has another length than it says"
+    for name, entry, part in found:
+        begin = part.offset - len(header)
+        size = math.prod(part.shape) * entry.itemsize
+        if (begin, begin + size, STORED[entry.dtype]) not in spans:
+            yield f"  {name} is not where the header of {file} says"

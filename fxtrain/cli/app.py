@@ -1,0 +1,117 @@
+"""From arguments to a command and an exit code."""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import IO, Any
+
+import click
+
+from fxtrain import __version__
+from fxtrain._errors import FxError, visible
+from fxtrain.cli.commands import COMMANDS, load
+from fxtrain.cli.exit_codes import Exit
+
+__all__ = ["main", "program"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments without the program's name; those of the process by default.
+
+    Returns:
+        The exit code: that of the command, or one of `fxtrain.cli.Exit`.
+
+    Example:
+        >>> from fxtrain.cli import main
+        >>> main(["launch", "--ranks", "0", "train.py"])
+        2
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    if not all(map(_is_argument, words)):
+        click.echo(
+            "fxtrain: an argument holds a null or another character that no program can be given.",
+            err=True,
+        )
+        return int(Exit.WRONG)
+    try:
+        return int(program().main(words, prog_name="fxtrain", standalone_mode=False) or 0)
+    except click.ClickException as error:
+        error.show()
+        return int(error.exit_code)
+    except click.Abort:
+        return int(Exit.INTERRUPTED)
+
+
+def _is_argument(word: str) -> bool:
+    """Whether the system could hand a word to a program, or take it as a path."""
+    try:
+        return b"\0" not in os.fsencode(word)
+    except UnicodeEncodeError:
+        return False
+
+
+def program() -> click.Group:
+    """`fxtrain` itself, with a name and a line of help for each command."""
+    return _Program(
+        name="fxtrain",
+        help="Run PyTorch training scripts on any number of ranks.",
+        commands={row.name: click.Command(row.name, help=row.help) for row in COMMANDS},
+        params=[
+            click.Option(
+                ["--version"], is_flag=True, is_eager=True, expose_value=False,
+                callback=_say_version, help="Show the versions and exit.",
+            ),
+        ],
+        context_settings={"max_content_width": 100},
+    )  # fmt: skip
+
+
+class _Program(click.Group):
+    """Commands by name; the one that is called for is loaded."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, known, rest = super().resolve_command(ctx, args)
+        rows = {row.name: row for row in COMMANDS}
+        return name, known and load(rows[str(name)]), rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FxError as error:
+            kind = type(error).__name__
+            raise _Told(f"fxtrain {ctx.invoked_subcommand}: {kind}: {error}") from error
+        except OSError as error:
+            if error.filename is None:
+                raise
+            # A file that cannot be read or written, wherever a command came upon it.
+            raise _Told(
+                f"fxtrain {ctx.invoked_subcommand}: {error.filename}: {error.strerror}."
+            ) from error
+
+
+class _Told(click.ClickException):
+    """A mistake of the user, as one message."""
+
+    exit_code = Exit.WRONG
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(visible(self.message), file=file, err=file is None)
+
+
+def _say_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:  # noqa: FBT001
+    if not asked or ctx.resilient_parsing:
+        return
+    python = ".".join(map(str, sys.version_info[:3]))
+    metadata = import_module("importlib.metadata")  # a tenth of what --help may take
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = "not installed"
+    click.echo(f"fxtrain {__version__} (torch {torch}, Python {python})")
+    ctx.exit()

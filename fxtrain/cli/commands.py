@@ -1,0 +1,67 @@
+"""The words after `fxtrain`: a command is one line here and one module."""
+
+import importlib
+from typing import NamedTuple
+
+import click
+
+__all__ = ["COMMANDS", "Row", "load"]
+
+
+class Row(NamedTuple):
+    """One command. Its module is imported when it is called for, not to list it.
+
+    A tuple, since attrs would take a fifth of the time that `fxtrain --help` has.
+
+    Attributes:
+        name: The word.
+        home: Where its click command is, as `module:NAME`.
+        help: What it does, in one line.
+    """
+
+    name: str
+    home: str
+    help: str
+
+
+COMMANDS: tuple[Row, ...] = (
+    Row("launch", "fxtrain.cli.launch_command:LAUNCH", "run a script or module on several ranks"),
+    Row("config", "fxtrain.cli.config.command:CONFIG", "write, show and check launch files"),
+    Row("env", "fxtrain.cli.inspect.env_command:ENV", "say what is on this machine"),
+    Row(
+        "estimate-memory",
+        "fxtrain.cli.inspect.memory_command:ESTIMATE",
+        "estimate the memory of a model",
+    ),
+    Row(
+        "verify-resume",
+        "fxtrain.cli.resume_command:VERIFY_RESUME",
+        "show whether a stopped script goes on bit for bit",
+    ),
+    Row("verify", "fxtrain.cli.checkpoint_commands:VERIFY", "look at every byte of a checkpoint"),
+    Row(
+        "merge-weights",
+        "fxtrain.cli.checkpoint_commands:MERGE",
+        "make a model's files from a checkpoint",
+    ),
+    Row(
+        "import",
+        "fxtrain.cli.checkpoint_commands:IMPORT",
+        "go on from another library's checkpoint",
+    ),
+    Row("replay", "fxtrain.cli.resume_command:REPLAY", "run one update of a run again"),
+    Row("test", "fxtrain.cli.inspect.test_command:TEST", "try the configured setup out"),
+    Row("tpu-config", "fxtrain.cli.inspect.tpu_command:TPU", "prepare the hosts of a TPU pod"),
+    Row("plan", "fxtrain.cli.plan_command:PLAN", "say what a script would need on many ranks"),
+    Row("completion", "fxtrain.cli.completion:COMPLETION", "print completion for a shell"),
+)
+
+
+def load(row: Row) -> click.Command:
+    """The command of a row.
+
+    Effects:
+        Imports its module.
+    """
+    module, _, name = row.home.partition(":")
+    return getattr(importlib.import_module(module), name)

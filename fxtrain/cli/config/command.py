@@ -1,0 +1,173 @@
+"""`fxtrain config` and its parts."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+
+from fxtrain._errors import PlanError
+from fxtrain.cli.config.prompts import chosen_way, interview
+from fxtrain.cli.config.save import check_profile, write_new, write_profile
+from fxtrain.cli.exit_codes import Exit
+from fxtrain.cli.output import as_json, print_json, print_table, say, warn
+from fxtrain.interop.accelerate_config import convert_accelerate
+from fxtrain.launch.config.defaults import Machine, look, suggested
+from fxtrain.launch.config.launch_file import LaunchFile, read_data, read_launch_file
+from fxtrain.launch.config.resolution import HERE, find_file, from_flags, resolve
+from fxtrain.state import shown
+
+__all__ = ["CONFIG"]
+
+_NOTED = 80  # letters of a value
+_path = click.Path(dir_okay=False)
+_file = click.option("--config", "-c", "file", default="", type=_path, help="the launch file")
+_force = click.option("--force", is_flag=True, help="replace what is there")
+
+
+@click.group("config", invoke_without_command=True)
+@click.option("--config", "-c", "path", default=HERE[0], type=_path, help="the file to write")
+@click.option("--profile", "-p", default="", help="add a profile of that name to it")
+@_force
+@click.pass_context
+def CONFIG(ctx: click.Context, path: str, profile: str, force: bool) -> None:  # noqa: FBT001
+    """Write, show, check and convert launch files.
+
+    Without a command: ask a few questions and write a launch file.
+    """
+    if ctx.invoked_subcommand:
+        return
+    there = Path(path).exists()
+    if profile and there:
+        check_profile(path, profile, force=force)
+    elif there and not force:
+        raise PlanError(f"{path} is there already. Add a --profile, or --force to replace it.")
+    machine = look()
+    section = interview(machine, chosen_way())
+    if profile and there:
+        write_profile(path, profile, section)
+        return
+    file = LaunchFile(profiles={profile: section}) if profile else LaunchFile(common=section)
+    write_new(path, file, notes=_head(machine), force=force)
+
+
+@CONFIG.command()
+@click.argument("path", default=HERE[0], type=_path)
+@_force
+def default(path: str, force: bool) -> None:  # noqa: FBT001
+    """Write a launch file without questions.
+
+    It holds what suits this machine, and all else as comments.
+    """
+    machine = look()
+    write_new(path, LaunchFile(common=suggested(machine)), notes=_head(machine), force=force)
+
+
+@CONFIG.command()
+@_file
+@click.option("--profile", "-p", default="", help="the profile")
+@click.option("--set", "words", multiple=True, metavar="PATH=VALUE", help="as launch.ranks=4")
+@click.option("--said", is_flag=True, help="only values that are not defaults")
+@as_json
+def show(file: str, profile: str, words: tuple[str, ...], said: bool, json_: bool) -> None:  # noqa: FBT001
+    """Show what counts, and where it comes from."""
+    settings = resolve(file=file, profile=profile, env=os.environ, flags=from_flags(words))
+    rows = [each for each in settings.every() if not said or each.origin != "default"]
+    if json_:
+        values = [attrs.asdict(row) for row in rows]
+        print_json({"file": settings.file, "profile": settings.profile, "values": values})
+        return
+    place = settings.file or "none (the defaults count)"
+    say(f"launch file: {place}\nprofile: {settings.profile or 'none'}\n")
+    print_table(
+        ["value", "is", "from"], [[row.path, _shown(row.value), row.origin] for row in rows]
+    )
+
+
+@CONFIG.command()
+@click.argument("path", default="", type=_path)
+@as_json
+def check(path: str, json_: bool) -> int:  # noqa: FBT001
+    """Check a launch file and its profiles.
+
+    The exit code is 1 if it holds mistakes.
+    """
+    found = path or find_file(os.environ)
+    if not found or not os.path.exists(found):
+        what = found or "fxtrain.toml, fxtrain.yaml and the user's own"
+        raise PlanError(f"{what}: there is no such launch file. `fxtrain config` writes one.")
+    problems: list[str] = []
+    profiles: list[str] = []
+    try:
+        profiles = list(read_launch_file(found).profiles)
+    except PlanError as error:
+        problems = [line for line in str(error).splitlines() if line != f"{found}:"]
+    if json_:
+        print_json({"file": found, "profiles": profiles, "problems": problems})
+    else:
+        good = f"{found} is in order. Profiles: {', '.join(profiles) or 'none'}."
+        say("\n".join([f"{found}:", *problems]) if problems else good)
+    return Exit.FOUND if problems else Exit.WELL
+
+
+@CONFIG.command()
+@click.argument("source", default="", type=_path)
+@click.argument("path", default=HERE[0], type=_path)
+@click.option("--profile", "-p", default="", help="make it a profile of that name")
+@_force
+@as_json
+def convert(source: str, path: str, profile: str, force: bool, json_: bool) -> None:  # noqa: FBT001
+    """Turn an Accelerate config into a launch file.
+
+    SOURCE is a YAML or JSON file of `accelerate config`; by default the one that it wrote last.
+    What has no counterpart is told, and noted at the head of the new file.
+    """
+    source = source or _accelerates_own(os.environ)
+    try:
+        converted = convert_accelerate(read_data(source, "yaml"))
+    except PlanError as error:
+        raise PlanError(f"{source}:\n{error}") from None
+    notes = [f"{note.key} = {_told(note.value)}: {note.text}." for note in converted.notes]
+    section = converted.section
+    file = LaunchFile(profiles={profile: section}) if profile else LaunchFile(common=section)
+    if json_:
+        print_json(
+            {**attrs.asdict(section), "notes": [attrs.asdict(one) for one in converted.notes]}
+        )
+        return
+    head = (
+        [f"Converted from {source}. Not carried over as it was:", *notes]
+        if notes
+        else [f"Converted from {source}."]
+    )
+    write_new(path, file, notes=head, force=force)
+    for note in notes:
+        warn(note)
+
+
+def _accelerates_own(env: Mapping[str, str]) -> str:
+    """Where `accelerate config` writes."""
+    cache = env.get("XDG_CACHE_HOME") or str(Path(env.get("HOME", "~"), ".cache"))
+    home = Path(env.get("HF_HOME") or Path(cache, "huggingface"), "accelerate")
+    return str(home / "default_config.yaml")
+
+
+def _head(machine: Machine) -> list[str]:
+    return [
+        f"Written by fxtrain config on {machine.summary}.",
+        "What is commented out shows the default; profiles.NAME.launch and profiles.NAME.plan "
+        "change values for one setup, chosen with --profile NAME.",
+    ]
+
+
+def _told(value: Any) -> str:
+    """A value on the line of a note; text without quotes, as it stands in the file."""
+    return value if isinstance(value, str) and len(value) < _NOTED else shown(value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping) or value is None:
+        return "" if not value else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

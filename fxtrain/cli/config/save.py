@@ -1,0 +1,81 @@
+"""Launch files on disk: a new one, or a profile more in one that is there."""
+
+from pathlib import Path
+
+import attrs
+
+from fxtrain._errors import PlanError
+from fxtrain._optional import optional
+from fxtrain._reading import read_text
+from fxtrain.cli.output import say
+from fxtrain.launch.config.launch_file import FORMATS, LaunchFile, Section, parse, read_launch_file
+from fxtrain.launch.config.rendering import render
+from fxtrain.state import Format
+
+__all__ = ["check_profile", "write_new", "write_profile"]
+
+
+def write_new(path: str, file: LaunchFile, *, notes: list[str], force: bool) -> None:
+    """Write a launch file and say so.
+
+    Raises:
+        PlanError: the suffix is another one, or there is a file and `force` is not given.
+    """
+    form = _form(path)
+    if Path(path).exists() and not force:
+        raise PlanError(f"{path} is there already. Give another name, or --force to replace it.")
+    _write(path, render(file, form, notes=notes))
+    say(f"Wrote {path}. `fxtrain config show` tells what counts.")
+
+
+def check_profile(path: str, name: str, *, force: bool) -> None:
+    """See whether a profile can be added, before anything is asked.
+
+    Raises:
+        PlanError: the file is not in order, or has the profile and `force` is not given.
+    """
+    _form(path)
+    if name in read_launch_file(path).profiles and not force:
+        raise PlanError(f"{path} has a profile {name!r} already. --force replaces it.")
+
+
+def write_profile(path: str, name: str, section: Section) -> None:
+    """Add a profile to a launch file, or replace it there, and say so.
+
+    Comments in TOML stay; a file in YAML is written anew.
+    """
+    form = _form(path)
+    file = read_launch_file(path)
+    profiles = {**file.profiles, name: section}
+    if form == "yaml":
+        text = render(attrs.evolve(file, profiles=profiles), form)
+    else:
+        text = _without(path, name).rstrip() + "\n\n"
+        text += render(LaunchFile(profiles={name: section}), form, offers=False)
+        parse(text, form)
+    _write(path, text)
+    say(f"{path} has the profile {name}: fxtrain launch --profile {name} ...")
+
+
+def _without(path: str, name: str) -> str:
+    """The text of a TOML file without one profile."""
+    tomlkit = optional("tomlkit", extra="files", needed_by="adding a profile")
+    document = tomlkit.parse(read_text(path))
+    if name in document.get("profiles", {}):
+        del document["profiles"][name]
+    return tomlkit.dumps(document)
+
+
+def _form(path: str) -> Format:
+    form = FORMATS.get(Path(path).suffix.lower())
+    if form is None:
+        raise PlanError(f"{path}: a launch file ends in {', '.join(FORMATS)}.")
+    return form
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"{path} cannot be written: {error}.") from error

@@ -1,0 +1,29 @@
+"""`fxtrain env`."""
+
+import os
+
+import click
+
+from fxtrain.cli.inspect.environment import collect
+from fxtrain.cli.output import as_json, print_json
+
+__all__ = ["ENV"]
+
+
+@click.command("env")
+@as_json
+def ENV(json_: bool) -> None:  # noqa: FBT001
+    """Say what is on this machine, ready to paste into an issue.
+
+    Versions, devices, topology, ways to communicate, and the configuration with its origins.
+    Values of secrets are left out.
+    """
+    groups = collect(os.environ)
+    if json_:
+        print_json(groups)
+        return
+    for group, facts in groups.items():
+        click.echo(f"### {group}")
+        for name, value in facts.items():
+            click.echo(f"- {name}: {value}")
+        click.echo()

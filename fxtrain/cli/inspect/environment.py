@@ -1,0 +1,245 @@
+"""What there is on this machine: facts in groups, ready to paste into an issue."""
+
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from fxtrain import __version__
+from fxtrain._errors import ContextError, PlanError
+from fxtrain.cli.config import Setting, Settings, resolve
+from fxtrain.cli.inspect.secrets import hidden, hidden_words, shown
+from fxtrain.state import read_topology
+
+__all__ = ["Groups", "collect"]
+
+Groups = dict[str, dict[str, str]]
+
+_PACKAGES = (
+    "torch", "torchvision", "torch_xla", "triton", "numpy", "attrs", "cattrs", "safetensors",
+    "click", "rich", "tomlkit", "pyyaml", "questionary", "cloudpickle", "accelerate", "deepspeed",
+    "transformers", "timm", "datasets", "lightning", "transformer-engine", "torchao",
+    "flash-attn", "bitsandbytes", "mpi4py", "oneccl-bind-pt", "ray", "sagemaker",
+)  # fmt: skip
+
+# Variables that change how ranks find each other or how torch behaves.
+_VARIABLES = re.compile(
+    r"^(CUDA|NVIDIA|HIP|ROCR|ZE|ONEAPI|CCL|NCCL|RCCL|GLOO|UCX|UCC|FI|OMP|MKL|KMP|GOMP|TORCH|"
+    r"TORCHELASTIC|PYTORCH|PJRT|XLA|TPU|FXTRAIN|SLURM|OMPI|PMI|PMIX|MPI|MV2|PALS)_"
+    r"|^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK|MASTER_ADDR|"
+    r"MASTER_PORT|CUDA_VISIBLE_DEVICES|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CONDA_DEFAULT_ENV)$"
+)
+_TOOL_S = 10.0
+
+
+def collect(env: Mapping[str, str]) -> Groups:
+    """Everything that an answer to a bug report needs, by group and name; no secrets.
+
+    Variables and settings that matter are named; their values are shown where they can be no
+    secrets, which `shown` decides, and else stars.
+
+    Args:
+        env: Variables of the process; not changed.
+
+    Effects:
+        Loads torch and asks it for devices; runs nvidia-smi, mpirun and srun for their
+        versions where they are installed. Sends nothing.
+
+    Example:
+        >>> from fxtrain.cli.inspect import collect
+        >>> collect({"HF_TOKEN": "x"})["versions"]["fxtrain"] == __import__("fxtrain").__version__
+        True
+    """
+    torch = import_module("torch")
+    home = env.get("HOME", "")
+    parts: dict[str, Callable[[], Mapping[str, Any]]] = {
+        "versions": lambda: _versions(torch),
+        "machine": lambda: _machine(env),
+        "devices": lambda: _devices(torch),
+        "topology": lambda: _topology(env),
+        "communication": lambda: _communication(torch, env),
+        "config": lambda: _config(env),
+        # Those with two underscores set values, which are shown under config.
+        "variables": lambda: {
+            name: shown(name, env[name], home=home)
+            for name in sorted(env)
+            if _VARIABLES.search(name) and "__" not in name
+        },
+    }
+    return {
+        group: {
+            name: str(value) if group == "config" else hidden(name, str(value), home=home)
+            for name, value in part().items()
+        }
+        for group, part in parts.items()
+    }
+
+
+def _versions(torch: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"fxtrain": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    found["torch built for"] = ", ".join(f"{k} {v}" for k, v in built.items() if v) or "CPU"
+    return found
+
+
+def _machine(env: Mapping[str, str]) -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": f"{cores} usable of {os.cpu_count()}",
+        "memory": _memory(),
+        "shared memory": _free("/dev/shm"),
+        "fxtrain command": shutil.which("fxtrain", path=env.get("PATH")) or "not on the PATH",
+        "python command": sys.executable,
+    }
+
+
+def _processor() -> str:
+    found = re.search(r"model name\s*:\s*(.+)", _text("/proc/cpuinfo"))
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _memory() -> str:
+    sizes = dict(re.findall(r"(\w+):\s+(\d+) kB", _text("/proc/meminfo")))
+    if not sizes:
+        return "unknown"
+    total, free = (int(sizes[name]) / 2**20 for name in ("MemTotal", "MemAvailable"))
+    return f"{free:.1f} GiB available of {total:.1f} GiB"
+
+
+def _free(folder: str) -> str:
+    if not Path(folder).is_dir():
+        return "none"
+    usage = shutil.disk_usage(folder)
+    return f"{usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.1f} GiB"
+
+
+def _devices(torch: Any) -> dict[str, Any]:
+    if not torch.accelerator.is_available():
+        return {"accelerators": "none; ranks compute on the CPU"}
+    kind = torch.accelerator.current_accelerator().type
+    found: dict[str, Any] = {"accelerators": f"{torch.accelerator.device_count()} ({kind})"}
+    module = getattr(torch, kind)
+    for index in range(torch.accelerator.device_count()):
+        if hasattr(module, "get_device_properties"):
+            about = module.get_device_properties(index)
+            size = getattr(about, "total_memory", 0) / 2**30
+            found[f"{kind}:{index}"] = f"{about.name}, {size:.1f} GiB"
+    if kind == "cuda" and not torch.version.hip:
+        query = "--query-gpu=driver_version", "--format=csv,noheader"
+        found["driver"] = _tool("nvidia-smi", *query).partition("\n")[0]
+    return found
+
+
+def _topology(env: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        here = read_topology(env)
+        place = f"rank {here.rank} of {here.world_size} ({here.launcher})"
+    except ContextError as error:
+        # Without what was found there.
+        names = [name for name in env if re.search(rf"\b{re.escape(name)}\b", str(error))]
+        place = f"not readable: {', '.join(sorted(names))}; `fx.detect()` says why"
+    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
+    cores = {node.name: _text(str(node / "cpulist")).strip() for node in nodes}
+    found: dict[str, Any] = {"this process": place}
+    found["NUMA nodes"] = ", ".join(f"{k}: cores {v}" for k, v in cores.items()) or "unknown"
+    if shutil.which("nvidia-smi"):
+        found["links"] = "\n" + _tool("nvidia-smi", "topo", "-m")
+    return found
+
+
+def _communication(torch: Any, env: Mapping[str, str]) -> dict[str, Any]:
+    dist = torch.distributed
+    names = ("gloo", "nccl", "xccl", "ucc", "mpi") if dist.is_available() else ()
+    there = [name for name in names if getattr(dist, f"is_{name}_available", lambda: False)()]
+    found: dict[str, Any] = {"back ends": ", ".join(there) or "none"}
+    if "nccl" in there:
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    found["interfaces"] = ", ".join(_interfaces())
+    for tool in ("mpirun", "srun"):
+        if shutil.which(tool, path=env.get("PATH")):
+            found[tool] = _tool(tool, "--version").partition("\n")[0]
+    return found
+
+
+def _interfaces() -> list[str]:
+    """Names and states, without addresses."""
+    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    states = {name: _text(f"/sys/class/net/{name}/operstate").strip() for name in names}
+    return [f"{name} ({state})" if state else name for name, state in states.items()]
+
+
+def _config(env: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        settings = resolve(env=env)
+    except PlanError as error:
+        # Without what was found there, which may be a secret.
+        wrong = re.findall(r"^((?:launch|plan|default)\b[\w.]*): ", str(error), re.MULTILINE)
+        said = ", ".join(wrong) or "the file"
+        return {"not in order": f"{said}; `fxtrain config show` says why"}
+    home = env.get("HOME", "")
+    found: dict[str, Any] = {
+        "file": hidden("", settings.file, home=home) or "none",
+        "profile": settings.profile or "none",
+    }
+    for each in settings.every():
+        if each.origin != "default":
+            value = _setting(settings, each, home)
+            found[each.path] = f"{value} ({hidden('', each.origin, home=home)})"
+    return found
+
+
+def _setting(settings: Settings, setting: Setting, home: str) -> str:
+    """A value of a launch file as it can be shown: what is chosen from a few is no secret."""
+    path, value = setting.path, setting.value
+    if path == "launch.env":
+        return f"{', '.join(one.partition('=')[0] for one in value)} (values are not shown)"
+    if isinstance(value, list | tuple):
+        return str(hidden_words(map(str, value), home=home))
+    if value is None or isinstance(value, bool | int | float) or _is_choice(settings, path):
+        return str(value)
+    return shown(path, str(value), home=home)
+
+
+def _is_choice(settings: Settings, path: str) -> bool:
+    """Whether the field of a record takes one of a few words only."""
+    *owners, name = path.split(".")
+    record: Any = settings
+    for owner in owners:
+        record = getattr(record, owner, None)
+    if name == "kind" or path == "launch.launcher":  # found in a table
+        return record is not None
+    kinds = {field.name: field.type for field in getattr(type(record), "__attrs_attrs__", ())}
+    kind = kinds.get(name)
+    return any(get_origin(one) is Literal for one in (kind, *get_args(kind)))
+
+
+def _tool(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"cannot be asked: {error}"
+    said = done.stdout.strip() or done.stderr.strip()
+    return said if done.returncode == 0 else f"exit code {done.returncode}: {said}"
+
+
+def _text(path: str) -> str:
+    """A file of the system; empty where the system has no such file."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

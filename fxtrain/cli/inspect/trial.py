@@ -1,0 +1,214 @@
+"""What `fxtrain test` runs on every rank: facts, every collective, and a short training."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fxtrain as fx
+from fxtrain import ops
+from fxtrain._errors import FxError
+from fxtrain.cli.inspect.facts import clock_problems, fact_problems, facts_here
+from fxtrain.state import DistContext, Plan
+
+__all__ = ["Collective", "measure", "trial"]
+
+_SMALL = 2  # float32 entries
+_REPEAT = {"latency": 30, "bandwidth": 5}
+_UPDATES = 20
+
+
+@attrs.frozen(kw_only=True)
+class Collective:
+    """A collective, with what it must give.
+
+    Attributes:
+        name: Of the function in `fx.ops`.
+        call: (tensor of this rank, context) → result.
+        right: (result, numbers of all ranks, context) → whether it is right, where rank r's
+            tensor is full of r + 1.
+        sized: It carries a tensor, so that it has a bandwidth.
+    """
+
+    name: str
+    call: Callable[[torch.Tensor, DistContext], Any]
+    right: Callable[[Any, int, DistContext], bool]
+    sized: bool = True
+
+
+def _of_trees() -> tuple[Collective, ...]:
+    def pieces(x: torch.Tensor, ctx: DistContext) -> list[torch.Tensor] | None:
+        return [x + rank for rank in range(ctx.world_size)] if ctx.is_main else None
+
+    return (
+        Collective(
+            name="reduce",
+            call=lambda x, ctx: ops.reduce(x, ctx, "sum"),
+            right=lambda got, n, _: bool((got == n * (n + 1) // 2).all()),
+        ),
+        Collective(
+            name="gather",
+            call=lambda x, ctx: ops.gather(x, ctx),
+            right=lambda got, n, _: got.unique().tolist() == list(range(1, n + 1)),
+        ),
+        Collective(
+            name="broadcast",
+            call=lambda x, ctx: ops.broadcast(x, ctx),
+            right=lambda got, *_: bool((got == 1).all()),
+        ),
+        Collective(
+            name="scatter",
+            call=lambda x, ctx: ops.scatter(pieces(x, ctx), ctx),
+            right=lambda got, _, ctx: bool((got == 1 + ctx.rank).all()),
+        ),
+    )
+
+
+def _of_objects() -> tuple[Collective, ...]:
+    return (
+        Collective(
+            name="gather_objects",
+            call=lambda _, ctx: ops.gather_objects({"rank": ctx.rank}, ctx),
+            right=lambda got, n, _: got == [{"rank": rank} for rank in range(n)],
+            sized=False,
+        ),
+        Collective(
+            name="broadcast_object",
+            call=lambda _, ctx: ops.broadcast_object({"rank": ctx.rank}, ctx),
+            right=lambda got, *_: got == {"rank": 0},
+            sized=False,
+        ),
+        Collective(
+            name="any_rank",
+            call=lambda _, ctx: ops.any_rank(ctx.is_last, ctx),
+            right=lambda got, *_: got is True,
+            sized=False,
+        ),
+        Collective(
+            name="barrier",
+            call=lambda _, ctx: ops.barrier(ctx),
+            right=lambda got, *_: got is None,
+            sized=False,
+        ),
+    )
+
+
+def measure(one: Collective, ctx: DistContext, *, mib: float) -> dict[str, Any]:
+    """Whether a collective is right, how long a small one takes, and how much a large carries.
+
+    Returns:
+        Plain data, of the slowest rank; `gib_per_s` is the size of one rank's tensor over the
+        time of the call, and None for what carries no tensor.
+    """
+    small = torch.full((_SMALL,), float(ctx.rank + 1), device=ctx.device)
+    right = one.right(one.call(small, ctx), ctx.world_size, ctx)
+    latency = _time(one, small, ctx, "latency")
+    size = max(_SMALL, int(mib * 2**20 / 4))
+    large = torch.full((size,), float(ctx.rank + 1), device=ctx.device) if one.sized else small
+    each = _time(one, large, ctx, "bandwidth") if one.sized else 0.0
+    slowest = ops.gather_objects((latency, each, right), ctx)
+    longest = max(each for _, each, _ in slowest)
+    return {
+        "name": one.name,
+        "right": all(right for _, _, right in slowest),
+        "latency_us": 1e6 * max(latency for latency, _, _ in slowest),
+        "gib_per_s": size * 4 / 2**30 / longest if one.sized else None,
+    }
+
+
+def _time(one: Collective, tensor: torch.Tensor, ctx: DistContext, kind: str) -> float:
+    one.call(tensor, ctx)  # the first of a kind opens connections
+    _wait(ctx)
+    started = time.perf_counter()
+    for _ in range(_REPEAT[kind]):
+        one.call(tensor, ctx)
+    _wait(ctx)
+    return (time.perf_counter() - started) / _REPEAT[kind]
+
+
+def _wait(ctx: DistContext) -> None:
+    if ctx.device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def train(ctx: DistContext, plan: Plan) -> dict[str, Any]:
+    """Fit a line with a plan's strategy and precision; the loss must fall on every rank."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 8)
+    data = TensorDataset(x, x @ torch.randn(8, 1))
+    loader = fx.shard(DataLoader(data, batch_size=8, shuffle=True), ctx, plan)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    model = fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
+    fns = fx.StepFns(
+        model=model,
+        loss=lambda model, batch: nn.functional.mse_loss(model(batch[0]).float(), batch[1]),
+    )
+    losses: list[float] = []
+    started = time.perf_counter()
+    for epoch in loader.epochs(_UPDATES):
+        losses += [float(fx.step(ctx, batch, fns).loss) for batch in epoch]
+        if len(losses) >= _UPDATES * plan.accumulate:
+            break
+    taken = time.perf_counter() - started
+    few = max(1, len(losses) // 4)
+    mean = [sum(losses[:few]) / few, sum(losses[-few:]) / few]
+    first, last = (float(ops.reduce(torch.tensor(one, device=ctx.device), ctx)) for one in mean)
+    return {
+        "first": first,
+        "last": last,
+        "steps": len(losses),
+        "step_ms": 1e3 * taken / len(losses),
+    }
+
+
+def trial(ctx: DistContext, plan: Plan, *, mib: float) -> dict[str, Any]:
+    """Everything that is tested, as plain data, equal on every rank.
+
+    Effects:
+        Traffic of every kind, and a model of 161 parameters trained for some updates.
+    """
+    facts = ops.gather_objects(facts_here(os.environ, torch), ctx)
+    ops.barrier(ctx)
+    times = ops.gather_objects(time.time(), ctx)
+    hosts = [fact["host"] for fact in facts]
+    problems = [*fact_problems(facts, nodes=ctx.num_nodes), *clock_problems(times, hosts)]
+    rows = [measure(one, ctx, mib=mib) for one in (*_of_trees(), *_of_objects())]
+    problems += [f"{row['name']} gave a wrong result." for row in rows if not row["right"]]
+    try:
+        training = train(ctx, plan)
+    except FxError as error:
+        training = None
+        problems.append(f"The training failed: {type(error).__name__}: {error}")
+    else:
+        if not training["last"] < training["first"]:
+            problems.append(f"The loss did not fall: {training['first']} to {training['last']}.")
+    return {
+        "ranks": ctx.world_size,
+        "nodes": ctx.num_nodes,
+        "hosts": sorted(set(hosts)),
+        "device": str(ctx.device.type),
+        "launcher": ctx.launcher,
+        "collectives": rows,
+        "training": training,
+        "problems": problems,
+    }
+
+
+def _main() -> None:
+    out, plan, mib = sys.argv[1:]
+    with fx.detect() as ctx:
+        told = trial(ctx, fx.loads(plan), mib=float(mib))
+        if ctx.is_main:
+            Path(out).write_text(json.dumps(told), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _main()

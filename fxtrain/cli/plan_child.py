@@ -1,0 +1,56 @@
+"""The process in which `fxtrain plan` runs a program: `_plan_child REQUEST OUT`.
+
+The variables of its environment say which rank of how many it is to be, as a launcher's do, so
+that the program's own call of `detect` finds its place there.
+"""
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from fxtrain._errors import FxError
+from fxtrain.cli.exit_codes import Exit
+from fxtrain.profile import rehearse
+from fxtrain.state import dumps, read_mesh
+
+
+def main() -> int:
+    """Run what the arguments name, write what was found, and return the exit code."""
+    request, out = json.loads(sys.argv[1]), Path(sys.argv[2])
+    sys.argv[:] = [request["target"], *request["args"]]
+    mesh = None if request["mesh"] is None else read_mesh(request["mesh"])
+    try:
+        found = rehearse(
+            lambda: _program(request),
+            os.environ,
+            name=os.path.basename(request["target"]),
+            mesh=mesh,
+            device_memory=request["device_memory"],
+        )
+    except FxError as error:
+        sys.stderr.write(f"fxtrain plan: {type(error).__name__}: {error}\n")
+        return Exit.WRONG
+    out.write_text(dumps(found), encoding="utf-8")
+    return 0
+
+
+def _program(request: dict[str, Any]) -> None:
+    """Run the program as Python itself would."""
+    target = request["target"]
+    try:
+        if request["module"]:
+            sys.path[0] = os.getcwd()
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.realpath(target))
+            runpy.run_path(os.path.abspath(target), run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""`fxtrain plan`: a script on one pretended rank of many, and what it would need."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fxtrain._errors import LaunchError
+from fxtrain._reading import read_text
+from fxtrain.cli.exit_codes import Exit
+from fxtrain.cli.output import as_json
+from fxtrain.launch import LaunchSpec, check_target
+
+__all__ = ["PLAN", "plan"]
+
+_STDERR = 2  # where the program's own lines go, since ours are the result
+
+
+def plan(
+    program: Sequence[str],
+    *,
+    world: int,
+    rank: int = 0,
+    module: bool = False,
+    mesh: str | None = None,
+    device_memory: str | None = None,
+    against: Sequence[str] = (),
+    save: str | None = None,
+    picture: str | None = None,
+    json_: bool = False,
+) -> int:
+    """Carry out `fxtrain plan`.
+
+    Args:
+        program: A script, or the name of a module, and its arguments.
+        world: Ranks to pretend.
+        rank: Which of them to be.
+        module: The program is a module.
+        mesh: As "shard=8,tensor=2".
+        device_memory: As "80GB".
+        against: Files of earlier runs, to show beside this one.
+        save: File for the result, as JSON.
+        picture: File for a picture of the memory, as SVG.
+        json_: Print the result as JSON in place of a table.
+
+    Returns:
+        The exit code: FOUND if the program would fail, or failed here for another reason.
+
+    Effects:
+        Runs the program in a process of its own. What it prints goes to standard error.
+
+    Raises:
+        LaunchError: there is no such program.
+        FxError: the world, mesh or memory make no sense, an earlier file cannot be read, or
+            the program never trained.
+    """
+    target, args = program[0], tuple(program[1:])
+    check_target(LaunchSpec(target=target, args=args, ranks=1, module=module))
+    state = importlib.import_module("fxtrain.state")
+    profile = importlib.import_module("fxtrain.profile")
+    sizes = None if mesh is None else state.read_mesh(mesh)
+    variables = profile.place(world, rank, sizes)
+    profile.read_bytes(device_memory)
+    others = [_read(path, state) for path in against]
+    if mesh is not None:
+        variables["FXTRAIN_MESH"] = mesh
+    request = {
+        "target": target,
+        "args": args,
+        "module": module,
+        "mesh": mesh,
+        "device_memory": device_memory,
+    }
+    text, code = _in_a_process(request, variables)
+    if code or not text:
+        return code or Exit.FOUND
+    found = state.loads(text, state.DryRun)
+    if save is not None:
+        Path(save).write_text(text, encoding="utf-8")
+    if picture is not None:
+        Path(picture).write_text(profile.plot(found), encoding="utf-8")
+    if json_:
+        sys.stdout.write(text)
+    else:
+        _print(profile.table(*others, found))
+    return Exit.WELL if found.fits else Exit.FOUND
+
+
+def _in_a_process(request: Mapping[str, Any], variables: Mapping[str, str]) -> tuple[str, int]:
+    """The result as JSON text, and the exit code where there is none."""
+    with tempfile.TemporaryDirectory(prefix="fxtrain-plan-") as folder:
+        out = Path(folder) / "run.json"
+        line = [sys.executable, "-m", "fxtrain.cli.plan_child", json.dumps(request), str(out)]
+        env = {name: value for name, value in os.environ.items() if name != "FXTRAIN_MESH"}
+        done = subprocess.run(line, env=env | dict(variables), stdout=_STDERR, check=False)
+        return (out.read_text(encoding="utf-8") if out.exists() else ""), done.returncode
+
+
+def _read(path: str, state: Any) -> Any:
+    try:
+        text = read_text(path)
+    except OSError as error:
+        raise LaunchError(
+            f"--against {path}: {error}. Name a file that `fxtrain plan --save` wrote."
+        ) from error
+    return state.loads(text, state.DryRun)
+
+
+def _print(shown: Any) -> None:
+    console = importlib.import_module("rich.console").Console(file=sys.stdout)
+    console.print(shown)
+
+
+@click.command(
+    "plan",
+    options_metavar="--world N [OPTIONS]",
+    # All that follows the program is its own, whatever it looks like.
+    context_settings={"allow_interspersed_args": False},
+)
+@click.option("--world", "-n", type=int, required=True, metavar="N", help="ranks to pretend")
+@click.option("--rank", type=int, default=0, metavar="R", help="which of them to be; 0 by default")
+@click.option("--mesh", metavar="AXES", help="ranks per axis, as shard=8,tensor=2")
+@click.option("--device-memory", metavar="SIZE", help="what one device has, as 80GB or 24GiB")
+@click.option("--against", multiple=True, metavar="FILE", help="show an earlier run beside it")
+@click.option("--save", metavar="FILE", help="write the result as JSON")
+@click.option("--picture", metavar="FILE", help="write the memory through a step as SVG")
+@click.option("-m", "module", is_flag=True, help="what follows is a module, not a script")
+@click.argument(
+    "program",
+    nargs=-1,
+    required=True,
+    type=click.UNPROCESSED,
+    metavar="(SCRIPT | -m MODULE) [ARGS ...]",
+)
+@as_json
+def PLAN(program: tuple[str, ...], **options: Any) -> int:
+    """Say what a training script would need on many ranks, without running it for real.
+
+    The script runs on tensors without values, as one rank of so many, until its steps are
+    alike: memory by what it holds, traffic by kind and mesh axis, and problems.
+    """
+    return plan(program, **options)

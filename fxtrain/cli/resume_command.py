@@ -1,0 +1,140 @@
+"""`fxtrain verify-resume` and `fxtrain replay`: is a restart exact, and what was step K?"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fxtrain._errors import CheckpointError, LaunchError
+from fxtrain.cli.exit_codes import Exit
+from fxtrain.cli.output import as_json, print_json, print_table
+from fxtrain.launch import LaunchSpec, check_target, describe, run
+
+__all__ = ["REPLAY", "VERIFY_RESUME"]
+
+_SHOWN = 20
+_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@click.command("verify-resume", context_settings=_SETTINGS)
+@click.option("--ranks", "-n", default=1, show_default=True, help="ranks of this machine")
+@click.option("--cpu", is_flag=True, help="run on the CPU")
+@as_json
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
+def VERIFY_RESUME(ranks: int, cpu: bool, json_: bool, program: tuple[str, ...]) -> int:  # noqa: FBT001
+    """Show whether a script that is stopped goes on as if it had not been.
+
+    Runs it to its second checkpoint. Then to its first, and from there, in a fresh process, to
+    the second again. Every leaf of the two must be equal in every bit. The script saves with
+    fx.save and goes on from fx.latest by itself; its checkpoints go to a temporary folder.
+    """
+    with tempfile.TemporaryDirectory(prefix="fxtrain-resume-") as scratch:
+        whole, parts = Path(scratch, "whole"), Path(scratch, "parts")
+        straight = _train(program, whole, 2, ranks=ranks, cpu=cpu)
+        _train(program, parts, 1, ranks=ranks, cpu=cpu)
+        resumed = _train(program, parts, 1, ranks=ranks, cpu=cpu)
+        return _judge(straight, resumed, json_=json_)
+
+
+@click.command("replay", context_settings=_SETTINGS)
+@click.option("--checkpoint", required=True, help="folder of the run's checkpoints")
+@click.option("--update", required=True, type=click.IntRange(1), help="the update to run again")
+@click.option("--ranks", "-n", default=1, show_default=True, help="ranks of this machine")
+@click.option("--cpu", is_flag=True, help="run on the CPU")
+@click.option("--debug", is_flag=True, help="stop in pdb before each micro-batch (one rank)")
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
+def REPLAY(
+    checkpoint: str,
+    update: int,
+    ranks: int,
+    cpu: bool,  # noqa: FBT001
+    debug: bool,  # noqa: FBT001
+    program: tuple[str, ...],
+) -> int:
+    """Run one update of a run again, from the nearest checkpoint before it.
+
+    The script restores with fx.restore and goes on with loader.at(restored.position). It saves
+    nothing, and ends after the update; what each micro-batch of it gave is printed as a line
+    of JSON per rank.
+    """
+    if debug and ranks != 1:
+        raise LaunchError("replay --debug works at one rank. Leave --ranks out.")
+    orders = {
+        "kind": "replay",
+        "checkpoint": _nearest(checkpoint, update),
+        "update": update,
+        "debug": debug,
+    }
+    if debug:  # in this process, which has the terminal
+        from fxtrain.cli.rerun import main
+
+        check_target(LaunchSpec(target=program[0]))
+        main([json.dumps(orders), *program])
+        return Exit.WELL
+    return _launch(program, orders, ranks=ranks, cpu=cpu)
+
+
+def _train(program: Sequence[str], folder: Path, saves: int, *, ranks: int, cpu: bool) -> str:
+    """Run the script until it has saved so often; the path of its last checkpoint."""
+    folder.mkdir(exist_ok=True)
+    last = folder / "last"
+    last.unlink(missing_ok=True)
+    orders = {"kind": "verify", "folder": str(folder), "saves": saves}
+    code = _launch(program, orders, ranks=ranks, cpu=cpu)
+    if code:
+        raise LaunchError(f"{program[0]} ended with exit code {code}; its output is above.")
+    if not last.exists():
+        raise CheckpointError(
+            f"{program[0]} came to its end before it had saved "
+            f"{'twice' if saves == 2 else 'once more'}. It should call fx.save at least twice, "
+            f"and restore what fx.latest finds. Let it train longer, or save more often."
+        )
+    return last.read_text()
+
+
+def _launch(program: Sequence[str], orders: dict[str, Any], *, ranks: int, cpu: bool) -> int:
+    check_target(LaunchSpec(target=program[0]))
+    ending = run(
+        LaunchSpec(
+            target="fxtrain.cli.rerun",
+            module=True,
+            args=(json.dumps(orders), *program),
+            ranks=ranks,
+            cpu=cpu,
+        )
+    )
+    if ending.code:
+        sys.stderr.write(f"{describe(ending)}\n")
+    return ending.code
+
+
+def _judge(straight: str, resumed: str, *, json_: bool) -> int:
+    from fxtrain.checkpoint import compare, count_leaves
+
+    found = list(compare(straight, resumed))
+    leaves = count_leaves(straight)
+    name = Path(straight).name
+    if json_:
+        rows = [{"path": one.path, "whole": one.left, "resumed": one.right} for one in found]
+        print_json({"checkpoint": name, "leaves": leaves, "equal": not found, "differences": rows})
+    elif found:
+        rows = [(one.path, one.left, one.right) for one in found[:_SHOWN]]
+        title = f"{name}: {len(found)} of {leaves} leaves differ; the first is {found[0].path}"
+        print_table(("leaf", "in one go", "resumed"), rows, title=title)
+    else:
+        click.echo(f"{name}: all {leaves} leaves are equal in every bit.")
+    return Exit.FOUND if found else Exit.WELL
+
+
+def _nearest(folder: str, update: int) -> str:
+    """The last checkpoint before an update."""
+    from fxtrain.checkpoint import before
+
+    found = before(folder, update)
+    if found is None:
+        raise CheckpointError(f"There is no whole checkpoint before update {update} in {folder}.")
+    return found

@@ -1,0 +1,117 @@
+"""Loaders that yield only this rank's rows, each to its own rank."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from fxtrain._errors import DataError
+from fxtrain.data.fetch import StartWorker, tell_epoch
+from fxtrain.data.permutation import key_of
+from fxtrain.data.rank_slices import Layout
+from fxtrain.data.sources import RowSlots, Source, row_source
+from fxtrain.data.uneven_streams import Local, turns
+from fxtrain.data.user_loader import Reading, read_loader, rebuild
+from fxtrain.data.windows import Cursor
+from fxtrain.state import DistContext, Plan, Position
+
+__all__ = ["declared_source"]
+
+
+def declared_source(loader: DataLoader[Any], ctx: DistContext, plan: Plan) -> tuple[Source, Layout]:
+    """Batches of loaders that each yield one rank's rows.
+
+    Effects:
+        One gather of a few numbers per global batch.
+
+    Raises:
+        DataError: the plan asks for what cannot be known; on every rank.
+    """
+    reading = read_loader(loader, ctx.world_size, plan)
+    if reading.layout.unit == "batch" and plan.batch == "global":
+        raise DataError(
+            'batch="global" with Data(source="sharded"): the batch sampler of this loader '
+            'makes the batches of one rank. Use batch="per_rank".'
+        )
+    # To itself a rank is alone: nothing is padded within it.
+    even = "drop" if reading.layout.even == "drop" else "pad"
+    reading = attrs.evolve(reading, layout=attrs.evolve(reading.layout, ranks=1, even=even))
+    if isinstance(loader.dataset, IterableDataset):
+        local = _stream(loader, reading, ctx, plan)
+    else:
+        local = _rows(loader, reading, ctx, plan)
+
+    source = Source(
+        run=lambda cursor: turns(local, cursor, ctx, plan),
+        length=lambda: None,
+        shuffled=local.shuffled,
+    )
+    return source, reading.layout
+
+
+def _rows(loader: DataLoader[Any], reading: Reading, ctx: DistContext, plan: Plan) -> Local:
+    """A map-style dataset that holds this rank's rows; ranks differ in their order."""
+    slots = RowSlots(reading, key_of(plan.seed, "rank", ctx.rank))
+    source = row_source(loader, slots, attrs.evolve(plan, even="pad"), (0,))
+
+    def read(epoch: int, units: int) -> Iterator[tuple[int, Any]]:
+        for step, (data,) in source.run(Cursor(Position(epoch=epoch, index=units))):
+            yield step.slot.rows[0], data
+
+    return Local(
+        open=read,
+        sizes=lambda epoch: ((slot.rows[0], slot.units) for slot in slots.cut(epoch, 0, ())),
+        most=None if reading.layout.unit == "batch" else reading.layout.per_rank,
+        shuffled=slots.shuffled,
+    )
+
+
+def _stream(loader: DataLoader[Any], reading: Reading, ctx: DistContext, plan: Plan) -> Local:
+    """An iterable dataset that yields this rank's, and in workers this worker's, rows."""
+    dataset = _Dataset(loader.dataset)
+    items = reading.layout.unit == "item"
+    changes: dict[str, Any] = {"collate_fn": _Counted(loader.collate_fn, items=items)}
+    if loader.num_workers:
+        dataset.epoch.share_memory_()
+        changes["worker_init_fn"] = StartWorker(loader.worker_init_fn)
+    size = None if items else reading.layout.per_rank
+    drops = not items and reading.layout.even == "drop"
+    over = rebuild(loader, dataset, batch_size=size, drop_last=drops, **changes)
+
+    def read(epoch: int, units: int) -> Iterator[tuple[int, Any]]:
+        assert units == 0, "a stream is read from its start"
+        dataset.epoch.fill_(epoch)
+        assert isinstance(over.generator, torch.Generator)
+        over.generator.manual_seed(key_of(plan.seed, epoch, "workers", ctx.rank))
+        yield from over
+
+    return Local(
+        open=read,
+        sizes=None,
+        most=reading.layout.per_rank,
+        shuffled=lambda: False,  # whether a stream shuffles, only its author knows
+    )
+
+
+class _Dataset(IterableDataset[Any]):
+    """The user's dataset, told which epoch starts, also in workers that outlive one."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.epoch = torch.zeros(1, dtype=torch.int64)
+
+    def __iter__(self) -> Iterator[Any]:
+        tell_epoch(self.dataset, int(self.epoch))
+        return iter(self.dataset)
+
+
+class _Counted:
+    """The user's collate function, with the number of rows that went into it."""
+
+    def __init__(self, collate: Callable[[Any], Any], *, items: bool) -> None:
+        self._collate, self._items = collate, items
+
+    def __call__(self, rows: Any) -> tuple[int, Any]:
+        return 1 if self._items else len(rows), self._collate(rows)

@@ -1,0 +1,101 @@
+"""Rank 0 reads, and sends each rank its part."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fxtrain import ops
+from fxtrain._errors import DataError
+from fxtrain.data.rank_slices import Layout
+from fxtrain.data.sources import Loaded, Source
+from fxtrain.data.windows import Cursor
+from fxtrain.ops.objects import Opaque
+from fxtrain.ops.plan_agreement import digest_of_plan, refuse_plans
+from fxtrain.state import DistContext, Plan
+
+__all__ = ["dispatch_source"]
+
+
+def dispatch_source(
+    make: Callable[[], tuple[Source, Layout]], ctx: DistContext, plan: Plan
+) -> tuple[Source, Layout]:
+    """What rank 0 reads; the other ranks never touch the dataset.
+
+    Args:
+        make: Makes the source that serves all ranks; called on rank 0 only.
+
+    Effects:
+        One gather here, and one scatter per global batch.
+
+    Raises:
+        DataError: rank 0 could not make its source; rank 0 raises its own error.
+        PlanError: the ranks pass different plans; on every rank.
+    """
+    inner, layout, length = _facts(make, ctx, plan)
+
+    def run(cursor: Cursor) -> Iterator[Loaded]:
+        steps = iter(()) if inner is None else inner.run(cursor)
+        while True:
+            letters, problem = _letters(steps, ctx) if ctx.is_main else (None, None)
+            letter = ops.scatter(letters, ctx)
+            if problem is not None:
+                raise problem
+            if "failed" in letter:
+                raise _failed(letter["failed"])
+            if "step" not in letter:
+                return
+            yield letter["step"].value, (letter["data"],)
+            if letter["step"].value.position.is_last:
+                return
+
+    source = Source(
+        run=run,
+        length=lambda: length,
+        shuffled=(lambda: False) if inner is None else inner.shuffled,
+    )
+    return source, layout
+
+
+def _facts(
+    make: Callable[[], tuple[Source, Layout]], ctx: DistContext, plan: Plan
+) -> tuple[Source | None, Layout, int | None]:
+    """Rank 0's source; on every rank its layout and the length of an epoch."""
+    source, problem, facts = None, None, {}
+    if ctx.is_main:
+        try:
+            source, layout = make()
+            facts = {"layout": layout, "length": source.length()}
+        except Exception as error:
+            problem, facts = error, {"failed": _words(error)}
+    found = ops.gather_objects((digest_of_plan(plan, {}), facts), ctx)
+    if any(digest != found[0][0] for digest, _ in found):
+        refuse_plans("shard", ctx, plan, {})
+    facts = found[0][1]
+    if problem is not None:
+        raise problem
+    if "failed" in facts:
+        raise _failed(facts["failed"])
+    return source, facts["layout"], facts["length"]
+
+
+def _letters(
+    steps: Iterator[Loaded], ctx: DistContext
+) -> tuple[list[dict[str, Any]], Exception | None]:
+    """What each rank gets next: a step with its data, none at the end, or what went wrong."""
+    try:
+        found = next(steps, None)
+    except Exception as error:
+        return [{"failed": _words(error)}] * ctx.world_size, error
+    if found is None:
+        return [{}] * ctx.world_size, None
+    step, data = found
+    # Only its reader needs the indices.
+    head = Opaque(step._replace(slot=step.slot._replace(keys=())))
+    return [{"step": head, "data": data[rank]} for rank in range(ctx.world_size)], None
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _failed(words: str) -> DataError:
+    return DataError(f"Rank 0 failed while it read the data for all ranks. It says: {words}")

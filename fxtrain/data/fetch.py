@@ -1,0 +1,189 @@
+"""What reads and collates rows: in the loader's workers, or in the process itself."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset, get_worker_info
+
+from fxtrain.data.generators import Lent, seed_all
+from fxtrain.data.iterable import Reader
+from fxtrain.data.permutation import key_of
+from fxtrain.data.rank_slices import Layout, Slot, slot_of
+
+__all__ = [
+    "Ask",
+    "RowFetch",
+    "StartWorker",
+    "StreamAsk",
+    "StreamFetch",
+    "Told",
+    "fetch_key",
+    "keep",
+    "tell_epoch",
+]
+
+
+class Ask(NamedTuple):
+    """One global batch of a map-style dataset.
+
+    Attributes:
+        epoch: Its epoch.
+        keys: For each served rank: indices.
+        seeds: For each served rank: what to seed the generators with; empty for not at all.
+    """
+
+    epoch: int
+    keys: tuple[Any, ...]
+    seeds: tuple[int, ...]
+
+
+class RowFetch(Dataset[list[Any]]):
+    """A map-style dataset that is asked for global batches.
+
+    Random numbers drawn while loading depend on (seed, epoch, place) only, and not on which
+    worker loads, what it did before or how often the run was restarted.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, collates: bool) -> None:
+        self.dataset, self.collate, self.collates = dataset, collate, collates
+        self.epoch = -1
+
+    def __getitem__(self, ask: Ask) -> list[Any]:
+        if ask.epoch != self.epoch:
+            self.epoch = ask.epoch
+            tell_epoch(self.dataset, ask.epoch)
+        found: list[Any] = []
+        for place, key in enumerate(ask.keys):
+            if ask.seeds:
+                seed_all(ask.seeds[place])
+            found.append(self._load(key))
+        return found
+
+    def _load(self, key: Any) -> Any:
+        if not self.collates:
+            return self.collate(self.dataset[key])
+        if getattr(self.dataset, "__getitems__", None):
+            return self.collate(self.dataset.__getitems__(key))
+        return self.collate([self.dataset[index] for index in key])
+
+
+class StreamAsk(NamedTuple):
+    """One global batch of an iterable dataset.
+
+    Attributes:
+        run: Number of the pass; another one starts the stream anew.
+        epoch: Its epoch.
+        start: Rows of the epoch to leave out.
+        step: Number of the global batch, from there.
+    """
+
+    run: int
+    epoch: int
+    start: int
+    step: int
+
+
+class Told(NamedTuple):
+    """What came of a `StreamAsk`.
+
+    Attributes:
+        slot: The global batch, without keys.
+        is_last: No other one follows.
+        data: Collated rows of each served rank.
+    """
+
+    slot: Slot
+    is_last: bool
+    data: list[Any]
+
+
+class StreamFetch(Dataset["Told | None"]):
+    """An iterable dataset that is asked for global batches by number.
+
+    Row i of the stream belongs to global batch i // stride, whichever worker is asked for it:
+    each worker reads the whole stream and keeps what its ranks need.
+
+    Args:
+        seed: With it, random numbers drawn by the stream depend on (seed, epoch) only, so
+            that a stream that shuffles is the same on all ranks and workers, and those drawn
+            by the collate function on the place too. None leaves the generators alone.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[Any], Any],
+        layout: Layout,
+        ranks: Sequence[int],
+        seed: int | None,
+    ) -> None:
+        self.dataset, self.collate, self.layout = dataset, collate, layout
+        self.ranks, self.seed = ranks, seed
+        self.reader: Reader | None = None
+
+    def __getitem__(self, ask: StreamAsk) -> Told | None:
+        reader = self.reader
+        if reader is None or reader.opened != ask[:3] or reader.step > ask.step:
+            reader = self.reader = self._open(ask)
+        units = reader.read(ask.step)
+        if units is None:
+            return None
+        first = ask.start + ask.step * self.layout.stride
+        borrows = any(self.layout.borrows(rank, len(units)) for rank in self.ranks)
+        head = reader.head() if borrows else units
+        slot = slot_of(self.layout, first, units, head, self.ranks)
+        data = [
+            self._collate(rows, ask.epoch, first, rank)
+            for rank, rows in zip(self.ranks, slot.keys, strict=True)
+        ]
+        return Told(slot._replace(keys=()), reader.is_last, data)
+
+    def _open(self, ask: StreamAsk) -> Reader:
+        tell_epoch(self.dataset, ask.epoch)
+        lent = None
+        if self.seed is not None:
+            lent = Lent(key_of(self.seed, ask.epoch))
+        return Reader(self.dataset, self.layout, self.ranks, ask[:3], lent)
+
+    def _collate(self, rows: Any, epoch: int, first: int, rank: int) -> Any:
+        if self.seed is not None:
+            seed_all(fetch_key(self.layout, self.seed, epoch, first, rank))
+        return self.collate(rows)
+
+
+class StartWorker:
+    """Runs the user's `worker_init_fn` in a worker that holds one of our datasets.
+
+    `get_worker_info().dataset` is the user's own dataset there, as without fxtrain.
+    """
+
+    def __init__(self, init_fn: Callable[[int], None] | None) -> None:
+        self._init_fn = init_fn
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self._init_fn is not None:
+            self._init_fn(worker)
+
+
+def fetch_key(layout: Layout, seed: int, epoch: int, first: int, rank: int) -> int:
+    """What the generators are seeded with for one rank's part of a global batch.
+
+    It depends on the place of the part's first unit only, so that the same rows get the same
+    random numbers at every world size with which they stand together.
+    """
+    if layout.shared:
+        return key_of(seed, epoch, first, rank)
+    return key_of(seed, epoch, first + rank * layout.per_rank)
+
+
+def keep(found: Any) -> Any:
+    """Collate nothing: the fetch did."""
+    return found
+
+
+def tell_epoch(dataset: Any, epoch: int) -> None:
+    """Call a dataset's `set_epoch`, if it has one."""
+    if callable(getattr(dataset, "set_epoch", None)):
+        dataset.set_epoch(epoch)

@@ -1,0 +1,114 @@
+"""Reading an iterable dataset, global batch by global batch."""
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from torch.utils.data._utils import worker as torch_worker
+
+from fxtrain._errors import DataError
+from fxtrain.data.generators import Lent
+from fxtrain.data.rank_slices import Layout
+
+__all__ = ["Reader"]
+
+_END = object()
+
+
+class Reader:
+    """An open stream, which knows whether more follows what it has given out.
+
+    Rows of ranks that are not served here are passed over as None.
+
+    Args:
+        dataset: Iterable.
+        layout: How rows make global batches.
+        ranks: The ranks that are served.
+        opened: (pass, epoch, rows to leave out) that it was opened for.
+        lent: Generators for the stream to draw from; None for the process's own.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        layout: Layout,
+        ranks: Sequence[int],
+        opened: tuple[int, int, int],
+        lent: Lent | None,
+    ) -> None:
+        self.opened, self.step, self.is_last = opened, 0, False
+        self._dataset, self._layout, self._lent = dataset, layout, lent
+        self._served = frozenset(ranks)
+        self._rows: Iterator[Any] | None = None
+        self._place = 0
+        self._first: Any = None
+        self._buffer: deque[Any] = deque()
+        # Of rows that may be dropped, a whole global batch has to follow.
+        self._look = layout.stride if layout.even == "drop" else 1
+
+    def read(self, step: int) -> list[Any] | None:
+        """The rows of a global batch, this one or one further on; None past the end."""
+        stride = self._layout.stride
+        with _as_only_reader(), nullcontext() if self._lent is None else self._lent():
+            while self.step < step and self._fill(stride):
+                self._drop(stride)
+                self.step += 1
+            self._fill(stride + self._look)
+        self.step += 1
+        count = min(stride, len(self._buffer))
+        if count == 0 or (count < stride and self._layout.even == "drop"):
+            return None
+        rows = [self._buffer.popleft() for _ in range(count)]
+        self.is_last = len(self._buffer) < self._look
+        return rows
+
+    def head(self) -> list[Any]:
+        """The first rows of the epoch, read again."""
+        lent = None if self._lent is None else self._lent.again()
+        with _as_only_reader(), nullcontext() if lent is None else lent():
+            found = list(itertools.islice(iter(self._dataset), self._layout.stride))
+        # A stream that runs only once gives nothing now.
+        return found or [self._first]
+
+    def _drop(self, count: int) -> None:
+        for _ in range(min(count, len(self._buffer))):
+            self._buffer.popleft()
+
+    def _fill(self, count: int) -> bool:
+        """Read until so many rows wait; whether there were any."""
+        if self._rows is None:
+            self._rows = iter(self._dataset)
+        start, layout, buffer = self.opened[2], self._layout, self._buffer
+        while len(buffer) < count:
+            row = next(self._rows, _END)
+            if row is _END:
+                if self._place < start:
+                    raise DataError(
+                        f"The position stands at index {start}, but the stream ends at "
+                        f"{self._place}: it stems from other data."
+                    )
+                break
+            if self._place == 0:
+                self._first = row
+            if self._place >= start:
+                rank = (self._place - start) % layout.stride // layout.per_rank
+                buffer.append(row if rank in self._served else None)
+            self._place += 1
+        return bool(buffer)
+
+
+@contextmanager
+def _as_only_reader() -> Iterator[None]:
+    """Hide from a dataset that it runs in one of several workers.
+
+    A dataset that asks `get_worker_info` would leave out the rows of other workers, which we
+    do ourselves. Elsewhere torch still needs the answer: collating in a worker is faster.
+    """
+    info = torch_worker._worker_info
+    torch_worker._worker_info = None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info

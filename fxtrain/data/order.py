@@ -1,0 +1,188 @@
+"""In which order an epoch visits its units: a pure function of seed, epoch and place."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from fxtrain._errors import DataError
+from fxtrain.data.generators import Lent
+from fxtrain.data.loader_errors import counted
+from fxtrain.data.permutation import below, key_of, permutation, round_keys, uniform
+
+__all__ = ["Custom", "Order", "find_order", "length_of", "refuse_split"]
+
+_PULL = 512  # units that a custom sampler is asked for at a time
+
+
+@attrs.frozen(eq=False)
+class Order:
+    """The rows of one epoch in order, any of them found at once.
+
+    Attributes:
+        length: How many rows the epoch has.
+        take: int64 places, 1-D → what the dataset is asked for at each of them.
+        shuffled: Another epoch has another order.
+    """
+
+    length: int
+    take: Callable[[Tensor], list[Any]]
+    shuffled: bool = True
+
+
+def find_order(sampler: Any, seed: int, epoch: int) -> Order | None:
+    """The order of one of torch's own samplers; None for any other."""
+    finder = _FINDERS.get(type(sampler))
+    return None if finder is None else finder(sampler, seed, epoch)
+
+
+def length_of(sampler: Any) -> int | None:
+    """How many units a sampler yields; None where it does not say.
+
+    Raises:
+        DataError: it says what is no length.
+    """
+    try:
+        return counted(sampler)
+    except TypeError:
+        return None
+
+
+def refuse_split(sampler: Any) -> None:
+    """Refuse a sampler that gives each rank its own rows.
+
+    Raises:
+        DataError: it is, or holds, a DistributedSampler.
+    """
+    if any(isinstance(part, DistributedSampler) for part in _parts(sampler)):
+        raise DataError(
+            "This loader has a DistributedSampler, which already gives each rank its rows. "
+            "Pass the loader without it (shuffle=True does the rest), or keep it and say so: "
+            'fx.Plan(data=fx.Data(source="sharded")).'
+        )
+
+
+class Custom:
+    """What a sampler that only its author knows yields in one epoch.
+
+    It runs under generators of its own, seeded from (seed, epoch), so that all ranks see the
+    same. Of its own accord it may use `set_epoch(epoch)` and a `generator` attribute.
+
+    Args:
+        sampler: Any iterable.
+        seed: The plan's.
+        epoch: From 0.
+    """
+
+    def __init__(self, sampler: Any, seed: int, epoch: int) -> None:
+        self._sampler, self._epoch = sampler, epoch
+        self._key = key_of(seed, epoch)
+        self._lent = Lent(self._key)
+        self._told = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self._told = _tell(self._sampler, self._epoch, self._key)
+        with self._lent():
+            units = iter(self._sampler)
+        while block := self._pull(units):
+            yield from block
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether another epoch may have another order, as far as is known by now."""
+        return self._told or self._lent.used
+
+    def _pull(self, units: Iterator[Any]) -> list[Any]:
+        with self._lent():
+            return list(itertools.islice(units, _PULL))
+
+
+def _tell(sampler: Any, epoch: int, key: int) -> bool:
+    """Tell a sampler, and the one inside it, which epoch starts; whether that orders it."""
+    told = False
+    for part in _parts(sampler):
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+            # torch's DistributedSampler, and those made after it, say whether they shuffle.
+            told = told or getattr(part, "shuffle", True) is not False
+        if isinstance(getattr(part, "generator", None), torch.Generator):
+            part.generator.manual_seed(key)
+            told = True
+    return told
+
+
+def _parts(sampler: Any) -> Iterator[Any]:
+    """A sampler, the one that it wraps, and so on."""
+    for _ in range(8):  # samplers that hold each other would go on for ever
+        if sampler is None:
+            return
+        yield sampler
+        sampler = getattr(sampler, "sampler", None)
+
+
+def _sequential(sampler: SequentialSampler, seed: int, epoch: int) -> Order:
+    return Order(counted(sampler), Tensor.tolist, shuffled=False)
+
+
+def _random(sampler: RandomSampler, seed: int, epoch: int) -> Order:
+    n, count = counted(sampler.data_source), sampler.num_samples
+    keys = round_keys(seed, epoch)
+    if sampler.replacement:
+        return Order(count, lambda places: below(places, n, keys).tolist())
+    if count > n:
+        return Order(count, lambda places: _laps(places, n, seed, epoch))
+    find = permutation(n, keys)
+    return Order(count, lambda places: find(places).tolist())
+
+
+def _laps(places: Tensor, n: int, seed: int, epoch: int) -> list[int]:
+    """More samples than rows: one permutation after another, each with keys of its own."""
+    found, laps = torch.empty_like(places), places // n
+    for lap in laps.unique().tolist():
+        here = laps == lap
+        words = (seed, epoch, lap) if lap else (seed, epoch)
+        found[here] = permutation(n, round_keys(*words))(places[here] % n)
+    return found.tolist()
+
+
+def _subset(sampler: SubsetRandomSampler, seed: int, epoch: int) -> Order:
+    chosen = sampler.indices
+    find = permutation(len(chosen), round_keys(seed, epoch))
+    return Order(len(chosen), lambda places: [chosen[i] for i in find(places).tolist()])
+
+
+def _weighted(sampler: WeightedRandomSampler, seed: int, epoch: int) -> Order:
+    count = sampler.num_samples
+    if not sampler.replacement:
+        generator = torch.Generator().manual_seed(key_of(seed, epoch))
+        # Each draw depends on those before it, so that there is no way around a table.
+        table = torch.multinomial(sampler.weights, count, replacement=False, generator=generator)
+        return Order(count, lambda places: table[places].tolist())
+    edges = sampler.weights.double().cumsum(0)
+    last = int(sampler.weights.nonzero()[-1])
+    keys = round_keys(seed, epoch)
+
+    def take(places: Tensor) -> list[int]:
+        drawn = uniform(places, keys) * edges[-1]
+        # Rounding may reach the upper edge, where no weight is left.
+        return torch.searchsorted(edges, drawn, right=True).clamp(max=last).tolist()
+
+    return Order(count, take)
+
+
+_FINDERS: dict[type, Callable[[Any, int, int], Order]] = {
+    SequentialSampler: _sequential,
+    RandomSampler: _random,
+    SubsetRandomSampler: _subset,
+    WeightedRandomSampler: _weighted,
+}

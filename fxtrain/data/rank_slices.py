@@ -1,0 +1,209 @@
+"""Which units each rank gets in each global batch: arithmetic, with no data in sight.
+
+A unit is what is dealt to ranks: a row; a batch that a custom batch sampler made; an item of
+a loader that does not batch.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import attrs
+import torch
+
+from fxtrain._errors import DataError
+from fxtrain.data.order import Order
+
+__all__ = ["Layout", "Slot", "cut", "cut_order", "slot_of"]
+
+_FIRST_BLOCK, _BLOCK = 1 << 10, 1 << 14  # indices computed at a time
+
+
+@attrs.frozen(kw_only=True)
+class Layout:
+    """How global batches are cut from the units of an epoch.
+
+    Attributes:
+        per_rank: Units of one rank in a full global batch.
+        ranks: Ranks that share the data.
+        even: What happens to the units that are left over.
+        unit: row: a rank's units are collated together; batch: each is a list of indices of
+            its own; item: each is passed on as it is.
+        shared: Units are batches of which every rank takes an equal part.
+    """
+
+    per_rank: int
+    ranks: int
+    even: Literal["pad", "drop", "uneven"] = "pad"
+    unit: Literal["row", "batch", "item"] = "row"
+    shared: bool = False
+
+    @property
+    def stride(self) -> int:
+        """Units in a full global batch."""
+        return 1 if self.shared else self.per_rank * self.ranks
+
+    @property
+    def pads(self) -> bool:
+        """Whether ranks get rows twice so that all have equally many."""
+        return self.even == "pad" and self.ranks > 1 and not self.shared
+
+    def borrows(self, rank: int, units: int) -> bool:
+        """Whether a rank gets units of the epoch's start, too, of so many in a global batch.
+
+        Under `uneven` that is a rank without a unit of its own: those stand in as its data.
+        """
+        real = units - rank * self.per_rank
+        return not self.shared and real < (self.per_rank if self.pads else 1)
+
+    def count(self, units: int) -> int:
+        """Global batches in so many units."""
+        whole, rest = divmod(max(0, units), self.stride)
+        return whole + (rest > 0 and self.even != "drop")
+
+
+class Slot(NamedTuple):
+    """One global batch: the same on every rank but for the keys.
+
+    Attributes:
+        first: Place of its first unit in the epoch.
+        units: Units in it, padding not counted.
+        rows: Real rows on each rank.
+        sizes: Rows on each rank with padding.
+        keys: For each rank that is served: what its dataset is asked for, a list for rows
+            and batches.
+    """
+
+    first: int
+    units: int
+    rows: tuple[int, ...]
+    sizes: tuple[int, ...]
+    keys: tuple[Any, ...]
+
+
+def cut_order(layout: Layout, order: Order, start: int, ranks: Sequence[int]) -> Iterator[Slot]:
+    """Global batches from a place in an order on, with keys for some of the ranks.
+
+    Raises:
+        DataError: the order ends before the place.
+    """
+    stride, sizes = layout.stride, (layout.per_rank,) * layout.ranks
+    if start > order.length:
+        raise _beyond(start, order.length)
+    whole, rest = divmod(order.length - start, stride)
+    first = start
+    for keys in _full(layout, order, start, whole, ranks):
+        yield Slot(first, stride, sizes, sizes, keys)
+        first += stride
+    if rest and layout.even != "drop":
+        units = order.take(torch.arange(first, order.length))
+        head = order.take(torch.arange(min(stride, order.length))) if ranks else units
+        yield slot_of(layout, first, units, head, ranks)
+
+
+def cut(layout: Layout, units: Iterable[Any], start: int, ranks: Sequence[int]) -> Iterator[Slot]:
+    """Global batches from a place in a stream of units on, with keys for some of the ranks.
+
+    Raises:
+        DataError: the stream ends before the place.
+    """
+    stride, source = layout.stride, iter(units)
+    head = list(itertools.islice(source, min(stride, start)))
+    skipped = len(head) + sum(1 for _ in itertools.islice(source, max(0, start - stride)))
+    if skipped < start:
+        raise _beyond(start, skipped)
+    first = start
+    while units := list(itertools.islice(source, stride)):
+        if len(units) < stride and layout.even == "drop":
+            return
+        head += units[: stride - len(head)]
+        yield slot_of(layout, first, units, head, ranks)
+        first += len(units)
+
+
+def slot_of(
+    layout: Layout,
+    first: int,
+    units: Sequence[Any],
+    head: Sequence[Any],
+    ranks: Sequence[int],
+) -> Slot:
+    """Deal the units of one global batch.
+
+    Args:
+        head: The first units of the epoch, with which a short global batch is padded. Under
+            `uneven` they only stand in, with the size 0, on ranks without a unit, so that
+            every rank has data for the step.
+    """
+    if layout.shared:
+        return _shared_slot(layout, first, list(units[0]), ranks)
+    dealt = [_deal(layout, units, head, rank) for rank in range(layout.ranks)]
+    rows, sizes = zip(*[_rows(layout, found, real) for found, real in dealt], strict=True)
+    keys = tuple(_key(layout, dealt[rank][0]) for rank in ranks)
+    return Slot(first, len(units), rows, sizes, keys)
+
+
+def _full(
+    layout: Layout, order: Order, start: int, whole: int, ranks: Sequence[int]
+) -> Iterator[tuple[Any, ...]]:
+    """Keys for the served ranks in each full global batch, computed in blocks."""
+    size = layout.per_rank
+    across = torch.arange(size)
+    low, length = 0, _FIRST_BLOCK  # small at first, so that the first batch comes soon
+    while low < whole:
+        steps = max(1, length // (size * max(1, len(ranks))))
+        block = torch.arange(low, min(low + steps, whole))
+        places = start + block[:, None] * layout.stride + across
+        found = [order.take((places + rank * size).view(-1)) for rank in ranks]
+        for at in range(0, len(block) * size, size):
+            yield tuple([_key(layout, units[at : at + size]) for units in found])
+        low, length = low + steps, min(2 * length, _BLOCK)
+
+
+def _deal(
+    layout: Layout, units: Sequence[Any], head: Sequence[Any], rank: int
+) -> tuple[list[Any], int]:
+    """One rank's units, and how many of them are real."""
+    low, size = rank * layout.per_rank, layout.per_rank
+    found = list(units[low : low + size])
+    real = len(found)
+    if layout.borrows(rank, len(units)):
+        # Padding continues from the start of the epoch, counted over all ranks.
+        after = max(0, low - len(units))
+        found += [head[(after + n) % len(head)] for n in range(size - real)]
+    return found, real
+
+
+def _rows(layout: Layout, found: list[Any], real: int) -> tuple[int, int]:
+    """Rows on a rank: those that are real, and with padding."""
+    if layout.unit == "batch":
+        size = len(found[0])
+        if not size:
+            raise DataError("The batch sampler of this loader made a batch of no rows.")
+        return (size, size) if real else (0, size if layout.pads else 0)
+    return real, len(found) if layout.pads else real
+
+
+def _key(layout: Layout, found: list[Any]) -> Any:
+    if layout.unit == "item":
+        return found[0]
+    return list(found[0]) if layout.unit == "batch" else found
+
+
+def _beyond(start: int, length: int) -> DataError:
+    return DataError(
+        f"The position stands at index {start}, but an epoch of this loader ends at {length}: "
+        f"it stems from other data. Pass the loader that it was made with."
+    )
+
+
+def _shared_slot(layout: Layout, first: int, batch: list[Any], ranks: Sequence[int]) -> Slot:
+    part, rest = divmod(len(batch), layout.ranks)
+    if rest:
+        raise DataError(
+            f'batch="global": batch {first} of the batch sampler has {len(batch)} rows, which '
+            f"{layout.ranks} ranks cannot share equally. Make every batch a multiple of "
+            f'{layout.ranks} rows, or use batch="per_rank".'
+        )
+    even = (part,) * layout.ranks
+    return Slot(first, 1, even, even, tuple(batch[r * part : (r + 1) * part] for r in ranks))

@@ -1,0 +1,309 @@
+"""The sharded loader that users hold."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from fxtrain import _tree
+from fxtrain._errors import DataError
+from fxtrain.data.already_sharded import declared_source
+from fxtrain.data.dispatch import dispatch_source
+from fxtrain.data.rank_slices import Layout
+from fxtrain.data.sequence_slices import cutter
+from fxtrain.data.sources import RowSlots, Source, row_source, stream_source
+from fxtrain.data.to_device import mask, placed
+from fxtrain.data.user_loader import read_loader
+from fxtrain.data.windows import Cursor, Step, to_epoch
+from fxtrain.ops.plan_agreement import agree_plans
+from fxtrain.state import Batch, DistContext, Plan, Position, check_connected
+
+__all__ = ["Sharded", "shard"]
+
+
+class _NoLength(DataError, TypeError):
+    """`list(loader)` asks for a length first, and goes on without one after a TypeError."""
+
+
+@attrs.define(eq=False)
+class _Trail:
+    """How far iteration got: a pass over data has a state, as an iterator has.
+
+    Attributes:
+        start: The cursor of the first batch, but of a later epoch only its number counts.
+        before: The trail of the epoch before, which tells where a later epoch starts; None
+            once it began.
+        passes: Passes that got further than one batch.
+        reached: The cursor after the last batch that was yielded.
+    """
+
+    start: Cursor
+    before: "_Trail | None" = None
+    passes: int = 0
+    reached: Cursor | None = None
+
+    def cursor(self) -> Cursor:
+        """Where the epoch starts, by what has been seen of those before it."""
+        if self.before is None:
+            return self.start
+        return to_epoch(self.before.end(), self.start.position.epoch)
+
+    def begin(self) -> Cursor:
+        """Where the epoch starts, from now on whatever becomes of those before it."""
+        self.start, self.before = self.cursor(), None
+        return self.start
+
+    def end(self) -> Cursor:
+        """Where iteration got: for an epoch that did not run, where the one before it did."""
+        trail = self
+        while trail.reached is None and trail.before is not None:
+            trail = trail.before
+        return trail.reached or trail.start
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Sharded:
+    """A loader that gives this rank its part of every global batch; see `shard`.
+
+    Identity decides equality and hash: the loader inside is torch's.
+
+    Attributes:
+        ctx: The ranks that share the data.
+        plan: The plan that it follows.
+    """
+
+    ctx: DistContext = attrs.field(repr=False)
+    plan: Plan = attrs.field(repr=False)
+    _source: Source = attrs.field(repr=False, alias="source")
+    _layout: Layout = attrs.field(repr=False, alias="layout")
+    _cut: Callable[[Any], Any] | None = attrs.field(default=None, repr=False, alias="cut")
+    _trail: _Trail = attrs.field(factory=lambda: _Trail(Cursor(Position())), alias="trail")
+
+    @property
+    def position(self) -> Position:
+        """Where iteration starts.
+
+        Of an epoch that has not begun, `samples` and `updates` count what has been seen by now.
+        """
+        return self._trail.cursor().position
+
+    def epochs(self, n: int) -> Iterator["Sharded"]:
+        """One loader per epoch: what is left of this one, then the others up to epoch n.
+
+        A loop that leaves an epoch early (`break`), or skips it, continues with the next one;
+        `samples` and `updates` count only what was seen. An accumulation window that `break`
+        leaves open continues with the first batches of the next epoch.
+
+        Args:
+            n: Epochs of the whole run, those before a restart included.
+
+        Example:
+            >>> import fxtrain as fx, torch
+            >>> from torch.utils.data import DataLoader
+            >>> with fx.detect(env={}, device="cpu") as ctx:
+            ...     loader = fx.shard(DataLoader(torch.arange(4), batch_size=2), ctx)
+            ...     [batch.position.updates for epoch in loader.epochs(2) for batch in epoch]
+            [1, 2, 3, 4]
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+            raise DataError(f"epochs({n!r}): pass the number of epochs of the run, 0 or more.")
+        return self._epochs(n)
+
+    def _epochs(self, n: int) -> Iterator["Sharded"]:
+        cursor, trail = self._trail.cursor(), None
+        if self._is_over():
+            cursor = to_epoch(cursor, cursor.position.epoch + 1)
+        for number in range(cursor.position.epoch, n):
+            trail = _Trail(to_epoch(cursor, number) if trail else cursor, trail)
+            yield attrs.evolve(self, trail=trail)
+
+    def at(self, position: Position) -> "Sharded":
+        """The same loader from a cursor on, which another world size may have reached.
+
+        Example:
+            >>> import fxtrain as fx, torch
+            >>> from torch.utils.data import DataLoader
+            >>> with fx.detect(env={}, device="cpu") as ctx:
+            ...     loader = fx.shard(DataLoader(torch.arange(4), batch_size=2), ctx)
+            ...     first = next(iter(loader))
+            ...     [batch.data.tolist() for batch in loader.at(first.position)]
+            [[2, 3]]
+        """
+        if not isinstance(position, Position):
+            raise DataError(
+                f"at({position!r}) takes a Position, found {type(position).__name__}. "
+                f"Use batch.position or report.position."
+            )
+        # What a window holds that was opened elsewhere is not written in a position.
+        held = 0 if position.micro == 0 else None
+        return attrs.evolve(self, trail=_Trail(Cursor(position, held)))
+
+    def __len__(self) -> int:
+        """Batches left in this epoch, the same on every rank."""
+        try:
+            left = self._left()
+        except DataError as error:  # which iterating tells every rank
+            raise _NoLength(str(error)) from error
+        if left is None:
+            raise _NoLength(
+                "len: this loader has no length, because its dataset or sampler has none or "
+                "its ranks see only their own rows. Count batches while iterating."
+            )
+        return 0 if self.position.is_last else self._layout.count(left)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._trail.passes == 1 and self._source.shuffled():
+            warnings.warn(
+                f"This is a second pass over epoch {self.position.epoch}, in the same shuffled "
+                f"order. Use `for epoch in loader.epochs(n): for batch in epoch:`.",
+                stacklevel=2,
+            )
+        seen = 0
+        for batch in self._batches():
+            seen += 1
+            if seen == 2:  # looking at the first batch only is not a pass
+                self._trail.passes += 1
+            yield batch
+        if seen == 1:
+            self._trail.passes += 1
+
+    def _batches(self) -> Iterator[Batch]:
+        check_connected("iterating", self.ctx)
+        if self.position.is_last:
+            return
+        self._agree()
+        cursor = self._trail.begin()
+        masks: dict[tuple[int, int], Tensor] = {}
+        cut = self._cut or (lambda data: data)
+        loaded = ((step, cut(data[0])) for step, data in self._source.run(cursor))
+        for step, mine in placed(loaded, self.ctx, self.plan, ahead=self._source.apart):
+            batch = self._batch(step, mine, masks)
+            self._trail.reached = cursor = cursor.after(step)
+            yield batch
+
+    def _batch(self, step: Step, data: Any, masks: dict[tuple[int, int], Tensor]) -> Batch:
+        slot, rank = step.slot, self.ctx.rank
+        # A rank without a row holds others, of size 0, so that it can take part.
+        size = slot.sizes[rank] or _tree.rows_of(data) or self._layout.per_rank
+        shape = size, slot.rows[rank]
+        valid = masks.get(shape)
+        if valid is None:
+            valid = masks[shape] = mask(*shape, self.ctx, self.plan)
+        return Batch(
+            data=data,
+            position=step.position,
+            valid=valid,
+            rows=slot.rows,
+            sizes=slot.sizes,
+            window_rows=step.window_rows,
+        )
+
+    def _left(self) -> int | None:
+        """Units from here to the end of the epoch; None where only reading tells."""
+        length = self._source.length()
+        return None if length is None else length - self.position.index
+
+    def _is_over(self) -> bool:
+        """Whether nothing is left of the epoch."""
+        if self.position.is_last or self.position.index == 0:
+            return self.position.is_last
+        left = self._left()
+        return left is not None and self._layout.count(left) == 0
+
+    def _agree(self) -> None:
+        """Find out before the first batch whether all ranks are about to read the same."""
+        if self.plan.data.source == "shard" and self.ctx.world_size > 1:
+            problem = None
+            try:
+                rows: Any = self._source.length()
+            except DataError as error:  # the other ranks must hear of it
+                rows, problem = f"unknown ({error})", error
+            asked = {"rows": rows, "layout": self._layout, "position": self.position}
+            agree_plans("iterating", self.ctx, self.plan, asked)
+            if problem is not None:
+                raise problem
+
+
+def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan = Plan()) -> Sharded:  # noqa: B008
+    """Split a loader over the ranks.
+
+    Order, rows and cursor do not depend on the world size: global batch k of W ranks holds
+    the next W · batch size rows of the epoch's order, rank r the r-th part of them. The order
+    is a function of the plan's seed and the epoch; a `generator` of the loader is not read.
+
+    Args:
+        loader: Any torch DataLoader: map-style or iterable, with any sampler or batch sampler.
+            Workers, collate function, pinning and all other settings are kept;
+            `drop_last=True` acts as `even="drop"`.
+        ctx: The ranks; data is split over `ctx.axis("data")`, and sequences over the context
+            axis where the plan says so.
+        plan: `batch`, `even`, `seed`, `accumulate`, `flush`, `data` and `context` are read.
+
+    Effects:
+        None here, but for one broadcast with `Data(source="dispatch")`. Iterating starts the
+        loader's workers and compares once per epoch the plans and what the ranks are about to read;
+        dispatched and already sharded data exchange a message per global batch.
+
+    Raises:
+        DataError: the loader, or its batch size, cannot be split as asked; on every rank.
+            While iterating: a sequence that the context ranks do not divide, on all of those.
+        PlanError: the ranks pass different plans; on every rank, when iterating starts or, with
+            `Data(source="dispatch")`, here.
+        CollectiveError: the ranks differ in rows, layout or position; likewise.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> from torch.utils.data import DataLoader
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     for batch in fx.shard(DataLoader(torch.arange(3), batch_size=2), ctx):
+        ...         batch.data.tolist(), batch.position.index
+        ([0, 1], 2)
+        ([2], 3)
+    """
+    _check_types(loader, ctx, plan)
+    data = ctx.axis("data")
+    everyone = range(data.world_size)
+    if plan.data.source == "dispatch" and data.world_size > 1:
+        source, layout = dispatch_source(
+            lambda: _source(loader, data.world_size, plan, everyone), data, plan
+        )
+    elif plan.data.source == "sharded":
+        source, layout = declared_source(loader, data, plan)
+    else:
+        source, layout = _source(loader, data.world_size, plan, everyone[data.rank : data.rank + 1])
+    cut = cutter(ctx, plan)
+    return Sharded(ctx=data, plan=plan, source=source, layout=layout, cut=cut)
+
+
+def _source(
+    loader: DataLoader[Any], world_size: int, plan: Plan, ranks: range
+) -> tuple[Source, Layout]:
+    """A loader read for some of the ranks."""
+    reading = read_loader(loader, world_size, plan)
+    if isinstance(loader.dataset, IterableDataset):
+        return stream_source(loader, reading.layout, plan, ranks), reading.layout
+    return row_source(loader, RowSlots(reading, plan.seed), plan, ranks), reading.layout
+
+
+def _check_types(loader: Any, ctx: Any, plan: Any) -> None:
+    if isinstance(loader, Sharded):
+        raise DataError("shard: this loader is sharded already. Pass the DataLoader itself.")
+    if not isinstance(loader, DataLoader):
+        raise DataError(
+            f"shard takes a torch DataLoader, found {type(loader).__name__}. For example: "
+            f"fx.shard(DataLoader(dataset, batch_size=32, shuffle=True), ctx, plan)."
+        )
+    if not isinstance(ctx, DistContext):
+        raise DataError(
+            f"shard: ctx is a {type(ctx).__name__}, not a context from fx.detect(). The order "
+            f"is fx.shard(loader, ctx, plan)."
+        )
+    if not isinstance(plan, Plan):
+        raise DataError(
+            f"shard: plan is a {type(plan).__name__}, not an fx.Plan. For example: "
+            f"fx.shard(loader, ctx, fx.Plan(seed=7))."
+        )
+    check_connected("shard", ctx)

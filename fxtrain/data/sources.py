@@ -1,0 +1,210 @@
+"""Where global batches come from: a source turns a cursor into steps with their data."""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch.utils.data import DataLoader
+
+from fxtrain.data.fetch import (
+    Ask,
+    RowFetch,
+    StartWorker,
+    StreamAsk,
+    StreamFetch,
+    fetch_key,
+    keep,
+    tell_epoch,
+)
+from fxtrain.data.loader_errors import reading
+from fxtrain.data.order import Custom, Order, find_order, length_of
+from fxtrain.data.permutation import key_of
+from fxtrain.data.rank_slices import Layout, Slot, cut, cut_order
+from fxtrain.data.user_loader import Feed, Reading, rebuild
+from fxtrain.data.windows import Cursor, Step, advance, totals, walk
+from fxtrain.state import Plan, Position
+
+__all__ = ["RowSlots", "Source", "row_source", "stream_source"]
+
+# A step, and the data of each rank that is served.
+Loaded = tuple[Step, Sequence[Any]]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Source:
+    """Steps from a cursor on, and what is known of an epoch before it is read.
+
+    Attributes:
+        run: Cursor → every step until the epoch ends.
+        length: Units in an epoch; None where only reading tells.
+        shuffled: Whether epochs differ in their order, as far as is known by now.
+        apart: Worker processes read, so that reading ahead draws no random numbers here.
+    """
+
+    run: Callable[[Cursor], Iterator[Loaded]]
+    length: Callable[[], int | None]
+    shuffled: Callable[[], bool]
+    apart: bool = False
+
+
+class RowSlots:
+    """The global batches of a map-style dataset, by index.
+
+    Args:
+        reading: What the loader says.
+        seed: Of the order.
+    """
+
+    def __init__(self, reading: Reading, seed: int) -> None:
+        self.reading, self.seed = reading, seed
+        self._latest: Order | Custom | None = None
+
+    def cut(self, epoch: int, start: int, ranks: Sequence[int]) -> Iterator[Slot]:
+        """From a place on to the end of the epoch, with keys for some of the ranks."""
+        layout, sampler = self.reading.layout, self.reading.sampler
+        order = find_order(sampler, self.seed, epoch)
+        if order is not None:
+            self._latest = order
+            return cut_order(layout, order, start, ranks)
+        self._latest = custom = Custom(sampler, self.seed, epoch)
+        return cut(layout, custom, start, ranks)
+
+    def length(self) -> int | None:
+        """Units in an epoch, if the sampler says."""
+        return length_of(self.reading.sampler)
+
+    def later(self) -> Iterator[int]:
+        """Rows with padding of the global batches of whole epochs, one after another."""
+        layout, length = self.reading.layout, self.length()
+        if layout.unit == "batch" or length is None or layout.count(length) == 0:
+            return iter(())
+        return itertools.chain.from_iterable(totals(layout, length) for _ in itertools.count())
+
+    def shuffled(self) -> bool:
+        """Whether another epoch has another order, as far as is known by now."""
+        return self._latest is not None and self._latest.shuffled
+
+
+def row_source(
+    loader: DataLoader[Any], slots: RowSlots, plan: Plan, ranks: Sequence[int]
+) -> Source:
+    """A map-style dataset, read by index for some of the ranks."""
+    layout, feed = slots.reading.layout, Feed()
+    reseeds = plan.data.reseed_workers and loader.num_workers > 0
+    asks = loader.num_workers > 0 or len(ranks) != 1
+    over = _over_rows(loader, slots.reading, feed, asks=asks)
+
+    def ask(slot: Slot, epoch: int) -> Any:
+        if not asks:
+            return slot.keys[0]
+        seeds = [fetch_key(layout, slots.seed, epoch, slot.first, rank) for rank in ranks]
+        return Ask(epoch, slot.keys, tuple(seeds) if reseeds else ())
+
+    def run(cursor: Cursor) -> Iterator[Loaded]:
+        epoch = cursor.position.epoch
+        if not asks:
+            tell_epoch(loader.dataset, epoch)
+        found = slots.cut(epoch, cursor.position.index, ranks)
+        made: deque[Step] = deque()
+
+        def indices() -> Iterator[Any]:
+            for step in walk(found, cursor, plan, slots.later):
+                made.append(step)
+                yield ask(step.slot, epoch)
+
+        feed.give(indices())
+        _seed_workers(over, plan, epoch, ranks)
+
+        def asked() -> str:
+            return f"the rows {_few(made[0].slot.keys)}" if made else "its rows"
+
+        for data in reading(loader, over, asked):
+            yield made.popleft(), data if asks else (data,)
+
+    return Source(
+        run=run,
+        length=slots.length,
+        shuffled=slots.shuffled,
+        apart=loader.num_workers > 0,
+    )
+
+
+def stream_source(
+    loader: DataLoader[Any], layout: Layout, plan: Plan, ranks: Sequence[int]
+) -> Source:
+    """An iterable dataset, read in its own order for some of the ranks."""
+    feed, passes = Feed(), itertools.count()
+    reseeds = plan.data.reseed_workers and loader.num_workers > 0
+    fetch = StreamFetch(
+        loader.dataset, loader.collate_fn, layout, tuple(ranks), plan.seed if reseeds else None
+    )
+    over = _over_fetch(loader, fetch, feed)
+
+    def run(cursor: Cursor) -> Iterator[Loaded]:
+        position, held = cursor.position, cursor.held
+        this, epoch, start = next(passes), position.epoch, position.index
+        feed.give(StreamAsk(this, epoch, start, step) for step in itertools.count())
+        _seed_workers(over, plan, epoch, ranks)
+        try:
+            for told in reading(loader, over):
+                if told is None:
+                    return
+                slot, is_last, data = told
+                # Older torch turns tuples into lists where it pins memory.
+                slot = Slot(slot[0], slot[1], tuple(slot[2]), tuple(slot[3]), ())
+                step = _stream_step(slot, position, plan, held, is_last=is_last)
+                position, held = step.position, 0
+                yield step, data
+                if is_last:
+                    return
+        finally:
+            fetch.reader = None  # lets go of the stream, if this process holds it
+
+    return Source(
+        run=run,
+        length=lambda: length_of(loader.dataset),
+        shuffled=lambda: False,  # whether a stream shuffles, only its author knows
+        apart=loader.num_workers > 0,
+    )
+
+
+def _over_rows(
+    loader: DataLoader[Any], reading: Reading, feed: Feed, *, asks: bool
+) -> DataLoader[Any]:
+    if asks:
+        fetch = RowFetch(loader.dataset, loader.collate_fn, collates=reading.collates)
+        return _over_fetch(loader, fetch, feed)
+    if reading.collates:
+        return rebuild(loader, loader.dataset, batch_sampler=feed)
+    return rebuild(loader, loader.dataset, batch_size=None, sampler=feed)
+
+
+def _over_fetch(loader: DataLoader[Any], fetch: Any, feed: Feed) -> DataLoader[Any]:
+    changes: dict[str, Any] = {"batch_size": None, "sampler": feed, "collate_fn": keep}
+    if loader.num_workers:
+        changes["worker_init_fn"] = StartWorker(loader.worker_init_fn)
+    return rebuild(loader, fetch, **changes)
+
+
+def _seed_workers(over: DataLoader[Any], plan: Plan, epoch: int, ranks: Sequence[int]) -> None:
+    """Seed what torch seeds its workers with."""
+    assert isinstance(over.generator, torch.Generator)
+    over.generator.manual_seed(key_of(plan.seed, epoch, "workers", *ranks[:1]))
+
+
+def _stream_step(
+    slot: Slot, position: Position, plan: Plan, held: int | None, *, is_last: bool
+) -> Step:
+    after = advance(position, slot, plan, is_last=is_last)
+    # A window of several batches may end with the data, which nobody has seen yet.
+    rows = None if held is None or plan.accumulate > 1 else held + sum(slot.sizes)
+    return Step(slot, after, rows)
+
+
+def _few(keys: Sequence[Any]) -> str:
+    """Keys of a global batch for a message."""
+    text = ", ".join([str(key) for key in keys])
+    return text if len(text) <= 200 else f"{text[:200]}…"

@@ -1,0 +1,194 @@
+"""Ranks that each read their own batches take turns together until data ends."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+
+from fxtrain import ops
+from fxtrain._errors import DataError
+from fxtrain.data.rank_slices import Slot
+from fxtrain.data.windows import Cursor, Step, advance
+from fxtrain.ops.plan_agreement import digest_of_plan, refuse_plans
+from fxtrain.state import DistContext, Plan
+
+__all__ = ["Local", "turns"]
+
+_HAS, _ENDED, _FAILED = range(3)  # states of a rank
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Local:
+    """One rank's own batches.
+
+    Attributes:
+        open: (epoch, units to leave out) → (rows, data) of every batch that follows.
+        sizes: (epoch) → (rows, units) of every batch without reading it; None where only
+            reading tells, and then `open` leaves out nothing.
+        most: Rows in a batch at most; None if unknown.
+        shuffled: Whether epochs differ in their order, as far as is known by now.
+    """
+
+    open: Callable[[int, int], Iterator[tuple[int, Any]]]
+    sizes: Callable[[int], Iterator[tuple[int, int]]] | None
+    most: int | None
+    shuffled: Callable[[], bool]
+
+
+@attrs.frozen
+class _Turn:
+    """What one rank brings to a global batch."""
+
+    state: int
+    size: int = 0
+    data: Any = None
+    error: Exception | None = None
+
+
+def turns(
+    local: Local, cursor: Cursor, ctx: DistContext, plan: Plan
+) -> Iterator[tuple[Step, tuple[Any]]]:
+    """Global batches made of one batch of every rank.
+
+    Under `pad`, a rank whose data has ended goes over it again until all have ended. Under
+    `uneven` it does too, but these batches have the size 0: they count for nothing. Under `drop`,
+    the first rank that ends stops all.
+
+    Effects:
+        One gather per global batch, looking one ahead; two where some ranks have ended.
+
+    Raises:
+        DataError: a rank has no data, or the cursor does not fit; on every rank.
+        PlanError: the ranks pass different plans; on every rank.
+        Exception: what a rank's loader raised; a CollectiveError that names it elsewhere.
+    """
+    epoch, position, held = cursor.position.epoch, cursor.position, cursor.held
+    batches, behind = _sought(local, cursor, ctx)
+    own = _attempt(batches, _HAS)
+    # Padding goes on, too, where it stood.
+    again = itertools.islice(_attempt(_over_and_over(local, epoch), _ENDED), behind, None)
+    ends = any if plan.even == "drop" else all
+    now = next(own)
+    table = _meet(now, ctx, plan)
+    if ends(state != _HAS for state, _ in table):
+        return
+    for number in itertools.count():
+        if any(state != _HAS for state, _ in table):
+            now = now if now.state == _HAS else next(again)
+            table = _meet(now, ctx)
+            _refuse_empty(table, ctx)
+        after = next(own)
+        coming = _meet(after, ctx)
+        is_last = ends(state != _HAS for state, _ in coming)
+        slot = _slot(number, table, plan)
+        position = advance(position, slot, plan, is_last=is_last)
+        total = None if held is None or plan.accumulate > 1 else held + sum(slot.sizes)
+        yield Step(slot, position, total), (now.data,)
+        if is_last:
+            return
+        now, table, held = after, coming, 0
+
+
+def _slot(number: int, table: list[tuple[int, int]], plan: Plan) -> Slot:
+    rows = tuple(size if state == _HAS else 0 for state, size in table)
+    sizes = rows if plan.even == "uneven" else tuple(size for _, size in table)
+    return Slot(number, sum(rows), rows, sizes, ())
+
+
+def _attempt(batches: Iterator[tuple[int, Any]], state: int) -> Iterator[_Turn]:
+    """A turn per batch, then empty ones for ever; a failure is a turn too."""
+    try:
+        for size, data in batches:
+            yield _Turn(state, size, data)
+    except Exception as error:
+        yield _Turn(_FAILED, error=error)
+    while True:
+        yield _Turn(_ENDED)
+
+
+def _over_and_over(local: Local, epoch: int) -> Iterator[tuple[int, Any]]:
+    """This rank's epoch from its start, again and again; nothing if there is nothing."""
+    found = True
+    while found:
+        found = False
+        for size, data in local.open(epoch, 0):
+            found = True
+            yield size, data
+
+
+def _sought(
+    local: Local, cursor: Cursor, ctx: DistContext
+) -> tuple[Iterator[tuple[int, Any]], int]:
+    """This rank's batches from where so many rows of all ranks have been seen.
+
+    Returns:
+        The batches, and how many of padding came before.
+    """
+    epoch, wanted = cursor.position.epoch, cursor.position.index
+    opened = local.open(epoch, 0) if local.sizes is None or wanted == 0 else None
+    if wanted == 0:
+        assert opened is not None
+        return opened, 0
+    source = local.sizes(epoch) if local.sizes else ((rows, rows) for rows, _ in opened or ())
+    units = seen = behind = 0
+    most = ops.gather_objects(local.most, ctx)
+    while seen < wanted:
+        # No more steps than cannot lead too far, so that one exchange covers many.
+        least = 1 if None in most else max(1, (wanted - seen) // sum(most))
+        mine, problem = _some(source, least)
+        ops.raise_together(problem, ctx)
+        units += sum(found[1] for found in mine)
+        behind += least - len(mine)
+        passed = sum(ops.gather_objects(sum(found[0] for found in mine), ctx))
+        seen += passed
+        if passed == 0:
+            break
+    if seen != wanted:
+        raise DataError(
+            f"The position stands at index {wanted}, which is not between two global batches "
+            f'of these loaders. Data(source="sharded") continues only at the world size, batch '
+            f"size and data that the position was made with."
+        )
+    return (local.open(epoch, units) if opened is None else opened), behind
+
+
+def _some(
+    source: Iterator[tuple[int, int]], count: int
+) -> tuple[list[tuple[int, int]], Exception | None]:
+    try:
+        return list(itertools.islice(source, count)), None
+    except Exception as error:
+        return [], error
+
+
+def _meet(turn: _Turn, ctx: DistContext, plan: Plan | None = None) -> list[tuple[int, int]]:
+    """Every rank's (state, size).
+
+    Args:
+        plan: To compare with those of the other ranks.
+
+    Raises:
+        PlanError: the plans differ; on every rank.
+        Exception: what a rank's loader raised; a CollectiveError that names it elsewhere.
+    """
+    digest = b"" if plan is None else digest_of_plan(plan, {})
+    # Every byte a column: no integer type of torch holds them together.
+    mine = torch.tensor([[turn.state, turn.size, *digest]])
+    table: list[list[int]] = ops.gather(mine, ctx).tolist()
+    if plan is not None and any(row[2:] != table[0][2:] for row in table):
+        refuse_plans("iterating", ctx, plan, {})
+    if any(state == _FAILED for state, *_ in table):
+        ops.raise_together(turn.error, ctx)
+    return [(state, size) for state, size, *_ in table]
+
+
+def _refuse_empty(table: list[tuple[int, int]], ctx: DistContext) -> None:
+    empty = [rank for rank, (state, size) in enumerate(table) if state != _HAS and not size]
+    if empty:
+        raise DataError(
+            f'Data(source="sharded"): the loaders of ranks {empty} of {ctx.world_size} yield '
+            f"nothing, so that nothing can stand in for their rows. Give every rank rows, or "
+            f'use even="drop".'
+        )

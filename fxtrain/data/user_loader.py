@@ -1,0 +1,144 @@
+"""The user's loader: what it says about the data, and the same loader over other indices."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from fxtrain._errors import DataError
+from fxtrain.data.order import refuse_split
+from fxtrain.data.rank_slices import Layout
+from fxtrain.state import Plan
+
+__all__ = ["Feed", "Reading", "read_loader", "rebuild"]
+
+# What a loader keeps when it reads other indices.
+_SETTINGS = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Reading:
+    """How a loader finds its units.
+
+    Attributes:
+        layout: How they are dealt to the ranks.
+        sampler: Iterable over units; None for an iterable dataset.
+        collates: Rows are collated into batches.
+    """
+
+    layout: Layout
+    sampler: Any
+    collates: bool
+
+
+class Feed:
+    """A sampler that yields what it was last given.
+
+    A DataLoader with persistent workers reads its sampler anew in each epoch and cannot be
+    given another one.
+    """
+
+    def __init__(self) -> None:
+        self._indices: Iterator[Any] = iter(())
+
+    def give(self, indices: Iterator[Any]) -> "Feed":
+        """Let the next iteration of the loader read these."""
+        self._indices = indices
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._indices
+
+
+def read_loader(loader: DataLoader[Any], ranks: int, plan: Plan) -> Reading:
+    """What a loader says about its data, without touching the dataset.
+
+    Raises:
+        DataError: the loader cannot be split over so many ranks.
+    """
+    _check_rebuildable(loader)
+    rows, sampler = _rows_of(loader)
+    collates = loader.batch_sampler is not None
+    even = "drop" if rows is not None and rows[1] else plan.even
+    shares = plan.batch == "global"
+    if sampler is not None and plan.data.source != "sharded":
+        refuse_split(sampler)
+    if rows is None and collates:
+        layout = Layout(per_rank=1, ranks=ranks, even=even, unit="batch", shared=shares)
+        return Reading(layout=layout, sampler=sampler, collates=True)
+    if rows is None:
+        if shares and ranks > 1:
+            raise DataError(
+                f'batch="global": a loader with batch_size=None yields single items, which '
+                f'{ranks} ranks cannot share. Give it a batch_size, or use batch="per_rank".'
+            )
+        layout = Layout(per_rank=1, ranks=ranks, even=even, unit="item")
+        return Reading(layout=layout, sampler=sampler, collates=False)
+    size = _share_of(rows[0], ranks) if shares else rows[0]
+    layout = Layout(per_rank=size, ranks=ranks, even=even)
+    return Reading(layout=layout, sampler=sampler, collates=collates)
+
+
+def rebuild(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[Any]:
+    """The same loader over another dataset or sampler; every other setting stays.
+
+    Its random base seed comes from a generator of its own, so that iterating draws nothing
+    from the process's.
+    """
+    settings = {name: getattr(loader, name) for name in _SETTINGS}
+    if loader.pin_memory_device:
+        settings["pin_memory_device"] = loader.pin_memory_device
+    settings |= {"collate_fn": loader.collate_fn, "generator": torch.Generator()}
+    return DataLoader(dataset, **(settings | changes))
+
+
+def _rows_of(loader: DataLoader[Any]) -> tuple[tuple[int, bool] | None, Any]:
+    """(batch size, whether a short one is dropped) where units are rows; and the sampler."""
+    if isinstance(loader.dataset, IterableDataset):
+        size = loader.batch_size
+        return (None if size is None else (size, loader.drop_last)), None
+    # A BatchSampler as `sampler` with batch_size=None asks the dataset for whole lists.
+    chosen: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if type(chosen) is BatchSampler:
+        return (chosen.batch_size, chosen.drop_last), chosen.sampler
+    return None, chosen
+
+
+def _share_of(size: int, ranks: int) -> int:
+    part, rest = divmod(size, ranks)
+    if rest:
+        near = [str(n * ranks) for n in (part, part + 1) if n]
+        raise DataError(
+            f'batch="global": a batch of {size} rows does not divide over {ranks} ranks. '
+            f'Use batch_size={" or ".join(near)}, or batch="per_rank".'
+        )
+    return part
+
+
+def _check_rebuildable(loader: DataLoader[Any]) -> None:
+    kind = type(loader)
+    if not loader.in_order and loader.num_workers:
+        raise DataError(
+            "DataLoader(in_order=False): batches come in the order in which workers finish, so "
+            "that no position says which rows were seen. Leave in_order=True."
+        )
+    # torchdata's loader differs from torch's by its state_dict, for which positions stand here.
+    stateful = any(base.__module__.startswith("torchdata.") for base in kind.__mro__)
+    for name in ("__iter__", "_get_iterator"):
+        if not stateful and getattr(kind, name) is not getattr(DataLoader, name):
+            raise DataError(
+                f"{kind.__name__} overrides DataLoader.{name}, which sharding would bypass: it "
+                f"reads the dataset through a loader of its own. Pass a plain DataLoader and do "
+                f"that work in collate_fn or in the loop."
+            )

@@ -1,0 +1,125 @@
+"""Where each global batch leaves the run: cursors and accumulation windows."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import attrs
+
+from fxtrain.data.rank_slices import Layout, Slot
+from fxtrain.state import Plan, Position
+
+__all__ = ["Cursor", "Step", "advance", "to_epoch", "totals", "walk"]
+
+
+class Step(NamedTuple):
+    """One global batch and its place in the run: the same on every rank but for the keys.
+
+    Attributes:
+        slot: The global batch.
+        position: The cursor just after it.
+        window_rows: Rows with padding in its whole accumulation window, where known.
+    """
+
+    slot: Slot
+    position: Position
+    window_rows: int | None
+
+
+class Cursor(NamedTuple):
+    """A position, and what the window that is open there holds.
+
+    Attributes:
+        position: Where the run stands.
+        held: Rows with padding in the micro-batches of the open window, where known.
+    """
+
+    position: Position
+    held: int | None = 0
+
+    def after(self, step: Step) -> "Cursor":
+        """The cursor just after a step."""
+        if step.position.micro == 0:
+            return Cursor(step.position)
+        held = None if self.held is None else self.held + sum(step.slot.sizes)
+        return Cursor(step.position, held)
+
+
+def advance(position: Position, slot: Slot, plan: Plan, *, is_last: bool) -> Position:
+    """The position just after a global batch."""
+    micro = position.micro + 1
+    closes = micro >= plan.accumulate or (is_last and plan.flush)
+    return Position(
+        epoch=position.epoch,
+        index=position.index + slot.units,
+        samples=position.samples + sum(slot.rows),
+        updates=position.updates + closes,
+        micro=0 if closes else micro,
+        is_last=is_last,
+    )
+
+
+def to_epoch(cursor: Cursor, epoch: int) -> Cursor:
+    """The cursor at the start of a later epoch, with a window that is still open."""
+    position = attrs.evolve(cursor.position, epoch=epoch, index=0, is_last=False)
+    return Cursor(position, cursor.held)
+
+
+def walk(
+    slots: Iterable[Slot],
+    cursor: Cursor,
+    plan: Plan,
+    later: Callable[[], Iterator[int]] | None = None,
+) -> Iterator[Step]:
+    """Put global batches into accumulation windows, one window read ahead.
+
+    Args:
+        slots: From the cursor to the end of its epoch.
+        later: Rows with padding of each global batch of the following epochs, if known.
+    """
+    position, held = cursor.position, cursor.held
+    window: list[Slot] = []
+    for slot, is_last in _ending(slots):
+        if plan.accumulate == 1 and held == 0:  # every window is one batch
+            position = advance(position, slot, plan, is_last=is_last)
+            yield Step(slot, position, sum(slot.sizes))
+            continue
+        window.append(slot)
+        open_for = plan.accumulate - position.micro - len(window)
+        if open_for > 0 and not is_last:
+            continue
+        rows = None if held is None else held + sum([sum(slot.sizes) for slot in window])
+        if open_for > 0 and not plan.flush:
+            rows = _plus(rows, later, open_for)
+        ends = len(window) - 1
+        for number, inside in enumerate(window):
+            position = advance(position, inside, plan, is_last=is_last and number == ends)
+            yield Step(inside, position, rows)
+        window.clear()
+        held = 0
+
+
+def totals(layout: Layout, length: int) -> Iterator[int]:
+    """Rows with padding of every global batch of one epoch of so many rows."""
+    whole, rest = divmod(length, layout.stride)
+    yield from itertools.repeat(layout.stride, whole)
+    if rest and layout.even != "drop":
+        yield layout.stride if layout.pads else rest
+
+
+def _plus(rows: int | None, later: Callable[[], Iterator[int]] | None, missing: int) -> int | None:
+    """Add what the following epochs put into a window that the end of data leaves open."""
+    if rows is None or later is None:
+        return None
+    found = list(itertools.islice(later(), missing))
+    return rows + sum(found) if len(found) == missing else None
+
+
+def _ending(slots: Iterable[Slot]) -> Iterator[tuple[Slot, bool]]:
+    """Each slot, and whether it is the last."""
+    ahead = iter(slots)
+    slot: Any = next(ahead, None)
+    while slot is not None:
+        after = next(ahead, None)
+        yield slot, after is None
+        slot = after

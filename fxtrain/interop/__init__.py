@@ -1,0 +1,20 @@
+"""Checkpoints and configs of other libraries."""
+
+from fxtrain.interop.accelerate_checkpoints import AcceleratorState, read_accelerate
+from fxtrain.interop.accelerate_config import Converted, Note, convert_accelerate
+from fxtrain.interop.converting import import_checkpoint
+from fxtrain.interop.dcp_checkpoints import DcpState, read_dcp
+from fxtrain.interop.deepspeed_checkpoints import DeepSpeedState, read_deepspeed
+
+__all__ = [
+    "AcceleratorState",
+    "Converted",
+    "DcpState",
+    "DeepSpeedState",
+    "Note",
+    "convert_accelerate",
+    "import_checkpoint",
+    "read_accelerate",
+    "read_dcp",
+    "read_deepspeed",
+]

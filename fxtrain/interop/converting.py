@@ -1,0 +1,260 @@
+"""Checkpoints of other libraries made into fxtrain's."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+from torch import Tensor, nn
+
+from fxtrain._errors import CheckpointError
+from fxtrain.checkpoint.json_values import encode
+from fxtrain.checkpoint.saving import save_alone
+from fxtrain.checkpoint.snapshot import MODEL, Snapshot
+from fxtrain.interop.accelerate_checkpoints import read_accelerate
+from fxtrain.interop.dcp_checkpoints import read_dcp, tree_of
+from fxtrain.interop.deepspeed_checkpoints import is_deepspeed, read_deepspeed
+from fxtrain.state import Plan, Position, dumps, fingerprint, shown
+
+__all__ = ["import_checkpoint"]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Found:
+    """What another library's folder holds of one model."""
+
+    tensors: Mapping[str, Tensor]
+    tied: Mapping[str, str] = attrs.field(factory=dict)
+    optimizers: Sequence[Mapping[str, Any]] = ()
+    schedulers: Sequence[Mapping[str, Any]] = ()
+    scaler: Mapping[str, Any] | None = None
+
+
+def import_checkpoint(
+    source: Any,
+    folder: Any,
+    *,
+    module: nn.Module | None = None,
+    position: Position = Position(),  # noqa: B008 - a frozen value
+    optimizer: bool = True,
+) -> str:
+    """Write what another library saved as a checkpoint from which `restore` goes on.
+
+    Read are folders of Accelerate's `save_state`, with one model, of DeepSpeed's
+    `engine.save_checkpoint` at any ZeRO stage, and of `torch.distributed.checkpoint` with a state
+    dict `{"model": ..., "optimizer": ...}`.
+
+    Args:
+        source: The folder.
+        folder: Folder of checkpoints to write into, or an fsspec URL.
+        module: The model, on any device: it tells which parameter is which in an optimizer
+            that numbers them, and the names of tied ones.
+        position: Where the run stood, which the others do not write in a way that fits.
+        optimizer: False leaves optimizers and schedulers out.
+
+    Returns:
+        The path of the checkpoint.
+
+    Effects:
+        Reads and writes files; holds the state in memory. No code from the files runs.
+        Random generators are left out. No collectives: call it on one rank.
+
+    Raises:
+        CheckpointError: the folder is none of these, is damaged, or holds what torch refuses
+            to read with `weights_only=True`; or the parameters of an optimizer are not known.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> fx.checkpoint.import_checkpoint("runs/nowhere", "runs/a")
+        Traceback (most recent call last):
+        fxtrain._errors.CheckpointError: There is no folder runs/nowhere.
+    """
+    found = _read(Path(source), optimizer=optimizer)
+    aliases = {**found.tied, **_tied(found.tensors, module)}
+    tensors = {f"{MODEL}/module.{name}": tensor for name, tensor in found.tensors.items()}
+    values: dict[str, Any] = {"module": {}, "optimizers": []}
+    for index, state in enumerate(found.optimizers if optimizer else ()):
+        held, one = _optimizer(state, index, module, found.tensors)
+        tensors.update(held)
+        values["optimizers"].append(one)
+    values["schedulers"] = list(found.schedulers) if optimizer else []
+    values["scaler"] = found.scaler
+    plan = Plan()
+    inside: dict[str, Tensor] = {}
+    facts = {
+        "plan": json.loads(dumps(plan)),
+        "fingerprint": fingerprint(plan),
+        "values": encode(values, f"{MODEL}/values", inside),
+    }
+    taken = Snapshot(
+        tensors={**tensors, **inside},
+        aliases={f"{MODEL}/module.{a}": f"{MODEL}/module.{b}" for a, b in aliases.items()},
+        drifting=frozenset(),
+        own={},
+        models={MODEL: facts},
+        extra=None,
+        position=position,
+        metric=None,
+    )
+    return save_alone(folder, taken)
+
+
+def _read(root: Path, *, optimizer: bool) -> _Found:
+    if not root.is_dir():
+        raise CheckpointError(f"There is no folder {root}.")
+    if (root / ".metadata").exists():
+        return _from_dcp(root, optimizer=optimizer)
+    if is_deepspeed(root):
+        zero = read_deepspeed(root, optimizer=optimizer)
+        return _Found(
+            tensors=zero.tensors,
+            tied=zero.tied,
+            optimizers=[] if zero.optimizer is None else [zero.optimizer],
+            schedulers=[] if zero.scheduler is None else [zero.scheduler],
+        )
+    state = read_accelerate(root)
+    if len(state.models) != 1:
+        raise CheckpointError(
+            f"{root} holds {len(state.models)} models. Read them with "
+            f"fx.checkpoint.read_accelerate and load each with fx.load_model."
+        )
+    return _Found(
+        tensors=state.models[0],
+        optimizers=state.optimizers,
+        schedulers=state.schedulers,
+        scaler=state.scaler,
+    )
+
+
+def _from_dcp(root: Path, *, optimizer: bool) -> _Found:
+    wanted = None if optimizer else (lambda name: name.startswith("model."))
+    state = read_dcp(root, only=wanted)
+    tree = tree_of(root, state, lambda name: tuple(name.split(".", 1)))
+    model = tree.get("model")
+    if not isinstance(model, dict):
+        raise CheckpointError(
+            f"{root} has no entry 'model', but {shown(list(tree))}. Read it with "
+            f"fx.checkpoint.read_dcp and load it with fx.load_model(..., prefix=...)."
+        )
+    optim = tree.get("optimizer", tree.get("optim"))
+    return _Found(
+        tensors={name: t for name, t in _flat(model).items() if isinstance(t, Tensor)},
+        optimizers=[_grouped(optim)] if isinstance(optim, dict) else [],
+    )
+
+
+def _flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found.update(_flat(value, f"{prefix}{key}."))
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def _grouped(optim: Mapping[str, Any]) -> dict[str, Any]:
+    """Groups as a list: torch notes the places in a list as keys."""
+    groups = [
+        {**group, "params": _listed(group.get("params", []))} if isinstance(group, dict) else group
+        for group in _listed(optim.get("param_groups", []))
+    ]
+    return {"state": optim.get("state", {}), "param_groups": groups}
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, dict) and all(type(place) is int for place in value):
+        return [value[place] for place in sorted(value)]
+    if isinstance(value, list | tuple):
+        return list(value)
+    raise CheckpointError(f"The state of the optimizer has no list of groups: {shown(value)}.")
+
+
+def _tied(tensors: Mapping[str, Tensor], module: nn.Module | None) -> dict[str, str]:
+    """Names that the module has for a tensor which the files hold under another."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    state = {} if module is None else module.state_dict(keep_vars=True)
+    for name in sorted(state, key=lambda name: name not in tensors):
+        kept = first.setdefault(id(state[name]), name)
+        if name not in tensors and kept in tensors:
+            aliases[name] = kept
+    return aliases
+
+
+def _optimizer(
+    state: Mapping[str, Any], index: int, module: nn.Module | None, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    _check_shape(state)
+    names = _names_of(state, module)
+    if strange := [key for key in state["state"] if key not in names]:
+        raise CheckpointError(
+            f"The optimizer has a state of {shown(strange[0])}, which is in none of its groups."
+        )
+    held: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for key, entries in state["state"].items():
+        name = names[key]
+        parts = {part: value for part, value in entries.items() if isinstance(value, Tensor)}
+        _check(name, parts, tensors)
+        held.update({f"{MODEL}/optimizer.{index}.{name}.{part}": t for part, t in parts.items()})
+        plain = {part: value for part, value in entries.items() if part not in parts}
+        values[name] = {"keys": list(entries), "plain": plain}
+    groups = [
+        {**group, "params": [names[key] for key in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    # These files do not say which optimizer it was.
+    return held, {"kind": "", "groups": groups, "state": values}
+
+
+def _check_shape(state: Any) -> None:
+    """Refuse what is no state dict of an optimizer, before it is taken apart."""
+    entries = state.get("state") if isinstance(state, Mapping) else None
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    if (
+        not isinstance(entries, Mapping)
+        or not all(isinstance(one, Mapping) for one in entries.values())
+        or not isinstance(groups, list | tuple)
+        or not all(
+            isinstance(group, Mapping)
+            and isinstance(group.get("params"), list | tuple)
+            and all(isinstance(key, int | str) for key in group["params"])
+            for group in groups
+        )
+    ):
+        raise CheckpointError(
+            f"This is no state dict of an optimizer, with `state` and `param_groups`: "
+            f"{shown(state)}. Pass optimizer=False to import the weights alone."
+        )
+
+
+def _names_of(state: Mapping[str, Any], module: nn.Module | None) -> dict[Any, str]:
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    if all(isinstance(key, str) for key in keys):
+        return {key: key for key in keys}
+    if module is None:
+        raise CheckpointError(
+            "The optimizer numbers its parameters instead of naming them. Pass the model as "
+            "module=, so that their order is known, or optimizer=False to leave it out."
+        )
+    order = [name for name, p in module.named_parameters() if p.requires_grad]
+    if any(type(key) is not int for key in keys) or sorted(keys) != list(range(len(order))):
+        raise CheckpointError(
+            f"The optimizer holds {len(keys)} parameters, and the model has {len(order)} that "
+            f"are trained. Pass the model as it was then."
+        )
+    # torch.distributed.checkpoint makes strings of the numbers.
+    return {key: name for i, name in enumerate(order) for key in (i, str(i))}
+
+
+def _check(name: str, parts: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """An order that is not the model's shows in shapes that do not fit."""
+    for part, tensor in parts.items():
+        if name in tensors and tensor.ndim and tensor.shape != tensors[name].shape:
+            raise CheckpointError(
+                f"{part} of the optimizer has the shape {list(tensor.shape)}, and {name}, to "
+                f"which it should belong, {list(tensors[name].shape)}: the optimizer's "
+                f"parameters are in another order than the model's. Pass optimizer=False."
+            )

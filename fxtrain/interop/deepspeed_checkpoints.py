@@ -1,0 +1,314 @@
+"""Reading what DeepSpeed's `engine.save_checkpoint` wrote, at ZeRO stages 0 to 3.
+
+Its files are pickles that name classes of DeepSpeed. Here stand-ins that can do nothing take
+their place, and torch reads the rest with `weights_only=True`; DeepSpeed need not be there.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fxtrain._errors import CheckpointError
+from fxtrain._reading import read_text
+from fxtrain.models.pickles import load_weights_only
+from fxtrain.models.tensor_sources import inside
+from fxtrain.state import shown
+
+__all__ = ["DeepSpeedState", "is_deepspeed", "read_deepspeed"]
+
+_FILE = re.compile(
+    r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt"
+)
+_OTHERS = re.compile(r"layer_.*_states\.pt|expp_rank_.*_states\.pt")
+_LONGEST_TAG = 4096  # bytes
+_MASTER = "fp32"  # among the flat states of an optimizer
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class DeepSpeedState:
+    """What a folder of `engine.save_checkpoint` holds, whole.
+
+    Attributes:
+        stage: The ZeRO stage.
+        ranks: Over how many ranks it was spread.
+        updates: Updates so far, by the engine's count.
+        tensors: Parameters and buffers by name; trained parameters from their fp32 masters.
+        tied: Names of tensors that are another one.
+        optimizer: Its state dict with names for parameters, or None; at stage 0 in full
+            precision as torch wrote it, with numbers.
+        scheduler: State dict of the scheduler that DeepSpeed stepped, or None.
+    """
+
+    stage: int
+    ranks: int
+    updates: int
+    tensors: Mapping[str, Tensor]
+    tied: Mapping[str, str]
+    optimizer: Mapping[str, Any] | None
+    scheduler: Mapping[str, Any] | None
+
+
+@attrs.frozen
+class _Files:
+    """Contents by rank; below stage 3 there is one for the model."""
+
+    models: list[dict[str, Any]]
+    optims: list[dict[str, Any]]
+
+
+# What contents of another shape raise when they are put together.
+_MISSHAPEN = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
+
+
+class _Inert:
+    """Stands for an object of DeepSpeed: a fragment's place, a loss scaler, a stage."""
+
+    def __init__(self, value: Any = 0) -> None:
+        self.value = value
+
+
+_NAMES = (
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+)
+
+
+def is_deepspeed(folder: Path) -> bool:
+    """Whether a folder is one of DeepSpeed's, by its names."""
+    return (folder / "zero_to_fp32.py").exists() or any(folder.glob("**/*mp_rank_*_states.pt"))
+
+
+def read_deepspeed(folder: Any, *, optimizer: bool = True) -> DeepSpeedState:
+    """Read a folder that DeepSpeed's `engine.save_checkpoint` wrote, at any number of ranks.
+
+    Args:
+        folder: What was given to `save_checkpoint`, whose `latest` file counts, or one of the
+            folders in it.
+        optimizer: False reads only as much of the optimizer as holds the fp32 masters.
+
+    Effects:
+        Reads the files and holds all of them in memory. No code from them runs.
+
+    Raises:
+        CheckpointError: the folder is no such checkpoint, lacks a rank's file, is of tensor,
+            pipeline or expert parallelism, or holds what torch refuses with
+            `weights_only=True`.
+
+    Example:
+        >>> from fxtrain.interop import read_deepspeed
+        >>> read_deepspeed("runs/nowhere")
+        Traceback (most recent call last):
+        fxtrain._errors.CheckpointError: runs/nowhere holds no checkpoint of DeepSpeed...
+    """
+    root = _tagged(Path(folder))
+    files = _load(root)
+    try:
+        return _put_together(files, optimizer=optimizer)
+    except _MISSHAPEN as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{root} is not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: "
+            f"{str(error)[:500]}). Run its zero_to_fp32.py, and read what that writes with "
+            f"fx.load_model."
+        ) from error
+
+
+def _tagged(root: Path) -> Path:
+    latest = root / "latest"
+    if latest.is_file():
+        tag = _tag(inside(root, "latest"))
+        if not tag or Path(tag).name != tag or not (root / tag).is_dir():
+            raise CheckpointError(f"{latest} names {shown(tag)}, and {root} holds no such folder.")
+        return root / tag
+    if any(root.glob("*mp_rank_*_states.pt")):
+        return root
+    raise CheckpointError(
+        f"{root} holds no checkpoint of DeepSpeed: neither a file 'latest', which names a folder "
+        f"in it, nor *_model_states.pt."
+    )
+
+
+def _tag(path: Path) -> str:
+    try:
+        tag = read_text(path, _LONGEST_TAG).strip()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error}.") from error
+    return "" if "\0" in tag else tag
+
+
+def _load(root: Path) -> _Files:
+    found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
+    for path in sorted(root.iterdir()):
+        name = _FILE.fullmatch(path.name)
+        if _OTHERS.fullmatch(path.name) or (name and int(name[2])):
+            raise CheckpointError(
+                f"{path} is of tensor, pipeline or expert parallelism, which is not put together "
+                f"here. Restore it with DeepSpeed at the same number of ranks."
+            )
+        if name:
+            found[name[3]][int(name[1] or 0)] = inside(root, path.name)
+    for kind, paths in found.items():
+        if sorted(paths) != list(range(len(paths))):
+            raise CheckpointError(
+                f"{root} holds {kind} states of the ranks {sorted(paths)}, and not those between."
+            )
+    with torch.serialization.safe_globals([(_stand_in(name), name) for name in _NAMES]):
+        read = {
+            kind: [load_weights_only(paths[rank], str(paths[rank])) for rank in range(len(paths))]
+            for kind, paths in found.items()
+        }
+    return _Files(read["model"], read["optim"])
+
+
+def _stand_in(name: str) -> type:
+    """A class of its own for each name, since torch goes by the class."""
+    return type(name.rpartition(".")[2], (_Inert,), {})
+
+
+def _put_together(files: _Files, *, optimizer: bool) -> DeepSpeedState:
+    first = files.models[0]
+    buffers = set(first["buffer_names"])
+    if not files.optims:
+        stage, ranks = 0, int(first["dp_world_size"])
+        tensors, state = _unspread(first, optimizer=optimizer)
+    else:
+        parts = [one["optimizer_state_dict"] for one in files.optims]
+        stage, counts = int(parts[0]["zero_stage"].value), parts[0]["partition_count"]
+        ranks = max(counts) if isinstance(counts, list) else int(counts)
+        if ranks != len(parts):
+            raise CheckpointError(
+                f"The optimizer was spread over {ranks} ranks, and there are {len(parts)} files: "
+                f"some rank's file is missing, or is left of an earlier checkpoint."
+            )
+        shapes = [{n: tuple(s) for n, s in one.items()} for one in first["param_shapes"]]
+        merge = _stage_3 if stage == 3 else _stages_1_and_2
+        masters, state = merge(parts, shapes)
+        tensors = {n: t for n, t in first["module"].items() if stage < 3 or n in buffers}
+        tensors = {**tensors, **_frozen(files.models, stage), **masters}
+    strange = [name for name, one in tensors.items() if not isinstance(one, Tensor)]
+    if strange or not all(isinstance(name, str) for name in tensors):
+        raise TypeError(f"other things than tensors by name under {shown(strange or [*tensors])}")
+    tied = {str(name): str(kept) for name, kept in (first["shared_params"] or {}).items()}
+    tensors = {name: t for name, t in tensors.items() if tied.get(name) not in tensors}
+    return DeepSpeedState(
+        stage=stage,
+        ranks=ranks,
+        updates=int(first["global_steps"]),
+        tensors=tensors,
+        tied={name: kept for name, kept in tied.items() if kept in tensors},
+        optimizer=state if optimizer else None,
+        scheduler=first["lr_scheduler"],
+    )
+
+
+def _unspread(
+    model: Mapping[str, Any], *, optimizer: bool
+) -> tuple[dict[str, Tensor], Mapping[str, Any] | None]:
+    state = model["optimizer"] if optimizer else None
+    if state is not None and "state" not in state:
+        raise CheckpointError(
+            "DeepSpeed keeps the optimizer of stage 0 in half precision by groups that do not say "
+            "which parameters they hold. Pass optimizer=False, or save it at stage 1."
+        )
+    return dict(model["module"]), state
+
+
+def _frozen(models: list[dict[str, Any]], stage: int) -> dict[str, Tensor]:
+    """Parameters that are not trained, whole; stage 3 spreads them too."""
+    shapes = models[0]["frozen_param_shapes"] or {}
+    if stage < 3:
+        held = models[0]["frozen_param_fragments"] or {}
+        return {name: _shaped(name, [held[name]], tuple(shapes[name])) for name in shapes}
+    return {
+        name: _shaped(name, [one["frozen_param_fragments"][name] for one in models], tuple(shape))
+        for name, shape in shapes.items()
+    }
+
+
+_Merged = tuple[dict[str, Tensor], dict[str, Any]]
+_Shapes = list[dict[str, tuple[int, ...]]]
+
+
+def _stages_1_and_2(parts: list[dict[str, Any]], shapes: _Shapes) -> _Merged:
+    """One flat master per group and rank; each rank notes which parameters lie where in it."""
+
+    def pieces(group: int, name: str, flats: list[Tensor]) -> Iterator[Tensor]:
+        for part, flat in zip(parts, flats, strict=True):
+            place = part["param_slice_mappings"][group].get(name)
+            if place is not None:
+                yield flat.narrow(0, int(place.start), int(place.numel))
+
+    base = [part["base_optimizer_state"] for part in parts]
+    masters = [part["single_partition_of_fp32_groups"] for part in parts]
+    return _merge(base, masters, shapes, pieces)
+
+
+def _stage_3(parts: list[dict[str, Any]], shapes: _Shapes) -> _Merged:
+    """Every parameter is cut into as many equal parts as there are ranks, the last one padded."""
+
+    def pieces(group: int, name: str, flats: list[Tensor]) -> Iterator[Tensor]:
+        start = 0
+        for other, shape in shapes[group].items():
+            length = math.ceil(math.prod(shape) / len(parts))
+            if other == name:
+                yield from (flat.narrow(0, start, length) for flat in flats)
+            start += length
+
+    if any(part.get("ds_zero_partition_groups") for part in parts):
+        raise CheckpointError("Experts that are spread by themselves are not put together here.")
+    base = [part["optimizer_state_dict"] for part in parts]
+    masters = [part["fp32_flat_groups"] for part in parts]
+    return _merge(base, masters, shapes, pieces)
+
+
+def _merge(base: list[dict[str, Any]], masters: list[Any], shapes: _Shapes, pieces: Any) -> _Merged:
+    """Whole masters, and a state dict of the optimizer by the names of parameters."""
+    whole: dict[str, Tensor] = {}
+    states: dict[str, Any] = {}
+    for group, members in enumerate(shapes):
+        flats = {_MASTER: [one[group] for one in masters]}
+        kept = [one["state"].get(group, {}) for one in base]
+        length = flats[_MASTER][0].numel()
+        plain: dict[str, Any] = {}
+        for key, value in kept[0].items():
+            if isinstance(value, Tensor) and value.ndim and value.numel() >= length:
+                flats[key] = [one[key] for one in kept]
+            else:
+                plain[key] = value
+        for name, shape in members.items():
+            made = {
+                key: _shaped(name, list(pieces(group, name, each)), shape)
+                for key, each in flats.items()
+            }
+            whole[name] = made.pop(_MASTER)
+            if kept[0]:
+                # In the order in which torch makes them.
+                states[name] = {key: made.get(key, plain.get(key)) for key in kept[0]}
+    return whole, {"state": states, "param_groups": _groups(base[0]["param_groups"], shapes)}
+
+
+def _groups(groups: list[dict[str, Any]], shapes: _Shapes) -> list[dict[str, Any]]:
+    """Parameter groups that name their parameters; the numbers are of flat masters."""
+    return [
+        {**group, "params": [name for flat in group["params"] for name in shapes[flat]]}
+        for group in groups
+    ]
+
+
+def _shaped(name: str, pieces: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+    flat = torch.cat([piece.flatten() for piece in pieces])
+    if flat.numel() < math.prod(shape):
+        raise CheckpointError(
+            f"The parts of {name} hold {flat.numel()} numbers, and its shape {list(shape)} needs "
+            f"{math.prod(shape)}."
+        )
+    return flat[: math.prod(shape)].view(shape).clone()

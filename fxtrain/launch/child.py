@@ -1,0 +1,170 @@
+"""The program of a launched process: the user's script, and its error kept for the launcher.
+
+Run as a file, `python child.py script|module|program [--cores=0-1/2-3] [--errors=FOLDER] --
+TARGET ARGS...`, and with the standard library only, so that nothing is loaded or changed before
+the user's script starts. An error is not
+printed here but written for the launcher, which shows the one that came first: eight ranks
+that fail together would print eight tracebacks into each other.
+"""
+
+import ctypes
+import faulthandler
+import functools
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+
+# A rank that cannot end, say in a library's clean-up, shows its error itself after this time.
+_PATIENCE_S = 10.0
+# torchrun's, Open MPI's, MPICH's and SLURM's.
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+def main() -> None:
+    """Become the program that the arguments name."""
+    split = sys.argv.index("--")
+    how, *options = sys.argv[1:split]
+    target, *args = sys.argv[split + 1 :]
+    given = dict(option.removeprefix("--").split("=", 1) for option in options)
+    end_with_parent()
+    if "cores" in given:
+        _stay_on(given["cores"].split("/"))
+    if how == "program":
+        _replace(target, args)
+    faulthandler.enable()
+    folder = given.get("errors")
+    sys.excepthook = functools.partial(_record, folder)
+    sys.argv[:] = [target, *args]
+    try:
+        _become(how, target)
+    except SystemExit as leaving:
+        if folder is not None and leaving.code not in (None, 0):
+            _write_code(folder, leaving.code)
+        raise
+
+
+def _become(how: str, target: str) -> None:
+    if how == "module":
+        _set_first_path(os.getcwd())
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        _set_first_path(os.path.dirname(os.path.realpath(target)))
+        # Absolute, as Python itself makes `__file__` of the script it runs.
+        runpy.run_path(os.path.abspath(target), run_name="__main__")
+
+
+def end_with_parent() -> None:
+    """See that this process does not outlive a launcher that was killed, where Linux can."""
+    if sys.platform == "linux":
+        parent_dies = 1  # PR_SET_PDEATHSIG, see prctl(2)
+        ctypes.CDLL(None).prctl(parent_dies, signal.SIGTERM)
+
+
+def _stay_on(shares: list[str]) -> None:
+    """Run on this rank's share of the cores, in the kernel's short form."""
+    bounds = [
+        [int(end) for end in part.split("-")]
+        for part in shares[int(os.environ.get("LOCAL_RANK", "0"))].split(",")
+    ]
+    cores = {core for bound in bounds for core in range(bound[0], bound[-1] + 1)}
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+
+
+def _replace(target: str, args: list[str]) -> None:
+    """Become a program that is not Python."""
+    try:
+        os.execvp(target, [target, *args])
+    except OSError as error:
+        # As a shell says it, with a shell's exit codes.
+        sys.stderr.write(f"{target}: {error.strerror}\n")
+        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _set_first_path(folder: str) -> None:
+    # Python put the folder of this file there, unless it runs in safe-path mode.
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _record(
+    folder: str | None,
+    kind: type[BaseException],
+    error: BaseException,
+    tb: TracebackType | None,
+) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        return  # the launcher was told to stop, and says so
+    shown = _skip_own_frames(tb)
+    path = _path(folder) or os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        sys.__excepthook__(kind, error, shown)
+        return
+    _write(path, _report(kind, error, shown))
+    timer = threading.Timer(_PATIENCE_S, sys.__excepthook__, (kind, error, shown))
+    timer.daemon = True
+    timer.start()
+
+
+def _write_code(folder: str, code: object) -> None:
+    """Tell of an exit code, which mpirun may keep to itself."""
+    path = _path(folder)
+    number = code if isinstance(code, int) else 1
+    if path is not None:
+        extra = {"code": number, "time_ns": time.time_ns(), "rank": _rank()}
+        _write(path, {"message": "", "extraInfo": extra})
+
+
+def _path(folder: str | None) -> str | None:
+    if folder is None or not os.path.isdir(folder):
+        return None
+    return os.path.join(folder, f"{_rank()}.json")
+
+
+def _write(path: str, report: dict[str, object]) -> None:
+    # The format of torch's elastic launcher and a few more fields; whole or absent, since the
+    # launcher may end this process at any moment.
+    with open(f"{path}.new", "w") as file:
+        json.dump({"message": report}, file)
+    os.replace(f"{path}.new", path)
+
+
+def _report(
+    kind: type[BaseException], error: BaseException, tb: TracebackType | None
+) -> dict[str, object]:
+    name = kind.__qualname__
+    return {
+        "message": f"{name}: {error}" if str(error) else name,
+        "extraInfo": {
+            "py_callstack": "".join(traceback.format_exception(kind, error, tb)),
+            "timestamp": str(int(time.time())),
+            "time_ns": time.time_ns(),
+            "rank": _rank(),
+            "code": 1,  # with which Python leaves
+            "kind": name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}",
+        },
+    }
+
+
+def _rank() -> int:
+    """Number of this rank, as whoever started it says."""
+    found = (os.environ[name] for name in _RANKS if name in os.environ)
+    return int(next(found, "0"))
+
+
+def _skip_own_frames(tb: TracebackType | None) -> TracebackType | None:
+    """Start the traceback in the user's script, where it starts without a launcher."""
+    own = {__file__, runpy.__file__, "<frozen runpy>"}
+    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename in own:
+        tb = tb.tb_next
+    return tb
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What this machine is, for defaults that fit it."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import attrs
+
+from fxtrain.launch.config.launch_file import Section, third_party
+
+__all__ = ["Machine", "look", "suggested"]
+
+
+@attrs.frozen(kw_only=True)
+class Machine:
+    """What matters of a machine for a launch file.
+
+    Attributes:
+        cores: Cores that a process here may use.
+        kind: Of its accelerators, as torch calls it; cpu without any.
+        count: Accelerators.
+        bf16: Whether they compute in bf16.
+        slurm: A SLURM cluster takes jobs here.
+        mpi: Open MPI or MPICH is installed.
+        tpu: Name of the TPU in the environment; empty without one.
+        strategies: Configs of strategies that installed packages bring.
+    """
+
+    cores: int = 1
+    kind: str = "cpu"
+    count: int = 0
+    bf16: bool = False
+    slurm: bool = False
+    mpi: bool = False
+    tpu: str = ""
+    strategies: tuple[type, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """The machine in a few words."""
+        some = f"{self.count} {self.kind} devices" if self.count else "no accelerator"
+        return f"a machine with {some} and {self.cores} cores"
+
+
+def look(env: Mapping[str, str] | None = None) -> Machine:
+    """What is found here.
+
+    Effects:
+        Loads torch; asks it for devices. Loads the strategies of installed packages.
+
+    Example:
+        >>> from fxtrain.cli.config import look
+        >>> look().cores >= 1
+        True
+    """
+    env = os.environ if env is None else env
+    torch = import_module("torch")
+    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = there.type if there else "cpu"
+    affinity = getattr(os, "sched_getaffinity", None)
+    return Machine(
+        cores=len(affinity(0)) if affinity else os.cpu_count() or 1,
+        kind=kind,
+        count=torch.accelerator.device_count() if there else 0,
+        bf16=_bf16(torch, kind),
+        slurm=bool(shutil.which("sbatch", path=env.get("PATH"))),
+        mpi=bool(shutil.which("mpirun", path=env.get("PATH"))),
+        tpu=env.get("TPU_NAME", ""),
+        strategies=third_party(),
+    )
+
+
+def suggested(machine: Machine) -> Section:
+    """A setup for this machine alone: a rank per accelerator, bf16 where it is fast.
+
+    Example:
+        >>> from fxtrain.cli.config import Machine, suggested
+        >>> suggested(Machine(kind="cuda", count=8, bf16=True))
+        Section(launch={'ranks': 8}, plan={'precision': 'bf16'})
+    """
+    precision = {"precision": "bf16"} if machine.bf16 else {}
+    return Section(launch={"ranks": max(1, machine.count)}, plan=precision)
+
+
+def _bf16(torch: Any, kind: str) -> bool:
+    module = getattr(torch, kind, None)
+    fast = getattr(module, "is_bf16_supported", None)
+    return bool(kind != "cpu" and fast and fast())

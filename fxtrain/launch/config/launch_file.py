@@ -1,0 +1,242 @@
+"""The launch file: what it says, as a record, and how it is read."""
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from fxtrain._errors import LaunchError, PlanError
+from fxtrain._reading import read_text
+from fxtrain.launch import LaunchSpec, find_launcher, options_from
+from fxtrain.launch.config.overlay import merge, near
+from fxtrain.state import Format, Plan, few, parse_text, shown, structure
+
+__all__ = [
+    "FORMATS",
+    "NO_TARGET",
+    "LaunchFile",
+    "Section",
+    "parse",
+    "problems_of",
+    "read_data",
+    "read_launch_file",
+    "third_party",
+]
+
+FORMATS: dict[str, Format] = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
+
+# Stands for the script while a file that names none is checked.
+NO_TARGET = "train.py"
+
+
+@attrs.frozen(kw_only=True)
+class Section:
+    """What one profile says; a field that is left out is not said.
+
+    Attributes:
+        launch: Fields of `fxtrain.launch.LaunchSpec`, as plain data.
+        plan: Fields of `fx.Plan`, as plain data.
+    """
+
+    launch: Mapping[str, Any] = attrs.field(factory=dict)
+    plan: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class LaunchFile:
+    """A launch file: common values, and named setups that change some of them.
+
+    Attributes:
+        path: Where it was read; empty for one made in memory.
+        common: What holds for every profile.
+        profiles: By name, what differs.
+        default: The profile that counts when none is asked for; empty for none.
+    """
+
+    path: str = ""
+    common: Section = Section()
+    profiles: Mapping[str, Section] = attrs.field(factory=dict)
+    default: str = ""
+
+    def section(self, profile: str) -> Section:
+        """What a profile says together with the common values."""
+        own = self.profiles[profile] if profile else Section()
+        return Section(
+            launch=merge(self.common.launch, own.launch), plan=merge(self.common.plan, own.plan)
+        )
+
+
+def read_launch_file(path: str | Path) -> LaunchFile:
+    """Read and check a launch file.
+
+    Raises:
+        PlanError: it is not there, is not TOML or YAML, or holds what no launch and no plan
+            has; one line per problem, each with its path in the file.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from fxtrain.cli.config import read_launch_file
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "fxtrain.toml")
+        ...     _ = path.write_text("[profiles.two.launch]\\nranks = 2\\n")
+        ...     read_launch_file(path).profiles["two"].launch
+        {'ranks': 2}
+    """
+    form = FORMATS.get(Path(path).suffix.lower())
+    if form is None:
+        raise PlanError(f"{path}: a launch file ends in {', '.join(FORMATS)}.")
+    text = _text(path)
+    try:
+        return attrs.evolve(parse(text, form), path=str(path))
+    except PlanError as error:
+        raise PlanError(f"{path}:\n{error}") from None
+
+
+def read_data(path: str | Path, form: Format) -> Any:
+    """What a file in TOML or YAML holds.
+
+    Raises:
+        PlanError: it is not there, or is none.
+    """
+    return parse_text(_text(path), form)
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return read_text(path)
+    except OSError as error:
+        raise PlanError(
+            f"{path}: the launch file cannot be read: {error}. `fxtrain config` writes one."
+        ) from error
+
+
+def parse(text: str, form: Format) -> LaunchFile:
+    """A launch file from its text.
+
+    Args:
+        text: The file.
+        form: toml or yaml.
+
+    Raises:
+        PlanError: as `read_launch_file`.
+    """
+    try:
+        data = parse_text(text, form)
+        file, told = _file(data)
+        if not told:
+            more = third_party()
+            for name in ("", *file.profiles):
+                at = f"profiles.{name}" if name else ""
+                told += problems_of(file.section(name), at=at, more=more)
+    except RecursionError:
+        raise PlanError("It is nested too deeply, or holds itself.") from None
+    if told:
+        raise PlanError("\n".join(few(told)))
+    return file
+
+
+def problems_of(
+    section: Section, *, at: str = "", more: tuple[type, ...] | None = None
+) -> list[str]:
+    """What is wrong with the values of a section, one line each, with paths.
+
+    Args:
+        section: Complete values, the common ones included.
+        at: Where the section is in its file.
+        more: Strategy configs of installed packages; looked for by default.
+    """
+    told: list[str] = []
+    more = third_party() if more is None else more
+    launch = {"target": NO_TARGET, **section.launch}
+    for name, data, cls in (("launch", launch, LaunchSpec), ("plan", section.plan, Plan)):
+        where = f"{at}.{name}" if at else name
+        try:
+            made = structure(dict(data), cls, more)
+        except (PlanError, LaunchError) as error:
+            told += [_placed(line, cls, where) for line in str(error).splitlines()]
+        else:
+            told += _misfits(made, where) if isinstance(made, LaunchSpec) else []
+    return told
+
+
+def _misfits(spec: LaunchSpec, where: str) -> list[str]:
+    """What the launcher of a spec cannot do, and what is wrong with its own options."""
+    try:
+        row = find_launcher(spec)
+    except LaunchError as error:
+        return [f"{where}: {error}"]
+    options = {} if spec.options is None else spec.options
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        return [f"{where}.options: expected a table, found {shown(options)}"]
+    try:
+        options_from(row.options, options, launcher=row.name)
+    except LaunchError as error:
+        return [f"{where}.options: {error}"]
+    return []
+
+
+def third_party() -> tuple[type, ...]:
+    """Strategy configs of installed packages."""
+    return tuple(entry.load().config for entry in entry_points(group="fxtrain.strategies"))
+
+
+def _placed(line: str, cls: type, where: str) -> str:
+    """The converter begins a path with the record's name; a file has sections."""
+    own = cls.__name__.lower()
+    if line.startswith((f"{own}.", f"{own}:", f"{own}[")):
+        return f"{where}{line.removeprefix(own)}"
+    return f"{where}: {line}"
+
+
+def _file(data: Any) -> tuple[LaunchFile, list[str]]:
+    """The record and what is wrong with the frame around launch and plan values."""
+    told: list[str] = []
+    data = {} if data is None else data
+    top = _table(data, ("default", "launch", "plan", "profiles"), "", told)
+    default = top.get("default", "")
+    if not isinstance(default, str):
+        told.append(f"default: expected the name of a profile, found {shown(default)}")
+    named = top.get("profiles", {})
+    if not isinstance(named, Mapping):
+        told.append(f"profiles: expected a table of profiles, found {shown(named)}")
+        named = {}
+    profiles: dict[str, Section] = {}
+    for name, section in named.items():
+        if not isinstance(name, str) or not name:
+            told.append(f"profiles: a profile's name is a word, found {shown(name)}")
+            continue
+        profiles[name] = _section(section, f"profiles.{name}", told)
+    if isinstance(default, str) and default and default not in profiles:
+        known = ", ".join(profiles) or "none"
+        told.append(f"default: there is no profile {shown(default)}; the file has {known}")
+    common = _section({key: top[key] for key in ("launch", "plan") if key in top}, "", told)
+    return LaunchFile(common=common, profiles=profiles, default=str(default)), told
+
+
+def _section(data: Any, at: str, told: list[str]) -> Section:
+    both = _table(data, ("launch", "plan"), at, told)
+    prefix = f"{at}." if at else ""
+    parts: dict[str, Any] = {}
+    for name in ("launch", "plan"):
+        part = both.get(name, {})
+        if not isinstance(part, Mapping):
+            told.append(f"{prefix}{name}: expected a table, found {shown(part)}")
+        else:
+            parts[name] = part
+    return Section(**parts)
+
+
+def _table(data: Any, known: tuple[str, ...], at: str, told: list[str]) -> Mapping[str, Any]:
+    where = at or "the file"
+    if not isinstance(data, Mapping):
+        told.append(f"{where}: expected a table of {', '.join(known)}, found {shown(data)}")
+        return {}
+    has = ", ".join(known)
+    told.extend(
+        f"{where}: unknown key {shown(key)}{near(key, known)}; known are {has}"
+        for key in data
+        if key not in known
+    )
+    return data

@@ -1,0 +1,222 @@
+"""Which values count: defaults, file, profile, environment and flags, each with its origin."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from fxtrain._errors import PlanError
+from fxtrain.launch import LaunchSpec
+from fxtrain.launch.config.launch_file import (
+    NO_TARGET,
+    LaunchFile,
+    Section,
+    problems_of,
+    read_launch_file,
+    third_party,
+)
+from fxtrain.launch.config.overlay import leaves, merge, near, put
+from fxtrain.state import Plan, structure, unstructure
+
+__all__ = ["Setting", "Settings", "find_file", "from_environment", "from_flags", "resolve"]
+
+# In the current folder, before the user's own file.
+HERE = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
+
+
+@attrs.frozen(kw_only=True)
+class Setting:
+    """One value and where it came from.
+
+    Attributes:
+        path: As `launch.ranks` or `plan.strategy.kind`.
+        value: Plain data.
+        origin: default, `file`, `file, profile NAME`, `environment NAME` or `flag`.
+    """
+
+    path: str
+    value: Any
+    origin: str
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """Values that count for one launch.
+
+    Attributes:
+        said: The launch values and the plan that something other than the defaults set.
+        launch: The spec; its target is a stand-in when nothing names a script.
+        plan: The plan.
+        origins: By path, where a value that was said came from.
+        file: The file that was read; empty for none.
+        profile: The profile of it that counts; empty for none.
+    """
+
+    said: Section
+    launch: LaunchSpec
+    plan: Plan
+    origins: Mapping[str, str]
+    file: str = ""
+    profile: str = ""
+
+    def every(self) -> tuple[Setting, ...]:
+        """Every value with its origin, the defaults included."""
+        launch = unstructure(self.launch)
+        if "target" not in self.said.launch:
+            launch["target"] = ""
+        data = {"launch": launch, "plan": unstructure(self.plan)}
+        return tuple(
+            Setting(path=path, value=value, origin=_origin(path, self.origins))
+            for path, value in leaves(data)
+        )
+
+
+def find_file(env: Mapping[str, str], *, folder: Path | None = None) -> str:
+    """The launch file that counts when no flag names one: empty if there is none.
+
+    FXTRAIN_CONFIG, else `fxtrain.toml` or `.yaml` in the current folder, else
+    `fxtrain/launch.toml` in the user's folder of settings (XDG_CONFIG_HOME, ~/.config).
+
+    Example:
+        >>> from fxtrain.cli.config import find_file
+        >>> find_file({"FXTRAIN_CONFIG": "cluster.toml"})
+        'cluster.toml'
+    """
+    if env.get("FXTRAIN_CONFIG"):
+        return env["FXTRAIN_CONFIG"]
+    home = env.get("XDG_CONFIG_HOME") or (env["HOME"] + "/.config" if env.get("HOME") else "")
+    own = [Path(home, "fxtrain", "launch.toml")] if home else []
+    here = [(folder or Path()) / name for name in HERE]
+    return next((str(path) for path in (*here, *own) if path.is_file()), "")
+
+
+def from_environment(env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """Values by path from variables as FXTRAIN_LAUNCH__RANKS=4.
+
+    Two underscores part the names of a path; a value is read as in TOML, or is a text.
+
+    Example:
+        >>> from fxtrain.cli.config import from_environment
+        >>> from_environment({"FXTRAIN_PLAN__DATA__SOURCE": "dispatch"})
+        {'plan.data.source': ('dispatch', 'environment FXTRAIN_PLAN__DATA__SOURCE')}
+    """
+    found: dict[str, tuple[Any, str]] = {}
+    for name in sorted(env):
+        first, *rest = name.split("__")
+        if first in ("FXTRAIN_LAUNCH", "FXTRAIN_PLAN") and rest:
+            path = ".".join([first.removeprefix("FXTRAIN_"), *rest]).lower()
+            found[path] = (_value(env[name]), f"environment {name}")
+    return found
+
+
+def from_flags(words: Sequence[str]) -> dict[str, tuple[Any, str]]:
+    """Values by path from words as `plan.accumulate=4`.
+
+    Raises:
+        PlanError: a word is not of that form.
+
+    Example:
+        >>> from fxtrain.cli.config import from_flags
+        >>> from_flags(["launch.ranks=4"])
+        {'launch.ranks': (4, 'flag')}
+    """
+    found: dict[str, tuple[Any, str]] = {}
+    for word in words:
+        path, equals, text = word.partition("=")
+        parts = path.split(".")
+        if not equals or len(parts) < 2 or parts[0] not in ("launch", "plan") or "" in parts:
+            raise PlanError(
+                f"--set {word}: a value is set as launch.ranks=4 or plan.precision=bf16."
+            )
+        found[path] = (_value(text), "flag")
+    return found
+
+
+def resolve(
+    *,
+    file: str = "",
+    profile: str = "",
+    env: Mapping[str, str] | None = None,
+    flags: Mapping[str, tuple[Any, str]] | None = None,
+) -> Settings:
+    """The values that count: flags over the environment, over a profile, over the file.
+
+    Args:
+        file: Path of the launch file; empty finds one, see `find_file`.
+        profile: Name of the profile; empty takes FXTRAIN_PROFILE, then the file's default.
+        env: Variables by name; not changed. None for none.
+        flags: By path, value and origin, see `from_flags`.
+
+    Raises:
+        PlanError: the file, the profile or a value makes no sense; one line per problem, with
+            its path and its origin.
+
+    Example:
+        >>> from fxtrain.cli.config import resolve
+        >>> resolve(env={"FXTRAIN_LAUNCH__RANKS": "2"}).launch.ranks
+        2
+    """
+    env = env or {}
+    path = file or find_file(env)
+    known = read_launch_file(path) if path else LaunchFile()
+    name = _profile(known, profile or env.get("FXTRAIN_PROFILE", ""))
+    origins = _paths(known.common, f"file {path}")
+    data: dict[str, Any] = {"launch": dict(known.common.launch), "plan": dict(known.common.plan)}
+    if name:
+        own = known.profiles[name]
+        data = merge(data, {"launch": own.launch, "plan": own.plan})
+        origins |= _paths(own, f"file {path}, profile {name}")
+    for where, (value, origin) in {**from_environment(env), **(flags or {})}.items():
+        data = merge(data, put({}, where, value))
+        origins = {**origins, where: origin}
+    said = Section(launch=data["launch"], plan=data["plan"])
+    if told := problems_of(said):
+        raise PlanError("\n".join(_with_origin(line, origins) for line in told))
+    return Settings(
+        said=said,
+        launch=structure({"target": NO_TARGET, **said.launch}, LaunchSpec),
+        plan=structure(dict(said.plan), Plan, third_party()),
+        origins=origins,
+        file=path,
+        profile=name,
+    )
+
+
+def _profile(file: LaunchFile, asked: str) -> str:
+    name = asked or file.default
+    if name and name not in file.profiles:
+        names = list(file.profiles)
+        has = f"{file.path} has {', '.join(names) or 'none'}" if file.path else "there is no file"
+        raise PlanError(f"There is no profile {name!r}{near(name, names)}: {has}.")
+    return name
+
+
+def _paths(section: Section, origin: str) -> dict[str, str]:
+    parts = {"launch": section.launch, "plan": section.plan}
+    said = {name: part for name, part in parts.items() if part}
+    return {path: origin for path, _ in leaves(said)}
+
+
+def _origin(path: str, origins: Mapping[str, str]) -> str:
+    """A short form in a file, as precision = "bf16", stands for the fields below it."""
+    while path:
+        if path in origins:
+            return origins[path]
+        path = path.rpartition(".")[0]
+    return "default"
+
+
+def _with_origin(line: str, origins: Mapping[str, str]) -> str:
+    path = line.partition(": ")[0].replace("[", ".").replace("]", "")
+    origin = _origin(path, origins)
+    return line if origin == "default" else f"{line} ({origin})"
+
+
+def _value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError):
+        return text
+    return parsed["value"] if list(parsed) == ["value"] else text

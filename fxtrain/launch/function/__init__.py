@@ -1,0 +1,3 @@
+"""fx.launch: a function on several ranks."""
+
+__all__: list[str] = []

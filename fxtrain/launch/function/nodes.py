@@ -1,0 +1,136 @@
+"""Several machines that call `launch` together: meeting, and starting again together."""
+
+import importlib
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import attrs
+
+from fxtrain._errors import LaunchError
+from fxtrain.launch.launchers.native.network import reach, serve
+
+__all__ = [
+    "Nodes",
+    "agree_that_all_ended",
+    "failed_elsewhere",
+    "meet",
+    "open_store",
+    "tell_failure",
+]
+
+_PORT = 29_500  # torch's own
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Nodes:
+    """The machines of one launch, and the store through which they talk.
+
+    Attributes:
+        count: How many.
+        rank: Number of this one.
+        address: Where the store is.
+        port: Its port.
+        store: torch's TCP store; node 0 serves it.
+    """
+
+    count: int
+    rank: int
+    address: str
+    port: int
+    store: Any
+
+
+def meet(count: int, rank: int, address: str, port: int, *, timeout_s: float) -> Nodes:
+    """Open the store, or connect to that of node 0.
+
+    Effects:
+        Node 0 listens at the address until the store is dropped; on loopback, at a port that
+        the system picks, when there is one node.
+
+    Raises:
+        LaunchError: the port is taken, or node 0 was not reached in time.
+    """
+    # The ranks of one node reach it on loopback, whatever its name is elsewhere.
+    place = address if count > 1 else "127.0.0.1"
+    where = port or (_PORT if count > 1 else 0)
+    door = None
+    if rank == 0:
+        door = serve(place, where)
+        where = door.getsockname()[1]
+    else:
+        reach(place, where, who=f"Node {rank} of {count}", timeout_s=timeout_s)
+    try:
+        store = open_store(place, where, door, timeout_s=timeout_s)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"Node {rank} of {count} could not open the store at {place}:{where}: {error}"
+        ) from error
+    return Nodes(count=count, rank=rank, address=place, port=where, store=store)
+
+
+def open_store(address: str, port: int, door: socket.socket | None, *, timeout_s: float) -> Any:
+    """torch's store: served at a socket that listens already, which it then owns, or elsewhere.
+
+    Effects:
+        Loads torch. Without a socket of its own torch's store would listen on every interface.
+    """
+    distributed = importlib.import_module("torch.distributed")
+    return distributed.TCPStore(
+        address.strip("[]"),
+        port,
+        is_master=door is not None,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=None if door is None else door.detach(),
+    )
+
+
+def tell_failure(nodes: Nodes, attempt: int, text: str) -> None:
+    """Let the other nodes know that a rank of this one has failed."""
+    if nodes.count > 1:
+        nodes.store.set(f"launch/{attempt}/failed", f"Node {nodes.rank}: {text}")
+
+
+def failed_elsewhere(nodes: Nodes, attempt: int) -> str:
+    """What another node told of its failure; empty for nothing."""
+    key = f"launch/{attempt}/failed"
+    if nodes.count == 1 or not nodes.store.check([key]):
+        return ""
+    return nodes.store.get(key).decode()
+
+
+def agree_that_all_ended(nodes: Nodes, attempt: int, *, timeout_s: float | None) -> str:
+    """Wait until the ranks of every node have ended, or one has failed.
+
+    Returns:
+        What a node told of its failure; empty when all ended well.
+
+    Raises:
+        LaunchError: a node did not answer within `timeout_s`.
+    """
+    if nodes.count == 1:
+        return ""
+    start = time.monotonic()
+    nodes.store.add(f"launch/{attempt}/ended", 1)
+    while nodes.store.add(f"launch/{attempt}/ended", 0) < nodes.count:
+        if told := failed_elsewhere(nodes, attempt):
+            return told
+        if timeout_s is not None and time.monotonic() - start > timeout_s:
+            raise LaunchError(
+                f"Node {nodes.rank} of {nodes.count}: its ranks ended well, and those of other "
+                f"nodes did not within {timeout_s:.0f} s."
+            )
+        time.sleep(0.1)
+    return _leave_last(nodes, attempt)
+
+
+def _leave_last(nodes: Nodes, attempt: int) -> str:
+    """Node 0 serves the store, so it waits until the others have read that all ended."""
+    left = nodes.store.add(f"launch/{attempt}/left", 1)
+    start = time.monotonic()
+    while nodes.rank == 0 and left < nodes.count and time.monotonic() - start < 10:
+        time.sleep(0.05)
+        left = nodes.store.add(f"launch/{attempt}/left", 0)
+    return ""

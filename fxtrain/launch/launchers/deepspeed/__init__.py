@@ -1,0 +1,3 @@
+"""DeepSpeed's launcher."""
+
+__all__: list[str] = []

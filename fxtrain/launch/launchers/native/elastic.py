@@ -1,0 +1,200 @@
+"""Running torch's elastic launcher in this process, which starts the ranks."""
+
+import errno
+import importlib
+import logging
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from fxtrain._errors import LaunchError
+from fxtrain._listen import listen
+from fxtrain._secret import SECRET, fresh_secret
+from fxtrain.launch.invocation import Invocation
+from fxtrain.launch.launchers.native.network import is_local, reach, serve
+from fxtrain.launch.launchers.native.oom import count_kills, tell_kills
+from fxtrain.launch.launchers.native.preload import load_torch
+from fxtrain.launch.orphans import MARK, end_strays, kept, mark_within
+from fxtrain.launch.outcome import Ending, by_cause
+from fxtrain.launch.rank_reports import read_reports, to_failures
+from fxtrain.launch.signals import TELLING, passed_on, tell_children
+from fxtrain.launch.spec import LaunchSpec
+
+__all__ = ["run_elastic"]
+
+
+def run_elastic(spec: LaunchSpec, invocation: Invocation) -> Ending:
+    """Run the elastic launcher until all ranks of this machine have ended.
+
+    Effects:
+        Loads torch; adds the invocation's variables to those of this process, which the ranks
+        inherit; starts the ranks, and ends what they leave behind. Call it in the main thread,
+        where signals arrive.
+
+    Raises:
+        LaunchError: the nodes could not meet, or there are fewer GPUs than ranks.
+        OSError: the folder for output cannot be made.
+    """
+    os.environ.update(invocation.env)
+    if spec.nodes == 1:  # which has no other machine to agree with
+        os.environ.setdefault(SECRET, fresh_secret())
+    os.environ[MARK] = mark_within(os.environ)
+    door = _open_meeting(spec)
+    with door or nullcontext():
+        if spec.log_dir:
+            Path(spec.log_dir).mkdir(parents=True, exist_ok=True)
+        # torch takes seconds to load, which a wrong file name or port need not wait for.
+        api = load_torch("torch.distributed.run")
+        _check_devices(spec)
+        _quiet()
+        before = count_kills()
+        with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
+            config, program, arguments = _config(api, invocation.argv[3:], folder)
+            _meet_at(config, spec, door)
+            call = (config, program, arguments)
+            with kept(os.environ[MARK], patience_s=spec.shutdown_s):
+                ending = _run(spec, api, call, Path(spec.log_dir or folder))
+    return attrs.evolve(ending, memory=tell_kills(before, count_kills()))
+
+
+def _run(spec: LaunchSpec, api: Any, call: tuple[Any, ...], logs: Path) -> Ending:
+    config, program, arguments = call
+    errors = importlib.import_module("torch.distributed.elastic.multiprocessing")
+    meeting = importlib.import_module("torch.distributed.elastic.rendezvous")
+    distributed = importlib.import_module("torch.distributed")
+    start, begun = time.monotonic(), time.time()
+    try:
+        with passed_on(TELLING, tell_children), _nothing_left(spec):
+            api.elastic_launch(config, program)(*arguments)
+    except errors.errors.ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        found = to_failures(codes, read_reports(_last_attempt(logs, since=begun)))
+        return Ending(ranks=spec.world_size, failures=by_cause(found))
+    except errors.SignalException as error:
+        return Ending(ranks=spec.world_size, signal=int(error.sigval))
+    except (meeting.RendezvousError, distributed.DistError) as error:
+        raise LaunchError(_not_met(spec, error, time.monotonic() - start)) from error
+    return Ending(ranks=spec.world_size)
+
+
+@contextmanager
+def _nothing_left(spec: LaunchSpec) -> Iterator[None]:
+    """End what the ranks have left behind; after a failure it is asked to end."""
+    ask = True
+    try:
+        yield
+        ask = False
+    finally:
+        end_strays(os.environ[MARK], patience_s=spec.shutdown_s, ask=ask)
+
+
+def _open_meeting(spec: LaunchSpec) -> socket.socket | None:
+    """Listen at the main address, or see that it can be reached, before torch waits for it."""
+    if spec.nodes == 1:
+        return serve("127.0.0.1", spec.port)
+    host = spec.main_address.strip("[]")
+    if spec.meets == "static" and spec.node_rank == 0:
+        return serve(host, spec.port)
+    if spec.meets == "c10d" and is_local(host):
+        try:
+            return listen(host, spec.port)
+        except OSError as error:
+            # Another launcher of this machine serves it already.
+            if error.errno != errno.EADDRINUSE:
+                raise LaunchError(
+                    f"Port {spec.port} cannot be served here: {error.strerror}."
+                ) from error
+    who = f"Node {spec.node_rank} of {spec.nodes}"
+    reach(host, spec.port, who=who, timeout_s=spec.connect_timeout_s)
+    return None
+
+
+def _meet_at(config: Any, spec: LaunchSpec, door: socket.socket | None) -> None:
+    """Replace torch's rendezvous, which listens on every interface and unpickles, by ours."""
+    importlib.import_module("fxtrain.launch.launchers.native.rendezvous").register()
+    host = "127.0.0.1" if spec.nodes == 1 else spec.main_address
+    port = spec.port if door is None else door.getsockname()[1]
+    config.rdzv_backend = "fxtrain"
+    config.rdzv_endpoint = f"{host}:{port}"
+    config.rdzv_configs |= {
+        "meets": "static" if spec.nodes == 1 else spec.meets,
+        "rank": spec.node_rank,
+        "door": None if door is None else door.fileno(),
+        "connect_timeout_s": spec.connect_timeout_s,
+        "shutdown_s": spec.shutdown_s,
+        "mark": os.environ[MARK],
+    }
+
+
+def _check_devices(spec: LaunchSpec) -> None:
+    """Ranks need an accelerator each, where there are any."""
+    if spec.cpu or spec.executable:
+        return
+    accelerator = importlib.import_module("torch").accelerator
+    count = accelerator.device_count()
+    if spec.gpus and count != len(spec.gpus):
+        raise LaunchError(
+            f"The GPUs {','.join(spec.gpus)} were chosen, and {count} of them can be used on "
+            f"this machine. Choose others, or look at nvidia-smi."
+        )
+    if not spec.gpus and 0 < count < spec.ranks:
+        kind = accelerator.current_accelerator()
+        raise LaunchError(
+            f"{spec.ranks} ranks were asked for, and this machine has {count} {kind} devices for "
+            f"them. Use {count} ranks, or compute on the CPU (cpu=True, --cpu)."
+        )
+
+
+def _config(api: Any, argv: Sequence[str], folder: str) -> tuple[Any, Any, list[Any]]:
+    """torch's own reading of its command line, less what an older torch does not know."""
+    parser = api.get_args_parser()
+    known = set(parser._option_string_actions)
+    program = argv.index("--no-python")
+    options = [
+        word
+        for word in argv[:program]
+        if word.split("=")[0] in known or word.split("=")[0] not in _NEWER
+    ]
+    if not any(word.startswith("--log-dir=") for word in options):
+        options.append(f"--log-dir={folder}")
+    try:
+        return api.config_from_args(parser.parse_args([*options, *argv[program:]]))
+    except (TypeError, ValueError) as error:
+        raise LaunchError(f"torch's elastic launcher refused its settings: {error}") from error
+
+
+# Options that torch 2.9 may lack, without which a launch is still what was asked for.
+_NEWER = ("--shutdown-timeout",)
+
+
+def _quiet() -> None:
+    """The launcher's own words on failing ranks are left out: what matters is in the ending."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _last_attempt(logs: Path, *, since: float) -> list[Path]:
+    """What ranks wrote when they were last started: folders are RUN/attempt_N/LOCAL_RANK."""
+    attempts = [path for path in logs.glob("*/attempt_*") if path.stat().st_mtime >= since - 1]
+    if not attempts:
+        return []
+    last = max(attempts, key=lambda path: (path.stat().st_mtime, int(path.name.split("_")[-1])))
+    return sorted(last.glob("*/error.json"))
+
+
+def _not_met(spec: LaunchSpec, error: BaseException, waited_s: float) -> str:
+    place = f"{spec.main_address or '127.0.0.1'}:{spec.port}"
+    said = str(error.__cause__ or error).strip().splitlines()
+    return (
+        f"Node {spec.node_rank} of {spec.nodes} waited {waited_s:.0f} s at {place}, and the nodes "
+        f"did not meet: {said[0] if said else type(error).__name__} Check that every node was "
+        f"started with the same main address, port, number of nodes and run_id."
+    )

@@ -1,0 +1,114 @@
+"""torch's elastic launcher: its command line for a spec."""
+
+from fxtrain._errors import LaunchError
+from fxtrain.launch.invocation import Invocation
+from fxtrain.launch.machine import Machine, cores_of_ranks, write_cores
+from fxtrain.launch.program import rank_command, shared_environment
+from fxtrain.launch.spec import LaunchSpec
+
+__all__ = ["native"]
+
+_STREAMS = {"none": "0", "out": "1", "err": "2", "both": "3"}
+_ON_CPU = ("node", "exclusive")
+
+
+def native(spec: LaunchSpec, machine: Machine) -> Invocation:
+    """The command line of torchrun. It runs in this process, which torch is loaded into once.
+
+    Raises:
+        LaunchError: several nodes without a main address, or a binding that needs GPUs.
+
+    Example:
+        >>> from fxtrain.launch import LaunchSpec, Machine, native
+        >>> spec = LaunchSpec(target="train.py", nodes=2, node_rank=1, main_address="n0")
+        >>> " ".join(native(spec, Machine()).argv[3:7])
+        '--nnodes=2 --nproc-per-node=1 --rdzv-backend=static --rdzv-endpoint=n0:29500'
+    """
+    if spec.nodes > 1 and not spec.main_address:
+        raise LaunchError(
+            f"{spec.nodes} nodes must know where to meet: set main_address to the host name or "
+            f"address of node 0, the same on every node."
+        )
+    program, *arguments = _ranks(spec, machine)
+    argv = [
+        machine.python,
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={_nodes(spec)}",
+        f"--nproc-per-node={spec.ranks}",
+        *_rendezvous(spec, machine),
+        f"--max-restarts={spec.restarts}",
+        f"--monitor-interval={spec.monitor_interval_s:g}",
+        f"--shutdown-timeout={spec.shutdown_s}",
+        *_output(spec),
+        *_binding(spec),
+        "--no-python",
+        program,
+        # The elastic launcher replaces ${local_rank} in arguments; a user's $ is only a $.
+        *(word.replace("$", "$$") for word in arguments),
+    ]
+    return Invocation(argv=argv, env=shared_environment(spec, machine) | _store(spec))
+
+
+def _store(spec: LaunchSpec) -> dict[str, str]:
+    """Who serves the store of the ranks, where nodes may be replaced.
+
+    A launcher of torch 2.13 that serves it publishes where only once, so that a node which
+    joins a later round waits for the address until it gives up. Rank 0 does it anew each time.
+    """
+    if spec.meets == "c10d" and spec.nodes > 1:
+        return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return {}
+
+
+def _nodes(spec: LaunchSpec) -> str:
+    return str(spec.nodes) if spec.min_nodes is None else f"{spec.min_nodes}:{spec.nodes}"
+
+
+def _rendezvous(spec: LaunchSpec, machine: Machine) -> list[str]:
+    """Where nodes meet.
+
+    On one machine the launcher serves the store on loopback, at a port that the system chooses
+    unless one was asked for, so that several launches do not meet.
+    """
+    alone = spec.nodes == 1
+    host = "127.0.0.1" if alone else spec.main_address
+    local = spec.local_address or ("127.0.0.1" if alone else machine.route.address)
+    wait = f"{spec.connect_timeout_s:.0f}"
+    settings = [f"timeout={wait}", *spec.rendezvous_options]
+    if spec.meets == "c10d":
+        settings = [f"join_timeout={wait}", *spec.rendezvous_options]
+    return [
+        f"--rdzv-backend={spec.meets}",
+        f"--rdzv-endpoint={host}:{spec.port}",
+        f"--rdzv-id={spec.run_id or 'fxtrain'}",
+        f"--rdzv-conf={','.join(settings)}",
+        *([f"--node-rank={spec.node_rank}"] if spec.meets == "static" else []),
+        *([f"--local-addr={local}"] if local else []),
+    ]
+
+
+def _output(spec: LaunchSpec) -> list[str]:
+    words = [f"--role={spec.role}"] if spec.role != "default" else []
+    words += [f"--log-dir={spec.log_dir}"] if spec.log_dir else []
+    words += [f"--redirects={_STREAMS[spec.redirect]}"] if spec.redirect != "none" else []
+    words += [f"--tee={_STREAMS[spec.tee]}"] if spec.tee != "none" else []
+    shown = ",".join(map(str, spec.show_ranks))
+    return words + ([f"--local-ranks-filter={shown}"] if shown else [])
+
+
+def _binding(spec: LaunchSpec) -> list[str]:
+    return [f"--numa-binding={spec.bind}"] if spec.bind != "none" and not spec.cpu else []
+
+
+def _ranks(spec: LaunchSpec, machine: Machine) -> tuple[str, ...]:
+    """One rank's command; torch binds ranks with GPUs, and the ranks on the CPU themselves."""
+    if spec.bind == "none" or not spec.cpu:
+        return rank_command(spec, machine.python)
+    if spec.bind not in _ON_CPU:
+        raise LaunchError(
+            f"LaunchSpec(bind={spec.bind!r}, cpu=True): torch knows sockets and caches by the "
+            f"GPU next to them. For ranks on the CPU choose one of {', '.join(_ON_CPU)}."
+        )
+    cores = cores_of_ranks(spec.bind, spec.ranks, machine)
+    return rank_command(spec, machine.python, cores="/".join(map(write_cores, cores)))

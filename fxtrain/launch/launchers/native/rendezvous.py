@@ -1,0 +1,232 @@
+"""How launchers meet through torch's elastic agent; this module loads torch.
+
+torch's own rendezvous serves its store on every interface, and unpickles a key of that store,
+so that whoever reaches the port runs code. Here the store listens at one address, and what
+comes from it is JSON.
+"""
+
+import json
+import os
+import pickle
+import socket
+from datetime import datetime
+from typing import Any, TypeVar
+
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
+
+from fxtrain.launch.function.nodes import open_store
+from fxtrain.launch.orphans import end_strays
+from fxtrain.state import parse_json
+
+__all__ = ["BACKEND", "StateBackend", "register"]
+
+# The name of the rendezvous in torch's registry.
+BACKEND = "fxtrain"
+T = TypeVar("T")
+_EMPTY = "none"
+# What JSON of something else raises where it is read.
+_WRONG = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+
+
+def register() -> None:
+    """Make the rendezvous known to torch's elastic launcher.
+
+    Effects:
+        Adds a name to torch's registry of rendezvous handlers, once.
+    """
+    rendezvous_handler_registry.register(BACKEND, _handler)
+
+
+def _handler(params: RendezvousParameters) -> Any:
+    """The handler for a launch; the settings are those that `_elastic.py` writes."""
+    host, _, port = params.endpoint.rpartition(":")
+    wait_s = float(params.config["connect_timeout_s"])
+    door = params.config["door"]
+    listening = None if door is None else socket.socket(fileno=os.dup(door))
+    try:
+        store = open_store(host, int(port), listening, timeout_s=wait_s)
+    except (RuntimeError, ValueError) as error:
+        raise RendezvousConnectionError(f"The store at {params.endpoint}: {error}") from error
+    if params.config["meets"] == "c10d":
+        backend = StateBackend(store, params.run_id)
+        return _Clearing(dynamic.create_handler(store, backend, params), params)
+    return _Clearing(_Fixed(store, params, (host.strip("[]"), int(port))), params)
+
+
+class _Clearing:
+    """A handler that ends what the ranks of an attempt have left before the next one starts."""
+
+    def __init__(self, handler: RendezvousHandler, params: RendezvousParameters) -> None:
+        self._handler = handler
+        self._mark = params.config["mark"]
+        self._patience_s = float(params.config["shutdown_s"])
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """As of the handler."""
+        end_strays(self._mark, patience_s=self._patience_s, ask=True)
+        return self._handler.next_rendezvous()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
+
+
+class _Fixed(RendezvousHandler):
+    """Nodes with fixed numbers, or one node, that need only the store to meet."""
+
+    def __init__(self, store: Any, params: RendezvousParameters, place: tuple[str, int]) -> None:
+        self._store = PrefixStore(params.run_id, store)
+        self._run_id = params.run_id
+        self._node = (int(params.config["rank"]), params.max_nodes)
+        self._place = place
+
+    def get_backend(self) -> str:
+        """See base class."""
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The ranks meet at this store too."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See base class."""
+        return RendezvousInfo(self._store, *self._node, RendezvousStoreInfo(*self._place))
+
+    def is_closed(self) -> bool:
+        """See base class."""
+        return False
+
+    def set_closed(self) -> None:
+        """See base class."""
+
+    def num_nodes_waiting(self) -> int:
+        """See base class."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """See base class."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """See base class."""
+        return True
+
+
+class StateBackend(dynamic.RendezvousBackend):
+    """The state of a rendezvous of nodes that come and go, kept in the store as JSON.
+
+    torch's handler takes and gives the state as a pickle. The pickles here are made and read
+    in this process only.
+    """
+
+    def __init__(self, store: Any, run_id: str) -> None:
+        self._store = store
+        self._key = f"fxtrain.rendezvous.{run_id}"
+        # A store waits for a key that is not there.
+        self._exchange("", _EMPTY)
+
+    @property
+    def name(self) -> str:
+        """See base class."""
+        return BACKEND
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        """See base class."""
+        try:
+            found = self._store.get(self._key)
+        except RuntimeError as error:
+            raise RendezvousConnectionError(f"The store was lost: {error}") from error
+        return _given(found)
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """See base class."""
+        text = write_state(pickle.loads(state))  # of this process's own handler
+        found = self._exchange(_EMPTY if token is None else token, text)
+        given = _given(found)
+        return None if given is None else (*given, given[1] == text)
+
+    def _exchange(self, expected: str, text: str) -> bytes:
+        try:
+            return self._store.compare_set(self._key, expected, text)
+        except RuntimeError as error:
+            raise RendezvousConnectionError(f"The store was lost: {error}") from error
+
+
+def _given(found: bytes) -> tuple[bytes, str] | None:
+    """A state as torch's handler takes it, and the text by which the store compares it."""
+    if found == _EMPTY.encode():
+        return None
+    return pickle.dumps(read_state(found)), found.decode()
+
+
+def write_state(state: Any) -> str:
+    """torch's record of a rendezvous as JSON."""
+    return json.dumps(
+        {
+            "round": state.round,
+            "complete": state.complete,
+            "deadline": None if state.deadline is None else state.deadline.isoformat(),
+            "closed": state.closed,
+            "participants": [[*_words(node), rank] for node, rank in state.participants.items()],
+            "wait_list": [_words(node) for node in sorted(state.wait_list)],
+            "redundancy_list": [_words(node) for node in sorted(state.redundancy_list)],
+            "last_heartbeats": [
+                [*_words(node), at.isoformat()] for node, at in state.last_heartbeats.items()
+            ],
+        }
+    )
+
+
+def read_state(text: str | bytes) -> Any:
+    """torch's record of a rendezvous from JSON.
+
+    Raises:
+        RendezvousStateError: it is the JSON of something else.
+    """
+    try:
+        found = parse_json(text)
+        state = dynamic._RendezvousState()
+        state.round = _exactly(int, found["round"])
+        state.complete = _exactly(bool, found["complete"])
+        state.closed = _exactly(bool, found["closed"])
+        if found["deadline"] is not None:
+            state.deadline = datetime.fromisoformat(found["deadline"])
+        state.participants = {
+            _node(*node): _exactly(int, rank) for *node, rank in found["participants"]
+        }
+        state.wait_list = {_node(*node) for node in found["wait_list"]}
+        state.redundancy_list = {_node(*node) for node in found["redundancy_list"]}
+        state.last_heartbeats = {
+            _node(*node): datetime.fromisoformat(at) for *node, at in found["last_heartbeats"]
+        }
+    except _WRONG as error:
+        raise RendezvousStateError(
+            f"The store holds what is no state of a rendezvous ({type(error).__name__}: {error}). "
+            f"Another program writes to it: choose another main_port."
+        ) from error
+    return state
+
+
+def _words(node: Any) -> list[Any]:
+    return [node.addr, node.pid, node.local_id]
+
+
+def _node(addr: Any, pid: Any, local_id: Any) -> Any:
+    return dynamic._NodeDesc(_exactly(str, addr), _exactly(int, pid), _exactly(int, local_id))
+
+
+def _exactly(kind: type[T], value: Any) -> T:
+    """A value of just this type: no "3" for 3, and no "no" for True."""
+    if type(value) is not kind:
+        raise TypeError(f"{str(value)[:80]!r} is no {kind.__name__}")
+    return value

@@ -1,0 +1,97 @@
+"""The program that asks Ray for nodes and runs a native launcher on each of them.
+
+`python -m fxtrain.launch.launchers.ray.driver FILE`, where the file is what
+`fxtrain launch --launcher ray` has written.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from fxtrain._optional import optional
+from fxtrain.launch.child import end_with_parent
+
+__all__ = ["main", "node_words"]
+
+
+def main() -> int:
+    """Run what the file named by the first argument asks for.
+
+    Returns:
+        The exit code of the first node that failed, or 0.
+    """
+    told = json.loads(Path(sys.argv[1]).read_text())
+    ray = optional("ray", extra="ray", needed_by="fxtrain launch --launcher ray")
+    if told["address"]:
+        ray.init(address=told["address"])
+    else:
+        ray.init(include_dashboard=False)
+    try:
+        return _run(ray, told)
+    finally:
+        ray.shutdown()
+
+
+def node_words(told: dict[str, Any], node: int, address: str, port: int) -> list[str]:
+    """The words after `fxtrain launch` on one node."""
+    words: list[str] = list(told["words"])
+    if told["nodes"] == 1:
+        return words
+    place = [f"--node-rank={node}", f"--main-address={address}", f"--main-port={port}"]
+    # After what the spec says, where the last of two counts.
+    split = words.index("--")
+    return [*words[:split], *place, *words[split:]]
+
+
+def _run(ray: Any, told: dict[str, Any]) -> int:
+    """Place the nodes, start their launchers, and wait until all have ended or one failed."""
+    nodes = told["nodes"]
+    share = {"CPU": told["cpus"], **({"GPU": told["gpus"]} if told["gpus"] else {})}
+    spread = "STRICT_SPREAD" if nodes > 1 else "STRICT_PACK"
+    group = ray.util.placement_group([share] * nodes, strategy=spread)
+    ray.get(group.ready())
+    actors = [
+        ray.remote(_Node).options(
+            num_cpus=told["cpus"],
+            num_gpus=told["gpus"],
+            scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=node
+            ),
+        ).remote()
+        for node in range(nodes)
+    ]  # fmt: skip
+    address, port = ray.get(actors[0].place.remote(told["main_port"]))
+    running = [
+        actor.run.remote(node_words(told, node, address, port)) for node, actor in enumerate(actors)
+    ]
+    while running:
+        done, running = ray.wait(running, num_returns=1)
+        if code := ray.get(done[0]):
+            return int(code)
+    return 0
+
+
+class _Node:
+    """One machine of the run, as an actor of Ray."""
+
+    def place(self, port: int) -> tuple[str, int]:
+        """Where the other nodes find this one."""
+        ray = optional("ray", extra="ray", needed_by="fxtrain launch --launcher ray")
+        if port == 0:
+            with socket.socket() as probe:
+                probe.bind(("", 0))
+                port = probe.getsockname()[1]
+        return str(ray.util.get_node_ip_address()), port
+
+    def run(self, words: list[str]) -> int:
+        """Run the native launcher to its end."""
+        command = [sys.executable, "-m", "fxtrain.cli", "launch", *words]
+        # Ray ends this process without a word when another node has failed.
+        return subprocess.run(command, check=False, preexec_fn=end_with_parent).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

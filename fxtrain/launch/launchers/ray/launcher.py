@@ -1,0 +1,69 @@
+"""Ray: one native launcher on each node that Ray finds for the run."""
+
+import json
+
+import attrs
+
+from fxtrain.launch.fields import at_least, launch_record
+from fxtrain.launch.flags import flag_words
+from fxtrain.launch.invocation import Invocation
+from fxtrain.launch.machine import Machine
+from fxtrain.launch.spec import LaunchSpec
+
+__all__ = ["RayOptions", "ray"]
+
+_FILE = "fxtrain-launch/ray.json"
+
+
+@launch_record
+class RayOptions:
+    """What a run asks Ray for.
+
+    Attributes:
+        job_server: Address of the cluster's job server, such as http://head:8265, to submit
+            the current folder to; by default the run starts from here.
+        address: Address of the cluster for a run that starts from here: auto for the one that
+            runs on this machine; by default a new one.
+        cpus_per_rank: CPUs that Ray sets aside for each rank.
+        gpus_per_rank: GPUs that it sets aside.
+        wait: Show the output of a submitted job until it ends.
+    """
+
+    job_server: str = ""
+    address: str = ""
+    cpus_per_rank: int = attrs.field(default=1, validator=at_least(1))
+    gpus_per_rank: int = attrs.field(default=0, validator=at_least(0))
+    wait: bool = True
+
+
+def ray(spec: LaunchSpec, machine: Machine) -> Invocation:
+    """A program that places the nodes, from here or as a job of a cluster.
+
+    What it is told is in a file, since Ray hands the words of a job through a shell.
+
+    Example:
+        >>> from fxtrain.launch import LaunchSpec, Machine, RayOptions, ray
+        >>> spec = LaunchSpec(target="train.py", options=RayOptions(job_server="http://h:8265"))
+        >>> ray(spec, Machine()).argv[:5]
+        ('ray', 'job', 'submit', '--address=http://h:8265', '--working-dir=.')
+    """
+    options = spec.options
+    each = attrs.evolve(spec, launcher="native", options=None)
+    told = {
+        "nodes": spec.nodes,
+        "cpus": options.cpus_per_rank * spec.ranks,
+        "gpus": options.gpus_per_rank * spec.ranks,
+        "main_port": spec.main_port,
+        "address": options.address,
+        "words": flag_words(each),
+    }
+    if options.job_server:
+        told["address"] = "auto"
+        submit = ("ray", "job", "submit", f"--address={options.job_server}", "--working-dir=.")
+        before = (*submit, *(() if options.wait else ("--no-wait",)), "--", "python")
+    else:
+        before = (machine.python,)
+    return Invocation(
+        argv=(*before, "-m", "fxtrain.launch.launchers.ray.driver", _FILE),
+        files={_FILE: json.dumps(told, indent=2) + "\n"},
+    )

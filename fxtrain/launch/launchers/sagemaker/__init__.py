@@ -1,0 +1,3 @@
+"""SageMaker."""
+
+__all__: list[str] = []

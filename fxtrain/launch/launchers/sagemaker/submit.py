@@ -1,0 +1,26 @@
+"""The program that submits a training job to SageMaker.
+
+`python -m fxtrain.launch.launchers.sagemaker.submit FILE`, where the file is what `fxtrain launch
+--launcher sagemaker` has written.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from fxtrain._optional import optional
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Submit what the file named by the first argument asks for."""
+    told = json.loads(Path(sys.argv[1]).read_text())
+    pytorch = optional(
+        "sagemaker.pytorch", extra="sagemaker", needed_by="fxtrain launch --launcher sagemaker"
+    )
+    pytorch.PyTorch(**told["estimator"]).fit(**told["fit"])
+
+
+if __name__ == "__main__":
+    main()

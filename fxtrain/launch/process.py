@@ -1,0 +1,137 @@
+"""Running a launcher that is a program of its own, such as mpirun, srun or kubectl."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import attrs
+
+from fxtrain._errors import LaunchError
+from fxtrain.launch.child import end_with_parent
+from fxtrain.launch.invocation import Invocation
+from fxtrain.launch.launchers.native.oom import count_kills, tell_kills
+from fxtrain.launch.outcome import Ending, by_cause
+from fxtrain.launch.rank_reports import read_reports, to_failures
+from fxtrain.launch.signals import TELLING, passed_on
+from fxtrain.launch.spec import LaunchSpec
+
+__all__ = ["ERRORS", "run_program"]
+
+# In a command line, the folder for the errors of ranks, which is known when it is run.
+ERRORS = "%ERRORS%"
+_LOOK_S = 0.2
+# For other ranks to tell their errors, once one has failed.
+_GRACE_S = 5.0
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def run_program(spec: LaunchSpec, invocation: Invocation) -> Ending:
+    """Write the files of an invocation, run its command line and wait for its end.
+
+    Signals go on to the program, which hands them to its ranks.
+
+    Effects:
+        Writes files; starts a process. Call it in the main thread, where signals arrive.
+
+    Raises:
+        LaunchError: the program is not installed, or a file cannot be written.
+    """
+    program = shutil.which(invocation.argv[0])
+    if program is None:
+        raise LaunchError(
+            f"The launcher {spec.launcher} runs {invocation.argv[0]!r}, which is not installed "
+            f"here or not on the PATH. Show what it would do with --dry."
+        )
+    write_files(invocation)
+    before = count_kills()
+    with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
+        errors = _errors_in(spec.log_dir) if spec.log_dir else folder
+        argv = [word.replace(ERRORS, errors) for word in invocation.argv]
+        code, stopped = _wait(argv, {**os.environ, **invocation.env}, Path(errors))
+        # Ranks on other machines see this folder only where log_dir is shared.
+        reports = read_reports(sorted(Path(errors).glob("*.json")))
+    ending = Ending(
+        ranks=spec.world_size,
+        failures=by_cause(to_failures({}, reports)) if code else (),
+        signal=stopped,
+        left=code,
+        launcher=invocation.argv[0],
+    )
+    return attrs.evolve(ending, memory=tell_kills(before, count_kills()))
+
+
+def write_files(invocation: Invocation) -> None:
+    """Write the files of an invocation, for this user only: they may hold variables of the ranks.
+
+    Raises:
+        LaunchError: one cannot be written.
+    """
+    for name, text in invocation.files.items():
+        path = Path(name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_private(path, text)
+        except OSError as error:
+            raise LaunchError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that nobody else can read, also where there was one that others could.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(number, "w", encoding="utf-8") as file:
+        os.chmod(path, 0o600)
+        file.write(text)
+
+
+def _errors_in(folder: str) -> str:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return os.path.abspath(tempfile.mkdtemp(prefix="errors-", dir=folder))
+
+
+def _wait(argv: list[str], env: dict[str, str], errors: Path) -> tuple[int, int | None]:
+    """The exit code of a program, and the signal that we were told to end it with.
+
+    When a rank has left a word in the folder of errors and the program goes on, it is ended:
+    MPICH's does not end the other ranks.
+    """
+    told: list[int] = []
+    sys.stdout.flush()
+    process = subprocess.Popen(
+        argv,
+        env=env,
+        # Ctrl-C in a terminal goes to every process there; so it arrives once.
+        start_new_session=True,
+        preexec_fn=end_with_parent if sys.platform == "linux" else None,
+    )
+
+    def give(number: int) -> None:
+        told.append(number)
+        process.send_signal(number)
+
+    with passed_on((*TELLING, *_ENDING), give):
+        code = _ended(process, errors)
+    ended = [number for number in told if number in _ENDING]
+    return code, ended[0] if ended and code else None
+
+
+def _ended(process: "subprocess.Popen[bytes]", errors: Path) -> int:
+    failed_at: float | None = None
+    while True:
+        try:
+            return process.wait(_LOOK_S)
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+        if failed_at is None and any(errors.glob("*.json")):
+            failed_at = now
+        if failed_at is not None and now - failed_at > _GRACE_S:
+            process.terminate()
+            failed_at = now

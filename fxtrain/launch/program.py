@@ -1,0 +1,80 @@
+"""What every launcher needs of a spec: the command of one rank and the variables of all."""
+
+from pathlib import Path
+
+from fxtrain.launch.fields import name_values
+from fxtrain.launch.machine import Machine
+from fxtrain.launch.spec import LaunchSpec
+
+__all__ = [
+    "plain_command",
+    "rank_command",
+    "remote_environment",
+    "shared_environment",
+    "threads_of",
+]
+
+_CHILD = Path(__file__).with_name("child.py")
+
+# No device of the kind is there for a rank that has these. ROCm's torch reads CUDA's variable.
+_NO_ACCELERATORS = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "ONEAPI_DEVICE_SELECTOR": "*:cpu",
+    "ASCEND_RT_VISIBLE_DEVICES": "",
+}
+
+
+def rank_command(
+    spec: LaunchSpec, python: str, *, errors: str = "", cores: str = ""
+) -> tuple[str, ...]:
+    """The command that becomes one rank, with its error kept for the launcher.
+
+    Output is unbuffered, so that lines of several ranks keep their order.
+
+    Args:
+        spec: What is launched.
+        python: The interpreter.
+        errors: Folder for the errors of ranks whose launcher does not name a file.
+        cores: Cores of each local rank, between slashes.
+    """
+    how = "module" if spec.module else "program" if spec.executable else "script"
+    given = [f"--errors={errors}"] if errors else []
+    given += [f"--cores={cores}"] if cores else []
+    return (python, "-u", str(_CHILD), how, *given, "--", spec.target, *spec.args)
+
+
+def plain_command(spec: LaunchSpec, python: str) -> tuple[str, ...]:
+    """The program as it is started without fxtrain, for machines with other paths."""
+    if spec.executable:
+        return (spec.target, *spec.args)
+    return (python, "-u", *(("-m",) if spec.module else ()), spec.target, *spec.args)
+
+
+def shared_environment(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
+    """Variables that all ranks get, whatever starts them.
+
+    Example:
+        >>> from fxtrain.launch import LaunchSpec, Machine, shared_environment
+        >>> shared_environment(LaunchSpec(target="train.py", ranks=2), Machine(cores=range(8)))
+        {'OMP_NUM_THREADS': '4'}
+    """
+    found = machine.traffic
+    if (threads := threads_of(spec, machine)) is not None:
+        found["OMP_NUM_THREADS"] = str(threads)
+    if spec.cpu:
+        found |= _NO_ACCELERATORS
+    if spec.gpus:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
+    return found | name_values(spec.env)
+
+
+def remote_environment(spec: LaunchSpec) -> dict[str, str]:
+    """Variables for ranks on machines whose cores are not known here."""
+    return shared_environment(spec, Machine(threads_chosen=True))
+
+
+def threads_of(spec: LaunchSpec, machine: Machine) -> int | None:
+    """Threads for each rank: as asked; the cores shared out; None where the user has chosen."""
+    if spec.threads is not None:
+        return spec.threads
+    return None if machine.threads_chosen else max(1, len(machine.cores) // spec.ranks)

@@ -1,0 +1,63 @@
+"""The errors that ranks have written for their launcher."""
+
+import json
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fxtrain.launch.outcome import Ending, Failure
+
+__all__ = ["keep_tracebacks", "read_reports", "to_failures"]
+
+
+def read_reports(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
+    """By rank, what ranks wrote; `child.py` knows the format."""
+    found: dict[int, dict[str, Any]] = {}
+    for path in paths:
+        message = json.loads(path.read_text())["message"]
+        if isinstance(message, dict):  # otherwise torch wrote it, of its own errors
+            extra = message.get("extraInfo", {})
+            rank = int(extra.get("rank", 0))
+            found[rank] = {"error": message.get("message", ""), **extra}
+    return found
+
+
+def to_failures(codes: dict[int, int], reports: dict[int, dict[str, Any]]) -> list[Failure]:
+    """What the launcher saw and what ranks wrote, together."""
+    return [
+        Failure(
+            rank=rank,
+            code=codes.get(rank, report.get("code")),
+            kind=report.get("kind", ""),
+            error=report.get("error", ""),
+            traceback=report.get("py_callstack", ""),
+            time_ns=int(report.get("time_ns", 0)),
+        )
+        for rank in sorted(codes.keys() | reports.keys())
+        for report in [reports.get(rank, {})]
+    ]
+
+
+def keep_tracebacks(ending: Ending, folder: str) -> Path | None:
+    """Write every failure but the first, which the user is shown, to a file of its rank.
+
+    Args:
+        ending: How a launch ended.
+        folder: Where; a fresh temporary folder if empty.
+
+    Returns:
+        The folder, or None when there was nothing to write.
+
+    Effects:
+        Writes RANK.txt for each rank with a traceback, the first one too.
+    """
+    if sum(bool(failure.traceback) for failure in ending.failures) < 2:
+        return None
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(prefix="tracebacks-", dir=folder or None))
+    for failure in ending.failures:
+        if failure.traceback:
+            (place / f"{failure.rank}.txt").write_text(failure.traceback)
+    return place

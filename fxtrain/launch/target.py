@@ -1,0 +1,134 @@
+"""Is the program there? Asked before torch is loaded and before any process starts."""
+
+import importlib.util
+import pkgutil
+import shlex
+import shutil
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+
+from fxtrain._errors import LaunchError
+from fxtrain.launch.fields import shortened
+from fxtrain.launch.spec import LaunchSpec
+
+__all__ = ["check_target"]
+
+
+def check_target(spec: LaunchSpec) -> None:
+    """Make sure that the script or module of a spec exists.
+
+    Effects:
+        Reads the file system; a dotted module's parent packages are imported.
+
+    Raises:
+        LaunchError: it does not; the message holds names that are close.
+    """
+    if "\0" in spec.target:
+        raise LaunchError("The name of the program holds a null character, which no file can have.")
+    if spec.executable:
+        _check_executable(spec.target)
+    elif spec.module:
+        _check_module(spec.target)
+    else:
+        _check_script(Path(spec.target))
+
+
+def _check_script(path: Path) -> None:
+    if path.is_file() or (path.is_dir() and (path / "__main__.py").is_file()):
+        return
+    if path.is_dir():
+        raise LaunchError(
+            f"{path} is a folder without a __main__.py. Name a script in it: "
+            f"{_list(sorted(str(found) for found in path.glob('*.py')))}."
+        )
+    folder = path.parent
+    if not folder.is_dir():
+        raise LaunchError(
+            f"{path}: there is no such script, nor its folder. The current folder is {Path.cwd()}."
+        )
+    names = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".py")
+    close = get_close_matches(path.name, names, n=3, cutoff=0.5)
+    advice = (
+        f"Did you mean {_list([str(folder / name) for name in close])}?"
+        if close
+        else f"The Python files in {folder.resolve()} are {_list(names)}."
+    )
+    raise LaunchError(f"{path}: there is no such script. {advice}")
+
+
+def _check_executable(name: str) -> None:
+    if shutil.which(name) is not None:
+        return
+    if Path(name).is_file():
+        raise LaunchError(f"{name} is not executable. Allow it with: chmod +x {shlex.quote(name)}")
+    raise LaunchError(
+        f"{name}: there is no such program, neither as a path nor on the PATH. A Python script "
+        f"is launched without --no-python."
+    )
+
+
+def _check_module(name: str) -> None:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does, and as the ranks will
+    if name.endswith(".py") or "/" in name:
+        raise LaunchError(
+            f"-m {name}: this is a path, not a module. Leave -m out, or write it with dots."
+        )
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise LaunchError(
+            f"-m {shortened(name)}: this is not the name of a module, which is words with dots "
+            f"between them, as package.module. A script is launched without -m."
+        )
+    parent, _, last = name.rpartition(".")
+    if _found(name):
+        return
+    package = sys.modules.get(parent)
+    where = getattr(package, "__path__", ()) if parent else (here,)
+    close = get_close_matches(last, _modules(list(where)), n=3, cutoff=0.5)
+    prefix = f"{parent}." if parent else ""
+    advice = f" Did you mean {_list([prefix + found for found in close])}?" if close else ""
+    raise LaunchError(
+        f"-m {name}: there is no such module on the path that starts in {here}.{advice}"
+    )
+
+
+def _found(name: str) -> bool:
+    """Whether there is a module; the packages above it are imported to see it.
+
+    Raises:
+        LaunchError: such a package fails.
+    """
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            return False
+        problem: BaseException = error
+    except ValueError:  # the module is loaded, and says nothing of where it is from
+        return True
+    except (Exception, SystemExit) as error:  # whatever code outside of fxtrain raises
+        problem = error
+    raise LaunchError(
+        f"-m {name}: importing the package above it failed with {type(problem).__name__}: "
+        f"{shortened(str(problem))}. See the whole traceback with: python -c 'import "
+        f"{name.rpartition('.')[0]}'"
+    ) from problem
+
+
+def _modules(folders: list[str]) -> list[str]:
+    """Names that can be imported from folders; a folder without an __init__.py counts too."""
+    plain = {
+        entry.name
+        for folder in map(Path, folders)
+        if folder.is_dir()
+        for entry in folder.iterdir()
+        if entry.is_dir() and entry.name.isidentifier() and not entry.name.startswith("__")
+    }
+    return sorted(plain | {found.name for found in pkgutil.iter_modules(folders)})
+
+
+def _list(names: list[str]) -> str:
+    shown = names[:6] + (["..."] if len(names) > 6 else [])
+    return ", ".join(shown) if shown else "none"

@@ -1,0 +1,262 @@
+"""Writing a model as the ecosystem reads it."""
+
+import contextlib
+import copy
+import hashlib
+import os
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from fxtrain import ops
+from fxtrain._errors import CheckpointError
+from fxtrain._paths import path_problem
+from fxtrain.models.folder import (
+    ModelFile,
+    commit,
+    parse_size,
+    split,
+    staging,
+    write_index,
+)
+from fxtrain.models.safetensors_files import Entry, writing
+from fxtrain.models.tensor_bytes import WRITTEN
+from fxtrain.models.tensors import (
+    context_of,
+    module_of,
+    problems_of,
+    weights_by_name,
+)
+from fxtrain.ops.same_errors import alike, meet
+from fxtrain.ops.whole_tensors import is_sharded
+from fxtrain.state import DistContext, Weight, Wrapped
+
+__all__ = ["export"]
+
+_SHOWN = 10
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Job:
+    """What is to be written.
+
+    Attributes:
+        module: It, if there is one.
+        weights: Its tensors by name.
+        spread: Names of those of a bare model that are spread over ranks, which must agree on it.
+        files: Where they go.
+    """
+
+    module: nn.Module | None
+    weights: Mapping[str, Weight]
+    spread: frozenset[str]
+    files: tuple[ModelFile, ...]
+
+
+def export(
+    model: Wrapped | nn.Module | Mapping[str, Tensor],
+    folder: str | os.PathLike[str],
+    max_shard: str | int = "5GB",
+    *,
+    ctx: DistContext | None = None,
+    sharded: bool = False,
+) -> tuple[Path, ...]:
+    """Write a model's weights as safetensors, in the files that other libraries look for.
+
+    One file is called `model.safetensors`; more are `model-00001-of-0000N.safetensors` with
+    `model.safetensors.index.json`. A tensor that has several names is stored once; the others
+    are in the file's metadata. A `transformers` model also gets its `config.json`, so that
+    `from_pretrained(folder)` works.
+
+    Args:
+        model: What `wrap` returned, a module, or tensors by name.
+        folder: Where to; other files in it stay, weights of an earlier export do not.
+        max_shard: Largest number of bytes of values in one file, as a number or as "5GB" or
+            "2GiB". A larger tensor gets a file of its own.
+        ctx: The ranks, all of which call this; a wrapped model knows its own. Without one,
+            this process writes alone.
+        sharded: Each rank writes some of the files, into a folder that all of them see; by
+            default rank 0 writes all.
+
+    Returns:
+        The files with weights, on every rank.
+
+    Effects:
+        Tensors that are spread over ranks are gathered one by one, as by `fx.weights`, and
+        written as they come: beside the model, memory for two of them is enough. The files
+        replace earlier ones in one step once all of them are on disk; until then, and if
+        anything fails, the earlier ones stay.
+
+    Raises:
+        CheckpointError: a tensor cannot be stored, a rank could not write, or the model was
+            unwrapped; the same error on every rank.
+        CollectiveError: the ranks hold different models or passed different arguments.
+
+    Example:
+        >>> import fxtrain as fx, tempfile, torch
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     [path.name for path in fx.export(torch.nn.Linear(2, 1), folder)]
+        ['model.safetensors']
+    """
+    ranks = context_of(model, ctx, "export")
+    doing = f"export to {str(folder)!r}"
+    with alike(ranks, doing):
+        if problem := path_problem(folder):
+            raise CheckpointError(f"export(folder=...): {problem}.")
+        job = _plan(model, max_shard, alone=ranks is None)
+    if ranks is not None:
+        ops.agree(f"{doing}, {sharded=}, {_outline(job)}", ranks, name="export")
+    with contextlib.ExitStack() as stack:
+        source = target = None
+        with alike(ranks, doing):
+            if ranks is None or ranks.is_main:
+                target = Path(folder).absolute()
+                source = stack.enter_context(staging(target))
+        if ranks is not None:
+            source, target = ops.broadcast_object((source, target), ranks)
+        assert source is not None and target is not None
+        _write(job, source, ranks, doing, sharded=sharded)
+        with alike(ranks, doing):
+            if ranks is None or ranks.is_main:
+                _write_around(job, source)
+                commit(source, target)
+    return tuple(target / file.name for file in job.files)
+
+
+def _plan(model: Any, max_shard: str | int, *, alone: bool) -> _Job:
+    limit = parse_size(max_shard)
+    module = None if isinstance(model, Mapping) else module_of(model, "export")
+    left_out = {
+        f"{path}.{name}" if path else name
+        for path, part in (module.named_modules() if module is not None else ())
+        for name in getattr(part, "_keys_to_ignore_on_save", None) or ()
+    }
+    found = weights_by_name(model, module).items()
+    weights = {name: weight for name, weight in found if name not in left_out}
+    if problems := problems_of(weights, WRITTEN):
+        more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        raise CheckpointError(
+            "export: these cannot be written to a safetensors file:\n  "
+            + "\n  ".join([*problems[:_SHOWN], *more])
+        )
+    bare = not isinstance(model, Wrapped)
+    spread = [name for name, weight in weights.items() if bare and is_sharded(weight.like)]
+    if alone and spread:
+        raise CheckpointError(
+            f"export: {spread[0]} is spread over ranks. Call export on all of them, with ctx=."
+        )
+    stored, others = _stored_once(weights, module)
+    entries = [
+        Entry(name=name, dtype=weights[name].dtype, shape=weights[name].shape) for name in stored
+    ]
+    files = split(entries, limit, others)
+    return _Job(module=module, weights=weights, spread=frozenset(spread), files=files)
+
+
+def _stored_once(
+    weights: Mapping[str, Weight], module: nn.Module | None
+) -> tuple[list[str], dict[str, str]]:
+    """Names to store, and for each other name the stored one of the same tensor."""
+    # transformers names the tied weights that it expects to find under another name.
+    patterns = [
+        pattern
+        for part in (module.modules() if module is not None else ())
+        for pattern in getattr(part, "_tied_weights_keys", None) or ()
+    ]
+    groups: dict[Hashable, list[str]] = {}
+    for name, weight in weights.items():
+        # A file's metadata says its format under this name.
+        groups.setdefault(name if name == "format" else weight.key, []).append(name)
+    others: dict[str, str] = {}
+    for names in groups.values():
+        liked = [name for name in names if not any(re.search(one, name) for one in patterns)]
+        kept = (liked or names)[0]
+        others |= {name: kept for name in names if name != kept}
+    return [name for name in weights if name not in others], others
+
+
+def _outline(job: _Job) -> str:
+    """A digest of everything that the ranks must share."""
+    lines = [
+        f"{file.name} {one.name} {one.dtype} {one.shape} {one.name in job.spread}"
+        for file in job.files
+        for one in file.entries
+    ]
+    digest = hashlib.blake2b("\n".join(lines).encode("utf-8", "backslashreplace"), digest_size=6)
+    return f"{len(lines)} tensors in {len(job.files)} files, {digest.hexdigest()}"
+
+
+def _write(job: _Job, source: Path, ctx: DistContext | None, doing: str, *, sharded: bool) -> None:
+    """Write all files, as many at a time as there are writers."""
+    rank, world = (0, 1) if ctx is None else (ctx.rank, ctx.world_size)
+    writers = world if sharded else 1
+    if sharded:
+        with alike(ctx, doing):
+            if not source.is_dir():
+                raise CheckpointError(
+                    f"{doing}: rank {rank} does not see the folder that rank 0 made. Use a "
+                    f"folder that all ranks share, or sharded=False."
+                )
+    for first in range(0, len(job.files), writers):
+        files = job.files[first : first + writers]
+        arriving = _arriving(job, files, rank)
+        problem: Exception | None = None
+        try:
+            if rank < len(files):
+                _write_file(source / files[rank].name, files[rank], arriving)
+        except Exception as error:
+            problem = error
+        for _ in arriving:  # the other ranks still count on this one
+            pass
+        meet(problem, ctx, doing)
+
+
+def _arriving(job: _Job, files: Sequence[ModelFile], rank: int) -> Iterator[Tensor]:
+    """The tensors of this rank's file, one by one, gathered in step with the other ranks."""
+    for step in range(max(len(file.entries) for file in files)):
+        mine = None
+        for turn, file in enumerate(files):
+            if step < len(file.entries):
+                whole = job.weights[file.entries[step].name].gather()
+                mine = whole if turn == rank else mine
+                del whole
+        if mine is not None:
+            yield mine
+
+
+def _write_file(path: Path, file: ModelFile, tensors: Iterator[Tensor]) -> None:
+    with writing(path, file.entries, file.metadata) as put:
+        for tensor in tensors:
+            put(tensor)
+            del tensor  # not held while the next one is gathered
+
+
+def _write_around(job: _Job, source: Path) -> None:
+    """Write what goes with the weights: the index, and the configuration of transformers."""
+    write_index(source, job.files)
+    module = job.module
+    config = getattr(module, "config", None)
+    if not hasattr(module, "from_pretrained") or not hasattr(config, "save_pretrained"):
+        return
+    described: Any = copy.deepcopy(config)
+    described.architectures = [_class_name(module)]
+    floating = (one.dtype for one in job.weights.values() if one.dtype.is_floating_point)
+    described.dtype = str(next(floating, torch.float32)).removeprefix("torch.")
+    described.save_pretrained(source)
+    generation = getattr(module, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(source)
+
+
+def _class_name(module: Any) -> str:
+    """The model's own class; FSDP2 puts one of its own in front of it."""
+    return next(
+        kind.__name__
+        for kind in type(module).__mro__
+        if all(base.__name__ != "FSDPModule" for base in kind.__mro__)
+    )

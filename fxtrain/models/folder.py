@@ -1,0 +1,236 @@
+"""A folder with a model's weights: what its files are called, and swapping them for others.
+
+Readers of the ecosystem take `model.safetensors` if it is there, and the index otherwise. So
+the arrival of one file, or the removal of one, is the moment at which a folder changes.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from fxtrain._errors import CheckpointError
+from fxtrain._reading import read_file
+from fxtrain.models.safetensors_files import Entry, parse_json
+
+__all__ = [
+    "INDEX",
+    "LARGEST_INDEX",
+    "MARKER",
+    "SINGLE",
+    "ModelFile",
+    "commit",
+    "parse_size",
+    "split",
+    "staging",
+    "sync_folder",
+    "write_index",
+    "write_text",
+]
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LARGEST_INDEX = 100_000_000  # bytes
+# There while a folder holds both a single file and an index, and the single file counts.
+MARKER = ".fxtrain-exporting"
+_STAGING = ".fxtrain-export."
+_ASIDE = ".fxtrain-before."
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", re.IGNORECASE)
+
+
+@attrs.frozen(kw_only=True)
+class ModelFile:
+    """One file of an export.
+
+    Attributes:
+        name: Its name in the folder.
+        entries: Its tensors, in order.
+        metadata: Its free words: the format, and other names of its tensors.
+    """
+
+    name: str
+    entries: tuple[Entry, ...]
+    metadata: Mapping[str, str]
+
+
+def parse_size(size: str | int) -> int:
+    """A number of bytes from a number or from words: "5GB" is 5·10⁹, "5GiB" is 5·2³⁰.
+
+    Raises:
+        CheckpointError: it is neither, or not positive.
+    """
+    if isinstance(size, str) and (found := _SIZE.fullmatch(size)):
+        number, unit, binary = found.groups()
+        base = 1024 if binary else 1000
+        size = int(float(number) * base ** " KMGT".index(unit.upper() or " "))
+    if type(size) is not int or size < 1:
+        raise CheckpointError(
+            f"max_shard={size!r}: a file's largest size is a number of bytes, or words such as "
+            f"'5GB', '500MB' or '2GiB'."
+        )
+    return size
+
+
+def split(entries: Sequence[Entry], limit: int, others: Mapping[str, str]) -> tuple[ModelFile, ...]:
+    """Share tensors out over files of at most `limit` bytes of values, as transformers does.
+
+    Args:
+        others: For each name that is not stored, the stored name of the same tensor.
+    """
+    groups: list[list[Entry]] = []
+    group: list[Entry] = []
+    filled = 0
+    for entry in entries:
+        if entry.nbytes > limit:
+            groups.append([entry])
+            continue
+        if filled + entry.nbytes > limit:
+            groups.append(group)
+            group, filled = [], 0
+        group.append(entry)
+        filled += entry.nbytes
+    if group or not groups:
+        groups.append(group)
+    count = len(groups)
+    names = [f"model-{place:05d}-of-{count:05d}.safetensors" for place in range(1, count + 1)]
+    files: list[ModelFile] = []
+    for name, group in zip([SINGLE] if count == 1 else names, groups, strict=True):
+        held = {entry.name for entry in group}
+        known_as = {other: kept for other, kept in others.items() if kept in held}
+        # Wide dtypes first: then every tensor starts where its dtype may be read.
+        ordered = sorted(group, key=lambda entry: -entry.dtype.itemsize)
+        files.append(
+            ModelFile(name=name, entries=tuple(ordered), metadata=known_as | {"format": "pt"})
+        )
+    return tuple(files)
+
+
+@contextlib.contextmanager
+def staging(folder: Path) -> Iterator[Path]:
+    """A fresh folder for files that are going to be moved into `folder`.
+
+    It lies inside, where moving needs no copy even if the folder is a mount point.
+
+    Effects:
+        Creates the folder; removes what an interrupted export left; removes the staging
+        folder at the end.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file. Export into a folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{_STAGING}*"):
+        shutil.rmtree(left)
+    fresh = Path(tempfile.mkdtemp(prefix=_STAGING, dir=folder))
+    try:
+        yield fresh
+    finally:
+        # Leftovers of a failure: what went wrong matters more than what stays behind, and the
+        # next export removes it.
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def commit(source: Path, folder: Path) -> None:
+    """Move a finished export into place.
+
+    A reader finds the earlier export until one single rename or removal, and this one after
+    it. Whenever this is interrupted, one of the two is there, whole.
+
+    Effects:
+        Replaces files of the same name; removes the weights of earlier exports.
+    """
+    coming = {path.name for path in source.iterdir()}
+    head, other = (SINGLE, INDEX) if SINGLE in coming else (INDEX, SINGLE)
+    if (folder / other).exists():
+        write_text(folder / MARKER, f"An export was under way; until it ends, {SINGLE} counts.\n")
+    if head == INDEX:
+        _step_aside(source, folder, coming)
+    for name in sorted(coming - {head}):
+        os.replace(source / name, folder / name)
+    sync_folder(folder)
+    os.replace(source / head, folder / head)
+    sync_folder(folder)
+    (folder / other).unlink(missing_ok=True)
+    sync_folder(folder)
+    for path in list(folder.iterdir()):
+        stale = _SHARD.fullmatch(path.name) or path.name.startswith(_ASIDE)
+        if stale and path.name not in coming:
+            path.unlink()
+    (folder / MARKER).unlink(missing_ok=True)
+    sync_folder(folder)
+
+
+def write_index(folder: Path, files: Sequence[ModelFile]) -> None:
+    """Write which of several files holds which tensor; one file needs no index."""
+    if len(files) > 1:
+        places = {entry.name: file.name for file in files for entry in file.entries}
+        total = sum(entry.nbytes for file in files for entry in file.entries)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        write_text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file and hand it to the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Hand the names in a folder to the disk, where the system can."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _step_aside(source: Path, folder: Path, coming: set[str]) -> None:
+    """Give the files of an earlier export other names, if new ones take theirs.
+
+    With as many files as before, the names are the same: replacing them one by one would
+    leave an index over files of both exports.
+    """
+    table = _earlier_index(folder)
+    if table is None or not coming & set(table["weight_map"].values()):
+        return
+    moved = {name: f"{_ASIDE}{name}" for name in coming & set(table["weight_map"].values())}
+    for name, aside in moved.items():
+        (folder / aside).unlink(missing_ok=True)
+        _link(folder / name, folder / aside)
+    places = {key: moved.get(name, name) for key, name in table["weight_map"].items()}
+    write_text(source / f"{_ASIDE}index", json.dumps(table | {"weight_map": places}))
+    sync_folder(folder)
+    os.replace(source / f"{_ASIDE}index", folder / INDEX)
+    sync_folder(folder)
+
+
+def _earlier_index(folder: Path) -> dict[str, Any] | None:
+    """The index that is there; None where nobody could read an export by it."""
+    path = folder / INDEX
+    if not path.is_file():
+        return None
+    try:
+        table = parse_json(read_file(path, LARGEST_INDEX), path)
+    except (CheckpointError, OSError):
+        return None
+    places = table.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        return None
+    return table if all((folder / name).is_file() for name in places.values()) else None
+
+
+def _link(path: Path, name: Path) -> None:
+    try:
+        os.link(path, name)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(path, name)

@@ -1,0 +1,217 @@
+"""Safetensors files: a header that is checked before it is believed, and writing in a stream.
+
+The `safetensors` package needs NumPy to write and holds a whole file's tensors while it does.
+The format is a length, a JSON header and the bytes of the tensors, so that one tensor at a
+time is enough.
+"""
+
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fxtrain._errors import CheckpointError
+from fxtrain._reading import open_file
+from fxtrain.models.tensor_bytes import WORDS, WRITTEN, contiguous, memory_of
+from fxtrain.state import parse_json as parse
+from fxtrain.state import shown
+
+__all__ = ["Entry", "Header", "parse_json", "read_header", "writing"]
+
+_LARGEST = 100_000_000  # bytes of a header, the limit of the safetensors package
+_DEEPEST = 64  # dimensions, torch's own limit
+_MOST = 1 << 63  # of a size or a place
+_METADATA = "__metadata__"
+_WORD = 200  # letters of a name in a message
+
+
+@attrs.frozen(kw_only=True)
+class Entry:
+    """What a file says of one tensor.
+
+    Attributes:
+        name: Its name.
+        dtype: Its dtype.
+        shape: Its shape.
+        start: Its first byte, counted from the end of the header.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@attrs.frozen(kw_only=True)
+class Header:
+    """A checked header: the tensors lie in the file one behind the other, without a gap.
+
+    Attributes:
+        entries: The tensors by name.
+        metadata: The free words of the file.
+    """
+
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+
+
+def read_header(path: Path) -> Header:
+    """The header of a safetensors file, checked against the size of the file.
+
+    Effects:
+        Reads the header and nothing else; allocates no more than the file is long.
+
+    Raises:
+        CheckpointError: the file is not there, cut off, or its header does not hold together.
+    """
+    try:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _LARGEST):
+                raise _damaged(
+                    path, f"its {size} bytes do not hold a header of the {length} bytes it claims"
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}.") from error
+    table = parse_json(raw, path)
+    metadata = table.pop(_METADATA, {})
+    if not all(isinstance(text, str) for text in _mapping(metadata, path, _METADATA).values()):
+        raise _damaged(path, f"{_METADATA} holds something else than text")
+    entries = [_entry(path, name, data) for name, data in table.items()]
+    _check_layout(path, entries, size - 8 - length)
+    return Header(entries={entry.name: entry for entry in entries}, metadata=metadata)
+
+
+@contextlib.contextmanager
+def writing(
+    path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]
+) -> Iterator[Callable[[Tensor], None]]:
+    """Write a new safetensors file; the block gets a function that takes the next tensor.
+
+    Args:
+        entries: What is going to come, in this order; where each starts follows from it.
+        metadata: Free words for the file.
+
+    Effects:
+        Creates the file, and hands it to the disk at the end of the block.
+
+    Raises:
+        CheckpointError: a tensor is not the one announced, or not all of them came.
+    """
+    waiting = list(reversed(entries))
+
+    def put(tensor: Tensor) -> None:
+        entry = waiting.pop() if waiting else None
+        if entry is None or (tensor.dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
+            told = "no more" if entry is None else f"{entry.name}, {entry.dtype} {entry.shape}"
+            raise CheckpointError(
+                f"{path}: a tensor {tensor.dtype} {tuple(tensor.shape)} came where {told} "
+                f"was announced."
+            )
+        values = contiguous(tensor)
+        file.write(memory_of(values))
+
+    with path.open("xb") as file:
+        file.write(_header(path, entries, metadata))
+        yield put
+        if waiting:
+            raise CheckpointError(f"{path}: the tensor {waiting[-1].name} never came.")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def parse_json(raw: bytes, path: Path) -> dict[str, Any]:
+    """A JSON object from a file; a key that is there twice is an error.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    try:
+        return _mapping(parse(raw), path, "the header")
+    except RecursionError:
+        raise _damaged(path, "this is not the JSON it should be: nested too deeply") from None
+    except ValueError as error:
+        raise _damaged(path, f"this is not the JSON it should be: {str(error)[:500]}") from None
+
+
+def _header(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    if sys.byteorder == "big":
+        raise CheckpointError("Safetensors files are little-endian; this machine is big-endian.")
+    table: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    start = 0
+    for entry in entries:
+        if entry.name in table or entry.name == _METADATA:
+            raise CheckpointError(f"{path}: the name {entry.name!r} is taken. Rename the tensor.")
+        if entry.name.encode("utf-8", "ignore").decode() != entry.name:
+            raise CheckpointError(f"{path}: the name {entry.name!r} is not text a file can hold.")
+        table[entry.name] = {
+            "dtype": WRITTEN[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [start, start + entry.nbytes],
+        }
+        start += entry.nbytes
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # so that the values lie where their dtype may be read
+    return len(text).to_bytes(8, "little") + text
+
+
+def _entry(path: Path, name: str, data: Any) -> Entry:
+    fields = _mapping(data, path, name)
+    if set(fields) != {"dtype", "shape", "data_offsets"}:
+        raise _damaged(path, f"the tensor {shown(name)} has the fields {shown(sorted(fields))}")
+    shape, offsets, dtype = fields["shape"], fields["data_offsets"], fields["dtype"]
+    if not isinstance(dtype, str) or dtype not in WORDS:
+        raise _damaged(path, f"the dtype {shown(dtype)} of {shown(name)} cannot be read")
+    if not _counts(shape) or len(shape) > _DEEPEST:
+        raise _damaged(path, f"the shape of {shown(name)} is not a list of sizes")
+    if not _counts(offsets) or len(offsets) != 2:
+        raise _damaged(path, f"the offsets of {shown(name)} are not two places in the file")
+    entry = Entry(name=name, dtype=WORDS[dtype], shape=tuple(shape), start=offsets[0])
+    if offsets[1] - offsets[0] != entry.nbytes:
+        raise _damaged(
+            path,
+            f"{shown(name)} needs {entry.nbytes} bytes as {dtype} {shown(shape)} and has the "
+            f"offsets {offsets}",
+        )
+    return entry
+
+
+def _check_layout(path: Path, entries: Sequence[Entry], size: int) -> None:
+    """Every byte behind the header belongs to exactly one tensor."""
+    stop = 0
+    for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):
+        if entry.start != stop:
+            found = "overlaps another tensor" if entry.start < stop else "leaves a gap before it"
+            raise _damaged(path, f"{shown(entry.name)} {found}")
+        stop += entry.nbytes
+    if stop != size:
+        raise _damaged(path, f"its tensors fill {stop} bytes, and the file has room for {size}")
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int and 0 <= one < _MOST for one in value)
+
+
+def _mapping(value: Any, path: Path, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _damaged(path, f"{what[:_WORD]} is a {type(value).__name__}, not an object")
+    return value
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged, or not what its name says: {why}.")

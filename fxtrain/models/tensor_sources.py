@@ -1,0 +1,275 @@
+"""Where a model's values come from: safetensors files, an index over them, or tensors."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import attrs
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fxtrain._errors import CheckpointError
+from fxtrain._paths import path_problem
+from fxtrain._reading import read_file
+from fxtrain.models.folder import INDEX, LARGEST_INDEX, MARKER, SINGLE
+from fxtrain.models.pickles import load_weights_only
+from fxtrain.models.safetensors_files import Entry, parse_json, read_header
+from fxtrain.ops.whole_tensors import is_sharded
+from fxtrain.state import Part, shown
+
+__all__ = ["Source", "inside", "open_source", "renamed"]
+
+_PICKLES = (".bin", ".pt", ".pth")
+_PICKLE_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+Read = Callable[[str, Part | None], Tensor]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Source:
+    """Tensors that can be read by name, whole or in part.
+
+    Attributes:
+        what: What it is, for messages.
+        entries: The tensors by name.
+        others: Further names of them.
+        read: (name, part) → values, on any device; valid while the source is open.
+    """
+
+    what: str
+    entries: Mapping[str, Entry]
+    others: Mapping[str, str]
+    read: Read
+
+
+@contextlib.contextmanager
+def open_source(source: Any) -> Iterator[Source]:
+    """Open a file, an index, a folder or a mapping of tensors.
+
+    Raises:
+        CheckpointError: it is something else, or it is damaged.
+    """
+    if isinstance(source, Mapping):
+        yield _of_tensors(dict(source), "the state dict")
+        return
+    if not isinstance(source, str | os.PathLike):
+        raise CheckpointError(
+            f"load_model reads a file, a folder or a dict of tensors, found "
+            f"{type(source).__name__}."
+        )
+    if problem := path_problem(source):
+        raise CheckpointError(f"load_model(source=...): {problem}.")
+    path = Path(source)
+    if os.path.isdir(path):
+        path = _in_folder(path)
+    if not os.path.exists(path):
+        raise CheckpointError(
+            f"load_model: {shown(str(source))} is neither a file nor a folder here. A model on a "
+            f"hub is downloaded first."
+        )
+    places = _read_index(path) if path.suffix == ".json" else {path: None}
+    with contextlib.ExitStack() as stack:
+        yield _join(str(source), [_open_file(file, names, stack) for file, names in places.items()])
+
+
+def renamed(source: Source, prefix: str, rename: Callable[[str], str | None] | None) -> Source:
+    """The same tensors under the names that the model has for them.
+
+    Args:
+        prefix: Only the names that start so, without it.
+        rename: From a name to another; None leaves the tensor out.
+
+    Raises:
+        CheckpointError: two tensors get one name.
+    """
+    if not prefix and rename is None:
+        return source
+
+    def new(name: str) -> str | None:
+        if not name.startswith(prefix):
+            return None
+        return name[len(prefix) :] if rename is None else rename(name[len(prefix) :])
+
+    before: dict[str, str] = {}
+    for name in source.entries:
+        now = new(name)
+        if now in before:
+            raise CheckpointError(
+                f"load_model: {before[now]!r} and {name!r} of {source.what} are both called "
+                f"{now!r} by prefix and rename."
+            )
+        if now is not None:
+            before[now] = name
+    after = {name: now for now, name in before.items()}
+    others = {new(name): after[kept] for name, kept in source.others.items() if kept in after}
+    return Source(
+        what=source.what,
+        entries={now: source.entries[name] for now, name in before.items()},
+        others={now: kept for now, kept in others.items() if now is not None},
+        read=lambda name, part: source.read(before[name], part),
+    )
+
+
+def _in_folder(folder: Path) -> Path:
+    """The one file of a folder by which its model is read."""
+    if (folder / SINGLE).exists() and (folder / INDEX).exists() and not (folder / MARKER).exists():
+        raise CheckpointError(
+            f"{folder} holds both {SINGLE} and {INDEX}, and one of them is an older model. Pass "
+            f"the path of the one you mean."
+        )
+    for name in (SINGLE, INDEX, *_PICKLE_NAMES):
+        if (folder / name).exists() or (folder / name).is_symlink():
+            return inside(folder, name)
+    found = sorted(path.name for path in folder.iterdir())[:10]
+    raise CheckpointError(
+        f"{folder} holds no model: there is no {SINGLE} and no {INDEX}. It holds "
+        f"{', '.join(found) or 'nothing'}. Pass the path of a file if you mean one of them."
+    )
+
+
+def _read_index(path: Path) -> dict[Path, list[str]]:
+    """Per file of an index, the names of the tensors to read from it."""
+    try:
+        raw = read_file(path, LARGEST_INDEX)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}.") from error
+    places = parse_json(raw, path).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise CheckpointError(f"{path} has no weight_map from tensor names to file names.")
+    files: dict[str, list[str]] = {}
+    for tensor, name in places.items():
+        files.setdefault(name, []).append(tensor)
+    return {inside(path.parent, name): tensors for name, tensors in files.items()}
+
+
+def inside(folder: Path, name: str) -> Path:
+    """A file in a folder, and not one that the name or a link leads to elsewhere."""
+    for kind in (PurePosixPath, PureWindowsPath):
+        if kind(name).anchor or ".." in kind(name).parts or not kind(name).name:
+            raise CheckpointError(f"{folder}: the file name {shown(name)} leads out of the folder.")
+    try:
+        root = folder.resolve()
+        real = (root / name).resolve()
+        there = real.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, links in a ring
+        raise CheckpointError(f"{folder}: the file name {shown(name)} is none: {error}.") from error
+    # The cache of a model hub keeps a snapshot as links into the blobs beside it.
+    in_cache = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
+    if not real.is_relative_to(root) and not in_cache:
+        raise CheckpointError(
+            f"{folder}: {name} is a link to {real}, outside the folder. Pass the path of the "
+            f"file itself if you mean it."
+        )
+    if not there:
+        raise CheckpointError(f"{folder}: the file {shown(name)} is not there.")
+    return folder / name
+
+
+def _open_file(path: Path, names: list[str] | None, stack: contextlib.ExitStack) -> Source:
+    """One file; of an index, only the tensors that it says are there."""
+    if path.suffix == ".safetensors":
+        file = _of_safetensors(path, stack)
+    elif path.suffix in _PICKLES:
+        file = _of_pickle(path)
+    else:
+        raise CheckpointError(
+            f"{path}: a model file ends in .safetensors, {', '.join(_PICKLES)}, and an index "
+            f"in .json."
+        )
+    if names is None:
+        return file
+    if absent := [name for name in names if name not in file.entries]:
+        raise CheckpointError(
+            f"{path}: the index says that {shown(absent[0])} is here, and it is not"
+            f"{f' (nor {len(absent) - 1} others)' if absent[1:] else ''}. The index and the "
+            f"file are of two different models."
+        )
+    return attrs.evolve(file, entries={name: file.entries[name] for name in names})
+
+
+def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
+    header = read_header(path)
+    try:
+        file = stack.enter_context(safe_open(path, framework="pt"))
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: the safetensors package refuses it: {error}.") from error
+
+    def read(name: str, part: Part | None) -> Tensor:
+        entry = header.entries[name]
+        if part is None or not entry.nbytes:
+            whole = file.get_tensor(name)
+            return whole if part is None else _cut(whole, part)
+        hull = tuple(_hull(rows) for rows in part)
+        if any(rows.start == rows.stop for rows in hull):
+            return torch.empty([rows.stop - rows.start for rows in hull], dtype=entry.dtype)
+        found = file.get_slice(name)[hull] if hull else file.get_tensor(name)
+        return _cut(found, tuple(_within(rows) for rows in part))
+
+    return Source(what=str(path), entries=header.entries, others=header.metadata, read=read)
+
+
+def _of_pickle(path: Path) -> Source:
+    found = load_weights_only(path, str(path), mmap=True)
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, not tensors by name.")
+    return _of_tensors(dict(found), str(path))
+
+
+def _of_tensors(tensors: dict[Any, Any], what: str) -> Source:
+    strange = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
+    if strange or not all(isinstance(name, str) for name in tensors):
+        names = ", ".join(shown(name) for name in (strange or list(tensors))[:5])
+        raise CheckpointError(
+            f"{what} should map names to tensors, and has other things under {names}. Pass the "
+            f"part of it that is the model's state dict."
+        )
+
+    def read(name: str, part: Part | None) -> Tensor:
+        tensor: Any = tensors[name]
+        whole = tensor.full_tensor() if is_sharded(tensor) else tensor.detach()
+        return whole if part is None else _cut(whole, part)
+
+    entries = {
+        name: Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    }
+    return Source(what=what, entries=entries, others={}, read=read)
+
+
+def _join(what: str, files: list[Source]) -> Source:
+    homes = {name: file for file in files for name in file.entries}
+    # A file's metadata may hold other things than names of tensors.
+    others = {
+        name: kept
+        for file in files
+        for name, kept in file.others.items()
+        if kept in file.entries and name not in homes
+    }
+    return Source(
+        what=what,
+        entries={name: file.entries[name] for name, file in homes.items()},
+        others=others,
+        read=lambda name, part: homes[name].read(name, part),
+    )
+
+
+def _hull(rows: slice | Tensor) -> slice:
+    """The neighbouring rows that contain some."""
+    return rows if isinstance(rows, slice) else slice(int(rows.min()), int(rows.max()) + 1)
+
+
+def _within(rows: slice | Tensor) -> slice | Tensor:
+    """Where rows are in their hull."""
+    return slice(0, rows.stop - rows.start) if isinstance(rows, slice) else rows - rows.min()
+
+
+def _cut(tensor: Tensor, part: Part) -> Tensor:
+    for dim, rows in enumerate(part):
+        if isinstance(rows, slice):
+            tensor = tensor.narrow(dim, rows.start, rows.stop - rows.start)
+        else:
+            tensor = tensor.index_select(dim, rows.to(tensor.device))
+    return tensor

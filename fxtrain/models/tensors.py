@@ -1,0 +1,90 @@
+"""The tensors of a model by name, and what keeps them from being written."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fxtrain._errors import CheckpointError
+from fxtrain.ops.whole_tensors import is_sharded, weight_of, weights_of
+from fxtrain.state import DistContext, Weight, Wrapped, check_open
+
+__all__ = ["context_of", "module_of", "problems_of", "weights_by_name"]
+
+
+def module_of(model: Any, call: str) -> nn.Module:
+    """The user's module under what wrapping put around it.
+
+    Raises:
+        CheckpointError: this is no model, or a wrapped one that is closed.
+    """
+    if isinstance(model, Wrapped):
+        check_open(model, call, CheckpointError)
+    module = model.module if isinstance(model, Wrapped) else model
+    if not isinstance(module, nn.Module):
+        raise CheckpointError(
+            f"{call} takes what fx.wrap returned or a torch.nn.Module, found "
+            f"{type(module).__name__}."
+        )
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
+            module = inner  # torch.compile(module)
+        else:
+            return module
+
+
+def context_of(model: Any, ctx: DistContext | None, call: str) -> DistContext | None:
+    """The ranks that a call is made on: the model's, or those that were passed.
+
+    Raises:
+        CheckpointError: ctx is something else than a context.
+    """
+    if ctx is not None and not isinstance(ctx, DistContext):
+        raise CheckpointError(f"{call}: ctx is a {type(ctx).__name__}, not a context.")
+    return model.ctx if ctx is None and isinstance(model, Wrapped) else ctx
+
+
+def weights_by_name(model: Any, module: nn.Module | None) -> dict[str, Weight]:
+    """The tensors of a state dict by name, whoever holds them; of a mapping, its own.
+
+    Args:
+        module: The user's, or None where the model is a mapping.
+    """
+    if isinstance(model, Wrapped):
+        found = model.strategy.weights(model)
+    elif module is None:
+        found = {name: weight_of(tensor) for name, tensor in model.items()}
+    else:
+        found = weights_of(module)
+    return {name: weight for name, weight in found.items() if weight.stored}
+
+
+def problems_of(weights: Mapping[str, Weight], allowed: Mapping[torch.dtype, str]) -> list[str]:
+    """What keeps tensors from being written, a line per leaf."""
+    return [
+        f"{name} is {why}" for name, weight in weights.items() if (why := _problem(weight, allowed))
+    ]
+
+
+def _problem(weight: Weight, allowed: Mapping[torch.dtype, str]) -> str | None:
+    tensor = weight.like
+    if not isinstance(tensor, Tensor):
+        return f"a {type(tensor).__name__}, not a tensor"
+    if is_lazy(tensor):
+        return "not initialised: run the model once"
+    if hasattr(tensor, "ds_id") and not weight.together:
+        return "partitioned by DeepSpeed ZeRO-3: pass what fx.wrap returned"
+    if tensor.is_meta and weight.here:
+        return "on the meta device and has no values"
+    if tensor.is_complex():
+        return f"complex ({tensor.dtype}): store torch.view_as_real of it"
+    if tensor.layout is not torch.strided or tensor.is_quantized or weight.dtype not in allowed:
+        return f"a {tensor.layout} tensor of dtype {weight.dtype}, which the format cannot hold"
+    if not is_sharded(tensor) and is_traceable_wrapper_subclass(tensor):
+        return f"a {type(tensor).__name__}, whose values are not in one place"
+    return None

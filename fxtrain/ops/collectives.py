@@ -1,0 +1,278 @@
+"""Collectives over trees: gather, reduce, broadcast."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fxtrain._words import words_of
+from fxtrain.ops.reduction import all_reduce, fold, reducible
+from fxtrain.ops.transport.exchange import Call, compare, exchange, exchange_rows, guarded
+from fxtrain.ops.transport.large import broadcast_all, gather_all
+from fxtrain.ops.transport.mismatches import known_context, known_rank
+from fxtrain.ops.transport.packets import capacity
+from fxtrain.ops.transport.packing import (
+    Packed,
+    columns,
+    from_bytes,
+    pack,
+    signature,
+    to_bytes,
+)
+from fxtrain.ops.transport.pickled import dump, opened
+from fxtrain.ops.transport.routes import route_of, travel
+from fxtrain.state import DistContext
+
+__all__ = ["broadcast", "gather", "gather_packed", "reduce", "spread_packed"]
+
+_EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+def gather(tree: Any, ctx: DistContext) -> Any:
+    """Concatenate every rank's tensors along their first dimension.
+
+    Args:
+        tree: Nested containers of tensors; the same structure, shapes and dtypes on every
+            rank (see `pad`). A 0-d tensor counts as one row. NumPy arrays and scalars of
+            numbers are treated as tensors. Other leaves are allowed.
+
+    Returns:
+        A new tree, equal on every rank: each tensor (r, ...) becomes (world size · r, ...)
+        in rank order, without gradient, and so does each array; every other leaf becomes the
+        list of all ranks'.
+
+    Effects:
+        One exchange of packets, in which the whole tree rides along if it is small; if not,
+        an all-gather too; a second exchange if a leaf could fail to unpickle. Nothing at one
+        rank.
+
+    Raises:
+        CollectiveError: the ranks disagree, one cannot unpickle a leaf, or one never joins;
+            on every rank.
+
+    Source:
+        torch.distributed.all_gather.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.ops.gather({"loss": torch.tensor(2.0), "ids": ["a"]}, ctx)
+        {'loss': tensor([2.]), 'ids': [['a']]}
+    """
+    known_context("gather", ctx)
+    return gather_packed("gather", pack(tree), ctx)
+
+
+def gather_packed(name: str, packed: Packed, ctx: DistContext) -> Any:
+    """As `gather`, of a tree that is taken apart.
+
+    Args:
+        name: The function that was called, for messages; equal on every rank.
+    """
+    if not packed.others and (route := route_of(ctx, name, packed, joined=True)):
+        return packed.rebuild(dict(zip(packed.tensors, travel(ctx, route, packed), strict=True)))
+    others = dump(list(packed.others.values()), ctx) if packed.others else _EMPTY
+    call = (name, signature(packed))
+    joined, found = _every_rank(ctx, call, packed, others, joined=True)
+    leaves: dict[int, Any] = dict(zip(packed.tensors, joined, strict=True))
+    for index, place in enumerate(packed.others):
+        leaves[place] = [values[index] for values in found]
+    return packed.rebuild(leaves)
+
+
+def reduce(
+    tree: Any, ctx: DistContext, op: Literal["mean", "sum", "max", "min", "product"] = "mean"
+) -> Any:
+    """Combine every rank's tensors and numbers, entry by entry.
+
+    Args:
+        tree: Nested containers; the same structure, shapes and dtypes on every rank. NumPy
+            arrays and scalars of numbers are treated as tensors; Python numbers are combined
+            as float64, int64 or complex128. Every other leaf (text, bool, None) must be equal
+            on all ranks, in every bit, and is kept.
+        op: How entries are combined. Sums and products of bool count as int64, means of
+            integers as float32; half precision is summed in float32. Everything else
+            keeps its dtype.
+
+    Returns:
+        A new tree, equal in every bit on every rank, without gradient: tensors for tensors,
+        NumPy values for NumPy values, numbers for numbers.
+
+    Effects:
+        One exchange of packets; one all-reduce per dtype too if the tree is not small.
+
+    Raises:
+        CollectiveError: the ranks disagree, a dtype cannot be combined so, or a rank did
+            not come; on every rank.
+
+    Source:
+        torch.distributed.all_reduce.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.ops.reduce((torch.tensor([1.0, 3.0]), 2), ctx, op="sum")
+        (tensor([1., 3.]), 2)
+    """
+    known_context("reduce", ctx)
+    packed = pack(tree, numbers=True)
+    others = packed.others.values()
+    kept = ", ".join([words_of(value) for value in others])
+    extra = " ".join(part for part in (op, kept) if part)
+    tensors = list(packed.tensors.values())
+    route = route_of(ctx, "reduce", packed, extra)
+    call = ("reduce", signature(packed, extra)) if route is None else route.call
+    if route is not None or _rides(ctx, tensors):
+        stacked = travel(ctx, route, packed) if route else _every_rank(ctx, call, packed, None)[0]
+        reducible(tensors, op, others)
+        done = [fold(rows, op) for rows in stacked]
+    else:
+        compare(ctx, call, wait=_on_cpu(tensors))
+        reducible(tensors, op, others)
+        done = all_reduce(ctx, call, tensors, op)
+    return packed.rebuild(packed.others | dict(zip(packed.tensors, done, strict=True)))
+
+
+def broadcast(tree: Any, ctx: DistContext, src: int = 0) -> Any:
+    """Give every rank the tensors and other leaves of one rank.
+
+    Args:
+        tree: Nested containers; the same structure, shapes and dtypes on every rank.
+        src: The rank of this context whose values count.
+
+    Returns:
+        A new tree, equal on every rank, without gradient.
+
+    Effects:
+        One exchange of packets, in which only `src` has a payload; a broadcast of the
+        whole tree if it is not small; a second exchange if a leaf could fail to unpickle; none
+        at one rank.
+
+    Raises:
+        CollectiveError: the ranks disagree on structure or `src`, one cannot unpickle a leaf,
+            or one never joins; on every rank.
+
+    Source:
+        torch.distributed.broadcast.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.ops.broadcast([torch.ones(2), "lr"], ctx)
+        [tensor([1., 1.]), 'lr']
+    """
+    known_context("broadcast", ctx)
+    return spread_packed("broadcast", pack(tree), ctx, src)
+
+
+def spread_packed(name: str, packed: Packed, ctx: DistContext, src: int) -> Any:
+    """As `broadcast`, of a tree that is taken apart.
+
+    Args:
+        name: The function that was called, for messages; equal on every rank.
+    """
+    tensors = list(packed.tensors.values())
+    known_rank(name, src, ctx)
+    call = (name, signature(packed, f"src={src}"))
+    # A pretended world holds this rank's values only.
+    sends = ctx.rank == src or ctx.comm.simulated
+    blob = dump(list(packed.others.values()), ctx) if sends and packed.others else _EMPTY
+    rides = _rides(ctx, tensors) and ctx.world_size > 1
+    mine = torch.cat([to_bytes(tensors), blob]) if rides else blob
+    payload = _exchange(ctx, call, mine if sends else _EMPTY)[src]
+    if ctx.world_size == 1:
+        got = [tensor.clone() for tensor in tensors]
+    elif rides:
+        size = to_bytes(tensors).numel()
+        got = from_bytes(payload[:size], tensors)
+        payload = payload[size:]
+    else:
+        got = _broadcast_bulk(ctx, call, tensors, src)
+    (others,) = opened(name, {src: payload}, ctx) if packed.others else ([],)
+    leaves = dict(zip(packed.tensors, got, strict=True))
+    return packed.rebuild(leaves | dict(zip(packed.others, others, strict=True)))
+
+
+def _every_rank(
+    ctx: DistContext, call: Call, packed: Packed, others: Tensor | None, *, joined: bool = False
+) -> tuple[list[Tensor], list[list[Any]]]:
+    """Each tensor of all ranks, as `columns` gives it, and the other leaves of each rank.
+
+    Args:
+        others: The other leaves as `dump` makes them; None if nobody wants them.
+    """
+    tensors = list(packed.tensors.values())
+    if ctx.world_size == 1:
+        alone = [t.clone() if joined and t.ndim else t.clone()[None] for t in tensors]
+        return alone, [list(packed.others.values())]
+    blob = _EMPTY if others is None else others
+    if _rides(ctx, tensors):
+        flat = to_bytes(tensors)
+        mine = torch.cat([flat, blob]) if blob.numel() else flat
+        rows, sizes = exchange_rows(ctx, call, mine)
+        stacked = columns(rows, tensors, joined=joined)
+        ends = zip(rows, sizes, strict=True) if blob.numel() else ()
+        blobs: Sequence[Tensor] = [row[flat.numel() : size] for row, size in ends]
+    else:
+        blobs = _compared(ctx, call, tensors, blob)
+        stacked = _gather_bulk(ctx, call, tensors, joined=joined)
+    if not blob.numel():
+        return stacked, [[]] * ctx.world_size
+    return stacked, opened(call[0], dict(enumerate(blobs)), ctx)
+
+
+def _compared(
+    ctx: DistContext, call: Call, tensors: list[Tensor], blob: Tensor
+) -> Sequence[Tensor]:
+    if blob.numel():
+        return _exchange(ctx, call, blob)
+    compare(ctx, call, wait=_on_cpu(tensors))
+    return [_EMPTY] * ctx.world_size
+
+
+def _exchange(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
+    return [payload.clone()] if ctx.world_size == 1 else exchange(ctx, call, payload)
+
+
+def _rides(ctx: DistContext, tensors: list[Tensor]) -> bool:
+    """Whether tensors travel in the packet itself: they are on the CPU and fit."""
+    if ctx.world_size == 1:
+        return True
+    size = sum([tensor.nbytes + 15 for tensor in tensors])
+    return size <= capacity(ctx.world_size) and _on_cpu(tensors)
+
+
+def _on_cpu(tensors: list[Tensor]) -> bool:
+    return all([tensor.is_cpu for tensor in tensors])
+
+
+def _by_device(ctx: DistContext, tensors: list[Tensor]) -> list[tuple[Any, list[int]]]:
+    """Which group carries which tensors: CPU tensors the control group, others their own."""
+    cpu = [i for i, tensor in enumerate(tensors) if tensor.device.type == "cpu"]
+    device = [i for i, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
+    pairs = [(ctx.comm.control, cpu), (ctx.comm.group, device)]
+    return [(group, places) for group, places in pairs if places]
+
+
+def _gather_bulk(
+    ctx: DistContext, call: Call, tensors: list[Tensor], *, joined: bool
+) -> list[Tensor]:
+    stacked: dict[int, Tensor] = {}
+    for group, places in _by_device(ctx, tensors):
+        mine = [tensors[i] for i in places]
+        with guarded(ctx, call):
+            got = gather_all(mine, ctx.world_size, group, joined=joined)
+        stacked |= zip(places, got, strict=True)
+    return [stacked[place] for place in range(len(tensors))]
+
+
+def _broadcast_bulk(ctx: DistContext, call: Call, tensors: list[Tensor], src: int) -> list[Tensor]:
+    out: list[Any] = [None] * len(tensors)
+    for group, places in _by_device(ctx, tensors):
+        mine = [tensors[i] for i in places]
+        with guarded(ctx, call):
+            got = broadcast_all(mine, ctx.comm.ranks[src], group)
+        for i, tensor in zip(places, got, strict=True):
+            out[i] = tensor
+    return out

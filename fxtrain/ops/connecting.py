@@ -1,0 +1,349 @@
+"""From the environment to a connected context: the one place that reads the environment."""
+
+import functools
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import torch
+from torch import distributed as dist
+
+from fxtrain._errors import ContextError
+from fxtrain._secret import SECRET, key_of
+from fxtrain.ops import xla_runtime
+from fxtrain.ops.closing import closer, part_closer
+from fxtrain.ops.devices import find_device
+from fxtrain.ops.rendezvous_store import first_line, open_store
+from fxtrain.ops.transport.packets import packets_of
+from fxtrain.state import (
+    AXES,
+    Comm,
+    DistContext,
+    Ledger,
+    Mesh,
+    Topology,
+    axis_groups,
+    read_mesh,
+    read_topology,
+    resolve_mesh,
+)
+
+__all__ = ["close", "detect"]
+
+DEFAULT_TIMEOUT_S = 600.0
+LONGEST_S = 1e6  # systems count milliseconds in 31 bits
+_MESH = "FXTRAIN_MESH"
+
+# torch's own choice of library per device type; CPU tensors always travel over gloo.
+_LIBRARIES = {
+    "cpu": "gloo",
+    "cuda": "nccl",
+    "mps": "gloo",
+    "xpu": "xccl",
+    "npu": "hccl",
+    "xla": "xla",
+}
+
+
+def _is_time(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value <= LONGEST_S
+
+
+def detect(
+    env: Mapping[str, str] | None = None,
+    *,
+    device: str | torch.device | None = None,
+    mesh: Mesh | None = None,
+    timeout_s: float | None = None,
+    checks: bool = True,
+) -> DistContext:
+    """Find out which rank this process is and connect it to the others.
+
+    A process group that is there already is reused and left open.
+
+    Args:
+        env: Variables to read instead of the process's environment.
+        device: Where to compute; the accelerator of this rank, or the CPU, by default. "xla", or
+            the variable PJRT_DEVICE, computes with torch_xla.
+        mesh: Ranks per axis; by default what the variable FXTRAIN_MESH says, such as
+            "shard=8,tensor=2", or else all ranks replicate. Of a rank that drives several XLA
+            devices, its devices.
+        timeout_s: Longest wait for another rank, here and in every collective, in seconds;
+            600 by default.
+        checks: Compare every collective call between the ranks before it runs.
+
+    Effects:
+        Opens torch's default process group and a gloo group for control traffic when there
+        is more than one rank, and one pair of groups per mesh axis; selects the device.
+        Both are closed at exit of the `with` block or of the process. Rank 0 serves the store
+        at which the ranks meet, unless the launcher does, at the main address only. With the
+        variable FXTRAIN_RUN_SECRET objects travel under a seal, and nothing else is unpickled.
+
+    Raises:
+        ContextError: the variables contradict each other, the device is not there, a rank
+            never joined within `timeout_s`, which is named, or ranks have different secrets.
+        MeshError: the mesh does not multiply to the ranks; before any of them waits for another.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     ctx.rank, ctx.world_size, ctx.device.type, ctx.launcher
+        (0, 1, 'cpu', 'none')
+    """
+    variables = os.environ if env is None else env
+    key = key_of(variables.get(SECRET, ""))
+    if timeout_s is not None and not _is_time(timeout_s):
+        # Python refuses to write numbers of thousands of digits.
+        large = isinstance(timeout_s, int) and timeout_s > LONGEST_S
+        shown = "..." if large else repr(timeout_s)
+        raise ContextError(
+            f"detect(timeout_s={shown}): a timeout is a number of seconds > 0, at most "
+            f"{LONGEST_S:.0f}."
+        )
+    wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
+    if mesh is None and _MESH in variables:
+        mesh = read_mesh(variables[_MESH])
+    if dist.is_available() and dist.is_initialized():
+        topology = _existing_topology(variables)
+        found, _ = find_device(device, variables, topology)
+        return _join(topology, found, mesh, wait_s, checks=checks, store=None, key=key)
+    topology = read_topology(variables)
+    found, devices = find_device(device, variables, topology)
+    if topology.world_size == 1:
+        return _alone(topology, found, devices, mesh, wait_s, checks=checks)
+    resolve_mesh(mesh or Mesh(), topology.world_size)  # a refusal does not wait for the others
+    store = open_store(topology, wait_s, key=key)
+    return _join(topology, found, mesh, wait_s, checks=checks, store=store, key=key)
+
+
+def close(ctx: DistContext) -> None:
+    """Close the process groups that `detect` opened for this context; harmless twice.
+
+    Effects:
+        Waits for saves in the background. Destroys the process groups that `detect` opened:
+        where torch's was there before, only those beside it.
+
+        Every later call with the context or one of its axes is a ContextError.
+
+    Raises:
+        FxError: a save in the background had failed, and nobody had asked for its result.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> fx.close(fx.detect(env={}, device="cpu"))
+    """
+    ctx.comm.finish(None)
+
+
+def _existing_topology(env: Mapping[str, str]) -> Topology:
+    """The place of this rank in the group that is there; the environment only adds nodes."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    try:
+        found = read_topology(env)
+    except ContextError:
+        found = Topology()
+    if (found.rank, found.world_size) == (rank, world_size):
+        return found
+    return Topology(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        launcher="group",
+    )
+
+
+def _alone(
+    topology: Topology,
+    device: torch.device,
+    devices: int,
+    mesh: Mesh | None,
+    timeout_s: float,
+    *,
+    checks: bool,
+) -> DistContext:
+    comm = Comm(timeout_s=timeout_s, checks=checks)
+    shape = resolve_mesh(mesh or Mesh(), devices)
+    if devices > 1 and shape.replicate * shape.shard != devices:
+        raise ContextError(
+            f"detect: XLA splits data and parameters over the {devices} devices of this process, "
+            f"and nothing else. Use the axes replicate and shard of the mesh."
+        )
+    ctx = _context(topology, device, comm, shape, {})
+    return attrs.evolve(ctx, devices=devices)
+
+
+def _join(
+    topology: Topology,
+    device: torch.device,
+    mesh: Mesh | None,
+    timeout_s: float,
+    *,
+    checks: bool,
+    store: Any,
+    key: bytes,
+) -> DistContext:
+    shape = resolve_mesh(mesh or Mesh(), topology.world_size)
+    wait = timedelta(seconds=timeout_s)
+    owned = store is not None
+    launched = topology
+    if owned:
+        if device.type == "xla":
+            topology = attrs.evolve(topology, rank=xla_runtime.replicate(topology, device))
+        _open_group(topology, device, store, wait)
+    world = dist.group.WORLD
+    simulated = dist.get_backend(world) == "fake"
+    new_group = functools.partial(_new_group, wait=wait, simulated=simulated)
+    ledger = Ledger()
+    comm = Comm(
+        group=world,
+        control=new_group(None),
+        store=store if owned or simulated else _group_store(),
+        ranks=tuple(range(topology.world_size)),
+        timeout_s=timeout_s,
+        checks=checks,
+        simulated=simulated,
+        close=closer(launched, store, timeout_s) if owned else part_closer(ledger),
+        ledger=ledger,
+        key=key,
+    )
+    ledger.opened.append(comm.control)
+    packets_of(comm, topology.rank)  # so that the others can write to this rank
+    axes = _open_axes(comm, shape, topology.rank, wait, device) if mesh is not None else {}
+    return _context(topology, device, comm, shape, axes)
+
+
+def _context(
+    topology: Topology,
+    device: torch.device,
+    comm: Comm,
+    mesh: Mesh,
+    axes: Mapping[str, tuple[int, Comm]],
+) -> DistContext:
+    ctx = DistContext(
+        rank=topology.rank,
+        world_size=topology.world_size,
+        local_rank=topology.local_rank,
+        local_world_size=topology.local_world_size,
+        node_rank=topology.node_rank,
+        num_nodes=topology.num_nodes,
+        device=device,
+        comm=comm,
+        mesh=mesh,
+        launcher=topology.launcher,
+    )
+    along = {
+        name: attrs.evolve(
+            ctx,
+            rank=rank,
+            world_size=len(part.ranks),
+            comm=part,
+            mesh=Mesh(replicate=len(part.ranks)),
+        )
+        for name, (rank, part) in axes.items()
+    }
+    return attrs.evolve(ctx, axes=MappingProxyType(along))
+
+
+def _open_axes(
+    comm: Comm, mesh: Mesh, rank: int, wait: timedelta, device: torch.device
+) -> dict[str, tuple[int, Comm]]:
+    """One communicator per axis; every rank opens all of them, in the same order."""
+    spans: dict[str, tuple[str, ...]] = {
+        "data": ("replicate", "shard"),
+        "loss": ("replicate", "shard", "context"),
+        **{axis: (axis,) for axis in AXES},
+    }
+    world = comm.ranks
+    opened: dict[tuple[str, ...], Comm] = {}
+    axes: dict[str, tuple[int, Comm]] = {}
+    for name, span in spans.items():
+        parts = axis_groups(mesh, span)
+        (mine,) = (part for part in parts if rank in part)
+        real = tuple(axis for axis in span if mesh.sizes[axis] > 1)
+        if tuple(mine) == world:
+            part = comm
+        elif len(mine) == 1:
+            part = Comm(ranks=tuple(mine), timeout_s=comm.timeout_s, checks=comm.checks)
+        elif real in opened:  # data over replicate alone is replicate
+            part = opened[real]
+        else:
+            part = opened[real] = _open_part(comm, name, parts, mine, wait, device)
+            packets_of(part, mine.index(rank))
+        if part is not comm:
+            comm.ledger.parts.add(part.ledger)
+        axes[name] = (mine.index(rank), part)
+    return axes
+
+
+def _open_part(
+    comm: Comm,
+    name: str,
+    parts: list[list[int]],
+    mine: list[int],
+    wait: timedelta,
+    device: torch.device,
+) -> Comm:
+    def open_all(backend: str | None) -> Any:
+        group, _ = dist.new_subgroups_by_enumeration(parts, timeout=wait, backend=backend)
+        comm.ledger.opened.append(group)
+        return group
+
+    group = open_all(None)
+    if device.type == "xla":
+        xla_runtime.part(group, device, parts)
+    return Comm(
+        group=group,
+        control=group if comm.simulated else open_all("gloo"),
+        store=comm.store,
+        name=f"{name}{mine[0]}",
+        ranks=tuple(mine),
+        timeout_s=comm.timeout_s,
+        checks=comm.checks,
+        simulated=comm.simulated,
+        key=comm.key,
+    )
+
+
+def _new_group(ranks: list[int] | None, *, wait: timedelta, simulated: bool) -> Any:
+    backend = "fake" if simulated else "gloo"
+    # torch_xla puts a new_group of fewer arguments into torch.distributed.
+    new_group = dist.distributed_c10d.new_group
+    return new_group(ranks, timeout=wait, backend=backend, group_desc="fxtrain control")
+
+
+def _group_store() -> Any:
+    # torch keeps the store of an existing group to itself; without it a lost rank is still
+    # an error, only with fewer words.
+    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return None if find is None else find()
+
+
+def _open_group(topology: Topology, device: torch.device, store: Any, wait: timedelta) -> None:
+    library = _LIBRARIES.get(device.type)
+    if library is None:
+        raise ContextError(
+            f"No communication library is known for {device.type} tensors. "
+            f"Open a process group yourself before calling detect."
+        )
+    # CPU tensors travel in the control group; torch_xla's group is one of its own kind.
+    alone = device.type in ("cpu", "xla")
+    backend = library if alone else f"cpu:gloo,{device.type}:{library}"
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=topology.rank,
+            world_size=topology.world_size,
+            timeout=wait,
+            device_id=device if library in ("nccl", "xccl", "hccl") else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ContextError(
+            f"Rank {topology.rank} of {topology.world_size} could not open the process group "
+            f"{backend!r}: {first_line(error)}"
+        ) from error

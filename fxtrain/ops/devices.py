@@ -1,0 +1,90 @@
+"""Where a rank computes, and that device's random generator."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxtrain._errors import ContextError
+from fxtrain.ops import xla_runtime
+from fxtrain.state import DistContext, Topology
+
+__all__ = ["device_random_state", "find_device", "set_device_random_state", "synchronize"]
+
+
+def find_device(
+    asked: str | torch.device | None, env: Mapping[str, str], topology: Topology
+) -> tuple[torch.device, int]:
+    """The device of this rank, and how many it stands for."""
+    if xla_runtime.wants(asked, env):
+        return xla_runtime.start(asked, env, topology)
+    return _pick_device(asked, topology), 1
+
+
+def _pick_device(asked: str | torch.device | None, topology: Topology) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if asked is None and accelerator is None:
+        return torch.device("cpu")
+    try:
+        wanted = torch.device(asked) if asked is not None else accelerator
+    except RuntimeError as error:
+        raise ContextError(f"detect(device={asked!r}): not a device. {error}") from error
+    assert wanted is not None
+    if wanted.type in ("cpu", "meta"):
+        return torch.device(wanted.type)
+    if accelerator is None or wanted.type != accelerator.type:
+        there = "only the CPU" if accelerator is None else f"{accelerator.type} and the CPU"
+        raise ContextError(
+            f"detect(device={str(wanted)!r}): this machine has {there}. Leave device out to "
+            f"take what is there, or check the driver and the build of torch."
+        )
+    if wanted.type == "mps":
+        return wanted
+    index = topology.local_rank if wanted.index is None else wanted.index
+    count = torch.accelerator.device_count()
+    if index >= count:
+        raise ContextError(
+            f"Rank {topology.rank} (local rank {topology.local_rank}) needs "
+            f"{wanted.type}:{index}, but this node has {count} such devices. "
+            f"Launch at most {count} ranks per node."
+        )
+    torch.accelerator.set_device_index(index)
+    return torch.device(wanted.type, index)
+
+
+def device_random_state(ctx: DistContext) -> Tensor | None:
+    """Where the generator of the context's device stands, as bytes, or a number for XLA.
+
+    None where the device has none of its own.
+    """
+    if ctx.device.type in ("cpu", "meta"):
+        return None
+    if ctx.device.type == "xla":
+        state = xla_runtime.random_state(ctx)
+        return torch.tensor(state - (1 << 64) if state >> 63 else state)  # the same 64 bits
+    return _module(ctx).get_rng_state(ctx.device).cpu()
+
+
+def set_device_random_state(ctx: DistContext, state: Tensor) -> None:
+    """Put the generator of the context's device where `device_random_state` found it.
+
+    That of another kind of device says nothing to this one, and is left out.
+    """
+    if ctx.device.type == "xla":
+        if state.dtype == torch.int64:
+            xla_runtime.seed(int(state) % (1 << 64), ctx)
+    elif ctx.device.type not in ("cpu", "meta") and state.dtype == torch.uint8:
+        _module(ctx).set_rng_state(state, ctx.device)
+
+
+def synchronize(ctx: DistContext) -> None:
+    """Wait until copies from the context's device have arrived."""
+    # A copy from an XLA device to the host waits by itself.
+    if ctx.device.type not in ("cpu", "meta", "xla"):
+        torch.accelerator.synchronize(ctx.device)
+
+
+def _module(ctx: DistContext) -> Any:
+    """torch's module of a device type, such as torch.cuda."""
+    return torch.get_device_module(ctx.device)

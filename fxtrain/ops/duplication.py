@@ -1,0 +1,57 @@
+"""A second way to the same ranks."""
+
+from datetime import timedelta
+from typing import Any
+
+import attrs
+import torch
+from torch import distributed as dist
+
+from fxtrain.ops.transport.exchange import settle
+from fxtrain.ops.transport.mismatches import known_context
+from fxtrain.ops.transport.packets import packets_of
+from fxtrain.state import Comm, DistContext, Ledger
+
+__all__ = ["duplicate"]
+
+
+def duplicate(ctx: DistContext) -> DistContext:
+    """The same ranks over a group of their own, so that another thread can talk too.
+
+    Calls on one context are ordered, so only the thread that opened it may make them: two
+    threads would mix up each other's values. The copy is that of the thread that first uses
+    it; make one for each thread, and hand each to the same thread on every rank.
+
+    Effects:
+        Opens a gloo group, which every rank must do at the same place. It closes with the
+        context.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.ops.duplicate(ctx).world_size
+        1
+    """
+    known_context("duplicate", ctx)
+    comm, fresh = ctx.comm, Ledger(owner=None)
+    comm.ledger.parts.add(fresh)
+    if ctx.world_size == 1 or comm.simulated:
+        return attrs.evolve(ctx, comm=attrs.evolve(comm, close=Comm().close, ledger=fresh))
+    settle(ctx)
+    world: Any = dist.group.WORLD
+    group = dist.new_group(
+        list(comm.ranks),
+        timeout=timedelta(seconds=comm.timeout_s),
+        backend="gloo",
+        # A group of some ranks is named after them and the number of open groups, so that the
+        # next one may get the name of one that is closed and find its addresses in the store.
+        use_local_synchronization=ctx.world_size < world.size(),
+        group_desc="fxtrain duplicate",
+    )
+    comm.ledger.opened.append(group)
+    name = f"{comm.name}+{comm.ledger.calls}"  # every rank has made as many calls
+    copy = attrs.evolve(
+        comm, group=group, control=group, name=name, close=Comm().close, ledger=fresh
+    )
+    packets_of(copy, ctx.rank)
+    return attrs.evolve(ctx, comm=copy, device=torch.device("cpu"))

@@ -1,0 +1,238 @@
+"""Objects, barriers and agreement."""
+
+from typing import Any
+
+import torch
+
+from fxtrain._errors import CollectiveError
+from fxtrain._tree import Shape
+from fxtrain._words import words_of
+from fxtrain.ops.collectives import gather_packed, spread_packed
+from fxtrain.ops.transport.exchange import compare, exchange
+from fxtrain.ops.transport.mismatches import known_context
+from fxtrain.ops.transport.packing import Packed
+from fxtrain.ops.transport.pickled import said
+from fxtrain.state import DistContext
+
+__all__ = [
+    "Opaque",
+    "agree",
+    "all_ranks",
+    "any_rank",
+    "barrier",
+    "broadcast_object",
+    "gather_objects",
+    "raise_together",
+    "told",
+]
+
+
+class Opaque:
+    """Hides an object's insides from tree walking: it travels as one leaf."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def gather_objects(obj: Any, ctx: DistContext) -> list[Any]:
+    """Give every rank the list of all ranks' objects, in rank order.
+
+    Args:
+        obj: Anything that pickles; it may differ between ranks in every way.
+
+    Effects:
+        One exchange of packets, an all-gather too if an object is large. Objects travel as
+        pickles between the ranks of this run; other than plain values, CPU tensors and containers
+        of them take a second exchange, by which all ranks know that all could unpickle them.
+
+    Raises:
+        CollectiveError: an object does not pickle, a rank cannot unpickle it, or a rank never
+            joins; on every rank.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.ops.gather_objects({"rank": ctx.rank}, ctx)
+        [{'rank': 0}]
+    """
+    known_context("gather_objects", ctx)
+    return gather_packed("gather_objects", _whole(obj), ctx)
+
+
+def broadcast_object(obj: Any, ctx: DistContext, src: int = 0) -> Any:
+    """Give every rank the object of one rank; what the others pass is ignored.
+
+    Effects:
+        As `gather_objects`.
+
+    Raises:
+        CollectiveError: the object does not pickle, a rank cannot unpickle it, or a rank never
+            joins; on every rank.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.ops.broadcast_object("run-7", ctx)
+        'run-7'
+    """
+    known_context("broadcast_object", ctx)
+    return spread_packed("broadcast_object", _whole(obj), ctx, src)
+
+
+def _whole(obj: Any) -> Packed:
+    """An object that travels as one leaf, whatever it is."""
+    return Packed(shape=Shape("*"), tensors={}, others={0: obj}, back={})
+
+
+def barrier(ctx: DistContext) -> None:
+    """Wait until every rank is here.
+
+    Effects:
+        One exchange of packets; none at one rank.
+
+    Raises:
+        CollectiveError: a rank is at another call or never joins; on every rank.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.ops.barrier(ctx)
+    """
+    known_context("barrier", ctx)
+    if ctx.world_size > 1:
+        exchange(ctx, ("barrier", ""), torch.empty(0, dtype=torch.uint8))
+
+
+def agree(value: Any, ctx: DistContext, name: str = "value") -> Any:
+    """Make sure that every rank holds the same value.
+
+    Args:
+        value: Anything: tensors and arrays are compared by their bytes, records and
+            containers by their parts, other objects by what `pickle` takes of them.
+        name: What it is, for the message.
+
+    Returns:
+        The value.
+
+    Effects:
+        One exchange of packets; none at one rank or with `checks=False`.
+
+    Raises:
+        CollectiveError: the ranks hold different values; on every rank, with all of them.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.ops.agree(32, ctx, name="batch size")
+        32
+    """
+    known_context("agree", ctx)
+    if ctx.world_size > 1:
+        compare(ctx, ("agree", f"{name}={words_of(value)}"))
+    return value
+
+
+def any_rank(flag: Any, ctx: DistContext) -> bool:
+    """Whether a flag is true on at least one rank; for early stops and the like.
+
+    Args:
+        flag: A bool or one-entry tensor; a tensor on a device is waited for.
+
+    Effects:
+        One exchange of packets; none at one rank.
+
+    Raises:
+        CollectiveError: a rank is at another call or never joins; on every rank.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.ops.any_rank(False, ctx)
+        False
+    """
+    return any(_flags("any_rank", flag, ctx))
+
+
+def all_ranks(flag: Any, ctx: DistContext) -> bool:
+    """Whether a flag is true on every rank.
+
+    Args:
+        flag: A bool or one-entry tensor; a tensor on a device is waited for.
+
+    Effects:
+        One exchange of packets; none at one rank.
+
+    Raises:
+        CollectiveError: a rank is at another call or never joins; on every rank.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.ops.all_ranks(True, ctx)
+        True
+    """
+    return all(_flags("all_ranks", flag, ctx))
+
+
+def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
+    """Raise on every rank if any rank has a problem, and on none otherwise.
+
+    Args:
+        problem: This rank's error, or None.
+
+    Effects:
+        One exchange of packets; none at one rank.
+
+    Raises:
+        The rank's own problem where it has one; a CollectiveError that names the ranks and
+        their problems everywhere else.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.ops.raise_together(None, ctx)
+    """
+    known_context("raise_together", ctx)
+    if ctx.world_size > 1:
+        found = told("raise_together", problem, ctx)
+        if problem is None and any(found):
+            lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
+            raise CollectiveError("\n".join(["Another rank failed:", *lines]))
+    if problem is not None:
+        raise problem
+
+
+def told(op: str, problem: BaseException | None, ctx: DistContext) -> list[str]:
+    """Tell every rank this rank's error, if any.
+
+    Returns:
+        Every rank's in words, by rank; empty where there is none.
+
+    Effects:
+        One exchange of packets.
+
+    Raises:
+        CollectiveError: a rank is at another call or never joins; on every rank.
+    """
+    mine = "" if problem is None else said(problem)
+    payload = torch.frombuffer(bytearray(mine.encode(errors="replace") + b"\n"), dtype=torch.uint8)
+    rows = exchange(ctx, (op, "", mine), payload)
+    return [bytes(row.tolist()).decode(errors="replace")[:-1] for row in rows]
+
+
+def _flags(op: str, flag: Any, ctx: DistContext) -> list[bool]:
+    known_context(op, ctx)
+    mine, unclear = False, None
+    try:
+        mine = bool(flag)
+    except Exception as error:  # of a tensor of several entries, or the flag's own
+        unclear = error
+    payload = torch.tensor([mine, unclear is not None]).view(torch.uint8)
+    rows = [payload] if ctx.world_size == 1 else exchange(ctx, (op, ""), payload)
+    found = [(bool(row[0]), bool(row[1])) for row in rows]
+    if wrong := [str(rank) for rank, (_, is_unclear) in enumerate(found) if is_unclear]:
+        raise CollectiveError(
+            f"{op}: the flag of rank {', '.join(wrong)} is neither true nor false. Pass a bool "
+            f"or a tensor with one entry."
+        ) from unclear
+    return [is_set for is_set, _ in found]

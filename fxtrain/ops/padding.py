@@ -1,0 +1,157 @@
+"""Ragged leaves."""
+
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fxtrain._errors import DataError
+from fxtrain.ops.transport.exchange import exchange
+from fxtrain.ops.transport.mismatches import known_context
+from fxtrain.ops.transport.packing import pack
+from fxtrain.state import DistContext
+
+__all__ = ["Padded", "extend", "pad", "unpad"]
+
+_STATIC = {"static": True}
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Padded:
+    """A tree whose tensors were made equally long on every rank; a tree like any other.
+
+    Identity decides equality and hash, since tensors do not compare to a single truth.
+
+    Attributes:
+        data: The padded tree.
+        lengths: For each tensor leaf, its length on each rank before; equal on every rank.
+        heads: First size of each padded tensor leaf, by which a gather is recognised.
+        dim: The dimension that was padded.
+    """
+
+    data: Any
+    lengths: tuple[tuple[int, ...], ...] = attrs.field(metadata=_STATIC)
+    heads: tuple[int, ...] = attrs.field(metadata=_STATIC)
+    dim: int = attrs.field(metadata=_STATIC)
+
+
+def pad(tree: Any, ctx: DistContext, dim: int = 0, value: float = 0) -> Padded:
+    """Make tensors equally long on every rank, by padding at the end of one dimension.
+
+    Args:
+        tree: Nested containers; tensors and NumPy arrays of numbers may differ in length
+            along `dim` between ranks, and in nothing else. Those without that dimension, and
+            other leaves, stay.
+        dim: The dimension to pad; negative counts from the end.
+        value: What to pad with.
+
+    Returns:
+        The padded tree with every rank's lengths; `.data` is the tree itself. Gather it and
+        `unpad` the result to join ragged tensors of all ranks.
+
+    Effects:
+        One exchange of packets, with 8 bytes per tensor; none at one rank.
+
+    Raises:
+        CollectiveError: ranks differ in more than the length; on every rank.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     padded = fx.ops.pad(torch.arange(3), ctx)
+        ...     fx.ops.unpad(fx.ops.gather(padded, ctx), ctx), padded.lengths
+        (tensor([0, 1, 2]), ((3,),))
+    """
+    known_context("pad", ctx)
+    packed = pack(tree)
+    tensors = list(packed.tensors.values())
+    mine = [t.shape[dim] if _has(t, dim) else -1 for t in tensors]
+    ranks = [mine]
+    if ctx.world_size > 1:
+        payload = torch.tensor(mine, dtype=torch.int64).view(torch.uint8)
+        call = ("pad", f"{packed.shape.text} {[_loose(t, dim) for t in tensors]}, dim={dim}")
+        rows = exchange(ctx, call, payload)
+        ranks = [row.clone().view(torch.int64).tolist() for row in rows]
+    lengths = tuple(zip(*ranks, strict=True)) if mine else ()
+    padded = [
+        extend(tensor, dim, max(all_ranks), value)
+        for tensor, all_ranks in zip(tensors, lengths, strict=True)
+    ]
+    leaves = packed.others | dict(zip(packed.tensors, padded, strict=True))
+    heads = tuple(tensor.shape[0] if tensor.ndim else 1 for tensor in padded)
+    return Padded(data=packed.rebuild(leaves), lengths=lengths, heads=heads, dim=dim)
+
+
+def unpad(padded: Padded, ctx: DistContext) -> Any:
+    """Cut the padding off again, before or after a gather.
+
+    Args:
+        padded: What `pad` returned, or a gather of it along the same context.
+
+    Returns:
+        This rank's original tree, or, gathered, each tensor with all ranks' real entries.
+
+    Raises:
+        DataError: gathered tensors that were padded in a dimension other than the first do
+            not fit together without their padding.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.ops.unpad(fx.ops.pad([torch.ones(2)], ctx), ctx)
+        [tensor([1., 1.])]
+    """
+    packed = pack(padded.data)
+    out: dict[int, Any] = dict(packed.others)
+    for index, (place, tensor) in enumerate(packed.tensors.items()):
+        lengths = padded.lengths[index]
+        out[place] = tensor if lengths[0] < 0 else _cut(tensor, padded, index, ctx)
+    return packed.rebuild(out)
+
+
+def _has(tensor: Tensor, dim: int) -> bool:
+    return -tensor.ndim <= dim < tensor.ndim
+
+
+def _loose(tensor: Tensor, dim: int) -> str:
+    """Dtype and shape without the length that may differ."""
+    shape: list[Any] = list(tensor.shape)
+    if _has(tensor, dim):
+        shape[dim] = "?"
+    return f"{str(tensor.dtype)[6:]}{shape}"
+
+
+def extend(tensor: Tensor, dim: int, length: int, value: float) -> Tensor:
+    """Pad a tensor at the end of one dimension; one without that dimension stays."""
+    if not _has(tensor, dim) or tensor.shape[dim] >= length:
+        return tensor
+    if not tensor.numel():  # which torch 2.9 does not pad
+        shape = list(tensor.shape)
+        shape[dim] = length
+        return tensor.new_full(shape, value)
+    behind = tensor.ndim - 1 - dim % tensor.ndim
+    gap = length - tensor.shape[dim]
+    return F.pad(tensor, (0, 0) * behind + (0, gap), value=value)
+
+
+def _cut(tensor: Tensor, padded: Padded, index: int, ctx: DistContext) -> Tensor:
+    lengths, head, dim = padded.lengths[index], padded.heads[index], padded.dim
+    world_size = len(lengths)
+    if tensor.shape[0] == head:
+        return tensor.narrow(dim, 0, lengths[ctx.rank])
+    if tensor.shape[0] != head * world_size:
+        raise DataError(
+            f"unpad: a tensor of shape {list(tensor.shape)} is neither what pad returned nor "
+            f"a gather of it over {world_size} ranks ({head} or {head * world_size} rows)."
+        )
+    parts = tensor.split(head)
+    if dim % tensor.ndim and len(set(lengths)) > 1:
+        raise DataError(
+            f"unpad: ranks have the lengths {list(lengths)} along dim {dim}, so their rows do "
+            f"not fit into one tensor without padding. Keep the padding, or unpad before."
+        )
+    return torch.cat(
+        [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
+    )

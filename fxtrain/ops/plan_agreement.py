@@ -1,0 +1,102 @@
+"""Plans, and what ranks bring beside them, compared between ranks."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import attrs
+import torch
+
+from fxtrain._errors import CollectiveError, PlanError
+from fxtrain.ops.objects import gather_objects
+from fxtrain.ops.transport.exchange import exchange
+from fxtrain.ops.transport.mismatches import by_rank
+from fxtrain.state import DDP, DistContext, Plan, diff, fingerprint
+
+__all__ = ["agree_plans", "digest_of_plan", "refuse_plans"]
+
+_DIGEST = 32  # bytes, which fit into a packet among any number of ranks
+
+
+def agree_plans(doing: str, ctx: DistContext, plan: Plan, beside: Mapping[str, Any]) -> None:
+    """Make sure that every rank brings the same plan, and the same beside it.
+
+    Args:
+        doing: The call, for messages.
+        beside: By name, what must be equal too: values with a faithful `str`.
+
+    Effects:
+        One exchange of packets; none at one rank or with `checks=False`. Where ranks differ,
+        their plans are gathered.
+
+    Raises:
+        PlanError: the plans differ; on every rank, with the differences.
+        CollectiveError: something else differs; on every rank.
+    """
+    if ctx.world_size == 1 or not ctx.comm.checks or ctx.comm.control is None:
+        return
+    mine = torch.frombuffer(bytearray(digest_of_plan(plan, beside)), dtype=torch.uint8)
+    found = exchange(ctx, (doing, ""), mine)
+    if any(not torch.equal(one, found[0]) for one in found):
+        refuse_plans(doing, ctx, plan, beside)
+
+
+def digest_of_plan(plan: Plan, beside: Mapping[str, Any]) -> bytes:
+    """What two ranks share if they bring the same."""
+    text = repr((_fingerprint(plan), _in_words(beside)))
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
+
+
+def _in_words(beside: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in beside.items()}
+
+
+def _fingerprint(plan: Plan) -> str:
+    try:
+        return fingerprint(plan)
+    except PlanError:  # a third party's config with more than data in it, such as a function
+        kind = type(plan.strategy)
+        rest = fingerprint(attrs.evolve(plan, strategy=DDP()))
+        return f"{kind.__module__}.{kind.__qualname__} {rest}"
+
+
+def refuse_plans(doing: str, ctx: DistContext, plan: Plan, beside: Mapping[str, Any]) -> NoReturn:
+    """Raise what differs between ranks; called by all of them.
+
+    Raises:
+        PlanError: the plans differ.
+        CollectiveError: something beside them differs.
+    """
+    found = gather_objects((plan, _in_words(beside)), ctx)
+    first, facts = found[0]
+    changes = {rank: _changes(first, other) for rank, (other, _) in enumerate(found)}
+    lines = by_rank((rank, text) for rank, text in changes.items() if text)
+    if lines:
+        raise PlanError(
+            "\n".join(
+                [
+                    f"{doing}: the ranks pass different plans. Compared with rank 0:",
+                    *lines,
+                    "Pass the same plan on every rank: read it from one file, and set no field "
+                    "by the rank.",
+                ]
+            )
+        )
+    names = [name for name in facts if len({others[name] for _, others in found}) > 1]
+    shown = [", ".join(f"{name}: {facts[name]}" for name in names) for _, facts in found]
+    raise CollectiveError(
+        "\n".join(
+            [
+                f"{doing}: the ranks differ in {' and '.join(names)}.",
+                *by_rank(enumerate(shown)),
+                f"Every rank must pass the same {' and the same '.join(names)}.",
+            ]
+        )
+    )
+
+
+def _changes(first: Plan, other: Plan) -> str:
+    return ", ".join(
+        f"{change.path} is {change.right!r} instead of {change.left!r}"
+        for change in diff(first, other)
+    )

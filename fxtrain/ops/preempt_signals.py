@@ -1,0 +1,109 @@
+"""Leaving in order when a scheduler takes the machine back."""
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+
+from fxtrain._errors import ContextError
+from fxtrain.ops.objects import any_rank
+from fxtrain.state import DistContext, Position
+
+__all__ = ["Preemption", "preemption"]
+
+_USUAL = ("SIGTERM", "SIGUSR1")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Preemption:
+    """Whether a signal has asked this run to leave; see `preemption`.
+
+    Attributes:
+        ctx: The ranks that leave together.
+        every: Updates between two looks.
+    """
+
+    ctx: DistContext = attrs.field(repr=False)
+    every: int = 1
+    _asked: threading.Event = attrs.field(factory=threading.Event, alias="asked", repr=False)
+    _agreed: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
+
+    def due(self, position: Position) -> bool:
+        """Whether all ranks should save and leave now.
+
+        Args:
+            position: Of the batch just trained on, the same on every rank.
+
+        Effects:
+            One small collective per `every` updates; none inside an accumulation window, at
+            one rank, or once it was true.
+
+        Raises:
+            CollectiveError: a rank never joins.
+        """
+        if self._agreed.is_set():
+            return True
+        if position.micro or (position.updates % self.every and not position.is_last):
+            return False
+        if any_rank(self._asked.is_set(), self.ctx):
+            self._agreed.set()
+        return self._agreed.is_set()
+
+
+@contextmanager
+def preemption(
+    ctx: DistContext, *, signals: Sequence[str] = _USUAL, every: int = 1
+) -> Iterator[Preemption]:
+    """Take note of signals, so that a run can save and leave at the end of an update.
+
+    SLURM sends SIGUSR1 ahead of a time limit (`--signal`), and most schedulers SIGTERM before
+    they kill. One rank that gets the signal is enough: all leave after the same update.
+
+    Args:
+        signals: Names of the signals.
+        every: Updates between two looks, each of which is one small collective. Choose it so
+            that so many updates and a save fit into the time that the scheduler leaves.
+
+    Effects:
+        Handlers for these signals in this process; the earlier ones are back afterwards.
+
+    Raises:
+        ContextError: this is not the main thread, or there is no such signal.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> with fx.detect(env={}, device="cpu") as ctx, fx.preemption(ctx) as notice:
+        ...     notice.due(fx.Position(updates=1))
+        False
+    """
+    numbers = [_number(name) for name in signals]
+    if type(every) is not int or every < 1:
+        raise ContextError(f"preemption(every={every!r}): pass a number of updates, 1 or more.")
+    if threading.current_thread() is not threading.main_thread():
+        raise ContextError(
+            "preemption: Python hears signals in the main thread only. Call it there."
+        )
+    notice = Preemption(ctx=ctx, every=every)
+
+    def take_note(number: int, frame: Any) -> None:
+        notice._asked.set()
+
+    earlier = {number: signal.signal(number, take_note) for number in numbers}
+    try:
+        yield notice
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def _number(name: str) -> signal.Signals:
+    found = getattr(signal, str(name), None)
+    if not isinstance(found, signal.Signals):
+        raise ContextError(
+            f"preemption(signals=...): {name!r} is not a signal of this system. "
+            f"Use names such as 'SIGTERM'."
+        )
+    return found

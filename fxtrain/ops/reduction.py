@@ -1,0 +1,123 @@
+"""The arithmetic of reduce: folding gathered rows, or one all-reduce per dtype."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from fxtrain._errors import CollectiveError
+from fxtrain.ops.transport.arrays import combinable
+from fxtrain.ops.transport.exchange import Call, guarded
+from fxtrain.state import DistContext
+
+__all__ = ["all_reduce", "fold", "reducible"]
+
+_OPS = {
+    "mean": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+_FOLDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda rows: rows.sum(0),
+    "sum": lambda rows: rows.sum(0),
+    "max": lambda rows: rows.amax(0),
+    "min": lambda rows: rows.amin(0),
+    "product": lambda rows: rows.prod(0),
+}
+# What every library sums natively; other dtypes are computed in the wider one beside them.
+_NATIVE = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8}
+
+_LOWEST = torch.iinfo(torch.int64).min
+
+
+def reducible(tensors: Sequence[Tensor], op: str, others: Iterable[Any]) -> None:
+    """Refuse combinations that have no meaning; call it where all ranks agree on the leaves.
+
+    Args:
+        others: Leaves that are kept as they are.
+
+    Raises:
+        CollectiveError: the op is unknown, an order is asked of complex numbers, or a leaf is
+            of numbers that cannot be combined, so that keeping it would be wrong.
+    """
+    if op not in _OPS:
+        raise CollectiveError(f"reduce(op={op!r}): choose one of {', '.join(_OPS)}.")
+    if op in ("max", "min") and any(tensor.is_complex() for tensor in tensors):
+        raise CollectiveError(f"reduce(op={op!r}): complex numbers have no order.")
+    found = [problem for leaf in others if (problem := combinable(leaf))]
+    if found:
+        raise CollectiveError(
+            f"reduce: {found[0]} cannot be combined. Pass tensors, NumPy values of plain "
+            f"numbers up to 64 bits (complex up to 128), or int, float and complex."
+        )
+
+
+def fold(rows: Tensor, op: str) -> Tensor:
+    """Combine (ranks, ...) over ranks, in rank order, so that every rank gets the same bits."""
+    return _narrow(_FOLDS[op](_widen(rows, op)), rows.dtype, op, len(rows))
+
+
+def all_reduce(ctx: DistContext, call: Call, tensors: list[Tensor], op: str) -> list[Tensor]:
+    """Combine tensors over ranks with one all-reduce per dtype and device."""
+    out: list[Tensor | None] = [None] * len(tensors)
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.dtype, tensor.device.type == "cpu"), []).append(place)
+    for (dtype, on_cpu), places in kinds.items():
+        flat = torch.cat([_widen(tensors[place], op).reshape(-1) for place in places])
+        summed = _one(ctx, call, flat, op, on_cpu=on_cpu)
+        parts = summed.split([tensors[place].numel() for place in places])
+        for place, part in zip(places, parts, strict=True):
+            shaped = part.view(tensors[place].shape)
+            out[place] = _narrow(shaped, dtype, op, ctx.world_size).contiguous()
+    return [tensor for tensor in out if tensor is not None]
+
+
+def _one(ctx: DistContext, call: Call, flat: Tensor, op: str, *, on_cpu: bool) -> Tensor:
+    group = ctx.comm.control if on_cpu else ctx.comm.group
+    with guarded(ctx, call):
+        if flat.is_complex() and op == "product":  # not a sum of its parts
+            rows = [torch.empty_like(flat) for _ in range(ctx.world_size)]
+            dist.all_gather(rows, flat, group=group)
+            return torch.stack(rows).prod(0)
+        sent = torch.view_as_real(flat) if flat.is_complex() else flat
+        dist.all_reduce(sent, op=_OPS[op], group=group)
+    return flat
+
+
+def _widen(tensor: Tensor, op: str) -> Tensor:
+    """A fresh contiguous tensor in the dtype in which it is computed."""
+    dtype = tensor.dtype
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        return tensor.to(torch.float32)
+    if dtype == torch.bool:
+        return tensor.to(torch.uint8 if op in ("max", "min") else torch.int64)
+    if dtype == torch.uint64 and op in ("max", "min"):
+        return tensor.view(torch.int64) ^ _LOWEST  # in the order of the unsigned numbers
+    if dtype == torch.uint64 and op == "mean":
+        return tensor.to(torch.float64)
+    if dtype.is_complex or dtype in _NATIVE:
+        fresh = tensor.to(torch.float64) if _integer_mean(dtype, op) else tensor
+        return fresh.clone(memory_format=torch.contiguous_format)
+    return tensor.to(torch.int64)
+
+
+def _narrow(wide: Tensor, dtype: torch.dtype, op: str, count: int) -> Tensor:
+    if op == "mean":
+        wide = wide / count
+        return wide.to(
+            torch.float32 if not (dtype.is_floating_point or dtype.is_complex) else dtype
+        )
+    if dtype == torch.bool and op in ("sum", "product"):
+        return wide
+    if dtype == torch.uint64 and op in ("max", "min"):
+        return (wide ^ _LOWEST).view(dtype)
+    return wide.to(dtype)
+
+
+def _integer_mean(dtype: torch.dtype, op: str) -> bool:
+    return op == "mean" and not (dtype.is_floating_point or dtype.is_complex)

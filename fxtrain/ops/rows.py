@@ -1,0 +1,177 @@
+"""What stands per row of a batch, and the rows that are real."""
+
+import sys
+from collections.abc import Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxtrain import _tree
+from fxtrain._errors import DataError
+from fxtrain.ops.collectives import gather_packed
+from fxtrain.ops.objects import raise_together
+from fxtrain.ops.padding import extend
+from fxtrain.ops.transport.arrays import Back, as_tensor, is_array
+from fxtrain.ops.transport.mismatches import known_context
+from fxtrain.ops.transport.packing import packed_leaves
+from fxtrain.state import Batch, DistContext
+
+__all__ = ["gather_valid"]
+
+_ADVICE = (
+    "One entry for each row goes into a list; columns, and values for the whole batch, go into "
+    "a tuple or a dict."
+)
+
+
+def gather_valid(tree: Any, batch: Batch, ctx: DistContext) -> Any:
+    """Gather per-row results of a batch and keep the rows that are real.
+
+    Over an epoch this gives exactly the rows of the data, once each, in order. What stands per
+    row follows from types alone, never from lengths that happen to be equal:
+
+    - A list holds one entry for each row, whatever its entries are: numbers, texts, dicts,
+      lists, tuples, tensors of any shape. So does a tuple of texts, as torch's collate makes
+      of them.
+    - A tensor or NumPy array is a column: its first dimension is the rows.
+    - Tuples, dicts and records are structure, with columns and lists inside.
+    - A 0-d tensor, a number, a text or any other object is one value of this rank's batch.
+
+    Args:
+        tree: Results of this rank's rows, padding included.
+        batch: The batch that the results belong to.
+
+    Returns:
+        A new tree, equal on every rank: columns and lists joined without padding; of values
+        for a batch, those of the ranks that had a real row, joined (0-d tensors and NumPy
+        scalars) or in a list (others). So `(correct, total)` stays a pair. Tensors in lists
+        are on the CPU or the context's device, as they were.
+
+    Effects:
+        As `gather`.
+
+    Raises:
+        DataError: a tensor, array or list has another number of rows; on every rank that has
+            it. A leaf has a length and is none of the above, as a set; likewise.
+        CollectiveError: the ranks disagree or one never joins; on every rank.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> from torch.utils.data import DataLoader
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     for batch in fx.shard(DataLoader(torch.arange(5), batch_size=3), ctx):
+        ...         boxes = [{"id": int(i), "box": torch.ones(int(i), 4)} for i in batch.data]
+        ...         doubled, found = fx.ops.gather_valid((batch.data * 2, boxes), batch, ctx)
+        ...         doubled, [len(one["box"]) for one in found]
+        (tensor([0, 2, 4]), [0, 1, 2])
+        (tensor([6, 8]), [3, 4])
+    """
+    known_context("gather_valid", ctx)
+    here = ctx.axis("data") if len(batch.sizes) != ctx.world_size else ctx
+    leaves, shape = _tree.flatten(tree, _is_rows)
+    given = len(batch.valid)
+    problem = next((found for leaf in leaves if (found := _misfit(leaf, given))), None)
+    if problem is not None:
+        raise_together(DataError(f"gather_valid: {problem} {_ADVICE}"), here)
+    back: dict[int, Back] = {}
+    for place, leaf in enumerate(leaves):
+        if found := as_tensor(leaf):
+            leaves[place], back[place] = found
+    got = _gathered(leaves, shape, batch, here) if leaves else []
+    pairs = zip(leaves, got, strict=True)
+    real = [_real(leaf, found, batch, here) for leaf, found in pairs]
+    for place, again in back.items():
+        real[place] = again(real[place])
+    return _tree.unflatten(shape, real)
+
+
+def _gathered(leaves: list[Any], shape: _tree.Shape, batch: Batch, ctx: DistContext) -> list[Any]:
+    """Columns of all ranks joined, padded to the same length; of other leaves every rank's."""
+    # The size of stand-in rows (`even="uneven"`) is 0, so nothing of them is sent.
+    size, longest = batch.sizes[ctx.rank], max(batch.sizes)
+    kinds = [_kind(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
+    text = " ".join([shape.text, *kinds])  # which the ranks compare
+    flat = _tree.Shape(text, (_tree.Shape("*"),) * len(leaves), rebuild=list)
+    packed = packed_leaves([_sent(leaf, size, longest) for leaf in leaves], flat)
+    return gather_packed("gather_valid", packed, ctx)
+
+
+def _kind(leaf: Any) -> str:
+    if _is_rows(leaf):
+        return f"{'list' if isinstance(leaf, list) else 'tuple'} of rows"
+    return f"array{list(leaf.shape[1:])}" if is_array(leaf) and leaf.ndim else "value"
+
+
+def _is_rows(node: Any) -> bool:
+    """Whether a container holds an entry for each row, rather than being structure."""
+    if isinstance(node, list):
+        return True
+    return type(node) is tuple and bool(node) and all(isinstance(one, str | bytes) for one in node)
+
+
+def _misfit(leaf: Any, size: int) -> str | None:
+    """Why a leaf is neither per row nor a value of the batch; None if it is."""
+    here = f"this rank has {size} rows in the batch."
+    if isinstance(leaf, Tensor) or is_array(leaf):
+        fits = not leaf.ndim or leaf.shape[0] == size
+        kind = "a tensor" if isinstance(leaf, Tensor) else "an array"
+        return None if fits else f"{kind} of shape {list(leaf.shape)} is not per row: {here}"
+    if _is_rows(leaf):
+        kind = type(leaf).__name__
+        return None if len(leaf) == size else f"a {kind} has {len(leaf)} entries: {here}"
+    if isinstance(leaf, Sized) and not isinstance(leaf, str | bytes):
+        return f"a {type(leaf).__qualname__} of length {len(leaf)} could be per row or not: {here}"
+    return None
+
+
+class _Moved:
+    """A tensor that was on a device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _sent(leaf: Any, size: int, longest: int) -> Any:
+    """A leaf as it travels: columns of one length, and of rows no more than they are."""
+    if isinstance(leaf, Tensor):
+        return extend(leaf.detach()[:size] if leaf.ndim else leaf.detach(), 0, longest, 0)
+    if _is_rows(leaf):
+        leaf = leaf[:size]
+    if _is_rows(leaf) and any([isinstance(one, Tensor) for one in _tree.flatten(leaf)[0]]):
+        return _tree.map_leaves(_alone, leaf)
+    return leaf
+
+
+def _alone(leaf: Any) -> Any:
+    """A tensor on the CPU, without what it shares memory with, which would travel too."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    plain = leaf.detach()
+    return plain.clone() if plain.is_cpu else _Moved(plain.cpu())
+
+
+def _real(leaf: Any, found: Any, batch: Batch, ctx: DistContext) -> Any:
+    """The gathered leaf without what belongs to padding."""
+    some = [rank for rank, rows in enumerate(batch.rows) if rows]
+    if isinstance(leaf, Tensor) and leaf.ndim == 0:
+        return found if len(some) == len(batch.rows) else found[some]
+    longest = max(batch.sizes)
+    if isinstance(leaf, Tensor):
+        if min(batch.rows) == longest:
+            return found
+        parts = found.split(longest) if longest else [found]
+        return torch.cat([part[:rows] for part, rows in zip(parts, batch.rows, strict=False)])
+    if _is_rows(leaf):
+        rows = [row for part, n in zip(found, batch.rows, strict=True) for row in part[:n]]
+        if ctx.device.type != "cpu":
+            rows = _tree.map_leaves(lambda one: _placed(one, ctx), rows)
+        return rows if isinstance(leaf, list) else tuple(rows)
+    if is_array(leaf) and leaf.ndim:
+        numpy: Any = sys.modules["numpy"]
+        return numpy.concatenate([part[:n] for part, n in zip(found, batch.rows, strict=True)])
+    return [found[rank] for rank in some]
+
+
+def _placed(leaf: Any, ctx: DistContext) -> Any:
+    return leaf.tensor.to(ctx.device) if isinstance(leaf, _Moved) else leaf

@@ -1,0 +1,164 @@
+"""Scatter: each rank gets a tree of its own from one rank."""
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from fxtrain import _tree
+from fxtrain._errors import CollectiveError
+from fxtrain.ops.transport.arrays import Back
+from fxtrain.ops.transport.exchange import Call, exchange, guarded
+from fxtrain.ops.transport.mismatches import known_context, known_rank
+from fxtrain.ops.transport.packing import from_bytes, pack, to_bytes
+from fxtrain.ops.transport.pickled import dump, opened, pickled, reported, safe, said, unsent
+from fxtrain.state import DistContext
+
+__all__ = ["scatter"]
+
+_EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+class _Slot:
+    """Stands for a tensor in a pickled tree.
+
+    Attributes:
+        index: Place among the tensors that travel beside the tree.
+        back: How it becomes what it was; None for a tensor.
+    """
+
+    def __init__(self, index: int, back: Back | None) -> None:
+        self.index = index
+        self.back = back
+
+
+def scatter(values: Sequence[Any] | None, ctx: DistContext, src: int = 0) -> Any:
+    """Send each rank its own tree from one rank.
+
+    Args:
+        values: On `src` one tree per rank, of any structure and shapes; ignored elsewhere.
+        src: The rank of this context that sends.
+
+    Returns:
+        This rank's tree; its tensors are new, on the CPU or this context's device as they
+        were on `src`, without gradient; NumPy values are new too.
+
+    Effects:
+        One exchange of packets, then one message from `src` to each other rank, which
+        holds that rank's tree only. A second exchange if a tree holds objects that could fail
+        to unpickle.
+
+    Raises:
+        CollectiveError: `src` has not one tree per rank, a rank cannot unpickle its tree, or a
+            rank never joins; on every rank.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.ops.scatter([{"x": torch.arange(2)}], ctx)
+        {'x': tensor([0, 1])}
+    """
+    known_context("scatter", ctx)
+    known_rank("scatter", src, ctx)
+    call = ("scatter", f"src={src}")
+    letters: list[Tensor] = []
+    note = _EMPTY
+    if ctx.comm.simulated and ctx.rank != src:
+        raise CollectiveError(
+            f"scatter: in a pretended world nobody sends this rank {ctx.rank} a tree; be rank "
+            f"{src}, which sends."
+        )
+    if ctx.rank == src:
+        try:
+            letters, sure, problem = _letters(values, ctx)
+        except Exception as error:  # raises whatever walking the trees does
+            sure, problem = True, f"a tree that cannot be sent: {said(error)}."
+        note = dump(problem or ([letter.numel() for letter in letters], sure), ctx)
+    (told,) = opened("scatter", {src: _exchange(ctx, call, note)[src]}, ctx)
+    if isinstance(told, str):
+        raise CollectiveError(f"scatter: {told} Found on rank {src}.")
+    sizes, sure = told
+    if ctx.rank == src:
+        _post(ctx, call, letters)
+        letter = letters[src]
+    else:
+        letter = torch.empty(sizes[ctx.rank], dtype=torch.uint8)
+        with guarded(ctx, call):
+            dist.recv(letter, src=ctx.comm.ranks[src], group=ctx.comm.control)
+    return _open_letter(letter, ctx, src, sure=sure)
+
+
+def _exchange(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
+    return [payload.clone()] if ctx.world_size == 1 else exchange(ctx, call, payload)
+
+
+def _letters(values: Any, ctx: DistContext) -> tuple[list[Tensor], bool, str | None]:
+    """Each rank's tree as bytes, whether every rank can open its own, or what is wrong."""
+    if not isinstance(values, Sequence) or len(values) != ctx.world_size:
+        found = f"{len(values)}" if isinstance(values, Sequence) else type(values).__name__
+        problem = f"asked for one tree for each of {ctx.world_size} ranks, found {found}."
+        return [], True, problem
+    letters: list[Tensor] = []
+    sure = True
+    for value in values:
+        packed = pack(value)
+        kinds = [(t.dtype, tuple(t.shape), t.device.type) for t in packed.tensors.values()]
+        # Tensors travel as bytes; a slot stands for each in the pickled tree.
+        slots: dict[int, Any] = {
+            place: _Slot(index, packed.back.get(place))
+            for index, place in enumerate(packed.tensors)
+        }
+        leaves = packed.others | slots
+        tree = _tree.unflatten(packed.shape, [leaves[place] for place in range(len(leaves))])
+        head = dump((tree, kinds), ctx)
+        if reason := unsent(head):
+            return [], True, f"a tree that cannot be sent: {reason}."
+        sure = sure and safe(head)
+        size = torch.tensor([head.numel()]).view(torch.uint8)
+        body = to_bytes([tensor.cpu() for tensor in packed.tensors.values()])
+        gap = torch.empty(-(8 + head.numel()) % 16, dtype=torch.uint8)
+        letters.append(torch.cat([size, head, gap, body]))
+    return letters, sure, None
+
+
+def _post(ctx: DistContext, call: Call, letters: list[Tensor]) -> None:
+    with guarded(ctx, call):
+        sent = [
+            dist.isend(letter, dst=ctx.comm.ranks[rank], group=ctx.comm.control)
+            for rank, letter in enumerate(letters)
+            if rank != ctx.rank
+        ]
+        for work in sent:
+            if work is not None:
+                work.wait()
+
+
+def _open_letter(letter: Tensor, ctx: DistContext, src: int, *, sure: bool) -> Any:
+    size = int(letter[:8].view(torch.int64))
+    tree: Any = None
+    kinds: Any = []
+    problem = None
+    head = pickled("scatter", src, letter[8 : 8 + size], ctx)
+    try:
+        tree, kinds = pickle.loads(head)
+    except Exception as error:  # raises whatever the object's own code does
+        problem = f"its tree from rank {src}: {said(error)}"
+    if not sure:
+        reported("scatter", problem, ctx)
+    like = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape, _ in kinds]
+    start = 8 + size + (-(8 + size) % 16)
+    tensors = [
+        tensor if device == "cpu" else tensor.to(ctx.device)
+        for tensor, (_, _, device) in zip(from_bytes(letter[start:], like), kinds, strict=True)
+    ]
+
+    def fill(leaf: Any) -> Any:
+        if not isinstance(leaf, _Slot):
+            return leaf
+        tensor = tensors[leaf.index]
+        return tensor if leaf.back is None else leaf.back(tensor)
+
+    return _tree.map_leaves(fill, tree)

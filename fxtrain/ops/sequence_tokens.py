@@ -1,0 +1,95 @@
+"""Which tokens of a sequence a rank holds, and putting the parts together again."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxtrain import _tree
+from fxtrain._errors import StepError
+from fxtrain.ops.collectives import gather
+from fxtrain.state import DistContext, Plan, Wrapped, token_ranges
+
+__all__ = ["join_tokens", "positions_of", "token_positions"]
+
+
+def token_positions(count: int, model: Wrapped) -> Tensor:
+    """Where in their sequence the tokens stand that this rank holds.
+
+    Args:
+        count: How many it holds; the whole sequence has that times the ranks of the context
+            axis.
+
+    Returns:
+        int64, shape (count,), on the context's device: 0, 1, 2 … where sequences are whole.
+
+    Raises:
+        StepError: the tokens were not cut as the model's plan says.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.ops.token_positions(3, fx.wrap(torch.nn.Linear(2, 1), ctx))
+        tensor([0, 1, 2])
+    """
+    return positions_of(count, model.ctx, model.plan)
+
+
+def join_tokens(tree: Any, model: Wrapped, *, dim: int = 1) -> Any:
+    """Put every context rank's tokens together, in the order of the whole sequence.
+
+    Args:
+        tree: Nested containers of tensors; the same structure, shapes and dtypes on every rank
+            of the context axis.
+        dim: Their dimension of tokens.
+
+    Returns:
+        A new tree, equal on those ranks, without gradient.
+
+    Effects:
+        One gather over the context axis; none where sequences are whole.
+
+    Raises:
+        CollectiveError: the ranks disagree, or one never joins; on every rank.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
+        ...     fx.ops.join_tokens(torch.tensor([[1, 2, 3]]), model)
+        tensor([[1, 2, 3]])
+    """
+    axis = model.ctx.axis("context")
+    if axis.world_size == 1:
+        return tree
+
+    def sorted_again(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        count = leaf.shape[0] // axis.world_size
+        ranks = range(axis.world_size)
+        places = [positions_of(count, model.ctx, model.plan, rank=rank) for rank in ranks]
+        order = torch.cat(places).argsort().to(leaf.device)
+        return leaf.index_select(0, order).movedim(0, dim)
+
+    first = _tree.map_leaves(lambda leaf: _dim_first(leaf, dim), tree)
+    return _tree.map_leaves(sorted_again, gather(first, axis))
+
+
+def _dim_first(leaf: Any, dim: int) -> Any:
+    return leaf.detach().movedim(dim, 0).contiguous() if isinstance(leaf, Tensor) else leaf
+
+
+def positions_of(count: int, ctx: DistContext, plan: Plan, *, rank: int | None = None) -> Tensor:
+    """Where the tokens stand that a rank of the context axis holds; this one, if none is named."""
+    axis, config = ctx.axis("context"), plan.context
+    mine = axis.rank if rank is None else rank
+    balance = config is not None and config.balance
+    ranges = token_ranges(count * axis.world_size, axis.world_size, mine, balance=balance)
+    if ranges is None:
+        raise StepError(
+            f"A rank holds two parts of every sequence, and {count} tokens are not two equal "
+            f"parts. Batches are cut by fx.shard(loader, ctx, plan) under the model's plan."
+        )
+    parts = [torch.arange(start, start + size) for start, size in ranges]
+    return torch.cat(parts).to(ctx.device)

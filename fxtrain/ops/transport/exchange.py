@@ -1,0 +1,251 @@
+"""The packet in which ranks meet before anything else travels.
+
+Every collective of fxtrain starts with an exchange of packets of a fixed size: a header with
+a digest of the call, then the payload if it fits. Since the size never depends on the
+call, ranks that call different things still understand each other: each of them sees all
+headers, so all of them raise, and the communicator stays usable. (gloo ends the process
+when sizes differ, so the check cannot come later.) A payload that does not fit follows in a
+second collective, once the headers agree.
+"""
+
+import ctypes
+import hashlib
+import time
+
+import torch
+from torch import Tensor
+
+from fxtrain._errors import CollectiveError
+from fxtrain.ops.transport.mismatches import broken, call_site, lost, mismatch
+from fxtrain.ops.transport.packets import HEADER, Packets, arrived, capacity, packets_of, send
+from fxtrain.ops.transport.thread_owner import owned
+from fxtrain.state import DistContext
+
+__all__ = [
+    "Call",
+    "compare",
+    "digest_of",
+    "exchange",
+    "exchange_rows",
+    "guarded",
+    "meet",
+    "payload_in",
+    "ready",
+    "settle",
+]
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+# Name of the op; its arguments, in words that equal ranks share; optionally what else to
+# show of this rank's call if the ranks turn out to differ.
+Call = tuple[str, str] | tuple[str, str, str]
+
+
+def exchange(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
+    """Compare a call between all ranks and give each rank every rank's payload.
+
+    Args:
+        payload: uint8, 1-D, on the CPU; lengths may differ between ranks.
+
+    Returns:
+        One uint8 tensor per rank, by rank.
+
+    Effects:
+        One exchange of packets; an all-gather of the longest payload if it does not fit.
+
+    Raises:
+        CollectiveError: the calls differ or a rank never joined; on every rank.
+    """
+    rows, sizes = exchange_rows(ctx, call, payload)
+    return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+
+
+def exchange_rows(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor, list[int]]:
+    """As `exchange`, with the payloads as one tensor.
+
+    Returns:
+        uint8, (ranks, bytes), and by rank how many bytes of its row are payload.
+    """
+    arriving, sizes = _meet(ctx, call, payload)
+    if max(sizes) > capacity(ctx.world_size):
+        rows = _all_gather(ctx, call, payload, max(sizes))
+    else:  # the room is used again, but what arrived may be kept
+        rows = payload_in(arriving)[:, : max(sizes)].clone()
+    if ctx.comm.simulated:  # the same traffic, and everybody sends what this rank does
+        return payload.repeat(ctx.world_size, 1), [payload.numel()] * ctx.world_size
+    return rows, sizes
+
+
+def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
+    """Compare a call between all ranks before its data travels some other way.
+
+    Args:
+        wait: With False, a call that all ranks were once found to share is only compared
+            by the time of the next one, so that the host need not wait for the others.
+
+    Effects:
+        One exchange of packets; nothing with `checks=False`.
+
+    Raises:
+        CollectiveError: the calls differ or a rank never joined; on every rank.
+    """
+    comm = ctx.comm
+    if not comm.checks:
+        owned(ctx)
+        return
+    digest = digest_of(call)
+    if wait or digest not in comm.ledger.seen:
+        _meet(ctx, call, _NOTHING)
+        comm.ledger.seen.add(digest)
+        return
+    packets = ready(ctx, call)
+    _write_head(ctx, packets, digest, 0)
+    with guarded(ctx, call):
+        send(comm, packets, at_once=True)
+    comm.ledger.pending = (packets, call, call_site())
+
+
+def settle(ctx: DistContext) -> None:
+    """Wait for the comparison that the last device collective left open.
+
+    Raises:
+        CollectiveError: the calls differed or a rank never joined; on every rank. Or as `owned`.
+    """
+    ledger = ctx.comm.ledger
+    owned(ctx)
+    if ledger.broken is not None:
+        raise CollectiveError(broken(ctx))
+    if ledger.pending is None:
+        return
+    packets, call, site = ledger.pending
+    ledger.pending = None
+    with guarded(ctx, call, site):
+        heads = _heads(arrived(ctx.comm, packets))
+    _judge(ctx, call, heads, site)
+
+
+def ready(ctx: DistContext, call: Call) -> Packets:
+    """Room for the packets of a call, once all that came before is done.
+
+    Raises:
+        CollectiveError: as `settle`; or a call before was interrupted, and a rank did not
+            come to it.
+    """
+    settle(ctx)
+    with guarded(ctx, call):
+        return packets_of(ctx.comm, ctx.rank)
+
+
+class guarded:
+    """Turn torch's error about a rank that is gone into one that says who waited where."""
+
+    def __init__(self, ctx: DistContext, call: Call, site: str | None = None) -> None:
+        self._for = (ctx, call, site)
+        self._started = time.monotonic()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
+            return
+        ctx, call, site = self._for
+        waited_s = time.monotonic() - self._started
+        raise lost(ctx, call, site or call_site(), waited_s, error) from error
+
+
+def _meet(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor, list[int]]:
+    """Everybody's packet, and the size of everybody's payload."""
+    packets = ready(ctx, call)
+    _fill(ctx, packets, payload)
+    arriving, heads = meet(ctx, call, digest_of(call), payload.numel(), packets)
+    return arriving, [_size(head) for head in heads]
+
+
+def meet(
+    ctx: DistContext, call: Call, digest: bytes, size: int, packets: Packets
+) -> tuple[Tensor, list[bytes]]:
+    """Send the packet whose payload is in its room, and compare everybody's header.
+
+    Args:
+        digest: Of the call.
+        size: Bytes of the payload.
+        packets: As from `ready`; the header is written here.
+
+    Returns:
+        Everybody's packets, (ranks, bytes), valid until the next call, and their headers.
+
+    Effects:
+        One exchange of packets.
+
+    Raises:
+        CollectiveError: the calls differ or a rank never joined; on every rank.
+    """
+    arriving = _swap(ctx, call, digest, size, packets)
+    heads = _heads(arriving)
+    _judge(ctx, call, heads, None)
+    return arriving, heads
+
+
+def _swap(ctx: DistContext, call: Call, digest: bytes, size: int, packets: Packets) -> Tensor:
+    """As `meet`, without a look at the headers."""
+    _write_head(ctx, packets, digest, size)
+    with guarded(ctx, call):
+        send(ctx.comm, packets)
+        return arrived(ctx.comm, packets)
+
+
+def _judge(ctx: DistContext, call: Call, heads: list[bytes], site: str | None) -> None:
+    if ctx.comm.checks and any([head[:16] != heads[0][:16] for head in heads]):
+        text = f"{call[0]}\n{' '.join(call[1:])}\n{site or call_site()}".encode()
+        room = capacity(ctx.world_size)
+        payload = torch.frombuffer(bytearray(text[:room]), dtype=torch.uint8)
+        packets = ready(ctx, call)
+        _fill(ctx, packets, payload)
+        arriving = _swap(ctx, call, bytes(16), payload.numel(), packets)
+        texts = [
+            bytes(row[: _size(head)].tolist()).decode(errors="replace")
+            for row, head in zip(payload_in(arriving), _heads(arriving), strict=True)
+        ]
+        raise mismatch(ctx, texts)
+
+
+def payload_in(packets: Tensor) -> Tensor:
+    """The part of a packet, or of several, that is payload."""
+    return packets[..., HEADER:]
+
+
+def _fill(ctx: DistContext, packets: Packets, payload: Tensor) -> None:
+    if 0 < payload.numel() <= capacity(ctx.world_size):
+        payload_in(packets.room[ctx.rank])[: payload.numel()] = payload
+
+
+def _write_head(ctx: DistContext, packets: Packets, digest: bytes, size: int) -> None:
+    ctx.comm.ledger.calls += 1
+    head = digest + size.to_bytes(8, "little") + ctx.comm.ledger.calls.to_bytes(8, "little")
+    # A header is read and written as plain memory: torch's views of it cost 60 us a call.
+    ctypes.memmove(packets.rows[packets.turn][ctx.rank].data_ptr(), head, HEADER)
+
+
+def _heads(packets: Tensor) -> list[bytes]:
+    start, step = packets.data_ptr(), packets.stride(0)
+    return [ctypes.string_at(start + row * step, HEADER) for row in range(len(packets))]
+
+
+def _size(head: bytes) -> int:
+    return int.from_bytes(head[16:24], "little")
+
+
+def _all_gather(ctx: DistContext, call: Call, payload: Tensor, size: int) -> Tensor:
+    group = ctx.comm.control
+    assert group is not None  # a context of several ranks has one
+    rows = torch.empty((ctx.world_size, size), dtype=torch.uint8)
+    mine = torch.empty(size, dtype=torch.uint8)
+    mine[: payload.numel()] = payload
+    with guarded(ctx, call):
+        group._allgather_base(rows.view(-1), mine).wait()
+    return rows
+
+
+def digest_of(call: Call) -> bytes:
+    return hashlib.blake2b("\0".join(call[:2]).encode(), digest_size=16).digest()

@@ -1,0 +1,73 @@
+"""Collectives of tensors that do not travel in a packet: as bytes, or on XLA devices, where
+bytes are not at hand, as values."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from fxtrain.ops.transport.packing import columns, from_bytes, to_bytes
+
+__all__ = ["broadcast_all", "broadcast_values", "gather_all", "gather_values"]
+
+
+def gather_all(tensors: list[Tensor], ranks: int, group: Any, *, joined: bool) -> list[Tensor]:
+    """Each tensor of all ranks, as `columns` gives it; all on one device."""
+    if tensors[0].device.type == "xla":
+        return gather_values(tensors, ranks, group, joined=joined)
+    flat = to_bytes(tensors)
+    rows = flat.new_empty((ranks, flat.numel()))
+    dist.all_gather(list(rows), flat, group=group)
+    return columns(rows, tensors, joined=joined)
+
+
+def broadcast_all(tensors: list[Tensor], src: int, group: Any) -> list[Tensor]:
+    """The tensors of one rank, by its number in the world; all on one device."""
+    if tensors[0].device.type == "xla":
+        return broadcast_values(tensors, src, group)
+    flat = to_bytes(tensors).clone()
+    dist.broadcast(flat, src=src, group=group)
+    return from_bytes(flat, tensors)
+
+
+def gather_values(tensors: list[Tensor], ranks: int, group: Any, *, joined: bool) -> list[Tensor]:
+    """Each tensor of all ranks, (ranks, *its shape); joined (ranks · n, ...).
+
+    Effects:
+        One all-gather for each dtype.
+    """
+    out: dict[int, Tensor] = {}
+    for places in _by_dtype(tensors):
+        flat = torch.cat([tensors[place].reshape(-1) for place in places])
+        rows = [torch.empty_like(flat) for _ in range(ranks)]
+        dist.all_gather(rows, flat, group=group)
+        sizes = [tensors[place].numel() for place in places]
+        for place, part in zip(places, torch.stack(rows).split(sizes, dim=1), strict=True):
+            shape = tensors[place].shape
+            whole = (ranks * shape[0], *shape[1:]) if joined and shape else (ranks, *shape)
+            out[place] = part.reshape(whole)
+    return [out[place] for place in range(len(tensors))]
+
+
+def broadcast_values(tensors: list[Tensor], src: int, group: Any) -> list[Tensor]:
+    """The tensors of one rank, by its number in the world.
+
+    Effects:
+        One broadcast for each dtype.
+    """
+    out: dict[int, Tensor] = {}
+    for places in _by_dtype(tensors):
+        flat = torch.cat([tensors[place].reshape(-1) for place in places])
+        dist.broadcast(flat, src=src, group=group)
+        sizes = [tensors[place].numel() for place in places]
+        for place, part in zip(places, flat.split(sizes), strict=True):
+            out[place] = part.reshape(tensors[place].shape).clone()
+    return [out[place] for place in range(len(tensors))]
+
+
+def _by_dtype(tensors: list[Tensor]) -> list[list[int]]:
+    groups: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        groups.setdefault(tensor.dtype, []).append(place)
+    return list(groups.values())

@@ -1,0 +1,169 @@
+"""Objects on their way between ranks, as pickles.
+
+Pickles travel between the ranks of one run only. What pickles on one rank may fail to unpickle on
+another (a module that is missing there, a `__setstate__` that raises), which that rank alone
+sees. So whoever reads objects that could fail compares notes before anyone returns.
+
+Unpickling runs whatever the sender wants. So where the run has a secret, a pickle travels under
+a seal that only its ranks can make, and nothing without it is unpickled.
+"""
+
+import ctypes
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._utils import _rebuild_tensor_v2
+from torch.storage import TypedStorage, _load_from_bytes
+
+from fxtrain._errors import CollectiveError
+from fxtrain._secret import SECRET, open_sealed, seal
+from fxtrain.ops.transport.exchange import exchange
+from fxtrain.state import DistContext
+
+__all__ = ["dump", "opened", "pickled", "reported", "safe", "said", "unsent"]
+
+_SAFE, _UNSURE, _FAILED = range(3)
+_OURS = "fxtrain."
+# Beside plain values: what every torch unpickles alike, and what pickles of tensors name.
+_KNOWN = frozenset({complex, torch.dtype, torch.device, torch.Size, OrderedDict, TypedStorage})
+_MAKERS = frozenset({_rebuild_tensor_v2, _load_from_bytes})
+
+
+class _Pickler(pickle.Pickler):
+    """Notices objects whose unpickling runs code that the ranks need not share."""
+
+    unsure = False
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = obj if isinstance(obj, type) else type(obj)
+        home = str(getattr(obj, "__module__", None))  # of a class, a function or its class
+        # Another device may be missing on another rank.
+        plain = obj.is_cpu if kind is Tensor and obj is not Tensor else kind in _KNOWN
+        if not plain and not home.startswith(_OURS) and not _is_maker(obj):
+            self.unsure = True
+        return NotImplemented
+
+
+def _is_maker(obj: Any) -> bool:
+    return isinstance(obj, FunctionType) and obj in _MAKERS
+
+
+def dump(value: Any, ctx: DistContext) -> Tensor:
+    """Pickle a value for the other ranks of this very run, as uint8 on the CPU.
+
+    A value that does not pickle becomes its error, so that the ranks still meet; `opened`
+    raises it everywhere.
+    """
+    room = io.BytesIO()
+    pickler = _Pickler(room, protocol=pickle.HIGHEST_PROTOCOL)
+    try:
+        pickler.dump(value)
+    except Exception as error:  # pickle raises whatever __reduce__ does
+        return _bytes(bytearray([_FAILED]) + said(error).encode(errors="replace"))
+    kind = _UNSURE if pickler.unsure else _SAFE
+    return _bytes(bytearray([kind]) + seal(room.getbuffer(), ctx.comm.key))
+
+
+def pickled(op: str, rank: int, blob: Tensor, ctx: DistContext) -> memoryview:
+    """The pickle in what `dump` made.
+
+    Args:
+        rank: Who sent it.
+
+    Raises:
+        CollectiveError: the sender could not pickle its value, or what arrived was not sealed
+            by a rank of this run; on every rank that has it.
+    """
+    if (reason := unsent(blob)) is not None:
+        raise CollectiveError(
+            f"{op}: rank {rank} passed a value that cannot be sent: {reason}. Send tensors, or "
+            f"objects that pickle."
+        )
+    held = memoryview(ctypes.string_at(blob.data_ptr(), blob.numel()))[1:]
+    found = open_sealed(held, ctx.comm.key)
+    if found is None:
+        raise CollectiveError(
+            f"{op}: the object of rank {rank} has no seal of this run's secret, so it was not "
+            f"unpickled. Either {SECRET} differs between the ranks, or a program that is none of "
+            f"them has sent it: see who reaches the ports of the ranks."
+        )
+    return found
+
+
+def unsent(blob: Tensor) -> str | None:
+    """Why the sender could not pickle its value; None if it could."""
+    if int(blob[0]) != _FAILED:
+        return None
+    return bytes(blob[1:].tolist()).decode(errors="replace")
+
+
+def safe(blob: Tensor) -> bool:
+    """Whether no rank can fail to unpickle this: plain values, CPU tensors, fxtrain's records."""
+    return int(blob[0]) == _SAFE
+
+
+def opened(op: str, blobs: Mapping[int, Tensor], ctx: DistContext) -> list[Any]:
+    """Unpickle what every rank received alike.
+
+    Args:
+        blobs: What `dump` made, by sender; the same on every rank.
+
+    Effects:
+        One exchange of packets if a blob holds more than plain values and CPU tensors.
+
+    Raises:
+        CollectiveError: a sender could not pickle its value, its seal is not of this run, or a
+            rank cannot unpickle it; on every rank.
+    """
+    found = {rank: pickled(op, rank, blob, ctx) for rank, blob in blobs.items()}
+    values: list[Any] = []
+    problem = None
+    for rank, data in found.items():
+        try:
+            values.append(pickle.loads(data))
+        except Exception as error:  # raises whatever the object's own code does
+            problem = f"the value of rank {rank}: {said(error)}"
+            break
+    if not all([safe(blob) for blob in blobs.values()]):
+        reported(op, problem, ctx)
+    return values
+
+
+def reported(op: str, problem: str | None, ctx: DistContext) -> None:
+    """Raise on every rank if one could not unpickle something.
+
+    Args:
+        problem: What this rank could not unpickle and why; None if it could.
+
+    Effects:
+        One exchange of packets; none at one rank.
+
+    Raises:
+        CollectiveError: with each problem; on every rank.
+    """
+    found = [problem or ""]
+    if ctx.world_size > 1:
+        note = _bytes(bytearray((problem or "").encode(errors="replace")))
+        rows = exchange(ctx, (op, "unpickled"), note)
+        found = [bytes(row.tolist()).decode(errors="replace") for row in rows]
+    lines = [f"rank {rank} cannot unpickle {text}" for rank, text in enumerate(found) if text]
+    if lines:
+        raise CollectiveError(
+            f"{op}: {'; '.join(lines)}. Every rank needs the same code: send plain values or "
+            f"tensors, or make the class importable, in the same version, on every rank."
+        )
+
+
+def said(error: BaseException) -> str:
+    """An error in one line or more: its type, then its message."""
+    return f"{type(error).__name__}: {error}"
+
+
+def _bytes(data: bytearray) -> Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,149 @@
+"""A user's function or script on one pretended rank."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from fxtrain import ops
+from fxtrain._errors import StepError
+from fxtrain.profile.axes import axis_namer
+from fxtrain.profile.byte_units import read_bytes
+from fxtrain.profile.dispatched_traffic import Collective, summary
+from fxtrain.profile.fake_ranks import place, pretended
+from fxtrain.profile.fake_tensors import Pretend
+from fxtrain.profile.problems import ends_the_run, find_problems
+from fxtrain.profile.torch_patches import cut_late, loading_here, movable, printable
+from fxtrain.profile.watching import Enough, Mark, Watch, watching
+from fxtrain.state import DistContext, DryRun, Mesh, resolve_mesh
+
+__all__ = ["dry_run", "rehearse"]
+
+# The first step sets up, DDP orders its buckets anew in the second, the third is usual, and
+# the fourth shows that it is.
+_MOST_UPDATES = 4
+_MOMENTS = 240
+
+
+def dry_run(
+    fn: Callable[[DistContext], Any],
+    *,
+    world: int,
+    rank: int = 0,
+    mesh: Mesh | None = None,
+    device_memory: int | str | None = None,
+) -> DryRun:
+    """Run a training loop without values, as one rank of any number, and say what it needs.
+
+    The function runs as it would for real, with `fx.wrap`, `fx.shard` and `fx.step` or with
+    torch's own calls, on torch's fake tensors and fake process group. Build the model inside
+    it. Once steps are alike it is left, so an endless loop is fine.
+
+    Args:
+        fn: Takes a context and trains; at least one optimizer must update.
+        world: Ranks to pretend.
+        rank: Which of them to be.
+        mesh: Ranks per axis; all ranks replicate by default.
+        device_memory: What one device has: bytes, or a text such as "80GB" or "24GiB".
+
+    Returns:
+        Memory of this rank by what it holds, traffic by kind and axis, and problems. What
+        fxtrain refuses in a plan, and operations that need values, are among the problems.
+
+    Effects:
+        Opens and closes torch's default process group. Everything else that the function does
+        happens: files that it writes, lines that it prints.
+
+    Raises:
+        ContextError: the mesh does not fit the world, or a process group is open.
+        PlanError: there is no such rank, or the memory cannot be read.
+        StepError: the function ended without an update and without an error.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> def train(ctx):
+        ...     net = torch.nn.Linear(1000, 1000, bias=False)
+        ...     model = fx.wrap(net, ctx, optimizer=lambda params: torch.optim.Adam(params))
+        ...     loader = torch.utils.data.DataLoader(torch.ones(9999, 1000), batch_size=4)
+        ...     fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
+        ...     for batch in fx.shard(loader, ctx):
+        ...         fx.step(ctx, batch, fns)
+        >>> run = fx.dry_run(train, world=64)
+        >>> run.memory.parameters, run.memory.gradients, run.memory.optimizer
+        (4000000, 4000000, 8000004)
+        >>> [(row.kind, row.axis, row.count, row.bytes) for row in run.step]
+        [('all_reduce', 'replicate', 1, 4000000)]
+    """
+    variables = place(world, rank, mesh)
+
+    def call() -> None:
+        with ops.detect(variables, device="cpu", mesh=mesh) as ctx:
+            fn(ctx)
+
+    name = getattr(fn, "__name__", type(fn).__name__)
+    return rehearse(call, variables, name=name, mesh=mesh, device_memory=device_memory)
+
+
+def rehearse(
+    call: Callable[[], Any],
+    variables: Mapping[str, str],
+    *,
+    name: str,
+    mesh: Mesh | None,
+    device_memory: int | str | None,
+) -> DryRun:
+    """Like `dry_run`, of a program that connects by itself, in a world that variables describe."""
+    size = read_bytes(device_memory)
+    pretend = Pretend()
+    watch = Watch(most=_MOST_UPDATES, fakes=pretend.fakes)
+    ended: BaseException | None = None
+    patches = (loading_here(watch), movable(pretend), cut_late(), printable())
+    with ExitStack() as stack:
+        for one in (pretended(variables), *patches, pretend, watching(watch)):
+            stack.enter_context(one)
+        try:
+            call()
+        except Enough:
+            ended = None
+        except Exception as error:
+            if not ends_the_run(error):
+                raise
+            ended = error
+        wrapped = watch.wrapped
+    if not watch.marks and ended is None:
+        raise StepError(
+            f"A dry run of {name} saw no update: it ended without a call of an optimizer's "
+            f"step(). Let it train at least one batch; was the training left out by an "
+            f"argument, or by `if __name__ == ...`?"
+        )
+    world = int(variables["WORLD_SIZE"])
+    rank = int(variables["RANK"])
+    chosen = resolve_mesh(mesh or Mesh(), world) if wrapped is None else wrapped.ctx.mesh
+    found = DryRun(
+        name=name,
+        world=world,
+        rank=rank,
+        mesh=chosen,
+        plan=None if wrapped is None else wrapped.plan,
+        updates=len(watch.marks),
+        device_memory=size,
+        **figures(watch, axis_namer(chosen, rank)),
+    )
+    return find_problems(found, asked=mesh, ended=ended, peeks=pretend.peeks)
+
+
+def figures(watch: Watch, axis_of: Callable[[Collective], str]) -> dict[str, Any]:
+    """What a watch saw of setting up and of the last step, as fields of a `DryRun`."""
+    memory, traffic = watch.memory, watch.traffic
+    end = Mark(len(memory.changes), len(traffic))
+    first = watch.started or end
+    marks = [first, *watch.marks] if watch.marks else [Mark(0, 0), end]
+    start, stop = marks[-2], marks[-1]
+    moments = memory.moments(start.memory, stop.memory, most=_MOMENTS)
+    return {
+        "memory": memory.most(start.memory, stop.memory),
+        "peak": memory.peak(start.memory, stop.memory),
+        "setup_peak": memory.peak(0, marks[1].memory),
+        "setup": summary(traffic[: first.traffic], axis_of),
+        "step": summary(traffic[start.traffic : stop.traffic] if watch.marks else (), axis_of),
+        "timeline": moments,
+    }

@@ -1,0 +1,102 @@
+"""Functions of torch that cannot do with tensors without values, replaced for a while."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
+from fxtrain.ops.chunks import chunk_of
+from fxtrain.profile.fake_tensors import Pretend
+from fxtrain.profile.watching import Watch
+
+__all__ = ["cut_late", "loading_here", "movable", "printable"]
+
+
+@contextmanager
+def loading_here(watch: Watch) -> Iterator[None]:
+    """Let data loaders read in this process, under a watch.
+
+    Tensors without values do not travel between processes.
+    """
+
+    class Reading(_SingleProcessDataLoaderIter):
+        def _next_data(self) -> Any:
+            with watch.loading():
+                return super()._next_data()
+
+    def read_here(loader: Any) -> Any:
+        kept = loader.num_workers, loader.timeout
+        loader.num_workers, loader.timeout = 0, 0
+        try:
+            return Reading(loader)
+        finally:
+            loader.num_workers, loader.timeout = kept
+
+    with _replaced(DataLoader, "_get_iterator", read_here):
+        yield
+
+
+@contextmanager
+def movable(pretend: Pretend) -> Iterator[None]:
+    """Let `module.to(...)` swap parameters.
+
+    torch refuses where a weak reference to one exists, and its own fake mode keeps some.
+    """
+    usual = torch.utils.swap_tensors
+
+    def swap(one: Any, other: Any) -> None:
+        pretend.forget_origins()
+        usual(one, other)
+
+    with _replaced(torch.utils, "swap_tensors", swap):
+        yield
+
+
+@contextmanager
+def cut_late() -> Iterator[None]:
+    """Let FSDP2 cut only those chunks of a parameter that it looks at.
+
+    It makes all of them, one for each rank, and takes this rank's and the first.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    with _replaced(_fsdp_param, "_chunk_with_empty", _Chunks):
+        yield
+
+
+@contextmanager
+def printable() -> Iterator[None]:
+    """Let `f"{loss:.3f}"` look at a value, as of any tensor of no dimensions."""
+    usual = torch.Tensor.__format__
+
+    def write(tensor: torch.Tensor, spec: str) -> str:
+        if isinstance(tensor, FakeTensor) and tensor.dim() == 0:
+            return format(tensor.item(), spec)
+        return usual(tensor, spec)
+
+    with _replaced(torch.Tensor, "__format__", write):
+        yield
+
+
+class _Chunks:
+    """A tensor's chunks, each cut when it is asked for."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._num_chunks, self._dim = tensor, num_chunks, dim
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return chunk_of(self._tensor, self._num_chunks, self._dim, index)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    usual = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, usual)

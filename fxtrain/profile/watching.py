@@ -1,0 +1,199 @@
+"""Watching a training loop from outside: every operation, collective, module and update.
+
+The same watch runs over real tensors, so that what a dry run says can be compared with what
+happens.
+"""
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import module as registry
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fxtrain.profile.dispatched_traffic import Collective, collectives
+from fxtrain.profile.memory_log import MemoryLog
+from fxtrain.state import Wrapped
+
+__all__ = ["Enough", "Mark", "Watch", "watching"]
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_DEVICE = torch.ops.prim.device.default  # asked all the time, and nothing happens
+
+
+class Enough(BaseException):
+    """Ends a loop whose steps have become alike; not an error, so nothing should catch it."""
+
+
+@attrs.frozen
+class Mark:
+    """Places in the log of memory and in that of traffic."""
+
+    memory: int
+    traffic: int
+
+
+class Watch(TorchDispatchMode):
+    """What happened, in order. Changes while a loop runs under it.
+
+    An update of the first optimizer that updates ends a step.
+
+    Args:
+        most: Steps after which it is enough.
+        fakes: The mode whose tensors stand for real ones.
+
+    Attributes:
+        memory: Storages made and freed.
+        traffic: Collectives.
+        started: Where the first forward began; None before.
+        marks: Where each step ended.
+        wrapped: The model that the first optimizer updates, if fxtrain wrapped it.
+    """
+
+    def __init__(self, *, most: int | None = None, fakes: FakeTensorMode | None = None) -> None:
+        super().__init__()
+        self.memory = MemoryLog(fakes)
+        self.traffic: list[Collective] = []
+        self.started: Mark | None = None
+        self.marks: list[Mark] = []
+        self.wrapped: Wrapped | None = None
+        self._most = most
+        self._clock: Any = None
+        self._loads = 0
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # Distributed tensors take themselves apart first; their local tensors come by later.
+        # What happens inside another fake mode only finds out shapes.
+        if any(not _is_plain(kind) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if func is _DEVICE or active_fake_mode() is not None:
+            return out
+        if self._loads:
+            self.memory.leave_out(tree_leaves((args, kwargs)))
+        self.traffic.extend(collectives(func, args))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.memory.see(leaf)
+        return out
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Data is read inside: what it is made from stays on the host."""
+        self._loads += 1
+        try:
+            yield
+        finally:
+            self._loads -= 1
+
+    def meet(self, module: nn.Module) -> None:
+        """A module, and those in it."""
+        if module not in self._modules:
+            self._modules.update(module.modules())
+
+    def forward(self, module: nn.Module, _: Any) -> None:
+        """A module is about to run."""
+        if self.started is None:
+            self.started = self._here()
+        self.meet(module)
+
+    def before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        """Gradients are complete, and nothing is freed yet."""
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        self.memory.hold("parameters", trained)
+        self.memory.hold("gradients", [p.grad for p in trained])
+        for module in tuple(self._modules):
+            own = list(module._parameters.values())
+            self.memory.hold("parameters", own)
+            self.memory.hold("gradients", [p.grad for p in own if p is not None])
+            self.memory.hold("buffers", module._buffers.values())
+
+    def after_update(self, optimizer: Optimizer, *_: Any) -> None:
+        """The optimizer has its state."""
+        # torch's ZeroRedundancyOptimizer has the states of this rank's parameters in another.
+        for one in (optimizer, getattr(optimizer, "optim", None)):
+            if isinstance(one, Optimizer):
+                self.memory.hold("optimizer", tree_leaves(list(one.state.values())))
+        if self._clock is None:
+            self._clock = optimizer
+        if self._clock is optimizer:
+            self.marks.append(self._here())
+            self.wrapped = self.wrapped or _holder(optimizer)
+            if self._most is not None and (len(self.marks) >= self._most or self._settled()):
+                raise Enough
+
+    def step_traffic(self, step: int) -> list[Collective]:
+        """Collectives of one step, from 0; the first begins with the first forward."""
+        first = self.started or Mark(0, 0)
+        start = self.marks[step - 1] if step else first
+        return self.traffic[start.traffic : self.marks[step].traffic]
+
+    def _settled(self) -> bool:
+        """Whether the last two steps were alike, so that the next one would be too."""
+        count = len(self.marks)
+        if count < 2:
+            return False
+        return Counter(self.step_traffic(count - 1)) == Counter(self.step_traffic(count - 2))
+
+    def _here(self) -> Mark:
+        return Mark(len(self.memory.changes), len(self.traffic))
+
+
+@contextmanager
+def watching(watch: Watch) -> Iterator[Watch]:
+    """Let a watch see what happens inside.
+
+    Effects:
+        Hooks of torch that concern every module and optimizer, taken away at the end.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        out = resize(storage, size)
+        watch.memory.resized(storage)
+        return out
+
+    hooks = (
+        registry.register_module_parameter_registration_hook(lambda m, *_: watch.meet(m)),
+        registry.register_module_buffer_registration_hook(lambda m, *_: watch.meet(m)),
+        registry.register_module_forward_pre_hook(watch.forward),
+        register_optimizer_step_pre_hook(watch.before_update),
+        register_optimizer_step_post_hook(watch.after_update),
+    )
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.callback(hook.remove)
+        # FSDP2 frees gathered parameters so; torch's own memory tracker looks here too.
+        stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+        stack.enter_context(watch)
+        yield watch
+
+
+def _holder(optimizer: Optimizer) -> Wrapped | None:
+    """The handle that holds an optimizer; a script keeps it under a name of its own."""
+    for found in gc.get_referrers(*gc.get_referrers(optimizer)):
+        if type(found) is Wrapped and any(one is optimizer for one in found.optimizers):
+            return found
+    return None
+
+
+def _is_plain(kind: type) -> bool:
+    return kind in _PLAIN or kind.__name__ == "FakeTensor"

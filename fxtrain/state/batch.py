@@ -1,0 +1,98 @@
+"""What a sharded loader yields and what a step returns."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import torch
+
+from fxtrain.state.position import Position
+
+__all__ = ["Batch", "Report", "Weighted"]
+
+_STATIC = {"static": True}
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Batch:
+    """This rank's part of one global batch; unpacks and indexes like its data.
+
+    Identity decides equality and hash, since tensors do not compare to a single truth.
+
+    Attributes:
+        data: What the loader's collate function made, on the context's device.
+        position: The cursor just after this batch.
+        valid: Bool, shape (rows on this rank,), on the device of the data: False marks
+            padding. Padding always stands at the end.
+        rows: Real rows on each rank, by rank; equal on every rank.
+        sizes: Rows on each rank with padding, by rank; equal on every rank. It is 0 for a
+            rank that has no row in this global batch (`even="uneven"`): rows of others
+            stand in as its data, so that it can take part, and count for nothing.
+        window_rows: Sum of `sizes` over the whole accumulation window that holds this
+            batch, or None where the end of the data cannot be known ahead. If the loop leaves
+            the epoch early, the window holds something else; a step corrects for that.
+        part: Which part of this rank's batch this is, where a pipeline runs it in several.
+        parts: How many there are.
+    """
+
+    data: Any
+    position: Position = attrs.field(metadata=_STATIC)
+    valid: torch.Tensor
+    rows: tuple[int, ...] = attrs.field(metadata=_STATIC)
+    sizes: tuple[int, ...] = attrs.field(metadata=_STATIC)
+    window_rows: int | None = attrs.field(default=None, metadata=_STATIC)
+    part: int = attrs.field(default=0, metadata=_STATIC, repr=False)
+    parts: int = attrs.field(default=1, metadata=_STATIC, repr=False)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.data[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+@attrs.frozen
+class Weighted:
+    """A loss that is exact over ranks and micro-batches of different weight.
+
+    The gradient of an update is that of `sum(total) / sum(weight)` over every rank and
+    micro-batch of the window.
+
+    Attributes:
+        total: Scalar tensor with a gradient: the sum of the losses of the items.
+        weight: Number or scalar tensor: how many items (tokens, rows, pixels) it sums.
+    """
+
+    total: torch.Tensor = attrs.field(eq=False)
+    weight: torch.Tensor | float = attrs.field(eq=False)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Report:
+    """What one step did. Tensors stay on the device; reading them there waits for it.
+
+    Identity decides equality and hash, since tensors do not compare to a single truth.
+
+    Attributes:
+        loss: Scalar, this rank's micro-batch mean, detached; 0 if it has no row in the batch.
+            Reduce it, by weight, for a global figure.
+        weight: What the loss averages over: rows, or the weight of a `Weighted`.
+        grad_norm: Total norm before clipping, the same on every rank (of the copy, under
+            `Plan.local`); None when no update was due or the plan does not clip by norm.
+        applied: Whether the optimizers updated the parameters.
+        skipped: Whether an update was due and left out, on every rank, because of
+            non-finite values.
+        position: The cursor of the batch.
+        aux: What the loss function returned beside the loss, detached.
+    """
+
+    loss: torch.Tensor
+    weight: torch.Tensor | float
+    grad_norm: torch.Tensor | None = None
+    applied: bool
+    skipped: bool = False
+    position: Position
+    aux: Any = None

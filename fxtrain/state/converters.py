@@ -1,0 +1,329 @@
+"""Records to plain data and back, strictly: nothing is guessed, nothing is dropped."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import attrs
+import cattrs
+from cattrs.errors import AttributeValidationNote, IterableValidationNote
+
+from fxtrain._errors import FxError, PlanError
+from fxtrain.state.deepspeed import DeepSpeed
+from fxtrain.state.fsdp import FSDP
+from fxtrain.state.pipeline import PP
+from fxtrain.state.record import Check, canonical, check_of, closest, few, members, shown, to_float
+from fxtrain.state.strategy_configs import DDP, Single
+from fxtrain.state.xla import XLA
+
+__all__ = [
+    "BUILT_IN",
+    "converter_for",
+    "fingerprint",
+    "kind_of",
+    "plain",
+    "structure",
+    "unstructure",
+]
+
+T = TypeVar("T")
+BUILT_IN: tuple[type, ...] = (Single, DDP, FSDP, DeepSpeed, PP, XLA)
+_Hook = Callable[[Any, Any], Any]
+_SCALARS = {kind: check_of(kind, "") for kind in (bool, int, float, str)}
+_WRONG = (FxError, ValueError, cattrs.BaseValidationError, cattrs.StructureHandlerNotFoundError)
+
+
+def unstructure(record: Any) -> dict[str, Any]:
+    """A record as dicts, lists, strings, numbers and None; what else it holds stays as it is.
+
+    Raises:
+        PlanError: it is no record, or holds itself.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> from fxtrain.state import unstructure
+        >>> unstructure(fx.Position(epoch=2))["epoch"]
+        2
+    """
+    if isinstance(record, type) or not attrs.has(type(record)):
+        raise PlanError(f"A record, such as an fx.Plan, was expected; found {shown(record)}.")
+    try:
+        return converter_for().unstructure(record)
+    except RecursionError:
+        name = type(record).__name__
+        raise PlanError(f"This {name} is nested too deeply, or holds itself.") from None
+
+
+def structure(data: Any, cls: type[T], configs: tuple[type, ...] = ()) -> T:
+    """A record from plain data.
+
+    Args:
+        data: What `unstructure` gave, or a part of it: missing fields take their defaults.
+        cls: The record to make.
+        configs: Strategy configs of third parties, beside fxtrain's own.
+
+    Raises:
+        PlanError: one line per problem, each with its path: unknown keys with the closest
+            known one, values of a wrong type, choices that do not exist.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> from fxtrain.state import structure
+        >>> structure({"strategy": {"kind": "single"}, "accumulate": 2}, fx.Plan).accumulate
+        2
+        >>> structure({"even": "padd", "seed": "7"}, fx.Plan)
+        Traceback (most recent call last):
+        fxtrain._errors.PlanError: plan.even: found 'padd'; choose one of ... Did you mean 'pad'?
+        plan.seed: found '7'; choose a whole number.
+    """
+    if not (isinstance(cls, type) and attrs.has(cls)):
+        raise PlanError(f"structure makes records, such as fx.Plan; found {shown(cls)}.")
+    converter = converter_for(configs)
+    try:
+        return converter.structure(data, cls)  # pyright: ignore[reportReturnType]
+    except _WRONG as error:
+        lines = few(_lines(error, cls.__name__.lower()))
+    raise PlanError("\n".join(lines))
+
+
+def fingerprint(record: Any) -> str:
+    """A digest of everything a record says: equal for equal records, on every machine.
+
+    Raises:
+        PlanError: it is no record, or holds something that no file could.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> fx.fingerprint(fx.Plan()) == fx.fingerprint(fx.Plan(accumulate=1))
+        True
+    """
+    text = json.dumps(plain(record), sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(f"{type(record).__name__}{text}".encode(), digest_size=16).hexdigest()
+
+
+@functools.cache  # building one generates code; a converter is never changed afterwards
+def converter_for(configs: tuple[type, ...] = ()) -> cattrs.Converter:
+    """A strict converter that knows fxtrain's strategies and these.
+
+    Raises:
+        PlanError: a config has no `kind` with a string as default, or two have the same.
+    """
+    known: dict[str, type] = {}
+    for config in (*BUILT_IN, *configs):
+        kind = kind_of(config)
+        if kind is None or known.setdefault(kind, config) is not config:
+            raise PlanError(
+                f"{config.__name__} cannot be told from other strategy configs: it needs a field "
+                f"`kind` whose default is a string of its own; found {shown(kind)}."
+            )
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    for scalar, check in _SCALARS.items():
+        converter.register_structure_hook(scalar, _checked(check))
+    converter.register_structure_hook_factory(
+        lambda kind: get_origin(kind) is Literal, lambda kind: _checked(check_of(kind, ""))
+    )
+    converter.register_structure_hook_factory(
+        lambda kind: get_origin(kind) is tuple and get_args(kind)[1:] == (...,),
+        lambda kind: _tuple_hook(get_args(kind)[0], converter),
+    )
+    converter.register_structure_hook_factory(
+        attrs.has, lambda cls: _record_hook(cls, converter, known)
+    )
+    converter.register_unstructure_hook_factory(attrs.has, lambda _: _data)
+    return converter
+
+
+def kind_of(config: type) -> str | None:
+    """What tells a strategy config from others in a file; None if it is no config."""
+    field = attrs.fields_dict(config).get("kind") if attrs.has(config) else None
+    return field.default if field is not None and isinstance(field.default, str) else None
+
+
+def plain(record: Any) -> dict[str, Any]:
+    """Like `unstructure`, but only for what text can hold.
+
+    Raises:
+        PlanError: it is no record, or holds something else.
+    """
+    data = unstructure(record)
+    for value in _leaves(data):
+        if value is not None and not (
+            type(value) in _SCALARS and _SCALARS[type(value)].fits(value)
+        ):
+            raise PlanError(
+                f"{type(record).__name__} holds {shown(value)}, which cannot be written: files "
+                f"take true, false, finite numbers, text, None, tuples and records of these."
+            )
+    return data
+
+
+def _data(value: Any) -> Any:
+    if attrs.has(type(value)):
+        fields = [one for one in attrs.fields(type(value)) if one.init or one.name == "kind"]
+        return {field.alias: _data(getattr(value, field.name)) for field in fields}
+    if isinstance(value, tuple | list):
+        return [_data(one) for one in value]
+    if isinstance(value, Mapping):
+        return {key: _data(one) for key, one in value.items()}
+    return value
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    if isinstance(data, dict):
+        yield from data
+        data = data.values()
+    elif not isinstance(data, list):
+        yield data
+        return
+    for value in data:
+        yield from _leaves(value)
+
+
+def _record_hook(cls: type, converter: cattrs.Converter, known: Mapping[str, type]) -> _Hook:
+    try:
+        fields = {field.alias: field for field in attrs.fields(attrs.resolve_types(cls))}
+    except NameError as error:
+        raise PlanError(
+            f"{cls.__name__} has a field of a type that is not known: {error}"
+        ) from None
+    tag = kind_of(cls)
+    hooks = {name: _field_hook(one, converter, known) for name, one in fields.items() if one.init}
+    required = [name for name in hooks if fields[name].default is attrs.NOTHING]
+
+    def build(data: Any, _: Any) -> Any:
+        if not isinstance(data, Mapping):
+            raise ValueError(f"found {shown(data)}; choose a table of {', '.join(hooks)}.")
+        values: dict[str, Any] = {}
+        problems = [
+            _noted(ValueError("is missing."), name) for name in required if name not in data
+        ]
+        for key, value in sorted(data.items(), key=lambda item: item[0] not in hooks):
+            if key == "kind" and tag is not None and value == tag:
+                continue
+            try:
+                values[key] = _hook_of(key, cls, hooks, tag)(value, None)
+            except _WRONG as error:  # every problem of every field is collected
+                problems.append(_noted(error, key if key in fields else None))
+        if not problems:
+            try:
+                return cls(**values)
+            except (FxError, ValueError, TypeError) as error:  # fields that do not go together
+                problems.append(error)
+        raise _together(cattrs.ClassValidationError, problems, cls)
+
+    return build
+
+
+def _hook_of(key: Any, cls: type, hooks: Mapping[str, _Hook], tag: str | None) -> _Hook:
+    if key in hooks:
+        return hooks[key]
+    if key == "kind" and tag is not None:
+        return _checked(check_of(Literal[tag], ""))
+    near = closest(key, hooks).strip()
+    hint = f" (d{near[1:]})" if near else ""
+    raise ValueError(f"unknown key {shown(key)}{hint}; {cls.__name__} has {', '.join(hooks)}.")
+
+
+def _field_hook(
+    field: "attrs.Attribute[Any]", converter: cattrs.Converter, known: Mapping[str, type]
+) -> _Hook:
+    if field.metadata.get("union") == "strategies":
+        return lambda data, _: _tagged(data, converter, known)
+    kind: Any = field.type
+    check, convert = field.validator, field.converter
+    if not isinstance(check, Check):  # of a config that does not check itself
+        check, convert = check_of(kind, ""), canonical(kind)
+    inner = [one for one in members(kind) if attrs.has(one)]
+    rows = next((one for one in members(kind) if _holds_records(one)), None)
+
+    def build(data: Any, _: Any) -> Any:
+        if len(inner) > 1 and isinstance(data, Mapping):
+            return _tagged(data, converter, {str(kind_of(one)): one for one in inner})
+        if inner and isinstance(data, Mapping):
+            return converter.structure(data, inner[0])
+        if rows is not None and isinstance(data, list | tuple):
+            return converter.structure(data, rows)
+        value = data if convert is None else convert(data)  # type: ignore[operator]
+        problem = check.problem(field, value)
+        if problem is not None:
+            table = " In a file that is a table." if inner else ""
+            raise ValueError(f"found {shown(data)}; {problem}{table}")
+        return value
+
+    return build
+
+
+def _holds_records(kind: Any) -> bool:
+    return get_origin(kind) is tuple and any(map(attrs.has, get_args(kind)[:1]))
+
+
+def _tagged(data: Any, converter: cattrs.Converter, known: Mapping[str, type]) -> Any:
+    kinds = ", ".join(map(repr, sorted(known)))
+    if not isinstance(data, Mapping):
+        raise ValueError(f"found {shown(data)}; choose a table with a `kind`, one of {kinds}.")
+    kind = data.get("kind")
+    if not isinstance(kind, str) or kind not in known:
+        problem = ValueError(f"found {shown(kind)}; choose one of {kinds}.{closest(kind, known)}")
+        raise _together(cattrs.ClassValidationError, [_noted(problem, "kind")], object)
+    return converter.structure(data, known[kind])
+
+
+def _checked(check: Check) -> _Hook:
+    def build(data: Any, kind: Any) -> Any:
+        value = to_float(data) if kind is float else data
+        if not check.fits(value):
+            near = closest(data, check.choices)
+            raise ValueError(f"found {shown(data)}; choose {check.wanted}.{near}")
+        return value
+
+    return build
+
+
+def _tuple_hook(inner: Any, converter: cattrs.Converter) -> _Hook:
+    def build(data: Any, _: Any) -> Any:
+        if not isinstance(data, list | tuple):
+            raise ValueError(f"found {shown(data)}; choose a list.")
+        values: list[Any] = []
+        problems: list[Exception] = []
+        for index, one in enumerate(data):
+            try:
+                values.append(converter.structure(one, inner))
+            except _WRONG as error:
+                problems.append(_noted(error, index))
+        if problems:
+            raise _together(cattrs.IterableValidationError, problems, tuple)
+        return tuple(values)
+
+    return build
+
+
+def _together(
+    kind: type[cattrs.BaseValidationError], problems: list[Exception], cls: type
+) -> Exception:
+    words = f"{len(problems)} problems of a {cls.__name__}"
+    return kind(words, problems, cls)  # pyright: ignore[reportCallIssue]
+
+
+def _noted(error: Exception, place: str | int | None) -> Exception:
+    """An error with a note of the field or index where it was found, as cattrs leaves them."""
+    if isinstance(place, str):
+        error.add_note(AttributeValidationNote(f"in {place}", place, Any))
+    elif place is not None:
+        error.add_note(IterableValidationNote(f"at {place}", place, Any))
+    return error
+
+
+def _lines(error: BaseException, path: str) -> Iterator[str]:
+    """One line for each problem that an error collects, with its path."""
+    for note in getattr(error, "__notes__", ()):
+        if isinstance(note, AttributeValidationNote):
+            path = f"{path}.{note.name}"
+        elif isinstance(note, IterableValidationNote):
+            path = f"{path}[{note.index}]"
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _lines(inner, path)
+    else:
+        yield f"{path}: {error}"

@@ -1,0 +1,118 @@
+"""Records as JSON, TOML or YAML text, and plans as files."""
+
+import json
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fxtrain._errors import PlanError
+from fxtrain._optional import optional
+from fxtrain._paths import path_problem
+from fxtrain._reading import read_text
+from fxtrain.state.converters import plain, structure
+from fxtrain.state.parsing import Format, parse_text
+from fxtrain.state.plan import Plan
+
+__all__ = ["dumps", "loads", "read_plan", "write_plan"]
+
+T = TypeVar("T")
+_SUFFIXES: dict[str, Format] = {
+    ".json": "json",
+    ".toml": "toml",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+}
+
+
+def dumps(record: Any, format: Format = "json") -> str:
+    """A record as text.
+
+    TOML has no null, so fields that are None are left out there; each has None as default.
+
+    Raises:
+        PlanError: the record holds something that no file could.
+        MissingPackageError: TOML needs tomlkit and YAML pyyaml (the extra `files`).
+
+    Example:
+        >>> import fxtrain as fx
+        >>> fx.loads(fx.dumps(fx.Plan(accumulate=2), "toml"), fx.Plan, "toml").accumulate
+        2
+    """
+    data = plain(record)
+    if format == "json":
+        return json.dumps(data, indent=2) + "\n"
+    needed_by = f"dumps(format={format!r})"
+    if format == "toml":
+        return optional("tomlkit", extra="files", needed_by=needed_by).dumps(_without_none(data))
+    if format == "yaml":
+        yaml = optional("yaml", extra="files", needed_by=needed_by)
+        return yaml.safe_dump(data, sort_keys=False)
+    raise PlanError(f"format={format!r}: choose one of json, toml, yaml.")
+
+
+def loads(text: str, cls: type[T] = Plan, format: Format = "json") -> T:
+    """A record from text.
+
+    Raises:
+        PlanError: the text is not of that format, or does not describe the record; one line
+            per problem.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> fx.loads('{"accumulat": 2}')
+        Traceback (most recent call last):
+        fxtrain._errors.PlanError: plan: unknown key 'accumulat' (did you mean 'accumulate'?); ...
+    """
+    return structure(parse_text(text, format), cls, _third_party())
+
+
+def read_plan(path: str | Path) -> Plan:
+    """A plan from a .json, .toml, .yaml or .yml file.
+
+    Raises:
+        PlanError: the suffix is another one, the file is not there, or it is no plan.
+    """
+    form = _format_of(path)
+    try:
+        text = read_text(path)
+    except OSError as error:
+        raise PlanError(f"read_plan({str(path)!r}): {error}.") from error
+    try:
+        return loads(text, Plan, form)
+    except PlanError as error:
+        raise PlanError(f"{path}:\n{error}") from None
+
+
+def write_plan(plan: Plan, path: str | Path) -> None:
+    """Write a plan to a .json, .toml, .yaml or .yml file.
+
+    Effects:
+        Writes the file.
+
+    Raises:
+        PlanError: the suffix is another one, or the file cannot be written.
+    """
+    text = dumps(plan, _format_of(path))
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"write_plan({str(path)!r}): {error}.") from error
+
+
+def _format_of(path: str | Path) -> Format:
+    if problem := path_problem(path):
+        raise PlanError(f"The path of a plan: {problem}.")
+    suffix = Path(path).suffix.lower()
+    if suffix not in _SUFFIXES:
+        raise PlanError(f"{str(path)!r}: a plan file ends in {', '.join(_SUFFIXES)}.")
+    return _SUFFIXES[suffix]
+
+
+def _third_party() -> tuple[type, ...]:
+    return tuple(entry.load().config for entry in entry_points(group="fxtrain.strategies"))
+
+
+def _without_none(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _without_none(value) for key, value in data.items() if value is not None}
+    return data

@@ -1,0 +1,134 @@
+"""The plan: everything that decides how a run behaves, as one value."""
+
+from typing import Any, Literal
+
+import attrs
+
+from fxtrain.state.context_parallel import CP
+from fxtrain.state.local_sgd import DiLoCo, LocalSGD
+from fxtrain.state.precision import DTYPES, Precision, precision_of
+from fxtrain.state.record import above, at_least, record
+from fxtrain.state.strategy_configs import DDP
+
+__all__ = ["Compile", "Data", "Plan"]
+
+
+@record
+class Compile:
+    """How `torch.compile` is applied.
+
+    Attributes:
+        blocks: Class names of submodules to compile one by one, which shortens start-up for
+            models of repeated blocks; empty compiles the whole model.
+        backend: torch.compile's backend.
+        mode: torch.compile's mode; None is its default.
+        fullgraph: Fail on a graph break.
+        dynamic: Whether shapes are dynamic; None lets torch find out.
+    """
+
+    blocks: tuple[str, ...] = ()
+    backend: str = "inductor"
+    mode: str | None = None
+    fullgraph: bool = False
+    dynamic: bool | None = None
+
+
+@record
+class Data:
+    """Where rows come from and how they reach the device.
+
+    Attributes:
+        source: shard: every rank reads its own rows; dispatch: rank 0 reads and sends each
+            rank its slice; sharded: the loader of each rank already yields only its own.
+        to_device: Move tensors to the context's device.
+        non_blocking: Copy from pinned memory without waiting.
+        reseed_workers: Seed the random generators of worker processes for every batch, from
+            (seed, epoch, row), so that random augmentation does not depend on the number
+            of workers or on restarts.
+    """
+
+    source: Literal["shard", "dispatch", "sharded"] = "shard"
+    to_device: bool = True
+    non_blocking: bool = True
+    reseed_workers: bool = True
+    ahead: int = attrs.field(default=2, validator=at_least(0))
+
+
+def _is_strategy(_: Any, __: Any, value: Any) -> None:
+    named = isinstance(getattr(value, "kind", None), str)
+    if isinstance(value, type) or not attrs.has(type(value)) or not named:
+        raise ValueError("choose a strategy config, such as fx.DDP() or fx.Single().")
+    try:
+        hash(value)
+    except TypeError:
+        raise ValueError(
+            f"choose a config that can be hashed; a {type(value).__name__} has to be frozen, "
+            f"with tuples instead of lists."
+        ) from None
+
+
+@record
+class Plan:
+    """How a model is trained and its data split. A value: compare, hash, store, diff it.
+
+    Attributes:
+        strategy: How the model is spread over ranks, one of fxtrain's configs or a third
+            party's: a frozen attrs record with a string `kind`.
+        precision: Number formats, or the bare name fp32, bf16 or fp16.
+        accumulate: Micro-batches per optimizer update.
+        flush: Close the accumulation window at the end of an epoch even if it is short.
+        sync_each: Reduce gradients after every micro-batch, which costs traffic and saves
+            the memory of unreduced gradients.
+        clip_norm: Largest total gradient norm; None does not clip.
+        clip_value: Largest absolute gradient entry; None does not clip.
+        nonfinite: What happens to an update with a non-finite loss or gradient.
+        schedule: Whether schedulers advance once per update or by rows seen.
+        batch: Whether the loader's batch size is that of one rank or of all together.
+        even: What happens when rows do not divide: pad repeats rows from the start and
+            marks them invalid, drop leaves the rest out, uneven gives ranks fewer rows, or
+            none that count.
+        data: Where rows come from.
+        seed: Seed of the data order.
+        recompute: Class names of submodules whose activations are recomputed in backward.
+        recompute_every: Of those submodules, every how many-th; the others keep them.
+        recompute_keep: Operations inside of those whose results are kept all the same:
+            products of matrices, attention.
+        compile: How to compile the model; None does not.
+        context: How sequences are cut over the mesh's context axis; None leaves them whole.
+        local: Let copies of the model train alone for so many updates, and average them then;
+            None makes every update together.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> plan = fx.Plan(precision="bf16", accumulate=4)
+        >>> plan.precision.compute
+        'bf16'
+        >>> [change.path for change in fx.diff(plan, fx.Plan(precision="bf16"))]
+        ['accumulate']
+    """
+
+    strategy: Any = attrs.field(
+        default=DDP(), validator=_is_strategy, metadata={"union": "strategies"}
+    )
+    precision: Precision = attrs.field(
+        default=Precision(),
+        converter=precision_of,
+        metadata={"choose": f"one of {', '.join(map(repr, DTYPES))}, or an fx.Precision(...)"},
+    )
+    accumulate: int = attrs.field(default=1, validator=at_least(1))
+    flush: bool = True
+    sync_each: bool = False
+    clip_norm: float | None = attrs.field(default=None, validator=above(0))
+    clip_value: float | None = attrs.field(default=None, validator=above(0))
+    nonfinite: Literal["ignore", "skip", "raise"] = "ignore"
+    schedule: Literal["update", "samples"] = "update"
+    batch: Literal["per_rank", "global"] = "per_rank"
+    even: Literal["pad", "drop", "uneven"] = "pad"
+    data: Data = Data()
+    seed: int = 0
+    recompute: tuple[str, ...] = ()
+    recompute_every: int = attrs.field(default=1, validator=at_least(1))
+    recompute_keep: tuple[Literal["matmul", "attention"], ...] = ()
+    compile: Compile | None = None
+    context: CP | None = None
+    local: LocalSGD | DiLoCo | None = None

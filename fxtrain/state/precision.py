@@ -1,0 +1,51 @@
+"""Number formats of a plan."""
+
+from typing import Any, Literal
+
+import attrs
+import torch
+
+from fxtrain.state.record import above, at_least, between, record
+
+__all__ = ["DTYPES", "LossScale", "Precision", "precision_of"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@record
+class LossScale:
+    """Dynamic loss scale for fp16; the defaults are torch's.
+
+    Attributes:
+        initial: First scale.
+        growth: Factor after `interval` updates without overflow.
+        backoff: Factor after an overflow; below 1.
+        interval: Updates without overflow until the scale grows.
+    """
+
+    initial: float = attrs.field(default=65536.0, validator=above(0))
+    growth: float = attrs.field(default=2.0, validator=above(1))
+    backoff: float = attrs.field(default=0.5, validator=between(0, 1))
+    interval: int = attrs.field(default=2000, validator=at_least(1))
+
+
+@record
+class Precision:
+    """In which formats a model computes. A plan also takes the bare name: `"bf16"`.
+
+    Attributes:
+        compute: Format of autocast regions; fp32 means no autocast.
+        output: Format of the model's floating outputs; None keeps what the model gave.
+        scale: Loss scale, used with fp16 only.
+    """
+
+    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
+    output: Literal["fp32"] | None = None
+    scale: LossScale = LossScale()
+
+
+def precision_of(value: Any) -> Any:
+    """Turn the short form of a precision into the record; leave everything else alone."""
+    if isinstance(value, str) and value in DTYPES:
+        return Precision(compute=value)  # type: ignore[arg-type]
+    return value

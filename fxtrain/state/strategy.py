@@ -1,0 +1,367 @@
+"""The strategy record: the functions by which one backend carries out one kind of plan."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import attrs
+import torch
+from torch import nn
+
+from fxtrain._errors import FxError, PlanError, StepError
+from fxtrain.state.batch import Batch
+from fxtrain.state.context import DistContext
+from fxtrain.state.plan import Plan
+from fxtrain.state.position import Position
+from fxtrain.state.weight import Weight
+
+__all__ = [
+    "Finish",
+    "ModelState",
+    "Outcome",
+    "Round",
+    "Saved",
+    "Share",
+    "Strategy",
+    "Stretch",
+    "Wrapped",
+    "check_open",
+    "unsupported",
+]
+
+
+@attrs.frozen(kw_only=True)
+class Finish:
+    """What an update must do before the optimizer runs.
+
+    Attributes:
+        scale: Factor on every gradient, a number or scalar tensor; None leaves them.
+        clip_norm: Largest total norm; None does not clip.
+        clip_value: Largest absolute entry; None does not clip.
+        skip: Leave the update out; equal on every rank.
+        hold: The update counts, but parameters of this rank stay: it trains alone (`Plan.local`)
+            and had no rows.
+    """
+
+    scale: Any = attrs.field(default=None, eq=False)
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    skip: bool = False
+    hold: bool = False
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Outcome:
+    """What an update did. Identity decides equality and hash, as of the tensor inside.
+
+    Attributes:
+        applied: The optimizers ran.
+        grad_norm: Total norm before clipping, where one was computed.
+    """
+
+    applied: bool
+    grad_norm: torch.Tensor | None = None
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Round:
+    """What copies of a model that train alone keep from one average to the next.
+
+    Identity decides equality and hash: the tensors change in place.
+
+    Attributes:
+        copies: The ranks that hold the same part of each copy.
+        within: The ranks of this copy, over which its gradients are averaged.
+        peers: Their numbers on the data axis.
+        parameters: What is averaged beside buffers, by name.
+        rows: On the CPU, int64, shape (3,): rows that this copy trained on, those of all
+            copies together, and micro-batches with a `Weighted` loss. Since the last average.
+        weight: On the device, a number: the weight of this rank's `Weighted` losses since then.
+        anchor: Where parameters stood then, by name; only with an outer optimizer.
+        momentum: Of the outer optimizer, by name.
+    """
+
+    copies: DistContext
+    within: DistContext
+    peers: tuple[int, ...]
+    parameters: Mapping[str, nn.Parameter] = attrs.field(repr=False)
+    rows: torch.Tensor = attrs.field(repr=False)
+    weight: torch.Tensor = attrs.field(repr=False)
+    anchor: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)
+    momentum: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Share:
+    """One micro-batch's part in its update. Identity decides equality and hash.
+
+    Attributes:
+        loss: What backward starts from.
+        mean: The micro-batch's own mean loss, detached.
+        weight: What that mean averages over.
+        aux: What the loss function returned beside the loss.
+        rough: The loss is multiplied by about what it should be, so that gradients have to be
+            corrected by the weight of the window when it closes.
+    """
+
+    loss: torch.Tensor
+    mean: torch.Tensor
+    weight: Any
+    aux: Any = None
+    rough: bool = False
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Wrapped:
+    """A model made ready for a context and a plan; call it like the model.
+
+    Identity decides equality and hash: the torch objects inside change in place.
+
+    Attributes:
+        module: The user's module.
+        engine: What runs forward: the module itself, or what the strategy put around it.
+        optimizer: What the optimizer factory returned, or None.
+        scheduler: What the scheduler factory returned, or None.
+        optimizers: Every optimizer, in order.
+        schedulers: Every scheduler, in order.
+        scaler: The fp16 loss scaler, or None.
+        ctx: The context it was wrapped for.
+        plan: The plan it was wrapped under.
+        strategy: The functions that carry the plan out.
+        tally: On the device, shape (4,): the scale under which the open accumulation window
+            is summed, its sum of weights, micro-batches with a non-finite loss, gradients seen
+            to be non-finite. Zero between windows, like `counts`.
+        counts: On the CPU, int64, shape (5,): micro-batches in the open window, their rows
+            with padding, rows of a full window, their real rows, and whether gradients are
+            unscaled.
+        undo: Takes back what wrapping did to the module.
+        bare: () → function: takes off the module what wrapping put on it, until the function is
+            called, which puts everything back as it was. Values are left alone.
+        formats: By name, the dtypes with which parameters and buffers came.
+        closed: Why the handle cannot be used: empty while it can, then the one word "unwrap" for
+            good, or "gathered" while a block of `fx.gathered` runs. The one thing in this record
+            that changes, and a list, since whoever holds the handle or a copy of it with another
+            field (`StepFns`, `attrs.evolve`) must learn of it: they all share one module.
+        settings: What an engine under the strategy was configured with, as plain data; empty
+            where there is no engine.
+        round: What copies that train alone keep; None where there is one copy, or where all
+            updates are made together.
+    """
+
+    module: nn.Module
+    engine: Any
+    optimizer: Any = None
+    scheduler: Any = None
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    schedulers: tuple[Any, ...] = ()
+    scaler: torch.amp.GradScaler | None = None
+    ctx: DistContext
+    plan: Plan
+    strategy: "Strategy" = attrs.field(repr=False)
+    tally: torch.Tensor = attrs.field(repr=False)
+    counts: torch.Tensor = attrs.field(repr=False)
+    undo: Callable[[], None] = attrs.field(repr=False)
+    settings: Mapping[str, Any] = attrs.field(factory=lambda: MappingProxyType({}), repr=False)
+    round: Round | None = None
+    watch: Any = attrs.field(default=None, repr=False)
+    bare: Callable[[], Callable[[], None]] = attrs.field(default=lambda: _nothing, repr=False)
+    formats: Mapping[str, torch.dtype] = attrs.field(factory=dict, repr=False)
+    closed: list[str] = attrs.field(factory=list)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.closed:
+            check_open(self, "calling the model")
+        return self.strategy.forward(self, args, kwargs)
+
+    def train(self) -> "Wrapped":
+        """Put the module into training mode and return this handle."""
+        check_open(self, "train")
+        self.engine.train()
+        return self
+
+    def eval(self) -> "Wrapped":
+        """Put the module into evaluation mode and return this handle."""
+        check_open(self, "eval")
+        self.engine.eval()
+        return self
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the module as the strategy holds them."""
+        check_open(self, "parameters")
+        return self.module.parameters()
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Stretch:
+    """This rank's part of a tensor that ranks hold in stretches of its elements.
+
+    So engines cut parameters that they flatten. Identity decides equality and hash.
+
+    Attributes:
+        shape: Of the whole tensor.
+        start: Elements before the part, in the order in which torch lays them out.
+        values: The part, live, with one dimension; it may be empty.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    values: torch.Tensor
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ModelState:
+    """Everything that a wrapped model needs to go on as if it had not been stopped.
+
+    Tensors are the live ones, not copies. Identity decides equality and hash.
+
+    Attributes:
+        tensors: By name, the same names and shapes on every rank that holds them. A DTensor
+            or a `Stretch` is spread over ranks; any other is the same on all.
+        own: By name, tensors that differ between ranks.
+        values: A tree of plain values and tensors, the same on every rank.
+        drifting: Names of tensors of which rank 0's counts, but which may differ between
+            ranks, such as the buffers of replicas. Where they do, each rank's is kept too.
+        steady: Names of tensors that nothing but a step of `model.optimizers` changes, so that
+            they may be copied until then.
+    """
+
+    tensors: Mapping[str, torch.Tensor | Stretch]
+    own: Mapping[str, torch.Tensor]
+    values: Any
+    drifting: frozenset[str] = frozenset()
+    steady: frozenset[str] = frozenset()
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Saved:
+    """A saved `ModelState`, to be read piece by piece. Identity decides equality and hash.
+
+    Attributes:
+        shapes: (shape, dtype) of each tensor by name.
+        fill: (name, tensor) → None; reads into a tensor, plain or spread, or into a stretch.
+        values: As they were saved.
+        own: (name, rank) → the tensor of its own that a rank saved, or None.
+        ranks: How many saved.
+        rank: Which of them this rank is, of `here` that load.
+        here: How many load.
+    """
+
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    fill: Callable[[str, torch.Tensor | Stretch], None]
+    values: Any
+    own: Callable[[str, int], torch.Tensor | None]
+    ranks: int
+    rank: int
+    here: int
+
+
+@attrs.frozen(kw_only=True)
+class Strategy:
+    """How one backend carries out one kind of plan: functions only, no state.
+
+    Every function has the same signature in every backend, and none of them is optional:
+    a missing ability is `unsupported(...)`. Change one with `attrs.evolve(row, sync=mine)`.
+
+    Contract: after `backward` inside `sync(model, True)`, gradients are the mean over the
+    ranks of `ctx.axis("loss")`, those of the data and context axes, of what each rank has
+    accumulated since the last `zero`.
+
+    Attributes:
+        name: Shown in messages.
+        config: The config type that selects this row.
+        check: (ctx, plan, module) → problems, in words; no traffic, equal on all ranks.
+        wrap: (module, ctx, plan, optimizer, scheduler) → Wrapped.
+        forward: (model, args, kwargs) → outputs.
+        sync: (model, enabled) → context manager around forward and backward of a
+            micro-batch, inside which gradients are reduced over ranks or not.
+        backward: (loss, model) → None; applies the loss scale, if any.
+        run: (model, batch, grade, reduce) → Share: forward and backward of one micro-batch, after
+            which gradients are reduced over ranks or not. `grade(model, batch)` computes the loss
+            as the user does and weighs it; a strategy may call it for parts of the batch, on some
+            ranks only.
+        clip_norm: (model, max_norm) → total norm before clipping, equal on every rank.
+        clip_value: (model, max_value) → None.
+        scale_grads: (model, factor) → None.
+        finite: (model) → whether this rank's gradients are; no traffic.
+        apply: (model, Finish) → Outcome: everything from the end of backward to parameters
+            updated, with gradients unscaled, scaled, clipped, and zeroed afterwards.
+        state: (model) → ModelState, for a checkpoint; called by all ranks at once.
+        load_state: (model, Saved) → None; fills the model with what was saved, at any number
+            of ranks.
+        weights: (model) → the tensors of the user's module by name, those of its state dict
+            first and in its order; the same names on every rank, whichever holds them. No
+            traffic.
+        unwrap: (model) → the user's module, as it was, with whole weights.
+        cuts_sequences: It carries out `Plan.context`.
+        average: (model, position) → None: of copies that train alone, ends the round that ends
+            at a position, or begins the first; at None ends one. Called only where `model.round`
+            is one.
+    """
+
+    name: str
+    config: type
+    check: Callable[[DistContext, Plan, nn.Module], tuple[str, ...]]
+    wrap: Callable[..., Wrapped]
+    forward: Callable[[Wrapped, tuple[Any, ...], dict[str, Any]], Any]
+    sync: Callable[[Wrapped, bool], AbstractContextManager[None]]
+    backward: Callable[[torch.Tensor, Wrapped], None]
+    run: Callable[[Wrapped, Batch, Callable[[Wrapped, Batch], Share], bool], Share]
+    clip_norm: Callable[[Wrapped, float], torch.Tensor]
+    clip_value: Callable[[Wrapped, float], None]
+    scale_grads: Callable[[Wrapped, Any], None]
+    finite: Callable[[Wrapped], bool]
+    apply: Callable[[Wrapped, Finish], Outcome]
+    state: Callable[[Wrapped], ModelState]
+    load_state: Callable[[Wrapped, Saved], None]
+    weights: Callable[[Wrapped], dict[str, Weight]]
+    unwrap: Callable[[Wrapped], nn.Module]
+    cuts_sequences: bool = False
+    average: Callable[[Wrapped, Position | None], None] = attrs.Factory(
+        lambda: unsupported("average", by="This strategy")
+    )
+
+
+def check_open(model: Wrapped, call: str, kind: type[FxError] = StepError) -> None:
+    """Refuse a handle whose module was given back, or is lent.
+
+    Raises:
+        FxError: of this kind; it says what to do.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
+        ...     fx.state.check_open(model, "step")
+    """
+    if "unwrap" in model.closed:
+        raise kind(
+            f"{call}: fx.unwrap gave this model's module back and closed its handle. To continue "
+            f"training, wrap the module again. To get whole weights during training, use "
+            f"fx.weights(model) or `with fx.gathered(model) as net:` instead of fx.unwrap."
+        )
+    if model.closed:
+        raise kind(
+            f"{call}: fx.gathered has put whole weights into this model's module until its block "
+            f"ends. Use the module that it yields inside the block, and call this after the block."
+        )
+
+
+def _nothing() -> None:
+    """Take nothing back."""
+
+
+def unsupported(what: str, *, by: str) -> Callable[..., NoReturn]:
+    """A strategy function that says clearly that the backend cannot do this.
+
+    Example:
+        >>> from fxtrain.state import unsupported
+        >>> unsupported("clip_value", by="XLA")()
+        Traceback (most recent call last):
+        fxtrain._errors.PlanError: XLA does not support clip_value.
+    """
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise PlanError(f"{by} does not support {what}.")
+
+    return refuse

@@ -1,0 +1,86 @@
+"""Strategy configs: what a plan says about spreading a model. Data only."""
+
+from typing import Literal
+
+import attrs
+
+from fxtrain.state.record import above, at_least, record
+
+__all__ = ["DDP", "CommHook", "PowerSGD", "Single"]
+
+
+@record
+class PowerSGD:
+    """Low-rank compression of gradients, with the options of torch's PowerSGDState.
+
+    Attributes:
+        rank: Rank of the approximation.
+        start_iter: Plain all-reduces before compression starts; at least 2.
+        min_compression_rate: Compress a tensor only if it shrinks at least so much.
+        use_error_feedback: Carry what compression lost into the next update.
+        warm_start: Start from the last update's factors.
+        orthogonalization_epsilon: Added while orthogonalising, against division by zero.
+        compression_stats_logging_frequency: Updates between log lines on the ratio.
+        batch_tensors_with_same_shape: Compress equal shapes together.
+        seed: Seed of the random start, the same on every rank.
+    """
+
+    rank: int = attrs.field(default=1, validator=at_least(1))
+    start_iter: int = attrs.field(default=1_000, validator=at_least(2))
+    min_compression_rate: float = attrs.field(default=2.0, validator=above(0))
+    use_error_feedback: bool = True
+    warm_start: bool = True
+    orthogonalization_epsilon: float = attrs.field(default=0.0, validator=at_least(0))
+    compression_stats_logging_frequency: int = attrs.field(default=10_000, validator=at_least(1))
+    batch_tensors_with_same_shape: bool = False
+    seed: int = 0
+
+
+@record
+class CommHook:
+    """How DDP sends gradients.
+
+    Attributes:
+        name: none: all-reduce in the gradients' own dtype; fp16 or bf16: compress the
+            all-reduce to that format; power_sgd or batched_power_sgd: low-rank compression.
+        wrapper: Additionally cast what the hook sends to fp16 or bf16.
+        power_sgd: Options of the two PowerSGD hooks.
+    """
+
+    name: Literal["none", "fp16", "bf16", "power_sgd", "batched_power_sgd"] = "none"
+    wrapper: Literal["none", "fp16", "bf16"] = "none"
+    power_sgd: PowerSGD = PowerSGD()
+
+
+@record
+class Single:
+    """One rank, one device, no communication."""
+
+    kind: Literal["single"] = attrs.field(default="single", init=False)
+
+
+@record
+class DDP:
+    """A replica of the model on every rank, gradients averaged while backward runs.
+
+    At one rank this is the plain model.
+
+    Attributes:
+        bucket_mib: Size of a gradient bucket in MiB.
+        bucket_view: Gradients are views into the buckets, which saves one copy of them.
+        static_graph: The graph is the same in every update.
+        unused_parameters: Search for parameters that took no part in the loss.
+        sync_buffers: Broadcast buffers (BatchNorm statistics) from rank 0 before forward.
+        hook: How gradients are sent.
+        shard_optimizer: Each rank keeps the optimizer states of some parameters only, updates
+            those and sends them to the others (ZeRO-1), by torch's ZeroRedundancyOptimizer.
+    """
+
+    kind: Literal["ddp"] = attrs.field(default="ddp", init=False)
+    bucket_mib: float = attrs.field(default=25.0, validator=above(0))
+    bucket_view: bool = True
+    static_graph: bool = False
+    unused_parameters: bool = False
+    sync_buffers: bool = True
+    hook: CommHook = CommHook()
+    shard_optimizer: bool = False

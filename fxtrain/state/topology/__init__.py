@@ -1,0 +1,3 @@
+"""From environment variables to the place of a rank."""
+
+__all__: list[str] = []

@@ -1,0 +1,133 @@
+"""Numbers from environment variables, and a topology that holds together."""
+
+import re
+from collections.abc import Mapping
+
+import attrs
+
+from fxtrain._errors import ContextError
+from fxtrain.state.topology.detection import Topology
+
+__all__ = ["number", "settle", "spread"]
+
+_MATTERS = re.compile(
+    r"(LOCAL_|GROUP_|NODE_|CROSS_)?(RANK|(WORLD_)?SIZE)$|MASTER_(ADDR|PORT)$|TORCHELASTIC_RUN_ID$"
+    r"|OMPI_COMM_WORLD_|MV2_COMM_WORLD_|PMI_(LOCAL_)?(RANK|SIZE)$|MPI_LOCAL|PALS_(LOCAL_)?RANKID"
+    r"|PALS_LOCAL_SIZE|PJRT_|TPU_WORKER_|SLURM_(PROCID|LOCALID|NODEID|N?TASKS|NNODES)"
+    r"|SLURM_STEP_(ID|NUM|TASKS|NODELIST)"
+)
+_SHOWN_CHARS = 60
+
+
+def number(
+    env: Mapping[str, str],
+    *names: str,
+    least: int = 0,
+    most: int = 10**9,
+    default: int | None = None,
+) -> int:
+    """The first of these variables that is set, as a whole number in a range.
+
+    Raises:
+        ContextError: none is set and there is no default, or the value is no such number.
+    """
+    name = next((name for name in names if name in env), None)
+    if name is None:
+        if default is None:
+            raise ContextError(
+                f"{' or '.join(names)} is not set, but {_found(env)}. Set it for every process, "
+                f"or unset the others to run alone."
+            )
+        return default
+    text = env[name]
+    if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text) or not least <= int(text) <= most:
+        raise ContextError(
+            f"{name}={_short(text)!r}: a whole number from {least} to {most} was expected. Set "
+            f"it for every process, or unset it and the others of its launcher to run alone."
+        )
+    return int(text)
+
+
+def spread(topology: Topology) -> Topology:
+    """Number the nodes, where a launcher tells only who is on this one.
+
+    Exact if ranks fill one node after the other and all nodes have as many.
+    """
+    before = topology.rank - topology.local_rank
+    node_rank = -(-before // topology.local_world_size)
+    rest = topology.world_size - before
+    num_nodes = node_rank + -(-rest // topology.local_world_size)
+    return attrs.evolve(topology, node_rank=max(0, node_rank), num_nodes=max(1, num_nodes))
+
+
+def settle(topology: Topology, env: Mapping[str, str]) -> Topology:
+    """Check what a launcher said, and find where its ranks meet.
+
+    MASTER_ADDR and MASTER_PORT win over what the topology holds; an empty address or port 0
+    in it stands for not known.
+
+    Raises:
+        ContextError: the numbers contradict each other, or the ranks have nowhere to meet.
+    """
+    if problems := _contradictions(topology, env):
+        raise ContextError(
+            f"The variables of {topology.launcher} contradict each other: {'; '.join(problems)}. "
+            f"Found {_found(env)}. Start every rank with the same launcher, or unset what is "
+            f"left over from another one."
+        )
+    here = "127.0.0.1" if topology.num_nodes == 1 else ""
+    address = env.get("MASTER_ADDR", "").strip() or topology.main_address or here
+    alone = topology.world_size == 1
+    port = number(
+        env, "MASTER_PORT", least=0 if alone else 1, most=65_535, default=topology.main_port
+    )
+    known = {"MASTER_ADDR": bool(address), "MASTER_PORT": bool(port)}
+    if not alone and not all(known.values()):
+        missing = " and ".join(name for name, there in known.items() if not there)
+        raise ContextError(
+            f"{topology.launcher}: {topology.world_size} ranks need {missing} to meet. Found "
+            f"{_found(env)}. Set the host name of rank 0 and a free port on it for every rank, "
+            f"or use torchrun or `fxtrain launch`."
+        )
+    return attrs.evolve(topology, main_address=address or "127.0.0.1", main_port=port)
+
+
+def _contradictions(t: Topology, env: Mapping[str, str]) -> list[str]:
+    tests = (
+        (t.rank >= t.world_size, f"rank {t.rank} of {t.world_size}"),
+        (t.local_rank >= t.local_world_size, f"local rank {t.local_rank} of {t.local_world_size}"),
+        (t.node_rank >= t.num_nodes, f"node {t.node_rank} of {t.num_nodes}"),
+        # On any node, ranks rise with local ranks; so many ranks must come before and after.
+        (
+            not t.local_rank <= t.rank <= t.world_size - t.local_world_size + t.local_rank,
+            f"{t.local_world_size} ranks on this node do not fit around local rank "
+            f"{t.local_rank} at rank {t.rank} of {t.world_size}{_why(t, env)}",
+        ),
+        (
+            t.launcher == "torchrun" and (t.node_rank == 0) != (t.rank == t.local_rank),
+            f"rank {t.rank} with local rank {t.local_rank} on node {t.node_rank}",
+        ),
+    )
+    problems = [text for wrong, text in tests if wrong]
+    if t.launcher not in ("torchrun", "plain"):
+        other = number(env, "WORLD_SIZE", least=1, default=t.world_size)
+        if other != t.world_size:
+            problems.append(f"WORLD_SIZE={other}, but {t.launcher} started {t.world_size} ranks")
+    return problems
+
+
+def _why(t: Topology, env: Mapping[str, str]) -> str:
+    if t.launcher == "torchrun" and t.local_rank == 0:
+        return " (torchrun --virtual-local-rank hides the local rank: leave it out)"
+    if t.launcher == "plain" and "LOCAL_WORLD_SIZE" not in env:
+        return " (LOCAL_WORLD_SIZE is not set, so all ranks were taken to be on one node)"
+    return ""
+
+
+def _found(env: Mapping[str, str]) -> str:
+    shown = [f"{name}={_short(env[name])}" for name in sorted(env) if _MATTERS.match(name)]
+    return ", ".join(shown) or "nothing else"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."

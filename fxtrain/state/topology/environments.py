@@ -1,0 +1,184 @@
+"""From environment variables to a topology: one pure reader per launcher."""
+
+import zlib
+from collections.abc import Callable, Mapping
+
+import attrs
+
+from fxtrain._errors import ContextError
+from fxtrain.state.topology.checks import number, settle, spread
+from fxtrain.state.topology.detection import Topology
+from fxtrain.state.topology.slurm import in_step, read_slurm, step_size
+
+__all__ = ["read_topology"]
+
+_Env = Mapping[str, str]
+
+_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+_RANKS = ("PMI_RANK", "MV2_COMM_WORLD_RANK", "PALS_RANKID")
+_SIZES = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_LOCAL_RANKS = (
+    "MPI_LOCALRANKID",  # MPICH and Intel MPI
+    "PMI_LOCAL_RANK",  # Cray
+    "PALS_LOCAL_RANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+)
+_LOCAL_SIZES = (
+    "MPI_LOCALNRANKS",
+    "PMI_LOCAL_SIZE",
+    "PALS_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
+_PORT = 29_500  # torch's own
+
+
+def read_topology(env: Mapping[str, str]) -> Topology:
+    """Find this rank's place in the variables that a launcher left.
+
+    The first of these that is there counts:
+
+    1. RANK and WORLD_SIZE, from torchrun or set by hand, since torchrun often runs inside a
+       scheduler. Without LOCAL_RANK every rank has a node to itself.
+    2. Open MPI's, MPICH's, Intel MPI's, MVAPICH's and PALS's variables, unless they only
+       repeat what SLURM says of its step.
+    3. SLURM's, in a process that srun started.
+    4. PJRT's, for the hosts and processes of a TPU.
+
+    MASTER_ADDR and MASTER_PORT win over what is derived from a scheduler. To run alone inside
+    one, set RANK=0 and WORLD_SIZE=1.
+
+    Args:
+        env: Variables by name; not changed.
+
+    Raises:
+        ContextError: variables are missing, contradict each other, or are not numbers in
+            range; the message names them and what was found.
+
+    Example:
+        >>> from fxtrain.state import read_topology
+        >>> read_topology({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+        ...                "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        ...                "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}).launcher
+        'openmpi'
+    """
+    for present, read in _READERS:
+        if present(env):
+            return settle(read(env), env)
+    return Topology()
+
+
+def _torch_like(env: _Env) -> Topology:
+    """torchrun's variables; DeepSpeed's launcher and Ray call some of them otherwise."""
+    elastic = "TORCHELASTIC_RUN_ID" in env
+    rank, world_size = number(env, "RANK"), number(env, "WORLD_SIZE", least=1)
+    one_node = world_size if elastic or "LOCAL_RANK" in env else 1
+    local_world = number(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", least=1, default=one_node)
+    topology = Topology(
+        rank=rank,
+        world_size=world_size,
+        local_rank=number(env, "LOCAL_RANK", default=rank % local_world),
+        local_world_size=local_world,
+        launcher="torchrun" if elastic else "plain",
+        main_address="",
+        store_is_served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
+    )
+    guess = spread(topology)
+    node_rank = number(env, "GROUP_RANK", "NODE_RANK", "CROSS_RANK", default=guess.node_rank)
+    nodes = number(env, "GROUP_WORLD_SIZE", "CROSS_SIZE", least=1, default=guess.num_nodes)
+    return attrs.evolve(topology, node_rank=node_rank, num_nodes=nodes)
+
+
+def _open_mpi(env: _Env) -> Topology:
+    rank, size = _OPEN_MPI
+    local = ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)
+    return _mpi(env, "openmpi", (rank,), (size,), *local)
+
+
+def _mpich(env: _Env) -> Topology:
+    return _mpi(env, "mpich", _RANKS, _SIZES, _LOCAL_RANKS, _LOCAL_SIZES)
+
+
+def _mpi(
+    env: _Env,
+    launcher: str,
+    ranks: tuple[str, ...],
+    sizes: tuple[str, ...],
+    local_ranks: tuple[str, ...],
+    local_sizes: tuple[str, ...],
+) -> Topology:
+    world_size = number(env, *sizes, least=1)
+    alone = 1 if world_size == 1 else None
+    topology = spread(
+        Topology(
+            rank=number(env, *ranks),
+            world_size=world_size,
+            local_rank=number(env, *local_ranks, default=alone and 0),
+            local_world_size=number(env, *local_sizes, least=1, default=alone),
+            launcher=launcher,
+            main_address="",
+        )
+    )
+    # mpirun names the job for all of its ranks; without that, one job per machine.
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
+    named = 10_000 + zlib.crc32(job.encode()) % 19_000 if job else 0
+    port = named or (_PORT if topology.num_nodes == 1 else 0)
+    return attrs.evolve(topology, main_port=port if world_size > 1 else 0)
+
+
+def _pjrt(env: _Env) -> Topology:
+    """One process per TPU host, or several where torch_xla started them."""
+    slices = number(env, "MEGASCALE_NUM_SLICES", least=1, default=1)
+    if slices > 1:
+        raise ContextError(
+            f"MEGASCALE_NUM_SLICES={slices}: PJRT's variables describe one slice only. Set RANK, "
+            f"WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process of all slices."
+        )
+    names = ("PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT")
+    both = None if any(name in env for name in names) else 1
+    local_rank = number(env, names[0], default=both and 0)
+    local_world = number(env, names[1], least=1, default=both)
+    hosts = [host.strip() for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",")]
+    hosts = [host for host in hosts if host]
+    node_rank = number(env, "TPU_WORKER_ID", default=0 if len(hosts) < 2 else None)
+    num_nodes = max(1, len(hosts))
+    return Topology(
+        rank=node_rank * local_world + local_rank,
+        world_size=num_nodes * local_world,
+        local_rank=local_rank,
+        local_world_size=local_world,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        launcher="pjrt",
+        main_address=hosts[0] if len(hosts) > 1 else "",
+        # Not 8476 or 12355, where libtpu and torch_xla meet.
+        main_port=_PORT if num_nodes * local_world > 1 else 0,
+    )
+
+
+def _is_step(env: _Env) -> bool:
+    """Whether SLURM started the ranks, be it with variables of an MPI for them.
+
+    mpirun inside a job has srun start one helper per node, whose step its ranks inherit;
+    then the two differ.
+    """
+    ranks, sizes = (_OPEN_MPI[0], *_RANKS), (_OPEN_MPI[1], *_SIZES)
+    return (
+        in_step(env)
+        and all(env[name] == env["SLURM_PROCID"] for name in ranks if name in env)
+        and all(env[name] == step_size(env) for name in sizes if name in env)
+    )
+
+
+def _has(*names: str) -> Callable[[_Env], bool]:
+    return lambda env: any(name in env for name in names)
+
+
+_READERS: tuple[tuple[Callable[[_Env], bool], Callable[[_Env], Topology]], ...] = (
+    (_has("RANK"), _torch_like),
+    (_is_step, read_slurm),
+    (_has(*_OPEN_MPI), _open_mpi),
+    (_has(*_RANKS, *_SIZES), _mpich),
+    (_has("PJRT_DEVICE"), _pjrt),
+    (_has("WORLD_SIZE"), _torch_like),  # job scripts often set it for what srun starts
+)

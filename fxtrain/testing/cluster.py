@@ -1,0 +1,256 @@
+"""A pool of real ranks: worker processes joined by gloo, kept for many short calls."""
+
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import attrs
+
+from fxtrain._errors import CollectiveError
+from fxtrain._secret import SECRET, fresh_secret
+from fxtrain.launch.launchers.native.addresses import loopback_route
+from fxtrain.testing.starting import starter
+from fxtrain.testing.worker import CONNECTED, LOADED, work
+
+__all__ = ["Cluster", "RankFailure", "free_port"]
+
+_START_S = 90.0
+# What a failure most likely is: the cause, or the echo of what failed on another rank.
+_ENDED, _RAISED, _SILENT, _ECHO = range(4)
+
+
+class RankFailure(Exception):
+    """Ranks of a pool failed, did not answer in time, or gave what cannot be read."""
+
+
+@attrs.frozen(kw_only=True)
+class _Outcome:
+    """What one rank made of a call; an error in `value` was raised if `failed`."""
+
+    value: Any
+    words: str = ""
+    failed: bool = True
+    healthy: bool = False
+    order: int = _RAISED
+
+
+class Cluster:
+    """World-size worker processes that run module-level functions on all ranks at once.
+
+    Workers start at the first call and again after a failure: only after a CollectiveError
+    that left the ranks able to talk do they stay. Each runs `fn(ctx, *args)` with a connected
+    context, and may have child processes, such as the workers of a `DataLoader`.
+
+    Args:
+        n: Ranks.
+        timeout_s: Group timeout of the ranks' context, in seconds.
+        call_s: Longest time for one call, in seconds; then the workers are killed.
+        device: Where the ranks compute.
+        env: Variables of their processes, beside those of this one.
+        keep_groups: Leave open what process groups a call opened and did not close, for
+            libraries that keep theirs per process.
+
+    Effects:
+        The first call starts Python's fork server on Linux, which has torch loaded, so that
+        later pools start within a fraction of a second.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        *,
+        timeout_s: float = 5.0,
+        call_s: float = 40.0,
+        device: str = "cpu",
+        env: Mapping[str, str] | None = None,
+        keep_groups: bool = False,
+    ) -> None:
+        self.n = n
+        self.timeout_s = timeout_s
+        self._call_s = call_s
+        self._device, self._env, self._keep_groups = device, dict(env or {}), keep_groups
+        self._calls = LOADED
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `fn(ctx, *args)` on every rank and return the results by rank.
+
+        Raises:
+            The error of a rank that failed, with its traceback and the other ranks' errors as
+            notes; RankFailure if a rank died, did not answer, or gave what does not pickle.
+        """
+        outcomes = self._call(fn, args)
+        failures = [rank for rank, outcome in enumerate(outcomes) if outcome.failed]
+        if not failures:
+            return [outcome.value for outcome in outcomes]
+        self.close()
+        first = min(failures, key=lambda rank: outcomes[rank].order)
+        error: BaseException = outcomes[first].value
+        for rank in failures:
+            if rank != first:
+                error.add_note(f"Also, on rank {rank} of {self.n}: {outcomes[rank].words}")
+        raise error
+
+    def outcomes(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Like `run`, but a rank that failed gives its exception as its result."""
+        return [outcome.value for outcome in self._call(fn, args)]
+
+    def close(self) -> None:
+        """End the workers, and what they started."""
+        for process, pipe in self._workers:
+            pipe.close()
+            _kill(process)
+        for process, _ in self._workers:
+            process.join(10)
+            process.close()
+        self._workers = []
+
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[_Outcome]:
+        try:
+            call = pickle.dumps((fn, args))
+        except Exception as error:
+            raise TypeError(
+                f"{fn!r} and its arguments travel to other processes, so they have to pickle; "
+                f"define the function at module level. {error}"
+            ) from error
+        if not self._workers:
+            self._start()
+        self._calls += 1
+        request = pickle.dumps((self._calls, call))
+        try:
+            for _, pipe in self._workers:
+                _send(pipe, request)
+            outcomes = self._collect(self._call_s)
+        except BaseException:  # Ctrl-C or a test's timeout: answers are still on their way
+            self.close()
+            raise
+        if not all(outcome.healthy for outcome in outcomes):
+            self.close()
+        return outcomes
+
+    def _collect(self, within_s: float) -> list[_Outcome]:
+        deadline = time.monotonic() + within_s
+        outcomes: dict[int, _Outcome] = {}
+        # A rank that ends closes its pipe, but workers of its loaders may keep it open.
+        signs = [(process.sentinel, pipe) for process, pipe in self._workers]
+        while len(outcomes) < self.n:
+            waiting: dict[Any, int] = {
+                sign: rank
+                for rank, both in enumerate(signs)
+                for sign in both
+                if rank not in outcomes
+            }
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                silent = f"It did not answer within {within_s:g} s and was killed"
+                missing = sorted(set(range(self.n)) - outcomes.keys())
+                outcomes |= {rank: self._failure(rank, silent, _SILENT) for rank in missing}
+            for rank in {waiting[sign] for sign in ready}:
+                outcomes[rank] = self._answered(rank)
+        return [outcomes[rank] for rank in range(self.n)]
+
+    def _answered(self, rank: int) -> _Outcome:
+        """What a rank says that has answered or ended."""
+        pipe = self._workers[rank][1]
+        try:
+            answer = pipe.recv_bytes() if pipe.poll() else None
+        except (EOFError, OSError):
+            answer = None
+        if answer is None:
+            return self._failure(rank, self._ending(rank), _ENDED)
+        return self._read(rank, answer)
+
+    def _read(self, rank: int, answer: bytes) -> _Outcome:
+        number, returned, healthy, body, words, trace = pickle.loads(answer)
+        if number != self._calls:
+            return self._failure(rank, f"It answered call {number} in call {self._calls}", _ENDED)
+        if body is None:
+            return self._failure(rank, words, _ENDED, trace)
+        try:
+            value = pickle.loads(body)
+        except Exception:
+            here = trace or traceback.format_exc()
+            return self._failure(rank, f"{words} (which does not unpickle here)", _ENDED, here)
+        if returned:
+            return _Outcome(value=value, words=words, failed=False, healthy=healthy)
+        value.add_note(f"On rank {rank} of {self.n}:\n{trace}")
+        order = _ECHO if isinstance(value, CollectiveError) else _RAISED
+        return _Outcome(value=value, words=words, healthy=healthy, order=order)
+
+    def _failure(self, rank: int, words: str, order: int, trace: str = "") -> _Outcome:
+        error = RankFailure(f"Rank {rank} of {self.n}: {words}.")
+        if trace:
+            error.add_note(f"On rank {rank} of {self.n}:\n{trace}")
+        return _Outcome(value=error, words=words, order=order)
+
+    def _ending(self, rank: int) -> str:
+        process = self._workers[rank][0]
+        process.join(5)
+        code = process.exitcode
+        if code is None:
+            return "It closed its pipe"
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return f"Its process ended {how}"
+
+    def _start(self) -> None:
+        method = starter()
+        # Only these workers reach each other, and only on this machine.
+        own = {SECRET: fresh_secret(), **loopback_route().env, **self._env}
+        for rank in range(self.n):
+            here, there = method.Pipe()
+            process = method.Process(
+                target=work,
+                args=(
+                    *(rank, self.n, self.timeout_s, there, list(sys.path), dict(os.environ)),
+                    *(self._device, own, self._keep_groups),
+                ),
+                daemon=True,
+            )
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+        try:
+            self._started(LOADED)
+            port = str(free_port()).encode()
+            for _, pipe in self._workers:
+                _send(pipe, port)
+            self._started(CONNECTED)
+        except BaseException:
+            self.close()
+            raise
+
+    def _started(self, stage: int) -> None:
+        self._calls = stage
+        failed = [outcome.value for outcome in self._collect(_START_S) if outcome.failed]
+        if failed:
+            raise RankFailure(f"The ranks of a pool did not start: {failed[0]}") from failed[0]
+
+
+def _kill(process: Any) -> None:
+    """End a rank and its children: workers of a loader would look for their parent in vain."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (AttributeError, ProcessLookupError):  # on Windows; or it has only begun, or ended
+        process.kill()
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _send(pipe: Connection, request: bytes) -> None:
+    """Send a call; that a rank is gone shows when its answer is read."""
+    try:
+        pipe.send_bytes(request)
+    except (BrokenPipeError, ConnectionResetError):
+        return

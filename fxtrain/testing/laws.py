@@ -1,0 +1,275 @@
+"""Laws that hold for every strategy: what a run computes does not depend on how it is spread.
+
+A law is a function of a pool of ranks, a plan, a mesh and terms that raises AssertionError. The
+truth is a loop on torch alone, in the calling process, over the same rows in one batch.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from fxtrain.backends import unwrap, wrap
+from fxtrain.state import LossScale, Mesh, Plan, Precision, resolve_mesh
+from fxtrain.testing.cluster import Cluster
+from fxtrain.testing.training import (
+    Run,
+    Task,
+    backward_once,
+    by_hand,
+    new_model,
+    on_mesh,
+    on_ranks,
+    sgd,
+    stopped_and_resumed,
+    token_rows,
+)
+
+__all__ = ["LAWS", "Law", "Terms"]
+
+Law = Callable[..., None]
+
+
+@attrs.frozen(kw_only=True)
+class Terms:
+    """What a strategy is held to, where its engine can do less than torch.
+
+    Attributes:
+        dtype: Of the model, for laws that do not choose one.
+        rtol: Largest relative difference from the loop by hand.
+        atol: Largest absolute one, of parameters.
+        clip_value: It clips single entries.
+        fp16: It scales losses on the pool's device.
+        exact: At one rank no bit differs from the loop by hand; else what is true of several.
+
+    Example:
+        >>> import torch
+        >>> from fxtrain.testing import Terms
+        >>> Terms(dtype=torch.float32, rtol=1e-4, atol=1e-5, clip_value=False).fp16
+        True
+    """
+
+    dtype: torch.dtype = torch.float64
+    rtol: float = 1e-9
+    atol: float = 1e-11
+    clip_value: bool = True
+    fp16: bool = True
+    exact: bool = True
+
+
+_TERMS = Terms()
+
+
+def same_as_one_process(
+    ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
+) -> None:
+    """The losses and parameters of several updates are those of one process."""
+    _agrees(ranks, Task(plan=plan, mesh=mesh), terms)
+
+
+def same_in_micro_batches(
+    ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
+) -> None:
+    """Several micro-batches give the update of one batch, whenever gradients are reduced."""
+    for sync_each in (False, True):
+        several = attrs.evolve(plan, accumulate=3, sync_each=sync_each)
+        _agrees(ranks, Task(plan=several, mesh=mesh), terms)
+
+
+def same_by_tokens(
+    ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
+) -> None:
+    """A mean over tokens is one mean, however many of them a rank or micro-batch holds."""
+    for accumulate in (1, 2):
+        several = attrs.evolve(plan, accumulate=accumulate)
+        _agrees(ranks, Task(plan=several, mesh=mesh, weighted=True), terms)
+
+
+def same_clipped(
+    ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
+) -> None:
+    """Norms are those of whole gradients, and so is what clipping leaves."""
+    entries = 0.004 if terms.clip_value else None
+    clipped = attrs.evolve(plan, clip_norm=0.05, clip_value=entries)
+    runs = _agrees(ranks, Task(plan=clipped, mesh=mesh), terms)
+    assert all(run.norms == runs[0].norms for run in runs), "ranks report different norms"
+    assert min(runs[0].norms) > 0.05, "nothing was clipped"
+
+
+def frozen_and_tied_stay(
+    ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
+) -> None:
+    """A frozen parameter keeps its values, and two tied ones stay one."""
+    task = Task(plan=plan, mesh=mesh, frozen=True, dtype=terms.dtype)
+    start = new_model(task).get_parameter("position")
+    for run in _agrees(ranks, task, terms):
+        assert torch.equal(run.parameters["position"], start), "a frozen parameter moved"
+        assert run.tied, "the head and the embedding came apart"
+
+
+def overflow_skips_everywhere(
+    ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
+) -> None:
+    """One entry of one rank's gradient overflows: no rank updates, and all lower the scale.
+
+    Holds of itself without fp16.
+    """
+    if not terms.fp16:
+        return
+    scale = LossScale(initial=2.0**10)
+    halves = attrs.evolve(plan, precision=Precision(compute="fp16", scale=scale))
+    task = Task(plan=halves, mesh=mesh, dtype=torch.float32, poke_at=2)
+    runs = ranks.run(on_ranks, task)
+    for run in runs:
+        assert run.applied == [True, False, True], f"updates ran: {run.applied}"
+        assert run.scale == 2.0**9, f"the loss scale is {run.scale}"
+        for name, value in run.parameters.items():
+            assert torch.isfinite(value).all(), f"{name} is not finite"
+            assert torch.equal(value, runs[0].parameters[name]), f"{name} differs between ranks"
+
+
+def non_finite_skips_everywhere(
+    ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
+) -> None:
+    """An update to which one rank brings a gradient that is not finite never was."""
+    skipping = attrs.evolve(plan, nonfinite="skip")
+    _agrees(ranks, Task(plan=skipping, mesh=mesh, poke_at=2, poke=1e300), terms)
+
+
+def resumes_where_it_stopped(
+    ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
+) -> None:
+    """A run that was saved goes on elsewhere bit for bit: losses, parameters, optimizer."""
+    task = Task(plan=plan, mesh=mesh, dtype=terms.dtype)
+    with tempfile.TemporaryDirectory(prefix="fxtrain-laws-") as folder:
+        runs = ranks.run(stopped_and_resumed, task, folder)
+    for whole, rest in runs:
+        half = whole.losses[len(whole.losses) // 2 :]
+        assert rest.losses == half, f"losses are {rest.losses}, without a stop {half}"
+        for name, value in whole.parameters.items():
+            assert torch.equal(rest.parameters[name], value), f"{name} differs after going on"
+
+
+def whole_weights_change_nothing(
+    ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
+) -> None:
+    """Whole weights are the run's, and a run that takes them out at any time is the same run."""
+    task = Task(plan=attrs.evolve(plan, accumulate=2), mesh=mesh, dtype=terms.dtype)
+    runs = ranks.run(on_ranks, task)
+    for run, looked in zip(runs, ranks.run(on_ranks, attrs.evolve(task, look=True)), strict=True):
+        assert looked.losses == run.losses, (
+            f"losses are {looked.losses}, without a look {run.losses}"
+        )
+        for name, value in run.parameters.items():
+            assert torch.equal(looked.parameters[name], value), f"{name} differs after a look"
+            assert torch.equal(looked.seen[name], value), f"{name} was another when looked at"
+
+
+def one_rank_is_the_loop(
+    ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
+) -> None:
+    """At one rank a plan changes no bit. Holds of itself on pools of several ranks."""
+    if ranks.n > 1:
+        return
+    task = Task(plan=attrs.evolve(plan, clip_norm=0.05), mesh=mesh, dtype=terms.dtype)
+    if not terms.exact:
+        _agrees(ranks, task, terms)
+        return
+    (run,), wanted = ranks.run(on_ranks, task), by_hand(task, 1)
+    assert run.losses == wanted.losses, f"losses {run.losses}, by hand {wanted.losses}"
+    assert run.norms == wanted.norms, f"norms {run.norms}, by hand {wanted.norms}"
+    for name, value in wanted.parameters.items():
+        assert torch.equal(run.parameters[name], value), f"{name} differs from the loop by hand"
+
+
+def unwrap_gives_the_module_back(
+    ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
+) -> None:
+    """After unwrap the module is the user's again: classes, hooks, names, whole values, ties."""
+    for changes in ranks.run(_unwrapped, Task(plan=plan, mesh=mesh, dtype=terms.dtype)):
+        assert not changes, "after unwrap: " + ", ".join(changes)
+
+
+LAWS: tuple[Law, ...] = (
+    same_as_one_process,
+    same_in_micro_batches,
+    same_by_tokens,
+    same_clipped,
+    frozen_and_tied_stay,
+    overflow_skips_everywhere,
+    non_finite_skips_everywhere,
+    resumes_where_it_stopped,
+    whole_weights_change_nothing,
+    one_rank_is_the_loop,
+    unwrap_gives_the_module_back,
+)
+
+
+def _agrees(ranks: Cluster, task: Task, terms: Terms) -> list[Run]:
+    """Compare a run on ranks with the one by hand; what the ranks got."""
+    task = attrs.evolve(task, dtype=terms.dtype)
+    mesh = resolve_mesh(task.mesh or Mesh(), ranks.n)
+    wanted = by_hand(task, mesh.replicate * mesh.shard)
+    runs: list[Run] = ranks.run(on_ranks, task)
+    for rank, run in enumerate(runs):
+        _same(run, wanted, terms, f"rank {rank} of {ranks.n}")
+    return runs
+
+
+def _same(run: Run, wanted: Run, terms: Terms, where: str) -> None:
+    assert run.applied == wanted.applied, f"{where}: updates ran: {run.applied}"
+    for what in ("losses", "norms"):
+        got, right = getattr(run, what), getattr(wanted, what)
+        same = len(got) == len(right) and all(
+            math.isclose(a, b, rel_tol=terms.rtol) for a, b in zip(got, right, strict=True)
+        )
+        assert same, f"{where}: {what} are {got}, by hand {right}"
+    assert run.parameters.keys() == wanted.parameters.keys(), f"{where}: other names"
+    for name, value in wanted.parameters.items():
+        got = run.parameters[name]
+        assert torch.allclose(got, value, rtol=terms.rtol, atol=terms.atol), (
+            f"{where}, {name}: off by {float((got - value).abs().max()):g}"
+        )
+
+
+def _unwrapped(ctx: Any, task: Task) -> list[str]:
+    with on_mesh(ctx, task.mesh) as placed:
+        module = new_model(task)
+        before = _anatomy(module)
+        model = wrap(module, placed, task.plan, optimizer=sgd)
+        tokens, _ = token_rows(2)
+        backward_once(placed, model)
+        if unwrap(model) is not module:
+            return ["it is another module"]
+        after = _anatomy(module)
+        changes = [what for what in before if before[what] != after[what]]
+        if module.head.weight is not module.embed.weight:
+            changes.append("ties")
+        fresh = new_model(task)
+        module.to("cpu")
+        same = torch.equal(module(tokens[:, :-1]), fresh(tokens[:, :-1]))
+        if not same:
+            changes.append("values")
+        again = unwrap(wrap(module, placed, task.plan)).to("cpu")
+        if not torch.equal(again(tokens[:, :-1]), fresh(tokens[:, :-1])):
+            changes.append("values after wrapping again")
+        return changes
+
+
+def _anatomy(module: nn.Module) -> dict[str, Any]:
+    """What unwrap must restore, in values that compare."""
+    parts = dict(module.named_modules())
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return {
+        "classes": {name: type(part).__name__ for name, part in parts.items()},
+        "hooks": {
+            name: [len(getattr(part, kind)) for kind in hooks] for name, part in parts.items()
+        },
+        "attributes": {name: sorted(vars(part)) for name, part in parts.items()},
+        "parameters": [(n, type(p), tuple(p.shape), p.dtype) for n, p in module.named_parameters()],
+        "state dict": list(module.state_dict()),
+    }

@@ -1,0 +1,261 @@
+"""Runs of the small transformer that laws compare: on ranks under a plan, and by hand."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fxtrain import ops
+from fxtrain.backends import gathered, unwrap, weights, wrap
+from fxtrain.checkpoint import restore, save
+from fxtrain.data import shard
+from fxtrain.loop import StepFns, step
+from fxtrain.state import DistContext, Mesh, Plan, Report, Share, Weighted, Wrapped
+from fxtrain.testing.transformer import Transformer
+
+__all__ = [
+    "Run",
+    "Task",
+    "backward_once",
+    "by_hand",
+    "new_model",
+    "on_mesh",
+    "on_ranks",
+    "sgd",
+    "stopped_and_resumed",
+    "token_rows",
+]
+
+_UPDATES = 3
+
+
+@attrs.frozen(kw_only=True)
+class Task:
+    """One training run of the small transformer, by hand or under a plan.
+
+    Attributes:
+        plan: How; the loop by hand reads its accumulation and clipping.
+        mesh: Ranks per axis; None leaves the ranks as they are.
+        size: Rows of a rank's micro-batch.
+        weighted: Average over tokens, of which rows hold different numbers.
+        seed: Of the model's values; ranks other than 0 start from other ones.
+        frozen: Whether one parameter is frozen.
+        dtype: Of the model.
+        poke_at: Update, counted from 1, at which the last data rank overflows one entry of a
+            gradient.
+        poke: What that entry is multiplied by: 3e38 is finite in fp32, but not under a loss
+            scale; 1e300 is in float64 only.
+        look: Take whole weights out after every micro-batch, and lend the module out.
+    """
+
+    plan: Plan
+    mesh: Mesh | None = None
+    size: int = 2
+    weighted: bool = False
+    seed: int = 0
+    frozen: bool = False
+    dtype: torch.dtype = torch.float64
+    poke_at: int | None = None
+    poke: float = 3e38
+    look: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class Run:
+    """What came of a task.
+
+    Attributes:
+        losses: Mean loss over all rows, or tokens, of every update.
+        norms: Total gradient norm of every update, if the plan clips.
+        applied: Whether each update ran.
+        parameters: Name to value, whole.
+        tied: Whether the head and the embedding are one parameter while wrapped.
+        scale: Loss scale at the end; None without one.
+        seen: Whole weights after the last micro-batch, if the task looks at them.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    applied: list[bool]
+    parameters: dict[str, Tensor]
+    tied: bool = True
+    scale: float | None = None
+    seen: dict[str, Tensor] = attrs.field(factory=dict)
+
+
+def on_ranks(ctx: Any, task: Task) -> Run:
+    """Train under the task's plan; runs on every rank of a pool."""
+    with on_mesh(ctx, task.mesh) as placed:
+        return _trained(placed, ctx.rank, task)
+
+
+def stopped_and_resumed(ctx: Any, task: Task, folder: str) -> tuple[Run, Run]:
+    """Train and save halfway; then go on from there with a model of other values."""
+    with on_mesh(ctx, task.mesh) as placed:
+        whole = _trained(placed, ctx.rank, task, save_to=folder)
+        other = attrs.evolve(task, seed=task.seed + 100)
+        return whole, _trained(placed, ctx.rank, other, start_from=folder)
+
+
+def _trained(
+    placed: DistContext, rank: int, task: Task, *, save_to: str = "", start_from: str = ""
+) -> Run:
+    data = placed.axis("data")
+    own = attrs.evolve(task, seed=task.seed + rank)
+    model = wrap(new_model(own), placed, task.plan, optimizer=sgd)
+    tokens, mask = token_rows(_count(task, data.world_size))
+    table = TensorDataset(tokens[:, :-1], tokens[:, 1:], mask)
+    loader = shard(DataLoader(table, batch_size=task.size), placed, task.plan)
+    if start_from:
+        loader = loader.at(restore(start_from, placed, model).position)
+    poked = task.poke_at if data.is_last else None
+    fns = StepFns(model=model, loss=_loss(task, poked))
+    reports: list[Report] = []
+    seen: dict[str, Tensor] = {}
+    for epoch in loader.epochs(1):
+        for batch in epoch:
+            reports.append(step(placed, batch, fns))
+            now = reports[-1].position
+            if task.look:
+                seen = _whole_weights(model)
+            if save_to and now.micro == 0 and now.updates == _UPDATES // 2:
+                save(save_to, placed, model, position=now)
+    return attrs.evolve(_result(task, model, reports), seen=seen)
+
+
+def _whole_weights(model: Wrapped) -> dict[str, Tensor]:
+    """What `weights` gives, once `gathered` was seen to give the same; spoils what is lent."""
+    seen = dict(weights(model, device="cpu"))
+    with gathered(model) as module, torch.no_grad():
+        lent = module.state_dict()
+        assert list(lent) == list(seen), f"the module has {list(lent)}, weights {list(seen)}"
+        for name, value in lent.items():
+            assert torch.equal(value.cpu(), seen[name]), f"{name} is another in the module"
+        for value in lent.values():
+            value.zero_()
+        module.eval()
+    return seen
+
+
+def _result(task: Task, model: Wrapped, reports: list[Report]) -> Run:
+    """What the ranks say together; ends the wrapping."""
+    losses = model.ctx.axis("loss")
+    totals = torch.stack([_total(report) for report in reports])
+    totals = ops.reduce(totals, losses, op="sum").unflatten(0, (-1, task.plan.accumulate)).sum(1)
+    names = model.module.named_parameters(remove_duplicate=False)
+    held = {name: id(parameter) for name, parameter in names}
+    tied = held.get("head.weight") == held.get("embed.weight")
+    scale = None if model.scaler is None else model.scaler.get_scale()
+    whole = unwrap(model)
+    return Run(
+        losses=(totals[:, 0] / totals[:, 1]).tolist(),
+        norms=[float(r.grad_norm) for r in reports if r.grad_norm is not None],
+        applied=[report.applied for report in reports if report.position.micro == 0],
+        parameters={n: p.detach().cpu().clone() for n, p in whole.named_parameters()},
+        tied=tied,
+        scale=scale,
+    )
+
+
+def backward_once(placed: DistContext, model: Any) -> None:
+    """Forward and backward of one batch, without an update."""
+
+    def grade(model: Any, batch: Any) -> Share:
+        loss = model(batch[0]).sum()
+        return Share(loss=loss, mean=loss.detach(), weight=1)
+
+    tokens, _ = token_rows(4 * placed.axis("data").world_size)
+    loader = DataLoader(TensorDataset(tokens[:, :-1]), batch_size=4)
+    batch = next(iter(shard(loader, placed, model.plan)))
+    model.strategy.run(model, batch, grade, True)  # noqa: FBT003 - as the step does
+
+
+def by_hand(task: Task, data_ranks: int) -> Run:
+    """The same training in one process on torch alone, each update in one batch.
+
+    The update at which the task overflows a gradient is left out.
+    """
+    model = new_model(task)
+    optimizer = sgd([p for p in model.parameters() if p.requires_grad])
+    tokens, mask = token_rows(_count(task, data_ranks))
+    stride = len(tokens) // _UPDATES
+    losses: list[float] = []
+    norms: list[float] = []
+    applied = [update != task.poke_at for update in range(1, _UPDATES + 1)]
+    for apply, low in zip(applied, range(0, len(tokens), stride), strict=True):
+        rows = tokens[low : low + stride]
+        each, kept = _token_losses(model, rows[:, :-1], rows[:, 1:], mask[low : low + stride])
+        loss = (each * kept).sum() / kept.sum() if task.weighted else each.mean()
+        loss.backward()
+        if task.plan.clip_norm is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), task.plan.clip_norm)
+            norms.append(float(norm))
+        if task.plan.clip_value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), task.plan.clip_value)
+        if apply:
+            optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    return Run(losses=losses, norms=norms, applied=applied, parameters=parameters)
+
+
+@contextmanager
+def on_mesh(ctx: Any, mesh: Mesh | None) -> Iterator[DistContext]:
+    """The context of the same ranks with a mesh, whose groups are closed afterwards."""
+    if mesh is None:
+        yield ctx
+        return
+    kind, wait_s = ctx.device.type, ctx.comm.timeout_s
+    with ops.detect({}, device=kind, mesh=mesh, timeout_s=wait_s) as placed:
+        yield placed
+
+
+def new_model(task: Task) -> Transformer:
+    return Transformer(seed=task.seed, frozen=task.frozen, dtype=task.dtype)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    # Not Adam, which turns rounding of a gradient near zero into a whole step.
+    return torch.optim.SGD(params, lr=0.3, momentum=0.8)
+
+
+def _count(task: Task, data_ranks: int) -> int:
+    return _UPDATES * task.plan.accumulate * task.size * data_ranks
+
+
+def token_rows(count: int) -> tuple[Tensor, Tensor]:
+    """Token rows, and which of their targets count: a different number in every row."""
+    generator = torch.Generator().manual_seed(count)
+    shape = (count, Transformer.LENGTH + 1)
+    tokens = torch.randint(0, Transformer.VOCABULARY, shape, generator=generator)
+    ends = 1 + torch.arange(count) * 5 % Transformer.LENGTH
+    return tokens, torch.arange(Transformer.LENGTH) < ends[:, None]
+
+
+def _token_losses(
+    model: Any, tokens: Tensor, targets: Tensor, mask: Tensor, poke: float | None = None
+) -> tuple[Tensor, Tensor]:
+    logits = model(tokens, poke) if poke is not None else model(tokens)
+    each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return each, mask.flatten()
+
+
+def _loss(task: Task, poke_at: int | None) -> Callable[[Any, Any], Any]:
+    def loss(model: Any, batch: Any) -> Any:
+        poke = task.poke if batch.position.updates == poke_at else None
+        tokens, targets, mask = batch
+        each, kept = _token_losses(model, tokens, targets, mask, poke)
+        return Weighted((each * kept).sum(), kept.sum()) if task.weighted else each.mean()
+
+    return loss
+
+
+def _total(report: Any) -> Tensor:
+    weight = torch.as_tensor(report.weight, dtype=torch.float64, device=report.loss.device)
+    return torch.stack([report.loss.double() * weight, weight])

@@ -1,0 +1,161 @@
+"""One rank of a pool: the process that carries out calls and answers them."""
+
+import gc
+import multiprocessing
+import os
+import pickle
+import sys
+import traceback
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+__all__ = ["CONNECTED", "LOADED", "work"]
+
+# Numbers of the answers that a rank gives before its first call. Between them it waits for a
+# port: no rank shall wait for another that still imports torch, which may take longer than
+# the group's timeout where the machine is busy.
+LOADED, CONNECTED = range(2)
+
+
+def work(
+    rank: int,
+    n: int,
+    timeout_s: float,
+    pipe: Connection,
+    path: list[str],
+    variables: dict[str, str],
+    device: str,
+    own: dict[str, str],
+    keep_groups: bool,  # noqa: FBT001
+) -> None:
+    """Connect to the other ranks, then answer calls until the pipe closes.
+
+    An answer is a pickled tuple of the number of its call, whether the call returned, whether
+    the ranks can still talk, the pickled result or error (None if that does not pickle), what
+    it is in words, and the traceback. The outer tuple holds plain values only, so the parent
+    can always read it.
+    """
+    _be_a_rank(path, variables | own)
+    import torch
+
+    from fxtrain import ops
+
+    torch.set_num_threads(1)
+    if numpy := sys.modules.get("numpy"):  # which forks would share the state of
+        numpy.random.seed()
+    pipe.send_bytes(_returned(LOADED, None, healthy=True))
+    env = {
+        "RANK": rank,
+        "WORLD_SIZE": n,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": n,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": int(pipe.recv_bytes()),
+    }
+    try:
+        variables = own | {name: str(value) for name, value in env.items()}
+        ctx = ops.detect(variables, device=device, timeout_s=timeout_s)
+    except Exception as error:
+        pipe.send_bytes(_failed(CONNECTED, error, healthy=False))
+        return
+    pipe.send_bytes(_returned(CONNECTED, None, healthy=True))
+    gc.freeze()  # what is there stays; what calls leave is found sooner without it
+    with ctx:
+        while True:
+            try:
+                request = pipe.recv_bytes()
+            except (EOFError, OSError):
+                return
+            before = _groups()
+            answer = _answer(ctx, request)
+            if not keep_groups:
+                _close_others(before, ctx.comm.ledger.opened)
+            pipe.send_bytes(answer)
+
+
+def _be_a_rank(path: list[str], variables: dict[str, str]) -> None:
+    """Make this process what a launched one would be, in a process group of its own."""
+    if sys.platform != "win32":
+        os.setpgrp()
+    # A fork server has the path and variables of the moment when it was started.
+    sys.path[:] = path
+    os.environ.clear()
+    os.environ.update(variables)
+    # Daemons, which their parent ends at exit, must not have children of their own in Python,
+    # and would start them as they were started themselves, which takes seconds.
+    multiprocessing.current_process().daemon = False
+    multiprocessing.set_start_method(None, force=True)
+
+
+def _groups() -> tuple[int, list[Any]]:
+    """How many process groups were ever opened, and those that are open."""
+    from torch.distributed.distributed_c10d import _world
+
+    return _world.group_count, list(_world.pg_map)
+
+
+def _close_others(before: tuple[int, list[Any]], own: list[Any]) -> None:
+    """Close what a call left open: each group of gloo has a thread that wakes 100 times a second.
+
+    Those that the pool's context opened for itself stay, for calls that need them again.
+    """
+    count, there = _groups()
+    if count == before[0]:
+        return
+    from torch import distributed as dist
+
+    from fxtrain.backends.core.device_mesh import forget_meshes
+
+    kept = {id(group) for group in (*before[1], *own)}
+    for group in there:
+        if id(group) not in kept:
+            dist.destroy_process_group(group)
+    forget_meshes()
+    gc.collect()  # closed ones too live on, with their threads, in cycles of models and meshes
+
+
+def _answer(ctx: Any, request: bytes) -> bytes:
+    number, call = pickle.loads(request)
+    try:
+        fn, args = pickle.loads(call)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            # Loaders fork their workers from a rank, which has threads of gloo, as in any run.
+            warnings.filterwarnings(
+                "ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning
+            )
+            # torch.compile looks at the gradients of whatever it traces.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is")
+            value = fn(ctx, *args)
+        return _returned(number, value, healthy=ctx.comm.ledger.broken is None)
+    except BaseException as error:
+        # After its own errors a communicator is usable unless it says that it broke; an
+        # error of another kind may have left the ranks at different calls.
+        from fxtrain._errors import CollectiveError
+
+        healthy = isinstance(error, CollectiveError) and ctx.comm.ledger.broken is None
+        return _failed(number, error, healthy=healthy)
+
+
+def _returned(number: int, value: Any, *, healthy: bool) -> bytes:
+    words = f"its answer, a {type(value).__name__}"
+    try:
+        body = pickle.dumps(value)
+    except Exception:
+        words = f"{words}, does not pickle"
+        return pickle.dumps((number, False, False, None, words, traceback.format_exc()))
+    return pickle.dumps((number, True, healthy, body, words, ""))
+
+
+def _failed(number: int, error: BaseException, *, healthy: bool) -> bytes:
+    trace = traceback.format_exc()
+    words = "".join(traceback.format_exception_only(error)).strip()
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    # Raised again in the parent, these would end the tests.
+    ends = isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit)
+    try:
+        body = None if ends else pickle.dumps(error)
+    except Exception:  # an error with fields that do not pickle
+        body = None
+    return pickle.dumps((number, False, healthy and body is not None, body, words, trace))
