@@ -14,6 +14,7 @@ from fxtrain.launch.fields import options_from
 from fxtrain.launch.flags import FLAGS, Flag, flag_words
 from fxtrain.launch.invocation import Invocation, as_json, show
 from fxtrain.launch.launched_plan import given_plan, plan_variable
+from fxtrain.launch.launcher import Launcher
 from fxtrain.launch.launchers.deepspeed.launcher import DeepSpeedOptions, deepspeed
 from fxtrain.launch.launchers.kubernetes import KubernetesOptions, kubernetes
 from fxtrain.launch.launchers.mpi import MpiOptions, mpi
@@ -29,7 +30,7 @@ from fxtrain.launch.outcome import Ending, Failure, by_cause, describe
 from fxtrain.launch.program import shared_environment
 from fxtrain.launch.rank_reports import keep_tracebacks
 from fxtrain.launch.spec import LaunchSpec, rank_environment
-from fxtrain.launch.table import LAUNCHERS, Launcher, find_launcher, prepare, run
+from fxtrain.launch.table import LAUNCHERS, find_launcher, known_launchers, prepare, run
 from fxtrain.launch.target import check_target
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ __all__ = [
     "flag_words",
     "given_plan",
     "keep_tracebacks",
+    "known_launchers",
     "kubernetes",
     "launch",
     "load_torch",

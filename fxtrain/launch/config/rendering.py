@@ -9,7 +9,7 @@ import attrs
 
 from fxtrain._optional import optional
 from fxtrain.backends import strategies
-from fxtrain.launch import LAUNCHERS, LaunchSpec
+from fxtrain.launch import LaunchSpec, known_launchers
 from fxtrain.launch.config.launch_file import LaunchFile, Section
 from fxtrain.launch.config.overlay import leaves
 from fxtrain.state import Plan, unstructure
@@ -143,7 +143,7 @@ def _names(cls: type) -> list[str]:
 
 
 def _options(launcher: Any) -> Any:
-    row = LAUNCHERS.get(launcher) if isinstance(launcher, str) else None
+    row = known_launchers().get(launcher) if isinstance(launcher, str) else None
     return row.options if row else None
 
 

@@ -11,10 +11,11 @@ from fxtrain._errors import LaunchError
 from fxtrain.launch.fields import at_least, each, launch_record, name_values
 from fxtrain.launch.flags import flag_words
 from fxtrain.launch.invocation import Invocation
+from fxtrain.launch.launcher import PER_NODE, Launcher
 from fxtrain.launch.machine import Machine
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["KubernetesOptions", "kubernetes"]
+__all__ = ["KUBERNETES", "KubernetesOptions", "kubernetes"]
 
 _label = each(
     re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?").fullmatch,
@@ -200,3 +201,13 @@ def _volumes(options: KubernetesOptions) -> tuple[list[Any], list[Any]]:
         volumes.append({"name": "shm", "emptyDir": size})
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     return volumes, mounts
+
+
+KUBERNETES = Launcher(
+    name="kubernetes",
+    help="pods of Kubernetes, as a JobSet or a PyTorchJob",
+    invocation=kubernetes,
+    options=KubernetesOptions,
+    uses=PER_NODE,
+    here=False,
+)

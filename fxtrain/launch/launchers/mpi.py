@@ -8,12 +8,13 @@ from fxtrain._errors import LaunchError
 from fxtrain._secret import SECRET
 from fxtrain.launch.fields import at_least, launch_record
 from fxtrain.launch.invocation import Invocation
+from fxtrain.launch.launcher import MEETING, Launcher
 from fxtrain.launch.machine import Machine
 from fxtrain.launch.process import ERRORS
 from fxtrain.launch.program import rank_command, shared_environment, threads_of
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["MpiOptions", "mpi"]
+__all__ = ["MPI", "MpiOptions", "mpi"]
 
 # Under the names of Open MPI and MPICH; "exclusive" is as many cores as a rank has threads.
 _BINDINGS = {
@@ -134,3 +135,13 @@ def _hydra(spec: LaunchSpec, machine: Machine, kind: str) -> list[str]:
         *(["-iface", options.interface] if options.interface else []),
         *pin,
     ]
+
+
+MPI = Launcher(
+    name="mpi",
+    help="mpirun of Open MPI, MPICH or Intel MPI",
+    invocation=mpi,
+    options=MpiOptions,
+    uses=[*MEETING, "bind", "log_dir"],
+    needs=["mpi", "port"],
+)

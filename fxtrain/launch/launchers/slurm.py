@@ -11,6 +11,7 @@ from fxtrain._errors import LaunchError
 from fxtrain._secret import SECRET
 from fxtrain.launch.fields import at_least, each, launch_record, name_values
 from fxtrain.launch.invocation import Invocation
+from fxtrain.launch.launcher import MEETING, Launcher
 from fxtrain.launch.machine import Machine
 from fxtrain.launch.process import ERRORS
 from fxtrain.launch.program import (
@@ -21,7 +22,7 @@ from fxtrain.launch.program import (
 )
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["SlurmOptions", "slurm"]
+__all__ = ["SLURM", "SlurmOptions", "slurm"]
 
 _BINDINGS = {"node": "ldoms", "socket": "sockets", "exclusive": "cores"}
 _plain = each(re.compile(r"[^\s\"'\\#]+").fullmatch, expected="a word without spaces or quotes")
@@ -200,3 +201,12 @@ while kill -0 "$ranks" 2>/dev/null; do wait "$ranks"; code=$?; done
 if [ -n "$preempted" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"\
 """
+
+
+SLURM = Launcher(
+    name="slurm",
+    help="srun inside a job of SLURM, or else a batch file for sbatch",
+    invocation=slurm,
+    options=SlurmOptions,
+    uses=[*MEETING, "bind", "log_dir"],
+)

@@ -8,6 +8,7 @@ import attrs
 from fxtrain._errors import LaunchError
 from fxtrain.launch.fields import each, launch_record
 from fxtrain.launch.invocation import Invocation
+from fxtrain.launch.launcher import Launcher
 from fxtrain.launch.machine import Machine
 from fxtrain.launch.process import ERRORS
 from fxtrain.launch.program import (
@@ -18,7 +19,7 @@ from fxtrain.launch.program import (
 )
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["TpuPodOptions", "pod_command", "tpu", "tpu_pod"]
+__all__ = ["TPU", "TPU_POD", "TpuPodOptions", "pod_command", "tpu", "tpu_pod"]
 
 _plain = each(re.compile(r"[^\s\"'\\]+").fullmatch, expected="a word without spaces or quotes")
 
@@ -130,3 +131,13 @@ def _check(spec: LaunchSpec) -> None:
         )
     if spec.cpu or spec.gpus or spec.bind != "none":
         raise LaunchError("On a TPU the fields cpu, gpus and bind have no meaning: leave them out.")
+
+
+TPU = Launcher(name="tpu", help="one process for the TPU of this host", invocation=tpu)
+TPU_POD = Launcher(
+    name="tpu-pod",
+    help="the hosts of a TPU pod, through gcloud",
+    invocation=tpu_pod,
+    options=TpuPodOptions,
+    here=False,
+)

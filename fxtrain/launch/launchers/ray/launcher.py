@@ -7,10 +7,11 @@ import attrs
 from fxtrain.launch.fields import at_least, launch_record
 from fxtrain.launch.flags import flag_words
 from fxtrain.launch.invocation import Invocation
+from fxtrain.launch.launcher import PER_NODE, Launcher
 from fxtrain.launch.machine import Machine
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["RayOptions", "ray"]
+__all__ = ["RAY", "RayOptions", "ray"]
 
 _FILE = "fxtrain-launch/ray.json"
 
@@ -67,3 +68,12 @@ def ray(spec: LaunchSpec, machine: Machine) -> Invocation:
         argv=(*before, "-m", "fxtrain.launch.launchers.ray.driver", _FILE),
         files={_FILE: json.dumps(told, indent=2) + "\n"},
     )
+
+
+RAY = Launcher(
+    name="ray",
+    help="the nodes of a Ray cluster",
+    invocation=ray,
+    options=RayOptions,
+    uses=[*PER_NODE, "main_port"],
+)
