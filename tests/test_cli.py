@@ -197,6 +197,15 @@ def test_completion_of_a_shell_calls_this_program(shell, capsys):
     assert f"_FXTRAIN_COMPLETE={shell}_complete" in capsys.readouterr().out
 
 
+def test_records_need_no_torch():
+    code = (
+        "import sys, fxtrain as fx; fx.loads(fx.dumps(fx.Plan(precision='bf16', context=fx.CP())));"
+        "fx.state.read_topology({}); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     "code",
     [

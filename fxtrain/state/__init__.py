@@ -15,7 +15,7 @@ from fxtrain.state.parsing import Format, parse_json, parse_text, unique_keys
 from fxtrain.state.pipeline import PP
 from fxtrain.state.plan import Compile, Data, Plan
 from fxtrain.state.position import Position
-from fxtrain.state.precision import DTYPES, LossScale, Precision
+from fxtrain.state.precision import LossScale, Precision
 from fxtrain.state.record import few, shown
 from fxtrain.state.strategy import (
     Finish,
@@ -46,7 +46,6 @@ __all__ = [
     "CommHook",
     "Compile",
     "DDP",
-    "DTYPES",
     "Data",
     "DeepSpeed",
     "DiLoCo",

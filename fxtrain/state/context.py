@@ -1,17 +1,22 @@
 """The context: which rank this is, of how many, on which device, and whom it can reach."""
 
+from __future__ import annotations
+
+import importlib
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
-import torch
-from torch import distributed as dist
 
 from fxtrain._errors import ContextError, MeshError
 from fxtrain.state.mesh import Mesh
+
+if TYPE_CHECKING:
+    import torch
+    from torch import distributed as dist
 
 __all__ = ["Comm", "DistContext", "Ledger", "check_connected"]
 
@@ -52,7 +57,7 @@ class Ledger:
     routes: dict[Any, Any] = attrs.field(factory=dict)
     opened: list[Any] = attrs.field(factory=list)
     closed: bool = False
-    parts: "weakref.WeakSet[Ledger]" = attrs.field(factory=weakref.WeakSet, repr=False)
+    parts: weakref.WeakSet[Ledger] = attrs.field(factory=weakref.WeakSet, repr=False)
 
     def close(self) -> None:
         """Refuse every later call, of the parts too."""
@@ -114,6 +119,10 @@ class Comm:
             raise found
 
 
+def _cpu() -> torch.device:
+    return importlib.import_module("torch").device("cpu")
+
+
 @attrs.frozen(kw_only=True)
 class DistContext:
     """One rank's place among all ranks, found once and passed to everything.
@@ -139,12 +148,12 @@ class DistContext:
     local_world_size: int = 1
     node_rank: int = 0
     num_nodes: int = 1
-    device: torch.device = attrs.field(factory=lambda: torch.device("cpu"))
+    device: torch.device = attrs.field(factory=_cpu)
     comm: Comm = attrs.field(factory=Comm)
     mesh: Mesh = attrs.field(factory=lambda: Mesh(replicate=1))
     launcher: str = "none"
     devices: int = 1
-    _axes: "Mapping[str, DistContext]" = attrs.field(
+    _axes: Mapping[str, DistContext] = attrs.field(
         factory=lambda: MappingProxyType({}), repr=False, eq=False, alias="axes"
     )
 
@@ -163,7 +172,7 @@ class DistContext:
         """Whether this is the highest rank."""
         return self.rank == self.world_size - 1
 
-    def axis(self, name: str) -> "DistContext":
+    def axis(self, name: str) -> DistContext:
         """The context of one mesh axis: the ranks that differ from this one only in it.
 
         Args:
@@ -194,7 +203,7 @@ class DistContext:
             f"Its axes are data, loss, {', '.join(self.mesh.sizes)}."
         )
 
-    def __enter__(self) -> "DistContext":
+    def __enter__(self) -> DistContext:
         return self
 
     def __exit__(
