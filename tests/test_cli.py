@@ -86,7 +86,7 @@ class Mistake:
 MISTAKES = [
     Mistake(words="launch --ranks 0 train.py", says="whole number of at least 1"),
     Mistake(words="launch --ranks -2 train.py", says="whole number of at least 1"),
-    Mistake(words="launch --restarts -1 train.py", says="0 for none"),
+    Mistake(words="launch --restarts -1 train.py", says="choose a number from 0"),
     Mistake(words="launch trian.py", says="Did you mean train.py?"),
     Mistake(words="launch nowhere/train.py", says="nor its folder"),
     Mistake(words="launch .", says="a folder without a __main__.py"),
@@ -197,12 +197,20 @@ def test_completion_of_a_shell_calls_this_program(shell, capsys):
     assert f"_FXTRAIN_COMPLETE={shell}_complete" in capsys.readouterr().out
 
 
-def test_records_need_no_torch():
-    code = (
-        "import sys, fxtrain as fx; fx.loads(fx.dumps(fx.Plan(precision='bf16', context=fx.CP())));"
-        "fx.state.read_topology({}); sys.exit('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import fxtrain as fx; fx.loads(fx.dumps(fx.Plan(precision='bf16', context=fx.CP())))",
+        "import fxtrain.state as state; state.read_topology({})",
+        "from fxtrain.cli import main; main('launch -c run.toml -n2 --dry train.py'.split())",
+    ],
+)
+def test_plans_and_launch_files_need_no_torch(code, tmp_path):
+    (tmp_path / "run.toml").write_text("[plan]\naccumulate = 2\n[launch]\nlog_dir = 'logs'\n")
+    (tmp_path / "train.py").write_text("")
+    check = f"{code}\nimport sys; sys.exit('torch' in sys.modules)"
+    words = [sys.executable, "-c", check]
+    done = subprocess.run(words, capture_output=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

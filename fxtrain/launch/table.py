@@ -8,7 +8,8 @@ import attrs
 
 from fxtrain._errors import LaunchError
 from fxtrain._installed import with_installed
-from fxtrain.launch.fields import nearest, options_from
+from fxtrain._record import closest
+from fxtrain.launch.fields import options_from
 from fxtrain.launch.invocation import Invocation
 from fxtrain.launch.launcher import COMMON, Launcher
 from fxtrain.launch.launchers.deepspeed.launcher import DEEPSPEED
@@ -71,7 +72,7 @@ def find_launcher(spec: LaunchSpec) -> Launcher:
         if spec.launcher not in known:
             raise LaunchError(
                 f"There is no launcher {spec.launcher!r}."
-                f"{nearest(spec.launcher, tuple(known))} There are: {', '.join(known)}. "
+                f"{closest(spec.launcher, known)} There are: {', '.join(known)}. "
                 f"Choose one of them, or install the package that brings it."
             )
         row = known[spec.launcher]

@@ -1,5 +1,6 @@
 """Records: everything that decides behaviour, as values."""
 
+from fxtrain._record import few, shown
 from fxtrain.state.batch import Batch, Report, Weighted
 from fxtrain.state.context import Comm, DistContext, Ledger, check_connected
 from fxtrain.state.context_parallel import CP, token_ranges
@@ -16,7 +17,6 @@ from fxtrain.state.pipeline import PP
 from fxtrain.state.plan import Compile, Data, Plan
 from fxtrain.state.position import Position
 from fxtrain.state.precision import LossScale, Precision
-from fxtrain.state.record import few, shown
 from fxtrain.state.strategy import (
     Finish,
     ModelState,

@@ -4,10 +4,10 @@ from typing import Any, Literal
 
 import attrs
 
+from fxtrain._record import above, at_least, record
 from fxtrain.state.context_parallel import CP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD
 from fxtrain.state.precision import FORMATS, Precision, precision_of
-from fxtrain.state.record import above, at_least, record
 from fxtrain.state.strategy_configs import DDP
 
 __all__ = ["Compile", "Data", "Plan"]

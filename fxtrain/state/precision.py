@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import attrs
 
-from fxtrain.state.record import above, at_least, between, record
+from fxtrain._record import above, at_least, between, record
 
 __all__ = ["FORMATS", "LossScale", "Precision", "precision_of"]
 

@@ -52,7 +52,8 @@ def next_question(answers: Answers, machine: Machine) -> Question | None:
     """The first question that matters and is not answered; None at the end.
 
     Example:
-        >>> from fxtrain.cli.config import Machine, next_question
+        >>> from fxtrain.cli.config import next_question
+        >>> from fxtrain.launch.config import Machine
         >>> next_question({"launch.launcher": "native", "launch.nodes": 1}, Machine()).path
         'launch.ranks'
     """

@@ -11,10 +11,10 @@ import click
 
 from fxtrain._errors import LaunchError
 from fxtrain._reading import read_text
-from fxtrain.cli.config import from_flags, resolve
 from fxtrain.cli.exit_codes import Exit
 from fxtrain.cli.output import as_json, print_json
 from fxtrain.launch import LAUNCHERS, TpuPodOptions, options_from, pod_command
+from fxtrain.launch.config import from_flags, resolve
 
 __all__ = ["TPU", "setup_command"]
 

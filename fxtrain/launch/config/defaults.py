@@ -51,7 +51,7 @@ def look(env: Mapping[str, str] | None = None) -> Machine:
         Loads torch; asks it for devices. Loads the strategies of installed packages.
 
     Example:
-        >>> from fxtrain.cli.config import look
+        >>> from fxtrain.launch.config import look
         >>> look().cores >= 1
         True
     """
@@ -76,7 +76,7 @@ def suggested(machine: Machine) -> Section:
     """A setup for this machine alone: a rank per accelerator, bf16 where it is fast.
 
     Example:
-        >>> from fxtrain.cli.config import Machine, suggested
+        >>> from fxtrain.launch.config import Machine, suggested
         >>> suggested(Machine(kind="cuda", count=8, bf16=True))
         Section(launch={'ranks': 8}, plan={'precision': 'bf16'})
     """

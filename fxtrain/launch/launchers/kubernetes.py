@@ -8,7 +8,7 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._errors import LaunchError
-from fxtrain.launch.fields import at_least, each, launch_record, name_values
+from fxtrain.launch.fields import count, each, launch_record, name_values
 from fxtrain.launch.flags import flag_words
 from fxtrain.launch.invocation import Invocation
 from fxtrain.launch.launcher import PER_NODE, Launcher
@@ -55,7 +55,7 @@ class KubernetesOptions:
     image: str = ""
     name: str = attrs.field(default="", validator=_label)
     namespace: str = attrs.field(default="", validator=_label)
-    gpus: int = attrs.field(default=0, validator=at_least(0))
+    gpus: int = attrs.field(default=0, validator=count(0))
     gpu_resource: str = "nvidia.com/gpu"
     cpu: str = ""
     memory: str = ""
@@ -70,7 +70,7 @@ class KubernetesOptions:
     )
     secrets: tuple[str, ...] = attrs.field(default=(), validator=_secret)
     service_account: str = ""
-    port: int = attrs.field(default=29_500, validator=at_least(1))
+    port: int = attrs.field(default=29_500, validator=count(1))
 
 
 def kubernetes(spec: LaunchSpec, machine: Machine) -> Invocation:

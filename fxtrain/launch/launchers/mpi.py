@@ -6,7 +6,7 @@ import attrs
 
 from fxtrain._errors import LaunchError
 from fxtrain._secret import SECRET
-from fxtrain.launch.fields import at_least, launch_record
+from fxtrain.launch.fields import count, launch_record
 from fxtrain.launch.invocation import Invocation
 from fxtrain.launch.launcher import MEETING, Launcher
 from fxtrain.launch.machine import Machine
@@ -45,7 +45,7 @@ class MpiOptions:
     program: str = "mpirun"
     hostfile: str = ""
     interface: str = ""
-    ccl_workers: int | None = attrs.field(default=None, validator=at_least(1))
+    ccl_workers: int | None = attrs.field(default=None, validator=count(1))
     ccl_transport: Literal["mpi", "ofi"] | None = None
     extra: tuple[str, ...] = ()
 

@@ -9,7 +9,7 @@ import attrs
 
 from fxtrain._errors import LaunchError
 from fxtrain._secret import SECRET
-from fxtrain.launch.fields import at_least, each, launch_record, name_values
+from fxtrain.launch.fields import count, each, launch_record, name_values
 from fxtrain.launch.invocation import Invocation
 from fxtrain.launch.launcher import MEETING, Launcher
 from fxtrain.launch.machine import Machine
@@ -58,12 +58,12 @@ class SlurmOptions:
     qos: str = attrs.field(default="", validator=_plain)
     time: str = attrs.field(default="", validator=_plain)
     gpus_per_node: str = attrs.field(default="", validator=_plain)
-    cpus_per_task: int | None = attrs.field(default=None, validator=at_least(1))
+    cpus_per_task: int | None = attrs.field(default=None, validator=count(1))
     mem: str = attrs.field(default="", validator=_plain)
     constraint: str = attrs.field(default="", validator=_plain)
     output: str = attrs.field(default="", validator=_plain)
     requeue: bool = True
-    warn_s: int = attrs.field(default=120, validator=at_least(1))
+    warn_s: int = attrs.field(default=120, validator=count(1))
     setup: tuple[str, ...] = attrs.field(default=(), validator=_line)
     extra: tuple[str, ...] = attrs.field(default=(), validator=_line)
     file: str = ""

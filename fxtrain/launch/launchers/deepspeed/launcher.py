@@ -6,7 +6,7 @@ from typing import Literal
 import attrs
 
 from fxtrain._errors import LaunchError
-from fxtrain.launch.fields import at_least, launch_record
+from fxtrain.launch.fields import count, launch_record
 from fxtrain.launch.invocation import Invocation
 from fxtrain.launch.launcher import MEETING, Launcher
 from fxtrain.launch.launchers.deepspeed.hostfile import (
@@ -51,7 +51,7 @@ class DeepSpeedOptions:
     runner: Literal["pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm"] = "pdsh"
     runner_args: tuple[str, ...] = ()
     force_multi: bool = False
-    ssh_port: int | None = attrs.field(default=None, validator=at_least(1))
+    ssh_port: int | None = attrs.field(default=None, validator=count(1))
     folder: str = ""
     python: str = ""
 

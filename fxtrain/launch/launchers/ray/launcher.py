@@ -4,7 +4,7 @@ import json
 
 import attrs
 
-from fxtrain.launch.fields import at_least, launch_record
+from fxtrain.launch.fields import count, launch_record
 from fxtrain.launch.flags import flag_words
 from fxtrain.launch.invocation import Invocation
 from fxtrain.launch.launcher import PER_NODE, Launcher
@@ -32,8 +32,8 @@ class RayOptions:
 
     job_server: str = ""
     address: str = ""
-    cpus_per_rank: int = attrs.field(default=1, validator=at_least(1))
-    gpus_per_rank: int = attrs.field(default=0, validator=at_least(0))
+    cpus_per_rank: int = attrs.field(default=1, validator=count(1))
+    gpus_per_rank: int = attrs.field(default=0, validator=count(0))
     wait: bool = True
 
 

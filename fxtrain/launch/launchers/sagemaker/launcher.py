@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from fxtrain._errors import LaunchError
-from fxtrain.launch.fields import at_least, launch_record
+from fxtrain.launch.fields import count, launch_record
 from fxtrain.launch.invocation import Invocation
 from fxtrain.launch.launcher import Launcher
 from fxtrain.launch.machine import Machine
@@ -47,7 +47,7 @@ class SageMakerOptions:
     base_job_name: str = ""
     output_path: str = ""
     inputs: tuple[str, ...] = ()
-    max_run_s: int | None = attrs.field(default=None, validator=at_least(1))
+    max_run_s: int | None = attrs.field(default=None, validator=count(1))
     spot: bool = False
     wait: bool = True
 
