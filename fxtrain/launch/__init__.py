@@ -24,7 +24,7 @@ from fxtrain.launch.launchers.native.preload import load_torch
 from fxtrain.launch.launchers.ray.launcher import RayOptions, ray
 from fxtrain.launch.launchers.sagemaker.launcher import SageMakerOptions, sagemaker
 from fxtrain.launch.launchers.slurm import SlurmOptions, slurm
-from fxtrain.launch.launchers.tpu import TpuPodOptions, pod_command, tpu, tpu_pod
+from fxtrain.launch.launchers.tpu import TpuPodOptions, setup_command, tpu, tpu_pod
 from fxtrain.launch.machine import Machine, cores_of_ranks, look, read_cores, write_cores
 from fxtrain.launch.outcome import Ending, Failure, by_cause, describe
 from fxtrain.launch.program import shared_environment
@@ -74,13 +74,13 @@ __all__ = [
     "native",
     "options_from",
     "plan_variable",
-    "pod_command",
     "prepare",
     "rank_environment",
     "ray",
     "read_cores",
     "run",
     "sagemaker",
+    "setup_command",
     "shared_environment",
     "show",
     "slurm",
