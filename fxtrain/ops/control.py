@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from fxtrain._errors import CollectiveError
-from fxtrain.ops.objects import gather_objects, told
+from fxtrain.ops.objects import gather_objects
+from fxtrain.ops.same_errors import told
 from fxtrain.ops.transport.mismatches import known_context
+from fxtrain.ops.transport.pickled import said
 from fxtrain.state import DistContext
 
 __all__ = ["main_first", "on_main", "on_rank", "say"]
@@ -67,7 +69,7 @@ def main_first(ctx: DistContext) -> Iterator[None]:
 
 def _meet_first(problem: BaseException | None, ctx: DistContext) -> None:
     """Tell the other ranks that this one is done with the block, or why it failed."""
-    found = told("main_first", problem, ctx)
+    found = told("main_first", "" if problem is None else said(problem), ctx)
     failed = [
         f"rank {rank} failed inside the block: {text}" for rank, text in enumerate(found) if text
     ]

@@ -11,7 +11,6 @@ from fxtrain.ops.collectives import gather_packed, spread_packed
 from fxtrain.ops.transport.exchange import compare, exchange
 from fxtrain.ops.transport.mismatches import known_context
 from fxtrain.ops.transport.packing import Packed
-from fxtrain.ops.transport.pickled import said
 from fxtrain.state import DistContext
 
 __all__ = [
@@ -22,8 +21,6 @@ __all__ = [
     "barrier",
     "broadcast_object",
     "gather_objects",
-    "raise_together",
-    "told",
 ]
 
 
@@ -172,52 +169,6 @@ def all_ranks(flag: Any, ctx: DistContext) -> bool:
         True
     """
     return all(_flags("all_ranks", flag, ctx))
-
-
-def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
-    """Raise on every rank if any rank has a problem, and on none otherwise.
-
-    Args:
-        problem: This rank's error, or None.
-
-    Effects:
-        One exchange of packets; none at one rank.
-
-    Raises:
-        The rank's own problem where it has one; a CollectiveError that names the ranks and
-        their problems everywhere else.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     fx.ops.raise_together(None, ctx)
-    """
-    known_context("raise_together", ctx)
-    if ctx.world_size > 1:
-        found = told("raise_together", problem, ctx)
-        if problem is None and any(found):
-            lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
-            raise CollectiveError("\n".join(["Another rank failed:", *lines]))
-    if problem is not None:
-        raise problem
-
-
-def told(op: str, problem: BaseException | None, ctx: DistContext) -> list[str]:
-    """Tell every rank this rank's error, if any.
-
-    Returns:
-        Every rank's in words, by rank; empty where there is none.
-
-    Effects:
-        One exchange of packets.
-
-    Raises:
-        CollectiveError: a rank is at another call or never joins; on every rank.
-    """
-    mine = "" if problem is None else said(problem)
-    payload = torch.frombuffer(bytearray(mine.encode(errors="replace") + b"\n"), dtype=torch.uint8)
-    rows = exchange(ctx, (op, "", mine), payload)
-    return [bytes(row.tolist()).decode(errors="replace")[:-1] for row in rows]
 
 
 def _flags(op: str, flag: Any, ctx: DistContext) -> list[bool]:

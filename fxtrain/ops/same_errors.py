@@ -1,13 +1,45 @@
-"""Failing together: what goes wrong on one rank is the same error on every rank."""
+"""Failing together: what goes wrong on one rank is an error on every rank."""
 
 import contextlib
 from collections.abc import Iterator
 
-from fxtrain import ops
+import torch
+
 from fxtrain._errors import CheckpointError, CollectiveError
+from fxtrain.ops.transport.exchange import exchange
+from fxtrain.ops.transport.mismatches import known_context
+from fxtrain.ops.transport.pickled import said
 from fxtrain.state import DistContext
 
-__all__ = ["alike", "meet"]
+__all__ = ["alike", "meet", "problem_of_ranks", "raise_together", "told"]
+
+
+def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
+    """Raise on every rank if any rank has a problem, and on none otherwise.
+
+    Args:
+        problem: This rank's error, or None.
+
+    Effects:
+        One exchange of packets; none at one rank.
+
+    Raises:
+        The rank's own problem where it has one; a CollectiveError that names the ranks and
+        their problems everywhere else.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.ops.raise_together(None, ctx)
+    """
+    known_context("raise_together", ctx)
+    if ctx.world_size > 1:
+        found = told("raise_together", "" if problem is None else said(problem), ctx)
+        if problem is None and any(found):
+            lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
+            raise CollectiveError("\n".join(["Another rank failed:", *lines]))
+    if problem is not None:
+        raise problem
 
 
 @contextlib.contextmanager
@@ -37,20 +69,50 @@ def alike(ctx: DistContext | None, doing: str) -> Iterator[None]:
 
 def meet(problem: Exception | None, ctx: DistContext | None, doing: str) -> None:
     """Raise on every rank if any rank has a problem, and on none otherwise; see `alike`."""
-    mine = None if problem is None else _words(problem, doing)
     if ctx is None or ctx.world_size == 1:
         if isinstance(problem, OSError):
-            raise CheckpointError(mine) from problem
+            raise CheckpointError(_words(problem, doing)) from problem
         if problem is not None:
             raise problem
         return
-    found = [(rank, text) for rank, text in enumerate(ops.gather_objects(mine, ctx)) if text]
-    if not found:
-        return
-    texts = {text for _, text in found}
-    if len(texts) == 1:
-        raise CheckpointError(texts.pop()) from problem
-    raise CheckpointError("\n".join(f"rank {rank}: {text}" for rank, text in found)) from problem
+    mine = "" if problem is None else _words(problem, doing)
+    if found := problem_of_ranks("raise_together", mine, ctx):
+        raise CheckpointError(found) from problem
+
+
+def problem_of_ranks(op: str, words: str, ctx: DistContext) -> str:
+    """What is wrong on any rank, the same on every rank; empty where nothing is.
+
+    Args:
+        op: The call, for a rank that is at another one.
+        words: This rank's problem; empty for none.
+
+    Returns:
+        The words of all ranks that have some, each once if they agree, with their ranks if not.
+
+    Effects:
+        One exchange of packets.
+    """
+    found = {rank: text for rank, text in enumerate(told(op, words, ctx)) if text}
+    if len(set(found.values())) <= 1:
+        return next(iter(found.values()), "")
+    return "\n".join(f"rank {rank}: {text}" for rank, text in found.items())
+
+
+def told(op: str, words: str, ctx: DistContext) -> list[str]:
+    """Every rank's words, by rank; no rank has to know how long those of others are.
+
+    Effects:
+        One exchange of packets; none at one rank.
+
+    Raises:
+        CollectiveError: a rank is at another call or never joins; on every rank.
+    """
+    if ctx.world_size == 1:
+        return [words]
+    payload = torch.frombuffer(bytearray(words.encode(errors="replace") + b"\n"), dtype=torch.uint8)
+    rows = exchange(ctx, (op, "", words), payload)
+    return [bytes(row.tolist()).decode(errors="replace")[:-1] for row in rows]
 
 
 def _words(problem: Exception, doing: str) -> str:
