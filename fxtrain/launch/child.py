@@ -7,6 +7,8 @@ printed here but written for the launcher, which shows the one that came first: 
 that fail together would print eight tracebacks into each other.
 """
 
+import atexit
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -40,6 +42,7 @@ def main() -> None:
     faulthandler.enable()
     folder = given.get("errors")
     sys.excepthook = functools.partial(_record, folder)
+    atexit.register(_end_at_once)  # registered first, so it runs last
     sys.argv[:] = [target, *args]
     try:
         _become(how, target)
@@ -110,6 +113,22 @@ def _record(
     timer = threading.Timer(_PATIENCE_S, sys.__excepthook__, (kind, error, shown))
     timer.daemon = True
     timer.start()
+
+
+def _end_at_once() -> None:
+    """End a rank that failed before Python tears its modules down.
+
+    A gloo thread whose collective is still pending may release a tensor at that moment, which
+    aborts the process, so that SIGABRT would hide the error (pytorch/pytorch#190489).
+    """
+    error = getattr(sys, "last_value", None)
+    if error is None or isinstance(error, KeyboardInterrupt) or "torch" not in sys.modules:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        # Its reader may be gone, or the script has closed or replaced it.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(1)  # Python's own exit code for an uncaught error
 
 
 def _write_code(folder: str, code: object) -> None:

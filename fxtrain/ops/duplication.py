@@ -1,13 +1,13 @@
 """A second way to the same ranks."""
 
 from datetime import timedelta
-from typing import Any
+from typing import cast
 
 import attrs
 import torch
 from torch import distributed as dist
 
-from fxtrain.ops.transport.exchange import settle
+from fxtrain.ops.transport.exchange import guarded, settle
 from fxtrain.ops.transport.mismatches import known_context
 from fxtrain.ops.transport.packets import packets_of
 from fxtrain.state import Comm, DistContext, Ledger
@@ -23,8 +23,11 @@ def duplicate(ctx: DistContext) -> DistContext:
     it; make one for each thread, and hand each to the same thread on every rank.
 
     Effects:
-        Opens a gloo group, which every rank must do at the same place. It closes with the
-        context.
+        Opens a gloo group, which every rank must do at the same place, and returns once all of
+        them have connected. The group closes with the context.
+
+    Raises:
+        CollectiveError: a rank never joined.
 
     Example:
         >>> import fxtrain as fx
@@ -38,7 +41,20 @@ def duplicate(ctx: DistContext) -> DistContext:
     if ctx.world_size == 1 or comm.simulated:
         return attrs.evolve(ctx, comm=attrs.evolve(comm, close=Comm().close, ledger=fresh))
     settle(ctx)
-    world: Any = dist.group.WORLD
+    # Equal on every rank, which have made as many calls and opened as many groups.
+    name = f"{comm.name}+{comm.ledger.calls}.{len(comm.ledger.opened)}"
+    with guarded(ctx, ("duplicate", "")):
+        group = _open(ctx)
+        _connected(ctx, name)
+    copy = attrs.evolve(
+        comm, group=group, control=group, name=name, close=Comm().close, ledger=fresh
+    )
+    packets_of(copy, ctx.rank)
+    return attrs.evolve(ctx, comm=copy, device=torch.device("cpu"))
+
+
+def _open(ctx: DistContext) -> dist.ProcessGroup:
+    comm, world = ctx.comm, cast(dist.ProcessGroup, dist.group.WORLD)
     group = dist.new_group(
         list(comm.ranks),
         timeout=timedelta(seconds=comm.timeout_s),
@@ -49,9 +65,17 @@ def duplicate(ctx: DistContext) -> DistContext:
         group_desc="fxtrain duplicate",
     )
     comm.ledger.opened.append(group)
-    name = f"{comm.name}+{comm.ledger.calls}"  # every rank has made as many calls
-    copy = attrs.evolve(
-        comm, group=group, control=group, name=name, close=Comm().close, ledger=fresh
-    )
-    packets_of(copy, ctx.rank)
-    return attrs.evolve(ctx, comm=copy, device=torch.device("cpu"))
+    return group
+
+
+def _connected(ctx: DistContext, name: str) -> None:
+    """Wait for every rank: one that closes its group early would break those still connecting.
+
+    The key may be that of an earlier context, so that its arrivals are counted in rounds.
+    """
+    store, key = ctx.comm.store, f"{name}/connected"
+    arrived = store.add(key, 1)
+    if arrived % ctx.world_size == 0:
+        store.set(f"{key}/{arrived}", "")
+    last = -(-arrived // ctx.world_size) * ctx.world_size
+    store.wait([f"{key}/{last}"], timedelta(seconds=ctx.comm.timeout_s))

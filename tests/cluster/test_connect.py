@@ -111,7 +111,7 @@ def _groups_in(ctx):
     with fx.detect({}, device="cpu", mesh=fx.Mesh(tensor=2, replicate=2), timeout_s=20) as placed:
         counts.append(len(distributed_c10d._world.pg_map))
         assert ops.reduce(1, placed.axis("tensor"), op="sum") == 2
-        ops.barrier(ops.duplicate(placed))  # until all have connected
+        ops.duplicate(placed)
     counts.append(len(distributed_c10d._world.pg_map))
     with fx.detect({}, device="cpu", timeout_s=20) as plain:
         for _ in range(2):
@@ -126,6 +126,31 @@ def test_what_a_context_opens_is_shared_by_models_and_closes_with_it(clusters):
         assert before == between == after
         assert one == two == before + 3  # for control, and the axes of the sharded model
         assert ranks == 4
+
+
+def _closed_at_once(ctx):
+    for _ in range(5):
+        with fx.detect({}, device="cpu", timeout_s=20) as short:
+            ops.duplicate(short)
+    return ops.reduce(1, ctx, op="sum")
+
+
+def test_a_duplicate_may_be_closed_at_once(clusters):
+    assert clusters[4].run(_closed_at_once) == [4] * 4
+
+
+def _skips_the_duplicate(ctx):
+    short = fx.detect({}, device="cpu", timeout_s=1)
+    if ctx.rank == 0:
+        ops.duplicate(short)
+
+
+def test_a_rank_that_skips_a_duplicate_is_named(pair):
+    first, second = pair.outcomes(_skips_the_duplicate)
+    assert second is None
+    assert isinstance(first, fx.CollectiveError)
+    assert "rank 1: never joined this duplicate" in str(first)
+    pair.close()  # torch counts groups, and one rank has opened fewer
 
 
 def test_a_store_that_died_is_rank_0_that_is_gone():

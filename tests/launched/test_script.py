@@ -74,6 +74,30 @@ def test_crash_names_the_signal_and_the_line():
     assert "in crash" in ended.err
 
 
+FAILS_AND_ABORTS = """
+import atexit, os, sys, types
+
+sys.modules["torch"] = types.ModuleType("torch")  # as if it were loaded
+
+class Released:
+    def __del__(self, abort=os.abort):
+        abort()
+
+sys.modules["torch"].kept = Released()
+atexit.register(print, "the script's own clean-up")
+raise KeyError("the cause")
+"""
+
+
+def test_an_abort_in_python_s_last_moments_does_not_hide_the_error(tmp_path):
+    """As a gloo thread does that releases a tensor when the interpreter shuts down."""
+    (tmp_path / "fails.py").write_text(FAILS_AND_ABORTS)
+    ended = _launch(str(tmp_path / "fails.py"), ranks=1)
+    assert ended.code == 1
+    assert ended.out == "the script's own clean-up\n"
+    assert "Rank 0 of 1 failed: KeyError: 'the cause'" in ended.err
+
+
 def test_restart(tmp_path):
     mark = str(tmp_path / "mark")
     ended = run(*FXTRAIN, "launch", "--ranks", "2", "--restarts", "1", RANKS, "once", mark)
