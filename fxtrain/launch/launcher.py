@@ -6,7 +6,7 @@ import attrs
 
 from fxtrain.launch.invocation import Invocation
 from fxtrain.launch.machine import Machine
-from fxtrain.launch.outcome import Ending
+from fxtrain.launch.outcome import LaunchResult
 from fxtrain.launch.process import run_program
 from fxtrain.launch.spec import LaunchSpec
 
@@ -47,7 +47,7 @@ class Launcher:
     name: str
     help: str
     invocation: Callable[[LaunchSpec, Machine], Invocation]
-    run: Callable[[LaunchSpec, Invocation], Ending] = run_program
+    run: Callable[[LaunchSpec, Invocation], LaunchResult] = run_program
     options: type | None = None
     uses: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
     here: bool = True

@@ -23,15 +23,15 @@ from fxtrain.launch.launchers.sagemaker.launcher import SAGEMAKER
 from fxtrain.launch.launchers.slurm import SLURM
 from fxtrain.launch.launchers.tpu import TPU, TPU_POD
 from fxtrain.launch.machine import Machine, look
-from fxtrain.launch.outcome import Ending
+from fxtrain.launch.outcome import LaunchResult
 from fxtrain.launch.spec import LaunchSpec
 from fxtrain.launch.target import check_target
 
 __all__ = ["LAUNCHERS", "find_launcher", "known_launchers", "prepare", "run"]
 
 
-_ROWS = (NATIVE, MPI, SLURM, DEEPSPEED, TPU, TPU_POD, RAY, KUBERNETES, SAGEMAKER)
-LAUNCHERS: Mapping[str, Launcher] = MappingProxyType({row.name: row for row in _ROWS})
+_BUILT_IN = (NATIVE, MPI, SLURM, DEEPSPEED, TPU, TPU_POD, RAY, KUBERNETES, SAGEMAKER)
+LAUNCHERS: Mapping[str, Launcher] = MappingProxyType({row.name: row for row in _BUILT_IN})
 
 
 def known_launchers() -> dict[str, Launcher]:
@@ -155,7 +155,7 @@ def _check_local(spec: LaunchSpec) -> None:
         )
 
 
-def run(spec: LaunchSpec) -> Ending:
+def run(spec: LaunchSpec) -> LaunchResult:
     """Run a program on all ranks and wait until they have ended.
 
     The ranks share this process's output. Signals go on to them. When one fails, the others

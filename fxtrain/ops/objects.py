@@ -5,11 +5,11 @@ from typing import Any
 import torch
 
 from fxtrain._errors import CollectiveError
-from fxtrain._tree import Shape
-from fxtrain._words import words_of
-from fxtrain.ops.collectives import gather_packed, spread_packed
-from fxtrain.ops.transport.exchange import compare, exchange
-from fxtrain.ops.transport.mismatches import known_context
+from fxtrain._tree import TreeSpec
+from fxtrain._words import canonical_text
+from fxtrain.ops.collectives import broadcast_packed, gather_packed
+from fxtrain.ops.transport.exchange import compare, exchange_payloads
+from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packing import Packed
 from fxtrain.state import DistContext
 
@@ -52,8 +52,8 @@ def gather_objects(obj: Any, ctx: DistContext) -> list[Any]:
         ...     fx.ops.gather_objects({"rank": ctx.rank}, ctx)
         [{'rank': 0}]
     """
-    known_context("gather_objects", ctx)
-    return gather_packed("gather_objects", _whole(obj), ctx)
+    check_is_context("gather_objects", ctx)
+    return gather_packed("gather_objects", _as_leaf(obj), ctx)
 
 
 def broadcast_object(obj: Any, ctx: DistContext, src: int = 0) -> Any:
@@ -72,13 +72,13 @@ def broadcast_object(obj: Any, ctx: DistContext, src: int = 0) -> Any:
         ...     fx.ops.broadcast_object("run-7", ctx)
         'run-7'
     """
-    known_context("broadcast_object", ctx)
-    return spread_packed("broadcast_object", _whole(obj), ctx, src)
+    check_is_context("broadcast_object", ctx)
+    return broadcast_packed("broadcast_object", _as_leaf(obj), ctx, src)
 
 
-def _whole(obj: Any) -> Packed:
+def _as_leaf(obj: Any) -> Packed:
     """An object that travels as one leaf, whatever it is."""
-    return Packed(shape=Shape("*"), tensors={}, others={0: obj}, back={})
+    return Packed(shape=TreeSpec("*"), tensors={}, others={0: obj}, back={})
 
 
 def barrier(ctx: DistContext) -> None:
@@ -95,9 +95,9 @@ def barrier(ctx: DistContext) -> None:
         >>> with fx.detect(env={}, device="cpu") as ctx:
         ...     fx.ops.barrier(ctx)
     """
-    known_context("barrier", ctx)
+    check_is_context("barrier", ctx)
     if ctx.world_size > 1:
-        exchange(ctx, ("barrier", ""), torch.empty(0, dtype=torch.uint8))
+        exchange_payloads(ctx, ("barrier", ""), torch.empty(0, dtype=torch.uint8))
 
 
 def agree(value: Any, ctx: DistContext, name: str = "value") -> Any:
@@ -123,9 +123,9 @@ def agree(value: Any, ctx: DistContext, name: str = "value") -> Any:
         ...     fx.ops.agree(32, ctx, name="batch size")
         32
     """
-    known_context("agree", ctx)
+    check_is_context("agree", ctx)
     if ctx.world_size > 1:
-        compare(ctx, ("agree", f"{name}={words_of(value)}"))
+        compare(ctx, ("agree", f"{name}={canonical_text(value)}"))
     return value
 
 
@@ -172,14 +172,14 @@ def all_ranks(flag: Any, ctx: DistContext) -> bool:
 
 
 def _flags(op: str, flag: Any, ctx: DistContext) -> list[bool]:
-    known_context(op, ctx)
+    check_is_context(op, ctx)
     mine, unclear = False, None
     try:
         mine = bool(flag)
     except Exception as error:  # of a tensor of several entries, or the flag's own
         unclear = error
     payload = torch.tensor([mine, unclear is not None]).view(torch.uint8)
-    rows = [payload] if ctx.world_size == 1 else exchange(ctx, (op, ""), payload)
+    rows = [payload] if ctx.world_size == 1 else exchange_payloads(ctx, (op, ""), payload)
     found = [(bool(row[0]), bool(row[1])) for row in rows]
     if wrong := [str(rank) for rank, (_, is_unclear) in enumerate(found) if is_unclear]:
         raise CollectiveError(

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import torch
 
 from fxtrain._errors import CheckpointError, CollectiveError
-from fxtrain.ops.transport.exchange import exchange
-from fxtrain.ops.transport.mismatches import known_context
-from fxtrain.ops.transport.pickled import said
+from fxtrain.ops.transport.exchange import exchange_payloads
+from fxtrain.ops.transport.mismatches import check_is_context
+from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext
 
-__all__ = ["alike", "meet", "problem_of_ranks", "raise_together", "told"]
+__all__ = ["fail_together", "problem_of_ranks", "raise_on_all_ranks", "raise_together", "told"]
 
 
 def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
@@ -32,9 +32,9 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
         >>> with fx.detect(env={}, device="cpu") as ctx:
         ...     fx.ops.raise_together(None, ctx)
     """
-    known_context("raise_together", ctx)
+    check_is_context("raise_together", ctx)
     if ctx.world_size > 1:
-        found = told("raise_together", "" if problem is None else said(problem), ctx)
+        found = told("raise_together", "" if problem is None else error_text(problem), ctx)
         if problem is None and any(found):
             lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
             raise CollectiveError("\n".join(["Another rank failed:", *lines]))
@@ -43,12 +43,12 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
 
 
 @contextlib.contextmanager
-def alike(ctx: DistContext | None, doing: str) -> Iterator[None]:
+def fail_together(ctx: DistContext | None, action: str) -> Iterator[None]:
     """Run a block on every rank; if it fails on any of them, raise one error on all.
 
     Args:
         ctx: Whose ranks run the block; None for this process alone.
-        doing: What the block does, for errors of the operating system.
+        action: What the block does, for errors of the operating system.
 
     Effects:
         One exchange of packets at the end of the block; none at one rank.
@@ -64,18 +64,18 @@ def alike(ctx: DistContext | None, doing: str) -> Iterator[None]:
         raise  # the ranks know already
     except Exception as error:
         problem = error
-    meet(problem, ctx, doing)
+    raise_on_all_ranks(problem, ctx, action)
 
 
-def meet(problem: Exception | None, ctx: DistContext | None, doing: str) -> None:
-    """Raise on every rank if any rank has a problem, and on none otherwise; see `alike`."""
+def raise_on_all_ranks(problem: Exception | None, ctx: DistContext | None, action: str) -> None:
+    """Raise on every rank if any rank has a problem, and on none otherwise; see `fail_together`."""
     if ctx is None or ctx.world_size == 1:
         if isinstance(problem, OSError):
-            raise CheckpointError(_words(problem, doing)) from problem
+            raise CheckpointError(_problem_text(problem, action)) from problem
         if problem is not None:
             raise problem
         return
-    mine = "" if problem is None else _words(problem, doing)
+    mine = "" if problem is None else _problem_text(problem, action)
     if found := problem_of_ranks("raise_together", mine, ctx):
         raise CheckpointError(found) from problem
 
@@ -111,14 +111,14 @@ def told(op: str, words: str, ctx: DistContext) -> list[str]:
     if ctx.world_size == 1:
         return [words]
     payload = torch.frombuffer(bytearray(words.encode(errors="replace") + b"\n"), dtype=torch.uint8)
-    rows = exchange(ctx, (op, "", words), payload)
+    rows = exchange_payloads(ctx, (op, "", words), payload)
     return [bytes(row.tolist()).decode(errors="replace")[:-1] for row in rows]
 
 
-def _words(problem: Exception, doing: str) -> str:
+def _problem_text(problem: Exception, action: str) -> str:
     if isinstance(problem, CheckpointError):
         return str(problem)
     if isinstance(problem, OSError):
         where = "" if problem.filename is None else f" ({problem.filename})"
-        return f"{doing}: {problem.strerror or problem}{where}."
-    return f"{doing}: {type(problem).__name__}: {problem}"
+        return f"{action}: {problem.strerror or problem}{where}."
+    return f"{action}: {type(problem).__name__}: {problem}"

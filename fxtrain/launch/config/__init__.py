@@ -1,6 +1,6 @@
 """Launch files: what they say, how they are read, combined with flags, and written."""
 
-from fxtrain.launch.config.defaults import Machine, look, suggested
+from fxtrain.launch.config.defaults import Machine, detect_machine, suggested
 from fxtrain.launch.config.launch_file import LaunchFile, Section, read_launch_file
 from fxtrain.launch.config.overlay import leaves, merge, put
 from fxtrain.launch.config.rendering import meanings, render
@@ -19,11 +19,11 @@ __all__ = [
     "Section",
     "Setting",
     "Settings",
+    "detect_machine",
     "find_file",
     "from_environment",
     "from_flags",
     "leaves",
-    "look",
     "meanings",
     "merge",
     "put",
