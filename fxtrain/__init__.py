@@ -105,7 +105,7 @@ _HOMES = {
     ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-_MODULES = ("checkpoint", "ops", "state", "testing")
+_MODULES = ("checkpoint", "interop", "ops", "state", "testing")
 
 __all__ = sorted([*_HOME, "ops", "state"])  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -11,11 +11,11 @@ __all__ = [
     "MissingPackageError",
     "PlanError",
     "StepError",
-    "visible",
+    "escape_unprintable",
 ]
 
 
-def visible(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Text that is safe to print: what a terminal would act on is escaped, as `repr` does it.
 
     Files hold names and values that end up in messages. An escape sequence in one of them could
@@ -37,7 +37,7 @@ class FxError(Exception):
     """
 
     def __str__(self) -> str:
-        return visible(super().__str__())
+        return escape_unprintable(super().__str__())
 
 
 class ContextError(FxError, RuntimeError):

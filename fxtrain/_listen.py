@@ -6,7 +6,7 @@ import socket
 
 __all__ = ["is_loopback", "listen"]
 
-_WAITING = 2048  # connections that are not yet accepted; torch's own number
+_BACKLOG = 2048  # connections that are not yet accepted; torch's own number
 
 
 def is_loopback(address: str) -> bool:
@@ -49,18 +49,20 @@ def listen(address: str, port: int) -> socket.socket:
         ...     door.getsockname()[0]
         '127.0.0.1'
     """
-    for family, place in _places(address, port):
+    for family, place in _candidate_addresses(address, port):
         try:
-            return _bound(family, place)
+            return _bound_socket(family, place)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
     if socket.has_dualstack_ipv6():
-        return _bound(socket.AF_INET6, ("::", port))
-    return _bound(socket.AF_INET, ("", port))
+        return _bound_socket(socket.AF_INET6, ("::", port))
+    return _bound_socket(socket.AF_INET, ("", port))
 
 
-def _places(address: str, port: int) -> list[tuple[socket.AddressFamily, tuple[object, ...]]]:
+def _candidate_addresses(
+    address: str, port: int
+) -> list[tuple[socket.AddressFamily, tuple[object, ...]]]:
     """Where to try to listen; IPv4 first, which every node of a mixed network has."""
     name = "127.0.0.1" if address == "localhost" else address.strip("[]")
     try:
@@ -73,14 +75,14 @@ def _places(address: str, port: int) -> list[tuple[socket.AddressFamily, tuple[o
     return sorted(places, key=lambda one: one[0] != socket.AF_INET)
 
 
-def _bound(family: int, place: tuple[object, ...]) -> socket.socket:
+def _bound_socket(family: int, place: tuple[object, ...]) -> socket.socket:
     door = socket.socket(family, socket.SOCK_STREAM)
     try:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6 and place[0] == "::":
             door.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         door.bind(place)
-        door.listen(_WAITING)
+        door.listen(_BACKLOG)
     except BaseException:
         door.close()
         raise

@@ -8,8 +8,8 @@ from typing import BinaryIO
 
 __all__ = ["open_file", "read_file", "read_text"]
 
-_TEXT = 16 << 20  # bytes of a file of settings
-_AT_ONCE = 1 << 20  # bytes
+_MAX_TEXT_BYTES = 16 << 20  # bytes of a file of settings
+_READ_BYTES = 1 << 20  # bytes
 _KINDS = (
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -42,33 +42,33 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def read_file(path: str | os.PathLike[str], most: int) -> bytes:
+def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     """The bytes of a regular file; memory is taken as they arrive.
 
     Raises:
-        OSError: as `open_file`, or the file is larger than `most` bytes.
+        OSError: as `open_file`, or the file is larger than `max_bytes` bytes.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         parts: list[bytes] = []
         held = 0
         # Some files of the system say that they are empty, so the size alone does not tell.
-        while size <= most and (part := file.read(min(_AT_ONCE, most - held + 1))):
+        while size <= max_bytes and (part := file.read(min(_READ_BYTES, max_bytes - held + 1))):
             parts.append(part)
             held += len(part)
             size = max(size, held)
-    if size > most:
-        raise OSError(errno.EFBIG, f"It has {size} bytes; at most {most} are read", str(path))
+    if size > max_bytes:
+        raise OSError(errno.EFBIG, f"It has {size} bytes; at most {max_bytes} are read", str(path))
     return b"".join(parts)
 
 
-def read_text(path: str | os.PathLike[str], most: int = _TEXT) -> str:
+def read_text(path: str | os.PathLike[str], max_bytes: int = _MAX_TEXT_BYTES) -> str:
     """The text of a regular file in UTF-8.
 
     Raises:
         OSError: as `read_file`, or it is not UTF-8.
     """
-    data = io.BytesIO(read_file(path, most))
+    data = io.BytesIO(read_file(path, max_bytes))
     try:
         return io.TextIOWrapper(data, encoding="utf-8").read()
     except UnicodeDecodeError as error:

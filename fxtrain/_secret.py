@@ -6,12 +6,12 @@ import secrets
 
 from fxtrain._errors import ContextError
 
-__all__ = ["SECRET", "fresh_secret", "key_of", "open_sealed", "proof", "seal"]
+__all__ = ["SECRET", "derive_key", "fresh_secret", "key_proof", "sign", "verified"]
 
 # The variable by which every rank of a run gets its secret.
 SECRET = "FXTRAIN_RUN_SECRET"
-_FEWEST = 16  # characters, so that it is not guessed
-_SEAL = 16  # bytes
+_MIN_BYTES = 16  # characters, so that it is not guessed
+_TAG_BYTES = 16  # bytes
 
 
 def fresh_secret() -> str:
@@ -25,7 +25,7 @@ def fresh_secret() -> str:
     return secrets.token_hex(32)
 
 
-def key_of(secret: str) -> bytes:
+def derive_key(secret: str) -> bytes:
     """The key by which ranks seal what they send; empty without a secret.
 
     Raises:
@@ -33,40 +33,40 @@ def key_of(secret: str) -> bytes:
     """
     if not secret:
         return b""
-    if len(secret) < _FEWEST:
+    if len(secret) < _MIN_BYTES:
         raise ContextError(
             f"{SECRET} has {len(secret)} characters, and a secret of a run has at least "
-            f"{_FEWEST}. Make one with `openssl rand -hex 32`, the same for every rank."
+            f"{_MIN_BYTES}. Make one with `openssl rand -hex 32`, the same for every rank."
         )
     return hashlib.sha256(secret.encode()).digest()
 
 
-def proof(key: bytes) -> str:
+def key_proof(key: bytes) -> str:
     """What ranks show each other to see that they have the same key; it does not tell the key."""
     return _digest(key, b"hello").hex() if key else ""
 
 
-def seal(data: bytes | memoryview, key: bytes) -> bytes | memoryview:
+def sign(data: bytes | memoryview, key: bytes) -> bytes | memoryview:
     """Put before data what only those with the key can compute; nothing without a key.
 
     Example:
-        >>> from fxtrain._secret import key_of, open_sealed, seal
-        >>> key = key_of("16 and more characters")
-        >>> bytes(open_sealed(memoryview(seal(b"data", key)), key))
+        >>> from fxtrain._secret import derive_key, verified, sign
+        >>> key = derive_key("16 and more characters")
+        >>> bytes(verified(memoryview(sign(b"data", key)), key))
         b'data'
-        >>> open_sealed(memoryview(seal(b"data", key_of("another long secret"))), key) is None
+        >>> verified(memoryview(sign(b"data", derive_key("another long secret"))), key) is None
         True
     """
     return b"".join((_digest(key, data), data)) if key else data
 
 
-def open_sealed(sealed: memoryview, key: bytes) -> memoryview | None:
+def verified(sealed: memoryview, key: bytes) -> memoryview | None:
     """The data under a seal; None where the seal is not of this key."""
     if not key:
         return sealed
-    data = sealed[_SEAL:]
-    return data if hmac.compare_digest(_digest(key, data), sealed[:_SEAL]) else None
+    data = sealed[_TAG_BYTES:]
+    return data if hmac.compare_digest(_digest(key, data), sealed[:_TAG_BYTES]) else None
 
 
 def _digest(key: bytes, data: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(data, key=key, digest_size=_SEAL, person=b"fxtrain run").digest()
+    return hashlib.blake2b(data, key=key, digest_size=_TAG_BYTES, person=b"fxtrain run").digest()

@@ -14,13 +14,13 @@ import attrs
 import torch
 from torch.utils import _pytree
 
-from fxtrain._words import words_of
+from fxtrain._words import canonical_text
 
-__all__ = ["Shape", "flatten", "leaf_paths", "map_leaves", "rows_of", "unflatten"]
+__all__ = ["TreeSpec", "flatten", "leaf_paths", "map_leaves", "row_count", "unflatten"]
 
 
 @attrs.frozen
-class Shape:
+class TreeSpec:
     """The structure of a tree without its leaves; equal shapes have equal `text`.
 
     `rebuild` turns the children of this node back into a container of the kind it came
@@ -28,17 +28,22 @@ class Shape:
     """
 
     text: str
-    children: "tuple[Shape, ...]" = ()
+    children: "tuple[TreeSpec, ...]" = ()
     keys: tuple[Any, ...] = ()
     rebuild: Callable[[list[Any]], Any] | None = attrs.field(default=None, eq=False, repr=False)
 
 
-_LEAF = Shape("*")
-_PLAIN = (torch.Tensor, int, float, str)  # a union written in place is made anew for every leaf
-_NONE = Shape("None", rebuild=lambda _: None)
+_LEAF_SPEC = TreeSpec("*")
+_LEAF_TYPES = (
+    torch.Tensor,
+    int,
+    float,
+    str,
+)  # a union written in place is made anew for every leaf
+_NONE_SPEC = TreeSpec("None", rebuild=lambda _: None)
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Shape]:
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
     """Split a tree into its leaves, in a fixed order, and its shape.
 
     Containers are tuples, lists, dicts and other mappings (walked in key order, so that
@@ -51,7 +56,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
     return leaves, _walk(tree, leaves, is_leaf)
 
 
-def unflatten(shape: Shape, leaves: list[Any]) -> Any:
+def unflatten(shape: TreeSpec, leaves: list[Any]) -> Any:
     """Put leaves back into a shape that `flatten` gave."""
     return _build(shape, iter(leaves))
 
@@ -62,9 +67,9 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     return unflatten(shape, [fn(leaf) for leaf in leaves])
 
 
-def leaf_paths(shape: Shape, prefix: str = "") -> list[str]:
+def leaf_paths(shape: TreeSpec, prefix: str = "") -> list[str]:
     """Name every leaf, as `['images'][0]`, in the order of `flatten`."""
-    if shape is _LEAF:
+    if shape is _LEAF_SPEC:
         return [prefix or "the value"]
     return [
         path
@@ -73,7 +78,7 @@ def leaf_paths(shape: Shape, prefix: str = "") -> list[str]:
     ]
 
 
-def rows_of(tree: Any) -> int | None:
+def row_count(tree: Any) -> int | None:
     """Length of the first dimension of the first tensor that has one; None without any."""
     for leaf in flatten(tree)[0]:
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
@@ -85,58 +90,58 @@ def _key(key: Any) -> str:
     return key if isinstance(key, str) and key.startswith(".") else f"[{key!r}]"
 
 
-def _build(shape: Shape, leaves: Iterator[Any]) -> Any:
+def _build(shape: TreeSpec, leaves: Iterator[Any]) -> Any:
     if shape.rebuild is None:
         return next(leaves)
     return shape.rebuild(
-        [next(leaves) if child is _LEAF else _build(child, leaves) for child in shape.children]
+        [next(leaves) if child is _LEAF_SPEC else _build(child, leaves) for child in shape.children]
     )
 
 
-def _walk(tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) -> Shape:
-    if isinstance(tree, _PLAIN):
+def _walk(tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) -> TreeSpec:
+    if isinstance(tree, _LEAF_TYPES):
         leaves.append(tree)
-        return _LEAF
+        return _LEAF_SPEC
     if tree is None:
-        return _NONE
-    node = None if is_leaf is not None and is_leaf(tree) else _open(tree)
+        return _NONE_SPEC
+    node = None if is_leaf is not None and is_leaf(tree) else _children(tree)
     if node is None:
         leaves.append(tree)
-        return _LEAF
+        return _LEAF_SPEC
     name, keys, children, rebuild = node
     shapes = tuple([_walk(child, leaves, is_leaf) for child in children])
     inner = ", ".join([f"{key}: {shape.text}" for key, shape in zip(keys, shapes, strict=True)])
-    return Shape(f"{name}({inner})", shapes, tuple(keys), rebuild)
+    return TreeSpec(f"{name}({inner})", shapes, tuple(keys), rebuild)
 
 
 _Node = tuple[str, Any, list[Any], Callable[[list[Any]], Any]]
 
 
-def _open(tree: Any) -> _Node | None:
+def _children(tree: Any) -> _Node | None:
     """Name, keys, children and rebuild function of a container; None for a leaf."""
     kind = type(tree)
     if kind is tuple or kind is list:
         return kind.__name__, range(len(tree)), list(tree), kind
     if kind is dict:
-        return _open_mapping(tree, lambda: {})
+        return _mapping_children(tree, lambda: {})
     if isinstance(tree, tuple) and hasattr(kind, "_fields"):
         fields = [f".{field}" for field in kind._fields]
         return kind.__qualname__, fields, list(tree), kind._make
     if attrs.has(kind):
-        return _open_record(tree, attrs.fields(kind))
+        return _record_children(tree, attrs.fields(kind))
     registered = _pytree.SUPPORTED_NODES.get(kind)
     if registered is not None:
-        return _open_registered(tree, registered)
+        return _registered_children(tree, registered)
     if dataclasses.is_dataclass(tree):
-        return _open_record(tree, dataclasses.fields(tree))
+        return _record_children(tree, dataclasses.fields(tree))
     if isinstance(tree, Mapping):
-        return _open_mapping(tree, lambda: copy.copy(tree))
+        return _mapping_children(tree, lambda: copy.copy(tree))
     if isinstance(tree, list):
         return kind.__qualname__, range(len(tree)), list(tree), lambda xs: _refill(tree, xs)
     return None
 
 
-def _open_mapping(tree: Mapping[Any, Any], fresh: Callable[[], Any]) -> _Node:
+def _mapping_children(tree: Mapping[Any, Any], fresh: Callable[[], Any]) -> _Node:
     try:
         keys = sorted(tree)
     except TypeError:
@@ -153,7 +158,7 @@ def _open_mapping(tree: Mapping[Any, Any], fresh: Callable[[], Any]) -> _Node:
     return type(tree).__qualname__, keys, [tree[key] for key in keys], rebuild
 
 
-def _open_record(tree: Any, fields: Any) -> _Node:
+def _record_children(tree: Any, fields: Any) -> _Node:
     walked = [field.name for field in fields if not field.metadata.get("static")]
 
     def rebuild(children: list[Any]) -> Any:
@@ -165,12 +170,14 @@ def _open_record(tree: Any, fields: Any) -> _Node:
     fixed = [f.name for f in fields if f.metadata.get("static")]
     name = type(tree).__qualname__
     if fixed:
-        name += f"<{', '.join(f'{field}={words_of(getattr(tree, field))}' for field in fixed)}>"
+        name += (
+            f"<{', '.join(f'{field}={canonical_text(getattr(tree, field))}' for field in fixed)}>"
+        )
     keys = [f".{field}" for field in walked]
     return name, keys, [getattr(tree, field) for field in walked], rebuild
 
 
-def _open_registered(tree: Any, node: Any) -> _Node:
+def _registered_children(tree: Any, node: Any) -> _Node:
     children, context = node.flatten_fn(tree)
     children = list(children)
     name = type(tree).__qualname__

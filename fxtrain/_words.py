@@ -17,19 +17,19 @@ import attrs
 import torch
 from torch import Tensor
 
-__all__ = ["words_of"]
+__all__ = ["canonical_text"]
 
-_DEEPEST = 100  # a value inside itself has no end
+_MAX_DEPTH = 100  # a value inside itself has no end
 _EXACT = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range}
     | {torch.dtype, torch.device, torch.Size}
 )
 _CONTAINERS = frozenset({tuple, list, dict, set, frozenset})
 _GLOBAL = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-_LONGEST = 10_000  # bits of a whole number in decimal; more costs time, or is refused by Python
+_MAX_LENGTH = 10_000  # bits of a whole number in decimal; more costs time, or is refused by Python
 
 
-def words_of(value: Any) -> str:
+def canonical_text(value: Any) -> str:
     """Describe a value in words that only equal values share.
 
     Tensors and arrays are described by dtype, shape and a digest of their bytes, records and
@@ -40,20 +40,20 @@ def words_of(value: Any) -> str:
         Waits for tensors on a device and copies them.
 
     Example:
-        >>> words_of({"b": (1, 2.5), "a": "x"})
+        >>> canonical_text({"b": (1, 2.5), "a": "x"})
         "{'a': 'x', 'b': (1, 2.5)}"
-        >>> words_of(torch.zeros(2000)) == words_of(torch.zeros(2000))
+        >>> canonical_text(torch.zeros(2000)) == canonical_text(torch.zeros(2000))
         True
     """
-    return _words(value, 0)
+    return _canonical(value, 0)
 
 
-def _words(value: Any, depth: int) -> str:
+def _canonical(value: Any, depth: int) -> str:
     kind = type(value)
     if kind in _EXACT:
-        large = kind is int and value.bit_length() > _LONGEST
+        large = kind is int and value.bit_length() > _MAX_LENGTH
         return hex(value) if large else repr(value)
-    if depth > _DEEPEST:
+    if depth > _MAX_DEPTH:
         return f"{kind.__qualname__}(...)"
     if kind in _CONTAINERS:
         return _container(value, depth)
@@ -68,7 +68,7 @@ def _words(value: Any, depth: int) -> str:
         return f"{kind.__qualname__}.{value.name}"
     if attrs.has(kind) or dataclasses.is_dataclass(value):
         fields: Any = attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(value)
-        parts = [f"{f.name}={_words(getattr(value, f.name), depth + 1)}" for f in fields]
+        parts = [f"{f.name}={_canonical(getattr(value, f.name), depth + 1)}" for f in fields]
         return f"{kind.__qualname__}({', '.join(parts)})"
     return _object(value, depth)
 
@@ -77,7 +77,7 @@ def _container(value: Any, depth: int) -> str:
     kind = type(value)
     if kind is dict:
         return f"{{{_pairs(value.items(), depth)}}}"
-    inside = [_words(one, depth + 1) for one in value]
+    inside = [_canonical(one, depth + 1) for one in value]
     if kind is list:
         return f"[{', '.join(inside)}]"
     if kind is tuple:
@@ -86,7 +86,7 @@ def _container(value: Any, depth: int) -> str:
 
 
 def _pairs(items: Iterable[tuple[Any, Any]], depth: int) -> str:
-    pairs = [(_words(key, depth + 1), _words(one, depth + 1)) for key, one in items]
+    pairs = [(_canonical(key, depth + 1), _canonical(one, depth + 1)) for key, one in items]
     return ", ".join(f"{key}: {one}" for key, one in sorted(pairs))
 
 
@@ -107,9 +107,9 @@ def _array(value: Any, depth: int) -> str:
     """A NumPy array or scalar; one of objects by its objects."""
     inside = value.tobytes()
     if value.dtype.hasobject:
-        inside = _words(value.tolist(), depth + 1).encode(errors="surrogatepass")
+        inside = _canonical(value.tolist(), depth + 1).encode(errors="surrogatepass")
     mask = getattr(value, "mask", None)  # of a masked array
-    hidden = "" if mask is None else f" hiding {_words(mask, depth + 1)}"
+    hidden = "" if mask is None else f" hiding {_canonical(mask, depth + 1)}"
     shape = list(value.shape)
     return f"{type(value).__qualname__} {value.dtype}{shape}{_mark(inside)}{hidden}"
 
@@ -136,7 +136,7 @@ def _object(value: Any, depth: int) -> str:
     parts = list(taken)
     # Entries that follow are those of a list, and pairs those of a dict.
     follow = [*parts[3:5], None, None][:2]
-    said = [_words(part, depth + 1) for part in parts[1:3]]
-    said += [f"[{', '.join(_words(one, depth + 1) for one in follow[0])}]"] if follow[0] else []
+    said = [_canonical(part, depth + 1) for part in parts[1:3]]
+    said += [f"[{', '.join(_canonical(one, depth + 1) for one in follow[0])}]"] if follow[0] else []
     said += [f"{{{_pairs(follow[1], depth)}}}"] if follow[1] else []
     return f"{kind.__qualname__}({'; '.join(said)})"

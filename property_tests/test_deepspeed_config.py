@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.backends.deepspeed.config import Facts, resolve
+from fxtrain.backends.deepspeed.config import Inputs, resolve
 
 COUNTS = st.integers(1, 64)
 PLANS = st.builds(
@@ -25,7 +25,7 @@ PLANS = st.builds(
     st.none() | st.integers(1, 10**9),
 )
 FACTS = st.builds(
-    lambda ranks, rows, hidden: Facts(ranks=ranks, rows=rows, hidden=hidden),
+    lambda ranks, rows, hidden: Inputs(ranks=ranks, rows=rows, hidden=hidden),
     COUNTS,
     st.none() | COUNTS,
     st.integers(1, 10_000),

@@ -17,11 +17,11 @@ from torch import nn
 import fxtrain as fx
 from fxtrain.models import export, load_model
 from fxtrain.models.safetensors_files import read_header
-from fxtrain.models.tensor_bytes import WORDS
+from fxtrain.models.tensor_bytes import DTYPE_NAMES
 from tests.checkpoint._ranks import ready
 from tests.checkpoint._runs import bits
 
-STORED = [dtype for dtype in WORDS.values() if not dtype.is_complex]
+STORED = [dtype for dtype in DTYPE_NAMES.values() if not dtype.is_complex]
 ON_RANKS = settings(
     max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )

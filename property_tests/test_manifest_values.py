@@ -70,7 +70,7 @@ def test_stretches_of_a_tensor_are_boxes_that_cover_it(shape, data):
     parts = []
     for begin, end in itertools.pairwise([0, *cuts, size]):
         values = whole.flatten()[begin:end]
-        stretch = fx.state.Stretch(shape=tuple(shape), start=begin, values=values)
+        stretch = fx.state.FlatShard(shape=tuple(shape), start=begin, values=values)
         found = list(boxes_in(stretch))
         for start, box in found:
             place = tuple(slice(a, a + n) for a, n in zip(start, box.shape, strict=True))

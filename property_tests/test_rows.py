@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain import CollectiveError, DataError, ops
-from fxtrain._words import words_of
+from fxtrain._words import canonical_text
 
 ON_RANKS = settings(
     max_examples=20, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
@@ -69,7 +69,7 @@ def _gathered(ctx, n, size, entries, per_rank):
         (counts, (sums, tops)) = got["pairs"]
         assert type(got["texts"]) is tuple and type(got["pairs"][1]) is Pair
         assert len(counts) == len(sums) == len(tops) == sum(rows > 0 for rows in batch.rows)
-    return {name: words_of(rows) for name, rows in found.items()}
+    return {name: canonical_text(rows) for name, rows in found.items()}
 
 
 @ON_RANKS
@@ -89,7 +89,7 @@ def test_gather_valid_gives_exactly_the_rows_once_each_in_order(
     want["texts"] = [f"text{i}" for i in range(n)]
     for found in cluster.run(_gathered, n, size, entries, per_rank):
         for name, rows in want.items():
-            assert found[name] == words_of(rows), name
+            assert found[name] == canonical_text(rows), name
 
 
 MISFITS = {

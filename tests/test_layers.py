@@ -111,11 +111,11 @@ def _is_broad(kind: ast.expr | None) -> bool:
 
 # The records that may change, each with the reason.
 MUTABLE = {
-    "fxtrain.state.context.Ledger": "counts the calls made on one communicator",
+    "fxtrain.state.context.CommState": "counts the calls made on one communicator",
     "fxtrain.ops.transport.packets.Packets": "which packets of one communicator are under way",
-    "fxtrain.checkpoint.local_storage._Early": "how far one open file has been handed to the disk",
-    "fxtrain.data.sharded_loader._Trail": "how far iterators over one loader got",
-    "fxtrain.backends.xla.recompilations.Watch": "counts the compilations of one model's steps",
+    "fxtrain.checkpoint.local_storage._EagerFlush": "how much of a file is flushed",
+    "fxtrain.data.sharded_loader._Iteration": "how far iterators over one loader got",
+    "fxtrain.backends.xla.recompilations.RecompilationLog": "counts compilations of one model",
 }
 
 

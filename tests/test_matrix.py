@@ -104,7 +104,7 @@ def _table():
 def engines(monkeypatch):
     """Checks look whether an engine is installed before they look at a plan."""
     monkeypatch.setattr(engine, "load", lambda *_, **__: None)
-    monkeypatch.setattr(engine, "unfit_device", lambda *_: ())
+    monkeypatch.setattr(engine, "device_problems", lambda *_: ())
     monkeypatch.setattr(xla_runtime, "load", lambda *_, **__: None)
 
 

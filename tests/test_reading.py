@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fxtrain as fx
-from fxtrain._errors import visible
+from fxtrain._errors import escape_unprintable
 from fxtrain._reading import open_file, read_file, read_text
 from fxtrain.cli import main
 from fxtrain.cli.inspect import read_weights
@@ -135,14 +135,16 @@ NASTY = "\x1b[31m\x9b2J\u202e[/red]\r\x07"
 
 
 def test_control_characters_are_escaped_and_nothing_else():
-    assert visible("a\tb\nä → 模型 😀") == "a\tb\nä → 模型 😀"
-    assert visible("\x1b[31m\x9b\u202e\u2066\ud800\r") == (r"\x1b[31m\x9b\u202e\u2066\ud800\r")
+    assert escape_unprintable("a\tb\nä → 模型 😀") == "a\tb\nä → 模型 😀"
+    assert escape_unprintable("\x1b[31m\x9b\u202e\u2066\ud800\r") == (
+        r"\x1b[31m\x9b\u202e\u2066\ud800\r"
+    )
 
 
 @pytest.mark.parametrize("kind", [getattr(fx, n) for n in fx.__all__ if n.endswith("Error")])
 def test_no_error_prints_control_characters(kind):
     error = kind(f"a {NASTY}")
-    assert str(error) == f"a {visible(NASTY)}" and "\x1b" not in str(error)
+    assert str(error) == f"a {escape_unprintable(NASTY)}" and "\x1b" not in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 

@@ -6,21 +6,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtrain.backends.context.positions import show_rows
-from fxtrain.backends.context.split_sequences import cut_sequences
+from fxtrain.backends.context.positions import expose_positions
+from fxtrain.backends.context.split_sequences import with_context_parallel
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.model_state import load_state, state_of
-from fxtrain.backends.core.module_changes import away_from_xla, prepare_module, unmatched_names
+from fxtrain.backends.core.module_changes import prepare_module, unmatched_names, xla_problems
 from fxtrain.backends.core.optimizers import make_optimizers, make_schedulers
 from fxtrain.backends.core.weights import torch_weights
 from fxtrain.backends.local.averaging import average
 from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped
 
-__all__ = ["SINGLE", "bundle", "wrap_plain"]
+__all__ = ["SINGLE", "make_handle", "wrap_without_engine"]
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
-    problems = [*unmatched_names(module, plan), *away_from_xla(ctx, "Single")]
+    problems = [*unmatched_names(module, plan), *xla_problems(ctx, "Single")]
     if ctx.world_size > 1:
         problems.append(
             f"Single() trains on one rank, but this context has {ctx.world_size}, which would "
@@ -32,10 +32,10 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
 def _wrap(
     module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
 ) -> Wrapped:
-    return wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=SINGLE)
+    return wrap_without_engine(module, ctx, plan, optimizer, scheduler, strategy=SINGLE)
 
 
-def wrap_plain(
+def wrap_without_engine(
     module: nn.Module,
     ctx: DistContext,
     plan: Plan,
@@ -47,19 +47,19 @@ def wrap_plain(
 ) -> Wrapped:
     """Wrap a module that is its own engine; `change` is what becomes of each optimizer."""
     module.to(ctx.device)
-    undo_rows = show_rows(module, ctx, plan)
+    undo_rows = expose_positions(module, ctx, plan)
     undo_blocks = prepare_module(module, plan, ctx)
 
     def undo() -> None:
         undo_blocks()
         undo_rows()
 
-    return bundle(
+    return make_handle(
         module, ctx, plan, optimizer, scheduler, strategy=strategy, undo=undo, change=change
     )
 
 
-def bundle(
+def make_handle(
     module: nn.Module,
     ctx: DistContext,
     plan: Plan,
@@ -83,7 +83,7 @@ def bundle(
         scaler=step_functions.new_scaler(ctx, plan) if optimizers else None,
         ctx=ctx,
         plan=plan,
-        strategy=cut_sequences(strategy, ctx, plan),
+        strategy=with_context_parallel(strategy, ctx, plan),
         tally=step_functions.new_tally(ctx),
         counts=torch.zeros(5, dtype=torch.int64),
         undo=undo,

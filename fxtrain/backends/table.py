@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from fxtrain._errors import PlanError
-from fxtrain.backends.context.split_sequences import cut_sequences
-from fxtrain.backends.core.module_changes import outline
-from fxtrain.backends.core.plain_module import look_at
+from fxtrain.backends.context.split_sequences import with_context_parallel
+from fxtrain.backends.core.module_changes import model_signature
+from fxtrain.backends.core.plain_module import record_module
 from fxtrain.backends.ddp.strategy import DDP_STRATEGY
 from fxtrain.backends.deepspeed.strategy import DEEPSPEED_STRATEGY
 from fxtrain.backends.fsdp.strategy import FSDP_STRATEGY
@@ -18,7 +18,7 @@ from fxtrain.backends.local.averaging import local_problems
 from fxtrain.backends.pipeline.strategy import PIPELINE_STRATEGY
 from fxtrain.backends.single import SINGLE
 from fxtrain.backends.xla.strategy import XLA_STRATEGY
-from fxtrain.ops.plan_agreement import agree_plans
+from fxtrain.ops.plan_agreement import check_same_plan
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.state import DistContext, Plan, Strategy, Wrapped, check_connected, check_open
 
@@ -33,7 +33,7 @@ STRATEGIES = (
     XLA_STRATEGY,
 )
 _GROUP = "fxtrain.strategies"
-_MICRO = 0  # place in the counts
+_MICRO_BATCHES = 0  # place in the counts
 
 
 def strategies() -> dict[type, Strategy]:
@@ -111,17 +111,17 @@ def wrap(
     if ctx.world_size > 1:
         factories = {"optimizer": optimizer, "scheduler": scheduler}
         given = {name: "none" if one is None else "given" for name, one in factories.items()}
-        agree_plans("wrap", ctx, plan, {"model": outline(model), **given})
-    strategy = _find(plan)
+        check_same_plan("wrap", ctx, plan, {"model": model_signature(model), **given})
+    strategy = _strategy_of(plan)
     if problems := problems_of(strategy, ctx, plan, model):
         raise PlanError("\n".join(problems))
-    wrapped, formats = look_at(model), _formats(model)
+    wrapped, formats = record_module(model), _formats(model)
     made = strategy.wrap(model, ctx, plan, optimizer, scheduler)
     made = attrs.evolve(made, bare=wrapped(), formats=formats)
     if made.strategy.config is strategy.config:
         return made
     # Of a row that changes functions of another and leaves its wrap.
-    return attrs.evolve(made, strategy=cut_sequences(strategy, ctx, plan))
+    return attrs.evolve(made, strategy=with_context_parallel(strategy, ctx, plan))
 
 
 def unwrap(model: Wrapped) -> nn.Module:
@@ -149,7 +149,7 @@ def unwrap(model: Wrapped) -> nn.Module:
         raise PlanError(f"unwrap takes what fx.wrap returned, found {type(model).__name__}.")
     check_open(model, "unwrap", PlanError)
     module = model.strategy.unwrap(model)
-    if model.counts[_MICRO]:
+    if model.counts[_MICRO_BATCHES]:
         for parameter in module.parameters():
             parameter.grad = None
     model.closed.append("unwrap")
@@ -164,7 +164,7 @@ def _formats(module: nn.Module) -> dict[str, torch.dtype]:
     return {plain_name(name): tensor.dtype for name, tensor in tensors}
 
 
-def _find(plan: Plan) -> Strategy:
+def _strategy_of(plan: Plan) -> Strategy:
     kind = type(plan.strategy)
     for row in STRATEGIES:
         if row.config is kind:
@@ -183,11 +183,11 @@ def problems_of(
     strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module
 ) -> tuple[str, ...]:
     """Why a plan cannot be carried out in a context; no traffic, the same on all ranks."""
-    found = (*strategy.check(ctx, plan, module), *_unfit(strategy, ctx, plan))
+    found = (*strategy.check(ctx, plan, module), *_wrap_error(strategy, ctx, plan))
     return (*found, *local_problems(ctx, plan))
 
 
-def _unfit(strategy: Strategy, ctx: DistContext, plan: Plan) -> tuple[str, ...]:
+def _wrap_error(strategy: Strategy, ctx: DistContext, plan: Plan) -> tuple[str, ...]:
     if plan.context is None or ctx.world_size == 1 or strategy.cuts_sequences:
         return ()
     return (

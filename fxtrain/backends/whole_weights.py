@@ -118,7 +118,7 @@ def gathered(model: Wrapped, *, ranks: _Ranks = "all") -> Iterator[Any]:
     mine = ranks == "all" or model.ctx.is_main
     whole = _collect(model, keep=mine)
     try:
-        with _lent(model, whole):
+        with _install_weights(model, whole):
             del whole  # when the block ends, its memory is free
             yield model.module if mine else None
     except Exception as error:
@@ -173,7 +173,7 @@ def _one_by_one(
     for name, weight in chosen.items():
         check_open(model, "weights", PlanError)
         left -= 1
-        if not _all_go_on(ctx, name, ranks):
+        if not _all_continue(ctx, name, ranks):
             return
         value = _copy(weight, device, keep=mine)
         if value is not None:
@@ -181,12 +181,12 @@ def _one_by_one(
                 yield name, value
             except GeneratorExit:
                 if left:  # after the last tensor nobody waits
-                    _leave(ctx)
+                    _announce_stop(ctx)
                 raise
             del value
 
 
-def _all_go_on(ctx: DistContext, name: str, ranks: _Ranks) -> bool:
+def _all_continue(ctx: DistContext, name: str, ranks: _Ranks) -> bool:
     """Whether every rank takes the next tensor; with "main", rank 0 decides.
 
     Raises:
@@ -205,7 +205,7 @@ def _all_go_on(ctx: DistContext, name: str, ranks: _Ranks) -> bool:
     return not gone
 
 
-def _leave(ctx: DistContext) -> None:
+def _announce_stop(ctx: DistContext) -> None:
     """Tell the other ranks, at their next tensor, that this one takes no more."""
     if ctx.world_size == 1:
         return
@@ -251,7 +251,7 @@ def _fresh(weight: Weight, device: torch.device, *, keep: bool) -> Tensor | None
 
 
 @contextmanager
-def _lent(model: Wrapped, whole: dict[tuple[str, str], Tensor]) -> Iterator[None]:
+def _install_weights(model: Wrapped, whole: dict[tuple[str, str], Tensor]) -> Iterator[None]:
     """Close the handle and, where there are whole weights, put them into the bare module."""
     put_back = model.bare()
     model.closed.append("gathered")

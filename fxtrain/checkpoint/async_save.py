@@ -15,7 +15,7 @@ from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint.host_copies import Staging
 from fxtrain.state import DistContext
 
-__all__ = ["Saving", "earlier", "has_way", "start"]
+__all__ = ["Saving", "has_background_group", "start_background", "wait_for_earlier"]
 
 _GROUP = "checkpoint.group"
 
@@ -112,13 +112,13 @@ class Saving:
             os._exit(1)
 
 
-def earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving | None:
+def wait_for_earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving | None:
     """Wait for the save under way, if any, or return it if this one is to be skipped.
 
     Raises:
         CheckpointError: it failed.
     """
-    tasks = ctx.comm.ledger.tasks
+    tasks = ctx.comm.state.background_tasks
     if not tasks:
         return None
     found: Saving = tasks[-1]
@@ -126,18 +126,18 @@ def earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving | None:
         return found
     tasks.remove(found)
     if found._staging is not None:
-        found._staging.let_go()
+        found._staging.release()
     found.result()
     return None
 
 
-def has_way(ctx: DistContext) -> bool:
+def has_background_group(ctx: DistContext) -> bool:
     """Whether this rank has a group for saves in the background on which no rank was lost."""
-    group = ctx.comm.ledger.kept.get(_GROUP)
-    return group is not None and group.comm.ledger.broken is None
+    group = ctx.comm.state.background_resources.get(_GROUP)
+    return group is not None and group.comm.state.failure is None
 
 
-def start(
+def start_background(
     ctx: DistContext,
     path: str,
     run: Callable[[DistContext], None],
@@ -151,7 +151,7 @@ def start(
         anew: Open the group, since a rank has none, or a rank was lost on it; equal on every
             rank.
     """
-    kept = ctx.comm.ledger.kept
+    kept = ctx.comm.state.background_resources
     if anew:
         try:
             kept[_GROUP] = ops.duplicate(ctx)
@@ -171,8 +171,8 @@ def start(
         else:
             future.set_result(None)
 
-    ctx.comm.ledger.tasks.append(saving)
-    kept[_GROUP].comm.ledger.owner = None  # the thread of the save before has made its last call
+    ctx.comm.state.background_tasks.append(saving)
+    kept[_GROUP].comm.state.thread = None  # the thread of the save before has made its last call
     # Not a daemon: the interpreter waits for it at exit.
     threading.Thread(target=work, name="fxtrain save").start()
     return saving

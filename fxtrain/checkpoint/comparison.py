@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxtrain.checkpoint.folders import read_manifest
-from fxtrain.checkpoint.local_storage import place_of
+from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.checkpoint.manifest import Entry
 from fxtrain.checkpoint.reading import Reader, open_reader
 from fxtrain.state import unstructure
@@ -56,7 +56,7 @@ def compare(left: Any, right: Any) -> Iterator[Difference]:
         ...     [found.path for found in fx.checkpoint.compare(one, other)]
         ['extra']
     """
-    here, there = place_of(left), place_of(right)
+    here, there = open_storage(left), open_storage(right)
     one, other = read_manifest(here), read_manifest(there)
     yield from _values("position", unstructure(one.position), unstructure(other.position))
     yield from _values("extra", one.extra, other.extra)
@@ -71,7 +71,7 @@ def compare(left: Any, right: Any) -> Iterator[Difference]:
 
 def count_leaves(path: Any) -> int:
     """Tensors and plain values of a checkpoint."""
-    found = read_manifest(place_of(path))
+    found = read_manifest(open_storage(path))
     plain = sum(1 for _ in _leaves([found.extra, found.models, unstructure(found.position)]))
     return plain + len(found.tensors) + sum(map(len, found.own))
 
@@ -106,7 +106,7 @@ def _tables(
     for name in {**left, **right}:
         a, b = left.get(name), right.get(name)
         if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
-            yield Difference(path=prefix + name, left=_outline(a), right=_outline(b))
+            yield Difference(path=prefix + name, left=_entry_summary(a), right=_entry_summary(b))
             continue
         one, other = first.new_entry(a, name), second.new_entry(b, name)
         found = _difference(one, other)
@@ -129,7 +129,7 @@ def _difference(one: Tensor, other: Tensor) -> tuple[str, str] | None:
     return f"{a!r}{place}", repr(b)
 
 
-def _outline(entry: Entry | None) -> str:
+def _entry_summary(entry: Entry | None) -> str:
     return "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import attrs
 
-from fxtrain.checkpoint.local_storage import Place
+from fxtrain.checkpoint.local_storage import Storage
 from fxtrain.checkpoint.manifest import CHUNK, Entry, File, Part, digest_of
-from fxtrain.checkpoint.write_plan import Piece
-from fxtrain.models.tensor_bytes import STORED, contiguous, memory_of
+from fxtrain.checkpoint.write_plan import TensorChunk
+from fxtrain.models.tensor_bytes import STORED_DTYPES, contiguous, memory_of
 
 __all__ = ["Written", "file_name", "tables", "write_file"]
 
@@ -36,20 +36,20 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def write_file(place: Place, rank: int, pieces: Sequence[Piece]) -> Written:
+def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Written:
     """Write the pieces into this rank's file, durably.
 
     Holds one piece in host memory at a time, beside those that are there already.
     """
-    if not pieces:
+    if not chunks:
         return Written(rank=rank)
     # Wide numbers first keeps every tensor aligned.
-    ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())
+    ordered = sorted(chunks, key=lambda piece: -piece.tensor.element_size())
     header, ends = _header(rank, ordered)
     name = file_name(rank)
-    place.make()
-    parts: list[tuple[Piece, Part]] = []
-    with place.create(name) as file:
+    storage.make()
+    parts: list[tuple[TensorChunk, Part]] = []
+    with storage.create(name) as file:
         file.write(memoryview(header))
         for piece, end in zip(ordered, ends, strict=True):
             digests = _write_values(file, piece)
@@ -62,7 +62,7 @@ def write_file(place: Place, rank: int, pieces: Sequence[Piece]) -> Written:
             )
             parts.append((piece, part))
     about = File(size=len(header) + ends[-1], header=len(header), digest=digest_of(header))
-    rows = [(piece.own, (piece.name, piece.dtype, piece.whole, part)) for piece, part in parts]
+    rows = [(piece.own, (piece.name, piece.dtype, piece.full_shape, part)) for piece, part in parts]
     return Written(
         rank=rank,
         file=(name, about),
@@ -94,7 +94,7 @@ def tables(
     return shared, tuple(own), files
 
 
-def _write_values(file: Any, piece: Piece) -> list[str]:
+def _write_values(file: Any, piece: TensorChunk) -> list[str]:
     values = contiguous(piece.tensor)  # lives until its bytes are written
     memory = memory_of(values)
     digests: list[str] = []
@@ -105,20 +105,20 @@ def _write_values(file: Any, piece: Piece) -> list[str]:
     return digests
 
 
-def _header(rank: int, pieces: Sequence[Piece]) -> tuple[bytes, list[int]]:
+def _header(rank: int, chunks: Sequence[TensorChunk]) -> tuple[bytes, list[int]]:
     table: dict[str, Any] = {}
     ends: list[int] = []
-    place = 0
-    for piece in pieces:
+    storage = 0
+    for piece in chunks:
         shape = [*piece.tensor.shape, *([2] if piece.tensor.is_complex() else [])]
         key = f"{piece.name}@{','.join(map(str, piece.start))}" if any(piece.start) else piece.name
         table[f"rank {rank}: {key}" if piece.own else key] = {
-            "dtype": STORED[piece.dtype],
+            "dtype": STORED_DTYPES[piece.dtype],
             "shape": shape,
-            "data_offsets": [place, place + piece.size],
+            "data_offsets": [storage, storage + piece.size],
         }
-        place += piece.size
-        ends.append(place)
+        storage += piece.size
+        ends.append(storage)
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, ends

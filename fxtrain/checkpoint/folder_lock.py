@@ -16,16 +16,16 @@ import time
 import attrs
 
 from fxtrain._errors import CheckpointError
-from fxtrain.checkpoint.local_storage import Place
+from fxtrain.checkpoint.local_storage import Storage
 from fxtrain.checkpoint.owner import Owner, is_running, owner_from, this_process
 from fxtrain.state import parse_json
 
-__all__ = ["DEAD_S", "Lock", "take"]
+__all__ = ["Lock", "STALE_S", "acquire"]
 
 _LOG = logging.getLogger(__name__)
-_BEAT_S = 2.0  # how often a holder shows that it lives
-DEAD_S = 20.0  # after which a holder on another machine that has shown nothing counts as dead
-_LOOK_S = 0.25
+_HEARTBEAT_INTERVAL_S = 2.0  # how often a holder shows that it lives
+STALE_S = 20.0  # after which a holder on another machine that has shown nothing counts as dead
+_POLL_INTERVAL_S = 0.25
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -38,15 +38,15 @@ class Lock:
         owner: This process.
         token: Tells this lock from every other one.
         ended: Set when it is released.
-        beats: Thread that shows that we live.
+        heartbeats: Thread that shows that we live.
     """
 
-    folder: Place
+    folder: Storage
     name: str
     owner: Owner
     token: str
     ended: threading.Event = attrs.field(factory=threading.Event)
-    beats: list[threading.Thread] = attrs.field(factory=list)
+    heartbeats: list[threading.Thread] = attrs.field(factory=list)
 
     def check(self) -> None:
         """Make sure that it is still ours.
@@ -58,7 +58,7 @@ class Lock:
         if not self.is_ours():
             raise CheckpointError(
                 f"Another run took over the lock of {self.folder}, since this process showed no "
-                f"sign of life for {DEAD_S:.0f} s. Nothing of the other run was changed: save "
+                f"sign of life for {STALE_S:.0f} s. Nothing of the other run was changed: save "
                 f"again."
             )
 
@@ -67,7 +67,7 @@ class Lock:
         if self.ended.is_set():
             return
         self.ended.set()
-        for thread in self.beats:
+        for thread in self.heartbeats:
             thread.join()
         try:
             ours = self.is_ours()
@@ -84,15 +84,15 @@ class Lock:
         owner = attrs.asdict(self.owner)
         return json.dumps({"token": self.token, "owner": owner, "beat": f"{beat:012d}"}).encode()
 
-    def beat(self) -> None:
+    def refresh(self) -> None:
         """Show until the release that this process lives."""
         count = 0
-        while not self.ended.wait(_BEAT_S):
+        while not self.ended.wait(_HEARTBEAT_INTERVAL_S):
             count += 1
             try:
                 if not self.is_ours():
                     return  # `check` says so before the commit
-                self.folder.beat(self.name, self.bytes(count))
+                self.folder.refresh_lock(self.name, self.bytes(count))
             except (OSError, CheckpointError) as error:
                 _LOG.warning("The lock %s of %s: %s", self.name, self.folder, error)
 
@@ -102,7 +102,7 @@ class Lock:
         return raw is not None and _read(raw)[0] == self.token
 
 
-def take(folder: Place) -> Lock:
+def acquire(folder: Storage) -> Lock:
     """Be the only one that saves in a folder, which is there.
 
     Raises:
@@ -133,13 +133,13 @@ def take(folder: Place) -> Lock:
     except BaseException:
         lock.release()
         raise
-    thread = threading.Thread(target=lock.beat, name="fxtrain lock", daemon=True)
-    lock.beats.append(thread)
+    thread = threading.Thread(target=lock.refresh, name="fxtrain lock", daemon=True)
+    lock.heartbeats.append(thread)
     thread.start()
     return lock
 
 
-def _refuse_if_held(folder: Place, name: str) -> None:
+def _refuse_if_held(folder: Storage, name: str) -> None:
     """Raise if a process that lives holds this lock."""
     raw = folder.locked(name)
     if raw is None:
@@ -152,11 +152,11 @@ def _refuse_if_held(folder: Place, name: str) -> None:
         raise _busy(folder, name)
 
 
-def _changes(folder: Place, name: str, raw: bytes) -> bool:
+def _changes(folder: Storage, name: str, raw: bytes) -> bool:
     """Whether the holder of a lock shows that it lives. No clocks are compared."""
-    deadline = time.monotonic() + DEAD_S
+    deadline = time.monotonic() + STALE_S
     while time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
         now = folder.locked(name)
         if now is None:
             return False
@@ -165,7 +165,7 @@ def _changes(folder: Place, name: str, raw: bytes) -> bool:
     return False
 
 
-def _busy(folder: Place, name: str) -> CheckpointError:
+def _busy(folder: Storage, name: str) -> CheckpointError:
     raw = folder.locked(name)
     owner = None if raw is None else _read(raw)[1]
     who = "another process" if owner is None else f"{owner}"

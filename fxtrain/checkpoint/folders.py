@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from fxtrain._errors import CheckpointError
-from fxtrain.checkpoint.local_storage import Place, UnreadableError, place_of
+from fxtrain.checkpoint.local_storage import Storage, UnreadableError, open_storage
 from fxtrain.checkpoint.manifest import (
     HIGHEST,
     MANIFEST,
@@ -21,7 +21,7 @@ from fxtrain.checkpoint.owner import Owner
 from fxtrain.checkpoint.reading import file_problems
 
 __all__ = ["RESTORED", "Found", "before", "checkpoint_at", "checkpoints", "latest", "new_name"]
-__all__ += ["next_order", "read_manifest", "survey"]
+__all__ += ["list_checkpoints", "next_order", "read_manifest"]
 
 RESTORED = "checkpoint.restored"  # in a context's ledger: what it was last restored from
 _NAME = re.compile(r"update-(\d{10,18})(?:\.(\d{1,9}))?")
@@ -79,8 +79,8 @@ def latest(path: Any) -> str | None:
         >>> fx.latest(tempfile.mkdtemp()) is None
         True
     """
-    folder = place_of(path)
-    return _first_whole(folder, reversed(survey(folder)))
+    folder = open_storage(path)
+    return _first_whole(folder, reversed(list_checkpoints(folder)))
 
 
 def before(path: Any, update: int) -> str | None:
@@ -88,29 +88,29 @@ def before(path: Any, update: int) -> str | None:
 
     Of several at the same number of updates the newest.
     """
-    folder = place_of(path)
-    found = [one for one in survey(folder) if one.updates < update]
+    folder = open_storage(path)
+    found = [one for one in list_checkpoints(folder) if one.updates < update]
     # Sorting keeps the order among equals.
     return _first_whole(folder, reversed(sorted(found, key=lambda one: one.updates)))
 
 
-def checkpoint_at(path: Any) -> Place:
+def checkpoint_at(path: Any) -> Storage:
     """A checkpoint itself, or the latest where the path is the folder of a run.
 
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
-    place = place_of(path)
+    storage = open_storage(path)
     try:
-        newest = str(place) if MANIFEST in place.files() else latest(path)
+        newest = str(storage) if MANIFEST in storage.files() else latest(path)
     except OSError as error:
         raise CheckpointError(f"There is no checkpoint at {path}: {error}") from error
     if newest is None:
-        raise CheckpointError(f"There is no whole checkpoint in {place}.")
-    return place_of(newest)
+        raise CheckpointError(f"There is no whole checkpoint in {storage}.")
+    return open_storage(newest)
 
 
-def _first_whole(folder: Place, found: Iterable[Found]) -> str | None:
+def _first_whole(folder: Storage, found: Iterable[Found]) -> str | None:
     for one in found:
         inside = folder.join(one.name)
         if not one.problems:
@@ -119,17 +119,17 @@ def _first_whole(folder: Place, found: Iterable[Found]) -> str | None:
     return None
 
 
-def survey(folder: Place) -> list[Found]:
+def list_checkpoints(folder: Storage) -> list[Found]:
     """All checkpoints of a folder, the newest last; damaged manifests, of no known order, after.
 
     Raises:
         CheckpointError: one cannot be read, or is of a newer format.
     """
-    found = [_look(folder, name) for name in checkpoints(folder)]
+    found = [_inspect(folder, name) for name in checkpoints(folder)]
     return sorted(found, key=lambda one: math.inf if one.order is None else one.order)
 
 
-def _look(folder: Place, name: str) -> Found:
+def _inspect(folder: Storage, name: str) -> Found:
     inside = folder.join(name)
     try:
         manifest = read_manifest(inside)
@@ -153,19 +153,19 @@ def next_order(found: Sequence[Found]) -> int:
     return min(1 + max((one.order or 0 for one in found), default=0), HIGHEST)
 
 
-def checkpoints(folder: Place) -> list[str]:
+def checkpoints(folder: Storage) -> list[str]:
     """Names of the checkpoints in a folder, by their updates."""
     return sorted((name for name in folder.folders() if _NAME.fullmatch(name)), key=_numbers)
 
 
-def new_name(folder: Place, updates: int) -> str:
+def new_name(folder: Storage, updates: int) -> str:
     """A name that is not taken: a second checkpoint of one update gets a number."""
     name = f"update-{updates:010d}"
     taken = [_numbers(one)[1] for one in checkpoints(folder) if _numbers(one)[0] == updates]
     return f"{name}.{max(taken) + 1}" if taken else name
 
 
-def read_manifest(place: Place) -> Manifest:
+def read_manifest(storage: Storage) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
@@ -174,20 +174,20 @@ def read_manifest(place: Place) -> Manifest:
         NewerFormatError: a newer fxtrain wrote it.
     """
     try:
-        raw = place.read(MANIFEST, _LARGEST)
+        raw = storage.read(MANIFEST, _LARGEST)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{place} is no checkpoint: it has no {MANIFEST}. Pass a folder into which fx.save "
+            f"{storage} is no checkpoint: it has no {MANIFEST}. Pass a folder into which fx.save "
             f"writes, or one of its update-… folders."
         ) from error
     except OSError as error:
-        raise CheckpointError(f"{place}/{MANIFEST} cannot be read: {error}.") from error
+        raise CheckpointError(f"{storage}/{MANIFEST} cannot be read: {error}.") from error
     try:
         return load_manifest(raw)
     except NewerFormatError as error:
-        raise NewerFormatError(f"{place}: {error}") from None
+        raise NewerFormatError(f"{storage}: {error}") from None
     except CheckpointError as error:
-        raise CheckpointError(f"{place}: {error}") from error.__cause__
+        raise CheckpointError(f"{storage}: {error}") from error.__cause__
 
 
 def _numbers(name: str) -> tuple[int, int]:

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from fxtrain._errors import CheckpointError
-from fxtrain.checkpoint.write_plan import Piece
+from fxtrain.checkpoint.write_plan import TensorChunk
 from fxtrain.state import DistContext
 
 __all__ = ["Staging", "stage"]
 
 _BUFFER = "checkpoint.buffer"
 _LARGE = 1 << 20  # bytes of a tensor that is copied later
-_WORTH = 64 << 20  # bytes of all of them, below which nobody notices the copy
-_STRIDE = 1 << 14  # bytes from sample to sample
+_MIN_DEFERRED_BYTES = 64 << 20  # bytes of all of them, below which nobody notices the copy
+_SAMPLE_STRIDE = 1 << 14  # bytes from sample to sample
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class _Late:
+class _DeferredCopy:
     """A piece that is copied after `save` has returned.
 
     Attributes:
@@ -70,8 +70,8 @@ class Staging:
         pieces: The same as the live ones, of copies.
     """
 
-    pieces: Sequence[Piece]
-    _late: list[_Late] = attrs.field(alias="late")
+    pieces: Sequence[TensorChunk]
+    _late: list[_DeferredCopy] = attrs.field(alias="late")
     # Some of them lie in host memory, where a thread copies; the others an accelerator's streams.
     _on_host: bool = attrs.field(alias="on_host")
     _events: Sequence[Any] = attrs.field(alias="events")
@@ -125,7 +125,7 @@ class Staging:
         if self._late:
             self._hooks.extend(one.register_step_pre_hook(wait) for one in optimizers)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Take the hooks back, in the thread that trains."""
         while self._hooks:
             self._hooks.pop().remove()
@@ -144,50 +144,58 @@ class Staging:
             self._changed.extend(unfit)
 
 
-def stage(ctx: DistContext, pieces: Sequence[Piece], steady: Mapping[str, Tensor]) -> Staging:
+def stage(
+    ctx: DistContext, chunks: Sequence[TensorChunk], constant_between_steps: Mapping[str, Tensor]
+) -> Staging:
     """Copy pieces into one host buffer, which the next save uses again.
 
     Args:
-        steady: By name, the tensors that nothing but an optimizer's step changes.
+        constant_between_steps: By name, the tensors that nothing but an optimizer's step changes.
     """
-    ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())
-    buffer = _buffer(ctx, sum(piece.size for piece in pieces))
-    later = _later(ordered, steady, pinned=buffer.is_pinned())
+    ordered = sorted(chunks, key=lambda piece: -piece.tensor.element_size())
+    buffer = _buffer(ctx, sum(piece.size for piece in chunks))
+    later = _deferrable(ordered, constant_between_steps, pinned=buffer.is_pinned())
     place = 0
-    staged: list[Piece] = []
-    late: list[_Late] = []
+    staged: list[TensorChunk] = []
+    deferred: list[_DeferredCopy] = []
     for piece in ordered:
         there = buffer[place : place + piece.size].view(piece.tensor.dtype)
         there = there.view(piece.tensor.shape)
         if id(piece) in later:
-            late.append(_note(piece, there, steady[piece.name]))
+            deferred.append(_note(piece, there, constant_between_steps[piece.name]))
         else:
             there.copy_(piece.tensor, non_blocking=True)
         staged.append(attrs.evolve(piece, tensor=there))
         place += piece.size
     if _accelerated(ctx):
         torch.accelerator.synchronize(ctx.device)
-    on_host = any(one.on_host for one in late)
-    return Staging(pieces=staged, late=late, on_host=on_host, events=_begin(late))
+    on_host = any(one.on_host for one in deferred)
+    return Staging(pieces=staged, late=deferred, on_host=on_host, events=_begin(deferred))
 
 
-def _later(pieces: Sequence[Piece], steady: Mapping[str, Tensor], *, pinned: bool) -> set[int]:
+def _deferrable(
+    chunks: Sequence[TensorChunk], constant_between_steps: Mapping[str, Tensor], *, pinned: bool
+) -> set[int]:
     """Which pieces are copied after `save` has returned, if there is enough of them."""
     found = [
         piece
-        for piece in pieces
-        if piece.name in steady
+        for piece in chunks
+        if piece.name in constant_between_steps
         and not piece.own
         and piece.size >= _LARGE
         and (pinned or piece.tensor.device.type == "cpu")
         and not piece.tensor.is_inference()
     ]
-    return {id(piece) for piece in found} if sum(p.size for p in found) >= _WORTH else set()
+    return (
+        {id(piece) for piece in found}
+        if sum(p.size for p in found) >= _MIN_DEFERRED_BYTES
+        else set()
+    )
 
 
-def _note(piece: Piece, there: Tensor, live: Tensor) -> _Late:
+def _note(piece: TensorChunk, there: Tensor, live: Tensor) -> _DeferredCopy:
     # Changes of a DTensor are counted outside, those of its local part inside.
-    return _Late(
+    return _DeferredCopy(
         name=piece.name,
         source=piece.tensor,
         copy=there,
@@ -196,15 +204,15 @@ def _note(piece: Piece, there: Tensor, live: Tensor) -> _Late:
     )
 
 
-def _begin(late: Sequence[_Late]) -> list[Any]:
+def _begin(deferred: Sequence[_DeferredCopy]) -> list[Any]:
     """Have accelerators copy on a stream of their own; what it has done when all is copied."""
-    devices = {one.source.device for one in late if not one.on_host}
+    devices = {one.source.device for one in deferred if not one.on_host}
     events: list[Any] = []
     for device in devices:
         stream = torch.Stream(device)
         stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
-            for one in late:
+            for one in deferred:
                 if one.source.device == device:
                     one.copy.copy_(one.source, non_blocking=True)
         events.append(stream.record_event())
@@ -214,7 +222,7 @@ def _begin(late: Sequence[_Late]) -> list[Any]:
 def _sample(tensor: Tensor) -> Tensor | None:
     if not tensor.is_contiguous():
         return None
-    some = tensor.view(-1)[:: max(1, _STRIDE // tensor.element_size())]
+    some = tensor.view(-1)[:: max(1, _SAMPLE_STRIDE // tensor.element_size())]
     return some.clone(memory_format=torch.contiguous_format)
 
 
@@ -224,7 +232,7 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def _buffer(ctx: DistContext, size: int) -> Tensor:
-    kept = ctx.comm.ledger.kept
+    kept = ctx.comm.state.background_resources
     found = kept.get(_BUFFER)
     if found is None or found.numel() < size:
         kept.pop(_BUFFER, None)  # freed before the larger one is made

@@ -21,7 +21,7 @@ from fxtrain.state import unstructure
 
 __all__ = ["decode", "encode"]
 
-_DEEPEST = 64
+_MAX_DEPTH = 64
 _Read = Callable[[str], Tensor]
 _DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -56,7 +56,7 @@ def decode(data: Any, read: Callable[[str], Tensor]) -> Any:
 
 
 def _decode(data: Any, read: _Read, depth: int) -> Any:
-    if depth > _DEEPEST:
+    if depth > _MAX_DEPTH:
         raise CheckpointError("A value in the manifest is nested too deep.")
     if isinstance(data, list):
         return [_decode(one, read, depth + 1) for one in data]
@@ -81,9 +81,9 @@ def _decode(data: Any, read: _Read, depth: int) -> Any:
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
-    if depth > _DEEPEST:
+    if depth > _MAX_DEPTH:
         raise CheckpointError(
-            f"{path[:80]}… is nested more than {_DEEPEST} deep, or holds itself. Save less."
+            f"{path[:80]}… is nested more than {_MAX_DEPTH} deep, or holds itself. Save less."
         )
     if value is None or type(value) in (bool, int, str):
         return value

@@ -20,19 +20,19 @@ from fxtrain._errors import CheckpointError
 from fxtrain._optional import optional
 from fxtrain._paths import path_problem
 from fxtrain.checkpoint.manifest import MANIFEST
-from fxtrain.checkpoint.remote_storage import Remote
-from fxtrain.checkpoint.storage import Place, UnreadableError, Writer, reading
-from fxtrain.checkpoint.storage import Whole as _Whole
+from fxtrain.checkpoint.remote_storage import RemoteStorage
+from fxtrain.checkpoint.storage import CompleteWriter as _Whole
+from fxtrain.checkpoint.storage import Storage, UnreadableError, Writer, reading
 
-__all__ = ["Place", "UnreadableError", "place_of"]
+__all__ = ["Storage", "UnreadableError", "open_storage"]
 
 _TEMPORARY = ".partial-"
 _LOCK, _OWNER = ".lock-", "owner.json"
 _LOCK_BYTES = 1 << 16
-_EARLY = 32 << 20  # bytes after which the disk is told to begin
+_FLUSH_BYTES = 32 << 20  # bytes after which the disk is told to begin
 
 
-def place_of(path: Any) -> Place:
+def open_storage(path: Any) -> Storage:
     """The folder of a path or URL.
 
     Raises:
@@ -49,14 +49,14 @@ def place_of(path: Any) -> Place:
             system, inside = fsspec.core.url_to_fs(path)
         except (ImportError, OSError, ValueError) as error:
             raise CheckpointError(f"{path}: fsspec cannot open this address: {error}") from error
-        return Remote(system, inside.rstrip("/"), path.rstrip("/"))
+        return RemoteStorage(system, inside.rstrip("/"), path.rstrip("/"))
     if problem := path_problem(path):
         raise CheckpointError(f"The path of a checkpoint: {problem}.")
-    return Local(os.path.abspath(os.fspath(path).removeprefix("file://")))
+    return LocalStorage(os.path.abspath(os.fspath(path).removeprefix("file://")))
 
 
 @attrs.frozen
-class Local:
+class LocalStorage:
     """A folder on this machine, or on a file system that it shares with the other nodes."""
 
     path: str
@@ -64,17 +64,17 @@ class Local:
     def __str__(self) -> str:
         return self.path
 
-    def join(self, name: str) -> "Local":
-        return Local(os.path.join(self.path, name))
+    def join(self, name: str) -> "LocalStorage":
+        return LocalStorage(os.path.join(self.path, name))
 
-    def draft(self, name: str, token: str) -> "Local":
+    def begin(self, name: str, token: str) -> "LocalStorage":
         return self.join(f"{_TEMPORARY}{name}-{token}")
 
     def make(self) -> None:
         os.makedirs(self.path, exist_ok=True)
 
     def commit(self, name: str, token: str, manifest: bytes) -> None:
-        draft, final = self.draft(name, token), self.join(name)
+        draft, final = self.begin(name, token), self.join(name)
         with draft.create(MANIFEST) as file:
             file.write(memoryview(manifest))
         _sync(draft.path)
@@ -146,7 +146,7 @@ class Local:
     @contextmanager
     def create(self, name: str) -> Iterator[Writer]:
         with open(os.path.join(self.path, name), "xb", buffering=0) as file:
-            yield _Early(_Whole(file), file.fileno())
+            yield _EagerFlush(_Whole(file), file.fileno())
             os.fsync(file.fileno())
 
     def key(self) -> str:
@@ -176,7 +176,7 @@ class Local:
         except FileNotFoundError:
             return None
 
-    def beat(self, name: str, data: bytes) -> None:
+    def refresh_lock(self, name: str, data: bytes) -> None:
         with open(os.path.join(self.path, _LOCK + name, _OWNER), "r+b") as file:
             file.write(data)
 
@@ -200,7 +200,7 @@ class Local:
 
 
 @attrs.define
-class _Early:
+class _EagerFlush:
     """Has the bytes go to the disk while more are written, so that the last wait is short."""
 
     inner: _Whole
@@ -211,7 +211,7 @@ class _Early:
     def write(self, data: memoryview) -> None:
         self.inner.write(data)
         self.end += len(data)
-        if self.end - self.begin >= _EARLY and hasattr(os, "posix_fadvise"):
+        if self.end - self.begin >= _FLUSH_BYTES and hasattr(os, "posix_fadvise"):
             # Linux starts to write what is said not to be needed, and does not wait for it.
             size = self.end - self.begin
             os.posix_fadvise(self.descriptor, self.begin, size, os.POSIX_FADV_DONTNEED)

@@ -27,7 +27,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 CHUNK = 4 << 20  # bytes of a part that share a digest; a slice is read and checked in these
 HIGHEST = (1 << 63) - 1  # of sizes, places and orders
-_LARGEST = 1 << 30  # bytes of a manifest
+_MAX_BYTES = 1 << 30  # bytes of a manifest
 _DIMS = 64  # torch has no more
 _SPREAD_DIMS = 8  # in which one tensor is cut; a mesh has fewer axes
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
@@ -150,7 +150,7 @@ def load_manifest(raw: bytes) -> Manifest:
         NewerFormatError: it is of a format that this version does not know.
     """
     data = _parse(_body(raw))
-    _look_at_format(data)
+    _check_format(data)
     _keys(data, {"format", *attrs.fields_dict(Manifest)}, "the manifest")
     try:
         return _manifest(data)
@@ -158,7 +158,7 @@ def load_manifest(raw: bytes) -> Manifest:
         raise CheckpointError(f"The manifest is malformed: {str(error)[:500]}.") from error
 
 
-def _look_at_format(data: Mapping[str, Any]) -> None:
+def _check_format(data: Mapping[str, Any]) -> None:
     """Before anything else, since of a newer format nothing else is known."""
     found = data.get("format")
     if type(found) is not int or found < 1:
@@ -174,7 +174,7 @@ def _body(raw: bytes) -> memoryview:
     start, middle = len(_HEAD), len(_HEAD) + 32
     view = memoryview(raw)
     framed = (
-        len(raw) <= _LARGEST
+        len(raw) <= _MAX_BYTES
         and view[:start] == _HEAD
         and view[middle : middle + len(_MIDDLE)] == _MIDDLE
         and view[-len(_TAIL) :] == _TAIL
@@ -211,7 +211,7 @@ def _manifest(data: dict[str, Any]) -> Manifest:
     own = tuple(
         {n: _entry(one, n, files) for n, one in _table(rank).items()} for rank in _list(data["own"])
     )
-    _apart(files, [*tensors.values(), *(entry for rank in own for entry in rank.values())])
+    _check_disjoint(files, [*tensors.values(), *(entry for rank in own for entry in rank.values())])
     aliases = _table(data["aliases"])
     for name, target in aliases.items():
         if target not in tensors or name in tensors:
@@ -260,7 +260,7 @@ def _file_name(name: str) -> str:
 def _file(data: Any, name: str) -> File:
     _keys(data, {"size", "header", "digest"}, name)
     size, header = _count(data["size"]), _count(data["header"])
-    if not 8 <= header <= min(size, _LARGEST):
+    if not 8 <= header <= min(size, _MAX_BYTES):
         raise ValueError(f"{name} has a header of {header} bytes in {size}")
     return File(size=size, header=header, digest=_hash(data["digest"]))
 
@@ -316,7 +316,7 @@ def _covers(shape: tuple[int, ...], parts: tuple[Part, ...]) -> bool:
     return not any(corners.values())
 
 
-def _apart(files: Mapping[str, File], entries: Iterable[Entry]) -> None:
+def _check_disjoint(files: Mapping[str, File], entries: Iterable[Entry]) -> None:
     """Refuse two parts that share bytes, and bytes that belong to none."""
     spans: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
     for entry in entries:

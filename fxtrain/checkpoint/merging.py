@@ -8,7 +8,7 @@ from typing import Any
 from fxtrain._errors import CheckpointError
 from fxtrain._paths import path_problem
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
-from fxtrain.checkpoint.local_storage import Place
+from fxtrain.checkpoint.local_storage import Storage
 from fxtrain.checkpoint.manifest import Manifest
 from fxtrain.checkpoint.reading import open_reader
 from fxtrain.models.folder import (
@@ -60,15 +60,15 @@ def merge(
         ...     [file.name for file in fx.merge(saving.path, tempfile.mkdtemp())]
         ['model.safetensors']
     """
-    place = checkpoint_at(path)
-    manifest = read_manifest(place)
-    prefix = f"{_chosen(manifest, model, place)}/{_PARAMETERS}"
+    storage = checkpoint_at(path)
+    manifest = read_manifest(storage)
+    prefix = f"{_chosen(manifest, model, storage)}/{_PARAMETERS}"
     entries = [
         Entry(name=name.removeprefix(prefix), dtype=DTYPES[one.dtype], shape=one.shape)
         for name, one in manifest.tensors.items()
         if name.startswith(prefix)
     ]
-    _check(entries, place)
+    _check(entries, storage)
     others = {
         name.removeprefix(prefix): kept.removeprefix(prefix)
         for name, kept in manifest.aliases.items()
@@ -78,7 +78,7 @@ def merge(
     if problem := path_problem(folder):
         raise CheckpointError(f"merge(folder=...): {problem}.")
     target = Path(folder).absolute()
-    with open_reader(place, manifest) as reader, staging(target) as source:
+    with open_reader(storage, manifest) as reader, staging(target) as source:
         for file in files:
             with writing(source / file.name, file.entries, file.metadata) as put:
                 for entry in file.entries:
@@ -88,20 +88,20 @@ def merge(
     return tuple(target / file.name for file in files)
 
 
-def _chosen(manifest: Manifest, asked: str | None, place: Place) -> str:
+def _chosen(manifest: Manifest, asked: str | None, storage: Storage) -> str:
     if asked is None and len(manifest.models) == 1:
         return next(iter(manifest.models))
     if asked is None or asked not in manifest.models:
         what = "several models" if asked is None else f"no model {asked!r}"
         raise CheckpointError(
-            f"{place} holds {what}. Choose one: model={' or '.join(map(repr, manifest.models))}."
+            f"{storage} holds {what}. Choose one: model={' or '.join(map(repr, manifest.models))}."
         )
     return asked
 
 
-def _check(entries: Sequence[Entry], place: Place) -> None:
+def _check(entries: Sequence[Entry], storage: Storage) -> None:
     complex_ones = [entry.name for entry in entries if entry.dtype.is_complex]
     if complex_ones:
         raise CheckpointError(
-            f"{place}: safetensors has no word for complex tensors such as {complex_ones[0]}."
+            f"{storage}: safetensors has no word for complex tensors such as {complex_ones[0]}."
         )

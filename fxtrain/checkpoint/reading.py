@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fxtrain._errors import CheckpointError
-from fxtrain.checkpoint.local_storage import Place
+from fxtrain.checkpoint.local_storage import Storage
 from fxtrain.checkpoint.manifest import CHUNK, Entry, File, Manifest, Part, digest_of
 from fxtrain.checkpoint.write_plan import box_of, boxes_in
 from fxtrain.models.tensor_bytes import DTYPES, memory_of
-from fxtrain.state import Stretch
+from fxtrain.state import FlatShard
 
 __all__ = ["Reader", "file_problems", "files_of", "header_of", "open_reader"]
 
@@ -27,14 +27,14 @@ class Reader:
     """The tensors of one checkpoint.
 
     Attributes:
-        place: Its folder.
+        storage: Its folder.
         manifest: What it holds.
         files: Functions that read the data files, opened on first use.
         stack: Closes them.
         made: Whole tensors that were read once for all.
     """
 
-    place: Place
+    storage: Storage
     manifest: Manifest
     files: dict[str, Any] = attrs.field(factory=dict)
     stack: ExitStack = attrs.field(factory=ExitStack)
@@ -45,7 +45,7 @@ class Reader:
         found = self.manifest.aliases.get(name, name)
         return self.manifest.tensors[found]
 
-    def fill(self, name: str, tensor: Tensor | Stretch) -> None:
+    def fill(self, name: str, tensor: Tensor | FlatShard) -> None:
         """Read a tensor's values into a tensor of its shape and dtype, plain or spread.
 
         Raises:
@@ -54,15 +54,15 @@ class Reader:
         """
         self.fill_entry(self.entry(name), name, tensor)
 
-    def fill_entry(self, entry: Entry, name: str, tensor: Tensor | Stretch) -> None:
+    def fill_entry(self, entry: Entry, name: str, tensor: Tensor | FlatShard) -> None:
         """The same for an entry that is not in the common table."""
-        dtype = tensor.values.dtype if isinstance(tensor, Stretch) else tensor.dtype
+        dtype = tensor.values.dtype if isinstance(tensor, FlatShard) else tensor.dtype
         if tuple(tensor.shape) != entry.shape or dtype != DTYPES[entry.dtype]:
             raise CheckpointError(
                 f"{name} is {entry.dtype} of shape {list(entry.shape)} in the checkpoint and "
                 f"{str(dtype).removeprefix('torch.')} of {list(tensor.shape)} here."
             )
-        if isinstance(tensor, Stretch):
+        if isinstance(tensor, FlatShard):
             for start, box in boxes_in(tensor):
                 self._fill_box(entry, name, start, box)
             return
@@ -142,7 +142,7 @@ class Reader:
             read(part.offset + low, chunk)
             if digest_of(chunk) != part.digests[low // CHUNK]:
                 raise CheckpointError(
-                    f"{self.place}: {name} was changed after it was written: bytes "
+                    f"{self.storage}: {name} was changed after it was written: bytes "
                     f"{part.offset + low} to {part.offset + high} of {part.file} have another "
                     f"digest. Restore an earlier checkpoint."
                 )
@@ -152,23 +152,23 @@ class Reader:
 
     def _file(self, name: str) -> Any:
         if name not in self.files:
-            read = self.stack.enter_context(self.place.open(name))
+            read = self.stack.enter_context(self.storage.open(name))
             header_of(read, name, self.manifest.files[name])
             self.files[name] = read
         return self.files[name]
 
 
 @contextmanager
-def open_reader(place: Place, manifest: Manifest) -> Iterator[Reader]:
+def open_reader(storage: Storage, manifest: Manifest) -> Iterator[Reader]:
     """Read from a checkpoint, and close its files afterwards.
 
     Raises:
         CheckpointError: a data file is missing, of another size, or no plain file.
     """
-    problems = file_problems(files_of(place), manifest)
+    problems = file_problems(files_of(storage), manifest)
     if problems:
-        raise CheckpointError("\n".join([f"{place} is damaged:", *problems]))
-    reader = Reader(place=place, manifest=manifest)
+        raise CheckpointError("\n".join([f"{storage} is damaged:", *problems]))
+    reader = Reader(storage=storage, manifest=manifest)
     with reader.stack:
         yield reader
 
@@ -186,16 +186,16 @@ def header_of(read: Any, name: str, file: File) -> bytes:
     return bytes(header)
 
 
-def files_of(place: Place) -> dict[str, int]:
+def files_of(storage: Storage) -> dict[str, int]:
     """Size of every file of a checkpoint, by name.
 
     Raises:
         CheckpointError: it is not there, or cannot be read.
     """
     try:
-        return place.files()
+        return storage.files()
     except OSError as error:
-        raise CheckpointError(f"{place}: {error.strerror or error}.") from error
+        raise CheckpointError(f"{storage}: {error.strerror or error}.") from error
 
 
 def file_problems(found: Mapping[str, int], manifest: Manifest) -> list[str]:

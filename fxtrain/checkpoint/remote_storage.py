@@ -8,15 +8,15 @@ import attrs
 
 from fxtrain._errors import CheckpointError, FxError
 from fxtrain.checkpoint.manifest import MANIFEST
-from fxtrain.checkpoint.storage import Whole, Writer, reading
+from fxtrain.checkpoint.storage import CompleteWriter, Writer, reading
 
-__all__ = ["Remote"]
+__all__ = ["RemoteStorage"]
 
 _LOCK, _END = ".lock-", ".json"
 
 
 @attrs.frozen
-class Remote:
+class RemoteStorage:
     """A folder that fsspec reaches. The manifest, written last, is the mark of a commit."""
 
     system: Any
@@ -26,10 +26,10 @@ class Remote:
     def __str__(self) -> str:
         return self.url
 
-    def join(self, name: str) -> "Remote":
-        return Remote(self.system, f"{self.path}/{name}", f"{self.url}/{name}")
+    def join(self, name: str) -> "RemoteStorage":
+        return RemoteStorage(self.system, f"{self.path}/{name}", f"{self.url}/{name}")
 
-    def draft(self, name: str, token: str) -> "Remote":
+    def begin(self, name: str, token: str) -> "RemoteStorage":
         return self.join(name)
 
     def make(self) -> None:
@@ -106,7 +106,7 @@ class Remote:
     @contextmanager
     def create(self, name: str) -> Iterator[Writer]:
         with self.system.open(f"{self.path}/{name}", "wb") as file:
-            yield Whole(file)
+            yield CompleteWriter(file)
 
     def locks(self) -> list[str]:
         return [
@@ -128,7 +128,7 @@ class Remote:
         except FileNotFoundError:
             return None
 
-    def beat(self, name: str, data: bytes) -> None:
+    def refresh_lock(self, name: str, data: bytes) -> None:
         self.system.pipe_file(self._lock(name), data)
 
     def unlock(self, name: str) -> None:

@@ -10,7 +10,7 @@ from fxtrain import ops
 from fxtrain._errors import CheckpointError, CollectiveError, FxError
 from fxtrain.checkpoint.folders import RESTORED, checkpoint_at, read_manifest
 from fxtrain.checkpoint.json_values import decode
-from fxtrain.checkpoint.local_storage import place_of
+from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.checkpoint.manifest import Manifest
 from fxtrain.checkpoint.reading import Reader, open_reader
 from fxtrain.checkpoint.rng_state import set_random_state
@@ -21,7 +21,7 @@ from fxtrain.state import (
     DistContext,
     Plan,
     Position,
-    Saved,
+    StateReader,
     Wrapped,
     check_connected,
     structure,
@@ -109,14 +109,14 @@ def restore(
     models = by_name(model)
     problem: BaseException | None = None
     restored = None
-    kept = ctx.comm.ledger.kept
+    kept = ctx.comm.state.background_resources
     earlier = kept.get(RESTORED)
-    _settle(ctx, models)
+    _finish_background_copies(ctx, models)
     try:
-        chosen = ops.broadcast_object(_choose(path) if ctx.is_main else None, ctx)
+        chosen = ops.broadcast_object(_choose_checkpoint(path) if ctx.is_main else None, ctx)
         if isinstance(chosen, BaseException):
             raise chosen
-        kept[RESTORED] = place_of(chosen).key()  # before it is read: no save removes it
+        kept[RESTORED] = open_storage(chosen).key()  # before it is read: no save removes it
         restored = _restore(chosen, ctx, models, extra, random)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
@@ -132,10 +132,10 @@ def restore(
     return restored
 
 
-def _settle(ctx: DistContext, models: Mapping[str, Wrapped]) -> None:
+def _finish_background_copies(ctx: DistContext, models: Mapping[str, Wrapped]) -> None:
     """Let saves in the background copy what is about to change."""
     for comm in {ctx.comm, *(model.ctx.comm for model in models.values())}:
-        for saving in comm.ledger.tasks:
+        for saving in comm.state.background_tasks:
             saving.copied()
 
 
@@ -155,7 +155,7 @@ def _agree(ctx: DistContext, problem: BaseException | None, path: Any) -> None:
     )
 
 
-def _choose(path: Any) -> str | CheckpointError:
+def _choose_checkpoint(path: Any) -> str | CheckpointError:
     """Which checkpoint it is; an error is a value, to be sent."""
     try:
         return str(checkpoint_at(path))
@@ -172,7 +172,7 @@ def _restore(
     extra: Any,
     random: bool,  # noqa: FBT001
 ) -> Restored:
-    place = place_of(path)
+    place = open_storage(path)
     manifest = read_manifest(place)
     missing = [name for name in models if name not in manifest.models]
     if missing:
@@ -199,7 +199,7 @@ def _restore(
     )
 
 
-def _saved(reader: Reader, name: str, ctx: DistContext) -> Saved:
+def _saved(reader: Reader, name: str, ctx: DistContext) -> StateReader:
     """One model's part of a checkpoint."""
     manifest: Manifest = reader.manifest
     prefix = f"{name}/"
@@ -208,14 +208,14 @@ def _saved(reader: Reader, name: str, ctx: DistContext) -> Saved:
         for full in (*manifest.tensors, *manifest.aliases)
         if full.startswith(prefix)
     }
-    return Saved(
+    return StateReader(
         shapes={short: (one.shape, DTYPES[one.dtype]) for short, one in entries.items()},
         fill=lambda short, tensor: reader.fill(prefix + short, tensor),
         values=decode(manifest.models[name]["values"], reader.once),
         own=_own(reader, prefix),
         ranks=len(manifest.own),
         rank=ctx.rank,
-        here=ctx.world_size,
+        loading_ranks=ctx.world_size,
     )
 
 

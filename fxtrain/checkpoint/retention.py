@@ -10,15 +10,15 @@ from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint.folders import Found
 from fxtrain.checkpoint.owner import Owner, is_running
 
-__all__ = ["Keep", "keep_of", "to_prune"]
+__all__ = ["RetentionRule", "retention_rule", "to_prune"]
 
 # Commits of others after which a process on another machine, which nobody can look up, counts
 # as ended.
-_SILENT = 3
+_SILENT_CHECKPOINTS = 3
 
 
 @attrs.frozen(kw_only=True)
-class Keep:
+class RetentionRule:
     """Which checkpoints of a folder stay; the newest always does.
 
     Attributes:
@@ -34,7 +34,7 @@ class Keep:
     mode: Literal["min", "max"] = "min"
 
 
-def keep_of(last: Any, every: Any, best: Any, mode: Any, metric: Any) -> Keep:
+def retention_rule(last: Any, every: Any, best: Any, mode: Any, metric: Any) -> RetentionRule:
     """The rule that the arguments of `save` give.
 
     Raises:
@@ -52,10 +52,10 @@ def keep_of(last: Any, every: Any, best: Any, mode: Any, metric: Any) -> Keep:
         )
     if best is not None and metric is None:
         raise CheckpointError("save(keep_best=...) needs metric=, the number to compare.")
-    return Keep(last=last, every=every, best=best, mode=mode)
+    return RetentionRule(last=last, every=every, best=best, mode=mode)
 
 
-def to_prune(found: Sequence[Found], keep: Keep, mine: Owner) -> list[str]:
+def to_prune(found: Sequence[Found], keep: RetentionRule, mine: Owner) -> list[str]:
     """Names of the checkpoints that are no longer kept, oldest first; never the newest.
 
     Args:
@@ -71,7 +71,7 @@ def to_prune(found: Sequence[Found], keep: Keep, mine: Owner) -> list[str]:
     newest = {one.updates: one for one in whole}
     current = [one for one in whole if newest[one.updates] is one]
     superseded = {one.name for one in whole} - {one.name for one in current}
-    if keep == Keep(mode=keep.mode):
+    if keep == RetentionRule(mode=keep.mode):
         gone = superseded
     else:
         kept = {one.name for one in current[-(keep.last or 1) :]}
@@ -83,7 +83,7 @@ def to_prune(found: Sequence[Found], keep: Keep, mine: Owner) -> list[str]:
     return [one.name for one in found[:-1] if one.name in gone]
 
 
-def _best(found: Sequence[Found], keep: Keep) -> set[str]:
+def _best(found: Sequence[Found], keep: RetentionRule) -> set[str]:
     # Among equals the newer one.
     ranked = sorted(
         ((one.metric, one.name) for one in reversed(found) if one.metric is not None),
@@ -101,6 +101,6 @@ def _running(found: Sequence[Found], mine: Owner) -> set[Owner]:
     running: set[Owner] = set()
     for owner, order in last.items():
         known = is_running(owner)
-        if (found[-1].order or 0) - order < _SILENT if known is None else known:
+        if (found[-1].order or 0) - order < _SILENT_CHECKPOINTS if known is None else known:
             running.add(owner)
     return running

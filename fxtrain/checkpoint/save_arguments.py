@@ -6,16 +6,16 @@ from typing import Any
 import attrs
 
 from fxtrain._errors import CheckpointError
-from fxtrain.checkpoint.local_storage import Place, place_of
-from fxtrain.checkpoint.retention import Keep, keep_of
+from fxtrain.checkpoint.local_storage import Storage, open_storage
+from fxtrain.checkpoint.retention import RetentionRule, retention_rule
 from fxtrain.checkpoint.snapshot import by_name
 from fxtrain.state import Position, Wrapped
 
-__all__ = ["Asked", "asked_of"]
+__all__ = ["SaveRequest", "save_request"]
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Asked:
+class SaveRequest:
     """What one rank asks to save, and where.
 
     Attributes:
@@ -23,19 +23,19 @@ class Asked:
         models: By name.
         position: Where the run stands.
         keep: Which checkpoints stay.
-        alike: The arguments that must be equal on every rank, in words.
+        must_match: The arguments that must be equal on every rank, in words.
     """
 
-    folder: Place
+    folder: Storage
     models: Mapping[str, Wrapped]
     position: Position
-    keep: Keep
-    alike: Mapping[str, str]
+    keep: RetentionRule
+    must_match: Mapping[str, str]
 
 
-def asked_of(
+def save_request(
     path: Any, model: Any, position: Any, metric: Any, rules: Mapping[str, Any], **how: Any
-) -> Asked:
+) -> SaveRequest:
     """The arguments of `save`.
 
     Args:
@@ -46,7 +46,7 @@ def asked_of(
         CheckpointError: one of them makes no sense.
     """
     last, every, best = rules["keep_last"], rules["keep_every"], rules["keep_best"]
-    keep = keep_of(last, every, best, rules["best"], metric)
+    keep = retention_rule(last, every, best, rules["best"], metric)
     models = by_name(model)
     if not isinstance(position, Position):
         raise CheckpointError(
@@ -55,12 +55,12 @@ def asked_of(
         )
     if how["busy"] not in ("wait", "skip"):
         raise CheckpointError(f"save(busy={how['busy']!r}): choose 'wait' or 'skip'.")
-    folder = place_of(path)
+    folder = open_storage(path)
     words = {name: repr(value) for name, value in {**how, **rules}.items()}
-    return Asked(
+    return SaveRequest(
         folder=folder,
         models=models,
         position=position,
         keep=keep,
-        alike={"path": repr(str(folder)), **words},
+        must_match={"path": repr(str(folder)), **words},
     )

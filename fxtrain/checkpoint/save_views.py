@@ -6,96 +6,96 @@ from typing import Any
 import attrs
 
 from fxtrain._errors import CheckpointError
-from fxtrain.checkpoint.async_save import has_way
+from fxtrain.checkpoint.async_save import has_background_group
 from fxtrain.checkpoint.manifest import digest_of
-from fxtrain.checkpoint.save_arguments import Asked
+from fxtrain.checkpoint.save_arguments import SaveRequest
 from fxtrain.checkpoint.snapshot import Snapshot
-from fxtrain.checkpoint.write_plan import Piece, own_pieces, writers
+from fxtrain.checkpoint.write_plan import TensorChunk, assign_writers, rank_chunks
 from fxtrain.models.tensor_bytes import contiguous, memory_of
 from fxtrain.ops.transport.mismatches import by_rank
 from fxtrain.state import DistContext, Position
 
-__all__ = ["View", "pieces_of", "raise_all", "view_of"]
+__all__ = ["SaveProposal", "chunks_to_write", "raise_all", "save_proposal"]
 
 
 @attrs.frozen(kw_only=True)
-class View:
+class SaveProposal:
     """What one rank is about to save.
 
     Attributes:
         path: Where, as it was passed.
         problem: Why it cannot.
-        alike: Its arguments that must be equal on every rank, in words; none with a problem.
+        must_match: Its arguments that must be equal on every rank, in words; none with a problem.
         position: Where it stands.
         sizes: Bytes of the pieces that it could write, by key.
         digests: Name and digest of the pieces that may differ between ranks, by key.
         aliases: Names of tensors that are another one.
         named: On rank 0, the name and the token of the checkpoint.
-        has_way: Its group for saves in the background works.
+        has_background_group: Its group for saves in the background works.
     """
 
     path: str
     problem: str | None
-    alike: Mapping[str, str]
+    must_match: Mapping[str, str]
     position: Position
     sizes: Mapping[str, int]
     digests: Mapping[str, tuple[str, str]]
     aliases: Mapping[str, str]
     named: tuple[str, str] | None
-    has_way: bool
+    has_background_group: bool
 
 
-def view_of(
+def save_proposal(
     ctx: DistContext,
     path: Any,
     problem: Exception | None,
-    asked: Asked | None,
-    taken: Snapshot | None,
-    offers: Mapping[str, Piece],
+    request: SaveRequest | None,
+    captured: Snapshot | None,
+    writable: Mapping[str, TensorChunk],
     named: tuple[str, str] | None,
-) -> View:
-    return View(
+) -> SaveProposal:
+    return SaveProposal(
         path=str(path),
         problem=None if problem is None else f"{type(problem).__name__}: {problem}",
-        alike={} if asked is None else asked.alike,
-        position=Position() if asked is None else asked.position,
-        sizes={key: piece.size for key, piece in offers.items()},
-        digests={} if taken is None else _digests(taken, offers),
-        aliases={} if taken is None else taken.aliases,
+        must_match={} if request is None else request.must_match,
+        position=Position() if request is None else request.position,
+        sizes={key: piece.size for key, piece in writable.items()},
+        digests={} if captured is None else _digests(captured, writable),
+        aliases={} if captured is None else captured.aliases,
         named=named,
-        has_way=has_way(ctx),
+        has_background_group=has_background_group(ctx),
     )
 
 
-def _digests(taken: Snapshot, offers: Mapping[str, Piece]) -> dict[str, tuple[str, str]]:
+def _digests(captured: Snapshot, writable: Mapping[str, TensorChunk]) -> dict[str, tuple[str, str]]:
     return {
         key: (piece.name, digest_of(memory_of(contiguous(piece.tensor))))
-        for key, piece in offers.items()
-        if piece.name in taken.drifting
+        for key, piece in writable.items()
+        if piece.name in captured.varies_by_rank
     }
 
 
-def _writers(views: Sequence[View], drifting: Set[str]) -> dict[str, int]:
+def _writers(views: Sequence[SaveProposal], varies_by_rank: Set[str]) -> dict[str, int]:
     holders: dict[str, list[int]] = {}
     for rank, view in enumerate(views):
         for key in view.sizes:
             # Of what may differ, and of the user's own tensors, the first rank's count.
-            first = key in drifting or key.startswith("extra")
+            first = key in varies_by_rank or key.startswith("extra")
             if key not in holders or not first:
                 holders.setdefault(key, []).append(rank)
     sizes = {key: size for view in views for key, size in view.sizes.items()}
-    return writers(sizes, holders)
+    return assign_writers(sizes, holders)
 
 
-def raise_all(views: Sequence[View], problem: Exception | None) -> None:
+def raise_all(views: Sequence[SaveProposal], problem: Exception | None) -> None:
     """Raise on every rank if one has a problem, asks for something else, or stands elsewhere."""
     lines = by_rank((rank, one.problem) for rank, one in enumerate(views) if one.problem)
     if lines:
         raise CheckpointError(
             "\n".join([f"Nothing was saved in {views[0].path}:", *lines])
         ) from problem
-    first = views[0].alike
-    unequal = [name for name in first if any(one.alike[name] != first[name] for one in views)]
+    first = views[0].must_match
+    unequal = [name for name in first if any(one.must_match[name] != first[name] for one in views)]
     if unequal:
         raise CheckpointError(_unequal(views, unequal))
     if len({view.position for view in views}) > 1:
@@ -103,8 +103,8 @@ def raise_all(views: Sequence[View], problem: Exception | None) -> None:
         raise CheckpointError("\n".join(["save: the ranks stand at different positions:", *lines]))
 
 
-def _unequal(views: Sequence[View], names: Sequence[str]) -> str:
-    found = [", ".join(f"{name}={view.alike[name]}" for name in names) for view in views]
+def _unequal(views: Sequence[SaveProposal], names: Sequence[str]) -> str:
+    found = [", ".join(f"{name}={view.must_match[name]}" for name in names) for view in views]
     advice = "Pass the same arguments on every rank."
     if "path" in names:
         advice += (
@@ -115,17 +115,20 @@ def _unequal(views: Sequence[View], names: Sequence[str]) -> str:
     return "\n".join([head, *by_rank(enumerate(found)), advice])
 
 
-def pieces_of(
-    ctx: DistContext, views: Sequence[View], taken: Snapshot, offers: Mapping[str, Piece]
-) -> list[Piece]:
+def chunks_to_write(
+    ctx: DistContext,
+    views: Sequence[SaveProposal],
+    captured: Snapshot,
+    writable: Mapping[str, TensorChunk],
+) -> list[TensorChunk]:
     """What this rank writes, given what all could."""
-    drifting: dict[str, set[tuple[str, str]]] = {}
+    varies_by_rank: dict[str, set[tuple[str, str]]] = {}
     for view in views:
         for key, found in view.digests.items():
-            drifting.setdefault(key, set()).add(found)
-    chosen = _writers(views, drifting.keys())
-    drifted = {name for found in drifting.values() if len(found) > 1 for name, _ in found}
-    own = dict(taken.own)
-    own |= {piece.name: piece.tensor for piece in offers.values() if piece.name in drifted}
-    mine = [piece for key, piece in offers.items() if chosen[key] == ctx.rank]
-    return [*mine, *own_pieces(own)]
+            varies_by_rank.setdefault(key, set()).add(found)
+    chosen = _writers(views, varies_by_rank.keys())
+    drifted = {name for found in varies_by_rank.values() if len(found) > 1 for name, _ in found}
+    own = dict(captured.own)
+    own |= {piece.name: piece.tensor for piece in writable.values() if piece.name in drifted}
+    mine = [piece for key, piece in writable.items() if chosen[key] == ctx.rank]
+    return [*mine, *rank_chunks(own)]

@@ -12,19 +12,19 @@ import torch
 from fxtrain import ops
 from fxtrain._errors import CheckpointError, CollectiveError, FxError
 from fxtrain._version import __version__
-from fxtrain.checkpoint.async_save import Saving, earlier, start
+from fxtrain.checkpoint.async_save import Saving, start_background, wait_for_earlier
 from fxtrain.checkpoint.data_files import Written, tables, write_file
-from fxtrain.checkpoint.folder_lock import Lock, take
-from fxtrain.checkpoint.folders import RESTORED, Found, new_name, next_order, survey
+from fxtrain.checkpoint.folder_lock import Lock, acquire
+from fxtrain.checkpoint.folders import RESTORED, Found, list_checkpoints, new_name, next_order
 from fxtrain.checkpoint.host_copies import Staging, stage
-from fxtrain.checkpoint.local_storage import Place, place_of
+from fxtrain.checkpoint.local_storage import Storage, open_storage
 from fxtrain.checkpoint.manifest import Manifest, dump_manifest
 from fxtrain.checkpoint.owner import this_process
-from fxtrain.checkpoint.retention import Keep, to_prune
-from fxtrain.checkpoint.save_arguments import Asked, asked_of
-from fxtrain.checkpoint.save_views import pieces_of, raise_all, view_of
+from fxtrain.checkpoint.retention import RetentionRule, to_prune
+from fxtrain.checkpoint.save_arguments import SaveRequest, save_request
+from fxtrain.checkpoint.save_views import chunks_to_write, raise_all, save_proposal
 from fxtrain.checkpoint.snapshot import Snapshot, snapshot
-from fxtrain.checkpoint.write_plan import Piece, offers_of
+from fxtrain.checkpoint.write_plan import TensorChunk, writable_chunks
 from fxtrain.state import DistContext, Position, Wrapped, check_connected
 
 __all__ = ["save", "save_alone"]
@@ -106,20 +106,22 @@ def save(
         "keep_best": keep_best,
         "best": best,
     }
-    asked, problem = None, None
+    request, problem = None, None
     try:
-        asked = asked_of(path, model, position, metric, rules, background=background, busy=busy)
+        request = save_request(
+            path, model, position, metric, rules, background=background, busy=busy
+        )
     except FxError as error:
         if ctx.world_size == 1:
             raise
         problem = error  # the other ranks must hear of it
-    with _together(str(path)):
-        under_way = earlier(ctx, busy)
+    with _as_checkpoint_error(str(path)):
+        under_way = wait_for_earlier(ctx, busy)
         if under_way is not None:
             return under_way
-        job = _prepare(ctx, path, asked, problem, extra, metric)
-        if background and asked is not None:
-            return _start(ctx, job, asked.models)
+        job = _prepare(ctx, path, request, problem, extra, metric)
+        if background and request is not None:
+            return _start(ctx, job, request.models)
     job.run(ctx)
     return Saving(path=job.final)
 
@@ -127,7 +129,7 @@ def save(
 def _start(ctx: DistContext, job: "_Job", models: Mapping[str, Wrapped]) -> Saving:
     try:
         staged = job.staged(ctx)
-        saving = start(ctx, job.final, staged.run, staged.staging, anew=job.anew)
+        saving = start_background(ctx, job.final, staged.run, staged.staging, anew=job.fresh_group)
     except BaseException:
         job.release()
         raise
@@ -137,7 +139,7 @@ def _start(ctx: DistContext, job: "_Job", models: Mapping[str, Wrapped]) -> Savi
 
 
 @contextmanager
-def _together(what: str) -> Iterator[None]:
+def _as_checkpoint_error(what: str) -> Iterator[None]:
     """A rank that is gone is an error of the checkpoint, on every rank that is left."""
     try:
         yield
@@ -150,25 +152,25 @@ def _together(what: str) -> Iterator[None]:
 
 def save_alone(path: Any, taken: Snapshot) -> str:
     """Write a state that one process holds; the path of the checkpoint."""
-    folder, ctx = place_of(path), DistContext()
+    folder, ctx = open_storage(path), DistContext()
     named, lock = _reserve(folder, taken.position.updates)
     job = _Job(
         folder=folder,
         name=named[0],
         token=named[1],
-        taken=taken,
-        pieces=[*offers_of(taken.tensors).values()],
-        keep=Keep(),
+        snapshot=taken,
+        pieces=[*writable_chunks(taken.tensors).values()],
+        keep=RetentionRule(),
         lock=lock,
     )
     job.run(ctx)
     return job.final
 
 
-def _reserve(folder: Place, updates: int) -> tuple[tuple[str, str], Lock]:
+def _reserve(folder: Storage, updates: int) -> tuple[tuple[str, str], Lock]:
     """Lock a folder, and choose the name and the token of a new checkpoint in it."""
     folder.make()
-    lock = take(folder)
+    lock = acquire(folder)
     try:
         _clean(folder, [])
         return (new_name(folder, updates), secrets.token_hex(4)), lock
@@ -181,15 +183,15 @@ def _reserve(folder: Place, updates: int) -> tuple[tuple[str, str], Lock]:
 class _Job:
     """One save, agreed by all ranks and not yet written."""
 
-    folder: Place
+    folder: Storage
     name: str
     token: str
-    taken: Snapshot
-    pieces: Sequence[Piece]
-    keep: Keep
+    snapshot: Snapshot
+    pieces: Sequence[TensorChunk]
+    keep: RetentionRule
     problem: str | None = None  # why this rank cannot write
     staging: Staging | None = None
-    anew: bool = False  # the group of saves in the background is to be opened
+    fresh_group: bool = False  # the group of saves in the background is to be opened
     lock: Lock | None = None  # on rank 0, of the folder
     restored: Callable[[], str | None] = lambda: None  # what the run was last restored from
 
@@ -199,10 +201,10 @@ class _Job:
 
     def staged(self, ctx: DistContext) -> "_Job":
         """The same of copies, so that the model may change; it says so if there is no room."""
-        tensors = self.taken.tensors
+        tensors = self.snapshot.tensors
         steady = {
             name: tensor
-            for name in self.taken.steady
+            for name in self.snapshot.constant_between_steps
             if isinstance(tensor := tensors[name], torch.Tensor)
         }
         try:
@@ -224,14 +226,14 @@ class _Job:
             self.release()
 
     def _run(self, ctx: DistContext) -> None:
-        draft = self.folder.draft(self.name, self.token)
+        draft = self.folder.begin(self.name, self.token)
         problem, written = self.problem, Written(rank=ctx.rank)
         try:
             with nullcontext() if self.staging is None else self.staging.making():
                 written = write_file(draft, ctx.rank, self.pieces)
         except Exception as error:  # as above
             problem = f"{type(error).__name__}: {error}"
-        with _together(self.final):
+        with _as_checkpoint_error(self.final):
             found = ops.gather_objects((problem, written), ctx)
             problems = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
             whole = False
@@ -247,9 +249,9 @@ class _Job:
         whole = False
         if ctx.is_main:
             try:
-                found = survey(self.folder)
+                found = list_checkpoints(self.folder)
                 order = next_order(found)
-                manifest = _manifest(ctx, self.taken, written, order)
+                manifest = _manifest(ctx, self.snapshot, written, order)
                 if self.lock is not None:
                     self.lock.check()
                 self.folder.commit(self.name, self.token, dump_manifest(manifest))
@@ -290,7 +292,7 @@ class _Job:
 def _prepare(
     ctx: DistContext,
     path: Any,
-    asked: Asked | None,
+    request: SaveRequest | None,
     problem: Exception | None,
     extra: Any,
     metric: float | None,
@@ -298,36 +300,38 @@ def _prepare(
     """Agree on what is saved and under which name; no rank has touched the disk but rank 0.
 
     Args:
-        asked: The arguments; None where this rank's make no sense.
+        request: The arguments; None where this rank's make no sense.
         problem: Why not.
     """
-    taken, named, lock, offers = None, None, None, dict[str, Piece]()
+    taken, named, lock, offers = None, None, None, dict[str, TensorChunk]()
     try:
         try:
-            if asked is not None:
-                taken = snapshot(ctx, asked.models, asked.position, extra, metric)
-                offers = offers_of(taken.tensors)
+            if request is not None:
+                taken = snapshot(ctx, request.models, request.position, extra, metric)
+                offers = writable_chunks(taken.tensors)
                 if ctx.is_main:
-                    named, lock = _reserve(asked.folder, asked.position.updates)
+                    named, lock = _reserve(request.folder, request.position.updates)
         except Exception as error:  # raised below, on every rank
             problem = error
-        views = ops.gather_objects(view_of(ctx, path, problem, asked, taken, offers, named), ctx)
+        views = ops.gather_objects(
+            save_proposal(ctx, path, problem, request, taken, offers, named), ctx
+        )
         raise_all(views, problem)
-        assert taken is not None and asked is not None
+        assert taken is not None and request is not None
         name, token = views[0].named
         # Ranks of a pipeline hold different tensors, and know different aliases.
         aliases = {k: v for view in views for k, v in view.aliases.items()}
         taken = attrs.evolve(taken, aliases=aliases)
         return _Job(
-            folder=asked.folder,
+            folder=request.folder,
             name=name,
             token=token,
-            taken=taken,
-            pieces=pieces_of(ctx, views, taken, offers),
-            keep=asked.keep,
-            anew=not all(view.has_way for view in views),
+            snapshot=taken,
+            pieces=chunks_to_write(ctx, views, taken, offers),
+            keep=request.keep,
+            fresh_group=not all(view.has_background_group for view in views),
             lock=lock,
-            restored=partial(ctx.comm.ledger.kept.get, RESTORED),
+            restored=partial(ctx.comm.state.background_resources.get, RESTORED),
         )
     except BaseException:
         if lock is not None:
@@ -335,7 +339,7 @@ def _prepare(
         raise
 
 
-def _clean(folder: Place, lines: list[str]) -> None:
+def _clean(folder: Storage, lines: list[str]) -> None:
     """Remove what an interrupted save left behind; what cannot be removed is told."""
     for name in folder.leftovers():
         try:

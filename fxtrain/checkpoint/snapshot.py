@@ -13,8 +13,8 @@ from fxtrain.checkpoint.json_values import encode
 from fxtrain.checkpoint.rng_state import random_state
 from fxtrain.state import (
     DistContext,
+    FlatShard,
     Position,
-    Stretch,
     Wrapped,
     check_open,
     dumps,
@@ -33,24 +33,24 @@ class Snapshot:
     Attributes:
         tensors: Of all models and of the user, by name; live.
         aliases: Names of tensors that are another one.
-        drifting: Names of tensors that may differ between ranks.
+        varies_by_rank: Names of tensors that may differ between ranks.
         own: Tensors of this rank alone.
         models: Per model its plan, fingerprint and values, as JSON.
         extra: The user's state, as JSON.
         position: Where the run stands.
         metric: What `keep_best` goes by.
-        steady: Names of tensors that nothing but an optimizer's step changes.
+        constant_between_steps: Names of tensors that nothing but an optimizer's step changes.
     """
 
-    tensors: Mapping[str, Tensor | Stretch]
+    tensors: Mapping[str, Tensor | FlatShard]
     aliases: Mapping[str, str]
-    drifting: frozenset[str]
+    varies_by_rank: frozenset[str]
     own: Mapping[str, Tensor]
     models: Mapping[str, Any]
     extra: Any
     position: Position
     metric: float | None
-    steady: frozenset[str] = frozenset()
+    constant_between_steps: frozenset[str] = frozenset()
 
 
 def by_name(model: Any) -> dict[str, Wrapped]:
@@ -86,7 +86,7 @@ def snapshot(
     Raises:
         CheckpointError: a value cannot be saved; its name is in the message.
     """
-    tensors: dict[str, Tensor | Stretch] = {}
+    tensors: dict[str, Tensor | FlatShard] = {}
     own = random_state(ctx)
     facts: dict[str, Any] = {}
     drifting: set[str] = set()
@@ -98,8 +98,8 @@ def snapshot(
         tensors.update({f"{name}/{key}": tensor for key, tensor in state.tensors.items()})
         tensors.update(inside)
         own.update({f"{name}/{key}": tensor for key, tensor in state.own.items()})
-        drifting |= {f"{name}/{key}" for key in state.drifting}
-        steady |= {f"{name}/{key}" for key in state.steady}
+        drifting |= {f"{name}/{key}" for key in state.varies_by_rank}
+        steady |= {f"{name}/{key}" for key in state.constant_between_steps}
         facts[name] = {
             "plan": json.loads(dumps(model.plan)),
             "fingerprint": fingerprint(model.plan),
@@ -112,22 +112,22 @@ def snapshot(
     return Snapshot(
         tensors=kept,
         aliases=aliases,
-        drifting=frozenset(drifting & kept.keys()),
+        varies_by_rank=frozenset(drifting & kept.keys()),
         own=own,
         models=facts,
         extra=encoded,
         position=position,
         metric=metric,
-        steady=frozenset(aliases.get(key, key) for key in steady),
+        constant_between_steps=frozenset(aliases.get(key, key) for key in steady),
     )
 
 
 def _shared(
-    tensors: Mapping[str, Tensor | Stretch],
-) -> tuple[dict[str, Tensor | Stretch], dict[str, str]]:
+    tensors: Mapping[str, Tensor | FlatShard],
+) -> tuple[dict[str, Tensor | FlatShard], dict[str, str]]:
     """Tensors once each, and the further names of those that have several."""
     first: dict[Any, str] = {}
-    kept: dict[str, Tensor | Stretch] = {}
+    kept: dict[str, Tensor | FlatShard] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
         key = _memory(tensor)
@@ -139,9 +139,9 @@ def _shared(
     return kept, aliases
 
 
-def _memory(tensor: Tensor | Stretch) -> Any:
+def _memory(tensor: Tensor | FlatShard) -> Any:
     """What two names of one tensor have in common."""
-    if isinstance(tensor, Stretch):
+    if isinstance(tensor, FlatShard):
         return id(tensor)
     if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.numel():
         return id(tensor)

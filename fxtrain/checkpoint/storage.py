@@ -9,7 +9,7 @@ import attrs
 
 from fxtrain._errors import CheckpointError
 
-__all__ = ["Place", "UnreadableError", "Whole", "Writer", "reading"]
+__all__ = ["CompleteWriter", "Storage", "UnreadableError", "Writer", "reading"]
 
 # What is not there, or is no plain file: that is known of it, and not that reading failed.
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG}
@@ -41,14 +41,14 @@ class Writer(Protocol):
         ...
 
 
-class Place(Protocol):
+class Storage(Protocol):
     """A folder that holds checkpoints, or files of one."""
 
-    def join(self, name: str) -> "Place":
+    def join(self, name: str) -> "Storage":
         """A folder inside this one."""
         ...
 
-    def draft(self, name: str, token: str) -> "Place":
+    def begin(self, name: str, token: str) -> "Storage":
         """Where to write what will be the folder `name`; equal on every rank."""
         ...
 
@@ -113,7 +113,7 @@ class Place(Protocol):
         """What a lock holds; None if it is not there."""
         ...
 
-    def beat(self, name: str, data: bytes) -> None:
+    def refresh_lock(self, name: str, data: bytes) -> None:
         """Replace what a lock holds by as many bytes."""
         ...
 
@@ -123,7 +123,7 @@ class Place(Protocol):
 
 
 @attrs.frozen
-class Whole:
+class CompleteWriter:
     """Writes all of it: the operating system may take a part and say so."""
 
     file: Any

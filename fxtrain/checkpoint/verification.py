@@ -8,10 +8,10 @@ import attrs
 
 from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
-from fxtrain.checkpoint.local_storage import Place, UnreadableError
+from fxtrain.checkpoint.local_storage import Storage, UnreadableError
 from fxtrain.checkpoint.manifest import CHUNK, MANIFEST, Entry, Manifest, Part, digest_of
 from fxtrain.checkpoint.reading import file_problems, files_of, header_of
-from fxtrain.models.tensor_bytes import STORED
+from fxtrain.models.tensor_bytes import STORED_DTYPES
 from fxtrain.state import Position, parse_json
 
 __all__ = ["Verified", "verify"]
@@ -60,18 +60,18 @@ def verify(path: Any) -> Verified:
         ...     fx.verify(saving.path).world_size
         1
     """
-    place = checkpoint_at(path)
-    files = files_of(place)
-    manifest = read_manifest(place)
+    storage = checkpoint_at(path)
+    files = files_of(storage)
+    manifest = read_manifest(storage)
     problems = file_problems(files, manifest)
     extra = files.keys() - manifest.files.keys() - {MANIFEST}
     problems += [f"  {name} does not belong to it" for name in sorted(extra)]
     if not problems:
-        problems = list(_changes(place, manifest))
+        problems = list(_changes(storage, manifest))
     if problems:
-        raise CheckpointError("\n".join([f"{place} is damaged:", *problems]))
+        raise CheckpointError("\n".join([f"{storage} is damaged:", *problems]))
     return Verified(
-        path=str(place),
+        path=str(storage),
         position=manifest.position,
         tensors=len(manifest.tensors) + sum(map(len, manifest.own)),
         size=sum(file.size for file in manifest.files.values()),
@@ -79,14 +79,14 @@ def verify(path: Any) -> Verified:
     )
 
 
-def _changes(place: Place, manifest: Manifest) -> Iterator[str]:
+def _changes(storage: Storage, manifest: Manifest) -> Iterator[str]:
     by_file: dict[str, list[tuple[str, Entry, Part]]] = {name: [] for name in manifest.files}
     for entries in (manifest.tensors, *manifest.own):
         for name, entry in entries.items():
             for part in entry.parts:
                 by_file[part.file].append((name, entry, part))
     for file, found in by_file.items():
-        with place.open(file) as read:
+        with storage.open(file) as read:
             try:
                 header = header_of(read, file, manifest.files[file])
                 yield from _header_problems(file, header, found)
@@ -126,5 +126,5 @@ def _header_problems(
     for name, entry, part in found:
         begin = part.offset - len(header)
         size = math.prod(part.shape) * entry.itemsize
-        if (begin, begin + size, STORED[entry.dtype]) not in spans:
+        if (begin, begin + size, STORED_DTYPES[entry.dtype]) not in spans:
             yield f"  {name} is not where the header of {file} says"

@@ -10,21 +10,29 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fxtrain._errors import CheckpointError
 from fxtrain.models.tensor_bytes import dtype_name
-from fxtrain.state import Stretch
+from fxtrain.state import FlatShard
 
-__all__ = ["Piece", "box_of", "boxes_in", "boxes_of", "offers_of", "own_pieces", "writers"]
+__all__ = [
+    "TensorChunk",
+    "assign_writers",
+    "box_of",
+    "boxes_in",
+    "boxes_of",
+    "rank_chunks",
+    "writable_chunks",
+]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Piece:
+class TensorChunk:
     """What one rank writes of one tensor.
 
     Attributes:
         name: Of the tensor.
         dtype: Its name in the manifest.
-        whole: Shape over all ranks.
+        full_shape: Shape over all ranks.
         start: Where the piece stands in it.
         tensor: The values, of the piece's shape, on any device.
         own: The tensor belongs to this rank alone.
@@ -32,7 +40,7 @@ class Piece:
 
     name: str
     dtype: str
-    whole: tuple[int, ...]
+    full_shape: tuple[int, ...]
     start: tuple[int, ...]
     tensor: Tensor
     own: bool = False
@@ -43,7 +51,7 @@ class Piece:
         return self.tensor.numel() * self.tensor.element_size()
 
 
-def offers_of(tensors: Mapping[str, Tensor | Stretch]) -> dict[str, Piece]:
+def writable_chunks(tensors: Mapping[str, Tensor | FlatShard]) -> dict[str, TensorChunk]:
     """What this rank could write of tensors that are the same on all ranks, or spread over them.
 
     Returns:
@@ -52,18 +60,20 @@ def offers_of(tensors: Mapping[str, Tensor | Stretch]) -> dict[str, Piece]:
     Raises:
         CheckpointError: a tensor cannot be written; its name is in the message.
     """
-    found: dict[str, Piece] = {}
+    found: dict[str, TensorChunk] = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, Stretch):
-            found |= {f"{name}@{piece.start}": piece for piece in _stretched(name, tensor)}
+        if isinstance(tensor, FlatShard):
+            found |= {f"{name}@{piece.start}": piece for piece in _flat_chunks(name, tensor)}
         elif not isinstance(tensor, DTensor):
             found[name] = _plain(name, tensor)
-        elif (piece := _spread(name, tensor)) is not None:
+        elif (piece := _dtensor_chunks(name, tensor)) is not None:
             found[f"{name}@{piece.start}"] = piece
     return found
 
 
-def writers(sizes: Mapping[str, int], holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
+def assign_writers(
+    sizes: Mapping[str, int], holders: Mapping[str, Sequence[int]]
+) -> dict[str, int]:
     """Which rank writes which piece: one that holds it, and evenly.
 
     Args:
@@ -78,7 +88,7 @@ def writers(sizes: Mapping[str, int], holders: Mapping[str, Sequence[int]]) -> d
     return chosen
 
 
-def own_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
+def rank_chunks(tensors: Mapping[str, Tensor]) -> list[TensorChunk]:
     """All of the tensors that belong to this rank alone."""
     return [attrs.evolve(_plain(name, tensor), own=True) for name, tensor in tensors.items()]
 
@@ -115,7 +125,7 @@ def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[
         yield (row, *start), (1, *size)
 
 
-def boxes_in(part: Stretch) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+def boxes_in(part: FlatShard) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Views of a stretch as boxes, each with its place in the whole tensor."""
     values, at = part.values.detach(), 0
     for start, shape in boxes_of(part.shape, part.start, part.start + len(values)):
@@ -124,25 +134,25 @@ def boxes_in(part: Stretch) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         at += size
 
 
-def _stretched(name: str, part: Stretch) -> Iterator[Piece]:
+def _flat_chunks(name: str, part: FlatShard) -> Iterator[TensorChunk]:
     """This rank's part, in boxes, of which files are made."""
     dtype = dtype_name(part.values, name)
     for start, box in boxes_in(part):
-        yield Piece(name=name, dtype=dtype, whole=part.shape, start=start, tensor=box)
+        yield TensorChunk(name=name, dtype=dtype, full_shape=part.shape, start=start, tensor=box)
 
 
-def _plain(name: str, tensor: Tensor) -> Piece:
+def _plain(name: str, tensor: Tensor) -> TensorChunk:
     shape = tuple(tensor.shape)
-    return Piece(
+    return TensorChunk(
         name=name,
         dtype=dtype_name(tensor, name),
-        whole=shape,
+        full_shape=shape,
         start=(0,) * len(shape),
         tensor=tensor.detach(),
     )
 
 
-def _spread(name: str, tensor: DTensor) -> Piece | None:
+def _dtensor_chunks(name: str, tensor: DTensor) -> TensorChunk | None:
     """This rank's part, where it has one."""
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise CheckpointError(
@@ -154,10 +164,10 @@ def _spread(name: str, tensor: DTensor) -> Piece | None:
     local = tensor.to_local().detach()
     if 0 in shape:
         return None
-    return Piece(
+    return TensorChunk(
         name=name,
         dtype=dtype_name(local, name),
-        whole=tuple(tensor.shape),
+        full_shape=tuple(tensor.shape),
         start=start,
         tensor=local,
     )

@@ -9,7 +9,7 @@ from typing import IO, Any
 import click
 
 from fxtrain import __version__
-from fxtrain._errors import FxError, visible
+from fxtrain._errors import FxError, escape_unprintable
 from fxtrain.cli.commands import COMMANDS, load
 from fxtrain.cli.exit_codes import Exit
 
@@ -85,23 +85,23 @@ class _Program(click.Group):
             return super().invoke(ctx)
         except FxError as error:
             kind = type(error).__name__
-            raise _Told(f"fxtrain {ctx.invoked_subcommand}: {kind}: {error}") from error
+            raise _UserError(f"fxtrain {ctx.invoked_subcommand}: {kind}: {error}") from error
         except OSError as error:
             if error.filename is None:
                 raise
             # A file that cannot be read or written, wherever a command came upon it.
-            raise _Told(
+            raise _UserError(
                 f"fxtrain {ctx.invoked_subcommand}: {error.filename}: {error.strerror}."
             ) from error
 
 
-class _Told(click.ClickException):
+class _UserError(click.ClickException):
     """A mistake of the user, as one message."""
 
     exit_code = Exit.WRONG
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(visible(self.message), file=file, err=file is None)
+        click.echo(escape_unprintable(self.message), file=file, err=file is None)
 
 
 def _say_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:  # noqa: FBT001

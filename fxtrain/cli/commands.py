@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import click
 
-__all__ = ["COMMANDS", "Row", "load"]
+__all__ = ["COMMANDS", "CommandEntry", "load"]
 
 
-class Row(NamedTuple):
+class CommandEntry(NamedTuple):
     """One command. Its module is imported when it is called for, not to list it.
 
     A tuple, since attrs would take a fifth of the time that `fxtrain --help` has.
@@ -24,40 +24,50 @@ class Row(NamedTuple):
     help: str
 
 
-COMMANDS: tuple[Row, ...] = (
-    Row("launch", "fxtrain.cli.launch_command:LAUNCH", "run a script or module on several ranks"),
-    Row("config", "fxtrain.cli.config.command:CONFIG", "write, show and check launch files"),
-    Row("env", "fxtrain.cli.inspect.env_command:ENV", "say what is on this machine"),
-    Row(
+COMMANDS: tuple[CommandEntry, ...] = (
+    CommandEntry(
+        "launch", "fxtrain.cli.launch_command:LAUNCH", "run a script or module on several ranks"
+    ),
+    CommandEntry(
+        "config", "fxtrain.cli.config.command:CONFIG", "write, show and check launch files"
+    ),
+    CommandEntry("env", "fxtrain.cli.inspect.env_command:ENV", "say what is on this machine"),
+    CommandEntry(
         "estimate-memory",
         "fxtrain.cli.inspect.memory_command:ESTIMATE",
         "estimate the memory of a model",
     ),
-    Row(
+    CommandEntry(
         "verify-resume",
         "fxtrain.cli.resume_command:VERIFY_RESUME",
         "show whether a stopped script goes on bit for bit",
     ),
-    Row("verify", "fxtrain.cli.checkpoint_commands:VERIFY", "look at every byte of a checkpoint"),
-    Row(
+    CommandEntry(
+        "verify", "fxtrain.cli.checkpoint_commands:VERIFY", "look at every byte of a checkpoint"
+    ),
+    CommandEntry(
         "merge-weights",
         "fxtrain.cli.checkpoint_commands:MERGE",
         "make a model's files from a checkpoint",
     ),
-    Row(
+    CommandEntry(
         "import",
         "fxtrain.cli.checkpoint_commands:IMPORT",
         "go on from another library's checkpoint",
     ),
-    Row("replay", "fxtrain.cli.resume_command:REPLAY", "run one update of a run again"),
-    Row("test", "fxtrain.cli.inspect.test_command:TEST", "try the configured setup out"),
-    Row("tpu-config", "fxtrain.cli.inspect.tpu_command:TPU", "prepare the hosts of a TPU pod"),
-    Row("plan", "fxtrain.cli.plan_command:PLAN", "say what a script would need on many ranks"),
-    Row("completion", "fxtrain.cli.completion:COMPLETION", "print completion for a shell"),
+    CommandEntry("replay", "fxtrain.cli.resume_command:REPLAY", "run one update of a run again"),
+    CommandEntry("test", "fxtrain.cli.inspect.test_command:TEST", "try the configured setup out"),
+    CommandEntry(
+        "tpu-config", "fxtrain.cli.inspect.tpu_command:TPU", "prepare the hosts of a TPU pod"
+    ),
+    CommandEntry(
+        "plan", "fxtrain.cli.plan_command:PLAN", "say what a script would need on many ranks"
+    ),
+    CommandEntry("completion", "fxtrain.cli.completion:COMPLETION", "print completion for a shell"),
 )
 
 
-def load(row: Row) -> click.Command:
+def load(row: CommandEntry) -> click.Command:
     """The command of a row.
 
     Effects:

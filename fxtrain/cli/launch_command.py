@@ -11,7 +11,7 @@ import attrs
 import click
 from click.shell_completion import CompletionItem
 
-from fxtrain._errors import LaunchError, visible
+from fxtrain._errors import LaunchError, escape_unprintable
 from fxtrain.launch import (
     FLAGS,
     LAUNCHERS,
@@ -53,7 +53,7 @@ def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
         LaunchError: a value does not fit, or the program is not there.
         PlanError: the launch file makes no sense.
     """
-    flags = _said(options)
+    flags = _given_fields(options)
     spec, said = _configured(options, flags) if _is_configured(options) else (None, flags)
     if "target" not in said:
         raise click.UsageError("Which program? Name a script, or a module after -m.")
@@ -63,7 +63,7 @@ def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
         spec = attrs.evolve(spec, options={**_plain(spec.options), **given})
     if find_launcher(spec).here:
         check_target(spec)
-    return spec if "ranks" in said else attrs.evolve(spec, ranks=_usual_ranks(spec))
+    return spec if "ranks" in said else attrs.evolve(spec, ranks=_default_ranks(spec))
 
 
 def _launch(**options: Any) -> int:
@@ -76,11 +76,11 @@ def _launch(**options: Any) -> int:
     if ending.code:
         kept = keep_tracebacks(ending, spec.log_dir)
         more = f"\nThe tracebacks of all ranks are in {kept}." if kept else ""
-        sys.stderr.write(visible(f"fxtrain launch: {describe(ending)}{more}\n"))
+        sys.stderr.write(escape_unprintable(f"fxtrain launch: {describe(ending)}{more}\n"))
     return ending.code
 
 
-def _usual_ranks(spec: LaunchSpec) -> int:
+def _default_ranks(spec: LaunchSpec) -> int:
     """One per GPU that was chosen, or per accelerator of this machine."""
     if spec.gpus:
         return len(spec.gpus)
@@ -89,7 +89,7 @@ def _usual_ranks(spec: LaunchSpec) -> int:
     return max(1, load_torch("torch").accelerator.device_count())
 
 
-def _said(options: Mapping[str, Any]) -> dict[str, Any]:
+def _given_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     """Fields that the command line sets."""
     said = {
         flag.field: _value(flag, options[flag.field])
@@ -154,9 +154,9 @@ def _configured(
         },
     )
     spec = settings.launch
-    if settings.said.plan:  # for fx.given_plan() in the script
+    if settings.values.plan:  # for fx.given_plan() in the script
         spec = attrs.evolve(spec, env=(*spec.env, plan_variable(settings.plan)))
-    return spec, settings.said.launch
+    return spec, settings.values.launch
 
 
 def _pair(word: str) -> tuple[str, str]:

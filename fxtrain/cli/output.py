@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fxtrain._errors import visible
+from fxtrain._errors import escape_unprintable
 
 __all__ = ["as_json", "print_json", "print_table", "say", "warn"]
 
@@ -38,7 +38,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else _PAGE
     table = Table(
-        title=Text(visible(title)) if title else None,
+        title=Text(escape_unprintable(title)) if title else None,
         title_justify="left",
         box=None,
         pad_edge=False,
@@ -49,7 +49,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
             column.removeprefix(">"), justify="right" if number else "left", overflow="fold"
         )
     for row in rows:
-        table.add_row(*(Text(visible(cell)) for cell in row))
+        table.add_row(*(Text(escape_unprintable(cell)) for cell in row))
     console = Console(file=sys.stdout, width=width, highlight=False)
     with console.capture() as printed:
         console.print(table)
@@ -59,9 +59,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
 
 def say(text: str) -> None:
     """Print lines on standard output; control characters are shown, not acted on."""
-    click.echo(visible(text))
+    click.echo(escape_unprintable(text))
 
 
 def warn(text: str) -> None:
     """Print a line on standard error, where it does not mix with JSON."""
-    click.echo(visible(text), err=True)
+    click.echo(escape_unprintable(text), err=True)

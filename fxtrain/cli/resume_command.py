@@ -37,7 +37,7 @@ def VERIFY_RESUME(ranks: int, cpu: bool, json_: bool, program: tuple[str, ...]) 
         straight = _train(program, whole, 2, ranks=ranks, cpu=cpu)
         _train(program, parts, 1, ranks=ranks, cpu=cpu)
         resumed = _train(program, parts, 1, ranks=ranks, cpu=cpu)
-        return _judge(straight, resumed, json_=json_)
+        return _report_differences(straight, resumed, json_=json_)
 
 
 @click.command("replay", context_settings=_SETTINGS)
@@ -112,7 +112,7 @@ def _launch(program: Sequence[str], orders: dict[str, Any], *, ranks: int, cpu: 
     return ending.code
 
 
-def _judge(straight: str, resumed: str, *, json_: bool) -> int:
+def _report_differences(straight: str, resumed: str, *, json_: bool) -> int:
     from fxtrain.checkpoint import compare, count_leaves
 
     found = list(compare(straight, resumed))

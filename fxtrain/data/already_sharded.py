@@ -8,19 +8,21 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain._errors import DataError
-from fxtrain.data.fetch import StartWorker, tell_epoch
-from fxtrain.data.permutation import key_of
+from fxtrain.data.fetch import StartWorker, call_set_epoch
+from fxtrain.data.permutation import hash_key
 from fxtrain.data.rank_slices import Layout
 from fxtrain.data.sources import RowSlots, Source, row_source
-from fxtrain.data.uneven_streams import Local, turns
-from fxtrain.data.user_loader import Reading, read_loader, rebuild
+from fxtrain.data.uneven_streams import UnevenStream, uneven_batches
+from fxtrain.data.user_loader import LoaderSpec, read_loader, rebuild
 from fxtrain.data.windows import Cursor
 from fxtrain.state import DistContext, Plan, Position
 
-__all__ = ["declared_source"]
+__all__ = ["presharded_source"]
 
 
-def declared_source(loader: DataLoader[Any], ctx: DistContext, plan: Plan) -> tuple[Source, Layout]:
+def presharded_source(
+    loader: DataLoader[Any], ctx: DistContext, plan: Plan
+) -> tuple[Source, Layout]:
     """Batches of loaders that each yield one rank's rows.
 
     Effects:
@@ -44,23 +46,25 @@ def declared_source(loader: DataLoader[Any], ctx: DistContext, plan: Plan) -> tu
         local = _rows(loader, reading, ctx, plan)
 
     source = Source(
-        run=lambda cursor: turns(local, cursor, ctx, plan),
+        run=lambda cursor: uneven_batches(local, cursor, ctx, plan),
         length=lambda: None,
         shuffled=local.shuffled,
     )
     return source, reading.layout
 
 
-def _rows(loader: DataLoader[Any], reading: Reading, ctx: DistContext, plan: Plan) -> Local:
+def _rows(
+    loader: DataLoader[Any], reading: LoaderSpec, ctx: DistContext, plan: Plan
+) -> UnevenStream:
     """A map-style dataset that holds this rank's rows; ranks differ in their order."""
-    slots = RowSlots(reading, key_of(plan.seed, "rank", ctx.rank))
+    slots = RowSlots(reading, hash_key(plan.seed, "rank", ctx.rank))
     source = row_source(loader, slots, attrs.evolve(plan, even="pad"), (0,))
 
     def read(epoch: int, units: int) -> Iterator[tuple[int, Any]]:
         for step, (data,) in source.run(Cursor(Position(epoch=epoch, index=units))):
             yield step.slot.rows[0], data
 
-    return Local(
+    return UnevenStream(
         open=read,
         sizes=lambda epoch: ((slot.rows[0], slot.units) for slot in slots.cut(epoch, 0, ())),
         most=None if reading.layout.unit == "batch" else reading.layout.per_rank,
@@ -68,7 +72,9 @@ def _rows(loader: DataLoader[Any], reading: Reading, ctx: DistContext, plan: Pla
     )
 
 
-def _stream(loader: DataLoader[Any], reading: Reading, ctx: DistContext, plan: Plan) -> Local:
+def _stream(
+    loader: DataLoader[Any], reading: LoaderSpec, ctx: DistContext, plan: Plan
+) -> UnevenStream:
     """An iterable dataset that yields this rank's, and in workers this worker's, rows."""
     dataset = _Dataset(loader.dataset)
     items = reading.layout.unit == "item"
@@ -84,10 +90,10 @@ def _stream(loader: DataLoader[Any], reading: Reading, ctx: DistContext, plan: P
         assert units == 0, "a stream is read from its start"
         dataset.epoch.fill_(epoch)
         assert isinstance(over.generator, torch.Generator)
-        over.generator.manual_seed(key_of(plan.seed, epoch, "workers", ctx.rank))
+        over.generator.manual_seed(hash_key(plan.seed, epoch, "workers", ctx.rank))
         yield from over
 
-    return Local(
+    return UnevenStream(
         open=read,
         sizes=None,
         most=reading.layout.per_rank,
@@ -103,7 +109,7 @@ class _Dataset(IterableDataset[Any]):
         self.epoch = torch.zeros(1, dtype=torch.int64)
 
     def __iter__(self) -> Iterator[Any]:
-        tell_epoch(self.dataset, int(self.epoch))
+        call_set_epoch(self.dataset, int(self.epoch))
         return iter(self.dataset)
 
 

@@ -9,7 +9,7 @@ from fxtrain.data.rank_slices import Layout
 from fxtrain.data.sources import Loaded, Source
 from fxtrain.data.windows import Cursor
 from fxtrain.ops.objects import Opaque
-from fxtrain.ops.plan_agreement import digest_of_plan, refuse_plans
+from fxtrain.ops.plan_agreement import digest_of_plan, raise_plan_differences
 from fxtrain.state import DistContext, Plan
 
 __all__ = ["dispatch_source"]
@@ -30,12 +30,12 @@ def dispatch_source(
         DataError: rank 0 could not make its source; rank 0 raises its own error.
         PlanError: the ranks pass different plans; on every rank.
     """
-    inner, layout, length = _facts(make, ctx, plan)
+    inner, layout, length = _broadcast_layout(make, ctx, plan)
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
         steps = iter(()) if inner is None else inner.run(cursor)
         while True:
-            letters, problem = _letters(steps, ctx) if ctx.is_main else (None, None)
+            letters, problem = _messages(steps, ctx) if ctx.is_main else (None, None)
             letter = ops.scatter(letters, ctx)
             if problem is not None:
                 raise problem
@@ -55,7 +55,7 @@ def dispatch_source(
     return source, layout
 
 
-def _facts(
+def _broadcast_layout(
     make: Callable[[], tuple[Source, Layout]], ctx: DistContext, plan: Plan
 ) -> tuple[Source | None, Layout, int | None]:
     """Rank 0's source; on every rank its layout and the length of an epoch."""
@@ -68,7 +68,7 @@ def _facts(
             problem, facts = error, {"failed": _words(error)}
     found = ops.gather_objects((digest_of_plan(plan, {}), facts), ctx)
     if any(digest != found[0][0] for digest, _ in found):
-        refuse_plans("shard", ctx, plan, {})
+        raise_plan_differences("shard", ctx, plan, {})
     facts = found[0][1]
     if problem is not None:
         raise problem
@@ -77,7 +77,7 @@ def _facts(
     return source, facts["layout"], facts["length"]
 
 
-def _letters(
+def _messages(
     steps: Iterator[Loaded], ctx: DistContext
 ) -> tuple[list[dict[str, Any]], Exception | None]:
     """What each rank gets next: a step with its data, none at the end, or what went wrong."""

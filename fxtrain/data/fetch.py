@@ -5,25 +5,25 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, get_worker_info
 
-from fxtrain.data.generators import Lent, seed_all
-from fxtrain.data.iterable import Reader
-from fxtrain.data.permutation import key_of
+from fxtrain.data.generators import BorrowedGenerators, seed_all
+from fxtrain.data.iterable import StreamReader
+from fxtrain.data.permutation import hash_key
 from fxtrain.data.rank_slices import Layout, Slot, slot_of
 
 __all__ = [
-    "Ask",
     "RowFetch",
+    "RowRequest",
     "StartWorker",
-    "StreamAsk",
     "StreamFetch",
-    "Told",
+    "StreamReply",
+    "StreamRequest",
+    "call_set_epoch",
+    "collate_nothing",
     "fetch_key",
-    "keep",
-    "tell_epoch",
 ]
 
 
-class Ask(NamedTuple):
+class RowRequest(NamedTuple):
     """One global batch of a map-style dataset.
 
     Attributes:
@@ -48,10 +48,10 @@ class RowFetch(Dataset[list[Any]]):
         self.dataset, self.collate, self.collates = dataset, collate, collates
         self.epoch = -1
 
-    def __getitem__(self, ask: Ask) -> list[Any]:
+    def __getitem__(self, ask: RowRequest) -> list[Any]:
         if ask.epoch != self.epoch:
             self.epoch = ask.epoch
-            tell_epoch(self.dataset, ask.epoch)
+            call_set_epoch(self.dataset, ask.epoch)
         found: list[Any] = []
         for place, key in enumerate(ask.keys):
             if ask.seeds:
@@ -67,7 +67,7 @@ class RowFetch(Dataset[list[Any]]):
         return self.collate([self.dataset[index] for index in key])
 
 
-class StreamAsk(NamedTuple):
+class StreamRequest(NamedTuple):
     """One global batch of an iterable dataset.
 
     Attributes:
@@ -83,8 +83,8 @@ class StreamAsk(NamedTuple):
     step: int
 
 
-class Told(NamedTuple):
-    """What came of a `StreamAsk`.
+class StreamReply(NamedTuple):
+    """What came of a `StreamRequest`.
 
     Attributes:
         slot: The global batch, without keys.
@@ -97,7 +97,7 @@ class Told(NamedTuple):
     data: list[Any]
 
 
-class StreamFetch(Dataset["Told | None"]):
+class StreamFetch(Dataset["StreamReply | None"]):
     """An iterable dataset that is asked for global batches by number.
 
     Row i of the stream belongs to global batch i // stride, whichever worker is asked for it:
@@ -119,9 +119,9 @@ class StreamFetch(Dataset["Told | None"]):
     ) -> None:
         self.dataset, self.collate, self.layout = dataset, collate, layout
         self.ranks, self.seed = ranks, seed
-        self.reader: Reader | None = None
+        self.reader: StreamReader | None = None
 
-    def __getitem__(self, ask: StreamAsk) -> Told | None:
+    def __getitem__(self, ask: StreamRequest) -> StreamReply | None:
         reader = self.reader
         if reader is None or reader.opened != ask[:3] or reader.step > ask.step:
             reader = self.reader = self._open(ask)
@@ -136,14 +136,14 @@ class StreamFetch(Dataset["Told | None"]):
             self._collate(rows, ask.epoch, first, rank)
             for rank, rows in zip(self.ranks, slot.keys, strict=True)
         ]
-        return Told(slot._replace(keys=()), reader.is_last, data)
+        return StreamReply(slot._replace(keys=()), reader.is_last, data)
 
-    def _open(self, ask: StreamAsk) -> Reader:
-        tell_epoch(self.dataset, ask.epoch)
+    def _open(self, ask: StreamRequest) -> StreamReader:
+        call_set_epoch(self.dataset, ask.epoch)
         lent = None
         if self.seed is not None:
-            lent = Lent(key_of(self.seed, ask.epoch))
-        return Reader(self.dataset, self.layout, self.ranks, ask[:3], lent)
+            lent = BorrowedGenerators(hash_key(self.seed, ask.epoch))
+        return StreamReader(self.dataset, self.layout, self.ranks, ask[:3], lent)
 
     def _collate(self, rows: Any, epoch: int, first: int, rank: int) -> Any:
         if self.seed is not None:
@@ -174,16 +174,16 @@ def fetch_key(layout: Layout, seed: int, epoch: int, first: int, rank: int) -> i
     random numbers at every world size with which they stand together.
     """
     if layout.shared:
-        return key_of(seed, epoch, first, rank)
-    return key_of(seed, epoch, first + rank * layout.per_rank)
+        return hash_key(seed, epoch, first, rank)
+    return hash_key(seed, epoch, first + rank * layout.per_rank)
 
 
-def keep(found: Any) -> Any:
+def collate_nothing(found: Any) -> Any:
     """Collate nothing: the fetch did."""
     return found
 
 
-def tell_epoch(dataset: Any, epoch: int) -> None:
+def call_set_epoch(dataset: Any, epoch: int) -> None:
     """Call a dataset's `set_epoch`, if it has one."""
     if callable(getattr(dataset, "set_epoch", None)):
         dataset.set_epoch(epoch)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fxtrain._words import words_of
+from fxtrain._words import canonical_text
 
-__all__ = ["Lent", "seed_all"]
+__all__ = ["BorrowedGenerators", "seed_all"]
 
 
 def seed_all(key: int) -> None:
@@ -26,7 +26,7 @@ def seed_all(key: int) -> None:
         numpy.random.seed([key & 0xFFFFFFFF, key >> 32])
 
 
-class Lent:
+class BorrowedGenerators:
     """Generators of their own for a piece of code that draws from the global ones.
 
     Whatever runs inside `with lent():` goes on from where it last left off; outside, the
@@ -55,9 +55,9 @@ class Lent:
             self._inside = _states()
             _restore(outside)
 
-    def again(self) -> "Lent":
+    def again(self) -> "BorrowedGenerators":
         """The same generators, from the start."""
-        return Lent(self._key)
+        return BorrowedGenerators(self._key)
 
     @property
     def used(self) -> bool:
@@ -69,7 +69,7 @@ class Lent:
         return not (
             torch_0.equal(torch_1)
             and python_0 == python_1
-            and (numpy_0 is None or words_of(numpy_0) == words_of(numpy_1))
+            and (numpy_0 is None or canonical_text(numpy_0) == canonical_text(numpy_1))
         )
 
 

@@ -9,15 +9,15 @@ from typing import Any
 from torch.utils.data._utils import worker as torch_worker
 
 from fxtrain._errors import DataError
-from fxtrain.data.generators import Lent
+from fxtrain.data.generators import BorrowedGenerators
 from fxtrain.data.rank_slices import Layout
 
-__all__ = ["Reader"]
+__all__ = ["StreamReader"]
 
 _END = object()
 
 
-class Reader:
+class StreamReader:
     """An open stream, which knows whether more follows what it has given out.
 
     Rows of ranks that are not served here are passed over as None.
@@ -36,7 +36,7 @@ class Reader:
         layout: Layout,
         ranks: Sequence[int],
         opened: tuple[int, int, int],
-        lent: Lent | None,
+        lent: BorrowedGenerators | None,
     ) -> None:
         self.opened, self.step, self.is_last = opened, 0, False
         self._dataset, self._layout, self._lent = dataset, layout, lent
@@ -51,7 +51,7 @@ class Reader:
     def read(self, step: int) -> list[Any] | None:
         """The rows of a global batch, this one or one further on; None past the end."""
         stride = self._layout.stride
-        with _as_only_reader(), nullcontext() if self._lent is None else self._lent():
+        with _hide_worker_info(), nullcontext() if self._lent is None else self._lent():
             while self.step < step and self._fill(stride):
                 self._drop(stride)
                 self.step += 1
@@ -67,7 +67,7 @@ class Reader:
     def head(self) -> list[Any]:
         """The first rows of the epoch, read again."""
         lent = None if self._lent is None else self._lent.again()
-        with _as_only_reader(), nullcontext() if lent is None else lent():
+        with _hide_worker_info(), nullcontext() if lent is None else lent():
             found = list(itertools.islice(iter(self._dataset), self._layout.stride))
         # A stream that runs only once gives nothing now.
         return found or [self._first]
@@ -100,7 +100,7 @@ class Reader:
 
 
 @contextmanager
-def _as_only_reader() -> Iterator[None]:
+def _hide_worker_info() -> Iterator[None]:
     """Hide from a dataset that it runs in one of several workers.
 
     A dataset that asks `get_worker_info` would leave out the rows of other workers, which we

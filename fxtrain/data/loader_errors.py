@@ -7,14 +7,14 @@ from torch.utils.data import DataLoader
 
 from fxtrain._errors import DataError
 
-__all__ = ["counted", "reading"]
+__all__ = ["reading", "safe_length"]
 
 # How torch starts what a dataset raised inside a worker, and what it says of a worker's end.
 _CAUGHT = "Caught "
 _ENDED = "DataLoader worker"
 
 
-class _NoRow(DataError, IndexError):
+class _MissingRowError(DataError, IndexError):
     """A row that is not there: still the IndexError that the dataset raised."""
 
 
@@ -37,7 +37,7 @@ def reading(
     except IndexError as error:
         if not asked():
             raise
-        raise _NoRow(_no_row(loader, asked(), error)) from error
+        raise _MissingRowError(_no_row(loader, asked(), error)) from error
     except (OSError, EOFError, RuntimeError) as error:
         if not loader.num_workers or not _worker_ended(error):
             raise
@@ -49,7 +49,7 @@ def reading(
         ) from error
 
 
-def counted(units: Any) -> int:
+def safe_length(units: Any) -> int:
     """The length of a dataset or sampler.
 
     Raises:
@@ -70,7 +70,7 @@ def _no_row(loader: DataLoader[Any], asked: str, error: IndexError) -> str:
     dataset = type(loader.dataset).__name__
     return (
         f"iterating: {dataset} raised IndexError while it read {asked}: {_last(error)}. "
-        f"len(dataset) is {counted(loader.dataset)}: if {dataset} has fewer rows, return their "
+        f"len(dataset) is {safe_length(loader.dataset)}: if {dataset} has fewer rows, return their "
         f"number from __len__; if a sampler chose the row, let it choose from those."
     )
 

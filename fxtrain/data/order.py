@@ -16,17 +16,17 @@ from torch.utils.data import (
 )
 
 from fxtrain._errors import DataError
-from fxtrain.data.generators import Lent
-from fxtrain.data.loader_errors import counted
-from fxtrain.data.permutation import below, key_of, permutation, round_keys, uniform
+from fxtrain.data.generators import BorrowedGenerators
+from fxtrain.data.loader_errors import safe_length
+from fxtrain.data.permutation import hash_key, permutation, round_keys, uniform, uniform_below
 
-__all__ = ["Custom", "Order", "find_order", "length_of", "refuse_split"]
+__all__ = ["CustomOrder", "EpochOrder", "find_order", "length_of", "refuse_split"]
 
-_PULL = 512  # units that a custom sampler is asked for at a time
+_SAMPLER_CHUNK = 512  # units that a custom sampler is asked for at a time
 
 
 @attrs.frozen(eq=False)
-class Order:
+class EpochOrder:
     """The rows of one epoch in order, any of them found at once.
 
     Attributes:
@@ -40,7 +40,7 @@ class Order:
     shuffled: bool = True
 
 
-def find_order(sampler: Any, seed: int, epoch: int) -> Order | None:
+def find_order(sampler: Any, seed: int, epoch: int) -> EpochOrder | None:
     """The order of one of torch's own samplers; None for any other."""
     finder = _FINDERS.get(type(sampler))
     return None if finder is None else finder(sampler, seed, epoch)
@@ -53,7 +53,7 @@ def length_of(sampler: Any) -> int | None:
         DataError: it says what is no length.
     """
     try:
-        return counted(sampler)
+        return safe_length(sampler)
     except TypeError:
         return None
 
@@ -64,7 +64,7 @@ def refuse_split(sampler: Any) -> None:
     Raises:
         DataError: it is, or holds, a DistributedSampler.
     """
-    if any(isinstance(part, DistributedSampler) for part in _parts(sampler)):
+    if any(isinstance(part, DistributedSampler) for part in _sampler_chain(sampler)):
         raise DataError(
             "This loader has a DistributedSampler, which already gives each rank its rows. "
             "Pass the loader without it (shuffle=True does the rest), or keep it and say so: "
@@ -72,7 +72,7 @@ def refuse_split(sampler: Any) -> None:
         )
 
 
-class Custom:
+class CustomOrder:
     """What a sampler that only its author knows yields in one epoch.
 
     It runs under generators of its own, seeded from (seed, epoch), so that all ranks see the
@@ -86,12 +86,12 @@ class Custom:
 
     def __init__(self, sampler: Any, seed: int, epoch: int) -> None:
         self._sampler, self._epoch = sampler, epoch
-        self._key = key_of(seed, epoch)
-        self._lent = Lent(self._key)
+        self._key = hash_key(seed, epoch)
+        self._lent = BorrowedGenerators(self._key)
         self._told = False
 
     def __iter__(self) -> Iterator[Any]:
-        self._told = _tell(self._sampler, self._epoch, self._key)
+        self._told = _set_epoch(self._sampler, self._epoch, self._key)
         with self._lent():
             units = iter(self._sampler)
         while block := self._pull(units):
@@ -104,13 +104,13 @@ class Custom:
 
     def _pull(self, units: Iterator[Any]) -> list[Any]:
         with self._lent():
-            return list(itertools.islice(units, _PULL))
+            return list(itertools.islice(units, _SAMPLER_CHUNK))
 
 
-def _tell(sampler: Any, epoch: int, key: int) -> bool:
+def _set_epoch(sampler: Any, epoch: int, key: int) -> bool:
     """Tell a sampler, and the one inside it, which epoch starts; whether that orders it."""
     told = False
-    for part in _parts(sampler):
+    for part in _sampler_chain(sampler):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
             # torch's DistributedSampler, and those made after it, say whether they shuffle.
@@ -121,7 +121,7 @@ def _tell(sampler: Any, epoch: int, key: int) -> bool:
     return told
 
 
-def _parts(sampler: Any) -> Iterator[Any]:
+def _sampler_chain(sampler: Any) -> Iterator[Any]:
     """A sampler, the one that it wraps, and so on."""
     for _ in range(8):  # samplers that hold each other would go on for ever
         if sampler is None:
@@ -130,22 +130,22 @@ def _parts(sampler: Any) -> Iterator[Any]:
         sampler = getattr(sampler, "sampler", None)
 
 
-def _sequential(sampler: SequentialSampler, seed: int, epoch: int) -> Order:
-    return Order(counted(sampler), Tensor.tolist, shuffled=False)
+def _sequential(sampler: SequentialSampler, seed: int, epoch: int) -> EpochOrder:
+    return EpochOrder(safe_length(sampler), Tensor.tolist, shuffled=False)
 
 
-def _random(sampler: RandomSampler, seed: int, epoch: int) -> Order:
-    n, count = counted(sampler.data_source), sampler.num_samples
+def _random(sampler: RandomSampler, seed: int, epoch: int) -> EpochOrder:
+    n, count = safe_length(sampler.data_source), sampler.num_samples
     keys = round_keys(seed, epoch)
     if sampler.replacement:
-        return Order(count, lambda places: below(places, n, keys).tolist())
+        return EpochOrder(count, lambda places: uniform_below(places, n, keys).tolist())
     if count > n:
-        return Order(count, lambda places: _laps(places, n, seed, epoch))
+        return EpochOrder(count, lambda places: _repeated_permutations(places, n, seed, epoch))
     find = permutation(n, keys)
-    return Order(count, lambda places: find(places).tolist())
+    return EpochOrder(count, lambda places: find(places).tolist())
 
 
-def _laps(places: Tensor, n: int, seed: int, epoch: int) -> list[int]:
+def _repeated_permutations(places: Tensor, n: int, seed: int, epoch: int) -> list[int]:
     """More samples than rows: one permutation after another, each with keys of its own."""
     found, laps = torch.empty_like(places), places // n
     for lap in laps.unique().tolist():
@@ -155,19 +155,19 @@ def _laps(places: Tensor, n: int, seed: int, epoch: int) -> list[int]:
     return found.tolist()
 
 
-def _subset(sampler: SubsetRandomSampler, seed: int, epoch: int) -> Order:
+def _subset(sampler: SubsetRandomSampler, seed: int, epoch: int) -> EpochOrder:
     chosen = sampler.indices
     find = permutation(len(chosen), round_keys(seed, epoch))
-    return Order(len(chosen), lambda places: [chosen[i] for i in find(places).tolist()])
+    return EpochOrder(len(chosen), lambda places: [chosen[i] for i in find(places).tolist()])
 
 
-def _weighted(sampler: WeightedRandomSampler, seed: int, epoch: int) -> Order:
+def _weighted(sampler: WeightedRandomSampler, seed: int, epoch: int) -> EpochOrder:
     count = sampler.num_samples
     if not sampler.replacement:
-        generator = torch.Generator().manual_seed(key_of(seed, epoch))
+        generator = torch.Generator().manual_seed(hash_key(seed, epoch))
         # Each draw depends on those before it, so that there is no way around a table.
         table = torch.multinomial(sampler.weights, count, replacement=False, generator=generator)
-        return Order(count, lambda places: table[places].tolist())
+        return EpochOrder(count, lambda places: table[places].tolist())
     edges = sampler.weights.double().cumsum(0)
     last = int(sampler.weights.nonzero()[-1])
     keys = round_keys(seed, epoch)
@@ -177,10 +177,10 @@ def _weighted(sampler: WeightedRandomSampler, seed: int, epoch: int) -> Order:
         # Rounding may reach the upper edge, where no weight is left.
         return torch.searchsorted(edges, drawn, right=True).clamp(max=last).tolist()
 
-    return Order(count, take)
+    return EpochOrder(count, take)
 
 
-_FINDERS: dict[type, Callable[[Any, int, int], Order]] = {
+_FINDERS: dict[type, Callable[[Any, int, int], EpochOrder]] = {
     SequentialSampler: _sequential,
     RandomSampler: _random,
     SubsetRandomSampler: _subset,

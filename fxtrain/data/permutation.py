@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["Keys", "below", "key_of", "permutation", "round_keys", "uniform"]
+__all__ = ["Keys", "hash_key", "permutation", "round_keys", "uniform", "uniform_below"]
 
 # One (offset, odd multiplier) per round, 31 bits each.
 Keys = tuple[tuple[int, int], ...]
@@ -25,7 +25,7 @@ _SPREAD = 0x2C9277B5
 _TABLE = 1 << 16
 
 
-def key_of(*words: int | str) -> int:
+def hash_key(*words: int | str) -> int:
     """A number below 2**63 from a few words, such as seed, epoch and place."""
     return int.from_bytes(_hash(words, 8), "little") >> 1
 
@@ -76,7 +76,7 @@ def permutation(n: int, keys: Keys) -> Callable[[Tensor], Tensor]:
     return find
 
 
-def below(place: Tensor, n: int, keys: Keys) -> Tensor:
+def uniform_below(place: Tensor, n: int, keys: Keys) -> Tensor:
     """An independent uniform number below n for every place; places below 2**62."""
     # 62 bits modulo n: the bias is below n / 2**62.
     return _network(place, _MASK + 1, _MASK + 1, keys) % n

@@ -12,9 +12,9 @@ import attrs
 import torch
 
 from fxtrain._errors import DataError
-from fxtrain.data.order import Order
+from fxtrain.data.order import EpochOrder
 
-__all__ = ["Layout", "Slot", "cut", "cut_order", "slot_of"]
+__all__ = ["Layout", "Slot", "slot_of", "slots_of_order", "slots_of_stream"]
 
 _FIRST_BLOCK, _BLOCK = 1 << 10, 1 << 14  # indices computed at a time
 
@@ -81,7 +81,9 @@ class Slot(NamedTuple):
     keys: tuple[Any, ...]
 
 
-def cut_order(layout: Layout, order: Order, start: int, ranks: Sequence[int]) -> Iterator[Slot]:
+def slots_of_order(
+    layout: Layout, order: EpochOrder, start: int, ranks: Sequence[int]
+) -> Iterator[Slot]:
     """Global batches from a place in an order on, with keys for some of the ranks.
 
     Raises:
@@ -101,7 +103,9 @@ def cut_order(layout: Layout, order: Order, start: int, ranks: Sequence[int]) ->
         yield slot_of(layout, first, units, head, ranks)
 
 
-def cut(layout: Layout, units: Iterable[Any], start: int, ranks: Sequence[int]) -> Iterator[Slot]:
+def slots_of_stream(
+    layout: Layout, units: Iterable[Any], start: int, ranks: Sequence[int]
+) -> Iterator[Slot]:
     """Global batches from a place in a stream of units on, with keys for some of the ranks.
 
     Raises:
@@ -137,14 +141,14 @@ def slot_of(
     """
     if layout.shared:
         return _shared_slot(layout, first, list(units[0]), ranks)
-    dealt = [_deal(layout, units, head, rank) for rank in range(layout.ranks)]
+    dealt = [_rank_units(layout, units, head, rank) for rank in range(layout.ranks)]
     rows, sizes = zip(*[_rows(layout, found, real) for found, real in dealt], strict=True)
     keys = tuple(_key(layout, dealt[rank][0]) for rank in ranks)
     return Slot(first, len(units), rows, sizes, keys)
 
 
 def _full(
-    layout: Layout, order: Order, start: int, whole: int, ranks: Sequence[int]
+    layout: Layout, order: EpochOrder, start: int, whole: int, ranks: Sequence[int]
 ) -> Iterator[tuple[Any, ...]]:
     """Keys for the served ranks in each full global batch, computed in blocks."""
     size = layout.per_rank
@@ -160,7 +164,7 @@ def _full(
         low, length = low + steps, min(2 * length, _BLOCK)
 
 
-def _deal(
+def _rank_units(
     layout: Layout, units: Sequence[Any], head: Sequence[Any], rank: int
 ) -> tuple[list[Any], int]:
     """One rank's units, and how many of them are real."""

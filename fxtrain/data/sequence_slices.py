@@ -12,12 +12,12 @@ from fxtrain import _tree
 from fxtrain._errors import DataError
 from fxtrain.state import CP, DistContext, Plan, token_ranges
 
-__all__ = ["cutter"]
+__all__ = ["make_splitter"]
 
 _KEY = re.compile(r"\['?(.*?)'?\]|\.(\w+)")
 
 
-def cutter(ctx: DistContext, plan: Plan) -> Callable[[Any], Any] | None:
+def make_splitter(ctx: DistContext, plan: Plan) -> Callable[[Any], Any] | None:
     """A function from whole rows to the same tree with this rank's tokens of them.
 
     The ranks of the context axis read the same rows, so that they all find the same problems.
@@ -35,7 +35,7 @@ def cutter(ctx: DistContext, plan: Plan) -> Callable[[Any], Any] | None:
         names = [_name(path) for path in _tree.leaf_paths(shape)]
         chosen = _chosen(leaves, names, cuts)
         mine = [
-            _mine(leaf, name, axis, cuts) if name in chosen else leaf
+            _own_tokens(leaf, name, axis, cuts) if name in chosen else leaf
             for leaf, name in zip(leaves, names, strict=True)
         ]
         return _tree.unflatten(shape, mine)
@@ -72,7 +72,7 @@ def _chosen(leaves: list[Any], names: list[str], config: CP) -> set[str]:
     return set(tensors)
 
 
-def _mine(leaf: Tensor, name: str, axis: DistContext, config: CP) -> Tensor:
+def _own_tokens(leaf: Tensor, name: str, axis: DistContext, config: CP) -> Tensor:
     length, ranks = leaf.shape[config.dim], axis.world_size
     ranges = token_ranges(length, ranks, axis.rank, balance=config.balance)
     if ranges is None:

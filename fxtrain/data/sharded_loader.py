@@ -10,26 +10,26 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain import _tree
 from fxtrain._errors import DataError
-from fxtrain.data.already_sharded import declared_source
+from fxtrain.data.already_sharded import presharded_source
 from fxtrain.data.dispatch import dispatch_source
 from fxtrain.data.rank_slices import Layout
-from fxtrain.data.sequence_slices import cutter
+from fxtrain.data.sequence_slices import make_splitter
 from fxtrain.data.sources import RowSlots, Source, row_source, stream_source
-from fxtrain.data.to_device import mask, placed
+from fxtrain.data.to_device import on_device, valid_mask
 from fxtrain.data.user_loader import read_loader
 from fxtrain.data.windows import Cursor, Step, to_epoch
-from fxtrain.ops.plan_agreement import agree_plans
+from fxtrain.ops.plan_agreement import check_same_plan
 from fxtrain.state import Batch, DistContext, Plan, Position, check_connected
 
 __all__ = ["Sharded", "shard"]
 
 
-class _NoLength(DataError, TypeError):
+class _NoLengthError(DataError, TypeError):
     """`list(loader)` asks for a length first, and goes on without one after a TypeError."""
 
 
 @attrs.define(eq=False)
-class _Trail:
+class _Iteration:
     """How far iteration got: a pass over data has a state, as an iterator has.
 
     Attributes:
@@ -41,7 +41,7 @@ class _Trail:
     """
 
     start: Cursor
-    before: "_Trail | None" = None
+    before: "_Iteration | None" = None
     passes: int = 0
     reached: Cursor | None = None
 
@@ -79,8 +79,8 @@ class Sharded:
     plan: Plan = attrs.field(repr=False)
     _source: Source = attrs.field(repr=False, alias="source")
     _layout: Layout = attrs.field(repr=False, alias="layout")
-    _cut: Callable[[Any], Any] | None = attrs.field(default=None, repr=False, alias="cut")
-    _trail: _Trail = attrs.field(factory=lambda: _Trail(Cursor(Position())), alias="trail")
+    _split: Callable[[Any], Any] | None = attrs.field(default=None, repr=False, alias="cut")
+    _trail: _Iteration = attrs.field(factory=lambda: _Iteration(Cursor(Position())), alias="trail")
 
     @property
     def position(self) -> Position:
@@ -117,7 +117,7 @@ class Sharded:
         if self._is_over():
             cursor = to_epoch(cursor, cursor.position.epoch + 1)
         for number in range(cursor.position.epoch, n):
-            trail = _Trail(to_epoch(cursor, number) if trail else cursor, trail)
+            trail = _Iteration(to_epoch(cursor, number) if trail else cursor, trail)
             yield attrs.evolve(self, trail=trail)
 
     def at(self, position: Position) -> "Sharded":
@@ -139,16 +139,16 @@ class Sharded:
             )
         # What a window holds that was opened elsewhere is not written in a position.
         held = 0 if position.micro == 0 else None
-        return attrs.evolve(self, trail=_Trail(Cursor(position, held)))
+        return attrs.evolve(self, trail=_Iteration(Cursor(position, held)))
 
     def __len__(self) -> int:
         """Batches left in this epoch, the same on every rank."""
         try:
             left = self._left()
         except DataError as error:  # which iterating tells every rank
-            raise _NoLength(str(error)) from error
+            raise _NoLengthError(str(error)) from error
         if left is None:
-            raise _NoLength(
+            raise _NoLengthError(
                 "len: this loader has no length, because its dataset or sampler has none or "
                 "its ranks see only their own rows. Count batches while iterating."
             )
@@ -177,9 +177,9 @@ class Sharded:
         self._agree()
         cursor = self._trail.begin()
         masks: dict[tuple[int, int], Tensor] = {}
-        cut = self._cut or (lambda data: data)
+        cut = self._split or (lambda data: data)
         loaded = ((step, cut(data[0])) for step, data in self._source.run(cursor))
-        for step, mine in placed(loaded, self.ctx, self.plan, ahead=self._source.apart):
+        for step, mine in on_device(loaded, self.ctx, self.plan, ahead=self._source.apart):
             batch = self._batch(step, mine, masks)
             self._trail.reached = cursor = cursor.after(step)
             yield batch
@@ -187,11 +187,11 @@ class Sharded:
     def _batch(self, step: Step, data: Any, masks: dict[tuple[int, int], Tensor]) -> Batch:
         slot, rank = step.slot, self.ctx.rank
         # A rank without a row holds others, of size 0, so that it can take part.
-        size = slot.sizes[rank] or _tree.rows_of(data) or self._layout.per_rank
+        size = slot.sizes[rank] or _tree.row_count(data) or self._layout.per_rank
         shape = size, slot.rows[rank]
         valid = masks.get(shape)
         if valid is None:
-            valid = masks[shape] = mask(*shape, self.ctx, self.plan)
+            valid = masks[shape] = valid_mask(*shape, self.ctx, self.plan)
         return Batch(
             data=data,
             position=step.position,
@@ -222,7 +222,7 @@ class Sharded:
             except DataError as error:  # the other ranks must hear of it
                 rows, problem = f"unknown ({error})", error
             asked = {"rows": rows, "layout": self._layout, "position": self.position}
-            agree_plans("iterating", self.ctx, self.plan, asked)
+            check_same_plan("iterating", self.ctx, self.plan, asked)
             if problem is not None:
                 raise problem
 
@@ -271,10 +271,10 @@ def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan = Plan()) -> Sha
             lambda: _source(loader, data.world_size, plan, everyone), data, plan
         )
     elif plan.data.source == "sharded":
-        source, layout = declared_source(loader, data, plan)
+        source, layout = presharded_source(loader, data, plan)
     else:
         source, layout = _source(loader, data.world_size, plan, everyone[data.rank : data.rank + 1])
-    cut = cutter(ctx, plan)
+    cut = make_splitter(ctx, plan)
     return Sharded(ctx=data, plan=plan, source=source, layout=layout, cut=cut)
 
 

@@ -10,21 +10,21 @@ import torch
 from torch.utils.data import DataLoader
 
 from fxtrain.data.fetch import (
-    Ask,
     RowFetch,
+    RowRequest,
     StartWorker,
-    StreamAsk,
     StreamFetch,
+    StreamRequest,
+    call_set_epoch,
+    collate_nothing,
     fetch_key,
-    keep,
-    tell_epoch,
 )
 from fxtrain.data.loader_errors import reading
-from fxtrain.data.order import Custom, Order, find_order, length_of
-from fxtrain.data.permutation import key_of
-from fxtrain.data.rank_slices import Layout, Slot, cut, cut_order
-from fxtrain.data.user_loader import Feed, Reading, rebuild
-from fxtrain.data.windows import Cursor, Step, advance, totals, walk
+from fxtrain.data.order import CustomOrder, EpochOrder, find_order, length_of
+from fxtrain.data.permutation import hash_key
+from fxtrain.data.rank_slices import Layout, Slot, slots_of_order, slots_of_stream
+from fxtrain.data.user_loader import FedSampler, LoaderSpec, rebuild
+from fxtrain.data.windows import Cursor, Step, advance, assign_windows, totals
 from fxtrain.state import Plan, Position
 
 __all__ = ["RowSlots", "Source", "row_source", "stream_source"]
@@ -58,9 +58,9 @@ class RowSlots:
         seed: Of the order.
     """
 
-    def __init__(self, reading: Reading, seed: int) -> None:
+    def __init__(self, reading: LoaderSpec, seed: int) -> None:
         self.reading, self.seed = reading, seed
-        self._latest: Order | Custom | None = None
+        self._latest: EpochOrder | CustomOrder | None = None
 
     def cut(self, epoch: int, start: int, ranks: Sequence[int]) -> Iterator[Slot]:
         """From a place on to the end of the epoch, with keys for some of the ranks."""
@@ -68,9 +68,9 @@ class RowSlots:
         order = find_order(sampler, self.seed, epoch)
         if order is not None:
             self._latest = order
-            return cut_order(layout, order, start, ranks)
-        self._latest = custom = Custom(sampler, self.seed, epoch)
-        return cut(layout, custom, start, ranks)
+            return slots_of_order(layout, order, start, ranks)
+        self._latest = custom = CustomOrder(sampler, self.seed, epoch)
+        return slots_of_stream(layout, custom, start, ranks)
 
     def length(self) -> int | None:
         """Units in an epoch, if the sampler says."""
@@ -92,7 +92,7 @@ def row_source(
     loader: DataLoader[Any], slots: RowSlots, plan: Plan, ranks: Sequence[int]
 ) -> Source:
     """A map-style dataset, read by index for some of the ranks."""
-    layout, feed = slots.reading.layout, Feed()
+    layout, feed = slots.reading.layout, FedSampler()
     reseeds = plan.data.reseed_workers and loader.num_workers > 0
     asks = loader.num_workers > 0 or len(ranks) != 1
     over = _over_rows(loader, slots.reading, feed, asks=asks)
@@ -101,17 +101,17 @@ def row_source(
         if not asks:
             return slot.keys[0]
         seeds = [fetch_key(layout, slots.seed, epoch, slot.first, rank) for rank in ranks]
-        return Ask(epoch, slot.keys, tuple(seeds) if reseeds else ())
+        return RowRequest(epoch, slot.keys, tuple(seeds) if reseeds else ())
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
         epoch = cursor.position.epoch
         if not asks:
-            tell_epoch(loader.dataset, epoch)
+            call_set_epoch(loader.dataset, epoch)
         found = slots.cut(epoch, cursor.position.index, ranks)
         made: deque[Step] = deque()
 
         def indices() -> Iterator[Any]:
-            for step in walk(found, cursor, plan, slots.later):
+            for step in assign_windows(found, cursor, plan, slots.later):
                 made.append(step)
                 yield ask(step.slot, epoch)
 
@@ -119,7 +119,7 @@ def row_source(
         _seed_workers(over, plan, epoch, ranks)
 
         def asked() -> str:
-            return f"the rows {_few(made[0].slot.keys)}" if made else "its rows"
+            return f"the rows {_short_keys(made[0].slot.keys)}" if made else "its rows"
 
         for data in reading(loader, over, asked):
             yield made.popleft(), data if asks else (data,)
@@ -136,7 +136,7 @@ def stream_source(
     loader: DataLoader[Any], layout: Layout, plan: Plan, ranks: Sequence[int]
 ) -> Source:
     """An iterable dataset, read in its own order for some of the ranks."""
-    feed, passes = Feed(), itertools.count()
+    feed, passes = FedSampler(), itertools.count()
     reseeds = plan.data.reseed_workers and loader.num_workers > 0
     fetch = StreamFetch(
         loader.dataset, loader.collate_fn, layout, tuple(ranks), plan.seed if reseeds else None
@@ -146,7 +146,7 @@ def stream_source(
     def run(cursor: Cursor) -> Iterator[Loaded]:
         position, held = cursor.position, cursor.held
         this, epoch, start = next(passes), position.epoch, position.index
-        feed.give(StreamAsk(this, epoch, start, step) for step in itertools.count())
+        feed.give(StreamRequest(this, epoch, start, step) for step in itertools.count())
         _seed_workers(over, plan, epoch, ranks)
         try:
             for told in reading(loader, over):
@@ -172,7 +172,7 @@ def stream_source(
 
 
 def _over_rows(
-    loader: DataLoader[Any], reading: Reading, feed: Feed, *, asks: bool
+    loader: DataLoader[Any], reading: LoaderSpec, feed: FedSampler, *, asks: bool
 ) -> DataLoader[Any]:
     if asks:
         fetch = RowFetch(loader.dataset, loader.collate_fn, collates=reading.collates)
@@ -182,8 +182,8 @@ def _over_rows(
     return rebuild(loader, loader.dataset, batch_size=None, sampler=feed)
 
 
-def _over_fetch(loader: DataLoader[Any], fetch: Any, feed: Feed) -> DataLoader[Any]:
-    changes: dict[str, Any] = {"batch_size": None, "sampler": feed, "collate_fn": keep}
+def _over_fetch(loader: DataLoader[Any], fetch: Any, feed: FedSampler) -> DataLoader[Any]:
+    changes: dict[str, Any] = {"batch_size": None, "sampler": feed, "collate_fn": collate_nothing}
     if loader.num_workers:
         changes["worker_init_fn"] = StartWorker(loader.worker_init_fn)
     return rebuild(loader, fetch, **changes)
@@ -192,7 +192,7 @@ def _over_fetch(loader: DataLoader[Any], fetch: Any, feed: Feed) -> DataLoader[A
 def _seed_workers(over: DataLoader[Any], plan: Plan, epoch: int, ranks: Sequence[int]) -> None:
     """Seed what torch seeds its workers with."""
     assert isinstance(over.generator, torch.Generator)
-    over.generator.manual_seed(key_of(plan.seed, epoch, "workers", *ranks[:1]))
+    over.generator.manual_seed(hash_key(plan.seed, epoch, "workers", *ranks[:1]))
 
 
 def _stream_step(
@@ -204,7 +204,7 @@ def _stream_step(
     return Step(slot, after, rows)
 
 
-def _few(keys: Sequence[Any]) -> str:
+def _short_keys(keys: Sequence[Any]) -> str:
     """Keys of a global batch for a message."""
     text = ", ".join([str(key) for key in keys])
     return text if len(text) <= 200 else f"{text[:200]}…"

@@ -12,12 +12,12 @@ from fxtrain import _tree
 from fxtrain.ops import xla_runtime
 from fxtrain.state import DistContext, Plan
 
-__all__ = ["mask", "placed"]
+__all__ = ["on_device", "valid_mask"]
 
 S = TypeVar("S")
 
 
-def placed(
+def on_device(
     pairs: Iterable[tuple[S, Any]], ctx: DistContext, plan: Plan, *, ahead: bool
 ) -> Iterator[tuple[S, Any]]:
     """Steps with their data on the context's device.
@@ -29,12 +29,12 @@ def placed(
     depth = plan.data.ahead if ahead and ctx.device.type == "xla" else 0
     if not depth:
         for step, data in pairs:
-            yield step, _place(data, ctx, plan)
+            yield step, _to_device(data, ctx, plan)
         return
     waiting: deque[tuple[S, Future[Any]]] = deque()
     with ThreadPoolExecutor(1, thread_name_prefix="fxtrain place") as thread:
         for step, data in pairs:
-            waiting.append((step, thread.submit(_place, data, ctx, plan)))
+            waiting.append((step, thread.submit(_to_device, data, ctx, plan)))
             if len(waiting) > depth:
                 first, sent = waiting.popleft()
                 yield first, sent.result()
@@ -42,7 +42,7 @@ def placed(
             yield step, sent.result()
 
 
-def _place(data: Any, ctx: DistContext, plan: Plan) -> Any:
+def _to_device(data: Any, ctx: DistContext, plan: Plan) -> Any:
     """The same data with its tensors on the context's device; everything else stays.
 
     Effects:
@@ -53,7 +53,7 @@ def _place(data: Any, ctx: DistContext, plan: Plan) -> Any:
     if device.type == "cpu" or not plan.data.to_device:
         return data
     if device.type == "xla":
-        return xla_runtime.send(data, ctx)
+        return xla_runtime.to_device(data, ctx)
     lazily = plan.data.non_blocking
 
     def move(leaf: Any) -> Any:
@@ -64,7 +64,7 @@ def _place(data: Any, ctx: DistContext, plan: Plan) -> Any:
     return _tree.map_leaves(move, data)
 
 
-def mask(size: int, real: int, ctx: DistContext, plan: Plan) -> Tensor:
+def valid_mask(size: int, real: int, ctx: DistContext, plan: Plan) -> Tensor:
     """Which of so many rows are real, on the device of the data: padding stands at the end."""
     device = ctx.device if plan.data.to_device else torch.device("cpu")
     return (torch.arange(size) < real).to(device)

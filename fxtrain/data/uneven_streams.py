@@ -11,16 +11,16 @@ from fxtrain import ops
 from fxtrain._errors import DataError
 from fxtrain.data.rank_slices import Slot
 from fxtrain.data.windows import Cursor, Step, advance
-from fxtrain.ops.plan_agreement import digest_of_plan, refuse_plans
+from fxtrain.ops.plan_agreement import digest_of_plan, raise_plan_differences
 from fxtrain.state import DistContext, Plan
 
-__all__ = ["Local", "turns"]
+__all__ = ["UnevenStream", "uneven_batches"]
 
 _HAS, _ENDED, _FAILED = range(3)  # states of a rank
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Local:
+class UnevenStream:
     """One rank's own batches.
 
     Attributes:
@@ -38,7 +38,7 @@ class Local:
 
 
 @attrs.frozen
-class _Turn:
+class _RankBatch:
     """What one rank brings to a global batch."""
 
     state: int
@@ -47,8 +47,8 @@ class _Turn:
     error: Exception | None = None
 
 
-def turns(
-    local: Local, cursor: Cursor, ctx: DistContext, plan: Plan
+def uneven_batches(
+    local: UnevenStream, cursor: Cursor, ctx: DistContext, plan: Plan
 ) -> Iterator[tuple[Step, tuple[Any]]]:
     """Global batches made of one batch of every rank.
 
@@ -65,22 +65,22 @@ def turns(
         Exception: what a rank's loader raised; a CollectiveError that names it elsewhere.
     """
     epoch, position, held = cursor.position.epoch, cursor.position, cursor.held
-    batches, behind = _sought(local, cursor, ctx)
-    own = _attempt(batches, _HAS)
+    batches, behind = _seek(local, cursor, ctx)
+    own = _rank_batches(batches, _HAS)
     # Padding goes on, too, where it stood.
-    again = itertools.islice(_attempt(_over_and_over(local, epoch), _ENDED), behind, None)
+    again = itertools.islice(_rank_batches(_repeat(local, epoch), _ENDED), behind, None)
     ends = any if plan.even == "drop" else all
     now = next(own)
-    table = _meet(now, ctx, plan)
+    table = _gather_sizes(now, ctx, plan)
     if ends(state != _HAS for state, _ in table):
         return
     for number in itertools.count():
         if any(state != _HAS for state, _ in table):
             now = now if now.state == _HAS else next(again)
-            table = _meet(now, ctx)
+            table = _gather_sizes(now, ctx)
             _refuse_empty(table, ctx)
         after = next(own)
-        coming = _meet(after, ctx)
+        coming = _gather_sizes(after, ctx)
         is_last = ends(state != _HAS for state, _ in coming)
         slot = _slot(number, table, plan)
         position = advance(position, slot, plan, is_last=is_last)
@@ -97,18 +97,18 @@ def _slot(number: int, table: list[tuple[int, int]], plan: Plan) -> Slot:
     return Slot(number, sum(rows), rows, sizes, ())
 
 
-def _attempt(batches: Iterator[tuple[int, Any]], state: int) -> Iterator[_Turn]:
+def _rank_batches(batches: Iterator[tuple[int, Any]], state: int) -> Iterator[_RankBatch]:
     """A turn per batch, then empty ones for ever; a failure is a turn too."""
     try:
         for size, data in batches:
-            yield _Turn(state, size, data)
+            yield _RankBatch(state, size, data)
     except Exception as error:
-        yield _Turn(_FAILED, error=error)
+        yield _RankBatch(_FAILED, error=error)
     while True:
-        yield _Turn(_ENDED)
+        yield _RankBatch(_ENDED)
 
 
-def _over_and_over(local: Local, epoch: int) -> Iterator[tuple[int, Any]]:
+def _repeat(local: UnevenStream, epoch: int) -> Iterator[tuple[int, Any]]:
     """This rank's epoch from its start, again and again; nothing if there is nothing."""
     found = True
     while found:
@@ -118,8 +118,8 @@ def _over_and_over(local: Local, epoch: int) -> Iterator[tuple[int, Any]]:
             yield size, data
 
 
-def _sought(
-    local: Local, cursor: Cursor, ctx: DistContext
+def _seek(
+    local: UnevenStream, cursor: Cursor, ctx: DistContext
 ) -> tuple[Iterator[tuple[int, Any]], int]:
     """This rank's batches from where so many rows of all ranks have been seen.
 
@@ -137,7 +137,7 @@ def _sought(
     while seen < wanted:
         # No more steps than cannot lead too far, so that one exchange covers many.
         least = 1 if None in most else max(1, (wanted - seen) // sum(most))
-        mine, problem = _some(source, least)
+        mine, problem = _take(source, least)
         ops.raise_together(problem, ctx)
         units += sum(found[1] for found in mine)
         behind += least - len(mine)
@@ -154,7 +154,7 @@ def _sought(
     return (local.open(epoch, units) if opened is None else opened), behind
 
 
-def _some(
+def _take(
     source: Iterator[tuple[int, int]], count: int
 ) -> tuple[list[tuple[int, int]], Exception | None]:
     try:
@@ -163,7 +163,9 @@ def _some(
         return [], error
 
 
-def _meet(turn: _Turn, ctx: DistContext, plan: Plan | None = None) -> list[tuple[int, int]]:
+def _gather_sizes(
+    turn: _RankBatch, ctx: DistContext, plan: Plan | None = None
+) -> list[tuple[int, int]]:
     """Every rank's (state, size).
 
     Args:
@@ -178,7 +180,7 @@ def _meet(turn: _Turn, ctx: DistContext, plan: Plan | None = None) -> list[tuple
     mine = torch.tensor([[turn.state, turn.size, *digest]])
     table: list[list[int]] = ops.gather(mine, ctx).tolist()
     if plan is not None and any(row[2:] != table[0][2:] for row in table):
-        refuse_plans("iterating", ctx, plan, {})
+        raise_plan_differences("iterating", ctx, plan, {})
     if any(state == _FAILED for state, *_ in table):
         ops.raise_together(turn.error, ctx)
     return [(state, size) for state, size, *_ in table]

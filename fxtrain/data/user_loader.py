@@ -12,7 +12,7 @@ from fxtrain.data.order import refuse_split
 from fxtrain.data.rank_slices import Layout
 from fxtrain.state import Plan
 
-__all__ = ["Feed", "Reading", "read_loader", "rebuild"]
+__all__ = ["FedSampler", "LoaderSpec", "read_loader", "rebuild"]
 
 # What a loader keeps when it reads other indices.
 _SETTINGS = (
@@ -28,7 +28,7 @@ _SETTINGS = (
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Reading:
+class LoaderSpec:
     """How a loader finds its units.
 
     Attributes:
@@ -42,7 +42,7 @@ class Reading:
     collates: bool
 
 
-class Feed:
+class FedSampler:
     """A sampler that yields what it was last given.
 
     A DataLoader with persistent workers reads its sampler anew in each epoch and cannot be
@@ -52,7 +52,7 @@ class Feed:
     def __init__(self) -> None:
         self._indices: Iterator[Any] = iter(())
 
-    def give(self, indices: Iterator[Any]) -> "Feed":
+    def give(self, indices: Iterator[Any]) -> "FedSampler":
         """Let the next iteration of the loader read these."""
         self._indices = indices
         return self
@@ -61,7 +61,7 @@ class Feed:
         return self._indices
 
 
-def read_loader(loader: DataLoader[Any], ranks: int, plan: Plan) -> Reading:
+def read_loader(loader: DataLoader[Any], ranks: int, plan: Plan) -> LoaderSpec:
     """What a loader says about its data, without touching the dataset.
 
     Raises:
@@ -76,7 +76,7 @@ def read_loader(loader: DataLoader[Any], ranks: int, plan: Plan) -> Reading:
         refuse_split(sampler)
     if rows is None and collates:
         layout = Layout(per_rank=1, ranks=ranks, even=even, unit="batch", shared=shares)
-        return Reading(layout=layout, sampler=sampler, collates=True)
+        return LoaderSpec(layout=layout, sampler=sampler, collates=True)
     if rows is None:
         if shares and ranks > 1:
             raise DataError(
@@ -84,10 +84,10 @@ def read_loader(loader: DataLoader[Any], ranks: int, plan: Plan) -> Reading:
                 f'{ranks} ranks cannot share. Give it a batch_size, or use batch="per_rank".'
             )
         layout = Layout(per_rank=1, ranks=ranks, even=even, unit="item")
-        return Reading(layout=layout, sampler=sampler, collates=False)
+        return LoaderSpec(layout=layout, sampler=sampler, collates=False)
     size = _share_of(rows[0], ranks) if shares else rows[0]
     layout = Layout(per_rank=size, ranks=ranks, even=even)
-    return Reading(layout=layout, sampler=sampler, collates=collates)
+    return LoaderSpec(layout=layout, sampler=sampler, collates=collates)
 
 
 def rebuild(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[Any]:

@@ -9,7 +9,7 @@ import attrs
 from fxtrain.data.rank_slices import Layout, Slot
 from fxtrain.state import Plan, Position
 
-__all__ = ["Cursor", "Step", "advance", "to_epoch", "totals", "walk"]
+__all__ = ["Cursor", "Step", "advance", "assign_windows", "to_epoch", "totals"]
 
 
 class Step(NamedTuple):
@@ -65,7 +65,7 @@ def to_epoch(cursor: Cursor, epoch: int) -> Cursor:
     return Cursor(position, cursor.held)
 
 
-def walk(
+def assign_windows(
     slots: Iterable[Slot],
     cursor: Cursor,
     plan: Plan,
@@ -79,7 +79,7 @@ def walk(
     """
     position, held = cursor.position, cursor.held
     window: list[Slot] = []
-    for slot, is_last in _ending(slots):
+    for slot, is_last in _with_is_last(slots):
         if plan.accumulate == 1 and held == 0:  # every window is one batch
             position = advance(position, slot, plan, is_last=is_last)
             yield Step(slot, position, sum(slot.sizes))
@@ -90,7 +90,7 @@ def walk(
             continue
         rows = None if held is None else held + sum([sum(slot.sizes) for slot in window])
         if open_for > 0 and not plan.flush:
-            rows = _plus(rows, later, open_for)
+            rows = _with_later_rows(rows, later, open_for)
         ends = len(window) - 1
         for number, inside in enumerate(window):
             position = advance(position, inside, plan, is_last=is_last and number == ends)
@@ -107,7 +107,9 @@ def totals(layout: Layout, length: int) -> Iterator[int]:
         yield layout.stride if layout.pads else rest
 
 
-def _plus(rows: int | None, later: Callable[[], Iterator[int]] | None, missing: int) -> int | None:
+def _with_later_rows(
+    rows: int | None, later: Callable[[], Iterator[int]] | None, missing: int
+) -> int | None:
     """Add what the following epochs put into a window that the end of data leaves open."""
     if rows is None or later is None:
         return None
@@ -115,7 +117,7 @@ def _plus(rows: int | None, later: Callable[[], Iterator[int]] | None, missing: 
     return rows + sum(found) if len(found) == missing else None
 
 
-def _ending(slots: Iterable[Slot]) -> Iterator[tuple[Slot, bool]]:
+def _with_is_last(slots: Iterable[Slot]) -> Iterator[tuple[Slot, bool]]:
     """Each slot, and whether it is the last."""
     ahead = iter(slots)
     slot: Any = next(ahead, None)

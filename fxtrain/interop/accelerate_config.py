@@ -7,7 +7,7 @@ import attrs
 
 from fxtrain._errors import PlanError
 from fxtrain.backends import strategies
-from fxtrain.interop.accelerate_rules import Facts, Outcome, megatron, rules
+from fxtrain.interop.accelerate_rules import Facts, KeyOutcome, megatron, rules
 from fxtrain.launch import LAUNCHERS
 from fxtrain.launch.config.launch_file import Section, problems_of
 from fxtrain.launch.config.overlay import near, put
@@ -131,17 +131,17 @@ def _is_plain(facts: Facts) -> bool:
     return str(facts.get("dynamo.backend", "NO")).upper() == "NO"
 
 
-def _apply(table: Facts, key: str, facts: Facts, kind: str, told: list[str]) -> Outcome:
+def _apply(table: Facts, key: str, facts: Facts, kind: str, told: list[str]) -> KeyOutcome:
     section = key.partition(".")[0] if "." in key else ""
     if section in _ONLY and kind != _ONLY[section]:
-        return Outcome(note=f"not used under {kind}")
+        return KeyOutcome(note=f"not used under {kind}")
     if key not in table:
-        return Outcome(note=_ALSO.get(section, "no key of Accelerate that is known here"))
+        return KeyOutcome(note=_ALSO.get(section, "no key of Accelerate that is known here"))
     try:
         return table[key](facts[key], facts)
     except (ValueError, TypeError, OverflowError) as error:
         told.append(f"{key}: {error}")
-        return Outcome()
+        return KeyOutcome()
 
 
 def _flat(data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:

@@ -12,13 +12,13 @@ import attrs
 
 from fxtrain.state import shown
 
-__all__ = ["Facts", "Outcome", "Rule", "megatron", "none", "of", "rules"]
+__all__ = ["Facts", "KeyOutcome", "Rule", "megatron", "none", "of", "rules"]
 
 Facts = Mapping[str, Any]
 
 
 @attrs.frozen(kw_only=True)
-class Outcome:
+class KeyOutcome:
     """What one key became.
 
     Attributes:
@@ -30,7 +30,7 @@ class Outcome:
     note: str = ""
 
 
-Rule = Callable[[Any, Facts], Outcome]
+Rule = Callable[[Any, Facts], KeyOutcome]
 
 
 def whole(value: Any) -> int:
@@ -70,29 +70,29 @@ def words(value: Any) -> list[str]:
 
 def of(path: str, kind: Callable[[Any], Any] = text, note: str = "") -> Rule:
     """The value itself, elsewhere."""
-    return lambda value, _: Outcome(sets={path: kind(value)}, note=note)
+    return lambda value, _: KeyOutcome(sets={path: kind(value)}, note=note)
 
 
 def none(note: str) -> Rule:
     """Nothing: there is no counterpart."""
-    return lambda value, _: Outcome(note=note)
+    return lambda value, _: KeyOutcome(note=note)
 
 
 def when(sets: Mapping[str, Any], note: str = "", otherwise: str = "") -> Rule:
     """Values that follow from yes, and notes on yes and no."""
 
-    def rule(value: Any, _: Facts) -> Outcome:
+    def rule(value: Any, _: Facts) -> KeyOutcome:
         yes = truth(value)
-        return Outcome(sets=sets if yes else {}, note=note if yes else otherwise)
+        return KeyOutcome(sets=sets if yes else {}, note=note if yes else otherwise)
 
     return rule
 
 
-def among(known: Mapping[str, Outcome], unknown: str) -> Rule:
+def among(known: Mapping[str, KeyOutcome], unknown: str) -> Rule:
     """One of several words, whatever their case."""
 
-    def rule(value: Any, _: Facts) -> Outcome:
-        return known.get(text(value).upper(), Outcome(note=unknown))
+    def rule(value: Any, _: Facts) -> KeyOutcome:
+        return known.get(text(value).upper(), KeyOutcome(note=unknown))
 
     return rule
 
@@ -104,7 +104,7 @@ def several(value: Any) -> bool:
 
 def sized(note: str) -> Rule:
     """A size of a mesh axis, which matters above one."""
-    return lambda value, _: Outcome(note=note if several(value) else "")
+    return lambda value, _: KeyOutcome(note=note if several(value) else "")
 
 
 _S = "plan.strategy"
@@ -131,7 +131,7 @@ def rules() -> dict[str, Rule]:
 
 
 def _frame() -> dict[str, Rule]:
-    gpus = {"ALL": Outcome()}
+    gpus = {"ALL": KeyOutcome()}
     return {
         "num_processes": lambda value, facts: _ranks(whole(value), facts),
         "num_machines": of("launch.nodes", whole),
@@ -141,14 +141,14 @@ def _frame() -> dict[str, Rule]:
         "rdzv_backend": lambda value, facts: _rendezvous(text(value), facts),
         "same_network": none("nodes meet at launch.main_address in every network"),
         "gpu_ids": lambda value, _: (
-            gpus.get(text(value).upper()) or Outcome(sets={"launch.gpus": words(value)})
+            gpus.get(text(value).upper()) or KeyOutcome(sets={"launch.gpus": words(value)})
         ),
         "mixed_precision": among(
             {
-                "NO": Outcome(sets={"plan.precision": "fp32"}),
-                "FP16": Outcome(sets={"plan.precision": "fp16"}),
-                "BF16": Outcome(sets={"plan.precision": "bf16"}),
-                "FP8": Outcome(
+                "NO": KeyOutcome(sets={"plan.precision": "fp32"}),
+                "FP16": KeyOutcome(sets={"plan.precision": "fp16"}),
+                "BF16": KeyOutcome(sets={"plan.precision": "bf16"}),
+                "FP8": KeyOutcome(
                     sets={"plan.precision": "bf16"}, note="plans have no fp8; bf16 is used instead"
                 ),
             },
@@ -158,7 +158,7 @@ def _frame() -> dict[str, Rule]:
         "use_cpu": when({"launch.cpu": True}),
         "debug": when({}, note="fx.detect checks collectives anyway"),
         "enable_cpu_affinity": when({"launch.bind": "node"}),
-        "main_training_function": lambda value, _: Outcome(
+        "main_training_function": lambda value, _: KeyOutcome(
             note="" if value == "main" else "the script is run as it is"
         ),
         "num_cpu_threads_per_process": of("launch.threads", whole),
@@ -179,20 +179,22 @@ def _pods() -> dict[str, Rule]:
     }  # fmt: skip
 
 
-def _ranks(total: int, facts: Facts) -> Outcome:
+def _ranks(total: int, facts: Facts) -> KeyOutcome:
     nodes = max(1, whole(facts.get("num_machines") or 1))
     if total < 1:
-        return Outcome(note="the number of ranks was left open; give launch.ranks or --ranks")
+        return KeyOutcome(note="the number of ranks was left open; give launch.ranks or --ranks")
     uneven = f"{total} ranks do not divide over {nodes} nodes; launch.ranks is that of one node"
-    return Outcome(sets={"launch.ranks": -(-total // nodes)}, note=uneven if total % nodes else "")
+    return KeyOutcome(
+        sets={"launch.ranks": -(-total // nodes)}, note=uneven if total % nodes else ""
+    )
 
 
-def _rendezvous(value: str, facts: Facts) -> Outcome:
+def _rendezvous(value: str, facts: Facts) -> KeyOutcome:
     if whole(facts.get("num_machines") or 1) < 2:
-        return Outcome()
+        return KeyOutcome()
     if value in ("static", "c10d"):
-        return Outcome(sets={"launch.rendezvous": value})
-    return Outcome(note="launch.rendezvous is static or c10d")
+        return KeyOutcome(sets={"launch.rendezvous": value})
+    return KeyOutcome(note="launch.rendezvous is static or c10d")
 
 
 def _fsdp_parts() -> dict[str, Rule]:
@@ -200,22 +202,22 @@ def _fsdp_parts() -> dict[str, Rule]:
     after_forward = {f"{_S}.mode": "grads_and_optimizer"}
     hybrid = "set plan.strategy.shard to the ranks of a node"
     mode = {
-        "FULL_SHARD": Outcome(sets=full),
-        "1": Outcome(sets=full),
-        "TRUE": Outcome(sets=full),
-        "SHARD_GRAD_OP": Outcome(sets=after_forward),
-        "2": Outcome(sets=after_forward),
-        "FALSE": Outcome(sets=after_forward),
-        "NO_SHARD": Outcome(sets={f"{_S}.mode": "none"}),
-        "3": Outcome(sets={f"{_S}.mode": "none"}),
-        "HYBRID_SHARD": Outcome(sets=full, note=hybrid),
-        "4": Outcome(sets=full, note=hybrid),
-        "HYBRID_SHARD_ZERO2": Outcome(sets=after_forward, note=hybrid),
-        "5": Outcome(sets=after_forward, note=hybrid),
+        "FULL_SHARD": KeyOutcome(sets=full),
+        "1": KeyOutcome(sets=full),
+        "TRUE": KeyOutcome(sets=full),
+        "SHARD_GRAD_OP": KeyOutcome(sets=after_forward),
+        "2": KeyOutcome(sets=after_forward),
+        "FALSE": KeyOutcome(sets=after_forward),
+        "NO_SHARD": KeyOutcome(sets={f"{_S}.mode": "none"}),
+        "3": KeyOutcome(sets={f"{_S}.mode": "none"}),
+        "HYBRID_SHARD": KeyOutcome(sets=full, note=hybrid),
+        "4": KeyOutcome(sets=full, note=hybrid),
+        "HYBRID_SHARD_ZERO2": KeyOutcome(sets=after_forward, note=hybrid),
+        "5": KeyOutcome(sets=after_forward, note=hybrid),
     }
     known = among(mode, unknown="plan.strategy.mode is full, grads_and_optimizer or none")
     return {
-        "fsdp.version": lambda value, _: Outcome(
+        "fsdp.version": lambda value, _: KeyOutcome(
             note="fxtrain shards with FSDP2" if whole(value) == 1 else ""
         ),
         "fsdp.sharding_strategy": known,
@@ -229,16 +231,16 @@ def _fsdp_modules() -> dict[str, Rule]:
     own = "torch's FSDP2 always does so"
     return {
         "fsdp.auto_wrap_policy": among(
-            {"TRANSFORMER_BASED_WRAP": Outcome(), "SIZE_BASED_WRAP": Outcome()},
+            {"TRANSFORMER_BASED_WRAP": KeyOutcome(), "SIZE_BASED_WRAP": KeyOutcome()},
             unknown="without block classes fxtrain takes those that the model names, or its lists",
         ),
         "fsdp.transformer_layer_cls_to_wrap": of(f"{_S}.wrap", words),
-        "fsdp.min_num_params": lambda value, _: Outcome(
+        "fsdp.min_num_params": lambda value, _: KeyOutcome(
             sets={f"{_S}.min_params": int(number(value))} if number(value) >= 1 else {}
         ),
         "fsdp.ignored_modules": none("name patterns of parameters in plan.strategy.ignore"),
         "fsdp.backward_prefetch": among(
-            {"BACKWARD_PRE": Outcome()},
+            {"BACKWARD_PRE": KeyOutcome()},
             unknown="torch's FSDP2 fetches ahead; see plan.strategy.backward_prefetch",
         ),
         "fsdp.forward_prefetch": when({f"{_S}.forward_prefetch": 1}),
@@ -253,22 +255,22 @@ def _fsdp_modules() -> dict[str, Rule]:
     }  # fmt: skip
 
 
-def _recompute(asked: bool, facts: Facts) -> Outcome:  # noqa: FBT001
+def _recompute(asked: bool, facts: Facts) -> KeyOutcome:  # noqa: FBT001
     blocks = facts.get("fsdp.transformer_layer_cls_to_wrap")
     if not asked:
-        return Outcome()
+        return KeyOutcome()
     if not blocks:
-        return Outcome(note="name the classes of the blocks in plan.recompute")
-    return Outcome(sets={"plan.recompute": words(blocks)})
+        return KeyOutcome(note="name the classes of the blocks in plan.recompute")
+    return KeyOutcome(sets={"plan.recompute": words(blocks)})
 
 
 def _deepspeed() -> dict[str, Rule]:
-    device = {"NONE": Outcome()}
+    device = {"NONE": KeyOutcome()}
     optimizer = {"CPU": "cpu", "NVME": "nvme"}
     file = "launch.launcher deepspeed has it in launch.options: hostfile, include, exclude"
 
     def offload(field: str) -> Rule:
-        outcomes = {name: Outcome(sets={f"{_S}.{field}": to}) for name, to in optimizer.items()}
+        outcomes = {name: KeyOutcome(sets={f"{_S}.{field}": to}) for name, to in optimizer.items()}
         return among({**device, **outcomes}, unknown=f"plan.strategy.{field} is cpu or nvme")
 
     return {
@@ -286,7 +288,7 @@ def _deepspeed() -> dict[str, Rule]:
         ),
         "deepspeed.deepspeed_moe_layer_cls_names": of(f"{_S}.leaf_modules", words),
         "deepspeed.deepspeed_multinode_launcher": among(
-            {"STANDARD": Outcome(), "SLURM": Outcome(sets={"launch.launcher": "slurm"})},
+            {"STANDARD": KeyOutcome(), "SLURM": KeyOutcome(sets={"launch.launcher": "slurm"})},
             unknown="choose launch.launcher deepspeed and launch.options.runner, or start the same "
             "fxtrain launch on each node",
         ),
@@ -299,10 +301,10 @@ def _deepspeed() -> dict[str, Rule]:
 def _compiling() -> dict[str, Rule]:
     backend = "plan.compile"
     return {
-        "dynamo.backend": lambda value, _: Outcome(
+        "dynamo.backend": lambda value, _: KeyOutcome(
             sets={} if text(value).upper() == "NO" else {f"{backend}.backend": text(value).lower()}
         ),
-        "dynamo.mode": lambda value, _: Outcome(
+        "dynamo.mode": lambda value, _: KeyOutcome(
             sets={} if value == "default" else {f"{backend}.mode": text(value)}
         ),
         "dynamo.use_fullgraph": when({f"{backend}.fullgraph": True}),
@@ -310,10 +312,10 @@ def _compiling() -> dict[str, Rule]:
         "dynamo.use_regional_compilation": when(
             {}, note="name the classes of the blocks in plan.compile.blocks"
         ),
-        "mpirun.mpirun_hostfile": lambda value, _: Outcome(
+        "mpirun.mpirun_hostfile": lambda value, _: KeyOutcome(
             sets={"launch.launcher": "mpi", f"{_O}.hostfile": text(value)}
         ),
-        "mpirun.mpirun_ccl": lambda value, _: Outcome(
+        "mpirun.mpirun_ccl": lambda value, _: KeyOutcome(
             sets={f"{_O}.ccl_workers": whole(value)} if several(value) else {}
         ),
     }
@@ -323,7 +325,7 @@ def _axes() -> dict[str, Rule]:
     mesh = _MESH.format("...")
     return {
         "parallelism.dp_replicate_size": sized(_MESH.format("replicate=...")),
-        "parallelism.dp_shard_size": lambda value, _: Outcome(
+        "parallelism.dp_shard_size": lambda value, _: KeyOutcome(
             sets={f"{_S}.shard": whole(value)} if several(value) else {}
         ),
         "parallelism.tp_size": sized(_MESH.format("tensor=...")),
@@ -332,17 +334,17 @@ def _axes() -> dict[str, Rule]:
         "megatron_lm.tp_degree": sized(_MESH.format("tensor=...")),
         "megatron_lm.pp_degree": sized(_MESH.format("pipeline=...")),
         "megatron_lm.context_parallel_size": sized(_MESH.format("context=...")),
-        "megatron_lm.num_micro_batches": lambda value, facts: Outcome(
+        "megatron_lm.num_micro_batches": lambda value, facts: KeyOutcome(
             # Under pipeline parallelism they are the strategy's.
             sets={"plan.accumulate": whole(value)} if degree("pp_degree", facts) == 1 else {}
         ),
-        "megatron_lm.gradient_clipping": lambda value, _: Outcome(
+        "megatron_lm.gradient_clipping": lambda value, _: KeyOutcome(
             sets={"plan.clip_norm": number(value)} if number(value) > 0 else {}
         ),
         "megatron_lm.recompute_activations": when(
             {}, note="name the classes of the blocks in plan.recompute"
         ),
-        "megatron_lm.sequence_parallelism": lambda value, facts: Outcome(
+        "megatron_lm.sequence_parallelism": lambda value, facts: KeyOutcome(
             note=f"with tensor parallelism: {mesh}"
             if truth(value) and degree("tp_degree", facts) == 1
             else ""

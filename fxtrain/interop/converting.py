@@ -66,7 +66,7 @@ def import_checkpoint(
 
     Example:
         >>> import fxtrain as fx
-        >>> fx.checkpoint.import_checkpoint("runs/nowhere", "runs/a")
+        >>> fx.interop.import_checkpoint("runs/nowhere", "runs/a")
         Traceback (most recent call last):
         fxtrain._errors.CheckpointError: There is no folder runs/nowhere.
     """
@@ -90,7 +90,7 @@ def import_checkpoint(
     taken = Snapshot(
         tensors={**tensors, **inside},
         aliases={f"{MODEL}/module.{a}": f"{MODEL}/module.{b}" for a, b in aliases.items()},
-        drifting=frozenset(),
+        varies_by_rank=frozenset(),
         own={},
         models={MODEL: facts},
         extra=None,
@@ -117,7 +117,7 @@ def _read(root: Path, *, optimizer: bool) -> _Found:
     if len(state.models) != 1:
         raise CheckpointError(
             f"{root} holds {len(state.models)} models. Read them with "
-            f"fx.checkpoint.read_accelerate and load each with fx.load_model."
+            f"fx.interop.read_accelerate and load each with fx.load_model."
         )
     return _Found(
         tensors=state.models[0],
@@ -135,7 +135,7 @@ def _from_dcp(root: Path, *, optimizer: bool) -> _Found:
     if not isinstance(model, dict):
         raise CheckpointError(
             f"{root} has no entry 'model', but {shown(list(tree))}. Read it with "
-            f"fx.checkpoint.read_dcp and load it with fx.load_model(..., prefix=...)."
+            f"fx.interop.read_dcp and load it with fx.load_model(..., prefix=...)."
         )
     optim = tree.get("optimizer", tree.get("optim"))
     return _Found(

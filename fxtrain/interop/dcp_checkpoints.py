@@ -27,7 +27,7 @@ from fxtrain.state import shown
 __all__ = ["DcpState", "read_dcp", "tree_of"]
 
 _METADATA = ".metadata"
-_LARGEST = 1_000_000_000  # bytes of an index
+_MAX_BYTES = 1_000_000_000  # bytes of an index
 _MOST = 1 << 63  # of a size or a place
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": (
@@ -39,7 +39,7 @@ _RECORDS = {
 # Opcodes that torch's index has no use for, and those that name a place in the memo.
 _NEVER = ("BYTEARRAY8", "NEXT_BUFFER", "EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID", "INST", "OBJ")
 _PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
-_REASON = 500  # letters of what a pickle says when it fails
+_MAX_REASON_LENGTH = 500  # letters of what a pickle says when it fails
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 
@@ -172,14 +172,16 @@ class _Unpickler(pickle.Unpickler):
 
 def _read_index(path: Path) -> _Record:
     try:
-        raw = read_file(path, _LARGEST)
+        raw = read_file(path, _MAX_BYTES)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from error
     try:
         _check_opcodes(raw)
         found = _Unpickler(io.BytesIO(raw)).load()
     except Exception as error:  # a damaged pickle raises whatever it happens to call
-        raise _damaged(path, f"{type(error).__name__}: {str(error)[:_REASON]}") from error
+        raise _damaged(
+            path, f"{type(error).__name__}: {str(error)[:_MAX_REASON_LENGTH]}"
+        ) from error
     if getattr(found, "kind", None) != "Metadata":
         raise _damaged(path, "it is a pickle of something else")
     return found

@@ -66,7 +66,7 @@ class _Files:
 _MISSHAPEN = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 
 
-class _Inert:
+class _Placeholder:
     """Stands for an object of DeepSpeed: a fragment's place, a loss scaler, a stage."""
 
     def __init__(self, value: Any = 0) -> None:
@@ -111,7 +111,7 @@ def read_deepspeed(folder: Any, *, optimizer: bool = True) -> DeepSpeedState:
     root = _tagged(Path(folder))
     files = _load(root)
     try:
-        return _put_together(files, optimizer=optimizer)
+        return _assemble(files, optimizer=optimizer)
     except _MISSHAPEN as error:
         if isinstance(error, CheckpointError):
             raise
@@ -161,7 +161,7 @@ def _load(root: Path) -> _Files:
             raise CheckpointError(
                 f"{root} holds {kind} states of the ranks {sorted(paths)}, and not those between."
             )
-    with torch.serialization.safe_globals([(_stand_in(name), name) for name in _NAMES]):
+    with torch.serialization.safe_globals([(_placeholder_class(name), name) for name in _NAMES]):
         read = {
             kind: [load_weights_only(paths[rank], str(paths[rank])) for rank in range(len(paths))]
             for kind, paths in found.items()
@@ -169,17 +169,17 @@ def _load(root: Path) -> _Files:
     return _Files(read["model"], read["optim"])
 
 
-def _stand_in(name: str) -> type:
+def _placeholder_class(name: str) -> type:
     """A class of its own for each name, since torch goes by the class."""
-    return type(name.rpartition(".")[2], (_Inert,), {})
+    return type(name.rpartition(".")[2], (_Placeholder,), {})
 
 
-def _put_together(files: _Files, *, optimizer: bool) -> DeepSpeedState:
+def _assemble(files: _Files, *, optimizer: bool) -> DeepSpeedState:
     first = files.models[0]
     buffers = set(first["buffer_names"])
     if not files.optims:
         stage, ranks = 0, int(first["dp_world_size"])
-        tensors, state = _unspread(first, optimizer=optimizer)
+        tensors, state = _merge_zero_shards(first, optimizer=optimizer)
     else:
         parts = [one["optimizer_state_dict"] for one in files.optims]
         stage, counts = int(parts[0]["zero_stage"].value), parts[0]["partition_count"]
@@ -210,7 +210,7 @@ def _put_together(files: _Files, *, optimizer: bool) -> DeepSpeedState:
     )
 
 
-def _unspread(
+def _merge_zero_shards(
     model: Mapping[str, Any], *, optimizer: bool
 ) -> tuple[dict[str, Tensor], Mapping[str, Any] | None]:
     state = model["optimizer"] if optimizer else None

@@ -25,7 +25,7 @@ from fxtrain.launch.launchers.sagemaker.launcher import SageMakerOptions, sagema
 from fxtrain.launch.launchers.slurm import SlurmOptions, slurm
 from fxtrain.launch.launchers.tpu import TpuPodOptions, pod_command, tpu, tpu_pod
 from fxtrain.launch.machine import Machine, cores_of_ranks, look, read_cores, write_cores
-from fxtrain.launch.outcome import Ending, Failure, by_cause, describe
+from fxtrain.launch.outcome import Failure, LaunchResult, by_cause, describe
 from fxtrain.launch.program import shared_environment
 from fxtrain.launch.rank_reports import keep_tracebacks
 from fxtrain.launch.spec import LaunchSpec, rank_environment
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeepSpeedOptions",
-    "Ending",
     "FLAGS",
     "Failure",
     "Flag",
     "Invocation",
     "KubernetesOptions",
     "LAUNCHERS",
+    "LaunchResult",
     "LaunchSpec",
     "Launcher",
     "Machine",

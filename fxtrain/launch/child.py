@@ -36,7 +36,7 @@ def main() -> None:
     given = dict(option.removeprefix("--").split("=", 1) for option in options)
     end_with_parent()
     if "cores" in given:
-        _stay_on(given["cores"].split("/"))
+        _pin_to_cores(given["cores"].split("/"))
     if how == "program":
         _replace(target, args)
     faulthandler.enable()
@@ -69,7 +69,7 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(parent_dies, signal.SIGTERM)
 
 
-def _stay_on(shares: list[str]) -> None:
+def _pin_to_cores(shares: list[str]) -> None:
     """Run on this rank's share of the cores, in the kernel's short form."""
     bounds = [
         [int(end) for end in part.split("-")]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from fxtrain._errors import visible
+from fxtrain._errors import escape_unprintable
 
 __all__ = ["Invocation", "as_json", "show"]
 
@@ -41,10 +41,10 @@ def show(invocation: Invocation) -> str:
 
 def _quoted(word: str) -> str:
     """A word for the shell; control characters are written as bash and zsh read them."""
-    if visible(word) == word:
+    if escape_unprintable(word) == word:
         return shlex.quote(word)
     plain = word.replace("\\", r"\\").replace("'", r"\'")
-    return f"$'{''.join(one if visible(one) == one else _code(one) for one in plain)}'"
+    return f"$'{''.join(one if escape_unprintable(one) == one else _code(one) for one in plain)}'"
 
 
 def _code(letter: str) -> str:

@@ -23,8 +23,8 @@ __all__ = ["MARK", "end_strays", "kept", "mark_within"]
 
 # Marks of the launches that a process belongs to, the innermost last.
 MARK = "FXTRAIN_LAUNCHES"
-_LOOK_S = 0.05
-_KEEPER_LOOK_S = 0.5
+_POLL_INTERVAL_S = 0.05
+_KEEPER_POLL_INTERVAL_S = 0.5
 # Processes end at once by SIGKILL, unless the kernel holds them.
 _KILLED_S = 5.0
 
@@ -100,11 +100,11 @@ def end_strays(mark: str, *, patience_s: float, ask: bool, sessions: Collection[
         known.send(signal.SIGTERM)
     deadline = time.monotonic() + patience_s
     while known.found() and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
     deadline = time.monotonic() + _KILLED_S
     while known.found() and time.monotonic() < deadline:
         known.send(signal.SIGKILL)
-        time.sleep(_LOOK_S / 10)
+        time.sleep(_POLL_INTERVAL_S / 10)
 
 
 class _Launch:
@@ -157,7 +157,7 @@ def main() -> None:
     """Wait until the launcher has gone, which ends this process if it can, and end its ranks."""
     parent, mark, patience_s, *sessions = sys.argv[1:]
     while os.getppid() == int(parent):
-        time.sleep(_KEEPER_LOOK_S)
+        time.sleep(_KEEPER_POLL_INTERVAL_S)
     # The ranks have got SIGTERM from the kernel.
     end_strays(mark, patience_s=float(patience_s), ask=False, sessions=[*map(int, sessions)])
 

@@ -5,7 +5,7 @@ import signal
 
 import attrs
 
-__all__ = ["Ending", "Failure", "by_cause", "describe"]
+__all__ = ["Failure", "LaunchResult", "by_cause", "describe"]
 
 
 @attrs.frozen(kw_only=True)
@@ -30,7 +30,7 @@ class Failure:
 
 
 @attrs.frozen(kw_only=True)
-class Ending:
+class LaunchResult:
     """How all ranks ended.
 
     Attributes:
@@ -77,24 +77,24 @@ def by_cause(failures: list[Failure]) -> tuple[Failure, ...]:
     return tuple(sorted(failures, key=lambda f: (_distance(f), f.time_ns, f.rank)))
 
 
-def describe(ending: Ending) -> str:
+def describe(result: LaunchResult) -> str:
     """Tell how a launch ended, with the traceback of the rank that failed first.
 
     Example:
-        >>> from fxtrain.launch import Ending, Failure, describe
-        >>> describe(Ending(ranks=2, failures=(Failure(rank=1, code=-11),)))
+        >>> from fxtrain.launch import LaunchResult, Failure, describe
+        >>> describe(LaunchResult(ranks=2, failures=(Failure(rank=1, code=-11),)))
         'Rank 1 of 2 was ended by SIGSEGV.'
     """
-    if ending.signal is not None:
-        return f"Stopped by {_signal_name(ending.signal)}."
-    if not ending.failures:
-        return _of_launcher(ending)
-    first, *others = ending.failures
-    lines = [_one(first, ending)]
+    if result.signal is not None:
+        return f"Stopped by {_signal_name(result.signal)}."
+    if not result.failures:
+        return _launcher_failed(result)
+    first, *others = result.failures
+    lines = [_one(first, result)]
     if first.traceback:
         lines.append(first.traceback.rstrip())
     # What was ended because of the first failure is no news.
-    lines += [_one(other, ending) for other in others if other.error or _own_code(other)]
+    lines += [_one(other, result) for other in others if other.error or _own_code(other)]
     return "\n".join(lines)
 
 
@@ -122,16 +122,16 @@ def _own_code(failure: Failure) -> bool:
     return failure.code not in (None, 0, -signal.SIGTERM, -signal.SIGINT)
 
 
-def _of_launcher(ending: Ending) -> str:
-    if not ending.left:
-        return f"{ending.ranks} ranks ended well."
-    if ending.left < 0:
-        return f"{ending.launcher} was ended by {_signal_name(-ending.left)}."
-    return f"{ending.launcher} ended with exit code {ending.left}."
+def _launcher_failed(result: LaunchResult) -> str:
+    if not result.left:
+        return f"{result.ranks} ranks ended well."
+    if result.left < 0:
+        return f"{result.launcher} was ended by {_signal_name(-result.left)}."
+    return f"{result.launcher} ended with exit code {result.left}."
 
 
-def _one(failure: Failure, ending: Ending) -> str:
-    who = f"Rank {failure.rank} of {ending.ranks}"
+def _one(failure: Failure, result: LaunchResult) -> str:
+    who = f"Rank {failure.rank} of {result.ranks}"
     if failure.error:
         return f"{who} failed: {failure.error.splitlines()[0]}"
     if failure.code is None:
@@ -140,7 +140,7 @@ def _one(failure: Failure, ending: Ending) -> str:
         return f"{who} ended with exit code {failure.code}."
     text = f"{who} was ended by {_signal_name(-failure.code)}."
     if failure.code == -signal.SIGKILL:
-        text += " " + (ending.memory or _PERHAPS_MEMORY)
+        text += " " + (result.memory or _PERHAPS_MEMORY)
     return text
 
 

@@ -15,22 +15,22 @@ from fxtrain._errors import LaunchError
 from fxtrain.launch.child import end_with_parent
 from fxtrain.launch.invocation import Invocation
 from fxtrain.launch.launchers.native.oom import count_kills, tell_kills
-from fxtrain.launch.outcome import Ending, by_cause
+from fxtrain.launch.outcome import LaunchResult, by_cause
 from fxtrain.launch.rank_reports import read_reports, to_failures
-from fxtrain.launch.signals import TELLING, passed_on
+from fxtrain.launch.signals import FORWARDED_SIGNALS, forward_signals
 from fxtrain.launch.spec import LaunchSpec
 
 __all__ = ["ERRORS", "run_program"]
 
 # In a command line, the folder for the errors of ranks, which is known when it is run.
 ERRORS = "%ERRORS%"
-_LOOK_S = 0.2
+_POLL_INTERVAL_S = 0.2
 # For other ranks to tell their errors, once one has failed.
 _GRACE_S = 5.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-def run_program(spec: LaunchSpec, invocation: Invocation) -> Ending:
+def run_program(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
     """Write the files of an invocation, run its command line and wait for its end.
 
     Signals go on to the program, which hands them to its ranks.
@@ -55,7 +55,7 @@ def run_program(spec: LaunchSpec, invocation: Invocation) -> Ending:
         code, stopped = _wait(argv, {**os.environ, **invocation.env}, Path(errors))
         # Ranks on other machines see this folder only where log_dir is shared.
         reports = read_reports(sorted(Path(errors).glob("*.json")))
-    ending = Ending(
+    ending = LaunchResult(
         ranks=spec.world_size,
         failures=by_cause(to_failures({}, reports)) if code else (),
         signal=stopped,
@@ -117,7 +117,7 @@ def _wait(argv: list[str], env: dict[str, str], errors: Path) -> tuple[int, int 
         told.append(number)
         process.send_signal(number)
 
-    with passed_on((*TELLING, *_ENDING), give):
+    with forward_signals((*FORWARDED_SIGNALS, *_ENDING), give):
         code = _ended(process, errors)
     ended = [number for number in told if number in _ENDING]
     return code, ended[0] if ended and code else None
@@ -127,7 +127,7 @@ def _ended(process: "subprocess.Popen[bytes]", errors: Path) -> int:
     failed_at: float | None = None
     while True:
         try:
-            return process.wait(_LOOK_S)
+            return process.wait(_POLL_INTERVAL_S)
         except subprocess.TimeoutExpired:
             now = time.monotonic()
         if failed_at is None and any(errors.glob("*.json")):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fxtrain.launch.outcome import Ending, Failure
+from fxtrain.launch.outcome import Failure, LaunchResult
 
 __all__ = ["keep_tracebacks", "read_reports", "to_failures"]
 
@@ -39,11 +39,11 @@ def to_failures(codes: dict[int, int], reports: dict[int, dict[str, Any]]) -> li
     ]
 
 
-def keep_tracebacks(ending: Ending, folder: str) -> Path | None:
+def keep_tracebacks(result: LaunchResult, folder: str) -> Path | None:
     """Write every failure but the first, which the user is shown, to a file of its rank.
 
     Args:
-        ending: How a launch ended.
+        result: How a launch ended.
         folder: Where; a fresh temporary folder if empty.
 
     Returns:
@@ -52,12 +52,12 @@ def keep_tracebacks(ending: Ending, folder: str) -> Path | None:
     Effects:
         Writes RANK.txt for each rank with a traceback, the first one too.
     """
-    if sum(bool(failure.traceback) for failure in ending.failures) < 2:
+    if sum(bool(failure.traceback) for failure in result.failures) < 2:
         return None
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix="tracebacks-", dir=folder or None))
-    for failure in ending.failures:
+    for failure in result.failures:
         if failure.traceback:
             (place / f"{failure.rank}.txt").write_text(failure.traceback)
     return place

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TELLING", "passed_on", "tell_children"]
+__all__ = ["FORWARDED_SIGNALS", "forward_signals", "signal_children"]
 
 # Those with which a scheduler or a person tells a program something; they end nothing here.
-TELLING = (signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @contextmanager
-def passed_on(numbers: tuple[int, ...], give: Callable[[int], None]) -> Iterator[None]:
+def forward_signals(numbers: tuple[int, ...], give: Callable[[int], None]) -> Iterator[None]:
     """Give signals on for as long as the block runs.
 
     Args:
@@ -43,7 +43,7 @@ def _children() -> list[int]:
     return [int(pid) for path in found for pid in path.read_text().split()]
 
 
-def tell_children(number: int) -> None:
+def signal_children(number: int) -> None:
     """Send a signal to every child.
 
     A child that ends in this moment needs no signal.

@@ -21,7 +21,7 @@ from fxtrain.launch.launchers.sagemaker.launcher import SageMakerOptions, sagema
 from fxtrain.launch.launchers.slurm import SlurmOptions, slurm
 from fxtrain.launch.launchers.tpu import TpuPodOptions, tpu, tpu_pod
 from fxtrain.launch.machine import Machine, look
-from fxtrain.launch.outcome import Ending
+from fxtrain.launch.outcome import LaunchResult
 from fxtrain.launch.process import run_program
 from fxtrain.launch.spec import LaunchSpec
 from fxtrain.launch.target import check_target
@@ -49,7 +49,7 @@ class Launcher:
     name: str
     help: str
     invocation: Callable[[LaunchSpec, Machine], Invocation]
-    run: Callable[[LaunchSpec, Invocation], Ending] = run_program
+    run: Callable[[LaunchSpec, Invocation], LaunchResult] = run_program
     options: type | None = None
     uses: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
     here: bool = True
@@ -61,13 +61,13 @@ _COMMON = frozenset(
     ("target", "args", "ranks", "module", "executable", "launcher", "options", "nodes", "env",
      "cpu", "gpus", "threads")
 )  # fmt: skip
-_MEETING = ("main_address", "main_port")
+_RENDEZVOUS_FIELDS = ("main_address", "main_port")
 _ON_EACH_NODE = (
     "connect_timeout_s", "monitor_interval_s", "shutdown_s", "role", "log_dir", "redirect", "tee",
     "show_ranks", "bind", "restarts",
 )  # fmt: skip
 
-_ROWS = (
+_BUILT_IN = (
     Launcher(
         name="native",
         help="torch's elastic launcher, on this machine and on others that run the same",
@@ -81,7 +81,7 @@ _ROWS = (
         help="mpirun of Open MPI, MPICH or Intel MPI",
         invocation=mpi,
         options=MpiOptions,
-        uses=[*_MEETING, "bind", "log_dir"],
+        uses=[*_RENDEZVOUS_FIELDS, "bind", "log_dir"],
         needs=["mpi", "port"],
     ),
     Launcher(
@@ -89,14 +89,14 @@ _ROWS = (
         help="srun inside a job of SLURM, or else a batch file for sbatch",
         invocation=slurm,
         options=SlurmOptions,
-        uses=[*_MEETING, "bind", "log_dir"],
+        uses=[*_RENDEZVOUS_FIELDS, "bind", "log_dir"],
     ),
     Launcher(
         name="deepspeed",
         help="DeepSpeed's launcher, on this machine or on those of its hostfile",
         invocation=deepspeed,
         options=DeepSpeedOptions,
-        uses=[*_MEETING, "log_dir"],
+        uses=[*_RENDEZVOUS_FIELDS, "log_dir"],
         needs=["port", "hosts"],
     ),
     Launcher(name="tpu", help="one process for the TPU of this host", invocation=tpu),
@@ -131,7 +131,7 @@ _ROWS = (
     ),
 )
 
-LAUNCHERS: Mapping[str, Launcher] = MappingProxyType({row.name: row for row in _ROWS})
+LAUNCHERS: Mapping[str, Launcher] = MappingProxyType({row.name: row for row in _BUILT_IN})
 
 
 def find_launcher(spec: LaunchSpec) -> Launcher:
@@ -225,7 +225,7 @@ def _check_local(spec: LaunchSpec) -> None:
         )
 
 
-def run(spec: LaunchSpec) -> Ending:
+def run(spec: LaunchSpec) -> LaunchResult:
     """Run a program on all ranks and wait until they have ended.
 
     The ranks share this process's output. Signals go on to them. When one fails, the others

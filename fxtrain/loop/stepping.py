@@ -11,15 +11,15 @@ from fxtrain import _tree, ops
 from fxtrain._errors import CollectiveError, StepError
 from fxtrain.loop import weighting
 from fxtrain.ops.step_parts import check_loss
-from fxtrain.ops.transport.exchange import guarded
+from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.state import (
     Batch,
     DistContext,
-    Finish,
-    Outcome,
     Report,
-    Share,
+    UpdateResult,
+    UpdateSpec,
     Weighted,
+    WeightedLoss,
     Wrapped,
     check_connected,
     check_open,
@@ -28,10 +28,10 @@ from fxtrain.state import (
 
 __all__ = ["StepFns", "step"]
 
-_BAD = 2  # place in the tally
+_NONFINITE_SLOT = 2  # place in the tally
 
 
-def _a_model(_: Any, __: Any, model: Any) -> None:
+def _check_model(_: Any, __: Any, model: Any) -> None:
     if not isinstance(model, Wrapped):
         raise StepError(
             f"StepFns(model=...) takes a wrapped model, found {type(model).__name__}. "
@@ -39,7 +39,7 @@ def _a_model(_: Any, __: Any, model: Any) -> None:
         )
 
 
-def _a_function(_: Any, __: Any, loss: Any) -> None:
+def _check_loss_fn(_: Any, __: Any, loss: Any) -> None:
     if not callable(loss):
         raise StepError(
             f"StepFns(loss=...) takes a function, found {type(loss).__name__}. For example: "
@@ -47,28 +47,28 @@ def _a_function(_: Any, __: Any, loss: Any) -> None:
         )
 
 
-def _usual_finish(model: Any) -> Finish:
+def _default_update(model: Any) -> UpdateSpec:
     """What every update of a plan does, unless its window needs a correction."""
     if not isinstance(model, Wrapped):
-        return Finish()  # refused by the validators, which run next
-    return Finish(clip_norm=model.plan.clip_norm, clip_value=model.plan.clip_value)
+        return UpdateSpec()  # refused by the validators, which run next
+    return UpdateSpec(clip_norm=model.plan.clip_norm, clip_value=model.plan.clip_value)
 
 
-def _grader(
-    loss_fn: Callable[[Wrapped, Batch], Any], *, alone: bool
-) -> Callable[[Wrapped, Batch], Share]:
+def _make_compute_loss(
+    loss_fn: Callable[[Wrapped, Batch], Any], *, independent: bool
+) -> Callable[[Wrapped, Batch], WeightedLoss]:
     """What strategies call for a loss: the user's function, checked and weighed."""
 
-    def grade(model: Wrapped, batch: Batch) -> Share:
+    def compute_loss(model: Wrapped, batch: Batch) -> WeightedLoss:
         if model.plan.precision.compute == "fp32":
             out = loss_fn(model, batch)
         else:
             with ops.autocast(model):
                 out = loss_fn(model, batch)
         loss, aux = _loss_and_aux(out)
-        return weighting.share(_scalar(loss), aux, batch, model, alone=alone)
+        return weighting.weigh_loss(_scalar(loss), aux, batch, model, independent=independent)
 
-    return grade
+    return compute_loss
 
 
 @attrs.frozen(kw_only=True)
@@ -87,25 +87,29 @@ class StepFns:
         >>> fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch[0]).mean())
     """
 
-    model: Wrapped = attrs.field(validator=_a_model)
-    loss: Callable[[Wrapped, Batch], Any] = attrs.field(validator=_a_function)
-    _finish: Finish = attrs.field(
+    model: Wrapped = attrs.field(validator=_check_model)
+    loss: Callable[[Wrapped, Batch], Any] = attrs.field(validator=_check_loss_fn)
+    _update_spec: UpdateSpec = attrs.field(
         init=False,
         repr=False,
         eq=False,
-        default=attrs.Factory(lambda fns: _usual_finish(fns.model), takes_self=True),
+        default=attrs.Factory(lambda fns: _default_update(fns.model), takes_self=True),
     )
-    _grade: Callable[[Wrapped, Batch], Share] = attrs.field(
+    _compute_loss: Callable[[Wrapped, Batch], WeightedLoss] = attrs.field(
         init=False,
         repr=False,
         eq=False,
-        default=attrs.Factory(lambda fns: _grader(fns.loss, alone=False), takes_self=True),
+        default=attrs.Factory(
+            lambda fns: _make_compute_loss(fns.loss, independent=False), takes_self=True
+        ),
     )
-    _grade_alone: Callable[[Wrapped, Batch], Share] = attrs.field(
+    _compute_local_loss: Callable[[Wrapped, Batch], WeightedLoss] = attrs.field(
         init=False,
         repr=False,
         eq=False,
-        default=attrs.Factory(lambda fns: _grader(fns.loss, alone=True), takes_self=True),
+        default=attrs.Factory(
+            lambda fns: _make_compute_loss(fns.loss, independent=True), takes_self=True
+        ),
     )
 
 
@@ -152,7 +156,7 @@ def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
     model = fns.model
     if model.closed:
         check_open(model, "step")
-    if ctx.comm.ledger.closed:
+    if ctx.comm.state.closed:
         check_connected("step", ctx)
     if not model.optimizers:
         raise StepError(
@@ -167,32 +171,34 @@ def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -
     due = batch.position.micro == 0
     strategy = model.strategy
     now, local = model.round, plan.local
-    alone = now is not None and local is not None and is_alone(local, batch.position)
-    by_itself = alone and now is not None and len(now.peers) == 1
+    independent = now is not None and local is not None and is_alone(local, batch.position)
+    by_itself = independent and now is not None and len(now.peers) == 1
     try:
-        if plan.schedule == "samples" or weighting.spans(batch, model):
-            weighting.count(batch, model, alone=alone)
-        grade = fns._grade_alone if alone else fns._grade
-        share = strategy.run(model, batch, grade, (due or plan.sync_each) and not by_itself)
+        if plan.schedule == "samples" or weighting.window_has_more(batch, model):
+            weighting.count(batch, model, independent=independent)
+        compute_loss = fns._compute_local_loss if independent else fns._compute_loss
+        weighted = strategy.run(
+            model, batch, compute_loss, (due or plan.sync_each) and not by_itself
+        )
         if plan.nonfinite != "ignore":
-            model.tally[_BAD] += ~torch.isfinite(share.mean)
-        outcome = _update(ctx, batch, fns, share, alone=alone) if due else None
+            model.tally[_NONFINITE_SLOT] += ~torch.isfinite(weighted.mean)
+        outcome = _update(ctx, batch, fns, weighted, independent=independent) if due else None
         if now is not None:
             strategy.average(model, batch.position)
     except RuntimeError as error:
-        raise _named(ctx, error) from error
-    aux = None if share.aux is None else _tree.map_leaves(_detach, share.aux)
+        raise _with_rank_named(ctx, error) from error
+    aux = None if weighted.aux is None else _tree.map_leaves(_detach, weighted.aux)
     if outcome is None:
         return Report(
-            loss=share.mean,
-            weight=share.weight,
+            loss=weighted.mean,
+            weight=weighted.weight,
             applied=False,
             position=batch.position,
             aux=aux,
         )
     return Report(
-        loss=share.mean,
-        weight=share.weight,
+        loss=weighted.mean,
+        weight=weighted.weight,
         grad_norm=outcome.grad_norm,
         applied=outcome.applied,
         skipped=not outcome.applied,
@@ -220,18 +226,22 @@ def _scalar(loss: Any) -> Any:
     return attrs.evolve(loss, total=total) if type(loss) is Weighted else total
 
 
-def _update(ctx: DistContext, batch: Batch, fns: StepFns, share: Share, *, alone: bool) -> Outcome:
+def _update(
+    ctx: DistContext, batch: Batch, fns: StepFns, weighted: WeightedLoss, *, independent: bool
+) -> UpdateResult:
     model = fns.model
     plan = model.plan
-    scale = weighting.close_window(share, batch, model, alone=alone)
+    scale = weighting.close_window(weighted, batch, model, independent=independent)
     skip = plan.nonfinite != "ignore" and _nonfinite(ctx, batch, model)
-    finish = fns._finish
-    hold = alone and weighting.is_empty(batch, model)
-    if scale is not None or skip or hold:
-        finish = attrs.evolve(finish, scale=scale, skip=skip, hold=hold)
-    outcome = model.strategy.apply(model, finish)
+    update_spec = fns._update_spec
+    keep_parameters = independent and weighting.is_empty(batch, model)
+    if scale is not None or skip or keep_parameters:
+        update_spec = attrs.evolve(
+            update_spec, scale=scale, skip=skip, keep_parameters=keep_parameters
+        )
+    outcome = model.strategy.apply(model, update_spec)
     by_rows = plan.schedule == "samples"
-    rows = weighting.end_window(model) if by_rows or weighting.spans(batch, model) else 0
+    rows = weighting.end_window(model) if by_rows or weighting.window_has_more(batch, model) else 0
     if outcome.applied:
         times = rows if by_rows else 1
         for scheduler in model.schedulers:
@@ -243,14 +253,14 @@ def _update(ctx: DistContext, batch: Batch, fns: StepFns, share: Share, *, alone
 def _nonfinite(ctx: DistContext, batch: Batch, model: Wrapped) -> bool:
     """Whether any rank met a non-finite loss or gradient; the same answer on every rank."""
     bad_grads = not model.strategy.finite(model)
-    bad_losses = int(model.tally[_BAD])
-    model.tally[_BAD] = 0
+    bad_losses = int(model.tally[_NONFINITE_SLOT])
+    model.tally[_NONFINITE_SLOT] = 0
     found = ops.gather_objects((bad_losses, bad_grads), ctx)
     if not any(losses or grads for losses, grads in found):
         return False
     if model.plan.nonfinite == "skip":
         return True
-    model.strategy.apply(model, Finish(skip=True))
+    model.strategy.apply(model, UpdateSpec(skip=True))
     lines = [
         f"  rank {rank}: {losses} losses, gradients {'too' if grads else 'finite'}"
         for rank, (losses, grads) in enumerate(found)
@@ -268,7 +278,7 @@ def _nonfinite(ctx: DistContext, batch: Batch, model: Wrapped) -> bool:
     )
 
 
-def _named(ctx: DistContext, error: RuntimeError) -> RuntimeError:
+def _with_rank_named(ctx: DistContext, error: RuntimeError) -> RuntimeError:
     """torch's error about a lost rank in other words; any other error as it is."""
     text = str(error)
     if isinstance(error, CollectiveError | StepError) or not any(
@@ -276,7 +286,7 @@ def _named(ctx: DistContext, error: RuntimeError) -> RuntimeError:
     ):
         return error
     try:
-        with guarded(ctx, ("step", "forward, backward and update")):
+        with rank_loss_guard(ctx, ("step", "forward, backward and update")):
             raise error
     except CollectiveError as named:
         return named

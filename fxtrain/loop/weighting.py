@@ -17,15 +17,15 @@ from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._errors import StepError
-from fxtrain.state import Batch, DistContext, Share, Weighted, Wrapped
+from fxtrain.state import Batch, DistContext, Weighted, WeightedLoss, Wrapped
 
-__all__ = ["close_window", "count", "end_window", "is_empty", "share", "spans"]
+__all__ = ["close_window", "count", "end_window", "is_empty", "weigh_loss", "window_has_more"]
 
 _SCALE, _SUM = 0, 1  # places in the tally
 _MICRO, _ROWS, _FULL, _REAL = 0, 1, 2, 3  # places in the counts
 
 
-def spans(batch: Batch, model: Wrapped) -> bool:
+def window_has_more(batch: Batch, model: Wrapped) -> bool:
     """Whether the window may hold more than this micro-batch.
 
     Without accumulation it does where a run resumes inside a window of another plan.
@@ -33,15 +33,17 @@ def spans(batch: Batch, model: Wrapped) -> bool:
     return model.plan.accumulate > 1 or batch.window_rows is None
 
 
-def share(loss: Any, aux: Any, batch: Batch, model: Wrapped, *, alone: bool = False) -> Share:
+def weigh_loss(
+    loss: Any, aux: Any, batch: Batch, model: Wrapped, *, independent: bool = False
+) -> WeightedLoss:
     """Scale a loss so that gradients averaged over ranks add up to the update's."""
-    sizes = _of_copy(batch, model) if alone else batch.sizes
-    if alone:
-        _account(loss, batch, model, sizes)
+    sizes = _replica_rows(batch, model) if independent else batch.sizes
+    if independent:
+        _count_for_average(loss, batch, model, sizes)
     if type(loss) is Weighted:
-        return _weighted(loss, aux, batch, model, alone=alone)
+        return _weigh_explicit(loss, aux, batch, model, independent=independent)
     mine, ranks = batch.sizes[model.ctx.axis("data").rank], len(sizes)
-    total = int(model.counts[_FULL]) if spans(batch, model) else sum(sizes) * batch.parts
+    total = int(model.counts[_FULL]) if window_has_more(batch, model) else sum(sizes) * batch.parts
     if mine * ranks == total != 0:
         part = loss
     elif mine and total % (mine * ranks) == 0:
@@ -50,20 +52,20 @@ def share(loss: Any, aux: Any, batch: Batch, model: Wrapped, *, alone: bool = Fa
     else:
         part = loss * (mine * ranks / total if mine else 0.0)
     mean = loss.detach() if mine else torch.zeros_like(loss.detach())
-    return Share(loss=part, mean=mean, weight=mine, aux=aux)
+    return WeightedLoss(loss=part, mean=mean, weight=mine, aux=aux)
 
 
 def close_window(
-    share: Share, batch: Batch, model: Wrapped, *, alone: bool = False
+    weighted: WeightedLoss, batch: Batch, model: Wrapped, *, independent: bool = False
 ) -> float | Tensor | None:
     """The factor that gradients still need when the window closes; None for none."""
-    if share.rough:
-        losses = _group(model, alone=alone)
+    if weighted.provisional:
+        losses = _group(model, independent=independent)
         total = ops.reduce(model.tally[_SUM], losses, op="sum")
         factor = torch.where(total > 0, losses.world_size / (model.tally[_SCALE] * total), 0.0)
         model.tally[:2] = 0
         return factor
-    if not spans(batch, model):
+    if not window_has_more(batch, model):
         return None
     rows, full = model.counts[_ROWS : _FULL + 1].tolist()
     return None if rows in (0, full) else full / rows
@@ -71,9 +73,9 @@ def close_window(
 
 def is_empty(batch: Batch, model: Wrapped) -> bool:
     """Whether a copy that trains alone had no row in the window that closes."""
-    if spans(batch, model):
+    if window_has_more(batch, model):
         return not model.counts[_ROWS]
-    return not any(_of_copy(batch, model))
+    return not any(_replica_rows(batch, model))
 
 
 def end_window(model: Wrapped) -> int:
@@ -83,30 +85,30 @@ def end_window(model: Wrapped) -> int:
     return rows
 
 
-def _group(model: Wrapped, *, alone: bool) -> DistContext:
+def _group(model: Wrapped, *, independent: bool) -> DistContext:
     """The ranks over which gradients are averaged."""
-    return model.round.within if alone and model.round else model.ctx.axis("loss")
+    return model.round.within if independent and model.round else model.ctx.axis("loss")
 
 
-def _of_copy(batch: Batch, model: Wrapped) -> tuple[int, ...]:
+def _replica_rows(batch: Batch, model: Wrapped) -> tuple[int, ...]:
     """The rows of each rank of a copy that trains alone."""
     assert model.round is not None
     return tuple([batch.sizes[rank] for rank in model.round.peers])
 
 
-def count(batch: Batch, model: Wrapped, *, alone: bool = False) -> None:
+def count(batch: Batch, model: Wrapped, *, independent: bool = False) -> None:
     """Note a micro-batch's rows in the account of its window."""
-    sizes = _of_copy(batch, model) if alone else batch.sizes
+    sizes = _replica_rows(batch, model) if independent else batch.sizes
     counts = model.counts
     if counts[_MICRO] == 0:
-        known = None if alone else batch.window_rows
+        known = None if independent else batch.window_rows
         counts[_FULL] = known or model.plan.accumulate * max(batch.sizes) * len(sizes)
     counts[_MICRO] += 1
     counts[_ROWS] += sum(sizes)
     counts[_REAL] += sum(batch.rows)
 
 
-def _account(loss: Any, batch: Batch, model: Wrapped, sizes: tuple[int, ...]) -> None:
+def _count_for_average(loss: Any, batch: Batch, model: Wrapped, sizes: tuple[int, ...]) -> None:
     """Note what this copy trained on, by which it counts when the copies are averaged."""
     now = model.round
     assert now is not None
@@ -118,8 +120,10 @@ def _account(loss: Any, batch: Batch, model: Wrapped, sizes: tuple[int, ...]) ->
         now.rows[:2] += torch.tensor([sum(sizes), sum(batch.sizes)])
 
 
-def _weighted(loss: Weighted, aux: Any, batch: Batch, model: Wrapped, *, alone: bool) -> Share:
-    losses = _group(model, alone=alone)
+def _weigh_explicit(
+    loss: Weighted, aux: Any, batch: Batch, model: Wrapped, *, independent: bool
+) -> WeightedLoss:
+    losses = _group(model, independent=independent)
     # Rows that stand in for none count for nothing, whatever the loss says of them.
     present = 1 if batch.sizes[model.ctx.axis("data").rank] else 0
     weight = torch.as_tensor(loss.weight, dtype=model.tally.dtype, device=model.tally.device)
@@ -132,22 +136,22 @@ def _weighted(loss: Weighted, aux: Any, batch: Batch, model: Wrapped, *, alone: 
     dtype = loss.total.dtype
     mean = loss.total.detach() / torch.where(weight == 0, 1.0, weight).to(dtype)
     mean = mean if present else torch.zeros_like(mean)
-    rough = batch.parts > 1 or spans(batch, model)
-    if not rough:
+    provisional = batch.parts > 1 or window_has_more(batch, model)
+    if not provisional:
         total = ops.reduce(weight, losses, op="sum")
         scale = torch.where(total > 0, losses.world_size / total, 0.0)
     else:
         if model.counts[_MICRO] <= 1 and batch.part == 0:
             micro = model.plan.accumulate * batch.parts
-            model.tally[_SCALE] = _rough_scale(weight, micro, losses)
+            model.tally[_SCALE] = _provisional_scale(weight, micro, losses)
         model.tally[_SUM] += weight
         scale = model.tally[_SCALE]
     part = loss.total * (scale * present).to(dtype)
     shown = loss.weight if present else weight
-    return Share(loss=part, mean=mean, weight=shown, aux=aux, rough=rough)
+    return WeightedLoss(loss=part, mean=mean, weight=shown, aux=aux, provisional=provisional)
 
 
-def _rough_scale(weight: Tensor, micro: int, losses: DistContext) -> Tensor:
+def _provisional_scale(weight: Tensor, micro: int, losses: DistContext) -> Tensor:
     """A power of two near the final scale: exact to multiply by, and no overflow in fp16."""
     total = ops.reduce(weight, losses, op="sum").clamp(min=1.0) * micro
     return torch.exp2(torch.round(torch.log2(losses.world_size / total)))

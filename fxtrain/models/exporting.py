@@ -25,20 +25,20 @@ from fxtrain.models.folder import (
     write_index,
 )
 from fxtrain.models.safetensors_files import Entry, writing
-from fxtrain.models.tensor_bytes import WRITTEN
+from fxtrain.models.tensor_bytes import WRITABLE_DTYPES
 from fxtrain.models.tensors import (
     context_of,
     module_of,
     problems_of,
     weights_by_name,
 )
-from fxtrain.ops.same_errors import alike, meet
+from fxtrain.ops.same_errors import fail_together, raise_on_all_ranks
 from fxtrain.ops.whole_tensors import is_sharded
 from fxtrain.state import DistContext, Weight, Wrapped
 
 __all__ = ["export"]
 
-_SHOWN = 10
+_MAX_SHOWN = 10
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -104,26 +104,26 @@ def export(
         ['model.safetensors']
     """
     ranks = context_of(model, ctx, "export")
-    doing = f"export to {str(folder)!r}"
-    with alike(ranks, doing):
+    action = f"export to {str(folder)!r}"
+    with fail_together(ranks, action):
         if problem := path_problem(folder):
             raise CheckpointError(f"export(folder=...): {problem}.")
         job = _plan(model, max_shard, alone=ranks is None)
     if ranks is not None:
-        ops.agree(f"{doing}, {sharded=}, {_outline(job)}", ranks, name="export")
+        ops.agree(f"{action}, {sharded=}, {_job_digest(job)}", ranks, name="export")
     with contextlib.ExitStack() as stack:
         source = target = None
-        with alike(ranks, doing):
+        with fail_together(ranks, action):
             if ranks is None or ranks.is_main:
                 target = Path(folder).absolute()
                 source = stack.enter_context(staging(target))
         if ranks is not None:
             source, target = ops.broadcast_object((source, target), ranks)
         assert source is not None and target is not None
-        _write(job, source, ranks, doing, sharded=sharded)
-        with alike(ranks, doing):
+        _write(job, source, ranks, action, sharded=sharded)
+        with fail_together(ranks, action):
             if ranks is None or ranks.is_main:
-                _write_around(job, source)
+                _write_companions(job, source)
                 commit(source, target)
     return tuple(target / file.name for file in job.files)
 
@@ -138,11 +138,11 @@ def _plan(model: Any, max_shard: str | int, *, alone: bool) -> _Job:
     }
     found = weights_by_name(model, module).items()
     weights = {name: weight for name, weight in found if name not in left_out}
-    if problems := problems_of(weights, WRITTEN):
-        more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+    if problems := problems_of(weights, WRITABLE_DTYPES):
+        more = [f"and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
         raise CheckpointError(
             "export: these cannot be written to a safetensors file:\n  "
-            + "\n  ".join([*problems[:_SHOWN], *more])
+            + "\n  ".join([*problems[:_MAX_SHOWN], *more])
         )
     bare = not isinstance(model, Wrapped)
     spread = [name for name, weight in weights.items() if bare and is_sharded(weight.like)]
@@ -180,7 +180,7 @@ def _stored_once(
     return [name for name in weights if name not in others], others
 
 
-def _outline(job: _Job) -> str:
+def _job_digest(job: _Job) -> str:
     """A digest of everything that the ranks must share."""
     lines = [
         f"{file.name} {one.name} {one.dtype} {one.shape} {one.name in job.spread}"
@@ -191,20 +191,20 @@ def _outline(job: _Job) -> str:
     return f"{len(lines)} tensors in {len(job.files)} files, {digest.hexdigest()}"
 
 
-def _write(job: _Job, source: Path, ctx: DistContext | None, doing: str, *, sharded: bool) -> None:
+def _write(job: _Job, source: Path, ctx: DistContext | None, action: str, *, sharded: bool) -> None:
     """Write all files, as many at a time as there are writers."""
     rank, world = (0, 1) if ctx is None else (ctx.rank, ctx.world_size)
     writers = world if sharded else 1
     if sharded:
-        with alike(ctx, doing):
+        with fail_together(ctx, action):
             if not source.is_dir():
                 raise CheckpointError(
-                    f"{doing}: rank {rank} does not see the folder that rank 0 made. Use a "
+                    f"{action}: rank {rank} does not see the folder that rank 0 made. Use a "
                     f"folder that all ranks share, or sharded=False."
                 )
     for first in range(0, len(job.files), writers):
         files = job.files[first : first + writers]
-        arriving = _arriving(job, files, rank)
+        arriving = _gathered_tensors(job, files, rank)
         problem: Exception | None = None
         try:
             if rank < len(files):
@@ -213,10 +213,10 @@ def _write(job: _Job, source: Path, ctx: DistContext | None, doing: str, *, shar
             problem = error
         for _ in arriving:  # the other ranks still count on this one
             pass
-        meet(problem, ctx, doing)
+        raise_on_all_ranks(problem, ctx, action)
 
 
-def _arriving(job: _Job, files: Sequence[ModelFile], rank: int) -> Iterator[Tensor]:
+def _gathered_tensors(job: _Job, files: Sequence[ModelFile], rank: int) -> Iterator[Tensor]:
     """The tensors of this rank's file, one by one, gathered in step with the other ranks."""
     for step in range(max(len(file.entries) for file in files)):
         mine = None
@@ -236,7 +236,7 @@ def _write_file(path: Path, file: ModelFile, tensors: Iterator[Tensor]) -> None:
             del tensor  # not held while the next one is gathered
 
 
-def _write_around(job: _Job, source: Path) -> None:
+def _write_companions(job: _Job, source: Path) -> None:
     """Write what goes with the weights: the index, and the configuration of transformers."""
     write_index(source, job.files)
     module = job.module

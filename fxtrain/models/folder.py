@@ -41,7 +41,7 @@ LARGEST_INDEX = 100_000_000  # bytes
 # There while a folder holds both a single file and an index, and the single file counts.
 MARKER = ".fxtrain-exporting"
 _STAGING = ".fxtrain-export."
-_ASIDE = ".fxtrain-before."
+_REPLACED_PREFIX = ".fxtrain-before."
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", re.IGNORECASE)
 
@@ -151,7 +151,7 @@ def commit(source: Path, folder: Path) -> None:
     if (folder / other).exists():
         write_text(folder / MARKER, f"An export was under way; until it ends, {SINGLE} counts.\n")
     if head == INDEX:
-        _step_aside(source, folder, coming)
+        _rename_earlier(source, folder, coming)
     for name in sorted(coming - {head}):
         os.replace(source / name, folder / name)
     sync_folder(folder)
@@ -160,7 +160,7 @@ def commit(source: Path, folder: Path) -> None:
     (folder / other).unlink(missing_ok=True)
     sync_folder(folder)
     for path in list(folder.iterdir()):
-        stale = _SHARD.fullmatch(path.name) or path.name.startswith(_ASIDE)
+        stale = _SHARD.fullmatch(path.name) or path.name.startswith(_REPLACED_PREFIX)
         if stale and path.name not in coming:
             path.unlink()
     (folder / MARKER).unlink(missing_ok=True)
@@ -194,7 +194,7 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def _step_aside(source: Path, folder: Path, coming: set[str]) -> None:
+def _rename_earlier(source: Path, folder: Path, coming: set[str]) -> None:
     """Give the files of an earlier export other names, if new ones take theirs.
 
     With as many files as before, the names are the same: replacing them one by one would
@@ -203,14 +203,16 @@ def _step_aside(source: Path, folder: Path, coming: set[str]) -> None:
     table = _earlier_index(folder)
     if table is None or not coming & set(table["weight_map"].values()):
         return
-    moved = {name: f"{_ASIDE}{name}" for name in coming & set(table["weight_map"].values())}
+    moved = {
+        name: f"{_REPLACED_PREFIX}{name}" for name in coming & set(table["weight_map"].values())
+    }
     for name, aside in moved.items():
         (folder / aside).unlink(missing_ok=True)
         _link(folder / name, folder / aside)
     places = {key: moved.get(name, name) for key, name in table["weight_map"].items()}
-    write_text(source / f"{_ASIDE}index", json.dumps(table | {"weight_map": places}))
+    write_text(source / f"{_REPLACED_PREFIX}index", json.dumps(table | {"weight_map": places}))
     sync_folder(folder)
-    os.replace(source / f"{_ASIDE}index", folder / INDEX)
+    os.replace(source / f"{_REPLACED_PREFIX}index", folder / INDEX)
     sync_folder(folder)
 
 

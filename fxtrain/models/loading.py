@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from fxtrain._errors import CheckpointError
 from fxtrain.models.tensor_sources import Source, open_source, renamed
 from fxtrain.models.tensors import context_of, module_of, weights_by_name
-from fxtrain.ops.same_errors import alike, meet
+from fxtrain.ops.same_errors import fail_together, raise_on_all_ranks
 from fxtrain.ops.whole_tensors import part_of, plain_name
 from fxtrain.state import DistContext, Part, Weight, Wrapped
 
 __all__ = ["Loaded", "load_model"]
 
-_SHOWN = 10
+_MAX_SHOWN = 10
 _SEARCHED = 2000  # names among which the nearest spelling is looked for
 
 
@@ -37,7 +37,7 @@ class Loaded:
 
 
 @attrs.frozen(kw_only=True)
-class _Fit:
+class _NameMatch:
     """How a source and a model go together.
 
     Attributes:
@@ -106,13 +106,13 @@ def load_model(
     """
     ranks = context_of(model, ctx, "load_model")
     with contextlib.ExitStack() as stack:
-        with alike(ranks, "load_model"):
+        with fail_together(ranks, "load_model"):
             module = module_of(model, "load_model")
             found = renamed(stack.enter_context(open_source(source)), prefix, rename)
             weights = weights_by_name(model, module)
-            fit = _fit(module, weights, found)
+            fit = _match_names(module, weights, found)
             _refuse(module, weights, found, fit, strict=strict, cast=cast)
-        with alike(ranks, "load_model"):
+        with fail_together(ranks, "load_model"):
             where = ("cpu" if ranks is None else ranks.device) if device is None else device
             likes = [weights[name].like for name in fit.pairs if weights[name].here]
             _materialise(module, likes, torch.device(where))
@@ -120,7 +120,7 @@ def load_model(
     return Loaded(missing=fit.missing, unexpected=fit.unexpected)
 
 
-def _fit(module: nn.Module, weights: Mapping[str, Weight], source: Source) -> _Fit:
+def _match_names(module: nn.Module, weights: Mapping[str, Weight], source: Source) -> _NameMatch:
     groups: dict[Hashable, list[str]] = {}
     for name, weight in weights.items():
         groups.setdefault(weight.key, []).append(name)
@@ -141,7 +141,7 @@ def _fit(module: nn.Module, weights: Mapping[str, Weight], source: Source) -> _F
         for path, part in module.named_modules()
         for name in getattr(part, "_keys_to_ignore_on_save", None) or ()
     }
-    return _Fit(
+    return _NameMatch(
         pairs=pairs,
         doubles=tuple(doubles),
         missing=tuple(name for name in missing if name not in left_out),
@@ -153,7 +153,7 @@ def _refuse(
     module: nn.Module,
     weights: Mapping[str, Weight],
     source: Source,
-    fit: _Fit,
+    fit: _NameMatch,
     *,
     strict: bool,
     cast: bool,
@@ -179,7 +179,9 @@ def _refuse(
     problems += _list("of another shape", shapes)
     if not cast:
         problems += _list("of another dtype (cast=True converts)", dtypes)
-    problems += _list("one tensor in the model, two in the source", _torn(weights, source, fit))
+    problems += _list(
+        "one tensor in the model, two in the source", _conflicting_ties(weights, source, fit)
+    )
     if problems:
         raise CheckpointError(
             f"load_model: {source.what} does not fit {type(module).__name__}.\n"
@@ -188,7 +190,7 @@ def _refuse(
 
 
 def _differences(
-    weights: Mapping[str, Weight], source: Source, fit: _Fit
+    weights: Mapping[str, Weight], source: Source, fit: _NameMatch
 ) -> tuple[list[str], list[str]]:
     """Shapes and dtypes that differ, in words."""
     shapes: list[str] = []
@@ -211,7 +213,7 @@ def _differences(
     return shapes, dtypes
 
 
-def _torn(weights: Mapping[str, Weight], source: Source, fit: _Fit) -> list[str]:
+def _conflicting_ties(weights: Mapping[str, Weight], source: Source, fit: _NameMatch) -> list[str]:
     """Names of one tensor of the model under which the source has different values."""
     torn: list[str] = []
     for name, one, other in fit.doubles:
@@ -256,7 +258,7 @@ def _fill(
     module: nn.Module,
     weights: Mapping[str, Weight],
     source: Source,
-    fit: _Fit,
+    fit: _NameMatch,
     ranks: DistContext | None,
 ) -> None:
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
@@ -286,7 +288,7 @@ def _read_by_all(
             value = source.read(name, part)
         except Exception as error:
             problem = error
-        meet(problem, ranks, "load_model")
+        raise_on_all_ranks(problem, ranks, "load_model")
         return value
 
     return read
@@ -297,15 +299,15 @@ def _list(what: str, lines: Iterable[str]) -> list[str]:
     found = list(lines)
     if not found:
         return []
-    more = [f"    and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    return [f"  {len(found)} {what}:", *(f"    {line}" for line in found[:_SHOWN]), *more]
+    more = [f"    and {len(found) - _MAX_SHOWN} more"] if len(found) > _MAX_SHOWN else []
+    return [f"  {len(found)} {what}:", *(f"    {line}" for line in found[:_MAX_SHOWN]), *more]
 
 
 def _spelling(names: tuple[str, ...], others: tuple[str, ...]) -> Callable[[str], str]:
     """From a name to words about the nearest of the others; only for those that are shown."""
 
     def near(name: str) -> str:
-        if name not in names[:_SHOWN]:
+        if name not in names[:_MAX_SHOWN]:
             return ""
         close = difflib.get_close_matches(name, others[:_SEARCHED], n=1)
         return f" (nearest: {close[0]})" if close else ""
@@ -313,7 +315,7 @@ def _spelling(names: tuple[str, ...], others: tuple[str, ...]) -> Callable[[str]
     return near
 
 
-def _prefix_hint(source: Source, fit: _Fit) -> list[str]:
+def _prefix_hint(source: Source, fit: _NameMatch) -> list[str]:
     """What to pass where all names differ by the same beginning."""
     if not fit.missing:
         return []

@@ -14,7 +14,7 @@ from fxtrain._reading import open_file
 __all__ = ["load_weights_only"]
 
 _ZIP = b"PK\x03\x04"
-_REASON = 500  # letters of what torch says
+_MAX_REASON_LENGTH = 500  # letters of what torch says
 
 
 def load_weights_only(
@@ -72,7 +72,7 @@ def _reason(error: Exception) -> str:
     """The line of a message that says most."""
     lines = str(error).strip().splitlines()
     telling = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
-    line = (telling or lines or [""])[0].strip()[:_REASON].rstrip(".")
+    line = (telling or lines or [""])[0].strip()[:_MAX_REASON_LENGTH].rstrip(".")
     # The message of a KeyError is the key alone.
     named = "" if isinstance(error, RuntimeError | ValueError) and line else type(error).__name__
     return f"{': '.join(filter(None, (named, line)))}."

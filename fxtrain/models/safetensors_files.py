@@ -20,14 +20,14 @@ from torch import Tensor
 
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import open_file
-from fxtrain.models.tensor_bytes import WORDS, WRITTEN, contiguous, memory_of
+from fxtrain.models.tensor_bytes import DTYPE_NAMES, WRITABLE_DTYPES, contiguous, memory_of
 from fxtrain.state import parse_json as parse
 from fxtrain.state import shown
 
 __all__ = ["Entry", "Header", "parse_json", "read_header", "writing"]
 
-_LARGEST = 100_000_000  # bytes of a header, the limit of the safetensors package
-_DEEPEST = 64  # dimensions, torch's own limit
+_MAX_BYTES = 100_000_000  # bytes of a header, the limit of the safetensors package
+_MAX_DEPTH = 64  # dimensions, torch's own limit
 _MOST = 1 << 63  # of a size or a place
 _METADATA = "__metadata__"
 _WORD = 200  # letters of a name in a message
@@ -81,7 +81,7 @@ def read_header(path: Path) -> Header:
         with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _LARGEST):
+            if size < 8 or length > min(size - 8, _MAX_BYTES):
                 raise _damaged(
                     path, f"its {size} bytes do not hold a header of the {length} bytes it claims"
                 )
@@ -160,7 +160,7 @@ def _header(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -
         if entry.name.encode("utf-8", "ignore").decode() != entry.name:
             raise CheckpointError(f"{path}: the name {entry.name!r} is not text a file can hold.")
         table[entry.name] = {
-            "dtype": WRITTEN[entry.dtype],
+            "dtype": WRITABLE_DTYPES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [start, start + entry.nbytes],
         }
@@ -175,13 +175,13 @@ def _entry(path: Path, name: str, data: Any) -> Entry:
     if set(fields) != {"dtype", "shape", "data_offsets"}:
         raise _damaged(path, f"the tensor {shown(name)} has the fields {shown(sorted(fields))}")
     shape, offsets, dtype = fields["shape"], fields["data_offsets"], fields["dtype"]
-    if not isinstance(dtype, str) or dtype not in WORDS:
+    if not isinstance(dtype, str) or dtype not in DTYPE_NAMES:
         raise _damaged(path, f"the dtype {shown(dtype)} of {shown(name)} cannot be read")
-    if not _counts(shape) or len(shape) > _DEEPEST:
+    if not _counts(shape) or len(shape) > _MAX_DEPTH:
         raise _damaged(path, f"the shape of {shown(name)} is not a list of sizes")
     if not _counts(offsets) or len(offsets) != 2:
         raise _damaged(path, f"the offsets of {shown(name)} are not two places in the file")
-    entry = Entry(name=name, dtype=WORDS[dtype], shape=tuple(shape), start=offsets[0])
+    entry = Entry(name=name, dtype=DTYPE_NAMES[dtype], shape=tuple(shape), start=offsets[0])
     if offsets[1] - offsets[0] != entry.nbytes:
         raise _damaged(
             path,

@@ -8,10 +8,18 @@ from torch import Tensor
 
 from fxtrain._errors import CheckpointError
 
-__all__ = ["DTYPES", "STORED", "WORDS", "WRITTEN", "contiguous", "dtype_name", "memory_of"]
+__all__ = [
+    "DTYPES",
+    "DTYPE_NAMES",
+    "STORED_DTYPES",
+    "WRITABLE_DTYPES",
+    "contiguous",
+    "dtype_name",
+    "memory_of",
+]
 
 # Words of safetensors that torch has a dtype for.
-WORDS: Mapping[str, torch.dtype] = {
+DTYPE_NAMES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -32,17 +40,17 @@ WORDS: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-WRITTEN: Mapping[torch.dtype, str] = {dtype: word for word, dtype in WORDS.items()}
+WRITABLE_DTYPES: Mapping[torch.dtype, str] = {dtype: word for word, dtype in DTYPE_NAMES.items()}
 # How a checkpoint's files hold a dtype, by its name in the manifest; complex ones as pairs.
-STORED: Mapping[str, str] = {
+STORED_DTYPES: Mapping[str, str] = {
     str(dtype).removeprefix("torch."): word
     for dtype, word in [
-        *((dtype, word) for dtype, word in WRITTEN.items() if not dtype.is_complex),
+        *((dtype, word) for dtype, word in WRITABLE_DTYPES.items() if not dtype.is_complex),
         (torch.complex64, "F32"),
         (torch.complex128, "F64"),
     ]
 }
-DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in STORED}
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in STORED_DTYPES}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

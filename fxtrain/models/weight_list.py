@@ -23,8 +23,8 @@ __all__ = [
 
 # Of safetensors itself; a longer header is a damaged file.
 _LONGEST_HEADER = 100_000_000
-_LARGEST = 100_000_000  # bytes of an index or a config
-_REASON = 500  # letters of what another library says
+_MAX_BYTES = 100_000_000  # bytes of an index or a config
+_MAX_REASON_LENGTH = 500  # letters of what another library says
 _MALFORMED = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError)
 _FILES = (".safetensors", ".json", ".bin", ".pt", ".pth")  # no name of timm ends so
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -166,7 +166,7 @@ def _header(path: Path) -> Iterator[Weight]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     except _MALFORMED as error:
-        told = f"{type(error).__name__}: {str(error)[:_REASON]}"
+        told = f"{type(error).__name__}: {str(error)[:_MAX_REASON_LENGTH]}"
         raise CheckpointError(f"{path}: its header is no safetensors header: {told}.") from error
 
 
@@ -198,11 +198,11 @@ def read_json(path: Path) -> dict[str, Any]:
         PlanError: it holds none.
     """
     try:
-        data = parse_json(read_file(path, _LARGEST))
+        data = parse_json(read_file(path, _MAX_BYTES))
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error}.") from error
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{path} is no JSON: {str(error)[:_REASON]}.") from error
+        raise PlanError(f"{path} is no JSON: {str(error)[:_MAX_REASON_LENGTH]}.") from error
     if not isinstance(data, dict):
         raise PlanError(f"{path}: a table was expected, found {type(data).__name__}.")
     return data
@@ -216,7 +216,7 @@ def _transformers(path: Path) -> Weights:
         named = getattr(package, str((known.get("architectures") or [""])[0]), None)
         model = _on_meta(lambda: named(config) if named else package.AutoModel.from_config(config))
     except Exception as error:  # transformers and the model itself raise what they come upon
-        told = f"{type(error).__name__}: {str(error)[:_REASON]}"
+        told = f"{type(error).__name__}: {str(error)[:_MAX_REASON_LENGTH]}"
         raise PlanError(f"{path}: transformers cannot build this model: {told}") from error
     return Weights(source=str(path), tensors=_tensors(model), cache=cache_of(known))
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import distributed as dist
 
-from fxtrain.state import Ledger, Topology
+from fxtrain.state import CommState, Topology
 
-__all__ = ["closer", "part_closer"]
+__all__ = ["make_close", "make_part_close"]
 
 
-def closer(
+def make_close(
     topology: Topology, store: Any, timeout_s: float
 ) -> Callable[[BaseException | None], None]:
     """A function that closes what was opened, once, and leaves word for the other ranks."""
@@ -22,7 +22,7 @@ def closer(
         if not dist.is_initialized() or dist.group.WORLD is not world:
             return
         word = "" if error is None else f"{type(error).__name__}: {error}"
-        _leave(topology, store, word, min(5.0, timeout_s))
+        _announce_exit(topology, store, word, min(5.0, timeout_s))
         dist.destroy_process_group()
 
     # Kept until exit even once closed: another rank may still connect anew to our store.
@@ -30,20 +30,20 @@ def closer(
     return close_groups
 
 
-def part_closer(ledger: Ledger) -> Callable[[BaseException | None], None]:
+def make_part_close(state: CommState) -> Callable[[BaseException | None], None]:
     """A function that closes what was opened beside a process group of somebody else."""
     world = dist.group.WORLD
 
     def close_groups(_: BaseException | None) -> None:
         if not dist.is_initialized() or dist.group.WORLD is not world:
             return  # closed with it
-        while ledger.opened:
-            dist.destroy_process_group(ledger.opened.pop())
+        while state.opened_groups:
+            dist.destroy_process_group(state.opened_groups.pop())
 
     return close_groups
 
 
-def _leave(topology: Topology, store: Any, word: str, patience_s: float) -> None:
+def _announce_exit(topology: Topology, store: Any, word: str, patience_s: float) -> None:
     """Say why this rank leaves; the rank that serves the store goes last."""
     try:
         store.set(f"world/left/{topology.rank}", word)

@@ -6,25 +6,31 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fxtrain._words import words_of
-from fxtrain.ops.reduction import all_reduce, fold, reducible
-from fxtrain.ops.transport.exchange import Call, compare, exchange, exchange_rows, guarded
+from fxtrain._words import canonical_text
+from fxtrain.ops.reduction import all_reduce, check_reducible, fold
+from fxtrain.ops.transport.exchange import (
+    Call,
+    compare,
+    exchange_payloads,
+    exchange_rows,
+    rank_loss_guard,
+)
 from fxtrain.ops.transport.large import broadcast_all, gather_all
-from fxtrain.ops.transport.mismatches import known_context, known_rank
+from fxtrain.ops.transport.mismatches import check_is_context, check_source_rank
 from fxtrain.ops.transport.packets import capacity
 from fxtrain.ops.transport.packing import (
     Packed,
-    columns,
     from_bytes,
     pack,
     signature,
     to_bytes,
+    unpack_ranks,
 )
-from fxtrain.ops.transport.pickled import dump, opened
-from fxtrain.ops.transport.routes import route_of, travel
+from fxtrain.ops.transport.pickled import dump, unpickle_all
+from fxtrain.ops.transport.routes import find_layout, gather_with_layout
 from fxtrain.state import DistContext
 
-__all__ = ["broadcast", "gather", "gather_packed", "reduce", "spread_packed"]
+__all__ = ["broadcast", "broadcast_packed", "gather", "gather_packed", "reduce"]
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
@@ -60,7 +66,7 @@ def gather(tree: Any, ctx: DistContext) -> Any:
         ...     fx.ops.gather({"loss": torch.tensor(2.0), "ids": ["a"]}, ctx)
         {'loss': tensor([2.]), 'ids': [['a']]}
     """
-    known_context("gather", ctx)
+    check_is_context("gather", ctx)
     return gather_packed("gather", pack(tree), ctx)
 
 
@@ -70,11 +76,13 @@ def gather_packed(name: str, packed: Packed, ctx: DistContext) -> Any:
     Args:
         name: The function that was called, for messages; equal on every rank.
     """
-    if not packed.others and (route := route_of(ctx, name, packed, joined=True)):
-        return packed.rebuild(dict(zip(packed.tensors, travel(ctx, route, packed), strict=True)))
+    if not packed.others and (route := find_layout(ctx, name, packed, joined=True)):
+        return packed.rebuild(
+            dict(zip(packed.tensors, gather_with_layout(ctx, route, packed), strict=True))
+        )
     others = dump(list(packed.others.values()), ctx) if packed.others else _EMPTY
     call = (name, signature(packed))
-    joined, found = _every_rank(ctx, call, packed, others, joined=True)
+    joined, found = _gather_leaves(ctx, call, packed, others, joined=True)
     leaves: dict[int, Any] = dict(zip(packed.tensors, joined, strict=True))
     for index, place in enumerate(packed.others):
         leaves[place] = [values[index] for values in found]
@@ -115,21 +123,25 @@ def reduce(
         ...     fx.ops.reduce((torch.tensor([1.0, 3.0]), 2), ctx, op="sum")
         (tensor([1., 3.]), 2)
     """
-    known_context("reduce", ctx)
+    check_is_context("reduce", ctx)
     packed = pack(tree, numbers=True)
     others = packed.others.values()
-    kept = ", ".join([words_of(value) for value in others])
+    kept = ", ".join([canonical_text(value) for value in others])
     extra = " ".join(part for part in (op, kept) if part)
     tensors = list(packed.tensors.values())
-    route = route_of(ctx, "reduce", packed, extra)
+    route = find_layout(ctx, "reduce", packed, extra)
     call = ("reduce", signature(packed, extra)) if route is None else route.call
-    if route is not None or _rides(ctx, tensors):
-        stacked = travel(ctx, route, packed) if route else _every_rank(ctx, call, packed, None)[0]
-        reducible(tensors, op, others)
+    if route is not None or _fits_in_packet(ctx, tensors):
+        stacked = (
+            gather_with_layout(ctx, route, packed)
+            if route
+            else _gather_leaves(ctx, call, packed, None)[0]
+        )
+        check_reducible(tensors, op, others)
         done = [fold(rows, op) for rows in stacked]
     else:
         compare(ctx, call, wait=_on_cpu(tensors))
-        reducible(tensors, op, others)
+        check_reducible(tensors, op, others)
         done = all_reduce(ctx, call, tensors, op)
     return packed.rebuild(packed.others | dict(zip(packed.tensors, done, strict=True)))
 
@@ -162,42 +174,42 @@ def broadcast(tree: Any, ctx: DistContext, src: int = 0) -> Any:
         ...     fx.ops.broadcast([torch.ones(2), "lr"], ctx)
         [tensor([1., 1.]), 'lr']
     """
-    known_context("broadcast", ctx)
-    return spread_packed("broadcast", pack(tree), ctx, src)
+    check_is_context("broadcast", ctx)
+    return broadcast_packed("broadcast", pack(tree), ctx, src)
 
 
-def spread_packed(name: str, packed: Packed, ctx: DistContext, src: int) -> Any:
+def broadcast_packed(name: str, packed: Packed, ctx: DistContext, src: int) -> Any:
     """As `broadcast`, of a tree that is taken apart.
 
     Args:
         name: The function that was called, for messages; equal on every rank.
     """
     tensors = list(packed.tensors.values())
-    known_rank(name, src, ctx)
+    check_source_rank(name, src, ctx)
     call = (name, signature(packed, f"src={src}"))
     # A pretended world holds this rank's values only.
     sends = ctx.rank == src or ctx.comm.simulated
     blob = dump(list(packed.others.values()), ctx) if sends and packed.others else _EMPTY
-    rides = _rides(ctx, tensors) and ctx.world_size > 1
-    mine = torch.cat([to_bytes(tensors), blob]) if rides else blob
+    fits = _fits_in_packet(ctx, tensors) and ctx.world_size > 1
+    mine = torch.cat([to_bytes(tensors), blob]) if fits else blob
     payload = _exchange(ctx, call, mine if sends else _EMPTY)[src]
     if ctx.world_size == 1:
         got = [tensor.clone() for tensor in tensors]
-    elif rides:
+    elif fits:
         size = to_bytes(tensors).numel()
         got = from_bytes(payload[:size], tensors)
         payload = payload[size:]
     else:
-        got = _broadcast_bulk(ctx, call, tensors, src)
-    (others,) = opened(name, {src: payload}, ctx) if packed.others else ([],)
+        got = _broadcast_large(ctx, call, tensors, src)
+    (others,) = unpickle_all(name, {src: payload}, ctx) if packed.others else ([],)
     leaves = dict(zip(packed.tensors, got, strict=True))
     return packed.rebuild(leaves | dict(zip(packed.others, others, strict=True)))
 
 
-def _every_rank(
+def _gather_leaves(
     ctx: DistContext, call: Call, packed: Packed, others: Tensor | None, *, joined: bool = False
 ) -> tuple[list[Tensor], list[list[Any]]]:
-    """Each tensor of all ranks, as `columns` gives it, and the other leaves of each rank.
+    """Each tensor of all ranks, as `unpack_ranks` gives it, and the other leaves of each rank.
 
     Args:
         others: The other leaves as `dump` makes them; None if nobody wants them.
@@ -207,22 +219,22 @@ def _every_rank(
         alone = [t.clone() if joined and t.ndim else t.clone()[None] for t in tensors]
         return alone, [list(packed.others.values())]
     blob = _EMPTY if others is None else others
-    if _rides(ctx, tensors):
+    if _fits_in_packet(ctx, tensors):
         flat = to_bytes(tensors)
         mine = torch.cat([flat, blob]) if blob.numel() else flat
         rows, sizes = exchange_rows(ctx, call, mine)
-        stacked = columns(rows, tensors, joined=joined)
+        stacked = unpack_ranks(rows, tensors, joined=joined)
         ends = zip(rows, sizes, strict=True) if blob.numel() else ()
         blobs: Sequence[Tensor] = [row[flat.numel() : size] for row, size in ends]
     else:
-        blobs = _compared(ctx, call, tensors, blob)
-        stacked = _gather_bulk(ctx, call, tensors, joined=joined)
+        blobs = _check_call(ctx, call, tensors, blob)
+        stacked = _gather_large(ctx, call, tensors, joined=joined)
     if not blob.numel():
         return stacked, [[]] * ctx.world_size
-    return stacked, opened(call[0], dict(enumerate(blobs)), ctx)
+    return stacked, unpickle_all(call[0], dict(enumerate(blobs)), ctx)
 
 
-def _compared(
+def _check_call(
     ctx: DistContext, call: Call, tensors: list[Tensor], blob: Tensor
 ) -> Sequence[Tensor]:
     if blob.numel():
@@ -232,10 +244,10 @@ def _compared(
 
 
 def _exchange(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
-    return [payload.clone()] if ctx.world_size == 1 else exchange(ctx, call, payload)
+    return [payload.clone()] if ctx.world_size == 1 else exchange_payloads(ctx, call, payload)
 
 
-def _rides(ctx: DistContext, tensors: list[Tensor]) -> bool:
+def _fits_in_packet(ctx: DistContext, tensors: list[Tensor]) -> bool:
     """Whether tensors travel in the packet itself: they are on the CPU and fit."""
     if ctx.world_size == 1:
         return True
@@ -255,23 +267,23 @@ def _by_device(ctx: DistContext, tensors: list[Tensor]) -> list[tuple[Any, list[
     return [(group, places) for group, places in pairs if places]
 
 
-def _gather_bulk(
+def _gather_large(
     ctx: DistContext, call: Call, tensors: list[Tensor], *, joined: bool
 ) -> list[Tensor]:
     stacked: dict[int, Tensor] = {}
     for group, places in _by_device(ctx, tensors):
         mine = [tensors[i] for i in places]
-        with guarded(ctx, call):
+        with rank_loss_guard(ctx, call):
             got = gather_all(mine, ctx.world_size, group, joined=joined)
         stacked |= zip(places, got, strict=True)
     return [stacked[place] for place in range(len(tensors))]
 
 
-def _broadcast_bulk(ctx: DistContext, call: Call, tensors: list[Tensor], src: int) -> list[Tensor]:
+def _broadcast_large(ctx: DistContext, call: Call, tensors: list[Tensor], src: int) -> list[Tensor]:
     out: list[Any] = [None] * len(tensors)
     for group, places in _by_device(ctx, tensors):
         mine = [tensors[i] for i in places]
-        with guarded(ctx, call):
+        with rank_loss_guard(ctx, call):
             got = broadcast_all(mine, ctx.comm.ranks[src], group)
         for i, tensor in zip(places, got, strict=True):
             out[i] = tensor

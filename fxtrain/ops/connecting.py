@@ -12,17 +12,17 @@ import torch
 from torch import distributed as dist
 
 from fxtrain._errors import ContextError
-from fxtrain._secret import SECRET, key_of
+from fxtrain._secret import SECRET, derive_key
 from fxtrain.ops import xla_runtime
-from fxtrain.ops.closing import closer, part_closer
+from fxtrain.ops.closing import make_close, make_part_close
 from fxtrain.ops.devices import find_device
 from fxtrain.ops.rendezvous_store import first_line, open_store
 from fxtrain.ops.transport.packets import packets_of
 from fxtrain.state import (
     AXES,
     Comm,
+    CommState,
     DistContext,
-    Ledger,
     Mesh,
     Topology,
     axis_groups,
@@ -38,7 +38,7 @@ LONGEST_S = 1e6  # systems count milliseconds in 31 bits
 _MESH = "FXTRAIN_MESH"
 
 # torch's own choice of library per device type; CPU tensors always travel over gloo.
-_LIBRARIES = {
+_BACKENDS = {
     "cpu": "gloo",
     "cuda": "nccl",
     "mps": "gloo",
@@ -48,7 +48,7 @@ _LIBRARIES = {
 }
 
 
-def _is_time(value: Any) -> bool:
+def _is_timeout(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and 0 < value <= LONGEST_S
 
@@ -95,8 +95,8 @@ def detect(
         (0, 1, 'cpu', 'none')
     """
     variables = os.environ if env is None else env
-    key = key_of(variables.get(SECRET, ""))
-    if timeout_s is not None and not _is_time(timeout_s):
+    key = derive_key(variables.get(SECRET, ""))
+    if timeout_s is not None and not _is_timeout(timeout_s):
         # Python refuses to write numbers of thousands of digits.
         large = isinstance(timeout_s, int) and timeout_s > LONGEST_S
         shown = "..." if large else repr(timeout_s)
@@ -110,14 +110,14 @@ def detect(
     if dist.is_available() and dist.is_initialized():
         topology = _existing_topology(variables)
         found, _ = find_device(device, variables, topology)
-        return _join(topology, found, mesh, wait_s, checks=checks, store=None, key=key)
+        return _connect_ranks(topology, found, mesh, wait_s, checks=checks, store=None, key=key)
     topology = read_topology(variables)
     found, devices = find_device(device, variables, topology)
     if topology.world_size == 1:
-        return _alone(topology, found, devices, mesh, wait_s, checks=checks)
+        return _single_rank_context(topology, found, devices, mesh, wait_s, checks=checks)
     resolve_mesh(mesh or Mesh(), topology.world_size)  # a refusal does not wait for the others
     store = open_store(topology, wait_s, key=key)
-    return _join(topology, found, mesh, wait_s, checks=checks, store=store, key=key)
+    return _connect_ranks(topology, found, mesh, wait_s, checks=checks, store=store, key=key)
 
 
 def close(ctx: DistContext) -> None:
@@ -157,7 +157,7 @@ def _existing_topology(env: Mapping[str, str]) -> Topology:
     )
 
 
-def _alone(
+def _single_rank_context(
     topology: Topology,
     device: torch.device,
     devices: int,
@@ -177,7 +177,7 @@ def _alone(
     return attrs.evolve(ctx, devices=devices)
 
 
-def _join(
+def _connect_ranks(
     topology: Topology,
     device: torch.device,
     mesh: Mesh | None,
@@ -198,7 +198,7 @@ def _join(
     world = dist.group.WORLD
     simulated = dist.get_backend(world) == "fake"
     new_group = functools.partial(_new_group, wait=wait, simulated=simulated)
-    ledger = Ledger()
+    state = CommState()
     comm = Comm(
         group=world,
         control=new_group(None),
@@ -207,11 +207,11 @@ def _join(
         timeout_s=timeout_s,
         checks=checks,
         simulated=simulated,
-        close=closer(launched, store, timeout_s) if owned else part_closer(ledger),
-        ledger=ledger,
+        close=make_close(launched, store, timeout_s) if owned else make_part_close(state),
+        state=state,
         key=key,
     )
-    ledger.opened.append(comm.control)
+    state.opened_groups.append(comm.control)
     packets_of(comm, topology.rank)  # so that the others can write to this rank
     axes = _open_axes(comm, shape, topology.rank, wait, device) if mesh is not None else {}
     return _context(topology, device, comm, shape, axes)
@@ -272,15 +272,15 @@ def _open_axes(
         elif real in opened:  # data over replicate alone is replicate
             part = opened[real]
         else:
-            part = opened[real] = _open_part(comm, name, parts, mine, wait, device)
+            part = opened[real] = _open_axis(comm, name, parts, mine, wait, device)
             packets_of(part, mine.index(rank))
         if part is not comm:
-            comm.ledger.parts.add(part.ledger)
+            comm.state.children.add(part.state)
         axes[name] = (mine.index(rank), part)
     return axes
 
 
-def _open_part(
+def _open_axis(
     comm: Comm,
     name: str,
     parts: list[list[int]],
@@ -290,12 +290,12 @@ def _open_part(
 ) -> Comm:
     def open_all(backend: str | None) -> Any:
         group, _ = dist.new_subgroups_by_enumeration(parts, timeout=wait, backend=backend)
-        comm.ledger.opened.append(group)
+        comm.state.opened_groups.append(group)
         return group
 
     group = open_all(None)
     if device.type == "xla":
-        xla_runtime.part(group, device, parts)
+        xla_runtime.register_subgroups(group, device, parts)
     return Comm(
         group=group,
         control=group if comm.simulated else open_all("gloo"),
@@ -324,7 +324,7 @@ def _group_store() -> Any:
 
 
 def _open_group(topology: Topology, device: torch.device, store: Any, wait: timedelta) -> None:
-    library = _LIBRARIES.get(device.type)
+    library = _BACKENDS.get(device.type)
     if library is None:
         raise ContextError(
             f"No communication library is known for {device.type} tensors. "

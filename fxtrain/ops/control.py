@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from fxtrain._errors import CollectiveError
-from fxtrain.ops.objects import gather_objects, told
-from fxtrain.ops.transport.mismatches import known_context
+from fxtrain.ops.objects import gather_errors, gather_objects
+from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.state import DistContext
 
 __all__ = ["main_first", "on_main", "on_rank", "say"]
 
 T = TypeVar("T")
-_INSIDE = "main_first"
+_MAIN_FIRST_KEY = "main_first"
 
 
 @contextmanager
@@ -37,37 +37,37 @@ def main_first(ctx: DistContext) -> Iterator[None]:
         ...     with fx.ops.main_first(ctx):
         ...         rows = list(range(3))
     """
-    known_context("main_first", ctx)
-    kept = ctx.comm.ledger.kept
-    if ctx.world_size == 1 or _INSIDE in kept:
+    check_is_context("main_first", ctx)
+    kept = ctx.comm.state.background_resources
+    if ctx.world_size == 1 or _MAIN_FIRST_KEY in kept:
         yield
         return
     if not ctx.is_main:
-        _meet_first(None, ctx)
-    kept[_INSIDE] = True
-    calls = ctx.comm.ledger.calls
+        _release_others(None, ctx)
+    kept[_MAIN_FIRST_KEY] = True
+    calls = ctx.comm.state.call_count
     problem: BaseException | None = None
     try:
         yield
     except BaseException as error:
-        ledger = ctx.comm.ledger
+        state = ctx.comm.state
         # A collective in the block met one of main_first, which the others know by now.
-        if ledger.calls != calls or ledger.broken is not None:
+        if state.call_count != calls or state.failure is not None:
             raise
         problem = error
     finally:
-        del kept[_INSIDE]
+        del kept[_MAIN_FIRST_KEY]
     if ctx.is_main:
-        _meet_first(problem, ctx)
+        _release_others(problem, ctx)
     if problem is None or not ctx.is_main:  # the others left when rank 0 failed
-        _meet_first(problem, ctx)
+        _release_others(problem, ctx)
     if problem is not None:
         raise problem
 
 
-def _meet_first(problem: BaseException | None, ctx: DistContext) -> None:
+def _release_others(problem: BaseException | None, ctx: DistContext) -> None:
     """Tell the other ranks that this one is done with the block, or why it failed."""
-    found = told("main_first", problem, ctx)
+    found = gather_errors("main_first", problem, ctx)
     failed = [
         f"rank {rank} failed inside the block: {text}" for rank, text in enumerate(found) if text
     ]
@@ -102,7 +102,7 @@ def on_rank(fn: Callable[[], T], ctx: DistContext, *, rank: int) -> T | None:
         ...     fx.ops.on_rank(lambda: ctx.rank, ctx, rank=-1)
         0
     """
-    known_context("on_rank", ctx)
+    check_is_context("on_rank", ctx)
     if not -ctx.world_size <= rank < ctx.world_size:
         raise CollectiveError(f"on_rank(rank={rank}): this context has {ctx.world_size} ranks.")
     return fn() if ctx.rank == rank % ctx.world_size else None
@@ -123,7 +123,7 @@ def say(text: Any, ctx: DistContext, *, everyone: bool = False) -> None:
         ...     fx.ops.say("epoch 1", ctx)
         epoch 1
     """
-    known_context("say", ctx)
+    check_is_context("say", ctx)
     lines = [str(text)]
     if everyone:
         found = gather_objects(str(text), ctx)

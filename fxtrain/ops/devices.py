@@ -17,8 +17,8 @@ def find_device(
     asked: str | torch.device | None, env: Mapping[str, str], topology: Topology
 ) -> tuple[torch.device, int]:
     """The device of this rank, and how many it stands for."""
-    if xla_runtime.wants(asked, env):
-        return xla_runtime.start(asked, env, topology)
+    if xla_runtime.wants_xla(asked, env):
+        return xla_runtime.start_runtime(asked, env, topology)
     return _pick_device(asked, topology), 1
 
 

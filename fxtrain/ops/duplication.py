@@ -1,16 +1,16 @@
 """A second way to the same ranks."""
 
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import attrs
 import torch
 from torch import distributed as dist
 
-from fxtrain.ops.transport.exchange import guarded, settle
-from fxtrain.ops.transport.mismatches import known_context
+from fxtrain.ops.transport.exchange import rank_loss_guard, wait_pending_check
+from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packets import packets_of
-from fxtrain.state import Comm, DistContext, Ledger
+from fxtrain.state import Comm, CommState, DistContext
 
 __all__ = ["duplicate"]
 
@@ -35,19 +35,19 @@ def duplicate(ctx: DistContext) -> DistContext:
         ...     fx.ops.duplicate(ctx).world_size
         1
     """
-    known_context("duplicate", ctx)
-    comm, fresh = ctx.comm, Ledger(owner=None)
-    comm.ledger.parts.add(fresh)
+    check_is_context("duplicate", ctx)
+    comm, fresh = ctx.comm, CommState(thread=None)
+    comm.state.children.add(fresh)
     if ctx.world_size == 1 or comm.simulated:
-        return attrs.evolve(ctx, comm=attrs.evolve(comm, close=Comm().close, ledger=fresh))
-    settle(ctx)
+        return attrs.evolve(ctx, comm=attrs.evolve(comm, close=Comm().close, state=fresh))
+    wait_pending_check(ctx)
     # Equal on every rank, which have made as many calls and opened as many groups.
-    name = f"{comm.name}+{comm.ledger.calls}.{len(comm.ledger.opened)}"
-    with guarded(ctx, ("duplicate", "")):
+    name = f"{comm.name}+{comm.state.call_count}.{len(comm.state.opened_groups)}"
+    with rank_loss_guard(ctx, ("duplicate", "")):
         group = _open(ctx)
         _connected(ctx, name)
     copy = attrs.evolve(
-        comm, group=group, control=group, name=name, close=Comm().close, ledger=fresh
+        comm, group=group, control=group, name=name, close=Comm().close, state=fresh
     )
     packets_of(copy, ctx.rank)
     return attrs.evolve(ctx, comm=copy, device=torch.device("cpu"))
@@ -55,7 +55,7 @@ def duplicate(ctx: DistContext) -> DistContext:
 
 def _open(ctx: DistContext) -> dist.ProcessGroup:
     comm, world = ctx.comm, cast(dist.ProcessGroup, dist.group.WORLD)
-    group = dist.new_group(
+    group: Any = dist.new_group(
         list(comm.ranks),
         timeout=timedelta(seconds=comm.timeout_s),
         backend="gloo",
@@ -64,7 +64,7 @@ def _open(ctx: DistContext) -> dist.ProcessGroup:
         use_local_synchronization=ctx.world_size < world.size(),
         group_desc="fxtrain duplicate",
     )
-    comm.ledger.opened.append(group)
+    comm.state.opened_groups.append(group)
     return group
 
 

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 
 from fxtrain._errors import CollectiveError
-from fxtrain._tree import Shape
-from fxtrain._words import words_of
-from fxtrain.ops.collectives import gather_packed, spread_packed
-from fxtrain.ops.transport.exchange import compare, exchange
-from fxtrain.ops.transport.mismatches import known_context
+from fxtrain._tree import TreeSpec
+from fxtrain._words import canonical_text
+from fxtrain.ops.collectives import broadcast_packed, gather_packed
+from fxtrain.ops.transport.exchange import compare, exchange_payloads
+from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packing import Packed
-from fxtrain.ops.transport.pickled import said
+from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext
 
 __all__ = [
@@ -21,9 +21,9 @@ __all__ = [
     "any_rank",
     "barrier",
     "broadcast_object",
+    "gather_errors",
     "gather_objects",
     "raise_together",
-    "told",
 ]
 
 
@@ -55,8 +55,8 @@ def gather_objects(obj: Any, ctx: DistContext) -> list[Any]:
         ...     fx.ops.gather_objects({"rank": ctx.rank}, ctx)
         [{'rank': 0}]
     """
-    known_context("gather_objects", ctx)
-    return gather_packed("gather_objects", _whole(obj), ctx)
+    check_is_context("gather_objects", ctx)
+    return gather_packed("gather_objects", _as_leaf(obj), ctx)
 
 
 def broadcast_object(obj: Any, ctx: DistContext, src: int = 0) -> Any:
@@ -75,13 +75,13 @@ def broadcast_object(obj: Any, ctx: DistContext, src: int = 0) -> Any:
         ...     fx.ops.broadcast_object("run-7", ctx)
         'run-7'
     """
-    known_context("broadcast_object", ctx)
-    return spread_packed("broadcast_object", _whole(obj), ctx, src)
+    check_is_context("broadcast_object", ctx)
+    return broadcast_packed("broadcast_object", _as_leaf(obj), ctx, src)
 
 
-def _whole(obj: Any) -> Packed:
+def _as_leaf(obj: Any) -> Packed:
     """An object that travels as one leaf, whatever it is."""
-    return Packed(shape=Shape("*"), tensors={}, others={0: obj}, back={})
+    return Packed(shape=TreeSpec("*"), tensors={}, others={0: obj}, back={})
 
 
 def barrier(ctx: DistContext) -> None:
@@ -98,9 +98,9 @@ def barrier(ctx: DistContext) -> None:
         >>> with fx.detect(env={}, device="cpu") as ctx:
         ...     fx.ops.barrier(ctx)
     """
-    known_context("barrier", ctx)
+    check_is_context("barrier", ctx)
     if ctx.world_size > 1:
-        exchange(ctx, ("barrier", ""), torch.empty(0, dtype=torch.uint8))
+        exchange_payloads(ctx, ("barrier", ""), torch.empty(0, dtype=torch.uint8))
 
 
 def agree(value: Any, ctx: DistContext, name: str = "value") -> Any:
@@ -126,9 +126,9 @@ def agree(value: Any, ctx: DistContext, name: str = "value") -> Any:
         ...     fx.ops.agree(32, ctx, name="batch size")
         32
     """
-    known_context("agree", ctx)
+    check_is_context("agree", ctx)
     if ctx.world_size > 1:
-        compare(ctx, ("agree", f"{name}={words_of(value)}"))
+        compare(ctx, ("agree", f"{name}={canonical_text(value)}"))
     return value
 
 
@@ -192,9 +192,9 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
         >>> with fx.detect(env={}, device="cpu") as ctx:
         ...     fx.ops.raise_together(None, ctx)
     """
-    known_context("raise_together", ctx)
+    check_is_context("raise_together", ctx)
     if ctx.world_size > 1:
-        found = told("raise_together", problem, ctx)
+        found = gather_errors("raise_together", problem, ctx)
         if problem is None and any(found):
             lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
             raise CollectiveError("\n".join(["Another rank failed:", *lines]))
@@ -202,7 +202,7 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
         raise problem
 
 
-def told(op: str, problem: BaseException | None, ctx: DistContext) -> list[str]:
+def gather_errors(op: str, problem: BaseException | None, ctx: DistContext) -> list[str]:
     """Tell every rank this rank's error, if any.
 
     Returns:
@@ -214,21 +214,21 @@ def told(op: str, problem: BaseException | None, ctx: DistContext) -> list[str]:
     Raises:
         CollectiveError: a rank is at another call or never joins; on every rank.
     """
-    mine = "" if problem is None else said(problem)
+    mine = "" if problem is None else error_text(problem)
     payload = torch.frombuffer(bytearray(mine.encode(errors="replace") + b"\n"), dtype=torch.uint8)
-    rows = exchange(ctx, (op, "", mine), payload)
+    rows = exchange_payloads(ctx, (op, "", mine), payload)
     return [bytes(row.tolist()).decode(errors="replace")[:-1] for row in rows]
 
 
 def _flags(op: str, flag: Any, ctx: DistContext) -> list[bool]:
-    known_context(op, ctx)
+    check_is_context(op, ctx)
     mine, unclear = False, None
     try:
         mine = bool(flag)
     except Exception as error:  # of a tensor of several entries, or the flag's own
         unclear = error
     payload = torch.tensor([mine, unclear is not None]).view(torch.uint8)
-    rows = [payload] if ctx.world_size == 1 else exchange(ctx, (op, ""), payload)
+    rows = [payload] if ctx.world_size == 1 else exchange_payloads(ctx, (op, ""), payload)
     found = [(bool(row[0]), bool(row[1])) for row in rows]
     if wrong := [str(rank) for rank, (_, is_unclear) in enumerate(found) if is_unclear]:
         raise CollectiveError(

@@ -7,10 +7,10 @@ from torch import distributed as dist
 
 from fxtrain.state import DistContext
 
-__all__ = ["describe", "ensure_group"]
+__all__ = ["ensure_group", "export_local_rank"]
 
 
-def describe(ctx: DistContext) -> None:
+def export_local_rank(ctx: DistContext) -> None:
     """Say in the environment which device of its node this rank uses.
 
     DeepSpeed looks it up while it trains, so it has to stay; `detect` ignores it by itself.

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxtrain._errors import DataError
-from fxtrain.ops.transport.exchange import exchange
-from fxtrain.ops.transport.mismatches import known_context
+from fxtrain.ops.transport.exchange import exchange_payloads
+from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packing import pack
 from fxtrain.state import DistContext
 
@@ -64,15 +64,18 @@ def pad(tree: Any, ctx: DistContext, dim: int = 0, value: float = 0) -> Padded:
         ...     fx.ops.unpad(fx.ops.gather(padded, ctx), ctx), padded.lengths
         (tensor([0, 1, 2]), ((3,),))
     """
-    known_context("pad", ctx)
+    check_is_context("pad", ctx)
     packed = pack(tree)
     tensors = list(packed.tensors.values())
-    mine = [t.shape[dim] if _has(t, dim) else -1 for t in tensors]
+    mine = [t.shape[dim] if _has_dim(t, dim) else -1 for t in tensors]
     ranks = [mine]
     if ctx.world_size > 1:
         payload = torch.tensor(mine, dtype=torch.int64).view(torch.uint8)
-        call = ("pad", f"{packed.shape.text} {[_loose(t, dim) for t in tensors]}, dim={dim}")
-        rows = exchange(ctx, call, payload)
+        call = (
+            "pad",
+            f"{packed.shape.text} {[_signature_without_dim(t, dim) for t in tensors]}, dim={dim}",
+        )
+        rows = exchange_payloads(ctx, call, payload)
         ranks = [row.clone().view(torch.int64).tolist() for row in rows]
     lengths = tuple(zip(*ranks, strict=True)) if mine else ()
     padded = [
@@ -107,25 +110,25 @@ def unpad(padded: Padded, ctx: DistContext) -> Any:
     out: dict[int, Any] = dict(packed.others)
     for index, (place, tensor) in enumerate(packed.tensors.items()):
         lengths = padded.lengths[index]
-        out[place] = tensor if lengths[0] < 0 else _cut(tensor, padded, index, ctx)
+        out[place] = tensor if lengths[0] < 0 else _unpad_leaf(tensor, padded, index, ctx)
     return packed.rebuild(out)
 
 
-def _has(tensor: Tensor, dim: int) -> bool:
+def _has_dim(tensor: Tensor, dim: int) -> bool:
     return -tensor.ndim <= dim < tensor.ndim
 
 
-def _loose(tensor: Tensor, dim: int) -> str:
+def _signature_without_dim(tensor: Tensor, dim: int) -> str:
     """Dtype and shape without the length that may differ."""
     shape: list[Any] = list(tensor.shape)
-    if _has(tensor, dim):
+    if _has_dim(tensor, dim):
         shape[dim] = "?"
     return f"{str(tensor.dtype)[6:]}{shape}"
 
 
 def extend(tensor: Tensor, dim: int, length: int, value: float) -> Tensor:
     """Pad a tensor at the end of one dimension; one without that dimension stays."""
-    if not _has(tensor, dim) or tensor.shape[dim] >= length:
+    if not _has_dim(tensor, dim) or tensor.shape[dim] >= length:
         return tensor
     if not tensor.numel():  # which torch 2.9 does not pad
         shape = list(tensor.shape)
@@ -136,7 +139,7 @@ def extend(tensor: Tensor, dim: int, length: int, value: float) -> Tensor:
     return F.pad(tensor, (0, 0) * behind + (0, gap), value=value)
 
 
-def _cut(tensor: Tensor, padded: Padded, index: int, ctx: DistContext) -> Tensor:
+def _unpad_leaf(tensor: Tensor, padded: Padded, index: int, ctx: DistContext) -> Tensor:
     lengths, head, dim = padded.lengths[index], padded.heads[index], padded.dim
     world_size = len(lengths)
     if tensor.shape[0] == head:

@@ -9,21 +9,21 @@ import torch
 
 from fxtrain._errors import CollectiveError, PlanError
 from fxtrain.ops.objects import gather_objects
-from fxtrain.ops.transport.exchange import exchange
+from fxtrain.ops.transport.exchange import exchange_payloads
 from fxtrain.ops.transport.mismatches import by_rank
 from fxtrain.state import DDP, DistContext, Plan, diff, fingerprint
 
-__all__ = ["agree_plans", "digest_of_plan", "refuse_plans"]
+__all__ = ["check_same_plan", "digest_of_plan", "raise_plan_differences"]
 
 _DIGEST = 32  # bytes, which fit into a packet among any number of ranks
 
 
-def agree_plans(doing: str, ctx: DistContext, plan: Plan, beside: Mapping[str, Any]) -> None:
+def check_same_plan(action: str, ctx: DistContext, plan: Plan, extra: Mapping[str, Any]) -> None:
     """Make sure that every rank brings the same plan, and the same beside it.
 
     Args:
-        doing: The call, for messages.
-        beside: By name, what must be equal too: values with a faithful `str`.
+        action: The call, for messages.
+        extra: By name, what must be equal too: values with a faithful `str`.
 
     Effects:
         One exchange of packets; none at one rank or with `checks=False`. Where ranks differ,
@@ -35,20 +35,20 @@ def agree_plans(doing: str, ctx: DistContext, plan: Plan, beside: Mapping[str, A
     """
     if ctx.world_size == 1 or not ctx.comm.checks or ctx.comm.control is None:
         return
-    mine = torch.frombuffer(bytearray(digest_of_plan(plan, beside)), dtype=torch.uint8)
-    found = exchange(ctx, (doing, ""), mine)
+    mine = torch.frombuffer(bytearray(digest_of_plan(plan, extra)), dtype=torch.uint8)
+    found = exchange_payloads(ctx, (action, ""), mine)
     if any(not torch.equal(one, found[0]) for one in found):
-        refuse_plans(doing, ctx, plan, beside)
+        raise_plan_differences(action, ctx, plan, extra)
 
 
-def digest_of_plan(plan: Plan, beside: Mapping[str, Any]) -> bytes:
+def digest_of_plan(plan: Plan, extra: Mapping[str, Any]) -> bytes:
     """What two ranks share if they bring the same."""
-    text = repr((_fingerprint(plan), _in_words(beside)))
+    text = repr((_fingerprint(plan), _extra_text(extra)))
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
 
 
-def _in_words(beside: Mapping[str, Any]) -> dict[str, str]:
-    return {name: str(value) for name, value in beside.items()}
+def _extra_text(extra: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in extra.items()}
 
 
 def _fingerprint(plan: Plan) -> str:
@@ -60,14 +60,16 @@ def _fingerprint(plan: Plan) -> str:
         return f"{kind.__module__}.{kind.__qualname__} {rest}"
 
 
-def refuse_plans(doing: str, ctx: DistContext, plan: Plan, beside: Mapping[str, Any]) -> NoReturn:
+def raise_plan_differences(
+    action: str, ctx: DistContext, plan: Plan, extra: Mapping[str, Any]
+) -> NoReturn:
     """Raise what differs between ranks; called by all of them.
 
     Raises:
         PlanError: the plans differ.
         CollectiveError: something beside them differs.
     """
-    found = gather_objects((plan, _in_words(beside)), ctx)
+    found = gather_objects((plan, _extra_text(extra)), ctx)
     first, facts = found[0]
     changes = {rank: _changes(first, other) for rank, (other, _) in enumerate(found)}
     lines = by_rank((rank, text) for rank, text in changes.items() if text)
@@ -75,7 +77,7 @@ def refuse_plans(doing: str, ctx: DistContext, plan: Plan, beside: Mapping[str, 
         raise PlanError(
             "\n".join(
                 [
-                    f"{doing}: the ranks pass different plans. Compared with rank 0:",
+                    f"{action}: the ranks pass different plans. Compared with rank 0:",
                     *lines,
                     "Pass the same plan on every rank: read it from one file, and set no field "
                     "by the rank.",
@@ -87,7 +89,7 @@ def refuse_plans(doing: str, ctx: DistContext, plan: Plan, beside: Mapping[str, 
     raise CollectiveError(
         "\n".join(
             [
-                f"{doing}: the ranks differ in {' and '.join(names)}.",
+                f"{action}: the ranks differ in {' and '.join(names)}.",
                 *by_rank(enumerate(shown)),
                 f"Every rank must pass the same {' and the same '.join(names)}.",
             ]

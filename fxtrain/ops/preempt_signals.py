@@ -14,7 +14,7 @@ from fxtrain.state import DistContext, Position
 
 __all__ = ["Preemption", "preemption"]
 
-_USUAL = ("SIGTERM", "SIGUSR1")
+_DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -55,7 +55,7 @@ class Preemption:
 
 @contextmanager
 def preemption(
-    ctx: DistContext, *, signals: Sequence[str] = _USUAL, every: int = 1
+    ctx: DistContext, *, signals: Sequence[str] = _DEFAULT_SIGNALS, every: int = 1
 ) -> Iterator[Preemption]:
     """Take note of signals, so that a run can save and leave at the end of an update.
 

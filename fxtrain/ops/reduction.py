@@ -9,10 +9,10 @@ from torch import distributed as dist
 
 from fxtrain._errors import CollectiveError
 from fxtrain.ops.transport.arrays import combinable
-from fxtrain.ops.transport.exchange import Call, guarded
+from fxtrain.ops.transport.exchange import Call, rank_loss_guard
 from fxtrain.state import DistContext
 
-__all__ = ["all_reduce", "fold", "reducible"]
+__all__ = ["all_reduce", "check_reducible", "fold"]
 
 _OPS = {
     "mean": dist.ReduceOp.SUM,
@@ -29,12 +29,12 @@ _FOLDS: dict[str, Callable[[Tensor], Tensor]] = {
     "product": lambda rows: rows.prod(0),
 }
 # What every library sums natively; other dtypes are computed in the wider one beside them.
-_NATIVE = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8}
+_NATIVE_DTYPES = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8}
 
 _LOWEST = torch.iinfo(torch.int64).min
 
 
-def reducible(tensors: Sequence[Tensor], op: str, others: Iterable[Any]) -> None:
+def check_reducible(tensors: Sequence[Tensor], op: str, others: Iterable[Any]) -> None:
     """Refuse combinations that have no meaning; call it where all ranks agree on the leaves.
 
     Args:
@@ -69,7 +69,7 @@ def all_reduce(ctx: DistContext, call: Call, tensors: list[Tensor], op: str) -> 
         kinds.setdefault((tensor.dtype, tensor.device.type == "cpu"), []).append(place)
     for (dtype, on_cpu), places in kinds.items():
         flat = torch.cat([_widen(tensors[place], op).reshape(-1) for place in places])
-        summed = _one(ctx, call, flat, op, on_cpu=on_cpu)
+        summed = _all_reduce_flat(ctx, call, flat, op, on_cpu=on_cpu)
         parts = summed.split([tensors[place].numel() for place in places])
         for place, part in zip(places, parts, strict=True):
             shaped = part.view(tensors[place].shape)
@@ -77,9 +77,11 @@ def all_reduce(ctx: DistContext, call: Call, tensors: list[Tensor], op: str) -> 
     return [tensor for tensor in out if tensor is not None]
 
 
-def _one(ctx: DistContext, call: Call, flat: Tensor, op: str, *, on_cpu: bool) -> Tensor:
+def _all_reduce_flat(
+    ctx: DistContext, call: Call, flat: Tensor, op: str, *, on_cpu: bool
+) -> Tensor:
     group = ctx.comm.control if on_cpu else ctx.comm.group
-    with guarded(ctx, call):
+    with rank_loss_guard(ctx, call):
         if flat.is_complex() and op == "product":  # not a sum of its parts
             rows = [torch.empty_like(flat) for _ in range(ctx.world_size)]
             dist.all_gather(rows, flat, group=group)
@@ -100,7 +102,7 @@ def _widen(tensor: Tensor, op: str) -> Tensor:
         return tensor.view(torch.int64) ^ _LOWEST  # in the order of the unsigned numbers
     if dtype == torch.uint64 and op == "mean":
         return tensor.to(torch.float64)
-    if dtype.is_complex or dtype in _NATIVE:
+    if dtype.is_complex or dtype in _NATIVE_DTYPES:
         fresh = tensor.to(torch.float64) if _integer_mean(dtype, op) else tensor
         return fresh.clone(memory_format=torch.contiguous_format)
     return tensor.to(torch.int64)

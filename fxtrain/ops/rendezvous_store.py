@@ -9,13 +9,13 @@ from torch import distributed as dist
 
 from fxtrain._errors import ContextError
 from fxtrain._listen import listen
-from fxtrain._secret import SECRET, proof
+from fxtrain._secret import SECRET, key_proof
 from fxtrain.state import Topology
 
 __all__ = ["first_line", "open_store"]
 
 # For the other ranks to read that the secrets differ.
-_KNOWN = timedelta(seconds=10)
+_SECRET_WAIT = timedelta(seconds=10)
 
 
 def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any:
@@ -44,8 +44,8 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
         # Keys outlive a closed context, so each connection of a process gets fresh ones.
         count = tcp.add(f"fxtrain/{attempt}/connections/{topology.rank}", 1)
         store = dist.PrefixStore(f"fxtrain/{attempt}/{count}", tcp)
-        store.add(f"secret/{proof(key)}", 1)
-        store.set(f"hello/{topology.rank}", proof(key))
+        store.add(f"secret/{key_proof(key)}", 1)
+        store.set(f"hello/{topology.rank}", key_proof(key))
     except (RuntimeError, ValueError, OSError) as error:
         raise ContextError(
             f"{me} could not reach the main address {where} within {timeout_s:g} s: "
@@ -55,7 +55,7 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
     keys = {rank: f"hello/{rank}" for rank in range(topology.world_size)}
     try:
         store.wait(list(keys.values()), timedelta(seconds=timeout_s))
-        others = _of_other_secrets(topology, store, key)
+        others = _ranks_with_other_secret(topology, store, key)
     except RuntimeError as error:
         missing = _missing(store, keys)
         raise ContextError(
@@ -75,7 +75,7 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
 def _connected(topology: Topology, wait: timedelta) -> Any:
     """A connection to the store, which this rank serves if it is the one to do so."""
     serves = topology.rank == 0 and not topology.store_is_served
-    door = _door(topology) if serves else None
+    door = _listening_socket(topology) if serves else None
     return dist.TCPStore(
         topology.main_address,
         topology.main_port,
@@ -88,7 +88,7 @@ def _connected(topology: Topology, wait: timedelta) -> Any:
     )
 
 
-def _door(topology: Topology) -> int | None:
+def _listening_socket(topology: Topology) -> int | None:
     """The descriptor of a socket that listens at the main address, for torch to own.
 
     None where the port is in use: a context of this process that was closed serves it until
@@ -102,20 +102,20 @@ def _door(topology: Topology) -> int | None:
         return None
 
 
-def _of_other_secrets(topology: Topology, store: Any, key: bytes) -> list[int]:
+def _ranks_with_other_secret(topology: Topology, store: Any, key: bytes) -> list[int]:
     """The ranks whose secret is not this rank's.
 
     Every rank counts those that are like it, so that all find out where one differs. The rank
     that serves the store leaves once the others know.
     """
     ranks = range(topology.world_size)
-    if store.add(f"secret/{proof(key)}", 0) == len(ranks):
+    if store.add(f"secret/{key_proof(key)}", 0) == len(ranks):
         return []
-    mine = proof(key).encode()
+    mine = key_proof(key).encode()
     found = [rank for rank in ranks if store.get(f"hello/{rank}") != mine]
     store.set(f"secret-differs/{topology.rank}", "")
     if topology.rank == 0:
-        store.wait([f"secret-differs/{rank}" for rank in ranks], _KNOWN)
+        store.wait([f"secret-differs/{rank}" for rank in ranks], _SECRET_WAIT)
     return found
 
 

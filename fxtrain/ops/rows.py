@@ -13,13 +13,13 @@ from fxtrain.ops.collectives import gather_packed
 from fxtrain.ops.objects import raise_together
 from fxtrain.ops.padding import extend
 from fxtrain.ops.transport.arrays import Back, as_tensor, is_array
-from fxtrain.ops.transport.mismatches import known_context
+from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packing import packed_leaves
 from fxtrain.state import Batch, DistContext
 
 __all__ = ["gather_valid"]
 
-_ADVICE = (
+_HINT = (
     "One entry for each row goes into a list; columns, and values for the whole batch, go into "
     "a tuple or a dict."
 )
@@ -67,33 +67,35 @@ def gather_valid(tree: Any, batch: Batch, ctx: DistContext) -> Any:
         (tensor([0, 2, 4]), [0, 1, 2])
         (tensor([6, 8]), [3, 4])
     """
-    known_context("gather_valid", ctx)
+    check_is_context("gather_valid", ctx)
     here = ctx.axis("data") if len(batch.sizes) != ctx.world_size else ctx
     leaves, shape = _tree.flatten(tree, _is_rows)
     given = len(batch.valid)
-    problem = next((found for leaf in leaves if (found := _misfit(leaf, given))), None)
+    problem = next((found for leaf in leaves if (found := _leaf_problem(leaf, given))), None)
     if problem is not None:
-        raise_together(DataError(f"gather_valid: {problem} {_ADVICE}"), here)
+        raise_together(DataError(f"gather_valid: {problem} {_HINT}"), here)
     back: dict[int, Back] = {}
     for place, leaf in enumerate(leaves):
         if found := as_tensor(leaf):
             leaves[place], back[place] = found
     got = _gathered(leaves, shape, batch, here) if leaves else []
     pairs = zip(leaves, got, strict=True)
-    real = [_real(leaf, found, batch, here) for leaf, found in pairs]
+    real = [_real_rows(leaf, found, batch, here) for leaf, found in pairs]
     for place, again in back.items():
         real[place] = again(real[place])
     return _tree.unflatten(shape, real)
 
 
-def _gathered(leaves: list[Any], shape: _tree.Shape, batch: Batch, ctx: DistContext) -> list[Any]:
+def _gathered(
+    leaves: list[Any], shape: _tree.TreeSpec, batch: Batch, ctx: DistContext
+) -> list[Any]:
     """Columns of all ranks joined, padded to the same length; of other leaves every rank's."""
     # The size of stand-in rows (`even="uneven"`) is 0, so nothing of them is sent.
     size, longest = batch.sizes[ctx.rank], max(batch.sizes)
     kinds = [_kind(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
     text = " ".join([shape.text, *kinds])  # which the ranks compare
-    flat = _tree.Shape(text, (_tree.Shape("*"),) * len(leaves), rebuild=list)
-    packed = packed_leaves([_sent(leaf, size, longest) for leaf in leaves], flat)
+    flat = _tree.TreeSpec(text, (_tree.TreeSpec("*"),) * len(leaves), rebuild=list)
+    packed = packed_leaves([_to_send(leaf, size, longest) for leaf in leaves], flat)
     return gather_packed("gather_valid", packed, ctx)
 
 
@@ -110,7 +112,7 @@ def _is_rows(node: Any) -> bool:
     return type(node) is tuple and bool(node) and all(isinstance(one, str | bytes) for one in node)
 
 
-def _misfit(leaf: Any, size: int) -> str | None:
+def _leaf_problem(leaf: Any, size: int) -> str | None:
     """Why a leaf is neither per row nor a value of the batch; None if it is."""
     here = f"this rank has {size} rows in the batch."
     if isinstance(leaf, Tensor) or is_array(leaf):
@@ -125,33 +127,33 @@ def _misfit(leaf: Any, size: int) -> str | None:
     return None
 
 
-class _Moved:
+class _DeviceTensor:
     """A tensor that was on a device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
-def _sent(leaf: Any, size: int, longest: int) -> Any:
+def _to_send(leaf: Any, size: int, longest: int) -> Any:
     """A leaf as it travels: columns of one length, and of rows no more than they are."""
     if isinstance(leaf, Tensor):
         return extend(leaf.detach()[:size] if leaf.ndim else leaf.detach(), 0, longest, 0)
     if _is_rows(leaf):
         leaf = leaf[:size]
     if _is_rows(leaf) and any([isinstance(one, Tensor) for one in _tree.flatten(leaf)[0]]):
-        return _tree.map_leaves(_alone, leaf)
+        return _tree.map_leaves(_detached_copy, leaf)
     return leaf
 
 
-def _alone(leaf: Any) -> Any:
+def _detached_copy(leaf: Any) -> Any:
     """A tensor on the CPU, without what it shares memory with, which would travel too."""
     if not isinstance(leaf, Tensor):
         return leaf
     plain = leaf.detach()
-    return plain.clone() if plain.is_cpu else _Moved(plain.cpu())
+    return plain.clone() if plain.is_cpu else _DeviceTensor(plain.cpu())
 
 
-def _real(leaf: Any, found: Any, batch: Batch, ctx: DistContext) -> Any:
+def _real_rows(leaf: Any, found: Any, batch: Batch, ctx: DistContext) -> Any:
     """The gathered leaf without what belongs to padding."""
     some = [rank for rank, rows in enumerate(batch.rows) if rows]
     if isinstance(leaf, Tensor) and leaf.ndim == 0:
@@ -165,7 +167,7 @@ def _real(leaf: Any, found: Any, batch: Batch, ctx: DistContext) -> Any:
     if _is_rows(leaf):
         rows = [row for part, n in zip(found, batch.rows, strict=True) for row in part[:n]]
         if ctx.device.type != "cpu":
-            rows = _tree.map_leaves(lambda one: _placed(one, ctx), rows)
+            rows = _tree.map_leaves(lambda one: _to_device(one, ctx), rows)
         return rows if isinstance(leaf, list) else tuple(rows)
     if is_array(leaf) and leaf.ndim:
         numpy: Any = sys.modules["numpy"]
@@ -173,5 +175,5 @@ def _real(leaf: Any, found: Any, batch: Batch, ctx: DistContext) -> Any:
     return [found[rank] for rank in some]
 
 
-def _placed(leaf: Any, ctx: DistContext) -> Any:
-    return leaf.tensor.to(ctx.device) if isinstance(leaf, _Moved) else leaf
+def _to_device(leaf: Any, ctx: DistContext) -> Any:
+    return leaf.tensor.to(ctx.device) if isinstance(leaf, _DeviceTensor) else leaf

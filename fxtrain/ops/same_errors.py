@@ -7,16 +7,16 @@ from fxtrain import ops
 from fxtrain._errors import CheckpointError, CollectiveError
 from fxtrain.state import DistContext
 
-__all__ = ["alike", "meet"]
+__all__ = ["fail_together", "raise_on_all_ranks"]
 
 
 @contextlib.contextmanager
-def alike(ctx: DistContext | None, doing: str) -> Iterator[None]:
+def fail_together(ctx: DistContext | None, action: str) -> Iterator[None]:
     """Run a block on every rank; if it fails on any of them, raise one error on all.
 
     Args:
         ctx: Whose ranks run the block; None for this process alone.
-        doing: What the block does, for errors of the operating system.
+        action: What the block does, for errors of the operating system.
 
     Effects:
         One exchange of packets at the end of the block; none at one rank.
@@ -32,12 +32,12 @@ def alike(ctx: DistContext | None, doing: str) -> Iterator[None]:
         raise  # the ranks know already
     except Exception as error:
         problem = error
-    meet(problem, ctx, doing)
+    raise_on_all_ranks(problem, ctx, action)
 
 
-def meet(problem: Exception | None, ctx: DistContext | None, doing: str) -> None:
-    """Raise on every rank if any rank has a problem, and on none otherwise; see `alike`."""
-    mine = None if problem is None else _words(problem, doing)
+def raise_on_all_ranks(problem: Exception | None, ctx: DistContext | None, action: str) -> None:
+    """Raise on every rank if any rank has a problem, and on none otherwise; see `fail_together`."""
+    mine = None if problem is None else _problem_text(problem, action)
     if ctx is None or ctx.world_size == 1:
         if isinstance(problem, OSError):
             raise CheckpointError(mine) from problem
@@ -53,10 +53,10 @@ def meet(problem: Exception | None, ctx: DistContext | None, doing: str) -> None
     raise CheckpointError("\n".join(f"rank {rank}: {text}" for rank, text in found)) from problem
 
 
-def _words(problem: Exception, doing: str) -> str:
+def _problem_text(problem: Exception, action: str) -> str:
     if isinstance(problem, CheckpointError):
         return str(problem)
     if isinstance(problem, OSError):
         where = "" if problem.filename is None else f" ({problem.filename})"
-        return f"{doing}: {problem.strerror or problem}{where}."
-    return f"{doing}: {type(problem).__name__}: {problem}"
+        return f"{action}: {problem.strerror or problem}{where}."
+    return f"{action}: {type(problem).__name__}: {problem}"

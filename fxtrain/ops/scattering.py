@@ -11,10 +11,18 @@ from torch import distributed as dist
 from fxtrain import _tree
 from fxtrain._errors import CollectiveError
 from fxtrain.ops.transport.arrays import Back
-from fxtrain.ops.transport.exchange import Call, exchange, guarded
-from fxtrain.ops.transport.mismatches import known_context, known_rank
+from fxtrain.ops.transport.exchange import Call, exchange_payloads, rank_loss_guard
+from fxtrain.ops.transport.mismatches import check_is_context, check_source_rank
 from fxtrain.ops.transport.packing import from_bytes, pack, to_bytes
-from fxtrain.ops.transport.pickled import dump, opened, pickled, reported, safe, said, unsent
+from fxtrain.ops.transport.pickled import (
+    dump,
+    error_text,
+    pickled,
+    pickling_error,
+    raise_unpickling_errors,
+    unpickle_all,
+    unpickles_anywhere,
+)
 from fxtrain.state import DistContext
 
 __all__ = ["scatter"]
@@ -61,10 +69,10 @@ def scatter(values: Sequence[Any] | None, ctx: DistContext, src: int = 0) -> Any
         ...     fx.ops.scatter([{"x": torch.arange(2)}], ctx)
         {'x': tensor([0, 1])}
     """
-    known_context("scatter", ctx)
-    known_rank("scatter", src, ctx)
+    check_is_context("scatter", ctx)
+    check_source_rank("scatter", src, ctx)
     call = ("scatter", f"src={src}")
-    letters: list[Tensor] = []
+    payloads: list[Tensor] = []
     note = _EMPTY
     if ctx.comm.simulated and ctx.rank != src:
         raise CollectiveError(
@@ -73,35 +81,35 @@ def scatter(values: Sequence[Any] | None, ctx: DistContext, src: int = 0) -> Any
         )
     if ctx.rank == src:
         try:
-            letters, sure, problem = _letters(values, ctx)
+            payloads, sure, problem = _serialized_trees(values, ctx)
         except Exception as error:  # raises whatever walking the trees does
-            sure, problem = True, f"a tree that cannot be sent: {said(error)}."
-        note = dump(problem or ([letter.numel() for letter in letters], sure), ctx)
-    (told,) = opened("scatter", {src: _exchange(ctx, call, note)[src]}, ctx)
+            sure, problem = True, f"a tree that cannot be sent: {error_text(error)}."
+        note = dump(problem or ([payload_bytes.numel() for payload_bytes in payloads], sure), ctx)
+    (told,) = unpickle_all("scatter", {src: _exchange(ctx, call, note)[src]}, ctx)
     if isinstance(told, str):
         raise CollectiveError(f"scatter: {told} Found on rank {src}.")
     sizes, sure = told
     if ctx.rank == src:
-        _post(ctx, call, letters)
-        letter = letters[src]
+        _send_trees(ctx, call, payloads)
+        payload_bytes = payloads[src]
     else:
-        letter = torch.empty(sizes[ctx.rank], dtype=torch.uint8)
-        with guarded(ctx, call):
-            dist.recv(letter, src=ctx.comm.ranks[src], group=ctx.comm.control)
-    return _open_letter(letter, ctx, src, sure=sure)
+        payload_bytes = torch.empty(sizes[ctx.rank], dtype=torch.uint8)
+        with rank_loss_guard(ctx, call):
+            dist.recv(payload_bytes, src=ctx.comm.ranks[src], group=ctx.comm.control)
+    return _deserialized_tree(payload_bytes, ctx, src, sure=sure)
 
 
 def _exchange(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
-    return [payload.clone()] if ctx.world_size == 1 else exchange(ctx, call, payload)
+    return [payload.clone()] if ctx.world_size == 1 else exchange_payloads(ctx, call, payload)
 
 
-def _letters(values: Any, ctx: DistContext) -> tuple[list[Tensor], bool, str | None]:
+def _serialized_trees(values: Any, ctx: DistContext) -> tuple[list[Tensor], bool, str | None]:
     """Each rank's tree as bytes, whether every rank can open its own, or what is wrong."""
     if not isinstance(values, Sequence) or len(values) != ctx.world_size:
         found = f"{len(values)}" if isinstance(values, Sequence) else type(values).__name__
         problem = f"asked for one tree for each of {ctx.world_size} ranks, found {found}."
         return [], True, problem
-    letters: list[Tensor] = []
+    payloads: list[Tensor] = []
     sure = True
     for value in values:
         packed = pack(value)
@@ -114,21 +122,21 @@ def _letters(values: Any, ctx: DistContext) -> tuple[list[Tensor], bool, str | N
         leaves = packed.others | slots
         tree = _tree.unflatten(packed.shape, [leaves[place] for place in range(len(leaves))])
         head = dump((tree, kinds), ctx)
-        if reason := unsent(head):
+        if reason := pickling_error(head):
             return [], True, f"a tree that cannot be sent: {reason}."
-        sure = sure and safe(head)
+        sure = sure and unpickles_anywhere(head)
         size = torch.tensor([head.numel()]).view(torch.uint8)
         body = to_bytes([tensor.cpu() for tensor in packed.tensors.values()])
         gap = torch.empty(-(8 + head.numel()) % 16, dtype=torch.uint8)
-        letters.append(torch.cat([size, head, gap, body]))
-    return letters, sure, None
+        payloads.append(torch.cat([size, head, gap, body]))
+    return payloads, sure, None
 
 
-def _post(ctx: DistContext, call: Call, letters: list[Tensor]) -> None:
-    with guarded(ctx, call):
+def _send_trees(ctx: DistContext, call: Call, payloads: list[Tensor]) -> None:
+    with rank_loss_guard(ctx, call):
         sent = [
-            dist.isend(letter, dst=ctx.comm.ranks[rank], group=ctx.comm.control)
-            for rank, letter in enumerate(letters)
+            dist.isend(payload_bytes, dst=ctx.comm.ranks[rank], group=ctx.comm.control)
+            for rank, payload_bytes in enumerate(payloads)
             if rank != ctx.rank
         ]
         for work in sent:
@@ -136,23 +144,25 @@ def _post(ctx: DistContext, call: Call, letters: list[Tensor]) -> None:
                 work.wait()
 
 
-def _open_letter(letter: Tensor, ctx: DistContext, src: int, *, sure: bool) -> Any:
-    size = int(letter[:8].view(torch.int64))
+def _deserialized_tree(payload_bytes: Tensor, ctx: DistContext, src: int, *, sure: bool) -> Any:
+    size = int(payload_bytes[:8].view(torch.int64))
     tree: Any = None
     kinds: Any = []
     problem = None
-    head = pickled("scatter", src, letter[8 : 8 + size], ctx)
+    head = pickled("scatter", src, payload_bytes[8 : 8 + size], ctx)
     try:
         tree, kinds = pickle.loads(head)
     except Exception as error:  # raises whatever the object's own code does
-        problem = f"its tree from rank {src}: {said(error)}"
+        problem = f"its tree from rank {src}: {error_text(error)}"
     if not sure:
-        reported("scatter", problem, ctx)
+        raise_unpickling_errors("scatter", problem, ctx)
     like = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape, _ in kinds]
     start = 8 + size + (-(8 + size) % 16)
     tensors = [
         tensor if device == "cpu" else tensor.to(ctx.device)
-        for tensor, (_, _, device) in zip(from_bytes(letter[start:], like), kinds, strict=True)
+        for tensor, (_, _, device) in zip(
+            from_bytes(payload_bytes[start:], like), kinds, strict=True
+        )
     ]
 
     def fill(leaf: Any) -> Any:

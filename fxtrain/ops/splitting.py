@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from fxtrain._errors import DataError
 from fxtrain.ops.transport.arrays import is_array
-from fxtrain.ops.transport.mismatches import known_context
+from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.state import DistContext
 
 __all__ = ["split"]
@@ -39,13 +39,13 @@ def split(value: Any, ctx: DistContext, *, pad: bool = False) -> Any:
         ...     fx.ops.split(["a", "b", "c"], ctx)
         ['a', 'b', 'c']
     """
-    known_context("split", ctx)
+    check_is_context("split", ctx)
     length = _length(value)
     share, extra = divmod(length, ctx.world_size)
     start = ctx.rank * share + min(ctx.rank, extra)
     stop = start + share + (ctx.rank < extra)
     missing = share + (extra > 0) - (stop - start) if pad and length else 0
-    return _taken(value, [*range(start, stop), *[length - 1] * missing])
+    return _select(value, [*range(start, stop), *[length - 1] * missing])
 
 
 def _length(value: Any) -> int:
@@ -89,10 +89,10 @@ def _is_hugging_face(value: Any) -> bool:
     return datasets is not None and isinstance(value, datasets.Dataset)
 
 
-def _taken(value: Any, places: list[int]) -> Any:
+def _select(value: Any, places: list[int]) -> Any:
     """A new value of the items at these places."""
     if isinstance(value, Mapping):
-        return {key: _taken(entry, places) for key, entry in value.items()}
+        return {key: _select(entry, places) for key, entry in value.items()}
     if isinstance(value, Tensor):
         return value[torch.tensor(places, dtype=torch.int64, device=value.device)]
     if is_array(value):

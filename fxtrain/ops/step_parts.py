@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxtrain._errors import StepError
-from fxtrain.state import DTYPES, Finish, Outcome, Position, Wrapped, check_open
+from fxtrain.state import DTYPES, Position, UpdateResult, UpdateSpec, Wrapped, check_open
 
 __all__ = [
     "apply",
@@ -142,11 +142,11 @@ def clip_value(model: Wrapped, max_value: float) -> None:
     model.strategy.clip_value(model, max_value)
 
 
-def apply(model: Wrapped, finish: Finish = Finish()) -> Outcome:  # noqa: B008 - a frozen value
+def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  # noqa: B008 - a frozen value
     """Run the optimizers, update the loss scale and zero the gradients.
 
     Args:
-        finish: What to do to the gradients before; nothing by default.
+        update: What to do to the gradients before; nothing by default.
 
     Effects:
         Updates parameters in place. Schedulers are the caller's.
@@ -170,7 +170,7 @@ def apply(model: Wrapped, finish: Finish = Finish()) -> Outcome:  # noqa: B008 -
             "This model has no optimizer to apply. Wrap it with one: "
             "fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params))."
         )
-    return model.strategy.apply(model, finish)
+    return model.strategy.apply(model, update)
 
 
 def average(model: Wrapped, position: Position | None = None) -> None:

@@ -42,7 +42,7 @@ def weight_of(tensor: Any) -> Weight:
         shape=() if is_lazy(tensor) else tuple(getattr(tensor, "shape", ())),
         dtype=getattr(tensor, "dtype", torch.uint8),
         key=identity(tensor) if isinstance(tensor, Tensor) else id(tensor),
-        gather=functools.partial(_whole, tensor),
+        gather=functools.partial(_full_tensor, tensor),
         fill=functools.partial(_fill, tensor),
     )
 
@@ -104,7 +104,7 @@ def _rows(tensor: Any, dim: int, package: Any) -> slice | Tensor:
 
 
 @torch.no_grad()
-def _whole(tensor: Any) -> Tensor:
+def _full_tensor(tensor: Any) -> Tensor:
     return tensor.detach().full_tensor() if is_sharded(tensor) else tensor.detach()
 
 

@@ -18,19 +18,19 @@ from fxtrain._optional import optional
 from fxtrain.state import DistContext, Mesh, Topology
 
 __all__ = [
+    "batch_sharding",
     "compilations",
-    "cut",
     "device_mesh",
     "load",
+    "mark_step",
     "mean",
-    "part",
     "random_state",
+    "register_subgroups",
     "replicate",
-    "rows_over",
     "seed",
-    "send",
-    "start",
-    "wants",
+    "start_runtime",
+    "to_device",
+    "wants_xla",
 ]
 
 _PACKAGE = "torch_xla"
@@ -39,7 +39,7 @@ _DEVICES = "PJRT_DEVICE"
 _AXES = ("data", "fsdp")
 
 
-def wants(asked: str | torch.device | None, env: Mapping[str, str]) -> bool:
+def wants_xla(asked: str | torch.device | None, env: Mapping[str, str]) -> bool:
     """Whether a context is to compute on XLA: asked for, or chosen by PJRT's variable."""
     if asked is None:
         return _DEVICES in env
@@ -73,7 +73,7 @@ def _check_versions(needed_by: str) -> None:
         )
 
 
-def start(
+def start_runtime(
     asked: str | torch.device | None, env: Mapping[str, str], topology: Topology
 ) -> tuple[torch.device, int]:
     """Bring up the runtime; the device of this process, and how many it stands for.
@@ -149,7 +149,7 @@ def replicate(topology: Topology, device: torch.device) -> int:
     return rank
 
 
-def part(group: Any, device: torch.device, parts: list[list[int]]) -> None:
+def register_subgroups(group: Any, device: torch.device, parts: list[list[int]]) -> None:
     """Tell a group of some ranks which groups there are: an XLA collective names them all."""
     backend = group if hasattr(group, "_mesh") else group._get_backend(device)
     backend._mesh = parts
@@ -162,12 +162,12 @@ def device_mesh(mesh: Mesh) -> Any:
     return spmd.Mesh(list(range(mesh.replicate * mesh.shard)), sizes, _AXES)
 
 
-def rows_over(tensor: Tensor) -> tuple[Any, ...]:
+def batch_sharding(tensor: Tensor) -> tuple[Any, ...]:
     """How a tensor of rows is split: its first dimension over all devices."""
     return (_AXES, *[None] * (tensor.ndim - 1)) if tensor.ndim else ()
 
 
-def send(tree: Any, ctx: DistContext) -> Any:
+def to_device(tree: Any, ctx: DistContext) -> Any:
     """The same data on the XLA device, in one transfer per rank of tensors.
 
     Under SPMD each device gets its rows only.
@@ -183,7 +183,7 @@ def send(tree: Any, ctx: DistContext) -> Any:
         tensors = [leaves[place].detach().as_subclass(Tensor).cpu() for place in places]
         sharding = None
         if mesh is not None and tensors[0].ndim:
-            sharding = load("distributed.spmd").ShardingSpec(mesh, rows_over(tensors[0]))
+            sharding = load("distributed.spmd").ShardingSpec(mesh, batch_sharding(tensors[0]))
         sent = model.send_cpu_data_to_device(tensors, ctx.device, sharding)
         for place, tensor in zip(places, sent, strict=True):
             leaves[place] = tensor
@@ -196,7 +196,7 @@ def mean(tensors: list[Tensor], ranks: int) -> None:
     model.all_reduce(model.REDUCE_SUM, tensors, scale=1.0 / ranks, pin_layout=False)
 
 
-def cut() -> None:
+def mark_step() -> None:
     """End the graph that was traced so far, and let the device run it."""
     load().sync()
 

@@ -46,7 +46,7 @@ _OPERATORS = {
 # Operators of c10d of these kinds take what they fill first.
 _OUTPUT_FIRST = ("all_gather", "all_to_all", "gather", "reduce_scatter", "scatter")
 _BATCH = "_c10d_functional::batch_p2p_ops"
-_WAYS = {"isend": "send", "irecv": "recv"}
+_P2P_KINDS = {"isend": "send", "irecv": "recv"}
 
 
 @attrs.frozen
@@ -69,7 +69,9 @@ class Collective:
 def sent(operator: str, args: tuple[Any, ...]) -> list[tuple[str, int]]:
     """Kind and bytes of each collective that an operator carries out; none for most operators."""
     if operator == _BATCH:
-        return [(_WAYS[way], _bytes(tensor)) for way, tensor in zip(args[0], args[3], strict=True)]
+        return [
+            (_P2P_KINDS[way], _bytes(tensor)) for way, tensor in zip(args[0], args[3], strict=True)
+        ]
     if operator not in _OPERATORS:
         return []
     kind = _OPERATORS[operator]

@@ -8,7 +8,7 @@ from torch import distributed as dist
 from fxtrain._errors import ContextError, PlanError
 from fxtrain.state import Mesh, resolve_mesh
 
-__all__ = ["place", "pretended"]
+__all__ = ["fake_group", "place"]
 
 NODE_RANKS = 8
 
@@ -41,7 +41,7 @@ def place(world: int, rank: int, mesh: Mesh | None) -> dict[str, str]:
 
 
 @contextmanager
-def pretended(variables: Mapping[str, str]) -> Iterator[None]:
+def fake_group(variables: Mapping[str, str]) -> Iterator[None]:
     """Open the fake process group that these variables describe.
 
     Effects:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["Peek", "Pretend", "is_library", "user_place"]
+__all__ = ["FakeValuesMode", "ValueRead", "is_library", "user_place"]
 
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
 _DEVICE = torch.ops.prim.device.default
@@ -31,7 +31,7 @@ _NO = {"ne", "eq", "lt", "gt", "le", "ge", "isnan", "isinf", "any"}
 
 
 @attrs.frozen
-class Peek:
+class ValueRead:
     """A look at a value that is not there.
 
     Attributes:
@@ -43,7 +43,7 @@ class Peek:
     given: str
 
 
-class Pretend(TorchDispatchMode):
+class FakeValuesMode(TorchDispatchMode):
     """While entered, floating-point tensors are torch's fake tensors, of any size.
 
     Whole numbers and truth values on the CPU that do not come from floats are real: indices,
@@ -58,7 +58,7 @@ class Pretend(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.peeks: list[Peek] = []
+        self.peeks: list[ValueRead] = []
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(
@@ -87,7 +87,7 @@ class Pretend(TorchDispatchMode):
             if isinstance(leaf, FakeTensor) and leaf.fake_mode is not self.fakes:
                 with leaf.fake_mode:  # of somebody who only finds out shapes
                     return func(*args, **kwargs)
-        if _all_whole(func, leaves, kwargs) and self._is_small(func, args, kwargs):
+        if _is_integer_op(func, leaves, kwargs) and self._is_small(func, args, kwargs):
             return tree_map_only(Tensor, self._forget, func(*args, **kwargs))
         return self.fake(func, args, kwargs)
 
@@ -116,7 +116,7 @@ class Pretend(TorchDispatchMode):
         return sum(t.nbytes for t in tree_leaves(out) if isinstance(t, Tensor)) <= _LARGEST
 
     def _forget(self, tensor: Tensor) -> Tensor:
-        return tensor if _whole(tensor.dtype) else self.fakes.from_tensor(tensor)
+        return tensor if _is_integer(tensor.dtype) else self.fakes.from_tensor(tensor)
 
     def peek(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Say something about a value that is not there."""
@@ -131,7 +131,7 @@ class Pretend(TorchDispatchMode):
             given = 0j
         else:
             given = 0.0 if tensor.dtype.is_floating_point else 0
-        self.peeks.append(Peek(user_place(), repr(given)))
+        self.peeks.append(ValueRead(user_place(), repr(given)))
         return given
 
     def index(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -205,20 +205,20 @@ def is_library(module: str) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
-def _whole(dtype: torch.dtype) -> bool:
+def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
-def _all_whole(func: Any, leaves: list[Any], kwargs: dict[str, Any]) -> bool:
+def _is_integer_op(func: Any, leaves: list[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an operator takes nothing but whole numbers on the CPU, or makes such."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if any(isinstance(t, FakeTensor) or not _whole(t.dtype) for t in tensors):
+    if any(isinstance(t, FakeTensor) or not _is_integer(t.dtype) for t in tensors):
         return False
     asked = [leaf for leaf in leaves if isinstance(leaf, torch.dtype)]
     devices = [t.device for t in tensors] + [d for d in (kwargs.get("device"),) if d is not None]
-    if not all(map(_whole, asked)) or any(device.type != "cpu" for device in devices):
+    if not all(map(_is_integer, asked)) or any(device.type != "cpu" for device in devices):
         return False
-    return bool(tensors or asked) or func.overloadpacket in _WHOLE_MAKERS
+    return bool(tensors or asked) or func.overloadpacket in _INTEGER_FACTORIES
 
 
 def _answer(func: Any, args: tuple[Any, ...]) -> bool:
@@ -229,16 +229,16 @@ def _answer(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 # Makers of whole numbers that need not be told the dtype.
-_WHOLE_MAKERS = {_aten.randperm, _aten.arange, _aten.randint}
+_INTEGER_FACTORIES = {_aten.randperm, _aten.arange, _aten.randint}
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
-    _aten._local_scalar_dense.default: Pretend.peek,
-    _aten.equal.default: Pretend.peek,
-    _aten.index.Tensor: Pretend.index,
-    _aten.index_put.default: Pretend.index,
-    _aten.index_put_.default: Pretend.index,
-    _c10d.allreduce_.default: Pretend.finish,
-    _c10d.scatter_.default: Pretend.scatter,
+    _aten._local_scalar_dense.default: FakeValuesMode.peek,
+    _aten.equal.default: FakeValuesMode.peek,
+    _aten.index.Tensor: FakeValuesMode.index,
+    _aten.index_put.default: FakeValuesMode.index,
+    _aten.index_put_.default: FakeValuesMode.index,
+    _c10d.allreduce_.default: FakeValuesMode.finish,
+    _c10d.scatter_.default: FakeValuesMode.scatter,
     # torch's rule for shapes makes a new tensor, where waiting really gives the same one.
     torch.ops._c10d_functional.wait_tensor.default: lambda self, func, args, kwargs: args[0],
 }

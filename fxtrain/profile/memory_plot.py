@@ -9,7 +9,7 @@ from fxtrain.state import PARTS, DryRun, Memory
 __all__ = ["plot"]
 
 _WIDTH, _HEIGHT = 760, 380
-_NEAR = 4  # times the fullest moment
+_MIN_LABEL_DISTANCE = 4  # times the fullest moment
 _LEFT, _TOP, _RIGHT, _BOTTOM = 80, 48, 16, 84
 # A palette that stays apart for the colour-blind (Okabe and Ito), in the order of PARTS.
 _COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#cc79a7", "#e69f00", "#999999")
@@ -34,7 +34,7 @@ def plot(run: DryRun) -> str:
     most = max([run.peak, *(moment.total for moment in run.timeline), 1])
     device = run.device_memory
     # A device that is far from full would leave nothing to see.
-    limit = device if device is not None and device < _NEAR * most else None
+    limit = device if device is not None and device < _MIN_LABEL_DISTANCE * most else None
     top = 1.05 * max(most, limit or 0)
     shown = [part for part in PARTS if any(getattr(moment, part) for moment in run.timeline)]
     title = f"{run.name}, rank {run.rank} of {run.world}: {show_bytes(run.peak)} at most"

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import (
 
 from fxtrain._errors import FxError
 from fxtrain.profile.byte_units import show_bytes
-from fxtrain.profile.fake_tensors import Peek, is_library
+from fxtrain.profile.fake_tensors import ValueRead, is_library
 from fxtrain.state import PARTS, DryRun, Mesh, Problem, resolve_mesh
 
 __all__ = ["ends_the_run", "find_problems"]
@@ -33,7 +33,7 @@ def ends_the_run(error: BaseException) -> bool:
 
 
 def find_problems(
-    run: DryRun, *, asked: Mesh | None, ended: BaseException | None, peeks: Sequence[Peek]
+    run: DryRun, *, asked: Mesh | None, ended: BaseException | None, peeks: Sequence[ValueRead]
 ) -> DryRun:
     """The same run with its problems, those that end it first."""
     found = [
@@ -132,7 +132,7 @@ def _steps(run: DryRun, ended: BaseException | None) -> list[Problem]:
     return [Problem(kind="steps", text=text)]
 
 
-def _values(peeks: Sequence[Peek]) -> list[Problem]:
+def _values(peeks: Sequence[ValueRead]) -> list[Problem]:
     places = Counter((peek.where, peek.given) for peek in peeks if peek.where)
     return [
         Problem(

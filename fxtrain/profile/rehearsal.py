@@ -9,11 +9,11 @@ from fxtrain._errors import StepError
 from fxtrain.profile.axes import axis_namer
 from fxtrain.profile.byte_units import read_bytes
 from fxtrain.profile.dispatched_traffic import Collective, summary
-from fxtrain.profile.fake_ranks import place, pretended
-from fxtrain.profile.fake_tensors import Pretend
+from fxtrain.profile.fake_ranks import fake_group, place
+from fxtrain.profile.fake_tensors import FakeValuesMode
 from fxtrain.profile.problems import ends_the_run, find_problems
-from fxtrain.profile.torch_patches import cut_late, loading_here, movable, printable
-from fxtrain.profile.watching import Enough, Mark, Watch, watching
+from fxtrain.profile.torch_patches import formattable, lazy_chunks, load_in_process, swappable
+from fxtrain.profile.watching import LoopRecorder, Mark, StepsConverged, recording
 from fxtrain.state import DistContext, DryRun, Mesh, resolve_mesh
 
 __all__ = ["dry_run", "rehearse"]
@@ -93,16 +93,16 @@ def rehearse(
 ) -> DryRun:
     """Like `dry_run`, of a program that connects by itself, in a world that variables describe."""
     size = read_bytes(device_memory)
-    pretend = Pretend()
-    watch = Watch(most=_MOST_UPDATES, fakes=pretend.fakes)
+    pretend = FakeValuesMode()
+    watch = LoopRecorder(most=_MOST_UPDATES, fakes=pretend.fakes)
     ended: BaseException | None = None
-    patches = (loading_here(watch), movable(pretend), cut_late(), printable())
+    patches = (load_in_process(watch), swappable(pretend), lazy_chunks(), formattable())
     with ExitStack() as stack:
-        for one in (pretended(variables), *patches, pretend, watching(watch)):
+        for one in (fake_group(variables), *patches, pretend, recording(watch)):
             stack.enter_context(one)
         try:
             call()
-        except Enough:
+        except StepsConverged:
             ended = None
         except Exception as error:
             if not ends_the_run(error):
@@ -131,7 +131,7 @@ def rehearse(
     return find_problems(found, asked=mesh, ended=ended, peeks=pretend.peeks)
 
 
-def figures(watch: Watch, axis_of: Callable[[Collective], str]) -> dict[str, Any]:
+def figures(watch: LoopRecorder, axis_of: Callable[[Collective], str]) -> dict[str, Any]:
     """What a watch saw of setting up and of the last step, as fields of a `DryRun`."""
     memory, traffic = watch.memory, watch.traffic
     end = Mark(len(memory.changes), len(traffic))

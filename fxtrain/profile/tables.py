@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fxtrain._errors import visible
+from fxtrain._errors import escape_unprintable
 from fxtrain.profile.byte_units import show_bytes
 from fxtrain.state import PARTS, DryRun, Mesh, Traffic, diff
 
@@ -58,7 +58,7 @@ def _grid(title: str, names: Sequence[str]) -> Table:
 
 def _plain(text: str) -> Text:
     """Text of a run, which may come from a file: neither markup nor control characters count."""
-    return Text(visible(text))
+    return Text(escape_unprintable(text))
 
 
 def _memory(runs: Sequence[DryRun], names: Sequence[str]) -> Table:

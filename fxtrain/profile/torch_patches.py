@@ -10,14 +10,14 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from fxtrain.ops.chunks import chunk_of
-from fxtrain.profile.fake_tensors import Pretend
-from fxtrain.profile.watching import Watch
+from fxtrain.profile.fake_tensors import FakeValuesMode
+from fxtrain.profile.watching import LoopRecorder
 
-__all__ = ["cut_late", "loading_here", "movable", "printable"]
+__all__ = ["formattable", "lazy_chunks", "load_in_process", "swappable"]
 
 
 @contextmanager
-def loading_here(watch: Watch) -> Iterator[None]:
+def load_in_process(watch: LoopRecorder) -> Iterator[None]:
     """Let data loaders read in this process, under a watch.
 
     Tensors without values do not travel between processes.
@@ -41,7 +41,7 @@ def loading_here(watch: Watch) -> Iterator[None]:
 
 
 @contextmanager
-def movable(pretend: Pretend) -> Iterator[None]:
+def swappable(pretend: FakeValuesMode) -> Iterator[None]:
     """Let `module.to(...)` swap parameters.
 
     torch refuses where a weak reference to one exists, and its own fake mode keeps some.
@@ -57,7 +57,7 @@ def movable(pretend: Pretend) -> Iterator[None]:
 
 
 @contextmanager
-def cut_late() -> Iterator[None]:
+def lazy_chunks() -> Iterator[None]:
     """Let FSDP2 cut only those chunks of a parameter that it looks at.
 
     It makes all of them, one for each rank, and takes this rank's and the first.
@@ -69,7 +69,7 @@ def cut_late() -> Iterator[None]:
 
 
 @contextmanager
-def printable() -> Iterator[None]:
+def formattable() -> Iterator[None]:
     """Let `f"{loss:.3f}"` look at a value, as of any tensor of no dimensions."""
     usual = torch.Tensor.__format__
 

@@ -29,13 +29,13 @@ from fxtrain.profile.dispatched_traffic import Collective, collectives
 from fxtrain.profile.memory_log import MemoryLog
 from fxtrain.state import Wrapped
 
-__all__ = ["Enough", "Mark", "Watch", "watching"]
+__all__ = ["LoopRecorder", "Mark", "StepsConverged", "recording"]
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _DEVICE = torch.ops.prim.device.default  # asked all the time, and nothing happens
 
 
-class Enough(BaseException):
+class StepsConverged(BaseException):
     """Ends a loop whose steps have become alike; not an error, so nothing should catch it."""
 
 
@@ -47,7 +47,7 @@ class Mark:
     traffic: int
 
 
-class Watch(TorchDispatchMode):
+class LoopRecorder(TorchDispatchMode):
     """What happened, in order. Changes while a loop runs under it.
 
     An update of the first optimizer that updates ends a step.
@@ -137,7 +137,7 @@ class Watch(TorchDispatchMode):
             self.marks.append(self._here())
             self.wrapped = self.wrapped or _holder(optimizer)
             if self._most is not None and (len(self.marks) >= self._most or self._settled()):
-                raise Enough
+                raise StepsConverged
 
     def step_traffic(self, step: int) -> list[Collective]:
         """Collectives of one step, from 0; the first begins with the first forward."""
@@ -157,7 +157,7 @@ class Watch(TorchDispatchMode):
 
 
 @contextmanager
-def watching(watch: Watch) -> Iterator[Watch]:
+def recording(watch: LoopRecorder) -> Iterator[LoopRecorder]:
     """Let a watch see what happens inside.
 
     Effects:

@@ -1,7 +1,7 @@
 """Records: everything that decides behaviour, as values."""
 
 from fxtrain.state.batch import Batch, Report, Weighted
-from fxtrain.state.context import Comm, DistContext, Ledger, check_connected
+from fxtrain.state.context import Comm, CommState, DistContext, check_connected
 from fxtrain.state.context_parallel import CP, token_ranges
 from fxtrain.state.converters import converter_for, fingerprint, structure, unstructure
 from fxtrain.state.deepspeed import DeepSpeed, FromConfig, from_config
@@ -18,14 +18,14 @@ from fxtrain.state.position import Position
 from fxtrain.state.precision import DTYPES, LossScale, Precision
 from fxtrain.state.record import few, shown
 from fxtrain.state.strategy import (
-    Finish,
+    FlatShard,
     ModelState,
-    Outcome,
     Round,
-    Saved,
-    Share,
+    StateReader,
     Strategy,
-    Stretch,
+    UpdateResult,
+    UpdateSpec,
+    WeightedLoss,
     Wrapped,
     check_open,
     unsupported,
@@ -44,6 +44,7 @@ __all__ = [
     "Change",
     "Comm",
     "CommHook",
+    "CommState",
     "Compile",
     "DDP",
     "DTYPES",
@@ -53,16 +54,14 @@ __all__ = [
     "DistContext",
     "DryRun",
     "FSDP",
-    "Finish",
+    "FlatShard",
     "Format",
     "FromConfig",
-    "Ledger",
     "LocalSGD",
     "LossScale",
     "Memory",
     "Mesh",
     "ModelState",
-    "Outcome",
     "PARTS",
     "PP",
     "Part",
@@ -73,17 +72,18 @@ __all__ = [
     "Problem",
     "Report",
     "Round",
-    "Saved",
-    "Share",
     "Single",
+    "StateReader",
     "Strategy",
-    "Stretch",
     "Style",
     "TP",
     "Topology",
     "Traffic",
+    "UpdateResult",
+    "UpdateSpec",
     "Weight",
     "Weighted",
+    "WeightedLoss",
     "Wrapped",
     "XLA",
     "axis_groups",

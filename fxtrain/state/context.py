@@ -13,11 +13,11 @@ from torch import distributed as dist
 from fxtrain._errors import ContextError, MeshError
 from fxtrain.state.mesh import Mesh
 
-__all__ = ["Comm", "DistContext", "Ledger", "check_connected"]
+__all__ = ["Comm", "CommState", "DistContext", "check_connected"]
 
 
 @attrs.define(eq=False)
-class Ledger:
+class CommState:
     """What one communicator has done so far.
 
     A mutable record, and not hashed by value. Like the sequence counter inside torch's
@@ -25,39 +25,39 @@ class Ledger:
     nothing but which calls still need a look, and is owned by exactly one `Comm`.
 
     Attributes:
-        owner: The thread that makes the calls, by its identifier; None until the first call
+        thread: The thread that makes the calls, by its identifier; None until the first call
             of a communicator that was made for another thread.
-        calls: Collectives started on this communicator.
-        seen: Digests of call signatures that every rank was found to share.
-        pending: The check of the last device collective, not yet waited for.
-        broken: The message of the failure that left the communicator unusable.
-        tasks: Work in the background that still needs the ranks, with a `result()`; closing
-            waits for it.
-        kept: What such work uses again: buffers, a group of its own.
+        call_count: Collectives started on this communicator.
+        verified_calls: Digests of call signatures that every rank was found to share.
+        pending_check: The check of the last device collective, not yet waited for.
+        failure: The message of the failure that left the communicator unusable.
+        background_tasks: Work in the background that still needs the ranks, with a `result()`;
+            closing waits for it.
+        background_resources: What such work uses again: buffers, a group of its own.
         packets: Room for what the ranks send each other.
         routes: Ways of small calls through it, by their form.
-        opened: Process groups that were opened for this context, to be closed with it.
+        opened_groups: Process groups that were opened for this context, to be closed with it.
         closed: The context was closed, so that no call can be made.
-        parts: Of the axes and duplicates of this communicator, which are closed with it.
+        children: Of the axes and duplicates of this communicator, which are closed with it.
     """
 
-    owner: int | None = attrs.field(factory=threading.get_ident)
-    calls: int = 0
-    seen: set[bytes] = attrs.field(factory=set)
-    pending: Any = None
-    broken: str | None = None
-    tasks: list[Any] = attrs.field(factory=list)
-    kept: dict[str, Any] = attrs.field(factory=dict)
+    thread: int | None = attrs.field(factory=threading.get_ident)
+    call_count: int = 0
+    verified_calls: set[bytes] = attrs.field(factory=set)
+    pending_check: Any = None
+    failure: str | None = None
+    background_tasks: list[Any] = attrs.field(factory=list)
+    background_resources: dict[str, Any] = attrs.field(factory=dict)
     packets: Any = None
     routes: dict[Any, Any] = attrs.field(factory=dict)
-    opened: list[Any] = attrs.field(factory=list)
+    opened_groups: list[Any] = attrs.field(factory=list)
     closed: bool = False
-    parts: "weakref.WeakSet[Ledger]" = attrs.field(factory=weakref.WeakSet, repr=False)
+    children: "weakref.WeakSet[CommState]" = attrs.field(factory=weakref.WeakSet, repr=False)
 
     def close(self) -> None:
         """Refuse every later call, of the parts too."""
         self.closed = True
-        for part in self.parts:
+        for part in self.children:
             part.close()
 
 
@@ -81,7 +81,7 @@ class Comm:
         simulated: The ranks are torch's fake backend: traffic is counted, nothing travels.
         close: Destroys the process groups that this context opened; takes the error that ends
             the run, if any, and leaves it for the other ranks to read.
-        ledger: The calls made so far.
+        state: The calls made so far.
         key: Of the run's secret, by which objects that travel are sealed; empty without one.
     """
 
@@ -94,21 +94,21 @@ class Comm:
     checks: bool = True
     simulated: bool = False
     close: Callable[[BaseException | None], None] = _nothing
-    ledger: Ledger = attrs.field(factory=Ledger)
+    state: CommState = attrs.field(factory=CommState)
     key: bytes = attrs.field(default=b"", repr=False)
 
     def finish(self, error: BaseException | None) -> None:
         """Wait for work in the background, then close; its errors are raised or noted."""
         found = error
-        while self.ledger.tasks:
+        while self.state.background_tasks:
             try:
-                self.ledger.tasks.pop(0).result()
+                self.state.background_tasks.pop(0).result()
             except Exception as failed:  # whatever it is: the groups are closed all the same
                 if found is None:
                     found = failed
                 else:
                     found.add_note(f"And in the background: {failed}")
-        self.ledger.close()
+        self.state.close()
         self.close(found)
         if found is not None and error is None:
             raise found
@@ -186,8 +186,8 @@ class DistContext:
         if name in ("data", "loss", "replicate") and not self._axes:
             return self
         if name in self.mesh.sizes and not self._axes:
-            part = Comm(ledger=Ledger(closed=self.comm.ledger.closed))
-            self.comm.ledger.parts.add(part.ledger)
+            part = Comm(state=CommState(closed=self.comm.state.closed))
+            self.comm.state.children.add(part.state)
             return attrs.evolve(self, rank=0, world_size=1, comm=part, mesh=Mesh(replicate=1))
         raise MeshError(
             f"ctx.axis({name!r}): this context has no such axis. "
@@ -217,7 +217,7 @@ def check_connected(call: str, ctx: DistContext) -> None:
         >>> with fx.detect(env={}, device="cpu") as ctx:
         ...     fx.state.check_connected("step", ctx)
     """
-    if ctx.comm.ledger.closed:
+    if ctx.comm.state.closed:
         raise ContextError(
             f"{call}: this context is closed; call fx.detect() again. fx.close(ctx), or the end of "
             f"a `with` block of the context, closed it."

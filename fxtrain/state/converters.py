@@ -211,7 +211,7 @@ def _record_hook(cls: type, converter: cattrs.Converter, known: Mapping[str, typ
                 return cls(**values)
             except (FxError, ValueError, TypeError) as error:  # fields that do not go together
                 problems.append(error)
-        raise _together(cattrs.ClassValidationError, problems, cls)
+        raise _raise_all(cattrs.ClassValidationError, problems, cls)
 
     return build
 
@@ -266,7 +266,7 @@ def _tagged(data: Any, converter: cattrs.Converter, known: Mapping[str, type]) -
     kind = data.get("kind")
     if not isinstance(kind, str) or kind not in known:
         problem = ValueError(f"found {shown(kind)}; choose one of {kinds}.{closest(kind, known)}")
-        raise _together(cattrs.ClassValidationError, [_noted(problem, "kind")], object)
+        raise _raise_all(cattrs.ClassValidationError, [_noted(problem, "kind")], object)
     return converter.structure(data, known[kind])
 
 
@@ -293,13 +293,13 @@ def _tuple_hook(inner: Any, converter: cattrs.Converter) -> _Hook:
             except _WRONG as error:
                 problems.append(_noted(error, index))
         if problems:
-            raise _together(cattrs.IterableValidationError, problems, tuple)
+            raise _raise_all(cattrs.IterableValidationError, problems, tuple)
         return tuple(values)
 
     return build
 
 
-def _together(
+def _raise_all(
     kind: type[cattrs.BaseValidationError], problems: list[Exception], cls: type
 ) -> Exception:
     words = f"{len(problems)} problems of a {cls.__name__}"

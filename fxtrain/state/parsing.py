@@ -13,7 +13,7 @@ from fxtrain.state.yaml_reader import parse_yaml
 __all__ = ["Format", "parse_json", "parse_text", "unique_keys"]
 
 Format = Literal["json", "toml", "yaml"]
-_REASON = 500  # letters of what a parser says
+_MAX_REASON_LENGTH = 500  # letters of what a parser says
 
 
 def parse_text(text: str, format: Format) -> Any:
@@ -35,7 +35,9 @@ def parse_text(text: str, format: Format) -> Any:
     except RecursionError:
         raise PlanError(f"This is not {format.upper()}: it is nested too deeply.") from None
     except ValueError as error:
-        raise PlanError(f"This is not {format.upper()}: {str(error)[:_REASON]}") from None
+        raise PlanError(
+            f"This is not {format.upper()}: {str(error)[:_MAX_REASON_LENGTH]}"
+        ) from None
 
 
 def parse_json(text: str | bytes) -> Any:

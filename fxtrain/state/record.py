@@ -29,10 +29,10 @@ __all__ = [
 T = TypeVar("T")
 _Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 _INT64 = range(-(1 << 63), 1 << 63)
-_SHOWN = 200  # letters of a value
-_LINES = 20  # of a message: a file that is no plan at all may have any number of problems
-_LINE = 1000  # letters
-_EXACT = range(-(1 << 53), (1 << 53) + 1)  # the whole numbers that a float holds exactly
+_MAX_SHOWN = 200  # letters of a value
+_MAX_LINES = 20  # of a message: a file that is no plan at all may have any number of problems
+_MAX_LINE_LENGTH = 1000  # letters
+_EXACT_FLOATS = range(-(1 << 53), (1 << 53) + 1)  # the whole numbers that a float holds exactly
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(attrs.field,))
@@ -109,7 +109,7 @@ def between(
 
 def closest(value: Any, choices: Iterable[str]) -> str:
     """A question after the choice that is spelt most like a value; empty without one."""
-    word = value[:_SHOWN] if isinstance(value, str) else ""
+    word = value[:_MAX_SHOWN] if isinstance(value, str) else ""
     near = difflib.get_close_matches(word, choices, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -119,7 +119,7 @@ def check_of(kind: Any, owner: str, also: _Validator | None = None, words: str =
     kinds = members(kind)
     choices = [name for one in kinds if get_origin(one) is Literal for name in get_args(one)]
     names = tuple(name for name in choices if isinstance(name, str))
-    return Check(owner, _test(kinds), words or _words(kind), names, also)
+    return Check(owner, _test(kinds), words or _type_names(kind), names, also)
 
 
 def members(kind: Any) -> tuple[Any, ...]:
@@ -129,7 +129,7 @@ def members(kind: Any) -> tuple[Any, ...]:
 
 def to_float(value: Any) -> Any:
     """A whole number as the float that is exactly it; everything else as it is."""
-    if type(value) is int and value in _EXACT:
+    if type(value) is int and value in _EXACT_FLOATS:
         return float(value)
     return value + 0.0 if type(value) is float else value  # -0.0 becomes 0.0, its equal
 
@@ -150,14 +150,17 @@ def canonical(kind: Any) -> Callable[[Any], Any] | None:
 def shown(value: Any) -> str:
     """A value for a message, cut short: what a file holds may be large, or hold itself."""
     text = _Short().repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def few(lines: Iterable[str]) -> list[str]:
     """Problems for one message: each once and cut short, and how many more there are."""
     found = list(dict.fromkeys(lines))
-    more = [f"and {len(found) - _LINES} more problems."] if len(found) > _LINES else []
-    cut = [one if len(one) <= _LINE else f"{one[:_LINE]}..." for one in found[:_LINES]]
+    more = [f"and {len(found) - _MAX_LINES} more problems."] if len(found) > _MAX_LINES else []
+    cut = [
+        one if len(one) <= _MAX_LINE_LENGTH else f"{one[:_MAX_LINE_LENGTH]}..."
+        for one in found[:_MAX_LINES]
+    ]
     return cut + more
 
 
@@ -184,11 +187,11 @@ def _with_check(owner: str, field: "attrs.Attribute[Any]") -> "attrs.Attribute[A
 
 
 def _test(kinds: tuple[Any, ...]) -> Callable[[Any], bool]:
-    tests = [_one(kind) for kind in kinds]
+    tests = [_type_test(kind) for kind in kinds]
     return tests[0] if len(tests) == 1 else lambda value: any(test(value) for test in tests)
 
 
-def _one(kind: Any) -> Callable[[Any], bool]:
+def _type_test(kind: Any) -> Callable[[Any], bool]:
     if kind is Any or kind is None:
         return lambda value: True
     if kind is type(None):
@@ -205,14 +208,14 @@ def _one(kind: Any) -> Callable[[Any], bool]:
         choices = get_args(kind)
         return lambda value: any(type(value) is type(one) and value == one for one in choices)
     if get_origin(kind) is tuple:
-        return _row(get_args(kind))
+        return _tuple_test(get_args(kind))
     base = get_origin(kind) or kind
     if not isinstance(base, type):
         raise PlanError(f"A record cannot have a field of the type {kind}.")
     return lambda value: isinstance(value, base)
 
 
-def _row(kinds: tuple[Any, ...]) -> Callable[[Any], bool]:
+def _tuple_test(kinds: tuple[Any, ...]) -> Callable[[Any], bool]:
     """The test of a tuple: of any length if `kinds` ends in `...`."""
     tests = [_test(members(kind)) for kind in kinds if kind is not ...]
     if kinds[1:] == (...,):
@@ -242,12 +245,12 @@ _WORDS = {
 }
 
 
-def _word(kind: Any) -> str:
+def _type_name(kind: Any) -> str:
     if get_origin(kind) is Literal:
         choices = [repr(choice) for choice in get_args(kind)]
         return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
     if get_origin(kind) is tuple:
-        words = [_words(one) for one in get_args(kind) if one is not ...]
+        words = [_type_names(one) for one in get_args(kind) if one is not ...]
         return f"a tuple or list, {'each ' if ... in get_args(kind) else ''}{', '.join(words)}"
     if kind in _WORDS:
         return _WORDS[kind]
@@ -256,8 +259,8 @@ def _word(kind: Any) -> str:
     return f"an fx.{name}(...)" if own else f"a {name}"
 
 
-def _words(kind: Any) -> str:
-    return " or ".join(map(_word, members(kind)))
+def _type_names(kind: Any) -> str:
+    return " or ".join(map(_type_name, members(kind)))
 
 
 def _to_tuple(value: Any, inner: list[Callable[[Any], Any]]) -> Any:

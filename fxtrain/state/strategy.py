@@ -17,14 +17,14 @@ from fxtrain.state.position import Position
 from fxtrain.state.weight import Weight
 
 __all__ = [
-    "Finish",
+    "FlatShard",
     "ModelState",
-    "Outcome",
     "Round",
-    "Saved",
-    "Share",
+    "StateReader",
     "Strategy",
-    "Stretch",
+    "UpdateResult",
+    "UpdateSpec",
+    "WeightedLoss",
     "Wrapped",
     "check_open",
     "unsupported",
@@ -32,7 +32,7 @@ __all__ = [
 
 
 @attrs.frozen(kw_only=True)
-class Finish:
+class UpdateSpec:
     """What an update must do before the optimizer runs.
 
     Attributes:
@@ -40,19 +40,19 @@ class Finish:
         clip_norm: Largest total norm; None does not clip.
         clip_value: Largest absolute entry; None does not clip.
         skip: Leave the update out; equal on every rank.
-        hold: The update counts, but parameters of this rank stay: it trains alone (`Plan.local`)
-            and had no rows.
+        keep_parameters: The update counts, but parameters of this rank stay: it trains alone
+            (`Plan.local`) and had no rows.
     """
 
     scale: Any = attrs.field(default=None, eq=False)
     clip_norm: float | None = None
     clip_value: float | None = None
     skip: bool = False
-    hold: bool = False
+    keep_parameters: bool = False
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Outcome:
+class UpdateResult:
     """What an update did. Identity decides equality and hash, as of the tensor inside.
 
     Attributes:
@@ -93,7 +93,7 @@ class Round:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Share:
+class WeightedLoss:
     """One micro-batch's part in its update. Identity decides equality and hash.
 
     Attributes:
@@ -101,7 +101,7 @@ class Share:
         mean: The micro-batch's own mean loss, detached.
         weight: What that mean averages over.
         aux: What the loss function returned beside the loss.
-        rough: The loss is multiplied by about what it should be, so that gradients have to be
+        provisional: The loss is multiplied by about what it should be, so that gradients have to be
             corrected by the weight of the window when it closes.
     """
 
@@ -109,7 +109,7 @@ class Share:
     mean: torch.Tensor
     weight: Any
     aux: Any = None
-    rough: bool = False
+    provisional: bool = False
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -193,7 +193,7 @@ class Wrapped:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Stretch:
+class FlatShard:
     """This rank's part of a tensor that ranks hold in stretches of its elements.
 
     So engines cut parameters that they flatten. Identity decides equality and hash.
@@ -217,24 +217,24 @@ class ModelState:
 
     Attributes:
         tensors: By name, the same names and shapes on every rank that holds them. A DTensor
-            or a `Stretch` is spread over ranks; any other is the same on all.
+            or a `FlatShard` is spread over ranks; any other is the same on all.
         own: By name, tensors that differ between ranks.
         values: A tree of plain values and tensors, the same on every rank.
-        drifting: Names of tensors of which rank 0's counts, but which may differ between
+        varies_by_rank: Names of tensors of which rank 0's counts, but which may differ between
             ranks, such as the buffers of replicas. Where they do, each rank's is kept too.
-        steady: Names of tensors that nothing but a step of `model.optimizers` changes, so that
-            they may be copied until then.
+        constant_between_steps: Names of tensors that nothing but a step of `model.optimizers`
+            changes, so that they may be copied until then.
     """
 
-    tensors: Mapping[str, torch.Tensor | Stretch]
+    tensors: Mapping[str, torch.Tensor | FlatShard]
     own: Mapping[str, torch.Tensor]
     values: Any
-    drifting: frozenset[str] = frozenset()
-    steady: frozenset[str] = frozenset()
+    varies_by_rank: frozenset[str] = frozenset()
+    constant_between_steps: frozenset[str] = frozenset()
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Saved:
+class StateReader:
     """A saved `ModelState`, to be read piece by piece. Identity decides equality and hash.
 
     Attributes:
@@ -243,17 +243,17 @@ class Saved:
         values: As they were saved.
         own: (name, rank) → the tensor of its own that a rank saved, or None.
         ranks: How many saved.
-        rank: Which of them this rank is, of `here` that load.
-        here: How many load.
+        rank: Which of them this rank is, of `loading_ranks` that load.
+        loading_ranks: How many load.
     """
 
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    fill: Callable[[str, torch.Tensor | Stretch], None]
+    fill: Callable[[str, torch.Tensor | FlatShard], None]
     values: Any
     own: Callable[[str, int], torch.Tensor | None]
     ranks: int
     rank: int
-    here: int
+    loading_ranks: int
 
 
 @attrs.frozen(kw_only=True)
@@ -276,18 +276,18 @@ class Strategy:
         sync: (model, enabled) → context manager around forward and backward of a
             micro-batch, inside which gradients are reduced over ranks or not.
         backward: (loss, model) → None; applies the loss scale, if any.
-        run: (model, batch, grade, reduce) → Share: forward and backward of one micro-batch, after
-            which gradients are reduced over ranks or not. `grade(model, batch)` computes the loss
-            as the user does and weighs it; a strategy may call it for parts of the batch, on some
-            ranks only.
+        run: (model, batch, compute_loss, reduce) → WeightedLoss: forward and backward of one
+            micro-batch, after which gradients are reduced over ranks or not.
+            `compute_loss(model, batch)` computes the loss as the user does and weighs it; a
+            strategy may call it for parts of the batch, on some ranks only.
         clip_norm: (model, max_norm) → total norm before clipping, equal on every rank.
         clip_value: (model, max_value) → None.
         scale_grads: (model, factor) → None.
         finite: (model) → whether this rank's gradients are; no traffic.
-        apply: (model, Finish) → Outcome: everything from the end of backward to parameters
+        apply: (model, UpdateSpec) → UpdateResult: everything from the end of backward to parameters
             updated, with gradients unscaled, scaled, clipped, and zeroed afterwards.
         state: (model) → ModelState, for a checkpoint; called by all ranks at once.
-        load_state: (model, Saved) → None; fills the model with what was saved, at any number
+        load_state: (model, StateReader) → None; fills the model with what was saved, at any number
             of ranks.
         weights: (model) → the tensors of the user's module by name, those of its state dict
             first and in its order; the same names on every rank, whichever holds them. No
@@ -306,14 +306,14 @@ class Strategy:
     forward: Callable[[Wrapped, tuple[Any, ...], dict[str, Any]], Any]
     sync: Callable[[Wrapped, bool], AbstractContextManager[None]]
     backward: Callable[[torch.Tensor, Wrapped], None]
-    run: Callable[[Wrapped, Batch, Callable[[Wrapped, Batch], Share], bool], Share]
+    run: Callable[[Wrapped, Batch, Callable[[Wrapped, Batch], WeightedLoss], bool], WeightedLoss]
     clip_norm: Callable[[Wrapped, float], torch.Tensor]
     clip_value: Callable[[Wrapped, float], None]
     scale_grads: Callable[[Wrapped, Any], None]
     finite: Callable[[Wrapped], bool]
-    apply: Callable[[Wrapped, Finish], Outcome]
+    apply: Callable[[Wrapped, UpdateSpec], UpdateResult]
     state: Callable[[Wrapped], ModelState]
-    load_state: Callable[[Wrapped, Saved], None]
+    load_state: Callable[[Wrapped, StateReader], None]
     weights: Callable[[Wrapped], dict[str, Weight]]
     unwrap: Callable[[Wrapped], nn.Module]
     cuts_sequences: bool = False

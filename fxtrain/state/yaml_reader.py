@@ -14,7 +14,7 @@ from fxtrain.state.record import shown
 
 __all__ = ["parse_yaml"]
 
-_LARGEST = 1 << 20  # letters: pyyaml takes seconds for so many
+_MAX_BYTES = 1 << 20  # letters: pyyaml takes seconds for so many
 _ALIASED = 100_000  # values that aliases may add to a file
 _TAGS = "tag:yaml.org,2002:"
 # The core schema of YAML 1.2, with fewer guesses: `yes`, `010` and `1e3` are text. What pyyaml
@@ -45,8 +45,8 @@ def parse_yaml(text: str) -> Any:
         MissingPackageError: pyyaml is not installed (the extra `files`).
     """
     yaml: Any = optional("yaml", extra="files", needed_by="A file in YAML")
-    if len(text) > _LARGEST:
-        raise ValueError(f"it has {len(text)} letters; at most {_LARGEST} are read as YAML.")
+    if len(text) > _MAX_BYTES:
+        raise ValueError(f"it has {len(text)} letters; at most {_MAX_BYTES} are read as YAML.")
     try:
         loader = _loader(yaml)(text)
         try:

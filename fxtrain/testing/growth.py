@@ -203,9 +203,11 @@ def _total(ranks: tuple[_Measured, ...]) -> _Measured:
 
 def _check_deeper(where: str, name: str, models: list[_Measured]) -> None:
     parameters, sizes = [one.parameters for one in models], [one.bytes for one in models]
-    _straight(f"{where}: calls", parameters, [one.costs[name].calls for one in models])
-    _straight(f"{where}: operators", parameters, [one.costs[name].operators for one in models])
-    _straight(f"{where}: bytes", sizes, [one.costs[name].bytes for one in models])
+    _grows_linearly(f"{where}: calls", parameters, [one.costs[name].calls for one in models])
+    _grows_linearly(
+        f"{where}: operators", parameters, [one.costs[name].operators for one in models]
+    )
+    _grows_linearly(f"{where}: bytes", sizes, [one.costs[name].bytes for one in models])
 
 
 def _check_wider(where: str, name: str, models: list[_Measured]) -> None:
@@ -214,10 +216,10 @@ def _check_wider(where: str, name: str, models: list[_Measured]) -> None:
     calls, operators = [one.calls for one in costs[1:]], [one.operators for one in costs[1:]]
     assert calls[1] <= _SLACK * calls[0], f"{where}: calls are {calls}"
     assert operators[1] <= _SLACK * operators[0], f"{where}: operators are {operators}"
-    _straight(f"{where}: bytes", [one.bytes for one in models], [one.bytes for one in costs])
+    _grows_linearly(f"{where}: bytes", [one.bytes for one in models], [one.bytes for one in costs])
 
 
-def _straight(where: str, sizes: list[int], counts: list[int]) -> None:
+def _grows_linearly(where: str, sizes: list[int], counts: list[int]) -> None:
     """Whether the second slope is not steeper than the first.
 
     A hundredth of all is noise, and so is a tenth per byte or parameter, as of a manifest whose

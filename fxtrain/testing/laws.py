@@ -239,13 +239,13 @@ def _same(run: Run, wanted: Run, terms: Terms, where: str) -> None:
 def _unwrapped(ctx: Any, task: Task) -> list[str]:
     with on_mesh(ctx, task.mesh) as placed:
         module = new_model(task)
-        before = _anatomy(module)
+        before = _module_fingerprint(module)
         model = wrap(module, placed, task.plan, optimizer=sgd)
         tokens, _ = token_rows(2)
         backward_once(placed, model)
         if unwrap(model) is not module:
             return ["it is another module"]
-        after = _anatomy(module)
+        after = _module_fingerprint(module)
         changes = [what for what in before if before[what] != after[what]]
         if module.head.weight is not module.embed.weight:
             changes.append("ties")
@@ -260,7 +260,7 @@ def _unwrapped(ctx: Any, task: Task) -> list[str]:
         return changes
 
 
-def _anatomy(module: nn.Module) -> dict[str, Any]:
+def _module_fingerprint(module: nn.Module) -> dict[str, Any]:
     """What unwrap must restore, in values that compare."""
     parts = dict(module.named_modules())
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -15,7 +15,7 @@ from fxtrain.backends import gathered, unwrap, weights, wrap
 from fxtrain.checkpoint import restore, save
 from fxtrain.data import shard
 from fxtrain.loop import StepFns, step
-from fxtrain.state import DistContext, Mesh, Plan, Report, Share, Weighted, Wrapped
+from fxtrain.state import DistContext, Mesh, Plan, Report, Weighted, WeightedLoss, Wrapped
 from fxtrain.testing.transformer import Transformer
 
 __all__ = [
@@ -165,14 +165,14 @@ def _result(task: Task, model: Wrapped, reports: list[Report]) -> Run:
 def backward_once(placed: DistContext, model: Any) -> None:
     """Forward and backward of one batch, without an update."""
 
-    def grade(model: Any, batch: Any) -> Share:
+    def compute_loss(model: Any, batch: Any) -> WeightedLoss:
         loss = model(batch[0]).sum()
-        return Share(loss=loss, mean=loss.detach(), weight=1)
+        return WeightedLoss(loss=loss, mean=loss.detach(), weight=1)
 
     tokens, _ = token_rows(4 * placed.axis("data").world_size)
     loader = DataLoader(TensorDataset(tokens[:, :-1]), batch_size=4)
     batch = next(iter(shard(loader, placed, model.plan)))
-    model.strategy.run(model, batch, grade, True)  # noqa: FBT003 - as the step does
+    model.strategy.run(model, batch, compute_loss, True)  # noqa: FBT003 - as the step does
 
 
 def by_hand(task: Task, data_ranks: int) -> Run:

@@ -36,7 +36,7 @@ def work(
     it is in words, and the traceback. The outer tuple holds plain values only, so the parent
     can always read it.
     """
-    _be_a_rank(path, variables | own)
+    _become_rank(path, variables | own)
     import torch
 
     from fxtrain import ops
@@ -70,11 +70,11 @@ def work(
             before = _groups()
             answer = _answer(ctx, request)
             if not keep_groups:
-                _close_others(before, ctx.comm.ledger.opened)
+                _close_others(before, ctx.comm.state.opened_groups)
             pipe.send_bytes(answer)
 
 
-def _be_a_rank(path: list[str], variables: dict[str, str]) -> None:
+def _become_rank(path: list[str], variables: dict[str, str]) -> None:
     """Make this process what a launched one would be, in a process group of its own."""
     if sys.platform != "win32":
         os.setpgrp()
@@ -105,13 +105,13 @@ def _close_others(before: tuple[int, list[Any]], own: list[Any]) -> None:
         return
     from torch import distributed as dist
 
-    from fxtrain.backends.core.device_mesh import forget_meshes
+    from fxtrain.backends.core.device_mesh import clear_sharding_caches
 
     kept = {id(group) for group in (*before[1], *own)}
     for group in there:
         if id(group) not in kept:
             dist.destroy_process_group(group)
-    forget_meshes()
+    clear_sharding_caches()
     gc.collect()  # closed ones too live on, with their threads, in cycles of models and meshes
 
 
@@ -128,13 +128,13 @@ def _answer(ctx: Any, request: bytes) -> bytes:
             # torch.compile looks at the gradients of whatever it traces.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is")
             value = fn(ctx, *args)
-        return _returned(number, value, healthy=ctx.comm.ledger.broken is None)
+        return _returned(number, value, healthy=ctx.comm.state.failure is None)
     except BaseException as error:
         # After its own errors a communicator is usable unless it says that it broke; an
         # error of another kind may have left the ranks at different calls.
         from fxtrain._errors import CollectiveError
 
-        healthy = isinstance(error, CollectiveError) and ctx.comm.ledger.broken is None
+        healthy = isinstance(error, CollectiveError) and ctx.comm.state.failure is None
         return _failed(number, error, healthy=healthy)
 
 

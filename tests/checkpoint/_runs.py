@@ -104,12 +104,12 @@ def go_on(ctx, loader, fns, steps, epochs=9):
 @contextlib.contextmanager
 def all_late():
     """Small tensors are copied in the background too, as large ones are."""
-    kept = host_copies._LARGE, host_copies._WORTH
-    host_copies._LARGE = host_copies._WORTH = 0
+    kept = host_copies._LARGE, host_copies._MIN_DEFERRED_BYTES
+    host_copies._LARGE = host_copies._MIN_DEFERRED_BYTES = 0
     try:
         yield
     finally:
-        host_copies._LARGE, host_copies._WORTH = kept
+        host_copies._LARGE, host_copies._MIN_DEFERRED_BYTES = kept
 
 
 def bits(tensor):

@@ -12,7 +12,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain.checkpoint import host_copies
 from fxtrain.checkpoint import saving as implementation
-from fxtrain.checkpoint.write_plan import offers_of
+from fxtrain.checkpoint.write_plan import writable_chunks
 from tests.checkpoint import _runs
 
 
@@ -32,9 +32,9 @@ def _step(model):
 
 def _stage(ctx, model):
     state = model.strategy.state(model)
-    steady = {name: state.tensors[name] for name in state.steady}
+    steady = {name: state.tensors[name] for name in state.constant_between_steps}
     with _runs.all_late():
-        return host_copies.stage(ctx, [*offers_of(state.tensors).values()], steady)
+        return host_copies.stage(ctx, [*writable_chunks(state.tensors).values()], steady)
 
 
 @contextmanager
@@ -72,9 +72,12 @@ def test_only_what_optimizers_change_is_copied_late(ctx):
     )
     state = (model := _model(ctx, net)).strategy.state(model)
     held = {f"optimizer.0.{name}.weight.momentum_buffer" for name in ("trained", "scaled")}
-    assert state.steady == {"module.trained.weight", *held}
-    assert not fx.wrap(nn.Linear(2, 2), ctx).strategy.state(model).steady - state.steady
-    assert not host_copies._later([*offers_of(state.tensors).values()], {}, pinned=False)
+    assert state.constant_between_steps == {"module.trained.weight", *held}
+    assert (
+        not fx.wrap(nn.Linear(2, 2), ctx).strategy.state(model).constant_between_steps
+        - state.constant_between_steps
+    )
+    assert not host_copies._deferrable([*writable_chunks(state.tensors).values()], {}, pinned=False)
 
 
 def test_the_optimizers_next_step_waits_for_the_copy(ctx):
@@ -92,7 +95,7 @@ def test_the_optimizers_next_step_waits_for_the_copy(ctx):
         assert torch.equal(piece.tensor, before[piece.name])
     assert not torch.equal(after["module.0.weight"], before["module.0.weight"])
     assert staging._judged.is_set() and not staging._changed
-    staging.let_go()
+    staging.release()
     assert not model.optimizers[0]._optimizer_step_pre_hooks
 
 
@@ -173,7 +176,7 @@ def test_accelerators_copy_on_a_stream_of_their_own(ctx, monkeypatch):
     current = SimpleNamespace(name="the loop's", wait_event=lambda _: told.append("loop waits"))
     monkeypatch.setattr(torch, "Stream", Stream)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: current)
-    monkeypatch.setattr(host_copies._Late, "on_host", False)
+    monkeypatch.setattr(host_copies._DeferredCopy, "on_host", False)
     model = _model(ctx)
     staging = _stage(ctx, model)
     assert told == ["new cpu", "wait for the loop's", "enter", "leave", "record"]
@@ -224,10 +227,10 @@ def _background(ctx, folder):
     report, _ = _runs.go_on(ctx, loader.at(report.position), fns, 2)  # while it is written
     second = fx.save(folder, ctx, model, position=report.position, background=True)
     assert first.done()  # the second waited for it
-    buffer = ctx.comm.ledger.kept["checkpoint.buffer"].data_ptr()
+    buffer = ctx.comm.state.background_resources["checkpoint.buffer"].data_ptr()
     second.result()
     third = fx.save(folder, ctx, model, position=fx.Position(updates=8), background=True)
-    assert ctx.comm.ledger.kept["checkpoint.buffer"].data_ptr() == buffer
+    assert ctx.comm.state.background_resources["checkpoint.buffer"].data_ptr() == buffer
     third.result(20)
     other = _runs.start(ctx, "plain", model.plan)[0]
     fx.restore(first.path, ctx, other)

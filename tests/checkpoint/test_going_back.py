@@ -15,7 +15,7 @@ import fxtrain as fx
 from fxtrain.checkpoint.folders import Found
 from fxtrain.checkpoint.manifest import HIGHEST, MANIFEST, digest_of
 from fxtrain.checkpoint.owner import this_process
-from fxtrain.checkpoint.retention import Keep, to_prune
+from fxtrain.checkpoint.retention import RetentionRule, to_prune
 
 DATA = "rank-00000.safetensors"
 KEEP = st.one_of(st.none(), st.integers(1, 3))
@@ -222,7 +222,9 @@ def test_the_highest_order_leaves_a_folder_that_can_be_saved_into(run, tmp_path)
 @given(
     orders=st.lists(st.integers(1, 5), min_size=1, max_size=8),
     damaged=st.sets(st.integers(0, 7)),
-    keep=st.builds(Keep, last=KEEP, every=KEEP, best=KEEP, mode=st.sampled_from(["min", "max"])),
+    keep=st.builds(
+        RetentionRule, last=KEEP, every=KEEP, best=KEEP, mode=st.sampled_from(["min", "max"])
+    ),
     data=st.data(),
 )
 def test_whatever_the_rule_the_new_one_and_as_many_as_asked_for_stay(orders, damaged, keep, data):
@@ -242,5 +244,5 @@ def test_whatever_the_rule_the_new_one_and_as_many_as_asked_for_stay(orders, dam
     assert len(kept) >= min(keep.last or 1, len(whole))
     if keep.every is not None:
         assert kept >= {updates for updates in whole if updates % keep.every == 0}
-    if keep == Keep(mode=keep.mode):
+    if keep == RetentionRule(mode=keep.mode):
         assert kept == whole

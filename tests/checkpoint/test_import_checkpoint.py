@@ -93,7 +93,7 @@ def test_a_run_of_torchs_own_checkpoints_goes_on(tmp_path):
     model, optim = get_state_dict(net, optimizer)
     dcp.save({"model": model, "optimizer": optim}, checkpoint_id=tmp_path / "old", no_dist=True)
     _train(net, optimizer, 3)
-    path = fx.checkpoint.import_checkpoint(
+    path = fx.interop.import_checkpoint(
         tmp_path / "old", tmp_path / "new", module=make_model(), position=fx.Position(updates=4)
     )
     assert fx.verify(path).world_size == 1
@@ -102,7 +102,7 @@ def test_a_run_of_torchs_own_checkpoints_goes_on(tmp_path):
 
 
 def test_what_cannot_be_imported_says_why(tmp_path):
-    bring = fx.checkpoint.import_checkpoint
+    bring = fx.interop.import_checkpoint
     with pytest.raises(fx.CheckpointError, match="There is no folder"):
         bring(tmp_path / "nowhere", tmp_path / "new")
     with pytest.raises(fx.CheckpointError, match="holds no model of Accelerate"):
@@ -124,6 +124,6 @@ def test_an_optimizer_in_another_order_is_noticed(tmp_path):
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.save(state, checkpoint_id=tmp_path / "old", no_dist=True)
     with pytest.raises(fx.CheckpointError, match="in another order"):
-        fx.checkpoint.import_checkpoint(tmp_path / "old", tmp_path / "new", module=make_model())
-    path = fx.checkpoint.import_checkpoint(tmp_path / "old", tmp_path / "new", optimizer=False)
+        fx.interop.import_checkpoint(tmp_path / "old", tmp_path / "new", module=make_model())
+    path = fx.interop.import_checkpoint(tmp_path / "old", tmp_path / "new", optimizer=False)
     assert fx.verify(path).tensors >= 3

@@ -15,15 +15,15 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.checkpoint import folder_lock, saving
-from fxtrain.checkpoint.folder_lock import _read, take
+from fxtrain.checkpoint.folder_lock import _read, acquire
 from fxtrain.checkpoint.folders import Found
-from fxtrain.checkpoint.local_storage import place_of
+from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.checkpoint.owner import Owner, is_running, owner_from, this_process
-from fxtrain.checkpoint.retention import Keep, to_prune
+from fxtrain.checkpoint.retention import RetentionRule, to_prune
 
 
 def _new_folder(kind, tmp_path):
-    folder = place_of(
+    folder = open_storage(
         tmp_path / secrets.token_hex(4) if kind == "disk" else f"memory://{secrets.token_hex(8)}"
     )
     folder.make()
@@ -101,16 +101,16 @@ def test_what_is_no_owner_is_refused(data):
 
 
 def test_the_second_is_refused_and_told_who_saves(folder):
-    lock = take(folder)
+    lock = acquire(folder)
     with pytest.raises(fx.CheckpointError, match=rf"written by process {os.getpid()} on .* this"):
-        take(folder)
+        acquire(folder)
     lock.release()
-    take(folder).release()
+    acquire(folder).release()
     assert folder.locks() == []
 
 
 def test_a_released_lock_leaves_nothing(tmp_path):
-    take(place_of(tmp_path)).release()
+    acquire(open_storage(tmp_path)).release()
     assert os.listdir(tmp_path) == []
 
 
@@ -118,7 +118,7 @@ def test_a_released_lock_leaves_nothing(tmp_path):
 def test_the_lock_of_a_dead_process_is_taken_over(folder, who):
     dead = _ended() if who == "ended" else attrs.evolve(this_process(), started="1")
     _lock_of(folder, dead)
-    lock = take(folder)
+    lock = acquire(folder)
     assert folder.locks() == [lock.name] != ["000000001"]
     lock.check()
     lock.release()
@@ -127,27 +127,27 @@ def test_the_lock_of_a_dead_process_is_taken_over(folder, who):
 
 @pytest.mark.parametrize("data", [None, b"", b"{", b'{"token":1}', b"[]", b"\xff"])
 def test_a_silent_lock_of_another_machine_is_taken_over(folder, data, monkeypatch):
-    monkeypatch.setattr(folder_lock, "DEAD_S", 0.3)
+    monkeypatch.setattr(folder_lock, "STALE_S", 0.3)
     if data is None:
         _lock_of(folder, _elsewhere())
     else:
         folder.lock("000000001", data)
     began = time.monotonic()
-    take(folder).release()
+    acquire(folder).release()
     assert time.monotonic() - began >= 0.3
 
 
 def test_a_lock_of_another_machine_that_shows_life_is_respected(folder, monkeypatch):
-    monkeypatch.setattr(folder_lock, "_BEAT_S", 0.05)
+    monkeypatch.setattr(folder_lock, "_HEARTBEAT_INTERVAL_S", 0.05)
     monkeypatch.setattr(folder_lock, "this_process", _elsewhere)
-    lock = take(folder)  # as the other machine, which shows that it lives
+    lock = acquire(folder)  # as the other machine, which shows that it lives
     monkeypatch.setattr(folder_lock, "this_process", this_process)
     began = time.monotonic()
     with pytest.raises(fx.CheckpointError, match=r"written by process \d+ on node7\."):
-        take(folder)
-    assert time.monotonic() - began < folder_lock.DEAD_S / 2
+        acquire(folder)
+    assert time.monotonic() - began < folder_lock.STALE_S / 2
     lock.release()
-    take(folder).release()
+    acquire(folder).release()
 
 
 def test_who_sees_a_live_lock_after_its_own_withdraws(folder, monkeypatch):
@@ -162,12 +162,12 @@ def test_who_sees_a_live_lock_after_its_own_withdraws(folder, monkeypatch):
 
     monkeypatch.setattr(kind, "lock", create_and_see_another)
     with pytest.raises(fx.CheckpointError, match="is being written"):
-        take(folder)
+        acquire(folder)
     assert folder.locks() == ["000000009"]
 
 
 def test_a_lock_that_is_lost_is_found_out(folder):
-    lock = take(folder)
+    lock = acquire(folder)
     folder.unlock(lock.name)
     _lock_of(folder, this_process(), lock.name)  # of the same name, and another's
     with pytest.raises(fx.CheckpointError, match="took over the lock"):
@@ -185,7 +185,7 @@ def _compete(folder, threads):
         nonlocal inside, most
         go.wait()
         try:
-            lock = take(folder)
+            lock = acquire(folder)
         except fx.CheckpointError:
             return
         with count:
@@ -216,7 +216,7 @@ def test_never_two_at_a_time(tmp_path_factory, threads, dead):
     assert most <= 1
     for lock in got:
         assert lock.ended.is_set()
-    take(folder).release()  # nothing is left that blocks
+    acquire(folder).release()  # nothing is left that blocks
     assert folder.locks() == []
 
 
@@ -231,7 +231,7 @@ def _save_one(ctx, folder):
 
 
 def test_all_ranks_hear_that_another_process_saves(pair, tmp_path):
-    lock = take(place_of(tmp_path))
+    lock = acquire(open_storage(tmp_path))
     said = pair.run(_save_one, str(tmp_path))
     assert said[0] == said[1] and f"written by process {os.getpid()} on" in said[0]
     lock.release()
@@ -265,7 +265,7 @@ def test_nothing_is_committed_without_the_lock(ctx, tmp_path, monkeypatch):
     write = saving.write_file
 
     def write_and_lose_the_lock(*args):
-        folder = place_of(tmp_path)
+        folder = open_storage(tmp_path)
         folder.unlock(folder.locks()[0])
         return write(*args)
 
@@ -280,17 +280,19 @@ def test_nothing_is_committed_without_the_lock(ctx, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["update-0000000000"]
 
 
-@pytest.mark.parametrize("where", ["write_file", "survey", "new_name", "pieces_of", "stage"])
+@pytest.mark.parametrize(
+    "where", ["write_file", "list_checkpoints", "new_name", "chunks_to_write", "stage"]
+)
 def test_a_save_that_fails_lets_others_save(ctx, where, tmp_path, monkeypatch):
     def fail(*args, **more):
-        raise KeyboardInterrupt if where == "pieces_of" else OSError("no")
+        raise KeyboardInterrupt if where == "chunks_to_write" else OSError("no")
 
     model = fx.wrap(nn.Linear(2, 2), ctx)
     with monkeypatch.context() as patch:
         patch.setattr(saving, where, fail)
         with pytest.raises((fx.CheckpointError, KeyboardInterrupt)):
             fx.save(tmp_path, ctx, model, background=where == "stage").result()
-    ctx.comm.ledger.tasks.clear()  # its error was seen
+    ctx.comm.state.background_tasks.clear()  # its error was seen
     fx.save(tmp_path, ctx, model)
     assert os.listdir(tmp_path) == ["update-0000000000"]
 
@@ -321,7 +323,7 @@ def test_a_damaged_manifest_stays_while_another_run_may_have_written_it(who):
         Found(name="update-0000000002", order=None, problems=("changed",)),
         Found(name="update-0000000003", order=2),
     ]
-    gone = to_prune(found, Keep(last=1), this_process())
+    gone = to_prune(found, RetentionRule(last=1), this_process())
     assert gone == ([] if who is _elsewhere else ["update-0000000001", "update-0000000002"])
 
 
@@ -348,12 +350,12 @@ def test_the_process_that_saved_is_written_down(ctx, tmp_path):
     from fxtrain.checkpoint.folders import read_manifest
 
     path = fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx)).path
-    assert read_manifest(place_of(path)).saver == this_process()
+    assert read_manifest(open_storage(path)).saver == this_process()
     assert isinstance(this_process(), Owner)
 
 
 def test_a_lock_with_a_key_twice_says_nothing(tmp_path):
-    lock = take(place_of(str(tmp_path)))
+    lock = acquire(open_storage(str(tmp_path)))
     try:
         raw = lock.bytes(0)
     finally:

@@ -10,9 +10,9 @@ from fxtrain.cli import Exit, main
 from fxtrain.cli.config import (
     LaunchFile,
     Machine,
+    detect_machine,
     find_file,
     from_flags,
-    look,
     read_launch_file,
     render,
     resolve,
@@ -205,8 +205,8 @@ def test_an_offer_can_be_taken():
 
 def test_what_suits_a_machine():
     assert suggested(Machine()).launch == {"ranks": 1}
-    assert look({"PATH": "", "TPU_NAME": "pod"}).tpu == "pod"
-    assert not look({"PATH": ""}).slurm
+    assert detect_machine({"PATH": "", "TPU_NAME": "pod"}).tpu == "pod"
+    assert not detect_machine({"PATH": ""}).slurm
 
 
 def test_default_writes_a_file_that_is_in_order(tmp_path, monkeypatch, capsys):
@@ -219,7 +219,7 @@ def test_default_writes_a_file_that_is_in_order(tmp_path, monkeypatch, capsys):
     assert "is there already" in capsys.readouterr().err
     assert (tmp_path / "fxtrain.toml").read_text() == before
     assert main(["config", "default", "--force", "sub/run.yaml"]) == Exit.WELL
-    assert read_launch_file("sub/run.yaml").common.launch == {"ranks": look().count or 1}
+    assert read_launch_file("sub/run.yaml").common.launch == {"ranks": detect_machine().count or 1}
 
 
 def test_check_tells_mistakes_by_its_exit_code(good, capsys):

@@ -154,7 +154,7 @@ def test_lines_make_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines = ["native", "1", "3", "", "", "2", "2", "1.0", ""]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
-    monkeypatch.setattr("fxtrain.cli.config.command.look", lambda: PLAIN)
+    monkeypatch.setattr("fxtrain.cli.config.command.detect_machine", lambda: PLAIN)
     assert main(["config"]) == Exit.WELL
     file = read_launch_file("fxtrain.toml")
     assert file.common == Section(

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain.backends.context.ring_attention import Ring, RingAttention
-from fxtrain.data.sequence_slices import cutter
+from fxtrain.data.sequence_slices import make_splitter
 from fxtrain.ops.sequence_tokens import positions_of
 from fxtrain.testing import Task, Transformer, by_hand, count_collectives, fake_world, on_ranks
 from tests.cluster._models import llama
@@ -62,10 +62,10 @@ def test_a_plan_that_does_not_fit_is_refused_once_plans_are_compared(name):
     mesh, plan, model, words = BAD[name]
     for rank in (0, 3):
         with fake_world(4, rank=rank, mesh=mesh and fx.Mesh(replicate=-1, **_but_one(mesh))) as ctx:
-            calls = ctx.comm.ledger.calls
+            calls = ctx.comm.state.call_count
             with pytest.raises(fx.PlanError, match=words):
                 fx.wrap(model(), ctx, plan)
-            assert ctx.comm.ledger.calls == calls + 1
+            assert ctx.comm.state.call_count == calls + 1
 
 
 def _but_one(mesh):
@@ -87,7 +87,7 @@ def test_a_batch_that_cannot_be_cut_is_refused_on_every_context_rank(name):
     batch, options, words = BATCHES[name]
     for rank in (0, 1):
         with fake_world(2, rank=rank, mesh=PAIR) as ctx:
-            cut = cutter(ctx, _cp(**options))
+            cut = make_splitter(ctx, _cp(**options))
             with pytest.raises(fx.DataError, match=words):
                 cut(batch)
 
@@ -96,12 +96,12 @@ def test_named_tensors_are_cut_along_their_dimension_and_others_stay():
     rows = torch.arange(16).reshape(2, 8)
     batch = {"ids": rows, "deep": [rows.T], "label": torch.tensor([1, 2]), "text": "a"}
     with fake_world(2, rank=1, mesh=PAIR) as ctx:
-        mine = cutter(ctx, _cp(batch=("ids",)))(batch)
+        mine = make_splitter(ctx, _cp(batch=("ids",)))(batch)
         assert mine["ids"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
         assert mine["deep"][0] is batch["deep"][0] and mine["label"] is batch["label"]
-        mine = cutter(ctx, _cp(batch=("deep.0",), dim=0, balance=False))(batch)
+        mine = make_splitter(ctx, _cp(batch=("deep.0",), dim=0, balance=False))(batch)
         assert mine["deep"][0].tolist() == rows.T[4:].tolist() and mine["ids"] is rows
-        assert cutter(ctx, fx.Plan()) is None
+        assert make_splitter(ctx, fx.Plan()) is None
 
 
 @pytest.mark.parametrize("balance", [True, False])
@@ -217,7 +217,7 @@ def _joined(ctx):
     placed = fx.detect({}, device="cpu", mesh=PAIR, timeout_s=60)
     model = fx.wrap(Transformer(), placed, _cp(tables=("position",)))
     rows = torch.arange(16).reshape(2, 8)
-    mine = cutter(placed, model.plan)({"ids": rows, "text": ["a"]})
+    mine = make_splitter(placed, model.plan)({"ids": rows, "text": ["a"]})
     with torch.no_grad(), count_collectives() as traffic:
         logits = model(mine["ids"])
     whole = ops.join_tokens({"logits": logits, "ids": mine["ids"]}, model)

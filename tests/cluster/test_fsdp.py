@@ -54,10 +54,10 @@ def test_a_plan_that_does_not_fit_is_refused_once_plans_are_compared(name):
     recompute = ("Nothing",) if name == "recompute" else ()
     for rank in (0, n - 1):
         with fake_world(n, rank=rank, mesh=mesh) as ctx:
-            calls = ctx.comm.ledger.calls
+            calls = ctx.comm.state.call_count
             with pytest.raises(fx.PlanError, match=words):
                 fx.wrap(Transformer(), ctx, fx.Plan(strategy=config, recompute=recompute))
-            assert ctx.comm.ledger.calls == calls + 1
+            assert ctx.comm.state.call_count == calls + 1
 
 
 def test_a_function_chooses_blocks_and_the_plan_keeps_its_path():

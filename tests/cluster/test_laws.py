@@ -226,7 +226,7 @@ def _one_update(ctx, strategy, mesh):
         plan = fx.Plan(strategy=strategy, clip_norm=0.5)
         model = fx.wrap(Spare(), placed, plan, optimizer=torch.optim.AdamW)
         backward_once(placed, model)
-        norm = model.strategy.apply(model, fx.state.Finish(clip_norm=0.5)).grad_norm
+        norm = model.strategy.apply(model, fx.state.UpdateSpec(clip_norm=0.5)).grad_norm
         data = placed.axis("data").world_size
         return data, float(norm), {n: p.detach() for n, p in fx.unwrap(model).named_parameters()}
 

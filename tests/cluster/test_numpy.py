@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fxtrain import CollectiveError, ops
-from fxtrain._words import words_of
+from fxtrain._words import canonical_text
 
 LARGE = 5000
 
@@ -211,7 +211,7 @@ def test_words_of_a_value_in_itself_end():
     value.append(value)
     holder = Plain(None)
     holder.inside = holder
-    assert words_of(value).count("[") < 200 and words_of(holder).count("Plain") < 200
+    assert canonical_text(value).count("[") < 200 and canonical_text(holder).count("Plain") < 200
 
 
 def _flag(ctx, flags):

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain import CollectiveError, ops
-from fxtrain.ops.transport.pickled import dump, safe
+from fxtrain.ops.transport.pickled import dump, unpickles_anywhere
 from fxtrain.testing import count_collectives
 
 
@@ -124,7 +124,7 @@ def test_only_what_could_fail_to_unpickle_takes_a_second_exchange(pair):
     for value in (Brittle(), [ValueError("x")], torch.nn.Parameter(torch.ones(1)), _packets):
         assert pair.run(_packets, value) == [2, 2]
     with fx.detect(env={}, device="cpu") as ctx:
-        assert safe(dump(plain, ctx)) and not safe(dump(Brittle, ctx))
+        assert unpickles_anywhere(dump(plain, ctx)) and not unpickles_anywhere(dump(Brittle, ctx))
 
 
 # Threads

@@ -386,17 +386,17 @@ def _by_route(ctx):
         "empty": lambda k: (torch.zeros(0, 4), torch.tensor([1.0 * k])),
         "double": lambda k: (torch.tensor(k), torch.tensor(1.0 * k, dtype=torch.float64)),
     }
-    ctx.comm.ledger.routes.clear()
+    ctx.comm.state.routes.clear()
     got = {}
     for name, make in forms.items():
         with torch.inference_mode():
             first = [ops.gather(make(ctx.rank + 10 * k), ctx) for k in range(2)]
         rest = [ops.gather(make(ctx.rank + 10 * k), ctx) for k in range(2, 4)]
         got[name] = map_leaves(torch.clone, [*first, *rest])
-    made = sum(isinstance(one, routes.Route) for one in ctx.comm.ledger.routes.values())
+    made = sum(isinstance(one, routes.PackedLayout) for one in ctx.comm.state.routes.values())
     for size in range(1, 100):
         ops.gather(torch.zeros(size), ctx)
-    return got, made, len(ctx.comm.ledger.routes)
+    return got, made, len(ctx.comm.state.routes)
 
 
 def test_small_trees_travel_over_kept_routes(pair):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxtrain import ops
-from fxtrain.ops.transport.packets import arrived, packets_of, send
+from fxtrain.ops.transport.packets import packets_of, send, wait_packets
 from fxtrain.state import Comm
 
 
@@ -52,7 +52,7 @@ def _exchange(rank, ranks, *, at_once=False, **options):
     send(comm, packets, at_once=at_once)
     told = list(group.log)
     group.log.clear()
-    arrived(comm, packets)
+    wait_packets(comm, packets)
     calls = [entry for entry in group.log if isinstance(entry, str)]
     return told, calls, [entry for entry in group.log if isinstance(entry, float)]
 
@@ -89,10 +89,10 @@ def test_a_rank_that_left_matters_once_more_is_expected_of_it():
     packets = packets_of(comm, 0)
     group.gone.add(1)
     send(comm, packets)
-    arrived(comm, packets)  # it left when it had sent this
+    wait_packets(comm, packets)  # it left when it had sent this
     send(comm, packets)
     with pytest.raises(RuntimeError, match="closed by peer 1"):
-        arrived(comm, packets)
+        wait_packets(comm, packets)
 
 
 class _Enough(Exception):

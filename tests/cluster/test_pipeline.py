@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain.backends.pipeline.partition import layout_of, pipeline_problems
-from fxtrain.backends.pipeline.stage import Meta, _to_send
+from fxtrain.backends.pipeline.stage import TensorMeta, _to_send
 from fxtrain.testing import LAWS, Task, Transformer, count_collectives, fake_world, on_ranks
 from fxtrain.testing.training import backward_once, by_hand
 from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP, gpt2, t5
@@ -144,10 +144,10 @@ def test_a_plan_that_does_not_fit_is_refused_once_plans_are_compared(name):
     told = set()
     for rank in (0, 3):
         with fake_world(4, rank=rank, mesh=mesh or fx.Mesh(pipeline=4)) as ctx:
-            calls = ctx.comm.ledger.calls
+            calls = ctx.comm.state.call_count
             with pytest.raises(fx.PlanError, match=words) as error:
                 fx.wrap(Transformer(), ctx, fx.Plan(strategy=config, **fields))
-            assert ctx.comm.ledger.calls == calls + 1
+            assert ctx.comm.state.call_count == calls + 1
             told.add(str(error.value))
     assert len(told) == 1
 
@@ -211,7 +211,7 @@ def _loss(model, batch):
 
 
 def test_a_stage_sends_nothing_that_the_next_one_does_not_wait_for():
-    told = Meta(0, (2, 4), torch.float32, True)
+    told = TensorMeta(0, (2, 4), torch.float32, True)
     assert _to_send(torch.ones(2, 4), told).shape == (2, 4)
     with pytest.raises(fx.PlanError, match=r"gives \[3, 4\].*a shape that depends on data"):
         _to_send(torch.ones(3, 4), told)

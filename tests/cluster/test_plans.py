@@ -102,9 +102,9 @@ def test_what_ranks_bring_beside_the_plan_is_compared(pair, what):
 
 
 def _exchanges(ctx, plan):
-    before = ctx.comm.ledger.calls
+    before = ctx.comm.state.call_count
     fx.wrap(nn.Linear(2, 2), ctx, plan, optimizer=SGD)
-    return ctx.comm.ledger.calls - before
+    return ctx.comm.state.call_count - before
 
 
 def test_ddp_is_wrapped_with_one_exchange(clusters):

@@ -8,14 +8,14 @@ import pytest
 
 import fxtrain as fx
 from fxtrain import ops
-from fxtrain._secret import SECRET, key_of
+from fxtrain._secret import SECRET, derive_key
 from fxtrain.ops import scattering
 from fxtrain.ops.rendezvous_store import open_store
-from fxtrain.ops.transport.pickled import dump, opened
+from fxtrain.ops.transport.pickled import dump, unpickle_all
 from fxtrain.state import Topology
 from fxtrain.testing import free_port
 
-KEYS = [key_of("a secret of a run"), key_of("another secret of a run"), b""]
+KEYS = [derive_key("a secret of a run"), derive_key("another secret of a run"), b""]
 
 
 def _touch(folder):
@@ -42,20 +42,20 @@ def test_a_pickle_is_read_under_its_own_seal_only(sent, known, tmp_path):
     with fx.detect({}, device="cpu") as ctx:
         blob = dump(_Harm(tmp_path), _with_key(ctx, sent))
         if sent == known:
-            opened("gather", {1: blob}, _with_key(ctx, known))
+            unpickle_all("gather", {1: blob}, _with_key(ctx, known))
         else:
             with pytest.raises(fx.CollectiveError, match="rank 1 has no seal of this run's secret"):
-                opened("gather", {1: blob}, _with_key(ctx, known))
+                unpickle_all("gather", {1: blob}, _with_key(ctx, known))
     assert len(list(tmp_path.iterdir())) == (sent == known)
 
 
 def test_a_letter_of_scatter_is_read_under_its_own_seal_only(tmp_path):
     with fx.detect({}, device="cpu") as ctx:
-        (letter,), *_ = scattering._letters([_Harm(tmp_path)], _with_key(ctx, KEYS[0]))
+        (letter,), *_ = scattering._serialized_trees([_Harm(tmp_path)], _with_key(ctx, KEYS[0]))
         with pytest.raises(fx.CollectiveError, match="no seal of this run's secret"):
-            scattering._open_letter(letter, _with_key(ctx, KEYS[1]), 0, sure=False)
+            scattering._deserialized_tree(letter, _with_key(ctx, KEYS[1]), 0, sure=False)
         assert not list(tmp_path.iterdir())
-        scattering._open_letter(letter, _with_key(ctx, KEYS[0]), 0, sure=False)
+        scattering._deserialized_tree(letter, _with_key(ctx, KEYS[0]), 0, sure=False)
     assert list(tmp_path.iterdir())
 
 

@@ -14,8 +14,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fxtrain.data.order import Custom, find_order
-from fxtrain.data.permutation import below, key_of, permutation, round_keys, uniform
+from fxtrain.data.order import CustomOrder, find_order
+from fxtrain.data.permutation import hash_key, permutation, round_keys, uniform, uniform_below
 
 BIG = 100_003  # above the length up to which a table is used
 
@@ -99,15 +99,17 @@ def test_neighbours_are_not_kept(n):
 def test_numbers_are_uniform():
     places = torch.arange(100_000)
     keys = round_keys(1, 2)
-    assert abs(_chi(torch.bincount(below(places, 37, keys), minlength=37), 100_000 / 37)) < 5
+    assert (
+        abs(_chi(torch.bincount(uniform_below(places, 37, keys), minlength=37), 100_000 / 37)) < 5
+    )
     drawn = uniform(places, keys)
     assert float(drawn.min()) >= 0 and float(drawn.max()) < 1
     assert abs(_chi(torch.bincount((drawn * 64).long(), minlength=64), 100_000 / 64)) < 5
 
 
 def test_keys_are_words_apart():
-    assert key_of(1, 23) != key_of(12, 3) != key_of(123)
-    assert 0 <= key_of("x") < 1 << 63
+    assert hash_key(1, 23) != hash_key(12, 3) != hash_key(123)
+    assert 0 <= hash_key("x") < 1 << 63
 
 
 def test_a_random_sampler_permutes():
@@ -164,7 +166,7 @@ def test_orders_leave_the_generators_of_the_process_alone():
         WeightedRandomSampler([1.0, 2.0], 2, replacement=False),
     ):
         take(sampler)
-    list(Custom(_Mixed(20), 0, 0))
+    list(CustomOrder(_Mixed(20), 0, 0))
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1] == random.getstate()
     assert before[2] == np.random.get_state()[1].tolist()
@@ -198,29 +200,29 @@ class _Own(_Mixed):
 
 @pytest.mark.parametrize("kind", [_Mixed, _Own])
 def test_a_custom_sampler_is_a_function_of_seed_and_epoch(kind):
-    first = list(Custom(kind(1500), 3, 1))
+    first = list(CustomOrder(kind(1500), 3, 1))
     torch.rand(5)
     random.random()
-    assert list(Custom(kind(1500), 3, 1)) == first
-    other_epoch, other_seed = Custom(kind(1500), 3, 2), Custom(kind(1500), 4, 1)
+    assert list(CustomOrder(kind(1500), 3, 1)) == first
+    other_epoch, other_seed = CustomOrder(kind(1500), 3, 2), CustomOrder(kind(1500), 4, 1)
     assert next(iter(other_epoch)) != first[0] != next(iter(other_seed))
     shared = kind(1500)
-    assert list(Custom(shared, 3, 1)) == list(Custom(shared, 3, 1)) == first
+    assert list(CustomOrder(shared, 3, 1)) == list(CustomOrder(shared, 3, 1)) == first
     assert len(set(first)) == 1500
 
 
 def test_drawing_between_batches_does_not_reach_a_custom_sampler():
     found = []
-    for unit in Custom(_Mixed(1500), 3, 1):
+    for unit in CustomOrder(_Mixed(1500), 3, 1):
         torch.rand(1)
         random.random()
         found.append(unit)
-    assert found == list(Custom(_Mixed(1500), 3, 1))
+    assert found == list(CustomOrder(_Mixed(1500), 3, 1))
 
 
 def test_whether_a_custom_sampler_shuffles_shows_when_it_has_run():
     for sampler, shuffled in (([3, 1, 2], False), (_Mixed(3), True), (_Own(3), True)):
-        custom = Custom(sampler, 0, 0)
+        custom = CustomOrder(sampler, 0, 0)
         assert not custom.shuffled
         list(custom)
         assert custom.shuffled is shuffled

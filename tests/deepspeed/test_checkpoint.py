@@ -118,7 +118,7 @@ def _parts(ctx, stage, folder):
     model, _ = train(ctx, plan, adamw, epochs=1)
     with count_collectives() as traffic:
         state = model.strategy.state(model)
-    cut = [one for one in state.tensors.values() if isinstance(one, fx.state.Stretch)]
+    cut = [one for one in state.tensors.values() if isinstance(one, fx.state.FlatShard)]
     fx.save(folder, ctx, model, position=fx.Position(updates=1))
     values(model)
     total = sum(math.prod(one.shape) for one in cut)

@@ -239,7 +239,7 @@ def _by_hand(ctx, stage):
             with ops.sync(model, enabled=part == 1):
                 loss = mean(model, (x[mine][half], y[mine][half])) / 2
                 ops.backward(loss, model)
-        done = ops.apply(model, fx.state.Finish(clip_norm=0.1))
+        done = ops.apply(model, fx.state.UpdateSpec(clip_norm=0.1))
         norms.append(float(done.grad_norm))
     refused = []
     for call in (lambda: ops.clip_norm(model, 1.0), lambda: ops.scale_grads(model, 0.5)):

@@ -33,7 +33,7 @@ def _train(ctx, model, updates):
         mine = tokens[update, ctx.rank :: ctx.world_size]
         logits = model(mine[:, :-1]).float().flatten(0, 1)
         fx.ops.backward(F.cross_entropy(logits, mine[:, 1:].flatten()), model)
-        fx.ops.apply(model, fx.state.Finish())
+        fx.ops.apply(model, fx.state.UpdateSpec())
 
 
 def _values(model):

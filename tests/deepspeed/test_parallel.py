@@ -69,7 +69,7 @@ def _by_hand(updates=3):
 
 def _update(model, x):
     fx.ops.backward(model(x).square().mean(), model)
-    return float(fx.ops.apply(model, fx.state.Finish(clip_norm=0.5)).grad_norm)
+    return float(fx.ops.apply(model, fx.state.UpdateSpec(clip_norm=0.5)).grad_norm)
 
 
 def _spread(net):

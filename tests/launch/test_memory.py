@@ -5,8 +5,8 @@ import signal
 import pytest
 
 from fxtrain.launch import (
-    Ending,
     Failure,
+    LaunchResult,
     MemoryKills,
     count_kills,
     describe,
@@ -52,7 +52,7 @@ def test_a_machine_without_counters(tmp_path):
 def _killed(before, after):
     failure = Failure(rank=1, code=-signal.SIGKILL)
     memory = tell_kills(before, after)
-    return describe(Ending(ranks=2, failures=(failure,), memory=memory))
+    return describe(LaunchResult(ranks=2, failures=(failure,), memory=memory))
 
 
 def test_a_rank_killed_for_memory_says_so():
@@ -70,8 +70,8 @@ def test_a_rank_killed_for_memory_says_so():
 
 def test_tracebacks_of_the_others_are_kept(tmp_path):
     failures = tuple(Failure(rank=rank, error="E: x", traceback=f"of {rank}") for rank in (2, 0))
-    place = keep_tracebacks(Ending(ranks=4, failures=failures), str(tmp_path / "logs"))
+    place = keep_tracebacks(LaunchResult(ranks=4, failures=failures), str(tmp_path / "logs"))
     assert place is not None and place.parent == tmp_path / "logs"
     kept = {path.name: path.read_text() for path in place.iterdir()}
     assert kept == {"0.txt": "of 0", "2.txt": "of 2"}
-    assert keep_tracebacks(Ending(ranks=4, failures=failures[:1]), str(tmp_path)) is None
+    assert keep_tracebacks(LaunchResult(ranks=4, failures=failures[:1]), str(tmp_path)) is None

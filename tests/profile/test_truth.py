@@ -9,8 +9,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import fxtrain as fx
 from fxtrain.profile.axes import axis_namer
 from fxtrain.profile.rehearsal import figures
-from fxtrain.profile.torch_patches import loading_here
-from fxtrain.profile.watching import Enough, Watch, watching
+from fxtrain.profile.torch_patches import load_in_process
+from fxtrain.profile.watching import LoopRecorder, StepsConverged, recording
 from fxtrain.state import resolve_mesh
 from fxtrain.testing import count_collectives
 from tests.profile._loops import (
@@ -24,7 +24,7 @@ from tests.profile._loops import (
 
 def _measured(ctx, loop, mesh, *args):
     """The same figures, of real tensors and real traffic; and the bytes counted by hand."""
-    watch = Watch(most=4)
+    watch = LoopRecorder(most=4)
     held, ends = {}, []
 
     def count(optimizer, *_):
@@ -40,9 +40,9 @@ def _measured(ctx, loop, mesh, *args):
 
     hook = register_optimizer_step_post_hook(count)
     try:
-        with count_collectives() as traffic, loading_here(watch), watching(watch):
+        with count_collectives() as traffic, load_in_process(watch), recording(watch):
             loop(ctx, *args)
-    except Enough:
+    except StepsConverged:
         step = _totals(traffic.calls[ends[-2] : ends[-1]])
         return figures(watch, axis_namer(mesh, ctx.rank)), held, step
     finally:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 import fxtrain as fx
 from fxtrain.ops.chunks import chunk_of
 from fxtrain.profile.memory_log import MemoryLog
-from fxtrain.profile.torch_patches import cut_late
+from fxtrain.profile.torch_patches import lazy_chunks
 from tests.profile._loops import by_steps, net
 
 _WORLD = 1024
@@ -67,7 +67,7 @@ def test_one_chunk_is_that_of_torch(rows, n, dim):
     shape = (rows, 2) if dim == 0 else (2, rows)
     whole = torch.arange(rows * 2).view(shape)
     expected = _fsdp_param._chunk_with_empty(whole, n, dim)
-    with cut_late():
+    with lazy_chunks():
         late = _fsdp_param._chunk_with_empty(whole, n, dim)
     for index, chunk in enumerate(expected):
         for found in (late[index], chunk_of(whole, n, dim, index)):

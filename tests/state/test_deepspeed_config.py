@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
-from fxtrain.backends.deepspeed.config import misfits
+from fxtrain.backends.deepspeed.config import config_problems
 
 # A file as users of other libraries have it, all of it "auto".
 FILE = {
@@ -204,7 +204,7 @@ def test_what_does_not_go_together_is_refused(name):
 
 
 def test_a_sum_over_ranks_is_refused():
-    assert misfits({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 1}}, 2)
+    assert config_problems({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 1}}, 2)
 
 
 BAD = {

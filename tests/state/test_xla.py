@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.backends.core.module_changes import away_from_xla
-from fxtrain.backends.xla.recompilations import Watch
+from fxtrain.backends.core.module_changes import xla_problems
+from fxtrain.backends.xla.recompilations import RecompilationLog
 from fxtrain.data import to_device
 from fxtrain.ops import xla_runtime
 from fxtrain.state import Topology
@@ -57,8 +57,12 @@ def test_a_package_for_another_torch_names_both_versions(monkeypatch):
 
 
 def test_the_device_or_the_variable_asks_for_it():
-    assert xla_runtime.wants("xla:0", {}) and xla_runtime.wants(None, {"PJRT_DEVICE": "CPU"})
-    assert not xla_runtime.wants("cpu", {"PJRT_DEVICE": "CPU"}) and not xla_runtime.wants(None, {})
+    assert xla_runtime.wants_xla("xla:0", {}) and xla_runtime.wants_xla(
+        None, {"PJRT_DEVICE": "CPU"}
+    )
+    assert not xla_runtime.wants_xla("cpu", {"PJRT_DEVICE": "CPU"}) and not xla_runtime.wants_xla(
+        None, {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,19 +82,19 @@ def test_hosts_of_a_pod_that_drive_several_devices_each_are_told_what_to_do(
     )
     monkeypatch.setattr(xla_runtime, "load", lambda *_, **__: host)
     with pytest.raises(fx.ContextError, match=words):
-        xla_runtime.start(None, {"PJRT_DEVICE": "TPU"}, Topology(world_size=ranks))
+        xla_runtime.start_runtime(None, {"PJRT_DEVICE": "TPU"}, Topology(world_size=ranks))
 
 
 def test_strategies_of_torch_are_refused_there():
     ctx = fx.DistContext(device=torch.device("xla", 0))
-    assert "Plan(strategy=fx.XLA())" in away_from_xla(ctx, "DDP")[0]
-    assert away_from_xla(fx.DistContext(), "DDP") == ()
+    assert "Plan(strategy=fx.XLA())" in xla_problems(ctx, "DDP")[0]
+    assert xla_problems(fx.DistContext(), "DDP") == ()
 
 
 def test_compilations_are_told_when_they_are_late_and_ever_less_often(monkeypatch):
     total = [0]
     monkeypatch.setattr(xla_runtime, "compilations", lambda: total[0])
-    watch = Watch(calm=3)
+    watch = RecompilationLog(quiet_steps=3)
     for step in range(1, 41):
         watch.begin()
         total[0] += step <= 2 or step > 10
@@ -113,7 +117,7 @@ def test_batches_are_moved_ahead_in_order_by_another_thread(monkeypatch):
         moved.append(data)
         return -data
 
-    monkeypatch.setattr(xla_runtime, "send", send)
+    monkeypatch.setattr(xla_runtime, "to_device", send)
     ctx, plan = fx.DistContext(device=torch.device("xla", 0)), fx.Plan(data=fx.Data(ahead=2))
     read = []
 
@@ -122,10 +126,10 @@ def test_batches_are_moved_ahead_in_order_by_another_thread(monkeypatch):
             read.append(step)
             yield step, step
 
-    found = to_device.placed(pairs(), ctx, plan, ahead=True)
+    found = to_device.on_device(pairs(), ctx, plan, ahead=True)
     assert next(found) == (0, 0) and read == [0, 1, 2]
     assert [*found] == [(step, -step) for step in range(1, 6)]
     assert moved == [*range(6)] and threading.current_thread().name not in threads
     read.clear()
-    found = to_device.placed(pairs(), ctx, plan, ahead=False)
+    found = to_device.on_device(pairs(), ctx, plan, ahead=False)
     assert next(found) == (0, 0) and read == [0]

@@ -58,7 +58,7 @@ def _recorded(ctx):
         sent = broadcast_values([x, n], 0, group)
         grads = [x.clone(), x.clone() * 2]
         xla_runtime.mean(grads, RANKS)
-        xla_runtime.part(group, ctx.device, [[0, 1]])
+        xla_runtime.register_subgroups(group, ctx.device, [[0, 1]])
         gather_values([n], RANKS, group, joined=False)
         return [[t.tolist() for t in found] for found in (rows, sent, grads)], two.calls
 

@@ -14,7 +14,7 @@ from fxtrain.backends.core.module_changes import put_forward
 from fxtrain.ops.sequence_tokens import positions_of
 from fxtrain.state import CP, DistContext, Plan
 
-__all__ = ["show_rows", "tables"]
+__all__ = ["expose_positions", "tables"]
 
 
 # How many tokens the running forward got: noted where it starts, read further inside.
@@ -27,7 +27,7 @@ def tables(module: nn.Module) -> list[str]:
     return [name for name, tensor in named if tensor.ndim]
 
 
-def show_rows(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[], None]:
+def expose_positions(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[], None]:
     """Let forward see the rows of this rank's tokens of tables, and their positions.
 
     Call it before blocks are recomputed, which then see the same again.
@@ -49,7 +49,7 @@ def show_rows(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[], N
         for owner, names in _owners(module, config)
     ]
     undo += [put_forward(part, _maskless(part)) for part in _masked(module, config)]
-    noting = functools.partial(_noting, module, seen, ctx, plan, takes, module.forward)
+    noting = functools.partial(_recording_positions, module, seen, ctx, plan, takes, module.forward)
     undo.append(put_forward(module, noting))
 
     def undo_all() -> None:
@@ -133,7 +133,7 @@ def _with_rows(
             vars(owner).pop(name, None)
 
 
-def _noting(
+def _recording_positions(
     module: nn.Module,
     seen: _Seen,
     ctx: DistContext,

@@ -68,7 +68,7 @@ class RingAttention(TorchFunctionMode):
         return _outside(self, *args, **(kwargs or {}))
 
 
-def _caught(
+def _attention_override(
     mode: RingAttention,
     query: Tensor,
     key: Tensor,
@@ -94,12 +94,12 @@ def _caught(
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     heads = query.shape[1] // key.shape[1] if enable_gqa else 1
-    turn = _Turn(mode.ring, causal=causal, scale=scale, heads=heads)
+    turn = _AttentionCall(mode.ring, causal=causal, scale=scale, heads=heads)
     return _Attention.apply(query, key, value, turn)  # type: ignore[no-any-return]
 
 
 # Compiled code calls this, and does not look into it.
-_outside: Any = torch.compiler.disable(_caught)
+_outside: Any = torch.compiler.disable(_attention_override)
 
 
 def _refuse(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, config: CP) -> None:
@@ -121,7 +121,7 @@ def _refuse(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, con
         )
 
 
-class _Turn(NamedTuple):
+class _AttentionCall(NamedTuple):
     """One call of attention.
 
     Attributes:
@@ -192,7 +192,9 @@ class _Attention(torch.autograd.Function):
     """Attention of this rank's queries to all keys."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, turn: _Turn) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, turn: _AttentionCall
+    ) -> Tensor:
         kernel = _kernel(query)
         op: Any = functools.partial(_many_heads, kernel.forward, turn.heads)
         with _torch_options(turn, query.dtype):
@@ -214,7 +216,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        turn: _Turn = ctx.turn
+        turn: _AttentionCall = ctx.turn
         query, key, value, out, sums = ctx.saved_tensors
         kernel = _kernel(query)
         op: Any = functools.partial(_many_heads_back, kernel.backward, turn.heads)
@@ -262,7 +264,7 @@ def _summed(x: Tensor, n: int) -> Tensor:
 
 
 @contextmanager
-def _torch_options(turn: _Turn, dtype: torch.dtype) -> Iterator[None]:
+def _torch_options(turn: _AttentionCall, dtype: torch.dtype) -> Iterator[None]:
     """torch keeps the options of its loops for the whole process; here each call brings its own."""
     options, config = theirs._cp_options, turn.ring.config
     before = (options.convert_to_f32, options.enable_load_balance, options.rotate_method)

@@ -14,7 +14,7 @@ from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.name_checks import unknown_patterns
 from fxtrain.state import DistContext, Plan, Strategy, Wrapped
 
-__all__ = ["cut_sequences", "sequence_problems"]
+__all__ = ["sequence_problems", "with_context_parallel"]
 
 
 def sequence_problems(ctx: DistContext, plan: Plan, module: nn.Module) -> list[str]:
@@ -63,7 +63,7 @@ def _attention_problems(module: nn.Module) -> list[str]:
     return problems
 
 
-def cut_sequences(strategy: Strategy, ctx: DistContext, plan: Plan) -> Strategy:
+def with_context_parallel(strategy: Strategy, ctx: DistContext, plan: Plan) -> Strategy:
     """The same strategy, with attention over the context axis where the plan asks for it."""
     if plan.context is None or ctx.mesh.context == 1:
         return strategy

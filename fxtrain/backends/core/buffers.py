@@ -7,16 +7,16 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from fxtrain.backends.core import step_functions
-from fxtrain.ops.transport.exchange import guarded
-from fxtrain.state import Finish, Outcome, Wrapped
+from fxtrain.ops.transport.exchange import rank_loss_guard
+from fxtrain.state import UpdateResult, UpdateSpec, Wrapped
 
 __all__ = ["apply", "send_buffers"]
 
 
-def apply(model: Wrapped, finish: Finish) -> Outcome:
+def apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
     """An update on torch's own machinery, before which replicas get the same buffers."""
     send_buffers(model)
-    return step_functions.apply(model, finish)
+    return step_functions.apply(model, update)
 
 
 def send_buffers(model: Wrapped) -> None:
@@ -31,11 +31,11 @@ def send_buffers(model: Wrapped) -> None:
     if ranks.world_size == 1:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in _saved(model.module):
+    for buffer in _buffers_of(model.module):
         by_dtype.setdefault(buffer.dtype, []).append(buffer)
     for buffers in by_dtype.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        with guarded(ranks, ("step", "buffers")):
+        with rank_loss_guard(ranks, ("step", "buffers")):
             dist.broadcast(flat, group=ranks.comm.group, group_src=0)
         if ranks.rank:
             parts = flat.split([buffer.numel() for buffer in buffers])
@@ -43,7 +43,7 @@ def send_buffers(model: Wrapped) -> None:
                 buffer.copy_(part.view(buffer.shape))
 
 
-def _saved(module: nn.Module) -> Iterator[Tensor]:
+def _buffers_of(module: nn.Module) -> Iterator[Tensor]:
     seen: set[int] = set()
     for part in module.modules():
         for name, buffer in part._buffers.items():

@@ -30,9 +30,11 @@ def compile_parts(
         What takes all of it back.
     """
     undo: list[Callable[[], None]] = []
-    told = _Graphs(ctx)
+    told = _CompilationCounter(ctx)
     for part in parts:
-        undo += [_start_here(inner) for inner in part.modules() if hooked and _is_torchs(inner)]
+        undo += [
+            _wrap_forward(inner) for inner in part.modules() if hooked and _needs_own_frame(inner)
+        ]
         # What nn.Module.compile sets; but that leaves torch's own modules, nn.Sequential
         # for one, as they are without a word: torch traces nothing that starts in its code.
         compiled: Any = torch.compile(
@@ -47,7 +49,7 @@ def compile_parts(
     return undo
 
 
-class _Graphs:
+class _CompilationCounter:
     """Counts what torch compiles in the calls of a model's parts, and logs it."""
 
     def __init__(self, ctx: DistContext) -> None:
@@ -91,18 +93,18 @@ def _calls(module: nn.Module) -> Callable[..., Any]:
     return call
 
 
-def _is_torchs(module: nn.Module) -> bool:
+def _needs_own_frame(module: nn.Module) -> bool:
     """Whether torch traces a module's forward only from a frame outside of torch."""
     return str(getattr(type(module).forward, "__module__", "")).startswith("torch.nn.")
 
 
-def _forward_here(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _wrapped_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(self).forward(self, *args, **kwargs)
 
 
-def _start_here(module: nn.Module) -> Callable[[], None]:
+def _wrap_forward(module: nn.Module) -> Callable[[], None]:
     """Let a module's forward begin in a frame that torch traces, one for all modules."""
     if "forward" in vars(module):
         return lambda: None
-    module.forward = types.MethodType(_forward_here, module)
+    module.forward = types.MethodType(_wrapped_forward, module)
     return functools.partial(vars(module).pop, "forward", None)

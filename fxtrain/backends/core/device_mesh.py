@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor, Placement, _redistribute, debug, d
 
 from fxtrain.state import AXES, DistContext
 
-__all__ = ["Laid", "device_mesh", "forget_meshes", "lay_out"]
+__all__ = ["DistributedParameters", "clear_sharding_caches", "device_mesh", "distribute_parameter"]
 
 # By id of a parameter, what became of it: the same, wherever it is met again.
-Laid = dict[int, nn.Parameter]
+DistributedParameters = dict[int, nn.Parameter]
 
 
 def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
@@ -37,27 +37,29 @@ def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
     shown = {axis: n for axis, n in split.items() if n > 1 or (axis == "shard" and data > 1)}
     layout = torch.arange(math.prod(shown.values())).view(*shown.values())
     groups = [_group(ctx, axis, list(shown).index(axis), split, layout) for axis in shown]
-    forget_meshes()
+    clear_sharding_caches()
     kind = ctx.device.type
     return DeviceMesh.from_group(groups, kind, layout, mesh_dim_names=tuple(shown))
 
 
-def lay_out(part: nn.Module, name: str, mesh: DeviceMesh, how: Placement, laid: Laid) -> None:
+def distribute_parameter(
+    part: nn.Module, name: str, mesh: DeviceMesh, how: Placement, distributed: DistributedParameters
+) -> None:
     """Put a DTensor in the place of a module's parameter.
 
     Args:
-        laid: Grows. The parameters that it is about were all there before the first of them was
-            replaced, so that their ids are their own.
+        distributed: Grows. The parameters that it is about were all there before the first of them
+            was replaced, so that their ids are their own.
     """
     whole = part.get_parameter(name)
-    if id(whole) not in laid:
+    if id(whole) not in distributed:
         # Without a source rank: values are sent before, or once the model has its final form.
         mine = distribute_tensor(whole.detach(), mesh, [how], src_data_rank=None)
-        laid[id(whole)] = nn.Parameter(mine, requires_grad=whole.requires_grad)
-    part.register_parameter(name, laid[id(whole)])
+        distributed[id(whole)] = nn.Parameter(mine, requires_grad=whole.requires_grad)
+    part.register_parameter(name, distributed[id(whole)])
 
 
-def forget_meshes() -> None:
+def clear_sharding_caches() -> None:
     """Have torch lay out operations anew.
 
     It remembers that by the value of a mesh, and would hand out the equal one of an earlier
@@ -85,11 +87,13 @@ def _group(
     own = ctx.mesh.context == 1 or axis not in ("replicate", "shard")
     if own and split[axis] == ctx.mesh.sizes[axis] and split[axis] > 1:
         return ctx.axis(axis).comm.group
-    ledger, key = ctx.comm.ledger, f"mesh.{axis}.{split}"
-    if key not in ledger.kept:  # several models share what they need beside the context's own
-        ledger.kept[key] = _opened(ctx, split[axis], layout.movedim(dim, -1))
-        ledger.opened.append(ledger.kept[key])
-    return ledger.kept[key]
+    state, key = ctx.comm.state, f"mesh.{axis}.{split}"
+    if (
+        key not in state.background_resources
+    ):  # several models share what they need beside the context's own
+        state.background_resources[key] = _opened(ctx, split[axis], layout.movedim(dim, -1))
+        state.opened_groups.append(state.background_resources[key])
+    return state.background_resources[key]
 
 
 def _opened(ctx: DistContext, size: int, lines: torch.Tensor) -> Any:

@@ -13,17 +13,24 @@ from torch import distributed as dist
 
 from fxtrain.state import Wrapped
 
-__all__ = ["clamp_parts", "is_spread", "parts_of", "scale_parts", "total_norm", "unscale_parts"]
+__all__ = [
+    "clamp_local",
+    "is_distributed",
+    "local_grads",
+    "scale_local",
+    "total_norm",
+    "unscale_local",
+]
 
 
-def is_spread(parameters: Any) -> bool:
+def is_distributed(parameters: Any) -> bool:
     """Whether any of some parameters is laid out over a mesh."""
     return bool([p for p in parameters if hasattr(p, "device_mesh")])
 
 
-def parts_of(parameters: Any) -> list[Tensor]:
+def local_grads(parameters: Any) -> list[Tensor]:
     """What this rank holds of each gradient there is; writing to it writes to the gradient."""
-    return [getattr(grad, "_local_tensor", grad) for grad in _settled(parameters)]
+    return [getattr(grad, "_local_tensor", grad) for grad in _as_parameters_laid_out(parameters)]
 
 
 def total_norm(model: Wrapped, copies: frozenset[int] = frozenset()) -> Tensor:
@@ -37,14 +44,16 @@ def total_norm(model: Wrapped, copies: frozenset[int] = frozenset()) -> Tensor:
         the pipeline axis if there is one.
     """
     by_groups: dict[tuple[str, ...], tuple[list[Any], list[Tensor]]] = {}
-    for grad in _settled(p for p in model.module.parameters() if id(p) not in copies):
+    for grad in _as_parameters_laid_out(
+        p for p in model.module.parameters() if id(p) not in copies
+    ):
         groups = _groups_of(grad)
         key = tuple(group.group_name for group in groups)
         by_groups.setdefault(key, (groups, []))[1].append(getattr(grad, "_local_tensor", grad))
     total = torch.zeros((), device=model.ctx.device)
     for groups, parts in by_groups.values():
         # Copies along the other axes are equal, and counted once by not being summed.
-        square = _square(parts, model.ctx.device)
+        square = _sum_of_squares(parts, model.ctx.device)
         for group in groups:
             dist.all_reduce(square, group=group)
         total = total + square
@@ -56,31 +65,31 @@ def total_norm(model: Wrapped, copies: frozenset[int] = frozenset()) -> Tensor:
     return total.sqrt()
 
 
-def scale_parts(parts: list[Tensor], factor: Any) -> None:
+def scale_local(parts: list[Tensor], factor: Any) -> None:
     """Multiply in place."""
-    for (dtype, device), alike in _alike(parts).items():
+    for (dtype, device), alike in _by_dtype_and_device(parts).items():
         by = factor.to(dtype=dtype, device=device) if isinstance(factor, Tensor) else factor
         torch._foreach_mul_(alike, by)
 
 
-def clamp_parts(parts: list[Tensor], most: float) -> None:
-    """Clamp entries to ±`most` in place."""
-    for alike in _alike(parts).values():
-        torch._foreach_clamp_min_(alike, -most)
-        torch._foreach_clamp_max_(alike, most)
+def clamp_local(parts: list[Tensor], limit: float) -> None:
+    """Clamp entries to ±`limit` in place."""
+    for alike in _by_dtype_and_device(parts).values():
+        torch._foreach_clamp_min_(alike, -limit)
+        torch._foreach_clamp_max_(alike, limit)
 
 
-def unscale_parts(parts: list[Tensor], inverse: Tensor) -> Tensor:
+def unscale_local(parts: list[Tensor], inverse: Tensor) -> Tensor:
     """Multiply in place by the inverse of the loss scale; 1 if this rank met inf or nan, or 0."""
     found = torch.zeros((), device=inverse.device)
-    for (_, device), alike in _alike(parts).items():
+    for (_, device), alike in _by_dtype_and_device(parts).items():
         there = found.to(device)
         torch._amp_foreach_non_finite_check_and_unscale_(alike, there, inverse.to(device))
         found = torch.maximum(found, there.to(found.device))
     return found
 
 
-def _settled(parameters: Any) -> list[Any]:
+def _as_parameters_laid_out(parameters: Any) -> list[Any]:
     """Gradients laid out as their parameters are: torch leaves some of them as partial sums."""
     found: list[Any] = []
     for parameter in parameters:
@@ -102,13 +111,15 @@ def _groups_of(grad: Any) -> list[Any]:
     return [mesh.get_group(dim) for dim in axes if mesh.size(dim) > 1]
 
 
-def _square(parts: list[Tensor], device: torch.device) -> Tensor:
+def _sum_of_squares(parts: list[Tensor], device: torch.device) -> Tensor:
     norm = nn.utils.get_total_norm(parts).to(device)
     # Sums of squares of half-precision norms over many ranks would round.
     return (norm.float() if norm.dtype in (torch.float16, torch.bfloat16) else norm).square()
 
 
-def _alike(parts: list[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
+def _by_dtype_and_device(
+    parts: list[Tensor],
+) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for part in parts:
         groups.setdefault((part.dtype, part.device), []).append(part)

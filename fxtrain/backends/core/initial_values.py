@@ -16,11 +16,11 @@ from fxtrain._errors import PlanError
 from fxtrain.ops.chunks import chunk_of
 from fxtrain.state import DistContext
 
-__all__ = ["Start", "fill", "fill_whole", "keep_part", "note_start"]
+__all__ = ["InitialValues", "copy_shard", "fill_full", "fill_sharded", "record_initial_values"]
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Start:
+class InitialValues:
     """What to fill a sharded model with.
 
     Attributes:
@@ -34,7 +34,7 @@ class Start:
     values: dict[str, Tensor]
 
 
-def note_start(module: nn.Module, ctx: DistContext) -> Start:
+def record_initial_values(module: nn.Module, ctx: DistContext) -> InitialValues:
     """Hold on to rank 0's values before the model is sharded.
 
     Raises:
@@ -52,7 +52,9 @@ def note_start(module: nn.Module, ctx: DistContext) -> Start:
             f"but rank 0, whose values are sent to the others."
         )
     fresh = counts[0] > 0
-    if fresh and (stuck := [name for name, part in module.named_modules() if _stuck(module, part)]):
+    if fresh and (
+        stuck := [name for name, part in module.named_modules() if _no_reset_error(module, part)]
+    ):
         raise PlanError(
             f"wrap: the model is on the meta device, and these modules have no reset_parameters "
             f"to make their values: {', '.join(stuck[:10]) or 'the model itself'}. "
@@ -60,10 +62,12 @@ def note_start(module: nn.Module, ctx: DistContext) -> Start:
             f"with values on rank 0, and on the meta device on the others."
         )
     values = {} if fresh or ctx.rank else {n: p.detach() for n, p in module.named_parameters()}
-    return Start(meta=meta > 0, fresh=fresh, values=values)
+    return InitialValues(meta=meta > 0, fresh=fresh, values=values)
 
 
-def fill(module: nn.Module, start: Start, ctx: DistContext, *, offload: bool, seed: int) -> None:
+def fill_sharded(
+    module: nn.Module, start: InitialValues, ctx: DistContext, *, offload: bool, seed: int
+) -> None:
     """Give a sharded model its values.
 
     Effects:
@@ -77,11 +81,11 @@ def fill(module: nn.Module, start: Start, ctx: DistContext, *, offload: bool, se
         for part in module.modules():
             for name, buffer in part.named_buffers(recurse=False):
                 part.register_buffer(name, buffer.to(ctx.device), _persists(part, name))
-    _give(module, start, ctx, seed)
+    _fill_materialized(module, start, ctx, seed)
 
 
-def fill_whole(
-    module: nn.Module, start: Start, ctx: DistContext, *, keep: Container[str], seed: int
+def fill_full(
+    module: nn.Module, start: InitialValues, ctx: DistContext, *, keep: Container[str], seed: int
 ) -> None:
     """Give a model whose tensors are whole, but not all on this rank, its values.
 
@@ -99,10 +103,12 @@ def fill_whole(
                     if id(tensor) not in ready:
                         ready[id(tensor)] = _materialized(tensor, ctx)
                     held[key] = ready[id(tensor)]  # pyright: ignore[reportArgumentType]
-    _give(module, start, ctx, seed)
+    _fill_materialized(module, start, ctx, seed)
 
 
-def _give(module: nn.Module, start: Start, ctx: DistContext, seed: int) -> None:
+def _fill_materialized(
+    module: nn.Module, start: InitialValues, ctx: DistContext, seed: int
+) -> None:
     """Fill the tensors of a module, which have memory: anew by the seed, or from rank 0."""
     if start.fresh:
         with ops.fork_rng(ctx), torch.no_grad():
@@ -197,7 +203,7 @@ def _shape_of(like: DTensor) -> Tensor:
     return torch.empty(like.shape, device="meta")
 
 
-def _resets(module: nn.Module, part: nn.Module) -> Callable[[], Any] | None:
+def _reset_function(module: nn.Module, part: nn.Module) -> Callable[[], Any] | None:
     """The function by which a module makes its own values."""
     for owner, name in ((part, "reset_parameters"), (part, "_reset_parameters")):
         if callable(found := getattr(owner, name, None)):
@@ -210,14 +216,14 @@ def _own(part: nn.Module) -> list[Tensor]:
     return [*part.parameters(recurse=False), *part.buffers(recurse=False)]
 
 
-def _stuck(module: nn.Module, part: nn.Module) -> bool:
-    return bool(_own(part)) and _resets(module, part) is None
+def _no_reset_error(module: nn.Module, part: nn.Module) -> bool:
+    return bool(_own(part)) and _reset_function(module, part) is None
 
 
 def _reset(module: nn.Module, ctx: DistContext) -> None:
     done: set[int] = set()
     for part in module.modules():
-        reset = _resets(module, part)
+        reset = _reset_function(module, part)
         held = {name: p for name, p in part._parameters.items() if p is not None}
         if reset is None or not _own(part):
             continue
@@ -231,10 +237,10 @@ def _reset(module: nn.Module, ctx: DistContext) -> None:
             part._parameters[name] = parameter
             if id(parameter) not in done:
                 done.add(id(parameter))
-                keep_part(whole, parameter)
+                copy_shard(whole, parameter)
 
 
-def keep_part(whole: Tensor, parameter: Tensor) -> None:
+def copy_shard(whole: Tensor, parameter: Tensor) -> None:
     """Copy what a rank holds of a tensor out of the whole of it."""
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)

@@ -24,7 +24,7 @@ def parts_of_batch(batch: Batch, rank: int, parts: int) -> list[Batch]:
     if rows:
         data, valid = split(batch.data, rows, parts), batch.valid.split(rows // parts)
     else:  # it stands in for rows of which this rank has none, and counts for nothing
-        there = _tree.rows_of(batch.data) or 1
+        there = _tree.row_count(batch.data) or 1
         data, valid = split(batch.data, there, there)[:1] * parts, [batch.valid[:1]] * parts
     sizes = tuple(size // parts for size in batch.sizes)
     return [

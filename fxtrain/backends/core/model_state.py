@@ -8,23 +8,28 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxtrain._errors import CheckpointError
-from fxtrain.backends.core.initial_values import keep_part
+from fxtrain.backends.core.initial_values import copy_shard
 from fxtrain.backends.core.optimizer_state import (
     as_bytes,
-    each_of,
+    flatten_schedulers,
     load_optimizers,
     local_part,
     names_of,
-    of_all,
     optimizer_state,
+    own_tensor_of_ranks,
 )
-from fxtrain.backends.core.optimizers import part_of
-from fxtrain.backends.local.averaging_state import goes_on, load_round, round_state, weighted_mean
-from fxtrain.state import ModelState, Saved, Wrapped
+from fxtrain.backends.core.optimizers import local_optimizer
+from fxtrain.backends.local.averaging_state import (
+    load_round,
+    resumes_same_replicas,
+    round_state,
+    weighted_mean,
+)
+from fxtrain.state import ModelState, StateReader, Wrapped
 
 __all__ = ["load_extra", "load_state", "state_of"]
 
-_SCALE = 0  # place in the tally
+_WINDOW_SCALE = 0  # place in the tally
 _SENDS_BUFFERS = "require_forward_param_sync"
 
 
@@ -40,7 +45,7 @@ def state_of(model: Wrapped) -> ModelState:
         tensors.update(held)
         optimizers.append(values)
         steady |= held.keys() if _has_hooks(optimizer) else set()
-        if model.round is not None or part_of(optimizer) is not optimizer:
+        if model.round is not None or local_optimizer(optimizer) is not optimizer:
             own[f"optimizer.{index}.state"] = as_bytes(values["state"], f"optimizer.{index}")
     for name, parameter in model.module.named_parameters():
         if parameter.grad is not None:
@@ -50,7 +55,7 @@ def state_of(model: Wrapped) -> ModelState:
     values: dict[str, Any] = {
         "module": extra,
         "optimizers": optimizers,
-        "schedulers": [one.state_dict() for one in each_of(model.scheduler)],
+        "schedulers": [one.state_dict() for one in flatten_schedulers(model.scheduler)],
         "scaler": None if model.scaler is None else model.scaler.state_dict(),
         # torch's DDP sends buffers before a forward if the one before it ended a window.
         "sends_buffers": getattr(model.engine, _SENDS_BUFFERS, None),
@@ -66,8 +71,8 @@ def state_of(model: Wrapped) -> ModelState:
         tensors=tensors,
         own=own,
         values=values,
-        drifting=frozenset(drifting),
-        steady=frozenset(steady),
+        varies_by_rank=frozenset(drifting),
+        constant_between_steps=frozenset(steady),
     )
 
 
@@ -91,7 +96,7 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(type(optimizer).step, "hooked", False))
 
 
-def load_state(model: Wrapped, saved: Saved) -> None:
+def load_state(model: Wrapped, saved: StateReader) -> None:
     """Put a saved state into a model, in place.
 
     At another number of ranks the gradients of an open window become the mean over the ranks
@@ -104,13 +109,13 @@ def load_state(model: Wrapped, saved: Saved) -> None:
     tensors, _ = _module_state(model.module)
     _check_names(tensors, saved)
     trained = {f"module.{name}" for name, _ in model.module.named_parameters()}
-    mine, same = goes_on(model.round, saved), saved.ranks == saved.here
+    mine, same = resumes_same_replicas(model.round, saved), saved.ranks == saved.loading_ranks
     for name, tensor in tensors.items():
         saved.fill(name, tensor)
         if name in trained and not mine:
             mean = weighted_mean(saved, name)
             if mean is not None:
-                keep_part(mean, tensor.detach())
+                copy_shard(mean, tensor.detach())
         elif same and (drifted := saved.own(name, saved.rank)) is not None:
             local_part(tensor.detach()).copy_(drifted)
     load_extra(model.module, saved.values["module"])
@@ -129,7 +134,7 @@ def _module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]
     return tensors, extra
 
 
-def _check_names(tensors: Mapping[str, Tensor], saved: Saved) -> None:
+def _check_names(tensors: Mapping[str, Tensor], saved: StateReader) -> None:
     there = {name for name in saved.shapes if name.startswith("module.")}
     problems = [f"  {name[7:]} is not in the checkpoint" for name in tensors.keys() - there]
     problems += [f"  {name[7:]} is in the checkpoint only" for name in there - tensors.keys()]
@@ -154,31 +159,31 @@ def load_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
         module.get_submodule(path).set_extra_state(value)
 
 
-def _load_window(model: Wrapped, saved: Saved) -> None:
+def _load_window(model: Wrapped, saved: StateReader) -> None:
     """Gradients and account of an accumulation window that was open."""
     sends_buffers = saved.values.get("sends_buffers")
     if sends_buffers is not None and hasattr(model.engine, _SENDS_BUFFERS):
         setattr(model.engine, _SENDS_BUFFERS, bool(sends_buffers))
-    tallies = of_all(saved, "tally")
+    tallies = own_tensor_of_ranks(saved, "tally")
     if not tallies:  # from another library, which saves no open window
         return
     # Weighted losses are divided by the ranks at the end of the window; others already were.
-    factor = saved.ranks / saved.here if tallies[0][_SCALE] != 0 else 1.0
+    factor = saved.ranks / saved.loading_ranks if tallies[0][_WINDOW_SCALE] != 0 else 1.0
     for name, parameter in model.module.named_parameters():
         if f"grad.{name}" in saved.shapes:
             parameter.grad = torch.empty_like(parameter, requires_grad=False)
             saved.fill(f"grad.{name}", parameter.grad)
-        elif saved.ranks == saved.here:
+        elif saved.ranks == saved.loading_ranks:
             _set_grad(parameter, saved.own(f"grad.{name}", saved.rank))
         else:
-            parts = of_all(saved, f"grad.{name}")
+            parts = own_tensor_of_ranks(saved, f"grad.{name}")
             mean = sum(parts[1:], parts[0]) * (factor / saved.ranks) if parts else None
             _set_grad(parameter, mean)
-    if saved.ranks == saved.here:
-        tally, counts = tallies[saved.rank], of_all(saved, "counts")[saved.rank]
+    if saved.ranks == saved.loading_ranks:
+        tally, counts = tallies[saved.rank], own_tensor_of_ranks(saved, "counts")[saved.rank]
     else:
         # Every rank counts the same rows; weights add up over the ranks, so one takes them all.
-        tally, counts = tallies[0].clone(), of_all(saved, "counts")[0]
+        tally, counts = tallies[0].clone(), own_tensor_of_ranks(saved, "counts")[0]
         tally[1:] = torch.stack(tallies)[:, 1:].sum(0) if saved.rank == 0 else 0
     model.tally.copy_(tally)
     model.counts.copy_(counts)

@@ -15,7 +15,7 @@ from fxtrain.backends.core.name_checks import unknown_classes
 from fxtrain.state import DistContext, Plan
 
 _aten = torch.ops.aten
-_KEPT: Mapping[str, tuple[Any, ...]] = {
+_SAVED_OPERATORS: Mapping[str, tuple[Any, ...]] = {
     "matmul": (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
     "attention": (
         _aten._scaled_dot_product_flash_attention.default,
@@ -25,15 +25,15 @@ _KEPT: Mapping[str, tuple[Any, ...]] = {
     ),
 }
 
-Again = Callable[[Callable[..., Any], tuple[str, ...]], Callable[..., Any]]
+Checkpointer = Callable[[Callable[..., Any], tuple[str, ...]], Callable[..., Any]]
 
 __all__ = [
-    "away_from_xla",
-    "outline",
+    "model_signature",
     "prepare_module",
     "put_forward",
     "send_values",
     "unmatched_names",
+    "xla_problems",
 ]
 
 
@@ -50,7 +50,7 @@ def unmatched_names(module: nn.Module, plan: Plan) -> tuple[str, ...]:
     return tuple(problems)
 
 
-def away_from_xla(ctx: DistContext, name: str) -> tuple[str, ...]:
+def xla_problems(ctx: DistContext, name: str) -> tuple[str, ...]:
     """A problem, where torch's own machinery meets a device whose graph nobody would cut."""
     if ctx.device.type != "xla":
         return ()
@@ -74,7 +74,7 @@ def put_forward(part: nn.Module, forward: Callable[..., Any]) -> Callable[[], No
     return undo
 
 
-def outline(module: nn.Module) -> str:
+def model_signature(module: nn.Module) -> str:
     """Names, shapes and dtypes of a model in a digest: replicas must share them."""
     lines = [
         f"{name} {list(t.shape)} {t.dtype} {t.requires_grad}"
@@ -85,17 +85,22 @@ def outline(module: nn.Module) -> str:
     return f"{type(module).__name__} with {count} parameters in {len(lines)} tensors, {digest}"
 
 
-def again(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callable[..., Any]:
+def checkpointed(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callable[..., Any]:
     """A forward whose activations torch computes again in backward, but for some operators'."""
     options: dict[str, Any] = {"use_reentrant": False}
     if keep:
-        kept = [operator for name in keep for operator in _KEPT[name]]
+        kept = [operator for name in keep for operator in _SAVED_OPERATORS[name]]
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
     return functools.partial(checkpoint, forward, **options)
 
 
 def prepare_module(
-    module: nn.Module, plan: Plan, ctx: DistContext, again: Again = again, *, hooked: bool = False
+    module: nn.Module,
+    plan: Plan,
+    ctx: DistContext,
+    again: Checkpointer = checkpointed,
+    *,
+    hooked: bool = False,
 ) -> Callable[[], None]:
     """Recompute activations, then compile, as the plan says; return what undoes it.
 

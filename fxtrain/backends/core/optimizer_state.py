@@ -9,18 +9,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxtrain._errors import CheckpointError
-from fxtrain.backends.core.optimizers import part_of
-from fxtrain.backends.local.averaging_state import goes_on
-from fxtrain.state import Saved, Wrapped
+from fxtrain.backends.core.optimizers import local_optimizer
+from fxtrain.backends.local.averaging_state import resumes_same_replicas
+from fxtrain.state import StateReader, Wrapped
 
 __all__ = [
     "as_bytes",
-    "each_of",
+    "flatten_schedulers",
     "local_part",
     "load_optimizers",
     "load_schedulers",
     "names_of",
-    "of_all",
+    "own_tensor_of_ranks",
     "optimizer_state",
 ]
 
@@ -36,17 +36,21 @@ def optimizer_state(
         rest = {key: value for key, value in group.items() if key != "params"}
         groups.append({**rest, "params": [name for name, _ in named]})
         for name, parameter in named:
-            state = part_of(optimizer).state.get(parameter)
+            state = local_optimizer(optimizer).state.get(parameter)
             if state is None:
                 continue
             held = {key: value for key, value in state.items() if isinstance(value, Tensor)}
             tensors.update({f"{prefix}.{name}.{key}": value for key, value in held.items()})
             plain = {key: value for key, value in state.items() if key not in held}
             values[name] = {"keys": list(state), "plain": plain}
-    return tensors, {"kind": type(part_of(optimizer)).__name__, "groups": groups, "state": values}
+    return tensors, {
+        "kind": type(local_optimizer(optimizer)).__name__,
+        "groups": groups,
+        "state": values,
+    }
 
 
-def load_optimizers(model: Wrapped, saved: Saved, kept: Iterable[Tensor]) -> None:
+def load_optimizers(model: Wrapped, saved: StateReader, kept: Iterable[Tensor]) -> None:
     """Fill a model's optimizers, schedulers and loss scale.
 
     Args:
@@ -59,10 +63,10 @@ def load_optimizers(model: Wrapped, saved: Saved, kept: Iterable[Tensor]) -> Non
             f"Wrap it with the same, or with none to run it only."
         )
     names = names_of(model.module)
-    taken = {_memory(tensor) for tensor in kept}
+    taken = {_data_pointer(tensor) for tensor in kept}
     for index, (optimizer, values) in enumerate(zip(model.optimizers, found, strict=True)):
         prefix = f"optimizer.{index}"
-        mine = goes_on(model.round, saved)
+        mine = resumes_same_replicas(model.round, saved)
         states = _states(values["state"], prefix, saved, mine=mine)
         whole = {**values, "state": states}
         _load_optimizer(optimizer, whole, prefix, names, saved, taken, mine=mine)
@@ -71,9 +75,9 @@ def load_optimizers(model: Wrapped, saved: Saved, kept: Iterable[Tensor]) -> Non
         model.scaler.load_state_dict(saved.values["scaler"])
 
 
-def load_schedulers(model: Wrapped, saved: Saved) -> None:
+def load_schedulers(model: Wrapped, saved: StateReader) -> None:
     """Put the saved states into a model's schedulers."""
-    schedulers, states = each_of(model.scheduler), saved.values["schedulers"]
+    schedulers, states = flatten_schedulers(model.scheduler), saved.values["schedulers"]
     if len(schedulers) != len(states):
         raise CheckpointError(
             f"The model has {len(schedulers)} schedulers, and was saved with {len(states)}."
@@ -102,13 +106,13 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def of_all(saved: Saved, name: str) -> list[Tensor]:
+def own_tensor_of_ranks(saved: StateReader, name: str) -> list[Tensor]:
     """A tensor of its own of every rank that saved one."""
     found = [saved.own(name, rank) for rank in range(saved.ranks)]
     return [one for one in found if one is not None]
 
 
-def each_of(made: Any) -> list[Any]:
+def flatten_schedulers(made: Any) -> list[Any]:
     """The schedulers in what the factory returned, in order."""
     if made is None:
         return []
@@ -122,13 +126,13 @@ def _load_optimizer(
     values: Mapping[str, Any],
     prefix: str,
     names: Mapping[int, str],
-    saved: Saved,
+    saved: StateReader,
     taken: set[int],
     *,
     mine: bool,
 ) -> None:
     """Fill an optimizer directly: torch's own loading would cast states to the parameters'."""
-    part = part_of(optimizer)
+    part = local_optimizer(optimizer)
     held = {id(parameter) for group in part.param_groups for parameter in group["params"]}
     groups = list(_groups(optimizer, names))
     own = [[name for name, _ in named] for _, named in groups]
@@ -160,7 +164,7 @@ def _load_optimizer(
 
 
 def _states(
-    states: Mapping[str, Any], prefix: str, saved: Saved, *, mine: bool
+    states: Mapping[str, Any], prefix: str, saved: StateReader, *, mine: bool
 ) -> Mapping[str, Any]:
     """What an optimizer keeps of which parameter: rank 0's, where ranks do not differ in that.
 
@@ -171,7 +175,7 @@ def _states(
     if mine and (found := saved.own(name, saved.rank)) is not None:
         return _from_bytes(found)
     every = dict(states)
-    for one in of_all(saved, name):
+    for one in own_tensor_of_ranks(saved, name):
         every = {**_from_bytes(one), **every}
     return every
 
@@ -183,7 +187,7 @@ def _from_bytes(raw: Tensor) -> dict[str, Any]:
 def _reader(
     parameter: Tensor,
     old: Mapping[str, Any],
-    saved: Saved,
+    saved: StateReader,
     taken: set[int],
     *,
     fast: bool,
@@ -219,7 +223,7 @@ def _reusable(state: Any, parameter: Tensor, dtype: torch.dtype, taken: set[int]
     """Whether a state lies where the parameter lies, in memory that is nobody else's."""
     if not isinstance(state, Tensor) or _layout(state) != _layout(parameter):
         return False
-    memory = _memory(state)
+    memory = _data_pointer(state)
     if state.dtype != dtype or not memory or memory in taken:
         return False
     taken.add(memory)
@@ -231,7 +235,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.shape, tensor.device, *spread)
 
 
-def _memory(tensor: Tensor) -> int:
+def _data_pointer(tensor: Tensor) -> int:
     """Where its storage begins; 0 for what has no address, as on XLA devices."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().data_ptr() if local.data_ptr() else 0

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fxtrain._errors import PlanError
 
-__all__ = ["Params", "make_optimizers", "make_schedulers", "one_by_one", "part_of"]
+__all__ = ["Params", "disable_foreach", "local_optimizer", "make_optimizers", "make_schedulers"]
 
 _FACTORY = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
 _SCHEDULER = "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"
@@ -28,20 +28,20 @@ class Params(list[nn.Parameter]):
         return self._named
 
 
-def part_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that holds this rank's states: itself, unless it is shared out over ranks."""
     return getattr(optimizer, "part_of_rank", optimizer)
 
 
 def make_optimizers(
-    made_by: Any,
+    factory: Any,
     module: nn.Module,
     change: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None = None,
 ) -> tuple[Any, tuple[torch.optim.Optimizer, ...]]:
     """Call the factory on the parameters that require a gradient.
 
     Args:
-        made_by: A function of `Params` to an optimizer or to a sequence or dict of them;
+        factory: A function of `Params` to an optimizer or to a sequence or dict of them;
             None; or an optimizer that was built over this very module's parameters.
         change: What takes the place of each optimizer.
 
@@ -52,22 +52,22 @@ def make_optimizers(
         PlanError: something else, an optimizer over other parameters, or one whose step needs a
             closure.
     """
-    if made_by is None:
+    if factory is None:
         return None, ()
-    if isinstance(made_by, torch.optim.Optimizer):
+    if isinstance(factory, torch.optim.Optimizer):
         own = {id(parameter) for parameter in module.parameters()}
-        held = [p for group in made_by.param_groups for p in group["params"]]
+        held = [p for group in factory.param_groups for p in group["params"]]
         if any(id(parameter) not in own for parameter in held):
             raise PlanError(
                 "wrap(optimizer=...): this optimizer holds parameters that are not those of the "
                 f"wrapped model. Pass a factory, which is called at the right time: {_FACTORY}"
             )
-        _refuse_closures((made_by,))
-        made_by = made_by if change is None else change(made_by)
-        return made_by, (made_by,)
-    if not callable(made_by):
+        _refuse_closures((factory,))
+        factory = factory if change is None else change(factory)
+        return factory, (factory,)
+    if not callable(factory):
         raise PlanError(
-            f"wrap(optimizer=...) takes a factory, found {type(made_by).__name__}. "
+            f"wrap(optimizer=...) takes a factory, found {type(factory).__name__}. "
             f"For example: {_FACTORY}"
         )
     params = Params((name, p) for name, p in module.named_parameters() if p.requires_grad)
@@ -76,8 +76,8 @@ def make_optimizers(
             f"wrap(optimizer=...): no parameter of {type(module).__name__} requires a gradient, "
             f"so there is nothing to train. Leave the optimizer out, or unfreeze something."
         )
-    made = made_by(params)
-    found = _all_of(made, torch.optim.Optimizer, "optimizer", _FACTORY)
+    made = factory(params)
+    found = _checked_list(made, torch.optim.Optimizer, "optimizer", _FACTORY)
     _refuse_closures(found)
     if change is None:
         return made, found
@@ -88,7 +88,7 @@ def make_optimizers(
     return (every if isinstance(made, list | tuple) else every[0]), every
 
 
-def make_schedulers(made_by: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]:
+def make_schedulers(factory: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]:
     """Call the scheduler factory on what the optimizer factory returned.
 
     ReduceLROnPlateau needs a metric, so it is kept as `model.scheduler` for the user to step
@@ -97,21 +97,21 @@ def make_schedulers(made_by: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]
     Raises:
         PlanError: there is no optimizer, or the factory returned something else.
     """
-    if made_by is None:
+    if factory is None:
         return None, ()
     if optimizer is None:
         raise PlanError(f"wrap(scheduler=...) needs an optimizer too: {_FACTORY}, {_SCHEDULER}")
-    if isinstance(made_by, LRScheduler) or not callable(made_by):
+    if isinstance(factory, LRScheduler) or not callable(factory):
         raise PlanError(
-            f"wrap(scheduler=...) takes a factory, found {type(made_by).__name__}. "
+            f"wrap(scheduler=...) takes a factory, found {type(factory).__name__}. "
             f"For example: {_SCHEDULER}"
         )
-    made = made_by(optimizer)
-    every = _all_of(made, LRScheduler, "scheduler", _SCHEDULER)
+    made = factory(optimizer)
+    every = _checked_list(made, LRScheduler, "scheduler", _SCHEDULER)
     return made, tuple(one for one in every if not isinstance(one, ReduceLROnPlateau))
 
 
-def one_by_one(optimizer: torch.optim.Optimizer) -> None:
+def disable_foreach(optimizer: torch.optim.Optimizer) -> None:
     """Have an optimizer update a parameter at a time, where they are laid out differently.
 
     torch's fast updates take a list of parameters of one layout only.
@@ -147,7 +147,7 @@ def _refuse_closures(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             )
 
 
-def _all_of(made: Any, kind: type, what: str, example: str) -> tuple[Any, ...]:
+def _checked_list(made: Any, kind: type, what: str, example: str) -> tuple[Any, ...]:
     found: Sequence[Any]
     if isinstance(made, Mapping):
         found = list(made.values())

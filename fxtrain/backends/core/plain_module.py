@@ -12,14 +12,14 @@ from typing import Any
 import attrs
 from torch import nn
 
-__all__ = ["look_at"]
+__all__ = ["record_module"]
 
 _HELD = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
 
 
 @attrs.frozen(eq=False)
-class _Look:
+class _ModuleRecord:
     """How one module is at a moment: its class, its own attributes, and its hooks by kind."""
 
     part: nn.Module
@@ -29,7 +29,7 @@ class _Look:
 
 
 @attrs.frozen(eq=False)
-class _Change:
+class _ModuleChange:
     """What wrapping did to one module.
 
     Attributes:
@@ -45,7 +45,7 @@ class _Change:
     hooks: Mapping[str, frozenset[Any]]
 
 
-def look_at(module: nn.Module) -> Callable[[], Callable[[], Callable[[], None]]]:
+def record_module(module: nn.Module) -> Callable[[], Callable[[], Callable[[], None]]]:
     """Remember how a module is before it is wrapped.
 
     Returns:
@@ -53,16 +53,16 @@ def look_at(module: nn.Module) -> Callable[[], Callable[[], Callable[[], None]]]
         put on; and that gives a last one, which puts everything back as it was then: also
         parameters, buffers, modes and attributes that were changed in the meantime.
     """
-    before = [_look(part) for part in module.modules()]
+    before = [_record(part) for part in module.modules()]
 
     def wrapped() -> Callable[[], Callable[[], None]]:
         changes = [one for one in map(_changed, before) if one is not None]
-        return functools.partial(_take_off, module, changes)
+        return functools.partial(_strip, module, changes)
 
     return wrapped
 
 
-def _take_off(module: nn.Module, changes: Iterable[_Change]) -> Callable[[], None]:
+def _strip(module: nn.Module, changes: Iterable[_ModuleChange]) -> Callable[[], None]:
     now = [(part, type(part), dict(vars(part))) for part in module.modules()]
     for part, _, own in now:
         # Others, so that whatever is done to them is done to these alone.
@@ -89,14 +89,14 @@ def _take_off(module: nn.Module, changes: Iterable[_Change]) -> Callable[[], Non
     return put_back
 
 
-def _look(part: nn.Module) -> _Look:
+def _record(part: nn.Module) -> _ModuleRecord:
     own = {name: value for name, value in vars(part).items() if not _is_kept(name, value)}
     hooks = {name: frozenset(found) for name, found in _hooks(part)}
-    return _Look(part, type(part), own, hooks)
+    return _ModuleRecord(part, type(part), own, hooks)
 
 
-def _changed(before: _Look) -> _Change | None:
-    after = _look(before.part)
+def _changed(before: _ModuleRecord) -> _ModuleChange | None:
+    after = _record(before.part)
     own = {
         name: before.own.get(name, _ABSENT)
         for name in before.own.keys() | after.own.keys()
@@ -109,7 +109,7 @@ def _changed(before: _Look) -> _Change | None:
     }
     if after.kind is before.kind and not own and not hooks:
         return None
-    return _Change(before.part, before.kind, own, hooks)
+    return _ModuleChange(before.part, before.kind, own, hooks)
 
 
 def _is_kept(name: str, value: Any) -> bool:

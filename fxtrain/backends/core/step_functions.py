@@ -10,15 +10,15 @@ from torch.amp.grad_scaler import OptState
 
 from fxtrain import _tree, ops
 from fxtrain.backends.core.gradients import (
-    clamp_parts,
-    is_spread,
-    parts_of,
-    scale_parts,
+    clamp_local,
+    is_distributed,
+    local_grads,
+    scale_local,
     total_norm,
-    unscale_parts,
+    unscale_local,
 )
 from fxtrain.ops import autocast
-from fxtrain.state import Batch, DistContext, Finish, Outcome, Plan, Share, Wrapped
+from fxtrain.state import Batch, DistContext, Plan, UpdateResult, UpdateSpec, WeightedLoss, Wrapped
 
 __all__ = [
     "apply",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _UNSCALED = 4  # place in the counts
-_NOTHING = nullcontext()
+_NULL_CONTEXT = nullcontext()
 
 
 def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,7 +62,7 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def no_sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
     """Nothing to reduce: every micro-batch is alike."""
-    return _NOTHING
+    return _NULL_CONTEXT
 
 
 def backward(loss: Tensor, model: Wrapped) -> None:
@@ -78,15 +78,15 @@ def scaled(loss: Tensor, model: Wrapped) -> Tensor:
 def run(
     model: Wrapped,
     batch: Batch,
-    grade: Callable[[Wrapped, Batch], Share],
+    compute_loss: Callable[[Wrapped, Batch], WeightedLoss],
     reduce: bool,  # noqa: FBT001
-) -> Share:
+) -> WeightedLoss:
     """Forward, loss, backward."""
     strategy = model.strategy
     with strategy.sync(model, reduce):
-        share = grade(model, batch)
-        strategy.backward(share.loss, model)
-    return share
+        weighted = compute_loss(model, batch)
+        strategy.backward(weighted.loss, model)
+    return weighted
 
 
 def clip_norm(
@@ -100,22 +100,22 @@ def clip_norm(
     """
     _unscale(model)
     parameters = list(model.module.parameters())
-    if not is_spread(parameters) and model.ctx.mesh.pipeline == 1:
+    if not is_distributed(parameters) and model.ctx.mesh.pipeline == 1:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
     norm = total_norm(model, copies)
-    scale_parts(parts_of(parameters), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    scale_local(local_grads(parameters), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
 
 def clip_value(model: Wrapped, max_value: float) -> None:
     """Clip entries of unscaled gradients."""
     _unscale(model)
-    clamp_parts(parts_of(model.module.parameters()), max_value)
+    clamp_local(local_grads(model.module.parameters()), max_value)
 
 
 def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
     """Multiply gradients in place."""
-    scale_parts(parts_of(model.module.parameters()), factor)
+    scale_local(local_grads(model.module.parameters()), factor)
 
 
 def finite(model: Wrapped) -> bool:
@@ -128,26 +128,26 @@ def finite(model: Wrapped) -> bool:
     return not found or bool(torch.stack(found).all())
 
 
-def apply(model: Wrapped, finish: Finish) -> Outcome:
+def apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
     """Unscale, scale, clip, update, zero."""
     norm = None
     if model.scaler is not None:
         _unscale(model)
-    if finish.scale is not None:
-        scale_grads(model, finish.scale)
-    if finish.clip_norm is not None:
-        norm = model.strategy.clip_norm(model, finish.clip_norm)
-    if finish.clip_value is not None:
-        clip_value(model, finish.clip_value)
-    applied = not finish.skip
+    if update.scale is not None:
+        scale_grads(model, update.scale)
+    if update.clip_norm is not None:
+        norm = model.strategy.clip_norm(model, update.clip_norm)
+    if update.clip_value is not None:
+        clip_value(model, update.clip_value)
+    applied = not update.skip
     if model.scaler is not None:
-        applied = _scaled_update(model, model.scaler, finish)
-    elif applied and not finish.hold:
+        applied = _scaled_update(model, model.scaler, update)
+    elif applied and not update.keep_parameters:
         for optimizer in model.optimizers:
             optimizer.step()
     for optimizer in model.optimizers:
         optimizer.zero_grad()
-    return Outcome(applied=applied, grad_norm=norm)
+    return UpdateResult(applied=applied, grad_norm=norm)
 
 
 def new_scaler(ctx: DistContext, plan: Plan) -> torch.amp.GradScaler | None:
@@ -180,14 +180,14 @@ def _unscale(model: Wrapped) -> None:
     inverse = (scale.double() if scale.device.type != "mps" else scale).reciprocal().float()
     for optimizer in model.optimizers:
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        found = unscale_parts(parts_of(held), inverse)
+        found = unscale_local(local_grads(held), inverse)
         state = scaler._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {found.device: found}
         state["stage"] = OptState.UNSCALED
     model.counts[_UNSCALED] = 1
 
 
-def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, finish: Finish) -> bool:
+def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, update: UpdateSpec) -> bool:
     """Step every optimizer or none, then update the scale once; whether they stepped."""
     # torch keeps overflow per optimizer and skips one by one; a step is all or nothing.
     found = [
@@ -197,18 +197,18 @@ def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, finish: Finish)
     ]
     flag = torch.stack(found).amax()
     differ = model.round is not None or model.ctx.mesh.pipeline > 1
-    if differ or is_spread(model.module.parameters()):
+    if differ or is_distributed(model.module.parameters()):
         # A shard that overflowed is on one rank only; those of the data axis see the same.
         flag = ops.reduce(flag, model.ctx, op="max")
     for one in found:
         one.copy_(flag)
     overflow = bool(flag.item())
-    if not overflow and not finish.skip and not finish.hold:
+    if not overflow and not update.skip and not update.keep_parameters:
         for optimizer in model.optimizers:
             scaler.step(optimizer)
     scaler.update()
     model.counts[_UNSCALED] = 0
-    return not overflow and not finish.skip
+    return not overflow and not update.skip
 
 
 def to_float(leaf: Any) -> Any:

@@ -6,25 +6,25 @@ from typing import Any
 import attrs
 from torch import nn
 
-__all__ = ["watch"]
+__all__ = ["record_changes"]
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class _Before:
+class _ModuleSnapshot:
     part: nn.Module
     kind: type
     attributes: frozenset[str]
     hooks: dict[str, frozenset[Any]]
 
 
-def watch(module: nn.Module) -> Callable[[], Callable[[], None]]:
+def record_changes(module: nn.Module) -> Callable[[], Callable[[], None]]:
     """Note how a module is now.
 
     Returns:
         A function to call once the module is changed, which gives a function that takes back
         what changed between the two calls, and nothing later.
     """
-    before = [_note(part) for part in module.modules()]
+    before = [_snapshot(part) for part in module.modules()]
 
     def changed() -> Callable[[], None]:
         added = [(one, *_added(one)) for one in before]
@@ -43,8 +43,8 @@ def watch(module: nn.Module) -> Callable[[], Callable[[], None]]:
     return changed
 
 
-def _note(part: nn.Module) -> _Before:
-    return _Before(
+def _snapshot(part: nn.Module) -> _ModuleSnapshot:
+    return _ModuleSnapshot(
         part=part,
         kind=type(part),
         attributes=frozenset(vars(part)),
@@ -60,7 +60,7 @@ def _hooks(part: nn.Module) -> dict[str, dict[Any, Any]]:
     }
 
 
-def _added(one: _Before) -> tuple[frozenset[str], dict[str, frozenset[Any]]]:
+def _added(one: _ModuleSnapshot) -> tuple[frozenset[str], dict[str, frozenset[Any]]]:
     attributes = frozenset(vars(one.part)) - one.attributes
     hooks = {
         name: frozenset(now) - one.hooks.get(name, frozenset())

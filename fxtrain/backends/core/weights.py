@@ -13,7 +13,7 @@ from fxtrain import ops
 from fxtrain.ops.whole_tensors import weights_of
 from fxtrain.state import DistContext, Part, Weight, Wrapped
 
-__all__ = ["in_formats", "of_first", "torch_weights"]
+__all__ = ["from_first_rank", "in_user_dtypes", "torch_weights"]
 
 _Gather = Callable[[], Tensor]
 _Read = Callable[[Part | None], Tensor]
@@ -34,22 +34,22 @@ def torch_weights(model: Wrapped) -> dict[str, Weight]:
     found = weights_of(model.module)
     for name, weight in found.items():
         if not isinstance(weight.like, nn.Parameter):
-            found[name] = of_first(weight, model.ctx.axis("loss"))
+            found[name] = from_first_rank(weight, model.ctx.axis("loss"))
         elif model.round is not None:
-            found[name] = of_first(weight, model.round.copies)
+            found[name] = from_first_rank(weight, model.round.copies)
     if model.round is not None and model.round.anchor:
         _move_anchors(found, model.round.anchor)
     return found
 
 
-def of_first(weight: Weight, copies: DistContext) -> Weight:
+def from_first_rank(weight: Weight, copies: DistContext) -> Weight:
     """The same, with the values of the first of some ranks on all of them."""
     if copies.world_size == 1 or not isinstance(weight.like, Tensor):
         return weight
-    return attrs.evolve(weight, gather=functools.partial(_sent, weight.gather, copies))
+    return attrs.evolve(weight, gather=functools.partial(_broadcast, weight.gather, copies))
 
 
-def in_formats(weights: dict[str, Weight], model: Wrapped) -> dict[str, Weight]:
+def in_user_dtypes(weights: dict[str, Weight], model: Wrapped) -> dict[str, Weight]:
     """The same, in the formats in which the user's module came, where training holds others."""
     return {
         name: attrs.evolve(
@@ -78,7 +78,7 @@ def _fill_both(weight: Weight, anchor: Tensor, read: _Read) -> None:
     anchor.copy_(weight.like)
 
 
-def _sent(gather: _Gather, copies: DistContext) -> Tensor:
+def _broadcast(gather: _Gather, copies: DistContext) -> Tensor:
     return ops.broadcast(gather(), copies)
 
 

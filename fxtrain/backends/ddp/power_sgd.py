@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from fxtrain.backends.core.model_state import load_state, state_of
-from fxtrain.backends.core.optimizer_state import of_all
-from fxtrain.state import ModelState, Saved, Wrapped
+from fxtrain.backends.core.optimizer_state import own_tensor_of_ranks
+from fxtrain.state import ModelState, StateReader, Wrapped
 
 __all__ = ["load_power_sgd", "power_sgd_state"]
 
@@ -42,7 +42,7 @@ def power_sgd_state(model: Wrapped) -> ModelState:
     return attrs.evolve(found, own={**found.own, **errors}, values={**found.values, _KEY: values})
 
 
-def load_power_sgd(model: Wrapped, saved: Saved) -> None:
+def load_power_sgd(model: Wrapped, saved: StateReader) -> None:
     """`load_state`, and the hook's memory; it starts anew where gradients are cut otherwise.
 
     At another number of ranks each takes the mean of the errors, which is what they add to the
@@ -75,9 +75,9 @@ def _buckets(model: Wrapped) -> list[int]:
     ]
 
 
-def _error(saved: Saved, bucket: int) -> Tensor | None:
+def _error(saved: StateReader, bucket: int) -> Tensor | None:
     name = f"{_KEY}.error.{bucket}"
-    if saved.ranks == saved.here:
+    if saved.ranks == saved.loading_ranks:
         return saved.own(name, saved.rank)
-    found = of_all(saved, name)
+    found = own_tensor_of_ranks(saved, name)
     return torch.stack(found).mean(0) if found else None

@@ -16,35 +16,35 @@ from torch.nn.parallel import DistributedDataParallel
 from fxtrain._errors import StepError
 from fxtrain.backends.context.split_sequences import sequence_problems
 from fxtrain.backends.core import step_functions
-from fxtrain.backends.core.module_changes import away_from_xla, send_values, unmatched_names
-from fxtrain.backends.core.optimizers import part_of
+from fxtrain.backends.core.module_changes import send_values, unmatched_names, xla_problems
+from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.ddp.power_sgd import load_power_sgd, power_sgd_state
 from fxtrain.backends.local.averaging import new_round
-from fxtrain.backends.single import SINGLE, wrap_plain
+from fxtrain.backends.single import SINGLE, wrap_without_engine
 from fxtrain.state import (
     DDP,
     CommHook,
     DistContext,
-    Finish,
-    Outcome,
     Plan,
     Strategy,
+    UpdateResult,
+    UpdateSpec,
     Wrapped,
 )
 
 __all__ = ["DDP_STRATEGY"]
 
 # Axes of replicas that would all do the same, and what uses them.
-_OTHERS = {"tensor": "FSDP(mode='none', tensor=fx.TP(...))", "pipeline": "PP()"}
+_ALTERNATIVES = {"tensor": "FSDP(mode='none', tensor=fx.TP(...))", "pipeline": "PP()"}
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     problems = [*unmatched_names(module, plan), *sequence_problems(ctx, plan, module)]
-    problems += away_from_xla(ctx, "DDP")
+    problems += xla_problems(ctx, "DDP")
     problems += [
         f"The mesh has {axis}={ctx.mesh.sizes[axis]}, which DDP does not use: its ranks would all "
         f"do the same. Use {use}, or leave the axis out of fx.Mesh(...)."
-        for axis, use in _OTHERS.items()
+        for axis, use in _ALTERNATIVES.items()
         if ctx.mesh.sizes[axis] > 1
     ]
     problems += _hook_problems(ctx, plan.strategy, module)
@@ -106,9 +106,9 @@ def _wrap(
     # Those of the context axis, too, hold a replica each.
     data = ctx.axis("loss")
     if data.world_size == 1:
-        return wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY)
-    change = _sharing(data) if plan.strategy.shard_optimizer else None
-    plain = wrap_plain(
+        return wrap_without_engine(module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY)
+    change = _data_parallel_options(data) if plan.strategy.shard_optimizer else None
+    plain = wrap_without_engine(
         module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY, change=change
     )
     alone = plan.local is not None and plan.local.warmup == 0
@@ -119,7 +119,9 @@ def _wrap(
     return attrs.evolve(plain, engine=engine, round=new_round(module, ctx, plan))
 
 
-def _sharing(data: DistContext) -> Callable[[torch.optim.Optimizer], torch.optim.Optimizer]:
+def _data_parallel_options(
+    data: DistContext,
+) -> Callable[[torch.optim.Optimizer], torch.optim.Optimizer]:
     # torch's part takes a while to import, which other plans need not pay, and warns of itself.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -136,7 +138,7 @@ def _replicate(
     buffers: dict[str, Any] = {
         "forward_sync_buffers" if newer else "broadcast_buffers": config.sync_buffers
     }
-    engine = _Ordered(
+    engine = _StableBucketsDDP(
         module,
         device_ids=None if ctx.device.type in ("cpu", "mps") else [ctx.device],
         process_group=data.comm.group,
@@ -153,7 +155,7 @@ def _replicate(
     return engine
 
 
-class _Ordered(DistributedDataParallel):
+class _StableBucketsDDP(DistributedDataParallel):
     """torch's wrapper with buckets that a restart does not change.
 
     torch sorts gradients into buckets anew after the first backward, by when they were ready.
@@ -180,16 +182,16 @@ class _Ordered(DistributedDataParallel):
             self._check_reduced()
         return super().forward(*inputs, **kwargs)
 
-    def settle(self) -> None:
+    def finish_reduction(self) -> None:
         """End a backward: see that it was reduced, and give all replicas rank 0's buffers.
 
         torch sends them in the forward that follows, of whatever kind, on all ranks. Sent here,
         where all ranks are, they are equal too when one rank evaluates by itself.
         """
         self._check_reduced()
-        self.settle_buffers()
+        self.sync_buffers_once()
 
-    def settle_buffers(self) -> None:
+    def sync_buffers_once(self) -> None:
         """Send rank 0's buffers now, if the next forward would."""
         if self.will_sync_module_buffers():
             self._sync_buffers()
@@ -207,7 +209,7 @@ class _Ordered(DistributedDataParallel):
 class _Reduced:
     """Around a forward and backward whose gradients are reduced."""
 
-    def __init__(self, engine: _Ordered) -> None:
+    def __init__(self, engine: _StableBucketsDDP) -> None:
         self._engine = engine
 
     def __enter__(self) -> None:
@@ -215,7 +217,7 @@ class _Reduced:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
-            self._engine.settle()
+            self._engine.finish_reduction()
 
 
 def _not_reduced(module: nn.Module, torch_says: str) -> StepError:
@@ -230,7 +232,7 @@ def _not_reduced(module: nn.Module, torch_says: str) -> StepError:
     )
 
 
-def _add_hook(engine: "_Ordered", data: DistContext, config: CommHook) -> None:
+def _add_hook(engine: "_StableBucketsDDP", data: DistContext, config: CommHook) -> None:
     if config.name == "none":
         return
     state: Any = data.comm.group
@@ -266,20 +268,20 @@ def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noq
 def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if model.engine is not model.module and not torch.is_grad_enabled():
         # Of a backward that was called without fxtrain.
-        model.engine.settle_buffers()
+        model.engine.sync_buffers_once()
     return step_functions.forward(model, args, kwargs)
 
 
-def _apply(model: Wrapped, finish: Finish) -> Outcome:
+def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
     if model.engine is not model.module:
         # Of a loop without `ops.sync`.
-        model.engine.settle()
-    return step_functions.apply(model, finish)
+        model.engine.finish_reduction()
+    return step_functions.apply(model, update)
 
 
 def _unwrap(model: Wrapped) -> nn.Module:
     module = SINGLE.unwrap(model)
-    if any(part_of(one) is not one for one in model.optimizers):
+    if any(local_optimizer(one) is not one for one in model.optimizers):
         # Away from the buckets in which they were sent.
         for parameter in module.parameters():
             parameter.data = parameter.data.clone()

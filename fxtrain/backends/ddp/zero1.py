@@ -26,7 +26,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         kinds = {p.dtype for group in groups for p in group["params"]}
         super().__init__(
             groups,
-            lambda own: _keep(made, own),  # type: ignore[arg-type]
+            lambda own: _keep_groups(made, own),  # type: ignore[arg-type]
             process_group=data.comm.group,
             # One message per rank; torch's buckets take one dtype only.
             parameters_as_bucket_view=len(kinds) == 1,
@@ -44,7 +44,9 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         return self.optim
 
 
-def _keep(made: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _keep_groups(
+    made: torch.optim.Optimizer, groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
     """Leave an optimizer only these groups of its parameters."""
     made.param_groups = groups
     kept = {parameter for group in groups for parameter in group["params"]}

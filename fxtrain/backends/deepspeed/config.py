@@ -24,10 +24,10 @@ from fxtrain.backends.deepspeed.config_entries import (
     put,
     section,
 )
-from fxtrain.backends.deepspeed.plan_entries import Said, all_said, power_of_two
+from fxtrain.backends.deepspeed.plan_entries import PlanEntry, all_plan_entries, power_of_two
 from fxtrain.state import DeepSpeed, FromConfig, Plan, parse_json, shown
 
-__all__ = ["Facts", "deepspeed_config", "hidden_size", "misfits", "read_config", "resolve"]
+__all__ = ["Inputs", "config_problems", "deepspeed_config", "hidden_size", "read_config", "resolve"]
 
 _PREFETCH = f"{ZERO}.stage3_prefetch_bucket_size"
 _THRESHOLD = f"{ZERO}.stage3_param_persistence_threshold"
@@ -38,12 +38,12 @@ _MICRO, _ACCUMULATE, _TOTAL = (
     "train_batch_size",
 )
 # How entries begin in which "auto" is DeepSpeed's own word.
-_OWN_AUTO = ("data_types.keep_in_fp32_modules", f"{ZERO}.zenflow.", "expert_parallel.")
+_DEEPSPEED_AUTO = ("data_types.keep_in_fp32_modules", f"{ZERO}.zenflow.", "expert_parallel.")
 _FORMATS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 
 
 @attrs.frozen(kw_only=True)
-class Facts:
+class Inputs:
     """What a config depends on beside the plan.
 
     Attributes:
@@ -123,14 +123,14 @@ def deepspeed_config(
     rows = getattr(loader, "batch_size", None)
     if rows is not None and plan.batch == "global":
         rows //= ranks
-    facts = Facts(
+    facts = Inputs(
         ranks=ranks,
         rows=rows,
         hidden=hidden_size(model),
         values=FromConfig() if values is None else values,
     )
     config = resolve(plan, read_config(plan.strategy), facts)
-    if problems := misfits(config, ranks):
+    if problems := config_problems(config, ranks):
         raise PlanError("\n".join(problems))
     return config
 
@@ -148,7 +148,7 @@ def hidden_size(module: Any) -> int | None:
     return None
 
 
-def resolve(plan: Plan, base: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
+def resolve(plan: Plan, base: Mapping[str, Any], facts: Inputs) -> dict[str, Any]:
     """The config that DeepSpeed gets.
 
     Args:
@@ -166,9 +166,9 @@ def resolve(plan: Plan, base: Mapping[str, Any], facts: Facts) -> dict[str, Any]
     if "bfloat16" in config:  # the older name
         config.setdefault("bf16", config.pop("bfloat16"))
     conflicts: list[str] = []
-    for said in all_said(plan, config):
-        conflicts += _settle(config, said)
-    conflicts += _settle_rows(config, plan, facts)
+    for said in all_plan_entries(plan, config):
+        conflicts += _merge_entry(config, said)
+    conflicts += _merge_sizes(config, plan, facts)
     conflicts += _autocast_conflicts(config, plan)
     if conflicts:
         raise PlanError(
@@ -186,7 +186,7 @@ def resolve(plan: Plan, base: Mapping[str, Any], facts: Facts) -> dict[str, Any]
     return _with_defaults(config, plan)
 
 
-def _settle(config: dict[str, Any], said: Said) -> list[str]:
+def _merge_entry(config: dict[str, Any], said: PlanEntry) -> list[str]:
     """Write what the plan says unless the file says it; the line of a conflict."""
     found = get(config, said.path)
     if said.value is None:
@@ -202,7 +202,7 @@ def _settle(config: dict[str, Any], said: Said) -> list[str]:
     return [f"{said.path}: {said.by} says {said.value!r}, the config says {found!r}"]
 
 
-def _settle_rows(config: dict[str, Any], plan: Plan, facts: Facts) -> list[str]:
+def _merge_sizes(config: dict[str, Any], plan: Plan, facts: Inputs) -> list[str]:
     """Micro-batch and global batch from each other; conflicts."""
     rows, total = (_count(config, path) for path in (_MICRO, _TOTAL))
     said = {
@@ -250,7 +250,7 @@ def _autocast_conflicts(config: Mapping[str, Any], plan: Plan) -> list[str]:
     ]
 
 
-def _fill_widths(config: dict[str, Any], facts: Facts) -> None:
+def _fill_widths(config: dict[str, Any], facts: Inputs) -> None:
     """Bucket sizes from the hidden size, as users of `"auto"` expect."""
     widths = {_BUCKET: 1.0, _PREFETCH: 0.9, _THRESHOLD: 0.0}
     open_entries = [path for path in widths if get(config, path) == AUTO]
@@ -286,7 +286,7 @@ def _fill_values(config: dict[str, Any], values: FromConfig) -> None:
 
 
 def _check_autos(config: Mapping[str, Any]) -> None:
-    left = [path for path in autos(config) if not path.startswith(_OWN_AUTO)]
+    left = [path for path in autos(config) if not path.startswith(_DEEPSPEED_AUTO)]
     if not left:
         return
     names = [path.rsplit(".", 1)[1] for path in left if ".params." in path]
@@ -345,7 +345,7 @@ def _member(part: Any, name: str) -> Any:
     return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
 
 
-def misfits(config: Mapping[str, Any], ranks: int) -> tuple[str, ...]:
+def config_problems(config: Mapping[str, Any], ranks: int) -> tuple[str, ...]:
     """Problems of a resolved config: what does not go together."""
     zero = section(config, ZERO)
     stage = zero.get("stage", 0)
@@ -359,7 +359,7 @@ def misfits(config: Mapping[str, Any], ranks: int) -> tuple[str, ...]:
         f"offload_optimizer='cpu', or stage=3.": optimizer == "nvme" and stage in (1, 2),
         f"offload_parameters={parameters!r} needs stage 3, and this is stage {stage}, which "
         f"keeps whole parameters. Use stage=3.": parameters != "none" and stage != 3,
-        "Offloading to nvme needs nvme_path, a folder on a local drive.": _lacks_path(zero),
+        "Offloading to nvme needs nvme_path, a folder on a local drive.": _needs_nvme_path(zero),
         f"partial_ranks={copies} needs stage 3, and this is stage {stage}.": copies > 1
         and stage != 3,
         f"partial_ranks={copies} must divide the {ranks} data ranks.": copies > 1
@@ -388,7 +388,7 @@ def _by_stage(config: Mapping[str, Any], zero: Mapping[str, Any], stage: Any) ->
     return found
 
 
-def _lacks_path(zero: Mapping[str, Any]) -> bool:
+def _needs_nvme_path(zero: Mapping[str, Any]) -> bool:
     return any(
         device(zero, name) == "nvme" and not section(zero, name).get("nvme_path")
         for name in ("offload_optimizer", "offload_param")

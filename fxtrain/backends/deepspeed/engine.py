@@ -19,12 +19,12 @@ from fxtrain._errors import MissingPackageError, PlanError
 from fxtrain._optional import optional
 from fxtrain.backends.deepspeed.config_entries import ZERO, device, section
 from fxtrain.backends.deepspeed.process_groups import release_groups, sequence_groups
-from fxtrain.ops.other_libraries import describe, ensure_group
+from fxtrain.ops.other_libraries import ensure_group, export_local_rank
 from fxtrain.state import DistContext, Plan
 
-__all__ = ["check_folders", "connect", "load", "settle", "start", "unfit_device"]
+__all__ = ["check_folders", "clip_at_stage_0", "connect", "device_problems", "load", "start"]
 
-_OLDEST = (0, 19)
+_MIN_VERSION = (0, 19)
 
 
 def load(needed_by: str = "Plan(strategy=DeepSpeed(...))") -> ModuleType:
@@ -33,11 +33,11 @@ def load(needed_by: str = "Plan(strategy=DeepSpeed(...))") -> ModuleType:
     Raises:
         MissingPackageError: it is not there, or older than 0.19.
     """
-    with _own_warnings():
+    with _ignore_import_warnings():
         found = optional("deepspeed", extra="deepspeed", needed_by=needed_by)
     version = str(found.__version__)
-    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-        wanted = ".".join(map(str, _OLDEST))
+    if tuple(int(part) for part in version.split(".")[:2]) < _MIN_VERSION:
+        wanted = ".".join(map(str, _MIN_VERSION))
         raise MissingPackageError(
             f"{needed_by} needs deepspeed {wanted} or newer, and {version} is installed. "
             f"Install it with: pip install --upgrade 'deepspeed>={wanted}'",
@@ -46,7 +46,7 @@ def load(needed_by: str = "Plan(strategy=DeepSpeed(...))") -> ModuleType:
     return found
 
 
-def unfit_device(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
+def device_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
     """Problems of the device with a plan."""
     accelerator = load().accelerator.get_accelerator()
     name = accelerator.device_name()
@@ -103,7 +103,7 @@ def _unwritable(path: str) -> str:
 
 def _without_aio() -> str:
     builder = load().accelerator.get_accelerator().create_op_builder("AsyncIOBuilder")
-    with _own_warnings():
+    with _ignore_import_warnings():
         found = builder is not None and builder.is_compatible(verbose=False)
     if found:
         return ""
@@ -118,7 +118,7 @@ def connect(library: ModuleType, ctx: DistContext) -> None:
         finds LOCAL_RANK in the environment.
     """
     ensure_group(ctx)
-    describe(ctx)
+    export_local_rank(ctx)
     groups = library.utils.groups
     known = dist.distributed_c10d._world.pg_map
     if groups._WORLD_GROUP is not None and groups._WORLD_GROUP not in known:
@@ -129,7 +129,7 @@ def connect(library: ModuleType, ctx: DistContext) -> None:
         return
     # Its shared-memory operator, compiled for half a minute, serves inference only.
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    with _own_warnings():
+    with _ignore_import_warnings():
         library.init_distributed(
             dist_backend=library.accelerator.get_accelerator().communication_backend_name(),
             auto_mpi_discovery=False,
@@ -163,7 +163,7 @@ def start(
     if ctx.axis("tensor").world_size > 1:
         del given["train_batch_size"]  # DeepSpeed counts the tensor ranks in
     try:
-        with _own_warnings():
+        with _ignore_import_warnings():
             engine, *_ = library.initialize(
                 model=module,
                 optimizer=optimizer,
@@ -187,7 +187,7 @@ def _is_refusal(error: Exception) -> bool:
     )
 
 
-def settle(engine: Any) -> None:
+def clip_at_stage_0(engine: Any) -> None:
     """Make stage 0 do what the other stages do.
 
     Effects:
@@ -214,7 +214,7 @@ def _clip_and_keep(engine: Any) -> None:
 
 
 @contextmanager
-def _own_warnings() -> Iterator[None]:
+def _ignore_import_warnings() -> Iterator[None]:
     """Leave out what DeepSpeed's imports warn about themselves."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

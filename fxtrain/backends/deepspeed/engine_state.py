@@ -15,27 +15,27 @@ from torch import Tensor, nn
 
 from fxtrain._errors import CheckpointError
 from fxtrain.backends.core.model_state import load_extra, load_state, state_of
-from fxtrain.backends.core.optimizer_state import each_of, load_schedulers
+from fxtrain.backends.core.optimizer_state import flatten_schedulers, load_schedulers
 from fxtrain.backends.deepspeed.config_entries import ZERO, device, section
 from fxtrain.backends.deepspeed.engine import load
-from fxtrain.backends.deepspeed.master_values import fill_held, held_state, held_values
-from fxtrain.state import ModelState, Saved, Stretch, Wrapped
+from fxtrain.backends.deepspeed.master_values import fill_local, local_state, local_values
+from fxtrain.state import FlatShard, ModelState, StateReader, Wrapped
 
-__all__ = ["engine_state", "fill_whole", "load_engine_state"]
+__all__ = ["engine_state", "fill_full", "load_engine_state"]
 
-_MICRO = 0  # place in the counts
+_MICRO_BATCHES = 0  # place in the counts
 _PREFIX = "optimizer.0"
 
 
 @attrs.frozen(eq=False)
-class _Trained:
+class _TrainedParameter:
     """One trained parameter, and where its optimizer keeps it."""
 
     name: str
     parameter: nn.Parameter
     group: int
     master: Tensor
-    whole: bool  # the master is this parameter's, not a rank's part of many
+    full_shape: bool  # the master is this parameter's, not a rank's part of many
 
 
 def engine_state(model: Wrapped) -> ModelState:
@@ -51,8 +51,8 @@ def engine_state(model: Wrapped) -> ModelState:
         return state_of(model)
     _check_savable(model)
     parameters = model.module.parameters()
-    held = {id(one): value for one, value in zip(parameters, held_values(model), strict=True)}
-    tensors: dict[str, Tensor | Stretch] = {}
+    held = {id(one): value for one, value in zip(parameters, local_values(model), strict=True)}
+    tensors: dict[str, Tensor | FlatShard] = {}
     extra: dict[str, Any] = {}
     for name, value in model.module.state_dict(keep_vars=True).items():
         place = tensors if isinstance(value, Tensor) else extra
@@ -63,18 +63,18 @@ def engine_state(model: Wrapped) -> ModelState:
         states, facts = _optimizer_state(model)
         tensors.update(states)
         values["optimizers"] = [facts]
-        values["schedulers"] = [one.state_dict() for one in each_of(model.scheduler)]
+        values["schedulers"] = [one.state_dict() for one in flatten_schedulers(model.scheduler)]
         values["scaler"] = _scale_state(model.engine.optimizer)
     buffers = {f"module.{name}" for name, _ in model.module.named_buffers()}
     return ModelState(
         tensors=tensors,
         own={"tally": model.tally, "counts": model.counts},
         values=values,
-        drifting=frozenset(buffers & tensors.keys()),
+        varies_by_rank=frozenset(buffers & tensors.keys()),
     )
 
 
-def load_engine_state(model: Wrapped, saved: Saved) -> None:
+def load_engine_state(model: Wrapped, saved: StateReader) -> None:
     """Put a saved state into an engine, in place.
 
     Raises:
@@ -85,7 +85,7 @@ def load_engine_state(model: Wrapped, saved: Saved) -> None:
         return
     _check_savable(model)
     counts = saved.own("counts", 0)
-    if counts is not None and int(counts[_MICRO]):
+    if counts is not None and int(counts[_MICRO_BATCHES]):
         raise CheckpointError(
             "The checkpoint was saved inside of an accumulation window, whose gradients "
             "DeepSpeed cannot take over. Save where report.applied is true."
@@ -97,7 +97,7 @@ def load_engine_state(model: Wrapped, saved: Saved) -> None:
     model.counts.zero_()
 
 
-def fill_whole(model: Wrapped) -> Callable[[Tensor, Tensor], None]:
+def fill_full(model: Wrapped) -> Callable[[Tensor, Tensor], None]:
     """What sets a parameter of a model, and its full-precision master, to a whole value.
 
     Effects:
@@ -112,7 +112,7 @@ def fill_whole(model: Wrapped) -> Callable[[Tensor, Tensor], None]:
 
 
 def _check_savable(model: Wrapped) -> None:
-    if int(model.counts[_MICRO]):
+    if int(model.counts[_MICRO_BATCHES]):
         raise CheckpointError(
             "DeepSpeed keeps the gradients of an open accumulation window to itself. Save and "
             "restore where report.applied is true."
@@ -129,26 +129,26 @@ def _check_savable(model: Wrapped) -> None:
         )
 
 
-def _trained(model: Wrapped) -> Iterator[_Trained]:
+def _trained(model: Wrapped) -> Iterator[_TrainedParameter]:
     """Every trained parameter with its master, by the lists in which each stage keeps them."""
     optimizer = model.engine.optimizer
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
     if optimizer is model.engine.basic_optimizer:
         for index, group in enumerate(optimizer.param_groups):
             for one in group["params"]:
-                yield _Trained(names[id(one)], one, index, one, whole=True)
+                yield _TrainedParameter(names[id(one)], one, index, one, full_shape=True)
     elif hasattr(optimizer, "fp32_groups"):
         pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
         for index, (weights, masters) in enumerate(pairs):
             for weight, master in zip(weights, masters, strict=True):
-                yield _Trained(names[id(weight)], weight, index, master, whole=True)
+                yield _TrainedParameter(names[id(weight)], weight, index, master, full_shape=True)
     else:
         lists, flats = _flats(optimizer)
         groups = getattr(optimizer, "sub_group_to_group_id", None)
         for index, (weights, flat) in enumerate(zip(lists, flats, strict=True)):
             group = index if groups is None else groups[index]
             for weight in weights:
-                yield _Trained(names[id(weight)], weight, group, flat, whole=False)
+                yield _TrainedParameter(names[id(weight)], weight, group, flat, full_shape=False)
 
 
 def _flats(optimizer: Any) -> tuple[list[list[nn.Parameter]], list[Tensor]]:
@@ -166,11 +166,11 @@ def _flats(optimizer: Any) -> tuple[list[list[nn.Parameter]], list[Tensor]]:
     )
 
 
-def _optimizer_state(model: Wrapped) -> tuple[dict[str, Tensor | Stretch], dict[str, Any]]:
+def _optimizer_state(model: Wrapped) -> tuple[dict[str, Tensor | FlatShard], dict[str, Any]]:
     """States by parameter, and everything else, in the form of torch's strategies."""
     (optimizer,) = model.optimizers
     _link_states(model.engine.optimizer, optimizer)
-    tensors: dict[str, Tensor | Stretch] = {}
+    tensors: dict[str, Tensor | FlatShard] = {}
     states: dict[str, Any] = {}
     members: list[list[str]] = [[] for _ in optimizer.param_groups]
     for one in _trained(model):
@@ -192,11 +192,13 @@ def _optimizer_state(model: Wrapped) -> tuple[dict[str, Tensor | Stretch], dict[
     return tensors, {"kind": type(optimizer).__name__, "groups": groups, "state": states}
 
 
-def _state_of(one: _Trained, key: str, value: Tensor) -> Tensor | Stretch:
-    if one.whole:
+def _state_of(one: _TrainedParameter, key: str, value: Tensor) -> Tensor | FlatShard:
+    if one.full_shape:
         return value
     # A number of steps is one tensor for all parameters of a list.
-    return held_state(one.parameter, key) if _is_spread(one, value) else value.detach().clone()
+    return (
+        local_state(one.parameter, key) if _is_partitioned(one, value) else value.detach().clone()
+    )
 
 
 def _link_states(engine_optimizer: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -210,12 +212,12 @@ def _link_states(engine_optimizer: Any, optimizer: torch.optim.Optimizer) -> Non
         link()
 
 
-def _is_spread(one: _Trained, value: Tensor) -> bool:
+def _is_partitioned(one: _TrainedParameter, value: Tensor) -> bool:
     """Whether a state is as long as the flat master; a step count is not."""
     return value.dim() > 0 and value.numel() == one.master.numel()
 
 
-def _load_module(model: Wrapped, saved: Saved) -> None:
+def _load_module(model: Wrapped, saved: StateReader) -> None:
     masters = {id(one.parameter): one for one in _trained(model)} if model.optimizers else {}
     here = model.module.state_dict(keep_vars=True)
     there = {name[7:] for name in saved.shapes if name.startswith("module.")}
@@ -233,7 +235,9 @@ def _load_module(model: Wrapped, saved: Saved) -> None:
         shape, dtype = saved.shapes[f"module.{name}"]
         value = torch.empty(shape, dtype=dtype)
         saved.fill(f"module.{name}", value)
-        drifted = saved.own(f"module.{name}", saved.rank) if saved.ranks == saved.here else None
+        drifted = (
+            saved.own(f"module.{name}", saved.rank) if saved.ranks == saved.loading_ranks else None
+        )
         value = value if drifted is None else drifted
         _set_whole(here[name], value.to(model.ctx.device), masters.get(id(here[name])))
     extra = saved.values["module"]
@@ -241,7 +245,7 @@ def _load_module(model: Wrapped, saved: Saved) -> None:
 
 
 @torch.no_grad()
-def _set_whole(tensor: Tensor, value: Tensor, trained: _Trained | None) -> None:
+def _set_whole(tensor: Tensor, value: Tensor, trained: _TrainedParameter | None) -> None:
     """Write a value into the weight and into its full-precision master."""
     if hasattr(tensor, "ds_id"):
         with load().zero.GatheredParameters([tensor], modifier_rank=0):
@@ -250,18 +254,18 @@ def _set_whole(tensor: Tensor, value: Tensor, trained: _Trained | None) -> None:
         tensor.data.copy_(value)
     if trained is None:
         return
-    if trained.whole:
+    if trained.full_shape:
         trained.master.data.copy_(value)
     else:
         flat = value.float().flatten()
-        fill_held(trained.parameter, None, flat.dtype, lambda part: _copy_from(flat, part))
+        fill_local(trained.parameter, None, flat.dtype, lambda part: _copy_from(flat, part))
 
 
-def _copy_from(flat: Tensor, part: Stretch) -> None:
+def _copy_from(flat: Tensor, part: FlatShard) -> None:
     part.values.copy_(flat[part.start : part.start + len(part.values)])
 
 
-def _load_optimizer(model: Wrapped, saved: Saved) -> None:
+def _load_optimizer(model: Wrapped, saved: StateReader) -> None:
     (optimizer,) = model.optimizers
     found, kind = saved.values["optimizers"], type(optimizer).__name__
     trained = list(_trained(model))
@@ -286,9 +290,9 @@ def _load_optimizer(model: Wrapped, saved: Saved) -> None:
 
 def _make_states(
     optimizer: torch.optim.Optimizer,
-    trained: list[_Trained],
+    trained: list[_TrainedParameter],
     states: Mapping[str, Any],
-    saved: Saved,
+    saved: StateReader,
 ) -> None:
     """Give each master one state, with every key that one of its parameters was saved with.
 
@@ -311,20 +315,20 @@ def _make_states(
     optimizer.state.update({master: state for master, state in made.items() if state})
 
 
-def _place(one: _Trained, key: str) -> str:
+def _place(one: _TrainedParameter, key: str) -> str:
     return f"{_PREFIX}.{one.name}.{key}"
 
 
-def _read(one: _Trained, key: str, saved: Saved) -> Tensor:
+def _read(one: _TrainedParameter, key: str, saved: StateReader) -> Tensor:
     shape, dtype = saved.shapes[_place(one, key)]
     value = torch.empty(shape, dtype=dtype)
     saved.fill(_place(one, key), value)
     return value
 
 
-def _latest(known: Tensor | None, value: Tensor, one: _Trained, key: str) -> Tensor:
+def _latest(known: Tensor | None, value: Tensor, one: _TrainedParameter, key: str) -> Tensor:
     """A count that parameters of one list share."""
-    if known is None or one.whole or torch.equal(known, value):
+    if known is None or one.full_shape or torch.equal(known, value):
         return value
     warnings.warn(
         f"The parameters were saved with different values of {key!r}: {one.name} with "
@@ -335,10 +339,10 @@ def _latest(known: Tensor | None, value: Tensor, one: _Trained, key: str) -> Ten
     return torch.maximum(known, value)
 
 
-def _empty_state(one: _Trained, key: str, saved: Saved) -> Tensor:
+def _empty_state(one: _TrainedParameter, key: str, saved: StateReader) -> Tensor:
     """Zeros for a state: as large as the master, for all parameters that lie in it."""
     shape, dtype = saved.shapes[_place(one, key)]
-    if one.whole:
+    if one.full_shape:
         return torch.zeros(shape, dtype=dtype, device=one.master.device)
     wanted = tuple(getattr(one.parameter, "ds_shape", one.parameter.shape))
     if shape != wanted:
@@ -351,17 +355,19 @@ def _empty_state(one: _Trained, key: str, saved: Saved) -> Tensor:
 
 
 @torch.no_grad()
-def _fill_states(optimizer: torch.optim.Optimizer, one: _Trained, saved: Saved) -> None:
+def _fill_states(
+    optimizer: torch.optim.Optimizer, one: _TrainedParameter, saved: StateReader
+) -> None:
     """Read the states of one parameter: this rank's part of them, where they are spread."""
     for key, value in optimizer.state.get(one.master, {}).items():
         name = _place(one, key)
         if not isinstance(value, Tensor) or name not in saved.shapes:
             continue
-        if one.whole:
+        if one.full_shape:
             value.copy_(_read(one, key, saved))
-        elif _is_spread(one, value):
+        elif _is_partitioned(one, value):
             dtype = saved.shapes[name][1]
-            fill_held(one.parameter, key, dtype, functools.partial(saved.fill, name))
+            fill_local(one.parameter, key, dtype, functools.partial(saved.fill, name))
 
 
 def _scale_state(optimizer: Any) -> dict[str, Any] | None:

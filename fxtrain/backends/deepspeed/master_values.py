@@ -7,23 +7,23 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain.backends.deepspeed.engine import load
-from fxtrain.state import Stretch, Wrapped
+from fxtrain.state import FlatShard, Wrapped
 
-__all__ = ["fill_held", "held_state", "held_values", "plain_masters", "whole_value"]
+__all__ = ["fill_local", "full_value", "local_state", "local_values", "plain_masters"]
 
 
 @torch.no_grad()
-def held_values(model: Wrapped) -> list[Tensor | Stretch]:
+def local_values(model: Wrapped) -> list[Tensor | FlatShard]:
     """What this rank holds of every parameter, in the order of the module, in full precision.
 
     Effects:
         Gathers frozen parameters that lie on nvme or are quantised; every rank must take part.
     """
     masters = plain_masters(model.engine.optimizer)
-    return [_held(parameter, masters) for parameter in model.module.parameters()]
+    return [_local_master(parameter, masters) for parameter in model.module.parameters()]
 
 
-def held_state(parameter: nn.Parameter, key: str) -> Stretch:
+def local_state(parameter: nn.Parameter, key: str) -> FlatShard:
     """What this rank holds of an optimizer's state of a parameter that is spread."""
     if hasattr(parameter, "ds_id"):
         mine = load().utils.safe_get_local_optimizer_state(parameter, key)
@@ -32,8 +32,8 @@ def held_state(parameter: nn.Parameter, key: str) -> Stretch:
 
 
 @torch.no_grad()
-def fill_held(
-    parameter: Any, key: str | None, dtype: torch.dtype, fill: Callable[[Stretch], object]
+def fill_local(
+    parameter: Any, key: str | None, dtype: torch.dtype, fill: Callable[[FlatShard], object]
 ) -> None:
     """Let `fill` set what this rank holds of a spread parameter's master, or of a state of it."""
     if hasattr(parameter, "ds_id"):
@@ -46,11 +46,11 @@ def fill_held(
     elif (mapping := parameter._hp_mapping) is not None:
         held = mapping.get_hp_fragment(key)
         values, start = torch.empty(held.shape, dtype=dtype), mapping.lp_fragment_address.start
-        fill(Stretch(shape=tuple(parameter.shape), start=start, values=values))
+        fill(FlatShard(shape=tuple(parameter.shape), start=start, values=values))
         held.data.copy_(values)
 
 
-def _held(parameter: Any, masters: dict[nn.Parameter, Tensor]) -> Tensor | Stretch:
+def _local_master(parameter: Any, masters: dict[nn.Parameter, Tensor]) -> Tensor | FlatShard:
     if not hasattr(parameter, "ds_id"):
         if _is_trained(parameter):
             return _fragment(parameter)
@@ -60,7 +60,7 @@ def _held(parameter: Any, masters: dict[nn.Parameter, Tensor]) -> Tensor | Stret
         return _part(parameter, load().utils.safe_get_local_fp32_param(parameter).float())
     here = parameter.ds_tensor
     if here.final_location is not None or hasattr(here, "ds_quant_scale"):
-        return whole_value(parameter, masters)
+        return full_value(parameter, masters)
     return _part(parameter, here)
 
 
@@ -71,22 +71,22 @@ def _is_trained(parameter: nn.Parameter) -> bool:
     )
 
 
-def _part(parameter: Any, values: Tensor) -> Stretch:
+def _part(parameter: Any, values: Tensor) -> FlatShard:
     """Of stage 3: ranks have parts of one length, of which the last may be padded."""
     rank = load().comm.get_rank(group=parameter.ds_process_group)
     start = min(rank * values.numel(), parameter.ds_numel)
     mine = values.flatten()[: parameter.ds_numel - start]
-    return Stretch(shape=tuple(parameter.ds_shape), start=start, values=mine.cpu())
+    return FlatShard(shape=tuple(parameter.ds_shape), start=start, values=mine.cpu())
 
 
-def _fragment(parameter: Any, key: str | None = None) -> Stretch:
+def _fragment(parameter: Any, key: str | None = None) -> FlatShard:
     """Of stages 1 and 2, where a rank may have nothing of a parameter."""
     mapping, shape = parameter._hp_mapping, tuple(parameter.shape)
     if mapping is None:
-        return Stretch(shape=shape, start=0, values=torch.empty(0))
+        return FlatShard(shape=shape, start=0, values=torch.empty(0))
     values = mapping.get_hp_fragment(key)
     values = values.float() if key is None else values
-    return Stretch(shape=shape, start=mapping.lp_fragment_address.start, values=values.cpu())
+    return FlatShard(shape=shape, start=mapping.lp_fragment_address.start, values=values.cpu())
 
 
 def plain_masters(optimizer: Any) -> dict[nn.Parameter, Tensor]:
@@ -102,7 +102,7 @@ def plain_masters(optimizer: Any) -> dict[nn.Parameter, Tensor]:
 
 
 @torch.no_grad()
-def whole_value(parameter: Any, masters: dict[nn.Parameter, Tensor]) -> Tensor:
+def full_value(parameter: Any, masters: dict[nn.Parameter, Tensor]) -> Tensor:
     """A copy of the whole of a parameter, from its full-precision master.
 
     Args:

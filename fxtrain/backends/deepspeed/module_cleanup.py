@@ -9,9 +9,9 @@ from torch import nn
 
 from fxtrain.state import DTYPES, Plan
 
-__all__ = ["autocast_inside", "photograph", "watch_gradients"]
+__all__ = ["autocast_inside", "record_changes", "watch_gradients"]
 
-_NONFINITE = 3  # place in the tally
+_NONFINITE_GRADS = 3  # place in the tally
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -23,7 +23,7 @@ _HOOKS = (
 )
 
 
-def photograph(module: nn.Module) -> Callable[[], None]:
+def record_changes(module: nn.Module) -> Callable[[], None]:
     """Remember a module's attributes, hooks and formats; return what restores them.
 
     Values of parameters are not remembered: they are what training is for.
@@ -95,4 +95,4 @@ def watch_gradients(module: nn.Module, tally: torch.Tensor) -> None:
 
 
 def _note(tally: torch.Tensor, grad: torch.Tensor) -> None:
-    tally[_NONFINITE] += ~torch.isfinite(grad).all()
+    tally[_NONFINITE_GRADS] += ~torch.isfinite(grad).all()

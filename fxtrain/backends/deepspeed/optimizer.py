@@ -15,12 +15,12 @@ from fxtrain.backends.deepspeed.engine import load
 from fxtrain.state import DeepSpeed, DistContext, FromConfig, from_config
 
 __all__ = [
-    "asks_config",
+    "auto_values",
     "compiled_on_cpu",
-    "only_one",
-    "ownership",
+    "is_from_config",
+    "ownership_problems",
     "prepare_section",
-    "values_of",
+    "single_optimizer",
 ]
 
 # How torch computes, which is not how DeepSpeed does.
@@ -37,12 +37,12 @@ _TORCH_ONLY = (
 )
 
 
-def asks_config(factory: Any) -> bool:
+def is_from_config(factory: Any) -> bool:
     """Whether a factory is the word for "from the DeepSpeed config"."""
     return factory is from_config or isinstance(factory, FromConfig)
 
 
-def values_of(optimizer: Any, scheduler: Any) -> FromConfig:
+def auto_values(optimizer: Any, scheduler: Any) -> FromConfig:
     """What stands for "auto": the scheduler's word counts before the optimizer's."""
     given: dict[str, Any] = {}
     for factory in (optimizer, scheduler):
@@ -55,26 +55,28 @@ def values_of(optimizer: Any, scheduler: Any) -> FromConfig:
     return FromConfig(**given)
 
 
-def ownership(config: Mapping[str, Any], optimizer: Any, scheduler: Any) -> tuple[str, ...]:
+def ownership_problems(
+    config: Mapping[str, Any], optimizer: Any, scheduler: Any
+) -> tuple[str, ...]:
     """Problems with who brings optimizer and scheduler."""
     if optimizer is None and scheduler is None:
         return ()
     problems: list[str] = []
     for name, factory in (("optimizer", optimizer), ("scheduler", scheduler)):
         there = bool(section(config, name))
-        if asks_config(factory) and not there:
+        if is_from_config(factory) and not there:
             problems.append(
                 f"wrap({name}=fx.from_config): the DeepSpeed config has no {name!r} section. "
                 f"Add one, or pass a factory."
             )
-        if not asks_config(factory) and there:
+        if not is_from_config(factory) and there:
             what = "no word about it" if factory is None else "a factory too"
             problems.append(
                 f"The DeepSpeed config has a section {name!r}, and wrap got {what}. Pass "
                 f"{name}=fx.from_config, or remove the section."
             )
-    custom = scheduler is not None and not asks_config(scheduler)
-    if asks_config(optimizer) and custom:
+    custom = scheduler is not None and not is_from_config(scheduler)
+    if is_from_config(optimizer) and custom:
         problems.append(
             "wrap(optimizer=fx.from_config, scheduler=<a factory>): DeepSpeed makes the config's "
             "optimizer itself, in a class that depends on stage and offload, so a scheduler "
@@ -84,7 +86,7 @@ def ownership(config: Mapping[str, Any], optimizer: Any, scheduler: Any) -> tupl
     return tuple(problems)
 
 
-def only_one(optimizers: tuple[torch.optim.Optimizer, ...]) -> torch.optim.Optimizer:
+def single_optimizer(optimizers: tuple[torch.optim.Optimizer, ...]) -> torch.optim.Optimizer:
     """The optimizer that an engine steps.
 
     Raises:
@@ -115,7 +117,7 @@ def compiled_on_cpu(
         return optimizer
     reason = _why_not(optimizer) or _without_compiler(ctx)
     if reason:
-        _settle_for_torch(reason, type(optimizer).__name__, plan)
+        _use_torch_adam(reason, type(optimizer).__name__, plan)
         return optimizer
     groups = [
         {name: value for name, value in group.items() if name not in _TORCH_ONLY}
@@ -145,7 +147,7 @@ def prepare_section(config: dict[str, Any], plan: DeepSpeed, ctx: DistContext) -
         return
     reason = "" if plan.cpu_optimizer == "torch" else _without_compiler(ctx)
     if reason:
-        _settle_for_torch(reason, str(found["type"]), plan)
+        _use_torch_adam(reason, str(found["type"]), plan)
     if reason or plan.cpu_optimizer == "torch":
         params["torch_adam"] = True
 
@@ -187,7 +189,7 @@ def _missing_tools() -> tuple[str, ...]:
     return tuple(missing)
 
 
-def _settle_for_torch(reason: str, name: str, plan: DeepSpeed) -> None:
+def _use_torch_adam(reason: str, name: str, plan: DeepSpeed) -> None:
     if plan.cpu_optimizer == "deepspeed":
         raise PlanError(
             f"DeepSpeed(cpu_optimizer='deepspeed'): {reason}. Use cpu_optimizer='torch' to "

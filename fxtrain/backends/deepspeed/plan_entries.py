@@ -10,13 +10,13 @@ from fxtrain._errors import PlanError
 from fxtrain.backends.deepspeed.config_entries import AUTO, ZERO, autocasts, device, section
 from fxtrain.state import DeepSpeed, LossScale, Plan
 
-__all__ = ["Said", "all_said", "power_of_two"]
+__all__ = ["PlanEntry", "all_plan_entries", "power_of_two"]
 
 _OFFLOADED = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
 
 
 @attrs.frozen
-class Said:
+class PlanEntry:
     """What the plan says about one entry; None leaves it open."""
 
     path: str
@@ -25,43 +25,43 @@ class Said:
     write: bool = True
 
 
-def all_said(plan: Plan, base: Mapping[str, Any]) -> list[Said]:
+def all_plan_entries(plan: Plan, base: Mapping[str, Any]) -> list[PlanEntry]:
     """Every entry that a plan may have a say in, except the batch sizes."""
     config: DeepSpeed = plan.strategy
     return [
-        Said("gradient_accumulation_steps", plan.accumulate, "Plan.accumulate"),
-        Said(
+        PlanEntry("gradient_accumulation_steps", plan.accumulate, "Plan.accumulate"),
+        PlanEntry(
             "gradient_clipping",
             plan.clip_norm or 0.0,
             "Plan.clip_norm",
             write=plan.clip_norm is not None,
         ),
-        *_precision_said(plan, base),
-        *_zero_said(config),
-        *_offload_said(config, section(base, ZERO)),
-        Said("tensor_parallel.autotp_size", config.tensor_parallel, "tensor_parallel"),
-        Said("sequence_parallel_size", config.sequence_parallel, "sequence_parallel"),
+        *_precision_entries(plan, base),
+        *_zero_entries(config),
+        *_offload_entries(config, section(base, ZERO)),
+        PlanEntry("tensor_parallel.autotp_size", config.tensor_parallel, "tensor_parallel"),
+        PlanEntry("sequence_parallel_size", config.sequence_parallel, "sequence_parallel"),
     ]
 
 
-def _precision_said(plan: Plan, base: Mapping[str, Any]) -> list[Said]:
+def _precision_entries(plan: Plan, base: Mapping[str, Any]) -> list[PlanEntry]:
     compute = "fp32" if autocasts(base) else plan.precision.compute
     said = [
-        Said(f"{name}.enabled", compute == name, "Plan.precision", write=compute == name)
+        PlanEntry(f"{name}.enabled", compute == name, "Plan.precision", write=compute == name)
         for name in ("bf16", "fp16")
     ]
     scale = plan.precision.scale
     if compute == "fp16" and scale != LossScale():
         by = "Plan.precision.scale"
         said += [
-            Said("fp16.loss_scale", 0, by),
-            Said("fp16.initial_scale_power", power_of_two(scale.initial), by),
-            Said("fp16.loss_scale_window", scale.interval, by),
+            PlanEntry("fp16.loss_scale", 0, by),
+            PlanEntry("fp16.initial_scale_power", power_of_two(scale.initial), by),
+            PlanEntry("fp16.loss_scale_window", scale.interval, by),
         ]
     return said
 
 
-def _zero_said(config: DeepSpeed) -> list[Said]:
+def _zero_entries(config: DeepSpeed) -> list[PlanEntry]:
     names = {
         "stage": "stage",
         "partial_ranks": "zero_hpz_partition_size",
@@ -75,24 +75,27 @@ def _zero_said(config: DeepSpeed) -> list[Said]:
         "overlap": "overlap_comm",
     }
     said = [
-        Said(f"{ZERO}.{entry}", getattr(config, field), field) for field, entry in names.items()
+        PlanEntry(f"{ZERO}.{entry}", getattr(config, field), field)
+        for field, entry in names.items()
     ]
     leaves = list(config.leaf_modules) or None
-    return [*said, Said(f"{ZERO}.leaf_module.classes", leaves, "leaf_modules")]
+    return [*said, PlanEntry(f"{ZERO}.leaf_module.classes", leaves, "leaf_modules")]
 
 
-def _offload_said(config: DeepSpeed, zero: Mapping[str, Any]) -> list[Said]:
-    said: list[Said] = []
+def _offload_entries(config: DeepSpeed, zero: Mapping[str, Any]) -> list[PlanEntry]:
+    said: list[PlanEntry] = []
     for field, name in _OFFLOADED.items():
         chosen = getattr(config, field)
         path = f"{ZERO}.{name}"
-        said.append(Said(f"{path}.device", chosen, field))
+        said.append(PlanEntry(f"{path}.device", chosen, field))
         used = chosen or device(zero, name)
         said.append(
-            Said(f"{path}.nvme_path", config.nvme_path if used == "nvme" else None, "nvme_path")
+            PlanEntry(
+                f"{path}.nvme_path", config.nvme_path if used == "nvme" else None, "nvme_path"
+            )
         )
         pinned = None if used in ("none", AUTO) else config.pin_memory
-        said.append(Said(f"{path}.pin_memory", pinned, "pin_memory"))
+        said.append(PlanEntry(f"{path}.pin_memory", pinned, "pin_memory"))
     return said
 
 

@@ -15,9 +15,19 @@ from fxtrain.backends.core.module_changes import prepare_module, send_values
 from fxtrain.backends.core.optimizers import make_optimizers, make_schedulers
 from fxtrain.backends.deepspeed import engine as engines
 from fxtrain.backends.deepspeed import optimizer as optim
-from fxtrain.backends.deepspeed.config import Facts, hidden_size, misfits, read_config, resolve
+from fxtrain.backends.deepspeed.config import (
+    Inputs,
+    config_problems,
+    hidden_size,
+    read_config,
+    resolve,
+)
 from fxtrain.backends.deepspeed.config_entries import ZERO
-from fxtrain.backends.deepspeed.module_cleanup import autocast_inside, photograph, watch_gradients
+from fxtrain.backends.deepspeed.module_cleanup import (
+    autocast_inside,
+    record_changes,
+    watch_gradients,
+)
 from fxtrain.state import DeepSpeed, DistContext, Plan, Strategy, Wrapped
 
 __all__ = ["wrap_engine", "zero_init"]
@@ -46,7 +56,7 @@ def zero_init(ctx: DistContext, plan: Plan) -> AbstractContextManager[Any]:
     base = read_config(plan.strategy)
     base.pop("optimizer", None)
     base.pop("scheduler", None)
-    config = resolve(plan, base, Facts(ranks=ctx.axis("data").world_size, partial=True))
+    config = resolve(plan, base, Inputs(ranks=ctx.axis("data").world_size, partial=True))
     if config[ZERO]["stage"] != 3:
         return nullcontext()
     library = engines.load()
@@ -66,7 +76,7 @@ def wrap_engine(
     """Wrap a module in an engine; without an optimizer only stage 3 needs one."""
     library = engines.load()
     data = ctx.axis("data")
-    config = _resolved(module, plan, data.world_size, optimizer, scheduler)
+    config = _resolved_config(module, plan, data.world_size, optimizer, scheduler)
     engines.check_folders(config, ctx)
     model = Wrapped(
         module=module,
@@ -91,17 +101,17 @@ def wrap_engine(
     return model
 
 
-def _resolved(
+def _resolved_config(
     module: nn.Module, plan: Plan, ranks: int, optimizer: Any, scheduler: Any
 ) -> dict[str, Any]:
     base = read_config(plan.strategy)
     if optimizer is None:
         base = {key: base[key] for key in base if key not in ("optimizer", "scheduler")}
-    if problems := optim.ownership(base, optimizer, scheduler):
+    if problems := optim.ownership_problems(base, optimizer, scheduler):
         raise PlanError("\n".join(problems))
-    values = optim.values_of(optimizer, scheduler)
-    config = resolve(plan, base, Facts(ranks=ranks, hidden=hidden_size(module), values=values))
-    problems = [*misfits(config, ranks)]
+    values = optim.auto_values(optimizer, scheduler)
+    config = resolve(plan, base, Inputs(ranks=ranks, hidden=hidden_size(module), values=values))
+    problems = [*config_problems(config, ranks)]
     if config.get("managed_gradient_accumulation", True) and plan.sync_each:
         problems.append(
             "Plan(sync_each=True): where DeepSpeed counts micro-batches itself, it reduces once "
@@ -114,7 +124,7 @@ def _resolved(
 
 def _prepare(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[], None]:
     """What a plan asks of the module itself; returns what takes back that and the engine's."""
-    restore = photograph(module)
+    restore = record_changes(module)
     undo_plan = prepare_module(module, plan, ctx)
     undo_autocast = autocast_inside(module, plan, ctx.device.type)
 
@@ -131,23 +141,23 @@ def _with_engine(
 ) -> Wrapped:
     module, ctx, plan = model.module, model.ctx, model.plan
     given, mine = None, None
-    if optim.asks_config(optimizer):
+    if optim.is_from_config(optimizer):
         optim.prepare_section(config, plan.strategy, ctx)
     else:
         given, several = make_optimizers(optimizer, module)
         if several:
-            first = optim.only_one(several)
+            first = optim.single_optimizer(several)
             mine = optim.compiled_on_cpu(first, config, plan.strategy, ctx)
             given = given if mine is first else mine
     engine = engines.start(library, module, config, mine, ctx)
     model = attrs.evolve(model, engine=engine, settings=MappingProxyType(config))
     if optimizer is None:
         return model
-    engines.settle(engine)
+    engines.clip_at_stage_0(engine)
     # A step advances schedulers, so the engine must not.
     planned, engine.lr_scheduler = engine.lr_scheduler, None
     schedulers = (planned,)
-    if not optim.asks_config(scheduler):
+    if not optim.is_from_config(scheduler):
         planned, schedulers = make_schedulers(scheduler, given or engine.basic_optimizer)
     return attrs.evolve(
         model,

@@ -19,23 +19,23 @@ from fxtrain.backends.deepspeed.weights import engine_weights
 from fxtrain.state import (
     DeepSpeed,
     DistContext,
-    Finish,
-    Outcome,
     Plan,
     Strategy,
+    UpdateResult,
+    UpdateSpec,
     Wrapped,
     unsupported,
 )
 
 __all__ = ["DEEPSPEED_STRATEGY"]
 
-_NONFINITE = 3  # place in the tally
-_NOTHING = nullcontext()
+_NONFINITE_GRADS = 3  # place in the tally
+_NULL_CONTEXT = nullcontext()
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     engines.load()
-    problems = [*unmatched_names(module, plan), *engines.unfit_device(ctx, plan)]
+    problems = [*unmatched_names(module, plan), *engines.device_problems(ctx, plan)]
     if plan.clip_value is not None:
         problems.append(
             f"DeepSpeed cannot clip single entries: Plan(clip_value={plan.clip_value}). "
@@ -98,7 +98,7 @@ def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noq
     """Tell an engine that counts itself where a window ends; the others learn it in `apply`."""
     if model.optimizers and _counts_itself(model.engine):
         model.engine.set_gradient_accumulation_boundary(enabled)
-    return _NOTHING
+    return _NULL_CONTEXT
 
 
 def _backward(loss: Tensor, model: Wrapped) -> None:
@@ -114,28 +114,28 @@ def _backward(loss: Tensor, model: Wrapped) -> None:
 
 
 def _finite(model: Wrapped) -> bool:
-    return not bool(model.tally[_NONFINITE])
+    return not bool(model.tally[_NONFINITE_GRADS])
 
 
-def _apply(model: Wrapped, finish: Finish) -> Outcome:
+def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
     """Scale, clip, update and zero, each by the engine's own means."""
-    if finish.clip_value is not None:
-        raise PlanError(f"DeepSpeed cannot clip single entries: clip_value={finish.clip_value}.")
+    if update.clip_value is not None:
+        raise PlanError(f"DeepSpeed cannot clip single entries: clip_value={update.clip_value}.")
     send_buffers(model)
     engine = model.engine
-    model.tally[_NONFINITE] = 0
-    if finish.skip:
+    model.tally[_NONFINITE_GRADS] = 0
+    if update.skip:
         _drop(engine)
-        return Outcome(applied=False)
+        return UpdateResult(applied=False)
     if _counts_itself(engine):
         engine.set_gradient_accumulation_boundary(True)
-    _clip_at(engine, finish.clip_norm or 0.0)
-    with _scaled(engine, finish.scale):
+    _clip_at(engine, update.clip_norm or 0.0)
+    with _scaled(engine, update.scale):
         engine.step()
-    norm = engine.get_global_grad_norm() if finish.clip_norm is not None else None
+    norm = engine.get_global_grad_norm() if update.clip_norm is not None else None
     if norm is not None:
         norm = torch.as_tensor(norm, dtype=torch.float32, device=model.ctx.device)
-    return Outcome(applied=engine.was_step_applied(), grad_norm=norm)
+    return UpdateResult(applied=engine.was_step_applied(), grad_norm=norm)
 
 
 def _counts_itself(engine: Any) -> bool:

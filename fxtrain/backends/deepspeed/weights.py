@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain._errors import PlanError
-from fxtrain.backends.core.weights import in_formats, of_first, torch_weights
-from fxtrain.backends.deepspeed.engine_state import fill_whole
-from fxtrain.backends.deepspeed.master_values import plain_masters, whole_value
+from fxtrain.backends.core.weights import from_first_rank, in_user_dtypes, torch_weights
+from fxtrain.backends.deepspeed.engine_state import fill_full
+from fxtrain.backends.deepspeed.master_values import full_value, plain_masters
 from fxtrain.ops.whole_tensors import weights_of
 from fxtrain.state import Part, Weight, Wrapped
 
@@ -32,7 +32,7 @@ def engine_weights(model: Wrapped) -> dict[str, Weight]:
     if model.engine is model.module:
         return torch_weights(model)
     masters = plain_masters(model.engine.optimizer)
-    fill = fill_whole(model)
+    fill = fill_full(model)
     found = weights_of(model.module)
     for name, weight in found.items():
         if isinstance(weight.like, nn.Parameter):
@@ -46,14 +46,14 @@ def engine_weights(model: Wrapped) -> dict[str, Weight]:
                 together=True,
             )
         else:
-            found[name] = of_first(weight, model.ctx.axis("data"))
-    return in_formats(found, model)
+            found[name] = from_first_rank(weight, model.ctx.axis("data"))
+    return in_user_dtypes(found, model)
 
 
 def _gathered(
     parameter: nn.Parameter, masters: dict[nn.Parameter, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    return whole_value(parameter, masters).to(dtype)
+    return full_value(parameter, masters).to(dtype)
 
 
 def _fill(

@@ -16,11 +16,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from fxtrain.backends.context.positions import show_rows
+from fxtrain.backends.context.positions import expose_positions
 from fxtrain.backends.core.device_mesh import device_mesh
-from fxtrain.backends.core.initial_values import fill, note_start
+from fxtrain.backends.core.initial_values import fill_sharded, record_initial_values
 from fxtrain.backends.core.module_changes import prepare_module
-from fxtrain.backends.core.undo import watch
+from fxtrain.backends.core.undo import record_changes
 from fxtrain.backends.core.wrap_units import ignored_names, units
 from fxtrain.backends.tensor.parallelize import split_layers
 from fxtrain.state import DTYPES, FSDP, DistContext, Plan
@@ -38,19 +38,19 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
         A function that takes all of it back; it gathers whole parameters, on all ranks at once.
     """
     config: FSDP = plan.strategy
-    start = note_start(module, ctx)
+    start = record_initial_values(module, ctx)
     mesh = device_mesh(ctx, size)
-    cut = watch(module)
+    cut = record_changes(module)
     if config.tensor is not None:
         split_layers(module, mesh["tensor"], config.tensor)
     restore_layers = cut()
-    undo_rows = show_rows(module, ctx, plan)
+    undo_rows = expose_positions(module, ctx, plan)
     undo_blocks = prepare_module(module, plan, ctx, hooked=True)
-    sharded = watch(module)
+    sharded = record_changes(module)
     if ctx.axis("loss").world_size > 1:
         _apply(module, mesh, ctx, plan)
     restore = sharded()
-    fill(module, start, ctx, offload=config.offload, seed=plan.seed)
+    fill_sharded(module, start, ctx, offload=config.offload, seed=plan.seed)
 
     def undo() -> None:
         whole = _gathered(module, ctx.device)

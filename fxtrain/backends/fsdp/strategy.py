@@ -13,32 +13,32 @@ from fxtrain import ops
 from fxtrain._errors import CheckpointError
 from fxtrain.backends.context.split_sequences import sequence_problems
 from fxtrain.backends.core import buffers, step_functions
-from fxtrain.backends.core.module_changes import away_from_xla, unmatched_names
-from fxtrain.backends.core.optimizers import one_by_one
+from fxtrain.backends.core.module_changes import unmatched_names, xla_problems
+from fxtrain.backends.core.optimizers import disable_foreach
 from fxtrain.backends.core.wrap_units import unit_problems
 from fxtrain.backends.local.averaging import new_round
-from fxtrain.backends.single import SINGLE, bundle, wrap_plain
+from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor.layer_plan import split_problems
 from fxtrain.state import FSDP, DistContext, ModelState, Plan, Strategy, Wrapped
 
-__all__ = ["FSDP_STRATEGY", "held_problems", "loss_on_parts", "shard_size", "splits_logits"]
+__all__ = ["FSDP_STRATEGY", "loss_on_parts", "shard_size", "sharding_problems", "splits_logits"]
 
-_MICRO = 0  # place in the counts
+_MICRO_BATCHES = 0  # place in the counts
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     config: FSDP = plan.strategy
-    problems = [*unmatched_names(module, plan), *away_from_xla(ctx, "FSDP")]
+    problems = [*unmatched_names(module, plan), *xla_problems(ctx, "FSDP")]
     if ctx.mesh.pipeline > 1:
         problems.append(
             f"The mesh has pipeline={ctx.mesh.pipeline}, which FSDP does not use: its ranks would "
             f"all do the same. Use PP(stages=fx.FSDP(...)), or leave the axis out of fx.Mesh(...)."
         )
     problems += sequence_problems(ctx, plan, module)
-    return (*problems, *held_problems(ctx, config, module))
+    return (*problems, *sharding_problems(ctx, config, module))
 
 
-def held_problems(ctx: DistContext, config: FSDP, module: nn.Module) -> list[str]:
+def sharding_problems(ctx: DistContext, config: FSDP, module: nn.Module) -> list[str]:
     """What does not fit of how a config holds a model on the data and tensor axes."""
     problems = [*unit_problems(module, config), *_size_problems(ctx, config)]
     problems += _tensor_problems(ctx, config)
@@ -114,17 +114,19 @@ def _wrap(
     # torch's part takes half a second to import, which other plans need not pay.
     if ctx.axis("loss").world_size == ctx.mesh.tensor == 1:
         if any(parameter.is_meta for parameter in module.parameters()):
-            from fxtrain.backends.core.initial_values import fill, note_start
+            from fxtrain.backends.core.initial_values import fill_sharded, record_initial_values
 
-            fill(module, note_start(module, ctx), ctx, offload=False, seed=plan.seed)
-        return wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=FSDP_STRATEGY)
+            fill_sharded(
+                module, record_initial_values(module, ctx), ctx, offload=False, seed=plan.seed
+            )
+        return wrap_without_engine(module, ctx, plan, optimizer, scheduler, strategy=FSDP_STRATEGY)
     from fxtrain.backends.fsdp.apply_fully_shard import shard_module
 
     size = shard_size(ctx, plan.strategy)
     undo = shard_module(module, ctx, plan, size)
-    model = bundle(module, ctx, plan, optimizer, scheduler, strategy=FSDP_STRATEGY, undo=undo)
+    model = make_handle(module, ctx, plan, optimizer, scheduler, strategy=FSDP_STRATEGY, undo=undo)
     for one in model.optimizers:
-        one_by_one(one)
+        disable_foreach(one)
     return attrs.evolve(model, round=new_round(module, ctx, plan, size))
 
 
@@ -155,7 +157,7 @@ def _sync_data(model: Wrapped, *, enabled: bool) -> AbstractContextManager[None]
     if not enabled:
         return _unreduced(module)
     return (
-        _reduced_whole(model)
+        _reduce_ignored(model)
         if model.plan.strategy.ignore
         else step_functions.no_sync(model, enabled)
     )
@@ -172,7 +174,7 @@ def _unreduced(module: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _reduced_whole(model: Wrapped) -> Iterator[None]:
+def _reduce_ignored(model: Wrapped) -> Iterator[None]:
     """Average the gradients of ignored parameters, which torch leaves to whoever ignores them."""
     yield
     grads = [
@@ -191,7 +193,7 @@ def _state(model: Wrapped) -> ModelState:
         CheckpointError: an accumulation window is open, whose gradients torch keeps to itself.
     """
     keeps = hasattr(model.module, "set_requires_gradient_sync") and not model.plan.sync_each
-    if keeps and model.counts[_MICRO]:
+    if keeps and model.counts[_MICRO_BATCHES]:
         raise CheckpointError(
             "FSDP keeps the gradients of an open accumulation window to itself, whole and not "
             "yet reduced. Save where position.micro is 0, or set Plan(sync_each=True)."

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from fxtrain import ops
-from fxtrain.ops.transport.exchange import guarded
+from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.state import (
     DDP,
     FSDP,
@@ -30,11 +30,11 @@ from fxtrain.state import (
     round_ends,
 )
 
-__all__ = ["TINY", "average", "local_problems", "new_round", "share_of"]
+__all__ = ["MIN_WEIGHT", "average", "averaging_weight", "local_problems", "new_round"]
 
 _MINE, _ALL, _WEIGHTED = 0, 1, 2  # places in the rows
 # Added to every weight: far too little to change one, and copies of weight zero have a mean too.
-TINY = 2.0**-60
+MIN_WEIGHT = 2.0**-60
 
 
 def local_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
@@ -106,7 +106,9 @@ def new_round(module: nn.Module, ctx: DistContext, plan: Plan, size: int = 1) ->
     first = data.rank // size * size
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     outer = isinstance(plan.local, DiLoCo)
-    anchor = {name: _wide(p.detach()).clone() for name, p in parameters.items() if outer}
+    anchor = {
+        name: _accumulation_copy(p.detach()).clone() for name, p in parameters.items() if outer
+    }
     return Round(
         copies=copies,
         within=alone if size == 1 else ctx.axis("shard"),
@@ -147,7 +149,7 @@ def _end(model: Wrapped, now: Round, local: LocalSGD | DiLoCo) -> None:
             means = _means([*held, *floating], now)
         else:
             anchor = _parts(now.anchor)
-            moved = [_wide(one) - old for one, old in zip(held, anchor, strict=True)]
+            moved = [_accumulation_copy(one) - old for one, old in zip(held, anchor, strict=True)]
             means = _means([*moved, *floating], now)
             means[: len(held)] = _outer_step(now, means[: len(held)], local)
         for tensor, mean in zip([*held, *floating], means, strict=True):
@@ -159,7 +161,7 @@ def _end(model: Wrapped, now: Round, local: LocalSGD | DiLoCo) -> None:
     now.weight.zero_()
 
 
-def share_of(rows: Tensor, weight: Tensor, copies: int) -> Tensor | float:
+def averaging_weight(rows: Tensor, weight: Tensor, copies: int) -> Tensor | float:
     """How much a copy counts: 1 where all trained on as many rows."""
     mine, every, weighted = rows.tolist()
     if weighted:
@@ -185,11 +187,11 @@ def _means(tensors: list[Tensor], now: Round) -> list[Tensor]:
     weight = now.weight
     if now.rows[_WEIGHTED]:
         weight = ops.reduce(weight, now.within, op="sum")
-    factor = share_of(now.rows, weight, now.copies.world_size) + TINY
+    factor = averaging_weight(now.rows, weight, now.copies.world_size) + MIN_WEIGHT
     means: list[Tensor | None] = [None] * len(tensors)
     by_dtype: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
-        by_dtype.setdefault(_format(tensor.dtype), []).append(place)
+        by_dtype.setdefault(_accumulation_dtype(tensor.dtype), []).append(place)
     for dtype, places in by_dtype.items():
         device = now.weight.device
         parts = [_real(tensors[place]).reshape(-1).to(device, dtype) for place in places]
@@ -215,7 +217,7 @@ def _firsts(tensors: list[Tensor], now: Round) -> list[Tensor]:
 
 
 def _sum(flat: Tensor, now: Round) -> None:
-    with guarded(now.copies, ("average", f"{flat.numel()} numbers of {flat.dtype}")):
+    with rank_loss_guard(now.copies, ("average", f"{flat.numel()} numbers of {flat.dtype}")):
         dist.all_reduce(flat, group=now.copies.comm.group)
 
 
@@ -238,11 +240,11 @@ def _like(flat: Tensor, tensor: Tensor) -> Tensor:
     return flat.view(tensor.shape)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_complex() else tensor.to(_format(tensor.dtype))
+def _accumulation_copy(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_complex() else tensor.to(_accumulation_dtype(tensor.dtype))
 
 
-def _format(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which means are taken: half precision would lose what an update adds."""
     if dtype.is_complex:
         return dtype.to_real()

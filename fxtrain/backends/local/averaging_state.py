@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from fxtrain.backends.local.averaging import TINY, share_of
-from fxtrain.state import Round, Saved
+from fxtrain.backends.local.averaging import MIN_WEIGHT, averaging_weight
+from fxtrain.state import Round, StateReader
 
-__all__ = ["goes_on", "load_round", "round_state", "weighted_mean"]
+__all__ = ["load_round", "resumes_same_replicas", "round_state", "weighted_mean"]
 
 
 def round_state(now: Round) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -16,14 +16,16 @@ def round_state(now: Round) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return shared, {"round.rows": now.rows, "round.weight": now.weight}
 
 
-def goes_on(now: Round | None, saved: Saved) -> bool:
+def resumes_same_replicas(now: Round | None, saved: StateReader) -> bool:
     """Whether what was saved are these very copies, each on its ranks."""
     return (
-        now is not None and saved.ranks == saved.here and saved.values.get("copy") == len(now.peers)
+        now is not None
+        and saved.ranks == saved.loading_ranks
+        and saved.values.get("copy") == len(now.peers)
     )
 
 
-def load_round(now: Round, saved: Saved) -> None:
+def load_round(now: Round, saved: StateReader) -> None:
     """Put a round back, or begin one where parameters are, if none was saved.
 
     At another number of ranks, what the round had trained so far is in the parameters' mean, and
@@ -36,13 +38,13 @@ def load_round(now: Round, saved: Saved) -> None:
         else:
             value.copy_(now.parameters[name].detach())
             now.momentum[name].zero_()
-    same = goes_on(now, saved)
+    same = resumes_same_replicas(now, saved)
     for name, account in (("round.rows", now.rows), ("round.weight", now.weight)):
         found = saved.own(name, saved.rank) if same else None
         account.copy_(torch.zeros_like(account) if found is None else found)
 
 
-def weighted_mean(saved: Saved, name: str) -> Tensor | None:
+def weighted_mean(saved: StateReader, name: str) -> Tensor | None:
     """The mean of a tensor over the copies that saved, as the end of their round would take it.
 
     None where they all had the same.
@@ -52,7 +54,7 @@ def weighted_mean(saved: Saved, name: str) -> Tensor | None:
         return None
     total, weights = 0.0, 0.0
     for first in range(0, saved.ranks, size):
-        share = _share(saved, range(first, first + size))
+        share = _saved_weight(saved, range(first, first + size))
         # Of a copy on several ranks, each has its part along the first dimension.
         found = [saved.own(name, rank) for rank in range(first, first + size)]
         parts = [one for one in found if one is not None]
@@ -63,10 +65,10 @@ def weighted_mean(saved: Saved, name: str) -> Tensor | None:
     return total / weights
 
 
-def _share(saved: Saved, ranks: range) -> float:
+def _saved_weight(saved: StateReader, ranks: range) -> float:
     """How much a copy counts that was saved by some ranks."""
     rows = saved.own("round.rows", ranks[0])
     weights = [saved.own("round.weight", rank) for rank in ranks]
     assert rows is not None  # every rank of such a checkpoint has them
     weight = torch.stack([one for one in weights if one is not None]).sum()
-    return float(share_of(rows, weight, saved.ranks // len(ranks))) + TINY
+    return float(averaging_weight(rows, weight, saved.ranks // len(ranks))) + MIN_WEIGHT

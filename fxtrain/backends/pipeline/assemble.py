@@ -8,21 +8,21 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from fxtrain._errors import StepError
-from fxtrain.backends.core.initial_values import fill_whole, note_start
+from fxtrain.backends.core.initial_values import fill_full, record_initial_values
 from fxtrain.backends.core.module_changes import put_forward
 from fxtrain.backends.pipeline.partition import Layout, layout_of
 from fxtrain.backends.pipeline.schedules import Pipeline
-from fxtrain.backends.pipeline.sharded_stages import make_stages, put_back
+from fxtrain.backends.pipeline.sharded_stages import make_stages, reshard_stage
 from fxtrain.backends.pipeline.stage import Stage
-from fxtrain.backends.pipeline.stage_gradients import open_sums
-from fxtrain.backends.pipeline.weights import Place, places_of, whole_of
+from fxtrain.backends.pipeline.stage_gradients import open_shared_groups
+from fxtrain.backends.pipeline.weights import TensorSlot, full_tensor_of, tensor_slots
 from fxtrain.ops.whole_tensors import is_sharded
 from fxtrain.state import DistContext, Plan
 
-__all__ = ["into_stages"]
+__all__ = ["split_into_stages"]
 
 
-def into_stages(
+def split_into_stages(
     module: nn.Module, ctx: DistContext, plan: Plan
 ) -> tuple[Pipeline, Callable[[], None]]:
     """Cut a module into stages, of which this rank keeps its own.
@@ -38,12 +38,12 @@ def into_stages(
     """
     axis = ctx.axis("pipeline")
     layout = layout_of(module, plan.strategy, axis.world_size)
-    start = note_start(module, ctx)
+    start = record_initial_values(module, ctx)
     mine = {name for name in layout.stages if axis.rank in layout.holders(name)}
-    fill_whole(module, start, ctx, keep=mine, seed=plan.seed)
+    fill_full(module, start, ctx, keep=mine, seed=plan.seed)
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
-    sums, opened = open_sums(trained, layout, ctx)
-    places = places_of(module)
+    sums, opened = open_shared_groups(trained, layout, ctx)
+    places = tensor_slots(module)
     stages, twins = make_stages(module, layout, ctx, plan)
     _keep(places, layout, stages)
     engine = Pipeline(
@@ -51,8 +51,8 @@ def into_stages(
         layout=layout,
         axis=axis,
         stages=stages,
-        twins=twins,
-        sums=sums,
+        fake_stages=twins,
+        shared_groups=sums,
         places=places,
     )
     engine.train(module.training)
@@ -60,9 +60,9 @@ def into_stages(
 
     def undo() -> None:
         for stage in stages.values():
-            put_back(stage)
+            reshard_stage(stage)
         undo_forward()
-        _make_whole(engine, ctx)
+        _restore_full_tensors(engine, ctx)
         for group in opened:
             dist.destroy_process_group(group)
         opened.clear()
@@ -70,7 +70,7 @@ def into_stages(
     return engine, undo
 
 
-def _keep(places: Iterable[Place], layout: Layout, stages: dict[int, Stage]) -> None:
+def _keep(places: Iterable[TensorSlot], layout: Layout, stages: dict[int, Stage]) -> None:
     """Leave in a module what the stages of this rank hold, as they hold it."""
     for place in places:
         found = [stage for index, stage in stages.items() if index in layout.stages[place.name]]
@@ -81,12 +81,12 @@ def _keep(places: Iterable[Place], layout: Layout, stages: dict[int, Stage]) -> 
             place.held[place.key] = part._parameters[place.key]
 
 
-def _make_whole(engine: Pipeline, ctx: DistContext) -> None:
+def _restore_full_tensors(engine: Pipeline, ctx: DistContext) -> None:
     """Give every rank the whole of every tensor, in the places where they were."""
     done: dict[int, Tensor] = {}
     for place in engine.places:
         if id(place.like) not in done:
-            value = whole_of(place, engine.layout, engine.axis, ctx.device)
+            value = full_tensor_of(place, engine.layout, engine.axis, ctx.device)
             here = place.held[place.key]
             if here is not None and not is_sharded(here):
                 value = here  # the same object, for whoever has it

@@ -14,17 +14,17 @@ from fxtrain._errors import PlanError, StepError
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.microbatches import join, parts_of_batch, split
 from fxtrain.backends.fsdp.strategy import loss_on_parts, splits_logits
-from fxtrain.backends.pipeline.last_stage import likely_output, tell_outputs, tell_share
+from fxtrain.backends.pipeline.last_stage import broadcast_loss, broadcast_outputs, fake_output
 from fxtrain.backends.pipeline.partition import parts_for
 from fxtrain.backends.pipeline.stage_gradients import reduce_grads
-from fxtrain.state import PP, Batch, Share, Wrapped
+from fxtrain.state import PP, Batch, WeightedLoss, Wrapped
 
 __all__ = ["forward", "run"]
 
-Grade = Callable[[Wrapped, Batch], Share]
+ComputeLoss = Callable[[Wrapped, Batch], WeightedLoss]
 
 
-class _Called(BaseException):
+class _ModelCalled(BaseException):
     """The user's loss function calls the model; not an Exception, which it might catch."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -35,9 +35,9 @@ class _Called(BaseException):
 def run(
     model: Wrapped,
     batch: Batch,
-    grade: Grade,
+    compute_loss: ComputeLoss,
     reduce: bool,  # noqa: FBT001
-) -> Share:
+) -> WeightedLoss:
     """Forward, loss and backward of a batch in micro-batches, by the plan's schedule.
 
     The user's loss function runs on every rank up to its call of the model, whose arguments are
@@ -49,36 +49,39 @@ def run(
     """
     engine = model.engine
     if engine is model.module:
-        return step_functions.run(model, batch, grade, reduce)
-    pieces = _pieces_of(model, batch)
-    seeds = [_seed(model, piece) for piece in pieces]
-    calls = [_captured(model, grade, *pair) for pair in zip(pieces, seeds, strict=True)]
+        return step_functions.run(model, batch, compute_loss, reduce)
+    micro_batches = _micro_batches_of(model, batch)
+    seeds = [_seed(model, micro_batch) for micro_batch in micro_batches]
+    calls = [
+        _capture_arguments(model, compute_loss, *pair)
+        for pair in zip(micro_batches, seeds, strict=True)
+    ]
     from fxtrain.backends.pipeline.schedules import prepare
 
     ready = prepare(model, calls, train=True)
     if model.scaler is not None:
         model.scaler.scale(torch.zeros((), device=model.ctx.device))  # torch starts it so
-    shares: list[Share] = []
+    shares: list[WeightedLoss] = []
 
     def finish(out: Any, index: int) -> Tensor:
-        share = _graded(model, grade, pieces[index], seeds[index], out)
+        share = _computed_loss(model, compute_loss, micro_batches[index], seeds[index], out)
         shares.append(attrs.evolve(share, loss=share.mean))
         loss = share.loss if model.scaler is None else model.scaler.scale(share.loss)
         return loss.clone() if loss._is_view() else loss
 
     _run_all(model, ready, calls, finish)
 
-    def likely() -> Share:
-        out = likely_output(model, ready, calls[0])
-        return _graded(model, grade, pieces[0], seeds[0], out)
+    def fake() -> WeightedLoss:
+        out = fake_output(model, ready, calls[0])
+        return _computed_loss(model, compute_loss, micro_batches[0], seeds[0], out)
 
-    told = tell_share(model, ready, shares, batch, likely)
+    told = broadcast_loss(model, ready, shares, batch, fake)
     if batch.position.micro == 0:  # sums over stages are made once a window
         reduce_grads(model)
     return told
 
 
-def _pieces_of(model: Wrapped, batch: Batch) -> list[Batch]:
+def _micro_batches_of(model: Wrapped, batch: Batch) -> list[Batch]:
     """The micro-batches of a batch."""
     layout = model.engine.layout
     parts = parts_for(model.plan, layout, batch.sizes)
@@ -105,7 +108,7 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             "PP runs forward and backward of micro-batches together, inside of fx.step. Train "
             "with fx.step, and call the model under torch.no_grad() to evaluate it."
         )
-    rows = _tree.rows_of((args, kwargs))
+    rows = _tree.row_count((args, kwargs))
     if not rows:
         raise StepError(
             "PP splits the rows of a batch, and no argument of the model is a tensor with rows."
@@ -127,11 +130,11 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if outputs and model.plan.precision.output == "fp32":
         whole = _tree.map_leaves(step_functions.to_float, whole)
 
-    def likely() -> Any:
-        return join([likely_output(model, ready, calls[0])] * parts, rows // parts)
+    def fake() -> Any:
+        return join([fake_output(model, ready, calls[0])] * parts, rows // parts)
 
     config: PP = model.plan.strategy
-    return whole if config.outputs == "last" else tell_outputs(model, ready, whole, likely)
+    return whole if config.outputs == "last" else broadcast_outputs(model, ready, whole, fake)
 
 
 def _run_all(
@@ -155,17 +158,19 @@ def _run_all(
         engine.run(ready, job)
 
 
-def _captured(model: Wrapped, grade: Grade, piece: Batch, seed: int) -> Any:
+def _capture_arguments(
+    model: Wrapped, compute_loss: ComputeLoss, micro_batch: Batch, seed: int
+) -> Any:
     """The arguments with which the user's loss function calls the model."""
 
     def called(_: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise _Called(args, kwargs)
+        raise _ModelCalled(args, kwargs)
 
     try:
         # What it draws by chance must be the same on all stages, and when it runs again.
         with ops.fork_rng(model.ctx, seed):
-            grade(_answering(model, called), piece)
-    except _Called as found:
+            compute_loss(_replaced_forward(model, called), micro_batch)
+    except _ModelCalled as found:
         return found.call
     raise StepError(
         "PP: the loss function did not call the model that it was given. Write "
@@ -173,7 +178,9 @@ def _captured(model: Wrapped, grade: Grade, piece: Batch, seed: int) -> Any:
     )
 
 
-def _graded(model: Wrapped, grade: Grade, piece: Batch, seed: int, out: Any) -> Share:
+def _computed_loss(
+    model: Wrapped, compute_loss: ComputeLoss, micro_batch: Batch, seed: int, out: Any
+) -> WeightedLoss:
     answers = [
         out
         if model.plan.precision.output != "fp32"
@@ -189,17 +196,17 @@ def _graded(model: Wrapped, grade: Grade, piece: Batch, seed: int, out: Any) -> 
         return answers.pop()
 
     with ops.fork_rng(model.ctx, seed):
-        return grade(_answering(model, called), piece)
+        return compute_loss(_replaced_forward(model, called), micro_batch)
 
 
-def _answering(model: Wrapped, called: Callable[..., Any]) -> Wrapped:
+def _replaced_forward(model: Wrapped, called: Callable[..., Any]) -> Wrapped:
     return attrs.evolve(model, strategy=attrs.evolve(model.strategy, forward=called))
 
 
-def _seed(model: Wrapped, piece: Batch) -> int:
-    place = piece.position
+def _seed(model: Wrapped, micro_batch: Batch) -> int:
+    place = micro_batch.position
     rank = model.ctx.axis("data").rank
-    text = f"{model.plan.seed} {place.epoch} {place.index} {rank} {piece.part}"
+    text = f"{model.plan.seed} {place.epoch} {place.index} {rank} {micro_batch.part}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 

@@ -9,15 +9,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from fxtrain import _tree
 from fxtrain._errors import PlanError
 
-__all__ = ["Blank", "Hollow", "Mixed", "Received"]
+__all__ = ["OtherStageFakes", "OwnFakes", "ReceivedFakes", "StagesMixedError"]
 
 
-class Mixed(Exception):
+class StagesMixedError(Exception):
     """A value of another stage met one of this stage."""
 
 
-class _Shapes(FakeTensorMode):
-    """Tensors without values, which do not mix with those of another mode but `Blank`."""
+class _FakeTensors(FakeTensorMode):
+    """Tensors without values, which do not mix with those of another mode but `OwnFakes`."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -33,11 +33,11 @@ class _Shapes(FakeTensorMode):
         return isinstance(leaf, FakeTensor) and leaf.fake_mode is self
 
     def _twin(self, leaf: Any) -> Any:
-        """A leaf of this mode for one of `Blank` or of a dry run, where all tensors are fake."""
+        """A leaf of this mode for one of `OwnFakes` or of a dry run, where all tensors are fake."""
         if not isinstance(leaf, FakeTensor) or leaf.fake_mode is self:
             return leaf
-        if isinstance(leaf.fake_mode, _Shapes) and not isinstance(leaf.fake_mode, Blank):
-            raise Mixed
+        if isinstance(leaf.fake_mode, _FakeTensors) and not isinstance(leaf.fake_mode, OwnFakes):
+            raise StagesMixedError
         with self:
             return torch.empty_strided(
                 leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device
@@ -50,7 +50,7 @@ class _Shapes(FakeTensorMode):
         return made.requires_grad_(tensor.requires_grad)
 
 
-class Received(_Shapes):
+class ReceivedFakes(_FakeTensors):
     """Stand-ins for what a stage receives from the one before.
 
     Modes do not mix, which finds a value of another stage that reaches this one on another way
@@ -58,7 +58,7 @@ class Received(_Shapes):
     """
 
 
-class Hollow(_Shapes):
+class OtherStageFakes(_FakeTensors):
     """Values of other stages: shapes only, and never written into a tensor of this one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,12 +73,14 @@ class Hollow(_Shapes):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class Blank(_Shapes):
+class OwnFakes(_FakeTensors):
     """A stage's own values where nothing but shapes is looked at; they mix with all others."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in _tree.flatten((args, kwargs or {}))[0]:
-            if isinstance(leaf, FakeTensor) and isinstance(leaf.fake_mode, Hollow | Received):
+            if isinstance(leaf, FakeTensor) and isinstance(
+                leaf.fake_mode, OtherStageFakes | ReceivedFakes
+            ):
                 with leaf.fake_mode:
                     return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -10,40 +10,40 @@ from torch import distributed as dist
 
 from fxtrain import _tree, ops
 from fxtrain.backends.core.microbatches import join
-from fxtrain.backends.pipeline.fake_stages import Received
-from fxtrain.state import Batch, Share, Wrapped
+from fxtrain.backends.pipeline.fake_stages import ReceivedFakes
+from fxtrain.state import Batch, WeightedLoss, Wrapped
 
-__all__ = ["likely_output", "tell_outputs", "tell_share"]
+__all__ = ["broadcast_loss", "broadcast_outputs", "fake_output"]
 
 
 @attrs.frozen
-class _Form:
+class _LossForm:
     """What the last stage's losses are like, as it says once.
 
     Attributes:
         dtype: Of the loss.
-        rough: Whether they are weighted, and corrected when the window closes.
+        provisional: Whether they are weighted, and corrected when the window closes.
         aux: What is beside them, for one micro-batch, with tensors without values; None without.
     """
 
     dtype: torch.dtype
-    rough: bool
+    provisional: bool
     aux: Any
 
 
-def tell_share(
+def broadcast_loss(
     model: Wrapped,
     ready: Any,
-    shares: list[Share],
+    shares: list[WeightedLoss],
     batch: Batch,
-    likely: Callable[[], Share],
-) -> Share:
+    fake: Callable[[], WeightedLoss],
+) -> WeightedLoss:
     """The batch's share in its update, on every rank of the pipeline.
 
     Args:
         ready: What was prepared for batches of this kind.
         shares: Of the micro-batches, on the rank of the last stage.
-        likely: Gives one without values, for a pretended world, where that rank says nothing.
+        fake: Gives one without values, for a pretended world, where that rank says nothing.
 
     Effects:
         A broadcast of four numbers; the first time, and for aux, one of objects.
@@ -51,13 +51,13 @@ def tell_share(
     engine = model.engine
     if not ready.form:
         silent = model.ctx.comm.simulated and not shares
-        own = [likely()] if silent else shares
-        ready.form.append(_tell(model, _form_of(own[0]) if own else None))
-    form: _Form = ready.form[0]
+        own = [fake()] if silent else shares
+        ready.form.append(_broadcast_object(model, _form_of(own[0]) if own else None))
+    form: _LossForm = ready.form[0]
     numbers = torch.zeros(4, dtype=model.tally.dtype, device=model.tally.device)
     if shares:
-        weights = torch.stack([_as(share.weight, numbers) for share in shares])
-        means = torch.stack([_as(share.mean, numbers) for share in shares])
+        weights = torch.stack([_as(weighted.weight, numbers) for weighted in shares])
+        means = torch.stack([_as(weighted.mean, numbers) for weighted in shares])
         total = weights.sum()
         numbers[0] = (means * weights).sum() / torch.where(total == 0, 1.0, total)
         numbers[1] = total
@@ -66,53 +66,55 @@ def tell_share(
     dist.broadcast(numbers, source, group=engine.axis.comm.group)
     model.tally[:2] = numbers[2:]
     rows = batch.sizes[model.ctx.axis("data").rank]
-    aux = None if form.aux is None else _tell_aux(model, ready, shares, rows // ready.parts)
+    aux = None if form.aux is None else _broadcast_aux(model, ready, shares, rows // ready.parts)
     mean = numbers[0].to(form.dtype)
-    weight = numbers[1] if form.rough else rows
-    return Share(loss=mean, mean=mean, weight=weight, aux=aux, rough=form.rough)
+    weight = numbers[1] if form.provisional else rows
+    return WeightedLoss(loss=mean, mean=mean, weight=weight, aux=aux, provisional=form.provisional)
 
 
-def tell_outputs(model: Wrapped, ready: Any, whole: Any, likely: Callable[[], Any]) -> Any:
+def broadcast_outputs(model: Wrapped, ready: Any, whole: Any, fake: Callable[[], Any]) -> Any:
     """The last stage's outputs on every rank of the pipeline.
 
     Args:
         whole: On that rank; None on others.
-        likely: Gives them without values, for a pretended world, where that rank says nothing.
+        fake: Gives them without values, for a pretended world, where that rank says nothing.
     """
     engine = model.engine
     if not ready.form:
-        own = likely() if model.ctx.comm.simulated and whole is None else whole
-        ready.form.append(_tell(model, _tree.map_leaves(_emptied, own)))
+        own = fake() if model.ctx.comm.simulated and whole is None else whole
+        ready.form.append(_broadcast_object(model, _tree.map_leaves(_emptied, own)))
     if whole is None:
         whole = _tree.map_leaves(lambda leaf: _made(leaf, model.ctx.device), ready.form[0])
     return ops.broadcast(whole, engine.axis, src=engine.source)
 
 
-def likely_output(model: Wrapped, ready: Any, call: Any) -> Any:
+def fake_output(model: Wrapped, ready: Any, call: Any) -> Any:
     """What a pretended last stage gives for a micro-batch, without values."""
     last = len(model.engine.layout.ranks) - 1
-    mode = Received()
+    mode = ReceivedFakes()
     received = tuple(mode.like(meta, model.ctx.device) for meta in ready.sends[last - 1])
     with ops.autocast(model):
-        return model.engine.twins[last].visit(call, received, ())[1]
+        return model.engine.fake_stages[last].visit(call, received, ())[1]
 
 
-def _form_of(share: Share) -> _Form:
-    return _Form(share.mean.dtype, share.rough, _tree.map_leaves(_emptied, share.aux))
+def _form_of(weighted: WeightedLoss) -> _LossForm:
+    return _LossForm(
+        weighted.mean.dtype, weighted.provisional, _tree.map_leaves(_emptied, weighted.aux)
+    )
 
 
-def _tell_aux(model: Wrapped, ready: Any, shares: list[Share], rows: int) -> Any:
+def _broadcast_aux(model: Wrapped, ready: Any, shares: list[WeightedLoss], rows: int) -> Any:
     """What is beside the losses of micro-batches with so many rows, put together."""
     device = model.ctx.device
-    own = [_tree.map_leaves(_detached, share.aux) for share in shares]
+    own = [_tree.map_leaves(_detached, weighted.aux) for weighted in shares]
     if model.ctx.comm.simulated and not own:
-        likely = _tree.map_leaves(lambda leaf: _made(leaf, device), ready.form[0].aux)
-        own = [likely] * ready.parts
-    told = _tell(model, join(own, rows) if own else None)
+        fake = _tree.map_leaves(lambda leaf: _made(leaf, device), ready.form[0].aux)
+        own = [fake] * ready.parts
+    told = _broadcast_object(model, join(own, rows) if own else None)
     return _tree.map_leaves(lambda leaf: _on(leaf, device), told)
 
 
-def _tell(model: Wrapped, value: Any) -> Any:
+def _broadcast_object(model: Wrapped, value: Any) -> Any:
     """The last stage's object on every rank; in a pretended world this rank's own."""
     axis, source = model.engine.axis, model.engine.source
     if model.ctx.comm.simulated:  # tensors without values do not travel as objects

@@ -14,9 +14,9 @@ from fxtrain.backends.core.wrap_units import block_names
 from fxtrain.state import PP, Plan
 
 __all__ = [
-    "KINDS",
-    "Kind",
     "Layout",
+    "SCHEDULES",
+    "ScheduleKind",
     "fitting_kind",
     "layout_of",
     "parts_for",
@@ -26,33 +26,35 @@ __all__ = [
 
 
 @attrs.frozen
-class Kind:
+class ScheduleKind:
     """A schedule of torch's.
 
     Attributes:
         name: Of torch's class.
         stages: Stages on a rank that it takes, fewest and most; None for any.
         parts: Micro-batches that it needs: any, one per stage, or rounds of equally many.
-        there_and_back: Stages go over the ranks and back, instead of in a loop.
+        v_shaped: Stages go over the ranks and back, instead of in a loop.
         splits: It runs the backward of inputs and of weights apart.
     """
 
     name: str
     stages: tuple[int, int | None] = (2, None)
     parts: str = "any"
-    there_and_back: bool = False
+    v_shaped: bool = False
     splits: bool = False
 
 
-_THERE_AND_BACK: Mapping[str, Any] = {"stages": (2, 2), "there_and_back": True, "splits": True}
-KINDS: Mapping[str, Kind] = {
-    "gpipe": Kind("ScheduleGPipe", (1, 1)),
-    "1f1b": Kind("Schedule1F1B", (1, 1), "stages"),
-    "looped_bfs": Kind("ScheduleLoopedBFS"),
-    "interleaved_1f1b": Kind("ScheduleInterleaved1F1B", parts="rounds"),
-    "interleaved_zero_bubble": Kind("ScheduleInterleavedZeroBubble", parts="rounds", splits=True),
-    "zbv_zero_bubble": Kind("ScheduleZBVZeroBubble", **_THERE_AND_BACK),
-    "dualpipe_v": Kind("ScheduleDualPipeV", parts="stages", **_THERE_AND_BACK),
+_V_SCHEDULES: Mapping[str, Any] = {"stages": (2, 2), "v_shaped": True, "splits": True}
+SCHEDULES: Mapping[str, ScheduleKind] = {
+    "gpipe": ScheduleKind("ScheduleGPipe", (1, 1)),
+    "1f1b": ScheduleKind("Schedule1F1B", (1, 1), "stages"),
+    "looped_bfs": ScheduleKind("ScheduleLoopedBFS"),
+    "interleaved_1f1b": ScheduleKind("ScheduleInterleaved1F1B", parts="rounds"),
+    "interleaved_zero_bubble": ScheduleKind(
+        "ScheduleInterleavedZeroBubble", parts="rounds", splits=True
+    ),
+    "zbv_zero_bubble": ScheduleKind("ScheduleZBVZeroBubble", **_V_SCHEDULES),
+    "dualpipe_v": ScheduleKind("ScheduleDualPipeV", parts="stages", **_V_SCHEDULES),
 }
 
 
@@ -94,9 +96,9 @@ class Layout:
 def layout_of(module: nn.Module, config: PP, ranks: int) -> Layout:
     """The layout over some ranks of a module without problems."""
     count = ranks * _per_rank(config)
-    starts = config.split or _balanced(module, count)
+    starts = config.split or _balanced_starts(module, count)
     order = list(range(ranks))
-    if KINDS[config.schedule].there_and_back:
+    if SCHEDULES[config.schedule].v_shaped:
         order += order[::-1]
     return Layout(
         starts=starts,
@@ -121,10 +123,10 @@ def parts_for(plan: Plan, layout: Layout, sizes: Sequence[int]) -> int:
     return next(parts for parts in fits if not any(size % parts for size in sizes))
 
 
-def fitting_kind(config: PP, ranks: int, parts: int) -> Kind:
+def fitting_kind(config: PP, ranks: int, parts: int) -> ScheduleKind:
     """The plan's schedule, or a plainer one if it does not take so few micro-batches."""
     asked = attrs.evolve(config, microbatches=parts)
-    return KINDS[_ANY[config.schedule] if _part_problems(asked, ranks) else config.schedule]
+    return SCHEDULES[_ANY[config.schedule] if _part_problems(asked, ranks) else config.schedule]
 
 
 def pipeline_problems(module: nn.Module, plan: Plan, ranks: int) -> list[str]:
@@ -163,11 +165,11 @@ def schedules_fit() -> bool:
 
 
 def _per_rank(config: PP) -> int:
-    return config.stages_per_rank or KINDS[config.schedule].stages[0]
+    return config.stages_per_rank or SCHEDULES[config.schedule].stages[0]
 
 
 def _count_problems(config: PP, ranks: int) -> list[str]:
-    fewest, most = KINDS[config.schedule].stages
+    fewest, most = SCHEDULES[config.schedule].stages
     each = _per_rank(config)
     if each < fewest or (most is not None and each > most):
         words = f"exactly {fewest}" if most == fewest else f"at least {fewest}"
@@ -186,7 +188,7 @@ def _count_problems(config: PP, ranks: int) -> list[str]:
 
 
 def _part_problems(config: PP, ranks: int) -> list[str]:
-    needs, count = KINDS[config.schedule].parts, ranks * _per_rank(config)
+    needs, count = SCHEDULES[config.schedule].parts, ranks * _per_rank(config)
     parts = config.microbatches or count
     told = f"PP(schedule={config.schedule!r}, microbatches={parts})"
     if needs == "stages" and parts < count:
@@ -291,7 +293,7 @@ def _blocks(module: nn.Module) -> list[str]:
     return []
 
 
-def _balanced(module: nn.Module, count: int) -> tuple[str, ...]:
+def _balanced_starts(module: nn.Module, count: int) -> tuple[str, ...]:
     """First blocks of all stages but the first, so that the largest stage is smallest."""
     blocks = _blocks(module)
     places = {name: place for place, name in enumerate(blocks)}
@@ -307,12 +309,12 @@ def _balanced(module: nn.Module, count: int) -> tuple[str, ...]:
     low, high = max(weights), sum(weights)
     while low < high:
         middle = (low + high) // 2
-        fits = len(_cut(weights, count, middle)) <= count
+        fits = len(_greedy_starts(weights, count, middle)) <= count
         low, high = (low, middle) if fits else (middle + 1, high)
-    return tuple(blocks[index] for index in _cut(weights, count, low)[1:])
+    return tuple(blocks[index] for index in _greedy_starts(weights, count, low)[1:])
 
 
-def _cut(weights: Sequence[int], count: int, most: int) -> list[int]:
+def _greedy_starts(weights: Sequence[int], count: int, most: int) -> list[int]:
     """Where stages of at most so many parameters begin, if each takes what it can."""
     starts, load = [0], 0
     for index, weight in enumerate(weights):

@@ -14,20 +14,20 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from fxtrain import _tree, ops
 from fxtrain._errors import FxError, PlanError
 from fxtrain.backends.pipeline.partition import Layout, fitting_kind
-from fxtrain.backends.pipeline.sharded_stages import put_back
-from fxtrain.backends.pipeline.stage import Call, Meta, Probe, Stage, probe
-from fxtrain.backends.pipeline.weights import Place
+from fxtrain.backends.pipeline.sharded_stages import reshard_stage
+from fxtrain.backends.pipeline.stage import Call, Probe, Stage, TensorMeta, probe
+from fxtrain.backends.pipeline.weights import TensorSlot
 from fxtrain.state import PP, DistContext, Wrapped
 
-__all__ = ["Pipeline", "Prepared", "prepare"]
+__all__ = ["Pipeline", "PreparedSchedule", "prepare"]
 
-_KEPT = 8  # schedules, each with buffers for what it receives
+_MAX_SCHEDULES = 8  # schedules, each with buffers for what it receives
 
-Job = Callable[[Stage, tuple[Tensor, ...], int], Any]
+StageTask = Callable[[Stage, tuple[Tensor, ...], int], Any]
 
 
 @attrs.frozen(eq=False)
-class Prepared:
+class PreparedSchedule:
     """A schedule for arguments of one kind.
 
     Attributes:
@@ -39,7 +39,7 @@ class Prepared:
 
     schedule: Any
     parts: int
-    sends: Mapping[int, tuple[Meta, ...]]
+    sends: Mapping[int, tuple[TensorMeta, ...]]
     form: list[Any] = attrs.field(factory=list)
 
 
@@ -52,21 +52,23 @@ class Pipeline:
         layout: Over all ranks of the pipeline.
         axis: Those ranks.
         stages: Of this rank, by number.
-        twins: The same without values, of those that are sharded: what is found out of one rank's
-            stage alone gathers nothing. In a pretended world also of the other ranks' stages.
-        sums: (group, names) of parameters that several ranks hold, whose gradients are summed.
+        fake_stages: The same without values, of those that are sharded: what is found out of one
+            rank's stage alone gathers nothing. In a pretended world also of the other ranks'
+            stages.
+        shared_groups: (group, names) of parameters that several ranks hold, whose gradients are
+            summed.
         places: Where parameters and buffers of the whole model stand.
-        known: Schedules by the kind of their arguments, the latest last.
+        schedules: Schedules by the kind of their arguments, the latest last.
     """
 
     module: nn.Module = attrs.field(repr=False)
     layout: Layout
     axis: DistContext = attrs.field(repr=False)
     stages: dict[int, Stage] = attrs.field(repr=False)
-    twins: dict[int, Stage] = attrs.field(repr=False)
-    sums: tuple[tuple[Any, tuple[str, ...]], ...] = attrs.field(default=(), repr=False)
-    places: tuple[Place, ...] = attrs.field(default=(), repr=False)
-    known: dict[Any, Prepared] = attrs.field(factory=dict, repr=False)
+    fake_stages: dict[int, Stage] = attrs.field(repr=False)
+    shared_groups: tuple[tuple[Any, tuple[str, ...]], ...] = attrs.field(default=(), repr=False)
+    places: tuple[TensorSlot, ...] = attrs.field(default=(), repr=False)
+    schedules: dict[Any, PreparedSchedule] = attrs.field(factory=dict, repr=False)
 
     @property
     def source(self) -> int:
@@ -75,14 +77,14 @@ class Pipeline:
 
     def train(self, mode: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch's
         """Put the module and its stages into training mode, or out of it."""
-        for part in (self.module, *self.stages.values(), *self.twins.values()):
+        for part in (self.module, *self.stages.values(), *self.fake_stages.values()):
             part.train(mode)
 
     def eval(self) -> None:
         """Put the module and its stages into evaluation mode."""
         self.train(mode=False)
 
-    def run(self, ready: Prepared, job: Job) -> None:
+    def run(self, ready: PreparedSchedule, job: StageTask) -> None:
         """Run a job on every micro-batch of every stage of this rank, in the schedule's order."""
         index = torch.arange(ready.parts)
         with self._working(job):
@@ -94,10 +96,10 @@ class Pipeline:
                     raise error.__cause__ from None
                 raise
         for stage in self.stages.values():
-            put_back(stage)
+            reshard_stage(stage)
 
     @contextmanager
-    def _working(self, job: Job) -> Iterator[None]:
+    def _working(self, job: StageTask) -> Iterator[None]:
         before = {number: stage.job for number, stage in self.stages.items()}
         for stage in self.stages.values():
             stage.job = job
@@ -108,7 +110,7 @@ class Pipeline:
                 stage.job = before[number]
 
 
-def prepare(model: Wrapped, calls: Sequence[Call], *, train: bool) -> Prepared:
+def prepare(model: Wrapped, calls: Sequence[Call], *, train: bool) -> PreparedSchedule:
     """The schedule for micro-batches with arguments like the first of these.
 
     Effects:
@@ -120,12 +122,12 @@ def prepare(model: Wrapped, calls: Sequence[Call], *, train: bool) -> Prepared:
     engine: Pipeline = model.engine
     leaves, shape = _tree.flatten(calls[0])
     key = (train, len(calls), engine.module.training, shape.text, *map(_kind, leaves))
-    if key not in engine.known:
+    if key not in engine.schedules:
         ready = _prepared(model, calls, train=train)
-        while len(engine.known) >= _KEPT:
-            engine.known.pop(next(iter(engine.known)))
-        engine.known[key] = ready
-    return engine.known[key]
+        while len(engine.schedules) >= _MAX_SCHEDULES:
+            engine.schedules.pop(next(iter(engine.schedules)))
+        engine.schedules[key] = ready
+    return engine.schedules[key]
 
 
 def _kind(leaf: Any) -> Any:
@@ -134,25 +136,25 @@ def _kind(leaf: Any) -> Any:
     return leaf if isinstance(leaf, bool | int | float | str) else type(leaf)
 
 
-def _probed(model: Wrapped, calls: Sequence[Call]) -> dict[int, Probe]:
+def _infer_shapes(model: Wrapped, calls: Sequence[Call]) -> dict[int, Probe]:
     """What the stages that this rank knows of need and give.
 
     With the very first batch, all its micro-batches are looked at: what they send must be alike.
     """
     engine: Pipeline = model.engine
-    known = {**engine.stages, **engine.twins}
+    known = {**engine.stages, **engine.fake_stages}
     with ops.autocast(model):
         found = {number: probe(one, calls[0], model.ctx) for number, one in known.items()}
-        if engine.known or model.ctx.comm.simulated:
+        if engine.schedules or model.ctx.comm.simulated:
             return found
         # Not the first stage, which needs nothing: what it would do here it would do for real.
         for number in found.keys() - {0}:
             others = [probe(known[number], call, model.ctx) for call in calls[1:]]
-            found[number] = _alike(found[number], others)
+            found[number] = _common_probe(found[number], others)
     return found
 
 
-def _alike(first: Probe, others: Sequence[Probe]) -> Probe:
+def _common_probe(first: Probe, others: Sequence[Probe]) -> Probe:
     """What was found with the first micro-batch, with a problem if others need something else."""
     other = next((one for one in others if one.needs != first.needs), None)
     if first.problem is not None or other is None:
@@ -165,9 +167,9 @@ def _alike(first: Probe, others: Sequence[Probe]) -> Probe:
     return attrs.evolve(first, problem=other.problem or text)
 
 
-def _prepared(model: Wrapped, calls: Sequence[Call], *, train: bool) -> Prepared:
+def _prepared(model: Wrapped, calls: Sequence[Call], *, train: bool) -> PreparedSchedule:
     engine: Pipeline = model.engine
-    parts, probes = len(calls), _probed(model, calls)
+    parts, probes = len(calls), _infer_shapes(model, calls)
     mine = {number: probes[number] for number in engine.stages}
     for found in ops.gather_objects(mine, engine.axis):
         probes.update(found)
@@ -176,7 +178,7 @@ def _prepared(model: Wrapped, calls: Sequence[Call], *, train: bool) -> Prepared
     count = len(engine.layout.ranks)
     sends = {number: probes[number + 1].needs for number in range(count - 1)}
     stages: list[Any] = [
-        _Told(
+        _StaticShapeStage(
             submodule=stage,
             stage_index=number,
             num_stages=count,
@@ -192,11 +194,13 @@ def _prepared(model: Wrapped, calls: Sequence[Call], *, train: bool) -> Prepared
         stage.stage_index_to_group_rank = dict(enumerate(engine.layout.ranks))
         vote = getattr(stage, "_warmup_backward_result", None)  # of newer versions of torch
         if vote is not None and model.ctx.comm.simulated:
-            stage._warmup_backward_result = functools.partial(_all_know, vote)
-    return Prepared(schedule=_schedule(model, stages, parts, train=train), parts=parts, sends=sends)
+            stage._warmup_backward_result = functools.partial(_all_stages_ready, vote)
+    return PreparedSchedule(
+        schedule=_schedule(model, stages, parts, train=train), parts=parts, sends=sends
+    )
 
 
-def _all_know(vote: Callable[..., Tensor], received_result: Tensor | None) -> Tensor:
+def _all_stages_ready(vote: Callable[..., Tensor], received_result: Tensor | None) -> Tensor:
     """A pretended world's answer to whether every stage knows its shapes: there a 0 arrives."""
     return torch.ones_like(vote(received_result))
 
@@ -206,7 +210,7 @@ def _schedule(model: Wrapped, stages: list[Any], parts: int, *, train: bool) -> 
     kind = fitting_kind(config, len(set(model.engine.layout.ranks)), parts)
     one = kind.stages == (1, 1)
     if not train:
-        made = torch_schedules.ScheduleGPipe if one else _Forward
+        made = torch_schedules.ScheduleGPipe if one else _ForwardSchedule
         return made(stages[0] if one else stages, n_microbatches=parts)  # type: ignore[arg-type]
     return getattr(torch_schedules, kind.name)(
         stages[0] if one else stages,
@@ -216,14 +220,14 @@ def _schedule(model: Wrapped, stages: list[Any], parts: int, *, train: bool) -> 
     )
 
 
-class _Told(pipelining.PipelineStage):
+class _StaticShapeStage(pipelining.PipelineStage):
     """A stage whose shapes are given, so that torch has nothing to try out."""
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Keep the gradients of an open window, which torch takes for those of its trial."""
 
 
-class _Forward(torch_schedules._PipelineScheduleRuntime):
+class _ForwardSchedule(torch_schedules._PipelineScheduleRuntime):
     """Forward alone over several stages a rank, stage by stage, in a loop or there and back.
 
     torch's own schedules of those take the number of micro-batches of training only, or hand

@@ -12,18 +12,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fxtrain import _tree
-from fxtrain.backends.core.device_mesh import Laid, device_mesh
+from fxtrain.backends.core.device_mesh import DistributedParameters, device_mesh
 from fxtrain.backends.core.module_changes import prepare_module
 from fxtrain.backends.core.wrap_units import ignored_names, units
 from fxtrain.backends.fsdp.apply_fully_shard import gather_precision, shard_parts
 from fxtrain.backends.fsdp.strategy import shard_size
-from fxtrain.backends.pipeline.fake_stages import Blank
+from fxtrain.backends.pipeline.fake_stages import OwnFakes
 from fxtrain.backends.pipeline.partition import Layout
 from fxtrain.backends.pipeline.stage import Stage
 from fxtrain.backends.tensor.parallelize import split_layers
 from fxtrain.state import FSDP, PP, DistContext, Plan
 
-__all__ = ["make_stages", "own_units", "put_back"]
+__all__ = ["make_stages", "own_units", "reshard_stage"]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -36,7 +36,7 @@ class _Axes:
         whole: Names of parameters that are not sharded.
         format: In which the others are gathered; None is their own.
         formats: That of each of them, by name.
-        laid: What became of parameters whose layers were cut.
+        distributed: What became of parameters whose layers were cut.
     """
 
     plan: Plan
@@ -44,7 +44,7 @@ class _Axes:
     whole: frozenset[str]
     format: torch.dtype | None
     formats: Mapping[str, torch.dtype]
-    laid: Laid = attrs.field(factory=dict)
+    distributed: DistributedParameters = attrs.field(factory=dict)
 
 
 def make_stages(
@@ -63,12 +63,12 @@ def make_stages(
     stages: dict[int, Stage] = {}
     twins: dict[int, Stage] = {}
     for index in layout.on(ctx.axis("pipeline").rank):
-        stages[index] = stage = _cut(module, layout, index, ctx, axes)
+        stages[index] = stage = _split_stage(module, layout, index, ctx, axes)
         sharded = axes is not None and ctx.axis("data").world_size > 1
         prepare_module(stage.shell, plan, ctx, hooked=sharded)
         if axes is not None and sharded:
             # Cut before the other is sharded, whose parameters it then has.
-            twins[index] = _cut(module, layout, index, ctx, axes)
+            twins[index] = _split_stage(module, layout, index, ctx, axes)
             _empty(twins[index], axes.formats)
             twins[index].prepare(layout, index)
             _shard(stage, layout, index, ctx, axes)
@@ -76,11 +76,11 @@ def make_stages(
             stage.show()
         stage.prepare(layout, index)
     if ctx.comm.simulated:
-        twins |= _others(module, layout, ctx, axes)
+        twins |= _fake_stages(module, layout, ctx, axes)
     return stages, twins
 
 
-def put_back(stage: Stage) -> None:
+def reshard_stage(stage: Stage) -> None:
     """Free what a sharded stage has gathered: its shards may be written to."""
     for part in stage.modules():
         if isinstance(part, FSDPModule):
@@ -105,7 +105,7 @@ def _axes(module: nn.Module, layout: Layout, ctx: DistContext, plan: Plan) -> _A
     )
 
 
-def _cut(
+def _split_stage(
     module: nn.Module, layout: Layout, index: int, ctx: DistContext, axes: _Axes | None
 ) -> Stage:
     if axes is None:
@@ -120,11 +120,11 @@ def _cut(
             part.register_forward_pre_hook(hook, with_kwargs=True)
     if config.tensor is not None:
         mesh = axes.mesh["tensor"]
-        split_layers(stage.shell, mesh, config.tensor, own=stage.owns, laid=axes.laid)
+        split_layers(stage.shell, mesh, config.tensor, own=stage.owns, distributed=axes.distributed)
     return stage
 
 
-def _others(
+def _fake_stages(
     module: nn.Module, layout: Layout, ctx: DistContext, axes: _Axes | None
 ) -> dict[int, Stage]:
     """Twins of the stages that other ranks run."""
@@ -134,7 +134,7 @@ def _others(
     mine = layout.on(ctx.axis("pipeline").rank)
     twins: dict[int, Stage] = {}
     for index in set(range(len(layout.ranks))).difference(mine):
-        twins[index] = _cut(module, layout, index, ctx, axes)
+        twins[index] = _split_stage(module, layout, index, ctx, axes)
         _empty(twins[index], {} if axes is None else axes.formats)
         twins[index].prepare(layout, index)
     return twins
@@ -151,7 +151,7 @@ def _cast(format: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
 def _empty(stage: Stage, formats: Mapping[str, torch.dtype]) -> None:
     """Put tensors without values in the place of a stage's parameters, of the same shapes."""
     own = {id(parameter) for parameter in stage.own()}
-    blanks = Blank()
+    blanks = OwnFakes()
     made: dict[int, nn.Parameter] = {}
     for path, part in stage.shell.named_modules(remove_duplicate=False):
         for key, parameter in part._parameters.items():
@@ -160,11 +160,11 @@ def _empty(stage: Stage, formats: Mapping[str, torch.dtype]) -> None:
             name = f"{path}.{key}" if path else key
             if id(parameter) not in made:
                 dtype = formats.get(name, parameter.dtype)
-                made[id(parameter)] = _blank(parameter, dtype, blanks)
+                made[id(parameter)] = _fake_parameter(parameter, dtype, blanks)
             part._parameters[key] = made[id(parameter)]
 
 
-def _blank(like: nn.Parameter, dtype: torch.dtype, mode: Blank) -> nn.Parameter:
+def _fake_parameter(like: nn.Parameter, dtype: torch.dtype, mode: OwnFakes) -> nn.Parameter:
     local: Any = getattr(like, "_local_tensor", like)
     with mode:
         made: Any = torch.empty(local.shape, dtype=dtype, device=local.device)

@@ -25,15 +25,15 @@ from torch._subclasses.fake_tensor import (
 
 from fxtrain import _tree, ops
 from fxtrain._errors import PlanError
-from fxtrain.backends.pipeline.fake_stages import Hollow, Mixed, Received
+from fxtrain.backends.pipeline.fake_stages import OtherStageFakes, ReceivedFakes, StagesMixedError
 from fxtrain.backends.pipeline.partition import Layout
 from fxtrain.state import DistContext
 
-__all__ = ["Call", "Meta", "Probe", "Stage", "probe"]
+__all__ = ["Call", "Probe", "Stage", "TensorMeta", "probe"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-_MIXED = (
+_MIXED_STAGES = (
     "it computes with a value of an earlier stage that is no argument of a module of its own, as a "
     "connection around the split is, or with a parameter that is registered before the split and "
     "used after it. Split elsewhere with PP(split=...), or name the parameter in PP(shared=...)"
@@ -41,7 +41,7 @@ _MIXED = (
 
 
 @attrs.frozen
-class Meta:
+class TensorMeta:
     """A tensor that travels between stages.
 
     Attributes:
@@ -70,18 +70,18 @@ class Probe:
         problem: Why the model cannot be split here.
     """
 
-    needs: tuple[Meta, ...] = ()
+    needs: tuple[TensorMeta, ...] = ()
     gives: tuple[str, ...] = ()
     problem: str | None = None
 
 
-class _Visit:
+class _StageForward:
     """One forward through a stage, as its hooks see it."""
 
     def __init__(
         self,
         received: tuple[Tensor, ...] = (),
-        sends: tuple[Meta, ...] = (),
+        sends: tuple[TensorMeta, ...] = (),
         *,
         probing: bool = False,
     ) -> None:
@@ -89,7 +89,7 @@ class _Visit:
         self.sends = sends
         self.probing = probing
         self.entered = False
-        self.needs: tuple[Meta, ...] = ()
+        self.needs: tuple[TensorMeta, ...] = ()
         # By id of a fake, itself, so that the id stays its own, and what came in its place.
         self.swapped: dict[int, tuple[Any, Tensor]] = {}
 
@@ -98,7 +98,7 @@ class _Visit:
         return self.swapped.get(id(leaf), (None, leaf))[1]
 
 
-class _Left(BaseException):
+class _StageEnd(BaseException):
     """The next stage begins here; not an Exception, which a model might catch."""
 
     def __init__(self, leaves: list[Any]) -> None:
@@ -122,12 +122,12 @@ class Stage(nn.Module):
         formats: Mapping[str, torch.dtype],
     ) -> None:
         super().__init__()
-        self._hollow = Hollow()
-        self._visit: _Visit | None = None
+        self._hollow = OtherStageFakes()
+        self._visit: _StageForward | None = None
         self.first, self.last = index == 0, index == len(layout.ranks) - 1
         # In a tuple, out of reach of parameters(): most of it is fake.
         self._inside = (_shell(module, layout, index, ctx, self._hollow, formats),)
-        self.job: Callable[..., Any] = _no_job
+        self.job: Callable[..., Any] = _no_task
 
     @property
     def shell(self) -> nn.Module:
@@ -176,30 +176,30 @@ class Stage(nn.Module):
         return self.job(self, received, index)
 
     def visit(
-        self, call: Call, received: tuple[Tensor, ...], sends: tuple[Meta, ...]
+        self, call: Call, received: tuple[Tensor, ...], sends: tuple[TensorMeta, ...]
     ) -> tuple[bool, Any]:
         """Run the model's forward on one micro-batch's arguments.
 
         Returns:
             Whether it came to its end, and the outputs; else the tensors to send.
         """
-        visit = _Visit(received, sends)
+        visit = _StageForward(received, sends)
         with self._visiting(visit):
             try:
                 out = self.shell(*call[0], **call[1])
                 return True, _tree.map_leaves(visit.now, out) if visit.swapped else out
-            except _Left as left:
+            except _StageEnd as left:
                 leaves = left.leaves
         return False, tuple(_to_send(leaves[meta.index], meta) for meta in sends)
 
     def probe(self, call: Call) -> Probe:
         """Run it on nothing but shapes, where values are another stage's."""
-        visit = _Visit(probing=True)
+        visit = _StageForward(probing=True)
         with self._visiting(visit):
             try:
                 out = self.shell(*call[0], **call[1])
                 leaves, ended = list(map(visit.now, _tree.flatten(out)[0])), True
-            except _Left as left:
+            except _StageEnd as left:
                 leaves, ended = left.leaves, False
         problem = None
         if not self.first and not visit.entered:
@@ -209,7 +209,7 @@ class Stage(nn.Module):
         return Probe(needs=visit.needs, gives=tuple(map(self._given, leaves)), problem=problem)
 
     @contextmanager
-    def _visiting(self, visit: _Visit) -> Iterator[None]:
+    def _visiting(self, visit: _StageForward) -> Iterator[None]:
         self._visit = visit
         try:
             yield
@@ -232,10 +232,10 @@ class Stage(nn.Module):
         if visit.probing:
             fakes = [leaves[index] for index in places]
             visit.needs = tuple(
-                Meta(index, tuple(one.shape), one.dtype, one.requires_grad)
+                TensorMeta(index, tuple(one.shape), one.dtype, one.requires_grad)
                 for index, one in zip(places, fakes, strict=True)
             )
-            mode = Received()
+            mode = ReceivedFakes()
             visit.received = tuple(mode.like(one, one.device) for one in fakes)
         for index, tensor in zip(places, visit.received, strict=True):
             visit.swapped[id(leaves[index])] = (leaves[index], tensor)
@@ -255,7 +255,7 @@ class Stage(nn.Module):
     def _leave(self, part: nn.Module, args: Any, kwargs: Any) -> None:
         visit = self._visit
         if visit is not None and (self.first or visit.entered):
-            raise _Left(list(map(visit.now, _tree.flatten((args, kwargs))[0])))
+            raise _StageEnd(list(map(visit.now, _tree.flatten((args, kwargs))[0])))
 
     def _without_parameters(self, part: nn.Module) -> bool:
         held = list(part.parameters())
@@ -274,7 +274,7 @@ class Stage(nn.Module):
                 return out
             known[key] = (outputs, form)
         outputs, form = known[key]
-        return _tree.unflatten(form, [_fresh(one) for one in outputs])
+        return _tree.unflatten(form, [_fresh_output(one) for one in outputs])
 
     def _kind(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -299,8 +299,8 @@ def probe(stage: Stage, call: Call, ctx: DistContext) -> Probe:
             f"such as for a shape that depends on data, and a stage knows the values of "
             f"none but its own part. Move that into the loss function, before the model is called"
         )
-    except Mixed:
-        return Probe(problem=_MIXED)
+    except StagesMixedError:
+        return Probe(problem=_MIXED_STAGES)
     except Exception as error:  # whatever it is, the other stages must hear of it
         return Probe(problem=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
     finally:
@@ -333,7 +333,7 @@ def _shell(
     layout: Layout,
     index: int,
     ctx: DistContext,
-    hollow: Hollow,
+    fake_mode: OtherStageFakes,
     formats: Mapping[str, torch.dtype],
 ) -> nn.Module:
     """A copy of a module's structure with this stage's own parameters and no others."""
@@ -342,7 +342,7 @@ def _shell(
         if index in layout.stages[name]:
             memo[id(parameter)] = parameter
             continue
-        with hollow:
+        with fake_mode:
             dtype = formats.get(name, parameter.dtype)
             empty = torch.empty(parameter.shape, dtype=dtype, device=ctx.device)
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
@@ -363,14 +363,14 @@ def _outermost(
         yield from _outermost(child, around, wanted)
 
 
-def _fresh(leaf: Any) -> Any:
+def _fresh_output(leaf: Any) -> Any:
     """A remembered output anew, so that nothing done to it is remembered too."""
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.detach().requires_grad_(leaf.requires_grad)
 
 
-def _to_send(tensor: Tensor, meta: Meta) -> Tensor:
+def _to_send(tensor: Tensor, meta: TensorMeta) -> Tensor:
     """A tensor as torch's schedules want it: they detach outputs in place after backward.
 
     Raises:
@@ -387,5 +387,5 @@ def _to_send(tensor: Tensor, meta: Meta) -> Tensor:
     return tensor.clone() if tensor._is_view() or tensor.is_leaf else tensor
 
 
-def _no_job(*_: Any) -> Any:
+def _no_task(*_: Any) -> Any:
     raise AssertionError("a stage runs inside of a schedule only")

@@ -9,14 +9,14 @@ from torch import distributed as dist
 
 from fxtrain import ops
 from fxtrain.backends.core import step_functions
-from fxtrain.backends.core.gradients import parts_of
+from fxtrain.backends.core.gradients import local_grads
 from fxtrain.backends.pipeline.partition import Layout
 from fxtrain.state import DistContext, Wrapped, axis_groups
 
-__all__ = ["clip_norm", "open_sums", "reduce_grads"]
+__all__ = ["clip_norm", "open_shared_groups", "reduce_grads"]
 
 
-def open_sums(
+def open_shared_groups(
     names: Iterable[str], layout: Layout, ctx: DistContext
 ) -> tuple[tuple[tuple[Any, tuple[str, ...]], ...], list[Any]]:
     """The groups of ranks that hold the same parameters.
@@ -60,14 +60,14 @@ def reduce_grads(model: Wrapped) -> None:
         gradient of zeros.
     """
     named = dict(model.module.named_parameters(remove_duplicate=False))
-    for group, names in model.engine.sums:
+    for group, names in model.engine.shared_groups:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for name in names:
             parameter = named[name]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             # Ranks that differ in the pipeline axis alone hold the same part of it.
-            by_dtype.setdefault(parameter.dtype, []).extend(parts_of([parameter]))
+            by_dtype.setdefault(parameter.dtype, []).extend(local_grads([parameter]))
         for grads in by_dtype.values():
             flat = torch.cat([grad.flatten() for grad in grads])
             dist.all_reduce(flat, group=group)
@@ -75,7 +75,7 @@ def reduce_grads(model: Wrapped) -> None:
                 grad.copy_(part.view_as(grad))
     data = model.ctx.axis("data")
     if data.world_size > 1:
-        grads = parts_of(p for p in model.module.parameters() if not _is_sharded(p))
+        grads = local_grads(p for p in model.module.parameters() if not _is_sharded(p))
         for grad, mean in zip(grads, ops.reduce(grads, data, op="mean"), strict=True):
             grad.copy_(mean)
 

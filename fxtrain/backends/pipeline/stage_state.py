@@ -9,11 +9,11 @@ from fxtrain import ops
 from fxtrain._errors import CheckpointError
 from fxtrain.backends.core import model_state
 from fxtrain.backends.pipeline.partition import Layout
-from fxtrain.state import ModelState, Saved, Wrapped
+from fxtrain.state import ModelState, StateReader, Wrapped
 
 __all__ = ["load_state", "state_of"]
 
-_MICRO = 0  # place in the counts
+_MICRO_BATCHES = 0  # place in the counts
 
 
 def state_of(model: Wrapped) -> ModelState:
@@ -29,7 +29,7 @@ def state_of(model: Wrapped) -> ModelState:
     engine = model.engine
     if engine is model.module:
         return state
-    if model.counts[_MICRO]:
+    if model.counts[_MICRO_BATCHES]:
         raise CheckpointError(
             "PP keeps the gradients of an open accumulation window with its stages, not yet "
             "reduced. Save where position.micro is 0."
@@ -38,7 +38,7 @@ def state_of(model: Wrapped) -> ModelState:
     return attrs.evolve(state, values=_merged(found, list(engine.layout.stages)))
 
 
-def load_state(model: Wrapped, saved: Saved) -> None:
+def load_state(model: Wrapped, saved: StateReader) -> None:
     """Take what this rank's stages hold out of a saved state, whoever saved it.
 
     Raises:
@@ -56,7 +56,7 @@ def load_state(model: Wrapped, saved: Saved) -> None:
             saved.fill(f"module.{name}", buffer)
 
 
-def _own_part(saved: Saved, layout: Layout, rank: int) -> Saved:
+def _own_part(saved: StateReader, layout: Layout, rank: int) -> StateReader:
     others = {name for name in layout.stages if rank not in layout.holders(name)}
     tensors = {f"module.{name}" for name in others}
     optimizers = [
@@ -72,7 +72,7 @@ def _own_part(saved: Saved, layout: Layout, rank: int) -> Saved:
     extra = {
         name: value
         for name, value in saved.values["module"].items()
-        if not _elsewhere(name, layout, others)
+        if not _is_on_other_ranks(name, layout, others)
     }
     return attrs.evolve(
         saved,
@@ -81,7 +81,7 @@ def _own_part(saved: Saved, layout: Layout, rank: int) -> Saved:
     )
 
 
-def _elsewhere(name: str, layout: Layout, others: set[str]) -> bool:
+def _is_on_other_ranks(name: str, layout: Layout, others: set[str]) -> bool:
     """Whether all that the owner of some extra state holds is on other ranks."""
     path = name.removeprefix("module.").rpartition("_extra_state")[0]
     held = [one for one in layout.stages if one.startswith(path)]

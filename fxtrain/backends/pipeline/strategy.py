@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 from fxtrain.backends.core import buffers, step_functions
 from fxtrain.backends.core.module_changes import unmatched_names
-from fxtrain.backends.core.optimizers import one_by_one
-from fxtrain.backends.fsdp.strategy import held_problems
+from fxtrain.backends.core.optimizers import disable_foreach
+from fxtrain.backends.fsdp.strategy import sharding_problems
 from fxtrain.backends.pipeline.execute import forward, run
-from fxtrain.backends.pipeline.partition import KINDS, pipeline_problems
+from fxtrain.backends.pipeline.partition import SCHEDULES, pipeline_problems
 from fxtrain.backends.pipeline.stage_gradients import clip_norm
 from fxtrain.backends.pipeline.stage_state import load_state, state_of
 from fxtrain.backends.pipeline.weights import pipeline_weights
-from fxtrain.backends.single import SINGLE, bundle, wrap_plain
+from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor.layer_plan import region
 from fxtrain.state import PP, DistContext, Plan, Strategy, Wrapped, unsupported
 
@@ -28,7 +28,7 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     problems += _axis_problems(ctx, plan.strategy)
     problems += _plan_problems(plan)
     if plan.strategy.stages is not None:
-        problems += held_problems(ctx, plan.strategy.stages, module)
+        problems += sharding_problems(ctx, plan.strategy.stages, module)
         problems += _stage_problems(ctx, plan.strategy, module)
     if ctx.mesh.pipeline > 1:
         problems += pipeline_problems(module, plan, ctx.mesh.pipeline)
@@ -68,7 +68,7 @@ def _stage_problems(ctx: DistContext, config: PP, module: nn.Module) -> list[str
     held = config.stages
     assert held is not None
     problems: list[str] = []
-    apart = KINDS[config.schedule].splits and ctx.axis("data").world_size > 1
+    apart = SCHEDULES[config.schedule].splits and ctx.axis("data").world_size > 1
     if apart and held.mode == "full":
         problems.append(
             f"PP(schedule={config.schedule!r}) runs the backward of weights apart, and torch looks "
@@ -94,7 +94,7 @@ def _plan_problems(plan: Plan) -> list[str]:
             "PP leaves the forward of the whole model in its middle, which torch.compile cannot "
             "follow. Compile blocks: fx.Compile(blocks=('Block',))."
         )
-    elif plan.compile is not None and KINDS[config.schedule].splits:
+    elif plan.compile is not None and SCHEDULES[config.schedule].splits:
         problems.append(
             f"PP(schedule={config.schedule!r}) runs the backward of inputs and weights apart, "
             f"which compiled blocks do not allow. Use '1f1b', or leave compile out."
@@ -106,14 +106,18 @@ def _wrap(
     module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
 ) -> Wrapped:
     if ctx.world_size == 1:
-        return wrap_plain(module, ctx, plan, optimizer, scheduler, strategy=PIPELINE_STRATEGY)
+        return wrap_without_engine(
+            module, ctx, plan, optimizer, scheduler, strategy=PIPELINE_STRATEGY
+        )
     # torch's part takes half a second to import, which other plans need not pay.
-    from fxtrain.backends.pipeline.assemble import into_stages
+    from fxtrain.backends.pipeline.assemble import split_into_stages
 
-    engine, undo = into_stages(module, ctx, plan)
-    model = bundle(module, ctx, plan, optimizer, scheduler, strategy=PIPELINE_STRATEGY, undo=undo)
+    engine, undo = split_into_stages(module, ctx, plan)
+    model = make_handle(
+        module, ctx, plan, optimizer, scheduler, strategy=PIPELINE_STRATEGY, undo=undo
+    )
     for one in model.optimizers:
-        one_by_one(one)
+        disable_foreach(one)
     return attrs.evolve(model, engine=engine)
 
 

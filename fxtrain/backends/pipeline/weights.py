@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from fxtrain.backends.core.weights import of_first, torch_weights
+from fxtrain.backends.core.weights import from_first_rank, torch_weights
 from fxtrain.backends.pipeline.partition import Layout
 from fxtrain.ops.whole_tensors import plain_name, weight_of
 from fxtrain.state import DistContext, Part, Weight, Wrapped
 
-__all__ = ["Place", "pipeline_weights", "places_of", "whole_of"]
+__all__ = ["TensorSlot", "full_tensor_of", "pipeline_weights", "tensor_slots"]
 
 
 @attrs.frozen(eq=False)
-class Place:
+class TensorSlot:
     """Where a parameter or buffer stands in a module.
 
     Attributes:
@@ -40,22 +40,24 @@ class Place:
     stored: bool
 
 
-def places_of(module: nn.Module) -> tuple[Place, ...]:
+def tensor_slots(module: nn.Module) -> tuple[TensorSlot, ...]:
     """Every place of a whole module: those in its state dict first and in its order."""
     stored = {name: place for place, name in enumerate(module.state_dict(keep_vars=True))}
     likes: dict[int, Tensor] = {}
-    places: list[Place] = []
+    places: list[TensorSlot] = []
     for path, part in module.named_modules(remove_duplicate=False):
         for held in (part._parameters, part._buffers):
             for key, tensor in held.items():
                 if tensor is not None:
                     name = f"{path}.{key}" if path else key
                     like = likes.setdefault(id(tensor), _like(tensor))
-                    places.append(Place(name, path, key, held, like, name in stored))
+                    places.append(TensorSlot(name, path, key, held, like, name in stored))
     return tuple(sorted(places, key=lambda place: stored.get(place.name, len(stored))))
 
 
-def whole_of(place: Place, layout: Layout, axis: DistContext, device: torch.device) -> Tensor:
+def full_tensor_of(
+    place: TensorSlot, layout: Layout, axis: DistContext, device: torch.device
+) -> Tensor:
     """The whole of what stands in a place, on every rank of the pipeline.
 
     Effects:
@@ -89,7 +91,9 @@ def pipeline_weights(model: Wrapped) -> dict[str, Weight]:
     found: dict[str, Weight] = {}
     for place in engine.places:
         here = place.held[place.key] is not None
-        gather = functools.partial(whole_of, place, engine.layout, engine.axis, model.ctx.device)
+        gather = functools.partial(
+            full_tensor_of, place, engine.layout, engine.axis, model.ctx.device
+        )
         weight = Weight(
             like=place.held[place.key] if here else place.like,
             shape=tuple(place.like.shape),
@@ -101,12 +105,14 @@ def pipeline_weights(model: Wrapped) -> dict[str, Weight]:
             stored=place.stored,
         )
         is_parameter = isinstance(place.like, nn.Parameter)
-        weight = weight if is_parameter else of_first(weight, model.ctx.axis("data"))
+        weight = weight if is_parameter else from_first_rank(weight, model.ctx.axis("data"))
         found[plain_name(place.name)] = weight
     return found
 
 
-def _fill(place: Place, of_stage: Tensor | None, read: Callable[[Part | None], Tensor]) -> None:
+def _fill(
+    place: TensorSlot, of_stage: Tensor | None, read: Callable[[Part | None], Tensor]
+) -> None:
     """Fill what this rank holds, and a buffer of other stages that its own stages compute with."""
     tensor = place.held[place.key]
     tensor = of_stage if tensor is None else tensor

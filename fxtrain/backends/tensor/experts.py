@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from fxtrain.backends.core.device_mesh import Laid, lay_out
+from fxtrain.backends.core.device_mesh import DistributedParameters, distribute_parameter
 
 __all__ = ["split_experts"]
 
 
-def split_experts(part: nn.Module, mesh: DeviceMesh, laid: Laid) -> None:
+def split_experts(part: nn.Module, mesh: DeviceMesh, distributed: DistributedParameters) -> None:
     """Give each rank its experts of a module that holds the weights of all, stacked.
 
     The ranks see the same tokens. Each makes what its own experts add to the output, and the sum
@@ -25,7 +25,7 @@ def split_experts(part: nn.Module, mesh: DeviceMesh, laid: Laid) -> None:
     """
     names = [name for name, _ in part.named_parameters(recurse=False)]
     for name in names:
-        lay_out(part, name, mesh, Shard(0), laid)
+        distribute_parameter(part, name, mesh, Shard(0), distributed)
     signature = inspect.signature(part.forward)
     count: Any = part.num_experts
     here = count // mesh.size()

@@ -10,7 +10,7 @@ from torch import nn
 from fxtrain.backends.core.wrap_units import block_names
 from fxtrain.state import TP
 
-__all__ = ["Split", "cut_dim", "find_splits", "region", "split_problems"]
+__all__ = ["Split", "find_splits", "region", "split_dim", "split_problems"]
 
 # Layers of blocks by their last name. A fused projection of queries, keys and values, as in GPT-2's
 # c_attn, cannot be cut into equal parts that are heads; its attention stays whole.
@@ -21,7 +21,7 @@ _KNOWN: Mapping[str, str] = {
     "mlp.c_proj": "rowwise",
 }
 # transformers' names for the styles that torch has too.
-_THEIRS: Mapping[str, str] = {
+_HF_STYLES: Mapping[str, str] = {
     "colwise": "colwise",
     "colwise_rep": "colwise_gather",
     "colwise_gather_output": "colwise_gather",
@@ -30,7 +30,7 @@ _THEIRS: Mapping[str, str] = {
     "replicated_with_grad_allreduce": "reduce",
     "moe_tp_experts": "expert",
 }
-_MIXTURES = ("moe_tp_experts",)
+_EXPERT_STYLES = ("moe_tp_experts",)
 
 Split = dict[str, str]
 
@@ -42,13 +42,13 @@ def find_splits(module: nn.Module, config: TP) -> Split:
         return {
             name: one.style for one in config.styles for name in fnmatch.filter(names, one.modules)
         }
-    splits = _carried(module, names) or {
+    splits = _rename_plan(module, names) or {
         name: style
         for name in names
         for ending, style in _KNOWN.items()
         if f".{name}".endswith(f".{ending}")
     }
-    return _without_cut_ties(module, splits)
+    return _without_conflicting_ties(module, splits)
 
 
 def split_problems(module: nn.Module, config: TP, n: int) -> list[str]:
@@ -61,11 +61,11 @@ def split_problems(module: nn.Module, config: TP, n: int) -> list[str]:
             problems.append(
                 f"TP: no module is called {one.modules!r}. Did you mean {', '.join(close)}?"
             )
-    unknown = sorted({s for s in _theirs(module).values() if s not in _THEIRS})
+    unknown = sorted({s for s in _transformers_plan(module).values() if s not in _HF_STYLES})
     if unknown and not config.styles:
         problems.append(
             f"TP: {type(module).__name__} carries a plan with {', '.join(unknown)}, which torch "
-            f"has no style for. Give fx.TP(styles=...) with {', '.join(sorted(set(_THEIRS)))}."
+            f"has no style for. Give fx.TP(styles=...) with {', '.join(sorted(set(_HF_STYLES)))}."
         )
         return problems
     splits = find_splits(module, config)
@@ -81,7 +81,7 @@ def split_problems(module: nn.Module, config: TP, n: int) -> list[str]:
     problems += [
         f"TP: {' and '.join(sorted(owners))} share a parameter, and are split differently. "
         f"Give both the same cut (an embedding rowwise goes with a head colwise), or neither."
-        for owners in _cut_ties(module, splits)
+        for owners in _conflicting_ties(module, splits)
     ]
     return problems + (_sequence_problems(module, splits) if config.sequence else [])
 
@@ -122,7 +122,7 @@ def region(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return []
 
 
-def _theirs(module: nn.Module) -> dict[str, str]:
+def _transformers_plan(module: nn.Module) -> dict[str, str]:
     """The plan of a transformers model: its own, with that of its base model under a prefix."""
     plan: dict[str, str] = {}
     for prefix, part in module.named_modules():
@@ -135,17 +135,17 @@ def _theirs(module: nn.Module) -> dict[str, str]:
     start = f"{base}." if base and hasattr(module, base) else ""
     carried = getattr(config, "base_model_tp_plan", None) or {}
     found = {**{f"{start}{pattern}": style for pattern, style in carried.items()}, **plan}
-    experts = tuple(f"{pattern}." for pattern, style in found.items() if style in _MIXTURES)
+    experts = tuple(f"{pattern}." for pattern, style in found.items() if style in _EXPERT_STYLES)
     # What they say of the parameters of experts is about another cut: here each stays whole.
     return {pattern: style for pattern, style in found.items() if not pattern.startswith(experts)}
 
 
-def _carried(module: nn.Module, names: list[str]) -> Split:
+def _rename_plan(module: nn.Module, names: list[str]) -> Split:
     return {
-        name: _THEIRS[style]
-        for pattern, style in _theirs(module).items()
+        name: _HF_STYLES[style]
+        for pattern, style in _transformers_plan(module).items()
         for name in fnmatch.filter(names, pattern)
-        if style in _THEIRS
+        if style in _HF_STYLES
     }
 
 
@@ -158,7 +158,7 @@ def _layer_problems(name: str, layer: nn.Module, style: str, n: int) -> list[str
         return [
             f"TP: {name} is a {type(layer).__name__}; {style} splits Linear and Embedding layers."
         ]
-    size = layer.get_parameter("weight").shape[cut_dim(layer, style)]
+    size = layer.get_parameter("weight").shape[split_dim(layer, style)]
     if size % n == 0:
         return []
     return [
@@ -189,7 +189,7 @@ def _takes(layer: nn.Module) -> int:
     return len(inspect.signature(layer.forward).parameters)
 
 
-def cut_dim(layer: nn.Module, style: str) -> int:
+def split_dim(layer: nn.Module, style: str) -> int:
     """The dimension along which a layer's weight is cut."""
     turned = isinstance(layer, nn.Embedding) or is_conv1d(layer)
     return int(style == "rowwise") if not turned else int(style != "rowwise")
@@ -215,17 +215,17 @@ def _head_problems(module: nn.Module, n: int) -> list[str]:
     ]
 
 
-def _cut_ties(module: nn.Module, splits: Split) -> list[set[str]]:
+def _conflicting_ties(module: nn.Module, splits: Split) -> list[set[str]]:
     """Names of modules that share a parameter but would cut it differently."""
     cuts: dict[int, dict[str, int | None]] = {}
     for name, part in module.named_modules():
         for _, parameter in part.named_parameters(recurse=False):
             style = splits.get(name, "reduce")
-            cut = None if style == "reduce" else cut_dim(part, style)
+            cut = None if style == "reduce" else split_dim(part, style)
             cuts.setdefault(id(parameter), {})[name] = cut
     return [set(owners) for owners in cuts.values() if len(set(owners.values())) > 1]
 
 
-def _without_cut_ties(module: nn.Module, splits: Split) -> Split:
-    cut = {name for owners in _cut_ties(module, splits) for name in owners}
+def _without_conflicting_ties(module: nn.Module, splits: Split) -> Split:
+    cut = {name for owners in _conflicting_ties(module, splits) for name in owners}
     return {name: style for name, style in splits.items() if name not in cut}

@@ -16,16 +16,16 @@ from torch.distributed.tensor import (
 )
 
 from fxtrain._errors import StepError
-from fxtrain.backends.core.device_mesh import Laid, lay_out
+from fxtrain.backends.core.device_mesh import DistributedParameters, distribute_parameter
 from fxtrain.backends.tensor.experts import split_experts
-from fxtrain.backends.tensor.layer_plan import Split, cut_dim, find_splits, region
+from fxtrain.backends.tensor.layer_plan import Split, find_splits, region, split_dim
 from fxtrain.state import TP
 
 __all__ = ["split_layers"]
 
 _SEQUENCE = Shard(1)
 _FEATURES = Shard(-1)
-_WHOLE = Replicate()
+_REPLICATED = Replicate()
 
 
 def split_layers(
@@ -34,19 +34,19 @@ def split_layers(
     config: TP,
     *,
     own: Callable[[nn.Module], bool] | None = None,
-    laid: Laid | None = None,
+    distributed: DistributedParameters | None = None,
 ) -> None:
     """Cut a module's layers as a config says.
 
     Args:
         own: Whether a layer or block is to be cut, where others belong to other ranks.
-        laid: What became of parameters that several such modules share; grows.
+        distributed: What became of parameters that several such modules share; grows.
 
     Effects:
         Replaces parameters by DTensors over the mesh, which has one axis, and adds hooks that
         lay out inputs and outputs. Parts are cut from this rank's own values; nothing travels.
     """
-    laid = {} if laid is None else laid
+    distributed = {} if distributed is None else distributed
     splits = find_splits(module, config)
     blocks = region(module) if config.sequence else []
     if own is not None:
@@ -58,12 +58,12 @@ def split_layers(
         layer = module.get_submodule(name)
         inside = any(_within(name, block) for block, _ in blocks)
         if style == "reduce":
-            _sum_gradients(layer, mesh, laid)
+            _sum_gradients(layer, mesh, distributed)
             continue
         if style == "expert":
-            split_experts(layer, mesh, laid)
+            split_experts(layer, mesh, distributed)
             continue
-        _cut(layer, mesh, style, laid)
+        _split_layer(layer, mesh, style, distributed)
         split_input = inside and style != "rowwise" and _parent(name) not in gathering
         keep = config.loss and style == "colwise_gather"
         _lay_out(layer, mesh, style, sequence=inside, split_input=split_input, keep=keep)
@@ -71,7 +71,7 @@ def split_layers(
         hook = functools.partial(_gather_input, mesh)
         module.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
     for block, _ in blocks:
-        _sum_in_stream(module, block, splits, gathering, mesh, laid)
+        _sum_in_stream(module, block, splits, gathering, mesh, distributed)
     if blocks:
         enter = functools.partial(_enter, mesh)
         blocks[0][1].register_forward_pre_hook(enter, with_kwargs=True)
@@ -80,13 +80,15 @@ def split_layers(
         _tie(places)
 
 
-def _cut(layer: nn.Module, mesh: DeviceMesh, style: str, laid: Laid) -> None:
-    dim = cut_dim(layer, style)
+def _split_layer(
+    layer: nn.Module, mesh: DeviceMesh, style: str, distributed: DistributedParameters
+) -> None:
+    dim = split_dim(layer, style)
     for name, _ in list(layer.named_parameters(recurse=False)):
         how: Placement = Shard(dim)
         if name == "bias":
-            how = _WHOLE if style == "rowwise" else Shard(0)
-        lay_out(layer, name, mesh, how, laid)
+            how = _REPLICATED if style == "rowwise" else Shard(0)
+        distribute_parameter(layer, name, mesh, how, distributed)
 
 
 def _lay_out(
@@ -99,15 +101,15 @@ def _lay_out(
     keep: bool,
 ) -> None:
     """Hooks that make a layer's input what its weight needs, and its output what comes next."""
-    needed: Placement = _WHOLE
+    needed: Placement = _REPLICATED
     if style == "rowwise" and not isinstance(layer, nn.Embedding):
         needed = _FEATURES
     given = _SEQUENCE if split_input else needed
     output: Placement = _FEATURES
     if style == "rowwise":
-        output = _SEQUENCE if sequence else _WHOLE
+        output = _SEQUENCE if sequence else _REPLICATED
     elif style == "colwise_gather" and not keep:
-        output = _WHOLE
+        output = _REPLICATED
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (_laid_out(args[0], mesh, given, needed), *args[1:])
@@ -126,11 +128,11 @@ def _laid_out(value: Any, mesh: DeviceMesh, given: Placement, needed: Placement)
     return value.redistribute(placements=[needed])
 
 
-def _sum_gradients(part: nn.Module, mesh: DeviceMesh, laid: Laid) -> None:
+def _sum_gradients(part: nn.Module, mesh: DeviceMesh, distributed: DistributedParameters) -> None:
     """Keep a module's own parameters whole, and sum their gradients over the axis."""
     names = [name for name, _ in part.named_parameters(recurse=False)]
     for name in names:
-        lay_out(part, name, mesh, _WHOLE, laid)
+        distribute_parameter(part, name, mesh, _REPLICATED, distributed)
 
     def before(module: nn.Module, _: Any) -> None:
         # Found before the parameters, which the module goes on to own.
@@ -152,13 +154,13 @@ def _sum_in_stream(
     splits: Split,
     gathering: set[str],
     mesh: DeviceMesh,
-    laid: Laid,
+    distributed: DistributedParameters,
 ) -> None:
     """Parameters in a block that see a part of the sequence, such as those of norms."""
     for name, part in module.get_submodule(block).named_modules(prefix=block):
         apart = any(_within(name, parent) for parent in gathering)
         if name not in splits and not apart and list(part.parameters(recurse=False)):
-            _sum_gradients(part, mesh, laid)
+            _sum_gradients(part, mesh, distributed)
 
 
 def _gathering(splits: Split, blocks: list[str]) -> set[str]:
@@ -174,7 +176,7 @@ def _gathering(splits: Split, blocks: list[str]) -> set[str]:
 
 def _gather_input(mesh: DeviceMesh, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     # Left a DTensor, so that gradients of several layers are summed and scattered at once.
-    return _on_first(args, kwargs, lambda value: _laid_out(value, mesh, _SEQUENCE, _WHOLE))
+    return _on_first(args, kwargs, lambda value: _laid_out(value, mesh, _SEQUENCE, _REPLICATED))
 
 
 def _enter(mesh: DeviceMesh, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -184,7 +186,7 @@ def _enter(mesh: DeviceMesh, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
                 f"TP(sequence=True) splits sequences over {mesh.size()} tensor ranks, and this "
                 f"one has {value.shape[1]} tokens. Pad it to a multiple of {mesh.size()}."
             )
-        return _laid_out(value, mesh, _WHOLE, _SEQUENCE).to_local()
+        return _laid_out(value, mesh, _REPLICATED, _SEQUENCE).to_local()
 
     return _on_first(args, kwargs, part)
 
@@ -192,7 +194,7 @@ def _enter(mesh: DeviceMesh, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
 def _leave(mesh: DeviceMesh, _: nn.Module, __: Any, out: Any) -> Any:
     if isinstance(out, tuple):
         return (_leave(mesh, _, __, out[0]), *out[1:])
-    return _local(_laid_out(out, mesh, _SEQUENCE, _WHOLE))
+    return _local(_laid_out(out, mesh, _SEQUENCE, _REPLICATED))
 
 
 def _local(value: DTensor) -> Tensor:

@@ -13,12 +13,12 @@ from fxtrain.backends.core.module_changes import prepare_module
 from fxtrain.ops import xla_runtime
 from fxtrain.state import DistContext, Plan, Wrapped
 
-__all__ = ["place", "recompute", "split_states", "spread"]
+__all__ = ["move_to_device", "recompute", "shard_parameters", "split_states"]
 
 Undo = Callable[[], None]
 
 
-def place(module: nn.Module, ctx: DistContext, *, downcast: bool) -> Undo:
+def move_to_device(module: nn.Module, ctx: DistContext, *, downcast: bool) -> Undo:
     """Move a module to the device; what undoes the change of formats.
 
     Effects:
@@ -42,10 +42,12 @@ def place(module: nn.Module, ctx: DistContext, *, downcast: bool) -> Undo:
 
 def recompute(module: nn.Module, plan: Plan, ctx: DistContext) -> Undo:
     """Recompute activations by torch_xla's means, and compile, as the plan says."""
-    return prepare_module(module, plan, ctx, _again)
+    return prepare_module(module, plan, ctx, _checkpointed)
 
 
-def spread(module: nn.Module, ctx: DistContext, blocks: Sequence[str]) -> tuple[nn.Module, Undo]:
+def shard_parameters(
+    module: nn.Module, ctx: DistContext, blocks: Sequence[str]
+) -> tuple[nn.Module, Undo]:
     """Split parameters over the shard axis; the module to run instead, and what undoes it."""
     mesh = xla_runtime.device_mesh(ctx.mesh)
     around = xla_runtime.load("experimental.spmd_fully_sharded_data_parallel")
@@ -96,7 +98,7 @@ def _split_rows(out: Any, mesh: Any) -> None:
     spmd = xla_runtime.load("distributed.spmd")
     for leaf in _tree.flatten(out)[0]:
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.is_floating_point():
-            spmd.mark_sharding(leaf, mesh, xla_runtime.rows_over(leaf))
+            spmd.mark_sharding(leaf, mesh, xla_runtime.batch_sharding(leaf))
 
 
 class _Hooks:
@@ -116,7 +118,7 @@ class _Hooks:
             part._is_full_backward_hook = full
 
 
-def _again(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callable[..., Any]:
     """A forward whose activations torch_xla computes again in backward."""
     checkpoint = xla_runtime.load("utils.checkpoint").checkpoint
 

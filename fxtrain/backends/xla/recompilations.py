@@ -6,24 +6,24 @@ import attrs
 
 from fxtrain.ops import xla_runtime
 
-__all__ = ["Watch"]
+__all__ = ["RecompilationLog"]
 
 
 @attrs.define(kw_only=True, eq=False)
-class Watch:
+class RecompilationLog:
     """Compilations inside of the steps of one model.
 
     It counts, and decides nothing but a warning.
 
     Attributes:
-        calm: Steps that may be compiled: the first ones make gradients and optimizer states.
+        quiet_steps: Steps that may be compiled: the first ones make gradients and optimizer states.
             None never warns.
         steps: Micro-batches so far.
         compiled: Those that were compiled.
         before: Compilations in the process when the step began.
     """
 
-    calm: int | None
+    quiet_steps: int | None
     steps: int = 0
     compiled: int = 0
     before: int | None = None
@@ -40,10 +40,10 @@ class Watch:
         if before is None or now == before:
             return
         self.compiled += 1
-        if self.calm is None or self.steps <= self.calm:
+        if self.quiet_steps is None or self.steps <= self.quiet_steps:
             return
         often = self.compiled
-        if often & (often - 1) and often > self.calm + 1:  # at powers of two only
+        if often & (often - 1) and often > self.quiet_steps + 1:  # at powers of two only
             return
         warnings.warn(
             f"XLA compiled step {self.steps} of this model anew; it has compiled {often} of its "

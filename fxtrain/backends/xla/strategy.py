@@ -10,20 +10,25 @@ from torch import nn
 from fxtrain.backends.core import buffers, step_functions
 from fxtrain.backends.core.model_state import load_state
 from fxtrain.backends.core.module_changes import send_values, unmatched_names
-from fxtrain.backends.core.weights import in_formats, torch_weights
+from fxtrain.backends.core.weights import in_user_dtypes, torch_weights
 from fxtrain.backends.core.wrap_units import block_names
-from fxtrain.backends.single import SINGLE, bundle
-from fxtrain.backends.xla.module_placement import place, recompute, split_states, spread
-from fxtrain.backends.xla.recompilations import Watch
+from fxtrain.backends.single import SINGLE, make_handle
+from fxtrain.backends.xla.module_placement import (
+    move_to_device,
+    recompute,
+    shard_parameters,
+    split_states,
+)
+from fxtrain.backends.xla.recompilations import RecompilationLog
 from fxtrain.ops import xla_runtime
 from fxtrain.state import (
     XLA,
     DistContext,
-    Finish,
-    Outcome,
     Plan,
-    Saved,
+    StateReader,
     Strategy,
+    UpdateResult,
+    UpdateSpec,
     Weight,
     Wrapped,
     unsupported,
@@ -31,7 +36,7 @@ from fxtrain.state import (
 
 __all__ = ["XLA_STRATEGY"]
 
-_MICRO = 0  # place in the counts
+_MICRO_BATCHES = 0  # place in the counts
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
@@ -82,13 +87,13 @@ def _wrap(
     module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
 ) -> Wrapped:
     data, config = ctx.axis("data"), plan.strategy
-    undos = [place(module, ctx, downcast=config.downcast)]
+    undos = [move_to_device(module, ctx, downcast=config.downcast)]
     if data.world_size > 1:
         send_values((*module.parameters(), *module.buffers()), data)
     undos.append(recompute(module, plan, ctx))
     engine = module
     if ctx.devices > 1 and ctx.mesh.shard > 1:
-        engine, undo = spread(module, ctx, config.blocks or block_names(module))
+        engine, undo = shard_parameters(module, ctx, config.blocks or block_names(module))
         undos.append(undo)
 
     def undo_all() -> None:
@@ -96,9 +101,11 @@ def _wrap(
             undo()
         undos.clear()
 
-    plain = bundle(module, ctx, plan, optimizer, scheduler, strategy=XLA_STRATEGY, undo=undo_all)
-    xla_runtime.cut()
-    watch = Watch(calm=3 * plan.accumulate if config.warn_recompiles else None)
+    plain = make_handle(
+        module, ctx, plan, optimizer, scheduler, strategy=XLA_STRATEGY, undo=undo_all
+    )
+    xla_runtime.mark_step()
+    watch = RecompilationLog(quiet_steps=3 * plan.accumulate if config.warn_recompiles else None)
     return attrs.evolve(plain, engine=engine, watch=watch)
 
 
@@ -112,12 +119,12 @@ def _sync(model: Wrapped, enabled: bool) -> Iterator[None]:  # noqa: FBT001
         grads = [p.grad for p in model.module.parameters() if p.grad is not None]
         xla_runtime.mean(grads, data.world_size)
     plan = model.plan
-    if not enabled or (plan.sync_each and model.counts[_MICRO] < plan.accumulate):
+    if not enabled or (plan.sync_each and model.counts[_MICRO_BATCHES] < plan.accumulate):
         _end(model)
 
 
-def _apply(model: Wrapped, finish: Finish) -> Outcome:
-    outcome = buffers.apply(model, finish)
+def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
+    outcome = buffers.apply(model, update)
     if model.watch.steps < model.plan.accumulate:  # which made the optimizer's states
         split_states(model)
     _end(model)
@@ -126,28 +133,28 @@ def _apply(model: Wrapped, finish: Finish) -> Outcome:
 
 def _end(model: Wrapped) -> None:
     """Hand the graph of a micro-batch to the device."""
-    xla_runtime.cut()
+    xla_runtime.mark_step()
     model.watch.end()
 
 
 def _finite(model: Wrapped) -> bool:
     # Reading computes what it needs apart; what is cut before is computed once.
-    xla_runtime.cut()
+    xla_runtime.mark_step()
     return step_functions.finite(model)
 
 
-def _load_state(model: Wrapped, saved: Saved) -> None:
+def _load_state(model: Wrapped, saved: StateReader) -> None:
     load_state(model, saved)
     split_states(model)
 
 
 def _weights(model: Wrapped) -> dict[str, Weight]:
-    xla_runtime.cut()
-    return in_formats(torch_weights(model), model)
+    xla_runtime.mark_step()
+    return in_user_dtypes(torch_weights(model), model)
 
 
 def _unwrap(model: Wrapped) -> nn.Module:
-    xla_runtime.cut()
+    xla_runtime.mark_step()
     model.undo()
     return model.module
 

@@ -2,7 +2,7 @@
 
 from fxtrain.cli.config.questions import Question, next_question, read_answer, section_of
 from fxtrain.interop.accelerate_config import Converted, Note, convert_accelerate
-from fxtrain.launch.config.defaults import Machine, look, suggested
+from fxtrain.launch.config.defaults import Machine, detect_machine, suggested
 from fxtrain.launch.config.launch_file import LaunchFile, Section, read_launch_file
 from fxtrain.launch.config.overlay import leaves, merge, put
 from fxtrain.launch.config.rendering import meanings, render
@@ -25,11 +25,11 @@ __all__ = [
     "Setting",
     "Settings",
     "convert_accelerate",
+    "detect_machine",
     "find_file",
     "from_environment",
     "from_flags",
     "leaves",
-    "look",
     "meanings",
     "merge",
     "next_question",

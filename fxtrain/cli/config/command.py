@@ -9,12 +9,12 @@ import attrs
 import click
 
 from fxtrain._errors import PlanError
-from fxtrain.cli.config.prompts import chosen_way, interview
+from fxtrain.cli.config.prompts import choose_prompt, interview
 from fxtrain.cli.config.save import check_profile, write_new, write_profile
 from fxtrain.cli.exit_codes import Exit
 from fxtrain.cli.output import as_json, print_json, print_table, say, warn
 from fxtrain.interop.accelerate_config import convert_accelerate
-from fxtrain.launch.config.defaults import Machine, look, suggested
+from fxtrain.launch.config.defaults import Machine, detect_machine, suggested
 from fxtrain.launch.config.launch_file import LaunchFile, read_data, read_launch_file
 from fxtrain.launch.config.resolution import HERE, find_file, from_flags, resolve
 from fxtrain.state import shown
@@ -44,8 +44,8 @@ def CONFIG(ctx: click.Context, path: str, profile: str, force: bool) -> None:  #
         check_profile(path, profile, force=force)
     elif there and not force:
         raise PlanError(f"{path} is there already. Add a --profile, or --force to replace it.")
-    machine = look()
-    section = interview(machine, chosen_way())
+    machine = detect_machine()
+    section = interview(machine, choose_prompt())
     if profile and there:
         write_profile(path, profile, section)
         return
@@ -61,7 +61,7 @@ def default(path: str, force: bool) -> None:  # noqa: FBT001
 
     It holds what suits this machine, and all else as comments.
     """
-    machine = look()
+    machine = detect_machine()
     write_new(path, LaunchFile(common=suggested(machine)), notes=_head(machine), force=force)
 
 
@@ -129,7 +129,7 @@ def convert(source: str, path: str, profile: str, force: bool, json_: bool) -> N
         converted = convert_accelerate(read_data(source, "yaml"))
     except PlanError as error:
         raise PlanError(f"{source}:\n{error}") from None
-    notes = [f"{note.key} = {_told(note.value)}: {note.text}." for note in converted.notes]
+    notes = [f"{note.key} = {_quoted_value(note.value)}: {note.text}." for note in converted.notes]
     section = converted.section
     file = LaunchFile(profiles={profile: section}) if profile else LaunchFile(common=section)
     if json_:
@@ -162,7 +162,7 @@ def _head(machine: Machine) -> list[str]:
     ]
 
 
-def _told(value: Any) -> str:
+def _quoted_value(value: Any) -> str:
     """A value on the line of a note; text without quotes, as it stands in the file."""
     return value if isinstance(value, str) and len(value) < _NOTED else shown(value)
 

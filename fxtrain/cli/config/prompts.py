@@ -19,13 +19,13 @@ from fxtrain.cli.config.questions import (
 from fxtrain.launch.config.defaults import Machine
 from fxtrain.launch.config.launch_file import Section
 
-__all__ = ["arrow_keys", "chosen_way", "interview", "line_by_line"]
+__all__ = ["arrow_keys", "choose_prompt", "interview", "line_by_line"]
 
 # A way of asking takes a question and says what is typed, or picked.
-Way = Callable[[Question], str]
+AskFunction = Callable[[Question], str]
 
 
-def interview(machine: Machine, way: Way) -> Section:
+def interview(machine: Machine, ask: AskFunction) -> Section:
     """Ask until nothing is left to ask; an answer that does not fit is asked for again.
 
     Raises:
@@ -33,7 +33,7 @@ def interview(machine: Machine, way: Way) -> Section:
     """
     answers: dict[str, Any] = {}
     while question := next_question(answers, machine):
-        said = way(question)
+        said = ask(question)
         try:
             value = read_answer(question, said)
         except ValueError as error:
@@ -46,7 +46,7 @@ def interview(machine: Machine, way: Way) -> Section:
     return section_of(answers)
 
 
-def chosen_way() -> Way:
+def choose_prompt() -> AskFunction:
     """Arrow keys where there is a terminal and questionary is installed, or else lines."""
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal and importlib.util.find_spec("questionary"):

@@ -40,7 +40,7 @@ class Question:
 
 
 @attrs.frozen(kw_only=True)
-class _Row:
+class _Entry:
     """A question, and whether it matters after these answers on this machine."""
 
     ask: Callable[[Answers, Machine], Question]
@@ -124,48 +124,48 @@ _FIELDS = {
 }
 
 
-def _rows(answers: Answers, machine: Machine) -> list[_Row]:
+def _rows(answers: Answers, machine: Machine) -> list[_Entry]:
     launcher = answers.get("launch.launcher", "native")
     return [*_launch_rows(), *_option_rows(launcher), *_plan_rows(answers, machine)]
 
 
-def _launch_rows() -> list[_Row]:
+def _launch_rows() -> list[_Entry]:
     def several(answers: Answers, _: Machine) -> bool:
         return answers.get("launch.nodes", 1) > 1 and answers["launch.launcher"] == "native"
 
     return [
-        _Row(path="launch.launcher", ask=_ask_launcher),
-        _Row(path="launch.nodes", ask=_fixed("launch.nodes", "On how many machines?", "whole", 1),
+        _Entry(path="launch.launcher", ask=_ask_launcher),
+        _Entry(path="launch.nodes", ask=_fixed("launch.nodes", "On how many machines?", "whole", 1),
              matters=lambda answers, _: answers["launch.launcher"] not in ("tpu", "tpu-pod")),
-        _Row(path="launch.main_address", matters=several, ask=_fixed(
+        _Entry(path="launch.main_address", matters=several, ask=_fixed(
             "launch.main_address", "Host name or address of the first machine?", "text")),
-        _Row(path="launch.main_port", matters=several, ask=_fixed(
+        _Entry(path="launch.main_port", matters=several, ask=_fixed(
             "launch.main_port", "A port there that is free?", "whole", 29_500)),
-        _Row(path="launch.rendezvous", matters=several, ask=lambda *_: Question(
+        _Entry(path="launch.rendezvous", matters=several, ask=lambda *_: Question(
             path="launch.rendezvous", text="How do the machines meet?", kind="choice",
             choices=(("static", "each is started with its own --node-rank"),
                      ("c10d", "in any order, and again after one has failed")),
             default="static")),
-        _Row(path="launch.ranks", ask=lambda _, machine: Question(
+        _Entry(path="launch.ranks", ask=lambda _, machine: Question(
             path="launch.ranks", kind="whole", default=max(1, machine.count),
             text=f"How many ranks on each machine? (here are {machine.count} accelerators and "
                  f"{machine.cores} cores)"),
              matters=lambda answers, _: answers["launch.launcher"] != "tpu"),
-        _Row(path="launch.cpu", ask=_fixed(
+        _Entry(path="launch.cpu", ask=_fixed(
             "launch.cpu", "Compute on the CPU only?", "yes", default=False),
              matters=lambda answers, machine: machine.count > 0 and _native(answers)),
-        _Row(path="launch.gpus", ask=_fixed(
+        _Entry(path="launch.gpus", ask=_fixed(
             "launch.gpus", "Which accelerators? (numbers with commas; empty: all)", "words"),
              matters=lambda answers, machine: (
                  _native(answers) and not answers.get("launch.cpu")
                  and answers["launch.ranks"] < machine.count)),
-        _Row(path="launch.restarts", ask=_fixed(
+        _Entry(path="launch.restarts", ask=_fixed(
             "launch.restarts", "How often do ranks start again after a failure?", "whole", 0),
              matters=lambda answers, _: "restarts" in LAUNCHERS[answers["launch.launcher"]].uses),
     ]  # fmt: skip
 
 
-def _plan_rows(answers: Answers, machine: Machine) -> list[_Row]:
+def _plan_rows(answers: Answers, machine: Machine) -> list[_Entry]:
     kind = answers.get("plan.strategy.kind", "")
     fields = [
         _record_row(config, f"plan.strategy.{name}")
@@ -175,31 +175,31 @@ def _plan_rows(answers: Answers, machine: Machine) -> list[_Row]:
         if name in attrs.fields_dict(config)
     ]
     return [
-        _Row(path="plan.strategy.kind", ask=_ask_strategy,
+        _Entry(path="plan.strategy.kind", ask=_ask_strategy,
              matters=lambda answers, _: (
                  answers.get("launch.ranks", 2) * answers.get("launch.nodes", 1) > 1)),
         *fields,
-        _Row(path="plan.precision", ask=lambda _, machine: Question(
+        _Entry(path="plan.precision", ask=lambda _, machine: Question(
             path="plan.precision", text="In which precision?", kind="choice",
             choices=(("fp32", "as the model is"), ("bf16", "half the memory, for newer devices"),
                      ("fp16", "with a loss scale, for older devices")),
             default="bf16" if machine.bf16 else "fp32")),
-        _Row(path="plan.accumulate", ask=_fixed(
+        _Entry(path="plan.accumulate", ask=_fixed(
             "plan.accumulate", "Micro-batches per optimizer update?", "whole", 1)),
-        _Row(path="plan.clip_norm", ask=_fixed(
+        _Entry(path="plan.clip_norm", ask=_fixed(
             "plan.clip_norm", "Largest gradient norm? (empty: no clipping)", "number")),
-        _Row(path="plan.compile", ask=_fixed(
+        _Entry(path="plan.compile", ask=_fixed(
             "plan.compile", "Compile the model with torch.compile?", "yes", default=False)),
     ]  # fmt: skip
 
 
-def _option_rows(launcher: str) -> list[_Row]:
+def _option_rows(launcher: str) -> list[_Entry]:
     record = LAUNCHERS[launcher].options
     return [_record_row(record, f"launch.options.{name}") for name in _OPTIONS.get(launcher, ())
             if record and name in attrs.fields_dict(record)]  # fmt: skip
 
 
-def _record_row(record: type, path: str) -> _Row:
+def _record_row(record: type, path: str) -> _Entry:
     """A question that follows from a field's type and from what its record says of it."""
     field = attrs.fields_dict(record)[path.rpartition(".")[2]]
     default = list(field.default) if isinstance(field.default, tuple) else field.default
@@ -211,7 +211,7 @@ def _record_row(record: type, path: str) -> _Row:
         choices=tuple((choice, "") for choice in choices),
         default=default,
     )
-    return _Row(path=path, ask=lambda *_: question)
+    return _Entry(path=path, ask=lambda *_: question)
 
 
 def _kind_of(field: Any) -> tuple[Any, tuple[str, ...]]:

@@ -13,10 +13,10 @@ from fxtrain import __version__
 __all__ = ["clock_problems", "facts_here", "fact_problems"]
 
 # Packages whose versions must agree, or ranks run different code.
-_SAME = ("python", "fxtrain", "torch", "CUDA", "NCCL")
+_MUST_MATCH = ("python", "fxtrain", "torch", "CUDA", "NCCL")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 # More than this between nodes and logs, file times and certificates stop making sense.
-_CLOCK_S = 1.0
+_MAX_CLOCK_SKEW_S = 1.0
 
 
 def facts_here(env: Mapping[str, str], torch: Any) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def fact_problems(facts: Sequence[Mapping[str, Any]], *, nodes: int) -> list[str
         'torch differs: 2.12 on n1, 2.13 on n0. Install the same version everywhere.'
     """
     told: list[str] = []
-    for name in (*_SAME, "device"):
+    for name in (*_MUST_MATCH, "device"):
         hosts: dict[str, set[str]] = {}
         for fact in facts:
             hosts.setdefault(str(fact.get(name, "")), set()).add(str(fact["host"]))
@@ -92,7 +92,7 @@ def clock_problems(times: Sequence[float], hosts: Sequence[str]) -> list[str]:
     """
     told: list[str] = []
     for host, ahead in {host: at - times[0] for host, at in zip(hosts, times, strict=True)}.items():
-        if abs(ahead) > _CLOCK_S:
+        if abs(ahead) > _MAX_CLOCK_SKEW_S:
             word = "ahead of" if ahead > 0 else "behind"
             told.append(
                 f"The clock of {host} is {abs(ahead):.1f} s {word} {hosts[0]}. Set the time by NTP "

@@ -53,7 +53,7 @@ def TEST(
     flags = from_flags([*words, *([f"launch.ranks={ranks}"] if ranks else [])])
     settings = resolve(file=file, profile=profile, env=os.environ, flags=flags)
     spec = settings.launch
-    if "ranks" not in settings.said.launch:
+    if "ranks" not in settings.values.launch:
         accelerators = importlib.import_module("torch").accelerator.device_count()
         spec = attrs.evolve(spec, ranks=max(1, accelerators))
     with tempfile.TemporaryDirectory(prefix="fxtrain-test-") as folder:

@@ -126,15 +126,15 @@ def measure(one: Collective, ctx: DistContext, *, mib: float) -> dict[str, Any]:
 
 def _time(one: Collective, tensor: torch.Tensor, ctx: DistContext, kind: str) -> float:
     one.call(tensor, ctx)  # the first of a kind opens connections
-    _wait(ctx)
+    _synchronize(ctx)
     started = time.perf_counter()
     for _ in range(_REPEAT[kind]):
         one.call(tensor, ctx)
-    _wait(ctx)
+    _synchronize(ctx)
     return (time.perf_counter() - started) / _REPEAT[kind]
 
 
-def _wait(ctx: DistContext) -> None:
+def _synchronize(ctx: DistContext) -> None:
     if ctx.device.type != "cpu":
         torch.accelerator.synchronize()
 

@@ -10,7 +10,7 @@ import attrs
 
 from fxtrain.launch.config.launch_file import Section, third_party
 
-__all__ = ["Machine", "look", "suggested"]
+__all__ = ["Machine", "detect_machine", "suggested"]
 
 
 @attrs.frozen(kw_only=True)
@@ -44,15 +44,15 @@ class Machine:
         return f"a machine with {some} and {self.cores} cores"
 
 
-def look(env: Mapping[str, str] | None = None) -> Machine:
+def detect_machine(env: Mapping[str, str] | None = None) -> Machine:
     """What is found here.
 
     Effects:
         Loads torch; asks it for devices. Loads the strategies of installed packages.
 
     Example:
-        >>> from fxtrain.cli.config import look
-        >>> look().cores >= 1
+        >>> from fxtrain.cli.config import detect_machine
+        >>> detect_machine().cores >= 1
         True
     """
     env = os.environ if env is None else env

@@ -157,11 +157,11 @@ def problems_of(
         except (PlanError, LaunchError) as error:
             told += [_placed(line, cls, where) for line in str(error).splitlines()]
         else:
-            told += _misfits(made, where) if isinstance(made, LaunchSpec) else []
+            told += _launcher_problems(made, where) if isinstance(made, LaunchSpec) else []
     return told
 
 
-def _misfits(spec: LaunchSpec, where: str) -> list[str]:
+def _launcher_problems(spec: LaunchSpec, where: str) -> list[str]:
     """What the launcher of a spec cannot do, and what is wrong with its own options."""
     try:
         row = find_launcher(spec)

@@ -6,7 +6,7 @@ from typing import Any
 
 __all__ = ["leaves", "merge", "near", "put"]
 
-_SPELT = 100  # letters of a name that are compared: the time grows with their square
+_MAX_SUGGESTED = 100  # letters of a name that are compared: the time grows with their square
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,5 +60,5 @@ def leaves(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def near(name: Any, known: tuple[str, ...] | list[str]) -> str:
     """The question whether a similar name was meant, or nothing."""
-    close = get_close_matches(name[:_SPELT] if isinstance(name, str) else "", known, n=1)
+    close = get_close_matches(name[:_MAX_SUGGESTED] if isinstance(name, str) else "", known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

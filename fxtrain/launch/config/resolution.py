@@ -46,7 +46,7 @@ class Settings:
     """Values that count for one launch.
 
     Attributes:
-        said: The launch values and the plan that something other than the defaults set.
+        values: The launch values and the plan that something other than the defaults set.
         launch: The spec; its target is a stand-in when nothing names a script.
         plan: The plan.
         origins: By path, where a value that was said came from.
@@ -54,7 +54,7 @@ class Settings:
         profile: The profile of it that counts; empty for none.
     """
 
-    said: Section
+    values: Section
     launch: LaunchSpec
     plan: Plan
     origins: Mapping[str, str]
@@ -64,7 +64,7 @@ class Settings:
     def every(self) -> tuple[Setting, ...]:
         """Every value with its origin, the defaults included."""
         launch = unstructure(self.launch)
-        if "target" not in self.said.launch:
+        if "target" not in self.values.launch:
             launch["target"] = ""
         data = {"launch": launch, "plan": unstructure(self.plan)}
         return tuple(
@@ -175,7 +175,7 @@ def resolve(
     if told := problems_of(said):
         raise PlanError("\n".join(_with_origin(line, origins) for line in told))
     return Settings(
-        said=said,
+        values=said,
         launch=structure({"target": NO_TARGET, **said.launch}, LaunchSpec),
         plan=structure(dict(said.plan), Plan, third_party()),
         origins=origins,

@@ -13,17 +13,17 @@ from fxtrain._secret import SECRET, fresh_secret
 from fxtrain.launch.fields import check_seconds
 from fxtrain.launch.function.nodes import (
     Nodes,
-    agree_that_all_ended,
+    connect_nodes,
     failed_elsewhere,
-    meet,
     tell_failure,
+    wait_all_ended,
 )
 from fxtrain.launch.function.pickling import unpack
 from fxtrain.launch.function.workers import Rank, end, start, watched
 from fxtrain.launch.launchers.native.addresses import find_route, loopback_route
 from fxtrain.launch.machine import usable_cores
 from fxtrain.launch.orphans import MARK, mark_within
-from fxtrain.launch.outcome import Ending, Failure, by_cause, describe
+from fxtrain.launch.outcome import Failure, LaunchResult, by_cause, describe
 from fxtrain.launch.spec import LaunchSpec, check_ranks, rank_environment
 
 __all__ = ["launch"]
@@ -31,7 +31,7 @@ __all__ = ["launch"]
 # For the other ranks to tell their errors, once one has failed, before they are ended.
 _GRACE_S = 2.0
 # Between two looks at what other nodes tell.
-_LOOK_S = 0.5
+_POLL_INTERVAL_S = 0.5
 _NOT_STARTED = (
     "it ended before the function was called; the reason is in its output above. A script "
     'that calls fx.launch does so under `if __name__ == "__main__":`, since every rank '
@@ -113,7 +113,9 @@ def launch(
         )
     _check_xla()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    all_nodes = meet(nodes, node_rank, main_address, main_port, timeout_s=connect_timeout_s)
+    all_nodes = connect_nodes(
+        nodes, node_rank, main_address, main_port, timeout_s=connect_timeout_s
+    )
     problem = ""
     for attempt in range(restarts + 1):
         values, problem = _attempt(fn, tuple(args), spec, all_nodes, attempt, (deadline, timeout_s))
@@ -146,7 +148,7 @@ def _attempt(
             if isinstance(found, str):
                 tell_failure(nodes, attempt, found)
             else:
-                found = agree_that_all_ended(nodes, attempt, timeout_s=_left(limit[0])) or found
+                found = wait_all_ended(nodes, attempt, timeout_s=_left(limit[0])) or found
     except BaseException:
         end(started, patience_s=0)
         raise
@@ -209,7 +211,7 @@ def _results(
         if not pipes and _left(deadline) == 0.0:
             if failures:
                 break
-            raise LaunchError(_too_late(waiting.values(), len(started), timeout_s))
+            raise LaunchError(_timeout_error(waiting.values(), len(started), timeout_s))
         for rank in [waiting[pipe] for pipe in pipes]:
             outcome = _receive(rank, ready)
             if outcome is None:
@@ -221,14 +223,14 @@ def _results(
                 soon = time.monotonic() + _GRACE_S
                 deadline = soon if deadline is None else min(soon, deadline)
     if failures:
-        return describe(Ending(ranks=started[0].world, failures=by_cause(failures)))
+        return describe(LaunchResult(ranks=started[0].world, failures=by_cause(failures)))
     return [value for rank in started for value in outcomes[rank.number]]  # type: ignore[union-attr]
 
 
 def _pause(deadline: float | None, *, look: bool) -> float | None:
     """Time until the next look at other nodes, or the end."""
     left = _left(deadline)
-    return left if not look else _LOOK_S if left is None else min(left, _LOOK_S)
+    return left if not look else _POLL_INTERVAL_S if left is None else min(left, _POLL_INTERVAL_S)
 
 
 def _receive(rank: Rank, ready: set[int]) -> tuple[Any] | Failure | None:
@@ -243,7 +245,7 @@ def _receive(rank: Rank, ready: set[int]) -> tuple[Any] | Failure | None:
     return unpack(sent) if sent else None
 
 
-def _too_late(late: Iterable[Rank], ranks: int, timeout_s: float | None) -> str:
+def _timeout_error(late: Iterable[Rank], ranks: int, timeout_s: float | None) -> str:
     names = ", ".join(str(rank.place) for rank in late)
     return (
         f"launch(timeout_s={timeout_s:g}): these of {ranks} ranks did not end in time and were "

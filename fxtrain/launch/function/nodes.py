@@ -13,11 +13,11 @@ from fxtrain.launch.launchers.native.network import reach, serve
 
 __all__ = [
     "Nodes",
-    "agree_that_all_ended",
+    "connect_nodes",
     "failed_elsewhere",
-    "meet",
     "open_store",
     "tell_failure",
+    "wait_all_ended",
 ]
 
 _PORT = 29_500  # torch's own
@@ -42,7 +42,7 @@ class Nodes:
     store: Any
 
 
-def meet(count: int, rank: int, address: str, port: int, *, timeout_s: float) -> Nodes:
+def connect_nodes(count: int, rank: int, address: str, port: int, *, timeout_s: float) -> Nodes:
     """Open the store, or connect to that of node 0.
 
     Effects:
@@ -101,7 +101,7 @@ def failed_elsewhere(nodes: Nodes, attempt: int) -> str:
     return nodes.store.get(key).decode()
 
 
-def agree_that_all_ended(nodes: Nodes, attempt: int, *, timeout_s: float | None) -> str:
+def wait_all_ended(nodes: Nodes, attempt: int, *, timeout_s: float | None) -> str:
     """Wait until the ranks of every node have ended, or one has failed.
 
     Returns:

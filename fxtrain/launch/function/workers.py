@@ -139,7 +139,7 @@ def _startable() -> Iterator[None]:
     hidden = main.pop("__file__") if is_interactive() and "__file__" in main else None
     try:
         with warnings.catch_warnings():
-            # Python warns of forks beside threads, for which `_settle` provides.
+            # Python warns of forks beside threads, for which `_set_up_rank` provides.
             warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
             yield
     finally:
@@ -175,7 +175,7 @@ def _name(fn: Any) -> str:
 def _work(place: dict[str, str], threads: int, pipe: Connection, task: Any) -> None:
     """Be one rank: take the place, call the function, answer."""
     forked = not isinstance(task, bytes)
-    _settle(place, 1 if forked else threads)
+    _set_up_rank(place, 1 if forked else threads)
     if forked and "torch" in sys.modules:
         # The parent's team of threads is not in a fork, and torch would wait for it forever.
         sys.modules["torch"].set_num_threads(1)
@@ -198,7 +198,7 @@ def _work(place: dict[str, str], threads: int, pipe: Connection, task: Any) -> N
     pipe.close()
 
 
-def _settle(place: dict[str, str], threads: int) -> None:
+def _set_up_rank(place: dict[str, str], threads: int) -> None:
     for name in list(os.environ):
         if name.startswith("TORCHELASTIC_"):  # of a launcher above the parent
             del os.environ[name]

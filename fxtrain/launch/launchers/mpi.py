@@ -73,14 +73,18 @@ def mpi(spec: LaunchSpec, machine: Machine) -> Invocation:
             f"{spec.nodes} nodes under MPI need the option hostfile with their names, and "
             f"main_address with the name of the first, where the ranks meet."
         )
-    env = shared_environment(spec, machine) | _meeting(spec, machine) | _ccl(options, kind)
+    env = (
+        shared_environment(spec, machine)
+        | _rendezvous_variables(spec, machine)
+        | _ccl(options, kind)
+    )
     words = _open_mpi(spec, machine, env) if kind == "openmpi" else _hydra(spec, machine, kind)
     folder = ERRORS if spec.nodes == 1 or spec.log_dir else ""
     ranks = rank_command(spec, machine.python, errors=folder)
     return Invocation(argv=[options.program, *words, *options.extra, *ranks], env=env)
 
 
-def _meeting(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
+def _rendezvous_variables(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
     return {
         "MASTER_ADDR": spec.main_address or "127.0.0.1",
         "MASTER_PORT": str(spec.port or machine.port),

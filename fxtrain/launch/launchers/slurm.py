@@ -87,7 +87,7 @@ def slurm(spec: LaunchSpec, machine: Machine) -> Invocation:
     if spec.bind not in ("none", *_BINDINGS):
         raise LaunchError(f"LaunchSpec(bind={spec.bind!r}): srun has {', '.join(_BINDINGS)}.")
     if machine.slurm_job:
-        env = shared_environment(spec, machine) | _meeting(spec)
+        env = shared_environment(spec, machine) | _rendezvous_variables(spec)
         errors = ERRORS if spec.nodes == 1 or spec.log_dir else ""
         return Invocation(argv=_srun(spec, machine, errors=errors), env=env)
     file = spec.options.file or f"fxtrain-launch/{_name(spec)}.sbatch"
@@ -107,7 +107,7 @@ def _export(extra: tuple[str, ...], names: Iterable[str]) -> str:
     return f"--export={','.join([*kept, *names])}"
 
 
-def _meeting(spec: LaunchSpec) -> dict[str, str]:
+def _rendezvous_variables(spec: LaunchSpec) -> dict[str, str]:
     """Only what was asked for: ranks find the first node and a port of the job themselves."""
     found = {"MASTER_ADDR": spec.main_address} if spec.main_address else {}
     return found | ({"MASTER_PORT": str(spec.main_port)} if spec.main_port else {})
@@ -156,7 +156,11 @@ def _name(spec: LaunchSpec) -> str:
 
 def _batch(spec: LaunchSpec, machine: Machine) -> str:
     own = name_values(spec.env)
-    env = {k: v for k, v in (remote_environment(spec) | _meeting(spec)).items() if k not in own}
+    env = {
+        k: v
+        for k, v in (remote_environment(spec) | _rendezvous_variables(spec)).items()
+        if k not in own
+    }
     options = attrs.evolve(spec.options, job_name=_name(spec))
     spec = attrs.evolve(spec, options=options)
     again = ["--requeue", "--open-mode=append", f"--signal=B:USR1@{options.warn_s}"]

@@ -16,32 +16,37 @@ import torch
 from torch import Tensor
 
 from fxtrain._errors import CollectiveError
-from fxtrain.ops.transport.mismatches import broken, call_site, lost, mismatch
-from fxtrain.ops.transport.packets import HEADER, Packets, arrived, capacity, packets_of, send
-from fxtrain.ops.transport.thread_owner import owned
+from fxtrain.ops.transport.mismatches import (
+    call_site,
+    lost_rank_error,
+    mismatch_error,
+    unusable_message,
+)
+from fxtrain.ops.transport.packets import HEADER, Packets, capacity, packets_of, send, wait_packets
+from fxtrain.ops.transport.thread_owner import check_thread
 from fxtrain.state import DistContext
 
 __all__ = [
     "Call",
     "compare",
     "digest_of",
-    "exchange",
+    "exchange_headers",
+    "exchange_payloads",
     "exchange_rows",
-    "guarded",
-    "meet",
+    "next_packets",
     "payload_in",
-    "ready",
-    "settle",
+    "rank_loss_guard",
+    "wait_pending_check",
 ]
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8)
 
 # Name of the op; its arguments, in words that equal ranks share; optionally what else to
 # show of this rank's call if the ranks turn out to differ.
 Call = tuple[str, str] | tuple[str, str, str]
 
 
-def exchange(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
+def exchange_payloads(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
     """Compare a call between all ranks and give each rank every rank's payload.
 
     Args:
@@ -61,12 +66,12 @@ def exchange(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
 
 
 def exchange_rows(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor, list[int]]:
-    """As `exchange`, with the payloads as one tensor.
+    """As `exchange_payloads`, with the payloads as one tensor.
 
     Returns:
         uint8, (ranks, bytes), and by rank how many bytes of its row are payload.
     """
-    arriving, sizes = _meet(ctx, call, payload)
+    arriving, sizes = _exchange_packets(ctx, call, payload)
     if max(sizes) > capacity(ctx.world_size):
         rows = _all_gather(ctx, call, payload, max(sizes))
     else:  # the room is used again, but what arrived may be kept
@@ -91,52 +96,53 @@ def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
     """
     comm = ctx.comm
     if not comm.checks:
-        owned(ctx)
+        check_thread(ctx)
         return
     digest = digest_of(call)
-    if wait or digest not in comm.ledger.seen:
-        _meet(ctx, call, _NOTHING)
-        comm.ledger.seen.add(digest)
+    if wait or digest not in comm.state.verified_calls:
+        _exchange_packets(ctx, call, _EMPTY)
+        comm.state.verified_calls.add(digest)
         return
-    packets = ready(ctx, call)
-    _write_head(ctx, packets, digest, 0)
-    with guarded(ctx, call):
+    packets = next_packets(ctx, call)
+    _write_header(ctx, packets, digest, 0)
+    with rank_loss_guard(ctx, call):
         send(comm, packets, at_once=True)
-    comm.ledger.pending = (packets, call, call_site())
+    comm.state.pending_check = (packets, call, call_site())
 
 
-def settle(ctx: DistContext) -> None:
+def wait_pending_check(ctx: DistContext) -> None:
     """Wait for the comparison that the last device collective left open.
 
     Raises:
-        CollectiveError: the calls differed or a rank never joined; on every rank. Or as `owned`.
+        CollectiveError: the calls differed or a rank never joined; on every rank. Or as
+            `check_thread`.
     """
-    ledger = ctx.comm.ledger
-    owned(ctx)
-    if ledger.broken is not None:
-        raise CollectiveError(broken(ctx))
-    if ledger.pending is None:
+    state = ctx.comm.state
+    check_thread(ctx)
+    if state.failure is not None:
+        raise CollectiveError(unusable_message(ctx))
+    if state.pending_check is None:
         return
-    packets, call, site = ledger.pending
-    ledger.pending = None
-    with guarded(ctx, call, site):
-        heads = _heads(arrived(ctx.comm, packets))
-    _judge(ctx, call, heads, site)
+    packets, call, site = state.pending_check
+    state.pending_check = None
+    with rank_loss_guard(ctx, call, site):
+        heads = _headers(wait_packets(ctx.comm, packets))
+    _check_headers(ctx, call, heads, site)
 
 
-def ready(ctx: DistContext, call: Call) -> Packets:
+def next_packets(ctx: DistContext, call: Call) -> Packets:
     """Room for the packets of a call, once all that came before is done.
 
     Raises:
-        CollectiveError: as `settle`; or a call before was interrupted, and a rank did not
-            come to it.
+        CollectiveError: as `wait_pending_check`; or a call before was interrupted, and a rank did
+            not come to it.
     """
-    settle(ctx)
-    with guarded(ctx, call):
+    wait_pending_check(ctx)
+    with rank_loss_guard(ctx, call):
         return packets_of(ctx.comm, ctx.rank)
 
 
-class guarded:
+class rank_loss_guard:
     """Turn torch's error about a rank that is gone into one that says who waited where."""
 
     def __init__(self, ctx: DistContext, call: Call, site: str | None = None) -> None:
@@ -151,18 +157,18 @@ class guarded:
             return
         ctx, call, site = self._for
         waited_s = time.monotonic() - self._started
-        raise lost(ctx, call, site or call_site(), waited_s, error) from error
+        raise lost_rank_error(ctx, call, site or call_site(), waited_s, error) from error
 
 
-def _meet(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor, list[int]]:
+def _exchange_packets(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor, list[int]]:
     """Everybody's packet, and the size of everybody's payload."""
-    packets = ready(ctx, call)
+    packets = next_packets(ctx, call)
     _fill(ctx, packets, payload)
-    arriving, heads = meet(ctx, call, digest_of(call), payload.numel(), packets)
+    arriving, heads = exchange_headers(ctx, call, digest_of(call), payload.numel(), packets)
     return arriving, [_size(head) for head in heads]
 
 
-def meet(
+def exchange_headers(
     ctx: DistContext, call: Call, digest: bytes, size: int, packets: Packets
 ) -> tuple[Tensor, list[bytes]]:
     """Send the packet whose payload is in its room, and compare everybody's header.
@@ -170,7 +176,7 @@ def meet(
     Args:
         digest: Of the call.
         size: Bytes of the payload.
-        packets: As from `ready`; the header is written here.
+        packets: As from `next_packets`; the header is written here.
 
     Returns:
         Everybody's packets, (ranks, bytes), valid until the next call, and their headers.
@@ -181,33 +187,35 @@ def meet(
     Raises:
         CollectiveError: the calls differ or a rank never joined; on every rank.
     """
-    arriving = _swap(ctx, call, digest, size, packets)
-    heads = _heads(arriving)
-    _judge(ctx, call, heads, None)
+    arriving = _exchange_unchecked(ctx, call, digest, size, packets)
+    heads = _headers(arriving)
+    _check_headers(ctx, call, heads, None)
     return arriving, heads
 
 
-def _swap(ctx: DistContext, call: Call, digest: bytes, size: int, packets: Packets) -> Tensor:
-    """As `meet`, without a look at the headers."""
-    _write_head(ctx, packets, digest, size)
-    with guarded(ctx, call):
+def _exchange_unchecked(
+    ctx: DistContext, call: Call, digest: bytes, size: int, packets: Packets
+) -> Tensor:
+    """As `exchange_headers`, without a look at the headers."""
+    _write_header(ctx, packets, digest, size)
+    with rank_loss_guard(ctx, call):
         send(ctx.comm, packets)
-        return arrived(ctx.comm, packets)
+        return wait_packets(ctx.comm, packets)
 
 
-def _judge(ctx: DistContext, call: Call, heads: list[bytes], site: str | None) -> None:
+def _check_headers(ctx: DistContext, call: Call, heads: list[bytes], site: str | None) -> None:
     if ctx.comm.checks and any([head[:16] != heads[0][:16] for head in heads]):
         text = f"{call[0]}\n{' '.join(call[1:])}\n{site or call_site()}".encode()
         room = capacity(ctx.world_size)
         payload = torch.frombuffer(bytearray(text[:room]), dtype=torch.uint8)
-        packets = ready(ctx, call)
+        packets = next_packets(ctx, call)
         _fill(ctx, packets, payload)
-        arriving = _swap(ctx, call, bytes(16), payload.numel(), packets)
+        arriving = _exchange_unchecked(ctx, call, bytes(16), payload.numel(), packets)
         texts = [
             bytes(row[: _size(head)].tolist()).decode(errors="replace")
-            for row, head in zip(payload_in(arriving), _heads(arriving), strict=True)
+            for row, head in zip(payload_in(arriving), _headers(arriving), strict=True)
         ]
-        raise mismatch(ctx, texts)
+        raise mismatch_error(ctx, texts)
 
 
 def payload_in(packets: Tensor) -> Tensor:
@@ -217,17 +225,17 @@ def payload_in(packets: Tensor) -> Tensor:
 
 def _fill(ctx: DistContext, packets: Packets, payload: Tensor) -> None:
     if 0 < payload.numel() <= capacity(ctx.world_size):
-        payload_in(packets.room[ctx.rank])[: payload.numel()] = payload
+        payload_in(packets.buffer[ctx.rank])[: payload.numel()] = payload
 
 
-def _write_head(ctx: DistContext, packets: Packets, digest: bytes, size: int) -> None:
-    ctx.comm.ledger.calls += 1
-    head = digest + size.to_bytes(8, "little") + ctx.comm.ledger.calls.to_bytes(8, "little")
+def _write_header(ctx: DistContext, packets: Packets, digest: bytes, size: int) -> None:
+    ctx.comm.state.call_count += 1
+    head = digest + size.to_bytes(8, "little") + ctx.comm.state.call_count.to_bytes(8, "little")
     # A header is read and written as plain memory: torch's views of it cost 60 us a call.
-    ctypes.memmove(packets.rows[packets.turn][ctx.rank].data_ptr(), head, HEADER)
+    ctypes.memmove(packets.buffer_rows[packets.current][ctx.rank].data_ptr(), head, HEADER)
 
 
-def _heads(packets: Tensor) -> list[bytes]:
+def _headers(packets: Tensor) -> list[bytes]:
     start, step = packets.data_ptr(), packets.stride(0)
     return [ctypes.string_at(start + row * step, HEADER) for row in range(len(packets))]
 
@@ -242,7 +250,7 @@ def _all_gather(ctx: DistContext, call: Call, payload: Tensor, size: int) -> Ten
     rows = torch.empty((ctx.world_size, size), dtype=torch.uint8)
     mine = torch.empty(size, dtype=torch.uint8)
     mine[: payload.numel()] = payload
-    with guarded(ctx, call):
+    with rank_loss_guard(ctx, call):
         group._allgather_base(rows.view(-1), mine).wait()
     return rows
 

@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fxtrain.ops.transport.packing import columns, from_bytes, to_bytes
+from fxtrain.ops.transport.packing import from_bytes, to_bytes, unpack_ranks
 
 __all__ = ["broadcast_all", "broadcast_values", "gather_all", "gather_values"]
 
 
 def gather_all(tensors: list[Tensor], ranks: int, group: Any, *, joined: bool) -> list[Tensor]:
-    """Each tensor of all ranks, as `columns` gives it; all on one device."""
+    """Each tensor of all ranks, as `unpack_ranks` gives it; all on one device."""
     if tensors[0].device.type == "xla":
         return gather_values(tensors, ranks, group, joined=joined)
     flat = to_bytes(tensors)
     rows = flat.new_empty((ranks, flat.numel()))
     dist.all_gather(list(rows), flat, group=group)
-    return columns(rows, tensors, joined=joined)
+    return unpack_ranks(rows, tensors, joined=joined)
 
 
 def broadcast_all(tensors: list[Tensor], src: int, group: Any) -> list[Tensor]:

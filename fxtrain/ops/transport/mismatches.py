@@ -10,24 +10,32 @@ from typing import Any
 from fxtrain._errors import CollectiveError, ContextError
 from fxtrain.state import DistContext, check_connected
 
-__all__ = ["broken", "by_rank", "call_site", "known_context", "known_rank", "lost", "mismatch"]
+__all__ = [
+    "by_rank",
+    "call_site",
+    "check_is_context",
+    "check_source_rank",
+    "lost_rank_error",
+    "mismatch_error",
+    "unusable_message",
+]
 
 _HERE = str(Path(__file__).resolve().parents[2])
-_POLL_S = 0.05
+_POLL_INTERVAL_S = 0.05
 
 
-def known_context(op: str, ctx: object) -> None:
+def check_is_context(op: str, ctx: object) -> None:
     """Refuse what is not a context: values and context are easily swapped."""
     if not isinstance(ctx, DistContext):
         raise ContextError(
             f"{op}: ctx is a {type(ctx).__name__}, not a context. The value comes first, the "
             f"context after: ops.gather(tree, ctx), with ctx = fx.detect()."
         )
-    if ctx.comm.ledger.closed:
+    if ctx.comm.state.closed:
         check_connected(op, ctx)
 
 
-def known_rank(op: str, src: int, ctx: DistContext) -> None:
+def check_source_rank(op: str, src: int, ctx: DistContext) -> None:
     """Refuse a source that is no rank of the context."""
     if not 0 <= src < ctx.world_size:
         raise CollectiveError(
@@ -38,16 +46,16 @@ def known_rank(op: str, src: int, ctx: DistContext) -> None:
 def call_site() -> str:
     """File and line of the nearest caller outside fxtrain."""
     frame: Any = sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
+    while frame.f_back is not None and _is_fxtrain_file(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _is_ours(filename: str) -> bool:
+def _is_fxtrain_file(filename: str) -> bool:
     return filename.startswith((_HERE, "<attrs", "<frozen")) or "contextlib" in filename
 
 
-def mismatch(ctx: DistContext, texts: list[str]) -> CollectiveError:
+def mismatch_error(ctx: DistContext, texts: list[str]) -> CollectiveError:
     """The error for ranks that met in different calls.
 
     Args:
@@ -67,17 +75,17 @@ def mismatch(ctx: DistContext, texts: list[str]) -> CollectiveError:
             "Every rank must pass the same structure, dtypes and shapes. Pad ragged tensors "
             "with ops.pad first, or send them with ops.gather_objects."
         )
-    shown = [f"{op}({args}) at {site}" for op, args, site in (_three(v) for v in views)]
+    shown = [f"{op}({args}) at {site}" for op, args, site in (_parse_view(v) for v in views)]
     lines = by_rank(enumerate(shown))
     return CollectiveError("\n".join([f"{asked} ({_where(ctx)}).", *lines, advice]))
 
 
-def _three(view: list[str]) -> tuple[str, str, str]:
+def _parse_view(view: list[str]) -> tuple[str, str, str]:
     padded = [*view, "", ""]
     return padded[0], padded[1], padded[2] or "(cut off)"
 
 
-def lost(
+def lost_rank_error(
     ctx: DistContext, call: tuple[str, ...], site: str, waited_s: float, error: BaseException
 ) -> CollectiveError:
     """The error for a rank that never joined or went away; leaves word for the others.
@@ -110,15 +118,15 @@ def lost(
             "this call. A slow rank needs a larger detect(timeout_s=...).",
         ]
     )
-    ctx.comm.ledger.broken = message
+    ctx.comm.state.failure = message
     return CollectiveError(message)
 
 
-def broken(ctx: DistContext) -> str:
+def unusable_message(ctx: DistContext) -> str:
     """The message for any call after a failure that the communicator did not survive."""
     return (
         f"This communicator broke in an earlier call; close the context and start anew. "
-        f"What happened then:\n{ctx.comm.ledger.broken}"
+        f"What happened then:\n{ctx.comm.state.failure}"
     )
 
 
@@ -140,7 +148,7 @@ def _ask_others(
                     views[rank] = json.loads(comm.store.get(lost_key))
                 elif comm.store.check([left_key]):
                     words[rank] = comm.store.get(left_key).decode()
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_INTERVAL_S)
     except RuntimeError:
         words[0] = words.get(0) or "its store, so that the other ranks cannot be asked"
         words = {rank: word for rank, word in words.items() if rank not in views}

@@ -13,13 +13,13 @@ from fxtrain.ops.transport.arrays import Back, as_tensor, number_as_tensor
 
 __all__ = [
     "Packed",
-    "columns",
+    "byte_layout",
     "from_bytes",
     "pack",
     "packed_leaves",
-    "places_in",
     "signature",
     "to_bytes",
+    "unpack_ranks",
 ]
 
 _NAMES = {
@@ -41,7 +41,7 @@ class Packed:
         back: How leaves that were no tensors become again what they were, by place.
     """
 
-    shape: _tree.Shape
+    shape: _tree.TreeSpec
     tensors: dict[int, Tensor]
     others: dict[int, Any]
     back: dict[int, Back]
@@ -62,7 +62,7 @@ def pack(tree: Any, *, numbers: bool = False) -> Packed:
     return packed_leaves(*_tree.flatten(tree), numbers=numbers)
 
 
-def packed_leaves(leaves: Sequence[Any], shape: _tree.Shape, *, numbers: bool = False) -> Packed:
+def packed_leaves(leaves: Sequence[Any], shape: _tree.TreeSpec, *, numbers: bool = False) -> Packed:
     """As `pack`, of a tree whose leaves are known."""
     tensors: dict[int, Tensor] = {}
     others: dict[int, Any] = {}
@@ -104,7 +104,7 @@ def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
-def places_in(
+def byte_layout(
     tensors: Sequence[Tensor],
 ) -> tuple[list[tuple[torch.dtype, list[int], int]], int]:
     """Where `to_bytes` puts tensors: dtype, places and first byte, and how many bytes there are."""
@@ -117,7 +117,7 @@ def places_in(
     return found, start
 
 
-def columns(rows: Tensor, like: Sequence[Tensor], *, joined: bool = False) -> list[Tensor]:
+def unpack_ranks(rows: Tensor, like: Sequence[Tensor], *, joined: bool = False) -> list[Tensor]:
     """Take buffers of several ranks that `to_bytes` made apart again.
 
     Args:
@@ -130,7 +130,7 @@ def columns(rows: Tensor, like: Sequence[Tensor], *, joined: bool = False) -> li
     """
     out: dict[int, Tensor] = {}
     ranks = len(rows)
-    for dtype, places, start in places_in(like)[0]:
+    for dtype, places, start in byte_layout(like)[0]:
         shapes = [like[place].shape for place in places]
         counts = [shape.numel() for shape in shapes]
         size = sum(counts) * dtype.itemsize
@@ -149,7 +149,7 @@ def columns(rows: Tensor, like: Sequence[Tensor], *, joined: bool = False) -> li
 
 def from_bytes(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """New tensors from one buffer that `to_bytes` made from tensors like these."""
-    return [column[0] for column in columns(flat[None], like)]
+    return [column[0] for column in unpack_ranks(flat[None], like)]
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:

@@ -22,17 +22,25 @@ from torch._utils import _rebuild_tensor_v2
 from torch.storage import TypedStorage, _load_from_bytes
 
 from fxtrain._errors import CollectiveError
-from fxtrain._secret import SECRET, open_sealed, seal
-from fxtrain.ops.transport.exchange import exchange
+from fxtrain._secret import SECRET, sign, verified
+from fxtrain.ops.transport.exchange import exchange_payloads
 from fxtrain.state import DistContext
 
-__all__ = ["dump", "opened", "pickled", "reported", "safe", "said", "unsent"]
+__all__ = [
+    "dump",
+    "error_text",
+    "pickled",
+    "pickling_error",
+    "raise_unpickling_errors",
+    "unpickle_all",
+    "unpickles_anywhere",
+]
 
 _SAFE, _UNSURE, _FAILED = range(3)
-_OURS = "fxtrain."
+_OWN_PREFIX = "fxtrain."
 # Beside plain values: what every torch unpickles alike, and what pickles of tensors name.
-_KNOWN = frozenset({complex, torch.dtype, torch.device, torch.Size, OrderedDict, TypedStorage})
-_MAKERS = frozenset({_rebuild_tensor_v2, _load_from_bytes})
+_SAFE_TYPES = frozenset({complex, torch.dtype, torch.device, torch.Size, OrderedDict, TypedStorage})
+_SAFE_REBUILDERS = frozenset({_rebuild_tensor_v2, _load_from_bytes})
 
 
 class _Pickler(pickle.Pickler):
@@ -44,20 +52,20 @@ class _Pickler(pickle.Pickler):
         kind = obj if isinstance(obj, type) else type(obj)
         home = str(getattr(obj, "__module__", None))  # of a class, a function or its class
         # Another device may be missing on another rank.
-        plain = obj.is_cpu if kind is Tensor and obj is not Tensor else kind in _KNOWN
-        if not plain and not home.startswith(_OURS) and not _is_maker(obj):
+        plain = obj.is_cpu if kind is Tensor and obj is not Tensor else kind in _SAFE_TYPES
+        if not plain and not home.startswith(_OWN_PREFIX) and not _is_rebuilder(obj):
             self.unsure = True
         return NotImplemented
 
 
-def _is_maker(obj: Any) -> bool:
-    return isinstance(obj, FunctionType) and obj in _MAKERS
+def _is_rebuilder(obj: Any) -> bool:
+    return isinstance(obj, FunctionType) and obj in _SAFE_REBUILDERS
 
 
 def dump(value: Any, ctx: DistContext) -> Tensor:
     """Pickle a value for the other ranks of this very run, as uint8 on the CPU.
 
-    A value that does not pickle becomes its error, so that the ranks still meet; `opened`
+    A value that does not pickle becomes its error, so that the ranks still meet; `unpickle_all`
     raises it everywhere.
     """
     room = io.BytesIO()
@@ -65,9 +73,9 @@ def dump(value: Any, ctx: DistContext) -> Tensor:
     try:
         pickler.dump(value)
     except Exception as error:  # pickle raises whatever __reduce__ does
-        return _bytes(bytearray([_FAILED]) + said(error).encode(errors="replace"))
+        return _bytes(bytearray([_FAILED]) + error_text(error).encode(errors="replace"))
     kind = _UNSURE if pickler.unsure else _SAFE
-    return _bytes(bytearray([kind]) + seal(room.getbuffer(), ctx.comm.key))
+    return _bytes(bytearray([kind]) + sign(room.getbuffer(), ctx.comm.key))
 
 
 def pickled(op: str, rank: int, blob: Tensor, ctx: DistContext) -> memoryview:
@@ -80,13 +88,13 @@ def pickled(op: str, rank: int, blob: Tensor, ctx: DistContext) -> memoryview:
         CollectiveError: the sender could not pickle its value, or what arrived was not sealed
             by a rank of this run; on every rank that has it.
     """
-    if (reason := unsent(blob)) is not None:
+    if (reason := pickling_error(blob)) is not None:
         raise CollectiveError(
             f"{op}: rank {rank} passed a value that cannot be sent: {reason}. Send tensors, or "
             f"objects that pickle."
         )
     held = memoryview(ctypes.string_at(blob.data_ptr(), blob.numel()))[1:]
-    found = open_sealed(held, ctx.comm.key)
+    found = verified(held, ctx.comm.key)
     if found is None:
         raise CollectiveError(
             f"{op}: the object of rank {rank} has no seal of this run's secret, so it was not "
@@ -96,19 +104,19 @@ def pickled(op: str, rank: int, blob: Tensor, ctx: DistContext) -> memoryview:
     return found
 
 
-def unsent(blob: Tensor) -> str | None:
+def pickling_error(blob: Tensor) -> str | None:
     """Why the sender could not pickle its value; None if it could."""
     if int(blob[0]) != _FAILED:
         return None
     return bytes(blob[1:].tolist()).decode(errors="replace")
 
 
-def safe(blob: Tensor) -> bool:
+def unpickles_anywhere(blob: Tensor) -> bool:
     """Whether no rank can fail to unpickle this: plain values, CPU tensors, fxtrain's records."""
     return int(blob[0]) == _SAFE
 
 
-def opened(op: str, blobs: Mapping[int, Tensor], ctx: DistContext) -> list[Any]:
+def unpickle_all(op: str, blobs: Mapping[int, Tensor], ctx: DistContext) -> list[Any]:
     """Unpickle what every rank received alike.
 
     Args:
@@ -128,14 +136,14 @@ def opened(op: str, blobs: Mapping[int, Tensor], ctx: DistContext) -> list[Any]:
         try:
             values.append(pickle.loads(data))
         except Exception as error:  # raises whatever the object's own code does
-            problem = f"the value of rank {rank}: {said(error)}"
+            problem = f"the value of rank {rank}: {error_text(error)}"
             break
-    if not all([safe(blob) for blob in blobs.values()]):
-        reported(op, problem, ctx)
+    if not all([unpickles_anywhere(blob) for blob in blobs.values()]):
+        raise_unpickling_errors(op, problem, ctx)
     return values
 
 
-def reported(op: str, problem: str | None, ctx: DistContext) -> None:
+def raise_unpickling_errors(op: str, problem: str | None, ctx: DistContext) -> None:
     """Raise on every rank if one could not unpickle something.
 
     Args:
@@ -150,7 +158,7 @@ def reported(op: str, problem: str | None, ctx: DistContext) -> None:
     found = [problem or ""]
     if ctx.world_size > 1:
         note = _bytes(bytearray((problem or "").encode(errors="replace")))
-        rows = exchange(ctx, (op, "unpickled"), note)
+        rows = exchange_payloads(ctx, (op, "unpickled"), note)
         found = [bytes(row.tolist()).decode(errors="replace") for row in rows]
     lines = [f"rank {rank} cannot unpickle {text}" for rank, text in enumerate(found) if text]
     if lines:
@@ -160,7 +168,7 @@ def reported(op: str, problem: str | None, ctx: DistContext) -> None:
         )
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An error in one line or more: its type, then its message."""
     return f"{type(error).__name__}: {error}"
 

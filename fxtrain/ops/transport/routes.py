@@ -14,16 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
-from fxtrain.ops.transport.exchange import Call, digest_of, meet, payload_in, ready
+from fxtrain.ops.transport.exchange import (
+    Call,
+    digest_of,
+    exchange_headers,
+    next_packets,
+    payload_in,
+)
 from fxtrain.ops.transport.packets import HEADER, capacity
-from fxtrain.ops.transport.packing import Packed, places_in, signature
+from fxtrain.ops.transport.packing import Packed, byte_layout, signature
 from fxtrain.state import DistContext
 
-__all__ = ["Route", "route_of", "travel"]
+__all__ = ["PackedLayout", "find_layout", "gather_with_layout"]
 
-_KEPT = 32  # forms for each communicator, each with room for a packet of every rank
+_MAX_ROUTES = 32  # forms for each communicator, each with room for a packet of every rank
 _PLAIN = frozenset({Tensor, nn.Parameter})
-_SEEN = "seen once"
+_SEEN_ONCE = "seen once"
 # Not every dtype can be picked by place, but its bytes can.
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -35,20 +41,20 @@ class _Group:
     Attributes:
         dtype: Of the tensors.
         places: Of its tensors in the tree.
-        arriving: By room, all that arrives, in a row of integers as wide as the dtype.
+        received: By room, all that arrives, in a row of integers as wide as the dtype.
         order: Places in it of the tensors' entries, those of a tensor together.
         like: By tensor, one of the shape in which it is returned; without values.
     """
 
     dtype: torch.dtype
     places: list[int]
-    arriving: list[Tensor]
+    received: list[Tensor]
     order: Tensor
     like: list[Tensor]
 
 
 @attrs.frozen(eq=False)
-class Route:
+class PackedLayout:
     """How tensors of one form travel.
 
     Attributes:
@@ -66,34 +72,34 @@ class Route:
     groups: list[_Group]
 
 
-def route_of(
+def find_layout(
     ctx: DistContext, name: str, packed: Packed, extra: str = "", *, joined: bool = False
-) -> Route | None:
+) -> PackedLayout | None:
     """The route for a call; None if its tensors do not travel so.
 
     Args:
         name: Of the op.
         extra: Arguments that ranks compare too.
-        joined: As in `columns`.
+        joined: As in `unpack_ranks`.
     """
     tensors = packed.tensors.values()
     form = (name, extra, packed.shape.text, joined, *[(t.dtype, t.shape) for t in tensors])
     if not all([t.is_cpu and type(t) in _PLAIN for t in tensors]):
         return None
-    routes = ctx.comm.ledger.routes
+    routes = ctx.comm.state.routes
     if form not in routes:  # which pays with the second call: forms may differ from call to call
-        while len(routes) >= _KEPT:
+        while len(routes) >= _MAX_ROUTES:
             routes.pop(next(iter(routes)))
-        routes[form] = _SEEN
+        routes[form] = _SEEN_ONCE
         return None
-    if routes[form] is _SEEN:
+    if routes[form] is _SEEN_ONCE:
         call = (name, signature(packed, extra))
-        routes[form] = _laid_out(ctx, call, list(tensors), joined=joined)
+        routes[form] = _make_layout(ctx, call, list(tensors), joined=joined)
     return routes[form]
 
 
-def travel(ctx: DistContext, route: Route, packed: Packed) -> list[Tensor]:
-    """Each tensor of all ranks, as `columns` gives it.
+def gather_with_layout(ctx: DistContext, route: PackedLayout, packed: Packed) -> list[Tensor]:
+    """Each tensor of all ranks, as `unpack_ranks` gives it.
 
     Effects:
         One exchange of packets.
@@ -101,30 +107,30 @@ def travel(ctx: DistContext, route: Route, packed: Packed) -> list[Tensor]:
     Raises:
         CollectiveError: the calls differ or a rank never joined; on every rank.
     """
-    packets = ready(ctx, route.call)
-    turn = packets.turn
+    packets = next_packets(ctx, route.call)
+    turn = packets.current
     torch._foreach_copy_(route.slots[turn], [*packed.tensors.values()])
-    meet(ctx, route.call, route.digest, route.size, packets)
+    exchange_headers(ctx, route.call, route.digest, route.size, packets)
     out: list[Any] = [None] * len(packed.tensors)
     for group in route.groups:
-        flat = group.arriving[turn].index_select(0, group.order).view(group.dtype)
+        flat = group.received[turn].index_select(0, group.order).view(group.dtype)
         made = _unflatten_dense_tensors(flat, group.like)
         for place, tensor in zip(group.places, made, strict=True):
             out[place] = tensor
     return out
 
 
-def _laid_out(
+def _make_layout(
     ctx: DistContext, call: Call, tensors: Sequence[Tensor], *, joined: bool
-) -> Route | None:
+) -> PackedLayout | None:
     ranks = ctx.world_size
-    groups, size = places_in(tensors)
+    groups, size = byte_layout(tensors)
     fits = bool(tensors) and size <= capacity(ranks)
     # torch's unflattening gives tensors without entries another shape.
     usual = all([t.layout is torch.strided and not t.is_quantized and t.numel() for t in tensors])
     if ranks == 1 or ctx.comm.simulated or not fits or not usual:
         return None
-    rooms = ready(ctx, call).rooms
+    rooms = next_packets(ctx, call).buffers
     # Used again later, perhaps outside of the mode of this call.
     with torch.inference_mode(mode=False), torch.no_grad():
         slots: list[list[Any]] = [[None] * len(tensors) for _ in rooms]
@@ -142,7 +148,7 @@ def _laid_out(
             order = _order(entries[0], first, counts)
             rows = [one.view(-1) for one in entries]
             arriving.append(_Group(dtype, places, rows, order, like))
-    return Route(call, digest_of(call), size, slots, arriving)
+    return PackedLayout(call, digest_of(call), size, slots, arriving)
 
 
 def _order(entries: Tensor, first: int, counts: list[int]) -> Tensor:

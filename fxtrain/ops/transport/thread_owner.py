@@ -12,33 +12,33 @@ from fxtrain._errors import CollectiveError
 from fxtrain.ops.transport.mismatches import call_site
 from fxtrain.state import DistContext
 
-__all__ = ["owned"]
+__all__ = ["check_thread"]
 
 
-def owned(ctx: DistContext) -> None:
+def check_thread(ctx: DistContext) -> None:
     """Refuse a call from a thread other than the communicator's own.
 
     Raises:
         CollectiveError: the communicator is that of another thread, which is still running.
     """
-    ledger = ctx.comm.ledger
+    state = ctx.comm.state
     me = threading.get_ident()
-    if ledger.owner != me:
-        _other(ctx, me)
+    if state.thread != me:
+        _wrong_thread_error(ctx, me)
 
 
-def _other(ctx: DistContext, me: int) -> None:
-    ledger = ctx.comm.ledger
+def _wrong_thread_error(ctx: DistContext, me: int) -> None:
+    state = ctx.comm.state
     # torch's own threads run backward on an accelerator while the thread that asked waits.
     if type(threading.current_thread()).__name__ == "_DummyThread":
         return
     running = {thread.ident: thread.name for thread in threading.enumerate()}
-    if ledger.owner is None or ledger.owner not in running:
-        ledger.owner = me
+    if state.thread is None or state.thread not in running:
+        state.thread = me
         return
     raise CollectiveError(
         f"The thread {running[me]!r} calls a collective at {call_site()} on a context of the "
-        f"thread {running[ledger.owner]!r}. Calls of two threads come in another order on each "
+        f"thread {running[state.thread]!r}. Calls of two threads come in another order on each "
         f"rank, so their values would be mixed up. Give each thread a context of its own, made "
         f"on every rank by the thread that has this one: ops.duplicate(ctx)."
     )

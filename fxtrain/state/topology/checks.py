@@ -8,9 +8,9 @@ import attrs
 from fxtrain._errors import ContextError
 from fxtrain.state.topology.detection import Topology
 
-__all__ = ["number", "settle", "spread"]
+__all__ = ["checked_topology", "read_number", "with_node_numbers"]
 
-_MATTERS = re.compile(
+_RANK_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|NODE_|CROSS_)?(RANK|(WORLD_)?SIZE)$|MASTER_(ADDR|PORT)$|TORCHELASTIC_RUN_ID$"
     r"|OMPI_COMM_WORLD_|MV2_COMM_WORLD_|PMI_(LOCAL_)?(RANK|SIZE)$|MPI_LOCAL|PALS_(LOCAL_)?RANKID"
     r"|PALS_LOCAL_SIZE|PJRT_|TPU_WORKER_|SLURM_(PROCID|LOCALID|NODEID|N?TASKS|NNODES)"
@@ -19,7 +19,7 @@ _MATTERS = re.compile(
 _SHOWN_CHARS = 60
 
 
-def number(
+def read_number(
     env: Mapping[str, str],
     *names: str,
     least: int = 0,
@@ -48,7 +48,7 @@ def number(
     return int(text)
 
 
-def spread(topology: Topology) -> Topology:
+def with_node_numbers(topology: Topology) -> Topology:
     """Number the nodes, where a launcher tells only who is on this one.
 
     Exact if ranks fill one node after the other and all nodes have as many.
@@ -60,7 +60,7 @@ def spread(topology: Topology) -> Topology:
     return attrs.evolve(topology, node_rank=max(0, node_rank), num_nodes=max(1, num_nodes))
 
 
-def settle(topology: Topology, env: Mapping[str, str]) -> Topology:
+def checked_topology(topology: Topology, env: Mapping[str, str]) -> Topology:
     """Check what a launcher said, and find where its ranks meet.
 
     MASTER_ADDR and MASTER_PORT win over what the topology holds; an empty address or port 0
@@ -78,7 +78,7 @@ def settle(topology: Topology, env: Mapping[str, str]) -> Topology:
     here = "127.0.0.1" if topology.num_nodes == 1 else ""
     address = env.get("MASTER_ADDR", "").strip() or topology.main_address or here
     alone = topology.world_size == 1
-    port = number(
+    port = read_number(
         env, "MASTER_PORT", least=0 if alone else 1, most=65_535, default=topology.main_port
     )
     known = {"MASTER_ADDR": bool(address), "MASTER_PORT": bool(port)}
@@ -110,7 +110,7 @@ def _contradictions(t: Topology, env: Mapping[str, str]) -> list[str]:
     )
     problems = [text for wrong, text in tests if wrong]
     if t.launcher not in ("torchrun", "plain"):
-        other = number(env, "WORLD_SIZE", least=1, default=t.world_size)
+        other = read_number(env, "WORLD_SIZE", least=1, default=t.world_size)
         if other != t.world_size:
             problems.append(f"WORLD_SIZE={other}, but {t.launcher} started {t.world_size} ranks")
     return problems
@@ -125,7 +125,7 @@ def _why(t: Topology, env: Mapping[str, str]) -> str:
 
 
 def _found(env: Mapping[str, str]) -> str:
-    shown = [f"{name}={_short(env[name])}" for name in sorted(env) if _MATTERS.match(name)]
+    shown = [f"{name}={_short(env[name])}" for name in sorted(env) if _RANK_VARIABLES.match(name)]
     return ", ".join(shown) or "nothing else"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from fxtrain._errors import ContextError
-from fxtrain.state.topology.checks import number, settle, spread
+from fxtrain.state.topology.checks import checked_topology, read_number, with_node_numbers
 from fxtrain.state.topology.detection import Topology
 from fxtrain.state.topology.slurm import in_step, read_slurm, step_size
 
@@ -63,29 +63,29 @@ def read_topology(env: Mapping[str, str]) -> Topology:
     """
     for present, read in _READERS:
         if present(env):
-            return settle(read(env), env)
+            return checked_topology(read(env), env)
     return Topology()
 
 
 def _torch_like(env: _Env) -> Topology:
     """torchrun's variables; DeepSpeed's launcher and Ray call some of them otherwise."""
     elastic = "TORCHELASTIC_RUN_ID" in env
-    rank, world_size = number(env, "RANK"), number(env, "WORLD_SIZE", least=1)
+    rank, world_size = read_number(env, "RANK"), read_number(env, "WORLD_SIZE", least=1)
     one_node = world_size if elastic or "LOCAL_RANK" in env else 1
-    local_world = number(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", least=1, default=one_node)
+    local_world = read_number(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", least=1, default=one_node)
     topology = Topology(
         rank=rank,
         world_size=world_size,
-        local_rank=number(env, "LOCAL_RANK", default=rank % local_world),
+        local_rank=read_number(env, "LOCAL_RANK", default=rank % local_world),
         local_world_size=local_world,
         launcher="torchrun" if elastic else "plain",
         main_address="",
         store_is_served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
+        attempt=read_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
     )
-    guess = spread(topology)
-    node_rank = number(env, "GROUP_RANK", "NODE_RANK", "CROSS_RANK", default=guess.node_rank)
-    nodes = number(env, "GROUP_WORLD_SIZE", "CROSS_SIZE", least=1, default=guess.num_nodes)
+    guess = with_node_numbers(topology)
+    node_rank = read_number(env, "GROUP_RANK", "NODE_RANK", "CROSS_RANK", default=guess.node_rank)
+    nodes = read_number(env, "GROUP_WORLD_SIZE", "CROSS_SIZE", least=1, default=guess.num_nodes)
     return attrs.evolve(topology, node_rank=node_rank, num_nodes=nodes)
 
 
@@ -107,14 +107,14 @@ def _mpi(
     local_ranks: tuple[str, ...],
     local_sizes: tuple[str, ...],
 ) -> Topology:
-    world_size = number(env, *sizes, least=1)
+    world_size = read_number(env, *sizes, least=1)
     alone = 1 if world_size == 1 else None
-    topology = spread(
+    topology = with_node_numbers(
         Topology(
-            rank=number(env, *ranks),
+            rank=read_number(env, *ranks),
             world_size=world_size,
-            local_rank=number(env, *local_ranks, default=alone and 0),
-            local_world_size=number(env, *local_sizes, least=1, default=alone),
+            local_rank=read_number(env, *local_ranks, default=alone and 0),
+            local_world_size=read_number(env, *local_sizes, least=1, default=alone),
             launcher=launcher,
             main_address="",
         )
@@ -128,7 +128,7 @@ def _mpi(
 
 def _pjrt(env: _Env) -> Topology:
     """One process per TPU host, or several where torch_xla started them."""
-    slices = number(env, "MEGASCALE_NUM_SLICES", least=1, default=1)
+    slices = read_number(env, "MEGASCALE_NUM_SLICES", least=1, default=1)
     if slices > 1:
         raise ContextError(
             f"MEGASCALE_NUM_SLICES={slices}: PJRT's variables describe one slice only. Set RANK, "
@@ -136,11 +136,11 @@ def _pjrt(env: _Env) -> Topology:
         )
     names = ("PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT")
     both = None if any(name in env for name in names) else 1
-    local_rank = number(env, names[0], default=both and 0)
-    local_world = number(env, names[1], least=1, default=both)
+    local_rank = read_number(env, names[0], default=both and 0)
+    local_world = read_number(env, names[1], least=1, default=both)
     hosts = [host.strip() for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",")]
     hosts = [host for host in hosts if host]
-    node_rank = number(env, "TPU_WORKER_ID", default=0 if len(hosts) < 2 else None)
+    node_rank = read_number(env, "TPU_WORKER_ID", default=0 if len(hosts) < 2 else None)
     num_nodes = max(1, len(hosts))
     return Topology(
         rank=node_rank * local_world + local_rank,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 
 from fxtrain._errors import ContextError
-from fxtrain.state.topology.checks import number
+from fxtrain.state.topology.checks import read_number
 from fxtrain.state.topology.detection import Topology
 
 __all__ = ["in_step", "read_slurm", "step_size"]
@@ -40,10 +40,10 @@ def step_size(env: Mapping[str, str]) -> str | None:
 
 def read_slurm(env: Mapping[str, str]) -> Topology:
     """The topology of a step; what describes the whole job only fills the gaps."""
-    world_size = number(env, *_SIZES, least=1)
-    rank = number(env, "SLURM_PROCID")
+    world_size = read_number(env, *_SIZES, least=1)
+    rank = read_number(env, "SLURM_PROCID")
     tasks = _tasks_per_node(env, world_size)
-    node_rank = number(env, "SLURM_NODEID", default=0 if len(tasks) == 1 else None)
+    node_rank = read_number(env, "SLURM_NODEID", default=0 if len(tasks) == 1 else None)
     if node_rank >= len(tasks):
         raise ContextError(
             f"SLURM_NODEID={node_rank}, but the step has {len(tasks)} nodes (SLURM_STEP_NUM_NODES, "
@@ -52,7 +52,7 @@ def read_slurm(env: Mapping[str, str]) -> Topology:
     return Topology(
         rank=rank,
         world_size=world_size,
-        local_rank=number(env, "SLURM_LOCALID", default=0 if world_size == 1 else None),
+        local_rank=read_number(env, "SLURM_LOCALID", default=0 if world_size == 1 else None),
         local_world_size=tasks[node_rank],
         node_rank=node_rank,
         num_nodes=len(tasks),
@@ -64,8 +64,8 @@ def read_slurm(env: Mapping[str, str]) -> Topology:
 
 def _port(env: Mapping[str, str]) -> int:
     """One port per job and step, so that those that share a node do not meet."""
-    job = number(env, "SLURM_JOB_ID", "SLURM_JOBID", most=1 << 32, default=0)
-    step = number(env, "SLURM_STEP_ID", "SLURM_STEPID", most=_LAST_STEP, default=0)
+    job = read_number(env, "SLURM_JOB_ID", "SLURM_JOBID", most=1 << 32, default=0)
+    step = read_number(env, "SLURM_STEP_ID", "SLURM_STEPID", most=_LAST_STEP, default=0)
     return _PORTS[(job + 4_999 * step) % len(_PORTS)]
 
 
@@ -73,9 +73,11 @@ def _tasks_per_node(env: Mapping[str, str], world_size: int) -> list[int]:
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     name = next((name for name in names if name in env), None)
     counts = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-    num_nodes = number(env, *counts, least=1, most=_MOST_NODES, default=1)
+    num_nodes = read_number(env, *counts, least=1, most=_MOST_NODES, default=1)
     if name is None:
-        each = number(env, "SLURM_NTASKS_PER_NODE", least=1, default=-(-world_size // num_nodes))
+        each = read_number(
+            env, "SLURM_NTASKS_PER_NODE", least=1, default=-(-world_size // num_nodes)
+        )
         if each * num_nodes != world_size:
             raise ContextError(
                 f"{world_size} tasks (SLURM_NTASKS) are not {each} on each of {num_nodes} nodes "
@@ -84,7 +86,7 @@ def _tasks_per_node(env: Mapping[str, str], world_size: int) -> list[int]:
             )
         return [each] * num_nodes
     tasks = _expand(name, env[name])
-    nodes = number(env, "SLURM_STEP_NUM_NODES", least=1, default=len(tasks))
+    nodes = read_number(env, "SLURM_STEP_NUM_NODES", least=1, default=len(tasks))
     if (sum(tasks), len(tasks)) != (world_size, nodes):
         raise ContextError(
             f"{name}={env[name]!r} describes {sum(tasks)} tasks on {len(tasks)} nodes, but the "

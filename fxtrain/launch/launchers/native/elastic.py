@@ -22,15 +22,15 @@ from fxtrain.launch.launchers.native.network import is_local, reach, serve
 from fxtrain.launch.launchers.native.oom import count_kills, tell_kills
 from fxtrain.launch.launchers.native.preload import load_torch
 from fxtrain.launch.orphans import MARK, end_strays, kept, mark_within
-from fxtrain.launch.outcome import Ending, by_cause
+from fxtrain.launch.outcome import LaunchResult, by_cause
 from fxtrain.launch.rank_reports import read_reports, to_failures
-from fxtrain.launch.signals import TELLING, passed_on, tell_children
+from fxtrain.launch.signals import FORWARDED_SIGNALS, forward_signals, signal_children
 from fxtrain.launch.spec import LaunchSpec
 
 __all__ = ["run_elastic"]
 
 
-def run_elastic(spec: LaunchSpec, invocation: Invocation) -> Ending:
+def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
     """Run the elastic launcher until all ranks of this machine have ended.
 
     Effects:
@@ -46,7 +46,7 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> Ending:
     if spec.nodes == 1:  # which has no other machine to agree with
         os.environ.setdefault(SECRET, fresh_secret())
     os.environ[MARK] = mark_within(os.environ)
-    door = _open_meeting(spec)
+    door = _open_rendezvous(spec)
     with door or nullcontext():
         if spec.log_dir:
             Path(spec.log_dir).mkdir(parents=True, exist_ok=True)
@@ -57,35 +57,35 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> Ending:
         before = count_kills()
         with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
             config, program, arguments = _config(api, invocation.argv[3:], folder)
-            _meet_at(config, spec, door)
+            _use_store_rendezvous(config, spec, door)
             call = (config, program, arguments)
             with kept(os.environ[MARK], patience_s=spec.shutdown_s):
                 ending = _run(spec, api, call, Path(spec.log_dir or folder))
     return attrs.evolve(ending, memory=tell_kills(before, count_kills()))
 
 
-def _run(spec: LaunchSpec, api: Any, call: tuple[Any, ...], logs: Path) -> Ending:
+def _run(spec: LaunchSpec, api: Any, call: tuple[Any, ...], logs: Path) -> LaunchResult:
     config, program, arguments = call
     errors = importlib.import_module("torch.distributed.elastic.multiprocessing")
     meeting = importlib.import_module("torch.distributed.elastic.rendezvous")
     distributed = importlib.import_module("torch.distributed")
     start, begun = time.monotonic(), time.time()
     try:
-        with passed_on(TELLING, tell_children), _nothing_left(spec):
+        with forward_signals(FORWARDED_SIGNALS, signal_children), _end_leftovers(spec):
             api.elastic_launch(config, program)(*arguments)
     except errors.errors.ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         found = to_failures(codes, read_reports(_last_attempt(logs, since=begun)))
-        return Ending(ranks=spec.world_size, failures=by_cause(found))
+        return LaunchResult(ranks=spec.world_size, failures=by_cause(found))
     except errors.SignalException as error:
-        return Ending(ranks=spec.world_size, signal=int(error.sigval))
+        return LaunchResult(ranks=spec.world_size, signal=int(error.sigval))
     except (meeting.RendezvousError, distributed.DistError) as error:
-        raise LaunchError(_not_met(spec, error, time.monotonic() - start)) from error
-    return Ending(ranks=spec.world_size)
+        raise LaunchError(_rendezvous_error(spec, error, time.monotonic() - start)) from error
+    return LaunchResult(ranks=spec.world_size)
 
 
 @contextmanager
-def _nothing_left(spec: LaunchSpec) -> Iterator[None]:
+def _end_leftovers(spec: LaunchSpec) -> Iterator[None]:
     """End what the ranks have left behind; after a failure it is asked to end."""
     ask = True
     try:
@@ -95,7 +95,7 @@ def _nothing_left(spec: LaunchSpec) -> Iterator[None]:
         end_strays(os.environ[MARK], patience_s=spec.shutdown_s, ask=ask)
 
 
-def _open_meeting(spec: LaunchSpec) -> socket.socket | None:
+def _open_rendezvous(spec: LaunchSpec) -> socket.socket | None:
     """Listen at the main address, or see that it can be reached, before torch waits for it."""
     if spec.nodes == 1:
         return serve("127.0.0.1", spec.port)
@@ -116,7 +116,7 @@ def _open_meeting(spec: LaunchSpec) -> socket.socket | None:
     return None
 
 
-def _meet_at(config: Any, spec: LaunchSpec, door: socket.socket | None) -> None:
+def _use_store_rendezvous(config: Any, spec: LaunchSpec, door: socket.socket | None) -> None:
     """Replace torch's rendezvous, which listens on every interface and unpickles, by ours."""
     importlib.import_module("fxtrain.launch.launchers.native.rendezvous").register()
     host = "127.0.0.1" if spec.nodes == 1 else spec.main_address
@@ -190,7 +190,7 @@ def _last_attempt(logs: Path, *, since: float) -> list[Path]:
     return sorted(last.glob("*/error.json"))
 
 
-def _not_met(spec: LaunchSpec, error: BaseException, waited_s: float) -> str:
+def _rendezvous_error(spec: LaunchSpec, error: BaseException, waited_s: float) -> str:
     place = f"{spec.main_address or '127.0.0.1'}:{spec.port}"
     said = str(error.__cause__ or error).strip().splitlines()
     return (

@@ -59,11 +59,13 @@ def _handler(params: RendezvousParameters) -> Any:
         raise RendezvousConnectionError(f"The store at {params.endpoint}: {error}") from error
     if params.config["meets"] == "c10d":
         backend = StateBackend(store, params.run_id)
-        return _Clearing(dynamic.create_handler(store, backend, params), params)
-    return _Clearing(_Fixed(store, params, (host.strip("[]"), int(port))), params)
+        return _CleaningRendezvous(dynamic.create_handler(store, backend, params), params)
+    return _CleaningRendezvous(
+        _StaticRendezvous(store, params, (host.strip("[]"), int(port))), params
+    )
 
 
-class _Clearing:
+class _CleaningRendezvous:
     """A handler that ends what the ranks of an attempt have left before the next one starts."""
 
     def __init__(self, handler: RendezvousHandler, params: RendezvousParameters) -> None:
@@ -80,7 +82,7 @@ class _Clearing:
         return getattr(self._handler, name)
 
 
-class _Fixed(RendezvousHandler):
+class _StaticRendezvous(RendezvousHandler):
     """Nodes with fixed numbers, or one node, that need only the store to meet."""
 
     def __init__(self, store: Any, params: RendezvousParameters, place: tuple[str, int]) -> None:

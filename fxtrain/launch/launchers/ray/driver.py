@@ -23,22 +23,22 @@ def main() -> int:
     Returns:
         The exit code of the first node that failed, or 0.
     """
-    told = json.loads(Path(sys.argv[1]).read_text())
+    settings = json.loads(Path(sys.argv[1]).read_text())
     ray = optional("ray", extra="ray", needed_by="fxtrain launch --launcher ray")
-    if told["address"]:
-        ray.init(address=told["address"])
+    if settings["address"]:
+        ray.init(address=settings["address"])
     else:
         ray.init(include_dashboard=False)
     try:
-        return _run(ray, told)
+        return _run(ray, settings)
     finally:
         ray.shutdown()
 
 
-def node_words(told: dict[str, Any], node: int, address: str, port: int) -> list[str]:
+def node_words(settings: dict[str, Any], node: int, address: str, port: int) -> list[str]:
     """The words after `fxtrain launch` on one node."""
-    words: list[str] = list(told["words"])
-    if told["nodes"] == 1:
+    words: list[str] = list(settings["words"])
+    if settings["nodes"] == 1:
         return words
     place = [f"--node-rank={node}", f"--main-address={address}", f"--main-port={port}"]
     # After what the spec says, where the last of two counts.
@@ -46,26 +46,27 @@ def node_words(told: dict[str, Any], node: int, address: str, port: int) -> list
     return [*words[:split], *place, *words[split:]]
 
 
-def _run(ray: Any, told: dict[str, Any]) -> int:
+def _run(ray: Any, settings: dict[str, Any]) -> int:
     """Place the nodes, start their launchers, and wait until all have ended or one failed."""
-    nodes = told["nodes"]
-    share = {"CPU": told["cpus"], **({"GPU": told["gpus"]} if told["gpus"] else {})}
+    nodes = settings["nodes"]
+    share = {"CPU": settings["cpus"], **({"GPU": settings["gpus"]} if settings["gpus"] else {})}
     spread = "STRICT_SPREAD" if nodes > 1 else "STRICT_PACK"
     group = ray.util.placement_group([share] * nodes, strategy=spread)
     ray.get(group.ready())
     actors = [
         ray.remote(_Node).options(
-            num_cpus=told["cpus"],
-            num_gpus=told["gpus"],
+            num_cpus=settings["cpus"],
+            num_gpus=settings["gpus"],
             scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=node
             ),
         ).remote()
         for node in range(nodes)
     ]  # fmt: skip
-    address, port = ray.get(actors[0].place.remote(told["main_port"]))
+    address, port = ray.get(actors[0].place.remote(settings["main_port"]))
     running = [
-        actor.run.remote(node_words(told, node, address, port)) for node, actor in enumerate(actors)
+        actor.run.remote(node_words(settings, node, address, port))
+        for node, actor in enumerate(actors)
     ]
     while running:
         done, running = ray.wait(running, num_returns=1)
