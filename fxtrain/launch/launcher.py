@@ -10,7 +10,7 @@ from fxtrain.launch.outcome import LaunchResult
 from fxtrain.launch.process import run_program
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["COMMON", "MEETING", "PER_NODE", "Launcher"]
+__all__ = ["COMMON", "PER_NODE", "RENDEZVOUS_FIELDS", "Launcher"]
 
 # Fields of a spec, by name: those that every launcher honours, ...
 COMMON = frozenset(
@@ -18,7 +18,7 @@ COMMON = frozenset(
      "cpu", "gpus", "threads")
 )  # fmt: skip
 # ... where the ranks meet, and what torch's elastic launcher does on each node.
-MEETING = ("main_address", "main_port")
+RENDEZVOUS_FIELDS = ("main_address", "main_port")
 PER_NODE = (
     "connect_timeout_s", "monitor_interval_s", "shutdown_s", "role", "log_dir", "redirect", "tee",
     "show_ranks", "bind", "restarts",

@@ -11,7 +11,13 @@ from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext
 
-__all__ = ["fail_together", "problem_of_ranks", "raise_on_all_ranks", "raise_together", "told"]
+__all__ = [
+    "fail_together",
+    "gather_errors",
+    "problem_of_ranks",
+    "raise_on_all_ranks",
+    "raise_together",
+]
 
 
 def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
@@ -34,7 +40,7 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
     """
     check_is_context("raise_together", ctx)
     if ctx.world_size > 1:
-        found = told("raise_together", "" if problem is None else error_text(problem), ctx)
+        found = gather_errors("raise_together", "" if problem is None else error_text(problem), ctx)
         if problem is None and any(found):
             lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
             raise CollectiveError("\n".join(["Another rank failed:", *lines]))
@@ -93,13 +99,13 @@ def problem_of_ranks(op: str, words: str, ctx: DistContext) -> str:
     Effects:
         One exchange of packets.
     """
-    found = {rank: text for rank, text in enumerate(told(op, words, ctx)) if text}
+    found = {rank: text for rank, text in enumerate(gather_errors(op, words, ctx)) if text}
     if len(set(found.values())) <= 1:
         return next(iter(found.values()), "")
     return "\n".join(f"rank {rank}: {text}" for rank, text in found.items())
 
 
-def told(op: str, words: str, ctx: DistContext) -> list[str]:
+def gather_errors(op: str, words: str, ctx: DistContext) -> list[str]:
     """Every rank's words, by rank; no rank has to know how long those of others are.
 
     Effects:

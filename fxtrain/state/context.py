@@ -59,7 +59,7 @@ class CommState:
     pending_check: Any = None
     failure: str | None = None
     background_tasks: list[Any] = attrs.field(factory=list)
-    save_context: "DistContext | None" = None
+    save_context: DistContext | None = None
     save_buffer: torch.Tensor | None = attrs.field(default=None, repr=False)
     restored_from: str | None = None
     in_main_first: bool = False

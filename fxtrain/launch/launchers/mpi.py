@@ -8,7 +8,7 @@ from fxtrain._errors import LaunchError
 from fxtrain._secret import SECRET
 from fxtrain.launch.fields import count, launch_record
 from fxtrain.launch.invocation import Invocation
-from fxtrain.launch.launcher import MEETING, Launcher
+from fxtrain.launch.launcher import RENDEZVOUS_FIELDS, Launcher
 from fxtrain.launch.machine import Machine
 from fxtrain.launch.process import ERRORS
 from fxtrain.launch.program import rank_command, shared_environment, threads_of
@@ -146,6 +146,6 @@ MPI = Launcher(
     help="mpirun of Open MPI, MPICH or Intel MPI",
     invocation=mpi,
     options=MpiOptions,
-    uses=[*MEETING, "bind", "log_dir"],
+    uses=[*RENDEZVOUS_FIELDS, "bind", "log_dir"],
     needs=["mpi", "port"],
 )

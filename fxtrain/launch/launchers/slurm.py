@@ -11,7 +11,7 @@ from fxtrain._errors import LaunchError
 from fxtrain._secret import SECRET
 from fxtrain.launch.fields import count, each, launch_record, name_values
 from fxtrain.launch.invocation import Invocation
-from fxtrain.launch.launcher import MEETING, Launcher
+from fxtrain.launch.launcher import RENDEZVOUS_FIELDS, Launcher
 from fxtrain.launch.machine import Machine
 from fxtrain.launch.process import ERRORS
 from fxtrain.launch.program import (
@@ -212,5 +212,5 @@ SLURM = Launcher(
     help="srun inside a job of SLURM, or else a batch file for sbatch",
     invocation=slurm,
     options=SlurmOptions,
-    uses=[*MEETING, "bind", "log_dir"],
+    uses=[*RENDEZVOUS_FIELDS, "bind", "log_dir"],
 )

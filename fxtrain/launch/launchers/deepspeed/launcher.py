@@ -8,7 +8,7 @@ import attrs
 from fxtrain._errors import LaunchError
 from fxtrain.launch.fields import count, launch_record
 from fxtrain.launch.invocation import Invocation
-from fxtrain.launch.launcher import MEETING, Launcher
+from fxtrain.launch.launcher import RENDEZVOUS_FIELDS, Launcher
 from fxtrain.launch.launchers.deepspeed.hostfile import (
     Hosts,
     deepspeed_argv,
@@ -222,6 +222,6 @@ DEEPSPEED = Launcher(
     help="DeepSpeed's launcher, on this machine or on those of its hostfile",
     invocation=deepspeed,
     options=DeepSpeedOptions,
-    uses=[*MEETING, "log_dir"],
+    uses=[*RENDEZVOUS_FIELDS, "log_dir"],
     needs=["port", "hosts"],
 )
