@@ -1,29 +1,29 @@
-"""Rows of a table that installed packages add, each by an entry point."""
+"""Records that installed packages add to a table, each by an entry point."""
 
 import importlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable
 from typing import TypeVar
 
 from fxtrain._errors import FxError
 
-__all__ = ["with_installed"]
+__all__ = ["installed_rows"]
 
 K = TypeVar("K", bound=Hashable)
 R = TypeVar("R")
 
 
-def with_installed(
-    own: Mapping[K, R],
+def installed_rows(
     *,
+    taken: Collection[K],
     group: str,
     kind: type[R],
     key: Callable[[R], K],
     error: type[FxError],
 ) -> dict[K, R]:
-    """A table with the rows of installed packages after fxtrain's own.
+    """By key, the records that the entry points of installed packages load to.
 
     Args:
-        own: fxtrain's rows, by key.
+        taken: Keys of fxtrain's own.
         group: The group of entry points, such as `fxtrain.launchers`.
         kind: What each entry point loads to.
         key: (row) → by what it is found.
@@ -35,7 +35,7 @@ def with_installed(
     Raises:
         FxError: of the kind `error`: an entry point gives something else, or two rows share a key.
     """
-    table = dict(own)
+    table: dict[K, R] = {}
     metadata = importlib.import_module("importlib.metadata")  # takes time that few commands need
     for entry in metadata.entry_points(group=group):
         row = entry.load()
@@ -45,7 +45,7 @@ def with_installed(
                 f"{named} should give a {kind.__name__}, found {type(row).__name__}. Ask the "
                 f"author of its package."
             )
-        if key(row) in table:
+        if key(row) in table or key(row) in taken:
             name = key(row)
             shown = name.__name__ if isinstance(name, type) else name
             raise error(

@@ -6,7 +6,8 @@ import torch
 
 import fxtrain as fx
 from fxtrain.backends import STRATEGIES, strategies
-from fxtrain.state import unsupported
+from fxtrain.launch.config.launch_file import parse
+from fxtrain.state import structure, unsupported
 from fxtrain.testing import LAWS, Cluster
 
 
@@ -31,8 +32,7 @@ def installed(monkeypatch):
                 return {"ROW": ROW, "WRONG": WRONG, "TWICE": TWICE}[self.name]
 
         Entry.name = name
-        for module in ("fxtrain.backends.table", "fxtrain.state.files"):
-            monkeypatch.setattr(f"{module}.entry_points", lambda group: [Entry()])
+        monkeypatch.setattr("fxtrain.state.registry.entry_points", lambda group: [Entry()])
 
     return install
 
@@ -51,11 +51,31 @@ def test_a_third_party_row_is_found_by_its_config(installed):
     assert fx.fingerprint(plan) != fx.fingerprint(fx.Plan())
 
 
+def test_a_checkpoint_gives_the_plan_of_an_installed_strategy_back(installed, tmp_path):
+    installed("ROW")
+    plan = fx.Plan(strategy=Mine(level=3))
+    with fx.detect({}, device="cpu") as ctx:
+        model = fx.wrap(torch.nn.Linear(2, 1), ctx, plan)
+        fx.save(tmp_path, ctx, model)
+        assert fx.restore(tmp_path, ctx, model).plan() == plan
+
+
 @pytest.mark.parametrize(("name", "words"), [("WRONG", "found str"), ("TWICE", "second strategy")])
-def test_a_wrong_entry_point_is_named(installed, name, words):
+@pytest.mark.parametrize(
+    "read",
+    [
+        strategies,
+        lambda: fx.loads("{}"),
+        lambda: structure({}, fx.Plan),
+        lambda: parse("", "toml"),
+        lambda: fx.wrap(torch.nn.Linear(2, 1), fx.detect({}), fx.Plan(strategy=Mine())),
+    ],
+    ids=["table", "text", "data", "launch file", "wrap"],
+)
+def test_a_wrong_entry_point_is_named(installed, name, words, read):
     installed(name)
     with pytest.raises(fx.PlanError, match=words):
-        strategies()
+        read()
 
 
 def test_a_config_that_nobody_carries_out_is_refused():
@@ -86,10 +106,10 @@ def _check(ctx, plan, module):
     return ()
 
 
-def _wrap(module, ctx, plan, optimizer, scheduler):
+def _wrap(row, module, ctx, plan, optimizer, scheduler):
     values = ops.broadcast(module.state_dict(), ctx.axis("data"))  # rank 0's count
     module.load_state_dict(values)
-    return SINGLE.wrap(module, ctx, plan, optimizer, scheduler)
+    return SINGLE.wrap(row, module, ctx, plan, optimizer, scheduler)
 
 
 @contextmanager

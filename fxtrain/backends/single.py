@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from fxtrain.backends.context.positions import expose_positions
@@ -13,8 +12,7 @@ from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.module_changes import prepare_module, unmatched_names, xla_problems
 from fxtrain.backends.core.optimizers import make_optimizers, make_schedulers
 from fxtrain.backends.core.weights import torch_weights
-from fxtrain.backends.local.averaging import average
-from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped
+from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped, unsupported
 
 __all__ = ["SINGLE", "make_handle", "wrap_without_engine"]
 
@@ -29,20 +27,14 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     return tuple(problems)
 
 
-def _wrap(
-    module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
-) -> Wrapped:
-    return wrap_without_engine(module, ctx, plan, optimizer, scheduler, strategy=SINGLE)
-
-
 def wrap_without_engine(
+    strategy: Strategy,
     module: nn.Module,
     ctx: DistContext,
     plan: Plan,
     optimizer: Any,
     scheduler: Any,
     *,
-    strategy: Strategy,
     change: Any = None,
 ) -> Wrapped:
     """Wrap a module that is its own engine; `change` is what becomes of each optimizer."""
@@ -54,19 +46,17 @@ def wrap_without_engine(
         undo_blocks()
         undo_rows()
 
-    return make_handle(
-        module, ctx, plan, optimizer, scheduler, strategy=strategy, undo=undo, change=change
-    )
+    return make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo, change=change)
 
 
 def make_handle(
+    strategy: Strategy,
     module: nn.Module,
     ctx: DistContext,
     plan: Plan,
     optimizer: Any,
     scheduler: Any,
     *,
-    strategy: Strategy,
     undo: Callable[[], None],
     change: Any = None,
 ) -> Wrapped:
@@ -84,8 +74,7 @@ def make_handle(
         ctx=ctx,
         plan=plan,
         strategy=with_context_parallel(strategy, ctx, plan),
-        tally=step_functions.new_tally(ctx),
-        counts=torch.zeros(5, dtype=torch.int64),
+        window=step_functions.new_window(ctx),
         undo=undo,
     )
 
@@ -99,7 +88,7 @@ SINGLE = Strategy(
     name="Single",
     config=Single,
     check=_check,
-    wrap=_wrap,
+    wrap=wrap_without_engine,
     forward=step_functions.forward,
     sync=step_functions.no_sync,
     backward=step_functions.backward,
@@ -113,5 +102,5 @@ SINGLE = Strategy(
     load_state=load_state,
     weights=torch_weights,
     unwrap=_unwrap,
-    average=average,
+    average=unsupported("averaging of copies", by="Single, which trains one,"),
 )

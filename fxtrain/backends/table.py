@@ -1,6 +1,5 @@
 """From a plan's strategy to the functions that carry it out."""
 
-from importlib.metadata import entry_points
 from typing import Any
 
 import attrs
@@ -8,7 +7,6 @@ import torch
 from torch import nn
 
 from fxtrain._errors import PlanError
-from fxtrain.backends.context.split_sequences import with_context_parallel
 from fxtrain.backends.core.module_changes import model_signature
 from fxtrain.backends.core.plain_module import record_module
 from fxtrain.backends.ddp.strategy import DDP_STRATEGY
@@ -20,7 +18,15 @@ from fxtrain.backends.single import SINGLE
 from fxtrain.backends.xla.strategy import XLA_STRATEGY
 from fxtrain.ops.plan_agreement import check_same_plan
 from fxtrain.ops.whole_tensors import plain_name
-from fxtrain.state import DistContext, Plan, Strategy, Wrapped, check_connected, check_open
+from fxtrain.state import (
+    DistContext,
+    Plan,
+    Strategy,
+    Wrapped,
+    check_connected,
+    check_open,
+    installed_strategies,
+)
 
 __all__ = ["STRATEGIES", "problems_of", "strategies", "unwrap", "wrap"]
 
@@ -32,39 +38,23 @@ STRATEGIES = (
     PIPELINE_STRATEGY,
     XLA_STRATEGY,
 )
-_GROUP = "fxtrain.strategies"
-_MICRO_BATCHES = 0  # place in the counts
 
 
 def strategies() -> dict[type, Strategy]:
     """Every strategy by its config type: fxtrain's, then those of installed packages.
 
     A package adds one by an entry point in the group `fxtrain.strategies` that loads to a
-    `Strategy`.
+    `Strategy`. `fx.wrap(..., strategy=row)` takes one without an entry point.
 
     Raises:
-        PlanError: an entry point gives something else, or two rows share a config type.
+        PlanError: an entry point loads to something else, or to a second strategy for a config.
 
     Example:
         >>> from fxtrain.backends import strategies
         >>> sorted(config.__name__ for config in strategies())
         ['DDP', 'DeepSpeed', 'FSDP', 'PP', 'Single', 'XLA']
     """
-    table: dict[type, Strategy] = {row.config: row for row in STRATEGIES}
-    for entry in entry_points(group=_GROUP):
-        row = entry.load()
-        if not isinstance(row, Strategy):
-            raise PlanError(
-                f"The entry point {entry.name} = {entry.value} in {_GROUP} should give a "
-                f"Strategy, found {type(row).__name__}. Ask the author of its package."
-            )
-        if row.config in table:
-            raise PlanError(
-                f"The entry point {entry.name} = {entry.value} in {_GROUP} brings a second "
-                f"strategy for {row.config.__name__}. Uninstall one of them."
-            )
-        table[row.config] = row
-    return table
+    return {row.config: row for row in (*STRATEGIES, *installed_strategies())}
 
 
 def wrap(
@@ -74,6 +64,7 @@ def wrap(
     *,
     optimizer: Any = None,
     scheduler: Any = None,
+    strategy: Strategy | None = None,
 ) -> Wrapped:
     """Make a model ready to train or run under a plan.
 
@@ -86,6 +77,8 @@ def wrap(
             called once the strategy is ready for it, with the parameters that require a
             gradient. `params.named()` pairs them with their names. None only runs the model.
         scheduler: Factory from what the optimizer factory returned to a scheduler or several.
+        strategy: The functions that carry the plan out, such as a row of `strategies()` with
+            one of them changed; by default the row that the config `plan.strategy` selects.
 
     Effects:
         Moves the module to the context's device in place. Compares plan and model between the
@@ -106,22 +99,19 @@ def wrap(
         ...     model(torch.ones(3, 2)).shape
         torch.Size([3, 1])
     """
-    _check_types(model, ctx, plan)
+    _check_types(model, ctx, plan, strategy)
     check_connected("wrap", ctx)
     if ctx.world_size > 1:
         factories = {"optimizer": optimizer, "scheduler": scheduler}
         given = {name: "none" if one is None else "given" for name, one in factories.items()}
+        given["strategy"] = "the plan's" if strategy is None else strategy.name
         check_same_plan("wrap", ctx, plan, {"model": model_signature(model), **given})
-    strategy = _strategy_of(plan)
-    if problems := problems_of(strategy, ctx, plan, model):
+    row = _strategy_of(plan) if strategy is None else strategy
+    if problems := problems_of(row, ctx, plan, model):
         raise PlanError("\n".join(problems))
     wrapped, formats = record_module(model), _formats(model)
-    made = strategy.wrap(model, ctx, plan, optimizer, scheduler)
-    made = attrs.evolve(made, bare=wrapped(), formats=formats)
-    if made.strategy.config is strategy.config:
-        return made
-    # Of a row that changes functions of another and leaves its wrap.
-    return attrs.evolve(made, strategy=with_context_parallel(strategy, ctx, plan))
+    made = row.wrap(row, model, ctx, plan, optimizer, scheduler)
+    return attrs.evolve(made, bare=wrapped(), formats=formats)
 
 
 def unwrap(model: Wrapped) -> nn.Module:
@@ -149,7 +139,7 @@ def unwrap(model: Wrapped) -> nn.Module:
         raise PlanError(f"unwrap takes what fx.wrap returned, found {type(model).__name__}.")
     check_open(model, "unwrap", PlanError)
     module = model.strategy.unwrap(model)
-    if model.counts[_MICRO_BATCHES]:
+    if model.window.micro:
         for parameter in module.parameters():
             parameter.grad = None
     model.closed.append("unwrap")
@@ -183,6 +173,8 @@ def problems_of(
     strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module
 ) -> tuple[str, ...]:
     """Why a plan cannot be carried out in a context; no traffic, the same on all ranks."""
+    if told := _row_problems(strategy, plan):
+        return told
     found = (*strategy.check(ctx, plan, module), *_wrap_error(strategy, ctx, plan))
     return (*found, *local_problems(ctx, plan))
 
@@ -196,7 +188,23 @@ def _wrap_error(strategy: Strategy, ctx: DistContext, plan: Plan) -> tuple[str, 
     )
 
 
-def _check_types(model: Any, ctx: Any, plan: Any) -> None:
+def _row_problems(strategy: Strategy, plan: Plan) -> tuple[str, ...]:
+    """What is wrong with a row itself, or with its use for a plan."""
+    if type(plan.strategy) is not strategy.config:
+        kind = strategy.config.__name__
+        return (
+            f"wrap(strategy={strategy.name}) carries out a {kind}, and the plan has "
+            f"strategy={plan.strategy!r}. Use Plan(strategy={kind}(...)), or leave strategy out.",
+        )
+    return tuple(
+        f"{strategy.name} has its own {name}, which nothing would call: its run or apply does that "
+        f"work itself. Change that function too, and leave {name!r} out of the row's `fused`."
+        for name, function in strategy.fused
+        if getattr(strategy, name) is not function
+    )
+
+
+def _check_types(model: Any, ctx: Any, plan: Any, strategy: Any) -> None:
     if isinstance(model, Wrapped):
         raise PlanError("wrap: this model is wrapped already. Pass fx.unwrap(model).")
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -214,4 +222,10 @@ def _check_types(model: Any, ctx: Any, plan: Any) -> None:
         raise PlanError(
             f"wrap: plan is a {type(plan).__name__}, not a Plan. For example: "
             f"fx.wrap(net, ctx, fx.Plan(precision='bf16'), optimizer=...)."
+        )
+    if not isinstance(strategy, Strategy | None):
+        raise PlanError(
+            f"wrap(strategy=...) takes a Strategy, the functions that carry a plan out, found "
+            f"{type(strategy).__name__}. A config such as fx.FSDP() goes into the plan: "
+            f"fx.Plan(strategy=fx.FSDP())."
         )

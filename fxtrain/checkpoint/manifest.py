@@ -226,7 +226,7 @@ def _manifest(data: dict[str, Any]) -> Manifest:
     if not ranks or ranks != len(own):
         raise ValueError(f"{ranks} ranks saved, and there are states of {len(own)}")
     try:
-        position = structure(data["position"], Position)
+        position = structure(data["position"], Position, ())
     except PlanError as error:
         raise ValueError(str(error)) from error
     return Manifest(

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import attrs
 
 from fxtrain._errors import LaunchError
-from fxtrain._installed import with_installed
+from fxtrain._installed import installed_rows
 from fxtrain._record import closest
 from fxtrain.launch.fields import options_from
 from fxtrain.launch.invocation import Invocation
@@ -48,13 +48,16 @@ def known_launchers() -> dict[str, Launcher]:
         >>> "slurm" in known_launchers()
         True
     """
-    return with_installed(
-        LAUNCHERS,
-        group="fxtrain.launchers",
-        kind=Launcher,
-        key=lambda row: row.name,
-        error=LaunchError,
-    )
+    return {
+        **LAUNCHERS,
+        **installed_rows(
+            taken=LAUNCHERS,
+            group="fxtrain.launchers",
+            kind=Launcher,
+            key=lambda row: row.name,
+            error=LaunchError,
+        ),
+    }
 
 
 def find_launcher(spec: LaunchSpec) -> Launcher:

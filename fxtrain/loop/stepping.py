@@ -24,11 +24,10 @@ from fxtrain.state import (
     check_connected,
     check_open,
     is_alone,
+    round_of,
 )
 
 __all__ = ["StepFns", "step"]
-
-_NONFINITE_SLOT = 2  # place in the tally
 
 
 def _check_model(_: Any, __: Any, model: Any) -> None:
@@ -170,7 +169,8 @@ def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -
     plan = model.plan
     due = batch.position.micro == 0
     strategy = model.strategy
-    now, local = model.round, plan.local
+    local = plan.local
+    now = None if local is None else round_of(model)
     independent = now is not None and local is not None and is_alone(local, batch.position)
     by_itself = independent and now is not None and len(now.peers) == 1
     try:
@@ -181,7 +181,7 @@ def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -
             model, batch, compute_loss, (due or plan.sync_each) and not by_itself
         )
         if plan.nonfinite != "ignore":
-            model.tally[_NONFINITE_SLOT] += ~torch.isfinite(weighted.mean)
+            model.window.bad_losses.add_(~torch.isfinite(weighted.mean))
         outcome = _update(ctx, batch, fns, weighted, independent=independent) if due else None
         if now is not None:
             strategy.average(model, batch.position)
@@ -253,8 +253,8 @@ def _update(
 def _nonfinite(ctx: DistContext, batch: Batch, model: Wrapped) -> bool:
     """Whether any rank met a non-finite loss or gradient; the same answer on every rank."""
     bad_grads = not model.strategy.finite(model)
-    bad_losses = int(model.tally[_NONFINITE_SLOT])
-    model.tally[_NONFINITE_SLOT] = 0
+    bad_losses = int(model.window.bad_losses)
+    model.window.bad_losses.zero_()
     found = ops.gather_objects((bad_losses, bad_grads), ctx)
     if not any(losses or grads for losses, grads in found):
         return False

@@ -17,12 +17,9 @@ from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._errors import StepError
-from fxtrain.state import Batch, DistContext, Weighted, WeightedLoss, Wrapped
+from fxtrain.state import Batch, DistContext, Round, Weighted, WeightedLoss, Wrapped, round_of
 
 __all__ = ["close_window", "count", "end_window", "is_empty", "weigh_loss", "window_has_more"]
-
-_SCALE, _SUM = 0, 1  # places in the tally
-_MICRO, _ROWS, _FULL, _REAL = 0, 1, 2, 3  # places in the counts
 
 
 def window_has_more(batch: Batch, model: Wrapped) -> bool:
@@ -43,7 +40,9 @@ def weigh_loss(
     if type(loss) is Weighted:
         return _weigh_explicit(loss, aux, batch, model, independent=independent)
     mine, ranks = batch.sizes[model.ctx.axis("data").rank], len(sizes)
-    total = int(model.counts[_FULL]) if window_has_more(batch, model) else sum(sizes) * batch.parts
+    total = (
+        int(model.window.full_rows) if window_has_more(batch, model) else sum(sizes) * batch.parts
+    )
     if mine * ranks == total != 0:
         part = loss
     elif mine and total % (mine * ranks) == 0:
@@ -60,58 +59,63 @@ def close_window(
 ) -> float | Tensor | None:
     """The factor that gradients still need when the window closes; None for none."""
     if weighted.provisional:
-        losses = _group(model, independent=independent)
-        total = ops.reduce(model.tally[_SUM], losses, op="sum")
-        factor = torch.where(total > 0, losses.world_size / (model.tally[_SCALE] * total), 0.0)
-        model.tally[:2] = 0
+        losses, window = _group(model, independent=independent), model.window
+        total = ops.reduce(window.weight, losses, op="sum")
+        factor = torch.where(total > 0, losses.world_size / (window.scale * total), 0.0)
+        torch._foreach_zero_([window.scale, window.weight])
         return factor
     if not window_has_more(batch, model):
         return None
-    rows, full = model.counts[_ROWS : _FULL + 1].tolist()
+    rows, full = int(model.window.rows), int(model.window.full_rows)
     return None if rows in (0, full) else full / rows
 
 
 def is_empty(batch: Batch, model: Wrapped) -> bool:
     """Whether a copy that trains alone had no row in the window that closes."""
     if window_has_more(batch, model):
-        return not model.counts[_ROWS]
+        return not model.window.rows
     return not any(_replica_rows(batch, model))
 
 
 def end_window(model: Wrapped) -> int:
     """Forget the window; real rows that it held, on all ranks."""
-    rows = int(model.counts[_REAL])
-    model.counts[: _REAL + 1] = 0
+    rows = int(model.window.real_rows)
+    model.window.counts.zero_()
     return rows
 
 
 def _group(model: Wrapped, *, independent: bool) -> DistContext:
     """The ranks over which gradients are averaged."""
-    return model.round.within if independent and model.round else model.ctx.axis("loss")
+    return _round(model).within if independent else model.ctx.axis("loss")
 
 
 def _replica_rows(batch: Batch, model: Wrapped) -> tuple[int, ...]:
     """The rows of each rank of a copy that trains alone."""
-    assert model.round is not None
-    return tuple([batch.sizes[rank] for rank in model.round.peers])
+    return tuple([batch.sizes[rank] for rank in _round(model).peers])
+
+
+def _round(model: Wrapped) -> Round:
+    """The round of a copy that trains alone."""
+    now = round_of(model)
+    assert now is not None
+    return now
 
 
 def count(batch: Batch, model: Wrapped, *, independent: bool = False) -> None:
     """Note a micro-batch's rows in the account of its window."""
     sizes = _replica_rows(batch, model) if independent else batch.sizes
-    counts = model.counts
-    if counts[_MICRO] == 0:
+    window = model.window
+    if not window.micro:
         known = None if independent else batch.window_rows
-        counts[_FULL] = known or model.plan.accumulate * max(batch.sizes) * len(sizes)
-    counts[_MICRO] += 1
-    counts[_ROWS] += sum(sizes)
-    counts[_REAL] += sum(batch.rows)
+        window.full_rows.fill_(known or model.plan.accumulate * max(batch.sizes) * len(sizes))
+    window.micro.add_(1)
+    window.rows.add_(sum(sizes))
+    window.real_rows.add_(sum(batch.rows))
 
 
 def _count_for_average(loss: Any, batch: Batch, model: Wrapped, sizes: tuple[int, ...]) -> None:
     """Note what this copy trained on, by which it counts when the copies are averaged."""
-    now = model.round
-    assert now is not None
+    now = _round(model)
     if type(loss) is Weighted:
         if batch.sizes[model.ctx.axis("data").rank]:
             now.weight.add_(torch.as_tensor(loss.weight).detach().reshape(()))
@@ -126,7 +130,8 @@ def _weigh_explicit(
     losses = _group(model, independent=independent)
     # Rows that stand in for none count for nothing, whatever the loss says of them.
     present = 1 if batch.sizes[model.ctx.axis("data").rank] else 0
-    weight = torch.as_tensor(loss.weight, dtype=model.tally.dtype, device=model.tally.device)
+    window = model.window
+    weight = torch.as_tensor(loss.weight, dtype=window.sums.dtype, device=window.sums.device)
     if weight.numel() != 1:
         raise StepError(
             f"Weighted(total, weight): the weight has the shape {list(weight.shape)}. "
@@ -141,11 +146,11 @@ def _weigh_explicit(
         total = ops.reduce(weight, losses, op="sum")
         scale = torch.where(total > 0, losses.world_size / total, 0.0)
     else:
-        if model.counts[_MICRO] <= 1 and batch.part == 0:
+        if window.micro <= 1 and batch.part == 0:
             micro = model.plan.accumulate * batch.parts
-            model.tally[_SCALE] = _provisional_scale(weight, micro, losses)
-        model.tally[_SUM] += weight
-        scale = model.tally[_SCALE]
+            window.scale.copy_(_provisional_scale(weight, micro, losses))
+        window.weight.add_(weight)
+        scale = window.scale
     part = loss.total * (scale * present).to(dtype)
     shown = loss.weight if present else weight
     return WeightedLoss(loss=part, mean=mean, weight=shown, aux=aux, provisional=provisional)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxtrain._errors import StepError
-from fxtrain.state import Position, UpdateResult, UpdateSpec, Wrapped, check_open
+from fxtrain.state import Position, UpdateResult, UpdateSpec, Wrapped, check_open, round_of
 
 __all__ = [
     "DTYPES",
@@ -198,7 +198,7 @@ def average(model: Wrapped, position: Position | None = None) -> None:
     """
     if model.closed:
         check_open(model, "ops.average")
-    if model.round is not None:
+    if round_of(model) is not None:
         model.strategy.average(model, position)
 
 

@@ -17,6 +17,7 @@ from fxtrain.state.pipeline import PP
 from fxtrain.state.plan import Compile, Data, Plan
 from fxtrain.state.position import Position
 from fxtrain.state.precision import LossScale, Precision
+from fxtrain.state.registry import installed_configs, installed_strategies
 from fxtrain.state.strategy import (
     FlatShard,
     ModelState,
@@ -28,17 +29,19 @@ from fxtrain.state.strategy import (
     WeightedLoss,
     Wrapped,
     check_open,
+    round_of,
     unsupported,
 )
-from fxtrain.state.strategy_configs import DDP, CommHook, PowerSGD, Single
+from fxtrain.state.strategy_configs import DDP, XLA, CommHook, PowerSGD, Single
 from fxtrain.state.tensor_parallel import TP, Style
 from fxtrain.state.topology.detection import Topology
 from fxtrain.state.topology.environments import read_topology
 from fxtrain.state.weight import Part, Weight
-from fxtrain.state.xla import XLA
+from fxtrain.state.window import AccumulationWindow, window_in
 
 __all__ = [
     "AXES",
+    "AccumulationWindow",
     "Batch",
     "CP",
     "Change",
@@ -94,6 +97,8 @@ __all__ = [
     "few",
     "fingerprint",
     "from_config",
+    "installed_configs",
+    "installed_strategies",
     "is_alone",
     "loads",
     "parse_json",
@@ -104,11 +109,13 @@ __all__ = [
     "resolve_mesh",
     "round_begins",
     "round_ends",
+    "round_of",
     "shown",
     "structure",
     "token_ranges",
     "unique_keys",
     "unstructure",
     "unsupported",
+    "window_in",
     "write_plan",
 ]

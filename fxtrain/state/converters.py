@@ -12,14 +12,9 @@ from cattrs.errors import AttributeValidationNote, IterableValidationNote
 
 from fxtrain._errors import FxError, PlanError
 from fxtrain._record import Check, canonical, check_of, closest, few, members, shown, to_float
-from fxtrain.state.deepspeed import DeepSpeed
-from fxtrain.state.fsdp import FSDP
-from fxtrain.state.pipeline import PP
-from fxtrain.state.strategy_configs import DDP, Single
-from fxtrain.state.xla import XLA
+from fxtrain.state.registry import BUILT_IN, installed_configs
 
 __all__ = [
-    "BUILT_IN",
     "converter_for",
     "fingerprint",
     "kind_of",
@@ -29,7 +24,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-BUILT_IN: tuple[type, ...] = (Single, DDP, FSDP, DeepSpeed, PP, XLA)
 _Hook = Callable[[Any, Any], Any]
 _SCALARS = {kind: check_of(kind, "") for kind in (bool, int, float, str)}
 _WRONG = (FxError, ValueError, cattrs.BaseValidationError, cattrs.StructureHandlerNotFoundError)
@@ -56,13 +50,13 @@ def unstructure(record: Any) -> dict[str, Any]:
         raise PlanError(f"This {name} is nested too deeply, or holds itself.") from None
 
 
-def structure(data: Any, cls: type[T], configs: tuple[type, ...] = ()) -> T:
+def structure(data: Any, cls: type[T], configs: tuple[type, ...] | None = None) -> T:
     """A record from plain data.
 
     Args:
         data: What `unstructure` gave, or a part of it: missing fields take their defaults.
         cls: The record to make.
-        configs: Strategy configs of third parties, beside fxtrain's own.
+        configs: Strategy configs beside fxtrain's own; by default those of installed packages.
 
     Raises:
         PlanError: one line per problem, each with its path: unknown keys with the closest
@@ -80,7 +74,7 @@ def structure(data: Any, cls: type[T], configs: tuple[type, ...] = ()) -> T:
     """
     if not (isinstance(cls, type) and attrs.has(cls)):
         raise PlanError(f"structure makes records, such as fx.Plan; found {shown(cls)}.")
-    converter = converter_for(configs)
+    converter = converter_for(installed_configs() if configs is None else configs)
     try:
         return converter.structure(data, cls)  # pyright: ignore[reportReturnType]
     except _WRONG as error:

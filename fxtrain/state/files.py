@@ -1,7 +1,6 @@
 """Records as JSON, TOML or YAML text, and plans as files."""
 
 import json
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,7 +61,7 @@ def loads(text: str, cls: type[T] = Plan, format: Format = "json") -> T:
         Traceback (most recent call last):
         fxtrain._errors.PlanError: plan: unknown key 'accumulat' (did you mean 'accumulate'?); ...
     """
-    return structure(parse_text(text, format), cls, _third_party())
+    return structure(parse_text(text, format), cls)
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -105,10 +104,6 @@ def _format_of(path: str | Path) -> Format:
     if suffix not in _SUFFIXES:
         raise PlanError(f"{str(path)!r}: a plan file ends in {', '.join(_SUFFIXES)}.")
     return _SUFFIXES[suffix]
-
-
-def _third_party() -> tuple[type, ...]:
-    return tuple(entry.load().config for entry in entry_points(group="fxtrain.strategies"))
 
 
 def _without_none(data: Any) -> Any:

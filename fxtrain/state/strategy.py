@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
@@ -15,6 +14,7 @@ from fxtrain.state.context import DistContext
 from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position
 from fxtrain.state.weight import Weight
+from fxtrain.state.window import AccumulationWindow
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,7 @@ __all__ = [
     "WeightedLoss",
     "Wrapped",
     "check_open",
+    "round_of",
     "unsupported",
 ]
 
@@ -133,12 +134,7 @@ class Wrapped:
         ctx: The context it was wrapped for.
         plan: The plan it was wrapped under.
         strategy: The functions that carry the plan out.
-        tally: On the device, shape (4,): the scale under which the open accumulation window
-            is summed, its sum of weights, micro-batches with a non-finite loss, gradients seen
-            to be non-finite. Zero between windows, like `counts`.
-        counts: On the CPU, int64, shape (5,): micro-batches in the open window, their rows
-            with padding, rows of a full window, their real rows, and whether gradients are
-            unscaled.
+        window: What the micro-batches of the open accumulation window add up to.
         undo: Takes back what wrapping did to the module.
         bare: () → function: takes off the module what wrapping put on it, until the function is
             called, which puts everything back as it was. Values are left alone.
@@ -147,10 +143,9 @@ class Wrapped:
             good, or "gathered" while a block of `fx.gathered` runs. The one thing in this record
             that changes, and a list, since whoever holds the handle or a copy of it with another
             field (`StepFns`, `attrs.evolve`) must learn of it: they all share one module.
-        settings: What an engine under the strategy was configured with, as plain data; empty
-            where there is no engine.
-        round: What copies that train alone keep; None where there is one copy, or where all
-            updates are made together.
+        strategy_state: What only this strategy keeps, as a record of its own type: a `Round` of
+            copies that train alone (DDP and FSDP under `Plan.local`), the config of DeepSpeed's
+            engine, XLA's count of compilations; None where there is nothing to keep.
     """
 
     module: nn.Module
@@ -163,12 +158,9 @@ class Wrapped:
     ctx: DistContext
     plan: Plan
     strategy: Strategy = attrs.field(repr=False)
-    tally: torch.Tensor = attrs.field(repr=False)
-    counts: torch.Tensor = attrs.field(repr=False)
+    window: AccumulationWindow = attrs.field(repr=False)
     undo: Callable[[], None] = attrs.field(repr=False)
-    settings: Mapping[str, Any] = attrs.field(factory=lambda: MappingProxyType({}), repr=False)
-    round: Round | None = None
-    watch: Any = attrs.field(default=None, repr=False)
+    strategy_state: Any = attrs.field(default=None, repr=False)
     bare: Callable[[], Callable[[], None]] = attrs.field(default=lambda: _nothing, repr=False)
     formats: Mapping[str, torch.dtype] = attrs.field(factory=dict, repr=False)
     closed: list[str] = attrs.field(factory=list)
@@ -265,7 +257,8 @@ class Strategy:
     """How one backend carries out one kind of plan: functions only, no state.
 
     Every function has the same signature in every backend, and none of them is optional:
-    a missing ability is `unsupported(...)`. Change one with `attrs.evolve(row, sync=mine)`.
+    a missing ability is `unsupported(...)`. Change one with `attrs.evolve(row, sync=mine)`, and
+    pass the row to `fx.wrap(..., strategy=row)`: every function is called as the row has it.
 
     Contract: after `backward` inside `sync(model, True)`, gradients are the mean over the
     ranks of `ctx.axis("loss")`, those of the data and context axes, of what each rank has
@@ -275,7 +268,8 @@ class Strategy:
         name: Shown in messages.
         config: The config type that selects this row.
         check: (ctx, plan, module) → problems, in words; no traffic, equal on all ranks.
-        wrap: (module, ctx, plan, optimizer, scheduler) → Wrapped.
+        wrap: (row, module, ctx, plan, optimizer, scheduler) → Wrapped, whose `strategy` is the
+            row.
         forward: (model, args, kwargs) → outputs.
         sync: (model, enabled) → context manager around forward and backward of a
             micro-batch, inside which gradients are reduced over ranks or not.
@@ -299,14 +293,17 @@ class Strategy:
         unwrap: (model) → the user's module, as it was, with whole weights.
         cuts_sequences: It carries out `Plan.context`.
         average: (model, position) → None: of copies that train alone, ends the round that ends
-            at a position, or begins the first; at None ends one. Called only where `model.round`
-            is one.
+            at a position, or begins the first; at None ends one. Called only where the
+            model has a `Round`.
+        fused: (name, function) of functions of this row that its own `run` or `apply` never
+            call, since an engine does their work in one go. `fx.wrap` refuses a row in which one
+            of them was changed and `fused` was not.
     """
 
     name: str
     config: type
     check: Callable[[DistContext, Plan, nn.Module], tuple[str, ...]]
-    wrap: Callable[..., Wrapped]
+    wrap: Callable[[Strategy, nn.Module, DistContext, Plan, Any, Any], Wrapped]
     forward: Callable[[Wrapped, tuple[Any, ...], dict[str, Any]], Any]
     sync: Callable[[Wrapped, bool], AbstractContextManager[None]]
     backward: Callable[[torch.Tensor, Wrapped], None]
@@ -324,6 +321,20 @@ class Strategy:
     average: Callable[[Wrapped, Position | None], None] = attrs.Factory(
         lambda: unsupported("average", by="This strategy")
     )
+    fused: tuple[tuple[str, Callable[..., Any]], ...] = ()
+
+
+def round_of(model: Wrapped) -> Round | None:
+    """The round of copies that train alone; None where all updates are made together.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.state.round_of(fx.wrap(torch.nn.Linear(2, 1), ctx)) is None
+        True
+    """
+    kept = model.strategy_state
+    return kept if isinstance(kept, Round) else None
 
 
 def check_open(model: Wrapped, call: str, kind: type[FxError] = StepError) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from fxtrain.backends import unwrap, wrap
 from fxtrain.state import LossScale, Mesh, Plan, Precision, resolve_mesh
 from fxtrain.testing.cluster import Cluster
+from fxtrain.testing.row_functions import unused_functions
 from fxtrain.testing.training import (
     Run,
     Task,
@@ -169,6 +170,19 @@ def whole_weights_change_nothing(
             assert torch.equal(looked.seen[name], value), f"{name} was another when looked at"
 
 
+def every_function_is_used(
+    ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
+) -> None:
+    """A row with a function of its own uses it, in the step and wherever else it is needed.
+
+    Except those that the row itself declares as `fused`; `clip_value` only where terms have it,
+    `average` only where the row takes `Plan.local`.
+    """
+    task = Task(plan=plan, mesh=mesh, dtype=terms.dtype)
+    for names in unused_functions(ranks, task, clip_value=terms.clip_value):
+        assert not names, f"never called: {', '.join(names)}"
+
+
 def one_rank_is_the_loop(
     ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
 ) -> None:
@@ -204,6 +218,7 @@ LAWS: tuple[Law, ...] = (
     non_finite_skips_everywhere,
     resumes_where_it_stopped,
     whole_weights_change_nothing,
+    every_function_is_used,
     one_rank_is_the_loop,
     unwrap_gives_the_module_back,
 )

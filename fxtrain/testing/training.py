@@ -15,7 +15,17 @@ from fxtrain.backends import gathered, unwrap, weights, wrap
 from fxtrain.checkpoint import restore, save
 from fxtrain.data import shard
 from fxtrain.loop import StepFns, step
-from fxtrain.state import DistContext, Mesh, Plan, Report, Weighted, WeightedLoss, Wrapped
+from fxtrain.state import (
+    Batch,
+    DistContext,
+    Mesh,
+    Plan,
+    Report,
+    Strategy,
+    Weighted,
+    WeightedLoss,
+    Wrapped,
+)
 from fxtrain.testing.transformer import Transformer
 
 __all__ = [
@@ -26,9 +36,11 @@ __all__ = [
     "new_model",
     "on_mesh",
     "on_ranks",
+    "one_batch",
     "sgd",
     "stopped_and_resumed",
     "token_rows",
+    "trained",
 ]
 
 _UPDATES = 3
@@ -91,23 +103,30 @@ class Run:
 def on_ranks(ctx: Any, task: Task) -> Run:
     """Train under the task's plan; runs on every rank of a pool."""
     with on_mesh(ctx, task.mesh) as placed:
-        return _trained(placed, ctx.rank, task)
+        return trained(placed, ctx.rank, task)
 
 
 def stopped_and_resumed(ctx: Any, task: Task, folder: str) -> tuple[Run, Run]:
     """Train and save halfway; then go on from there with a model of other values."""
     with on_mesh(ctx, task.mesh) as placed:
-        whole = _trained(placed, ctx.rank, task, save_to=folder)
+        whole = trained(placed, ctx.rank, task, save_to=folder)
         other = attrs.evolve(task, seed=task.seed + 100)
-        return whole, _trained(placed, ctx.rank, other, start_from=folder)
+        return whole, trained(placed, ctx.rank, other, start_from=folder)
 
 
-def _trained(
-    placed: DistContext, rank: int, task: Task, *, save_to: str = "", start_from: str = ""
+def trained(
+    placed: DistContext,
+    rank: int,
+    task: Task,
+    *,
+    save_to: str = "",
+    start_from: str = "",
+    strategy: Strategy | None = None,
 ) -> Run:
+    """Train in a context; if asked, save halfway, start from there, or use a row of one's own."""
     data = placed.axis("data")
     own = attrs.evolve(task, seed=task.seed + rank)
-    model = wrap(new_model(own), placed, task.plan, optimizer=sgd)
+    model = wrap(new_model(own), placed, task.plan, optimizer=sgd, strategy=strategy)
     tokens, mask = token_rows(_count(task, data.world_size))
     table = TensorDataset(tokens[:, :-1], tokens[:, 1:], mask)
     loader = shard(DataLoader(table, batch_size=task.size), placed, task.plan)
@@ -169,10 +188,15 @@ def backward_once(placed: DistContext, model: Any) -> None:
         loss = model(batch[0]).sum()
         return WeightedLoss(loss=loss, mean=loss.detach(), weight=1)
 
+    batch = one_batch(placed, model)
+    model.strategy.run(model, batch, compute_loss, True)  # noqa: FBT003 - as the step does
+
+
+def one_batch(placed: DistContext, model: Any) -> Batch:
+    """A rank's batch of inputs."""
     tokens, _ = token_rows(4 * placed.axis("data").world_size)
     loader = DataLoader(TensorDataset(tokens[:, :-1]), batch_size=4)
-    batch = next(iter(shard(loader, placed, model.plan)))
-    model.strategy.run(model, batch, compute_loss, True)  # noqa: FBT003 - as the step does
+    return next(iter(shard(loader, placed, model.plan)))
 
 
 def by_hand(task: Task, data_ranks: int) -> Run:

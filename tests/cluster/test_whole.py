@@ -226,7 +226,7 @@ def test_a_rank_may_leave_the_loop_at_the_last_tensor(pair):
 def _anchored(ctx):
     model = fx.wrap(_net(), ctx, fx.Plan(local=fx.DiLoCo(every=2)), optimizer=_adam)
     fx.load_model({name: torch.ones_like(t) for name, t in _net().state_dict().items()}, model)
-    return [bool((anchor == 1).all()) for anchor in model.round.anchor.values()]
+    return [bool((anchor == 1).all()) for anchor in model.strategy_state.anchor.values()]
 
 
 def test_an_outer_optimizer_starts_from_what_is_loaded(pair):

@@ -31,7 +31,7 @@ def _from_config(ctx, stage):
     plan = fx.Plan(strategy=fx.DeepSpeed(stage=stage, config={"optimizer": ADAMW}), accumulate=2)
     model, reports = train(ctx, plan, given)
     own, _ = train(ctx, fx.Plan(strategy=fx.DeepSpeed(stage=stage), accumulate=2), adamw)
-    params = model.settings["optimizer"]["params"]
+    params = model.strategy_state.values["optimizer"]["params"]
     kinds = [type(optimizer).__name__ for optimizer in model.optimizers]
     return kinds, params["lr"], values(model), values(own), sum(bool(r.applied) for r in reports)
 
@@ -246,7 +246,7 @@ def _by_hand(ctx, stage):
         with pytest.raises(fx.PlanError) as found:
             call()
         refused.append(str(found.value))
-    return norms, values(model), refused, model.settings["gradient_accumulation_steps"]
+    return norms, values(model), refused, model.strategy_state.values["gradient_accumulation_steps"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -7,7 +7,7 @@ autograd, on calls that a mode catches in the thread that runs the model.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +17,8 @@ import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import _make_grads
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from fxtrain._errors import StepError
@@ -63,9 +65,38 @@ class RingAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        return _outside(self, *args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            return _outside(self, *args, **(kwargs or {}))
+        if func is Tensor.backward or func is torch.autograd.backward:
+            return _backward(self, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _backward(
+    mode: RingAttention,
+    tensors: Tensor | Sequence[Tensor],
+    grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
+    retain_graph: bool | None = None,  # noqa: FBT001 - torch's own signature
+    create_graph: bool = False,  # noqa: FBT001, FBT002
+    *,
+    gradient: Tensor | None = None,
+    inputs: Any = None,
+) -> None:
+    """torch's backward, during which the mode stays entered.
+
+    torch leaves a mode for as long as a function that it caught runs. Blocks that are recomputed
+    in backward call attention there, so the engine has to run inside of the mode.
+    """
+    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    given = gradient if grad_tensors is None else grad_tensors
+    grads = (given,) if given is None or isinstance(given, Tensor) else tuple(given)
+    grads = _make_grads(roots, grads * len(roots) if given is None else grads, False)  # noqa: FBT003
+    leaves = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
+    keep = create_graph if retain_graph is None else retain_graph
+    with mode:
+        _engine_run_backward(
+            roots, grads, keep, create_graph, leaves, allow_unreachable=True, accumulate_grad=True
+        )
 
 
 def _attention_override(

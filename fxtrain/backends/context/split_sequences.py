@@ -1,16 +1,14 @@
 """Models whose sequences lie in parts on the ranks of the context axis."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 
 from fxtrain._errors import StepError
 from fxtrain.backends.context.positions import tables
-from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.name_checks import unknown_patterns
 from fxtrain.state import DistContext, Plan, Strategy, Wrapped
 
@@ -64,7 +62,10 @@ def _attention_problems(module: nn.Module) -> list[str]:
 
 
 def with_context_parallel(strategy: Strategy, ctx: DistContext, plan: Plan) -> Strategy:
-    """The same strategy, with attention over the context axis where the plan asks for it."""
+    """The same strategy, with attention over the context axis where the plan asks for it.
+
+    Its own `forward` and `backward` run as they are, inside of what catches attention.
+    """
     if plan.context is None or ctx.mesh.context == 1:
         return strategy
     # torch's part takes long to import, which other plans need not pay.
@@ -75,15 +76,21 @@ def with_context_parallel(strategy: Strategy, ctx: DistContext, plan: Plan) -> S
     mode = RingAttention(ring)
     return attrs.evolve(
         strategy,
-        forward=functools.partial(_forward, mode),
-        backward=functools.partial(_backward, mode),
+        forward=functools.partial(_forward, mode, strategy.forward),
+        backward=functools.partial(_backward, mode, strategy.backward),
     )
 
 
-def _forward(mode: Any, model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _forward(
+    mode: Any,
+    forward: Callable[..., Any],
+    model: Wrapped,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     before = mode.calls
     with mode:
-        out = step_functions.forward(model, args, kwargs)
+        out = forward(model, args, kwargs)
     if mode.calls == before:
         raise StepError(
             f"{type(model.module).__name__} did not call F.scaled_dot_product_attention, so that "
@@ -93,13 +100,9 @@ def _forward(mode: Any, model: Wrapped, args: tuple[Any, ...], kwargs: dict[str,
     return out
 
 
-def _backward(mode: Any, loss: Tensor, model: Wrapped) -> None:
-    start = step_functions.scaled(loss, model)
-    ones = torch.ones_like(start)
-    # Blocks that are recomputed run forward again, in the mode too. torch's public functions leave
-    # it for as long as they run; this is what they call.
-    once = (False, False)  # the graph is not kept, nor one made of backward
+def _backward(
+    mode: Any, backward: Callable[[Tensor, Wrapped], None], loss: Tensor, model: Wrapped
+) -> None:
+    # Blocks that are recomputed run forward again, attention included.
     with mode:
-        _engine_run_backward(
-            (start,), (ones,), *once, (), allow_unreachable=True, accumulate_grad=True
-        )
+        backward(loss, model)

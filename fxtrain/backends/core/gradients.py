@@ -60,7 +60,7 @@ def total_norm(model: Wrapped, copies: frozenset[int] = frozenset()) -> Tensor:
     stages = model.ctx.axis("pipeline")
     if stages.world_size > 1:
         # A stage may have no gradient, or another format than the others.
-        total = total.to(model.tally.dtype)
+        total = total.to(model.window.sums.dtype)
         dist.all_reduce(total, group=stages.comm.group)
     return total.sqrt()
 

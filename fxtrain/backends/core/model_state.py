@@ -25,11 +25,10 @@ from fxtrain.backends.local.averaging_state import (
     round_state,
     weighted_mean,
 )
-from fxtrain.state import ModelState, StateReader, Wrapped
+from fxtrain.state import AccumulationWindow, ModelState, StateReader, Wrapped, round_of, window_in
 
-__all__ = ["load_extra", "load_state", "state_of"]
+__all__ = ["load_extra", "load_state", "saved_windows", "state_of", "window_state"]
 
-_WINDOW_SCALE = 0  # place in the tally
 _SENDS_BUFFERS = "require_forward_param_sync"
 
 
@@ -37,15 +36,15 @@ def state_of(model: Wrapped) -> ModelState:
     """Parameters, buffers, optimizers, schedulers, loss scale, and an open window's gradients."""
     tensors, extra = _module_state(model.module)
     optimizers: list[Any] = []
-    trained = _trained(model)
+    trained, now = _trained(model), round_of(model)
     steady = {name for name, tensor in tensors.items() if id(tensor) in trained}
-    own = {"tally": model.tally, "counts": model.counts}
+    own = window_state(model.window)
     for index, optimizer in enumerate(model.optimizers):
         held, values = optimizer_state(optimizer, f"optimizer.{index}", names_of(model.module))
         tensors.update(held)
         optimizers.append(values)
         steady |= held.keys() if _has_hooks(optimizer) else set()
-        if model.round is not None or local_optimizer(optimizer) is not optimizer:
+        if now is not None or local_optimizer(optimizer) is not optimizer:
             own[f"optimizer.{index}.state"] = as_bytes(values["state"], f"optimizer.{index}")
     for name, parameter in model.module.named_parameters():
         if parameter.grad is not None:
@@ -61,10 +60,10 @@ def state_of(model: Wrapped) -> ModelState:
         "sends_buffers": getattr(model.engine, _SENDS_BUFFERS, None),
     }
     drifting = {f"module.{name}" for name, _ in model.module.named_buffers()} & tensors.keys()
-    if model.round is not None:
+    if now is not None:
         drifting, steady = set(tensors), set()  # the end of a round changes parameters too
-        values["copy"] = len(model.round.peers)  # its ranks
-        shared, mine = round_state(model.round)
+        values["copy"] = len(now.peers)  # its ranks
+        shared, mine = round_state(now)
         tensors |= shared
         own |= mine
     return ModelState(
@@ -109,7 +108,8 @@ def load_state(model: Wrapped, saved: StateReader) -> None:
     tensors, _ = _module_state(model.module)
     _check_names(tensors, saved)
     trained = {f"module.{name}" for name, _ in model.module.named_parameters()}
-    mine, same = resumes_same_replicas(model.round, saved), saved.ranks == saved.loading_ranks
+    now = round_of(model)
+    mine, same = resumes_same_replicas(now, saved), saved.ranks == saved.loading_ranks
     for name, tensor in tensors.items():
         saved.fill(name, tensor)
         if name in trained and not mine:
@@ -121,8 +121,8 @@ def load_state(model: Wrapped, saved: StateReader) -> None:
     load_extra(model.module, saved.values["module"])
     if model.optimizers:
         load_optimizers(model, saved, tensors.values())
-    if model.round is not None:
-        load_round(model.round, saved)
+    if now is not None:
+        load_round(now, saved)
     _load_window(model, saved)
 
 
@@ -164,11 +164,11 @@ def _load_window(model: Wrapped, saved: StateReader) -> None:
     sends_buffers = saved.values.get("sends_buffers")
     if sends_buffers is not None and hasattr(model.engine, _SENDS_BUFFERS):
         setattr(model.engine, _SENDS_BUFFERS, bool(sends_buffers))
-    tallies = own_tensor_of_ranks(saved, "tally")
-    if not tallies:  # from another library, which saves no open window
+    windows = saved_windows(saved)
+    if not windows:  # from another library, which saves no open window
         return
     # Weighted losses are divided by the ranks at the end of the window; others already were.
-    factor = saved.ranks / saved.loading_ranks if tallies[0][_WINDOW_SCALE] != 0 else 1.0
+    factor = saved.ranks / saved.loading_ranks if windows[0].scale else 1.0
     for name, parameter in model.module.named_parameters():
         if f"grad.{name}" in saved.shapes:
             parameter.grad = torch.empty_like(parameter, requires_grad=False)
@@ -179,14 +179,27 @@ def _load_window(model: Wrapped, saved: StateReader) -> None:
             parts = own_tensor_of_ranks(saved, f"grad.{name}")
             mean = sum(parts[1:], parts[0]) * (factor / saved.ranks) if parts else None
             _set_grad(parameter, mean)
-    if saved.ranks == saved.loading_ranks:
-        tally, counts = tallies[saved.rank], own_tensor_of_ranks(saved, "counts")[saved.rank]
-    else:
-        # Every rank counts the same rows; weights add up over the ranks, so one takes them all.
-        tally, counts = tallies[0].clone(), own_tensor_of_ranks(saved, "counts")[0]
-        tally[1:] = torch.stack(tallies)[:, 1:].sum(0) if saved.rank == 0 else 0
-    model.tally.copy_(tally)
-    model.counts.copy_(counts)
+    same = saved.ranks == saved.loading_ranks
+    # Every rank counts the same rows; weights add up over the ranks, so one takes them all.
+    first = windows[saved.rank if same else 0]
+    every = torch.stack([window.sums for window in windows]).sum(0)
+    mine = first.sums if same else every if saved.rank == 0 else torch.zeros_like(every)
+    model.window.sums.copy_(mine)
+    model.window.scale.copy_(first.scale)
+    model.window.counts.copy_(first.counts)
+
+
+def window_state(window: AccumulationWindow) -> dict[str, Tensor]:
+    """What each rank saves of its open window."""
+    return {"tally": window.sums, "counts": window.counts}
+
+
+def saved_windows(saved: StateReader) -> list[AccumulationWindow]:
+    """The window of every rank that saved; empty for a checkpoint of another library."""
+    pairs = zip(
+        own_tensor_of_ranks(saved, "tally"), own_tensor_of_ranks(saved, "counts"), strict=True
+    )
+    return [window_in(sums, counts) for sums, counts in pairs]
 
 
 def _set_grad(parameter: nn.Parameter, value: Tensor | None) -> None:

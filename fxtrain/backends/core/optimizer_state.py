@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from fxtrain._errors import CheckpointError
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.local.averaging_state import resumes_same_replicas
-from fxtrain.state import StateReader, Wrapped
+from fxtrain.state import StateReader, Wrapped, round_of
 
 __all__ = [
     "as_bytes",
@@ -66,7 +66,7 @@ def load_optimizers(model: Wrapped, saved: StateReader, kept: Iterable[Tensor]) 
     taken = {_data_pointer(tensor) for tensor in kept}
     for index, (optimizer, values) in enumerate(zip(model.optimizers, found, strict=True)):
         prefix = f"optimizer.{index}"
-        mine = resumes_same_replicas(model.round, saved)
+        mine = resumes_same_replicas(round_of(model), saved)
         states = _states(values["state"], prefix, saved, mine=mine)
         whole = {**values, "state": states}
         _load_optimizer(optimizer, whole, prefix, names, saved, taken, mine=mine)

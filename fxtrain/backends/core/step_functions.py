@@ -18,7 +18,18 @@ from fxtrain.backends.core.gradients import (
     unscale_local,
 )
 from fxtrain.ops import autocast
-from fxtrain.state import Batch, DistContext, Plan, UpdateResult, UpdateSpec, WeightedLoss, Wrapped
+from fxtrain.state import (
+    AccumulationWindow,
+    Batch,
+    DistContext,
+    Plan,
+    UpdateResult,
+    UpdateSpec,
+    WeightedLoss,
+    Wrapped,
+    round_of,
+    window_in,
+)
 
 __all__ = [
     "apply",
@@ -28,7 +39,7 @@ __all__ = [
     "finite",
     "forward",
     "new_scaler",
-    "new_tally",
+    "new_window",
     "no_sync",
     "run",
     "scale_grads",
@@ -36,7 +47,6 @@ __all__ = [
     "to_float",
 ]
 
-_UNSCALED = 4  # place in the counts
 _NULL_CONTEXT = nullcontext()
 
 
@@ -129,16 +139,16 @@ def finite(model: Wrapped) -> bool:
 
 
 def apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
-    """Unscale, scale, clip, update, zero."""
-    norm = None
+    """Unscale, scale, clip, update, zero, each by the row's own function."""
+    strategy, norm = model.strategy, None
     if model.scaler is not None:
         _unscale(model)
     if update.scale is not None:
-        scale_grads(model, update.scale)
+        strategy.scale_grads(model, update.scale)
     if update.clip_norm is not None:
-        norm = model.strategy.clip_norm(model, update.clip_norm)
+        norm = strategy.clip_norm(model, update.clip_norm)
     if update.clip_value is not None:
-        clip_value(model, update.clip_value)
+        strategy.clip_value(model, update.clip_value)
     applied = not update.skip
     if model.scaler is not None:
         applied = _scaled_update(model, model.scaler, update)
@@ -164,15 +174,16 @@ def new_scaler(ctx: DistContext, plan: Plan) -> torch.amp.GradScaler | None:
     )
 
 
-def new_tally(ctx: DistContext) -> Tensor:
-    """An empty account of an accumulation window; MPS has no float64."""
+def new_window(ctx: DistContext) -> AccumulationWindow:
+    """The account of an accumulation window that holds nothing; MPS has no float64."""
     dtype = torch.float32 if ctx.device.type == "mps" else torch.float64
-    return torch.zeros(4, dtype=dtype, device=ctx.device)
+    sums = torch.zeros(4, dtype=dtype, device=ctx.device)
+    return window_in(sums, torch.zeros(5, dtype=torch.int64))
 
 
 def _unscale(model: Wrapped) -> None:
     scaler = model.scaler
-    if scaler is None or model.counts[_UNSCALED]:
+    if scaler is None or model.window.unscaled:
         return
     # torch's own unscale_ takes gradients of one mesh only, and reduces over that mesh.
     scale = scaler._scale
@@ -184,7 +195,7 @@ def _unscale(model: Wrapped) -> None:
         state = scaler._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {found.device: found}
         state["stage"] = OptState.UNSCALED
-    model.counts[_UNSCALED] = 1
+    model.window.unscaled.fill_(1)
 
 
 def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, update: UpdateSpec) -> bool:
@@ -196,7 +207,7 @@ def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, update: UpdateS
         for flag in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
     ]
     flag = torch.stack(found).amax()
-    differ = model.round is not None or model.ctx.mesh.pipeline > 1
+    differ = round_of(model) is not None or model.ctx.mesh.pipeline > 1
     if differ or is_distributed(model.module.parameters()):
         # A shard that overflowed is on one rank only; those of the data axis see the same.
         flag = ops.reduce(flag, model.ctx, op="max")
@@ -207,7 +218,7 @@ def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, update: UpdateS
         for optimizer in model.optimizers:
             scaler.step(optimizer)
     scaler.update()
-    model.counts[_UNSCALED] = 0
+    model.window.unscaled.zero_()
     return not overflow and not update.skip
 
 

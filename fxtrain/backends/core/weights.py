@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fxtrain import ops
 from fxtrain.ops.whole_tensors import weights_of
-from fxtrain.state import DistContext, Part, Weight, Wrapped
+from fxtrain.state import DistContext, Part, Weight, Wrapped, round_of
 
 __all__ = ["from_first_rank", "in_user_dtypes", "torch_weights"]
 
@@ -31,14 +31,14 @@ def torch_weights(model: Wrapped) -> dict[str, Weight]:
     for part in model.module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # the shards are the parameters then
-    found = weights_of(model.module)
+    found, now = weights_of(model.module), round_of(model)
     for name, weight in found.items():
         if not isinstance(weight.like, nn.Parameter):
             found[name] = from_first_rank(weight, model.ctx.axis("loss"))
-        elif model.round is not None:
-            found[name] = from_first_rank(weight, model.round.copies)
-    if model.round is not None and model.round.anchor:
-        _move_anchors(found, model.round.anchor)
+        elif now is not None:
+            found[name] = from_first_rank(weight, now.copies)
+    if now is not None and now.anchor:
+        _move_anchors(found, now.anchor)
     return found
 
 

@@ -19,7 +19,7 @@ from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.module_changes import send_values, unmatched_names, xla_problems
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.ddp.power_sgd import load_power_sgd, power_sgd_state
-from fxtrain.backends.local.averaging import new_round
+from fxtrain.backends.local.averaging import average, new_round
 from fxtrain.backends.single import SINGLE, wrap_without_engine
 from fxtrain.state import (
     DDP,
@@ -101,22 +101,25 @@ def _batched_power_sgd_works() -> bool:
 
 
 def _wrap(
-    module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
+    strategy: Strategy,
+    module: nn.Module,
+    ctx: DistContext,
+    plan: Plan,
+    optimizer: Any,
+    scheduler: Any,
 ) -> Wrapped:
     # Those of the context axis, too, hold a replica each.
     data = ctx.axis("loss")
     if data.world_size == 1:
-        return wrap_without_engine(module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY)
+        return wrap_without_engine(strategy, module, ctx, plan, optimizer, scheduler)
     change = _data_parallel_options(data) if plan.strategy.shard_optimizer else None
-    plain = wrap_without_engine(
-        module, ctx, plan, optimizer, scheduler, strategy=DDP_STRATEGY, change=change
-    )
+    plain = wrap_without_engine(strategy, module, ctx, plan, optimizer, scheduler, change=change)
     alone = plan.local is not None and plan.local.warmup == 0
     if alone or not any(parameter.requires_grad for parameter in module.parameters()):
         send_values((*module.parameters(), *module.buffers()), data)
-        return attrs.evolve(plain, round=new_round(module, ctx, plan))
+        return attrs.evolve(plain, strategy_state=new_round(module, ctx, plan))
     engine = _replicate(module, ctx, data, plan.strategy)
-    return attrs.evolve(plain, engine=engine, round=new_round(module, ctx, plan))
+    return attrs.evolve(plain, engine=engine, strategy_state=new_round(module, ctx, plan))
 
 
 def _data_parallel_options(
@@ -301,4 +304,5 @@ DDP_STRATEGY: Strategy = attrs.evolve(
     state=power_sgd_state,
     load_state=load_power_sgd,
     cuts_sequences=True,
+    average=average,
 )

@@ -95,7 +95,7 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """The config that DeepSpeed gets under a plan, as plain data to print or compare.
 
-    What a wrapped model really got is `model.settings`.
+    What a wrapped model really got is `model.strategy_state.values`.
 
     Args:
         plan: A plan whose strategy is `DeepSpeed`.

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain._errors import CheckpointError
-from fxtrain.backends.core.model_state import load_extra, load_state, state_of
+from fxtrain.backends.core.model_state import (
+    load_extra,
+    load_state,
+    saved_windows,
+    state_of,
+    window_state,
+)
 from fxtrain.backends.core.optimizer_state import flatten_schedulers, load_schedulers
 from fxtrain.backends.deepspeed.config_entries import ZERO, device, section
 from fxtrain.backends.deepspeed.engine import load
@@ -23,7 +29,6 @@ from fxtrain.state import FlatShard, ModelState, StateReader, Wrapped
 
 __all__ = ["engine_state", "fill_full", "load_engine_state"]
 
-_MICRO_BATCHES = 0  # place in the counts
 _PREFIX = "optimizer.0"
 
 
@@ -58,7 +63,7 @@ def engine_state(model: Wrapped) -> ModelState:
         place = tensors if isinstance(value, Tensor) else extra
         place[f"module.{name}"] = held.get(id(value), value)
     values: dict[str, Any] = {"module": extra, "optimizers": [], "schedulers": [], "scaler": None}
-    values["settings"] = dict(model.settings)  # for who reads the manifest
+    values["settings"] = dict(model.strategy_state.values)  # for who reads the manifest
     if model.optimizers:
         states, facts = _optimizer_state(model)
         tensors.update(states)
@@ -68,7 +73,7 @@ def engine_state(model: Wrapped) -> ModelState:
     buffers = {f"module.{name}" for name, _ in model.module.named_buffers()}
     return ModelState(
         tensors=tensors,
-        own={"tally": model.tally, "counts": model.counts},
+        own=window_state(model.window),
         values=values,
         varies_by_rank=frozenset(buffers & tensors.keys()),
     )
@@ -84,8 +89,8 @@ def load_engine_state(model: Wrapped, saved: StateReader) -> None:
         load_state(model, saved)
         return
     _check_savable(model)
-    counts = saved.own("counts", 0)
-    if counts is not None and int(counts[_MICRO_BATCHES]):
+    windows = saved_windows(saved)
+    if windows and windows[0].micro:
         raise CheckpointError(
             "The checkpoint was saved inside of an accumulation window, whose gradients "
             "DeepSpeed cannot take over. Save where report.applied is true."
@@ -93,8 +98,8 @@ def load_engine_state(model: Wrapped, saved: StateReader) -> None:
     _load_module(model, saved)
     if model.optimizers:
         _load_optimizer(model, saved)
-    model.tally.zero_()
-    model.counts.zero_()
+    model.window.sums.zero_()
+    model.window.counts.zero_()
 
 
 def fill_full(model: Wrapped) -> Callable[[Tensor, Tensor], None]:
@@ -112,7 +117,7 @@ def fill_full(model: Wrapped) -> Callable[[Tensor, Tensor], None]:
 
 
 def _check_savable(model: Wrapped) -> None:
-    if int(model.counts[_MICRO_BATCHES]):
+    if model.window.micro:
         raise CheckpointError(
             "DeepSpeed keeps the gradients of an open accumulation window to itself. Save and "
             "restore where report.applied is true."
@@ -122,7 +127,7 @@ def _check_savable(model: Wrapped) -> None:
             "Weights that AutoTP has cut among ranks are not put together here. Use "
             "model.engine.save_checkpoint(...), or save_16bit_model(...) for whole weights."
         )
-    if device(section(model.settings, ZERO), "offload_optimizer") == "nvme":
+    if device(section(model.strategy_state.values, ZERO), "offload_optimizer") == "nvme":
         raise CheckpointError(
             "Optimizer states on nvme are not read back for a checkpoint. Use "
             "offload_optimizer='cpu', or model.engine.save_checkpoint(...)."

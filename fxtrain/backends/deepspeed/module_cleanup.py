@@ -12,7 +12,6 @@ from fxtrain.state import Plan
 
 __all__ = ["autocast_inside", "record_changes", "watch_gradients"]
 
-_NONFINITE_GRADS = 3  # place in the tally
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -85,15 +84,15 @@ def _under_autocast(
         return forward(*args, **kwargs)
 
 
-def watch_gradients(module: nn.Module, tally: torch.Tensor) -> None:
-    """Count gradients that are not finite as backward makes them.
+def watch_gradients(module: nn.Module, count: torch.Tensor) -> None:
+    """Add gradients that are not finite to a count as backward makes them.
 
     Afterwards they are in the engine's buffers, in a form that depends on stage and offload.
     """
     for parameter in module.parameters():
         if parameter.requires_grad:
-            parameter.register_hook(functools.partial(_note, tally))
+            parameter.register_hook(functools.partial(_note, count))
 
 
-def _note(tally: torch.Tensor, grad: torch.Tensor) -> None:
-    tally[_NONFINITE_GRADS] += ~torch.isfinite(grad).all()
+def _note(count: torch.Tensor, grad: torch.Tensor) -> None:
+    count.add_(~torch.isfinite(grad).all())

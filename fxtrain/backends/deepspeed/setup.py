@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import Any
 
 import attrs
-import torch
 from torch import nn
 
 from fxtrain._errors import PlanError
@@ -22,7 +21,7 @@ from fxtrain.backends.deepspeed.config import (
     read_config,
     resolve,
 )
-from fxtrain.backends.deepspeed.config_entries import ZERO
+from fxtrain.backends.deepspeed.config_entries import ZERO, EngineConfig
 from fxtrain.backends.deepspeed.module_cleanup import (
     autocast_inside,
     record_changes,
@@ -65,13 +64,12 @@ def zero_init(ctx: DistContext, plan: Plan) -> AbstractContextManager[Any]:
 
 
 def wrap_engine(
+    strategy: Strategy,
     module: nn.Module,
     ctx: DistContext,
     plan: Plan,
     optimizer: Any,
     scheduler: Any,
-    *,
-    strategy: Strategy,
 ) -> Wrapped:
     """Wrap a module in an engine; without an optimizer only stage 3 needs one."""
     library = engines.load()
@@ -84,20 +82,19 @@ def wrap_engine(
         ctx=ctx,
         plan=plan,
         strategy=strategy,
-        tally=step_functions.new_tally(ctx),
-        counts=torch.zeros(5, dtype=torch.int64),
+        window=step_functions.new_window(ctx),
         undo=_prepare(module, ctx, plan),
     )
     if optimizer is None and config[ZERO]["stage"] < 3:
         # Nothing that these stages could spread.
         module.to(ctx.device)
         send_values((*module.parameters(), *module.buffers()), data)
-        return attrs.evolve(model, settings=MappingProxyType(config))
+        return attrs.evolve(model, strategy_state=EngineConfig(values=MappingProxyType(config)))
     engines.connect(library, ctx)
     model = _with_engine(library, model, config, optimizer, scheduler)
     send_values(module.buffers(), data)
     if optimizer is not None and plan.nonfinite != "ignore" and plan.precision.compute != "fp16":
-        watch_gradients(module, model.tally)
+        watch_gradients(module, model.window.bad_grads)
     return model
 
 
@@ -150,7 +147,9 @@ def _with_engine(
             mine = optim.compiled_on_cpu(first, config, plan.strategy, ctx)
             given = given if mine is first else mine
     engine = engines.start(library, module, config, mine, ctx)
-    model = attrs.evolve(model, engine=engine, settings=MappingProxyType(config))
+    model = attrs.evolve(
+        model, engine=engine, strategy_state=EngineConfig(values=MappingProxyType(config))
+    )
     if optimizer is None:
         return model
     engines.clip_at_stage_0(engine)

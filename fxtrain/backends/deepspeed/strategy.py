@@ -29,7 +29,6 @@ from fxtrain.state import (
 
 __all__ = ["DEEPSPEED_STRATEGY"]
 
-_NONFINITE_GRADS = 3  # place in the tally
 _NULL_CONTEXT = nullcontext()
 
 
@@ -78,12 +77,6 @@ def _leaf_problems(config: DeepSpeed, module: nn.Module) -> list[str]:
     ]
 
 
-def _wrap(
-    module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
-) -> Wrapped:
-    return wrap_engine(module, ctx, plan, optimizer, scheduler, strategy=DEEPSPEED_STRATEGY)
-
-
 def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the engine, or without gradients the module, whose hooks fetch what is spread."""
     run = model.engine if torch.is_grad_enabled() else model.module
@@ -114,7 +107,7 @@ def _backward(loss: Tensor, model: Wrapped) -> None:
 
 
 def _finite(model: Wrapped) -> bool:
-    return not bool(model.tally[_NONFINITE_GRADS])
+    return not bool(model.window.bad_grads)
 
 
 def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
@@ -123,7 +116,7 @@ def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
         raise PlanError(f"DeepSpeed cannot clip single entries: clip_value={update.clip_value}.")
     send_buffers(model)
     engine = model.engine
-    model.tally[_NONFINITE_GRADS] = 0
+    model.window.bad_grads.zero_()
     if update.skip:
         _drop(engine)
         return UpdateResult(applied=False)
@@ -217,7 +210,7 @@ def _unwrap(model: Wrapped) -> nn.Module:
     Raises:
         PlanError: AutoTP has replaced layers.
     """
-    found = engine_weights(model).values()
+    found = model.strategy.weights(model).values()
     if model.engine is not model.module:
         parameters = {one.key: one for one in found if isinstance(one.like, nn.Parameter)}
         values = [(one.like, one.gather().to(model.ctx.device)) for one in parameters.values()]
@@ -229,28 +222,33 @@ def _unwrap(model: Wrapped) -> nn.Module:
     return model.module
 
 
+_clip_norm = unsupported(
+    "clip_norm by itself; give it to Plan(clip_norm=...), or to "
+    "ops.apply(model, Finish(clip_norm=...))",
+    by="DeepSpeed",
+)
+_clip_value = unsupported("clip_value", by="DeepSpeed")
+_scale_grads = unsupported(
+    "scale_grads by itself; give it to ops.apply(model, Finish(scale=...))", by="DeepSpeed"
+)
+
 DEEPSPEED_STRATEGY = Strategy(
     name="DeepSpeed",
     config=DeepSpeed,
     check=_check,
-    wrap=_wrap,
+    wrap=wrap_engine,
     forward=_forward,
     sync=_sync,
     backward=_backward,
     run=step_functions.run,
-    clip_norm=unsupported(
-        "clip_norm by itself; give it to Plan(clip_norm=...), or to "
-        "ops.apply(model, Finish(clip_norm=...))",
-        by="DeepSpeed",
-    ),
-    clip_value=unsupported("clip_value", by="DeepSpeed"),
-    scale_grads=unsupported(
-        "scale_grads by itself; give it to ops.apply(model, Finish(scale=...))", by="DeepSpeed"
-    ),
+    clip_norm=_clip_norm,
+    clip_value=_clip_value,
+    scale_grads=_scale_grads,
     finite=_finite,
     apply=_apply,
     state=engine_state,
     load_state=load_engine_state,
     weights=engine_weights,
     unwrap=_unwrap,
+    fused=(("clip_norm", _clip_norm), ("clip_value", _clip_value), ("scale_grads", _scale_grads)),
 )

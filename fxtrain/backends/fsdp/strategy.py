@@ -16,14 +16,12 @@ from fxtrain.backends.core import buffers, step_functions
 from fxtrain.backends.core.module_changes import unmatched_names, xla_problems
 from fxtrain.backends.core.optimizers import disable_foreach
 from fxtrain.backends.core.wrap_units import unit_problems
-from fxtrain.backends.local.averaging import new_round
+from fxtrain.backends.local.averaging import average, new_round
 from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor.layer_plan import split_problems
 from fxtrain.state import FSDP, DistContext, ModelState, Plan, Strategy, Wrapped
 
 __all__ = ["FSDP_STRATEGY", "loss_on_parts", "shard_size", "sharding_problems", "splits_logits"]
-
-_MICRO_BATCHES = 0  # place in the counts
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
@@ -109,7 +107,12 @@ def shard_size(ctx: DistContext, config: FSDP) -> int:
 
 
 def _wrap(
-    module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
+    strategy: Strategy,
+    module: nn.Module,
+    ctx: DistContext,
+    plan: Plan,
+    optimizer: Any,
+    scheduler: Any,
 ) -> Wrapped:
     # torch's part takes half a second to import, which other plans need not pay.
     if ctx.axis("loss").world_size == ctx.mesh.tensor == 1:
@@ -119,15 +122,15 @@ def _wrap(
             fill_sharded(
                 module, record_initial_values(module, ctx), ctx, offload=False, seed=plan.seed
             )
-        return wrap_without_engine(module, ctx, plan, optimizer, scheduler, strategy=FSDP_STRATEGY)
+        return wrap_without_engine(strategy, module, ctx, plan, optimizer, scheduler)
     from fxtrain.backends.fsdp.apply_fully_shard import shard_module
 
     size = shard_size(ctx, plan.strategy)
     undo = shard_module(module, ctx, plan, size)
-    model = make_handle(module, ctx, plan, optimizer, scheduler, strategy=FSDP_STRATEGY, undo=undo)
+    model = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo)
     for one in model.optimizers:
         disable_foreach(one)
-    return attrs.evolve(model, round=new_round(module, ctx, plan, size))
+    return attrs.evolve(model, strategy_state=new_round(module, ctx, plan, size))
 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
@@ -193,7 +196,7 @@ def _state(model: Wrapped) -> ModelState:
         CheckpointError: an accumulation window is open, whose gradients torch keeps to itself.
     """
     keeps = hasattr(model.module, "set_requires_gradient_sync") and not model.plan.sync_each
-    if keeps and model.counts[_MICRO_BATCHES]:
+    if keeps and model.window.micro:
         raise CheckpointError(
             "FSDP keeps the gradients of an open accumulation window to itself, whole and not "
             "yet reduced. Save where position.micro is 0, or set Plan(sync_each=True)."
@@ -211,4 +214,5 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     apply=buffers.apply,
     state=_state,
     cuts_sequences=True,
+    average=average,
 )

@@ -28,6 +28,7 @@ from fxtrain.state import (
     Wrapped,
     round_begins,
     round_ends,
+    round_of,
 )
 
 __all__ = ["MIN_WEIGHT", "average", "averaging_weight", "local_problems", "new_round"]
@@ -130,7 +131,7 @@ def average(model: Wrapped, position: Position | None) -> None:
         One all-reduce of all that is floating (two, if some of it is float64 and some not) and
         one of all other buffers, if there are any.
     """
-    now, local = model.round, model.plan.local
+    now, local = round_of(model), model.plan.local
     assert now is not None and local is not None
     if position is not None and round_begins(local, position):
         with torch.no_grad():

@@ -69,15 +69,15 @@ def run(
         loss = share.loss if model.scaler is None else model.scaler.scale(share.loss)
         return loss.clone() if loss._is_view() else loss
 
-    _run_all(model, ready, calls, finish)
-
     def fake() -> WeightedLoss:
         out = fake_output(model, ready, calls[0])
         return _computed_loss(model, compute_loss, micro_batches[0], seeds[0], out)
 
-    told = broadcast_loss(model, ready, shares, batch, fake)
-    if batch.position.micro == 0:  # sums over stages are made once a window
-        reduce_grads(model)
+    with model.strategy.sync(model, reduce):
+        _run_all(model, ready, calls, finish)
+        told = broadcast_loss(model, ready, shares, batch, fake)
+        if batch.position.micro == 0:  # sums over stages are made once a window
+            reduce_grads(model)
     return told
 
 

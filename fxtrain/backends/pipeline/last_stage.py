@@ -48,23 +48,24 @@ def broadcast_loss(
     Effects:
         A broadcast of four numbers; the first time, and for aux, one of objects.
     """
-    engine = model.engine
+    engine, window = model.engine, model.window
     if not ready.form:
         silent = model.ctx.comm.simulated and not shares
         own = [fake()] if silent else shares
         ready.form.append(_broadcast_object(model, _form_of(own[0]) if own else None))
     form: _LossForm = ready.form[0]
-    numbers = torch.zeros(4, dtype=model.tally.dtype, device=model.tally.device)
+    numbers = torch.zeros_like(window.sums)
     if shares:
         weights = torch.stack([_as(weighted.weight, numbers) for weighted in shares])
         means = torch.stack([_as(weighted.mean, numbers) for weighted in shares])
         total = weights.sum()
         numbers[0] = (means * weights).sum() / torch.where(total == 0, 1.0, total)
         numbers[1] = total
-        numbers[2:] = model.tally[:2]
+        numbers[2], numbers[3] = window.scale, window.weight
     source = engine.axis.comm.ranks[engine.source]
     dist.broadcast(numbers, source, group=engine.axis.comm.group)
-    model.tally[:2] = numbers[2:]
+    window.scale.copy_(numbers[2])
+    window.weight.copy_(numbers[3])
     rows = batch.sizes[model.ctx.axis("data").rank]
     aux = None if form.aux is None else _broadcast_aux(model, ready, shares, rows // ready.parts)
     mean = numbers[0].to(form.dtype)

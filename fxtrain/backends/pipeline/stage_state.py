@@ -13,8 +13,6 @@ from fxtrain.state import ModelState, StateReader, Wrapped
 
 __all__ = ["load_state", "state_of"]
 
-_MICRO_BATCHES = 0  # place in the counts
-
 
 def state_of(model: Wrapped) -> ModelState:
     """Tensors of this rank's stages, and values as one process would have them.
@@ -29,7 +27,7 @@ def state_of(model: Wrapped) -> ModelState:
     engine = model.engine
     if engine is model.module:
         return state
-    if model.counts[_MICRO_BATCHES]:
+    if model.window.micro:
         raise CheckpointError(
             "PP keeps the gradients of an open accumulation window with its stages, not yet "
             "reduced. Save where position.micro is 0."

@@ -103,19 +103,20 @@ def _plan_problems(plan: Plan) -> list[str]:
 
 
 def _wrap(
-    module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
+    strategy: Strategy,
+    module: nn.Module,
+    ctx: DistContext,
+    plan: Plan,
+    optimizer: Any,
+    scheduler: Any,
 ) -> Wrapped:
     if ctx.world_size == 1:
-        return wrap_without_engine(
-            module, ctx, plan, optimizer, scheduler, strategy=PIPELINE_STRATEGY
-        )
+        return wrap_without_engine(strategy, module, ctx, plan, optimizer, scheduler)
     # torch's part takes half a second to import, which other plans need not pay.
     from fxtrain.backends.pipeline.assemble import split_into_stages
 
     engine, undo = split_into_stages(module, ctx, plan)
-    model = make_handle(
-        module, ctx, plan, optimizer, scheduler, strategy=PIPELINE_STRATEGY, undo=undo
-    )
+    model = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo)
     for one in model.optimizers:
         disable_foreach(one)
     return attrs.evolve(model, engine=engine)
@@ -141,4 +142,6 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     state=state_of,
     load_state=load_state,
     weights=pipeline_weights,
+    average=unsupported("averaging of copies", by="PP"),
+    fused=(("backward", _backward),),
 )

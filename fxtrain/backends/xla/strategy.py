@@ -36,8 +36,6 @@ from fxtrain.state import (
 
 __all__ = ["XLA_STRATEGY"]
 
-_MICRO_BATCHES = 0  # place in the counts
-
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     xla_runtime.load(needed_by="Plan(strategy=XLA(...))")
@@ -84,7 +82,12 @@ _HINTS = {"shard": "Parameters are split over the devices of one process only (S
 
 
 def _wrap(
-    module: nn.Module, ctx: DistContext, plan: Plan, optimizer: Any, scheduler: Any
+    strategy: Strategy,
+    module: nn.Module,
+    ctx: DistContext,
+    plan: Plan,
+    optimizer: Any,
+    scheduler: Any,
 ) -> Wrapped:
     data, config = ctx.axis("data"), plan.strategy
     undos = [move_to_device(module, ctx, downcast=config.downcast)]
@@ -101,31 +104,29 @@ def _wrap(
             undo()
         undos.clear()
 
-    plain = make_handle(
-        module, ctx, plan, optimizer, scheduler, strategy=XLA_STRATEGY, undo=undo_all
-    )
+    plain = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo_all)
     xla_runtime.mark_step()
     watch = RecompilationLog(quiet_steps=3 * plan.accumulate if config.warn_recompiles else None)
-    return attrs.evolve(plain, engine=engine, watch=watch)
+    return attrs.evolve(plain, engine=engine, strategy_state=watch)
 
 
 @contextmanager
 def _sync(model: Wrapped, enabled: bool) -> Iterator[None]:  # noqa: FBT001
     """Average gradients over replicas; a micro-batch without an update ends its graph here."""
-    model.watch.begin()
+    model.strategy_state.begin()
     yield
     data = model.ctx.axis("data")
     if enabled and data.world_size > 1:
         grads = [p.grad for p in model.module.parameters() if p.grad is not None]
         xla_runtime.mean(grads, data.world_size)
     plan = model.plan
-    if not enabled or (plan.sync_each and model.counts[_MICRO_BATCHES] < plan.accumulate):
+    if not enabled or (plan.sync_each and model.window.micro < plan.accumulate):
         _end(model)
 
 
 def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
     outcome = buffers.apply(model, update)
-    if model.watch.steps < model.plan.accumulate:  # which made the optimizer's states
+    if model.strategy_state.steps < model.plan.accumulate:  # which made the optimizer's states
         split_states(model)
     _end(model)
     return outcome
@@ -134,7 +135,7 @@ def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
 def _end(model: Wrapped) -> None:
     """Hand the graph of a micro-batch to the device."""
     xla_runtime.mark_step()
-    model.watch.end()
+    model.strategy_state.end()
 
 
 def _finite(model: Wrapped) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 
 import attrs
 
-from fxtrain.launch.config.launch_file import Section, third_party
+from fxtrain.launch.config.launch_file import Section
+from fxtrain.state import installed_configs
 
 __all__ = ["Machine", "detect_machine", "suggested"]
 
@@ -68,7 +69,7 @@ def detect_machine(env: Mapping[str, str] | None = None) -> Machine:
         slurm=bool(shutil.which("sbatch", path=env.get("PATH"))),
         mpi=bool(shutil.which("mpirun", path=env.get("PATH"))),
         tpu=env.get("TPU_NAME", ""),
-        strategies=third_party(),
+        strategies=installed_configs(),
     )
 
 

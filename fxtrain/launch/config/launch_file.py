@@ -1,7 +1,6 @@
 """The launch file: what it says, as a record, and how it is read."""
 
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from fxtrain._errors import LaunchError, PlanError
 from fxtrain._reading import read_text
 from fxtrain.launch import LaunchSpec, find_launcher, options_from
 from fxtrain.launch.config.overlay import merge, near
-from fxtrain.state import Format, Plan, few, parse_text, shown, structure
+from fxtrain.state import Format, Plan, few, installed_configs, parse_text, shown, structure
 
 __all__ = [
     "FORMATS",
@@ -22,7 +21,6 @@ __all__ = [
     "problems_of",
     "read_data",
     "read_launch_file",
-    "third_party",
 ]
 
 FORMATS: dict[str, Format] = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
@@ -126,7 +124,7 @@ def parse(text: str, form: Format) -> LaunchFile:
         data = parse_text(text, form)
         file, told = _file(data)
         if not told:
-            more = third_party()
+            more = installed_configs()
             for name in ("", *file.profiles):
                 at = f"profiles.{name}" if name else ""
                 told += problems_of(file.section(name), at=at, more=more)
@@ -148,7 +146,7 @@ def problems_of(
         more: Strategy configs of installed packages; looked for by default.
     """
     told: list[str] = []
-    more = third_party() if more is None else more
+    more = installed_configs() if more is None else more
     launch = {"target": NO_TARGET, **section.launch}
     for name, data, cls in (("launch", launch, LaunchSpec), ("plan", section.plan, Plan)):
         where = f"{at}.{name}" if at else name
@@ -175,11 +173,6 @@ def _launcher_problems(spec: LaunchSpec, where: str) -> list[str]:
     except LaunchError as error:
         return [f"{where}.options: {error}"]
     return []
-
-
-def third_party() -> tuple[type, ...]:
-    """Strategy configs of installed packages."""
-    return tuple(entry.load().config for entry in entry_points(group="fxtrain.strategies"))
 
 
 def _placed(line: str, cls: type, where: str) -> str:

@@ -9,10 +9,11 @@ import attrs
 
 from fxtrain._optional import optional
 from fxtrain.launch import LaunchSpec, known_launchers
-from fxtrain.launch.config.launch_file import LaunchFile, Section, third_party
+from fxtrain.launch.config.launch_file import LaunchFile, Section
 from fxtrain.launch.config.overlay import leaves
-from fxtrain.state import Plan, unstructure
-from fxtrain.state.converters import BUILT_IN, kind_of
+from fxtrain.state import Plan, installed_configs, unstructure
+from fxtrain.state.converters import kind_of
+from fxtrain.state.registry import BUILT_IN
 
 __all__ = ["Line", "meanings", "render"]
 
@@ -153,7 +154,9 @@ def _class_of(cls: Any, name: str, data: Mapping[str, Any]) -> Any:
         return None
     field = attrs.fields_dict(cls)[name]
     if "kind" in data:
-        return {kind_of(config): config for config in (*BUILT_IN, *third_party())}.get(data["kind"])
+        return {kind_of(config): config for config in (*BUILT_IN, *installed_configs())}.get(
+            data["kind"]
+        )
     kinds: tuple[Any, ...] = getattr(field.type, "__args__", (field.type,))
     return next((kind for kind in kinds if attrs.has(kind)), None)
 

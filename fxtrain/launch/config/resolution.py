@@ -15,7 +15,6 @@ from fxtrain.launch.config.launch_file import (
     Section,
     problems_of,
     read_launch_file,
-    third_party,
 )
 from fxtrain.launch.config.overlay import leaves, merge, near, put
 from fxtrain.state import Plan, structure, unstructure
@@ -176,8 +175,8 @@ def resolve(
         raise PlanError("\n".join(_with_origin(line, origins) for line in told))
     return Settings(
         values=said,
-        launch=structure({"target": NO_TARGET, **said.launch}, LaunchSpec),
-        plan=structure(dict(said.plan), Plan, third_party()),
+        launch=structure({"target": NO_TARGET, **said.launch}, LaunchSpec, ()),
+        plan=structure(dict(said.plan), Plan),
         origins=origins,
         file=path,
         profile=name,

@@ -1,0 +1,53 @@
+"""Which strategies there are: the configs of fxtrain, and the rows of installed packages."""
+
+from typing import TYPE_CHECKING
+
+from fxtrain._errors import PlanError
+from fxtrain._installed import installed_rows
+from fxtrain.state.deepspeed import DeepSpeed
+from fxtrain.state.fsdp import FSDP
+from fxtrain.state.pipeline import PP
+from fxtrain.state.strategy_configs import DDP, XLA, Single
+
+if TYPE_CHECKING:
+    from fxtrain.state.strategy import Strategy
+
+__all__ = ["BUILT_IN", "GROUP", "installed_configs", "installed_strategies"]
+
+BUILT_IN: tuple[type, ...] = (Single, DDP, FSDP, DeepSpeed, PP, XLA)
+GROUP = "fxtrain.strategies"
+
+
+def installed_strategies() -> "tuple[Strategy, ...]":
+    """The strategies of installed packages: what the entry points in the group `GROUP` load to.
+
+    Whatever reads, checks or carries out a plan finds them here.
+
+    Raises:
+        PlanError: an entry point loads to something else, or to a second strategy for a config.
+
+    Example:
+        >>> from fxtrain.state import installed_strategies
+        >>> installed_strategies()
+        ()
+    """
+    from fxtrain.state.strategy import Strategy  # which imports the records that plans hold
+
+    table = installed_rows(
+        taken=BUILT_IN, group=GROUP, kind=Strategy, key=lambda row: row.config, error=PlanError
+    )
+    return tuple(table.values())
+
+
+def installed_configs() -> tuple[type, ...]:
+    """The configs of the strategies of installed packages.
+
+    Raises:
+        PlanError: as `installed_strategies`.
+
+    Example:
+        >>> from fxtrain.state import installed_configs
+        >>> installed_configs()
+        ()
+    """
+    return tuple(row.config for row in installed_strategies())
