@@ -32,7 +32,7 @@ def installed(monkeypatch):
                 return {"ROW": ROW, "WRONG": WRONG, "TWICE": TWICE}[self.name]
 
         Entry.name = name
-        monkeypatch.setattr("fxtrain.state.registry.entry_points", lambda group: [Entry()])
+        monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Entry()])
 
     return install
 
