@@ -7,22 +7,38 @@ import pytest
 
 from fxtrain.testing import Cluster
 
+# What ranks and launched programs of the whole suite load. A test by itself rarely needs it.
+_OFTEN = (
+    "transformers.models.llama.modeling_llama",
+    "torch.distributed.run",
+    "fxtrain.cli.launch_command",
+    "sklearn.datasets",
+)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What pytest-xdist keeps together: a file, and all tests on real ranks, so no pool twice.
+    """What pytest-xdist keeps together, so that each of two processes starts every pool once.
 
+    These are the tests of tests/cluster on real ranks, all other tests on real ranks, and files.
     What takes longest comes first, so that no process is left alone with it.
     """
     if not hasattr(config, "workerinput"):
         return
+    groups = {item: _group(item) for item in items}
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("ranks" if _on_ranks(item) else item.location[0]))
-    items.sort(key=lambda item: (not _on_ranks(item), "launched" not in item.location[0]))
+        item.add_marker(pytest.mark.xdist_group(groups[item]))
+    first = ("tests/cluster on ranks", "others on ranks")
+    items.sort(
+        key=lambda item: (*(groups[item] != n for n in first), "launched" not in groups[item])
+    )
 
 
-def _on_ranks(item: pytest.Item) -> bool:
-    return "clusters" in getattr(item, "fixturenames", ())
+def _group(item: pytest.Item) -> str:
+    path = item.location[0]
+    if "clusters" not in getattr(item, "fixturenames", ()):
+        return path
+    return "tests/cluster on ranks" if path.startswith("tests/cluster") else "others on ranks"
 
 
 def _patience() -> float:
@@ -40,7 +56,8 @@ def clusters() -> Iterator[dict[int, Cluster]]:
     """One pool per world size; its workers start with the first call."""
     patience = _patience()
     times = {"timeout_s": 5.0 * patience, "call_s": 40.0 * patience}
-    pools = {n: Cluster(n, **times) for n in (1, 2, 4)}
+    preload = _OFTEN if "PYTEST_XDIST_WORKER" in os.environ else ()
+    pools = {n: Cluster(n, **times, preload=preload) for n in (1, 2, 4)}
     yield pools
     for pool in pools.values():
         pool.close()

@@ -7,10 +7,10 @@ import attrs
 import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import fxtrain as fx
+from property_tests import _regression
 
 ON_RANKS = settings(
     max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
@@ -32,41 +32,15 @@ class Stream(IterableDataset):
         return iter(self.table)
 
 
-def _rows(n):
-    generator = torch.Generator().manual_seed(n)
-    x = torch.randn(n, 3, generator=generator, dtype=torch.float64)
-    return TensorDataset(x, (x.sum(1, keepdim=True) * 2).sin())
-
-
-def _net():
-    generator = torch.Generator().manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return net
-
-
 def _sgd(params):
     return torch.optim.SGD(params, lr=0.3)
 
 
-def _losses(model, x, y):
-    return (model(x) - y).square().squeeze(1)
-
-
-def _mean(model, batch):
-    return _losses(model, *batch).mean()
-
-
-def _weighted(model, batch):
-    losses = _losses(model, *batch) * batch.valid
-    return fx.Weighted(losses.sum(), batch.valid.sum())
-
-
 def _start(ctx, plan, *, weighted):
-    model = fx.wrap(_net(), ctx, plan, optimizer=_sgd)
-    return model, fx.StepFns(model=model, loss=_weighted if weighted else _mean)
+    model = fx.wrap(_regression.net(), ctx, plan, optimizer=_sgd)
+    return model, fx.StepFns(
+        model=model, loss=_regression.weighted if weighted else _regression.mean
+    )
 
 
 def _train(ctx, n, size, plan, parts, later, weighted, stream, folder):
@@ -75,7 +49,8 @@ def _train(ctx, n, size, plan, parts, later, weighted, stream, folder):
     Args:
         later: Accumulation of those that resume.
     """
-    table = DataLoader(Stream(_rows(n)) if stream else _rows(n), batch_size=size)
+    rows = TensorDataset(*_regression.rows(n))
+    table = DataLoader(Stream(rows) if stream else rows, batch_size=size)
     loader = fx.shard(table, ctx, plan)
     model, fns = _start(ctx, plan, weighted=weighted)
     epochs, position = loader.epochs(99), fx.Position()
@@ -99,7 +74,7 @@ def _train(ctx, n, size, plan, parts, later, weighted, stream, folder):
 
 def _by_hand(n, stride, plan, parts, later):
     """The same loop on torch alone: a window's rows in one batch, whenever it closes."""
-    net, table = _net(), _rows(n)
+    net, table = _regression.net(), TensorDataset(*_regression.rows(n))
     optimizer = _sgd(net.parameters())
     steps = n // stride if plan.even == "drop" else -(-n // stride)
     window, micro, updates, samples, at = [], 0, 0, 0, 0
@@ -112,7 +87,7 @@ def _by_hand(n, stride, plan, parts, later):
             rows = list(range((at - 1) * stride, min(at * stride, n)))
             window, micro, samples = window + rows, micro + 1, samples + len(rows)
             if micro >= accumulate or (at == steps and plan.flush):
-                _losses(net, *table[window]).mean().backward()
+                _regression.losses(net, *table[window]).mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 window, micro, updates = [], 0, updates + 1

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fxtrain as fx
@@ -171,7 +171,9 @@ def test_any_yaml_is_plain_data_or_an_error_on_one_line(text):
     max_leaves=8,
 ))  # fmt: skip
 def test_what_pyyaml_writes_is_read_as_it_was(data):
-    assert parse_yaml(yaml.safe_dump(data, allow_unicode=True)) == data
+    text = yaml.safe_dump(data, allow_unicode=True)
+    assume(yaml.safe_load(text) == data)  # PyYAML itself folds U+0085 into a space
+    assert parse_yaml(text) == data
 
 
 @given(width=st.integers(2, 9), depth=st.integers(5, 40), merged=st.booleans())

@@ -7,46 +7,22 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
+from property_tests import _regression
 
 ON_RANKS = settings(
     max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )
 
 
-def _rows(n):
-    generator = torch.Generator().manual_seed(n)
-    x = torch.randn(n, 3, generator=generator, dtype=torch.float64)
-    return x, (x.sum(1, keepdim=True) * 2).sin()
-
-
-def _net():
-    generator = torch.Generator().manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return net
-
-
-def _row_losses(model, x, y):
-    return (model(x) - y).square().squeeze(1)
-
-
-def _mean(model, batch):
-    return _row_losses(model, *batch).mean()
-
-
-def _weighted(model, batch):
-    losses = _row_losses(model, *batch) * batch.valid
-    return fx.Weighted(losses.sum(), batch.valid.sum())
-
-
 def _train(ctx, n, size, plan, *, weighted, epochs=2):
     model = fx.wrap(
-        _net(), ctx, plan, optimizer=lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.5)
+        _regression.net(),
+        ctx,
+        plan,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.5),
     )
-    loader = fx.shard(DataLoader(TensorDataset(*_rows(n)), batch_size=size), ctx, plan)
-    fns = fx.StepFns(model=model, loss=_weighted if weighted else _mean)
+    loader = fx.shard(DataLoader(TensorDataset(*_regression.rows(n)), batch_size=size), ctx, plan)
+    fns = fx.StepFns(model=model, loss=_regression.weighted if weighted else _regression.mean)
     applied = 0
     for epoch in loader.epochs(epochs):
         for batch in epoch:
@@ -58,16 +34,16 @@ def _train(ctx, n, size, plan, *, weighted, epochs=2):
 
 def _one_process(n, stride, accumulate, clip, *, drop, epochs=2):
     """The loop as one would write it: each window's rows in one batch."""
-    net = _net()
+    net = _regression.net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.5)
-    x, y = _rows(n)
+    x, y = _regression.rows(n)
     end = n // stride * stride if drop else n
     updates = 0
     for _ in range(epochs):
         for low in range(0, end, stride * accumulate):
             high = min(low + stride * accumulate, end)
             optimizer.zero_grad()
-            _row_losses(net, x[low:high], y[low:high]).mean().backward()
+            _regression.losses(net, x[low:high], y[low:high]).mean().backward()
             if clip is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), clip)
             optimizer.step()
@@ -108,13 +84,15 @@ class _Stream(torch.utils.data.IterableDataset):
         self.n = n
 
     def __iter__(self):
-        return iter(zip(*_rows(self.n), strict=True))
+        return iter(zip(*_regression.rows(self.n), strict=True))
 
 
 def _train_stream(ctx, n, size, plan):
-    model = fx.wrap(_net(), ctx, plan, optimizer=lambda params: torch.optim.SGD(params, lr=0.3))
+    model = fx.wrap(
+        _regression.net(), ctx, plan, optimizer=lambda params: torch.optim.SGD(params, lr=0.3)
+    )
     loader = fx.shard(DataLoader(_Stream(n), batch_size=size), ctx, plan)
-    fns = fx.StepFns(model=model, loss=_mean)
+    fns = fx.StepFns(model=model, loss=_regression.mean)
     for epoch in loader.epochs(1):
         for batch in epoch:
             fx.step(ctx, batch, fns)
@@ -122,9 +100,11 @@ def _train_stream(ctx, n, size, plan):
 
 
 def _train_table(ctx, n, size, plan):
-    model = fx.wrap(_net(), ctx, plan, optimizer=lambda params: torch.optim.SGD(params, lr=0.3))
-    loader = fx.shard(DataLoader(TensorDataset(*_rows(n)), batch_size=size), ctx, plan)
-    fns = fx.StepFns(model=model, loss=_mean)
+    model = fx.wrap(
+        _regression.net(), ctx, plan, optimizer=lambda params: torch.optim.SGD(params, lr=0.3)
+    )
+    loader = fx.shard(DataLoader(TensorDataset(*_regression.rows(n)), batch_size=size), ctx, plan)
+    fns = fx.StepFns(model=model, loss=_regression.mean)
     for epoch in loader.epochs(1):
         for batch in epoch:
             fx.step(ctx, batch, fns)

@@ -3,7 +3,6 @@
 import ast
 import importlib.metadata
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 
 import fxtrain as fx
 from fxtrain import ops
+from tests.launched._run import PYTHON, run_fork
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -145,16 +145,9 @@ def _example(name: str) -> str:
 def test_examples_of_the_readme_run(name, tmp_path):
     script = tmp_path / f"{name}.py"
     script.write_text(f"import torch\ntorch.manual_seed(0)\n{_example(name)}")  # else it may vary
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    loss = float(done.stdout.splitlines()[-1].split()[-1])
+    done = run_fork(*PYTHON, "-W", "error", str(script))
+    assert done.code == 0, done.err
+    loss = float(done.out.splitlines()[-1].split()[-1])
     assert loss < (0.01 if name == "ten_lines" else 0.6)
 
 

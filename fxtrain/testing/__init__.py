@@ -4,7 +4,7 @@ count of what the ranks say to each other, and the laws of strategies."""
 from fxtrain.testing.cluster import Cluster, RankFailure, free_port
 from fxtrain.testing.fake_backend import fake_world
 from fxtrain.testing.growth import Cost, costs_of, grows_linearly
-from fxtrain.testing.laws import LAWS, Law, Terms
+from fxtrain.testing.laws import LAWS, Law, Terms, all_at_once
 from fxtrain.testing.traffic import Collective, Traffic, count_collectives
 from fxtrain.testing.training import Run, Task, by_hand, on_ranks
 from fxtrain.testing.transformer import Transformer
@@ -21,6 +21,7 @@ __all__ = [
     "Terms",
     "Traffic",
     "Transformer",
+    "all_at_once",
     "by_hand",
     "costs_of",
     "count_collectives",

@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -56,6 +56,8 @@ class Cluster:
         env: Variables of their processes, beside those of this one.
         keep_groups: Leave open what process groups a call opened and did not close, for
             libraries that keep theirs per process.
+        preload: Modules that Python's fork server loads as well, so that not every worker does;
+            used by the first pool of a process.
 
     Effects:
         The first call starts Python's fork server on Linux, which has torch loaded, so that
@@ -71,11 +73,13 @@ class Cluster:
         device: str = "cpu",
         env: Mapping[str, str] | None = None,
         keep_groups: bool = False,
+        preload: Sequence[str] = (),
     ) -> None:
         self.n = n
         self.timeout_s = timeout_s
         self._call_s = call_s
         self._device, self._env, self._keep_groups = device, dict(env or {}), keep_groups
+        self._preload = tuple(preload)
         self._calls = LOADED
         self._workers: list[tuple[Any, Connection]] = []
 
@@ -200,7 +204,7 @@ class Cluster:
         return f"Its process ended {how}"
 
     def _start(self) -> None:
-        method = starter()
+        method = starter(*self._preload)
         # Only these workers reach each other, and only on this machine.
         own = {SECRET: fresh_secret(), **loopback_route().env, **self._env}
         for rank in range(self.n):

@@ -44,6 +44,8 @@ __all__ = [
 ]
 
 _UPDATES = 3
+# Updates and micro-batches after which whole weights are taken out, of windows of two.
+_LOOKS = ((0, 1), (2, 0), (_UPDATES, 0))
 
 
 @attrs.frozen(kw_only=True)
@@ -62,7 +64,8 @@ class Task:
             gradient.
         poke: What that entry is multiplied by: 3e38 is finite in fp32, but not under a loss
             scale; 1e300 is in float64 only.
-        look: Take whole weights out after every micro-batch, and lend the module out.
+        look: Take whole weights out, and lend the module out, between the micro-batches of the
+            first update, after the second and at the end.
     """
 
     plan: Plan
@@ -140,7 +143,7 @@ def trained(
         for batch in epoch:
             reports.append(step(placed, batch, fns))
             now = reports[-1].position
-            if task.look:
+            if task.look and (now.updates, now.micro) in _LOOKS:
                 seen = _whole_weights(model)
             if save_to and now.micro == 0 and now.updates == _UPDATES // 2:
                 save(save_to, placed, model, position=now)

@@ -10,7 +10,7 @@ import fxtrain as fx
 from fxtrain.cli import Exit, main
 from fxtrain.diagnosis import clock_problems, fact_problems, facts_here
 from fxtrain.diagnosis.trial import _of_trees, measure, trial
-from tests.launched._run import FXTRAIN, run
+from tests.launched._run import FXTRAIN, run_fork
 
 NAMES = [
     "reduce", "gather", "broadcast", "scatter", "gather_objects", "broadcast_object", "any_rank",
@@ -100,7 +100,7 @@ def test_clocks():
 @pytest.mark.timeout(260)
 def test_the_command_prints_what_ranks_found():
     words = ("test", "--ranks", "2", "--mib", "0.05", "--set", "launch.cpu=true", "--json")
-    ended = run(*FXTRAIN, *words, timeout_s=240.0, OMP_NUM_THREADS="1")
+    ended = run_fork(*FXTRAIN, *words, timeout_s=240.0, OMP_NUM_THREADS="1")
     assert ended.code == 0, ended.err
     told = json.loads(ended.out)
     assert (told["ranks"], told["problems"], told["launcher"]) == (2, [], "torchrun")
@@ -110,7 +110,7 @@ def test_the_command_prints_what_ranks_found():
 @pytest.mark.timeout(260)
 def test_an_interface_that_is_not_there_is_named():
     words = ("test", "--ranks", "2", "--set", "launch.cpu=true")
-    ended = run(*FXTRAIN, *words, timeout_s=240.0, GLOO_SOCKET_IFNAME="nope0")
+    ended = run_fork(*FXTRAIN, *words, timeout_s=240.0, GLOO_SOCKET_IFNAME="nope0")
     assert ended.code == Exit.FOUND
     assert "GLOO_SOCKET_IFNAME=nope0" in ended.err
 

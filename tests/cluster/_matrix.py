@@ -1,5 +1,6 @@
 """Everything that is done with a model while and after it trains, on one tiny Llama."""
 
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
@@ -23,6 +24,16 @@ def loss(model, batch):
 
 def adam(params):
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+def write_halves(folder, dtype):
+    """The files of a model whose values are half of those that training starts from."""
+    net = llama().to(dtype)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(0.5)
+    fx.export(net, folder)
+    return str(folder)
 
 
 def everything(ctx, options, mesh, other, folder, dtype):
@@ -99,6 +110,14 @@ def _by_module(model):
             return model.module.generate(PROMPT, max_new_tokens=4, do_sample=False).tolist()
     except fx.StepError as error:
         return str(error)
+
+
+def compare_files(found, folder):
+    """Check the files that `everything` wrote against the weights that it found."""
+    for file in ("export/model.safetensors", "pretrained/model.safetensors"):
+        stored = safetensors.torch.load_file(folder / file)
+        assert stored.keys() == found[0]["weights"].keys()
+        assert all(torch.equal(stored[n], t) for n, t in found[0]["weights"].items())
 
 
 def compare(found, wanted, *, rtol, atol):

@@ -1,10 +1,12 @@
 """Tiny models of transformers, the same on every rank; a test without transformers is skipped."""
 
+import attrs
 import pytest
 import torch
 
 import fxtrain as fx
 from fxtrain.backends.pipeline.partition import schedules_fit
+from fxtrain.testing import all_at_once
 
 # tests/state/test_old_torch.py sees that they are refused there.
 PIPELINES = pytest.mark.skipif(
@@ -27,6 +29,11 @@ def is_block(name, part):
 
 def is_none(name, part):
     return False
+
+
+def synced_each(ranks, plan, mesh=None):
+    """The law on everything at once, with gradients that are reduced for every micro-batch."""
+    all_at_once(ranks, attrs.evolve(plan, sync_each=True), mesh)
 
 
 _SIZES = {

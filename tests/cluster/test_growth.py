@@ -13,7 +13,6 @@ PLANS = {
     "replicas": (2, fx.DDP(), None),
     "shared optimizer": (2, fx.DDP(shard_optimizer=True), None),
     "shards": (2, fx.FSDP(), None),
-    "shards of gradients": (2, fx.FSDP(mode="grads_and_optimizer"), None),
     "not sharded": (2, fx.FSDP(mode="none"), None),
     "split": (2, fx.FSDP(tensor=TENSOR), fx.Mesh(tensor=2)),
     "stages": (2, fx.PP(), fx.Mesh(pipeline=2)),

@@ -5,21 +5,23 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.testing import LAWS, Terms, Transformer
+from fxtrain.testing import LAWS, Terms, Transformer, all_at_once
 from fxtrain.testing.training import backward_once, on_mesh, token_rows
-from tests.cluster._models import PIPELINES, is_block
+from tests.cluster._models import PIPELINES, is_block, synced_each
 
-LAW = {law.__name__: law for law in LAWS}
-NAMES = list(LAW)
+NAMES = [law.__name__ for law in LAWS]
+LAW = {law.__name__: law for law in (*LAWS, all_at_once, synced_each)}
 
 # Each kind of strategy is held to every law at each number of ranks once. Plans that differ from
 # that one in a single thing are held to the laws that this thing could break.
 ONCE = ("non_finite_skips_everywhere", "resumes_where_it_stopped")
 MOST = tuple(name for name in NAMES if name not in ONCE)
-UNITS = (
-    "same_in_micro_batches",
-    "same_clipped",
-    "whole_weights_change_nothing",
+UNITS = ("all_at_once", "unwrap_gives_the_module_back")
+# Beside those that `all_at_once` holds together.
+REST = (
+    *ONCE,
+    "frozen_and_tied_stay",
+    "overflow_skips_everywhere",
     "unwrap_gives_the_module_back",
 )
 
@@ -75,16 +77,16 @@ FSDP_PLANS = {
 FSDP_LAWS = {
     (1, "blocks of ModuleLists"): MOST,
     (2, "blocks of ModuleLists"): NAMES,
-    (2, "whole between forward and backward"): UNITS,
+    (2, "whole between forward and backward"): (*UNITS, "synced_each"),
     (2, "not sharded"): ("same_in_micro_batches", "same_by_tokens", *ONCE),
-    (2, "two copies of half the ranks"): UNITS,
+    (2, "two copies of half the ranks"): (*UNITS, "synced_each"),
     (2, "by mesh"): ("same_by_tokens", "same_clipped"),
     (2, "tied modules each a unit"): (*UNITS, "frozen_and_tied_stay"),
     (2, "by size"): UNITS,
     (2, "by a function"): ("same_clipped",),
-    (2, "some ignored"): (*UNITS, *ONCE, "frozen_and_tied_stay", "overflow_skips_everywhere"),
+    (2, "some ignored"): ("all_at_once", *REST),
     (4, "blocks of ModuleLists"): ("same_by_tokens", "frozen_and_tied_stay"),
-    (4, "two copies of half the ranks"): MOST,
+    (4, "two copies of half the ranks"): ("all_at_once", "synced_each", *REST),
     (4, "by mesh"): (*ONCE, "same_clipped", "overflow_skips_everywhere"),
 }
 
@@ -105,10 +107,7 @@ EXTRAS = {
 }
 
 
-@pytest.mark.parametrize(
-    "law",
-    ["same_in_micro_batches", "whole_weights_change_nothing", "unwrap_gives_the_module_back"],
-)
+@pytest.mark.parametrize("law", UNITS)
 @pytest.mark.parametrize("name", EXTRAS)
 def test_fsdp_of_recomputed_and_compiled_blocks(pair, name, law):
     LAW[law](pair, fx.Plan(strategy=fx.FSDP(), **EXTRAS[name]))
@@ -146,8 +145,8 @@ TP_LAWS = {
     (2, "sequence"): ("same_by_tokens", "same_clipped"),
     (4, "four ways"): ("same_clipped", "unwrap_gives_the_module_back"),
     (4, "and shards"): ("same_clipped", "overflow_skips_everywhere", "frozen_and_tied_stay"),
-    (4, "sequence and shards"): NAMES,
-    (4, "and copies"): ("same_in_micro_batches", "same_clipped"),
+    (4, "sequence and shards"): ("all_at_once", *REST),
+    (4, "and copies"): ("all_at_once",),
 }
 
 
@@ -181,8 +180,7 @@ def test_context_parallel(clusters, name, law):
 def test_context_parallel_clips_and_weighs_tokens(clusters, name):
     n, strategy, options, mesh = CP_PLANS[name]
     plan = fx.Plan(strategy=strategy, context=fx.CP(tables=ROWS, **options), recompute=("Block",))
-    for law in ("same_by_tokens", "same_clipped"):
-        LAW[law](clusters[n], plan, mesh)
+    all_at_once(clusters[n], plan, mesh)
 
 
 ALONE = {
@@ -318,6 +316,10 @@ BROKEN = [
     ("whole_weights_change_nothing", 2, _seen(_other_weights), "gain was another"),
     ("one_rank_is_the_loop", 1, _moved("gain", 1e-15), "differs from the loop"),
     ("unwrap_gives_the_module_back", 2, lambda changes: ["hooks"], "after unwrap: hooks"),
+    ("all_at_once", 2, _late, "losses are"),
+    ("all_at_once", 2, _other(norms=[1.0] * 3), "norms are"),
+    ("all_at_once", 2, _moved("blocks.1.up.bias"), "rank 1 of 2, blocks.1.up.bias"),
+    ("all_at_once", 2, _seen(_other_weights), "gain was another"),
 ]
 
 

@@ -2,12 +2,11 @@
 
 import attrs
 import pytest
-import safetensors.torch
 import torch
 
 import fxtrain as fx
-from tests.cluster._matrix import compare, everything
-from tests.cluster._models import PIPELINES, llama
+from tests.cluster._matrix import compare, compare_files, everything, write_halves
+from tests.cluster._models import PIPELINES
 
 BLOCKS = ("LlamaDecoderLayer",)
 
@@ -58,13 +57,7 @@ ROWS = {
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
     """The files of a model with other values."""
-    folder = tmp_path_factory.mktemp("other")
-    net = llama()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.mul_(0.5)
-    fx.export(net, folder)
-    return str(folder)
+    return write_halves(tmp_path_factory.mktemp("other"), torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +82,4 @@ def test_a_strategy_does_everything(clusters, truth, other, tmp_path, name):
     for one in found:
         said = one["generate of the module"]
         assert (row.says in said) if row.says else said == truth["generate of the module"]
-    for file in ("export/model.safetensors", "pretrained/model.safetensors"):
-        stored = safetensors.torch.load_file(tmp_path / file)
-        assert stored.keys() == found[0]["weights"].keys()
-        assert all(torch.equal(stored[n], t) for n, t in found[0]["weights"].items())
+    compare_files(found, tmp_path)

@@ -11,9 +11,17 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain.backends.pipeline.partition import layout_of, pipeline_problems
 from fxtrain.backends.pipeline.stage import TensorMeta, _to_send
-from fxtrain.testing import LAWS, Task, Transformer, count_collectives, fake_world, on_ranks
+from fxtrain.testing import (
+    LAWS,
+    Task,
+    Transformer,
+    all_at_once,
+    count_collectives,
+    fake_world,
+    on_ranks,
+)
 from fxtrain.testing.training import backward_once, by_hand
-from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP, gpt2, t5
+from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP, gpt2, synced_each, t5
 
 pytestmark = PIPELINES
 
@@ -22,21 +30,16 @@ FOUR = ("blocks.0", "blocks.1", "norm")
 SHARDS = fx.Mesh(pipeline=2, shard=2)
 SPLITS = fx.Mesh(pipeline=2, tensor=2)
 
-PLANS = {
-    "1f1b": (2, fx.PP(), fx.Mesh(pipeline=2)),
-    "in a loop, and copies": (
-        4,
-        fx.PP(schedule="interleaved_1f1b", microbatches=2, split=FOUR),
-        fx.Mesh(pipeline=2),
-    ),
-}
-
 
 @pytest.mark.parametrize("law", LAWS, ids=NAMES)
-@pytest.mark.parametrize("name", PLANS)
-def test_laws(clusters, name, law):
-    n, config, mesh = PLANS[name]
-    law(clusters[n], fx.Plan(strategy=config), mesh)
+def test_laws(pair, law):
+    law(pair, fx.Plan(strategy=fx.PP()), fx.Mesh(pipeline=2))
+
+
+@pytest.mark.parametrize("law", [all_at_once, synced_each, *LAWS[4:]], ids=lambda law: law.__name__)
+def test_laws_of_stages_in_a_loop_and_copies(clusters, law):
+    config = fx.PP(schedule="interleaved_1f1b", microbatches=2, split=FOUR)
+    law(clusters[4], fx.Plan(strategy=config), fx.Mesh(pipeline=2))
 
 
 def test_recomputed_and_compiled_blocks(pair):

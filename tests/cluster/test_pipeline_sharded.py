@@ -11,13 +11,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain.backends.pipeline.partition import layout_of
 from fxtrain.backends.pipeline.sharded_stages import own_units
-from fxtrain.testing import LAWS, Task, Transformer, count_collectives, on_ranks
+from fxtrain.testing import LAWS, Task, Transformer, all_at_once, count_collectives, on_ranks
 from fxtrain.testing.training import backward_once, by_hand, on_mesh
-from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP
+from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP, synced_each
 
 pytestmark = PIPELINES
 
-NAMES = [law.__name__ for law in LAWS]
 FOUR = ("blocks.0", "blocks.1", "norm")
 COPIES = fx.Mesh(pipeline=2)
 SHARDS = fx.Mesh(pipeline=2, shard=2)
@@ -26,15 +25,25 @@ SPLIT = fx.FSDP(tensor=fx.TP(styles=(UP, DOWN, *ATTENTION)))
 LOOP = {"schedule": "interleaved_1f1b", "microbatches": 2, "split": FOUR}
 
 
-# Not those that others include.
-@pytest.mark.parametrize("index", [1, 3, 4, 5, 6, 7, 8, 10], ids=lambda index: NAMES[index])
-def test_laws_of_shards(clusters, index):
-    LAWS[index](clusters[4], fx.Plan(strategy=fx.PP(stages=fx.FSDP())), SHARDS)
+# Beside those that `all_at_once` holds together.
+NAMES = (
+    "frozen_and_tied_stay",
+    "overflow_skips_everywhere",
+    "resumes_where_it_stopped",
+    "unwrap_gives_the_module_back",
+)
+REST = [all_at_once, synced_each, *(law for law in LAWS if law.__name__ in NAMES)]
+FINITE = [law for law in LAWS if law.__name__ == "non_finite_skips_everywhere"]
 
 
-@pytest.mark.parametrize("index", [1, 4, 5, 7, 8, 10], ids=lambda index: NAMES[index])
-def test_laws_of_split_layers(clusters, index):
-    LAWS[index](clusters[4], fx.Plan(strategy=fx.PP(stages=SPLIT)), SPLITS)
+@pytest.mark.parametrize("law", [*REST, *FINITE], ids=lambda law: law.__name__)
+def test_laws_of_shards(clusters, law):
+    law(clusters[4], fx.Plan(strategy=fx.PP(stages=fx.FSDP())), SHARDS)
+
+
+@pytest.mark.parametrize("law", REST, ids=lambda law: law.__name__)
+def test_laws_of_split_layers(clusters, law):
+    law(clusters[4], fx.Plan(strategy=fx.PP(stages=SPLIT)), SPLITS)
 
 
 def test_weights_apart_from_inputs_may_be_frozen_and_tied(clusters):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import attrs
 
+from tests.launched import _forked
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
 
@@ -28,18 +30,31 @@ class Finished:
 
 def start(*command: str, cwd: Path | None = None, env: dict[str, str] | None = None, stdin=None):
     """Start a program with fxtrain on its path and one thread for its arithmetic."""
-    ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    variables = {**os.environ, **ours, **(env or {})}
     return subprocess.Popen(
         command,
         cwd=cwd,
-        env=variables,
+        env=_variables(env),
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+
+
+def start_fork(*command: str, cwd: Path | None = None, env: dict[str, str] | None = None):
+    """Start a Python program, and ranks of torch's launcher in it, with torch loaded.
+
+    Faster than `start` by seconds for each process, where Linux can.
+    """
+    if sys.platform != "linux":
+        return start(*command, cwd=cwd, env=env)
+    return _forked.start(command[1:], cwd, _variables(env))
+
+
+def _variables(env: dict[str, str] | None) -> dict[str, str]:
+    ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    return {**os.environ, **ours, **(env or {})}
 
 
 def finish(process, *, timeout_s: float = 90.0, text: str | None = None) -> Finished:
@@ -62,6 +77,13 @@ def finish(process, *, timeout_s: float = 90.0, text: str | None = None) -> Fini
 def run(*command: str, cwd: Path | None = None, timeout_s: float = 90.0, **env: str) -> Finished:
     """Start a program and wait for it."""
     return finish(start(*command, cwd=cwd, env=env), timeout_s=timeout_s)
+
+
+def run_fork(
+    *command: str, cwd: Path | None = None, timeout_s: float = 90.0, **env: str
+) -> Finished:
+    """Start a Python program with torch loaded and wait for it."""
+    return finish(start_fork(*command, cwd=cwd, env=env), timeout_s=timeout_s)
 
 
 def run_text(text: str, *, timeout_s: float = 90.0, **env: str) -> Finished:

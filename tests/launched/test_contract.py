@@ -2,11 +2,12 @@
 
 import json
 import math
+from collections.abc import Callable
 
 import attrs
 import pytest
 
-from tests.launched._run import FXTRAIN, PYTHON, ROOT, TORCHRUN, run
+from tests.launched._run import FXTRAIN, PYTHON, ROOT, TORCHRUN, Finished, run, run_fork
 
 CONTRACT = ROOT.parent / "shared" / "contract"
 
@@ -30,6 +31,7 @@ class Case:
     ranks: int
     accumulate: int = 1
     epochs: int = 8
+    run: Callable[..., Finished] = run_fork
 
     @property
     def updates(self) -> int:
@@ -39,7 +41,7 @@ class Case:
 
 CASES = [
     Case(name="python", command=PYTHON, ranks=1),
-    Case(name="torchrun 2", command=(*TORCHRUN, "--nproc-per-node", "2"), ranks=2),
+    Case(name="torchrun 2", command=(*TORCHRUN, "--nproc-per-node", "2"), ranks=2, run=run),
     Case(name="launch 2", command=(*FXTRAIN, "launch", "--ranks", "2"), ranks=2),
     Case(name="launch 4", command=(*FXTRAIN, "launch", "--ranks", "4"), ranks=4),
     Case(
@@ -55,7 +57,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_digits(case):
     script = str(CONTRACT / "train_digits.py")
-    ended = run(*case.command, script, str(case.accumulate), str(case.epochs), timeout_s=300)
+    ended = case.run(*case.command, script, str(case.accumulate), str(case.epochs), timeout_s=300)
     assert ended.code == 0, ended.err
     (line,) = ended.out.splitlines()  # nothing but the script's own line
     told = json.loads(line)
@@ -73,5 +75,5 @@ PLANS = [
 
 @pytest.mark.parametrize("command", PLANS)
 def test_two_plans_in_one_process(command):
-    ended = run(*command, str(CONTRACT / "two_plans.py"), timeout_s=300)
+    ended = run_fork(*command, str(CONTRACT / "two_plans.py"), timeout_s=300)
     assert (ended.code, ended.out) == (0, ""), ended.err

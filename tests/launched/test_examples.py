@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.launched._run import FXTRAIN, ROOT, run
+from tests.launched._run import FXTRAIN, ROOT, run_fork
 
 pytestmark = pytest.mark.timeout(330)
 
@@ -38,7 +38,7 @@ CASES = [
 def test_example(words, ranks, check):
     name, *options = words.split()
     script = str(ROOT / "examples" / f"{name}.py")
-    ended = run(*FXTRAIN, "launch", "--ranks", str(ranks), script, *options, timeout_s=300)
+    ended = run_fork(*FXTRAIN, "launch", "--ranks", str(ranks), script, *options, timeout_s=300)
     assert ended.code == 0, ended.err
     told = json.loads(ended.out.strip().splitlines()[-1])
     assert told["ranks"] == ranks

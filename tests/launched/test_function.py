@@ -53,6 +53,7 @@ def test_values_come_back_by_rank(monkeypatch):
     assert dict(os.environ) == before
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_failing_rank_is_named_with_its_traceback():
     with pytest.raises(LaunchError) as caught:
         fx.launch(_fail, (1,), ranks=2, timeout_s=60)
@@ -63,6 +64,7 @@ def test_failing_rank_is_named_with_its_traceback():
     assert rest[-1].startswith("Rank 0 of 2 failed: CollectiveError: ")
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_several_launches_and_lambdas():
     assert fx.launch(lambda x: x + 1, (1,), ranks=1) == [2]
     assert fx.launch(divmod, [7, 2], ranks=1) == [(3, 1)]
@@ -79,6 +81,7 @@ def test_several_launches_and_lambdas():
     ],
     ids=["exit", "killed", "generator", "arguments"],
 )
+@pytest.mark.usefixtures("forked_ranks")
 def test_what_went_wrong(fn, args, text):
     with pytest.raises(LaunchError) as caught:
         fx.launch(fn, args, ranks=1, timeout_s=60)

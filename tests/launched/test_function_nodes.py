@@ -9,7 +9,7 @@ import pytest
 
 import fxtrain as fx
 from fxtrain import LaunchError
-from tests.launched._run import PYTHON, finish, start
+from tests.launched._run import PYTHON, finish, start_fork
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -42,7 +42,7 @@ def _two_nodes(tmp_path, *, restarts, failing):
     script = tmp_path / "node.py"
     script.write_text(_guarded(NODE))
     words = (port, str(restarts), str(failing), str(tmp_path))
-    nodes = [start(*PYTHON, str(script), str(number), *words) for number in (1, 0)]
+    nodes = [start_fork(*PYTHON, str(script), str(number), *words) for number in (1, 0)]
     return [finish(node, timeout_s=200) for node in reversed(nodes)]
 
 
@@ -68,6 +68,7 @@ def _fails_once(path):
     raise ValueError("first")
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_restarts_on_one_node(tmp_path):
     assert fx.launch(_fails_once, (str(tmp_path / "a"),), ranks=1, restarts=1) == ["second"]
     with pytest.raises(LaunchError, match="Rank 0 of 1 failed: ValueError: first"):

@@ -4,7 +4,7 @@ import pytest
 
 import fxtrain as fx
 from fxtrain.cli.launch_command import LAUNCH, spec_of
-from tests.launched._run import FXTRAIN, run
+from tests.launched._run import FXTRAIN, run_fork
 
 SCRIPT = "import fxtrain as fx\nprint(fx.given_plan(fx.Plan(seed=9)).accumulate, end='')\n"
 
@@ -31,7 +31,7 @@ def test_it_travels_in_a_variable(here):
 
 
 def test_the_script_finds_it(here):
-    ended = run(*FXTRAIN, "launch", "--profile", "more", "train.py", cwd=here)
+    ended = run_fork(*FXTRAIN, "launch", "--profile", "more", "train.py", cwd=here)
     assert (ended.code, ended.out) == (0, "4"), ended.err
 
 

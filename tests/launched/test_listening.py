@@ -49,6 +49,7 @@ def _addresses(caller):
         return addresses_of(os.getpid()), addresses_of(caller)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_function_and_its_caller_listen_on_loopback():
     for rank, caller in fx.launch(_addresses, (os.getpid(),), ranks=2, timeout_s=60):
         assert set(rank) == set(caller) == {"127.0.0.1"}

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.launched._run import FXTRAIN, SCRIPTS, finish, run, start
+from tests.launched._run import FXTRAIN, SCRIPTS, finish, run, start, start_fork
 
 pytestmark = pytest.mark.timeout(120)
 RANKS = str(SCRIPTS / "ranks.py")
@@ -20,9 +20,9 @@ def _port():
         return probe.getsockname()[1]
 
 
-def _node(number, port, *words, nodes=2, wait_s=60):
+def _node(number, port, *words, nodes=2, wait_s=60, begin=start):
     """Start the launcher of one node with two ranks."""
-    return start(
+    return begin(
         *FXTRAIN, "launch", "--cpu", "--ranks=2", f"--nodes={nodes}", f"--node-rank={number}",
         "--main-address=127.0.0.1", f"--main-port={port}", "--local-address=127.0.0.1",
         f"--connect-timeout={wait_s}", *words,
@@ -31,9 +31,9 @@ def _node(number, port, *words, nodes=2, wait_s=60):
 
 def test_two_nodes_meet_though_one_is_late():
     port = _port()
-    late = _node(1, port, RANKS, "meet", "A")  # knocks until node 0 is there
+    late = _node(1, port, RANKS, "meet", "A", begin=start_fork)  # knocks until node 0 is there
     time.sleep(1)
-    first = _node(0, port, RANKS, "meet", "A")
+    first = _node(0, port, RANKS, "meet", "A", begin=start_fork)
     ended = [finish(process, timeout_s=60) for process in (first, late)]
     assert [end.code for end in ended] == [0, 0], [end.err for end in ended]
     told = json.loads(ended[0].out)
@@ -101,14 +101,14 @@ def test_a_node_that_was_killed_is_started_again(tmp_path):
         "--rendezvous-option=keep_alive_max_attempt=2",
         RANKS, "come_back", str(tmp_path),
     )  # fmt: skip
-    stays = _node(0, port, *words)
+    stays = _node(0, port, *words, begin=start_fork)
     _wait_for(lambda: _listens(port))  # so it serves the meeting place
     goes = _node(0, port, *words)
     _wait_for(lambda: len(list(tmp_path.glob("here*"))) == 4, timeout_s=120.0)
     (tmp_path / "killed").touch()
     goes.send_signal(signal.SIGKILL)
     finish(goes, timeout_s=30)
-    again = _node(0, port, *words)
+    again = _node(0, port, *words, begin=start_fork)
     ended = [finish(process, timeout_s=200) for process in (stays, again)]
     assert [end.code for end in ended] == [0, 0], [end.err for end in ended]
     said = sorted(line for end in ended for line in end.out.splitlines())

@@ -9,7 +9,7 @@ import pytest
 from fxtrain.cli import Exit, main, resume_command
 from fxtrain.diagnosis import rerun
 from fxtrain.testing.starting import starter
-from tests.launched._run import FXTRAIN, PYTHON, ROOT, SCRIPTS, finish, run, start
+from tests.launched._run import FXTRAIN, PYTHON, ROOT, SCRIPTS, finish, run_fork, start_fork
 
 pytestmark = pytest.mark.timeout(330)
 
@@ -31,7 +31,7 @@ def _wait_for_another(folder, process, known):
 def _told_to_leave(number, words, folder):
     """What a run says that gets a signal once it has saved."""
     known = set(folder.iterdir())
-    process = start(*words, "--epochs", "1000")
+    process = start_fork(*words, "--epochs", "1000")
     _wait_for_another(folder, process, known)
     process.send_signal(number)
     done = finish(process)
@@ -50,7 +50,7 @@ def test_a_run_saves_and_leaves_when_told_and_goes_on(tmp_path):
     assert f"going on from {tmp_path / name}" in said and second > first
 
     epochs = second // 57 + 2
-    again = run(*words, "--epochs", str(epochs))
+    again = run_fork(*words, "--epochs", str(epochs))
     assert again.code == 0, again.err
     assert f"going on from {tmp_path / last}" in again.out
     told = _last(again)
@@ -59,7 +59,7 @@ def test_a_run_saves_and_leaves_when_told_and_goes_on(tmp_path):
 
 def test_one_rank_that_hears_it_is_enough(tmp_path):
     words = (*FXTRAIN, "launch", "--ranks", "2", str(SCRIPTS / "told.py"), str(tmp_path))
-    done = run(*words)
+    done = run_fork(*words)
     assert done.code == 0, done.err
     told = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
     assert sorted(one["rank"] for one in told) == [0, 1]
@@ -67,7 +67,7 @@ def test_one_rank_that_hears_it_is_enough(tmp_path):
 
 
 def test_verify_resume_says_that_a_script_is_exact():
-    done = run(
+    done = run_fork(
         *FXTRAIN, "verify-resume", "--ranks", "2", "--json", EXAMPLE, "--every", "10", timeout_s=240
     )
     assert done.code == 0, done.err
@@ -112,11 +112,11 @@ def test_verify_resume_of_a_script_that_is_not_there(tmp_path, capsys):
 
 def test_replay_runs_an_update_again(tmp_path, capsys):
     words = (EXAMPLE, "--folder", str(tmp_path), "--every", "10", "--epochs", "1")
-    done = run(*PYTHON, *words)
+    done = run_fork(*PYTHON, *words)
     assert done.code == 0, done.err
     before = sorted(one.name for one in tmp_path.iterdir())
     replay = ("replay", "--checkpoint", str(tmp_path), "--update")
-    first = run(*FXTRAIN, *replay, "45", *words)
+    first = run_fork(*FXTRAIN, *replay, "45", *words)
     assert first.code == 0, first.err
     lines = [json.loads(line) for line in first.out.splitlines() if line.startswith("{")]
     assert [(one["update"], one["micro"]) for one in lines] == [(44, 1), (45, 0)]
@@ -125,7 +125,7 @@ def test_replay_runs_an_update_again(tmp_path, capsys):
     newest = tmp_path / "update-0000000040"
     assert newest.name in before
     newest.rename(tmp_path / "aside")
-    second = run(*FXTRAIN, *replay, "45", *words)
+    second = run_fork(*FXTRAIN, *replay, "45", *words)
     again = [json.loads(line) for line in second.out.splitlines() if line.startswith("{")]
     assert again == lines
     (tmp_path / "aside").rename(newest)

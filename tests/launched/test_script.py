@@ -7,13 +7,17 @@ import time
 
 import pytest
 
-from tests.launched._run import FXTRAIN, ROOT, SCRIPTS, finish, run, start
+from tests.launched._run import FXTRAIN, ROOT, SCRIPTS, finish, run, run_fork, start
 
 RANKS = str(SCRIPTS / "ranks.py")
 
 
 def _launch(*args, ranks=2, **env):
     return run(*FXTRAIN, "launch", "--ranks", str(ranks), *args, **env)
+
+
+def _launch_fork(*args):
+    return run_fork(*FXTRAIN, "launch", "--ranks", "2", *args)
 
 
 def test_script_finds_its_arguments_and_place():
@@ -31,7 +35,9 @@ def test_script_finds_its_arguments_and_place():
 
 
 def test_module():
-    ended = run(*FXTRAIN, "launch", "-n", "1", "-m", "scripts.ranks", "say", cwd=SCRIPTS.parent)
+    ended = run_fork(
+        *FXTRAIN, "launch", "-n", "1", "-m", "scripts.ranks", "say", cwd=SCRIPTS.parent
+    )
     assert ended.code == 0, ended.err
     assert json.loads(ended.out)["path"] == str(SCRIPTS.parent)
 
@@ -42,7 +48,7 @@ def test_main_module_is_the_script():
 
 
 def test_first_failing_rank_is_shown():
-    ended = _launch(RANKS, "fail")
+    ended = _launch_fork(RANKS, "fail")
     assert ended.code == 1
     assert ended.out == ""
     head, *rest = ended.err.splitlines()
@@ -54,7 +60,7 @@ def test_first_failing_rank_is_shown():
 
 
 def test_one_traceback_when_all_fail():
-    ended = _launch(RANKS, "all_fail")
+    ended = _launch_fork(RANKS, "all_fail")
     assert ended.code == 1
     assert ended.err.count("Traceback") == 1
     assert "KeyError: 'everywhere'" in ended.err
@@ -68,7 +74,7 @@ def test_exit_code_is_handed_on_and_nothing_is_left_behind(tmp_path):
 
 
 def test_crash_names_the_signal_and_the_line():
-    ended = _launch(RANKS, "crash")
+    ended = _launch_fork(RANKS, "crash")
     assert ended.code == 128 + signal.SIGSEGV
     assert "Rank 1 of 2 was ended by SIGSEGV." in ended.err
     assert "in crash" in ended.err
@@ -100,7 +106,7 @@ def test_an_abort_in_python_s_last_moments_does_not_hide_the_error(tmp_path):
 
 def test_restart(tmp_path):
     mark = str(tmp_path / "mark")
-    ended = run(*FXTRAIN, "launch", "--ranks", "2", "--restarts", "1", RANKS, "once", mark)
+    ended = _launch_fork("--restarts", "1", RANKS, "once", mark)
     assert (ended.code, ended.out) == (0, "second attempt"), ended.err
 
 
