@@ -92,6 +92,7 @@ SINGLE = Strategy(
     forward=step_functions.forward,
     sync=step_functions.no_sync,
     backward=step_functions.backward,
+    begin=step_functions.begin,
     run=step_functions.run,
     clip_norm=step_functions.clip_norm,
     clip_value=step_functions.clip_value,

@@ -16,7 +16,7 @@ from fxtrain.backends.local.averaging import local_problems
 from fxtrain.backends.pipeline.strategy import PIPELINE_STRATEGY
 from fxtrain.backends.single import SINGLE
 from fxtrain.backends.xla.strategy import XLA_STRATEGY
-from fxtrain.ops.plan_agreement import check_same_plan
+from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.state import (
     DistContext,
@@ -60,7 +60,7 @@ def strategies() -> dict[type, Strategy]:
 def wrap(
     model: nn.Module,
     ctx: DistContext,
-    plan: Plan = Plan(),  # noqa: B008 - a frozen value
+    plan: Plan | None = None,
     *,
     optimizer: Any = None,
     scheduler: Any = None,
@@ -72,7 +72,7 @@ def wrap(
         model: A module, on any device; the same on every rank in all but its values, of
             which rank 0's count.
         ctx: Where to run.
-        plan: How.
+        plan: How; by default the plan that came with the launch, or else `fx.Plan()`.
         optimizer: Factory from parameters to an optimizer, or to several as a list or dict;
             called once the strategy is ready for it, with the parameters that require a
             gradient. `params.named()` pairs them with their names. None only runs the model.
@@ -101,6 +101,7 @@ def wrap(
     """
     _check_types(model, ctx, plan, strategy)
     check_connected("wrap", ctx)
+    plan = plan_for("wrap", ctx, plan)
     if ctx.world_size > 1:
         factories = {"optimizer": optimizer, "scheduler": scheduler}
         given = {name: "none" if one is None else "given" for name, one in factories.items()}
@@ -218,7 +219,7 @@ def _check_types(model: Any, ctx: Any, plan: Any, strategy: Any) -> None:
         raise PlanError(
             f"wrap: ctx is a {type(ctx).__name__}, not a context. Use fx.wrap(net, fx.detect())."
         )
-    if not isinstance(plan, Plan):
+    if plan is not None and not isinstance(plan, Plan):
         raise PlanError(
             f"wrap: plan is a {type(plan).__name__}, not a Plan. For example: "
             f"fx.wrap(net, ctx, fx.Plan(precision='bf16'), optimizer=...)."

@@ -18,7 +18,7 @@ from fxtrain.data.sources import RowSlots, Source, row_source, stream_source
 from fxtrain.data.to_device import on_device, valid_mask
 from fxtrain.data.user_loader import read_loader
 from fxtrain.data.windows import Cursor, Step, to_epoch
-from fxtrain.ops.plan_agreement import check_same_plan
+from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.state import Batch, DistContext, Plan, Position, check_connected
 
 __all__ = ["Sharded", "shard"]
@@ -79,8 +79,48 @@ class Sharded:
     plan: Plan = attrs.field(repr=False)
     _source: Source = attrs.field(repr=False, alias="source")
     _layout: Layout = attrs.field(repr=False, alias="layout")
+    _loader: DataLoader[Any] = attrs.field(repr=False, alias="loader")
     _split: Callable[[Any], Any] | None = attrs.field(default=None, repr=False, alias="cut")
     _trail: _Iteration = attrs.field(factory=lambda: _Iteration(Cursor(Position())), alias="trail")
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset of the loader that was sharded."""
+        return self._loader.dataset
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows on this rank in a full batch; None where a batch sampler or the data decides."""
+        return self._layout.per_rank if self._layout.unit == "row" else None
+
+    @property
+    def number(self) -> int:
+        """The number of this epoch, from 0."""
+        return self.position.epoch
+
+    def total_updates(self, n: int) -> int:
+        """Optimizer updates in n whole epochs of the run, for schedulers and progress bars.
+
+        Raises:
+            DataError: the loader has no length.
+
+        Example:
+            >>> import fxtrain as fx, torch
+            >>> from torch.utils.data import DataLoader
+            >>> with fx.detect(env={}, device="cpu") as ctx:
+            ...     plan = fx.Plan(accumulate=2)
+            ...     fx.shard(DataLoader(torch.arange(5)), ctx, plan).total_updates(3)
+            9
+        """
+        _check_epochs("total_updates", n)
+        length = self._source.length()
+        if length is None:
+            raise _NoLengthError(
+                "total_updates: this loader has no length, because its dataset or sampler has none "
+                "or its ranks see only their own rows. Count updates by batch.position.updates."
+            )
+        batches, every = self._layout.count(length), self.plan.accumulate
+        return n * -(-batches // every) if self.plan.flush else n * batches // every
 
     @property
     def position(self) -> Position:
@@ -108,8 +148,7 @@ class Sharded:
             ...     [batch.position.updates for epoch in loader.epochs(2) for batch in epoch]
             [1, 2, 3, 4]
         """
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise DataError(f"epochs({n!r}): pass the number of epochs of the run, 0 or more.")
+        _check_epochs("epochs", n)
         return self._epochs(n)
 
     def _epochs(self, n: int) -> Iterator["Sharded"]:
@@ -199,6 +238,7 @@ class Sharded:
             rows=slot.rows,
             sizes=slot.sizes,
             window_rows=step.window_rows,
+            plan=self.plan,
         )
 
     def _left(self) -> int | None:
@@ -227,7 +267,12 @@ class Sharded:
                 raise problem
 
 
-def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan = Plan()) -> Sharded:  # noqa: B008
+def _check_epochs(call: str, n: Any) -> None:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        raise DataError(f"{call}({n!r}): pass the number of epochs of the run, 0 or more.")
+
+
+def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan | None = None) -> Sharded:
     """Split a loader over the ranks.
 
     Order, rows and cursor do not depend on the world size: global batch k of W ranks holds
@@ -240,7 +285,8 @@ def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan = Plan()) -> Sha
             `drop_last=True` acts as `even="drop"`.
         ctx: The ranks; data is split over `ctx.axis("data")`, and sequences over the context
             axis where the plan says so.
-        plan: `batch`, `even`, `seed`, `accumulate`, `flush`, `data` and `context` are read.
+        plan: `batch`, `even`, `seed`, `accumulate`, `flush`, `data` and `context` are read; by
+            default the plan that came with the launch, or else `fx.Plan()`.
 
     Effects:
         None here, but for one broadcast with `Data(source="dispatch")`. Iterating starts the
@@ -264,6 +310,7 @@ def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan = Plan()) -> Sha
         ([2], 3)
     """
     _check_types(loader, ctx, plan)
+    plan = plan_for("shard", ctx, plan)
     data = ctx.axis("data")
     everyone = range(data.world_size)
     if plan.data.source == "dispatch" and data.world_size > 1:
@@ -275,7 +322,7 @@ def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan = Plan()) -> Sha
     else:
         source, layout = _source(loader, data.world_size, plan, everyone[data.rank : data.rank + 1])
     cut = make_splitter(ctx, plan)
-    return Sharded(ctx=data, plan=plan, source=source, layout=layout, cut=cut)
+    return Sharded(ctx=data, plan=plan, source=source, layout=layout, loader=loader, cut=cut)
 
 
 def _source(
@@ -301,7 +348,7 @@ def _check_types(loader: Any, ctx: Any, plan: Any) -> None:
             f"shard: ctx is a {type(ctx).__name__}, not a context from fx.detect(). The order "
             f"is fx.shard(loader, ctx, plan)."
         )
-    if not isinstance(plan, Plan):
+    if plan is not None and not isinstance(plan, Plan):
         raise DataError(
             f"shard: plan is a {type(plan).__name__}, not an fx.Plan. For example: "
             f"fx.shard(loader, ctx, fx.Plan(seed=7))."

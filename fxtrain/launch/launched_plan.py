@@ -2,22 +2,20 @@
 
 import importlib
 import json
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
-
-from fxtrain._errors import PlanError
 
 if TYPE_CHECKING:
     from fxtrain.state import Plan
 
 __all__ = ["given_plan", "plan_variable"]
 
-_NAME = "FXTRAIN_PLAN"
-
 
 def given_plan(default: "Plan | None" = None, *, env: Mapping[str, str] | None = None) -> "Plan":
     """The plan that `fxtrain launch` took from a launch file, its profile and the environment.
+
+    `fx.wrap` and `fx.shard` use it where they get no plan. Call this to read it, to change a
+    field of it (`attrs.evolve`), or to set another default.
 
     Args:
         default: The plan where no launcher gave one; `fx.Plan()` by default. What the
@@ -25,21 +23,15 @@ def given_plan(default: "Plan | None" = None, *, env: Mapping[str, str] | None =
         env: Variables to read instead of the process's environment.
 
     Raises:
-        PlanError: the variable FXTRAIN_PLAN holds no plan.
+        PlanError: the variable FXTRAIN_PLAN contains no plan.
 
     Example:
         >>> import fxtrain as fx
         >>> fx.given_plan(fx.Plan(accumulate=2), env={}).accumulate
         2
     """
-    state = importlib.import_module("fxtrain.state")
-    text = (os.environ if env is None else env).get(_NAME)
-    if text is None:
-        return state.Plan() if default is None else default
-    try:
-        return state.loads(text)
-    except PlanError as error:
-        raise PlanError(f"The variable {_NAME}, set by fxtrain launch:\n{error}") from None
+    connecting = importlib.import_module("fxtrain.ops.connecting")  # torch loads with it
+    return connecting.launched_plan(env) or default or connecting.Plan()
 
 
 def plan_variable(plan: "Plan") -> str:
@@ -52,5 +44,6 @@ def plan_variable(plan: "Plan") -> str:
         >>> fx.given_plan(env={name: value}).seed
         3
     """
+    connecting = importlib.import_module("fxtrain.ops.connecting")
     data = json.loads(importlib.import_module("fxtrain.state").dumps(plan))
-    return f"{_NAME}={json.dumps(data, separators=(',', ':'))}"
+    return f"{connecting.PLAN}={json.dumps(data, separators=(',', ':'))}"

@@ -1,20 +1,22 @@
 """One micro-batch: forward, backward and, where a window closes, the update."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import torch
 from torch import Tensor
+from torch.nn.modules.loss import _Loss
 
 from fxtrain import _tree, ops
 from fxtrain._errors import CollectiveError, StepError
 from fxtrain.loop import weighting
-from fxtrain.ops.step_parts import check_loss
+from fxtrain.ops.step_parts import check_loss, waiting_schedulers
 from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.state import (
     Batch,
     DistContext,
+    Plan,
     Report,
     UpdateResult,
     UpdateSpec,
@@ -25,9 +27,13 @@ from fxtrain.state import (
     check_open,
     is_alone,
     round_of,
+    shown,
 )
 
 __all__ = ["StepFns", "step"]
+
+# Fields of a plan by which a loader makes windows and sequences, and on which a step relies.
+_SHARED = ("accumulate", "flush", "context")
 
 
 def _check_model(_: Any, __: Any, model: Any) -> None:
@@ -39,11 +45,23 @@ def _check_model(_: Any, __: Any, model: Any) -> None:
 
 
 def _check_loss_fn(_: Any, __: Any, loss: Any) -> None:
+    if isinstance(loss, _Loss):
+        _refuse_criterion(f"nn.{type(loss).__name__}()", "criterion")
+    if getattr(loss, "__module__", "") == "torch.nn.functional":
+        _refuse_criterion(f"F.{loss.__name__}", f"F.{loss.__name__}")
     if not callable(loss):
         raise StepError(
             f"StepFns(loss=...) takes a function, found {type(loss).__name__}. For example: "
             f"loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])."
         )
+
+
+def _refuse_criterion(given: str, call: str) -> NoReturn:
+    raise StepError(
+        f"StepFns(loss={given}): a loss takes (model, batch), and {given} takes outputs and "
+        f"targets. Use loss=lambda model, batch: {call}(model(batch[0]), batch[1])"
+        f"{f', where {call} = {given}' if call not in given else ''}."
+    )
 
 
 def _default_update(model: Any) -> UpdateSpec:
@@ -70,7 +88,7 @@ def _make_compute_loss(
     return compute_loss
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class StepFns:
     """What a step runs.
 
@@ -117,7 +135,8 @@ def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
 
     An update is due when `batch.position.micro` is 0; until then gradients add up. The
     gradient of an update is that of the mean over all rows (or, with `Weighted`, over all
-    weight) of the window, on all ranks.
+    weight) of the window, on all ranks. Gradients that another model's backward left in this
+    model are dropped when a window begins; what `ops.backward` added is kept.
 
     Args:
         ctx: The context for which the model was wrapped.
@@ -131,7 +150,8 @@ def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
 
     Raises:
         StepError: the loss is not a scalar with a gradient, the model has no optimizer or was
-            unwrapped, or values are non-finite under `nonfinite="raise"`.
+            unwrapped, the loader's plan has other windows or sequences than the model's, or
+            values are non-finite under `nonfinite="raise"`.
         ContextError: the context is closed.
         CollectiveError: a rank never joins.
 
@@ -157,12 +177,31 @@ def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
         check_open(model, "step")
     if ctx.comm.state.closed:
         check_connected("step", ctx)
+    if batch.plan is not model.plan:
+        _check_plans(batch.plan, model.plan)
     if not model.optimizers:
         raise StepError(
             "step: this model has no optimizer. Wrap it with one: fx.wrap(net, ctx, plan, "
             "optimizer=lambda params: torch.optim.AdamW(params))."
         )
     return _micro_batch(ctx, batch, fns, model)
+
+
+def _check_plans(loader: Plan | None, model: Plan) -> None:
+    """Refuse a batch whose loader follows another plan than the model, where both rely on it."""
+    if loader is None or loader == model:
+        return
+    differ = [
+        f"{name} is {shown(getattr(model, name))} in fx.wrap and {shown(getattr(loader, name))} "
+        f"in fx.shard"
+        for name in _SHARED
+        if getattr(loader, name) != getattr(model, name)
+    ]
+    if differ:
+        raise StepError(
+            f"step: the model and its loader follow different plans: {'; '.join(differ)}. Pass the "
+            f"same plan to both: fx.wrap(net, ctx, plan, ...) and fx.shard(loader, ctx, plan)."
+        )
 
 
 def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -> Report:
@@ -174,7 +213,10 @@ def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -
     independent = now is not None and local is not None and is_alone(local, batch.position)
     by_itself = independent and now is not None and len(now.peers) == 1
     try:
-        if plan.schedule == "samples" or weighting.window_has_more(batch, model):
+        spans = weighting.window_has_more(batch, model)
+        if not (model.by_hand or (spans and model.window.micro)):
+            strategy.begin(model)
+        if spans or plan.schedule == "samples":
             weighting.count(batch, model, independent=independent)
         compute_loss = fns._compute_local_loss if independent else fns._compute_loss
         weighted = strategy.run(
@@ -182,29 +224,40 @@ def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -
         )
         if plan.nonfinite != "ignore":
             model.window.bad_losses.add_(~torch.isfinite(weighted.mean))
-        outcome = _update(ctx, batch, fns, weighted, independent=independent) if due else None
+        outcome = (
+            _update(ctx, batch, fns, weighted, independent=independent, spans=spans)
+            if due
+            else None
+        )
         if now is not None:
             strategy.average(model, batch.position)
     except RuntimeError as error:
         raise _with_rank_named(ctx, error) from error
+    if batch.position.is_last and batch.position.epoch and model.scheduler is not None:
+        _remind(ctx, model)
     aux = None if weighted.aux is None else _tree.map_leaves(_detach, weighted.aux)
-    if outcome is None:
-        return Report(
-            loss=weighted.mean,
-            weight=weighted.weight,
-            applied=False,
-            position=batch.position,
-            aux=aux,
-        )
+    applied = outcome is not None and outcome.applied
     return Report(
         loss=weighted.mean,
         weight=weighted.weight,
-        grad_norm=outcome.grad_norm,
-        applied=outcome.applied,
-        skipped=not outcome.applied,
+        grad_norm=None if outcome is None else outcome.grad_norm,
+        applied=applied,
+        skipped=due and not applied,
         position=batch.position,
         aux=aux,
     )
+
+
+def _remind(ctx: DistContext, model: Wrapped) -> None:
+    """Log that a scheduler waits for a metric that it has never got in a whole epoch."""
+    for scheduler in waiting_schedulers(model):
+        if scheduler.last_epoch == 0:
+            ops.log(ctx).warning(
+                "%s has not been stepped: it follows a metric, which fx.step does not know. After "
+                "each epoch, call fx.ops.schedule(metric, model), with a validation loss or "
+                "another number as the metric.",
+                type(scheduler).__name__,
+            )
 
 
 def _loss_and_aux(out: Any) -> tuple[Any, Any]:
@@ -227,11 +280,17 @@ def _scalar(loss: Any) -> Any:
 
 
 def _update(
-    ctx: DistContext, batch: Batch, fns: StepFns, weighted: WeightedLoss, *, independent: bool
+    ctx: DistContext,
+    batch: Batch,
+    fns: StepFns,
+    weighted: WeightedLoss,
+    *,
+    independent: bool,
+    spans: bool,
 ) -> UpdateResult:
     model = fns.model
     plan = model.plan
-    scale = weighting.close_window(weighted, batch, model, independent=independent)
+    scale = weighting.close_window(weighted, model, independent=independent, spans=spans)
     skip = plan.nonfinite != "ignore" and _nonfinite(ctx, batch, model)
     update_spec = fns._update_spec
     keep_parameters = independent and weighting.is_empty(batch, model)
@@ -240,8 +299,9 @@ def _update(
             update_spec, scale=scale, skip=skip, keep_parameters=keep_parameters
         )
     outcome = model.strategy.apply(model, update_spec)
+    model.by_hand.clear()
     by_rows = plan.schedule == "samples"
-    rows = weighting.end_window(model) if by_rows or weighting.window_has_more(batch, model) else 0
+    rows = weighting.end_window(model) if by_rows or spans else 0
     if outcome.applied:
         times = rows if by_rows else 1
         for scheduler in model.schedulers:

@@ -55,7 +55,7 @@ def weigh_loss(
 
 
 def close_window(
-    weighted: WeightedLoss, batch: Batch, model: Wrapped, *, independent: bool = False
+    weighted: WeightedLoss, model: Wrapped, *, independent: bool = False, spans: bool
 ) -> float | Tensor | None:
     """The factor that gradients still need when the window closes; None for none."""
     if weighted.provisional:
@@ -64,7 +64,7 @@ def close_window(
         factor = torch.where(total > 0, losses.world_size / (window.scale * total), 0.0)
         torch._foreach_zero_([window.scale, window.weight])
         return factor
-    if not window_has_more(batch, model):
+    if not spans:
         return None
     rows, full = int(model.window.rows), int(model.window.full_rows)
     return None if rows in (0, full) else full / rows

@@ -32,6 +32,7 @@ from fxtrain.ops.step_parts import (
     clip_norm,
     clip_value,
     scale_grads,
+    schedule,
     sync,
 )
 
@@ -70,6 +71,7 @@ __all__ = [
     "say",
     "scale_grads",
     "scatter",
+    "schedule",
     "seed",
     "split",
     "sync",

@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import distributed as dist
 
-from fxtrain._errors import ContextError
+from fxtrain._errors import ContextError, PlanError
 from fxtrain._secret import SECRET, derive_key
 from fxtrain.ops import xla_runtime
 from fxtrain.ops.closing import make_close, make_part_close
@@ -24,18 +24,22 @@ from fxtrain.state import (
     CommState,
     DistContext,
     Mesh,
+    Plan,
     Topology,
     axis_groups,
+    loads,
     read_mesh,
     read_topology,
     resolve_mesh,
+    with_plan,
 )
 
-__all__ = ["close", "detect"]
+__all__ = ["PLAN", "close", "detect", "launched_plan"]
 
 DEFAULT_TIMEOUT_S = 600.0
 LONGEST_S = 1e6  # systems count milliseconds in 31 bits
 _MESH = "FXTRAIN_MESH"
+PLAN = "FXTRAIN_PLAN"
 
 # torch's own choice of library per device type; CPU tensors always travel over gloo.
 _BACKENDS = {
@@ -82,11 +86,14 @@ def detect(
         Both are closed at exit of the `with` block or of the process. Rank 0 serves the store
         at which the ranks meet, unless the launcher does, at the main address only. With the
         variable FXTRAIN_RUN_SECRET objects travel under a seal, and nothing else is unpickled.
+        A plan in the variable FXTRAIN_PLAN, where `fxtrain launch` writes that of a launch file,
+        becomes the default of `fx.wrap` and `fx.shard`.
 
     Raises:
         ContextError: the variables contradict each other, the device is not there, a rank
             never joined within `timeout_s`, which is named, or ranks have different secrets.
         MeshError: the mesh does not multiply to the ranks; before any of them waits for another.
+        PlanError: the variable FXTRAIN_PLAN contains no plan; likewise.
 
     Example:
         >>> import fxtrain as fx
@@ -104,20 +111,42 @@ def detect(
             f"detect(timeout_s={shown}): a timeout is a number of seconds > 0, at most "
             f"{LONGEST_S:.0f}."
         )
+    given = launched_plan(variables)
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
     if mesh is None and _MESH in variables:
         mesh = read_mesh(variables[_MESH])
     if dist.is_available() and dist.is_initialized():
         topology = _existing_topology(variables)
         found, _ = find_device(device, variables, topology)
-        return _connect_ranks(topology, found, mesh, wait_s, checks=checks, store=None, key=key)
+        ctx = _connect_ranks(topology, found, mesh, wait_s, checks=checks, store=None, key=key)
+        return with_plan(ctx, given)
     topology = read_topology(variables)
     found, devices = find_device(device, variables, topology)
     if topology.world_size == 1:
-        return _single_rank_context(topology, found, devices, mesh, wait_s, checks=checks)
+        ctx = _single_rank_context(topology, found, devices, mesh, wait_s, checks=checks)
+        return with_plan(ctx, given)
     resolve_mesh(mesh or Mesh(), topology.world_size)  # a refusal does not wait for the others
     store = open_store(topology, wait_s, key=key)
-    return _connect_ranks(topology, found, mesh, wait_s, checks=checks, store=store, key=key)
+    ctx = _connect_ranks(topology, found, mesh, wait_s, checks=checks, store=store, key=key)
+    return with_plan(ctx, given)
+
+
+def launched_plan(env: Mapping[str, str] | None = None) -> Plan | None:
+    """The plan that came with the launch; None where it brought none.
+
+    Args:
+        env: Variables to read instead of the process's environment.
+
+    Raises:
+        PlanError: the variable FXTRAIN_PLAN contains no plan.
+    """
+    text = (os.environ if env is None else env).get(PLAN)
+    if text is None:
+        return None
+    try:
+        return loads(text)
+    except PlanError as error:
+        raise PlanError(f"The variable {PLAN}, set by fxtrain launch:\n{error}") from None
 
 
 def close(ctx: DistContext) -> None:

@@ -4,7 +4,8 @@ import logging
 from collections.abc import MutableMapping
 from typing import Any
 
-from fxtrain.state import DistContext
+from fxtrain._errors import ContextError
+from fxtrain.state import DistContext, shown
 
 __all__ = ["RankLogger", "log"]
 
@@ -40,12 +41,39 @@ def log(ctx: DistContext, name: str = "fxtrain.run") -> RankLogger:
     """A logger for this rank: rank 0 speaks, the others only when asked.
 
     Args:
+        ctx: Where this process is; rank 0 logs.
         name: The logger of the standard library underneath, whose handlers and level are
-            the user's.
+            the user's. As long as it has no handler, lines from INFO on, or from the level that
+            was set, go to standard error.
+
+    Raises:
+        ContextError: the first argument is not a context, or the name not a string.
 
     Example:
         >>> import fxtrain as fx, logging
         >>> with fx.detect(env={}, device="cpu") as ctx:
         ...     fx.log(ctx).warning("loss %.1f", 0.25, everyone=True)
     """
-    return RankLogger(logging.getLogger(name), ctx)
+    if not isinstance(ctx, DistContext):
+        raise ContextError(
+            f"log takes a context, found {shown(ctx)}. For example: "
+            f"fx.log(ctx).info('loss %.3f', report.loss)."
+        )
+    if not isinstance(name, str):
+        raise ContextError(f"log(ctx, name={shown(name)}): pass the name of a logger, a string.")
+    logger = logging.getLogger(name)
+    return RankLogger(logger if logger.hasHandlers() else _to_stderr(logger), ctx)
+
+
+def _to_stderr(logger: logging.Logger) -> logging.Logger:
+    """A logger of its own in place of one that nobody has set up."""
+    plain = logging.Logger(logger.name, _level_of(logger))
+    plain.addHandler(logging.StreamHandler())
+    return plain
+
+
+def _level_of(logger: logging.Logger) -> int:
+    """The level that was set for a logger or one above it, but for the root; INFO by default."""
+    if logger.parent is None:
+        return logging.INFO
+    return logger.level or _level_of(logger.parent)

@@ -8,14 +8,40 @@ import attrs
 import torch
 
 from fxtrain._errors import CollectiveError, PlanError
+from fxtrain.ops.logs import log
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.transport.exchange import exchange_payloads
 from fxtrain.ops.transport.mismatches import by_rank
 from fxtrain.state import DDP, DistContext, Plan, diff, fingerprint
 
-__all__ = ["check_same_plan", "digest_of_plan", "raise_plan_differences"]
+__all__ = ["check_same_plan", "digest_of_plan", "plan_for", "raise_plan_differences"]
 
+_DEFAULT = Plan()  # one object, so that a step finds by identity that plans are equal
 _DIGEST = 32  # bytes, which fit into a packet among any number of ranks
+
+
+def plan_for(action: str, ctx: DistContext, plan: Plan | None) -> Plan:
+    """The plan of a call: the script's, else the one that came with the launch, else the default.
+
+    Args:
+        action: The call, for messages.
+
+    Effects:
+        Where the script passes another plan than came with the launch, the main rank logs once
+        how they differ.
+    """
+    given = ctx.given_plan
+    if plan is None:
+        return given or _DEFAULT
+    if given is not None and plan != given and plan not in ctx.comm.state.told:
+        ctx.comm.state.told.add(plan)
+        log(ctx, "fxtrain.plan").warning(
+            "fx.%s uses the plan that the script passes, not the one that came with the launch: "
+            "%s. Leave the plan out to use the launch's, or start from it: "
+            "attrs.evolve(fx.given_plan(), ...).",
+            *(action, _changes(given, plan)),
+        )
+    return plan
 
 
 def check_same_plan(action: str, ctx: DistContext, plan: Plan, extra: Mapping[str, Any]) -> None:

@@ -3,14 +3,26 @@
 Each hands over to the function of the same name in the model's strategy.
 """
 
+import numbers
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fxtrain._errors import StepError
-from fxtrain.state import Position, UpdateResult, UpdateSpec, Wrapped, check_open, round_of
+from fxtrain.ops.collectives import reduce
+from fxtrain.state import (
+    Position,
+    UpdateResult,
+    UpdateSpec,
+    Wrapped,
+    check_open,
+    round_of,
+    shown,
+)
 
 __all__ = [
     "DTYPES",
@@ -21,7 +33,9 @@ __all__ = [
     "clip_norm",
     "clip_value",
     "scale_grads",
+    "schedule",
     "sync",
+    "waiting_schedulers",
 ]
 
 # Of the formats that a plan names.
@@ -72,7 +86,8 @@ def backward(loss: Tensor, model: Wrapped) -> None:
         loss: Scalar with a gradient, already divided by the micro-batches of its window.
 
     Effects:
-        Adds to `.grad`; reduces over ranks inside `sync(model)`.
+        Adds to `.grad`, to which the next `fx.step`, if there is one, adds its own; reduces over
+        ranks inside `sync(model)`.
 
     Raises:
         StepError: the loss is not a scalar or has no gradient.
@@ -88,6 +103,8 @@ def backward(loss: Tensor, model: Wrapped) -> None:
     if model.closed:
         check_open(model, "ops.backward")
     check_loss(loss)
+    if not model.by_hand:
+        model.by_hand.append("ops.backward")
     model.strategy.backward(loss, model)
 
 
@@ -174,6 +191,7 @@ def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  #
             "This model has no optimizer to apply. Wrap it with one: "
             "fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params))."
         )
+    model.by_hand.clear()
     return model.strategy.apply(model, update)
 
 
@@ -200,6 +218,62 @@ def average(model: Wrapped, position: Position | None = None) -> None:
         check_open(model, "ops.average")
     if round_of(model) is not None:
         model.strategy.average(model, position)
+
+
+def schedule(metric: float | Tensor, model: Wrapped) -> None:
+    """Step the model's schedulers that follow a metric (`ReduceLROnPlateau`): once per epoch.
+
+    `fx.step` advances all others, but does not know the metric.
+
+    Args:
+        metric: One number, such as a validation loss. Ranks whose metrics differ use their mean,
+            so that their learning rates stay equal.
+
+    Effects:
+        One reduction of a number over the ranks.
+
+    Raises:
+        StepError: no scheduler of the model follows a metric, or the metric is not one number.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> plateau = lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0)
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx, scheduler=plateau,
+        ...                     optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
+        ...     for loss in (1.0, 2.0):
+        ...         fx.ops.schedule(loss, model)
+        ...     model.optimizer.param_groups[0]["lr"]
+        0.05
+    """
+    if model.closed:
+        check_open(model, "ops.schedule")
+    waiting = waiting_schedulers(model)
+    if not waiting:
+        raise StepError(
+            "ops.schedule: this model has no scheduler that follows a metric. Wrap it with one: "
+            "fx.wrap(..., scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau); fx.step advances "
+            "all others."
+        )
+    size = metric.numel() if isinstance(metric, Tensor) else isinstance(metric, numbers.Real)
+    if size != 1:
+        raise StepError(
+            f"ops.schedule(metric, model) takes one number, found {shown(metric)}. For example: "
+            f"fx.ops.schedule(validation_loss, model)."
+        )
+    mine = torch.as_tensor(metric, dtype=model.window.sums.dtype, device=model.window.sums.device)
+    mean = reduce(mine.detach().reshape(()), model.ctx, op="mean").item()
+    for scheduler in waiting:
+        scheduler.step(mean)
+
+
+def waiting_schedulers(model: Wrapped) -> list[ReduceLROnPlateau]:
+    """The schedulers of a model that follow a metric."""
+    made = model.scheduler
+    if isinstance(made, Mapping):
+        made = list(made.values())
+    every = made if isinstance(made, list | tuple) else [made]
+    return [one for one in every if isinstance(one, ReduceLROnPlateau)]
 
 
 def check_loss(loss: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from fxtrain import ops
 from fxtrain._errors import StepError
+from fxtrain.ops.connecting import launched_plan
 from fxtrain.profile.axes import axis_namer
 from fxtrain.profile.byte_units import read_bytes
 from fxtrain.profile.dispatched_traffic import Collective, summary
@@ -14,7 +15,7 @@ from fxtrain.profile.fake_tensors import FakeValuesMode
 from fxtrain.profile.problems import ends_the_run, find_problems
 from fxtrain.profile.torch_patches import formattable, lazy_chunks, load_in_process, swappable
 from fxtrain.profile.watching import LoopRecorder, Mark, StepsConverged, recording
-from fxtrain.state import DistContext, DryRun, Mesh, read_topology, resolve_mesh
+from fxtrain.state import DistContext, DryRun, Mesh, read_topology, resolve_mesh, with_plan
 
 __all__ = ["dry_run", "rehearse"]
 
@@ -77,7 +78,7 @@ def dry_run(
 
     def call() -> None:
         with ops.detect(variables, device="cpu", mesh=mesh) as ctx:
-            fn(ctx)
+            fn(with_plan(ctx, launched_plan()))
 
     name = getattr(fn, "__name__", type(fn).__name__)
     return rehearse(call, variables, name=name, mesh=mesh, device_memory=device_memory)

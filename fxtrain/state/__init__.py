@@ -2,7 +2,7 @@
 
 from fxtrain._record import few, shown
 from fxtrain.state.batch import Batch, Report, Weighted
-from fxtrain.state.context import Comm, CommState, DistContext, check_connected
+from fxtrain.state.context import Comm, CommState, DistContext, check_connected, with_plan
 from fxtrain.state.context_parallel import CP, token_ranges
 from fxtrain.state.converters import converter_for, fingerprint, structure, unstructure
 from fxtrain.state.deepspeed import DeepSpeed, FromConfig, from_config
@@ -117,5 +117,6 @@ __all__ = [
     "unstructure",
     "unsupported",
     "window_in",
+    "with_plan",
     "write_plan",
 ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from fxtrain import _tree
+from fxtrain._errors import DataError
+from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position
 
 if TYPE_CHECKING:
@@ -17,9 +20,15 @@ __all__ = ["Batch", "Report", "Weighted"]
 _STATIC = {"static": True}
 
 
+class _NoMapping(DataError, TypeError):
+    """A batch is used as a mapping, and its data is none."""
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class Batch:
     """This rank's part of one global batch; unpacks and indexes like its data.
+
+    A batch whose data is a mapping is used like one: `model(**batch)`.
 
     Identity decides equality and hash, since tensors do not compare to a single truth.
 
@@ -35,6 +44,7 @@ class Batch:
         window_rows: Sum of `sizes` over the whole accumulation window that holds this
             batch, or None where the end of the data cannot be known ahead. If the loop leaves
             the epoch early, the window holds something else; a step corrects for that.
+        plan: The plan of its loader, which `step` compares with the model's; None if it has none.
         part: Which part of this rank's batch this is, where a pipeline runs it in several.
         parts: How many there are.
     """
@@ -45,6 +55,7 @@ class Batch:
     rows: tuple[int, ...] = attrs.field(metadata=_STATIC)
     sizes: tuple[int, ...] = attrs.field(metadata=_STATIC)
     window_rows: int | None = attrs.field(default=None, metadata=_STATIC)
+    plan: Plan | None = attrs.field(default=None, metadata=_STATIC, repr=False)
     part: int = attrs.field(default=0, metadata=_STATIC, repr=False)
     parts: int = attrs.field(default=1, metadata=_STATIC, repr=False)
 
@@ -56,6 +67,39 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.data)
+
+    def keys(self) -> KeysView[Any]:
+        """The keys of the data, so that `model(**batch)` works."""
+        return self._mapping("keys").keys()
+
+    def values(self) -> ValuesView[Any]:
+        """The values of the data."""
+        return self._mapping("values").values()
+
+    def items(self) -> ItemsView[Any, Any]:
+        """The (key, value) pairs of the data."""
+        return self._mapping("items").items()
+
+    def to(
+        self, target: torch.device | str | int | torch.dtype, *, non_blocking: bool = False
+    ) -> Batch:
+        """The same batch on another device, or with its floating tensors in another dtype."""
+        cast = isinstance(target, torch.dtype)
+
+        def moved(leaf: Any) -> Any:
+            stays = not isinstance(leaf, torch.Tensor) or (cast and not leaf.is_floating_point())
+            return leaf if stays else leaf.to(target, non_blocking=non_blocking)
+
+        data, valid = _tree.map_leaves(moved, self.data), moved(self.valid)
+        return attrs.evolve(self, data=data, valid=valid)
+
+    def _mapping(self, call: str) -> Mapping[Any, Any]:
+        if not isinstance(self.data, Mapping):
+            raise _NoMapping(
+                f"batch.{call}(), or **batch: the data of this batch is a "
+                f"{type(self.data).__name__}, not a mapping. Use batch[0], *batch or batch.data."
+            )
+        return self.data
 
 
 @attrs.frozen

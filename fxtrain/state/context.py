@@ -13,12 +13,13 @@ import attrs
 
 from fxtrain._errors import ContextError, MeshError
 from fxtrain.state.mesh import Mesh
+from fxtrain.state.plan import Plan
 
 if TYPE_CHECKING:
     import torch
     from torch import distributed as dist
 
-__all__ = ["Comm", "CommState", "DistContext", "check_connected"]
+__all__ = ["Comm", "CommState", "DistContext", "check_connected", "with_plan"]
 
 
 @attrs.define(eq=False)
@@ -51,6 +52,7 @@ class CommState:
         opened_groups: Process groups that were opened for this context, to be closed with it.
         closed: The context was closed, so that no call can be made.
         children: Of the axes and duplicates of this communicator, which are closed with it.
+        told: Plans of the script that were compared with the launch's, and the difference logged.
     """
 
     thread: int | None = attrs.field(factory=threading.get_ident)
@@ -69,6 +71,7 @@ class CommState:
     opened_groups: list[Any] = attrs.field(factory=list)
     closed: bool = False
     children: weakref.WeakSet[CommState] = attrs.field(factory=weakref.WeakSet, repr=False)
+    told: set[Plan] = attrs.field(factory=set, repr=False)
 
     def close(self) -> None:
         """Refuse every later call, of the parts too."""
@@ -151,6 +154,8 @@ class DistContext:
         launcher: What started the ranks: torchrun, slurm, openmpi, mpich, pjrt, plain, none,
             or "group" when a process group was there already.
         devices: Devices that this rank drives as one: several only under XLA's SPMD.
+        given_plan: The plan that came with the launch, which `fx.wrap` and `fx.shard` use where
+            they get none; None where the launch brought none.
     """
 
     rank: int = 0
@@ -164,6 +169,7 @@ class DistContext:
     mesh: Mesh = attrs.field(factory=lambda: Mesh(replicate=1))
     launcher: str = "none"
     devices: int = 1
+    given_plan: Plan | None = attrs.field(default=None, repr=False)
     _axes: Mapping[str, DistContext] = attrs.field(
         factory=lambda: MappingProxyType({}), repr=False, eq=False, alias="axes"
     )
@@ -224,6 +230,19 @@ class DistContext:
         trace: TracebackType | None,
     ) -> None:
         self.comm.finish(error)
+
+
+def with_plan(ctx: DistContext, plan: Plan | None) -> DistContext:
+    """The same context and axes, with the plan that came with the launch.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.state.with_plan(ctx, fx.Plan(seed=7)).axis("data").given_plan.seed
+        7
+    """
+    axes = {name: with_plan(axis, plan) for name, axis in ctx._axes.items()}
+    return attrs.evolve(ctx, given_plan=plan, axes=MappingProxyType(axes))
 
 
 def check_connected(call: str, ctx: DistContext) -> None:

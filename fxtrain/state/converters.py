@@ -256,8 +256,13 @@ def _holds_records(kind: Any) -> bool:
 
 def _tagged(data: Any, converter: cattrs.Converter, known: Mapping[str, type]) -> Any:
     kinds = ", ".join(map(repr, sorted(known)))
+    if isinstance(data, str) and data in known:  # a short form: all else by default
+        data = {"kind": data}
     if not isinstance(data, Mapping):
-        raise ValueError(f"found {shown(data)}; choose a table with a `kind`, one of {kinds}.")
+        raise ValueError(
+            f"found {shown(data)}; choose one of {kinds}, or a table with a `kind`."
+            f"{closest(data, known)}"
+        )
     kind = data.get("kind")
     if not isinstance(kind, str) or kind not in known:
         problem = ValueError(f"found {shown(kind)}; choose one of {kinds}.{closest(kind, known)}")

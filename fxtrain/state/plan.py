@@ -4,10 +4,11 @@ from typing import Any, Literal
 
 import attrs
 
-from fxtrain._record import above, at_least, record
+from fxtrain._record import above, at_least, canonical, closest, record
 from fxtrain.state.context_parallel import CP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD
 from fxtrain.state.precision import FORMATS, Precision, precision_of
+from fxtrain.state.registry import BUILT_IN
 from fxtrain.state.strategy_configs import DDP
 
 __all__ = ["Compile", "Data", "Plan"]
@@ -54,7 +55,35 @@ class Data:
     ahead: int = attrs.field(default=2, validator=at_least(0))
 
 
+_BY_KIND: dict[Any, type] = {
+    attrs.fields_dict(config)["kind"].default: config for config in BUILT_IN
+}
+
+
+def _strategy_of(value: Any) -> Any:
+    """The config of a strategy that is named by its kind; everything else as it is."""
+    return _BY_KIND[value]() if isinstance(value, str) and value in _BY_KIND else value
+
+
+def _compile_of(value: Any) -> Any:
+    """Whether to compile, as a record; everything else as it is."""
+    return {True: Compile(), False: None}[value] if isinstance(value, bool) else value
+
+
+def _names_of(value: Any) -> Any:
+    """One name as a tuple of it; a list as a tuple."""
+    return (value,) if isinstance(value, str) else _to_names(value)
+
+
+_to_names: Any = canonical(tuple[str, ...])
+
+
 def _is_strategy(_: Any, __: Any, value: Any) -> None:
+    if isinstance(value, str):
+        raise ValueError(
+            f"choose a strategy config, such as fx.FSDP(), or one of "
+            f"{', '.join(map(repr, _BY_KIND))}.{closest(value, _BY_KIND)}"
+        )
     named = isinstance(getattr(value, "kind", None), str)
     if isinstance(value, type) or not attrs.has(type(value)) or not named:
         raise ValueError("choose a strategy config, such as fx.DDP() or fx.Single().")
@@ -73,7 +102,8 @@ class Plan:
 
     Attributes:
         strategy: How the model is spread over ranks, one of fxtrain's configs or a third
-            party's: a frozen attrs record with a string `kind`.
+            party's: a frozen attrs record with a string `kind`. Of fxtrain's, the bare kind will
+            do: "ddp", "fsdp", "deepspeed", "pp", "single", "xla".
         precision: Number formats, or the bare name fp32, bf16 or fp16.
         accumulate: Micro-batches per optimizer update.
         flush: Close the accumulation window at the end of an epoch even if it is short.
@@ -89,11 +119,12 @@ class Plan:
             none that count.
         data: Where rows come from.
         seed: Seed of the data order.
-        recompute: Class names of submodules whose activations are recomputed in backward.
+        recompute: Class names of submodules whose activations are recomputed in backward; one by
+            itself, or several.
         recompute_every: Of those submodules, every how many-th; the others keep them.
         recompute_keep: Operations inside of those whose results are kept all the same:
             products of matrices, attention.
-        compile: How to compile the model; None does not.
+        compile: How to compile the model: True by default settings; None or False does not.
         context: How sequences are cut over the mesh's context axis; None leaves them whole.
         local: Let copies of the model train alone for so many updates, and average them then;
             None makes every update together.
@@ -108,7 +139,10 @@ class Plan:
     """
 
     strategy: Any = attrs.field(
-        default=DDP(), validator=_is_strategy, metadata={"union": "strategies"}
+        default=DDP(),
+        converter=_strategy_of,
+        validator=_is_strategy,
+        metadata={"union": "strategies"},
     )
     precision: Precision = attrs.field(
         default=Precision(),
@@ -126,9 +160,9 @@ class Plan:
     even: Literal["pad", "drop", "uneven"] = "pad"
     data: Data = Data()
     seed: int = 0
-    recompute: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = attrs.field(default=(), converter=_names_of)
     recompute_every: int = attrs.field(default=1, validator=at_least(1))
     recompute_keep: tuple[Literal["matmul", "attention"], ...] = ()
-    compile: Compile | None = None
+    compile: Compile | None = attrs.field(default=None, converter=_compile_of)
     context: CP | None = None
     local: LocalSGD | DiLoCo | None = None

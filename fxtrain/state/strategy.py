@@ -146,6 +146,8 @@ class Wrapped:
         strategy_state: What only this strategy keeps, as a record of its own type: a `Round` of
             copies that train alone (DDP and FSDP under `Plan.local`), the config of DeepSpeed's
             engine, XLA's count of compilations; None where there is nothing to keep.
+        by_hand: Empty, or the one word "ops.backward" while gradients are there that this call
+            added: the next step adds to them. A list for the same reason.
     """
 
     module: nn.Module
@@ -164,6 +166,7 @@ class Wrapped:
     bare: Callable[[], Callable[[], None]] = attrs.field(default=lambda: _nothing, repr=False)
     formats: Mapping[str, torch.dtype] = attrs.field(factory=dict, repr=False)
     closed: list[str] = attrs.field(factory=list)
+    by_hand: list[str] = attrs.field(factory=list, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.closed:
@@ -274,6 +277,8 @@ class Strategy:
         sync: (model, enabled) → context manager around forward and backward of a
             micro-batch, inside which gradients are reduced over ranks or not.
         backward: (loss, model) → None; applies the loss scale, if any.
+        begin: (model) → None: as a window begins, drops gradients that another model's backward
+            left in this one.
         run: (model, batch, compute_loss, reduce) → WeightedLoss: forward and backward of one
             micro-batch, after which gradients are reduced over ranks or not.
             `compute_loss(model, batch)` computes the loss as the user does and weighs it; a
@@ -307,6 +312,7 @@ class Strategy:
     forward: Callable[[Wrapped, tuple[Any, ...], dict[str, Any]], Any]
     sync: Callable[[Wrapped, bool], AbstractContextManager[None]]
     backward: Callable[[torch.Tensor, Wrapped], None]
+    begin: Callable[[Wrapped], None]
     run: Callable[[Wrapped, Batch, Callable[[Wrapped, Batch], WeightedLoss], bool], WeightedLoss]
     clip_norm: Callable[[Wrapped, float], torch.Tensor]
     clip_value: Callable[[Wrapped, float], None]

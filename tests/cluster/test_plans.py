@@ -124,3 +124,50 @@ def test_loaders_under_different_plans_are_an_error_everywhere(pair, source):
         assert isinstance(error, fx.PlanError)
         assert "rank 1: accumulate is 2 instead of 1" in str(error)
     assert len(pair.run(_iterate, source, [{"accumulate": 2}] * 2)) == 2
+
+
+# Of these, `fx.shard` makes windows and sequences, and a step relies on them.
+SHARED = ("accumulate", "flush", "context")
+
+
+def _step_between(ctx, wrapped, sharded):
+    """What a step says to a model and a batch under two plans; its update otherwise."""
+    net = nn.Linear(2, 2)
+    before = net.weight.detach().clone()
+    model = fx.wrap(net, ctx, wrapped, optimizer=SGD)
+    fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).square().mean())
+    batch = next(iter(fx.shard(DataLoader(torch.ones(8, 2), batch_size=2), ctx, sharded)))
+    try:
+        return fx.step(ctx, batch, fns).applied
+    except fx.StepError as error:
+        assert torch.equal(net.weight, before) and net.weight.grad is None
+        return str(error)
+
+
+@pytest.mark.parametrize("path", [path for path in CHANGES if path not in ("strategy", "local")])
+def test_a_step_refuses_a_batch_of_another_plan_where_both_rely_on_it(path):
+    plain, changed = fx.Plan(), _changed(path)
+    with fx.detect(env={}, device="cpu") as ctx:
+        said = _step_between(ctx, plain, changed)
+        if path not in SHARED:
+            assert said is True
+            return
+        left, right = getattr(plain, path), getattr(changed, path)
+        for text, model, loader in (
+            (said, left, right),
+            (_step_between(ctx, changed, plain), right, left),
+        ):
+            assert f"{path} is {model!r} in fx.wrap and {loader!r} in fx.shard" in text
+            assert "the same plan" in text
+
+
+def test_all_ranks_refuse_a_batch_of_another_plan(pair):
+    said = pair.run(_step_between, fx.Plan(accumulate=4), fx.Plan(clip_norm=1.0))
+    assert said[0] == said[1] and "accumulate is 4 in fx.wrap and 1 in fx.shard" in said[0]
+
+
+def test_equal_plans_need_not_be_one_object():
+    with fx.detect(env={}, device="cpu") as ctx:
+        assert _step_between(ctx, fx.Plan(clip_norm=2.0), fx.Plan(clip_norm=2.0)) is True
+        given = fx.state.with_plan(ctx, fx.Plan(accumulate=2))
+        assert _step_between(given, None, fx.Plan(accumulate=2)) is False

@@ -1,6 +1,8 @@
 """Training on real ranks: precision, hooks, policies, several optimizers, bad input."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -579,3 +581,103 @@ def _refused(ctx, plan):
     except fx.PlanError as error:
         return str(error)
     return None
+
+
+def _plateau(optimizer):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+
+
+def _rates(ctx, metrics):
+    """The learning rate after each epoch, whose metric differs between the ranks."""
+    model = fx.wrap(_net(), ctx, optimizer=SGD, scheduler=lambda opt: {"plateau": _plateau(opt)})
+    fns = fx.StepFns(model=model, loss=_loss)
+    loader = fx.shard(DataLoader(_data(8), batch_size=4), ctx)
+    rates = []
+    for epoch, metric in zip(loader.epochs(len(metrics)), metrics, strict=True):
+        for batch in epoch:
+            fx.step(ctx, batch, fns)
+        ops.schedule(metric + (0.25 if ctx.is_last else -0.25), model)
+        rates.append(model.optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def test_a_plateau_follows_the_mean_of_a_metric(pair):
+    assert pair.run(_rates, [3.0, 2.0, 2.0, 1.5, 1.6]) == [[0.1, 0.1, 0.05, 0.05, 0.025]] * 2
+
+
+def _two_epochs(ctx, scheduler, *, metric):
+    model = fx.wrap(_net(), ctx, optimizer=SGD, scheduler=scheduler)
+    fns = fx.StepFns(model=model, loss=_loss)
+    for epoch in fx.shard(DataLoader(_data(8), batch_size=4), ctx).epochs(2):
+        for batch in epoch:
+            fx.step(ctx, batch, fns)
+        if metric:
+            ops.schedule(torch.tensor([1.0]), model)
+
+
+def test_a_plateau_without_a_metric_is_logged(ctx, caplog):
+    with caplog.at_level("INFO"):
+        _two_epochs(ctx, _plateau, metric=True)
+        _two_epochs(ctx, lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1), metric=False)
+        assert caplog.messages == []
+        _two_epochs(ctx, _plateau, metric=False)
+    (text,) = caplog.messages
+    assert "ReduceLROnPlateau" in text and "fx.ops.schedule(metric, model)" in text
+
+
+def test_a_metric_without_a_scheduler_for_it_is_refused(ctx):
+    model = fx.wrap(_net(), ctx, optimizer=SGD)
+    with pytest.raises(fx.StepError, match="no scheduler that follows a metric"):
+        ops.schedule(1.0, model)
+    model = fx.wrap(_net(), ctx, optimizer=SGD, scheduler=_plateau)
+    for metric in ("1.0", None, torch.ones(2)):
+        with pytest.raises(fx.StepError, match="takes one number"):
+            ops.schedule(metric, model)
+
+
+@pytest.mark.parametrize("wrong", [{"loss": 1}, None, "loss"])
+def test_a_logger_wants_a_context(wrong):
+    with pytest.raises(fx.ContextError, match=r"log takes a context, found .*fx\.log\(ctx\)\.info"):
+        fx.log(wrong)
+
+
+def test_a_logger_wants_a_name(ctx):
+    with pytest.raises(fx.ContextError, match=r"name=3"):
+        fx.log(ctx, 3)
+
+
+SPEAKING = """
+import logging, sys, attrs, fxtrain as fx
+with fx.detect(env={}, device="cpu") as ctx:
+    fx.log(ctx).info("main %d", 1)
+    fx.log(ctx).debug("detail")
+    other = attrs.evolve(ctx, rank=1)
+    fx.log(other).info("silent")
+    fx.log(other).info("asked", everyone=True)
+    logging.getLogger("fxtrain").setLevel("ERROR")
+    fx.log(ctx).warning("below the user's level")
+    logging.basicConfig(format="user: %(message)s", level="INFO")
+    fx.log(ctx, "mine").info("by the user's handler")
+"""
+
+
+def test_the_main_rank_is_heard_without_a_setup_of_logging():
+    done = subprocess.run(
+        [sys.executable, "-c", SPEAKING], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stderr.splitlines() == ["main 1", "[rank 1] asked", "user: by the user's handler"]
+
+
+def test_step_functions_by_position(ctx):
+    model = fx.wrap(_net(), ctx, optimizer=SGD)
+    fns = fx.StepFns(model, _loss)
+    assert (fns.model, fns.loss) == (model, _loss)
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(), F.cross_entropy], ids=["module", "function"]
+)
+def test_a_criterion_as_a_loss_is_answered_by_the_function_to_write(ctx, loss):
+    model = fx.wrap(_net(), ctx, optimizer=SGD)
+    with pytest.raises(fx.StepError, match=r"lambda model, batch: .*\(model\(batch\[0\]\), batch"):
+        fx.StepFns(model, loss)

@@ -325,7 +325,6 @@ class _Counting(IterableDataset):
         (lambda c: fx.shard(DataLoader([1]), 2), "ctx is a int, not a context"),
         (lambda c: fx.shard(DataLoader([1]), fx.Plan(), c), "ctx is a Plan"),
         (lambda c: fx.shard(DataLoader([1]), c, "ddp"), "plan is a str, not an"),
-        (lambda c: fx.shard(DataLoader([1]), c, None), "plan is a NoneType"),
         (lambda c: fx.shard(fx.shard(DataLoader([1]), c), c), "sharded already"),
         (lambda c: fx.shard(DataLoader([1]), c).at(3), "found int"),
         (lambda c: fx.shard(DataLoader([1]), c).epochs(-1), "number of epochs"),

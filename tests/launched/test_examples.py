@@ -25,12 +25,24 @@ def _distil(told):
     assert told["teacher"] >= 0.88 and told["student"] >= 0.82
 
 
+def _gan(told):
+    assert told["updates"] == 160 and told["apart"] <= (1e-9 if told["ranks"] > 1 else 0)
+
+
+def _actor_critic(told):
+    assert told["reward"] > -0.01 and told["apart"] <= (1e-9 if told["ranks"] > 1 else 0)
+
+
 CASES = [
     ("digits", 1, _digits),
     ("digits", 2, _digits),
     ("chars --updates 30", 2, _chars),
     ("by_hand", 2, _by_hand),
     ("distil", 2, _distil),
+    ("gan", 1, _gan),
+    ("gan", 2, _gan),
+    ("actor_critic", 1, _actor_critic),
+    ("actor_critic", 2, _actor_critic),
 ]
 
 

@@ -1,12 +1,27 @@
 """The plan of a launch file, in the script."""
 
+import logging
+
+import attrs
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain.cli.launch_command import LAUNCH, spec_of
+from fxtrain.launch import plan_variable
 from tests.launched._run import FXTRAIN, run_fork
 
-SCRIPT = "import fxtrain as fx\nprint(fx.given_plan(fx.Plan(seed=9)).accumulate, end='')\n"
+SCRIPT = """
+import torch, fxtrain as fx
+with fx.detect() as ctx:
+    model = fx.wrap(torch.nn.Linear(2, 2), ctx)
+    loader = fx.shard(torch.utils.data.DataLoader(torch.ones(4, 2)), ctx)
+    own = fx.given_plan(fx.Plan(seed=9))
+    print(own.accumulate, model.plan == loader.plan == own, end="")
+"""
+GIVEN = fx.Plan(precision="bf16", accumulate=4, seed=3)
 
 
 @pytest.fixture
@@ -17,6 +32,10 @@ def here(tmp_path, monkeypatch):
         "[launch]\nranks = 1\n[profiles.more.plan]\naccumulate = 4\n"
     )
     return tmp_path
+
+
+def _variables(plan):
+    return dict([plan_variable(plan).split("=", 1)])
 
 
 def _spec(*words):
@@ -30,9 +49,78 @@ def test_it_travels_in_a_variable(here):
     assert fx.given_plan(env={name: value}) == fx.Plan(accumulate=4)
 
 
-def test_the_script_finds_it(here):
+def test_a_script_without_a_plan_uses_it(here):
     ended = run_fork(*FXTRAIN, "launch", "--profile", "more", "train.py", cwd=here)
-    assert (ended.code, ended.out) == (0, "4"), ended.err
+    assert (ended.code, ended.out) == (0, "4 True"), ended.err
+
+
+def _wrapped(ctx, *plan):
+    return fx.wrap(nn.Linear(2, 2), ctx, *plan, optimizer=torch.optim.SGD)
+
+
+def _sharded(ctx, *plan):
+    return fx.shard(DataLoader(torch.ones(4, 2)), ctx, *plan)
+
+
+@pytest.mark.parametrize("make", [_wrapped, _sharded])
+@pytest.mark.parametrize("given", [None, GIVEN], ids=["without", "given"])
+def test_it_is_the_default(make, given):
+    env = {} if given is None else _variables(given)
+    with fx.detect(env=env, device="cpu") as ctx:
+        assert ctx.given_plan == given
+        assert make(ctx).plan == make(fx.ops.duplicate(ctx)).plan == (given or fx.Plan())
+        assert make(ctx.axis("data")).plan == (given or fx.Plan())
+
+
+@pytest.mark.parametrize("make", [_wrapped, _sharded])
+def test_a_script_with_another_plan_reads_once_how_they_differ(make, caplog):
+    own, other = attrs.evolve(GIVEN, accumulate=2, clip_norm=1.0), fx.Plan()
+    with caplog.at_level(logging.INFO), fx.detect(env=_variables(GIVEN), device="cpu") as ctx:
+        assert make(ctx, GIVEN).plan == GIVEN
+        assert caplog.messages == []
+        for _ in range(2):
+            assert make(ctx, own).plan == _sharded(ctx, own).plan == own
+        (text,) = caplog.messages
+        assert "accumulate is 2 instead of 4, clip_norm is 1.0 instead of None" in text
+        assert "fx.given_plan" in text
+        assert make(ctx, other).plan == other
+        assert len(caplog.messages) == 2
+        assert "precision.compute is 'fp32' instead of 'bf16'" in caplog.messages[1]
+
+
+def _told(ctx, given):
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("fxtrain").addHandler(handler)
+    try:
+        _wrapped(attrs.evolve(ctx, given_plan=given), fx.Plan())
+    finally:
+        logging.getLogger("fxtrain").removeHandler(handler)
+    return len(told)
+
+
+def test_the_main_rank_says_it(pair):
+    assert pair.run(_told, GIVEN) == [1, 0]
+
+
+def _plan_of_rehearsal(ctx):
+    model = fx.wrap(nn.Linear(2, 2), ctx, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
+    for batch in fx.shard(DataLoader(torch.ones(99, 2)), ctx):
+        fx.step(ctx, batch, fns)
+
+
+def test_a_dry_run_uses_it(monkeypatch):
+    ((name, value),) = _variables(GIVEN).items()
+    monkeypatch.setenv(name, value)
+    assert fx.dry_run(_plan_of_rehearsal, world=2).plan == GIVEN
+    assert fx.launch(_launched_plan, ranks=1) == [GIVEN]
+
+
+def _launched_plan():
+    with fx.detect(device="cpu") as ctx:
+        return _wrapped(ctx).plan
 
 
 def test_without_one_the_default_counts():
@@ -40,7 +128,8 @@ def test_without_one_the_default_counts():
     assert fx.given_plan(fx.Plan(seed=9), env={}) == fx.Plan(seed=9)
 
 
+@pytest.mark.parametrize("read", [fx.given_plan, fx.detect])
 @pytest.mark.parametrize("text", ["", "{", '{"sed": 1}', "3"])
-def test_a_variable_that_is_no_plan_is_named(text):
+def test_a_variable_that_is_no_plan_is_named(read, text):
     with pytest.raises(fx.PlanError, match="FXTRAIN_PLAN"):
-        fx.given_plan(env={"FXTRAIN_PLAN": text})
+        read(env={"FXTRAIN_PLAN": text})

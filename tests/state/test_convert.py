@@ -63,13 +63,16 @@ WRONG = {
         "found None; choose one of 'ddp', ",
     ),
     "other kind": ({"strategy": {"kind": "ddpp"}}, "Did you mean 'ddp'?"),
-    "bare kind": ({"strategy": "ddp"}, "found 'ddp'; choose a table with a `kind`, one of"),
+    "bare kind": ({"strategy": "dpp"}, "found 'dpp'; choose one of 'ddp', 'deepspeed', 'fsdp'"),
     "bool as int": ({"seed": True}, "plan.seed: found True; choose a whole number."),
     "float as int": ({"seed": 1.0}, "plan.seed: found 1.0; choose a whole number."),
     "int as bool": ({"flush": 0}, "plan.flush: found 0; choose true or false."),
     "bool as float": ({"clip_norm": True}, "found True; choose a finite number or None."),
     "nan": ({"clip_norm": math.nan}, "found nan; choose a finite number or None."),
-    "text as list": ({"recompute": "abc"}, "found 'abc'; choose a tuple or list, each a string."),
+    "text as list": (
+        {"strategy": {"kind": "fsdp", "ignore": "abc"}},
+        "found 'abc'; choose a tuple",
+    ),
     "half a letter": ({"recompute": ["\ud800"]}, "choose a tuple or list, each a string."),
     "number as table": ({"data": 4}, "found 4; choose an fx.Data(...). In a file that is a table."),
     "many bits": ({"seed": 10**6000}, "found <a number of 19932 bits, more than 64>; choose a"),
@@ -333,3 +336,51 @@ def test_different_things_have_no_differences():
         with pytest.raises(fx.PlanError, match="diff compares two records of one kind"):
             fx.diff(left, right)
     assert fx.diff(state.Topology(), state.Topology(rank=1))[0].path == "rank"
+
+
+KINDS = {
+    "single": fx.Single,
+    "ddp": fx.DDP,
+    "fsdp": fx.FSDP,
+    "pp": fx.PP,
+    "deepspeed": fx.DeepSpeed,
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "xla"])
+def test_a_strategy_by_its_kind(kind):
+    config = KINDS.get(kind, fx.XLA)
+    assert fx.Plan(strategy=kind) == fx.Plan(strategy=config())
+    assert fx.loads(json.dumps({"strategy": kind})) == fx.Plan(strategy=config())
+
+
+@pytest.mark.parametrize("wrong", ["fdsp", "fsdp2", ""])
+def test_an_unknown_kind_of_strategy_names_the_nearest(wrong):
+    near = "Did you mean 'fsdp'?" if wrong else "'ddp'"
+    for make in (
+        lambda: fx.Plan(strategy=wrong),
+        lambda: fx.loads(json.dumps({"strategy": wrong})),
+    ):
+        with pytest.raises(fx.PlanError) as raised:
+            make()
+        assert near in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ({"compile": True}, {"compile": fx.Compile()}),
+        ({"compile": False}, {"compile": None}),
+        ({"recompute": "Block"}, {"recompute": ("Block",)}),
+        ({"recompute": ["Block", "Head"]}, {"recompute": ("Block", "Head")}),
+    ],
+)
+def test_short_forms(short, long):
+    assert fx.Plan(**short) == fx.Plan(**long) == fx.loads(json.dumps(short))
+
+
+@pytest.mark.parametrize("wrong", [{"compile": 1}, {"compile": "yes"}, {"recompute": 3}])
+def test_other_values_are_no_short_forms(wrong):
+    for make in (lambda: fx.Plan(**wrong), lambda: fx.loads(json.dumps(wrong))):
+        with pytest.raises(fx.PlanError, match=next(iter(wrong))):
+            make()

@@ -91,8 +91,8 @@ def make_optimizers(
 def make_schedulers(factory: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]:
     """Call the scheduler factory on what the optimizer factory returned.
 
-    ReduceLROnPlateau needs a metric, so it is kept as `model.scheduler` for the user to step
-    and is not among those that a step advances.
+    ReduceLROnPlateau needs a metric, so `ops.schedule` steps it, and it is not among those that a
+    step advances.
 
     Raises:
         PlanError: there is no optimizer, or the factory returned something else.

@@ -34,6 +34,7 @@ from fxtrain.state import (
 __all__ = [
     "apply",
     "backward",
+    "begin",
     "clip_norm",
     "clip_value",
     "finite",
@@ -85,6 +86,15 @@ def scaled(loss: Tensor, model: Wrapped) -> Tensor:
     return loss if model.scaler is None else model.scaler.scale(loss)
 
 
+def begin(model: Wrapped) -> None:
+    """Drop the gradients that are there: a window that begins has computed none."""
+    for optimizer in model.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = None
+
+
 def run(
     model: Wrapped,
     batch: Batch,
@@ -108,7 +118,8 @@ def clip_norm(
 
     Parameters whose id is among `copies` are counted by another rank of the pipeline.
     """
-    _unscale(model)
+    if model.scaler is not None:
+        _unscale(model)
     parameters = list(model.module.parameters())
     if not is_distributed(parameters) and model.ctx.mesh.pipeline == 1:
         return nn.utils.clip_grad_norm_(parameters, max_norm)

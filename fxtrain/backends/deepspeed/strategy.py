@@ -1,6 +1,6 @@
 """ZeRO by DeepSpeed: an engine that owns backward, reduction, clipping and update."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -104,6 +104,28 @@ def _backward(loss: Tensor, model: Wrapped) -> None:
     if (parts := model.ctx.mesh.context) > 1:
         loss = loss / parts  # DeepSpeed adds up over the ranks of a sequence
     model.engine.backward(loss, scale_wrt_gas=False)
+
+
+def _begin(model: Wrapped) -> None:
+    """Drop what another model's backward left, on parameters and where ZeRO adds gradients up."""
+    parameter: Any
+    for parameter in model.module.parameters():
+        parameter.grad = None
+        if getattr(parameter, "grad_accum", None) is not None:
+            parameter.grad_accum = None
+    optimizer = model.engine.optimizer
+    sums = [
+        *getattr(optimizer, "all_grad_tensors", {}).values(),
+        *getattr(optimizer, "averaged_gradients", {}).values(),
+    ]
+    on_cpu = getattr(optimizer, "_offload_accumulated_param_ids", ())
+    if on_cpu or any([one is not None for one in sums]) or any(map(any, _flags(optimizer))):
+        _drop(model.engine)
+
+
+def _flags(optimizer: Any) -> Sequence[Sequence[bool]]:
+    """By group, which master gradients are there; nothing where the optimizer has none."""
+    return getattr(optimizer, "fp32_groups_has_gradients", ())
 
 
 def _finite(model: Wrapped) -> bool:
@@ -240,6 +262,7 @@ DEEPSPEED_STRATEGY = Strategy(
     forward=_forward,
     sync=_sync,
     backward=_backward,
+    begin=_begin,
     run=step_functions.run,
     clip_norm=_clip_norm,
     clip_value=_clip_value,

@@ -1,0 +1,116 @@
+"""Two models that train each other: a window sums what was computed in it, and nothing else."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fxtrain as fx
+from fxtrain import ops
+
+EPOCHS, ROWS, GLOBAL = 2, 24, 8  # rows of the data, and of a batch over all ranks
+
+PLANS = {
+    "ddp": fx.Plan(),
+    "ddp, optimizer sharded": fx.Plan(strategy=fx.DDP(shard_optimizer=True)),
+    "fsdp": fx.Plan(strategy=fx.FSDP(min_params=1)),
+    "clipped": fx.Plan(clip_norm=0.05),
+}
+
+
+def _sgd(params):
+    return torch.optim.SGD(params, lr=0.2, momentum=0.5)
+
+
+def _nets():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        sizes = ((2, 6, 3), (3, 6, 1))
+        return [
+            nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Linear(b, c)).double() for a, b, c in sizes
+        ]
+
+
+def _data():
+    generator = torch.Generator().manual_seed(2)
+    columns = torch.randn(ROWS, 2, generator=generator), torch.randn(ROWS, 3, generator=generator)
+    return TensorDataset(*(column.double() for column in columns))
+
+
+def _judges_loss(judge, maker, noise, real):
+    made = judge(maker(noise).detach())
+    return F.softplus(-judge(real)).mean() + F.softplus(made).mean()
+
+
+def _makers_loss(judge, maker, noise):
+    return F.softplus(-judge(maker(noise))).mean()
+
+
+def _adversaries(ctx, plan):
+    """Parameters of both models after training under a plan."""
+    maker, judge = (fx.wrap(net, ctx, plan, optimizer=_sgd) for net in _nets())
+    size = GLOBAL // ctx.axis("data").world_size
+    loader = fx.shard(DataLoader(_data(), batch_size=size), ctx, plan)
+    of_judge = fx.StepFns(model=judge, loss=lambda m, b: _judges_loss(m, maker, *b))
+    of_maker = fx.StepFns(model=maker, loss=lambda m, b: _makers_loss(judge, m, b[0]))
+    for epoch in loader.epochs(EPOCHS):
+        for batch in epoch:
+            fx.step(ctx, batch, of_judge)
+            fx.step(ctx, batch, of_maker)
+    return [p.detach().clone() for m in (maker, judge) for p in fx.unwrap(m).parameters()]
+
+
+def _adversaries_by_hand(plan):
+    maker, judge = _nets()
+    optimizers = [_sgd(net.parameters()) for net in (maker, judge)]
+    for _ in range(EPOCHS):
+        for noise, real in DataLoader(_data(), batch_size=GLOBAL):
+            for net, optimizer, loss in (
+                (judge, optimizers[1], lambda: _judges_loss(judge, maker, noise, real)),  # noqa: B023
+                (maker, optimizers[0], lambda: _makers_loss(judge, maker, noise)),  # noqa: B023
+            ):
+                optimizer.zero_grad()
+                loss().backward()
+                if plan.clip_norm is not None:
+                    nn.utils.clip_grad_norm_(net.parameters(), plan.clip_norm)
+                optimizer.step()
+    return [p.detach() for net in (maker, judge) for p in net.parameters()]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_adversaries_equal_the_raw_loop(cluster, name):
+    plan = PLANS[name]
+    wanted = _adversaries_by_hand(plan)
+    for got in cluster.run(_adversaries, plan):
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def _left_behind(ctx, by_hand):
+    """What an update sums after a backward that was called before the step."""
+    net = nn.Linear(2, 1, bias=False)
+    other = nn.Linear(2, 1, bias=False)
+    net.other = other  # which no optimizer holds
+    model = fx.wrap(net, ctx, optimizer=lambda _: torch.optim.SGD([net.weight], lr=1.0))
+    with torch.no_grad():
+        net.weight.zero_()
+    x = torch.ones(1, 2)
+    if by_hand:
+        ops.backward(F.linear(x, net.weight).sum() * 10, model)
+    else:
+        (F.linear(x, net.weight).sum() * 10 + other(x).sum()).backward()
+    fns = fx.StepFns(model=model, loss=lambda m, b: F.linear(b.data, net.weight).mean())
+    for batch in fx.shard(DataLoader(torch.ones(1, 2), batch_size=1), ctx):
+        fx.step(ctx, batch, fns)
+    return net.weight.tolist()
+
+
+def test_a_window_drops_what_another_backward_left():
+    with fx.detect(env={}, device="cpu") as ctx:
+        assert _left_behind(ctx, by_hand=False) == [[-1.0, -1.0]]
+
+
+def test_a_window_keeps_what_the_models_own_backward_added():
+    with fx.detect(env={}, device="cpu") as ctx:
+        assert _left_behind(ctx, by_hand=True) == [[-11.0, -11.0]]

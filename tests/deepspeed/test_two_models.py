@@ -1,0 +1,79 @@
+"""Two models that train each other under ZeRO, in float32, since DeepSpeed has no float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fxtrain as fx
+from tests.deepspeed._ranks import on_rank, sgd
+
+pytestmark = pytest.mark.deepspeed
+
+PLANS = {
+    "stage 1": fx.DeepSpeed(stage=1),
+    "stage 2": fx.DeepSpeed(stage=2),
+    "stage 2, offload": fx.DeepSpeed(stage=2, offload_optimizer="cpu", cpu_optimizer="torch"),
+    "stage 3": fx.DeepSpeed(stage=3, persistence_threshold=0),
+}
+
+
+def _nets():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        sizes = ((2, 6, 3), (3, 6, 1))
+        return [nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Linear(b, c)) for a, b, c in sizes]
+
+
+def _data():
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(
+        torch.randn(16, 2, generator=generator), torch.randn(16, 3, generator=generator)
+    )
+
+
+def _judges_loss(judge, maker, noise, real):
+    with torch.no_grad():
+        made = maker(noise)
+    real, made = judge(torch.cat([real, made])).chunk(2)  # ZeRO takes one call a backward
+    return F.softplus(-real).mean() + F.softplus(made).mean()
+
+
+def _makers_loss(judge, maker, noise):
+    return F.softplus(-judge(maker(noise))).mean()
+
+
+@on_rank
+def _adversaries(ctx, config):
+    plan = fx.Plan(strategy=config)
+    maker, judge = (fx.wrap(net, ctx, plan, optimizer=sgd) for net in _nets())
+    loader = fx.shard(DataLoader(_data(), batch_size=4), ctx, plan)
+    of_judge = fx.StepFns(model=judge, loss=lambda m, b: _judges_loss(m, maker, *b))
+    of_maker = fx.StepFns(model=maker, loss=lambda m, b: _makers_loss(judge, m, b[0]))
+    for epoch in loader.epochs(2):
+        for batch in epoch:
+            fx.step(ctx, batch, of_judge)
+            fx.step(ctx, batch, of_maker)
+    return [p.detach().clone() for m in (maker, judge) for p in fx.unwrap(m).parameters()]
+
+
+def _by_hand():
+    maker, judge = _nets()
+    of_maker, of_judge = sgd(maker.parameters()), sgd(judge.parameters())
+    for _ in range(2):
+        for noise, real in DataLoader(_data(), batch_size=8):
+            of_judge.zero_grad()
+            _judges_loss(judge, maker, noise, real).backward()
+            of_judge.step()
+            of_maker.zero_grad()
+            _makers_loss(judge, maker, noise).backward()
+            of_maker.step()
+    return [p.detach() for net in (maker, judge) for p in net.parameters()]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_adversaries_equal_the_raw_loop(pair, name):
+    for got in pair.run(_adversaries, PLANS[name]):
+        for a, b in zip(got, _by_hand(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
