@@ -205,10 +205,8 @@ def _check_plans(loader: Plan | None, model: Plan) -> None:
 
 
 def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -> Report:
-    plan = model.plan
+    plan, strategy, local = model.plan, model.strategy, model.plan.local
     due = batch.position.micro == 0
-    strategy = model.strategy
-    local = plan.local
     now = None if local is None else round_of(model)
     independent = now is not None and local is not None and is_alone(local, batch.position)
     by_itself = independent and now is not None and len(now.peers) == 1

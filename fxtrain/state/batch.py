@@ -84,6 +84,8 @@ class Batch:
         self, target: torch.device | str | int | torch.dtype, *, non_blocking: bool = False
     ) -> Batch:
         """The same batch on another device, or with its floating tensors in another dtype."""
+        import torch  # loaded by whoever has a batch; records are imported without it
+
         cast = isinstance(target, torch.dtype)
 
         def moved(leaf: Any) -> Any:
