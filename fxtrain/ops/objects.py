@@ -28,22 +28,22 @@ __all__ = [
 
 
 class Opaque:
-    """Hides an object's insides from tree walking: it travels as one leaf."""
+    """Hides the contents of an object from tree walking: it is sent as one leaf."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def gather_objects(obj: Any, ctx: DistContext) -> list[Any]:
-    """Give every rank the list of all ranks' objects, in rank order.
+    """Gather one object per rank into a list on every rank, in rank order.
 
     Args:
-        obj: Anything that pickles; it may differ between ranks in every way.
+        obj: Anything that pickles; objects may differ completely between ranks.
 
     Effects:
-        One exchange of packets, an all-gather too if an object is large. Objects travel as
-        pickles between the ranks of this run; other than plain values, CPU tensors and containers
-        of them take a second exchange, by which all ranks know that all could unpickle them.
+        One exchange of packets, and an all-gather if an object is large. Objects are sent as
+        pickles between the ranks of this run. Objects other than plain values, CPU tensors and
+        containers of them need a second exchange, in which ranks report whether they unpickled.
 
     Raises:
         CollectiveError: an object does not pickle, a rank cannot unpickle it, or a rank never
@@ -60,7 +60,7 @@ def gather_objects(obj: Any, ctx: DistContext) -> list[Any]:
 
 
 def broadcast_object(obj: Any, ctx: DistContext, src: int = 0) -> Any:
-    """Give every rank the object of one rank; what the others pass is ignored.
+    """Send the object of one rank to every rank; the objects of other ranks are ignored.
 
     Effects:
         As `gather_objects`.
@@ -80,18 +80,18 @@ def broadcast_object(obj: Any, ctx: DistContext, src: int = 0) -> Any:
 
 
 def _as_leaf(obj: Any) -> Packed:
-    """An object that travels as one leaf, whatever it is."""
+    """Any object, packed as one leaf."""
     return Packed(shape=TreeSpec("*"), tensors={}, others={0: obj}, back={})
 
 
 def barrier(ctx: DistContext) -> None:
-    """Wait until every rank is here.
+    """Wait until every rank has called `barrier`.
 
     Effects:
         One exchange of packets; none at one rank.
 
     Raises:
-        CollectiveError: a rank is at another call or never joins; on every rank.
+        CollectiveError: a rank makes another call or never joins; on every rank.
 
     Example:
         >>> import fxtrain as fx
@@ -104,12 +104,12 @@ def barrier(ctx: DistContext) -> None:
 
 
 def agree(value: Any, ctx: DistContext, name: str = "value") -> Any:
-    """Make sure that every rank holds the same value.
+    """Check that every rank has the same value.
 
     Args:
-        value: Anything: tensors and arrays are compared by their bytes, records and
-            containers by their parts, other objects by what `pickle` takes of them.
-        name: What it is, for the message.
+        value: Any value: tensors and arrays are compared by their bytes, records and
+            containers by their parts, other objects by their pickled state.
+        name: Name of the value in the error message.
 
     Returns:
         The value.
@@ -118,7 +118,7 @@ def agree(value: Any, ctx: DistContext, name: str = "value") -> Any:
         One exchange of packets; none at one rank or with `checks=False`.
 
     Raises:
-        CollectiveError: the ranks hold different values; on every rank, with all of them.
+        CollectiveError: the ranks have different values; on every rank, with all values.
 
     Example:
         >>> import fxtrain as fx
@@ -133,16 +133,17 @@ def agree(value: Any, ctx: DistContext, name: str = "value") -> Any:
 
 
 def any_rank(flag: Any, ctx: DistContext) -> bool:
-    """Whether a flag is true on at least one rank; for early stops and the like.
+    """Whether a flag is true on at least one rank, for example to stop early.
 
     Args:
-        flag: A bool or one-entry tensor; a tensor on a device is waited for.
+        flag: A bool or one-entry tensor; reading a device tensor waits for the device.
 
     Effects:
         One exchange of packets; none at one rank.
 
     Raises:
-        CollectiveError: a rank is at another call or never joins; on every rank.
+        CollectiveError: a flag is neither true nor false, or a rank makes another call or never
+            joins; on every rank.
 
     Example:
         >>> import fxtrain as fx
@@ -157,13 +158,14 @@ def all_ranks(flag: Any, ctx: DistContext) -> bool:
     """Whether a flag is true on every rank.
 
     Args:
-        flag: A bool or one-entry tensor; a tensor on a device is waited for.
+        flag: A bool or one-entry tensor; reading a device tensor waits for the device.
 
     Effects:
         One exchange of packets; none at one rank.
 
     Raises:
-        CollectiveError: a rank is at another call or never joins; on every rank.
+        CollectiveError: a flag is neither true nor false, or a rank makes another call or never
+            joins; on every rank.
 
     Example:
         >>> import fxtrain as fx
@@ -184,8 +186,8 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
         One exchange of packets; none at one rank.
 
     Raises:
-        The rank's own problem where it has one; a CollectiveError that names the ranks and
-        their problems everywhere else.
+        The rank's own problem if it has one; on every other rank a CollectiveError with the
+        problems by rank.
 
     Example:
         >>> import fxtrain as fx
@@ -203,16 +205,16 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
 
 
 def gather_errors(op: str, problem: BaseException | None, ctx: DistContext) -> list[str]:
-    """Tell every rank this rank's error, if any.
+    """Gather every rank's error, if any.
 
     Returns:
-        Every rank's in words, by rank; empty where there is none.
+        The errors as text, by rank; empty for a rank without one.
 
     Effects:
         One exchange of packets.
 
     Raises:
-        CollectiveError: a rank is at another call or never joins; on every rank.
+        CollectiveError: a rank makes another call or never joins; on every rank.
     """
     mine = "" if problem is None else error_text(problem)
     payload = torch.frombuffer(bytearray(mine.encode(errors="replace") + b"\n"), dtype=torch.uint8)
@@ -225,7 +227,7 @@ def _flags(op: str, flag: Any, ctx: DistContext) -> list[bool]:
     mine, unclear = False, None
     try:
         mine = bool(flag)
-    except Exception as error:  # of a tensor of several entries, or the flag's own
+    except Exception as error:  # a tensor of several entries, or an error of the flag's __bool__
         unclear = error
     payload = torch.tensor([mine, unclear is not None]).view(torch.uint8)
     rows = [payload] if ctx.world_size == 1 else exchange_payloads(ctx, (op, ""), payload)

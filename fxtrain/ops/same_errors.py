@@ -1,4 +1,4 @@
-"""Failing together: what goes wrong on one rank is the same error on every rank."""
+"""Failing together: a failure on one rank is the same error on every rank."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,21 +15,21 @@ def fail_together(ctx: DistContext | None, action: str) -> Iterator[None]:
     """Run a block on every rank; if it fails on any of them, raise one error on all.
 
     Args:
-        ctx: Whose ranks run the block; None for this process alone.
+        ctx: The ranks that run the block; None for this process only.
         action: What the block does, for errors of the operating system.
 
     Effects:
         One exchange of packets at the end of the block; none at one rank.
 
     Raises:
-        CheckpointError: the block failed with it, or with an error of the operating system,
-            on some rank; with every rank's words.
+        CheckpointError: on some rank the block raised it or an error of the operating system;
+            with every rank's message.
     """
     problem: Exception | None = None
     try:
         yield
     except CollectiveError:
-        raise  # the ranks know already
+        raise  # every rank has it
     except Exception as error:
         problem = error
     raise_on_all_ranks(problem, ctx, action)
