@@ -17,8 +17,6 @@ from fxtrain.state import DistContext
 
 __all__ = ["Saving", "has_background_group", "start_background", "wait_for_earlier"]
 
-_GROUP = "checkpoint.group"
-
 
 def _done() -> "Future[None]":
     future: Future[None] = Future()
@@ -133,8 +131,8 @@ def wait_for_earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving 
 
 def has_background_group(ctx: DistContext) -> bool:
     """Whether this rank has a group for saves in the background on which no rank was lost."""
-    group = ctx.comm.state.background_resources.get(_GROUP)
-    return group is not None and group.comm.state.failure is None
+    own = ctx.comm.state.save_context
+    return own is not None and own.comm.state.failure is None
 
 
 def start_background(
@@ -151,18 +149,19 @@ def start_background(
         anew: Open the group, since a rank has none, or a rank was lost on it; equal on every
             rank.
     """
-    kept = ctx.comm.state.background_resources
-    if anew:
+    state = ctx.comm.state
+    if anew or state.save_context is None:
         try:
-            kept[_GROUP] = ops.duplicate(ctx)
+            state.save_context = ops.duplicate(ctx)
         except RuntimeError as error:  # torch's, of a rank that is gone
             raise CheckpointError(f"{path} was not saved: {error}") from error
     future: Future[None] = Future()
+    own = state.save_context
     saving = Saving(path=path, future=future, staging=staging)
 
     def work() -> None:
         try:
-            run(kept[_GROUP])
+            run(own)
         except BaseException as error:  # kept for whoever asks next
             future.set_exception(error)
             # As late as can be, to run before what was registered earlier. The interpreter
@@ -171,8 +170,8 @@ def start_background(
         else:
             future.set_result(None)
 
-    ctx.comm.state.background_tasks.append(saving)
-    kept[_GROUP].comm.state.thread = None  # the thread of the save before has made its last call
+    state.background_tasks.append(saving)
+    own.comm.state.thread = None  # the thread of the save before has made its last call
     # Not a daemon: the interpreter waits for it at exit.
     threading.Thread(target=work, name="fxtrain save").start()
     return saving

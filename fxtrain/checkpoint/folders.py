@@ -20,10 +20,9 @@ from fxtrain.checkpoint.manifest import (
 from fxtrain.checkpoint.owner import Owner
 from fxtrain.checkpoint.reading import file_problems
 
-__all__ = ["RESTORED", "Found", "before", "checkpoint_at", "checkpoints", "latest", "new_name"]
+__all__ = ["Found", "before", "checkpoint_at", "checkpoints", "latest", "new_name"]
 __all__ += ["list_checkpoints", "next_order", "read_manifest"]
 
-RESTORED = "checkpoint.restored"  # in a context's ledger: what it was last restored from
 _NAME = re.compile(r"update-(\d{10,18})(?:\.(\d{1,9}))?")
 _LARGEST = 1 << 30
 _LOG = logging.getLogger(__name__)

@@ -21,7 +21,6 @@ from fxtrain.state import DistContext
 
 __all__ = ["Staging", "stage"]
 
-_BUFFER = "checkpoint.buffer"
 _LARGE = 1 << 20  # bytes of a tensor that is copied later
 _MIN_DEFERRED_BYTES = 64 << 20  # bytes of all of them, below which nobody notices the copy
 _SAMPLE_STRIDE = 1 << 14  # bytes from sample to sample
@@ -232,13 +231,12 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def _buffer(ctx: DistContext, size: int) -> Tensor:
-    kept = ctx.comm.state.background_resources
-    found = kept.get(_BUFFER)
-    if found is None or found.numel() < size:
-        kept.pop(_BUFFER, None)  # freed before the larger one is made
+    state = ctx.comm.state
+    if state.save_buffer is None or state.save_buffer.numel() < size:
+        state.save_buffer = None  # freed before the larger one is made
         pinned = _accelerated(ctx) and ctx.device.type != "mps"
-        found = kept[_BUFFER] = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-    return found
+        state.save_buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    return state.save_buffer
 
 
 def _accelerated(ctx: DistContext) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._errors import CheckpointError, CollectiveError, FxError
-from fxtrain.checkpoint.folders import RESTORED, checkpoint_at, read_manifest
+from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
 from fxtrain.checkpoint.json_values import decode
 from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.checkpoint.manifest import Manifest
@@ -109,24 +109,24 @@ def restore(
     models = by_name(model)
     problem: BaseException | None = None
     restored = None
-    kept = ctx.comm.state.background_resources
-    earlier = kept.get(RESTORED)
+    state = ctx.comm.state
+    earlier = state.restored_from
     _finish_background_copies(ctx, models)
     try:
         chosen = ops.broadcast_object(_choose_checkpoint(path) if ctx.is_main else None, ctx)
         if isinstance(chosen, BaseException):
             raise chosen
-        kept[RESTORED] = open_storage(chosen).key()  # before it is read: no save removes it
+        state.restored_from = open_storage(chosen).key()  # before it is read: no save removes it
         restored = _restore(chosen, ctx, models, extra, random)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
     try:
         _agree(ctx, problem, path)
     except CollectiveError as error:
-        kept[RESTORED] = earlier
+        state.restored_from = earlier
         raise CheckpointError(f"{path} was not restored. {problem or error}") from error
     except CheckpointError:
-        kept[RESTORED] = earlier
+        state.restored_from = earlier
         raise
     assert restored is not None
     return restored

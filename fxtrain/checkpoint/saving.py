@@ -1,9 +1,8 @@
 """Saving: a checkpoint appears whole, or not at all, and every rank knows which."""
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -15,7 +14,7 @@ from fxtrain._version import __version__
 from fxtrain.checkpoint.async_save import Saving, start_background, wait_for_earlier
 from fxtrain.checkpoint.data_files import Written, tables, write_file
 from fxtrain.checkpoint.folder_lock import Lock, acquire
-from fxtrain.checkpoint.folders import RESTORED, Found, list_checkpoints, new_name, next_order
+from fxtrain.checkpoint.folders import Found, list_checkpoints, new_name, next_order
 from fxtrain.checkpoint.host_copies import Staging, stage
 from fxtrain.checkpoint.local_storage import Storage, open_storage
 from fxtrain.checkpoint.manifest import Manifest, dump_manifest
@@ -25,7 +24,7 @@ from fxtrain.checkpoint.save_arguments import SaveRequest, save_request
 from fxtrain.checkpoint.save_views import chunks_to_write, raise_all, save_proposal
 from fxtrain.checkpoint.snapshot import Snapshot, snapshot
 from fxtrain.checkpoint.write_plan import TensorChunk, writable_chunks
-from fxtrain.state import DistContext, Position, Wrapped, check_connected
+from fxtrain.state import CommState, DistContext, Position, Wrapped, check_connected
 
 __all__ = ["save", "save_alone"]
 
@@ -155,6 +154,7 @@ def save_alone(path: Any, taken: Snapshot) -> str:
     folder, ctx = open_storage(path), DistContext()
     named, lock = _reserve(folder, taken.position.updates)
     job = _Job(
+        comm_state=ctx.comm.state,
         folder=folder,
         name=named[0],
         token=named[1],
@@ -193,7 +193,7 @@ class _Job:
     staging: Staging | None = None
     fresh_group: bool = False  # the group of saves in the background is to be opened
     lock: Lock | None = None  # on rank 0, of the folder
-    restored: Callable[[], str | None] = lambda: None  # what the run was last restored from
+    comm_state: CommState
 
     @property
     def final(self) -> str:
@@ -267,7 +267,7 @@ class _Job:
         # Of damaged ones, whose place is not known, none is newer.
         for name in to_prune([*found, new], self.keep, this_process()):
             # Looked up each time, since the run may go back while this is written.
-            if self.folder.join(name).key() != self.restored():
+            if self.folder.join(name).key() != self.comm_state.restored_from:
                 with suppress(FileNotFoundError):  # removed by hand meanwhile
                     self.folder.remove(name)
 
@@ -331,7 +331,7 @@ def _prepare(
             keep=request.keep,
             fresh_group=not all(view.has_background_group for view in views),
             lock=lock,
-            restored=partial(ctx.comm.state.background_resources.get, RESTORED),
+            comm_state=ctx.comm.state,
         )
     except BaseException:
         if lock is not None:

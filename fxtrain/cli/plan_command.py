@@ -12,7 +12,8 @@ from typing import Any
 
 import click
 
-from fxtrain._errors import LaunchError
+from fxtrain._errors import LaunchError, PlanError
+from fxtrain._optional import optional
 from fxtrain._reading import read_text
 from fxtrain.cli.exit_codes import Exit
 from fxtrain.cli.output import as_json
@@ -20,6 +21,7 @@ from fxtrain.launch import LaunchSpec, check_target
 
 __all__ = ["PLAN", "plan"]
 
+_PICTURES = (".svg", ".png", ".pdf")
 _STDERR = 2  # where the program's own lines go, since ours are the result
 
 
@@ -47,7 +49,7 @@ def plan(
         device_memory: As "80GB".
         against: Files of earlier runs, to show beside this one.
         save: File for the result, as JSON.
-        picture: File for a picture of the memory, as SVG.
+        picture: File for a picture of the memory: SVG, PNG or PDF by its suffix.
         json_: Print the result as JSON in place of a table.
 
     Returns:
@@ -68,6 +70,8 @@ def plan(
     sizes = None if mesh is None else state.read_mesh(mesh)
     variables = profile.place(world, rank, sizes)
     profile.read_bytes(device_memory)
+    if picture is not None:
+        _check_picture(picture)
     others = [_read(path, state) for path in against]
     if mesh is not None:
         variables["FXTRAIN_MESH"] = mesh
@@ -85,7 +89,7 @@ def plan(
     if save is not None:
         Path(save).write_text(text, encoding="utf-8")
     if picture is not None:
-        Path(picture).write_text(profile.plot(found), encoding="utf-8")
+        profile.plot(found).savefig(picture)
     if json_:
         sys.stdout.write(text)
     else:
@@ -118,6 +122,13 @@ def _print(shown: Any) -> None:
     console.print(shown)
 
 
+def _check_picture(path: str) -> None:
+    """Refuse what could not be drawn before the program runs."""
+    if Path(path).suffix not in _PICTURES:
+        raise PlanError(f"--picture {path}: a picture ends in {', '.join(_PICTURES)}.")
+    optional("matplotlib", extra="plots", needed_by="--picture")
+
+
 @click.command(
     "plan",
     options_metavar="--world N [OPTIONS]",
@@ -130,7 +141,7 @@ def _print(shown: Any) -> None:
 @click.option("--device-memory", metavar="SIZE", help="what one device has, as 80GB or 24GiB")
 @click.option("--against", multiple=True, metavar="FILE", help="show an earlier run beside it")
 @click.option("--save", metavar="FILE", help="write the result as JSON")
-@click.option("--picture", metavar="FILE", help="write the memory through a step as SVG")
+@click.option("--picture", metavar="FILE", help="draw the memory of a step: .svg, .png, .pdf")
 @click.option("-m", "module", is_flag=True, help="what follows is a module, not a script")
 @click.argument(
     "program",

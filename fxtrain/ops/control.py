@@ -13,7 +13,6 @@ from fxtrain.state import DistContext
 __all__ = ["main_first", "on_main", "on_rank", "say"]
 
 T = TypeVar("T")
-_MAIN_FIRST_KEY = "main_first"
 
 
 @contextmanager
@@ -38,25 +37,24 @@ def main_first(ctx: DistContext) -> Iterator[None]:
         ...         rows = list(range(3))
     """
     check_is_context("main_first", ctx)
-    kept = ctx.comm.state.background_resources
-    if ctx.world_size == 1 or _MAIN_FIRST_KEY in kept:
+    state = ctx.comm.state
+    if ctx.world_size == 1 or state.in_main_first:
         yield
         return
     if not ctx.is_main:
         _release_others(None, ctx)
-    kept[_MAIN_FIRST_KEY] = True
-    calls = ctx.comm.state.call_count
+    state.in_main_first = True
+    calls = state.call_count
     problem: BaseException | None = None
     try:
         yield
     except BaseException as error:
-        state = ctx.comm.state
         # A collective inside the block was compared with main_first: every rank has raised.
         if state.call_count != calls or state.failure is not None:
             raise
         problem = error
     finally:
-        del kept[_MAIN_FIRST_KEY]
+        state.in_main_first = False
     if ctx.is_main:
         _release_others(problem, ctx)
     if problem is None or not ctx.is_main:  # if rank 0 failed, the others have raised already

@@ -18,11 +18,13 @@ __all__ = ["Comm", "CommState", "DistContext", "check_connected"]
 
 @attrs.define(eq=False)
 class CommState:
-    """What one communicator has done so far.
+    """What changes while one communicator is used; owned by exactly one `Comm`.
 
-    A mutable record, and not hashed by value. Like the sequence counter inside torch's
-    process group, it counts the calls made on a communicator that both ends share; it decides
-    nothing but which calls still need a look, and is owned by exactly one `Comm`.
+    The one mutable part of a context, as a process group has its sequence number. What depends
+    on it: whether a call is allowed at all (`thread`, `closed`, `failure`), which calls are
+    compared between ranks (`verified_calls`, `pending_check`), and what closing and saving must
+    wait for, keep or release (`background_tasks`, `restored_from`, the groups and buffers).
+    Identity decides equality and hash.
 
     Attributes:
         thread: The thread that makes the calls, by its identifier; None until the first call
@@ -33,7 +35,12 @@ class CommState:
         failure: The message of the failure that left the communicator unusable.
         background_tasks: Work in the background that still needs the ranks, with a `result()`;
             closing waits for it.
-        background_resources: What such work uses again: buffers, a group of its own.
+        save_context: The ranks over a group of their own, for saves in the background.
+        save_buffer: Host memory that saves copy tensors to, uint8, used again by the next one.
+        restored_from: The checkpoint of the last restore, which no save may prune.
+        in_main_first: This rank is inside a block of `ops.main_first`.
+        submesh_groups: Groups opened for models that split ranks otherwise than the mesh does,
+            by how they split them.
         packets: Room for what the ranks send each other.
         routes: Ways of small calls through it, by their form.
         opened_groups: Process groups that were opened for this context, to be closed with it.
@@ -47,7 +54,11 @@ class CommState:
     pending_check: Any = None
     failure: str | None = None
     background_tasks: list[Any] = attrs.field(factory=list)
-    background_resources: dict[str, Any] = attrs.field(factory=dict)
+    save_context: "DistContext | None" = None
+    save_buffer: torch.Tensor | None = attrs.field(default=None, repr=False)
+    restored_from: str | None = None
+    in_main_first: bool = False
+    submesh_groups: dict[str, Any] = attrs.field(factory=dict)
     packets: Any = None
     routes: dict[Any, Any] = attrs.field(factory=dict)
     opened_groups: list[Any] = attrs.field(factory=list)

@@ -305,18 +305,22 @@ def test_two_plans_side_by_side():
     ]
 
 
-def test_a_picture_shows_every_part_and_the_device():
+def test_a_picture_shows_every_part_and_the_device(tmp_path):
     run = _dry(device_memory=200_000)
-    root = ET.fromstring(plot(run))
-    space = "{http://www.w3.org/2000/svg}"
-    areas = root.findall(f"{space}polygon")
+    (axes,) = plot(run).axes
     held = [part for part in PARTS if any(getattr(m, part) for m in run.timeline)]
-    assert [area[0].text.split(",")[0] for area in areas] == held
-    words = " ".join(text.text for text in root.findall(f"{space}text"))
-    assert "device, 200 kB" in words and show_bytes(run.peak) in words
-    far = attrs.evolve(run, device_memory=10**12)  # would leave nothing to see
-    assert "device" not in plot(far)
-    assert ET.fromstring(plot(attrs.evolve(run, timeline=(Memory(),), name="<&>"))) is not None
+    assert axes.get_legend_handles_labels()[1] == [*held, "device, 200 kB"]
+    assert show_bytes(run.peak) in axes.get_title(loc="left")
+    heights = [path.vertices[:, 1].max() for area in axes.collections for path in area.get_paths()]
+    assert max(heights) == run.peak
+    far = plot(attrs.evolve(run, device_memory=10**12))  # would leave nothing to see
+    assert far.axes[0].get_legend_handles_labels()[1] == held
+    for odd in (
+        attrs.evolve(run, timeline=(Memory(),), name="<&>$x"),
+        attrs.evolve(run, timeline=()),
+    ):
+        plot(odd).savefig(tmp_path / "odd.svg")
+        assert ET.parse(tmp_path / "odd.svg").getroot().tag.endswith("svg")
 
 
 @pytest.mark.parametrize(

@@ -87,13 +87,11 @@ def _group(
     own = ctx.mesh.context == 1 or axis not in ("replicate", "shard")
     if own and split[axis] == ctx.mesh.sizes[axis] and split[axis] > 1:
         return ctx.axis(axis).comm.group
-    state, key = ctx.comm.state, f"mesh.{axis}.{split}"
-    if (
-        key not in state.background_resources
-    ):  # several models share what they need beside the context's own
-        state.background_resources[key] = _opened(ctx, split[axis], layout.movedim(dim, -1))
-        state.opened_groups.append(state.background_resources[key])
-    return state.background_resources[key]
+    state, key = ctx.comm.state, f"{axis}.{split}"
+    if key not in state.submesh_groups:  # several models share one
+        state.submesh_groups[key] = _opened(ctx, split[axis], layout.movedim(dim, -1))
+        state.opened_groups.append(state.submesh_groups[key])
+    return state.submesh_groups[key]
 
 
 def _opened(ctx: DistContext, size: int, lines: torch.Tensor) -> Any:
