@@ -28,7 +28,7 @@ class Preemption:
 
     ctx: DistContext = attrs.field(repr=False)
     every: int = 1
-    _asked: threading.Event = attrs.field(factory=threading.Event, alias="asked", repr=False)
+    _signalled: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
     _agreed: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
 
     def due(self, position: Position) -> bool:
@@ -48,7 +48,7 @@ class Preemption:
             return True
         if position.micro or (position.updates % self.every and not position.is_last):
             return False
-        if any_rank(self._asked.is_set(), self.ctx):
+        if any_rank(self._signalled.is_set(), self.ctx):
             self._agreed.set()
         return self._agreed.is_set()
 
@@ -92,10 +92,10 @@ def preemption(
         )
     notice = Preemption(ctx=ctx, every=every)
 
-    def take_note(number: int, frame: Any) -> None:
-        notice._asked.set()
+    def record(number: int, frame: Any) -> None:
+        notice._signalled.set()
 
-    earlier = {number: signal.signal(number, take_note) for number in numbers}
+    earlier = {number: signal.signal(number, record) for number in numbers}
     try:
         yield notice
     finally:

@@ -72,7 +72,7 @@ def backward(loss: Tensor, model: Wrapped) -> None:
         Adds to `.grad`; reduces over ranks inside `sync(model)`.
 
     Raises:
-        StepError: the loss is not a scalar or has no gradient.
+        StepError: the loss is not a scalar or does not require grad.
 
     Example:
         >>> import fxtrain as fx, torch

@@ -145,11 +145,11 @@ def wait_packets(comm: Comm, packets: Packets) -> Tensor:
     Raises:
         RuntimeError: torch's, if a rank is gone or never joined in time.
     """
-    turn = packets.current
+    index = packets.current
     until = time.monotonic() + comm.timeout_s
     for ranks in (packets.higher, packets.lower):
         _wait_receives(packets, ranks, until)
-        _post_receives(comm, packets, ranks, 1 - turn)
+        _post_receives(comm, packets, ranks, 1 - index)
         while packets.deferred_sends:
             _post_sends(comm, packets)
     while packets.sends:
@@ -157,9 +157,9 @@ def wait_packets(comm: Comm, packets: Packets) -> Tensor:
     if comm.simulated:  # every rank sends what this rank does
         with _disable_current_modes():
             packets.buffer[:] = packets.buffer[packets.rank].clone()
-    packets.current = 1 - turn
+    packets.current = 1 - index
     packets.in_flight = False
-    return packets.buffers[turn]
+    return packets.buffers[index]
 
 
 def _post_sends(comm: Comm, packets: Packets) -> None:
@@ -184,15 +184,15 @@ def _remaining(until: float) -> timedelta:
     return timedelta(seconds=max(until - time.monotonic(), 0.001))
 
 
-def _post_receives(comm: Comm, packets: Packets, ranks: range, turn: int) -> None:
+def _post_receives(comm: Comm, packets: Packets, ranks: range, index: int) -> None:
     """Post receives for packets of these ranks in one of the buffers, if sent point to point."""
     if not packets.is_direct or comm.control is None:
         return
-    receives = packets.receives[turn]
+    receives = packets.receives[index]
     for rank in ranks:
         if rank in receives:
             continue
         try:
-            receives[rank] = comm.control.recv([packets.buffer_rows[turn][rank]], rank, _TAG)
+            receives[rank] = comm.control.recv([packets.buffer_rows[index][rank]], rank, _TAG)
         except RuntimeError as error:  # the rank left; it matters only if a call waits for it
             receives[rank] = error
