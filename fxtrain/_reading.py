@@ -1,12 +1,12 @@
-"""Files that a user names: only regular ones are opened, and no more is read than is allowed."""
+"""Paths that a user names: what can be one, and reading regular files up to a size."""
 
 import errno
 import io
 import os
 import stat
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-__all__ = ["open_file", "read_file", "read_text"]
+__all__ = ["open_file", "path_problem", "read_file", "read_text"]
 
 _MAX_TEXT_BYTES = 16 << 20  # bytes of a file of settings
 _READ_BYTES = 1 << 20  # bytes
@@ -18,6 +18,31 @@ _KINDS = (
 )
 
 
+def path_problem(path: Any) -> str:
+    """Why something names no file or folder; empty where it may.
+
+    Example:
+        >>> from fxtrain._reading import path_problem
+        >>> path_problem("runs/a"), path_problem(3)
+        ('', 'a path is a string or a pathlib.Path, found int')
+    """
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        text = None
+    if not isinstance(text, str):
+        return f"a path is a string or a pathlib.Path, found {type(path).__name__}"
+    if not text:
+        return 'a path was expected, found an empty string; the current folder is "."'
+    if "\0" in text:
+        return f"{text[:80]!r} holds a null character, which no path can"
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return f"{text[:80]!a} holds characters that no path of this system can"
+    return ""
+
+
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file for reading.
 
@@ -27,13 +52,12 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     Raises:
         OSError: the file does not exist, cannot be read, or is not a regular file.
     """
-    try:
-        _check(os.stat(path).st_mode, path)
-        # Not blocking, in case a pipe took the place of the file in the meantime.
-        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-        descriptor = os.open(path, flags)
-    except ValueError as error:
-        raise OSError(errno.EINVAL, f"This is not a path ({error})", str(path)) from None
+    if problem := path_problem(path):
+        raise OSError(errno.EINVAL, f"This is not a path: {problem}", str(path))
+    _check(os.stat(path).st_mode, path)
+    # Not blocking, in case a pipe took the place of the file in the meantime.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags)
     try:
         _check(os.fstat(descriptor).st_mode, path)
     except OSError:

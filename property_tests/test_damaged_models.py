@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import fxtrain as fx
-from fxtrain.cli.inspect import read_weights
 from fxtrain.interop import import_checkpoint, read_accelerate, read_dcp, read_deepspeed
+from fxtrain.models.weight_list import read_weights
 from tests._damage import damaged, damaged_inside, misshapen, only
 
 pytestmark = [

@@ -168,3 +168,19 @@ def _changed(node: ast.AST) -> str | None:
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
         return node.value.id if isinstance(node.value, ast.Name) else None
     return None
+
+
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
+WALKED = re.findall(r"^\| `(fxtrain/[\w/]+\.py)` \| (`.*?`) \|", GUIDE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("path", "names"), WALKED, ids=[path for path, _ in WALKED])
+def test_a_walk_names_what_is_there(path, names):
+    functions = {function.name for function in _functions(_tree(ROOT / path))}
+    assert set(re.findall(r"`(\w+)`", names)) <= functions
+
+
+def test_the_guide_names_files_that_are_there():
+    assert len(WALKED) > 20
+    named = set(re.findall(r"`(fxtrain/[\w/.]+)`", GUIDE)) - {"fxtrain/track/"}
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

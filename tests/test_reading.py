@@ -15,9 +15,9 @@ import fxtrain as fx
 from fxtrain._errors import escape_unprintable
 from fxtrain._reading import open_file, read_file, read_text
 from fxtrain.cli import main
-from fxtrain.cli.inspect import read_weights
 from fxtrain.interop import read_dcp
 from fxtrain.launch import LaunchSpec, prepare
+from fxtrain.models.weight_list import read_weights
 
 NOT_FILES = {
     "fifo": "a pipe, not a regular file",

@@ -1,6 +1,5 @@
 """One rank's data file: a safetensors file, written front to back with digests on the way."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import attrs
 from fxtrain.checkpoint.local_storage import Storage
 from fxtrain.checkpoint.manifest import CHUNK, Entry, File, Part, digest_of
 from fxtrain.checkpoint.write_plan import TensorChunk
+from fxtrain.models.safetensors_files import to_header
 from fxtrain.models.tensor_bytes import STORED_DTYPES, contiguous, memory_of
 
 __all__ = ["Written", "file_name", "tables", "write_file"]
@@ -45,7 +45,7 @@ def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Wr
         return Written(rank=rank)
     # Wide numbers first keeps every tensor aligned.
     ordered = sorted(chunks, key=lambda piece: -piece.tensor.element_size())
-    header, ends = _header(rank, ordered)
+    header, ends = to_header(_row(rank, piece) for piece in ordered)
     name = file_name(rank)
     storage.make()
     parts: list[tuple[TensorChunk, Part]] = []
@@ -105,20 +105,13 @@ def _write_values(file: Any, piece: TensorChunk) -> list[str]:
     return digests
 
 
-def _header(rank: int, chunks: Sequence[TensorChunk]) -> tuple[bytes, list[int]]:
-    table: dict[str, Any] = {}
-    ends: list[int] = []
-    storage = 0
-    for piece in chunks:
-        shape = [*piece.tensor.shape, *([2] if piece.tensor.is_complex() else [])]
-        key = f"{piece.name}@{','.join(map(str, piece.start))}" if any(piece.start) else piece.name
-        table[f"rank {rank}: {key}" if piece.own else key] = {
-            "dtype": STORED_DTYPES[piece.dtype],
-            "shape": shape,
-            "data_offsets": [storage, storage + piece.size],
-        }
-        storage += piece.size
-        ends.append(storage)
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, ends
+def _row(rank: int, piece: TensorChunk) -> tuple[str, str, list[int], int]:
+    """A piece as the header of its file has it; complex numbers are pairs."""
+    shape = [*piece.tensor.shape, *([2] if piece.tensor.is_complex() else [])]
+    key = f"{piece.name}@{','.join(map(str, piece.start))}" if any(piece.start) else piece.name
+    return (
+        f"rank {rank}: {key}" if piece.own else key,
+        STORED_DTYPES[piece.dtype],
+        shape,
+        piece.size,
+    )

@@ -18,7 +18,7 @@ import attrs
 
 from fxtrain._errors import CheckpointError
 from fxtrain._optional import optional
-from fxtrain._paths import path_problem
+from fxtrain._reading import path_problem
 from fxtrain.checkpoint.manifest import MANIFEST
 from fxtrain.checkpoint.remote_storage import RemoteStorage
 from fxtrain.checkpoint.storage import CompleteWriter as _Whole

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fxtrain._errors import CheckpointError
-from fxtrain._paths import path_problem
+from fxtrain._reading import path_problem
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
 from fxtrain.checkpoint.local_storage import Storage
 from fxtrain.checkpoint.manifest import Manifest

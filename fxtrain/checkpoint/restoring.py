@@ -17,6 +17,7 @@ from fxtrain.checkpoint.rng_state import set_random_state
 from fxtrain.checkpoint.snapshot import by_name
 from fxtrain.checkpoint.templates import load_into
 from fxtrain.models.tensor_bytes import DTYPES
+from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.state import (
     DistContext,
     Plan,
@@ -141,18 +142,10 @@ def _finish_background_copies(ctx: DistContext, models: Mapping[str, Wrapped]) -
 
 def _agree(ctx: DistContext, problem: BaseException | None, path: Any) -> None:
     """Raise on every rank if one could not restore."""
-    known = isinstance(problem, FxError | OSError | None)
-    text = None if problem is None else f"{problem}" if known else f"{problem!r}"
-    found = ops.gather_objects(text, ctx)
-    if not any(found):
-        return
-    if len(set(found)) == 1:
-        lines = [str(found[0])]
-    else:
-        lines = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
-    raise CheckpointError("\n".join([f"{path} was not restored. {lines[0]}", *lines[1:]])) from (
-        problem
-    )
+    known = isinstance(problem, FxError | OSError)
+    words = "" if problem is None else (known and str(problem)) or repr(problem)
+    if found := problem_of_ranks("restore", words, ctx):
+        raise CheckpointError(f"{path} was not restored. {found}") from problem
 
 
 def _choose_checkpoint(path: Any) -> str | CheckpointError:

@@ -31,7 +31,7 @@ from fxtrain.launch import (
 
 __all__ = ["LAUNCH", "spec_of"]
 
-# Where a launch file may be without being named; to read one loads torch, to look does not.
+# Where a launch file may be without being named; to read one takes time, to look does not.
 _FILES = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
 # Options of launchers that have flags of their own: those of mpirun's and DeepSpeed's users.
 _SHORT = {
@@ -46,8 +46,7 @@ def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
     """The spec that parsed options describe, over what a launch file and the environment say.
 
     Effects:
-        Loads torch where the number of ranks is not said and accelerators are to be counted,
-        or where there is a launch file.
+        Loads torch where the number of ranks is not said and accelerators are to be counted.
 
     Raises:
         LaunchError: a value does not fit, or the program is not there.
@@ -143,7 +142,7 @@ def _configured(
     options: Mapping[str, Any], flags: Mapping[str, Any]
 ) -> tuple[LaunchSpec, Mapping[str, Any]]:
     """The spec, and the fields that a file, a variable or a flag set."""
-    settings = importlib.import_module("fxtrain.cli.config").resolve(
+    settings = importlib.import_module("fxtrain.launch.config").resolve(
         file=options["config"],
         profile=options["profile"],
         env=os.environ,

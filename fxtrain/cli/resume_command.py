@@ -70,7 +70,7 @@ def REPLAY(
         "debug": debug,
     }
     if debug:  # in this process, which has the terminal
-        from fxtrain.cli.rerun import main
+        from fxtrain.diagnosis.rerun import main
 
         check_target(LaunchSpec(target=program[0]))
         main([json.dumps(orders), *program])
@@ -100,7 +100,7 @@ def _launch(program: Sequence[str], orders: dict[str, Any], *, ranks: int, cpu: 
     check_target(LaunchSpec(target=program[0]))
     ending = run(
         LaunchSpec(
-            target="fxtrain.cli.rerun",
+            target="fxtrain.diagnosis.rerun",
             module=True,
             args=(json.dumps(orders), *program),
             ranks=ranks,

@@ -78,7 +78,7 @@ def convert_accelerate(data: Any) -> Converted:
         PlanError: it is no Accelerate config, or a value makes no sense.
 
     Example:
-        >>> from fxtrain.cli.config import convert_accelerate
+        >>> from fxtrain.interop.accelerate_config import convert_accelerate
         >>> old = {"distributed_type": "MULTI_GPU", "num_processes": 8, "mixed_precision": "bf16"}
         >>> convert_accelerate(old).section
         Section(launch={'ranks': 8}, plan={'precision': 'bf16'})

@@ -14,6 +14,7 @@ from fxtrain.launch.fields import options_from
 from fxtrain.launch.flags import FLAGS, Flag, flag_words
 from fxtrain.launch.invocation import Invocation, as_json, show
 from fxtrain.launch.launched_plan import given_plan, plan_variable
+from fxtrain.launch.launcher import Launcher
 from fxtrain.launch.launchers.deepspeed.launcher import DeepSpeedOptions, deepspeed
 from fxtrain.launch.launchers.kubernetes import KubernetesOptions, kubernetes
 from fxtrain.launch.launchers.mpi import MpiOptions, mpi
@@ -23,13 +24,13 @@ from fxtrain.launch.launchers.native.preload import load_torch
 from fxtrain.launch.launchers.ray.launcher import RayOptions, ray
 from fxtrain.launch.launchers.sagemaker.launcher import SageMakerOptions, sagemaker
 from fxtrain.launch.launchers.slurm import SlurmOptions, slurm
-from fxtrain.launch.launchers.tpu import TpuPodOptions, pod_command, tpu, tpu_pod
+from fxtrain.launch.launchers.tpu import TpuPodOptions, setup_command, tpu, tpu_pod
 from fxtrain.launch.machine import Machine, cores_of_ranks, look, read_cores, write_cores
 from fxtrain.launch.outcome import Failure, LaunchResult, by_cause, describe
 from fxtrain.launch.program import shared_environment
 from fxtrain.launch.rank_reports import keep_tracebacks
 from fxtrain.launch.spec import LaunchSpec, rank_environment
-from fxtrain.launch.table import LAUNCHERS, Launcher, find_launcher, prepare, run
+from fxtrain.launch.table import LAUNCHERS, find_launcher, known_launchers, prepare, run
 from fxtrain.launch.target import check_target
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ __all__ = [
     "flag_words",
     "given_plan",
     "keep_tracebacks",
+    "known_launchers",
     "kubernetes",
     "launch",
     "load_torch",
@@ -72,13 +74,13 @@ __all__ = [
     "native",
     "options_from",
     "plan_variable",
-    "pod_command",
     "prepare",
     "rank_environment",
     "ray",
     "read_cores",
     "run",
     "sagemaker",
+    "setup_command",
     "shared_environment",
     "show",
     "slurm",

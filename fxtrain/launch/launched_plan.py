@@ -32,7 +32,7 @@ def given_plan(default: "Plan | None" = None, *, env: Mapping[str, str] | None =
         >>> fx.given_plan(fx.Plan(accumulate=2), env={}).accumulate
         2
     """
-    state = importlib.import_module("fxtrain.state")  # torch loads with it
+    state = importlib.import_module("fxtrain.state")
     text = (os.environ if env is None else env).get(_NAME)
     if text is None:
         return state.Plan() if default is None else default

@@ -6,13 +6,15 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._errors import LaunchError
-from fxtrain.launch.fields import at_least, check_seconds, each, launch_record, shown_value
+from fxtrain._record import at_least, shown
+from fxtrain.launch.fields import LONGEST_S, count, each, launch_record
 
 __all__ = ["LaunchSpec", "check_ranks", "rank_environment"]
 
 Streams = Literal["none", "out", "err", "both"]
 _PORT = 29_500  # torch's own
 _MOST_RANKS = 2**20  # on one machine
+_RANKS = "a whole number of at least 1: one per accelerator, or as many as there are cores to spare"
 
 
 def is_host(text: str) -> bool:
@@ -37,26 +39,12 @@ def check_ranks(ranks: Any, *, said: str) -> None:
         LaunchError: `ranks` is not a whole number of at least 1.
     """
     if type(ranks) is not int or not 1 <= ranks < _MOST_RANKS:
-        raise LaunchError(
-            f"{said}={shown_value(ranks)}): the number of ranks is a whole number of at least 1. "
-            f"Use one per accelerator, or as many as the machine has cores to spare."
-        )
+        raise LaunchError(f"{said}={shown(ranks)}): choose {_RANKS}.")
 
 
-def _positive(spec: "LaunchSpec", _: Any, value: Any) -> None:
-    check_ranks(value, said="LaunchSpec(ranks")
-
-
-def _not_negative(spec: "LaunchSpec", _: Any, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise LaunchError(
-            f"LaunchSpec(restarts={shown_value(value)}): a whole number of restarts was expected, "
-            f"0 for none."
-        )
-
-
-def _timeout(spec: "LaunchSpec", _: Any, value: Any) -> None:
-    check_seconds(value, said="LaunchSpec(connect_timeout_s")
+def _some_ranks(_: Any, __: Any, value: int) -> None:
+    if not 1 <= value < _MOST_RANKS:
+        raise ValueError(f"choose {_RANKS}.")
 
 
 _variable = each(
@@ -109,7 +97,7 @@ class LaunchSpec:
         bind: Cores for each rank: those of its GPU's NUMA node or socket, a share of them, or
             those of one last-level cache; without GPUs, "node" or a share of all ("exclusive").
         threads: OMP_NUM_THREADS of each rank; by default the cores shared out.
-        env: NAME=VALUE of variables for the ranks.
+        env: NAME=VALUE of variables for the ranks; no message and no `repr` shows them.
 
     Example:
         >>> from fxtrain.launch import LaunchSpec
@@ -119,24 +107,24 @@ class LaunchSpec:
 
     target: str
     args: tuple[str, ...] = attrs.field(default=(), validator=_argument)
-    ranks: int = attrs.field(default=1, validator=_positive)
+    ranks: int = attrs.field(default=1, validator=_some_ranks, metadata={"choose": _RANKS})
     module: bool = False
     executable: bool = False
     launcher: str = "native"
     options: Any = None
-    nodes: int = attrs.field(default=1, validator=at_least(1))
-    min_nodes: int | None = attrs.field(default=None, validator=at_least(1))
-    node_rank: int = attrs.field(default=0, validator=at_least(0))
+    nodes: int = attrs.field(default=1, validator=count(1))
+    min_nodes: int | None = attrs.field(default=None, validator=count(1))
+    node_rank: int = attrs.field(default=0, validator=count(0))
     main_address: str = attrs.field(default="", validator=_host)
-    main_port: int = attrs.field(default=0, validator=at_least(0))
+    main_port: int = attrs.field(default=0, validator=at_least(0, 65_535))
     local_address: str = attrs.field(default="", validator=_host)
     rendezvous: Literal["static", "c10d"] | None = None
     rendezvous_options: tuple[str, ...] = attrs.field(default=(), validator=_setting)
-    connect_timeout_s: float = attrs.field(default=600.0, validator=[at_least(0.1), _timeout])
+    connect_timeout_s: float = attrs.field(default=600.0, validator=at_least(0.1, LONGEST_S))
     run_id: str = attrs.field(default="", validator=_word)
-    restarts: int = attrs.field(default=0, validator=_not_negative)
-    monitor_interval_s: float = attrs.field(default=0.1, validator=at_least(0.001))
-    shutdown_s: int = attrs.field(default=10, validator=at_least(0))
+    restarts: int = attrs.field(default=0, validator=count(0))
+    monitor_interval_s: float = attrs.field(default=0.1, validator=count(0.001))
+    shutdown_s: int = attrs.field(default=10, validator=count(0))
     role: str = attrs.field(default="default", validator=_word)
     log_dir: str = ""
     redirect: Streams = "none"
@@ -145,8 +133,8 @@ class LaunchSpec:
     cpu: bool = False
     gpus: tuple[str, ...] = attrs.field(default=(), validator=_device)
     bind: Literal["none", "node", "socket", "exclusive", "core-complex"] = "none"
-    threads: int | None = attrs.field(default=None, validator=at_least(1))
-    env: tuple[str, ...] = attrs.field(default=(), validator=_variable)
+    threads: int | None = attrs.field(default=None, validator=count(1))
+    env: tuple[str, ...] = attrs.field(default=(), validator=_variable, repr=False)
 
     @property
     def world_size(self) -> int:
@@ -180,9 +168,6 @@ def _problems(spec: LaunchSpec) -> list[str]:
         f"than the most.": fewest > spec.nodes,
         f"LaunchSpec(node_rank={spec.node_rank}, nodes={spec.nodes}): nodes are numbered from 0 "
         f"to {spec.nodes - 1}.": spec.node_rank >= spec.nodes,
-        f"LaunchSpec(main_port={spec.main_port}): a port is at most 65535.": (
-            spec.main_port > 65_535
-        ),
         f"LaunchSpec(cpu=True, gpus={spec.gpus!r}): ranks compute on one of them.": (
             spec.cpu and bool(spec.gpus)
         ),

@@ -1,155 +1,85 @@
-"""The launchers, by name: a row says how a spec becomes a command line and how that is run."""
+"""From a spec's launcher to the functions that carry it out."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import attrs
 
 from fxtrain._errors import LaunchError
-from fxtrain.launch.fields import nearest, options_from
+from fxtrain._installed import with_installed
+from fxtrain._record import closest
+from fxtrain.launch.fields import options_from
 from fxtrain.launch.invocation import Invocation
-from fxtrain.launch.launchers.deepspeed.launcher import DeepSpeedOptions, deepspeed
-from fxtrain.launch.launchers.kubernetes import KubernetesOptions, kubernetes
-from fxtrain.launch.launchers.mpi import MpiOptions, mpi
+from fxtrain.launch.launcher import COMMON, Launcher
+from fxtrain.launch.launchers.deepspeed.launcher import DEEPSPEED
+from fxtrain.launch.launchers.kubernetes import KUBERNETES
+from fxtrain.launch.launchers.mpi import MPI
 from fxtrain.launch.launchers.native.addresses import Route, find_route, loopback_route
-from fxtrain.launch.launchers.native.elastic import run_elastic
-from fxtrain.launch.launchers.native.launcher import native
+from fxtrain.launch.launchers.native.launcher import NATIVE
 from fxtrain.launch.launchers.native.network import is_local
-from fxtrain.launch.launchers.ray.launcher import RayOptions, ray
-from fxtrain.launch.launchers.sagemaker.launcher import SageMakerOptions, sagemaker
-from fxtrain.launch.launchers.slurm import SlurmOptions, slurm
-from fxtrain.launch.launchers.tpu import TpuPodOptions, tpu, tpu_pod
+from fxtrain.launch.launchers.ray.launcher import RAY
+from fxtrain.launch.launchers.sagemaker.launcher import SAGEMAKER
+from fxtrain.launch.launchers.slurm import SLURM
+from fxtrain.launch.launchers.tpu import TPU, TPU_POD
 from fxtrain.launch.machine import Machine, look
 from fxtrain.launch.outcome import LaunchResult
-from fxtrain.launch.process import run_program
 from fxtrain.launch.spec import LaunchSpec
 from fxtrain.launch.target import check_target
 
-__all__ = ["LAUNCHERS", "Launcher", "find_launcher", "prepare", "run"]
+__all__ = ["LAUNCHERS", "find_launcher", "known_launchers", "prepare", "run"]
 
 
-@attrs.frozen(kw_only=True)
-class Launcher:
-    """Who starts ranks, as functions of a spec.
-
-    Attributes:
-        name: By which it is chosen.
-        help: What it does, in one line.
-        invocation: From a spec and a machine to what is started; pure.
-        run: Starts an invocation and waits for its end.
-        options: The record of options that only this launcher has, or None.
-        uses: Fields of `LaunchSpec` beyond the common ones that it honours; another field
-            that is set is an error.
-        here: The program is on this machine, so that it can be looked for.
-        needs: Facts of the machine that cost something to find out: mpi, port, hosts, and the
-            route to the main address of several nodes.
-    """
-
-    name: str
-    help: str
-    invocation: Callable[[LaunchSpec, Machine], Invocation]
-    run: Callable[[LaunchSpec, Invocation], LaunchResult] = run_program
-    options: type | None = None
-    uses: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
-    here: bool = True
-    needs: frozenset[str] = attrs.field(default=frozenset(), converter=frozenset)
-
-
-# What every launcher can do.
-_COMMON = frozenset(
-    ("target", "args", "ranks", "module", "executable", "launcher", "options", "nodes", "env",
-     "cpu", "gpus", "threads")
-)  # fmt: skip
-_RENDEZVOUS_FIELDS = ("main_address", "main_port")
-_ON_EACH_NODE = (
-    "connect_timeout_s", "monitor_interval_s", "shutdown_s", "role", "log_dir", "redirect", "tee",
-    "show_ranks", "bind", "restarts",
-)  # fmt: skip
-
-_BUILT_IN = (
-    Launcher(
-        name="native",
-        help="torch's elastic launcher, on this machine and on others that run the same",
-        invocation=native,
-        run=run_elastic,
-        uses=[field.name for field in attrs.fields(LaunchSpec)],
-        needs=["route"],
-    ),
-    Launcher(
-        name="mpi",
-        help="mpirun of Open MPI, MPICH or Intel MPI",
-        invocation=mpi,
-        options=MpiOptions,
-        uses=[*_RENDEZVOUS_FIELDS, "bind", "log_dir"],
-        needs=["mpi", "port"],
-    ),
-    Launcher(
-        name="slurm",
-        help="srun inside a job of SLURM, or else a batch file for sbatch",
-        invocation=slurm,
-        options=SlurmOptions,
-        uses=[*_RENDEZVOUS_FIELDS, "bind", "log_dir"],
-    ),
-    Launcher(
-        name="deepspeed",
-        help="DeepSpeed's launcher, on this machine or on those of its hostfile",
-        invocation=deepspeed,
-        options=DeepSpeedOptions,
-        uses=[*_RENDEZVOUS_FIELDS, "log_dir"],
-        needs=["port", "hosts"],
-    ),
-    Launcher(name="tpu", help="one process for the TPU of this host", invocation=tpu),
-    Launcher(
-        name="tpu-pod",
-        help="the hosts of a TPU pod, through gcloud",
-        invocation=tpu_pod,
-        options=TpuPodOptions,
-        here=False,
-    ),
-    Launcher(
-        name="ray",
-        help="the nodes of a Ray cluster",
-        invocation=ray,
-        options=RayOptions,
-        uses=[*_ON_EACH_NODE, "main_port"],
-    ),
-    Launcher(
-        name="kubernetes",
-        help="pods of Kubernetes, as a JobSet or a PyTorchJob",
-        invocation=kubernetes,
-        options=KubernetesOptions,
-        uses=_ON_EACH_NODE,
-        here=False,
-    ),
-    Launcher(
-        name="sagemaker",
-        help="a training job of Amazon SageMaker",
-        invocation=sagemaker,
-        options=SageMakerOptions,
-        here=False,
-    ),
-)
-
+_BUILT_IN = (NATIVE, MPI, SLURM, DEEPSPEED, TPU, TPU_POD, RAY, KUBERNETES, SAGEMAKER)
 LAUNCHERS: Mapping[str, Launcher] = MappingProxyType({row.name: row for row in _BUILT_IN})
+
+
+def known_launchers() -> dict[str, Launcher]:
+    """Every launcher by its name: fxtrain's, then those of installed packages.
+
+    A package adds one by an entry point in the group `fxtrain.launchers` that loads to a
+    `Launcher`.
+
+    Raises:
+        LaunchError: an entry point gives something else, or two launchers share a name.
+
+    Example:
+        >>> from fxtrain.launch import known_launchers
+        >>> "slurm" in known_launchers()
+        True
+    """
+    return with_installed(
+        LAUNCHERS,
+        group="fxtrain.launchers",
+        kind=Launcher,
+        key=lambda row: row.name,
+        error=LaunchError,
+    )
 
 
 def find_launcher(spec: LaunchSpec) -> Launcher:
     """The row of a spec's launcher.
+
+    Effects:
+        Looks for launchers of installed packages, unless it is one of fxtrain's.
 
     Raises:
         LaunchError: there is none of that name, or the spec asks for what it cannot do.
     """
     row = LAUNCHERS.get(spec.launcher)
     if row is None:
-        raise LaunchError(
-            f"There is no launcher {spec.launcher!r}.{nearest(spec.launcher, tuple(LAUNCHERS))} "
-            f"There are: {', '.join(LAUNCHERS)}."
-        )
+        known = known_launchers()
+        if spec.launcher not in known:
+            raise LaunchError(
+                f"There is no launcher {spec.launcher!r}."
+                f"{closest(spec.launcher, known)} There are: {', '.join(known)}. "
+                f"Choose one of them, or install the package that brings it."
+            )
+        row = known[spec.launcher]
     idle = [
         f"{field.name}={getattr(spec, field.name)!r}"
         for field in attrs.fields(LaunchSpec)
-        if field.name not in _COMMON | row.uses and getattr(spec, field.name) != field.default
+        if field.name not in COMMON | row.uses and getattr(spec, field.name) != field.default
     ]
     if idle:
         raise LaunchError(

@@ -9,7 +9,6 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from fxtrain._errors import LaunchError
-from fxtrain.launch.fields import shortened
 from fxtrain.launch.spec import LaunchSpec
 
 __all__ = ["check_target"]
@@ -78,7 +77,7 @@ def _check_module(name: str) -> None:
         )
     if not all(part.isidentifier() for part in name.split(".")):
         raise LaunchError(
-            f"-m {shortened(name)}: this is not the name of a module, which is words with dots "
+            f"-m {_shortened(name)}: this is not the name of a module, which is words with dots "
             f"between them, as package.module. A script is launched without -m."
         )
     parent, _, last = name.rpartition(".")
@@ -112,7 +111,7 @@ def _found(name: str) -> bool:
         problem = error
     raise LaunchError(
         f"-m {name}: importing the package above it failed with {type(problem).__name__}: "
-        f"{shortened(str(problem))}. See the whole traceback with: python -c 'import "
+        f"{_shortened(str(problem))}. See the whole traceback with: python -c 'import "
         f"{name.rpartition('.')[0]}'"
     ) from problem
 
@@ -132,3 +131,8 @@ def _modules(folders: list[str]) -> list[str]:
 def _list(names: list[str]) -> str:
     shown = names[:6] + (["..."] if len(names) > 6 else [])
     return ", ".join(shown) if shown else "none"
+
+
+def _shortened(text: str) -> str:
+    """A text without its middle where it is long."""
+    return text if len(text) <= 100 else f"{text[:50]}...{text[-50:]}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fxtrain import ops
 from fxtrain._errors import CheckpointError
-from fxtrain._paths import path_problem
+from fxtrain._reading import path_problem
 from fxtrain.models.folder import (
     ModelFile,
     commit,

@@ -87,7 +87,8 @@ def estimate(weights: Weights) -> Estimate:
         PlanError: there are no tensors.
 
     Example:
-        >>> from fxtrain.cli.inspect import estimate, read_weights
+        >>> from fxtrain.models.memory_estimates import estimate
+        >>> from fxtrain.models.weight_list import read_weights
         >>> estimate(read_weights("torch.nn:PReLU")).numel
         1
     """
@@ -118,7 +119,8 @@ def training(
     """Bytes on each rank while training with fp32 parameters under autocast.
 
     Example:
-        >>> from fxtrain.cli.inspect import read_weights, training
+        >>> from fxtrain.models.memory_estimates import training
+        >>> from fxtrain.models.weight_list import read_weights
         >>> training(read_weights("torch.nn:PReLU"), precision="fp32").total
         16.0
     """
@@ -155,7 +157,8 @@ def inference(
         Bytes of weights; bytes of the cache, or None where its shape is not known.
 
     Example:
-        >>> from fxtrain.cli.inspect import inference, read_weights
+        >>> from fxtrain.models.memory_estimates import inference
+        >>> from fxtrain.models.weight_list import read_weights
         >>> inference(read_weights("torch.nn:PReLU"), precision="bf16")
         (2, None)
     """

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from fxtrain.models.tensor_bytes import DTYPE_NAMES, WRITABLE_DTYPES, contiguous
 from fxtrain.state import parse_json as parse
 from fxtrain.state import shown
 
-__all__ = ["Entry", "Header", "parse_json", "read_header", "writing"]
+__all__ = ["Entry", "Header", "parse_json", "read_header", "to_header", "writing"]
 
 _MAX_BYTES = 100_000_000  # bytes of a header, the limit of the safetensors package
 _MAX_DEPTH = 64  # dimensions, torch's own limit
@@ -149,25 +149,47 @@ def parse_json(raw: bytes, path: Path) -> dict[str, Any]:
         raise _damaged(path, f"this is not the JSON it should be: {str(error)[:500]}") from None
 
 
-def _header(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+def to_header(
+    rows: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[int]]:
+    """The first bytes of a file: the length of its header, and the header.
+
+    Args:
+        rows: (name, dtype in the format's word, shape, bytes) of each tensor, in order.
+        metadata: Free words for the file.
+
+    Returns:
+        The bytes, padded so that what follows is aligned, and where each tensor ends, counted
+        from the end of the header.
+
+    Raises:
+        CheckpointError: this machine is big-endian.
+    """
     if sys.byteorder == "big":
         raise CheckpointError("Safetensors files are little-endian; this machine is big-endian.")
     table: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    ends: list[int] = []
     start = 0
+    for name, dtype, shape, nbytes in rows:
+        stop = start + nbytes
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+        ends.append(stop)
+        start = stop
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, ends
+
+
+def _header(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    seen = {_METADATA}
     for entry in entries:
-        if entry.name in table or entry.name == _METADATA:
+        if entry.name in seen:
             raise CheckpointError(f"{path}: the name {entry.name!r} is taken. Rename the tensor.")
         if entry.name.encode("utf-8", "ignore").decode() != entry.name:
             raise CheckpointError(f"{path}: the name {entry.name!r} is not text a file can hold.")
-        table[entry.name] = {
-            "dtype": WRITABLE_DTYPES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [start, start + entry.nbytes],
-        }
-        start += entry.nbytes
-    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # so that the values lie where their dtype may be read
-    return len(text).to_bytes(8, "little") + text
+        seen.add(entry.name)
+    rows = ((one.name, WRITABLE_DTYPES[one.dtype], one.shape, one.nbytes) for one in entries)
+    return to_header(rows, metadata)[0]
 
 
 def _entry(path: Path, name: str, data: Any) -> Entry:

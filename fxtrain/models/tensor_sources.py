@@ -12,8 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fxtrain._errors import CheckpointError
-from fxtrain._paths import path_problem
-from fxtrain._reading import read_file
+from fxtrain._reading import path_problem, read_file
 from fxtrain.models.folder import INDEX, LARGEST_INDEX, MARKER, SINGLE
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.safetensors_files import Entry, parse_json, read_header

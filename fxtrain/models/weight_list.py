@@ -96,7 +96,7 @@ def read_weights(source: str) -> Weights:
         MissingPackageError: transformers or timm is needed.
 
     Example:
-        >>> from fxtrain.cli.inspect import read_weights
+        >>> from fxtrain.models.weight_list import read_weights
         >>> sum(tensor.numel for tensor in read_weights("torch.nn:PReLU").tensors)
         1
     """

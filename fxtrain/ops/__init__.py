@@ -15,12 +15,12 @@ from fxtrain.ops.objects import (
     barrier,
     broadcast_object,
     gather_objects,
-    raise_together,
 )
 from fxtrain.ops.padding import Padded, pad, unpad
 from fxtrain.ops.preempt_signals import Preemption, preemption
 from fxtrain.ops.rng import fork_rng, seed
 from fxtrain.ops.rows import gather_valid
+from fxtrain.ops.same_errors import raise_together
 from fxtrain.ops.scattering import scatter
 from fxtrain.ops.sequence_tokens import join_tokens, token_positions
 from fxtrain.ops.splitting import split

@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from fxtrain._errors import CollectiveError
-from fxtrain.ops.objects import gather_errors, gather_objects
+from fxtrain.ops.objects import gather_objects
+from fxtrain.ops.same_errors import gather_errors
 from fxtrain.ops.transport.mismatches import check_is_context
+from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext
 
 __all__ = ["main_first", "on_main", "on_rank", "say"]
@@ -65,7 +67,7 @@ def main_first(ctx: DistContext) -> Iterator[None]:
 
 def _release_others(problem: BaseException | None, ctx: DistContext) -> None:
     """Report to the other ranks that this one has finished the block, or why it failed."""
-    found = gather_errors("main_first", problem, ctx)
+    found = gather_errors("main_first", "" if problem is None else error_text(problem), ctx)
     failed = [
         f"rank {rank} failed inside the block: {text}" for rank, text in enumerate(found) if text
     ]

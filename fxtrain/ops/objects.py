@@ -11,7 +11,6 @@ from fxtrain.ops.collectives import broadcast_packed, gather_packed
 from fxtrain.ops.transport.exchange import compare, exchange_payloads
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packing import Packed
-from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext
 
 __all__ = [
@@ -21,9 +20,7 @@ __all__ = [
     "any_rank",
     "barrier",
     "broadcast_object",
-    "gather_errors",
     "gather_objects",
-    "raise_together",
 ]
 
 
@@ -174,52 +171,6 @@ def all_ranks(flag: Any, ctx: DistContext) -> bool:
         True
     """
     return all(_flags("all_ranks", flag, ctx))
-
-
-def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
-    """Raise on every rank if any rank has a problem, and on none otherwise.
-
-    Args:
-        problem: This rank's error, or None.
-
-    Effects:
-        One exchange of packets; none at one rank.
-
-    Raises:
-        The rank's own problem if it has one; on every other rank a CollectiveError with the
-        problems by rank.
-
-    Example:
-        >>> import fxtrain as fx
-        >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     fx.ops.raise_together(None, ctx)
-    """
-    check_is_context("raise_together", ctx)
-    if ctx.world_size > 1:
-        found = gather_errors("raise_together", problem, ctx)
-        if problem is None and any(found):
-            lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
-            raise CollectiveError("\n".join(["Another rank failed:", *lines]))
-    if problem is not None:
-        raise problem
-
-
-def gather_errors(op: str, problem: BaseException | None, ctx: DistContext) -> list[str]:
-    """Gather every rank's error, if any.
-
-    Returns:
-        The errors as text, by rank; empty for a rank without one.
-
-    Effects:
-        One exchange of packets.
-
-    Raises:
-        CollectiveError: a rank makes another call or never joins; on every rank.
-    """
-    mine = "" if problem is None else error_text(problem)
-    payload = torch.frombuffer(bytearray(mine.encode(errors="replace") + b"\n"), dtype=torch.uint8)
-    rows = exchange_payloads(ctx, (op, "", mine), payload)
-    return [bytes(row.tolist()).decode(errors="replace")[:-1] for row in rows]
 
 
 def _flags(op: str, flag: Any, ctx: DistContext) -> list[bool]:

@@ -10,8 +10,8 @@ from torch import Tensor
 from fxtrain import _tree
 from fxtrain._errors import DataError
 from fxtrain.ops.collectives import gather_packed
-from fxtrain.ops.objects import raise_together
 from fxtrain.ops.padding import extend
+from fxtrain.ops.same_errors import raise_together
 from fxtrain.ops.transport.arrays import Back, as_tensor, is_array
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packing import packed_leaves

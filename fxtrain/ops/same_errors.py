@@ -1,13 +1,51 @@
-"""Failing together: a failure on one rank is the same error on every rank."""
+"""Failing together: a failure on one rank is an error on every rank."""
 
 import contextlib
 from collections.abc import Iterator
 
-from fxtrain import ops
+import torch
+
 from fxtrain._errors import CheckpointError, CollectiveError
+from fxtrain.ops.transport.exchange import exchange_payloads
+from fxtrain.ops.transport.mismatches import check_is_context
+from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext
 
-__all__ = ["fail_together", "raise_on_all_ranks"]
+__all__ = [
+    "fail_together",
+    "gather_errors",
+    "problem_of_ranks",
+    "raise_on_all_ranks",
+    "raise_together",
+]
+
+
+def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
+    """Raise on every rank if any rank has a problem, and on none otherwise.
+
+    Args:
+        problem: This rank's error, or None.
+
+    Effects:
+        One exchange of packets; none at one rank.
+
+    Raises:
+        The rank's own problem if it has one; on every other rank a CollectiveError with the
+        problems by rank.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.ops.raise_together(None, ctx)
+    """
+    check_is_context("raise_together", ctx)
+    if ctx.world_size > 1:
+        found = gather_errors("raise_together", "" if problem is None else error_text(problem), ctx)
+        if problem is None and any(found):
+            lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
+            raise CollectiveError("\n".join(["Another rank failed:", *lines]))
+    if problem is not None:
+        raise problem
 
 
 @contextlib.contextmanager
@@ -37,20 +75,50 @@ def fail_together(ctx: DistContext | None, action: str) -> Iterator[None]:
 
 def raise_on_all_ranks(problem: Exception | None, ctx: DistContext | None, action: str) -> None:
     """Raise on every rank if any rank has a problem, and on none otherwise; see `fail_together`."""
-    mine = None if problem is None else _problem_text(problem, action)
     if ctx is None or ctx.world_size == 1:
         if isinstance(problem, OSError):
-            raise CheckpointError(mine) from problem
+            raise CheckpointError(_problem_text(problem, action)) from problem
         if problem is not None:
             raise problem
         return
-    found = [(rank, text) for rank, text in enumerate(ops.gather_objects(mine, ctx)) if text]
-    if not found:
-        return
-    texts = {text for _, text in found}
-    if len(texts) == 1:
-        raise CheckpointError(texts.pop()) from problem
-    raise CheckpointError("\n".join(f"rank {rank}: {text}" for rank, text in found)) from problem
+    mine = "" if problem is None else _problem_text(problem, action)
+    if found := problem_of_ranks("raise_together", mine, ctx):
+        raise CheckpointError(found) from problem
+
+
+def problem_of_ranks(op: str, words: str, ctx: DistContext) -> str:
+    """The problems of all ranks as one text, equal on every rank; empty if there is none.
+
+    Args:
+        op: The call, for the error if a rank makes another one.
+        words: This rank's problem; empty for none.
+
+    Returns:
+        The problem, if all ranks with a problem have the same; otherwise a line per rank.
+
+    Effects:
+        One exchange of packets; none at one rank.
+    """
+    found = {rank: text for rank, text in enumerate(gather_errors(op, words, ctx)) if text}
+    if len(set(found.values())) <= 1:
+        return next(iter(found.values()), "")
+    return "\n".join(f"rank {rank}: {text}" for rank, text in found.items())
+
+
+def gather_errors(op: str, words: str, ctx: DistContext) -> list[str]:
+    """Gather one text per rank, by rank; lengths may differ.
+
+    Effects:
+        One exchange of packets; none at one rank.
+
+    Raises:
+        CollectiveError: a rank makes another call or never joins; on every rank.
+    """
+    if ctx.world_size == 1:
+        return [words]
+    payload = torch.frombuffer(bytearray(words.encode(errors="replace") + b"\n"), dtype=torch.uint8)
+    rows = exchange_payloads(ctx, (op, "", words), payload)
+    return [bytes(row.tolist()).decode(errors="replace")[:-1] for row in rows]
 
 
 def _problem_text(problem: Exception, action: str) -> str:

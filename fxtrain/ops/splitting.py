@@ -1,4 +1,4 @@
-"""This rank's share of a sequence."""
+"""Shares of sequences, and of tensors as torch cuts them."""
 
 import sys
 from collections.abc import Mapping, Sequence, Sized
@@ -13,7 +13,7 @@ from fxtrain.ops.transport.arrays import is_array
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.state import DistContext
 
-__all__ = ["split"]
+__all__ = ["chunk_of", "split"]
 
 
 def split(value: Any, ctx: DistContext, *, pad: bool = False) -> Any:
@@ -106,3 +106,21 @@ def _select(value: Any, places: list[int]) -> Any:
         return value[start:stop]
     taken = [value[place] for place in places]
     return tuple(taken) if isinstance(value, tuple) else taken
+
+
+def chunk_of(tensor: Tensor, n: int, dim: int, index: int) -> Tensor:
+    """One of the chunks that `torch.chunk` makes, without the others.
+
+    Returns:
+        A view. It is empty along `dim` where torch makes fewer chunks than requested, since the
+        dimension is short.
+
+    Example:
+        >>> import torch
+        >>> [chunk_of(torch.arange(5), 4, 0, index).tolist() for index in range(4)]
+        [[0, 1], [2, 3], [4], []]
+    """
+    length = tensor.size(dim)
+    size = -(-length // n)
+    start = min(index * size, length)
+    return tensor.narrow(dim, start, min(size, length - start))

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fxtrain._errors import StepError
-from fxtrain.state import DTYPES, Position, UpdateResult, UpdateSpec, Wrapped, check_open
+from fxtrain.state import Position, UpdateResult, UpdateSpec, Wrapped, check_open
 
 __all__ = [
+    "DTYPES",
     "apply",
     "autocast",
     "average",
@@ -22,6 +23,9 @@ __all__ = [
     "scale_grads",
     "sync",
 ]
+
+# Of the formats that a plan names.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def sync(model: Wrapped, *, enabled: bool = True) -> AbstractContextManager[None]:

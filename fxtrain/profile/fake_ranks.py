@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import distributed as dist
 
 from fxtrain._errors import ContextError, PlanError
-from fxtrain.state import Mesh, resolve_mesh
+from fxtrain.state import Mesh, read_topology, resolve_mesh
 
 __all__ = ["fake_group", "place"]
 
@@ -57,8 +57,8 @@ def fake_group(variables: Mapping[str, str]) -> Iterator[None]:
             "dry_run: this process is a rank of a process group already, and a dry run needs one "
             "of its own. Close the context first, or use `fxtrain plan`, which starts a process."
         )
-    rank, world = int(variables["RANK"]), int(variables["WORLD_SIZE"])
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    at = read_topology(variables)
+    dist.init_process_group("fake", store=FakeStore(), rank=at.rank, world_size=at.world_size)
     try:
         yield
     finally:

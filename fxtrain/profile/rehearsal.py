@@ -14,7 +14,7 @@ from fxtrain.profile.fake_tensors import FakeValuesMode
 from fxtrain.profile.problems import ends_the_run, find_problems
 from fxtrain.profile.torch_patches import formattable, lazy_chunks, load_in_process, swappable
 from fxtrain.profile.watching import LoopRecorder, Mark, StepsConverged, recording
-from fxtrain.state import DistContext, DryRun, Mesh, resolve_mesh
+from fxtrain.state import DistContext, DryRun, Mesh, read_topology, resolve_mesh
 
 __all__ = ["dry_run", "rehearse"]
 
@@ -115,18 +115,17 @@ def rehearse(
             f"step(). Let it train at least one batch; was the training left out by an "
             f"argument, or by `if __name__ == ...`?"
         )
-    world = int(variables["WORLD_SIZE"])
-    rank = int(variables["RANK"])
-    chosen = resolve_mesh(mesh or Mesh(), world) if wrapped is None else wrapped.ctx.mesh
+    at = read_topology(variables)
+    chosen = resolve_mesh(mesh or Mesh(), at.world_size) if wrapped is None else wrapped.ctx.mesh
     found = DryRun(
         name=name,
-        world=world,
-        rank=rank,
+        world=at.world_size,
+        rank=at.rank,
         mesh=chosen,
         plan=None if wrapped is None else wrapped.plan,
         updates=len(watch.marks),
         device_memory=size,
-        **figures(watch, axis_namer(chosen, rank)),
+        **figures(watch, axis_namer(chosen, at.rank)),
     )
     return find_problems(found, asked=mesh, ended=ended, peeks=pretend.peeks)
 

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from fxtrain.ops.chunks import chunk_of
+from fxtrain.ops.splitting import chunk_of
 from fxtrain.profile.fake_tensors import FakeValuesMode
 from fxtrain.profile.watching import LoopRecorder
 

@@ -1,5 +1,6 @@
 """Records: everything that decides behaviour, as values."""
 
+from fxtrain._record import few, shown
 from fxtrain.state.batch import Batch, Report, Weighted
 from fxtrain.state.context import Comm, CommState, DistContext, check_connected
 from fxtrain.state.context_parallel import CP, token_ranges
@@ -15,8 +16,7 @@ from fxtrain.state.parsing import Format, parse_json, parse_text, unique_keys
 from fxtrain.state.pipeline import PP
 from fxtrain.state.plan import Compile, Data, Plan
 from fxtrain.state.position import Position
-from fxtrain.state.precision import DTYPES, LossScale, Precision
-from fxtrain.state.record import few, shown
+from fxtrain.state.precision import LossScale, Precision
 from fxtrain.state.strategy import (
     FlatShard,
     ModelState,
@@ -47,7 +47,6 @@ __all__ = [
     "CommState",
     "Compile",
     "DDP",
-    "DTYPES",
     "Data",
     "DeepSpeed",
     "DiLoCo",

@@ -1,12 +1,16 @@
 """What a sharded loader yields and what a step returns."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
-import torch
 
 from fxtrain.state.position import Position
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Batch", "Report", "Weighted"]
 

@@ -1,17 +1,22 @@
 """The context: which rank this is, of how many, on which device, and whom it can reach."""
 
+from __future__ import annotations
+
+import importlib
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
-import torch
-from torch import distributed as dist
 
 from fxtrain._errors import ContextError, MeshError
 from fxtrain.state.mesh import Mesh
+
+if TYPE_CHECKING:
+    import torch
+    from torch import distributed as dist
 
 __all__ = ["Comm", "CommState", "DistContext", "check_connected"]
 
@@ -54,7 +59,7 @@ class CommState:
     pending_check: Any = None
     failure: str | None = None
     background_tasks: list[Any] = attrs.field(factory=list)
-    save_context: "DistContext | None" = None
+    save_context: DistContext | None = None
     save_buffer: torch.Tensor | None = attrs.field(default=None, repr=False)
     restored_from: str | None = None
     in_main_first: bool = False
@@ -63,7 +68,7 @@ class CommState:
     routes: dict[Any, Any] = attrs.field(factory=dict)
     opened_groups: list[Any] = attrs.field(factory=list)
     closed: bool = False
-    children: "weakref.WeakSet[CommState]" = attrs.field(factory=weakref.WeakSet, repr=False)
+    children: weakref.WeakSet[CommState] = attrs.field(factory=weakref.WeakSet, repr=False)
 
     def close(self) -> None:
         """Refuse every later call, of the parts too."""
@@ -125,6 +130,10 @@ class Comm:
             raise found
 
 
+def _cpu() -> torch.device:
+    return importlib.import_module("torch").device("cpu")
+
+
 @attrs.frozen(kw_only=True)
 class DistContext:
     """One rank's place among all ranks, found once and passed to everything.
@@ -150,12 +159,12 @@ class DistContext:
     local_world_size: int = 1
     node_rank: int = 0
     num_nodes: int = 1
-    device: torch.device = attrs.field(factory=lambda: torch.device("cpu"))
+    device: torch.device = attrs.field(factory=_cpu)
     comm: Comm = attrs.field(factory=Comm)
     mesh: Mesh = attrs.field(factory=lambda: Mesh(replicate=1))
     launcher: str = "none"
     devices: int = 1
-    _axes: "Mapping[str, DistContext]" = attrs.field(
+    _axes: Mapping[str, DistContext] = attrs.field(
         factory=lambda: MappingProxyType({}), repr=False, eq=False, alias="axes"
     )
 
@@ -174,7 +183,7 @@ class DistContext:
         """Whether this is the highest rank."""
         return self.rank == self.world_size - 1
 
-    def axis(self, name: str) -> "DistContext":
+    def axis(self, name: str) -> DistContext:
         """The context of one mesh axis: the ranks that differ from this one only in it.
 
         Args:
@@ -205,7 +214,7 @@ class DistContext:
             f"Its axes are data, loss, {', '.join(self.mesh.sizes)}."
         )
 
-    def __enter__(self) -> "DistContext":
+    def __enter__(self) -> DistContext:
         return self
 
     def __exit__(

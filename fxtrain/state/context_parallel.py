@@ -4,7 +4,7 @@ from typing import Literal
 
 import attrs
 
-from fxtrain.state.record import at_least, record
+from fxtrain._record import at_least, record
 
 __all__ = ["CP", "token_ranges"]
 

@@ -11,10 +11,10 @@ import cattrs
 from cattrs.errors import AttributeValidationNote, IterableValidationNote
 
 from fxtrain._errors import FxError, PlanError
+from fxtrain._record import Check, canonical, check_of, closest, few, members, shown, to_float
 from fxtrain.state.deepspeed import DeepSpeed
 from fxtrain.state.fsdp import FSDP
 from fxtrain.state.pipeline import PP
-from fxtrain.state.record import Check, canonical, check_of, closest, few, members, shown, to_float
 from fxtrain.state.strategy_configs import DDP, Single
 from fxtrain.state.xla import XLA
 
@@ -249,7 +249,8 @@ def _field_hook(
         problem = check.problem(field, value)
         if problem is not None:
             table = " In a file that is a table." if inner else ""
-            raise ValueError(f"found {shown(data)}; {problem}{table}")
+            told = shown(data) if field.repr else "a value"
+            raise ValueError(f"found {told}; {problem}{table}")
         return value
 
     return build

@@ -8,8 +8,8 @@ import attrs
 from attrs import validators
 
 from fxtrain._errors import PlanError
+from fxtrain._record import record
 from fxtrain.state.parsing import parse_json
-from fxtrain.state.record import record
 
 __all__ = ["DeepSpeed", "FromConfig", "from_config"]
 

@@ -5,9 +5,9 @@ from typing import Literal
 import attrs
 from attrs import validators
 
+from fxtrain._record import record
 from fxtrain.state.mesh import Mesh
 from fxtrain.state.plan import Plan
-from fxtrain.state.record import record
 
 __all__ = ["PARTS", "DryRun", "Memory", "Problem", "Traffic"]
 

@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 from fxtrain._errors import PlanError
 from fxtrain._optional import optional
-from fxtrain._paths import path_problem
-from fxtrain._reading import read_text
+from fxtrain._reading import path_problem, read_text
 from fxtrain.state.converters import plain, structure
 from fxtrain.state.parsing import Format, parse_text
 from fxtrain.state.plan import Plan

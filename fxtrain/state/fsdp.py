@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import attrs
 
-from fxtrain.state.record import at_least, record
+from fxtrain._record import at_least, record
 from fxtrain.state.tensor_parallel import TP
 
 __all__ = ["FSDP"]

@@ -4,8 +4,8 @@ from typing import Literal
 
 import attrs
 
+from fxtrain._record import above, at_least, between, record
 from fxtrain.state.position import Position
-from fxtrain.state.record import above, at_least, between, record
 
 __all__ = ["DiLoCo", "LocalSGD", "is_alone", "round_begins", "round_ends"]
 

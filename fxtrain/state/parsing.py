@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
 from fxtrain._errors import PlanError
-from fxtrain.state.record import shown
+from fxtrain._record import shown
 from fxtrain.state.yaml_reader import parse_yaml
 
 __all__ = ["Format", "parse_json", "parse_text", "unique_keys"]

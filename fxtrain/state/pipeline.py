@@ -4,8 +4,8 @@ from typing import Literal
 
 import attrs
 
+from fxtrain._record import at_least, record
 from fxtrain.state.fsdp import FSDP
-from fxtrain.state.record import at_least, record
 
 __all__ = ["PP"]
 

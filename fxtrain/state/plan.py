@@ -4,10 +4,10 @@ from typing import Any, Literal
 
 import attrs
 
+from fxtrain._record import above, at_least, record
 from fxtrain.state.context_parallel import CP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD
-from fxtrain.state.precision import DTYPES, Precision, precision_of
-from fxtrain.state.record import above, at_least, record
+from fxtrain.state.precision import FORMATS, Precision, precision_of
 from fxtrain.state.strategy_configs import DDP
 
 __all__ = ["Compile", "Data", "Plan"]
@@ -113,7 +113,7 @@ class Plan:
     precision: Precision = attrs.field(
         default=Precision(),
         converter=precision_of,
-        metadata={"choose": f"one of {', '.join(map(repr, DTYPES))}, or an fx.Precision(...)"},
+        metadata={"choose": f"one of {', '.join(map(repr, FORMATS))}, or an fx.Precision(...)"},
     )
     accumulate: int = attrs.field(default=1, validator=at_least(1))
     flush: bool = True

@@ -3,13 +3,12 @@
 from typing import Any, Literal
 
 import attrs
-import torch
 
-from fxtrain.state.record import above, at_least, between, record
+from fxtrain._record import above, at_least, between, record
 
-__all__ = ["DTYPES", "LossScale", "Precision", "precision_of"]
+__all__ = ["FORMATS", "LossScale", "Precision", "precision_of"]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FORMATS = ("fp32", "bf16", "fp16")
 
 
 @record
@@ -46,6 +45,6 @@ class Precision:
 
 def precision_of(value: Any) -> Any:
     """Turn the short form of a precision into the record; leave everything else alone."""
-    if isinstance(value, str) and value in DTYPES:
+    if isinstance(value, str) and value in FORMATS:
         return Precision(compute=value)  # type: ignore[arg-type]
     return value

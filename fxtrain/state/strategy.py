@@ -1,13 +1,13 @@
 """The strategy record: the functions by which one backend carries out one kind of plan."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
-import torch
-from torch import nn
 
 from fxtrain._errors import FxError, PlanError, StepError
 from fxtrain.state.batch import Batch
@@ -15,6 +15,10 @@ from fxtrain.state.context import DistContext
 from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position
 from fxtrain.state.weight import Weight
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 __all__ = [
     "FlatShard",
@@ -158,7 +162,7 @@ class Wrapped:
     scaler: torch.amp.GradScaler | None = None
     ctx: DistContext
     plan: Plan
-    strategy: "Strategy" = attrs.field(repr=False)
+    strategy: Strategy = attrs.field(repr=False)
     tally: torch.Tensor = attrs.field(repr=False)
     counts: torch.Tensor = attrs.field(repr=False)
     undo: Callable[[], None] = attrs.field(repr=False)
@@ -174,13 +178,13 @@ class Wrapped:
             check_open(self, "calling the model")
         return self.strategy.forward(self, args, kwargs)
 
-    def train(self) -> "Wrapped":
+    def train(self) -> Wrapped:
         """Put the module into training mode and return this handle."""
         check_open(self, "train")
         self.engine.train()
         return self
 
-    def eval(self) -> "Wrapped":
+    def eval(self) -> Wrapped:
         """Put the module into evaluation mode and return this handle."""
         check_open(self, "eval")
         self.engine.eval()

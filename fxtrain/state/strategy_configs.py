@@ -4,7 +4,7 @@ from typing import Literal
 
 import attrs
 
-from fxtrain.state.record import above, at_least, record
+from fxtrain._record import above, at_least, record
 
 __all__ = ["DDP", "CommHook", "PowerSGD", "Single"]
 

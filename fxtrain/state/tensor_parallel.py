@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from fxtrain.state.record import record
+from fxtrain._record import record
 
 __all__ = ["TP", "Style"]
 

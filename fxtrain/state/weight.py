@@ -1,15 +1,19 @@
 """One tensor of a model, wherever its parts lie."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Part", "Weight"]
 
 # Per dimension, the rows of the whole tensor that are on this rank: neighbours, or by number.
-Part = tuple[slice | torch.Tensor, ...]
+Part = tuple["slice | torch.Tensor", ...]
 
 
 @attrs.frozen(kw_only=True, eq=False)

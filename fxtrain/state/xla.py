@@ -4,7 +4,7 @@ from typing import Literal
 
 import attrs
 
-from fxtrain.state.record import record
+from fxtrain._record import record
 
 __all__ = ["XLA"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from fxtrain._optional import optional
-from fxtrain.state.record import shown
+from fxtrain._record import shown
 
 __all__ = ["parse_yaml"]
 

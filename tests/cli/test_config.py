@@ -7,7 +7,7 @@ import pytest
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
-from fxtrain.cli.config import (
+from fxtrain.launch.config import (
     LaunchFile,
     Machine,
     detect_machine,
@@ -53,7 +53,10 @@ MISTAKES = [
     Mistake(text="[launch]\nrnks = 2", says="launch: unknown key 'rnks' (did you mean 'ranks'?)"),
     Mistake(text="[lanch]", says="the file: unknown key 'lanch' (did you mean 'launch'?)"),
     Mistake(text='[launch]\nranks = "2"', says="launch.ranks: found '2'; choose a whole number"),
-    Mistake(text="[launch]\nranks = 0", says="launch: LaunchSpec(ranks=0)"),
+    Mistake(
+        text="[launch]\nranks = 0",
+        says="launch.ranks: found 0; choose a whole number of",
+    ),
     Mistake(text='[launch]\nlauncher = "slrm"', says="Did you mean 'slurm'?"),
     Mistake(text="[launch]\noptions = 3", says="launch.options: expected a table, found 3"),
     Mistake(

@@ -9,9 +9,9 @@ import yaml
 import fxtrain as fx
 from fxtrain.backends import strategies
 from fxtrain.cli import Exit, main
-from fxtrain.cli.config import convert_accelerate, read_launch_file
-from fxtrain.interop.accelerate_config import _SECTIONS, translate
+from fxtrain.interop.accelerate_config import _SECTIONS, convert_accelerate, translate
 from fxtrain.interop.accelerate_rules import rules
+from fxtrain.launch.config import read_launch_file
 
 KINDS = {attrs.fields_dict(config)["kind"].default for config in strategies()}
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
-from fxtrain.cli.inspect import collect, hidden, hidden_words, shown
+from fxtrain.diagnosis import collect, hidden, hidden_words, shown
 
 PRIVATE = "s3cr3t-value"
 

@@ -13,7 +13,8 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
-from fxtrain.cli.inspect import KvCache, estimate, inference, read_weights, training
+from fxtrain.models.memory_estimates import estimate, inference, training
+from fxtrain.models.weight_list import KvCache, read_weights
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,

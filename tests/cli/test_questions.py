@@ -17,16 +17,9 @@ from prompt_toolkit.output import DummyOutput
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
-from fxtrain.cli.config import (
-    Machine,
-    Question,
-    Section,
-    meanings,
-    next_question,
-    read_answer,
-    read_launch_file,
-)
+from fxtrain.cli.config import Question, next_question, read_answer
 from fxtrain.cli.config.prompts import arrow_keys, interview
+from fxtrain.launch.config import Machine, Section, meanings, read_launch_file
 from tests.launched._run import FXTRAIN, ROOT
 
 PLAIN = Machine(cores=8)

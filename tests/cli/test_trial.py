@@ -8,9 +8,8 @@ import torch
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
-from fxtrain.cli.inspect import clock_problems, fact_problems
-from fxtrain.cli.inspect.facts import facts_here
-from fxtrain.cli.inspect.trial import _of_trees, measure, trial
+from fxtrain.diagnosis import clock_problems, fact_problems, facts_here
+from fxtrain.diagnosis.trial import _of_trees, measure, trial
 from tests.launched._run import FXTRAIN, run
 
 NAMES = [

@@ -1,6 +1,7 @@
 """Each launcher as a function: a spec and a machine to a command line, variables and files."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -256,7 +257,10 @@ def test_a_batch_file_is_a_program_of_the_shell(tmp_path):
         assert line in text.splitlines()
     made = next(line for line in text.splitlines() if "/dev/urandom" in line)
     shown = f"{made}; printenv FXTRAIN_RUN_SECRET"
-    first, second = (subprocess.check_output(["bash", "-c", shown], text=True) for _ in "12")
+    env = {"PATH": os.environ["PATH"]}  # without a secret that a launch in this process left
+    first, second = (
+        subprocess.check_output(["bash", "-c", shown], text=True, env=env) for _ in "12"
+    )
     assert len(first.strip()) == 64 and first != second
     path = tmp_path / "job.sbatch"
     path.write_text(text)
@@ -322,11 +326,11 @@ MISTAKES = [
     Mistake(fields={"bind": "nodes"}, says="Did you mean 'node'?"),
     Mistake(fields={"tee": "out"}, says="set log_dir"),
     Mistake(fields={"env": ["A"]}, says="NAME=VALUE was expected"),
-    Mistake(fields={"main_port": 70000}, says="at most 65535"),
+    Mistake(fields={"main_port": 70000}, says="choose a number from 0 to 65535"),
     Mistake(fields={"nodes": 2, "min_nodes": 3}, says="the fewest nodes are more than the most"),
     Mistake(fields={"nodes": 2, "node_rank": 2}, says="numbered from 0 to 1"),
     Mistake(fields={"module": True, "executable": True}, says="a program is one of them"),
-    Mistake(fields={"monitor_interval_s": 0}, says="choose 0.001 or more"),
+    Mistake(fields={"monitor_interval_s": 0}, says="choose a number from 0.001 to"),
     Mistake(fields={"threads": "4"}, says="choose a whole number or None"),
     Mistake(fields={"args": ["a\0b"]}, says="without a null character"),
     Mistake(fields={"options": {"partition": "a"}}, says="The launcher native has no option"),
@@ -382,6 +386,17 @@ def test_what_does_not_fit_is_one_sentence(mistake):
         prepare(LaunchSpec(target="train.py", **mistake.fields), TWO)
     assert mistake.says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_no_message_shows_a_variable():
+    with pytest.raises(LaunchError, match="NAME=VALUE was expected, found 'TOKEN'") as caught:
+        spec_of(env=[f"OTHER={VALUE}", "TOKEN"])
+    assert VALUE not in str(caught.value) + repr(spec_of(env=[f"OTHER={VALUE}"]))
+
+
+def test_arguments_need_not_be_text():
+    odd = os.fsdecode(b"caf\xe9")  # a file name in another encoding than UTF-8
+    assert prepare(spec_of(args=[odd]), HERE).argv[-1] == odd
 
 
 def test_options_are_read_from_words_by_their_types():

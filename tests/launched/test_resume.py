@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from fxtrain.cli import Exit, main, rerun, resume_command
+from fxtrain.cli import Exit, main, resume_command
+from fxtrain.diagnosis import rerun
 from fxtrain.testing.starting import starter
 from tests.launched._run import FXTRAIN, PYTHON, ROOT, SCRIPTS, finish, run, start
 

@@ -103,7 +103,7 @@ def test_a_message_is_short_whatever_the_data():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: fx.Plan(accumulate=0), "Plan(accumulate=0): choose a number at least 1."),
+        (lambda: fx.Plan(accumulate=0), "Plan(accumulate=0): choose a number of at least 1."),
         (lambda: fx.Plan(seed=10**6000), "Plan(seed=<a number of 19932 bits, more than 64>): "),
         (lambda: fx.Plan(precision="bf6"), "choose one of 'fp32', 'bf16', 'fp16', or an fx.Prec"),
         (lambda: fx.Plan(data={}), "Plan(data={}): choose an fx.Data(...)."),

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fxtrain import ops
 from fxtrain._errors import PlanError
-from fxtrain.ops.chunks import chunk_of
+from fxtrain.ops.splitting import chunk_of
 from fxtrain.state import DistContext
 
 __all__ = ["InitialValues", "copy_shard", "fill_full", "fill_sharded", "record_initial_values"]

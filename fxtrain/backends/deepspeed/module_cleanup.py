@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtrain.state import DTYPES, Plan
+from fxtrain.ops.step_parts import DTYPES
+from fxtrain.state import Plan
 
 __all__ = ["autocast_inside", "record_changes", "watch_gradients"]
 

@@ -23,7 +23,8 @@ from fxtrain.backends.core.module_changes import prepare_module
 from fxtrain.backends.core.undo import record_changes
 from fxtrain.backends.core.wrap_units import ignored_names, units
 from fxtrain.backends.tensor.parallelize import split_layers
-from fxtrain.state import DTYPES, FSDP, DistContext, Plan
+from fxtrain.ops.step_parts import DTYPES
+from fxtrain.state import FSDP, DistContext, Plan
 
 __all__ = ["gather_precision", "shard_module", "shard_parts"]
 

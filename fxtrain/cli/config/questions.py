@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 import attrs
 
 from fxtrain.backends import STRATEGIES
-from fxtrain.launch import LAUNCHERS, LaunchSpec
+from fxtrain.launch import LaunchSpec, known_launchers
 from fxtrain.launch.config.defaults import Machine
 from fxtrain.launch.config.launch_file import Section, problems_of
 from fxtrain.launch.config.overlay import put
@@ -52,7 +52,8 @@ def next_question(answers: Answers, machine: Machine) -> Question | None:
     """The first question that matters and is not answered; None at the end.
 
     Example:
-        >>> from fxtrain.cli.config import Machine, next_question
+        >>> from fxtrain.cli.config import next_question
+        >>> from fxtrain.launch.config import Machine
         >>> next_question({"launch.launcher": "native", "launch.nodes": 1}, Machine()).path
         'launch.ranks'
     """
@@ -161,7 +162,8 @@ def _launch_rows() -> list[_Entry]:
                  and answers["launch.ranks"] < machine.count)),
         _Entry(path="launch.restarts", ask=_fixed(
             "launch.restarts", "How often do ranks start again after a failure?", "whole", 0),
-             matters=lambda answers, _: "restarts" in LAUNCHERS[answers["launch.launcher"]].uses),
+             matters=lambda answers, _: (
+                 "restarts" in known_launchers()[answers["launch.launcher"]].uses)),
     ]  # fmt: skip
 
 
@@ -194,7 +196,7 @@ def _plan_rows(answers: Answers, machine: Machine) -> list[_Entry]:
 
 
 def _option_rows(launcher: str) -> list[_Entry]:
-    record = LAUNCHERS[launcher].options
+    record = known_launchers()[launcher].options
     return [_record_row(record, f"launch.options.{name}") for name in _OPTIONS.get(launcher, ())
             if record and name in attrs.fields_dict(record)]  # fmt: skip
 
@@ -234,7 +236,7 @@ def _ask_launcher(_: Answers, machine: Machine) -> Question:
         path="launch.launcher",
         text="Who starts the ranks?",
         kind="choice",
-        choices=tuple((name, row.help) for name, row in LAUNCHERS.items()),
+        choices=tuple((name, row.help) for name, row in known_launchers().items()),
         default=usual,
     )
 

@@ -4,8 +4,8 @@ import os
 
 import click
 
-from fxtrain.cli.inspect.environment import collect
 from fxtrain.cli.output import as_json, print_json
+from fxtrain.diagnosis import collect
 
 __all__ = ["ENV"]
 

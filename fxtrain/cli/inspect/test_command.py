@@ -12,16 +12,16 @@ import attrs
 import click
 
 from fxtrain._errors import LaunchError
-from fxtrain.cli.config import from_flags, resolve
 from fxtrain.cli.exit_codes import Exit
-from fxtrain.cli.inspect.facts import fact_problems, facts_here
 from fxtrain.cli.output import as_json, print_json, print_table, warn
+from fxtrain.diagnosis import fact_problems, facts_here
 from fxtrain.launch import LaunchSpec, describe, find_launcher, run
+from fxtrain.launch.config import from_flags, resolve
 from fxtrain.state import Plan, dumps
 
 __all__ = ["TEST"]
 
-_TRIAL = "fxtrain.cli.inspect.trial"
+_TRIAL = "fxtrain.diagnosis.trial"
 
 
 @click.command("test")

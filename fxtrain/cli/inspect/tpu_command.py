@@ -4,51 +4,17 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
 
-import attrs
 import click
 
 from fxtrain._errors import LaunchError
 from fxtrain._reading import read_text
-from fxtrain.cli.config import from_flags, resolve
 from fxtrain.cli.exit_codes import Exit
 from fxtrain.cli.output import as_json, print_json
-from fxtrain.launch import LAUNCHERS, TpuPodOptions, options_from, pod_command
+from fxtrain.launch import LAUNCHERS, options_from, setup_command
+from fxtrain.launch.config import from_flags, resolve
 
-__all__ = ["TPU", "setup_command"]
-
-
-def setup_command(
-    options: TpuPodOptions, *, commands: Sequence[str] = (), install: str = ""
-) -> tuple[str, ...]:
-    """gcloud's command line that prepares the hosts of a pod. One failing command ends it.
-
-    Args:
-        options: Which pod; its `setup` runs first.
-        commands: For the shell of each host, in order.
-        install: What pip installs there before, such as `fxtrain`; empty for nothing.
-
-    Raises:
-        LaunchError: the pod has no name, or there is nothing to run.
-
-    Example:
-        >>> from fxtrain.cli.inspect import setup_command
-        >>> from fxtrain.launch import TpuPodOptions
-        >>> setup_command(TpuPodOptions(name="pod"), commands=["ls"])[5:]
-        ('pod', '--worker=all', '--command=ls')
-    """
-    pip = [f"{options.python} -m pip install {shlex.quote(install)}"] if install else []
-    wanted = [*pip, *commands]
-    if not wanted and not options.setup:
-        raise LaunchError(
-            "There is nothing to run on the hosts: give --command or --install, or "
-            "launch.options.setup in the launch file."
-        )
-    if not wanted:
-        *first, last = options.setup
-        return pod_command(attrs.evolve(options, setup=tuple(first)), last)
-    return pod_command(options, " && ".join(wanted))
+__all__ = ["TPU"]
 
 
 @click.command("tpu-config")

@@ -1,3 +1,34 @@
 """Launch files: what they say, how they are read, combined with flags, and written."""
 
-__all__: list[str] = []
+from fxtrain.launch.config.defaults import Machine, detect_machine, suggested
+from fxtrain.launch.config.launch_file import LaunchFile, Section, read_launch_file
+from fxtrain.launch.config.overlay import leaves, merge, put
+from fxtrain.launch.config.rendering import meanings, render
+from fxtrain.launch.config.resolution import (
+    Setting,
+    Settings,
+    find_file,
+    from_environment,
+    from_flags,
+    resolve,
+)
+
+__all__ = [
+    "LaunchFile",
+    "Machine",
+    "Section",
+    "Setting",
+    "Settings",
+    "detect_machine",
+    "find_file",
+    "from_environment",
+    "from_flags",
+    "leaves",
+    "meanings",
+    "merge",
+    "put",
+    "read_launch_file",
+    "render",
+    "resolve",
+    "suggested",
+]

@@ -51,7 +51,7 @@ def detect_machine(env: Mapping[str, str] | None = None) -> Machine:
         Loads torch; asks it for devices. Loads the strategies of installed packages.
 
     Example:
-        >>> from fxtrain.cli.config import detect_machine
+        >>> from fxtrain.launch.config import detect_machine
         >>> detect_machine().cores >= 1
         True
     """
@@ -76,7 +76,7 @@ def suggested(machine: Machine) -> Section:
     """A setup for this machine alone: a rank per accelerator, bf16 where it is fast.
 
     Example:
-        >>> from fxtrain.cli.config import Machine, suggested
+        >>> from fxtrain.launch.config import Machine, suggested
         >>> suggested(Machine(kind="cuda", count=8, bf16=True))
         Section(launch={'ranks': 8}, plan={'precision': 'bf16'})
     """

@@ -77,7 +77,7 @@ def read_launch_file(path: str | Path) -> LaunchFile:
 
     Example:
         >>> import pathlib, tempfile
-        >>> from fxtrain.cli.config import read_launch_file
+        >>> from fxtrain.launch.config import read_launch_file
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = pathlib.Path(folder, "fxtrain.toml")
         ...     _ = path.write_text("[profiles.two.launch]\\nranks = 2\\n")

@@ -16,7 +16,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     strategy say nothing about another.
 
     Example:
-        >>> from fxtrain.cli.config import merge
+        >>> from fxtrain.launch.config import merge
         >>> merge({"a": {"x": 1}, "b": 2}, {"a": {"y": 3}})
         {'a': {'x': 1, 'y': 3}, 'b': 2}
     """
@@ -38,7 +38,7 @@ def put(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     """Data with a value at a dotted path.
 
     Example:
-        >>> from fxtrain.cli.config import put
+        >>> from fxtrain.launch.config import put
         >>> put({"a": {"b": 1}}, "a.c", 2)
         {'a': {'b': 1, 'c': 2}}
     """

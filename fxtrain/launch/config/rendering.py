@@ -8,11 +8,11 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._optional import optional
-from fxtrain.backends import strategies
-from fxtrain.launch import LAUNCHERS, LaunchSpec
-from fxtrain.launch.config.launch_file import LaunchFile, Section
+from fxtrain.launch import LaunchSpec, known_launchers
+from fxtrain.launch.config.launch_file import LaunchFile, Section, third_party
 from fxtrain.launch.config.overlay import leaves
 from fxtrain.state import Plan, unstructure
+from fxtrain.state.converters import BUILT_IN, kind_of
 
 __all__ = ["Line", "meanings", "render"]
 
@@ -50,7 +50,7 @@ def render(file: LaunchFile, form: str, *, notes: Sequence[str] = (), offers: bo
         MissingPackageError: TOML needs tomlkit and YAML pyyaml (the extra `files`).
 
     Example:
-        >>> from fxtrain.cli.config import LaunchFile, Section, render
+        >>> from fxtrain.launch.config import LaunchFile, Section, render
         >>> print(render(LaunchFile(common=Section(launch={"ranks": 2})), "toml", offers=False))
         [launch]
         # Processes ...
@@ -71,7 +71,7 @@ def meanings(cls: type) -> dict[str, str]:
 
     Example:
         >>> import fxtrain as fx
-        >>> from fxtrain.cli.config import meanings
+        >>> from fxtrain.launch.config import meanings
         >>> meanings(fx.Plan)["accumulate"]
         'Micro-batches per optimizer update.'
     """
@@ -143,7 +143,7 @@ def _names(cls: type) -> list[str]:
 
 
 def _options(launcher: Any) -> Any:
-    row = LAUNCHERS.get(launcher) if isinstance(launcher, str) else None
+    row = known_launchers().get(launcher) if isinstance(launcher, str) else None
     return row.options if row else None
 
 
@@ -153,8 +153,7 @@ def _class_of(cls: Any, name: str, data: Mapping[str, Any]) -> Any:
         return None
     field = attrs.fields_dict(cls)[name]
     if "kind" in data:
-        known = {attrs.fields_dict(config)["kind"].default: config for config in strategies()}
-        return known.get(data["kind"])
+        return {kind_of(config): config for config in (*BUILT_IN, *third_party())}.get(data["kind"])
     kinds: tuple[Any, ...] = getattr(field.type, "__args__", (field.type,))
     return next((kind for kind in kinds if attrs.has(kind)), None)
 

@@ -80,7 +80,7 @@ def find_file(env: Mapping[str, str], *, folder: Path | None = None) -> str:
     `fxtrain/launch.toml` in the user's folder of settings (XDG_CONFIG_HOME, ~/.config).
 
     Example:
-        >>> from fxtrain.cli.config import find_file
+        >>> from fxtrain.launch.config import find_file
         >>> find_file({"FXTRAIN_CONFIG": "cluster.toml"})
         'cluster.toml'
     """
@@ -98,7 +98,7 @@ def from_environment(env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     Two underscores part the names of a path; a value is read as in TOML, or is a text.
 
     Example:
-        >>> from fxtrain.cli.config import from_environment
+        >>> from fxtrain.launch.config import from_environment
         >>> from_environment({"FXTRAIN_PLAN__DATA__SOURCE": "dispatch"})
         {'plan.data.source': ('dispatch', 'environment FXTRAIN_PLAN__DATA__SOURCE')}
     """
@@ -118,7 +118,7 @@ def from_flags(words: Sequence[str]) -> dict[str, tuple[Any, str]]:
         PlanError: a word is not of that form.
 
     Example:
-        >>> from fxtrain.cli.config import from_flags
+        >>> from fxtrain.launch.config import from_flags
         >>> from_flags(["launch.ranks=4"])
         {'launch.ranks': (4, 'flag')}
     """
@@ -154,7 +154,7 @@ def resolve(
             its path and its origin.
 
     Example:
-        >>> from fxtrain.cli.config import resolve
+        >>> from fxtrain.launch.config import resolve
         >>> resolve(env={"FXTRAIN_LAUNCH__RANKS": "2"}).launch.ranks
         2
     """

@@ -8,13 +8,14 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._errors import LaunchError
-from fxtrain.launch.fields import at_least, each, launch_record, name_values
+from fxtrain.launch.fields import count, each, launch_record, name_values
 from fxtrain.launch.flags import flag_words
 from fxtrain.launch.invocation import Invocation
+from fxtrain.launch.launcher import PER_NODE, Launcher
 from fxtrain.launch.machine import Machine
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["KubernetesOptions", "kubernetes"]
+__all__ = ["KUBERNETES", "KubernetesOptions", "kubernetes"]
 
 _label = each(
     re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?").fullmatch,
@@ -54,7 +55,7 @@ class KubernetesOptions:
     image: str = ""
     name: str = attrs.field(default="", validator=_label)
     namespace: str = attrs.field(default="", validator=_label)
-    gpus: int = attrs.field(default=0, validator=at_least(0))
+    gpus: int = attrs.field(default=0, validator=count(0))
     gpu_resource: str = "nvidia.com/gpu"
     cpu: str = ""
     memory: str = ""
@@ -69,7 +70,7 @@ class KubernetesOptions:
     )
     secrets: tuple[str, ...] = attrs.field(default=(), validator=_secret)
     service_account: str = ""
-    port: int = attrs.field(default=29_500, validator=at_least(1))
+    port: int = attrs.field(default=29_500, validator=count(1))
 
 
 def kubernetes(spec: LaunchSpec, machine: Machine) -> Invocation:
@@ -200,3 +201,13 @@ def _volumes(options: KubernetesOptions) -> tuple[list[Any], list[Any]]:
         volumes.append({"name": "shm", "emptyDir": size})
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     return volumes, mounts
+
+
+KUBERNETES = Launcher(
+    name="kubernetes",
+    help="pods of Kubernetes, as a JobSet or a PyTorchJob",
+    invocation=kubernetes,
+    options=KubernetesOptions,
+    uses=PER_NODE,
+    here=False,
+)

@@ -6,14 +6,15 @@ import attrs
 
 from fxtrain._errors import LaunchError
 from fxtrain._secret import SECRET
-from fxtrain.launch.fields import at_least, launch_record
+from fxtrain.launch.fields import count, launch_record
 from fxtrain.launch.invocation import Invocation
+from fxtrain.launch.launcher import RENDEZVOUS_FIELDS, Launcher
 from fxtrain.launch.machine import Machine
 from fxtrain.launch.process import ERRORS
 from fxtrain.launch.program import rank_command, shared_environment, threads_of
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["MpiOptions", "mpi"]
+__all__ = ["MPI", "MpiOptions", "mpi"]
 
 # Under the names of Open MPI and MPICH; "exclusive" is as many cores as a rank has threads.
 _BINDINGS = {
@@ -44,7 +45,7 @@ class MpiOptions:
     program: str = "mpirun"
     hostfile: str = ""
     interface: str = ""
-    ccl_workers: int | None = attrs.field(default=None, validator=at_least(1))
+    ccl_workers: int | None = attrs.field(default=None, validator=count(1))
     ccl_transport: Literal["mpi", "ofi"] | None = None
     extra: tuple[str, ...] = ()
 
@@ -138,3 +139,13 @@ def _hydra(spec: LaunchSpec, machine: Machine, kind: str) -> list[str]:
         *(["-iface", options.interface] if options.interface else []),
         *pin,
     ]
+
+
+MPI = Launcher(
+    name="mpi",
+    help="mpirun of Open MPI, MPICH or Intel MPI",
+    invocation=mpi,
+    options=MpiOptions,
+    uses=[*RENDEZVOUS_FIELDS, "bind", "log_dir"],
+    needs=["mpi", "port"],
+)

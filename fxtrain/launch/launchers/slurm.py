@@ -9,8 +9,9 @@ import attrs
 
 from fxtrain._errors import LaunchError
 from fxtrain._secret import SECRET
-from fxtrain.launch.fields import at_least, each, launch_record, name_values
+from fxtrain.launch.fields import count, each, launch_record, name_values
 from fxtrain.launch.invocation import Invocation
+from fxtrain.launch.launcher import RENDEZVOUS_FIELDS, Launcher
 from fxtrain.launch.machine import Machine
 from fxtrain.launch.process import ERRORS
 from fxtrain.launch.program import (
@@ -21,7 +22,7 @@ from fxtrain.launch.program import (
 )
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["SlurmOptions", "slurm"]
+__all__ = ["SLURM", "SlurmOptions", "slurm"]
 
 _BINDINGS = {"node": "ldoms", "socket": "sockets", "exclusive": "cores"}
 _plain = each(re.compile(r"[^\s\"'\\#]+").fullmatch, expected="a word without spaces or quotes")
@@ -57,12 +58,12 @@ class SlurmOptions:
     qos: str = attrs.field(default="", validator=_plain)
     time: str = attrs.field(default="", validator=_plain)
     gpus_per_node: str = attrs.field(default="", validator=_plain)
-    cpus_per_task: int | None = attrs.field(default=None, validator=at_least(1))
+    cpus_per_task: int | None = attrs.field(default=None, validator=count(1))
     mem: str = attrs.field(default="", validator=_plain)
     constraint: str = attrs.field(default="", validator=_plain)
     output: str = attrs.field(default="", validator=_plain)
     requeue: bool = True
-    warn_s: int = attrs.field(default=120, validator=at_least(1))
+    warn_s: int = attrs.field(default=120, validator=count(1))
     setup: tuple[str, ...] = attrs.field(default=(), validator=_line)
     extra: tuple[str, ...] = attrs.field(default=(), validator=_line)
     file: str = ""
@@ -204,3 +205,12 @@ while kill -0 "$ranks" 2>/dev/null; do wait "$ranks"; code=$?; done
 if [ -n "$preempted" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"\
 """
+
+
+SLURM = Launcher(
+    name="slurm",
+    help="srun inside a job of SLURM, or else a batch file for sbatch",
+    invocation=slurm,
+    options=SlurmOptions,
+    uses=[*RENDEZVOUS_FIELDS, "bind", "log_dir"],
+)

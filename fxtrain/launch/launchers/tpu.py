@@ -2,12 +2,14 @@
 
 import re
 import shlex
+from collections.abc import Sequence
 
 import attrs
 
 from fxtrain._errors import LaunchError
 from fxtrain.launch.fields import each, launch_record
 from fxtrain.launch.invocation import Invocation
+from fxtrain.launch.launcher import Launcher
 from fxtrain.launch.machine import Machine
 from fxtrain.launch.process import ERRORS
 from fxtrain.launch.program import (
@@ -18,7 +20,7 @@ from fxtrain.launch.program import (
 )
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["TpuPodOptions", "pod_command", "tpu", "tpu_pod"]
+__all__ = ["TPU", "TPU_POD", "TpuPodOptions", "pod_command", "setup_command", "tpu", "tpu_pod"]
 
 _plain = each(re.compile(r"[^\s\"'\\]+").fullmatch, expected="a word without spaces or quotes")
 
@@ -114,6 +116,37 @@ def pod_command(options: TpuPodOptions, command: str) -> tuple[str, ...]:
     )
 
 
+def setup_command(
+    options: TpuPodOptions, *, commands: Sequence[str] = (), install: str = ""
+) -> tuple[str, ...]:
+    """gcloud's command line that prepares the hosts of a pod. One failing command ends it.
+
+    Args:
+        options: Which pod; its `setup` runs first.
+        commands: For the shell of each host, in order.
+        install: What pip installs there before, such as `fxtrain`; empty for nothing.
+
+    Raises:
+        LaunchError: the pod has no name, or there is nothing to run.
+
+    Example:
+        >>> from fxtrain.launch import TpuPodOptions, setup_command
+        >>> setup_command(TpuPodOptions(name="pod"), commands=["ls"])[5:]
+        ('pod', '--worker=all', '--command=ls')
+    """
+    pip = [f"{options.python} -m pip install {shlex.quote(install)}"] if install else []
+    wanted = [*pip, *commands]
+    if not wanted and not options.setup:
+        raise LaunchError(
+            "There is nothing to run on the hosts: give --command or --install, or "
+            "launch.options.setup in the launch file."
+        )
+    if not wanted:
+        *first, last = options.setup
+        return pod_command(attrs.evolve(options, setup=tuple(first)), last)
+    return pod_command(options, " && ".join(wanted))
+
+
 def _folder(text: str) -> str:
     """A folder for a shell, which finds a home folder only where nothing quotes its ~."""
     home, slash, rest = text.partition("/")
@@ -130,3 +163,13 @@ def _check(spec: LaunchSpec) -> None:
         )
     if spec.cpu or spec.gpus or spec.bind != "none":
         raise LaunchError("On a TPU the fields cpu, gpus and bind have no meaning: leave them out.")
+
+
+TPU = Launcher(name="tpu", help="one process for the TPU of this host", invocation=tpu)
+TPU_POD = Launcher(
+    name="tpu-pod",
+    help="the hosts of a TPU pod, through gcloud",
+    invocation=tpu_pod,
+    options=TpuPodOptions,
+    here=False,
+)

@@ -6,8 +6,9 @@ from typing import Literal
 import attrs
 
 from fxtrain._errors import LaunchError
-from fxtrain.launch.fields import at_least, launch_record
+from fxtrain.launch.fields import count, launch_record
 from fxtrain.launch.invocation import Invocation
+from fxtrain.launch.launcher import RENDEZVOUS_FIELDS, Launcher
 from fxtrain.launch.launchers.deepspeed.hostfile import (
     Hosts,
     deepspeed_argv,
@@ -20,7 +21,7 @@ from fxtrain.launch.process import ERRORS
 from fxtrain.launch.program import rank_command, remote_environment, shared_environment
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["DeepSpeedOptions", "deepspeed"]
+__all__ = ["DEEPSPEED", "DeepSpeedOptions", "deepspeed"]
 
 _PORT = 29_500  # DeepSpeed's own, too
 # What DeepSpeed's runner reads variables for the ranks from.
@@ -50,7 +51,7 @@ class DeepSpeedOptions:
     runner: Literal["pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm"] = "pdsh"
     runner_args: tuple[str, ...] = ()
     force_multi: bool = False
-    ssh_port: int | None = attrs.field(default=None, validator=at_least(1))
+    ssh_port: int | None = attrs.field(default=None, validator=count(1))
     folder: str = ""
     python: str = ""
 
@@ -214,3 +215,13 @@ def _exports(spec: LaunchSpec) -> dict[str, str]:
 def _on_cpu(spec: LaunchSpec) -> dict[str, str]:
     """DeepSpeed's launcher makes its slots visible again, so its choice is made here."""
     return {"DS_ACCELERATOR": "cpu"} if spec.cpu else {}
+
+
+DEEPSPEED = Launcher(
+    name="deepspeed",
+    help="DeepSpeed's launcher, on this machine or on those of its hostfile",
+    invocation=deepspeed,
+    options=DeepSpeedOptions,
+    uses=[*RENDEZVOUS_FIELDS, "log_dir"],
+    needs=["port", "hosts"],
+)

@@ -1,12 +1,16 @@
 """torch's elastic launcher: its command line for a spec."""
 
+import attrs
+
 from fxtrain._errors import LaunchError
 from fxtrain.launch.invocation import Invocation
+from fxtrain.launch.launcher import Launcher
+from fxtrain.launch.launchers.native.elastic import run_elastic
 from fxtrain.launch.machine import Machine, cores_of_ranks, write_cores
 from fxtrain.launch.program import rank_command, shared_environment
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["native"]
+__all__ = ["NATIVE", "native"]
 
 _STREAMS = {"none": "0", "out": "1", "err": "2", "both": "3"}
 _ON_CPU = ("node", "exclusive")
@@ -112,3 +116,13 @@ def _ranks(spec: LaunchSpec, machine: Machine) -> tuple[str, ...]:
         )
     cores = cores_of_ranks(spec.bind, spec.ranks, machine)
     return rank_command(spec, machine.python, cores="/".join(map(write_cores, cores)))
+
+
+NATIVE = Launcher(
+    name="native",
+    help="torch's elastic launcher, on this machine and on others that run the same",
+    invocation=native,
+    run=run_elastic,
+    uses=[field.name for field in attrs.fields(LaunchSpec)],
+    needs=["route"],
+)

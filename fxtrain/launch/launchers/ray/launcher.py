@@ -4,13 +4,14 @@ import json
 
 import attrs
 
-from fxtrain.launch.fields import at_least, launch_record
+from fxtrain.launch.fields import count, launch_record
 from fxtrain.launch.flags import flag_words
 from fxtrain.launch.invocation import Invocation
+from fxtrain.launch.launcher import PER_NODE, Launcher
 from fxtrain.launch.machine import Machine
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["RayOptions", "ray"]
+__all__ = ["RAY", "RayOptions", "ray"]
 
 _FILE = "fxtrain-launch/ray.json"
 
@@ -31,8 +32,8 @@ class RayOptions:
 
     job_server: str = ""
     address: str = ""
-    cpus_per_rank: int = attrs.field(default=1, validator=at_least(1))
-    gpus_per_rank: int = attrs.field(default=0, validator=at_least(0))
+    cpus_per_rank: int = attrs.field(default=1, validator=count(1))
+    gpus_per_rank: int = attrs.field(default=0, validator=count(0))
     wait: bool = True
 
 
@@ -67,3 +68,12 @@ def ray(spec: LaunchSpec, machine: Machine) -> Invocation:
         argv=(*before, "-m", "fxtrain.launch.launchers.ray.driver", _FILE),
         files={_FILE: json.dumps(told, indent=2) + "\n"},
     )
+
+
+RAY = Launcher(
+    name="ray",
+    help="the nodes of a Ray cluster",
+    invocation=ray,
+    options=RayOptions,
+    uses=[*PER_NODE, "main_port"],
+)

@@ -7,13 +7,14 @@ from typing import Any
 import attrs
 
 from fxtrain._errors import LaunchError
-from fxtrain.launch.fields import at_least, launch_record
+from fxtrain.launch.fields import count, launch_record
 from fxtrain.launch.invocation import Invocation
+from fxtrain.launch.launcher import Launcher
 from fxtrain.launch.machine import Machine
 from fxtrain.launch.program import remote_environment
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["SageMakerOptions", "sagemaker"]
+__all__ = ["SAGEMAKER", "SageMakerOptions", "sagemaker"]
 
 _FILE = "fxtrain-launch/sagemaker.json"
 
@@ -46,7 +47,7 @@ class SageMakerOptions:
     base_job_name: str = ""
     output_path: str = ""
     inputs: tuple[str, ...] = ()
-    max_run_s: int | None = attrs.field(default=None, validator=at_least(1))
+    max_run_s: int | None = attrs.field(default=None, validator=count(1))
     spot: bool = False
     wait: bool = True
 
@@ -142,3 +143,12 @@ def _hyperparameters(args: tuple[str, ...]) -> dict[str, str]:
             raise LaunchError(f"SageMaker hands each argument on once, and {name} is there twice.")
         found[name[2:]] = value
     return found
+
+
+SAGEMAKER = Launcher(
+    name="sagemaker",
+    help="a training job of Amazon SageMaker",
+    invocation=sagemaker,
+    options=SageMakerOptions,
+    here=False,
+)

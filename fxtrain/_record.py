@@ -1,4 +1,4 @@
-"""Records whose fields check themselves: a wrong value is a PlanError that says what fits."""
+"""Records whose fields check themselves: a wrong value is an error that says what fits."""
 
 import difflib
 import math
@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, Union, dataclass_transform, get_args, 
 
 import attrs
 
-from fxtrain._errors import PlanError
+from fxtrain._errors import FxError, PlanError
 
 __all__ = [
     "Check",
@@ -36,7 +36,12 @@ _EXACT_FLOATS = range(-(1 << 53), (1 << 53) + 1)  # the whole numbers that a flo
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(attrs.field,))
-def record(cls: type[T]) -> type[T]:
+def record(
+    cls: type[T],
+    *,
+    error: type[FxError] = PlanError,
+    is_text: Callable[[str], bool] | None = None,
+) -> type[T]:
     """A frozen keyword-only attrs class whose annotations are checked at construction.
 
     Checked are bool, int (of 64 bits), float (finite; an int becomes one), str, Literal,
@@ -44,9 +49,19 @@ def record(cls: type[T]) -> type[T]:
     Any is not checked. A validator of the field is asked about values of the right type that
     are not None, without the instance; it raises a ValueError that says what to choose.
     Fields that depend on each other are checked in `__attrs_post_init__`. `choose` in the
-    metadata of a field replaces what the message says of the type.
+    metadata of a field replaces what the message says of the type. A field that is not in the
+    `repr` may hold a secret, so its value is in no message.
+
+    Args:
+        cls: The class.
+        error: What a wrong value raises.
+        is_text: Which strings are allowed; by default those that can be written to a file.
     """
-    return attrs.frozen(kw_only=True, field_transformer=_checked)(cls)
+
+    def checked(_: type, fields: list["attrs.Attribute[Any]"]) -> list["attrs.Attribute[Any]"]:
+        return [_with_check(cls.__name__, field, error, is_text or _is_text) for field in fields]
+
+    return attrs.frozen(kw_only=True, field_transformer=checked)(cls)
 
 
 @attrs.frozen
@@ -59,6 +74,7 @@ class Check:
         wanted: What fits, in words.
         choices: The strings that fit, if only some do.
         also: The field's own validator, if any.
+        error: What a value that does not fit raises.
     """
 
     owner: str
@@ -66,11 +82,13 @@ class Check:
     wanted: str
     choices: tuple[str, ...] = ()
     also: _Validator | None = None
+    error: type[FxError] = PlanError
 
     def __call__(self, instance: Any, attribute: "attrs.Attribute[Any]", value: Any) -> None:
         problem = self.problem(attribute, value)
         if problem is not None:
-            raise PlanError(f"{self.owner}({attribute.name}={shown(value)}): {problem}")
+            told = shown(value) if attribute.repr else "..."
+            raise self.error(f"{self.owner}({attribute.name}={told}): {problem}")
 
     def problem(self, attribute: "attrs.Attribute[Any]", value: Any) -> str | None:
         """What to choose instead of this value; None if it fits."""
@@ -84,9 +102,10 @@ class Check:
         return None
 
 
-def at_least(low: float) -> _Validator:
-    """A validator for numbers of at least this."""
-    return between(low, math.inf, open_low=False, words=f"at least {low}")
+def at_least(low: float, most: float = math.inf) -> _Validator:
+    """A validator for numbers of at least this, and at most that."""
+    words = f"of at least {low}" if most == math.inf else f"from {low} to {most}"
+    return between(low, math.nextafter(most, math.inf), open_low=False, words=words)
 
 
 def above(low: float) -> _Validator:
@@ -114,12 +133,21 @@ def closest(value: Any, choices: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def check_of(kind: Any, owner: str, also: _Validator | None = None, words: str = "") -> Check:
+def check_of(
+    kind: Any,
+    owner: str,
+    also: _Validator | None = None,
+    words: str = "",
+    *,
+    error: type[FxError] = PlanError,
+    is_text: Callable[[str], bool] | None = None,
+) -> Check:
     """The check of a type annotation."""
     kinds = members(kind)
     choices = [name for one in kinds if get_origin(one) is Literal for name in get_args(one)]
     names = tuple(name for name in choices if isinstance(name, str))
-    return Check(owner, _test(kinds), words or _type_names(kind), names, also)
+    test = _test(kinds, is_text or _is_text)
+    return Check(owner, test, words or _type_names(kind), names, also, error)
 
 
 def members(kind: Any) -> tuple[Any, ...]:
@@ -175,23 +203,24 @@ class _Short(reprlib.Repr):
         return str(x) if x in _INT64 else f"<a number of {x.bit_length()} bits, more than 64>"
 
 
-def _checked(cls: type, fields: list["attrs.Attribute[Any]"]) -> list["attrs.Attribute[Any]"]:
-    return [_with_check(cls.__name__, field) for field in fields]
-
-
-def _with_check(owner: str, field: "attrs.Attribute[Any]") -> "attrs.Attribute[Any]":
+def _with_check(
+    owner: str,
+    field: "attrs.Attribute[Any]",
+    error: type[FxError],
+    is_text: Callable[[str], bool],
+) -> "attrs.Attribute[Any]":
     converter = field.converter or canonical(field.type)
     words = field.metadata.get("choose", "")
-    check = check_of(field.type, owner, field.validator, words)
+    check = check_of(field.type, owner, field.validator, words, error=error, is_text=is_text)
     return field.evolve(converter=converter, validator=check)
 
 
-def _test(kinds: tuple[Any, ...]) -> Callable[[Any], bool]:
-    tests = [_type_test(kind) for kind in kinds]
+def _test(kinds: tuple[Any, ...], is_text: Callable[[str], bool]) -> Callable[[Any], bool]:
+    tests = [_type_test(kind, is_text) for kind in kinds]
     return tests[0] if len(tests) == 1 else lambda value: any(test(value) for test in tests)
 
 
-def _type_test(kind: Any) -> Callable[[Any], bool]:
+def _type_test(kind: Any, is_text: Callable[[str], bool]) -> Callable[[Any], bool]:
     if kind is Any or kind is None:
         return lambda value: True
     if kind is type(None):
@@ -203,21 +232,21 @@ def _type_test(kind: Any) -> Callable[[Any], bool]:
     if kind is bool:
         return lambda value: type(value) is bool
     if kind is str:
-        return lambda value: type(value) is str and (value.isascii() or _is_text(value))
+        return lambda value: type(value) is str and (value.isascii() or is_text(value))
     if get_origin(kind) is Literal:
         choices = get_args(kind)
         return lambda value: any(type(value) is type(one) and value == one for one in choices)
     if get_origin(kind) is tuple:
-        return _tuple_test(get_args(kind))
+        return _tuple_test(get_args(kind), is_text)
     base = get_origin(kind) or kind
     if not isinstance(base, type):
         raise PlanError(f"A record cannot have a field of the type {kind}.")
     return lambda value: isinstance(value, base)
 
 
-def _tuple_test(kinds: tuple[Any, ...]) -> Callable[[Any], bool]:
+def _tuple_test(kinds: tuple[Any, ...], is_text: Callable[[str], bool]) -> Callable[[Any], bool]:
     """The test of a tuple: of any length if `kinds` ends in `...`."""
-    tests = [_test(members(kind)) for kind in kinds if kind is not ...]
+    tests = [_test(members(kind), is_text) for kind in kinds if kind is not ...]
     if kinds[1:] == (...,):
         return lambda value: type(value) is tuple and all(map(tests[0], value))
     return lambda value: (

@@ -51,7 +51,7 @@ def fact_problems(facts: Sequence[Mapping[str, Any]], *, nodes: int) -> list[str
         nodes: Machines that take part.
 
     Example:
-        >>> from fxtrain.cli.inspect import fact_problems
+        >>> from fxtrain.diagnosis import fact_problems
         >>> a, b = {"host": "n0", "torch": "2.13"}, {"host": "n1", "torch": "2.12"}
         >>> fact_problems([a, b], nodes=2)[0]
         'torch differs: 2.12 on n1, 2.13 on n0. Install the same version everywhere.'
@@ -86,7 +86,7 @@ def clock_problems(times: Sequence[float], hosts: Sequence[str]) -> list[str]:
     """Hosts whose clocks are apart, from times that were read at one moment.
 
     Example:
-        >>> from fxtrain.cli.inspect import clock_problems
+        >>> from fxtrain.diagnosis import clock_problems
         >>> clock_problems([100.0, 100.1, 160.0], ["n0", "n0", "n1"])
         ['The clock of n1 is 60.0 s ahead of n0. Set the time by NTP (timedatectl).']
     """

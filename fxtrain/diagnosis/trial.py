@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain._errors import FxError
-from fxtrain.cli.inspect.facts import clock_problems, fact_problems, facts_here
+from fxtrain.diagnosis.facts import clock_problems, fact_problems, facts_here
 from fxtrain.state import DistContext, Plan
 
 __all__ = ["Collective", "measure", "trial"]

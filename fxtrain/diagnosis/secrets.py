@@ -61,7 +61,7 @@ def hidden(name: str, value: str, *, home: str = "") -> str:
         home: The user's home folder, which often holds their name.
 
     Example:
-        >>> from fxtrain.cli.inspect import hidden
+        >>> from fxtrain.diagnosis import hidden
         >>> hidden("HF_TOKEN", "abc"), hidden("PROXY", "http://me:pw@host/x?key=1")
         ('***', 'http://***@host/x?***')
     """
@@ -79,7 +79,7 @@ def shown(name: str, value: str, *, home: str = "") -> str:
     a path, or several between colons, that exist here.
 
     Example:
-        >>> from fxtrain.cli.inspect import shown
+        >>> from fxtrain.diagnosis import shown
         >>> shown("NCCL_SOCKET_IFNAME", "^lo,docker0"), shown("NCCL_X", "hunter2")
         ('^lo,docker0', '***')
     """
@@ -94,7 +94,7 @@ def hidden_words(words: Iterable[str], *, home: str = "") -> list[str]:
     """Arguments of a program: names of options, and values that can be no secret.
 
     Example:
-        >>> from fxtrain.cli.inspect import hidden_words
+        >>> from fxtrain.diagnosis import hidden_words
         >>> hidden_words(["--lr", "0.1", "--api-key=7", "me@host"])
         ['--lr', '0.1', '--api-key=***', '***']
     """

@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from fxtrain import __version__
 from fxtrain._errors import ContextError, PlanError
-from fxtrain.cli.config import Setting, Settings, resolve
-from fxtrain.cli.inspect.secrets import hidden, hidden_words, shown
+from fxtrain.diagnosis.secrets import hidden, hidden_words, shown
+from fxtrain.launch.config import Setting, Settings, resolve
 from fxtrain.state import read_topology
 
 __all__ = ["Groups", "collect"]
@@ -54,7 +54,7 @@ def collect(env: Mapping[str, str]) -> Groups:
         versions where they are installed. Sends nothing.
 
     Example:
-        >>> from fxtrain.cli.inspect import collect
+        >>> from fxtrain.diagnosis import collect
         >>> collect({"HF_TOKEN": "x"})["versions"]["fxtrain"] == __import__("fxtrain").__version__
         True
     """
