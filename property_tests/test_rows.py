@@ -120,7 +120,7 @@ def _misfit(ctx, name, size, alone):
 def test_what_could_be_rows_or_not_is_refused_on_every_rank(cluster, name, size, alone):
     errors = cluster.run(_misfit, name, size, alone and cluster.n > 1)
     assert all(isinstance(error, DataError | CollectiveError) for error in errors)
-    assert "gather_valid" in str(errors[-1]) and "goes into a list" in str(errors[-1])
+    assert "gather_valid" in str(errors[-1]) and "entry per row into a list" in str(errors[-1])
 
 
 def _kinds_differ(ctx):

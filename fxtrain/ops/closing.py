@@ -1,4 +1,4 @@
-"""How a context ends: which groups go, and what the other ranks are told."""
+"""Closing a context: destroying its groups and informing the other ranks."""
 
 import atexit
 from collections.abc import Callable
@@ -15,7 +15,7 @@ __all__ = ["make_close", "make_part_close"]
 def make_close(
     topology: Topology, store: Any, timeout_s: float
 ) -> Callable[[BaseException | None], None]:
-    """A function that closes what was opened, once, and leaves word for the other ranks."""
+    """A function that closes what was opened, once, and tells the other ranks why."""
     world = dist.group.WORLD
 
     def close_groups(error: BaseException | None) -> None:
@@ -25,18 +25,18 @@ def make_close(
         _announce_exit(topology, store, word, min(5.0, timeout_s))
         dist.destroy_process_group()
 
-    # Kept until exit even once closed: another rank may still connect anew to our store.
+    # Registered until exit even after a close: another rank may still connect to this store.
     atexit.register(close_groups, None)
     return close_groups
 
 
 def make_part_close(state: CommState) -> Callable[[BaseException | None], None]:
-    """A function that closes what was opened beside a process group of somebody else."""
+    """A function that closes what was opened in addition to an existing process group."""
     world = dist.group.WORLD
 
     def close_groups(_: BaseException | None) -> None:
         if not dist.is_initialized() or dist.group.WORLD is not world:
-            return  # closed with it
+            return  # closed with that group
         while state.opened_groups:
             dist.destroy_process_group(state.opened_groups.pop())
 
@@ -44,11 +44,11 @@ def make_part_close(state: CommState) -> Callable[[BaseException | None], None]:
 
 
 def _announce_exit(topology: Topology, store: Any, word: str, patience_s: float) -> None:
-    """Say why this rank leaves; the rank that serves the store goes last."""
+    """Report why this rank leaves; the rank that serves the store leaves last."""
     try:
         store.set(f"world/left/{topology.rank}", word)
         if topology.rank == 0 and not word and not topology.store_is_served:
             keys = [f"world/left/{rank}" for rank in range(topology.world_size)]
             store.wait(keys, timedelta(seconds=patience_s))
     except RuntimeError:
-        return  # the store went before us: nobody is left to read
+        return  # the store is gone: no rank is left to read

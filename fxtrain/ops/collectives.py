@@ -44,14 +44,13 @@ def gather(tree: Any, ctx: DistContext) -> Any:
             numbers are treated as tensors. Other leaves are allowed.
 
     Returns:
-        A new tree, equal on every rank: each tensor (r, ...) becomes (world size · r, ...)
-        in rank order, without gradient, and so does each array; every other leaf becomes the
-        list of all ranks'.
+        A new tree, equal on every rank: each tensor or array (r, ...) becomes
+        (world size · r, ...) in rank order, without gradient; every other leaf becomes the
+        list of all ranks' leaves.
 
     Effects:
-        One exchange of packets, in which the whole tree rides along if it is small; if not,
-        an all-gather too; a second exchange if a leaf could fail to unpickle. Nothing at one
-        rank.
+        One exchange of packets, which contains a small tree; an all-gather for a larger one; a
+        second exchange if a leaf could fail to unpickle. Nothing at one rank.
 
     Raises:
         CollectiveError: the ranks disagree, one cannot unpickle a leaf, or one never joins;
@@ -71,14 +70,14 @@ def gather(tree: Any, ctx: DistContext) -> Any:
 
 
 def gather_packed(name: str, packed: Packed, ctx: DistContext) -> Any:
-    """As `gather`, of a tree that is taken apart.
+    """As `gather`, for a packed tree.
 
     Args:
         name: The function that was called, for messages; equal on every rank.
     """
-    if not packed.others and (route := find_layout(ctx, name, packed, joined=True)):
+    if not packed.others and (layout := find_layout(ctx, name, packed, joined=True)):
         return packed.rebuild(
-            dict(zip(packed.tensors, gather_with_layout(ctx, route, packed), strict=True))
+            dict(zip(packed.tensors, gather_with_layout(ctx, layout, packed), strict=True))
         )
     others = dump(list(packed.others.values()), ctx) if packed.others else _EMPTY
     call = (name, signature(packed))
@@ -97,22 +96,23 @@ def reduce(
     Args:
         tree: Nested containers; the same structure, shapes and dtypes on every rank. NumPy
             arrays and scalars of numbers are treated as tensors; Python numbers are combined
-            as float64, int64 or complex128. Every other leaf (text, bool, None) must be equal
-            on all ranks, in every bit, and is kept.
+            as float64, int64 or complex128. Every other leaf (text, bool, None) must be
+            bitwise equal on all ranks, and is kept.
         op: How entries are combined. Sums and products of bool count as int64, means of
             integers as float32; half precision is summed in float32. Everything else
             keeps its dtype.
 
     Returns:
-        A new tree, equal in every bit on every rank, without gradient: tensors for tensors,
-        NumPy values for NumPy values, numbers for numbers.
+        A new tree, bitwise equal on every rank, without gradient: tensors for tensors, NumPy
+        values for NumPy values, numbers for numbers.
 
     Effects:
-        One exchange of packets; one all-reduce per dtype too if the tree is not small.
+        One exchange of packets, which contains a small tree; one all-reduce per dtype for a
+        larger one.
 
     Raises:
-        CollectiveError: the ranks disagree, a dtype cannot be combined so, or a rank did
-            not come; on every rank.
+        CollectiveError: the ranks disagree, `op` does not support a dtype, or a rank never
+            joins; on every rank.
 
     Source:
         torch.distributed.all_reduce.
@@ -129,12 +129,12 @@ def reduce(
     kept = ", ".join([canonical_text(value) for value in others])
     extra = " ".join(part for part in (op, kept) if part)
     tensors = list(packed.tensors.values())
-    route = find_layout(ctx, "reduce", packed, extra)
-    call = ("reduce", signature(packed, extra)) if route is None else route.call
-    if route is not None or _fits_in_packet(ctx, tensors):
+    layout = find_layout(ctx, "reduce", packed, extra)
+    call = ("reduce", signature(packed, extra)) if layout is None else layout.call
+    if layout is not None or _fits_in_packet(ctx, tensors):
         stacked = (
-            gather_with_layout(ctx, route, packed)
-            if route
+            gather_with_layout(ctx, layout, packed)
+            if layout
             else _gather_leaves(ctx, call, packed, None)[0]
         )
         check_reducible(tensors, op, others)
@@ -147,19 +147,19 @@ def reduce(
 
 
 def broadcast(tree: Any, ctx: DistContext, src: int = 0) -> Any:
-    """Give every rank the tensors and other leaves of one rank.
+    """Send the tensors and other leaves of one rank to every rank.
 
     Args:
         tree: Nested containers; the same structure, shapes and dtypes on every rank.
-        src: The rank of this context whose values count.
+        src: The rank of this context that sends its values.
 
     Returns:
         A new tree, equal on every rank, without gradient.
 
     Effects:
-        One exchange of packets, in which only `src` has a payload; a broadcast of the
-        whole tree if it is not small; a second exchange if a leaf could fail to unpickle; none
-        at one rank.
+        One exchange of packets, in which only `src` has a payload, a small tree; a broadcast
+        for a larger one; a second exchange if a leaf could fail to unpickle. Nothing at one
+        rank.
 
     Raises:
         CollectiveError: the ranks disagree on structure or `src`, one cannot unpickle a leaf,
@@ -179,7 +179,7 @@ def broadcast(tree: Any, ctx: DistContext, src: int = 0) -> Any:
 
 
 def broadcast_packed(name: str, packed: Packed, ctx: DistContext, src: int) -> Any:
-    """As `broadcast`, of a tree that is taken apart.
+    """As `broadcast`, for a packed tree.
 
     Args:
         name: The function that was called, for messages; equal on every rank.
@@ -187,7 +187,7 @@ def broadcast_packed(name: str, packed: Packed, ctx: DistContext, src: int) -> A
     tensors = list(packed.tensors.values())
     check_source_rank(name, src, ctx)
     call = (name, signature(packed, f"src={src}"))
-    # A pretended world holds this rank's values only.
+    # A simulated world has only this rank's values.
     sends = ctx.rank == src or ctx.comm.simulated
     blob = dump(list(packed.others.values()), ctx) if sends and packed.others else _EMPTY
     fits = _fits_in_packet(ctx, tensors) and ctx.world_size > 1
@@ -209,15 +209,15 @@ def broadcast_packed(name: str, packed: Packed, ctx: DistContext, src: int) -> A
 def _gather_leaves(
     ctx: DistContext, call: Call, packed: Packed, others: Tensor | None, *, joined: bool = False
 ) -> tuple[list[Tensor], list[list[Any]]]:
-    """Each tensor of all ranks, as `unpack_ranks` gives it, and the other leaves of each rank.
+    """Each tensor of all ranks, as `unpack_ranks` returns it, and the other leaves of each rank.
 
     Args:
-        others: The other leaves as `dump` makes them; None if nobody wants them.
+        others: The output of `dump` for the other leaves; None if they are not needed.
     """
     tensors = list(packed.tensors.values())
     if ctx.world_size == 1:
-        alone = [t.clone() if joined and t.ndim else t.clone()[None] for t in tensors]
-        return alone, [list(packed.others.values())]
+        copies = [t.clone() if joined and t.ndim else t.clone()[None] for t in tensors]
+        return copies, [list(packed.others.values())]
     blob = _EMPTY if others is None else others
     if _fits_in_packet(ctx, tensors):
         flat = to_bytes(tensors)
@@ -248,7 +248,7 @@ def _exchange(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
 
 
 def _fits_in_packet(ctx: DistContext, tensors: list[Tensor]) -> bool:
-    """Whether tensors travel in the packet itself: they are on the CPU and fit."""
+    """Whether tensors can be sent in the packet itself: they are on the CPU and fit."""
     if ctx.world_size == 1:
         return True
     size = sum([tensor.nbytes + 15 for tensor in tensors])
@@ -260,7 +260,7 @@ def _on_cpu(tensors: list[Tensor]) -> bool:
 
 
 def _by_device(ctx: DistContext, tensors: list[Tensor]) -> list[tuple[Any, list[int]]]:
-    """Which group carries which tensors: CPU tensors the control group, others their own."""
+    """Pair groups with tensors: the control group for CPU tensors, the device group for others."""
     cpu = [i for i, tensor in enumerate(tensors) if tensor.device.type == "cpu"]
     device = [i for i, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
     pairs = [(ctx.comm.control, cpu), (ctx.comm.group, device)]

@@ -1,4 +1,4 @@
-"""From the environment to a connected context: the one place that reads the environment."""
+"""Connecting a context from the environment; no other module reads the environment."""
 
 import functools
 import os
@@ -37,11 +37,11 @@ from fxtrain.state import (
 __all__ = ["PLAN", "close", "detect", "launched_plan"]
 
 DEFAULT_TIMEOUT_S = 600.0
-LONGEST_S = 1e6  # systems count milliseconds in 31 bits
+LONGEST_S = 1e6  # milliseconds must fit into 31 bits
 _MESH = "FXTRAIN_MESH"
 PLAN = "FXTRAIN_PLAN"
 
-# torch's own choice of library per device type; CPU tensors always travel over gloo.
+# torch's choice of library per device type; CPU tensors always use gloo.
 _BACKENDS = {
     "cpu": "gloo",
     "cuda": "nccl",
@@ -67,15 +67,15 @@ def detect(
 ) -> DistContext:
     """Find out which rank this process is and connect it to the others.
 
-    A process group that is there already is reused and left open.
+    An existing process group is reused and left open.
 
     Args:
         env: Variables to read instead of the process's environment.
-        device: Where to compute; the accelerator of this rank, or the CPU, by default. "xla", or
-            the variable PJRT_DEVICE, computes with torch_xla.
-        mesh: Ranks per axis; by default what the variable FXTRAIN_MESH says, such as
-            "shard=8,tensor=2", or else all ranks replicate. Of a rank that drives several XLA
-            devices, its devices.
+        device: Where to compute; by default this rank's accelerator, or the CPU if there is
+            none. "xla", or the variable PJRT_DEVICE, selects torch_xla.
+        mesh: Ranks per axis; by default the value of the variable FXTRAIN_MESH, such as
+            "shard=8,tensor=2", or all ranks on the replicate axis. For a rank that drives
+            several XLA devices, the mesh of its devices.
         timeout_s: Longest wait for another rank, here and in every collective, in seconds;
             600 by default.
         checks: Compare every collective call between the ranks before it runs.
@@ -83,17 +83,18 @@ def detect(
     Effects:
         Opens torch's default process group and a gloo group for control traffic when there
         is more than one rank, and one pair of groups per mesh axis; selects the device.
-        Both are closed at exit of the `with` block or of the process. Rank 0 serves the store
-        at which the ranks meet, unless the launcher does, at the main address only. With the
-        variable FXTRAIN_RUN_SECRET objects travel under a seal, and nothing else is unpickled.
-        A plan in the variable FXTRAIN_PLAN, where `fxtrain launch` writes that of a launch file,
+        The groups are closed when the `with` block or the process ends. Rank 0 serves the
+        rendezvous store, unless the launcher does, at the main address only. With the variable
+        FXTRAIN_RUN_SECRET objects are signed, and objects without a valid signature are refused.
+        A plan in the variable FXTRAIN_PLAN, which `fxtrain launch` sets to that of a launch file,
         becomes the default of `fx.wrap` and `fx.shard`.
 
     Raises:
-        ContextError: the variables contradict each other, the device is not there, a rank
-            never joined within `timeout_s`, which is named, or ranks have different secrets.
-        MeshError: the mesh does not multiply to the ranks; before any of them waits for another.
-        PlanError: the variable FXTRAIN_PLAN contains no plan; likewise.
+        ContextError: the variables contradict each other, the device does not exist, a rank
+            never joined within `timeout_s` (the message names it), or ranks have different
+            secrets.
+        MeshError: the axes do not multiply to the world size; raised before any rank waits.
+        PlanError: the variable FXTRAIN_PLAN contains no plan; raised before any rank waits.
 
     Example:
         >>> import fxtrain as fx
@@ -108,8 +109,8 @@ def detect(
         large = isinstance(timeout_s, int) and timeout_s > LONGEST_S
         shown = "..." if large else repr(timeout_s)
         raise ContextError(
-            f"detect(timeout_s={shown}): a timeout is a number of seconds > 0, at most "
-            f"{LONGEST_S:.0f}."
+            f"detect(timeout_s={shown}): not a timeout. Pass a number of seconds above 0 and at "
+            f"most {LONGEST_S:.0f}."
         )
     given = launched_plan(variables)
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
@@ -125,7 +126,7 @@ def detect(
     if topology.world_size == 1:
         ctx = _single_rank_context(topology, found, devices, mesh, wait_s, checks=checks)
         return with_plan(ctx, given)
-    resolve_mesh(mesh or Mesh(), topology.world_size)  # a refusal does not wait for the others
+    resolve_mesh(mesh or Mesh(), topology.world_size)  # raises before waiting for other ranks
     store = open_store(topology, wait_s, key=key)
     ctx = _connect_ranks(topology, found, mesh, wait_s, checks=checks, store=store, key=key)
     return with_plan(ctx, given)
@@ -150,16 +151,16 @@ def launched_plan(env: Mapping[str, str] | None = None) -> Plan | None:
 
 
 def close(ctx: DistContext) -> None:
-    """Close the process groups that `detect` opened for this context; harmless twice.
+    """Close the process groups that `detect` opened for this context. Safe to call twice.
 
     Effects:
-        Waits for saves in the background. Destroys the process groups that `detect` opened:
-        where torch's was there before, only those beside it.
+        Waits for background saves. Destroys the process groups that `detect` opened, and leaves
+        a process group that existed before.
 
-        Every later call with the context or one of its axes is a ContextError.
+        Every later call with the context or one of its axes raises ContextError.
 
     Raises:
-        FxError: a save in the background had failed, and nobody had asked for its result.
+        FxError: a background save failed, and its result was never requested.
 
     Example:
         >>> import fxtrain as fx
@@ -169,7 +170,7 @@ def close(ctx: DistContext) -> None:
 
 
 def _existing_topology(env: Mapping[str, str]) -> Topology:
-    """The place of this rank in the group that is there; the environment only adds nodes."""
+    """This rank in the existing group; the environment only adds the nodes."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     try:
         found = read_topology(env)
@@ -199,8 +200,8 @@ def _single_rank_context(
     shape = resolve_mesh(mesh or Mesh(), devices)
     if devices > 1 and shape.replicate * shape.shard != devices:
         raise ContextError(
-            f"detect: XLA splits data and parameters over the {devices} devices of this process, "
-            f"and nothing else. Use the axes replicate and shard of the mesh."
+            f"detect: the mesh does not match the {devices} XLA devices of this process. XLA "
+            f"supports only the axes replicate and shard: make their product {devices}."
         )
     ctx = _context(topology, device, comm, shape, {})
     return attrs.evolve(ctx, devices=devices)
@@ -241,7 +242,7 @@ def _connect_ranks(
         key=key,
     )
     state.opened_groups.append(comm.control)
-    packets_of(comm, topology.rank)  # so that the others can write to this rank
+    packets_of(comm, topology.rank)  # posts receives, so that other ranks can send
     axes = _open_axes(comm, shape, topology.rank, wait, device) if mesh is not None else {}
     return _context(topology, device, comm, shape, axes)
 
@@ -298,7 +299,7 @@ def _open_axes(
             part = comm
         elif len(mine) == 1:
             part = Comm(ranks=tuple(mine), timeout_s=comm.timeout_s, checks=comm.checks)
-        elif real in opened:  # data over replicate alone is replicate
+        elif real in opened:  # data over the replicate axis only is replicate
             part = opened[real]
         else:
             part = opened[real] = _open_axis(comm, name, parts, mine, wait, device)
@@ -340,14 +341,14 @@ def _open_axis(
 
 def _new_group(ranks: list[int] | None, *, wait: timedelta, simulated: bool) -> Any:
     backend = "fake" if simulated else "gloo"
-    # torch_xla puts a new_group of fewer arguments into torch.distributed.
+    # torch_xla replaces torch.distributed.new_group with one that takes fewer arguments.
     new_group = dist.distributed_c10d.new_group
     return new_group(ranks, timeout=wait, backend=backend, group_desc="fxtrain control")
 
 
 def _group_store() -> Any:
-    # torch keeps the store of an existing group to itself; without it a lost rank is still
-    # an error, only with fewer words.
+    # torch has no public access to the store of an existing group; without it a lost rank is
+    # still an error, with less detail.
     find = getattr(dist.distributed_c10d, "_get_default_store", None)
     return None if find is None else find()
 
@@ -356,12 +357,12 @@ def _open_group(topology: Topology, device: torch.device, store: Any, wait: time
     library = _BACKENDS.get(device.type)
     if library is None:
         raise ContextError(
-            f"No communication library is known for {device.type} tensors. "
+            f"detect: no known communication library supports {device.type} tensors. "
             f"Open a process group yourself before calling detect."
         )
-    # CPU tensors travel in the control group; torch_xla's group is one of its own kind.
-    alone = device.type in ("cpu", "xla")
-    backend = library if alone else f"cpu:gloo,{device.type}:{library}"
+    # The control group carries CPU tensors; torch_xla's group takes a single backend.
+    single = device.type in ("cpu", "xla")
+    backend = library if single else f"cpu:gloo,{device.type}:{library}"
     try:
         dist.init_process_group(
             backend,

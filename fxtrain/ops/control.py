@@ -1,4 +1,4 @@
-"""Who runs what: running things on one rank first, or on one only; speaking."""
+"""Running code on one rank first or on one rank only, and printing once."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -19,18 +19,18 @@ T = TypeVar("T")
 
 @contextmanager
 def main_first(ctx: DistContext) -> Iterator[None]:
-    """Let rank 0 run the block before the others, as for a download that all share.
+    """Run the block on rank 0 before the other ranks, for example to download shared files.
 
-    Collectives of this context do not belong in the block, since rank 0 runs it alone. Blocks
-    may be nested; the outermost one decides the order.
+    The block must not call collectives of this context, since only rank 0 runs it at first.
+    Blocks may be nested; the outermost one decides the order.
 
     Effects:
-        Two exchanges of packets; none at one rank. The others wait for rank 0, and then rank 0
-        for them, as long as the context's `timeout_s`.
+        Two exchanges of packets; none at one rank. The other ranks wait for rank 0, then rank 0
+        waits for them, each for up to the context's `timeout_s`.
 
     Raises:
-        CollectiveError: another rank failed inside the block, with its error; at once, on every
-            rank that did not fail itself. One that fails raises its own error.
+        CollectiveError: another rank failed inside the block, with its error; on every rank that
+            did not fail. A rank that fails raises its own error.
 
     Example:
         >>> import fxtrain as fx
@@ -51,7 +51,7 @@ def main_first(ctx: DistContext) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # A collective in the block met one of main_first, which the others know by now.
+        # A collective inside the block was compared with main_first: every rank has raised.
         if state.call_count != calls or state.failure is not None:
             raise
         problem = error
@@ -59,14 +59,14 @@ def main_first(ctx: DistContext) -> Iterator[None]:
         state.in_main_first = False
     if ctx.is_main:
         _release_others(problem, ctx)
-    if problem is None or not ctx.is_main:  # the others left when rank 0 failed
+    if problem is None or not ctx.is_main:  # if rank 0 failed, the others have raised already
         _release_others(problem, ctx)
     if problem is not None:
         raise problem
 
 
 def _release_others(problem: BaseException | None, ctx: DistContext) -> None:
-    """Tell the other ranks that this one is done with the block, or why it failed."""
+    """Report to the other ranks that this one has finished the block, or why it failed."""
     found = gather_errors("main_first", "" if problem is None else error_text(problem), ctx)
     failed = [
         f"rank {rank} failed inside the block: {text}" for rank, text in enumerate(found) if text
@@ -76,7 +76,7 @@ def _release_others(problem: BaseException | None, ctx: DistContext) -> None:
 
 
 def on_main(fn: Callable[[], T], ctx: DistContext) -> T | None:
-    """Call a function on rank 0 only; the others get None at once.
+    """Call a function on rank 0 only; the other ranks return None without waiting.
 
     Example:
         >>> import fxtrain as fx
@@ -88,13 +88,13 @@ def on_main(fn: Callable[[], T], ctx: DistContext) -> T | None:
 
 
 def on_rank(fn: Callable[[], T], ctx: DistContext, *, rank: int) -> T | None:
-    """Call a function on one rank only; the others get None at once.
+    """Call a function on one rank only; the other ranks return None without waiting.
 
     Args:
-        rank: The rank; negative counts from the last.
+        rank: The rank; a negative one counts from the end.
 
     Raises:
-        CollectiveError: there is no such rank.
+        CollectiveError: the context has no such rank.
 
     Example:
         >>> import fxtrain as fx
@@ -104,15 +104,17 @@ def on_rank(fn: Callable[[], T], ctx: DistContext, *, rank: int) -> T | None:
     """
     check_is_context("on_rank", ctx)
     if not -ctx.world_size <= rank < ctx.world_size:
-        raise CollectiveError(f"on_rank(rank={rank}): this context has {ctx.world_size} ranks.")
+        raise CollectiveError(
+            f"on_rank(rank={rank}): no such rank. This context has ranks 0 to {ctx.world_size - 1}."
+        )
     return fn() if ctx.rank == rank % ctx.world_size else None
 
 
 def say(text: Any, ctx: DistContext, *, everyone: bool = False) -> None:
-    """Write a line to standard output, once.
+    """Write a line to standard output, on rank 0 only.
 
     Args:
-        everyone: Write every rank's line instead, in rank order, each behind its rank.
+        everyone: Write every rank's line, in rank order, each prefixed with its rank.
 
     Effects:
         One exchange of packets with `everyone`, none otherwise.

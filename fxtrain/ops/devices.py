@@ -1,4 +1,4 @@
-"""Where a rank computes, and that device's random generator."""
+"""The device of a rank, and its random generator."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,30 +14,30 @@ __all__ = ["device_random_state", "find_device", "set_device_random_state", "syn
 
 
 def find_device(
-    asked: str | torch.device | None, env: Mapping[str, str], topology: Topology
+    requested: str | torch.device | None, env: Mapping[str, str], topology: Topology
 ) -> tuple[torch.device, int]:
-    """The device of this rank, and how many it stands for."""
-    if xla_runtime.wants_xla(asked, env):
-        return xla_runtime.start_runtime(asked, env, topology)
-    return _pick_device(asked, topology), 1
+    """The device of this rank, and the number of devices that it drives."""
+    if xla_runtime.wants_xla(requested, env):
+        return xla_runtime.start_runtime(requested, env, topology)
+    return _pick_device(requested, topology), 1
 
 
-def _pick_device(asked: str | torch.device | None, topology: Topology) -> torch.device:
+def _pick_device(requested: str | torch.device | None, topology: Topology) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if asked is None and accelerator is None:
+    if requested is None and accelerator is None:
         return torch.device("cpu")
     try:
-        wanted = torch.device(asked) if asked is not None else accelerator
+        wanted = torch.device(requested) if requested is not None else accelerator
     except RuntimeError as error:
-        raise ContextError(f"detect(device={asked!r}): not a device. {error}") from error
+        raise ContextError(f"detect(device={requested!r}): not a device. {error}") from error
     assert wanted is not None
     if wanted.type in ("cpu", "meta"):
         return torch.device(wanted.type)
     if accelerator is None or wanted.type != accelerator.type:
-        there = "only the CPU" if accelerator is None else f"{accelerator.type} and the CPU"
+        available = "only the CPU" if accelerator is None else f"{accelerator.type} and the CPU"
         raise ContextError(
-            f"detect(device={str(wanted)!r}): this machine has {there}. Leave device out to "
-            f"take what is there, or check the driver and the build of torch."
+            f"detect(device={str(wanted)!r}): torch finds {available} on this machine. Omit device "
+            f"to use what is available, or check the driver and the build of torch."
         )
     if wanted.type == "mps":
         return wanted
@@ -46,7 +46,7 @@ def _pick_device(asked: str | torch.device | None, topology: Topology) -> torch.
     if index >= count:
         raise ContextError(
             f"Rank {topology.rank} (local rank {topology.local_rank}) needs "
-            f"{wanted.type}:{index}, but this node has {count} such devices. "
+            f"{wanted.type}:{index}, but this node has {count} {wanted.type} devices. "
             f"Launch at most {count} ranks per node."
         )
     torch.accelerator.set_device_index(index)
@@ -54,9 +54,9 @@ def _pick_device(asked: str | torch.device | None, topology: Topology) -> torch.
 
 
 def device_random_state(ctx: DistContext) -> Tensor | None:
-    """Where the generator of the context's device stands, as bytes, or a number for XLA.
+    """The state of the device's random generator: bytes, or a number for XLA.
 
-    None where the device has none of its own.
+    None if the device has no separate generator.
     """
     if ctx.device.type in ("cpu", "meta"):
         return None
@@ -67,9 +67,9 @@ def device_random_state(ctx: DistContext) -> Tensor | None:
 
 
 def set_device_random_state(ctx: DistContext, state: Tensor) -> None:
-    """Put the generator of the context's device where `device_random_state` found it.
+    """Restore a state of the device's random generator that `device_random_state` returned.
 
-    That of another kind of device says nothing to this one, and is left out.
+    The state of another device type is ignored.
     """
     if ctx.device.type == "xla":
         if state.dtype == torch.int64:
@@ -80,7 +80,7 @@ def set_device_random_state(ctx: DistContext, state: Tensor) -> None:
 
 def synchronize(ctx: DistContext) -> None:
     """Wait until copies from the context's device have arrived."""
-    # A copy from an XLA device to the host waits by itself.
+    # Copies from an XLA device to the host are synchronous.
     if ctx.device.type not in ("cpu", "meta", "xla"):
         torch.accelerator.synchronize(ctx.device)
 

@@ -1,4 +1,4 @@
-"""A second way to the same ranks."""
+"""A second context over the same ranks."""
 
 from datetime import timedelta
 from typing import Any, cast
@@ -16,15 +16,15 @@ __all__ = ["duplicate"]
 
 
 def duplicate(ctx: DistContext) -> DistContext:
-    """The same ranks over a group of their own, so that another thread can talk too.
+    """Make a context over the same ranks with a separate group, for another thread.
 
-    Calls on one context are ordered, so only the thread that opened it may make them: two
-    threads would mix up each other's values. The copy is that of the thread that first uses
-    it; make one for each thread, and hand each to the same thread on every rank.
+    Collectives are matched by their order, so only the thread that opened a context may use it.
+    A duplicate belongs to the thread that first uses it. Make one per thread, and pass each to
+    the corresponding thread on every rank.
 
     Effects:
-        Opens a gloo group, which every rank must do at the same place, and returns once all of
-        them have connected. The group closes with the context.
+        Opens a gloo group and returns once every rank has connected; every rank must call it at
+        the same point. The group closes with the context.
 
     Raises:
         CollectiveError: a rank never joined.
@@ -41,7 +41,7 @@ def duplicate(ctx: DistContext) -> DistContext:
     if ctx.world_size == 1 or comm.simulated:
         return attrs.evolve(ctx, comm=attrs.evolve(comm, close=Comm().close, state=fresh))
     wait_pending_check(ctx)
-    # Equal on every rank, which have made as many calls and opened as many groups.
+    # Equal on every rank, since all have made the same calls and opened the same groups.
     name = f"{comm.name}+{comm.state.call_count}.{len(comm.state.opened_groups)}"
     with rank_loss_guard(ctx, ("duplicate", "")):
         group = _open(ctx)
@@ -59,8 +59,8 @@ def _open(ctx: DistContext) -> dist.ProcessGroup:
         list(comm.ranks),
         timeout=timedelta(seconds=comm.timeout_s),
         backend="gloo",
-        # A group of some ranks is named after them and the number of open groups, so that the
-        # next one may get the name of one that is closed and find its addresses in the store.
+        # torch names a group of some ranks after them and the number of open groups, so a later
+        # group may get the name of a closed one and find its stale addresses in the store.
         use_local_synchronization=ctx.world_size < world.size(),
         group_desc="fxtrain duplicate",
     )
@@ -69,9 +69,9 @@ def _open(ctx: DistContext) -> dist.ProcessGroup:
 
 
 def _connected(ctx: DistContext, name: str) -> None:
-    """Wait for every rank: one that closes its group early would break those still connecting.
+    """Wait for every rank: closing a group early would break ranks that still connect.
 
-    The key may be that of an earlier context, so that its arrivals are counted in rounds.
+    An earlier context may have used the key, so arrivals are counted in rounds.
     """
     store, key = ctx.comm.store, f"{name}/connected"
     arrived = store.add(key, 1)

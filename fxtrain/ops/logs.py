@@ -11,10 +11,10 @@ __all__ = ["RankLogger", "log"]
 
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
-    """A logger of the standard library that speaks on rank 0 unless told otherwise.
+    """A standard library logger that logs on rank 0 by default.
 
-    Every call takes two more keywords: `everyone=True` logs on all ranks, each line behind
-    its rank; `rank=3` logs on that rank only.
+    Every call takes two more keywords: `everyone=True` logs on all ranks, each line prefixed
+    with its rank; `rank=3` logs on that rank only.
     """
 
     def __init__(self, logger: logging.Logger, ctx: DistContext) -> None:
@@ -24,7 +24,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     def log(
         self, level: int, msg: object, *args: Any, everyone: bool = False, rank: int = 0, **kw: Any
     ) -> None:
-        """Log on the chosen ranks; the others do nothing, not even format."""
+        """Log on the chosen ranks; the others return without formatting the message."""
         if (everyone or self._ctx.rank == rank) and self.isEnabledFor(level):
             text = f"[rank {self._ctx.rank}] {msg}" if everyone or rank else msg
             kw["stacklevel"] = kw.get("stacklevel", 1) + 1
@@ -33,21 +33,21 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
-        """Leave keywords as they are."""
+        """Return the message and keywords unchanged."""
         return msg, kwargs
 
 
 def log(ctx: DistContext, name: str = "fxtrain.run") -> RankLogger:
-    """A logger for this rank: rank 0 speaks, the others only when asked.
+    """A logger for this rank, which logs on rank 0 unless a call asks for other ranks.
 
     Args:
-        ctx: Where this process is; rank 0 logs.
-        name: The logger of the standard library underneath, whose handlers and level are
-            the user's. As long as it has no handler, lines from INFO on, or from the level that
-            was set, go to standard error.
+        ctx: The context of this process.
+        name: Name of the underlying standard library logger; you configure its handlers and
+            level. While it has no handler, records from INFO up, or from the level that you set,
+            go to standard error.
 
     Raises:
-        ContextError: the first argument is not a context, or the name not a string.
+        ContextError: the first argument is not a context, or the name is not a string.
 
     Example:
         >>> import fxtrain as fx, logging

@@ -25,22 +25,22 @@ __all__ = [
 
 
 class Opaque:
-    """Hides an object's insides from tree walking: it travels as one leaf."""
+    """Hides the contents of an object from tree walking: it is sent as one leaf."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def gather_objects(obj: Any, ctx: DistContext) -> list[Any]:
-    """Give every rank the list of all ranks' objects, in rank order.
+    """Gather one object per rank into a list on every rank, in rank order.
 
     Args:
-        obj: Anything that pickles; it may differ between ranks in every way.
+        obj: Anything that pickles; objects may differ completely between ranks.
 
     Effects:
-        One exchange of packets, an all-gather too if an object is large. Objects travel as
-        pickles between the ranks of this run; other than plain values, CPU tensors and containers
-        of them take a second exchange, by which all ranks know that all could unpickle them.
+        One exchange of packets, and an all-gather if an object is large. Objects are sent as
+        pickles between the ranks of this run. Objects other than plain values, CPU tensors and
+        containers of them need a second exchange, in which ranks report whether they unpickled.
 
     Raises:
         CollectiveError: an object does not pickle, a rank cannot unpickle it, or a rank never
@@ -57,7 +57,7 @@ def gather_objects(obj: Any, ctx: DistContext) -> list[Any]:
 
 
 def broadcast_object(obj: Any, ctx: DistContext, src: int = 0) -> Any:
-    """Give every rank the object of one rank; what the others pass is ignored.
+    """Send the object of one rank to every rank; the objects of other ranks are ignored.
 
     Effects:
         As `gather_objects`.
@@ -77,18 +77,18 @@ def broadcast_object(obj: Any, ctx: DistContext, src: int = 0) -> Any:
 
 
 def _as_leaf(obj: Any) -> Packed:
-    """An object that travels as one leaf, whatever it is."""
+    """Any object, packed as one leaf."""
     return Packed(shape=TreeSpec("*"), tensors={}, others={0: obj}, back={})
 
 
 def barrier(ctx: DistContext) -> None:
-    """Wait until every rank is here.
+    """Wait until every rank has called `barrier`.
 
     Effects:
         One exchange of packets; none at one rank.
 
     Raises:
-        CollectiveError: a rank is at another call or never joins; on every rank.
+        CollectiveError: a rank makes another call or never joins; on every rank.
 
     Example:
         >>> import fxtrain as fx
@@ -101,12 +101,12 @@ def barrier(ctx: DistContext) -> None:
 
 
 def agree(value: Any, ctx: DistContext, name: str = "value") -> Any:
-    """Make sure that every rank holds the same value.
+    """Check that every rank has the same value.
 
     Args:
-        value: Anything: tensors and arrays are compared by their bytes, records and
-            containers by their parts, other objects by what `pickle` takes of them.
-        name: What it is, for the message.
+        value: Any value: tensors and arrays are compared by their bytes, records and
+            containers by their parts, other objects by their pickled state.
+        name: Name of the value in the error message.
 
     Returns:
         The value.
@@ -115,7 +115,7 @@ def agree(value: Any, ctx: DistContext, name: str = "value") -> Any:
         One exchange of packets; none at one rank or with `checks=False`.
 
     Raises:
-        CollectiveError: the ranks hold different values; on every rank, with all of them.
+        CollectiveError: the ranks have different values; on every rank, with all values.
 
     Example:
         >>> import fxtrain as fx
@@ -130,16 +130,17 @@ def agree(value: Any, ctx: DistContext, name: str = "value") -> Any:
 
 
 def any_rank(flag: Any, ctx: DistContext) -> bool:
-    """Whether a flag is true on at least one rank; for early stops and the like.
+    """Whether a flag is true on at least one rank, for example to stop early.
 
     Args:
-        flag: A bool or one-entry tensor; a tensor on a device is waited for.
+        flag: A bool or one-entry tensor; reading a device tensor waits for the device.
 
     Effects:
         One exchange of packets; none at one rank.
 
     Raises:
-        CollectiveError: a rank is at another call or never joins; on every rank.
+        CollectiveError: a flag is neither true nor false, or a rank makes another call or never
+            joins; on every rank.
 
     Example:
         >>> import fxtrain as fx
@@ -154,13 +155,14 @@ def all_ranks(flag: Any, ctx: DistContext) -> bool:
     """Whether a flag is true on every rank.
 
     Args:
-        flag: A bool or one-entry tensor; a tensor on a device is waited for.
+        flag: A bool or one-entry tensor; reading a device tensor waits for the device.
 
     Effects:
         One exchange of packets; none at one rank.
 
     Raises:
-        CollectiveError: a rank is at another call or never joins; on every rank.
+        CollectiveError: a flag is neither true nor false, or a rank makes another call or never
+            joins; on every rank.
 
     Example:
         >>> import fxtrain as fx
@@ -176,7 +178,7 @@ def _flags(op: str, flag: Any, ctx: DistContext) -> list[bool]:
     mine, unclear = False, None
     try:
         mine = bool(flag)
-    except Exception as error:  # of a tensor of several entries, or the flag's own
+    except Exception as error:  # a tensor of several entries, or an error of the flag's __bool__
         unclear = error
     payload = torch.tensor([mine, unclear is not None]).view(torch.uint8)
     rows = [payload] if ctx.world_size == 1 else exchange_payloads(ctx, (op, ""), payload)

@@ -1,4 +1,4 @@
-"""Libraries that find their place among the ranks in the environment or in torch's group."""
+"""Support for libraries that read their rank from the environment or from torch's group."""
 
 import atexit
 import os
@@ -11,9 +11,10 @@ __all__ = ["ensure_group", "export_local_rank"]
 
 
 def export_local_rank(ctx: DistContext) -> None:
-    """Say in the environment which device of its node this rank uses.
+    """Export the index of this rank's device on its node.
 
-    DeepSpeed looks it up while it trains, so it has to stay; `detect` ignores it by itself.
+    DeepSpeed reads the variable while it trains, so it stays set; `detect` ignores it if it is
+    set without the others.
 
     Effects:
         Sets LOCAL_RANK.
@@ -23,11 +24,11 @@ def export_local_rank(ctx: DistContext) -> None:
 
 
 def ensure_group(ctx: DistContext) -> None:
-    """Open torch's process group where a context of one rank went without.
+    """Open torch's process group for a context of one rank, which has none.
 
     Effects:
-        A group of one rank until the process ends. There is no store that others could reach;
-        gloo listens at the address of the machine's name, or of GLOO_SOCKET_IFNAME.
+        A group of one rank until the process ends. Its store is not reachable from outside;
+        gloo listens at the address of the host name, or on GLOO_SOCKET_IFNAME.
     """
     if dist.is_initialized():
         return

@@ -1,4 +1,4 @@
-"""Ragged leaves."""
+"""Padding ragged tensors."""
 
 from typing import Any
 
@@ -20,14 +20,15 @@ _STATIC = {"static": True}
 
 @attrs.frozen(kw_only=True, eq=False)
 class Padded:
-    """A tree whose tensors were made equally long on every rank; a tree like any other.
+    """A tree whose tensors were padded to the same length on every rank; itself a tree.
 
-    Identity decides equality and hash, since tensors do not compare to a single truth.
+    Compared and hashed by identity, since comparing tensors does not give a single bool.
 
     Attributes:
         data: The padded tree.
-        lengths: For each tensor leaf, its length on each rank before; equal on every rank.
-        heads: First size of each padded tensor leaf, by which a gather is recognised.
+        lengths: For each tensor leaf, its length on each rank before padding; equal on every
+            rank.
+        heads: First size of each padded tensor leaf, by which `unpad` recognises a gather.
         dim: The dimension that was padded.
     """
 
@@ -38,18 +39,18 @@ class Padded:
 
 
 def pad(tree: Any, ctx: DistContext, dim: int = 0, value: float = 0) -> Padded:
-    """Make tensors equally long on every rank, by padding at the end of one dimension.
+    """Pad tensors to the same length on every rank, at the end of one dimension.
 
     Args:
-        tree: Nested containers; tensors and NumPy arrays of numbers may differ in length
-            along `dim` between ranks, and in nothing else. Those without that dimension, and
-            other leaves, stay.
-        dim: The dimension to pad; negative counts from the end.
-        value: What to pad with.
+        tree: Nested containers; tensors and NumPy arrays of numbers may differ between ranks
+            only in their length along `dim`. Those without that dimension, and other leaves,
+            are unchanged.
+        dim: The dimension to pad; a negative one counts from the end.
+        value: The padding value.
 
     Returns:
-        The padded tree with every rank's lengths; `.data` is the tree itself. Gather it and
-        `unpad` the result to join ragged tensors of all ranks.
+        The padded tree with every rank's lengths; `.data` is the tree itself. To join ragged
+        tensors of all ranks, gather it and `unpad` the result.
 
     Effects:
         One exchange of packets, with 8 bytes per tensor; none at one rank.
@@ -88,17 +89,17 @@ def pad(tree: Any, ctx: DistContext, dim: int = 0, value: float = 0) -> Padded:
 
 
 def unpad(padded: Padded, ctx: DistContext) -> Any:
-    """Cut the padding off again, before or after a gather.
+    """Remove the padding, before or after a gather.
 
     Args:
-        padded: What `pad` returned, or a gather of it along the same context.
+        padded: The output of `pad`, or a gather of it over the same context.
 
     Returns:
-        This rank's original tree, or, gathered, each tensor with all ranks' real entries.
+        This rank's original tree; after a gather, each tensor with all ranks' real entries.
 
     Raises:
-        DataError: gathered tensors that were padded in a dimension other than the first do
-            not fit together without their padding.
+        DataError: gathered tensors that were padded in a dimension other than the first cannot
+            be concatenated without their padding.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -119,7 +120,7 @@ def _has_dim(tensor: Tensor, dim: int) -> bool:
 
 
 def _signature_without_dim(tensor: Tensor, dim: int) -> str:
-    """Dtype and shape without the length that may differ."""
+    """Dtype and shape without the padded dimension, which may differ between ranks."""
     shape: list[Any] = list(tensor.shape)
     if _has_dim(tensor, dim):
         shape[dim] = "?"
@@ -127,10 +128,10 @@ def _signature_without_dim(tensor: Tensor, dim: int) -> str:
 
 
 def extend(tensor: Tensor, dim: int, length: int, value: float) -> Tensor:
-    """Pad a tensor at the end of one dimension; one without that dimension stays."""
+    """Pad a tensor at the end of one dimension; a tensor without that dimension is unchanged."""
     if not _has_dim(tensor, dim) or tensor.shape[dim] >= length:
         return tensor
-    if not tensor.numel():  # which torch 2.9 does not pad
+    if not tensor.numel():  # torch 2.9 cannot pad empty tensors
         shape = list(tensor.shape)
         shape[dim] = length
         return tensor.new_full(shape, value)
@@ -146,14 +147,15 @@ def _unpad_leaf(tensor: Tensor, padded: Padded, index: int, ctx: DistContext) ->
         return tensor.narrow(dim, 0, lengths[ctx.rank])
     if tensor.shape[0] != head * world_size:
         raise DataError(
-            f"unpad: a tensor of shape {list(tensor.shape)} is neither what pad returned nor "
-            f"a gather of it over {world_size} ranks ({head} or {head * world_size} rows)."
+            f"unpad: found a tensor of shape {list(tensor.shape)}, expected {head} rows as "
+            f"returned by pad, or {head * world_size} as gathered over {world_size} ranks. "
+            f"Pass either."
         )
     parts = tensor.split(head)
     if dim % tensor.ndim and len(set(lengths)) > 1:
         raise DataError(
-            f"unpad: ranks have the lengths {list(lengths)} along dim {dim}, so their rows do "
-            f"not fit into one tensor without padding. Keep the padding, or unpad before."
+            f"unpad: ranks have lengths {list(lengths)} along dim {dim}, so their rows cannot be "
+            f"concatenated without padding. Keep the padding, or unpad before the gather."
         )
     return torch.cat(
         [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]

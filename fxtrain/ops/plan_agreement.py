@@ -1,4 +1,4 @@
-"""Plans, and what ranks bring beside them, compared between ranks."""
+"""Comparing plans and other arguments between ranks."""
 
 import hashlib
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from fxtrain.state import DDP, DistContext, Plan, diff, fingerprint
 __all__ = ["check_same_plan", "digest_of_plan", "plan_for", "raise_plan_differences"]
 
 _DEFAULT = Plan()  # one object, so that a step finds by identity that plans are equal
-_DIGEST = 32  # bytes, which fit into a packet among any number of ranks
+_DIGEST = 32  # bytes; fits in a packet at any world size
 
 
 def plan_for(action: str, ctx: DistContext, plan: Plan | None) -> Plan:
@@ -45,15 +45,15 @@ def plan_for(action: str, ctx: DistContext, plan: Plan | None) -> Plan:
 
 
 def check_same_plan(action: str, ctx: DistContext, plan: Plan, extra: Mapping[str, Any]) -> None:
-    """Make sure that every rank brings the same plan, and the same beside it.
+    """Check that every rank passes the same plan and the same extra values.
 
     Args:
         action: The call, for messages.
-        extra: By name, what must be equal too: values with a faithful `str`.
+        extra: Further values that must be equal, by name; `str` must tell them apart.
 
     Effects:
-        One exchange of packets; none at one rank or with `checks=False`. Where ranks differ,
-        their plans are gathered.
+        One exchange of packets; none at one rank or with `checks=False`. If ranks differ, their
+        plans are gathered.
 
     Raises:
         PlanError: the plans differ; on every rank, with the differences.
@@ -68,7 +68,7 @@ def check_same_plan(action: str, ctx: DistContext, plan: Plan, extra: Mapping[st
 
 
 def digest_of_plan(plan: Plan, extra: Mapping[str, Any]) -> bytes:
-    """What two ranks share if they bring the same."""
+    """A digest that is equal on ranks with the same plan and extra values."""
     text = repr((_fingerprint(plan), _extra_text(extra)))
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
 
@@ -80,7 +80,7 @@ def _extra_text(extra: Mapping[str, Any]) -> dict[str, str]:
 def _fingerprint(plan: Plan) -> str:
     try:
         return fingerprint(plan)
-    except PlanError:  # a third party's config with more than data in it, such as a function
+    except PlanError:  # a third party's config that contains more than data, such as a function
         kind = type(plan.strategy)
         rest = fingerprint(attrs.evolve(plan, strategy=DDP()))
         return f"{kind.__module__}.{kind.__qualname__} {rest}"
@@ -89,11 +89,11 @@ def _fingerprint(plan: Plan) -> str:
 def raise_plan_differences(
     action: str, ctx: DistContext, plan: Plan, extra: Mapping[str, Any]
 ) -> NoReturn:
-    """Raise what differs between ranks; called by all of them.
+    """Raise an error that shows how the ranks differ; every rank calls it.
 
     Raises:
         PlanError: the plans differ.
-        CollectiveError: something beside them differs.
+        CollectiveError: an extra value differs.
     """
     found = gather_objects((plan, _extra_text(extra)), ctx)
     first, facts = found[0]
@@ -105,8 +105,8 @@ def raise_plan_differences(
                 [
                     f"{action}: the ranks pass different plans. Compared with rank 0:",
                     *lines,
-                    "Pass the same plan on every rank: read it from one file, and set no field "
-                    "by the rank.",
+                    "Pass the same plan on every rank: read it from one file, and do not set "
+                    "fields by rank.",
                 ]
             )
         )

@@ -1,4 +1,4 @@
-"""Leaving in order when a scheduler takes the machine back."""
+"""Stopping cleanly when a scheduler preempts the job."""
 
 import signal
 import threading
@@ -19,27 +19,27 @@ _DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
 
 @attrs.frozen(kw_only=True, eq=False)
 class Preemption:
-    """Whether a signal has asked this run to leave; see `preemption`.
+    """Whether a signal has requested that this run stops; see `preemption`.
 
     Attributes:
-        ctx: The ranks that leave together.
-        every: Updates between two looks.
+        ctx: The ranks that stop together.
+        every: Updates between two checks.
     """
 
     ctx: DistContext = attrs.field(repr=False)
     every: int = 1
-    _asked: threading.Event = attrs.field(factory=threading.Event, alias="asked", repr=False)
+    _signalled: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
     _agreed: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
 
     def due(self, position: Position) -> bool:
-        """Whether all ranks should save and leave now.
+        """Whether all ranks should save and stop now.
 
         Args:
             position: Of the batch just trained on, the same on every rank.
 
         Effects:
-            One small collective per `every` updates; none inside an accumulation window, at
-            one rank, or once it was true.
+            One small collective every `every` updates; none inside an accumulation window, at
+            one rank, or after it has returned True.
 
         Raises:
             CollectiveError: a rank never joins.
@@ -48,7 +48,7 @@ class Preemption:
             return True
         if position.micro or (position.updates % self.every and not position.is_last):
             return False
-        if any_rank(self._asked.is_set(), self.ctx):
+        if any_rank(self._signalled.is_set(), self.ctx):
             self._agreed.set()
         return self._agreed.is_set()
 
@@ -57,21 +57,22 @@ class Preemption:
 def preemption(
     ctx: DistContext, *, signals: Sequence[str] = _DEFAULT_SIGNALS, every: int = 1
 ) -> Iterator[Preemption]:
-    """Take note of signals, so that a run can save and leave at the end of an update.
+    """Catch signals, so that a run can save and stop at the end of an update.
 
-    SLURM sends SIGUSR1 ahead of a time limit (`--signal`), and most schedulers SIGTERM before
-    they kill. One rank that gets the signal is enough: all leave after the same update.
+    SLURM sends SIGUSR1 ahead of a time limit (`--signal`); most schedulers send SIGTERM before
+    they kill a job. One rank that gets the signal is enough: all stop after the same update.
 
     Args:
         signals: Names of the signals.
-        every: Updates between two looks, each of which is one small collective. Choose it so
-            that so many updates and a save fit into the time that the scheduler leaves.
+        every: Updates between two checks, each of which is one small collective. Choose it so
+            that `every` updates and a save fit into the scheduler's grace period.
 
     Effects:
-        Handlers for these signals in this process; the earlier ones are back afterwards.
+        Installs handlers for these signals in this process, and restores the earlier ones at
+        the end of the block.
 
     Raises:
-        ContextError: this is not the main thread, or there is no such signal.
+        ContextError: called outside the main thread, or a signal does not exist.
 
     Example:
         >>> import fxtrain as fx
@@ -81,17 +82,20 @@ def preemption(
     """
     numbers = [_number(name) for name in signals]
     if type(every) is not int or every < 1:
-        raise ContextError(f"preemption(every={every!r}): pass a number of updates, 1 or more.")
+        raise ContextError(
+            f"preemption(every={every!r}): not a number of updates. Pass an int of 1 or more."
+        )
     if threading.current_thread() is not threading.main_thread():
         raise ContextError(
-            "preemption: Python hears signals in the main thread only. Call it there."
+            "preemption: called outside the main thread, the only one in which Python can handle "
+            "signals. Call it in the main thread."
         )
     notice = Preemption(ctx=ctx, every=every)
 
-    def take_note(number: int, frame: Any) -> None:
-        notice._asked.set()
+    def record(number: int, frame: Any) -> None:
+        notice._signalled.set()
 
-    earlier = {number: signal.signal(number, take_note) for number in numbers}
+    earlier = {number: signal.signal(number, record) for number in numbers}
     try:
         yield notice
     finally:
@@ -103,7 +107,7 @@ def _number(name: str) -> signal.Signals:
     found = getattr(signal, str(name), None)
     if not isinstance(found, signal.Signals):
         raise ContextError(
-            f"preemption(signals=...): {name!r} is not a signal of this system. "
+            f"preemption(signals=...): {name!r} is not a signal on this system. "
             f"Use names such as 'SIGTERM'."
         )
     return found

@@ -1,4 +1,4 @@
-"""The arithmetic of reduce: folding gathered rows, or one all-reduce per dtype."""
+"""The arithmetic of `reduce`: combining gathered rows, or one all-reduce per dtype."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -28,36 +28,39 @@ _FOLDS: dict[str, Callable[[Tensor], Tensor]] = {
     "min": lambda rows: rows.amin(0),
     "product": lambda rows: rows.prod(0),
 }
-# What every library sums natively; other dtypes are computed in the wider one beside them.
+# Dtypes that every library sums natively; others are computed in a wider one.
 _NATIVE_DTYPES = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8}
 
 _LOWEST = torch.iinfo(torch.int64).min
 
 
 def check_reducible(tensors: Sequence[Tensor], op: str, others: Iterable[Any]) -> None:
-    """Refuse combinations that have no meaning; call it where all ranks agree on the leaves.
+    """Refuse unsupported reductions; call it once the ranks have compared their leaves.
 
     Args:
-        others: Leaves that are kept as they are.
+        others: Leaves that are kept unchanged.
 
     Raises:
-        CollectiveError: the op is unknown, an order is asked of complex numbers, or a leaf is
-            of numbers that cannot be combined, so that keeping it would be wrong.
+        CollectiveError: `op` is unknown, `op` compares complex numbers, or a numeric leaf cannot
+            be combined (keeping it unchanged would be wrong).
     """
     if op not in _OPS:
-        raise CollectiveError(f"reduce(op={op!r}): choose one of {', '.join(_OPS)}.")
+        raise CollectiveError(f"reduce(op={op!r}): no such op. Use one of {', '.join(_OPS)}.")
     if op in ("max", "min") and any(tensor.is_complex() for tensor in tensors):
-        raise CollectiveError(f"reduce(op={op!r}): complex numbers have no order.")
+        raise CollectiveError(
+            f"reduce(op={op!r}): complex numbers have no order. Use 'mean', 'sum' or 'product', "
+            f"or reduce their absolute values."
+        )
     found = [problem for leaf in others if (problem := combinable(leaf))]
     if found:
         raise CollectiveError(
-            f"reduce: {found[0]} cannot be combined. Pass tensors, NumPy values of plain "
-            f"numbers up to 64 bits (complex up to 128), or int, float and complex."
+            f"reduce: {found[0]} cannot be combined. Pass tensors, NumPy numbers of up to 64 "
+            f"bits (complex up to 128), or int, float and complex."
         )
 
 
 def fold(rows: Tensor, op: str) -> Tensor:
-    """Combine (ranks, ...) over ranks, in rank order, so that every rank gets the same bits."""
+    """Combine (ranks, ...) in rank order, so that the result is bitwise equal on every rank."""
     return _narrow(_FOLDS[op](_widen(rows, op)), rows.dtype, op, len(rows))
 
 
@@ -82,7 +85,7 @@ def _all_reduce_flat(
 ) -> Tensor:
     group = ctx.comm.control if on_cpu else ctx.comm.group
     with rank_loss_guard(ctx, call):
-        if flat.is_complex() and op == "product":  # not a sum of its parts
+        if flat.is_complex() and op == "product":  # does not act on real and imaginary separately
             rows = [torch.empty_like(flat) for _ in range(ctx.world_size)]
             dist.all_gather(rows, flat, group=group)
             return torch.stack(rows).prod(0)
@@ -92,14 +95,14 @@ def _all_reduce_flat(
 
 
 def _widen(tensor: Tensor, op: str) -> Tensor:
-    """A fresh contiguous tensor in the dtype in which it is computed."""
+    """A new contiguous tensor in the dtype of the computation."""
     dtype = tensor.dtype
     if dtype.is_floating_point and dtype.itemsize < 4:
         return tensor.to(torch.float32)
     if dtype == torch.bool:
         return tensor.to(torch.uint8 if op in ("max", "min") else torch.int64)
     if dtype == torch.uint64 and op in ("max", "min"):
-        return tensor.view(torch.int64) ^ _LOWEST  # in the order of the unsigned numbers
+        return tensor.view(torch.int64) ^ _LOWEST  # keeps the order of the unsigned numbers
     if dtype == torch.uint64 and op == "mean":
         return tensor.to(torch.float64)
     if dtype.is_complex or dtype in _NATIVE_DTYPES:

@@ -1,4 +1,4 @@
-"""The store at which ranks meet: rank 0 serves it, unless their launcher does."""
+"""The rendezvous store of the ranks, served by rank 0 unless the launcher does."""
 
 import errno
 from collections.abc import Mapping
@@ -14,21 +14,21 @@ from fxtrain.state import Topology
 
 __all__ = ["first_line", "open_store"]
 
-# For the other ranks to read that the secrets differ.
+# Time for the other ranks to read that the secrets differ.
 _SECRET_WAIT = timedelta(seconds=10)
 
 
 def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any:
-    """Meet at the main address and wait until every rank has said hello.
+    """Connect to the store at the main address and wait until every rank has joined.
 
     Args:
-        topology: Where this rank is, and where all meet.
+        topology: The rank and the main address.
         timeout_s: Longest wait for the other ranks.
-        key: Of the run's secret; empty without one.
+        key: Derived from the run's secret; empty without one.
 
     Effects:
-        Rank 0 listens at the main address, unless its launcher does. It listens on no other
-        interface where the address is one of this machine.
+        Rank 0 listens at the main address, unless the launcher does. If the address belongs to
+        this machine, it listens on no other interface.
 
     Raises:
         ContextError: the store cannot be opened or reached, a rank never joined, or the ranks
@@ -36,12 +36,12 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
     """
     where = f"{topology.main_address}:{topology.main_port}"
     me = f"Rank {topology.rank} of {topology.world_size}"
-    # A store that outlives its ranks has keys of earlier attempts. One that rank 0 serves has
-    # not, and a node that joined later has counted fewer of them.
+    # A store that outlives its ranks contains keys of earlier attempts. One served by rank 0
+    # does not, and a node that joined later has counted fewer attempts.
     attempt = topology.attempt if topology.store_is_served else 0
     try:
         tcp = _connected(topology, timedelta(seconds=timeout_s))
-        # Keys outlive a closed context, so each connection of a process gets fresh ones.
+        # Keys outlive a closed context, so each connection of a process uses new ones.
         count = tcp.add(f"fxtrain/{attempt}/connections/{topology.rank}", 1)
         store = dist.PrefixStore(f"fxtrain/{attempt}/{count}", tcp)
         store.add(f"secret/{key_proof(key)}", 1)
@@ -49,8 +49,9 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
     except (RuntimeError, ValueError, OSError) as error:
         raise ContextError(
             f"{me} could not reach the main address {where} within {timeout_s:g} s: "
-            f"{first_line(error)} Check that rank 0 runs there, that the port is free and "
-            f"open, and that every rank has the same MASTER_ADDR and MASTER_PORT."
+            f"{first_line(error)} Check that rank 0 runs there, that no other program uses the "
+            f"port and no firewall blocks it, and that every rank has the same MASTER_ADDR and "
+            f"MASTER_PORT."
         ) from error
     keys = {rank: f"hello/{rank}" for rank in range(topology.world_size)}
     try:
@@ -60,22 +61,22 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
         missing = _missing(store, keys)
         raise ContextError(
             f"{me} waited {timeout_s:g} s at {where}, and these ranks never joined: "
-            f"{', '.join(map(str, missing)) or 'none, but too late'}. Look at their output, "
-            f"or give detect a longer timeout_s."
+            f"{', '.join(map(str, missing)) or 'none, the last one joined too late'}. Check their "
+            f"output, or raise detect(timeout_s=...)."
         ) from error
     if others:
         raise ContextError(
-            f"{me}: {SECRET} of this rank is not that of the ranks {', '.join(map(str, others))}, "
-            f"or one of the sides has none. Set the variable to the same secret for every rank, "
-            f"or for no rank."
+            f"{me}: {SECRET} on this rank differs from that on ranks "
+            f"{', '.join(map(str, others))}, or is set on one side only. Set the variable to the "
+            f"same secret on every rank, or on none."
         )
     return store
 
 
 def _connected(topology: Topology, wait: timedelta) -> Any:
-    """A connection to the store, which this rank serves if it is the one to do so."""
+    """A connection to the store, which this rank serves if it is rank 0 and no launcher does."""
     serves = topology.rank == 0 and not topology.store_is_served
-    door = _listening_socket(topology) if serves else None
+    socket = _listening_socket(topology) if serves else None
     return dist.TCPStore(
         topology.main_address,
         topology.main_port,
@@ -84,15 +85,15 @@ def _connected(topology: Topology, wait: timedelta) -> Any:
         timeout=wait,
         wait_for_workers=False,
         multi_tenant=True,
-        master_listen_fd=door,
+        master_listen_fd=socket,
     )
 
 
 def _listening_socket(topology: Topology) -> int | None:
-    """The descriptor of a socket that listens at the main address, for torch to own.
+    """The descriptor of a socket that listens at the main address; torch takes ownership.
 
-    None where the port is in use: a context of this process that was closed serves it until
-    the process ends, and torch knows whether that is so.
+    None if the port is in use: a closed context of this process serves it until the process
+    ends, and torch detects whether that is the case.
     """
     try:
         return listen(topology.main_address, topology.main_port).detach()
@@ -103,10 +104,10 @@ def _listening_socket(topology: Topology) -> int | None:
 
 
 def _ranks_with_other_secret(topology: Topology, store: Any, key: bytes) -> list[int]:
-    """The ranks whose secret is not this rank's.
+    """The ranks whose secret differs from this rank's.
 
-    Every rank counts those that are like it, so that all find out where one differs. The rank
-    that serves the store leaves once the others know.
+    Every rank counts the ranks with the same secret, so that all notice if one differs. Rank 0,
+    which may serve the store, leaves last.
     """
     ranks = range(topology.world_size)
     if store.add(f"secret/{key_proof(key)}", 0) == len(ranks):
@@ -120,7 +121,7 @@ def _ranks_with_other_secret(topology: Topology, store: Any, key: bytes) -> list
 
 
 def _missing(store: Any, keys: Mapping[int, str]) -> list[int]:
-    """The ranks that said nothing; rank 0 if it is gone, and with it what the others said."""
+    """The ranks that never joined; rank 0 if the store is gone, so the others are unknown."""
     try:
         return [rank for rank, key in keys.items() if not store.check([key])]
     except RuntimeError:
@@ -128,6 +129,6 @@ def _missing(store: Any, keys: Mapping[int, str]) -> list[int]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first, as a sentence."""
+    """The first line of an error message, as a sentence."""
     text = str(error).strip().splitlines()
     return (text[0].rstrip(".") if text else type(error).__name__) + "."

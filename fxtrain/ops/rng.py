@@ -21,8 +21,8 @@ def seed(value: int, ctx: DistContext, *, per_rank: bool = False) -> int:
 
     Args:
         value: The seed of the run, 0 to 2**63 - 1.
-        per_rank: Give each rank a seed of its own, as for dropout or augmentation; by
-            default all ranks get the same, as for the first parameters of a model.
+        per_rank: Use a different seed on each rank, for example for dropout or augmentation; by
+            default all ranks use the same, for example to initialise a model.
 
     Returns:
         The seed that this rank used.
@@ -31,7 +31,7 @@ def seed(value: int, ctx: DistContext, *, per_rank: bool = False) -> int:
         Changes the process's global generators and those of the context's device.
 
     Raises:
-        PlanError: the seed is not an int in that range.
+        PlanError: the seed is not an int in this range.
 
     Example:
         >>> import fxtrain as fx
@@ -40,7 +40,7 @@ def seed(value: int, ctx: DistContext, *, per_rank: bool = False) -> int:
         7
     """
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
-        raise PlanError(f"seed({value!r}): a seed is an int from 0 to 2**63 - 1.")
+        raise PlanError(f"seed({value!r}): not a seed. Pass an int from 0 to 2**63 - 1.")
     mine = value + ctx.rank if per_rank else value
     random.seed(mine)
     torch.manual_seed(mine)
@@ -53,10 +53,10 @@ def seed(value: int, ctx: DistContext, *, per_rank: bool = False) -> int:
 
 @contextmanager
 def fork_rng(ctx: DistContext, value: int | None = None) -> Iterator[None]:
-    """Run a block with generators of its own; afterwards all go on as if it had not been.
+    """Run a block without affecting the random generators outside it.
 
     Args:
-        value: Seed for the block; None starts from where the generators stand.
+        value: Seed for the block; None starts from the current state of the generators.
 
     Effects:
         Saves and restores Python's, NumPy's (if imported) and torch's CPU and device
@@ -76,7 +76,7 @@ def fork_rng(ctx: DistContext, value: int | None = None) -> Iterator[None]:
     numpy: Any = sys.modules.get("numpy")
     kept = (random.getstate(), numpy.random.get_state() if numpy else None)
     device = device_random_state(ctx)
-    with torch.random.fork_rng(devices=[]):  # the CPU's only
+    with torch.random.fork_rng(devices=[]):  # the CPU generator only
         try:
             if value is not None:
                 seed(value, ctx)

@@ -1,4 +1,4 @@
-"""What stands per row of a batch, and the rows that are real."""
+"""Gathering per-row results of a batch without padding."""
 
 import sys
 from collections.abc import Sized
@@ -20,40 +20,40 @@ from fxtrain.state import Batch, DistContext
 __all__ = ["gather_valid"]
 
 _HINT = (
-    "One entry for each row goes into a list; columns, and values for the whole batch, go into "
-    "a tuple or a dict."
+    "Put one entry per row into a list; put columns, and values of the batch, into a tuple or "
+    "a dict."
 )
 
 
 def gather_valid(tree: Any, batch: Batch, ctx: DistContext) -> Any:
-    """Gather per-row results of a batch and keep the rows that are real.
+    """Gather per-row results of a batch, without padding rows.
 
-    Over an epoch this gives exactly the rows of the data, once each, in order. What stands per
-    row follows from types alone, never from lengths that happen to be equal:
+    Over an epoch this returns exactly the rows of the data, once each, in order. Whether a value
+    is per row depends on its type only, never on a length that happens to match:
 
-    - A list holds one entry for each row, whatever its entries are: numbers, texts, dicts,
-      lists, tuples, tensors of any shape. So does a tuple of texts, as torch's collate makes
-      of them.
+    - A list has one entry per row. The entries may be anything: numbers, strings, dicts, lists,
+      tuples, tensors of any shape. A tuple of strings counts as a list, since torch's collate
+      makes one.
     - A tensor or NumPy array is a column: its first dimension is the rows.
     - Tuples, dicts and records are structure, with columns and lists inside.
-    - A 0-d tensor, a number, a text or any other object is one value of this rank's batch.
+    - A 0-d tensor, a number, a string or any other object is one value of this rank's batch.
 
     Args:
-        tree: Results of this rank's rows, padding included.
-        batch: The batch that the results belong to.
+        tree: Results for this rank's rows, including padding.
+        batch: The batch of these results.
 
     Returns:
-        A new tree, equal on every rank: columns and lists joined without padding; of values
-        for a batch, those of the ranks that had a real row, joined (0-d tensors and NumPy
+        A new tree, equal on every rank: columns and lists concatenated without padding. Values
+        of a batch come from the ranks with a real row, concatenated (0-d tensors and NumPy
         scalars) or in a list (others). So `(correct, total)` stays a pair. Tensors in lists
-        are on the CPU or the context's device, as they were.
+        are on the CPU or the context's device, as before.
 
     Effects:
         As `gather`.
 
     Raises:
-        DataError: a tensor, array or list has another number of rows; on every rank that has
-            it. A leaf has a length and is none of the above, as a set; likewise.
+        DataError: a tensor, array or list has a different number of rows, or a leaf has a length
+            but is none of the above, such as a set. Other ranks raise a CollectiveError.
         CollectiveError: the ranks disagree or one never joins; on every rank.
 
     Example:
@@ -89,11 +89,11 @@ def gather_valid(tree: Any, batch: Batch, ctx: DistContext) -> Any:
 def _gathered(
     leaves: list[Any], shape: _tree.TreeSpec, batch: Batch, ctx: DistContext
 ) -> list[Any]:
-    """Columns of all ranks joined, padded to the same length; of other leaves every rank's."""
-    # The size of stand-in rows (`even="uneven"`) is 0, so nothing of them is sent.
+    """Columns of all ranks, padded and concatenated; of every other leaf the list of all ranks'."""
+    # Placeholder rows (`even="uneven"`) have size 0, so they are not sent.
     size, longest = batch.sizes[ctx.rank], max(batch.sizes)
     kinds = [_kind(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
-    text = " ".join([shape.text, *kinds])  # which the ranks compare
+    text = " ".join([shape.text, *kinds])  # compared between ranks
     flat = _tree.TreeSpec(text, (_tree.TreeSpec("*"),) * len(leaves), rebuild=list)
     packed = packed_leaves([_to_send(leaf, size, longest) for leaf in leaves], flat)
     return gather_packed("gather_valid", packed, ctx)
@@ -106,36 +106,39 @@ def _kind(leaf: Any) -> str:
 
 
 def _is_rows(node: Any) -> bool:
-    """Whether a container holds an entry for each row, rather than being structure."""
+    """Whether a container has one entry per row, rather than being structure."""
     if isinstance(node, list):
         return True
     return type(node) is tuple and bool(node) and all(isinstance(one, str | bytes) for one in node)
 
 
 def _leaf_problem(leaf: Any, size: int) -> str | None:
-    """Why a leaf is neither per row nor a value of the batch; None if it is."""
-    here = f"this rank has {size} rows in the batch."
+    """Why a leaf is neither per row nor a value of the batch; None if it is either."""
+    here = f"the batch has {size} rows on this rank."
     if isinstance(leaf, Tensor) or is_array(leaf):
         fits = not leaf.ndim or leaf.shape[0] == size
         kind = "a tensor" if isinstance(leaf, Tensor) else "an array"
-        return None if fits else f"{kind} of shape {list(leaf.shape)} is not per row: {here}"
+        return None if fits else f"found {kind} of shape {list(leaf.shape)}, but {here}"
     if _is_rows(leaf):
         kind = type(leaf).__name__
-        return None if len(leaf) == size else f"a {kind} has {len(leaf)} entries: {here}"
+        return None if len(leaf) == size else f"found a {kind} of {len(leaf)} entries, but {here}"
     if isinstance(leaf, Sized) and not isinstance(leaf, str | bytes):
-        return f"a {type(leaf).__qualname__} of length {len(leaf)} could be per row or not: {here}"
+        return (
+            f"found a {type(leaf).__qualname__} of length {len(leaf)}, which may be per row or "
+            f"not; {here}"
+        )
     return None
 
 
 class _DeviceTensor:
-    """A tensor that was on a device."""
+    """A CPU copy of a device tensor, restored to the device after the gather."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 def _to_send(leaf: Any, size: int, longest: int) -> Any:
-    """A leaf as it travels: columns of one length, and of rows no more than they are."""
+    """A leaf as it is sent: columns padded to one length, lists without padding rows."""
     if isinstance(leaf, Tensor):
         return extend(leaf.detach()[:size] if leaf.ndim else leaf.detach(), 0, longest, 0)
     if _is_rows(leaf):
@@ -146,7 +149,7 @@ def _to_send(leaf: Any, size: int, longest: int) -> Any:
 
 
 def _detached_copy(leaf: Any) -> Any:
-    """A tensor on the CPU, without what it shares memory with, which would travel too."""
+    """A tensor on the CPU with its own storage: pickle sends the full storage of a view."""
     if not isinstance(leaf, Tensor):
         return leaf
     plain = leaf.detach()
@@ -154,7 +157,7 @@ def _detached_copy(leaf: Any) -> Any:
 
 
 def _real_rows(leaf: Any, found: Any, batch: Batch, ctx: DistContext) -> Any:
-    """The gathered leaf without what belongs to padding."""
+    """The gathered leaf without padding rows."""
     some = [rank for rank, rows in enumerate(batch.rows) if rows]
     if isinstance(leaf, Tensor) and leaf.ndim == 0:
         return found if len(some) == len(batch.rows) else found[some]

@@ -1,4 +1,4 @@
-"""Failing together: what goes wrong on one rank is an error on every rank."""
+"""Failing together: a failure on one rank is an error on every rank."""
 
 import contextlib
 from collections.abc import Iterator
@@ -30,8 +30,8 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
         One exchange of packets; none at one rank.
 
     Raises:
-        The rank's own problem where it has one; a CollectiveError that names the ranks and
-        their problems everywhere else.
+        The rank's own problem if it has one; on every other rank a CollectiveError with the
+        problems by rank.
 
     Example:
         >>> import fxtrain as fx
@@ -53,21 +53,21 @@ def fail_together(ctx: DistContext | None, action: str) -> Iterator[None]:
     """Run a block on every rank; if it fails on any of them, raise one error on all.
 
     Args:
-        ctx: Whose ranks run the block; None for this process alone.
+        ctx: The ranks that run the block; None for this process only.
         action: What the block does, for errors of the operating system.
 
     Effects:
         One exchange of packets at the end of the block; none at one rank.
 
     Raises:
-        CheckpointError: the block failed with it, or with an error of the operating system,
-            on some rank; with every rank's words.
+        CheckpointError: on some rank the block raised it or an error of the operating system;
+            with every rank's message.
     """
     problem: Exception | None = None
     try:
         yield
     except CollectiveError:
-        raise  # the ranks know already
+        raise  # every rank has it
     except Exception as error:
         problem = error
     raise_on_all_ranks(problem, ctx, action)
@@ -87,17 +87,17 @@ def raise_on_all_ranks(problem: Exception | None, ctx: DistContext | None, actio
 
 
 def problem_of_ranks(op: str, words: str, ctx: DistContext) -> str:
-    """What is wrong on any rank, the same on every rank; empty where nothing is.
+    """The problems of all ranks as one text, equal on every rank; empty if there is none.
 
     Args:
-        op: The call, for a rank that is at another one.
+        op: The call, for the error if a rank makes another one.
         words: This rank's problem; empty for none.
 
     Returns:
-        The words of all ranks that have some, each once if they agree, with their ranks if not.
+        The problem, if all ranks with a problem have the same; otherwise a line per rank.
 
     Effects:
-        One exchange of packets.
+        One exchange of packets; none at one rank.
     """
     found = {rank: text for rank, text in enumerate(gather_errors(op, words, ctx)) if text}
     if len(set(found.values())) <= 1:
@@ -106,13 +106,13 @@ def problem_of_ranks(op: str, words: str, ctx: DistContext) -> str:
 
 
 def gather_errors(op: str, words: str, ctx: DistContext) -> list[str]:
-    """Every rank's words, by rank; no rank has to know how long those of others are.
+    """Gather one text per rank, by rank; lengths may differ.
 
     Effects:
         One exchange of packets; none at one rank.
 
     Raises:
-        CollectiveError: a rank is at another call or never joins; on every rank.
+        CollectiveError: a rank makes another call or never joins; on every rank.
     """
     if ctx.world_size == 1:
         return [words]

@@ -1,4 +1,4 @@
-"""Scatter: each rank gets a tree of its own from one rank."""
+"""Scatter: one rank sends each rank a different tree."""
 
 import pickle
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 class _Slot:
-    """Stands for a tensor in a pickled tree.
+    """A placeholder for a tensor in a pickled tree.
 
     Attributes:
-        index: Place among the tensors that travel beside the tree.
-        back: How it becomes what it was; None for a tensor.
+        index: Index among the tensors that are sent after the tree.
+        back: How it is converted back; None for a tensor.
     """
 
     def __init__(self, index: int, back: Back | None) -> None:
@@ -44,24 +44,23 @@ class _Slot:
 
 
 def scatter(values: Sequence[Any] | None, ctx: DistContext, src: int = 0) -> Any:
-    """Send each rank its own tree from one rank.
+    """Send a different tree from one rank to each rank.
 
     Args:
         values: On `src` one tree per rank, of any structure and shapes; ignored elsewhere.
         src: The rank of this context that sends.
 
     Returns:
-        This rank's tree; its tensors are new, on the CPU or this context's device as they
+        This rank's tree. Its tensors are new, on the CPU or on this context's device as they
         were on `src`, without gradient; NumPy values are new too.
 
     Effects:
-        One exchange of packets, then one message from `src` to each other rank, which
-        holds that rank's tree only. A second exchange if a tree holds objects that could fail
-        to unpickle.
+        One exchange of packets, then one message from `src` to each other rank with that
+        rank's tree. A second exchange if a tree contains objects that could fail to unpickle.
 
     Raises:
-        CollectiveError: `src` has not one tree per rank, a rank cannot unpickle its tree, or a
-            rank never joins; on every rank.
+        CollectiveError: `src` does not pass one tree per rank, a rank cannot unpickle its tree,
+            or a rank never joins; on every rank.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -76,19 +75,19 @@ def scatter(values: Sequence[Any] | None, ctx: DistContext, src: int = 0) -> Any
     note = _EMPTY
     if ctx.comm.simulated and ctx.rank != src:
         raise CollectiveError(
-            f"scatter: in a pretended world nobody sends this rank {ctx.rank} a tree; be rank "
-            f"{src}, which sends."
+            f"scatter(src={src}): this is fake rank {ctx.rank}, and fake ranks receive no data. "
+            f"Run as rank {src}, which sends."
         )
     if ctx.rank == src:
         try:
             payloads, sure, problem = _serialized_trees(values, ctx)
-        except Exception as error:  # raises whatever walking the trees does
-            sure, problem = True, f"a tree that cannot be sent: {error_text(error)}."
+        except Exception as error:  # code of the user's types may raise anything
+            sure, problem = True, _unsendable(error_text(error))
         note = dump(problem or ([payload_bytes.numel() for payload_bytes in payloads], sure), ctx)
-    (told,) = unpickle_all("scatter", {src: _exchange(ctx, call, note)[src]}, ctx)
-    if isinstance(told, str):
-        raise CollectiveError(f"scatter: {told} Found on rank {src}.")
-    sizes, sure = told
+    (received,) = unpickle_all("scatter", {src: _exchange(ctx, call, note)[src]}, ctx)
+    if isinstance(received, str):
+        raise CollectiveError(f"scatter: rank {src} passed {received}")
+    sizes, sure = received
     if ctx.rank == src:
         _send_trees(ctx, call, payloads)
         payload_bytes = payloads[src]
@@ -104,17 +103,17 @@ def _exchange(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
 
 
 def _serialized_trees(values: Any, ctx: DistContext) -> tuple[list[Tensor], bool, str | None]:
-    """Each rank's tree as bytes, whether every rank can open its own, or what is wrong."""
+    """Each rank's tree as bytes, whether every rank can unpickle its own, and any problem."""
     if not isinstance(values, Sequence) or len(values) != ctx.world_size:
-        found = f"{len(values)}" if isinstance(values, Sequence) else type(values).__name__
-        problem = f"asked for one tree for each of {ctx.world_size} ranks, found {found}."
+        found = f"{len(values)} trees" if isinstance(values, Sequence) else type(values).__name__
+        problem = f"{found} for {ctx.world_size} ranks. Pass a sequence of one tree per rank."
         return [], True, problem
     payloads: list[Tensor] = []
     sure = True
     for value in values:
         packed = pack(value)
         kinds = [(t.dtype, tuple(t.shape), t.device.type) for t in packed.tensors.values()]
-        # Tensors travel as bytes; a slot stands for each in the pickled tree.
+        # Tensors are sent as bytes; the pickled tree has a slot for each.
         slots: dict[int, Any] = {
             place: _Slot(index, packed.back.get(place))
             for index, place in enumerate(packed.tensors)
@@ -123,13 +122,17 @@ def _serialized_trees(values: Any, ctx: DistContext) -> tuple[list[Tensor], bool
         tree = _tree.unflatten(packed.shape, [leaves[place] for place in range(len(leaves))])
         head = dump((tree, kinds), ctx)
         if reason := pickling_error(head):
-            return [], True, f"a tree that cannot be sent: {reason}."
+            return [], True, _unsendable(reason)
         sure = sure and unpickles_anywhere(head)
         size = torch.tensor([head.numel()]).view(torch.uint8)
         body = to_bytes([tensor.cpu() for tensor in packed.tensors.values()])
         gap = torch.empty(-(8 + head.numel()) % 16, dtype=torch.uint8)
         payloads.append(torch.cat([size, head, gap, body]))
     return payloads, sure, None
+
+
+def _unsendable(reason: str) -> str:
+    return f"a tree that cannot be sent: {reason}. Send tensors, or objects that pickle."
 
 
 def _send_trees(ctx: DistContext, call: Call, payloads: list[Tensor]) -> None:

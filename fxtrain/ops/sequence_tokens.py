@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a rank holds, and putting the parts together again."""
+"""Positions of a rank's tokens under context parallelism, and gathering them in order."""
 
 from typing import Any
 
@@ -14,17 +14,17 @@ __all__ = ["join_tokens", "positions_of", "token_positions"]
 
 
 def token_positions(count: int, model: Wrapped) -> Tensor:
-    """Where in their sequence the tokens stand that this rank holds.
+    """The positions of this rank's tokens in their sequence.
 
     Args:
-        count: How many it holds; the whole sequence has that times the ranks of the context
-            axis.
+        count: Tokens per sequence on this rank; the full sequence has `count` tokens on each
+            rank of the context axis.
 
     Returns:
-        int64, shape (count,), on the context's device: 0, 1, 2 … where sequences are whole.
+        int64, shape (count,), on the context's device; 0, 1, 2, … if sequences are not split.
 
     Raises:
-        StepError: the tokens were not cut as the model's plan says.
+        StepError: the tokens were not split as the model's plan requires.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -36,18 +36,18 @@ def token_positions(count: int, model: Wrapped) -> Tensor:
 
 
 def join_tokens(tree: Any, model: Wrapped, *, dim: int = 1) -> Any:
-    """Put every context rank's tokens together, in the order of the whole sequence.
+    """Gather the tokens of all ranks of the context axis, in the order of the full sequence.
 
     Args:
         tree: Nested containers of tensors; the same structure, shapes and dtypes on every rank
             of the context axis.
-        dim: Their dimension of tokens.
+        dim: The token dimension of the tensors.
 
     Returns:
         A new tree, equal on those ranks, without gradient.
 
     Effects:
-        One gather over the context axis; none where sequences are whole.
+        One gather over the context axis; none if sequences are not split.
 
     Raises:
         CollectiveError: the ranks disagree, or one never joins; on every rank.
@@ -81,15 +81,15 @@ def _dim_first(leaf: Any, dim: int) -> Any:
 
 
 def positions_of(count: int, ctx: DistContext, plan: Plan, *, rank: int | None = None) -> Tensor:
-    """Where the tokens stand that a rank of the context axis holds; this one, if none is named."""
+    """The positions of the tokens of a rank of the context axis; by default of this rank."""
     axis, config = ctx.axis("context"), plan.context
     mine = axis.rank if rank is None else rank
     balance = config is not None and config.balance
     ranges = token_ranges(count * axis.world_size, axis.world_size, mine, balance=balance)
     if ranges is None:
         raise StepError(
-            f"A rank holds two parts of every sequence, and {count} tokens are not two equal "
-            f"parts. Batches are cut by fx.shard(loader, ctx, plan) under the model's plan."
+            f"Each rank has two chunks of equal length of every sequence, but found {count} "
+            f"tokens. Split batches with fx.shard(loader, ctx, plan) and the model's plan."
         )
     parts = [torch.arange(start, start + size) for start, size in ranges]
     return torch.cat(parts).to(ctx.device)

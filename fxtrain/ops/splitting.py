@@ -17,7 +17,7 @@ __all__ = ["chunk_of", "split"]
 
 
 def split(value: Any, ctx: DistContext, *, pad: bool = False) -> Any:
-    """This rank's share of a sequence, in order; the first ranks get one more.
+    """This rank's share of a sequence, in order; the first ranks get the extra items.
 
     Args:
         value: A sequence, or a tensor or NumPy array (split along its first dimension), a
@@ -26,9 +26,9 @@ def split(value: Any, ctx: DistContext, *, pad: bool = False) -> Any:
         pad: Repeat the last item until all shares are equally long.
 
     Returns:
-        A new value of the same type; the input is not changed. Of torch's datasets a
-        `torch.utils.data.Subset`; of sequences other than lists, tuples and ranges a list,
-        and of a range that is padded too.
+        A new value of the same type; the input is unchanged. A torch dataset becomes a
+        `torch.utils.data.Subset`; a padded range, and any sequence but a list, tuple or range,
+        becomes a list.
 
     Raises:
         DataError: the value cannot be split, or the entries of a dict differ in length.
@@ -49,11 +49,11 @@ def split(value: Any, ctx: DistContext, *, pad: bool = False) -> Any:
 
 
 def _length(value: Any) -> int:
-    """How many items there are to share out.
+    """The number of items to split.
 
     Raises:
-        DataError: the value has no items, their number is not known, or entries of a dict
-            differ in it.
+        DataError: the value has no items, their number is unknown, or the entries of a dict
+            differ in length.
     """
     if isinstance(value, Mapping):
         lengths = {key: _length(entry) for key, entry in value.items()}
@@ -66,8 +66,8 @@ def _length(value: Any) -> int:
     if isinstance(value, Tensor) or is_array(value):
         if value.ndim == 0:
             raise DataError(
-                f"split: a 0-d {type(value).__name__} has no rows to share out. Pass one with "
-                f"at least one dimension."
+                f"split: a 0-d {type(value).__name__} has no rows to split. Pass one with at "
+                f"least one dimension."
             )
         return len(value)
     text = isinstance(value, str | bytes | bytearray)
@@ -79,8 +79,8 @@ def _length(value: Any) -> int:
     named = f"{type(value).__module__}.{type(value).__qualname__}"
     raise DataError(
         f"split takes a list, tuple, tensor, NumPy array, a map-style dataset with a length, or "
-        f"a dict of these; found {named}. Share out a stream with fx.shard(DataLoader(...), "
-        f"ctx), and anything else as a list of its items."
+        f"a dict of these; found {named}. For a stream use fx.shard(DataLoader(...), ctx); pass "
+        f"anything else as a list of its items."
     )
 
 
@@ -90,7 +90,7 @@ def _is_hugging_face(value: Any) -> bool:
 
 
 def _select(value: Any, places: list[int]) -> Any:
-    """A new value of the items at these places."""
+    """A new value with the items at these indices."""
     if isinstance(value, Mapping):
         return {key: _select(entry, places) for key, entry in value.items()}
     if isinstance(value, Tensor):
@@ -108,19 +108,19 @@ def _select(value: Any, places: list[int]) -> Any:
     return tuple(taken) if isinstance(value, tuple) else taken
 
 
-def chunk_of(whole: Tensor, n: int, dim: int, index: int) -> Tensor:
+def chunk_of(tensor: Tensor, n: int, dim: int, index: int) -> Tensor:
     """One of the chunks that `torch.chunk` makes, without the others.
 
     Returns:
-        A view; with no entries along the dimension where torch, which makes fewer chunks than
-        asked of a short dimension, has none left.
+        A view. It is empty along `dim` where torch makes fewer chunks than requested, since the
+        dimension is short.
 
     Example:
         >>> import torch
         >>> [chunk_of(torch.arange(5), 4, 0, index).tolist() for index in range(4)]
         [[0, 1], [2, 3], [4], []]
     """
-    length = whole.size(dim)
+    length = tensor.size(dim)
     size = -(-length // n)
     start = min(index * size, length)
-    return whole.narrow(dim, start, min(size, length - start))
+    return tensor.narrow(dim, start, min(size, length - start))

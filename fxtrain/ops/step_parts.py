@@ -1,6 +1,6 @@
 """The parts of a training step, for loops written by hand.
 
-Each hands over to the function of the same name in the model's strategy.
+Each calls the function of the same name of the model's strategy.
 """
 
 import numbers
@@ -43,10 +43,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def sync(model: Wrapped, *, enabled: bool = True) -> AbstractContextManager[None]:
-    """Enclose forward and backward of a micro-batch: are gradients reduced over ranks?
+    """A block for forward and backward of a micro-batch, in which gradients are reduced or not.
 
     Args:
-        enabled: False inside an accumulation window, True for its last micro-batch.
+        enabled: Whether to reduce gradients over ranks: False inside an accumulation window, True
+            for its last micro-batch.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -61,9 +62,9 @@ def sync(model: Wrapped, *, enabled: bool = True) -> AbstractContextManager[None
 
 
 def autocast(model: Wrapped) -> AbstractContextManager[Any]:
-    """Enclose a forward in the number format of the model's plan.
+    """Run a block under autocast, with the dtype of the model's plan.
 
-    The model's own forward does this itself; use it for a loss computed outside.
+    The model's forward does this itself; use it for a loss computed outside.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -90,7 +91,7 @@ def backward(loss: Tensor, model: Wrapped) -> None:
         ranks inside `sync(model)`.
 
     Raises:
-        StepError: the loss is not a scalar or has no gradient.
+        StepError: the loss is not a scalar or does not require grad.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -196,17 +197,17 @@ def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  #
 
 
 def average(model: Wrapped, position: Position | None = None) -> None:
-    """Give all copies that train alone (`Plan.local`) their mean, where a round ends.
+    """Average replicas that train independently (`Plan.local`), at the end of a round.
 
-    `fx.step` does so by itself. A loop written by hand calls this after each micro-batch; its
-    copies all count alike.
+    `fx.step` does this itself. A loop written by hand calls it after each micro-batch; all
+    replicas then have the same weight.
 
     Args:
-        position: `batch.position`, at which a round may end. None ends one.
+        position: `batch.position`, by which the plan tells whether the round ends. None ends it.
 
     Effects:
-        Changes parameters and floating buffers in place, with one all-reduce per dtype. Nothing
-        where all updates are made together.
+        Changes parameters and floating-point buffers in place, with one all-reduce per dtype.
+        Does nothing without `Plan.local`.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -277,19 +278,19 @@ def waiting_schedulers(model: Wrapped) -> list[ReduceLROnPlateau]:
 
 
 def check_loss(loss: Any) -> None:
-    """Refuse what backward cannot start from."""
+    """Refuse a loss from which backward cannot start."""
     if not isinstance(loss, Tensor):
         raise StepError(
             f"The loss is a {type(loss).__name__}, not a tensor. Return a scalar tensor, "
-            f"fx.Weighted(total, weight), or either with aux metrics as a second value."
+            f"fx.Weighted(total, weight), or a pair of either and aux metrics."
         )
     if loss.numel() != 1:
         raise StepError(
-            f"The loss has the shape {list(loss.shape)}. Return a scalar: reduce it with "
+            f"The loss has shape {list(loss.shape)}. Return a scalar: reduce it with "
             f".mean(), or use fx.Weighted(losses.sum(), losses.numel())."
         )
     if not loss.requires_grad:
         raise StepError(
-            "The loss has no gradient: it does not depend on a parameter that requires one, "
-            "or was detached, or computed under no_grad."
+            "The loss does not require grad. Compute it from parameters that require grad, "
+            "outside torch.no_grad, and do not detach it."
         )

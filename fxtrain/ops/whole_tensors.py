@@ -1,4 +1,4 @@
-"""The tensors of a module by name: which of them are one, which part is here, and the whole."""
+"""The tensors of a module by name: which are tied, which part is local, and the full tensors."""
 
 import functools
 import importlib
@@ -20,7 +20,7 @@ def weights_of(module: nn.Module) -> dict[str, Weight]:
     """Every tensor of a module by name: those of its state dict in order, then all others.
 
     Effects:
-        No traffic. Tensors stay where they are.
+        No traffic; no tensor is copied.
     """
     stored = module.state_dict(keep_vars=True)
     found = {plain_name(name): weight_of(value) for name, value in stored.items()}
@@ -33,9 +33,9 @@ def weights_of(module: nn.Module) -> dict[str, Weight]:
 
 
 def weight_of(tensor: Any) -> Weight:
-    """A tensor that this rank holds, or a part of which, as torch's DTensor.
+    """The record of a tensor of this rank, which may be a DTensor.
 
-    What is no tensor is taken too, for who checks it: state dicts hold other things.
+    Accepts values that are not tensors, which state dicts may contain; callers check them.
     """
     return Weight(
         like=tensor,
@@ -48,17 +48,17 @@ def weight_of(tensor: Any) -> Weight:
 
 
 def plain_name(name: str) -> str:
-    """A name as it was before a submodule was compiled on its own."""
+    """A name without the prefixes that compiling a submodule adds."""
     return name.replace("_orig_mod.", "")
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether a tensor is torch's DTensor, without loading the package that defines it."""
+    """Whether a tensor is a DTensor, without importing the package that defines it."""
     return hasattr(value, "placements") and hasattr(value, "full_tensor")
 
 
 def identity(tensor: Tensor) -> Hashable:
-    """Equal for two names of the same values, and for nothing else."""
+    """A key that is equal for two tensors only if they are the same values in memory."""
     if is_sharded(tensor) or is_lazy(tensor) or tensor.layout is not torch.strided:
         return id(tensor)
     if tensor.is_meta or tensor.numel() == 0 or tensor.data_ptr() == 0:
@@ -68,21 +68,21 @@ def identity(tensor: Tensor) -> Hashable:
 
 
 def part_of(tensor: Any) -> Part | None:
-    """Which rows of the whole a DTensor holds on this rank; None for a plain tensor.
+    """The indices, by dimension, of a DTensor's local part; None for a plain tensor.
 
     Effects:
-        No traffic: torch itself is asked how it would lay out the row numbers.
+        No traffic: torch distributes a tensor of indices in the same way.
 
     Raises:
-        CheckpointError: the local values are a summand of the whole, not a part.
+        CheckpointError: the DTensor has a Partial placement.
     """
     if not is_sharded(tensor):
         return None
-    # Loaded already, since there is a DTensor; importing it costs over a second otherwise.
+    # Imported already, since there is a DTensor; otherwise the import takes over a second.
     package = importlib.import_module("torch.distributed.tensor")
     if any(placement.is_partial() for placement in tensor.placements):
         raise CheckpointError(
-            f"A tensor with the placements {tensor.placements} holds summands of its values. "
+            f"A DTensor with placements {tensor.placements} has only partial sums on each rank. "
             f"Redistribute it to Shard or Replicate first."
         )
     return tuple(_rows(tensor, dim, package) for dim in range(tensor.ndim))

@@ -1,5 +1,7 @@
-"""torch_xla's runtime, for a context that computes on it: the one place below strategies that
-calls the package, which is imported only where such a context is asked for."""
+"""torch_xla's runtime, for contexts on XLA devices.
+
+No other module below the strategies calls the package, which is imported only for such a context.
+"""
 
 import importlib
 import importlib.metadata
@@ -35,22 +37,22 @@ __all__ = [
 
 _PACKAGE = "torch_xla"
 _DEVICES = "PJRT_DEVICE"
-# Names of the runtime's axes; SpmdFullyShardedDataParallel asks for the second by name.
+# Names of the runtime's axes; SpmdFullyShardedDataParallel requires the second name.
 _AXES = ("data", "fsdp")
 
 
-def wants_xla(asked: str | torch.device | None, env: Mapping[str, str]) -> bool:
-    """Whether a context is to compute on XLA: asked for, or chosen by PJRT's variable."""
-    if asked is None:
+def wants_xla(requested: str | torch.device | None, env: Mapping[str, str]) -> bool:
+    """Whether a context uses XLA: requested by argument, or selected by PJRT's variable."""
+    if requested is None:
         return _DEVICES in env
-    return str(asked).split(":")[0] == "xla"
+    return str(requested).split(":")[0] == "xla"
 
 
 def load(part: str = "", *, needed_by: str = "XLA") -> ModuleType:
     """torch_xla, or a module of it, such as `runtime`.
 
     Raises:
-        MissingPackageError: it is not there, or built for another torch.
+        MissingPackageError: it is not installed, or is built for another version of torch.
     """
     if _PACKAGE not in sys.modules:
         _check_versions(needed_by)
@@ -59,38 +61,38 @@ def load(part: str = "", *, needed_by: str = "XLA") -> ModuleType:
 
 
 def _check_versions(needed_by: str) -> None:
-    """Compare before importing: with another torch the import ends in an undefined symbol."""
+    """Compare versions before importing: otherwise the import fails on an undefined symbol."""
     try:
         found = importlib.metadata.version(_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        return  # `optional` says so
+        return  # `optional` reports it
     if found.split(".")[:2] != torch.__version__.split(".")[:2]:
         raise MissingPackageError(
-            f"{needed_by} needs the torch_xla that is built for torch {torch.__version__}, and "
-            f"{found} is installed. Install both in one version, in an environment of their "
-            f"own: pip install torch=={found} torch_xla=={found}",
+            f"{needed_by} needs the torch_xla that is built for torch {torch.__version__}, but "
+            f"{found} is installed. Install the same version of both, in a separate environment: "
+            f"pip install torch=={found} torch_xla=={found}",
             name=_PACKAGE,
         )
 
 
 def start_runtime(
-    asked: str | torch.device | None, env: Mapping[str, str], topology: Topology
+    requested: str | torch.device | None, env: Mapping[str, str], topology: Topology
 ) -> tuple[torch.device, int]:
-    """Bring up the runtime; the device of this process, and how many it stands for.
+    """Start the runtime; return the device of this process and how many devices it drives.
 
-    A process that has several devices and all of its host drives them as one (SPMD), unless
-    one is asked for by number.
+    A single process with several devices drives them as one (SPMD), unless the request names
+    one by number.
 
     Effects:
-        Selects the kind of device and SPMD for the whole process, as torch_xla does.
+        Selects the device type and SPMD for the whole process, as torch_xla does.
 
     Raises:
-        ContextError: there is no such device, or another kind was chosen before.
+        ContextError: the device does not exist, or another device type was selected before.
     """
-    named = f"device={str(asked)!r}" if asked is not None else f"{_DEVICES}={env[_DEVICES]}"
+    named = f"device={str(requested)!r}" if requested is not None else f"{_DEVICES}={env[_DEVICES]}"
     xla = load(needed_by=f"detect with {named}")
     runtime = load("runtime")
-    index = None if asked is None else torch.device(asked).index
+    index = None if requested is None else torch.device(requested).index
     try:
         if _DEVICES in env:
             runtime.set_device_type(env[_DEVICES])
@@ -103,37 +105,37 @@ def start_runtime(
         ) from error
     if index is not None and index >= count:
         raise ContextError(
-            f"detect(device={str(asked)!r}): this process has {count} XLA devices, the first "
-            f"of them xla:0. Leave the number out to use them all."
+            f"detect(device={str(requested)!r}): this process has {count} XLA devices, numbered "
+            f"from xla:0. Omit the number to use all of them."
         )
     if runtime.process_count() > 1 and topology.world_size == 1:
         raise ContextError(
-            f"detect: the XLA runtime has {runtime.process_count()} processes, and this one knows "
-            f"of no other. Start one process for each device with torch_xla.launch; on a pod, set "
-            f"TPU_WORKER_ID and TPU_WORKER_HOSTNAMES on every host."
+            f"detect: the XLA runtime has {runtime.process_count()} processes, but this process "
+            f"found a world size of 1. Start one process for each device with torch_xla.launch; on "
+            f"a pod, set TPU_WORKER_ID and TPU_WORKER_HOSTNAMES on every host."
         )
     several = count > 1 and index is None
     if several and topology.world_size > 1:
         raise ContextError(
             f"detect: this process is one of {topology.world_size} and drives {count} XLA "
             f"devices. SPMD over several processes is not supported: start one process for "
-            f"each device with torch_xla.launch, or one process in all."
+            f"each device with torch_xla.launch, or a single process."
         )
     if several and not runtime.is_spmd():
         with warnings.catch_warnings():
-            # Tensors that are there already are replicated, which is what they were.
+            # Replicating existing tensors is correct: every device has the same values.
             warnings.filterwarnings("ignore", message="Replicating tensors already initialized")
             runtime.use_spmd()
     return xla.device(None if several else index), count if several else 1
 
 
 def replicate(topology: Topology, device: torch.device) -> int:
-    """Join the processes of a run, one for each device; the number of this one.
+    """Connect the processes of a run, one for each device; return the rank of this one.
 
-    It is the runtime's, in whose order collectives put ranks, and need not be the launcher's.
+    The rank is the runtime's, which orders collectives; the launcher's may differ.
 
     Raises:
-        ContextError: the runtime sees another number of processes than the launcher started.
+        ContextError: the runtime finds a different number of processes than the launcher started.
     """
     runtime = load("runtime")
     model = load("core.xla_model")
@@ -142,15 +144,15 @@ def replicate(topology: Topology, device: torch.device) -> int:
     rank, world_size = int(runtime.global_ordinal()), runtime.global_device_count()
     if world_size != topology.world_size:
         raise ContextError(
-            f"detect: the launcher started {topology.world_size} processes, and the XLA runtime "
+            f"detect: the launcher started {topology.world_size} processes, but the XLA runtime "
             f"has {world_size} devices. Start one process for each device with "
-            f"torch_xla.launch, which tells the runtime of the others."
+            f"torch_xla.launch, which configures the runtime."
         )
     return rank
 
 
 def register_subgroups(group: Any, device: torch.device, parts: list[list[int]]) -> None:
-    """Tell a group of some ranks which groups there are: an XLA collective names them all."""
+    """Give a group of some ranks the list of all groups, which an XLA collective needs."""
     backend = group if hasattr(group, "_mesh") else group._get_backend(device)
     backend._mesh = parts
 
@@ -163,12 +165,12 @@ def device_mesh(mesh: Mesh) -> Any:
 
 
 def batch_sharding(tensor: Tensor) -> tuple[Any, ...]:
-    """How a tensor of rows is split: its first dimension over all devices."""
+    """The sharding of a batch tensor: its first dimension over all devices."""
     return (_AXES, *[None] * (tensor.ndim - 1)) if tensor.ndim else ()
 
 
 def to_device(tree: Any, ctx: DistContext) -> Any:
-    """The same data on the XLA device, in one transfer per rank of tensors.
+    """Copy a tree to the XLA device, in one transfer per number of tensor dimensions.
 
     Under SPMD each device gets its rows only.
     """
@@ -207,10 +209,10 @@ def compilations() -> int:
 
 
 def seed(value: int, ctx: DistContext) -> None:
-    """Seed the device's generator, which torch.manual_seed leaves alone."""
+    """Seed the device's generator, which torch.manual_seed does not."""
     load("core.xla_model").set_rng_state(value, str(ctx.device))
 
 
 def random_state(ctx: DistContext) -> int:
-    """Where the device's generator stands, an unsigned number; it moves at each cut."""
+    """The state of the device's generator, an unsigned number; it changes at each mark_step."""
     return load("core.xla_model").get_rng_state(str(ctx.device))

@@ -155,7 +155,9 @@ def test_positions_need_tokens_and_tables_that_are_long_enough():
         with pytest.raises(fx.StepError, match="has 8 rows, and sequences have 16 tokens"):
             model(torch.zeros(1, 8, dtype=torch.int64))
         assert model.module.position.shape[0] == 8
-        with pytest.raises(fx.StepError, match="3 tokens are not two equal"):
+        with pytest.raises(
+            fx.StepError, match="chunks of equal length of every sequence, but found 3 tokens"
+        ):
             ops.token_positions(3, model)
         with pytest.raises(fx.StepError, match="no tensor with a dimension 1"):
             model(torch.zeros(8, dtype=torch.int64))

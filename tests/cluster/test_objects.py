@@ -64,7 +64,7 @@ WAYS = {
 
 
 def _brittle(ctx, way, who, size):
-    """What a call does if one rank cannot unpickle, then whether the ranks still meet."""
+    """What a call does if one rank cannot unpickle, then whether the ranks still join."""
     Brittle.failing = ctx.rank == who
     try:
         WAYS[way](ctx, Brittle(size))
@@ -173,7 +173,7 @@ def test_another_thread_is_refused_on_every_rank_and_the_group_survives(pair):
     for found, rest in pair.run(_shared):
         assert found.keys() == CALLS.keys()
         for name, error in found.items():
-            assert f"thread '{name}' calls a collective at " in error
+            assert f"Thread '{name}' calls a collective at " in error
             assert "ops.duplicate(ctx)" in error and "test_objects.py" in error
         assert rest == [float(i) for i in range(20)]
 

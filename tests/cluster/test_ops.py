@@ -372,7 +372,7 @@ def test_split(pair):
     ],
 )
 def test_what_is_no_context_is_refused(call):
-    with pytest.raises(ContextError, match="The value comes first, the context after"):
+    with pytest.raises(ContextError, match="Pass the value first, then the context"):
         call()
 
 

@@ -44,7 +44,9 @@ def test_a_pickle_is_read_under_its_own_seal_only(sent, known, tmp_path):
         if sent == known:
             unpickle_all("gather", {1: blob}, _with_key(ctx, known))
         else:
-            with pytest.raises(fx.CollectiveError, match="rank 1 has no seal of this run's secret"):
+            with pytest.raises(
+                fx.CollectiveError, match="rank 1 is not signed with this run's secret"
+            ):
                 unpickle_all("gather", {1: blob}, _with_key(ctx, known))
     assert len(list(tmp_path.iterdir())) == (sent == known)
 
@@ -52,7 +54,7 @@ def test_a_pickle_is_read_under_its_own_seal_only(sent, known, tmp_path):
 def test_a_letter_of_scatter_is_read_under_its_own_seal_only(tmp_path):
     with fx.detect({}, device="cpu") as ctx:
         (letter,), *_ = scattering._serialized_trees([_Harm(tmp_path)], _with_key(ctx, KEYS[0]))
-        with pytest.raises(fx.CollectiveError, match="no seal of this run's secret"):
+        with pytest.raises(fx.CollectiveError, match="not signed with this run's secret"):
             scattering._deserialized_tree(letter, _with_key(ctx, KEYS[1]), 0, sure=False)
         assert not list(tmp_path.iterdir())
         scattering._deserialized_tree(letter, _with_key(ctx, KEYS[0]), 0, sure=False)
@@ -73,7 +75,7 @@ def _intrude(ctx, key, folder):
 def test_what_an_intruder_sends_is_not_unpickled(pair, tmp_path):
     words, pid = pair.outcomes(_intrude, KEYS[1], str(tmp_path))[0]
     pair.close()  # the calls of these ranks differ
-    assert "has no seal of this run's secret, so it was not unpickled" in words
+    assert "is not signed with this run's secret, so it was not unpickled" in words
     assert not (tmp_path / str(pid)).exists()
 
 
@@ -104,9 +106,9 @@ def _meet(keys):
 @pytest.mark.parametrize("others", [KEYS[1], KEYS[2]], ids=["another", "none"])
 def test_ranks_with_different_secrets_say_so_on_all(others):
     first, second, third = _meet([KEYS[0], others, KEYS[0]])
-    assert f"Rank 0 of 3: {SECRET} of this rank is not that of the ranks 1" in first
-    assert "Rank 1 of 3" in second and "not that of the ranks 0, 2" in second
-    assert "not that of the ranks 1" in third
+    assert f"Rank 0 of 3: {SECRET} on this rank differs from that on ranks 1" in first
+    assert "Rank 1 of 3" in second and "differs from that on ranks 0, 2" in second
+    assert "differs from that on ranks 1" in third
 
 
 @pytest.mark.parametrize("key", KEYS[::2], ids=["secret", "none"])

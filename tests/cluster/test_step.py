@@ -317,8 +317,8 @@ def _one_batch(ctx, plan=fx.Plan()):  # noqa: B008
 BAD_LOSSES = {
     "shape": (lambda m, b: m(b[0]), "scalar"),
     "number": (lambda m, b: 3.0, "not a tensor"),
-    "detached": (lambda m, b: _loss(m, b).detach(), "no gradient"),
-    "constant": (lambda m, b: torch.tensor(1.0), "no gradient"),
+    "detached": (lambda m, b: _loss(m, b).detach(), "does not require grad"),
+    "constant": (lambda m, b: torch.tensor(1.0), "does not require grad"),
     "weight": (lambda m, b: fx.Weighted(_loss(m, b), torch.ones(3)), "Sum it"),
 }
 

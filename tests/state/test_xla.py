@@ -68,7 +68,7 @@ def test_the_device_or_the_variable_asks_for_it():
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        (1, "has 2 processes, and this one knows of no other.*TPU_WORKER_HOSTNAMES"),
+        (1, "has 2 processes, but this process found a world size of 1.*TPU_WORKER_HOSTNAMES"),
         (2, "is one of 2 and drives 4 XLA devices.*start one process for each device"),
     ],
 )

@@ -99,4 +99,4 @@ def _opened(ctx):
 def test_torch_opens_the_groups_of_replicas(alone):
     ((rank, kinds, rows, problem),) = alone.run(_opened)
     assert (rank, kinds, rows) == (0, ("xla", "gloo"), [0.0, 1.0])
-    assert "started 4 processes, and the XLA runtime has 1 devices" in problem
+    assert "started 4 processes, but the XLA runtime has 1 devices" in problem

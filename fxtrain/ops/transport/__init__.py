@@ -1,3 +1,3 @@
-"""How collectives over trees travel: packets, exchanges, kept layouts."""
+"""How trees are sent in collectives: packets, exchanges and cached layouts."""
 
 __all__: list[str] = []

@@ -1,6 +1,6 @@
 """NumPy values and Python numbers as tensors, and back.
 
-NumPy is looked for only where something else has imported it.
+NumPy is used only if something else has imported it.
 """
 
 import sys
@@ -13,11 +13,11 @@ from torch import Tensor
 
 __all__ = ["Back", "as_tensor", "combinable", "is_array", "number_as_tensor"]
 
-# From a tensor to what the leaf was before.
+# From a tensor back to the type of the original leaf.
 Back = Callable[[Tensor], Any]
 
-_KINDS = "biufc"  # bool, whole numbers, with and without sign, floating and complex numbers
-_WIDEST = 16  # bytes of a complex128; torch has no wider numbers
+_KINDS = "biufc"  # bool, signed and unsigned integers, floating point, complex
+_WIDEST = 16  # bytes of a complex128, torch's widest dtype
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -30,8 +30,8 @@ def is_array(leaf: Any) -> bool:
 def as_tensor(leaf: Any) -> tuple[Tensor, Back] | None:
     """A NumPy array or scalar as a tensor, which may share its memory; None for other leaves.
 
-    Arrays of strings, dates, objects and records, and numbers that torch does not have, are
-    other leaves.
+    Arrays of strings, dates, objects or records, and dtypes that torch lacks, count as other
+    leaves.
     """
     if not is_array(leaf) or not _is_numeric(leaf):
         return None
@@ -39,16 +39,16 @@ def as_tensor(leaf: Any) -> tuple[Tensor, Back] | None:
     native = numpy.dtype(f"{leaf.dtype.kind}{leaf.dtype.itemsize}")
     back = _scalar if isinstance(leaf, numpy.generic) else _array
     flags = leaf.flags
-    # torch takes no negative strides, not even of one entry, and warns of what is read-only.
+    # torch refuses negative strides, even with one entry, and warns about read-only arrays.
     ordered = flags.c_contiguous and min(leaf.strides, default=0) >= 0
     if not (ordered and flags.aligned and flags.writeable and leaf.dtype == native):
         leaf = numpy.array(leaf, native, order="C")
-    # C has several types of one width, of which torch knows one.
+    # C has several types of the same width; torch knows one of them.
     return torch.from_numpy(leaf.view(native)), back
 
 
 def number_as_tensor(leaf: Any) -> tuple[Tensor, Back] | None:
-    """A Python number as a tensor of 64 bits, or 128 if complex; None for other leaves."""
+    """A Python number as a 64-bit tensor, 128-bit if complex; None for other leaves."""
     kind = type(leaf)
     if kind is float or (kind is int and leaf in _INT64):
         return torch.tensor(leaf, dtype=torch.float64 if kind is float else torch.int64), _number
@@ -58,13 +58,13 @@ def number_as_tensor(leaf: Any) -> tuple[Tensor, Back] | None:
 
 
 def combinable(leaf: Any) -> str | None:
-    """What a leaf is that is a number of sorts, and cannot be combined; None if it is none."""
+    """Describe a numeric leaf that cannot be combined; None if the leaf is not numeric."""
     if is_array(leaf):
-        held = f"a NumPy value of dtype {leaf.dtype}"
+        text = f"a NumPy value of dtype {leaf.dtype}"
         masked = hasattr(leaf, "mask")
-        return None if leaf.dtype.kind in "SU" else f"{held} with a mask" if masked else held
+        return None if leaf.dtype.kind in "SU" else f"{text} with a mask" if masked else text
     if type(leaf) is int:
-        return "a whole number that does not fit into 64 bits"
+        return "an integer that does not fit into 64 bits"
     if isinstance(leaf, Number) and not isinstance(leaf, bool):
         return f"a {type(leaf).__qualname__}"
     return None

@@ -1,10 +1,10 @@
-"""The packet in which ranks meet before anything else travels.
+"""The exchange of packets with which every collective starts.
 
-Every collective of fxtrain starts with an exchange of packets of a fixed size: a header with
-a digest of the call, then the payload if it fits. Since the size never depends on the
-call, ranks that call different things still understand each other: each of them sees all
-headers, so all of them raise, and the communicator stays usable. (gloo ends the process
-when sizes differ, so the check cannot come later.) A payload that does not fit follows in a
+Every collective of fxtrain starts with an exchange of fixed-size packets: a header with a
+digest of the call, then the payload if it fits. Since the size never depends on the call,
+ranks that make different calls can still read each other's packets: each rank sees all
+headers, so all of them raise, and the communicator stays usable. (gloo aborts the process
+when sizes differ, so the check must come first.) A payload that does not fit follows in a
 second collective, once the headers agree.
 """
 
@@ -41,13 +41,13 @@ __all__ = [
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
-# Name of the op; its arguments, in words that equal ranks share; optionally what else to
-# show of this rank's call if the ranks turn out to differ.
+# Name of the op; its arguments as text, equal on ranks whose calls match; optionally a third
+# text that is only shown if the ranks differ.
 Call = tuple[str, str] | tuple[str, str, str]
 
 
 def exchange_payloads(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
-    """Compare a call between all ranks and give each rank every rank's payload.
+    """Compare a call between all ranks and gather every rank's payload.
 
     Args:
         payload: uint8, 1-D, on the CPU; lengths may differ between ranks.
@@ -69,24 +69,24 @@ def exchange_rows(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor
     """As `exchange_payloads`, with the payloads as one tensor.
 
     Returns:
-        uint8, (ranks, bytes), and by rank how many bytes of its row are payload.
+        uint8, (ranks, bytes), and by rank the number of payload bytes in its row.
     """
     arriving, sizes = _exchange_packets(ctx, call, payload)
     if max(sizes) > capacity(ctx.world_size):
         rows = _all_gather(ctx, call, payload, max(sizes))
-    else:  # the room is used again, but what arrived may be kept
+    else:  # the buffer is reused, and the caller may keep the payloads
         rows = payload_in(arriving)[:, : max(sizes)].clone()
-    if ctx.comm.simulated:  # the same traffic, and everybody sends what this rank does
+    if ctx.comm.simulated:  # the same traffic; every rank sends what this rank does
         return payload.repeat(ctx.world_size, 1), [payload.numel()] * ctx.world_size
     return rows, sizes
 
 
 def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
-    """Compare a call between all ranks before its data travels some other way.
+    """Compare a call between all ranks before its data is sent by another collective.
 
     Args:
-        wait: With False, a call that all ranks were once found to share is only compared
-            by the time of the next one, so that the host need not wait for the others.
+        wait: If False, a call that was verified before is compared no later than at the next
+            call, so that the host does not wait for the other ranks.
 
     Effects:
         One exchange of packets; nothing with `checks=False`.
@@ -111,7 +111,7 @@ def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
 
 
 def wait_pending_check(ctx: DistContext) -> None:
-    """Wait for the comparison that the last device collective left open.
+    """Wait for the comparison that the last device collective deferred.
 
     Raises:
         CollectiveError: the calls differed or a rank never joined; on every rank. Or as
@@ -131,11 +131,11 @@ def wait_pending_check(ctx: DistContext) -> None:
 
 
 def next_packets(ctx: DistContext, call: Call) -> Packets:
-    """Room for the packets of a call, once all that came before is done.
+    """Buffers for the packets of a call, once all earlier calls have completed.
 
     Raises:
-        CollectiveError: as `wait_pending_check`; or a call before was interrupted, and a rank did
-            not come to it.
+        CollectiveError: as `wait_pending_check`; or an earlier call was interrupted, and a rank
+            never joined it.
     """
     wait_pending_check(ctx)
     with rank_loss_guard(ctx, call):
@@ -143,7 +143,7 @@ def next_packets(ctx: DistContext, call: Call) -> Packets:
 
 
 class rank_loss_guard:
-    """Turn torch's error about a rank that is gone into one that says who waited where."""
+    """Turn torch's error about a lost rank into one that names who waited where."""
 
     def __init__(self, ctx: DistContext, call: Call, site: str | None = None) -> None:
         self._for = (ctx, call, site)
@@ -161,7 +161,7 @@ class rank_loss_guard:
 
 
 def _exchange_packets(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor, list[int]]:
-    """Everybody's packet, and the size of everybody's payload."""
+    """Every rank's packet and payload size."""
     packets = next_packets(ctx, call)
     _fill(ctx, packets, payload)
     arriving, heads = exchange_headers(ctx, call, digest_of(call), payload.numel(), packets)
@@ -171,7 +171,7 @@ def _exchange_packets(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Te
 def exchange_headers(
     ctx: DistContext, call: Call, digest: bytes, size: int, packets: Packets
 ) -> tuple[Tensor, list[bytes]]:
-    """Send the packet whose payload is in its room, and compare everybody's header.
+    """Send the packet whose payload is in its buffer, and compare every rank's header.
 
     Args:
         digest: Of the call.
@@ -179,7 +179,7 @@ def exchange_headers(
         packets: As from `next_packets`; the header is written here.
 
     Returns:
-        Everybody's packets, (ranks, bytes), valid until the next call, and their headers.
+        Every rank's packet, (ranks, bytes), valid until the next call, and their headers.
 
     Effects:
         One exchange of packets.
@@ -196,7 +196,7 @@ def exchange_headers(
 def _exchange_unchecked(
     ctx: DistContext, call: Call, digest: bytes, size: int, packets: Packets
 ) -> Tensor:
-    """As `exchange_headers`, without a look at the headers."""
+    """As `exchange_headers`, without comparing the headers."""
     _write_header(ctx, packets, digest, size)
     with rank_loss_guard(ctx, call):
         send(ctx.comm, packets)
@@ -206,8 +206,8 @@ def _exchange_unchecked(
 def _check_headers(ctx: DistContext, call: Call, heads: list[bytes], site: str | None) -> None:
     if ctx.comm.checks and any([head[:16] != heads[0][:16] for head in heads]):
         text = f"{call[0]}\n{' '.join(call[1:])}\n{site or call_site()}".encode()
-        room = capacity(ctx.world_size)
-        payload = torch.frombuffer(bytearray(text[:room]), dtype=torch.uint8)
+        limit = capacity(ctx.world_size)
+        payload = torch.frombuffer(bytearray(text[:limit]), dtype=torch.uint8)
         packets = next_packets(ctx, call)
         _fill(ctx, packets, payload)
         arriving = _exchange_unchecked(ctx, call, bytes(16), payload.numel(), packets)
@@ -219,7 +219,7 @@ def _check_headers(ctx: DistContext, call: Call, heads: list[bytes], site: str |
 
 
 def payload_in(packets: Tensor) -> Tensor:
-    """The part of a packet, or of several, that is payload."""
+    """The payload of a packet, or of several."""
     return packets[..., HEADER:]
 
 
@@ -231,7 +231,7 @@ def _fill(ctx: DistContext, packets: Packets, payload: Tensor) -> None:
 def _write_header(ctx: DistContext, packets: Packets, digest: bytes, size: int) -> None:
     ctx.comm.state.call_count += 1
     head = digest + size.to_bytes(8, "little") + ctx.comm.state.call_count.to_bytes(8, "little")
-    # A header is read and written as plain memory: torch's views of it cost 60 us a call.
+    # Headers are read and written as raw memory: torch's views cost 60 us per call.
     ctypes.memmove(packets.buffer_rows[packets.current][ctx.rank].data_ptr(), head, HEADER)
 
 

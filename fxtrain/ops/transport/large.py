@@ -1,5 +1,7 @@
-"""Collectives of tensors that do not travel in a packet: as bytes, or on XLA devices, where
-bytes are not at hand, as values."""
+"""Collectives of tensors that do not fit in a packet.
+
+They are sent as bytes, or as values on XLA devices, which give no access to the bytes.
+"""
 
 from typing import Any
 
@@ -23,7 +25,7 @@ def gather_all(tensors: list[Tensor], ranks: int, group: Any, *, joined: bool) -
 
 
 def broadcast_all(tensors: list[Tensor], src: int, group: Any) -> list[Tensor]:
-    """The tensors of one rank, by its number in the world; all on one device."""
+    """The tensors of one rank, given by its global rank; all on one device."""
     if tensors[0].device.type == "xla":
         return broadcast_values(tensors, src, group)
     flat = to_bytes(tensors).clone()
@@ -45,13 +47,13 @@ def gather_values(tensors: list[Tensor], ranks: int, group: Any, *, joined: bool
         sizes = [tensors[place].numel() for place in places]
         for place, part in zip(places, torch.stack(rows).split(sizes, dim=1), strict=True):
             shape = tensors[place].shape
-            whole = (ranks * shape[0], *shape[1:]) if joined and shape else (ranks, *shape)
-            out[place] = part.reshape(whole)
+            full = (ranks * shape[0], *shape[1:]) if joined and shape else (ranks, *shape)
+            out[place] = part.reshape(full)
     return [out[place] for place in range(len(tensors))]
 
 
 def broadcast_values(tensors: list[Tensor], src: int, group: Any) -> list[Tensor]:
-    """The tensors of one rank, by its number in the world.
+    """The tensors of one rank, given by its global rank.
 
     Effects:
         One broadcast for each dtype.

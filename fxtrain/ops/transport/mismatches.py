@@ -1,4 +1,4 @@
-"""What each rank saw when a collective failed, put into words."""
+"""Error messages for failed collectives, with what each rank saw."""
 
 import json
 import sys
@@ -25,21 +25,21 @@ _POLL_INTERVAL_S = 0.05
 
 
 def check_is_context(op: str, ctx: object) -> None:
-    """Refuse what is not a context: values and context are easily swapped."""
+    """Refuse anything but a context: value and context are easily swapped."""
     if not isinstance(ctx, DistContext):
         raise ContextError(
-            f"{op}: ctx is a {type(ctx).__name__}, not a context. The value comes first, the "
-            f"context after: ops.gather(tree, ctx), with ctx = fx.detect()."
+            f"{op}: ctx is a {type(ctx).__name__}, not a context. Pass the value first, then the "
+            f"context: ops.gather(tree, ctx), with ctx = fx.detect()."
         )
     if ctx.comm.state.closed:
         check_connected(op, ctx)
 
 
 def check_source_rank(op: str, src: int, ctx: DistContext) -> None:
-    """Refuse a source that is no rank of the context."""
+    """Refuse a source that is not a rank of the context."""
     if not 0 <= src < ctx.world_size:
         raise CollectiveError(
-            f"{op}(src={src}): this context has the ranks 0 to {ctx.world_size - 1}."
+            f"{op}(src={src}): no such rank. This context has ranks 0 to {ctx.world_size - 1}."
         )
 
 
@@ -56,66 +56,66 @@ def _is_fxtrain_file(filename: str) -> bool:
 
 
 def mismatch_error(ctx: DistContext, texts: list[str]) -> CollectiveError:
-    """The error for ranks that met in different calls.
+    """The error for ranks that made different calls.
 
     Args:
-        texts: By rank, the op, its arguments and the call site, one a line.
+        texts: By rank, the op, its arguments and the call site, one per line.
     """
     views = [text.split("\n") for text in texts]
     names = {view[0] for view in views}
     if len(names) > 1:
-        asked = "the ranks are at different collectives"
+        summary = "the ranks called different collectives"
         advice = (
             "Every rank must make the same calls in the same order: look for a call inside "
-            "an `if` that only some ranks enter, or for loops of different length."
+            "an `if` that only some ranks enter, or for loops of different lengths."
         )
     else:
-        asked = f"{names.pop()}: the ranks passed different values"
+        summary = f"{names.pop()}: the ranks passed different values"
         advice = (
             "Every rank must pass the same structure, dtypes and shapes. Pad ragged tensors "
             "with ops.pad first, or send them with ops.gather_objects."
         )
     shown = [f"{op}({args}) at {site}" for op, args, site in (_parse_view(v) for v in views)]
     lines = by_rank(enumerate(shown))
-    return CollectiveError("\n".join([f"{asked} ({_where(ctx)}).", *lines, advice]))
+    return CollectiveError("\n".join([f"{summary} ({_where(ctx)}).", *lines, advice]))
 
 
 def _parse_view(view: list[str]) -> tuple[str, str, str]:
     padded = [*view, "", ""]
-    return padded[0], padded[1], padded[2] or "(cut off)"
+    return padded[0], padded[1], padded[2] or "(truncated)"
 
 
 def lost_rank_error(
     ctx: DistContext, call: tuple[str, ...], site: str, waited_s: float, error: BaseException
 ) -> CollectiveError:
-    """The error for a rank that never joined or went away; leaves word for the others.
+    """The error for a rank that never joined or left; informs the other ranks.
 
     Effects:
         Marks the communicator as broken. Writes this rank's view to the store and reads
-        those of the others, for a second or two at most.
+        those of the others, for two seconds at most.
     """
     op, args = call[0], call[1]
     torch_says = str(error).strip().splitlines() or [type(error).__name__]
     view = {"op": op, "site": site, "waited_s": round(waited_s, 1)}
     views, words = _ask_others(ctx, view)
-    came = [
+    waiting = [
         (rank, f"waited {seen['waited_s']:g} s in {seen['op']} at {seen['site']}")
         for rank, seen in sorted(views.items())
     ]
     gone = [(rank, f"left with {word}") for rank, word in sorted(words.items()) if word]
     gone += [(rank, "left") for rank, word in sorted(words.items()) if not word]
     known = views.keys() | words.keys()
-    ended = "timed out" if waited_s >= 0.9 * ctx.comm.timeout_s else "given up"
+    ended = "timed out" if waited_s >= 0.9 * ctx.comm.timeout_s else "failed"
     never = f"never joined this {op} ({ended} after {waited_s:.3g} s)"
     silent = [(rank, never) for rank in range(ctx.world_size) if rank not in known]
     message = "\n".join(
         [
             f"{op}({args}) at {site} did not complete ({_where(ctx)}, "
             f"timeout {ctx.comm.timeout_s:g} s).",
-            *by_rank(came + gone + silent),
+            *by_rank(waiting + gone + silent),
             f"torch says: {torch_says[0]}",
-            "Look at the ranks that never joined: they failed, are busy elsewhere, or skipped "
-            "this call. A slow rank needs a larger detect(timeout_s=...).",
+            "Check the ranks that never joined: they failed, are still busy, or skipped "
+            "this call. If a rank is only slow, raise detect(timeout_s=...).",
         ]
     )
     ctx.comm.state.failure = message
@@ -123,17 +123,17 @@ def lost_rank_error(
 
 
 def unusable_message(ctx: DistContext) -> str:
-    """The message for any call after a failure that the communicator did not survive."""
+    """The message for any call on a communicator that an earlier failure broke."""
     return (
-        f"This communicator broke in an earlier call; close the context and start anew. "
-        f"What happened then:\n{ctx.comm.state.failure}"
+        f"An earlier call broke this communicator. Close the context and open a new one. "
+        f"The earlier error:\n{ctx.comm.state.failure}"
     )
 
 
 def _ask_others(
     ctx: DistContext, view: dict[str, Any]
 ) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
-    """Views of the ranks that failed in this communicator, and last words of those gone."""
+    """Views of the ranks that failed in this communicator, and exit messages of those gone."""
     comm = ctx.comm
     views, words = {ctx.rank: view}, {}
     if comm.store is None:
@@ -150,13 +150,13 @@ def _ask_others(
                     words[rank] = comm.store.get(left_key).decode()
             time.sleep(_POLL_INTERVAL_S)
     except RuntimeError:
-        words[0] = words.get(0) or "its store, so that the other ranks cannot be asked"
+        words[0] = words.get(0) or "its store, so the other ranks cannot be queried"
         words = {rank: word for rank, word in words.items() if rank not in views}
     return views, words
 
 
 def by_rank(entries: Iterable[tuple[int, str]]) -> list[str]:
-    """One line per view, ranks that share it together."""
+    """One line per view, listing the ranks that share it."""
     ranks: dict[str, list[int]] = {}
     for rank, text in entries:
         ranks.setdefault(text, []).append(rank)

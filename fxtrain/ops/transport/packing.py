@@ -27,7 +27,7 @@ _NAMES = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype)
 }
-_ALIGN = 16  # the widest dtype, complex128: a view needs an offset that divides by its size
+_ALIGN = 16  # of the widest dtype, complex128: a view's offset must be a multiple of its size
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -38,7 +38,7 @@ class Packed:
         shape: The structure of the tree.
         tensors: Detached tensor leaves, and those of NumPy as tensors, by place.
         others: Every other leaf, by place.
-        back: How leaves that were no tensors become again what they were, by place.
+        back: How leaves that were not tensors are converted back, by place.
     """
 
     shape: _tree.TreeSpec
@@ -63,7 +63,7 @@ def pack(tree: Any, *, numbers: bool = False) -> Packed:
 
 
 def packed_leaves(leaves: Sequence[Any], shape: _tree.TreeSpec, *, numbers: bool = False) -> Packed:
-    """As `pack`, of a tree whose leaves are known."""
+    """As `pack`, for a tree that is already flattened."""
     tensors: dict[int, Tensor] = {}
     others: dict[int, Any] = {}
     back: dict[int, Back] = {}
@@ -78,7 +78,7 @@ def packed_leaves(leaves: Sequence[Any], shape: _tree.TreeSpec, *, numbers: bool
 
 
 def signature(packed: Packed, extra: str = "") -> str:
-    """Structure, dtypes and shapes in words: equal on ranks whose calls fit together."""
+    """Structure, dtypes and shapes as text: equal on ranks whose calls match."""
     kinds = [
         f"{_NAMES[t.dtype]}{[*t.shape]}" if t.is_cpu else f"{_NAMES[t.dtype]}{[*t.shape]}@device"
         for t in packed.tensors.values()
@@ -107,7 +107,7 @@ def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
 def byte_layout(
     tensors: Sequence[Tensor],
 ) -> tuple[list[tuple[torch.dtype, list[int], int]], int]:
-    """Where `to_bytes` puts tensors: dtype, places and first byte, and how many bytes there are."""
+    """Where `to_bytes` puts tensors: dtype, places and first byte; and the number of bytes."""
     found: list[tuple[torch.dtype, list[int], int]] = []
     start = 0
     for dtype, places in _by_dtype(tensors).items():
@@ -118,11 +118,11 @@ def byte_layout(
 
 
 def unpack_ranks(rows: Tensor, like: Sequence[Tensor], *, joined: bool = False) -> list[Tensor]:
-    """Take buffers of several ranks that `to_bytes` made apart again.
+    """Unpack buffers of several ranks that `to_bytes` made.
 
     Args:
         rows: uint8, (ranks, bytes), each row from tensors like these.
-        joined: Put the ranks' tensors one after the other instead of beside each other.
+        joined: Concatenate the ranks' tensors instead of stacking them.
 
     Returns:
         For each tensor, in its dtype, (ranks, *its shape); joined (ranks · n, ...), in which
@@ -137,13 +137,13 @@ def unpack_ranks(rows: Tensor, like: Sequence[Tensor], *, joined: bool = False) 
         section = rows[:, start : start + size]
         if rows.stride(0) % dtype.itemsize or rows.storage_offset() % dtype.itemsize:
             section = section.clone(memory_format=torch.contiguous_format)
-        # Bytes of nothing do not view as anything.
+        # An empty tensor cannot be viewed as a wider dtype.
         typed = section.view(dtype) if size else section.to(dtype)
-        # Joined rows are copied in any case: here by one call of torch for all tensors.
+        # Joined rows are copied in any case; this is one call of torch for all tensors.
         split: Any = torch.split_with_sizes_copy if joined else torch.split_with_sizes
         for place, part, shape in zip(places, split(typed, counts, dim=1), shapes, strict=True):
-            whole = (ranks * shape[0], *shape[1:]) if joined and shape else (ranks, *shape)
-            out[place] = part.view(whole)
+            full = (ranks * shape[0], *shape[1:]) if joined and shape else (ranks, *shape)
+            out[place] = part.view(full)
     return [out[place] for place in range(len(like))]
 
 

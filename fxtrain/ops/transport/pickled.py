@@ -1,11 +1,11 @@
-"""Objects on their way between ranks, as pickles.
+"""Objects sent between ranks as pickles.
 
-Pickles travel between the ranks of one run only. What pickles on one rank may fail to unpickle on
-another (a module that is missing there, a `__setstate__` that raises), which that rank alone
-sees. So whoever reads objects that could fail compares notes before anyone returns.
+Pickles are sent between the ranks of one run only. An object that pickles on one rank may fail to
+unpickle on another (a missing module, a `__setstate__` that raises), and only that rank notices.
+So after reading objects that could fail, the ranks exchange their errors before any call returns.
 
-Unpickling runs whatever the sender wants. So where the run has a secret, a pickle travels under
-a seal that only its ranks can make, and nothing without it is unpickled.
+Unpickling can run arbitrary code of the sender. If the run has a secret, each pickle is signed
+with it, and pickles without a valid signature are refused.
 """
 
 import ctypes
@@ -38,20 +38,21 @@ __all__ = [
 
 _SAFE, _UNSURE, _FAILED = range(3)
 _OWN_PREFIX = "fxtrain."
-# Beside plain values: what every torch unpickles alike, and what pickles of tensors name.
+# In addition to plain values: types that every rank's torch can unpickle, and those that pickles
+# of tensors refer to.
 _SAFE_TYPES = frozenset({complex, torch.dtype, torch.device, torch.Size, OrderedDict, TypedStorage})
 _SAFE_REBUILDERS = frozenset({_rebuild_tensor_v2, _load_from_bytes})
 
 
 class _Pickler(pickle.Pickler):
-    """Notices objects whose unpickling runs code that the ranks need not share."""
+    """Records whether unpickling may need code that other ranks lack."""
 
     unsure = False
 
     def reducer_override(self, obj: Any) -> Any:
         kind = obj if isinstance(obj, type) else type(obj)
         home = str(getattr(obj, "__module__", None))  # of a class, a function or its class
-        # Another device may be missing on another rank.
+        # Another rank may lack the device.
         plain = obj.is_cpu if kind is Tensor and obj is not Tensor else kind in _SAFE_TYPES
         if not plain and not home.startswith(_OWN_PREFIX) and not _is_rebuilder(obj):
             self.unsure = True
@@ -63,43 +64,43 @@ def _is_rebuilder(obj: Any) -> bool:
 
 
 def dump(value: Any, ctx: DistContext) -> Tensor:
-    """Pickle a value for the other ranks of this very run, as uint8 on the CPU.
+    """Pickle a value for the other ranks of this run, as uint8 on the CPU.
 
-    A value that does not pickle becomes its error, so that the ranks still meet; `unpickle_all`
-    raises it everywhere.
+    If a value does not pickle, its error is sent instead, so that every rank still joins;
+    `unpickle_all` raises it on every rank.
     """
-    room = io.BytesIO()
-    pickler = _Pickler(room, protocol=pickle.HIGHEST_PROTOCOL)
+    stream = io.BytesIO()
+    pickler = _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL)
     try:
         pickler.dump(value)
     except Exception as error:  # pickle raises whatever __reduce__ does
         return _bytes(bytearray([_FAILED]) + error_text(error).encode(errors="replace"))
     kind = _UNSURE if pickler.unsure else _SAFE
-    return _bytes(bytearray([kind]) + sign(room.getbuffer(), ctx.comm.key))
+    return _bytes(bytearray([kind]) + sign(stream.getbuffer(), ctx.comm.key))
 
 
 def pickled(op: str, rank: int, blob: Tensor, ctx: DistContext) -> memoryview:
-    """The pickle in what `dump` made.
+    """The pickle in the output of `dump`.
 
     Args:
-        rank: Who sent it.
+        rank: The sender.
 
     Raises:
-        CollectiveError: the sender could not pickle its value, or what arrived was not sealed
-            by a rank of this run; on every rank that has it.
+        CollectiveError: the sender could not pickle its value, or no rank of this run signed
+            the data; on every rank that received it.
     """
     if (reason := pickling_error(blob)) is not None:
         raise CollectiveError(
             f"{op}: rank {rank} passed a value that cannot be sent: {reason}. Send tensors, or "
             f"objects that pickle."
         )
-    held = memoryview(ctypes.string_at(blob.data_ptr(), blob.numel()))[1:]
-    found = verified(held, ctx.comm.key)
+    signed = memoryview(ctypes.string_at(blob.data_ptr(), blob.numel()))[1:]
+    found = verified(signed, ctx.comm.key)
     if found is None:
         raise CollectiveError(
-            f"{op}: the object of rank {rank} has no seal of this run's secret, so it was not "
-            f"unpickled. Either {SECRET} differs between the ranks, or a program that is none of "
-            f"them has sent it: see who reaches the ports of the ranks."
+            f"{op}: the object from rank {rank} is not signed with this run's secret, so it was "
+            f"not unpickled. Either {SECRET} differs between ranks, or another program sent the "
+            f"object: check who can reach the ports of the ranks."
         )
     return found
 
@@ -112,22 +113,22 @@ def pickling_error(blob: Tensor) -> str | None:
 
 
 def unpickles_anywhere(blob: Tensor) -> bool:
-    """Whether no rank can fail to unpickle this: plain values, CPU tensors, fxtrain's records."""
+    """Whether every rank can unpickle this: plain values, CPU tensors, fxtrain's records."""
     return int(blob[0]) == _SAFE
 
 
 def unpickle_all(op: str, blobs: Mapping[int, Tensor], ctx: DistContext) -> list[Any]:
-    """Unpickle what every rank received alike.
+    """Unpickle objects that every rank received.
 
     Args:
-        blobs: What `dump` made, by sender; the same on every rank.
+        blobs: Outputs of `dump`, by sender; the same on every rank.
 
     Effects:
-        One exchange of packets if a blob holds more than plain values and CPU tensors.
+        One exchange of packets if a blob contains more than plain values and CPU tensors.
 
     Raises:
-        CollectiveError: a sender could not pickle its value, its seal is not of this run, or a
-            rank cannot unpickle it; on every rank.
+        CollectiveError: a sender could not pickle its value, a signature is not of this run, or
+            a rank cannot unpickle a value; on every rank.
     """
     found = {rank: pickled(op, rank, blob, ctx) for rank, blob in blobs.items()}
     values: list[Any] = []
@@ -144,10 +145,10 @@ def unpickle_all(op: str, blobs: Mapping[int, Tensor], ctx: DistContext) -> list
 
 
 def raise_unpickling_errors(op: str, problem: str | None, ctx: DistContext) -> None:
-    """Raise on every rank if one could not unpickle something.
+    """Raise on every rank if any rank failed to unpickle a value.
 
     Args:
-        problem: What this rank could not unpickle and why; None if it could.
+        problem: What this rank failed to unpickle and why; None if it succeeded.
 
     Effects:
         One exchange of packets; none at one rank.
@@ -163,13 +164,13 @@ def raise_unpickling_errors(op: str, problem: str | None, ctx: DistContext) -> N
     lines = [f"rank {rank} cannot unpickle {text}" for rank, text in enumerate(found) if text]
     if lines:
         raise CollectiveError(
-            f"{op}: {'; '.join(lines)}. Every rank needs the same code: send plain values or "
-            f"tensors, or make the class importable, in the same version, on every rank."
+            f"{op}: {'; '.join(lines)}. Send plain values or tensors, or make the same version "
+            f"of the class importable on every rank."
         )
 
 
 def error_text(error: BaseException) -> str:
-    """An error in one line or more: its type, then its message."""
+    """An error as text: its type, then its message."""
     return f"{type(error).__name__}: {error}"
 
 

@@ -1,9 +1,9 @@
-"""The way of small trees: where tensors of a form lie in packets, laid out once.
+"""Cached packet layouts for repeated collectives of small trees.
 
-Sixteen small tensors travel in less time than Python needs to make as many views. So the views
-into the packet that is sent and into those that arrive are made with the first call of a form
-and kept; each later call is a few calls of torch, whatever the number of tensors. The bytes are
-those of `to_bytes`.
+Sending sixteen small tensors takes less time than making sixteen views in Python. So the views
+into the outgoing and arriving packets are cached from the second call with the same structure,
+shapes and dtypes; each later call is a few calls of torch, whatever the number of tensors. The
+bytes are those of `to_bytes`.
 """
 
 from collections.abc import Sequence
@@ -27,23 +27,23 @@ from fxtrain.state import DistContext
 
 __all__ = ["PackedLayout", "find_layout", "gather_with_layout"]
 
-_MAX_ROUTES = 32  # forms for each communicator, each with room for a packet of every rank
+_MAX_ROUTES = 32  # layouts per communicator
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _SEEN_ONCE = "seen once"
-# Not every dtype can be picked by place, but its bytes can.
+# index_select does not support every dtype, but it supports one of each width.
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 @attrs.frozen(eq=False)
 class _Group:
-    """What arrives of one dtype.
+    """The arriving tensors of one dtype.
 
     Attributes:
         dtype: Of the tensors.
-        places: Of its tensors in the tree.
-        received: By room, all that arrives, in a row of integers as wide as the dtype.
-        order: Places in it of the tensors' entries, those of a tensor together.
-        like: By tensor, one of the shape in which it is returned; without values.
+        places: Indices of these tensors among the leaves of the tree.
+        received: By buffer, all arriving bytes, flat, as integers as wide as the dtype.
+        order: Indices into `received` of the tensors' entries, tensor by tensor.
+        like: By tensor, a meta tensor of the shape in which it is returned.
     """
 
     dtype: torch.dtype
@@ -55,14 +55,14 @@ class _Group:
 
 @attrs.frozen(eq=False)
 class PackedLayout:
-    """How tensors of one form travel.
+    """Where tensors of one structure, shapes and dtypes are in packets.
 
     Attributes:
         call: What ranks compare.
         digest: Of the call.
         size: Bytes of the tensors.
-        slots: By room, and by tensor, its place in this rank's packet.
-        groups: What arrives, by dtype.
+        slots: By buffer and tensor, its view into this rank's packet.
+        groups: The arriving tensors, by dtype.
     """
 
     call: Call
@@ -75,11 +75,11 @@ class PackedLayout:
 def find_layout(
     ctx: DistContext, name: str, packed: Packed, extra: str = "", *, joined: bool = False
 ) -> PackedLayout | None:
-    """The route for a call; None if its tensors do not travel so.
+    """The cached layout of a call; None if it has none.
 
     Args:
         name: Of the op.
-        extra: Arguments that ranks compare too.
+        extra: Further arguments that ranks compare.
         joined: As in `unpack_ranks`.
     """
     tensors = packed.tensors.values()
@@ -87,7 +87,7 @@ def find_layout(
     if not all([t.is_cpu and type(t) in _PLAIN for t in tensors]):
         return None
     routes = ctx.comm.state.routes
-    if form not in routes:  # which pays with the second call: forms may differ from call to call
+    if form not in routes:  # made at the second call: shapes may differ from call to call
         while len(routes) >= _MAX_ROUTES:
             routes.pop(next(iter(routes)))
         routes[form] = _SEEN_ONCE
@@ -98,8 +98,8 @@ def find_layout(
     return routes[form]
 
 
-def gather_with_layout(ctx: DistContext, route: PackedLayout, packed: Packed) -> list[Tensor]:
-    """Each tensor of all ranks, as `unpack_ranks` gives it.
+def gather_with_layout(ctx: DistContext, layout: PackedLayout, packed: Packed) -> list[Tensor]:
+    """Each tensor of all ranks, as `unpack_ranks` returns it.
 
     Effects:
         One exchange of packets.
@@ -107,13 +107,13 @@ def gather_with_layout(ctx: DistContext, route: PackedLayout, packed: Packed) ->
     Raises:
         CollectiveError: the calls differ or a rank never joined; on every rank.
     """
-    packets = next_packets(ctx, route.call)
-    turn = packets.current
-    torch._foreach_copy_(route.slots[turn], [*packed.tensors.values()])
-    exchange_headers(ctx, route.call, route.digest, route.size, packets)
+    packets = next_packets(ctx, layout.call)
+    current = packets.current
+    torch._foreach_copy_(layout.slots[current], [*packed.tensors.values()])
+    exchange_headers(ctx, layout.call, layout.digest, layout.size, packets)
     out: list[Any] = [None] * len(packed.tensors)
-    for group in route.groups:
-        flat = group.received[turn].index_select(0, group.order).view(group.dtype)
+    for group in layout.groups:
+        flat = group.received[current].index_select(0, group.order).view(group.dtype)
         made = _unflatten_dense_tensors(flat, group.like)
         for place, tensor in zip(group.places, made, strict=True):
             out[place] = tensor
@@ -126,24 +126,24 @@ def _make_layout(
     ranks = ctx.world_size
     groups, size = byte_layout(tensors)
     fits = bool(tensors) and size <= capacity(ranks)
-    # torch's unflattening gives tensors without entries another shape.
+    # torch's unflatten changes the shape of empty tensors.
     usual = all([t.layout is torch.strided and not t.is_quantized and t.numel() for t in tensors])
     if ranks == 1 or ctx.comm.simulated or not fits or not usual:
         return None
-    rooms = next_packets(ctx, call).buffers
-    # Used again later, perhaps outside of the mode of this call.
+    buffers = next_packets(ctx, call).buffers
+    # Later calls use the views, perhaps outside the mode of this call.
     with torch.inference_mode(mode=False), torch.no_grad():
-        slots: list[list[Any]] = [[None] * len(tensors) for _ in rooms]
+        slots: list[list[Any]] = [[None] * len(tensors) for _ in buffers]
         arriving: list[_Group] = []
         for dtype, places, start in groups:
             shapes = [tensors[place].shape for place in places]
             counts = [shape.numel() for shape in shapes]
-            for room, held in zip(rooms, slots, strict=True):
-                mine = payload_in(room[ctx.rank])[start : start + sum(counts) * dtype.itemsize]
-                for place, slot in zip(places, mine.view(dtype).split(counts), strict=True):
-                    held[place] = slot.view(tensors[place].shape)
+            for buffer, views in zip(buffers, slots, strict=True):
+                local = payload_in(buffer[ctx.rank])[start : start + sum(counts) * dtype.itemsize]
+                for place, slot in zip(places, local.view(dtype).split(counts), strict=True):
+                    views[place] = slot.view(tensors[place].shape)
             like = [_like(shape, dtype, ranks, joined=joined) for shape in shapes]
-            entries = [room.view(_SAME_WIDTH[dtype.itemsize]) for room in rooms]
+            entries = [buffer.view(_SAME_WIDTH[dtype.itemsize]) for buffer in buffers]
             first = (HEADER + start) // dtype.itemsize
             order = _order(entries[0], first, counts)
             rows = [one.view(-1) for one in entries]
@@ -152,12 +152,12 @@ def _make_layout(
 
 
 def _order(entries: Tensor, first: int, counts: list[int]) -> Tensor:
-    """Places of tensors' entries among all that arrives: by tensor, then by rank."""
+    """Indices of the tensors' entries in the arriving packets: by tensor, then by rank."""
     numbers = torch.arange(entries.numel(), dtype=torch.int32).view(entries.shape)
     parts = numbers[:, first : first + sum(counts)].split(counts, dim=1)
     return torch.cat([part.reshape(-1) for part in parts])
 
 
 def _like(shape: torch.Size, dtype: torch.dtype, ranks: int, *, joined: bool) -> Tensor:
-    whole = (ranks * shape[0], *shape[1:]) if joined and shape else (ranks, *shape)
-    return torch.empty(whole, dtype=dtype, device="meta")
+    full = (ranks * shape[0], *shape[1:]) if joined and shape else (ranks, *shape)
+    return torch.empty(full, dtype=dtype, device="meta")

@@ -1,9 +1,9 @@
 """Which thread makes the calls of a communicator.
 
-Ranks are told apart by the order of their calls. Two threads that share a communicator make
-their calls in another order on each rank, so that values would reach the wrong call; that
-cannot be seen when they happen to be of one shape. So all calls are those of one thread, which
-every rank checks before anything travels.
+Collectives are matched between ranks by their order. Two threads that share a communicator may
+interleave their calls differently on each rank, so that values reach the wrong call, unnoticed
+if the shapes are the same. So one thread makes all calls, and every rank checks this before
+anything is sent.
 """
 
 import threading
@@ -16,10 +16,10 @@ __all__ = ["check_thread"]
 
 
 def check_thread(ctx: DistContext) -> None:
-    """Refuse a call from a thread other than the communicator's own.
+    """Refuse a call from any thread but the communicator's owner.
 
     Raises:
-        CollectiveError: the communicator is that of another thread, which is still running.
+        CollectiveError: the communicator belongs to another thread, which is still running.
     """
     state = ctx.comm.state
     me = threading.get_ident()
@@ -29,7 +29,7 @@ def check_thread(ctx: DistContext) -> None:
 
 def _wrong_thread_error(ctx: DistContext, me: int) -> None:
     state = ctx.comm.state
-    # torch's own threads run backward on an accelerator while the thread that asked waits.
+    # torch's own threads run backward on an accelerator while the calling thread waits.
     if type(threading.current_thread()).__name__ == "_DummyThread":
         return
     running = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -37,8 +37,8 @@ def _wrong_thread_error(ctx: DistContext, me: int) -> None:
         state.thread = me
         return
     raise CollectiveError(
-        f"The thread {running[me]!r} calls a collective at {call_site()} on a context of the "
-        f"thread {running[state.thread]!r}. Calls of two threads come in another order on each "
-        f"rank, so their values would be mixed up. Give each thread a context of its own, made "
-        f"on every rank by the thread that has this one: ops.duplicate(ctx)."
+        f"Thread {running[me]!r} calls a collective at {call_site()} on a context owned by "
+        f"thread {running[state.thread]!r}. Calls of two threads would interleave differently on "
+        f"each rank and mix up their values. Give each thread its own context: call "
+        f"ops.duplicate(ctx) on every rank, in the thread that owns this one."
     )
