@@ -179,7 +179,7 @@ def _header(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -
     seen = {_METADATA}
     for entry in entries:
         if entry.name in seen:
-            raise CheckpointError(f"{path}: the name {entry.name!r} is taken. Rename the tensor.")
+            raise CheckpointError(f"{path}: duplicate name {entry.name!r}. Rename the tensor.")
         if entry.name.encode("utf-8", "ignore").decode() != entry.name:
             raise CheckpointError(f"{path}: the name {entry.name!r} is not text a file can hold.")
         seen.add(entry.name)
