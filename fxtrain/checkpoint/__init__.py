@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, checked to the last byte, and free of pickle."""
+"""Checkpoints: complete or absent, checked to the last byte, and free of pickle."""
 
 from fxtrain.checkpoint.async_save import Saving
 from fxtrain.checkpoint.comparison import Difference, compare, count_leaves

@@ -1,4 +1,4 @@
-"""Saves that are written in a thread while training goes on."""
+"""Background saves, written in a thread while training continues."""
 
 import atexit
 import os
@@ -26,25 +26,25 @@ def _done() -> "Future[None]":
 
 @attrs.frozen(kw_only=True, eq=False)
 class Saving:
-    """A save, finished or under way.
+    """A save, finished or in progress.
 
-    Identity decides equality and hash.
+    Compared and hashed by identity.
 
     Attributes:
-        path: Where the checkpoint is, or will be.
+        path: Path of the checkpoint, which exists once the save is done.
     """
 
     path: str
     _future: "Future[None]" = attrs.field(factory=_done, alias="future", repr=False)
     _staging: Staging | None = attrs.field(default=None, alias="staging", repr=False)
-    _heard: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
+    _reported: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
 
     def copied(self) -> None:
-        """Wait until the state is copied, so that parameters may be changed by hand.
+        """Wait until the state is copied, so that parameters may be changed directly.
 
-        A save in the background copies large parameters and optimizer states after it has
-        returned. The next step of the optimizer waits for that; anything else that changes
-        them (averaging, swapping in other weights, `load_model`) calls this first.
+        With `background=True`, `save` returns before large parameters and optimizer states are
+        copied. The next optimizer step waits for the copy. Call this before anything else that
+        changes them (averaging, swapping weights, `load_model`).
 
         Example:
             >>> import fxtrain as fx, tempfile, torch
@@ -58,45 +58,45 @@ class Saving:
             self._staging.settle()
 
     def done(self) -> bool:
-        """Whether the checkpoint is there, or has failed."""
+        """Whether the save has finished or failed."""
         return self._future.done()
 
     def result(self, timeout_s: float | None = None) -> str:
         """Wait for the checkpoint and return its path.
 
         Raises:
-            CheckpointError: it failed; on every rank, at each call.
-            TimeoutError: it is not there within `timeout_s`.
+            CheckpointError: the save failed; on every rank, at each call.
+            TimeoutError: the save is still in progress after `timeout_s`.
         """
         try:
             self._future.result(timeout_s)
         except TimeoutError:
-            if self._future.done():  # the save's own
-                self._heard.set()
+            if self._future.done():  # raised by the save itself
+                self._reported.set()
                 raise
             raise TimeoutError(f"{self.path} is still being written after {timeout_s} s.") from None
         except BaseException:
-            self._heard.set()
+            self._reported.set()
             atexit.unregister(self._at_exit)
             raise
         return self.path
 
     def _at_exit(self) -> None:
-        """End the program as an error that nobody catches does, if nobody has heard of it.
+        """End the program as an uncaught exception does, if the error was never reported.
 
-        Python gives no other way to change the exit code once the script has ended: what
-        functions of `atexit` raise is printed and forgotten. So the others run from here,
-        which closes process groups and trackers, and then the process ends.
+        Once the script has ended, Python has no other way to change the exit code: it prints
+        and discards what functions of `atexit` raise. The remaining functions therefore run
+        from here, which closes process groups and trackers, and then the process exits.
         """
         error = self._future.exception()
-        if self._heard.is_set() or error is None:
+        if self._reported.is_set() or error is None:
             return
-        self._heard.set()
+        self._reported.set()
         error.add_note(
-            "The save ran in the background, and the program ended without asking how it went: "
-            "call result() on what fx.save returned, or fx.close(ctx)."
+            "This background save failed, and the program ended without checking its result. "
+            "Call result() on the handle from fx.save, or fx.close(ctx)."
         )
-        # Of a script that failed itself, a launcher keeps what the hook was told first.
+        # If the script itself failed, a launcher keeps the first error that the hook received.
         failed = getattr(sys, "last_value", None) is not None
         try:
             (sys.__excepthook__ if failed else sys.excepthook)(
@@ -111,10 +111,10 @@ class Saving:
 
 
 def wait_for_earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving | None:
-    """Wait for the save under way, if any, or return it if this one is to be skipped.
+    """Wait for a save in progress, or return it if the new save is to be skipped.
 
     Raises:
-        CheckpointError: it failed.
+        CheckpointError: the earlier save failed.
     """
     tasks = ctx.comm.state.background_tasks
     if not tasks:
@@ -130,7 +130,7 @@ def wait_for_earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving 
 
 
 def has_background_group(ctx: DistContext) -> bool:
-    """Whether this rank has a group for saves in the background on which no rank was lost."""
+    """Whether this rank has a group for background saves in which no rank has failed."""
     own = ctx.comm.state.save_context
     return own is not None and own.comm.state.failure is None
 
@@ -141,19 +141,19 @@ def start_background(
     run: Callable[[DistContext], None],
     staging: Staging | None,
     *,
-    anew: bool,
+    open_group: bool,
 ) -> Saving:
-    """Write in a thread, over a process group of its own.
+    """Write in a thread, over a separate process group.
 
     Args:
-        anew: Open the group, since a rank has none, or a rank was lost on it; equal on every
-            rank.
+        open_group: Open the group, because a rank has none or a rank in it has failed; equal on
+            every rank.
     """
     state = ctx.comm.state
-    if anew or state.save_context is None:
+    if open_group or state.save_context is None:
         try:
             state.save_context = ops.duplicate(ctx)
-        except RuntimeError as error:  # torch's, of a rank that is gone
+        except RuntimeError as error:  # from torch, if a rank has exited
             raise CheckpointError(f"{path} was not saved: {error}") from error
     future: Future[None] = Future()
     own = state.save_context
@@ -162,16 +162,16 @@ def start_background(
     def work() -> None:
         try:
             run(own)
-        except BaseException as error:  # kept for whoever asks next
+        except BaseException as error:  # raised by the next `result`
             future.set_exception(error)
-            # As late as can be, to run before what was registered earlier. The interpreter
-            # joins this thread before it runs any of them.
+            # Registered last, so that it runs first. The interpreter joins this thread before
+            # it runs any function of `atexit`.
             atexit.register(saving._at_exit)
         else:
             future.set_result(None)
 
     state.background_tasks.append(saving)
-    own.comm.state.thread = None  # the thread of the save before has made its last call
+    own.comm.state.thread = None  # the previous save's thread has ended
     # Not a daemon: the interpreter waits for it at exit.
     threading.Thread(target=work, name="fxtrain save").start()
     return saving

@@ -1,4 +1,4 @@
-"""Two checkpoints leaf by leaf: the first thing in which they differ, and every other."""
+"""Compare two checkpoints leaf by leaf, bit for bit."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,12 +18,12 @@ __all__ = ["Difference", "compare", "count_leaves"]
 
 @attrs.frozen(kw_only=True)
 class Difference:
-    """A leaf that is not equal in two checkpoints.
+    """A leaf that differs between two checkpoints.
 
     Attributes:
-        path: Which.
-        left: What the first has, in words.
-        right: What the second has.
+        path: Path of the leaf.
+        left: Its value in the first checkpoint, as text.
+        right: Its value in the second.
     """
 
     path: str
@@ -32,20 +32,20 @@ class Difference:
 
 
 def compare(left: Any, right: Any) -> Iterator[Difference]:
-    """Every leaf in which two checkpoints differ in any bit.
+    """Yield every leaf in which two checkpoints differ in any bit.
 
-    Position, user state, plans and plain values first, then tensors, then what belongs to
-    each rank.
+    Yields differences in the position, user state, plans and plain values first, then in
+    tensors, then in per-rank tensors.
 
     Args:
         left: A checkpoint.
-        right: Another one; its ranks may have split the tensors differently.
+        right: Another checkpoint, whose tensors may be sharded differently.
 
     Effects:
         Reads both, one tensor at a time. No collectives: call it on one rank.
 
     Raises:
-        CheckpointError: one of them is damaged.
+        CheckpointError: a checkpoint is damaged.
 
     Example:
         >>> import fxtrain as fx, tempfile, torch
@@ -56,21 +56,21 @@ def compare(left: Any, right: Any) -> Iterator[Difference]:
         ...     [found.path for found in fx.checkpoint.compare(one, other)]
         ['extra']
     """
-    here, there = open_storage(left), open_storage(right)
-    one, other = read_manifest(here), read_manifest(there)
+    first_storage, second_storage = open_storage(left), open_storage(right)
+    one, other = read_manifest(first_storage), read_manifest(second_storage)
     yield from _values("position", unstructure(one.position), unstructure(other.position))
     yield from _values("extra", one.extra, other.extra)
     yield from _values("", one.models, other.models)
-    with open_reader(here, one) as first, open_reader(there, other) as second:
+    with open_reader(first_storage, one) as first, open_reader(second_storage, other) as second:
         yield from _tables("", one.tensors, other.tensors, first, second)
         if len(one.own) != len(other.own):
             yield Difference(path="ranks", left=str(len(one.own)), right=str(len(other.own)))
-        for rank, (mine, theirs) in enumerate(zip(one.own, other.own, strict=False)):
-            yield from _tables(f"rank {rank}: ", mine, theirs, first, second)
+        for rank, (ours, theirs) in enumerate(zip(one.own, other.own, strict=False)):
+            yield from _tables(f"rank {rank}: ", ours, theirs, first, second)
 
 
 def count_leaves(path: Any) -> int:
-    """Tensors and plain values of a checkpoint."""
+    """Number of tensors and plain values in a checkpoint."""
     found = read_manifest(open_storage(path))
     plain = sum(1 for _ in _leaves([found.extra, found.models, unstructure(found.position)]))
     return plain + len(found.tensors) + sum(map(len, found.own))
@@ -115,7 +115,7 @@ def _tables(
 
 
 def _difference(one: Tensor, other: Tensor) -> tuple[str, str] | None:
-    """The first number whose bits differ; NaNs of the same bits are equal, 0.0 and -0.0 not."""
+    """The first element whose bits differ: equal NaNs are equal, 0.0 and -0.0 are not."""
     if not one.numel():
         return None
     raw, more = (t.reshape(-1).view(torch.uint8).reshape(t.numel(), -1) for t in (one, other))
@@ -124,9 +124,9 @@ def _difference(one: Tensor, other: Tensor) -> tuple[str, str] | None:
     if not count:
         return None
     first = int(unequal.nonzero()[0])
-    place = f" at {first} of {one.numel()}, {count} differ"
+    where = f" at {first} of {one.numel()}, {count} differ"
     a, b = one.reshape(-1)[first].item(), other.reshape(-1)[first].item()
-    return f"{a!r}{place}", repr(b)
+    return f"{a!r}{where}", repr(b)
 
 
 def _entry_summary(entry: Entry | None) -> str:

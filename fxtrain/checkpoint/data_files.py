@@ -1,4 +1,4 @@
-"""One rank's data file: a safetensors file, written front to back with digests on the way."""
+"""One rank's data file: a safetensors file, written sequentially while digests are computed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,10 +19,10 @@ class Written:
     """What a rank wrote, for the manifest.
 
     Attributes:
-        rank: Of the writer.
+        rank: The rank that wrote.
         file: Name, size and digest of its file; None if it had nothing to write.
-        tensors: (name, dtype, whole shape, part) of tensors of all ranks.
-        own: The same of those that belong to this rank alone.
+        tensors: (name, dtype, full shape, part) of tensors that all ranks share.
+        own: The same for tensors that belong only to this rank.
     """
 
     rank: int
@@ -32,14 +32,14 @@ class Written:
 
 
 def file_name(rank: int) -> str:
-    """The data file of a rank."""
+    """Name of a rank's data file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Written:
-    """Write the pieces into this rank's file, durably.
+    """Write the chunks into this rank's file, durably.
 
-    Holds one piece in host memory at a time, beside those that are there already.
+    Copies at most one chunk to host memory at a time.
     """
     if not chunks:
         return Written(rank=rank)
@@ -51,57 +51,59 @@ def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Wr
     parts: list[tuple[TensorChunk, Part]] = []
     with storage.create(name) as file:
         file.write(memoryview(header))
-        for piece, end in zip(ordered, ends, strict=True):
-            digests = _write_values(file, piece)
+        for chunk, end in zip(ordered, ends, strict=True):
+            digests = _write_values(file, chunk)
             part = Part(
                 file=name,
-                offset=len(header) + end - piece.size,
-                start=piece.start,
-                shape=tuple(piece.tensor.shape),
+                offset=len(header) + end - chunk.size,
+                start=chunk.start,
+                shape=tuple(chunk.tensor.shape),
                 digests=tuple(digests),
             )
-            parts.append((piece, part))
+            parts.append((chunk, part))
     about = File(size=len(header) + ends[-1], header=len(header), digest=digest_of(header))
-    rows = [(piece.own, (piece.name, piece.dtype, piece.full_shape, part)) for piece, part in parts]
+    found = [
+        (chunk.own, (chunk.name, chunk.dtype, chunk.full_shape, part)) for chunk, part in parts
+    ]
     return Written(
         rank=rank,
         file=(name, about),
-        tensors=tuple(row for own, row in rows if not own),
-        own=tuple(row for own, row in rows if own),
+        tensors=tuple(one for own, one in found if not own),
+        own=tuple(one for own, one in found if own),
     )
 
 
 def tables(
     written: Sequence[Written],
 ) -> tuple[dict[str, Entry], tuple[dict[str, Entry], ...], dict[str, File]]:
-    """What all ranks wrote: tensors of all, those of each rank alone, and the files."""
+    """Combine what all ranks wrote: shared tensors, per-rank tensors, and files."""
     tensors: dict[str, tuple[str, tuple[int, ...], list[Part]]] = {}
     own: list[dict[str, Entry]] = []
     for one in written:
-        for name, dtype, whole, part in one.tensors:
-            tensors.setdefault(name, (dtype, whole, []))[2].append(part)
+        for name, dtype, full_shape, part in one.tensors:
+            tensors.setdefault(name, (dtype, full_shape, []))[2].append(part)
         own.append(
             {
-                name: Entry(dtype=dtype, shape=whole, parts=(part,))
-                for name, dtype, whole, part in one.own
+                name: Entry(dtype=dtype, shape=full_shape, parts=(part,))
+                for name, dtype, full_shape, part in one.own
             }
         )
     shared = {
-        name: Entry(dtype=dtype, shape=whole, parts=tuple(parts))
-        for name, (dtype, whole, parts) in tensors.items()
+        name: Entry(dtype=dtype, shape=full_shape, parts=tuple(parts))
+        for name, (dtype, full_shape, parts) in tensors.items()
     }
     files = {one.file[0]: one.file[1] for one in written if one.file is not None}
     return shared, tuple(own), files
 
 
-def _write_values(file: Any, piece: TensorChunk) -> list[str]:
-    values = contiguous(piece.tensor)  # lives until its bytes are written
+def _write_values(file: Any, chunk: TensorChunk) -> list[str]:
+    values = contiguous(chunk.tensor)  # lives until its bytes are written
     memory = memory_of(values)
     digests: list[str] = []
     for begin in range(0, len(memory), CHUNK):
-        chunk = memory[begin : begin + CHUNK]
-        digests.append(digest_of(chunk))
-        file.write(chunk)
+        block = memory[begin : begin + CHUNK]
+        digests.append(digest_of(block))
+        file.write(block)
     return digests
 
 

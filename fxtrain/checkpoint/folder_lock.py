@@ -1,10 +1,10 @@
-"""One saver at a time in a folder, also where the last one was killed in the middle.
+"""Lock a folder, so that one process at a time saves into it, even after one was killed.
 
-A lock is a small file whose name, with a number, can be created by one process only. It says
-who holds it, and changes while its holder lives. Who finds the lock of a process that has ended
-creates the next number instead: a name is never taken over, so that two processes that find the
-same dead lock cannot both have it. After creating its lock a process looks again, and withdraws
-if it sees a live one that was not there before.
+A lock is a small file with a numbered name, which only one process can create. It names its
+holder and changes while the holder is alive. A process that finds the lock of a dead process
+creates the next number; a name is never reused, so two processes that find the same dead lock
+cannot both acquire it. After creating its lock, a process lists the locks again and withdraws if
+a new live one has appeared.
 """
 
 import json
@@ -23,22 +23,22 @@ from fxtrain.state import parse_json
 __all__ = ["Lock", "STALE_S", "acquire"]
 
 _LOG = logging.getLogger(__name__)
-_HEARTBEAT_INTERVAL_S = 2.0  # how often a holder shows that it lives
-STALE_S = 20.0  # after which a holder on another machine that has shown nothing counts as dead
+_HEARTBEAT_INTERVAL_S = 2.0  # between heartbeats of a holder
+STALE_S = 20.0  # without a heartbeat, after which a holder on another machine is considered dead
 _POLL_INTERVAL_S = 0.25
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Lock:
-    """A folder that is ours until `release`.
+    """A lock on a folder, held by this process until `release`.
 
     Attributes:
-        folder: Which.
-        name: Of the lock.
+        folder: The locked folder.
+        name: Name of the lock.
         owner: This process.
-        token: Tells this lock from every other one.
-        ended: Set when it is released.
-        heartbeats: Thread that shows that we live.
+        token: Identifies this lock uniquely.
+        ended: Set on release.
+        heartbeats: The heartbeat thread.
     """
 
     folder: Storage
@@ -49,21 +49,21 @@ class Lock:
     heartbeats: list[threading.Thread] = attrs.field(factory=list)
 
     def check(self) -> None:
-        """Make sure that it is still ours.
+        """Check that this process still holds the lock.
 
         Raises:
-            CheckpointError: another process has taken the folder, since this one was silent
-                for so long that it looked dead.
+            CheckpointError: another process took over the folder, because this one sent no
+                heartbeat for too long.
         """
         if not self.is_ours():
             raise CheckpointError(
-                f"Another run took over the lock of {self.folder}, since this process showed no "
-                f"sign of life for {STALE_S:.0f} s. Nothing of the other run was changed: save "
-                f"again."
+                f"Another run took over the lock of {self.folder}, because this process sent no "
+                f"heartbeat for {STALE_S:.0f} s. Checkpoints of the other run were not changed. "
+                f"Save again."
             )
 
     def release(self) -> None:
-        """Let others save; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         if self.ended.is_set():
             return
         self.ended.set()
@@ -71,39 +71,39 @@ class Lock:
             thread.join()
         try:
             ours = self.is_ours()
-        except CheckpointError:  # it cannot be read, and we made it
+        except CheckpointError:  # unreadable, but created by this process
             ours = True
         try:
             if ours:
                 self.folder.unlock(self.name)
-        except OSError as error:  # the checkpoint is there all the same
+        except OSError as error:  # the checkpoint is committed nevertheless
             _LOG.warning("The lock %s of %s cannot be removed: %s", self.name, self.folder, error)
 
     def bytes(self, beat: int) -> bytes:
-        """What is in the file, at every count as many bytes."""
+        """The content of the file; its length does not depend on `beat`."""
         owner = attrs.asdict(self.owner)
         return json.dumps({"token": self.token, "owner": owner, "beat": f"{beat:012d}"}).encode()
 
     def refresh(self) -> None:
-        """Show until the release that this process lives."""
+        """Send heartbeats until the lock is released."""
         count = 0
         while not self.ended.wait(_HEARTBEAT_INTERVAL_S):
             count += 1
             try:
                 if not self.is_ours():
-                    return  # `check` says so before the commit
+                    return  # `check` raises before the commit
                 self.folder.refresh_lock(self.name, self.bytes(count))
             except (OSError, CheckpointError) as error:
                 _LOG.warning("The lock %s of %s: %s", self.name, self.folder, error)
 
     def is_ours(self) -> bool:
-        """Whether nobody has taken the folder since."""
+        """Whether no other process has taken over the folder."""
         raw = self.folder.locked(self.name)
         return raw is not None and _read(raw)[0] == self.token
 
 
 def acquire(folder: Storage) -> Lock:
-    """Be the only one that saves in a folder, which is there.
+    """Lock an existing folder for saving.
 
     Raises:
         CheckpointError: another process is saving there.
@@ -140,10 +140,10 @@ def acquire(folder: Storage) -> Lock:
 
 
 def _refuse_if_held(folder: Storage, name: str) -> None:
-    """Raise if a process that lives holds this lock."""
+    """Raise if a live process holds this lock."""
     raw = folder.locked(name)
     if raw is None:
-        return  # released meanwhile
+        return  # already released
     owner = _read(raw)[1]
     held = None if owner is None else is_running(owner)
     if held is None:
@@ -153,7 +153,7 @@ def _refuse_if_held(folder: Storage, name: str) -> None:
 
 
 def _changes(folder: Storage, name: str, raw: bytes) -> bool:
-    """Whether the holder of a lock shows that it lives. No clocks are compared."""
+    """Whether the holder of a lock sends heartbeats; compares no clocks."""
     deadline = time.monotonic() + STALE_S
     while time.monotonic() < deadline:
         time.sleep(_POLL_INTERVAL_S)
@@ -170,15 +170,15 @@ def _busy(folder: Storage, name: str) -> CheckpointError:
     owner = None if raw is None else _read(raw)[1]
     who = "another process" if owner is None else f"{owner}"
     if owner is not None and owner == this_process():
-        who += ", which is this one"
+        who += ", this process"
     return CheckpointError(
-        f"{folder} is being written by {who}. One run at a time saves into a folder: give each "
-        f"its own, or wait until the other has saved."
+        f"{folder} is being written by {who}. One run at a time can save into a folder: use a "
+        f"folder per run, or wait until the other save ends."
     )
 
 
 def _read(raw: bytes) -> tuple[str | None, Owner | None]:
-    """(token, owner) of a lock; None for what cannot be read, as of one half written."""
+    """(token, owner) of a lock; None if malformed, for example partially written."""
     try:
         data = parse_json(raw)
         return data["token"], owner_from(data["owner"])

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: their names, and which of them is the newest."""
+"""List the checkpoints in a folder, name new ones, and find the newest."""
 
 import logging
 import math
@@ -30,15 +30,15 @@ _LOG = logging.getLogger(__name__)
 
 @attrs.frozen(kw_only=True)
 class Found:
-    """A checkpoint of a folder, as far as its manifest and the sizes of its files tell.
+    """A checkpoint in a folder, described by its manifest and the sizes of its files.
 
     Attributes:
-        name: Of its folder.
-        order: When it was committed among the others: the newest has the highest. None where
-            its manifest is damaged.
-        saver: The process that committed it, where that is known.
-        metric: What `keep_best` goes by.
-        problems: Why it is not whole; empty if it is.
+        name: Name of its folder.
+        order: Commit order: the newest has the highest number. None if its manifest is
+            damaged.
+        saver: The process that committed it, if known.
+        metric: The number that `keep_best` compares.
+        problems: Why it is incomplete; empty if it is complete.
     """
 
     name: str
@@ -54,14 +54,14 @@ class Found:
 
 
 def latest(path: Any) -> str | None:
-    """The newest whole checkpoint in a folder: the one that was committed last.
+    """The newest complete checkpoint in a folder: the one committed last.
 
-    After a run went back to an earlier update, that is the newest of what it saved since,
-    not the one of the most updates. No clock decides: each checkpoint has a number higher
-    than those of all that were in the folder when it was committed.
+    If a run resumed from an earlier update, this is the newest checkpoint saved since, not the
+    one with the most updates. The order does not depend on clocks: each checkpoint gets a
+    higher number than all that were in the folder when it was committed.
 
-    A checkpoint that is not whole is passed over, with a warning in the log: its manifest does
-    not hold together, or a file is missing or cut. `verify` looks at every byte.
+    Incomplete checkpoints (invalid manifest, missing or truncated file) are skipped with a
+    warning in the log. `verify` checks every byte.
 
     Args:
         path: A folder into which `save` writes, or an fsspec URL.
@@ -70,8 +70,8 @@ def latest(path: Any) -> str | None:
         The path of the checkpoint; None if there is none.
 
     Raises:
-        CheckpointError: a checkpoint of the folder cannot be read (permission, too many open
-            files, a failing disk), or a newer fxtrain wrote it: it may be the newest.
+        CheckpointError: a checkpoint in the folder cannot be read (permission, too many open
+            files, a failing disk) or was written by a newer fxtrain: it may be the newest.
 
     Example:
         >>> import fxtrain as fx, tempfile
@@ -83,18 +83,18 @@ def latest(path: Any) -> str | None:
 
 
 def before(path: Any, update: int) -> str | None:
-    """The whole checkpoint of the most optimizer updates below `update`; None if there is none.
+    """The complete checkpoint with the most optimizer updates below `update`; None if none exists.
 
-    Of several at the same number of updates the newest.
+    Of several with the same number of updates, the newest.
     """
     folder = open_storage(path)
     found = [one for one in list_checkpoints(folder) if one.updates < update]
-    # Sorting keeps the order among equals.
+    # Sorting is stable: the newest of equals stays last.
     return _first_whole(folder, reversed(sorted(found, key=lambda one: one.updates)))
 
 
 def checkpoint_at(path: Any) -> Storage:
-    """A checkpoint itself, or the latest where the path is the folder of a run.
+    """The checkpoint at a path, or the latest one if the path is the folder of a run.
 
     Raises:
         CheckpointError: there is none, or it cannot be read.
@@ -103,9 +103,9 @@ def checkpoint_at(path: Any) -> Storage:
     try:
         newest = str(storage) if MANIFEST in storage.files() else latest(path)
     except OSError as error:
-        raise CheckpointError(f"There is no checkpoint at {path}: {error}") from error
+        raise CheckpointError(f"No checkpoint at {path}: {error}") from error
     if newest is None:
-        raise CheckpointError(f"There is no whole checkpoint in {storage}.")
+        raise CheckpointError(f"No complete checkpoint in {storage}.")
     return open_storage(newest)
 
 
@@ -114,15 +114,15 @@ def _first_whole(folder: Storage, found: Iterable[Found]) -> str | None:
         inside = folder.join(one.name)
         if not one.problems:
             return str(inside)
-        _LOG.warning("%s is passed over: %s", inside, "; ".join(one.problems))
+        _LOG.warning("%s is skipped: %s", inside, "; ".join(one.problems))
     return None
 
 
 def list_checkpoints(folder: Storage) -> list[Found]:
-    """All checkpoints of a folder, the newest last; damaged manifests, of no known order, after.
+    """All checkpoints of a folder, newest last, then those with damaged manifests.
 
     Raises:
-        CheckpointError: one cannot be read, or is of a newer format.
+        CheckpointError: one cannot be read, or has a newer format.
     """
     found = [_inspect(folder, name) for name in checkpoints(folder)]
     return sorted(found, key=lambda one: math.inf if one.order is None else one.order)
@@ -148,36 +148,36 @@ def _inspect(folder: Storage, name: str) -> Found:
 
 def next_order(found: Sequence[Found]) -> int:
     """The order of a checkpoint that is newer than all of these."""
-    # A stranger's may be as high as can be; ours has to be one that is read.
+    # A manifest from elsewhere may already have the highest order that is readable.
     return min(1 + max((one.order or 0 for one in found), default=0), HIGHEST)
 
 
 def checkpoints(folder: Storage) -> list[str]:
-    """Names of the checkpoints in a folder, by their updates."""
+    """Names of the checkpoints in a folder, sorted by their updates."""
     return sorted((name for name in folder.folders() if _NAME.fullmatch(name)), key=_numbers)
 
 
 def new_name(folder: Storage, updates: int) -> str:
-    """A name that is not taken: a second checkpoint of one update gets a number."""
+    """An unused name: a second checkpoint of the same update gets a number."""
     name = f"update-{updates:010d}"
-    taken = [_numbers(one)[1] for one in checkpoints(folder) if _numbers(one)[0] == updates]
-    return f"{name}.{max(taken) + 1}" if taken else name
+    used = [_numbers(one)[1] for one in checkpoints(folder) if _numbers(one)[0] == updates]
+    return f"{name}.{max(used) + 1}" if used else name
 
 
 def read_manifest(storage: Storage) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
-        CheckpointError: there is none, or it does not hold together.
-        UnreadableError: it is there, and reading fails.
+        CheckpointError: there is none, or it is damaged.
+        UnreadableError: it exists, but reading fails.
         NewerFormatError: a newer fxtrain wrote it.
     """
     try:
         raw = storage.read(MANIFEST, _LARGEST)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{storage} is no checkpoint: it has no {MANIFEST}. Pass a folder into which fx.save "
-            f"writes, or one of its update-… folders."
+            f"{storage} is not a checkpoint: it has no {MANIFEST}. Pass a folder that fx.save "
+            f"writes to, or one of its update-… folders."
         ) from error
     except OSError as error:
         raise CheckpointError(f"{storage}/{MANIFEST} cannot be read: {error}.") from error

@@ -1,9 +1,9 @@
-"""Copies of a state in host memory, the large ones made while training goes on.
+"""Copy a state to host memory, large tensors while training continues.
 
-What nothing but an optimizer's step changes need not be copied before `save` returns: it is
-copied while the next forward and backward run, and the next step of an optimizer waits for it.
-That nobody else changed it is seen by torch's version counters, and, for writes that these do
-not count, by samples of the values.
+A tensor that only an optimizer step changes need not be copied before `save` returns. It is
+copied during the next forward and backward, and the next optimizer step waits for the copy.
+torch's version counters detect other changes; samples of the values detect writes that the
+counters miss.
 """
 
 import threading
@@ -22,20 +22,20 @@ from fxtrain.state import DistContext
 __all__ = ["Staging", "stage"]
 
 _LARGE = 1 << 20  # bytes of a tensor that is copied later
-_MIN_DEFERRED_BYTES = 64 << 20  # bytes of all of them, below which nobody notices the copy
+_MIN_DEFERRED_BYTES = 64 << 20  # total below which copying is too fast to be worth deferring
 _SAMPLE_STRIDE = 1 << 14  # bytes from sample to sample
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class _DeferredCopy:
-    """A piece that is copied after `save` has returned.
+    """A chunk that is copied after `save` has returned.
 
     Attributes:
-        name: Of the tensor.
+        name: Name of the tensor.
         source: The live values.
-        copy: Where they go.
-        versions: Tensors that share the values, and how often each had been changed.
-        sample: Some of the values; None where they do not lie in order.
+        copy: The host tensor that receives them.
+        versions: Tensors that share the values, each with its version counter at `save`.
+        sample: Some of the values; None if the source is not contiguous.
     """
 
     name: str
@@ -46,15 +46,15 @@ class _DeferredCopy:
 
     @property
     def on_host(self) -> bool:
-        """Whether the source lies in host memory."""
+        """Whether the source is in host memory."""
         return self.source.device.type == "cpu"
 
     def same(self) -> bool:
-        """Whether nobody has changed the source in a way that torch counts."""
+        """Whether torch's version counters show no change of the source."""
         return all(tensor._version == version for tensor, version in self.versions)
 
     def fits(self) -> bool:
-        """Whether the copy holds the values that were sampled."""
+        """Whether the copy contains the sampled values."""
         if self.sample is None:
             return True
         found = _sample(self.copy)
@@ -63,82 +63,80 @@ class _DeferredCopy:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Staging:
-    """Pieces in host memory, or on their way there.
+    """Chunks in host memory, some of them still being copied.
 
     Attributes:
-        pieces: The same as the live ones, of copies.
+        chunks: The chunks to write, with host copies in place of the live tensors.
     """
 
-    pieces: Sequence[TensorChunk]
-    _late: list[_DeferredCopy] = attrs.field(alias="late")
-    # Some of them lie in host memory, where a thread copies; the others an accelerator's streams.
+    chunks: Sequence[TensorChunk]
+    _deferred: list[_DeferredCopy] = attrs.field(alias="deferred")
+    # Whether some sources are in host memory, copied by a thread; streams copy from accelerators.
     _on_host: bool = attrs.field(alias="on_host")
     _events: Sequence[Any] = attrs.field(alias="events")
     _hooks: list[Any] = attrs.field(factory=list, init=False)
     _made: threading.Event = attrs.field(factory=threading.Event, init=False)
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
     _changed: list[str] = attrs.field(factory=list, init=False)
-    _judged: threading.Event = attrs.field(factory=threading.Event, init=False)
+    _checked: threading.Event = attrs.field(factory=threading.Event, init=False)
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """Copy what is late, in the thread that calls this; the block may use the copies.
+        """Make the deferred copies in the calling thread; the block may use them.
 
         Raises:
-            CheckpointError: at the end, if a tensor was changed before it was copied.
+            CheckpointError: at the end, if a tensor changed before it was copied.
         """
         try:
             self._make()
             yield
         finally:
             self.settle()
-            self._late.clear()  # the model may be gone before the handle is
+            self._deferred.clear()  # the handle must not keep the model alive
         if self._changed:
             raise CheckpointError(
-                f"{', '.join(self._changed[:5])} changed between save(background=True) and the "
-                f"optimizer's next step, before it was known to be copied. Call "
-                f"saving.copied() before you change parameters by hand."
+                f"{', '.join(self._changed[:5])} changed after save(background=True), before the "
+                f"copy finished and outside an optimizer step. Call saving.copied() before "
+                f"changing parameters directly."
             )
 
     def settle(self) -> None:
-        """Let the state be changed from now on: wait until it is copied, and judge whether it was
-        left alone till then.
-        """
-        if self._judged.is_set():
+        """Wait until the state is copied, and check that it was not modified in the meantime."""
+        if self._checked.is_set():
             return
         for event in self._events:
             torch.accelerator.current_stream(event.device).wait_event(event)
         if self._on_host:
             self._made.wait()
         with self._lock:
-            if not self._judged.is_set():
-                self._changed.extend(one.name for one in self._late if not one.same())
-                self._judged.set()
+            if not self._checked.is_set():
+                self._changed.extend(one.name for one in self._deferred if not one.same())
+                self._checked.set()
 
     def hold(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Have the next step of these optimizers settle first."""
+        """Make the next step of these optimizers call `settle` first."""
 
         def wait(*_: Any) -> None:
             self.settle()
 
-        if self._late:
+        if self._deferred:
             self._hooks.extend(one.register_step_pre_hook(wait) for one in optimizers)
 
     def release(self) -> None:
-        """Take the hooks back, in the thread that trains."""
+        """Remove the hooks; called in the training thread."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def _make(self) -> None:
         try:
-            for one in self._late:
+            for one in self._deferred:
                 if one.on_host:
                     one.copy.copy_(one.source)
             for event in self._events:
                 event.synchronize()
         finally:
             self._made.set()
-        unfit = [one.name for one in self._late if not one.fits()]
+        unfit = [one.name for one in self._deferred if not one.fits()]
         with self._lock:
             self._changed.extend(unfit)
 
@@ -146,65 +144,65 @@ class Staging:
 def stage(
     ctx: DistContext, chunks: Sequence[TensorChunk], constant_between_steps: Mapping[str, Tensor]
 ) -> Staging:
-    """Copy pieces into one host buffer, which the next save uses again.
+    """Copy chunks into one host buffer, which later saves reuse.
 
     Args:
-        constant_between_steps: By name, the tensors that nothing but an optimizer's step changes.
+        constant_between_steps: By name, the tensors that only an optimizer step changes.
     """
-    ordered = sorted(chunks, key=lambda piece: -piece.tensor.element_size())
-    buffer = _buffer(ctx, sum(piece.size for piece in chunks))
+    ordered = sorted(chunks, key=lambda chunk: -chunk.tensor.element_size())
+    buffer = _buffer(ctx, sum(chunk.size for chunk in chunks))
     later = _deferrable(ordered, constant_between_steps, pinned=buffer.is_pinned())
-    place = 0
+    offset = 0
     staged: list[TensorChunk] = []
     deferred: list[_DeferredCopy] = []
-    for piece in ordered:
-        there = buffer[place : place + piece.size].view(piece.tensor.dtype)
-        there = there.view(piece.tensor.shape)
-        if id(piece) in later:
-            deferred.append(_note(piece, there, constant_between_steps[piece.name]))
+    for chunk in ordered:
+        copy = buffer[offset : offset + chunk.size].view(chunk.tensor.dtype)
+        copy = copy.view(chunk.tensor.shape)
+        if id(chunk) in later:
+            deferred.append(_note(chunk, copy, constant_between_steps[chunk.name]))
         else:
-            there.copy_(piece.tensor, non_blocking=True)
-        staged.append(attrs.evolve(piece, tensor=there))
-        place += piece.size
+            copy.copy_(chunk.tensor, non_blocking=True)
+        staged.append(attrs.evolve(chunk, tensor=copy))
+        offset += chunk.size
     if _accelerated(ctx):
         torch.accelerator.synchronize(ctx.device)
     on_host = any(one.on_host for one in deferred)
-    return Staging(pieces=staged, late=deferred, on_host=on_host, events=_begin(deferred))
+    return Staging(chunks=staged, deferred=deferred, on_host=on_host, events=_begin(deferred))
 
 
 def _deferrable(
     chunks: Sequence[TensorChunk], constant_between_steps: Mapping[str, Tensor], *, pinned: bool
 ) -> set[int]:
-    """Which pieces are copied after `save` has returned, if there is enough of them."""
+    """Ids of the chunks to copy after `save` has returned; none below the minimum size."""
     found = [
-        piece
-        for piece in chunks
-        if piece.name in constant_between_steps
-        and not piece.own
-        and piece.size >= _LARGE
-        and (pinned or piece.tensor.device.type == "cpu")
-        and not piece.tensor.is_inference()
+        chunk
+        for chunk in chunks
+        if chunk.name in constant_between_steps
+        and not chunk.own
+        and chunk.size >= _LARGE
+        and (pinned or chunk.tensor.device.type == "cpu")
+        and not chunk.tensor.is_inference()
     ]
     return (
-        {id(piece) for piece in found}
+        {id(chunk) for chunk in found}
         if sum(p.size for p in found) >= _MIN_DEFERRED_BYTES
         else set()
     )
 
 
-def _note(piece: TensorChunk, there: Tensor, live: Tensor) -> _DeferredCopy:
-    # Changes of a DTensor are counted outside, those of its local part inside.
+def _note(chunk: TensorChunk, copy: Tensor, live: Tensor) -> _DeferredCopy:
+    # A DTensor and its local tensor have separate version counters.
     return _DeferredCopy(
-        name=piece.name,
-        source=piece.tensor,
-        copy=there,
-        versions=tuple((one, one._version) for one in (live, piece.tensor)),
-        sample=_sample(piece.tensor),
+        name=chunk.name,
+        source=chunk.tensor,
+        copy=copy,
+        versions=tuple((one, one._version) for one in (live, chunk.tensor)),
+        sample=_sample(chunk.tensor),
     )
 
 
 def _begin(deferred: Sequence[_DeferredCopy]) -> list[Any]:
-    """Have accelerators copy on a stream of their own; what it has done when all is copied."""
+    """Start the copies on a separate stream of each accelerator; events mark their end."""
     devices = {one.source.device for one in deferred if not one.on_host}
     events: list[Any] = []
     for device in devices:
@@ -226,7 +224,7 @@ def _sample(tensor: Tensor) -> Tensor | None:
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """Bits, of which NaN equals itself."""
+    """The bytes of a tensor, in which NaN equals itself."""
     return tensor.view(torch.uint8)
 
 

@@ -1,7 +1,7 @@
-"""Plain values as JSON and back: exactly, without pickle, with tensors taken out by name.
+"""Plain values as JSON and back: exactly, without pickle, with tensors stored by name.
 
-What JSON has no word for is an object with the key `$`: `{"$": "tuple", "items": [...]}`.
-Nothing is ever imported or called by a name that stands in a file.
+A value that JSON cannot express is an object with the key `$`: `{"$": "tuple", "items": [...]}`.
+No name in a file is ever imported or called.
 """
 
 import base64
@@ -28,36 +28,36 @@ _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Turn a value into JSON, and put its tensors into `tensors`, named by where they stand.
+    """Turn a value into JSON, and add its tensors to `tensors` under their paths.
 
     Args:
         value: None, bool, int, float, str, bytes, tensors, NumPy arrays and scalars, dtypes,
             devices, sizes, paths, tuples, lists, sets, mappings with plain keys, attrs
             records (as `fx.state.unstructure` writes them), and objects with `state_dict()`.
-        path: Name of the value, for its tensors and for messages.
+        path: Name of the value, for tensor names and messages.
         tensors: Receives (name, tensor) for each tensor inside.
 
     Raises:
-        CheckpointError: a leaf is something else; the message names it.
+        CheckpointError: a leaf has another type; the message names it.
     """
     return _encode(value, path, tensors, 0)
 
 
 def decode(data: Any, read: Callable[[str], Tensor]) -> Any:
-    """Turn what `encode` wrote into values.
+    """Turn the output of `encode` back into values.
 
     Args:
         read: Name → tensor.
 
     Raises:
-        CheckpointError: the data is not what `encode` writes.
+        CheckpointError: the data was not written by `encode`.
     """
     return _decode(data, read, 0)
 
 
 def _decode(data: Any, read: _Read, depth: int) -> Any:
     if depth > _MAX_DEPTH:
-        raise CheckpointError("A value in the manifest is nested too deep.")
+        raise CheckpointError("A value in the manifest is nested too deeply.")
     if isinstance(data, list):
         return [_decode(one, read, depth + 1) for one in data]
     if not isinstance(data, dict):
@@ -66,24 +66,25 @@ def _decode(data: Any, read: _Read, depth: int) -> Any:
         return {key: _decode(one, read, depth + 1) for key, one in data.items()}
     kind = data["$"] if isinstance(data["$"], str) else type(data["$"]).__name__
     if kind not in _READERS:
-        raise CheckpointError(f"A value in the manifest has the unknown kind {kind[:80]!r}.")
+        raise CheckpointError(f"A value in the manifest has an unknown type {kind[:80]!r}.")
     keys, reader = _READERS[kind]
     try:
         if data.keys() != {"$", *keys}:
-            raise KeyError(f"it should have {', '.join(keys)}, found {', '.join(data)[:200]}")
+            raise KeyError(f"expected the keys {', '.join(keys)}, found {', '.join(data)[:200]}")
         return reader(data, read, depth + 1)
     except CheckpointError:
         raise
     except (LookupError, ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(
-            f"A value of kind {kind!r} in the manifest is malformed: {str(error)[:500]}."
+            f"A value of type {kind!r} in the manifest is malformed: {str(error)[:500]}."
         ) from error
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise CheckpointError(
-            f"{path[:80]}… is nested more than {_MAX_DEPTH} deep, or holds itself. Save less."
+            f"{path[:80]}… is nested more than {_MAX_DEPTH} levels deep, or contains itself. "
+            f"Save a flatter value."
         )
     if value is None or type(value) in (bool, int, str):
         return value
@@ -114,14 +115,14 @@ def _encode_other(value: Any, path: str, tensors: dict[str, Tensor], depth: int)
 def _encode_numpy(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
     if value.dtype.kind not in "biufc":
         raise CheckpointError(
-            f"{path} is a NumPy value of dtype {value.dtype}; save numbers or booleans."
+            f"{path} is a NumPy value of dtype {value.dtype}. Save numbers or booleans."
         )
     name = _put(torch.as_tensor(value.copy()), path, tensors)
     return {"$": "numpy", "name": name, "scalar": not hasattr(value, "__setitem__")}
 
 
 def _put(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
-    """Name a tensor by its path; the keys 3 and "3" have the same."""
+    """Name a tensor by its path, made unique: the keys 3 and "3" have the same path."""
     name = path
     while name in tensors:
         name += "'"
@@ -157,7 +158,7 @@ def _word(kind: str, text: Callable[[Any], str]) -> Callable[..., Any]:
     return lambda value, path, tensors, depth: {"$": kind, "value": text(value)}
 
 
-# Before their bases: a size is a tuple, an enum member or a bool may be an int.
+# Subclasses come before their bases: a size is a tuple, an enum member may be an int.
 _WRITERS: tuple[tuple[Any, Callable[..., Any]], ...] = (
     (Enum, lambda value, path, tensors, depth: _encode(value.value, path, tensors, depth)),
     (torch.Size, lambda value, *_: {"$": "tuple", "items": list(value)}),
@@ -175,36 +176,36 @@ _WRITERS: tuple[tuple[Any, Callable[..., Any]], ...] = (
 def _numpy(data: dict[str, Any], read: _Read, depth: int) -> Any:
     array = _tensor(data, read, depth).numpy()
     if type(data["scalar"]) is not bool or (data["scalar"] and array.ndim):
-        raise ValueError(f"an array of shape {array.shape} is no scalar")
+        raise ValueError(f"an array of shape {array.shape} is not a scalar")
     return array[()] if data["scalar"] else array
 
 
 def _tensor(data: dict[str, Any], read: _Read, depth: int) -> Tensor:
     if not isinstance(data["name"], str):
-        raise TypeError("a name is a string")
+        raise TypeError("the name is not a string")
     return read(data["name"])
 
 
 def _items(data: dict[str, Any], read: _Read, depth: int) -> list[Any]:
     if not isinstance(data["items"], list):
-        raise TypeError("items are a list")
+        raise TypeError("the items are not a list")
     return [_decode(one, read, depth) for one in data["items"]]
 
 
 def _dict(data: dict[str, Any], read: _Read, depth: int) -> dict[Any, Any]:
     pairs = data["items"]
     if not isinstance(pairs, list) or not all(type(one) is list for one in pairs):
-        raise TypeError("items are a list of lists")
+        raise TypeError("the items are not a list of lists")
     return {_decode(key, read, depth): _decode(value, read, depth) for key, value in pairs}
 
 
 def _device(data: dict[str, Any], *_: Any) -> torch.device:
     if not isinstance(data["value"], str):
-        raise TypeError("a device is a string")
+        raise TypeError("the device is not a string")
     return torch.device(data["value"])
 
 
-# By kind: the keys of the object, and what makes the value.
+# By type tag: the keys of the object, and the function that builds the value.
 _READERS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any], _Read, int], Any]]] = {
     "tensor": (("name",), _tensor),
     "numpy": (("name", "scalar"), _numpy),

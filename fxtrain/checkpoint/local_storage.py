@@ -1,8 +1,8 @@
-"""Where checkpoints lie: local folders, and whatever fsspec reaches.
+"""Where checkpoints are stored: local folders, and file systems of fsspec.
 
-A checkpoint appears all at once. On a local file system it is written to a temporary folder
-that is renamed; elsewhere, where a rename is not atomic, its manifest is written last, and a
-folder without one is no checkpoint.
+A checkpoint is committed atomically. On a local file system it is written to a temporary folder
+that is then renamed. Elsewhere, where a rename is not atomic, the manifest is written last, and
+a folder without a manifest is not a checkpoint.
 """
 
 import errno
@@ -29,18 +29,18 @@ __all__ = ["Storage", "UnreadableError", "open_storage"]
 _TEMPORARY = ".partial-"
 _LOCK, _OWNER = ".lock-", "owner.json"
 _LOCK_BYTES = 1 << 16
-_FLUSH_BYTES = 32 << 20  # bytes after which the disk is told to begin
+_FLUSH_BYTES = 32 << 20  # bytes after which writing to disk starts
 
 
 def open_storage(path: Any) -> Storage:
-    """The folder of a path or URL.
+    """Open the folder at a path or URL.
 
     Raises:
-        CheckpointError: the path is not one.
+        CheckpointError: the path is not valid.
         MissingPackageError: it is a URL, and fsspec is not installed.
     """
     if isinstance(path, str) and "\0" in path:
-        raise CheckpointError(f"{path!r} is not a path: it holds a NUL character.")
+        raise CheckpointError(f"{path!r} is not a path: it contains a NUL character.")
     if isinstance(path, str) and "://" in path and not path.startswith("file://"):
         fsspec = optional("fsspec", extra="remote", needed_by=f"The checkpoint folder {path!r}")
         if not path.partition("://")[2].strip("/"):
@@ -78,8 +78,8 @@ class LocalStorage:
         with draft.create(MANIFEST) as file:
             file.write(memoryview(manifest))
         _sync(draft.path)
-        if os.path.lexists(final.path):  # an empty folder would be replaced silently
-            raise FileExistsError(errno.EEXIST, "there is one already", final.path)
+        if os.path.lexists(final.path):  # `rename` silently replaces an empty folder
+            raise FileExistsError(errno.EEXIST, "already exists", final.path)
         os.rename(draft.path, final.path)
         _sync(self.path)
 
@@ -107,7 +107,7 @@ class LocalStorage:
         return sizes
 
     def remove(self, name: str) -> None:
-        # Renamed first: a checkpoint that is half removed must not look like a whole one.
+        # Renamed first: a partially removed checkpoint must not look like a complete one.
         inside = self.join(name).path
         if not name.startswith(_TEMPORARY):
             hidden = self.join(f"{_TEMPORARY}{name}-removed").path
@@ -119,14 +119,14 @@ class LocalStorage:
         descriptor = self._descriptor(name)
         with reading(os.path.join(self.path, name)), os.fdopen(descriptor, "rb") as file:
             if (size := os.fstat(descriptor).st_size) > most:
-                raise CheckpointError(f"{name} of {size} bytes is larger than {most}.")
+                raise CheckpointError(f"{name} has {size} bytes; the limit is {most}.")
             return file.read()
 
     @contextmanager
     def open(self, name: str) -> Iterator[Any]:
         try:
             descriptor = self._descriptor(name)
-        except OSError as error:  # it is not there, or is no file
+        except OSError as error:  # it does not exist or is not a file
             raise CheckpointError(f"{self.path}: {name}: {error.strerror}.") from error
 
         def fill(offset: int, buffer: memoryview) -> None:
@@ -135,7 +135,7 @@ class LocalStorage:
                 with reading(os.path.join(self.path, name)):
                     got = os.preadv(descriptor, [buffer[done:]], offset + done)
                 if not got:
-                    raise CheckpointError(f"{self.path}: {name} ends at {offset + done}.")
+                    raise CheckpointError(f"{self.path}: {name} ends early, at {offset + done}.")
                 done += got
 
         try:
@@ -156,7 +156,7 @@ class LocalStorage:
         return [name.removeprefix(_LOCK) for name in self._names() if name.startswith(_LOCK)]
 
     def lock(self, name: str, data: bytes) -> None:
-        # A folder that is renamed, since a rename to a folder that is not empty fails.
+        # A folder, because renaming to a non-empty folder fails.
         draft = self.join(f"{_TEMPORARY}lock-{secrets.token_hex(4)}").path
         os.mkdir(draft)
         try:
@@ -166,8 +166,8 @@ class LocalStorage:
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                # It exists, or its owner has just removed our draft as that of a dead process.
-                raise FileExistsError(errno.EEXIST, "there is one already", name) from error
+                # The lock exists, or its owner just removed our draft as an abandoned one.
+                raise FileExistsError(errno.EEXIST, "already exists", name) from error
             raise
 
     def locked(self, name: str) -> bytes | None:
@@ -186,10 +186,10 @@ class LocalStorage:
             os.rename(self.join(_LOCK + name).path, hidden)
         except FileNotFoundError:
             return
-        shutil.rmtree(hidden, ignore_errors=True)  # no lock any more, and the next save removes it
+        shutil.rmtree(hidden, ignore_errors=True)  # no longer a lock; the next save removes it
 
     def _descriptor(self, name: str) -> int:
-        # A link could lead out of the folder, and a pipe would wait for ever.
+        # A symlink could point outside the folder, and opening a pipe would block.
         path = os.path.join(self.path, name)
         with reading(path):
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -201,7 +201,7 @@ class LocalStorage:
 
 @attrs.define
 class _EagerFlush:
-    """Has the bytes go to the disk while more are written, so that the last wait is short."""
+    """Starts flushing to disk during the write, so that the final `fsync` is short."""
 
     inner: _Whole
     descriptor: int
@@ -212,14 +212,14 @@ class _EagerFlush:
         self.inner.write(data)
         self.end += len(data)
         if self.end - self.begin >= _FLUSH_BYTES and hasattr(os, "posix_fadvise"):
-            # Linux starts to write what is said not to be needed, and does not wait for it.
+            # On Linux, DONTNEED starts writing back dirty pages without waiting.
             size = self.end - self.begin
             os.posix_fadvise(self.descriptor, self.begin, size, os.POSIX_FADV_DONTNEED)
             self.begin = self.end
 
 
 def _sync(path: str) -> None:
-    """Make the names in a folder durable."""
+    """Make the entries of a folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""The manifest: what a checkpoint holds, where, and how to know that it is intact.
+"""The manifest: the contents of a checkpoint, their location, and digests to verify them.
 
-The file is one line of JSON, `{"digest":"…","manifest":{…}}`, in which the digest is that of
-the bytes of the inner object: no byte of the file can change unnoticed.
+The file is one line of JSON, `{"digest":"…","manifest":{…}}`. The digest covers the bytes of the
+inner object, so that a change of any byte of the file is detected.
 """
 
 import itertools
@@ -25,28 +25,28 @@ __all__ += ["NewerFormatError", "digest_of", "dump_manifest", "load_manifest"]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-CHUNK = 4 << 20  # bytes of a part that share a digest; a slice is read and checked in these
-HIGHEST = (1 << 63) - 1  # of sizes, places and orders
+CHUNK = 4 << 20  # bytes of a part that share a digest; reads verify complete chunks
+HIGHEST = (1 << 63) - 1  # limit of sizes, offsets and orders
 _MAX_BYTES = 1 << 30  # bytes of a manifest
-_DIMS = 64  # torch has no more
-_SPREAD_DIMS = 8  # in which one tensor is cut; a mesh has fewer axes
+_DIMS = 64  # torch's limit
+_SPREAD_DIMS = 8  # dimensions along which a tensor is split; a mesh has fewer axes
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _HEAD, _MIDDLE, _TAIL = b'{"digest":"', b'","manifest":', b"}\n"
 
 
 class NewerFormatError(CheckpointError):
-    """A checkpoint that a newer fxtrain wrote: whole perhaps, but not for this one to judge."""
+    """A newer fxtrain wrote the checkpoint, so this version cannot check it."""
 
 
 @attrs.frozen(kw_only=True)
 class Part:
-    """A box of a tensor, whole in one file.
+    """A box of a tensor, stored contiguously in one file.
 
     Attributes:
         file: Name of the file.
-        offset: First byte in it.
-        start: Where the box stands in the tensor, per dimension.
+        offset: Offset of its first byte in the file.
+        start: Offset of the box in the tensor, per dimension.
         shape: Size of the box.
         digests: One per `CHUNK` bytes.
     """
@@ -68,7 +68,7 @@ class Entry:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one number."""
+        """Bytes of one element."""
         return DTYPES[self.dtype].itemsize
 
 
@@ -83,20 +83,20 @@ class File:
 
 @attrs.frozen(kw_only=True)
 class Manifest:
-    """All that a checkpoint says of itself.
+    """The description of a checkpoint.
 
     Attributes:
-        versions: Of fxtrain and torch, for people.
-        topology: `world_size` and `mesh` of the ranks that saved; `order`, which is higher than
-            that of every checkpoint that was in the folder; `saver`, the process of rank 0.
-        position: Where the run stood in its data.
-        metric: What `keep_best` goes by, or None.
-        models: Per model: its `plan`, the plan's `fingerprint`, its `values`.
+        versions: Versions of fxtrain and torch, for information.
+        topology: `world_size` and `mesh` of the ranks that saved; `order`, higher than that of
+            every checkpoint in the folder at the time; `saver`, the process of rank 0.
+        position: Position of the run in its data.
+        metric: The number that `keep_best` compares, or None.
+        models: Per model, its `plan`, the plan's `fingerprint` and its `values`.
         extra: The user's state.
-        tensors: By name.
+        tensors: Tensors that all ranks share, by name.
         aliases: Names of tensors that share the memory of another.
-        own: Per rank that saved, the tensors that belong to it alone.
-        files: By name.
+        own: Per-rank tensors, for each rank that saved.
+        files: Data files by name.
     """
 
     versions: Mapping[str, str]
@@ -112,12 +112,12 @@ class Manifest:
 
     @property
     def order(self) -> int:
-        """Where it stands among the checkpoints of its folder, the newest last."""
+        """Commit order among the checkpoints of its folder; the newest has the highest."""
         return self.topology.get("order", 0)
 
     @property
     def saver(self) -> Owner | None:
-        """The process that committed it, where it was written down."""
+        """The process that committed it, if recorded."""
         found = self.topology.get("saver")
         return None if found is None else owner_from(found)
 
@@ -142,12 +142,12 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 
 def load_manifest(raw: bytes) -> Manifest:
-    """Read the bytes of the file, and believe nothing that does not hold together.
+    """Parse the bytes of the file, and validate every field.
 
     Raises:
-        CheckpointError: a byte has changed, or the manifest contradicts itself; before
-            anything is opened or allocated by what it says.
-        NewerFormatError: it is of a format that this version does not know.
+        CheckpointError: a byte has changed, or the manifest is inconsistent. Raised before
+            anything is opened or allocated from its content.
+        NewerFormatError: this version does not know its format.
     """
     data = _parse(_body(raw))
     _check_format(data)
@@ -159,14 +159,14 @@ def load_manifest(raw: bytes) -> Manifest:
 
 
 def _check_format(data: Mapping[str, Any]) -> None:
-    """Before anything else, since of a newer format nothing else is known."""
+    """Check the format first: the other fields of a newer format are unknown."""
     found = data.get("format")
     if type(found) is not int or found < 1:
         raise CheckpointError(f"The manifest is malformed: its format is {str(found)[:80]!r}.")
     if found > FORMAT:
         raise NewerFormatError(
-            f"It was written by a newer fxtrain (format {str(found)[:80]}; this one reads "
-            f"{FORMAT}): update fxtrain, or name a checkpoint that this version wrote."
+            f"It was written by a newer fxtrain (format {str(found)[:80]}; this version reads "
+            f"{FORMAT}). Update fxtrain, or use a checkpoint that this version wrote."
         )
 
 
@@ -181,13 +181,13 @@ def _body(raw: bytes) -> memoryview:
     )
     if not framed:
         raise CheckpointError(
-            f"{MANIFEST} of {len(raw)} bytes is not a manifest, or was cut or changed."
+            f"{MANIFEST} ({len(raw)} bytes) is not a manifest, or was truncated or changed."
         )
     body = view[middle + len(_MIDDLE) : -len(_TAIL)]
     found = digest_of(body)
     if view[start:middle] != found.encode():
         raise CheckpointError(
-            f"{MANIFEST} was changed: its digest is {found}, and it says "
+            f"{MANIFEST} was changed: its digest is {found}, but it records "
             f"{bytes(view[start:middle])!r}."
         )
     return body
@@ -197,7 +197,7 @@ def _parse(body: memoryview) -> dict[str, Any]:
     try:
         data = parse_json(bytes(body))
     except RecursionError:
-        raise CheckpointError("The manifest is nested too deep.") from None
+        raise CheckpointError("The manifest is nested too deeply.") from None
     except ValueError as error:
         raise CheckpointError(f"The manifest is not JSON: {error}.") from error
     if not isinstance(data, dict):
@@ -215,7 +215,7 @@ def _manifest(data: dict[str, Any]) -> Manifest:
     aliases = _table(data["aliases"])
     for name, target in aliases.items():
         if target not in tensors or name in tensors:
-            raise ValueError(f"{name!r} is said to be the tensor {target!r}, which is not there")
+            raise ValueError(f"{name!r} is not a valid alias of the tensor {target!r}")
     metric = data["metric"]
     if metric is not None and not (type(metric) in (int, float) and math.isfinite(metric)):
         raise ValueError(f"the metric {str(metric)[:80]} is not a number")
@@ -224,7 +224,7 @@ def _manifest(data: dict[str, Any]) -> Manifest:
     if data["topology"].get("saver") is not None:
         owner_from(data["topology"]["saver"])
     if not ranks or ranks != len(own):
-        raise ValueError(f"{ranks} ranks saved, and there are states of {len(own)}")
+        raise ValueError(f"{ranks} ranks saved, but there are states of {len(own)}")
     try:
         position = structure(data["position"], Position, ())
     except PlanError as error:
@@ -268,7 +268,7 @@ def _file(data: Any, name: str) -> File:
 def _entry(data: Any, name: str, files: Mapping[str, File]) -> Entry:
     _keys(data, {"dtype", "shape", "parts"}, name)
     if data["dtype"] not in DTYPES:
-        raise ValueError(f"{name} has the unknown dtype {data['dtype']!r}")
+        raise ValueError(f"{name} has an unknown dtype {data['dtype']!r}")
     shape = _shape(data["shape"])
     itemsize = DTYPES[data["dtype"]].itemsize
     parts = tuple(_part(part, name, shape, itemsize, files) for part in _list(data["parts"]))
@@ -278,14 +278,16 @@ def _entry(data: Any, name: str, files: Mapping[str, File]) -> Entry:
 
 
 def _part(
-    data: Any, name: str, whole: tuple[int, ...], itemsize: int, files: Mapping[str, File]
+    data: Any, name: str, full_shape: tuple[int, ...], itemsize: int, files: Mapping[str, File]
 ) -> Part:
     _keys(data, {"file", "offset", "start", "shape", "digests"}, f"a part of {name}")
     start, shape = _shape(data["start"]), _shape(data["shape"])
-    if not len(start) == len(shape) == len(whole) or any(
-        begin + size > room for begin, size, room in zip(start, shape, whole, strict=True)
+    if not len(start) == len(shape) == len(full_shape) or any(
+        begin + size > full for begin, size, full in zip(start, shape, full_shape, strict=True)
     ):
-        raise ValueError(f"a part of {name} at {start} of {shape} is not inside {list(whole)}")
+        raise ValueError(
+            f"a part of {name} at {start} of shape {shape} is not inside {list(full_shape)}"
+        )
     file = files.get(data["file"])
     offset, size = _count(data["offset"]), math.prod(shape) * itemsize
     if file is None or not file.header <= offset <= offset + size <= file.size:
@@ -297,27 +299,28 @@ def _part(
 
 
 def _covers(shape: tuple[int, ...], parts: tuple[Part, ...]) -> bool:
-    """Whether boxes, each inside the tensor, are disjoint and fill it.
+    """Whether the boxes of the parts, each inside the tensor, partition it.
 
-    They do if the signed corners of all boxes are those of the whole: corners inside cancel.
-    (The mixed derivative of a sum of boxes is a sum of such corners, and determines it.)
+    They do if the signed corners of all boxes add up to those of the tensor, because inner
+    corners cancel. (The mixed derivative of a sum of boxes is a sum of such corners, and
+    determines it.)
     """
     if not math.prod(shape):
         return True
     boxes = [(part.start, part.shape) for part in parts if math.prod(part.shape)]
-    cut = [dim for dim, size in enumerate(shape) if any(box[dim] != size for _, box in boxes)]
-    if len(cut) > _SPREAD_DIMS:
+    dims = [dim for dim, size in enumerate(shape) if any(box[dim] != size for _, box in boxes)]
+    if len(dims) > _SPREAD_DIMS:
         return False
     corners: Counter[tuple[int, ...]] = Counter()
     for sign, start, size in [(-1, (0,) * len(shape), shape), *((1, *box) for box in boxes)]:
-        for far in itertools.product((0, 1), repeat=len(cut)):
-            corner = tuple(start[dim] + one * size[dim] for dim, one in zip(cut, far, strict=True))
+        for far in itertools.product((0, 1), repeat=len(dims)):
+            corner = tuple(start[dim] + one * size[dim] for dim, one in zip(dims, far, strict=True))
             corners[corner] += sign * (-1) ** sum(far)
     return not any(corners.values())
 
 
 def _check_disjoint(files: Mapping[str, File], entries: Iterable[Entry]) -> None:
-    """Refuse two parts that share bytes, and bytes that belong to none."""
+    """Raise if two parts share bytes, or if bytes belong to no part."""
     spans: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
     for entry in entries:
         for part in entry.parts:
@@ -325,13 +328,13 @@ def _check_disjoint(files: Mapping[str, File], entries: Iterable[Entry]) -> None
             if size:
                 spans[part.file].append((part.offset, part.offset + size))
     for name, found in spans.items():
-        place = files[name].header
+        offset = files[name].header
         for begin, end in sorted(found):
-            if begin != place:
-                raise ValueError(f"parts in {name} overlap or leave bytes out at {place}")
-            place = end
-        if place != files[name].size:
-            raise ValueError(f"{name} has bytes after {place} that belong to no tensor")
+            if begin != offset:
+                raise ValueError(f"parts in {name} overlap or have a gap at byte {offset}")
+            offset = end
+        if offset != files[name].size:
+            raise ValueError(f"{name} has bytes after {offset} that belong to no tensor")
 
 
 def _entries(entries: Mapping[str, Entry]) -> dict[str, Any]:
@@ -349,7 +352,7 @@ def _keys(data: Any, wanted: set[str], what: str) -> None:
     if not isinstance(data, dict) or data.keys() != wanted:
         found = sorted(data) if isinstance(data, dict) else type(data).__name__
         raise CheckpointError(
-            f"The manifest is malformed: {what[:200]} should have {sorted(wanted)}, "
+            f"The manifest is malformed: {what[:200]} should have the keys {sorted(wanted)}, "
             f"found {str(found)[:500]}."
         )
 
@@ -368,14 +371,14 @@ def _list(data: Any) -> list[Any]:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= HIGHEST:
-        raise ValueError(f"{str(value)[:80]} is not a size or a place")
+        raise ValueError(f"{str(value)[:80]} is not a size or an offset")
     return value
 
 
 def _shape(data: Any) -> tuple[int, ...]:
     sizes = tuple(_count(size) for size in _list(data))
     if len(sizes) > _DIMS:
-        raise ValueError(f"a tensor of {len(sizes)} dimensions")
+        raise ValueError(f"a tensor has {len(sizes)} dimensions")
     return sizes
 
 

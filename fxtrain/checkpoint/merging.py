@@ -1,4 +1,4 @@
-"""From a checkpoint, in parts of however many ranks, to one model's files."""
+"""Merge a checkpoint, saved by any number of ranks, into the files of one model."""
 
 import os
 from collections.abc import Sequence
@@ -33,24 +33,24 @@ def merge(
     model: str | None = None,
     max_shard: str | int = "5GB",
 ) -> tuple[Path, ...]:
-    """Write the weights in a checkpoint as `export` writes those of a model.
+    """Write the weights in a checkpoint as model files, in the format of `export`.
 
-    Neither the model's code nor its ranks are needed.
+    Needs neither the model's code nor the ranks that saved it.
 
     Args:
-        path: A checkpoint, or the folder of a run, of which the latest is taken.
-        folder: Where to; other files in it stay, weights of an earlier export do not.
-        model: Name of the model, where the checkpoint holds several.
+        path: A checkpoint, or the folder of a run, whose latest checkpoint is used.
+        folder: Destination. Replaces weights of an earlier export and keeps other files.
+        model: Name of the model, if the checkpoint contains several.
         max_shard: Largest number of bytes of values in one file, as a number or as "5GB".
 
     Returns:
-        The files with weights.
+        The paths of the weight files.
 
     Effects:
-        Reads the weights only, one tensor at a time. No collectives: call it on one rank.
+        Reads only the weights, one tensor at a time. No collectives: call it on one rank.
 
     Raises:
-        CheckpointError: there is no such checkpoint or model, or it is damaged.
+        CheckpointError: the checkpoint or the model does not exist, or is damaged.
 
     Example:
         >>> import fxtrain as fx, tempfile, torch
@@ -88,20 +88,20 @@ def merge(
     return tuple(target / file.name for file in files)
 
 
-def _chosen(manifest: Manifest, asked: str | None, storage: Storage) -> str:
-    if asked is None and len(manifest.models) == 1:
+def _chosen(manifest: Manifest, requested: str | None, storage: Storage) -> str:
+    if requested is None and len(manifest.models) == 1:
         return next(iter(manifest.models))
-    if asked is None or asked not in manifest.models:
-        what = "several models" if asked is None else f"no model {asked!r}"
-        raise CheckpointError(
-            f"{storage} holds {what}. Choose one: model={' or '.join(map(repr, manifest.models))}."
-        )
-    return asked
+    if requested is None or requested not in manifest.models:
+        what = "several models" if requested is None else f"no model {requested!r}"
+        choices = " or ".join(map(repr, manifest.models))
+        raise CheckpointError(f"{storage} contains {what}. Choose one: model={choices}.")
+    return requested
 
 
 def _check(entries: Sequence[Entry], storage: Storage) -> None:
     complex_ones = [entry.name for entry in entries if entry.dtype.is_complex]
     if complex_ones:
         raise CheckpointError(
-            f"{storage}: safetensors has no word for complex tensors such as {complex_ones[0]}."
+            f"{storage} cannot be merged: safetensors does not support complex tensors such as "
+            f"{complex_ones[0]}. Save them as real tensors (torch.view_as_real)."
         )

@@ -1,4 +1,4 @@
-"""Which process writes into a folder, and whether it still runs."""
+"""Identify the process that writes into a folder, and check whether it still runs."""
 
 import os
 import platform
@@ -13,14 +13,14 @@ _BOOT, _PIDS = "/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"
 
 @attrs.frozen(kw_only=True)
 class Owner:
-    """A process, told apart from every other one on any machine.
+    """A process, identified uniquely across machines.
 
     Attributes:
-        host: Name of its machine, for people.
-        machine: Equal for processes that can see each other: the boot of the machine and the
-            namespace of process ids, which differs between containers.
-        pid: Its number.
-        started: When it started, in the kernel's count: a number is given to processes again.
+        host: Name of its machine, for messages.
+        machine: Boot id and PID namespace; equal for processes that can see each other, and
+            different between containers.
+        pid: Process id.
+        started: Start time as counted by the kernel, since process ids are reused.
     """
 
     host: str
@@ -33,22 +33,22 @@ class Owner:
 
 
 def this_process() -> Owner:
-    """The process that asks."""
+    """The current process."""
     pid = os.getpid()
     return Owner(host=platform.node(), machine=_machine(), pid=pid, started=_about(pid)[1])
 
 
 def owner_from(data: Any) -> Owner:
-    """The owner that somebody wrote down with `attrs.asdict`.
+    """The owner that `attrs.asdict` turned into a dict.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: the data does not describe an owner.
     """
     types = {field.name: field.type for field in attrs.fields(Owner)}
     if not isinstance(data, dict) or data.keys() != types.keys():
-        raise ValueError(f"{str(data)[:200]!r} is not a process")
+        raise ValueError(f"{str(data)[:200]!r} does not describe a process")
     if any(type(data[name]) is not kind for name, kind in types.items()):
-        raise ValueError(f"{str(data)[:200]!r} is not a process")
+        raise ValueError(f"{str(data)[:200]!r} does not describe a process")
     return Owner(**data)
 
 
@@ -59,11 +59,11 @@ def is_running(owner: Owner) -> bool | None:
     if not 0 < owner.pid < 1 << 31:
         return False
     try:
-        os.kill(owner.pid, 0)  # sends nothing: it only looks
+        os.kill(owner.pid, 0)  # signal 0 only checks for existence
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it runs, as another user
+        pass  # it runs as another user
     state, started = _about(owner.pid)
     return state not in ("Z", "X") and started in ("", owner.started)
 
@@ -77,10 +77,10 @@ def _machine() -> str:
 
 
 def _about(pid: int) -> tuple[str, str]:
-    """The state of a process and when it started; empty where the system does not tell."""
+    """The state and start time of a process; empty if the system does not report them."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            # The name, in parentheses, may hold anything.
+            # The name, in parentheses, may contain any character.
             fields = file.read().rpartition(")")[2].split()
     except OSError:
         return "", ""

@@ -1,4 +1,4 @@
-"""Reading tensors out of a checkpoint: only the bytes that are needed, each checked first."""
+"""Read tensors from a checkpoint: only the bytes that are needed, each of them verified."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from fxtrain.state import FlatShard
 
 __all__ = ["Reader", "file_problems", "files_of", "header_of", "open_reader"]
 
-_BLOCK = 64 << 20  # bytes that are held while picking a part of their columns
+_BLOCK = 64 << 20  # bytes read at once when only some columns are needed
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -28,10 +28,10 @@ class Reader:
 
     Attributes:
         storage: Its folder.
-        manifest: What it holds.
+        manifest: Its manifest.
         files: Functions that read the data files, opened on first use.
-        stack: Closes them.
-        made: Whole tensors that were read once for all.
+        stack: Closes the files.
+        made: Full tensors that `once` has read.
     """
 
     storage: Storage
@@ -41,26 +41,26 @@ class Reader:
     made: dict[str, Tensor] = attrs.field(factory=dict)
 
     def entry(self, name: str) -> Entry:
-        """What the manifest says of a tensor."""
+        """The manifest entry of a tensor."""
         found = self.manifest.aliases.get(name, name)
         return self.manifest.tensors[found]
 
     def fill(self, name: str, tensor: Tensor | FlatShard) -> None:
-        """Read a tensor's values into a tensor of its shape and dtype, plain or spread.
+        """Read values into a tensor of the saved shape and dtype, plain or sharded.
 
         Raises:
-            CheckpointError: shapes or dtypes differ, or the bytes are not those that were
-                written.
+            CheckpointError: shapes or dtypes differ, or the bytes are not as written.
         """
         self.fill_entry(self.entry(name), name, tensor)
 
     def fill_entry(self, entry: Entry, name: str, tensor: Tensor | FlatShard) -> None:
-        """The same for an entry that is not in the common table."""
+        """Like `fill`, for the entry of a per-rank tensor."""
         dtype = tensor.values.dtype if isinstance(tensor, FlatShard) else tensor.dtype
         if tuple(tensor.shape) != entry.shape or dtype != DTYPES[entry.dtype]:
             raise CheckpointError(
-                f"{name} is {entry.dtype} of shape {list(entry.shape)} in the checkpoint and "
-                f"{str(dtype).removeprefix('torch.')} of {list(tensor.shape)} here."
+                f"{name} has dtype {entry.dtype} and shape {list(entry.shape)} in the checkpoint, "
+                f"but {str(dtype).removeprefix('torch.')} and {list(tensor.shape)} in this "
+                f"process. Restore into the model that was saved."
             )
         if isinstance(tensor, FlatShard):
             for start, box in boxes_in(tensor):
@@ -73,22 +73,22 @@ class Reader:
             start, local = (0,) * tensor.ndim, tensor
         with torch.no_grad():
             self._fill_box(entry, name, start, local.detach())
-        # The bytes were put there behind torch's back.
+        # The bytes were written without torch noticing.
         torch.autograd.graph.increment_version(tensor)
 
     def new(self, name: str) -> Tensor:
-        """A whole tensor of the checkpoint."""
+        """Read a full tensor."""
         return self.new_entry(self.entry(name), name)
 
     def once(self, name: str) -> Tensor:
-        """The same, one for all who ask for it and for all of its names, as when it was saved."""
+        """Read a full tensor once; aliases share it, as they did when it was saved."""
         found = self.manifest.aliases.get(name, name)
         if found not in self.made:
             self.made[found] = self.new(name)
         return self.made[found]
 
     def new_entry(self, entry: Entry, name: str) -> Tensor:
-        """The same for an entry that is not in the common table."""
+        """Like `new`, for the entry of a per-rank tensor."""
         made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         self.fill_entry(entry, name, made)
         return made
@@ -112,13 +112,13 @@ class Reader:
         overlap: list[tuple[int, int]],
         target: Tensor,
     ) -> None:
-        """Copy what a part and the wanted box share, in blocks of the part's rows."""
+        """Copy the overlap of a part and the requested box, in blocks of the part's rows."""
         row = math.prod(part.shape[1:]) * entry.itemsize
         inner = tuple(
             slice(a - b, a - b + n) for (a, n), b in zip(overlap[1:], part.start[1:], strict=True)
         )
-        there = tuple(slice(a - b, a - b + n) for (a, n), b in zip(overlap, start, strict=True))
-        goal = target[there] if overlap else target
+        outer = tuple(slice(a - b, a - b + n) for (a, n), b in zip(overlap, start, strict=True))
+        goal = target[outer] if overlap else target
         first, rows = (overlap[0][0] - part.start[0], overlap[0][1]) if overlap else (0, 1)
         if goal.is_contiguous() and goal.numel() * entry.itemsize == rows * row:
             self._fetch(name, part, entry, first * row, memory_of(goal))
@@ -131,22 +131,22 @@ class Reader:
             goal[at : at + count].copy_(block[(slice(None), *inner)])
 
     def _fetch(self, name: str, part: Part, entry: Entry, begin: int, into: memoryview) -> None:
-        """Fill a buffer with bytes of a part from `begin` on, checking every chunk they touch."""
+        """Fill a buffer with bytes of a part from `begin` on, and verify every chunk they touch."""
         read = self._file(part.file)
         size = math.prod(part.shape) * entry.itemsize
         end = begin + len(into)
         for low in range(begin - begin % CHUNK, end, CHUNK):
             high = min(low + CHUNK, size)
-            whole = begin <= low and high <= end
-            chunk = into[low - begin : high - begin] if whole else memoryview(bytearray(high - low))
+            fits = begin <= low and high <= end
+            chunk = into[low - begin : high - begin] if fits else memoryview(bytearray(high - low))
             read(part.offset + low, chunk)
             if digest_of(chunk) != part.digests[low // CHUNK]:
                 raise CheckpointError(
-                    f"{self.storage}: {name} was changed after it was written: bytes "
-                    f"{part.offset + low} to {part.offset + high} of {part.file} have another "
-                    f"digest. Restore an earlier checkpoint."
+                    f"{self.storage}: {name} was changed after it was written: the digest of bytes "
+                    f"{part.offset + low} to {part.offset + high} of {part.file} does not match. "
+                    f"Restore an earlier checkpoint."
                 )
-            if not whole:
+            if not fits:
                 a, b = max(low, begin), min(high, end)
                 into[a - begin : b - begin] = chunk[a - low : b - low]
 
@@ -160,10 +160,10 @@ class Reader:
 
 @contextmanager
 def open_reader(storage: Storage, manifest: Manifest) -> Iterator[Reader]:
-    """Read from a checkpoint, and close its files afterwards.
+    """Open a checkpoint for reading, and close its files afterwards.
 
     Raises:
-        CheckpointError: a data file is missing, of another size, or no plain file.
+        CheckpointError: a data file is missing, has the wrong size, or is not a plain file.
     """
     problems = file_problems(files_of(storage), manifest)
     if problems:
@@ -177,7 +177,7 @@ def header_of(read: Any, name: str, file: File) -> bytes:
     """The header of a data file.
 
     Raises:
-        CheckpointError: it is not what was written.
+        CheckpointError: it is not as written.
     """
     header = bytearray(file.header)
     read(0, memoryview(header))
@@ -190,7 +190,7 @@ def files_of(storage: Storage) -> dict[str, int]:
     """Size of every file of a checkpoint, by name.
 
     Raises:
-        CheckpointError: it is not there, or cannot be read.
+        CheckpointError: the checkpoint does not exist or cannot be read.
     """
     try:
         return storage.files()
@@ -199,7 +199,7 @@ def files_of(storage: Storage) -> dict[str, int]:
 
 
 def file_problems(found: Mapping[str, int], manifest: Manifest) -> list[str]:
-    """What is wrong with the files of a checkpoint, by their names and sizes."""
+    """Problems with the names and sizes of a checkpoint's files."""
     problems: list[str] = []
     for name, file in manifest.files.items():
         size = found.get(name)
@@ -208,14 +208,14 @@ def file_problems(found: Mapping[str, int], manifest: Manifest) -> list[str]:
         elif size < 0:
             problems.append(f"  {name} is not a plain file")
         elif size != file.size:
-            problems.append(f"  {name} has {size} bytes, and was written with {file.size}")
+            problems.append(f"  {name} has {size} bytes, but was written with {file.size}")
     return problems
 
 
 def _overlap(
     start: tuple[int, ...], shape: tuple[int, ...], other: tuple[int, ...], size: tuple[int, ...]
 ) -> list[tuple[int, int]] | None:
-    """(begin, length) per dimension of what two boxes share; None for nothing."""
+    """(begin, length) per dimension of the overlap of two boxes; None if they are disjoint."""
     found: list[tuple[int, int]] = []
     for a, n, b, m in zip(start, shape, other, size, strict=True):
         low, high = max(a, b), min(a + n, b + m)

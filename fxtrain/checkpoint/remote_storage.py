@@ -1,4 +1,4 @@
-"""Folders of checkpoints that fsspec reaches: object stores, memory, other machines."""
+"""Checkpoint folders on file systems of fsspec: object stores, memory, other machines."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ _LOCK, _END = ".lock-", ".json"
 
 @attrs.frozen
 class RemoteStorage:
-    """A folder that fsspec reaches. The manifest, written last, is the mark of a commit."""
+    """A folder on an fsspec file system. Writing the manifest last commits a checkpoint."""
 
     system: Any
     path: str
@@ -39,7 +39,7 @@ class RemoteStorage:
         return self.url
 
     def commit(self, name: str, token: str, manifest: bytes) -> None:
-        # A conditional write, where the store has such: a second commit of a name fails.
+        # A conditional write, if the store supports it: a second commit of a name fails.
         self.system.pipe_file(f"{self.path}/{name}/{MANIFEST}", manifest, mode="create")
 
     def folders(self) -> list[str]:
@@ -52,7 +52,7 @@ class RemoteStorage:
         return [one for one, about in self._inside().items() if about["type"] == "directory"]
 
     def _committed(self, name: str) -> bool:
-        # Not by `exists`, which takes every failure for an absence.
+        # Not `exists`, which reports every failure as absence.
         try:
             with _reached(f"{self.url}/{name}"):
                 self.system.info(f"{self.path}/{name}/{MANIFEST}")
@@ -76,7 +76,7 @@ class RemoteStorage:
         }
 
     def remove(self, name: str) -> None:
-        if self._committed(name):  # without its manifest it is no checkpoint any more
+        if self._committed(name):  # without a manifest it is no longer a checkpoint
             self.system.rm_file(f"{self.path}/{name}/{MANIFEST}")
         self.system.rm(f"{self.path}/{name}", recursive=True)
 
@@ -84,7 +84,7 @@ class RemoteStorage:
         with _reached(f"{self.url}/{name}"):
             size = self.system.size(f"{self.path}/{name}")
             if size is None or size > most:
-                raise CheckpointError(f"{name} of {size} bytes is larger than {most}.")
+                raise CheckpointError(f"{name} has {size} bytes; the limit is {most}.")
             return self.system.cat_file(f"{self.path}/{name}")
 
     @contextmanager
@@ -98,7 +98,7 @@ class RemoteStorage:
             except OSError as error:
                 raise CheckpointError(f"{self.url}: {name}: {error}.") from error
             if len(data) != len(buffer):
-                raise CheckpointError(f"{self.url}: {name} ends at {offset + len(data)}.")
+                raise CheckpointError(f"{self.url}: {name} ends early, at {offset + len(data)}.")
             buffer[:] = data
 
         yield fill
@@ -140,11 +140,11 @@ class RemoteStorage:
 
 @contextmanager
 def _reached(what: str) -> Iterator[None]:
-    """Errors of a store's client, of whatever kind, are errors of reading."""
+    """Turn any error of a store's client into a read error."""
     with reading(what):
         try:
             yield
         except (OSError, FxError, MemoryError):
             raise
-        except Exception as error:  # of boto, of aiohttp, of any other client
+        except Exception as error:  # from boto, aiohttp or any other client
             raise OSError(f"{type(error).__name__}: {error}") from error

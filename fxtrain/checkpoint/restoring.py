@@ -1,4 +1,4 @@
-"""Restoring: at any number of ranks, reading only what a rank needs."""
+"""Restore a checkpoint at any world size; each rank reads only what it needs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,14 +33,14 @@ __all__ = ["Restored", "restore"]
 
 @attrs.frozen(kw_only=True, eq=False)
 class Restored:
-    """What a checkpoint gave beside the models.
+    """What a checkpoint contains in addition to the models.
 
     Attributes:
-        path: The checkpoint.
-        position: Where the run stood: go on with `loader.at(position)`.
+        path: Path of the checkpoint.
+        position: Position of the run; resume with `loader.at(position)`.
         extra: The user's state.
-        world_size: Ranks that saved.
-        fingerprints: Of the plans that the models were saved under, by model.
+        world_size: Number of ranks that saved.
+        fingerprints: Fingerprints of the saved plans, by model.
     """
 
     path: str
@@ -54,12 +54,12 @@ class Restored:
         """The plan that a model was saved under.
 
         Raises:
-            CheckpointError: there is no model of that name.
+            CheckpointError: the checkpoint has no model of that name.
             PlanError: the plan names a strategy that is not installed.
         """
         if name not in self._plans:
             raise CheckpointError(
-                f"{self.path} holds no model {name!r}; it has {', '.join(self._plans)}."
+                f"No model {name!r} in {self.path}; it contains {', '.join(self._plans)}."
             )
         return structure(self._plans[name], Plan)
 
@@ -72,30 +72,30 @@ def restore(
     extra: Any = None,
     random: bool = True,
 ) -> Restored:
-    """Fill models with what `save` wrote, and put the random generators back.
+    """Load a checkpoint into models, and restore the random generators.
 
-    The number of ranks, the mesh and the strategy may be others than those that saved. At the
-    same number of ranks a run goes on bit for bit; at another, with exactly the rows not yet
-    seen, and a rank beyond those that saved gets generators of its own.
+    The world size, the mesh and the strategy may differ from those that saved. At the same
+    world size the run resumes bit for bit. At another, it resumes with exactly the rows not
+    yet seen, and each additional rank gets newly seeded generators.
 
     Args:
-        path: A checkpoint, or the folder of a run, of which the latest is taken.
-        model: What `fx.wrap` returned, wrapped like the model that was saved (under another
-            plan if you like), or several by name. A checkpoint may hold more of them. A model
-            without an optimizer takes parameters and buffers only.
-        extra: A tree like the one that was saved: its tensors are filled in place, its
-            objects with `load_state_dict` loaded, its attrs records made anew. Without it,
-            `restored.extra` holds plain values and new tensors on the CPU.
-        random: Put the random generators back too.
+        path: A checkpoint, or the folder of a run, whose latest checkpoint is used.
+        model: A model returned by `fx.wrap` that matches the saved one (its plan may differ),
+            or several by name. The checkpoint may contain other models as well. A model
+            without an optimizer loads only parameters and buffers.
+        extra: A tree with the structure of the saved one: tensors are filled in storage,
+            objects with `load_state_dict` are loaded, attrs records are created. Without it,
+            `restored.extra` contains plain values and new tensors on the CPU.
+        random: Whether to restore the random generators.
 
     Effects:
-        Changes the models in place. Each rank reads its part of the files. A few small
-        collectives. As long as the context is open, its saves never remove the checkpoint.
+        Changes the models in storage. Each rank reads its part of the files. A few small
+        collectives. While the context is open, its saves never remove the checkpoint.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, it cannot be read, a newer
-            fxtrain wrote it, or it is of another model; on every rank. A model may then hold
-            a part of it.
+        CheckpointError: the checkpoint does not exist, is damaged, cannot be read, was written
+            by a newer fxtrain, or belongs to another model; on every rank. Models may then be
+            partially loaded.
 
     Example:
         >>> import fxtrain as fx, tempfile, torch
@@ -119,7 +119,7 @@ def restore(
             raise chosen
         state.restored_from = open_storage(chosen).key()  # before it is read: no save removes it
         restored = _restore(chosen, ctx, models, extra, random)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # any error must be reported to the other ranks
         problem = error
     try:
         _agree(ctx, problem, path)
@@ -134,7 +134,7 @@ def restore(
 
 
 def _finish_background_copies(ctx: DistContext, models: Mapping[str, Wrapped]) -> None:
-    """Let saves in the background copy what is about to change."""
+    """Wait until background saves have copied the state that is about to change."""
     for comm in {ctx.comm, *(model.ctx.comm for model in models.values())}:
         for saving in comm.state.background_tasks:
             saving.copied()
@@ -149,12 +149,12 @@ def _agree(ctx: DistContext, problem: BaseException | None, path: Any) -> None:
 
 
 def _choose_checkpoint(path: Any) -> str | CheckpointError:
-    """Which checkpoint it is; an error is a value, to be sent."""
+    """The checkpoint to restore; an error is returned, so that it can be broadcast."""
     try:
         return str(checkpoint_at(path))
     except FxError as error:
         return CheckpointError(str(error))
-    except Exception as error:  # whatever it is, the other ranks wait for a word
+    except Exception as error:  # any error must be reported to the other ranks
         return CheckpointError(f"{type(error).__name__}: {error}")
 
 
@@ -165,14 +165,15 @@ def _restore(
     extra: Any,
     random: bool,  # noqa: FBT001
 ) -> Restored:
-    place = open_storage(path)
-    manifest = read_manifest(place)
+    storage = open_storage(path)
+    manifest = read_manifest(storage)
     missing = [name for name in models if name not in manifest.models]
     if missing:
         raise CheckpointError(
-            f"It holds no model {', '.join(missing)}, but {', '.join(manifest.models)}."
+            f"No model {', '.join(missing)} in this checkpoint; it contains "
+            f"{', '.join(manifest.models)}."
         )
-    with open_reader(place, manifest) as reader:
+    with open_reader(storage, manifest) as reader:
         for name, model in models.items():
             model.strategy.load_state(model, _saved(reader, name, ctx))
         user = decode(manifest.extra, reader.once)
@@ -193,7 +194,7 @@ def _restore(
 
 
 def _saved(reader: Reader, name: str, ctx: DistContext) -> StateReader:
-    """One model's part of a checkpoint."""
+    """A reader of one model's state in a checkpoint."""
     manifest: Manifest = reader.manifest
     prefix = f"{name}/"
     entries = {

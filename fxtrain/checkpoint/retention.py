@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder stay when a new one is there."""
+"""Decide which checkpoints of a folder are kept after a save."""
 
 import math
 from collections.abc import Sequence
@@ -12,17 +12,16 @@ from fxtrain.checkpoint.owner import Owner, is_running
 
 __all__ = ["RetentionRule", "retention_rule", "to_prune"]
 
-# Commits of others after which a process on another machine, which nobody can look up, counts
-# as ended.
+# Commits by other processes after which a process on another machine is considered ended.
 _SILENT_CHECKPOINTS = 3
 
 
 @attrs.frozen(kw_only=True)
 class RetentionRule:
-    """Which checkpoints of a folder stay; the newest always does.
+    """Which checkpoints of a folder are kept; the newest always is.
 
     Attributes:
-        last: How many of the newest; None keeps all, or one where another rule is given.
+        last: How many of the newest; None keeps all, or one if another rule is given.
         every: Also those whose number of updates is a multiple of this.
         best: Also this many with the best metric.
         mode: Whether the best metric is the smallest or the largest.
@@ -35,14 +34,14 @@ class RetentionRule:
 
 
 def retention_rule(last: Any, every: Any, best: Any, mode: Any, metric: Any) -> RetentionRule:
-    """The rule that the arguments of `save` give.
+    """The retention rule for the arguments of `save`.
 
     Raises:
-        CheckpointError: one of them makes no sense.
+        CheckpointError: an argument is invalid.
     """
     for name, value in (("keep_last", last), ("keep_every", every), ("keep_best", best)):
         if value is not None and (type(value) is not int or value < 1):
-            raise CheckpointError(f"save({name}={value!r}): pass how many, 1 or more.")
+            raise CheckpointError(f"save({name}={value!r}): pass a positive integer.")
     if mode not in ("min", "max"):
         raise CheckpointError(f"save(best={mode!r}): choose 'min' or 'max'.")
     if metric is not None and (type(metric) not in (int, float) or not math.isfinite(metric)):
@@ -51,26 +50,25 @@ def retention_rule(last: Any, every: Any, best: Any, mode: Any, metric: Any) -> 
             f"same on every rank."
         )
     if best is not None and metric is None:
-        raise CheckpointError("save(keep_best=...) needs metric=, the number to compare.")
+        raise CheckpointError("save(keep_best=...) needs a number to compare: pass metric=.")
     return RetentionRule(last=last, every=every, best=best, mode=mode)
 
 
-def to_prune(found: Sequence[Found], keep: RetentionRule, mine: Owner) -> list[str]:
-    """Names of the checkpoints that are no longer kept, oldest first; never the newest.
+def to_prune(found: Sequence[Found], keep: RetentionRule, saver: Owner) -> list[str]:
+    """Names of the checkpoints to remove, oldest first; never the newest.
 
     Args:
-        found: All of the folder, the newest, just committed, last.
+        found: All checkpoints of the folder; the last was just committed.
         keep: The rule.
-        mine: The process that saves. What another one saved that still runs is left alone,
-            and does not count.
+        saver: The process that saves. Checkpoints of other running processes are ignored.
     """
-    others = _running(found, mine)
-    # Who saved what has a damaged manifest is not known: it may be one of them.
+    others = _running(found, saver)
+    # A damaged manifest does not name its saver, which may be one of the others.
     pool = [one for one in found if one.saver not in others and not (others and one.order is None)]
-    whole = [one for one in pool if not one.problems]
-    newest = {one.updates: one for one in whole}
-    current = [one for one in whole if newest[one.updates] is one]
-    superseded = {one.name for one in whole} - {one.name for one in current}
+    complete = [one for one in pool if not one.problems]
+    newest = {one.updates: one for one in complete}
+    current = [one for one in complete if newest[one.updates] is one]
+    superseded = {one.name for one in complete} - {one.name for one in current}
     if keep == RetentionRule(mode=keep.mode):
         gone = superseded
     else:
@@ -84,7 +82,7 @@ def to_prune(found: Sequence[Found], keep: RetentionRule, mine: Owner) -> list[s
 
 
 def _best(found: Sequence[Found], keep: RetentionRule) -> set[str]:
-    # Among equals the newer one.
+    # Of equals, the newer.
     ranked = sorted(
         ((one.metric, one.name) for one in reversed(found) if one.metric is not None),
         key=lambda pair: pair[0] if keep.mode == "min" else -pair[0],
@@ -92,11 +90,11 @@ def _best(found: Sequence[Found], keep: RetentionRule) -> set[str]:
     return {name for _, name in ranked[: keep.best]}
 
 
-def _running(found: Sequence[Found], mine: Owner) -> set[Owner]:
-    """Other processes that have saved here and may save again."""
+def _running(found: Sequence[Found], saver: Owner) -> set[Owner]:
+    """Other processes that have saved into the folder and may save again."""
     last: dict[Owner, int] = {}
     for one in found:
-        if one.saver is not None and one.saver != mine:
+        if one.saver is not None and one.saver != saver:
             last[one.saver] = max(one.order or 0, last.get(one.saver, 0))
     running: set[Owner] = set()
     for owner, order in last.items():

@@ -1,4 +1,4 @@
-"""Random generators of a rank as tensors, and back."""
+"""Convert the random generators of a rank to tensors and back."""
 
 import random
 import sys
@@ -20,32 +20,32 @@ _TORCH, _DEVICE = "random.torch", "random.device"
 
 
 def random_state(ctx: DistContext) -> dict[str, Tensor]:
-    """Python's, NumPy's (if it is imported), torch's and the device's generators."""
+    """The state of Python's, NumPy's (if imported), torch's and the device's generators."""
     _, words, gauss = random.getstate()
-    held = {
+    states = {
         _PYTHON: torch.tensor(words, dtype=torch.int64),
         _GAUSS: torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
         _TORCH: torch.get_rng_state(),
     }
     if numpy := sys.modules.get("numpy"):
-        _, key, place, has_gauss, cached = numpy.random.get_state(legacy=True)
-        held[_NUMPY] = torch.tensor([*key.tolist(), place, has_gauss], dtype=torch.int64)
-        held[_NUMPY_GAUSS] = torch.tensor([cached], dtype=torch.float64)
+        _, key, index, has_gauss, cached = numpy.random.get_state(legacy=True)
+        states[_NUMPY] = torch.tensor([*key.tolist(), index, has_gauss], dtype=torch.int64)
+        states[_NUMPY_GAUSS] = torch.tensor([cached], dtype=torch.float64)
     device = device_random_state(ctx)
     if device is not None:
-        held[_DEVICE] = device
-    return held
+        states[_DEVICE] = device
+    return states
 
 
 def set_random_state(
     ctx: DistContext, own: Callable[[str, int], Tensor | None], ranks: int, fallback: int
 ) -> None:
-    """Put the generators of this rank back; a rank beyond those that saved is seeded anew.
+    """Restore the generators of this rank; a rank that the saved run did not have is re-seeded.
 
     Args:
         own: (name, rank) → the tensor that a rank saved.
-        ranks: How many saved.
-        fallback: Seed from which such ranks get theirs.
+        ranks: Number of ranks that saved.
+        fallback: Seed from which additional ranks derive their own.
     """
     if ctx.rank >= ranks:
         ops.seed(fallback, ctx, per_rank=True)
@@ -58,11 +58,11 @@ def set_random_state(
         torch.set_rng_state(state)
     key, cached = own(_NUMPY, ctx.rank), own(_NUMPY_GAUSS, ctx.rank)
     if key is not None and cached is not None and (numpy := sys.modules.get("numpy")):
-        *words, place, has_gauss = key.tolist()
-        if len(words) != 624 or not 0 <= place <= 624:  # NumPy would read beyond its words
-            raise CheckpointError("The state of NumPy's generator in the checkpoint is none.")
+        *words, index, has_gauss = key.tolist()
+        if len(words) != 624 or not 0 <= index <= 624:  # NumPy would read out of bounds
+            raise CheckpointError("The saved state of NumPy's random generator is malformed.")
         found = numpy.array(words, dtype=numpy.uint32)
-        numpy.random.set_state(("MT19937", found, place, has_gauss, float(cached[0])))
+        numpy.random.set_state(("MT19937", found, index, has_gauss, float(cached[0])))
     device = own(_DEVICE, ctx.rank)
     if device is not None:
         set_device_random_state(ctx, device)

@@ -1,4 +1,4 @@
-"""The arguments of a save: looked at on each rank, compared where the ranks meet anyway."""
+"""The arguments of `save`: validated on each rank, and compared in its first collective."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,14 +16,14 @@ __all__ = ["SaveRequest", "save_request"]
 
 @attrs.frozen(kw_only=True, eq=False)
 class SaveRequest:
-    """What one rank asks to save, and where.
+    """The validated arguments of `save` on one rank.
 
     Attributes:
-        folder: Of the run's checkpoints.
-        models: By name.
-        position: Where the run stands.
-        keep: Which checkpoints stay.
-        must_match: The arguments that must be equal on every rank, in words.
+        folder: Folder of the run's checkpoints.
+        models: Models by name.
+        position: Position of the run.
+        keep: Which checkpoints to keep.
+        must_match: Arguments that must be equal on every rank, as text.
     """
 
     folder: Storage
@@ -36,31 +36,31 @@ class SaveRequest:
 def save_request(
     path: Any, model: Any, position: Any, metric: Any, rules: Mapping[str, Any], **how: Any
 ) -> SaveRequest:
-    """The arguments of `save`.
+    """Validate the arguments of `save`.
 
     Args:
         rules: `keep_last`, `keep_every`, `keep_best` and `best`.
         how: `background` and `busy`.
 
     Raises:
-        CheckpointError: one of them makes no sense.
+        CheckpointError: an argument is invalid.
     """
     last, every, best = rules["keep_last"], rules["keep_every"], rules["keep_best"]
     keep = retention_rule(last, every, best, rules["best"], metric)
     models = by_name(model)
     if not isinstance(position, Position):
         raise CheckpointError(
-            f"save(position=...) takes a Position, found {type(position).__name__}. Use "
+            f"save(position=...) takes a Position, found {type(position).__name__}. Pass "
             f"batch.position or report.position."
         )
     if how["busy"] not in ("wait", "skip"):
         raise CheckpointError(f"save(busy={how['busy']!r}): choose 'wait' or 'skip'.")
     folder = open_storage(path)
-    words = {name: repr(value) for name, value in {**how, **rules}.items()}
+    texts = {name: repr(value) for name, value in {**how, **rules}.items()}
     return SaveRequest(
         folder=folder,
         models=models,
         position=position,
         keep=keep,
-        must_match={"path": repr(str(folder)), **words},
+        must_match={"path": repr(str(folder)), **texts},
     )

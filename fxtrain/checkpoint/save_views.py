@@ -1,4 +1,4 @@
-"""What each rank is about to save: compared by all, and shared out between them."""
+"""Compare what each rank is about to save, and divide the writing among the ranks."""
 
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -23,15 +23,15 @@ class SaveProposal:
     """What one rank is about to save.
 
     Attributes:
-        path: Where, as it was passed.
-        problem: Why it cannot.
-        must_match: Its arguments that must be equal on every rank, in words; none with a problem.
-        position: Where it stands.
-        sizes: Bytes of the pieces that it could write, by key.
-        digests: Name and digest of the pieces that may differ between ranks, by key.
-        aliases: Names of tensors that are another one.
-        named: On rank 0, the name and the token of the checkpoint.
-        has_background_group: Its group for saves in the background works.
+        path: The path as passed.
+        problem: Why it cannot save; None if it can.
+        must_match: Arguments that must be equal on every rank, as text; empty if invalid.
+        position: Position of the run.
+        sizes: Bytes of the chunks that it could write, by key.
+        digests: Name and digest of the chunks that may differ between ranks, by key.
+        aliases: Names of tensors that share the memory of another.
+        named: On rank 0, the name and token of the checkpoint.
+        has_background_group: Whether it has a working group for background saves.
     """
 
     path: str
@@ -59,7 +59,7 @@ def save_proposal(
         problem=None if problem is None else f"{type(problem).__name__}: {problem}",
         must_match={} if request is None else request.must_match,
         position=Position() if request is None else request.position,
-        sizes={key: piece.size for key, piece in writable.items()},
+        sizes={key: chunk.size for key, chunk in writable.items()},
         digests={} if captured is None else _digests(captured, writable),
         aliases={} if captured is None else captured.aliases,
         named=named,
@@ -69,9 +69,9 @@ def save_proposal(
 
 def _digests(captured: Snapshot, writable: Mapping[str, TensorChunk]) -> dict[str, tuple[str, str]]:
     return {
-        key: (piece.name, digest_of(memory_of(contiguous(piece.tensor))))
-        for key, piece in writable.items()
-        if piece.name in captured.varies_by_rank
+        key: (chunk.name, digest_of(memory_of(contiguous(chunk.tensor))))
+        for key, chunk in writable.items()
+        if chunk.name in captured.varies_by_rank
     }
 
 
@@ -79,7 +79,7 @@ def _writers(views: Sequence[SaveProposal], varies_by_rank: Set[str]) -> dict[st
     holders: dict[str, list[int]] = {}
     for rank, view in enumerate(views):
         for key in view.sizes:
-            # Of what may differ, and of the user's own tensors, the first rank's count.
+            # For tensors that may differ, and for user tensors, the first rank's values are used.
             first = key in varies_by_rank or key.startswith("extra")
             if key not in holders or not first:
                 holders.setdefault(key, []).append(rank)
@@ -88,7 +88,7 @@ def _writers(views: Sequence[SaveProposal], varies_by_rank: Set[str]) -> dict[st
 
 
 def raise_all(views: Sequence[SaveProposal], problem: Exception | None) -> None:
-    """Raise on every rank if one has a problem, asks for something else, or stands elsewhere."""
+    """Raise on every rank if a rank has a problem or its arguments or position differ."""
     lines = by_rank((rank, one.problem) for rank, one in enumerate(views) if one.problem)
     if lines:
         raise CheckpointError(
@@ -100,7 +100,7 @@ def raise_all(views: Sequence[SaveProposal], problem: Exception | None) -> None:
         raise CheckpointError(_unequal(views, unequal))
     if len({view.position for view in views}) > 1:
         lines = [f"  rank {rank}: {view.position}" for rank, view in enumerate(views)]
-        raise CheckpointError("\n".join(["save: the ranks stand at different positions:", *lines]))
+        raise CheckpointError("\n".join(["save: the ranks are at different positions:", *lines]))
 
 
 def _unequal(views: Sequence[SaveProposal], names: Sequence[str]) -> str:
@@ -108,8 +108,8 @@ def _unequal(views: Sequence[SaveProposal], names: Sequence[str]) -> str:
     advice = "Pass the same arguments on every rank."
     if "path" in names:
         advice += (
-            " A checkpoint is one folder that all ranks share: do not put the rank, a time or a "
-            "random name into its path; or send rank 0's with ops.broadcast_object(path, ctx)."
+            " All ranks share one checkpoint folder: do not put the rank, a time or a random "
+            "name into its path, or send rank 0's path with ops.broadcast_object(path, ctx)."
         )
     head = f"Nothing was saved. save: the ranks pass different values of {' and '.join(names)}."
     return "\n".join([head, *by_rank(enumerate(found)), advice])
@@ -121,14 +121,14 @@ def chunks_to_write(
     captured: Snapshot,
     writable: Mapping[str, TensorChunk],
 ) -> list[TensorChunk]:
-    """What this rank writes, given what all could."""
+    """The chunks that this rank writes, given what all ranks could write."""
     varies_by_rank: dict[str, set[tuple[str, str]]] = {}
     for view in views:
         for key, found in view.digests.items():
             varies_by_rank.setdefault(key, set()).add(found)
     chosen = _writers(views, varies_by_rank.keys())
-    drifted = {name for found in varies_by_rank.values() if len(found) > 1 for name, _ in found}
+    differing = {name for found in varies_by_rank.values() if len(found) > 1 for name, _ in found}
     own = dict(captured.own)
-    own |= {piece.name: piece.tensor for piece in writable.values() if piece.name in drifted}
-    mine = [piece for key, piece in writable.items() if chosen[key] == ctx.rank]
-    return [*mine, *rank_chunks(own)]
+    own |= {chunk.name: chunk.tensor for chunk in writable.values() if chunk.name in differing}
+    local = [chunk for key, chunk in writable.items() if chosen[key] == ctx.rank]
+    return [*local, *rank_chunks(own)]

@@ -1,4 +1,4 @@
-"""Saving: a checkpoint appears whole, or not at all, and every rank knows which."""
+"""Save checkpoints atomically: every rank learns whether the checkpoint was committed."""
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,50 +44,49 @@ def save(
     background: bool = False,
     busy: Literal["wait", "skip"] = "wait",
 ) -> Saving:
-    """Save models, and all that a run needs to go on bit for bit.
+    """Save models and everything that a run needs to resume bit for bit.
 
-    That is parameters, buffers, optimizers, schedulers, the loss scale, an open accumulation
+    Saves parameters, buffers, optimizers, schedulers, the loss scale, an open accumulation
     window, the random generators of every rank, the position in the data, and `extra`. The
     checkpoint is the folder `update-…` in `path`, named after `position.updates`.
 
     Args:
         path: Folder of the run's checkpoints, on a file system that all ranks share, or an
-            fsspec URL. One run at a time writes into it: a lock in the folder says who, and
-            a lock of a process that has ended is taken over.
-        model: What `fx.wrap` returned, or several of them by name.
-        position: Where the run stands: `batch.position` or `report.position`.
-        extra: The user's own state, the same on every rank: tensors, plain values, attrs
-            records, objects with `state_dict()`, nested at will.
-        metric: What `keep_best` compares.
-        keep_last: Keep this many of the newest checkpoints, by when they were committed; all,
-            if no rule is given. Whatever the rules: what was just saved and what this run
-            was last restored from stay, and so does what another run that still runs saved.
-        keep_every: Keep those whose number of updates is a multiple of this.
+            fsspec URL. A lock in the folder ensures that one run at a time writes into it;
+            the lock of a process that has ended is replaced.
+        model: A model returned by `fx.wrap`, or several by name.
+        position: Position of the run: `batch.position` or `report.position`.
+        extra: User state, the same on every rank: tensors, plain values, attrs records and
+            objects with `state_dict()`, nested arbitrarily.
+        metric: The number that `keep_best` compares.
+        keep_last: Keep this many of the most recently committed checkpoints; all, if no rule
+            is given. No rule removes the new checkpoint, the one that this run was last
+            restored from, or those of another run that is still active.
+        keep_every: Keep checkpoints whose number of updates is a multiple of this.
         keep_best: Keep this many with the best metric.
         best: Whether the best metric is the smallest or the largest.
-        background: Copy the state to host memory and write it in a thread. What only an
-            optimizer's step changes may still be copied when `save` returns; the next step
-            of the optimizer waits for it. Before you change parameters in another way, call
-            `copied()` on the handle; where it was forgotten, the save fails.
-        busy: What to do while an earlier save is still being written: wait for it, or skip
-            this one and return the handle of the earlier.
+        background: Copy the state to host memory and write it in a thread. Tensors that only
+            an optimizer step changes may still be copied when `save` returns; the next
+            optimizer step waits for the copy. Call `copied()` on the handle before changing
+            parameters in any other way; otherwise the save fails.
+        busy: What to do while an earlier save is in progress: wait for it, or skip this save
+            and return the earlier handle.
 
     Returns:
-        A handle with the `path` of the checkpoint; `handle.result()` waits for it.
+        A handle with the `path` of the checkpoint; `handle.result()` waits for the save.
 
     Effects:
-        Writes one file per rank, which holds each number once over all ranks. A few small
-        collectives. Older checkpoints that no rule keeps are removed after the new one is
-        there, and what an interrupted save left behind before.
+        Writes one file per rank; every value is written once across all ranks. A few small
+        collectives. Removes leftovers of interrupted saves before, and checkpoints that no
+        rule keeps after the new one is committed.
 
     Raises:
         ContextError: the context is closed.
-        CheckpointError: a value cannot be saved, the ranks pass different paths or other
-            arguments, a rank could not write, another process is
-            saving into the folder, or a checkpoint in it cannot be read; on every rank.
-            Earlier checkpoints are whole. Also the error of an earlier save in the
-            background that nobody has asked for. If nobody asks until the program ends, the
-            error is shown then, and the program exits with 1.
+        CheckpointError: a value cannot be saved, the ranks pass different arguments, a rank
+            cannot write, another process is saving into the folder, or a checkpoint in it
+            cannot be read; on every rank. Earlier checkpoints stay intact. Also the error of
+            an earlier background save whose `result()` was never called; if the program ends
+            first, it prints that error and exits with 1.
 
     Example:
         >>> import fxtrain as fx, tempfile, torch
@@ -113,11 +112,11 @@ def save(
     except FxError as error:
         if ctx.world_size == 1:
             raise
-        problem = error  # the other ranks must hear of it
+        problem = error  # reported to the other ranks
     with _as_checkpoint_error(str(path)):
-        under_way = wait_for_earlier(ctx, busy)
-        if under_way is not None:
-            return under_way
+        in_progress = wait_for_earlier(ctx, busy)
+        if in_progress is not None:
+            return in_progress
         job = _prepare(ctx, path, request, problem, extra, metric)
         if background and request is not None:
             return _start(ctx, job, request.models)
@@ -128,7 +127,9 @@ def save(
 def _start(ctx: DistContext, job: "_Job", models: Mapping[str, Wrapped]) -> Saving:
     try:
         staged = job.staged(ctx)
-        saving = start_background(ctx, job.final, staged.run, staged.staging, anew=job.fresh_group)
+        saving = start_background(
+            ctx, job.final, staged.run, staged.staging, open_group=job.fresh_group
+        )
     except BaseException:
         job.release()
         raise
@@ -139,27 +140,27 @@ def _start(ctx: DistContext, job: "_Job", models: Mapping[str, Wrapped]) -> Savi
 
 @contextmanager
 def _as_checkpoint_error(what: str) -> Iterator[None]:
-    """A rank that is gone is an error of the checkpoint, on every rank that is left."""
+    """Turn the failure of a rank into a `CheckpointError` on every remaining rank."""
     try:
         yield
     except CollectiveError as error:
         raise CheckpointError(
-            f"{what}: nothing was saved, or a rank was gone before all could agree that it was. "
-            f"Earlier checkpoints are whole. {error}"
+            f"{what}: nothing was saved, or a rank failed before all ranks could confirm the "
+            f"commit. Earlier checkpoints are intact. {error}"
         ) from error
 
 
-def save_alone(path: Any, taken: Snapshot) -> str:
-    """Write a state that one process holds; the path of the checkpoint."""
+def save_alone(path: Any, captured: Snapshot) -> str:
+    """Write a state from a single process, and return the path of the checkpoint."""
     folder, ctx = open_storage(path), DistContext()
-    named, lock = _reserve(folder, taken.position.updates)
+    named, lock = _reserve(folder, captured.position.updates)
     job = _Job(
         comm_state=ctx.comm.state,
         folder=folder,
         name=named[0],
         token=named[1],
-        snapshot=taken,
-        pieces=[*writable_chunks(taken.tensors).values()],
+        snapshot=captured,
+        chunks=[*writable_chunks(captured.tensors).values()],
         keep=RetentionRule(),
         lock=lock,
     )
@@ -168,7 +169,7 @@ def save_alone(path: Any, taken: Snapshot) -> str:
 
 
 def _reserve(folder: Storage, updates: int) -> tuple[tuple[str, str], Lock]:
-    """Lock a folder, and choose the name and the token of a new checkpoint in it."""
+    """Lock a folder, and choose the name and token of a new checkpoint in it."""
     folder.make()
     lock = acquire(folder)
     try:
@@ -181,17 +182,17 @@ def _reserve(folder: Storage, updates: int) -> tuple[tuple[str, str], Lock]:
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Job:
-    """One save, agreed by all ranks and not yet written."""
+    """A save that all ranks have agreed on and none has written yet."""
 
     folder: Storage
     name: str
     token: str
     snapshot: Snapshot
-    pieces: Sequence[TensorChunk]
+    chunks: Sequence[TensorChunk]
     keep: RetentionRule
     problem: str | None = None  # why this rank cannot write
     staging: Staging | None = None
-    fresh_group: bool = False  # the group of saves in the background is to be opened
+    fresh_group: bool = False  # whether to open the group of background saves
     lock: Lock | None = None  # on rank 0, of the folder
     comm_state: CommState
 
@@ -200,26 +201,26 @@ class _Job:
         return str(self.folder.join(self.name))
 
     def staged(self, ctx: DistContext) -> "_Job":
-        """The same of copies, so that the model may change; it says so if there is no room."""
+        """Return this job with host copies of its chunks; if copying fails, with `problem` set."""
         tensors = self.snapshot.tensors
-        steady = {
+        constant = {
             name: tensor
             for name in self.snapshot.constant_between_steps
             if isinstance(tensor := tensors[name], torch.Tensor)
         }
         try:
-            staging = stage(ctx, self.pieces, steady)
-            return attrs.evolve(self, pieces=staging.pieces, staging=staging)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            return attrs.evolve(self, pieces=[], problem=f"{type(error).__name__}: {error}")
+            staging = stage(ctx, self.chunks, constant)
+            return attrs.evolve(self, chunks=staging.chunks, staging=staging)
+        except Exception as error:  # any error must be reported to the other ranks
+            return attrs.evolve(self, chunks=[], problem=f"{type(error).__name__}: {error}")
 
     def release(self) -> None:
-        """Let others save into the folder."""
+        """Unlock the folder for other processes."""
         if self.lock is not None:
             self.lock.release()
 
     def run(self, ctx: DistContext) -> None:
-        """Write this rank's file and commit together with the other ranks."""
+        """Write this rank's file and commit with the other ranks."""
         try:
             self._run(ctx)
         finally:
@@ -230,23 +231,23 @@ class _Job:
         problem, written = self.problem, Written(rank=ctx.rank)
         try:
             with nullcontext() if self.staging is None else self.staging.making():
-                written = write_file(draft, ctx.rank, self.pieces)
+                written = write_file(draft, ctx.rank, self.chunks)
         except Exception as error:  # as above
             problem = f"{type(error).__name__}: {error}"
         with _as_checkpoint_error(self.final):
             found = ops.gather_objects((problem, written), ctx)
             problems = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
-            whole = False
+            committed = False
             if not problems:
-                whole, word = self._commit(ctx, [written for _, written in found])
-                problems = {0: word} if word is not None else {}
+                committed, text = self._commit(ctx, [written for _, written in found])
+                problems = {0: text} if text is not None else {}
             if problems:
-                self._give_up(ctx, problems, whole=whole)
+                self._fail(ctx, problems, committed=committed)
 
     def _commit(self, ctx: DistContext, written: Sequence[Written]) -> tuple[bool, str | None]:
-        """Rank 0 makes the checkpoint appear; every rank learns what became of it."""
+        """Commit on rank 0; returns on every rank whether it committed, and any problem."""
         problem: str | None = None
-        whole = False
+        committed = False
         if ctx.is_main:
             try:
                 found = list_checkpoints(self.folder)
@@ -255,36 +256,36 @@ class _Job:
                 if self.lock is not None:
                     self.lock.check()
                 self.folder.commit(self.name, self.token, dump_manifest(manifest))
-                whole = True
+                committed = True
                 self._prune(found, manifest)
                 self.release()  # before another rank returns from `save`
             except Exception as error:  # as above
                 problem = f"{type(error).__name__}: {error}"
-        return ops.broadcast_object((whole, problem), ctx)
+        return ops.broadcast_object((committed, problem), ctx)
 
     def _prune(self, found: Sequence[Found], manifest: Manifest) -> None:
         new = Found(name=self.name, order=manifest.order, metric=manifest.metric)
-        # Of damaged ones, whose place is not known, none is newer.
+        # Damaged checkpoints, whose order is unknown, are never newer.
         for name in to_prune([*found, new], self.keep, this_process()):
             # Looked up each time, since the run may go back while this is written.
             if self.folder.join(name).key() != self.comm_state.restored_from:
                 with suppress(FileNotFoundError):  # removed by hand meanwhile
                     self.folder.remove(name)
 
-    def _give_up(self, ctx: DistContext, problems: Mapping[int, str], *, whole: bool) -> None:
+    def _fail(self, ctx: DistContext, problems: Mapping[int, str], *, committed: bool) -> None:
         lines = [f"  rank {rank}: {text}" for rank, text in problems.items()]
         if ctx.is_main:
             try:
-                if self.lock is None or self.lock.is_ours():  # else it may be another's draft
+                if self.lock is None or self.lock.is_ours():  # else a draft may be another's
                     _clean(self.folder, lines)
             except (OSError, CheckpointError) as error:
                 lines.append(f"  rank 0: {type(error).__name__}: {error}")
             self.release()
         lines = ops.broadcast_object(lines, ctx)
         head = (
-            f"{self.final} was saved and is whole, but what comes after failed:"
-            if whole
-            else f"{self.final} was not saved. Earlier checkpoints are whole."
+            f"{self.final} was saved and is intact, but the cleanup after it failed:"
+            if committed
+            else f"{self.final} was not saved. Earlier checkpoints are intact."
         )
         raise CheckpointError("\n".join([head, *lines]))
 
@@ -297,37 +298,37 @@ def _prepare(
     extra: Any,
     metric: float | None,
 ) -> _Job:
-    """Agree on what is saved and under which name; no rank has touched the disk but rank 0.
+    """Agree on the state to save and its name; only rank 0 accesses the disk.
 
     Args:
-        request: The arguments; None where this rank's make no sense.
-        problem: Why not.
+        request: The arguments; None if they are invalid on this rank.
+        problem: Why they are invalid.
     """
-    taken, named, lock, offers = None, None, None, dict[str, TensorChunk]()
+    captured, named, lock, writable = None, None, None, dict[str, TensorChunk]()
     try:
         try:
             if request is not None:
-                taken = snapshot(ctx, request.models, request.position, extra, metric)
-                offers = writable_chunks(taken.tensors)
+                captured = snapshot(ctx, request.models, request.position, extra, metric)
+                writable = writable_chunks(captured.tensors)
                 if ctx.is_main:
                     named, lock = _reserve(request.folder, request.position.updates)
-        except Exception as error:  # raised below, on every rank
+        except Exception as error:  # raised below on every rank
             problem = error
         views = ops.gather_objects(
-            save_proposal(ctx, path, problem, request, taken, offers, named), ctx
+            save_proposal(ctx, path, problem, request, captured, writable, named), ctx
         )
         raise_all(views, problem)
-        assert taken is not None and request is not None
+        assert captured is not None and request is not None
         name, token = views[0].named
-        # Ranks of a pipeline hold different tensors, and know different aliases.
+        # Pipeline ranks have different tensors and therefore different aliases.
         aliases = {k: v for view in views for k, v in view.aliases.items()}
-        taken = attrs.evolve(taken, aliases=aliases)
+        captured = attrs.evolve(captured, aliases=aliases)
         return _Job(
             folder=request.folder,
             name=name,
             token=token,
-            snapshot=taken,
-            pieces=chunks_to_write(ctx, views, taken, offers),
+            snapshot=captured,
+            chunks=chunks_to_write(ctx, views, captured, writable),
             keep=request.keep,
             fresh_group=not all(view.has_background_group for view in views),
             lock=lock,
@@ -340,16 +341,16 @@ def _prepare(
 
 
 def _clean(folder: Storage, lines: list[str]) -> None:
-    """Remove what an interrupted save left behind; what cannot be removed is told."""
+    """Remove leftovers of interrupted saves; add a line for each that cannot be removed."""
     for name in folder.leftovers():
         try:
             folder.remove(name)
         except OSError as error:
-            lines.append(f"  rank 0: {name} of an interrupted save cannot be removed: {error}")
+            lines.append(f"  rank 0: cannot remove {name}, left by an interrupted save: {error}")
 
 
 def _manifest(
-    ctx: DistContext, taken: Snapshot, written: Sequence[Written], order: int
+    ctx: DistContext, captured: Snapshot, written: Sequence[Written], order: int
 ) -> Manifest:
     tensors, own, files = tables(written)
     return Manifest(
@@ -360,12 +361,12 @@ def _manifest(
             "order": order,
             "saver": attrs.asdict(this_process()),
         },
-        position=taken.position,
-        metric=taken.metric,
-        models=taken.models,
-        extra=taken.extra,
+        position=captured.position,
+        metric=captured.metric,
+        models=captured.models,
+        extra=captured.extra,
         tensors=tensors,
-        aliases=taken.aliases,
+        aliases=captured.aliases,
         own=own,
         files=files,
     )

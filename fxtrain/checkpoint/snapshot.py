@@ -1,4 +1,4 @@
-"""The state of models and of the user, taken apart: tensors by name, and JSON."""
+"""Collect the state of models and of the user as named tensors and JSON."""
 
 import json
 from collections.abc import Mapping
@@ -23,23 +23,23 @@ from fxtrain.state import (
 
 __all__ = ["MODEL", "Snapshot", "by_name", "snapshot"]
 
-MODEL = "model"  # the name of a model that is saved alone
+MODEL = "model"  # the name of a single model
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Snapshot:
-    """All that one checkpoint holds, as this rank has it.
+    """This rank's view of the contents of a checkpoint.
 
     Attributes:
-        tensors: Of all models and of the user, by name; live.
-        aliases: Names of tensors that are another one.
+        tensors: Live tensors of all models and of the user, by name.
+        aliases: Names of tensors that share the memory of another.
         varies_by_rank: Names of tensors that may differ between ranks.
-        own: Tensors of this rank alone.
-        models: Per model its plan, fingerprint and values, as JSON.
-        extra: The user's state, as JSON.
-        position: Where the run stands.
-        metric: What `keep_best` goes by.
-        constant_between_steps: Names of tensors that nothing but an optimizer's step changes.
+        own: Tensors that belong only to this rank.
+        models: Per model, its plan, fingerprint and values as JSON.
+        extra: The user's state as JSON.
+        position: Position of the run.
+        metric: The number that `keep_best` compares.
+        constant_between_steps: Names of tensors that only an optimizer step changes.
     """
 
     tensors: Mapping[str, Tensor | FlatShard]
@@ -54,23 +54,23 @@ class Snapshot:
 
 
 def by_name(model: Any) -> dict[str, Wrapped]:
-    """A wrapped model, or several by name, as a dict.
+    """Return a wrapped model, or several by name, as a dict.
 
     Raises:
-        CheckpointError: it is something else, or was unwrapped.
+        CheckpointError: a value is not a wrapped model, or was unwrapped.
     """
     models = dict(model) if isinstance(model, Mapping) else {MODEL: model}
     for name, one in models.items():
         if not isinstance(one, Wrapped):
             raise CheckpointError(
-                f"A checkpoint holds wrapped models; found {type(one).__name__}. Pass "
-                f"fx.wrap(net, ctx, plan), or a dict of such by name."
+                f"A checkpoint contains wrapped models; found {type(one).__name__}. Pass "
+                f"fx.wrap(net, ctx, plan), or a dict of wrapped models."
             )
         check_open(one, f"save or restore of {name!r}", CheckpointError)
         if not isinstance(name, str) or not name or not name.isprintable() or "/" in name:
-            raise CheckpointError(f"{name!r} is not a name for a model: use letters and dots.")
+            raise CheckpointError(f"{name!r} is not a valid model name: use letters and dots.")
     if not models:
-        raise CheckpointError("There is no model to save or restore: the dict is empty.")
+        raise CheckpointError("No model to save or restore: the dict is empty. Pass a model.")
     return models
 
 
@@ -81,16 +81,16 @@ def snapshot(
     extra: Any,
     metric: float | None,
 ) -> Snapshot:
-    """Take everything apart, without copying a tensor.
+    """Collect the state, without copying a tensor.
 
     Raises:
-        CheckpointError: a value cannot be saved; its name is in the message.
+        CheckpointError: a value cannot be saved; the message names it.
     """
     tensors: dict[str, Tensor | FlatShard] = {}
     own = random_state(ctx)
     facts: dict[str, Any] = {}
-    drifting: set[str] = set()
-    steady: set[str] = set()
+    varying: set[str] = set()
+    constant: set[str] = set()
     for name, model in models.items():
         state = model.strategy.state(model)
         inside: dict[str, Tensor] = {}
@@ -98,8 +98,8 @@ def snapshot(
         tensors.update({f"{name}/{key}": tensor for key, tensor in state.tensors.items()})
         tensors.update(inside)
         own.update({f"{name}/{key}": tensor for key, tensor in state.own.items()})
-        drifting |= {f"{name}/{key}" for key in state.varies_by_rank}
-        steady |= {f"{name}/{key}" for key in state.constant_between_steps}
+        varying |= {f"{name}/{key}" for key in state.varies_by_rank}
+        constant |= {f"{name}/{key}" for key in state.constant_between_steps}
         facts[name] = {
             "plan": json.loads(dumps(model.plan)),
             "fingerprint": fingerprint(model.plan),
@@ -112,20 +112,20 @@ def snapshot(
     return Snapshot(
         tensors=kept,
         aliases=aliases,
-        varies_by_rank=frozenset(drifting & kept.keys()),
+        varies_by_rank=frozenset(varying & kept.keys()),
         own=own,
         models=facts,
         extra=encoded,
         position=position,
         metric=metric,
-        constant_between_steps=frozenset(aliases.get(key, key) for key in steady),
+        constant_between_steps=frozenset(aliases.get(key, key) for key in constant),
     )
 
 
 def _shared(
     tensors: Mapping[str, Tensor | FlatShard],
 ) -> tuple[dict[str, Tensor | FlatShard], dict[str, str]]:
-    """Tensors once each, and the further names of those that have several."""
+    """Each tensor once, and the aliases of those with several names."""
     first: dict[Any, str] = {}
     kept: dict[str, Tensor | FlatShard] = {}
     aliases: dict[str, str] = {}
@@ -140,12 +140,12 @@ def _shared(
 
 
 def _memory(tensor: Tensor | FlatShard) -> Any:
-    """What two names of one tensor have in common."""
+    """A key that is equal for two names of the same tensor."""
     if isinstance(tensor, FlatShard):
         return id(tensor)
     if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.numel():
         return id(tensor)
-    # XLA's tensors do not say where they lie.
+    # XLA tensors have no data pointer.
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.data_ptr():
         return id(tensor)
     return (

@@ -1,4 +1,4 @@
-"""What a folder of checkpoints can do, wherever it lies."""
+"""The interface of a checkpoint folder, local or remote."""
 
 import errno
 from collections.abc import Iterator
@@ -11,25 +11,25 @@ from fxtrain._errors import CheckpointError
 
 __all__ = ["CompleteWriter", "Storage", "UnreadableError", "Writer", "reading"]
 
-# What is not there, or is no plain file: that is known of it, and not that reading failed.
+# Errors that mean "does not exist" or "is not a plain file" rather than "reading failed".
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG}
 
 
 class UnreadableError(CheckpointError):
-    """The system refuses to read, or fails to: what is stored may be whole."""
+    """Reading was refused or failed; the stored data may be intact."""
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Tell what cannot be read from what is not there, which stays the system's error."""
+    """Raise `UnreadableError` if reading fails; an absent file stays an `OSError`."""
     try:
         yield
     except OSError as error:
         if error.errno in _ABSENT or isinstance(error, FileNotFoundError):
             raise
         raise UnreadableError(
-            f"{what} cannot be read: {error.strerror or error}. It may be whole: try again once "
-            f"it can be read."
+            f"{what} cannot be read: {error.strerror or error}. It may be intact: try again once "
+            f"it is readable."
         ) from error
 
 
@@ -42,18 +42,18 @@ class Writer(Protocol):
 
 
 class Storage(Protocol):
-    """A folder that holds checkpoints, or files of one."""
+    """A folder that contains checkpoints, or the files of one."""
 
     def join(self, name: str) -> "Storage":
-        """A folder inside this one."""
+        """Return a folder inside this one."""
         ...
 
     def begin(self, name: str, token: str) -> "Storage":
-        """Where to write what will be the folder `name`; equal on every rank."""
+        """Return the draft that `commit` turns into the folder `name`; equal on every rank."""
         ...
 
     def make(self) -> None:
-        """Make the folder and its parents."""
+        """Create the folder and its parents."""
         ...
 
     def commit(self, name: str, token: str, manifest: bytes) -> None:
@@ -61,7 +61,7 @@ class Storage(Protocol):
         ...
 
     def folders(self) -> list[str]:
-        """Names of the folders inside that are not temporary; none if it is not there."""
+        """Names of the folders inside that are not temporary; none if it does not exist."""
         ...
 
     def leftovers(self) -> list[str]:
@@ -69,11 +69,11 @@ class Storage(Protocol):
         ...
 
     def files(self) -> dict[str, int]:
-        """Size of every file, by name; -1 for what is not a plain file.
+        """Size of every file, by name; -1 if it is not a plain file.
 
         Raises:
-            FileNotFoundError: the folder is not there.
-            UnreadableError: it cannot be read; as with all functions here that read.
+            FileNotFoundError: the folder does not exist.
+            UnreadableError: it cannot be read. All methods that read may raise this.
         """
         ...
 
@@ -82,7 +82,7 @@ class Storage(Protocol):
         ...
 
     def read(self, name: str, most: int) -> bytes:
-        """A whole file; an error if it is larger than `most` bytes."""
+        """The bytes of a file; an error if there are more than `most`."""
         ...
 
     def open(self, name: str) -> Any:
@@ -94,7 +94,7 @@ class Storage(Protocol):
         ...
 
     def key(self) -> str:
-        """Equal for the same folder, by whatever path it was reached."""
+        """A key that is equal for all paths to the same folder."""
         ...
 
     def locks(self) -> list[str]:
@@ -102,29 +102,29 @@ class Storage(Protocol):
         ...
 
     def lock(self, name: str, data: bytes) -> None:
-        """Create a lock that holds some bytes, whole or not at all.
+        """Create a lock that contains some bytes, atomically.
 
         Raises:
-            FileExistsError: there is one of that name.
+            FileExistsError: a lock of that name exists.
         """
         ...
 
     def locked(self, name: str) -> bytes | None:
-        """What a lock holds; None if it is not there."""
+        """The bytes of a lock; None if it does not exist."""
         ...
 
     def refresh_lock(self, name: str, data: bytes) -> None:
-        """Replace what a lock holds by as many bytes."""
+        """Replace the bytes of a lock by the same number of bytes."""
         ...
 
     def unlock(self, name: str) -> None:
-        """Remove a lock; nothing happens if it is not there."""
+        """Remove a lock; does nothing if it does not exist."""
         ...
 
 
 @attrs.frozen
 class CompleteWriter:
-    """Writes all of it: the operating system may take a part and say so."""
+    """Writes all bytes, although a call to the operating system may write only some."""
 
     file: Any
 

@@ -1,4 +1,4 @@
-"""The user's saved state put into objects of the shape that it was saved from."""
+"""Load saved user state into objects with the structure it was saved from."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,16 +13,18 @@ __all__ = ["load_into"]
 
 
 def load_into(template: Any, found: Any, path: str = "extra") -> Any:
-    """Give a saved tree the types of a template, and fill its tensors and objects in place.
+    """Convert a saved tree to the types of a template, filling tensors and objects in place.
 
     Raises:
-        CheckpointError: the two differ in structure; the message names where.
+        CheckpointError: their structures differ; the message names the path.
     """
     if isinstance(template, Tensor):
         if not isinstance(found, Tensor) or found.shape != template.shape:
             raise CheckpointError(
-                f"{path} is a tensor of {list(template.shape)} here, and was saved as "
-                f"{list(found.shape) if isinstance(found, Tensor) else type(found).__name__}."
+                f"{path} is a tensor of shape {list(template.shape)} in the template, but was "
+                f"saved as "
+                f"{list(found.shape) if isinstance(found, Tensor) else type(found).__name__}. "
+                f"Pass a template with the structure that was saved."
             )
         return template.detach().copy_(found)
     if attrs.has(type(template)):
@@ -34,13 +36,15 @@ def load_into(template: Any, found: Any, path: str = "extra") -> Any:
         if not isinstance(found, Mapping) or template.keys() != found.keys():
             keys = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
             raise CheckpointError(
-                f"{path} has the keys {sorted(map(str, template))} here, and was saved with {keys}."
+                f"{path} has the keys {sorted(map(str, template))} in the template, but was saved "
+                f"with {keys}. Pass a template with the keys that were saved."
             )
         return {key: load_into(one, found[key], f"{path}.{key}") for key, one in template.items()}
     if isinstance(template, list | tuple) and isinstance(found, list | tuple):
         if len(template) != len(found):
             raise CheckpointError(
-                f"{path} has {len(template)} items here, and was saved with {len(found)}."
+                f"{path} has {len(template)} items in the template, but was saved with "
+                f"{len(found)}. Pass a template with the items that were saved."
             )
         return type(found)(
             load_into(one, saved, f"{path}.{i}")

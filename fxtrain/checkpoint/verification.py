@@ -1,4 +1,4 @@
-"""Looking at every byte of a checkpoint."""
+"""Check every byte of a checkpoint."""
 
 import math
 from collections.abc import Iterator
@@ -16,20 +16,20 @@ from fxtrain.state import Position, parse_json
 
 __all__ = ["Verified", "verify"]
 
-# What a header that is none of safetensors raises when it is taken apart.
+# Exceptions that parsing an invalid safetensors header may raise.
 _MALFORMED = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 @attrs.frozen(kw_only=True)
 class Verified:
-    """A checkpoint of which every byte is what was written.
+    """A checkpoint whose every byte is as written.
 
     Attributes:
         path: Its folder.
-        position: Where the run stood.
-        tensors: How many it holds.
+        position: Position of the run.
+        tensors: Number of tensors.
         size: Bytes of its data files.
-        world_size: Ranks that saved.
+        world_size: Number of ranks that saved.
     """
 
     path: str
@@ -43,14 +43,15 @@ def verify(path: Any) -> Verified:
     """Compare every byte of a checkpoint with its digest.
 
     Args:
-        path: A checkpoint, or the folder of a run, of which the latest is taken.
+        path: A checkpoint, or the folder of a run, whose latest checkpoint is used.
 
     Effects:
         Reads all files once, a few MiB at a time. No collectives: call it on one rank.
 
     Raises:
-        CheckpointError: something is missing, added, cut or changed; each with its name. Also
-            where it cannot be read, or a newer fxtrain wrote it, and says nothing of damage.
+        CheckpointError: data is missing, added, truncated or changed; the message names each
+            file or tensor. Also if the checkpoint cannot be read or was written by a newer
+            fxtrain, which does not mean that it is damaged.
 
     Example:
         >>> import fxtrain as fx, tempfile, torch
@@ -65,7 +66,7 @@ def verify(path: Any) -> Verified:
     manifest = read_manifest(storage)
     problems = file_problems(files, manifest)
     extra = files.keys() - manifest.files.keys() - {MANIFEST}
-    problems += [f"  {name} does not belong to it" for name in sorted(extra)]
+    problems += [f"  {name} does not belong to the checkpoint" for name in sorted(extra)]
     if not problems:
         problems = list(_changes(storage, manifest))
     if problems:
@@ -111,7 +112,7 @@ def _part_changes(read: Any, name: str, entry: Entry, part: Part) -> Iterator[st
 def _header_problems(
     file: str, header: bytes, found: list[tuple[str, Entry, Part]]
 ) -> Iterator[str]:
-    """Where safetensors' own header, which other tools read, says something else."""
+    """Differences between the manifest and the safetensors header, which other tools read."""
     try:
         spans = {
             (*map(int, value["data_offsets"]), str(value["dtype"]))
@@ -119,12 +120,12 @@ def _header_problems(
             if key != "__metadata__"
         }
     except _MALFORMED as error:
-        yield f"  the header of {file} is none of safetensors: {str(error)[:200]}"
+        yield f"  the header of {file} is not a safetensors header: {str(error)[:200]}"
         return
     if int.from_bytes(header[:8], "little") != len(header) - 8:
-        yield f"  the header of {file} has another length than it says"
+        yield f"  the header of {file} differs in length from its length field"
     for name, entry, part in found:
         begin = part.offset - len(header)
         size = math.prod(part.shape) * entry.itemsize
         if (begin, begin + size, STORED_DTYPES[entry.dtype]) not in spans:
-            yield f"  {name} is not where the header of {file} says"
+            yield f"  {name} is not at the offset given by the header of {file}"

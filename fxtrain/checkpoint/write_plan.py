@@ -1,4 +1,4 @@
-"""Who writes what: every number of a state once, spread evenly over the ranks that hold it."""
+"""Assign every value of a state to one writer, balanced over the ranks that have it."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,15 +27,15 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @attrs.frozen(kw_only=True, eq=False)
 class TensorChunk:
-    """What one rank writes of one tensor.
+    """A box of a tensor that one rank writes.
 
     Attributes:
-        name: Of the tensor.
-        dtype: Its name in the manifest.
-        full_shape: Shape over all ranks.
-        start: Where the piece stands in it.
-        tensor: The values, of the piece's shape, on any device.
-        own: The tensor belongs to this rank alone.
+        name: Name of the tensor.
+        dtype: Name of its dtype in the manifest.
+        full_shape: Shape of the full tensor.
+        start: Offset of the chunk in the full tensor, per dimension.
+        tensor: The values, in the shape of the chunk, on any device.
+        own: The tensor belongs only to this rank.
     """
 
     name: str
@@ -47,15 +47,15 @@ class TensorChunk:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Number of bytes."""
         return self.tensor.numel() * self.tensor.element_size()
 
 
 def writable_chunks(tensors: Mapping[str, Tensor | FlatShard]) -> dict[str, TensorChunk]:
-    """What this rank could write of tensors that are the same on all ranks, or spread over them.
+    """The chunks that this rank could write of replicated and sharded tensors.
 
     Returns:
-        By a key that equal pieces of two ranks share.
+        Chunks by a key that is equal for the same chunk on different ranks.
 
     Raises:
         CheckpointError: a tensor cannot be written; its name is in the message.
@@ -63,22 +63,22 @@ def writable_chunks(tensors: Mapping[str, Tensor | FlatShard]) -> dict[str, Tens
     found: dict[str, TensorChunk] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, FlatShard):
-            found |= {f"{name}@{piece.start}": piece for piece in _flat_chunks(name, tensor)}
+            found |= {f"{name}@{chunk.start}": chunk for chunk in _flat_chunks(name, tensor)}
         elif not isinstance(tensor, DTensor):
             found[name] = _plain(name, tensor)
-        elif (piece := _dtensor_chunks(name, tensor)) is not None:
-            found[f"{name}@{piece.start}"] = piece
+        elif (chunk := _dtensor_chunks(name, tensor)) is not None:
+            found[f"{name}@{chunk.start}"] = chunk
     return found
 
 
 def assign_writers(
     sizes: Mapping[str, int], holders: Mapping[str, Sequence[int]]
 ) -> dict[str, int]:
-    """Which rank writes which piece: one that holds it, and evenly.
+    """Choose the rank that writes each chunk: one that has it, balanced by bytes.
 
     Args:
-        sizes: Bytes, by key; equal on every rank, like all of this.
-        holders: Ranks that have the piece, by key.
+        sizes: Bytes by key. All arguments are equal on every rank.
+        holders: Ranks that have the chunk, by key.
     """
     load = dict.fromkeys((rank for ranks in holders.values() for rank in ranks), 0)
     chosen: dict[str, int] = {}
@@ -89,12 +89,12 @@ def assign_writers(
 
 
 def rank_chunks(tensors: Mapping[str, Tensor]) -> list[TensorChunk]:
-    """All of the tensors that belong to this rank alone."""
+    """Chunks of the tensors that belong only to this rank."""
     return [attrs.evolve(_plain(name, tensor), own=True) for name, tensor in tensors.items()]
 
 
 def box_of(tensor: DTensor) -> Box:
-    """(start, shape) of this rank's part of a spread tensor."""
+    """(start, shape) of this rank's shard of a DTensor."""
     shape, start = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
@@ -102,15 +102,15 @@ def box_of(tensor: DTensor) -> Box:
 
 
 def boxes_of(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
-    """The elements from `begin` up to `end` of a tensor, in order, as (start, shape) of boxes."""
+    """Boxes, as (start, shape), that cover the elements `begin` to `end` of a tensor in order."""
     if begin >= end:
         return
     if not shape:
         yield (), ()
         return
     row = math.prod(shape[1:])
-    first, last = -(-begin // row), end // row  # of the whole rows
-    if first > last:  # inside of one row
+    first, last = -(-begin // row), end // row  # of the complete rows
+    if first > last:  # inside one row
         yield from _in_row(shape, last, begin, end)
         return
     yield from _in_row(shape, first - 1, begin, first * row)
@@ -126,7 +126,7 @@ def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[
 
 
 def boxes_in(part: FlatShard) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Views of a stretch as boxes, each with its place in the whole tensor."""
+    """Views of a flat shard as boxes, each with its offset in the full tensor."""
     values, at = part.values.detach(), 0
     for start, shape in boxes_of(part.shape, part.start, part.start + len(values)):
         size = math.prod(shape)
@@ -135,7 +135,7 @@ def boxes_in(part: FlatShard) -> Iterator[tuple[tuple[int, ...], Tensor]]:
 
 
 def _flat_chunks(name: str, part: FlatShard) -> Iterator[TensorChunk]:
-    """This rank's part, in boxes, of which files are made."""
+    """This rank's flat shard as boxes, since files contain boxes."""
     dtype = dtype_name(part.values, name)
     for start, box in boxes_in(part):
         yield TensorChunk(name=name, dtype=dtype, full_shape=part.shape, start=start, tensor=box)
@@ -153,7 +153,7 @@ def _plain(name: str, tensor: Tensor) -> TensorChunk:
 
 
 def _dtensor_chunks(name: str, tensor: DTensor) -> TensorChunk | None:
-    """This rank's part, where it has one."""
+    """This rank's shard, or None if it has none."""
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise CheckpointError(
             f"{name} is a DTensor with unreduced (Partial) values. Redistribute it first."

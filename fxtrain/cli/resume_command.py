@@ -136,5 +136,5 @@ def _nearest(folder: str, update: int) -> str:
 
     found = before(folder, update)
     if found is None:
-        raise CheckpointError(f"There is no whole checkpoint before update {update} in {folder}.")
+        raise CheckpointError(f"No complete checkpoint before update {update} in {folder}.")
     return found

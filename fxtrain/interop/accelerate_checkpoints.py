@@ -1,4 +1,4 @@
-"""Reading what `Accelerator.save_state` of the library Accelerate wrote."""
+"""Read folders written by `Accelerator.save_state` of the library Accelerate."""
 
 import re
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ from fxtrain.models.tensor_sources import inside, open_source
 
 __all__ = ["AcceleratorState", "read_accelerate"]
 
-# The first of several has no number in its name; what a folder holds instead was sharded.
+# The first of several has no number in its name. A folder in place of a file is sharded.
 _MODELS = re.compile(r"(?:model|pytorch_model)(?:_(\d+))?\.(?:safetensors|bin)")
-_SPREAD = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
+_SHARDED = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
 _STATES = re.compile(r"(optimizer|scheduler|dl_state_dict)(?:_(\d+))?\.bin")
 _RANDOM = re.compile(r"random_states_(\d+)\.pkl")
 _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
@@ -27,15 +27,15 @@ _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 
 @attrs.frozen(kw_only=True, eq=False)
 class AcceleratorState:
-    """What a folder of `Accelerator.save_state` holds.
+    """The contents of a folder written by `Accelerator.save_state`.
 
     Attributes:
-        models: Tensors by name, per model, in the order in which they were prepared.
-        optimizers: State dicts, per optimizer.
-        schedulers: State dicts, per scheduler.
-        loaders: State dicts of stateful data loaders, by their place.
+        models: Tensors by name for each model, in the order of `prepare`.
+        optimizers: A state dict per optimizer.
+        schedulers: A state dict per scheduler.
+        loaders: State dicts of stateful data loaders, by index.
         scaler: State dict of the loss scaler, or None.
-        random: Per rank, the state of each generator, with arrays as tensors.
+        random: State of each generator, per rank; arrays are tensors.
         step: Calls of `accelerator.step` so far, or None.
         custom: State dicts of objects registered for checkpointing.
     """
@@ -53,8 +53,8 @@ class AcceleratorState:
 def read_accelerate(folder: Any) -> AcceleratorState:
     """Read a folder that `Accelerator.save_state` wrote.
 
-    Models are read from safetensors; everything else as far as `weights_only=True` allows. The
-    sharded form of its FSDP plugin is read too; that of its DeepSpeed plugin is not.
+    Reads models from safetensors, and everything else with `weights_only=True`. Also reads the
+    sharded format of the FSDP plugin, but not that of the DeepSpeed plugin.
 
     Args:
         folder: The folder that was passed to `save_state`.
@@ -63,15 +63,15 @@ def read_accelerate(folder: Any) -> AcceleratorState:
         Reads the files. No code from them runs.
 
     Raises:
-        CheckpointError: the folder is no such checkpoint, or a file of it is damaged, missing
-            or a pickle that torch refuses under `weights_only=True`.
-        MissingPackageError: random states need NumPy, since Accelerate stores arrays in them.
+        CheckpointError: the folder is not such a checkpoint, or a file in it is damaged, missing
+            or a pickle that torch rejects with `weights_only=True`.
+        MissingPackageError: NumPy is missing; Accelerate stores random states as arrays.
 
     Example:
         >>> from fxtrain.interop import read_accelerate
         >>> read_accelerate("runs/nowhere")
         Traceback (most recent call last):
-        fxtrain._errors.CheckpointError: runs/nowhere holds no model of Accelerate...
+        fxtrain._errors.CheckpointError: runs/nowhere contains no model of Accelerate...
     """
     root = Path(folder)
     names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
@@ -80,17 +80,17 @@ def read_accelerate(folder: Any) -> AcceleratorState:
     for name in names:
         if found := _MODELS.fullmatch(name):
             _put(models, int(found[1] or 0), _model(inside(root, name)), root, "model")
-        elif (found := _SPREAD.fullmatch(name)) and (root / name).is_dir():
+        elif (found := _SHARDED.fullmatch(name)) and (root / name).is_dir():
             into = models if found[1] == "pytorch_model_fsdp" else states["optimizer"]
-            _put(into, int(found[2]), _spread(root / name, found[1]), root, found[1])
+            _put(into, int(found[2]), _sharded(root / name, found[1]), root, found[1])
         elif found := _STATES.fullmatch(name):
             state = _state(root, name)
             _put(states[found[1]], int(found[2] or 0), state, root, found[1])
     if not models:
         raise CheckpointError(
-            f"{root} holds no model of Accelerate: there is no model.safetensors, no "
-            f"pytorch_model.bin and no pytorch_model_fsdp_0. It holds "
-            f"{', '.join(names[:10]) or 'nothing'}."
+            f"{root} contains no model of Accelerate: no model.safetensors, pytorch_model.bin or "
+            f"pytorch_model_fsdp_0, but {', '.join(names[:10]) or 'nothing else'}. Pass the "
+            f"folder that was passed to save_state."
         )
     random = {
         rank: _mapping(state, root / f"random_states_{rank}.pkl")
@@ -118,7 +118,7 @@ def _state(root: Path, name: str) -> Mapping[str, Any]:
 
 def _mapping(state: Any, path: Path) -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict.")
+        raise CheckpointError(f"{path} contains a {type(state).__name__}, not a state dict.")
     return state
 
 
@@ -129,8 +129,8 @@ def _model(path: Path) -> dict[str, Tensor]:
         }
 
 
-def _spread(folder: Path, kind: str) -> Mapping[str, Any]:
-    """The model or optimizer that the FSDP plugin wrote by torch.distributed.checkpoint."""
+def _sharded(folder: Path, kind: str) -> Mapping[str, Any]:
+    """A model or optimizer that the FSDP plugin wrote with torch.distributed.checkpoint."""
     found = read_dcp(folder)
     if kind == "pytorch_model_fsdp":
         return {name.removeprefix("model."): tensor for name, tensor in found.tensors.items()}
@@ -139,37 +139,37 @@ def _spread(folder: Path, kind: str) -> Mapping[str, Any]:
 
 
 def _lists(tree: Any) -> Any:
-    """Mappings from 0, 1, … back to the lists that they were."""
+    """Turn mappings from 0, 1, … back into lists."""
     if not isinstance(tree, dict):
         return tree
     if tree and all(type(key) is int for key in tree) and sorted(tree) == list(range(len(tree))):
-        return [_lists(tree[place]) for place in range(len(tree))]
+        return [_lists(tree[index]) for index in range(len(tree))]
     return {key: _lists(value) for key, value in tree.items()}
 
 
 def _numbered(root: Path, names: list[str], pattern: re.Pattern[str]) -> dict[int, Any]:
-    """Files whose pickles hold NumPy arrays, by their number; arrays become tensors."""
+    """Load pickles that contain NumPy arrays, by file number; arrays become tensors."""
     found = {int(match[1]): name for name in names if (match := pattern.fullmatch(name))}
     if not found:
         return {}
     numpy = optional("numpy", extra="test", needed_by="reading Accelerate's random states")
     codecs = optional("_codecs", extra="test", needed_by="reading Accelerate's random states")
-    # The types by which a NumPy array is pickled: numbers, and nothing that runs.
+    # The types in a pickled NumPy array: only numbers, no code.
     core = getattr(numpy, "_core", None) or numpy.core
     plain = [core.multiarray._reconstruct, numpy.ndarray, numpy.dtype, codecs.encode]
     plain += [type(numpy.dtype(kind)) for kind in ("u4", "u8", "i8", "f8")]
     with torch.serialization.safe_globals(plain):
         loaded = {
-            place: load_weights_only(inside(root, name), str(root / name))
-            for place, name in found.items()
+            number: load_weights_only(inside(root, name), str(root / name))
+            for number, name in found.items()
         }
-    return {place: _tensors(value, numpy.ndarray) for place, value in loaded.items()}
+    return {number: _tensors(value, numpy.ndarray) for number, value in loaded.items()}
 
 
 def _tensors(tree: Any, array: type) -> Any:
     if isinstance(tree, array):
         if tree.dtype.kind not in "biuf" or not hasattr(torch, str(tree.dtype)):
-            raise CheckpointError(f"Random states hold an array of {tree.dtype}, not of numbers.")
+            raise CheckpointError(f"The random states contain a non-numeric array ({tree.dtype}).")
         return torch.tensor(tree.tolist(), dtype=getattr(torch, str(tree.dtype)))  # type: ignore[attr-defined]
     if isinstance(tree, dict):
         return {key: _tensors(value, array) for key, value in tree.items()}
@@ -178,16 +178,20 @@ def _tensors(tree: Any, array: type) -> Any:
     return tree
 
 
-def _put(into: dict[int, Any], place: int, value: Any, root: Path, what: str) -> None:
-    if place in into:
-        raise CheckpointError(f"{root} holds {what} {place} twice, and one of them is stale.")
-    into[place] = value
+def _put(into: dict[int, Any], index: int, value: Any, root: Path, what: str) -> None:
+    if index in into:
+        raise CheckpointError(
+            f"{root} contains {what} {index} twice. Remove the outdated one of the two."
+        )
+    into[index] = value
 
 
 def _in_order(found: Mapping[int, Any], root: Path, what: str) -> tuple[Any, ...]:
     if sorted(found) != list(range(len(found))):
-        raise CheckpointError(f"{root} holds {what} {sorted(found)}, and not those between.")
-    return tuple(found[place] for place in sorted(found))
+        raise CheckpointError(
+            f"{root} contains {what} {sorted(found)}, but not those in between. Copy all files."
+        )
+    return tuple(found[index] for index in sorted(found))
 
 
 def _without(table: Mapping[str, Any], key: str) -> dict[str, Any]:

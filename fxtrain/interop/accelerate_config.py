@@ -1,4 +1,4 @@
-"""From an Accelerate config to a launch file, with a note for whatever has no counterpart."""
+"""Convert an Accelerate config to a launch file, with a note for each key without counterpart."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from fxtrain.launch.config.overlay import near, put
 
 __all__ = ["Converted", "Note", "convert_accelerate", "translate"]
 
-# Sections, and how their keys are written in them.
+# Sections, with their short names and the prefixes of their keys.
 _SECTIONS = {
     "fsdp_config": ("fsdp", "fsdp_"),
     "deepspeed_config": ("deepspeed", ""),
@@ -24,7 +24,7 @@ _SECTIONS = {
     "mpirun_config": ("mpirun", ""),
     "parallelism_config": ("parallelism", "parallelism_config_"),
 }
-# What counts only under one distributed_type.
+# Sections that apply only to one distributed_type.
 _ONLY = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED", "megatron_lm": "MEGATRON_LM"}
 _ALSO = {
     "fp8": "plans have no fp8; bf16 is used instead",
@@ -42,11 +42,11 @@ _TYPES = (
 
 @attrs.frozen(kw_only=True)
 class Note:
-    """A key of the Accelerate config that does not carry over as it is.
+    """A key of the Accelerate config that cannot be converted unchanged.
 
     Attributes:
-        key: Its name there, with its section.
-        value: Its value there.
+        key: Its name in the config, with its section.
+        value: Its value in the config.
         text: What to do instead.
     """
 
@@ -57,11 +57,11 @@ class Note:
 
 @attrs.frozen(kw_only=True)
 class Converted:
-    """What an Accelerate config says, in the words of a launch file.
+    """An Accelerate config, converted to a launch file.
 
     Attributes:
-        section: Values that are in order.
-        notes: One for each key without a counterpart, or with another meaning.
+        section: The converted values.
+        notes: One for each key without a counterpart, or with a different meaning.
     """
 
     section: Section
@@ -69,13 +69,13 @@ class Converted:
 
 
 def convert_accelerate(data: Any) -> Converted:
-    """A launch file from the data of an Accelerate config, of this or an earlier version.
+    """Convert an Accelerate config, of the current or an earlier version, to a launch file.
 
     Args:
-        data: What its YAML or JSON holds.
+        data: The parsed YAML or JSON.
 
     Raises:
-        PlanError: it is no Accelerate config, or a value makes no sense.
+        PlanError: the data is not an Accelerate config, or a value is invalid.
 
     Example:
         >>> from fxtrain.interop.accelerate_config import convert_accelerate
@@ -85,40 +85,40 @@ def convert_accelerate(data: Any) -> Converted:
     """
     raw = translate(data)
     section, unfit = _fitting(raw)
-    if told := problems_of(section):
-        raise PlanError("\n".join(told))
+    if problems := problems_of(section):
+        raise PlanError("\n".join(problems))
     return Converted(section=section, notes=(*raw.notes, *unfit))
 
 
 def translate(data: Any) -> Converted:
-    """The launch file that all of fxtrain's parts would read, whether they are there or not.
+    """Convert a config without checking which strategies and launchers are available.
 
     Raises:
         PlanError: as `convert_accelerate`.
     """
     facts, kind = _facts(data)
-    table, notes, told = rules(), [], []
+    table, notes, problems = rules(), [], []
     sagemaker = str(facts.pop("compute_environment", "")).upper() == "AMAZON_SAGEMAKER"
     found = put({}, "launch.launcher", "sagemaker") if sagemaker else {}
     for key, value in facts.items():
         if value in (None, "", [], {}) or (key.startswith("dynamo.") and _is_plain(facts)):
             continue
-        outcome = _apply(table, key, facts, kind, told)
-        for path, said in outcome.sets.items():
-            found = _added(found, path, said)
+        outcome = _apply(table, key, facts, kind, problems)
+        for path, result in outcome.sets.items():
+            found = _added(found, path, result)
         if outcome.note:
             notes.append(Note(key=key, value=value, text=outcome.note))
-    if told:
-        raise PlanError("\n".join(told))
+    if problems:
+        raise PlanError("\n".join(problems))
     if kind == "MEGATRON_LM":
         found = put(found, "plan.strategy", megatron(facts))
-    found, said = _typed(found, kind)
-    return Converted(section=Section(**found), notes=(*said, *notes))
+    found, first = _typed(found, kind)
+    return Converted(section=Section(**found), notes=(*first, *notes))
 
 
 def _facts(data: Any) -> tuple[dict[str, Any], str]:
     if not isinstance(data, Mapping) or "distributed_type" not in data:
-        raise PlanError("It is no Accelerate config: the key distributed_type is missing.")
+        raise PlanError("This is not an Accelerate config: the key distributed_type is missing.")
     facts = dict(_flat(data))
     kind = str(facts.pop("distributed_type")).upper()
     if kind not in _TYPES:
@@ -127,27 +127,27 @@ def _facts(data: Any) -> tuple[dict[str, Any], str]:
 
 
 def _is_plain(facts: Facts) -> bool:
-    """Nothing is compiled, whatever the other keys say."""
+    """Whether compilation is disabled, in which case its other keys are ignored."""
     return str(facts.get("dynamo.backend", "NO")).upper() == "NO"
 
 
-def _apply(table: Facts, key: str, facts: Facts, kind: str, told: list[str]) -> KeyOutcome:
+def _apply(table: Facts, key: str, facts: Facts, kind: str, problems: list[str]) -> KeyOutcome:
     section = key.partition(".")[0] if "." in key else ""
     if section in _ONLY and kind != _ONLY[section]:
         return KeyOutcome(note=f"not used under {kind}")
     if key not in table:
-        return KeyOutcome(note=_ALSO.get(section, "no key of Accelerate that is known here"))
+        return KeyOutcome(note=_ALSO.get(section, "unknown key"))
     try:
         return table[key](facts[key], facts)
     except (ValueError, TypeError, OverflowError) as error:
-        told.append(f"{key}: {error}")
+        problems.append(f"{key}: {error}")
         return KeyOutcome()
 
 
 def _flat(data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Keys with their section before a dot, all written in one way."""
+    """Yield keys in a uniform format, with the section before a dot."""
     for key, value in data.items():
-        if key == "dynamo_backend":  # as accelerate wrote it before it had a section
+        if key == "dynamo_backend":  # how accelerate wrote it before it had a section
             yield "dynamo.backend", value
         elif key in _SECTIONS and isinstance(value, Mapping):
             name, prefix = _SECTIONS[key]
@@ -157,17 +157,17 @@ def _flat(data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield str(key), value
 
 
-def _added(found: dict[str, Any], path: str, said: Any) -> dict[str, Any]:
-    """Lists of several keys add up."""
+def _added(found: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """Set a value; lists from several keys are concatenated."""
     section, _, name = path.partition(".")
     before = found.get(section, {}).get(name)
-    if isinstance(before, list) and isinstance(said, list):
-        said = [*before, *said]
-    return put(found, path, said)
+    if isinstance(before, list) and isinstance(value, list):
+        value = [*before, *value]
+    return put(found, path, value)
 
 
 def _typed(found: dict[str, Any], kind: str) -> tuple[dict[str, Any], list[Note]]:
-    """What the distributed_type itself says."""
+    """Apply the distributed_type itself."""
     notes: list[Note] = []
     if kind in _KINDS:
         strategy = found.get("plan", {}).get("strategy", {})
@@ -175,7 +175,7 @@ def _typed(found: dict[str, Any], kind: str) -> tuple[dict[str, Any], list[Note]
     elif kind != "MEGATRON_LM" and (strategy := found.get("plan", {}).get("strategy")):
         plan = {name: value for name, value in found["plan"].items() if name != "strategy"}
         found = {**found, "plan": plan}
-        text = "it shards parameters; choose plan.strategy.kind = 'fsdp' for that"
+        text = "applies to sharded parameters; set plan.strategy.kind = 'fsdp' to use it"
         notes += [
             Note(key=f"strategy.{key}", value=one, text=text) for key, one in strategy.items()
         ]
@@ -185,13 +185,13 @@ def _typed(found: dict[str, Any], kind: str) -> tuple[dict[str, Any], list[Note]
     if kind in ("XLA", "TPU") and "launcher" not in launch:
         found = put(found, "launch.launcher", "tpu")
     if kind == "MODEL_PARALLEL":
-        text = "describe tensor and pipeline parallelism by fx.Mesh and a strategy that uses it"
+        text = "describe tensor and pipeline parallelism with fx.Mesh and a strategy that uses it"
         notes.append(Note(key="distributed_type", value=kind, text=text))
     return found, notes
 
 
 def _fitting(raw: Converted) -> tuple[Section, list[Note]]:
-    """The part that this version and the chosen launcher can do, and notes on the rest."""
+    """The part that this version and the chosen launcher support, and notes on the rest."""
     notes: list[Note] = []
     plan, launch = dict(raw.section.plan), dict(raw.section.launch)
     if strategy := plan.pop("strategy", None):
@@ -205,7 +205,7 @@ def _fitting(raw: Converted) -> tuple[Section, list[Note]]:
     if fit := _known(options, launcher.options, "launch.options", text, notes):
         launch["options"] = fit
     for name in [name for name in _UNCOMMON if name in launch and name not in launcher.uses]:
-        text = f"the launcher {launcher.name} sees to that"
+        text = f"the launcher {launcher.name} sets this itself"
         notes.append(Note(key=f"launch.{name}", value=launch.pop(name), text=text))
     return Section(launch=launch, plan=plan), notes
 
@@ -222,5 +222,5 @@ def _known(
     return {name: value for name, value in data.items() if name in fields}
 
 
-# Fields of a launch that some launchers decide themselves.
+# Fields of a launch that some launchers set themselves.
 _UNCOMMON = ("node_rank", "main_address", "main_port", "rendezvous", "bind")

@@ -1,8 +1,8 @@
-"""What each key of an Accelerate config is in a launch file: one row per key.
+"""The counterpart of each key of an Accelerate config in a launch file.
 
-Keys are those of accelerate 1.15: ClusterConfig and SageMakerConfig in
+The keys are those of accelerate 1.15: ClusterConfig and SageMakerConfig in
 accelerate/commands/config/config_args.py, and the arguments of accelerate/commands/launch.py that
-the sections below them fill.
+their sections set.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,11 +19,11 @@ Facts = Mapping[str, Any]
 
 @attrs.frozen(kw_only=True)
 class KeyOutcome:
-    """What one key became.
+    """The conversion of one key.
 
     Attributes:
         sets: Values by path in the launch file.
-        note: What the value does not carry over, in a sentence; empty where it all does.
+        note: What could not be converted, as text; empty if everything was.
     """
 
     sets: Mapping[str, Any] = attrs.field(factory=dict)
@@ -34,21 +34,21 @@ Rule = Callable[[Any, Facts], KeyOutcome]
 
 
 def whole(value: Any) -> int:
-    """A whole number, which YAML may hold as a text."""
+    """An integer, which YAML may contain as a string."""
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(f"expected a whole number, found {shown(value)}")
+        raise ValueError(f"expected an integer, found {shown(value)}")
     return int(value)
 
 
 def number(value: Any) -> float:
-    """A number, which YAML may hold as a text (1e-3)."""
+    """A number, which YAML may contain as a string (1e-3)."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"expected a number, found {shown(value)}")
     return float(value)
 
 
 def truth(value: Any) -> bool:
-    """A truth value in the ways that accelerate writes it."""
+    """A boolean, in any form that accelerate writes."""
     known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
     if isinstance(value, list | dict) or str(value).lower() not in known:
         raise ValueError(f"expected yes or no, found {shown(value)}")
@@ -56,30 +56,30 @@ def truth(value: Any) -> bool:
 
 
 def text(value: Any) -> str:
-    """A text; a number in YAML may be one."""
+    """A string, which YAML may contain as a number."""
     if not isinstance(value, str | int) or isinstance(value, bool):
-        raise ValueError(f"expected a text, found {shown(value)}")
+        raise ValueError(f"expected a string, found {shown(value)}")
     return str(value)
 
 
 def words(value: Any) -> list[str]:
-    """A list of texts, or one text with commas."""
+    """A list of strings, or one string with commas."""
     given = value if isinstance(value, list) else text(value).split(",")
     return [text(one).strip() for one in given if str(one).strip()]
 
 
 def of(path: str, kind: Callable[[Any], Any] = text, note: str = "") -> Rule:
-    """The value itself, elsewhere."""
+    """A rule that sets a path to the value."""
     return lambda value, _: KeyOutcome(sets={path: kind(value)}, note=note)
 
 
 def none(note: str) -> Rule:
-    """Nothing: there is no counterpart."""
+    """A rule for a key without counterpart."""
     return lambda value, _: KeyOutcome(note=note)
 
 
 def when(sets: Mapping[str, Any], note: str = "", otherwise: str = "") -> Rule:
-    """Values that follow from yes, and notes on yes and no."""
+    """A rule for a boolean: values to set if true, and notes for true and false."""
 
     def rule(value: Any, _: Facts) -> KeyOutcome:
         yes = truth(value)
@@ -89,7 +89,7 @@ def when(sets: Mapping[str, Any], note: str = "", otherwise: str = "") -> Rule:
 
 
 def among(known: Mapping[str, KeyOutcome], unknown: str) -> Rule:
-    """One of several words, whatever their case."""
+    """A rule for one of several words, case-insensitive."""
 
     def rule(value: Any, _: Facts) -> KeyOutcome:
         return known.get(text(value).upper(), KeyOutcome(note=unknown))
@@ -98,12 +98,12 @@ def among(known: Mapping[str, KeyOutcome], unknown: str) -> Rule:
 
 
 def several(value: Any) -> bool:
-    """Whether a count is above one."""
+    """Whether a count is greater than one."""
     return whole(value) > 1
 
 
 def sized(note: str) -> Rule:
-    """A size of a mesh axis, which matters above one."""
+    """A rule for the size of a mesh axis, noted if greater than one."""
     return lambda value, _: KeyOutcome(note=note if several(value) else "")
 
 
@@ -111,12 +111,12 @@ _S = "plan.strategy"
 _O = "launch.options"
 _MESH = "name the ranks of each axis where the script calls fx.detect(mesh=fx.Mesh({}))"
 _CHECKPOINTS = (
-    "fxtrain's checkpoints are sharded and load everywhere; fx.export writes whole models"
+    "fxtrain's checkpoints are sharded and load at any world size; fx.export writes full models"
 )
 
 
 def rules() -> dict[str, Rule]:
-    """By key, with the section's name before a dot and without the prefix that repeats it."""
+    """The rules by key: the section's name, a dot, and the key without its prefix."""
     sections = (
         _frame,
         _pods,
@@ -139,7 +139,7 @@ def _frame() -> dict[str, Rule]:
         "main_process_ip": of("launch.main_address"),
         "main_process_port": of("launch.main_port", whole),
         "rdzv_backend": lambda value, facts: _rendezvous(text(value), facts),
-        "same_network": none("nodes meet at launch.main_address in every network"),
+        "same_network": none("nodes connect to launch.main_address in any network"),
         "gpu_ids": lambda value, _: (
             gpus.get(text(value).upper()) or KeyOutcome(sets={"launch.gpus": words(value)})
         ),
@@ -152,14 +152,14 @@ def _frame() -> dict[str, Rule]:
                     sets={"plan.precision": "bf16"}, note="plans have no fp8; bf16 is used instead"
                 ),
             },
-            unknown="this precision is not known; plan.precision is one of fp32, bf16, fp16",
+            unknown="unknown precision; plan.precision is one of fp32, bf16, fp16",
         ),
         "fp16": when({"plan.precision": "fp16"}),
         "use_cpu": when({"launch.cpu": True}),
-        "debug": when({}, note="fx.detect checks collectives anyway"),
+        "debug": when({}, note="fx.detect always checks collectives"),
         "enable_cpu_affinity": when({"launch.bind": "node"}),
         "main_training_function": lambda value, _: KeyOutcome(
-            note="" if value == "main" else "the script is run as it is"
+            note="" if value == "main" else "the script runs unchanged"
         ),
         "num_cpu_threads_per_process": of("launch.threads", whole),
     }  # fmt: skip
@@ -182,8 +182,8 @@ def _pods() -> dict[str, Rule]:
 def _ranks(total: int, facts: Facts) -> KeyOutcome:
     nodes = max(1, whole(facts.get("num_machines") or 1))
     if total < 1:
-        return KeyOutcome(note="the number of ranks was left open; give launch.ranks or --ranks")
-    uneven = f"{total} ranks do not divide over {nodes} nodes; launch.ranks is that of one node"
+        return KeyOutcome(note="the number of ranks is not set; set launch.ranks or pass --ranks")
+    uneven = f"{total} ranks do not divide evenly over {nodes} nodes; launch.ranks is per node"
     return KeyOutcome(
         sets={"launch.ranks": -(-total // nodes)}, note=uneven if total % nodes else ""
     )
@@ -228,36 +228,36 @@ def _fsdp_parts() -> dict[str, Rule]:
 
 
 def _fsdp_modules() -> dict[str, Rule]:
-    own = "torch's FSDP2 always does so"
+    own = "torch's FSDP2 always does this"
     return {
         "fsdp.auto_wrap_policy": among(
             {"TRANSFORMER_BASED_WRAP": KeyOutcome(), "SIZE_BASED_WRAP": KeyOutcome()},
-            unknown="without block classes fxtrain takes those that the model names, or its lists",
+            unknown="without block classes, fxtrain uses those that the model names, or its lists",
         ),
         "fsdp.transformer_layer_cls_to_wrap": of(f"{_S}.wrap", words),
         "fsdp.min_num_params": lambda value, _: KeyOutcome(
             sets={f"{_S}.min_params": int(number(value))} if number(value) >= 1 else {}
         ),
-        "fsdp.ignored_modules": none("name patterns of parameters in plan.strategy.ignore"),
+        "fsdp.ignored_modules": none("list patterns of parameter names in plan.strategy.ignore"),
         "fsdp.backward_prefetch": among(
             {"BACKWARD_PRE": KeyOutcome()},
-            unknown="torch's FSDP2 fetches ahead; see plan.strategy.backward_prefetch",
+            unknown="torch's FSDP2 prefetches; see plan.strategy.backward_prefetch",
         ),
         "fsdp.forward_prefetch": when({f"{_S}.forward_prefetch": 1}),
         "fsdp.state_dict_type": none(_CHECKPOINTS),
         "fsdp.use_orig_params": when({}, otherwise=own),
-        "fsdp.sync_module_states": when({}, otherwise="fx.wrap sends rank 0's values"),
+        "fsdp.sync_module_states": when({}, otherwise="fx.wrap broadcasts rank 0's values"),
         "fsdp.cpu_ram_efficient_loading": when(
-            {}, note="load on rank 0 alone: fx.wrap sends its values to the others"
+            {}, note="load on rank 0 only: fx.wrap broadcasts its values"
         ),
         "fsdp.activation_checkpointing": lambda value, facts: _recompute(truth(value), facts),
-        "fsdp.activation_checkpointing_offload": when({}, note="they stay on the device"),
+        "fsdp.activation_checkpointing_offload": when({}, note="activations stay on the device"),
     }  # fmt: skip
 
 
-def _recompute(asked: bool, facts: Facts) -> KeyOutcome:  # noqa: FBT001
+def _recompute(enabled: bool, facts: Facts) -> KeyOutcome:  # noqa: FBT001
     blocks = facts.get("fsdp.transformer_layer_cls_to_wrap")
-    if not asked:
+    if not enabled:
         return KeyOutcome()
     if not blocks:
         return KeyOutcome(note="name the classes of the blocks in plan.recompute")
@@ -267,7 +267,7 @@ def _recompute(asked: bool, facts: Facts) -> KeyOutcome:  # noqa: FBT001
 def _deepspeed() -> dict[str, Rule]:
     device = {"NONE": KeyOutcome()}
     optimizer = {"CPU": "cpu", "NVME": "nvme"}
-    file = "launch.launcher deepspeed has it in launch.options: hostfile, include, exclude"
+    file = "with launch.launcher deepspeed, set launch.options: hostfile, include, exclude"
 
     def offload(field: str) -> Rule:
         outcomes = {name: KeyOutcome(sets={f"{_S}.{field}": to}) for name, to in optimizer.items()}
@@ -284,7 +284,7 @@ def _deepspeed() -> dict[str, Rule]:
         "deepspeed.gradient_clipping": of("plan.clip_norm", number),
         "deepspeed.zero3_save_16bit_model": when({f"{_S}.gather_16bit_weights": True}),
         "deepspeed.zero3_init_flag": when(
-            {}, note="the script builds the whole model, and fx.wrap partitions it"
+            {}, note="the script builds the full model, and fx.wrap partitions it"
         ),
         "deepspeed.deepspeed_moe_layer_cls_names": of(f"{_S}.leaf_modules", words),
         "deepspeed.deepspeed_multinode_launcher": among(
@@ -335,7 +335,7 @@ def _axes() -> dict[str, Rule]:
         "megatron_lm.pp_degree": sized(_MESH.format("pipeline=...")),
         "megatron_lm.context_parallel_size": sized(_MESH.format("context=...")),
         "megatron_lm.num_micro_batches": lambda value, facts: KeyOutcome(
-            # Under pipeline parallelism they are the strategy's.
+            # Under pipeline parallelism, the strategy sets them.
             sets={"plan.accumulate": whole(value)} if degree("pp_degree", facts) == 1 else {}
         ),
         "megatron_lm.gradient_clipping": lambda value, _: KeyOutcome(
@@ -359,18 +359,18 @@ def degree(key: str, facts: Facts) -> int:
 
 
 def megatron(facts: Facts) -> dict[str, Any]:
-    """The strategy that stands for Megatron-LM's axes and its distributed optimizer."""
+    """The strategy that corresponds to Megatron-LM's axes and its distributed optimizer."""
     tensor, pipeline = degree("tp_degree", facts), degree("pp_degree", facts)
     sharded = truth(facts.get("megatron_lm.use_distributed_optimizer") or False)
-    held: dict[str, Any] = {"kind": "fsdp", "mode": "grads_and_optimizer" if sharded else "none"}
+    stage: dict[str, Any] = {"kind": "fsdp", "mode": "grads_and_optimizer" if sharded else "none"}
     if tensor > 1:
         along = truth(facts.get("megatron_lm.sequence_parallelism") or False)
-        held["tensor"] = {"sequence": True} if along else {}
+        stage["tensor"] = {"sequence": True} if along else {}
     if pipeline == 1:
-        return held if sharded or tensor > 1 else {"kind": "ddp"}
+        return stage if sharded or tensor > 1 else {"kind": "ddp"}
     parts = facts.get("megatron_lm.num_micro_batches")
     staged = {"kind": "pp", **({"microbatches": whole(parts)} if parts else {})}
-    return {**staged, "stages": held} if sharded or tensor > 1 else staged
+    return {**staged, "stages": stage} if sharded or tensor > 1 else staged
 
 
 def _sagemaker() -> dict[str, Rule]:
@@ -387,6 +387,6 @@ def _sagemaker() -> dict[str, Rule]:
         "sagemaker_inputs_file": none(
             "list its channels as NAME=s3://... in launch.options.inputs"
         ),
-        "sagemaker_metrics_file": none("metrics are read from the output of the script elsewhere"),
+        "sagemaker_metrics_file": none("not supported; parse the output of the script"),
         "additional_args": none("SageMaker's other arguments are not passed on"),
     }

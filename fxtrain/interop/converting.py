@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries made into fxtrain's."""
+"""Convert checkpoints of other libraries into fxtrain's."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ __all__ = ["import_checkpoint"]
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Found:
-    """What another library's folder holds of one model."""
+    """The state of one model in another library's folder."""
 
     tensors: Mapping[str, Tensor]
     tied: Mapping[str, str] = attrs.field(factory=dict)
@@ -39,44 +39,45 @@ def import_checkpoint(
     position: Position = Position(),  # noqa: B008 - a frozen value
     optimizer: bool = True,
 ) -> str:
-    """Write what another library saved as a checkpoint from which `restore` goes on.
+    """Convert a checkpoint of another library into one that `restore` can load.
 
-    Read are folders of Accelerate's `save_state`, with one model, of DeepSpeed's
+    Reads folders of Accelerate's `save_state` with one model, of DeepSpeed's
     `engine.save_checkpoint` at any ZeRO stage, and of `torch.distributed.checkpoint` with a state
     dict `{"model": ..., "optimizer": ...}`.
 
     Args:
-        source: The folder.
+        source: The folder to read.
         folder: Folder of checkpoints to write into, or an fsspec URL.
-        module: The model, on any device: it tells which parameter is which in an optimizer
-            that numbers them, and the names of tied ones.
-        position: Where the run stood, which the others do not write in a way that fits.
-        optimizer: False leaves optimizers and schedulers out.
+        module: The model, on any device. Needed if the optimizer numbers its parameters
+            instead of naming them, and for the names of tied parameters.
+        position: Position of the run, which other libraries do not save in this form.
+        optimizer: Whether to convert optimizers and schedulers.
 
     Returns:
         The path of the checkpoint.
 
     Effects:
-        Reads and writes files; holds the state in memory. No code from the files runs.
-        Random generators are left out. No collectives: call it on one rank.
+        Reads and writes files, with the full state in memory. Runs no code from the files.
+        Skips random generators. No collectives: call it on one rank.
 
     Raises:
-        CheckpointError: the folder is none of these, is damaged, or holds what torch refuses
-            to read with `weights_only=True`; or the parameters of an optimizer are not known.
+        CheckpointError: the folder has none of these formats, is damaged, or contains values
+            that torch rejects with `weights_only=True`; or the names of an optimizer's
+            parameters are unknown.
 
     Example:
         >>> import fxtrain as fx
         >>> fx.interop.import_checkpoint("runs/nowhere", "runs/a")
         Traceback (most recent call last):
-        fxtrain._errors.CheckpointError: There is no folder runs/nowhere.
+        fxtrain._errors.CheckpointError: No folder runs/nowhere.
     """
     found = _read(Path(source), optimizer=optimizer)
     aliases = {**found.tied, **_tied(found.tensors, module)}
     tensors = {f"{MODEL}/module.{name}": tensor for name, tensor in found.tensors.items()}
     values: dict[str, Any] = {"module": {}, "optimizers": []}
     for index, state in enumerate(found.optimizers if optimizer else ()):
-        held, one = _optimizer(state, index, module, found.tensors)
-        tensors.update(held)
+        moments, one = _optimizer(state, index, module, found.tensors)
+        tensors.update(moments)
         values["optimizers"].append(one)
     values["schedulers"] = list(found.schedulers) if optimizer else []
     values["scaler"] = found.scaler
@@ -87,7 +88,7 @@ def import_checkpoint(
         "fingerprint": fingerprint(plan),
         "values": encode(values, f"{MODEL}/values", inside),
     }
-    taken = Snapshot(
+    captured = Snapshot(
         tensors={**tensors, **inside},
         aliases={f"{MODEL}/module.{a}": f"{MODEL}/module.{b}" for a, b in aliases.items()},
         varies_by_rank=frozenset(),
@@ -97,12 +98,12 @@ def import_checkpoint(
         position=position,
         metric=None,
     )
-    return save_alone(folder, taken)
+    return save_alone(folder, captured)
 
 
 def _read(root: Path, *, optimizer: bool) -> _Found:
     if not root.is_dir():
-        raise CheckpointError(f"There is no folder {root}.")
+        raise CheckpointError(f"No folder {root}.")
     if (root / ".metadata").exists():
         return _from_dcp(root, optimizer=optimizer)
     if is_deepspeed(root):
@@ -116,8 +117,8 @@ def _read(root: Path, *, optimizer: bool) -> _Found:
     state = read_accelerate(root)
     if len(state.models) != 1:
         raise CheckpointError(
-            f"{root} holds {len(state.models)} models. Read them with "
-            f"fx.interop.read_accelerate and load each with fx.load_model."
+            f"{root} contains {len(state.models)} models, but only one can be converted. Read "
+            f"them with fx.interop.read_accelerate and load each with fx.load_model."
         )
     return _Found(
         tensors=state.models[0],
@@ -134,7 +135,7 @@ def _from_dcp(root: Path, *, optimizer: bool) -> _Found:
     model = tree.get("model")
     if not isinstance(model, dict):
         raise CheckpointError(
-            f"{root} has no entry 'model', but {shown(list(tree))}. Read it with "
+            f"{root} has no entry 'model', only {shown(list(tree))}. Read it with "
             f"fx.interop.read_dcp and load it with fx.load_model(..., prefix=...)."
         )
     optim = tree.get("optimizer", tree.get("optim"))
@@ -155,7 +156,7 @@ def _flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _grouped(optim: Mapping[str, Any]) -> dict[str, Any]:
-    """Groups as a list: torch notes the places in a list as keys."""
+    """Turn groups into a list: torch records list indices as keys."""
     groups = [
         {**group, "params": _listed(group.get("params", []))} if isinstance(group, dict) else group
         for group in _listed(optim.get("param_groups", []))
@@ -164,15 +165,15 @@ def _grouped(optim: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> list[Any]:
-    if isinstance(value, dict) and all(type(place) is int for place in value):
-        return [value[place] for place in sorted(value)]
+    if isinstance(value, dict) and all(type(index) is int for index in value):
+        return [value[index] for index in sorted(value)]
     if isinstance(value, list | tuple):
         return list(value)
-    raise CheckpointError(f"The state of the optimizer has no list of groups: {shown(value)}.")
+    raise CheckpointError(f"The optimizer state has no list of groups: {shown(value)}.")
 
 
 def _tied(tensors: Mapping[str, Tensor], module: nn.Module | None) -> dict[str, str]:
-    """Names that the module has for a tensor which the files hold under another."""
+    """Aliases: the module's further names of tensors that the files store under one name."""
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     state = {} if module is None else module.state_dict(keep_vars=True)
@@ -190,27 +191,28 @@ def _optimizer(
     names = _names_of(state, module)
     if strange := [key for key in state["state"] if key not in names]:
         raise CheckpointError(
-            f"The optimizer has a state of {shown(strange[0])}, which is in none of its groups."
+            f"The optimizer has a state for {shown(strange[0])}, which is in none of its groups. "
+            f"Pass optimizer=False to convert only the weights."
         )
-    held: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for key, entries in state["state"].items():
         name = names[key]
         parts = {part: value for part, value in entries.items() if isinstance(value, Tensor)}
         _check(name, parts, tensors)
-        held.update({f"{MODEL}/optimizer.{index}.{name}.{part}": t for part, t in parts.items()})
+        moments.update({f"{MODEL}/optimizer.{index}.{name}.{part}": t for part, t in parts.items()})
         plain = {part: value for part, value in entries.items() if part not in parts}
         values[name] = {"keys": list(entries), "plain": plain}
     groups = [
         {**group, "params": [names[key] for key in group["params"]]}
         for group in state["param_groups"]
     ]
-    # These files do not say which optimizer it was.
-    return held, {"kind": "", "groups": groups, "state": values}
+    # These files do not record the type of the optimizer.
+    return moments, {"kind": "", "groups": groups, "state": values}
 
 
 def _check_shape(state: Any) -> None:
-    """Refuse what is no state dict of an optimizer, before it is taken apart."""
+    """Raise if a value is not the state dict of an optimizer."""
     entries = state.get("state") if isinstance(state, Mapping) else None
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     if (
@@ -225,8 +227,8 @@ def _check_shape(state: Any) -> None:
         )
     ):
         raise CheckpointError(
-            f"This is no state dict of an optimizer, with `state` and `param_groups`: "
-            f"{shown(state)}. Pass optimizer=False to import the weights alone."
+            f"Expected the state dict of an optimizer, with `state` and `param_groups`; found "
+            f"{shown(state)}. Pass optimizer=False to convert only the weights."
         )
 
 
@@ -236,25 +238,25 @@ def _names_of(state: Mapping[str, Any], module: nn.Module | None) -> dict[Any, s
         return {key: key for key in keys}
     if module is None:
         raise CheckpointError(
-            "The optimizer numbers its parameters instead of naming them. Pass the model as "
-            "module=, so that their order is known, or optimizer=False to leave it out."
+            "The optimizer numbers its parameters instead of naming them. Pass module= to give "
+            "their order, or optimizer=False to skip the optimizer."
         )
     order = [name for name, p in module.named_parameters() if p.requires_grad]
     if any(type(key) is not int for key in keys) or sorted(keys) != list(range(len(order))):
         raise CheckpointError(
-            f"The optimizer holds {len(keys)} parameters, and the model has {len(order)} that "
-            f"are trained. Pass the model as it was then."
+            f"The optimizer has {len(keys)} parameters, but the model has {len(order)} trained "
+            f"ones. Pass the model that was saved."
         )
-    # torch.distributed.checkpoint makes strings of the numbers.
+    # torch.distributed.checkpoint turns the numbers into strings.
     return {key: name for i, name in enumerate(order) for key in (i, str(i))}
 
 
 def _check(name: str, parts: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """An order that is not the model's shows in shapes that do not fit."""
+    """Raise if shapes differ, which happens if the order is not the model's."""
     for part, tensor in parts.items():
         if name in tensors and tensor.ndim and tensor.shape != tensors[name].shape:
             raise CheckpointError(
-                f"{part} of the optimizer has the shape {list(tensor.shape)}, and {name}, to "
-                f"which it should belong, {list(tensors[name].shape)}: the optimizer's "
-                f"parameters are in another order than the model's. Pass optimizer=False."
+                f"{part} of the optimizer has shape {list(tensor.shape)}, but its parameter {name} "
+                f"has shape {list(tensors[name].shape)}: the optimizer's parameters are in a "
+                f"different order than the model's. Pass optimizer=False."
             )

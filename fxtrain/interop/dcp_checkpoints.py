@@ -1,7 +1,7 @@
-"""Reading a checkpoint of torch.distributed.checkpoint, without believing its pickle.
+"""Read checkpoints of torch.distributed.checkpoint without trusting their pickles.
 
-The index of such a checkpoint, `.metadata`, is a pickle of torch's own records. Here it is read
-into stand-ins that can do nothing, and every number in it is checked before it is used.
+The index of such a checkpoint, `.metadata`, is a pickle of torch's records. It is read into inert
+placeholder classes, and every number in it is validated before use.
 """
 
 import io
@@ -28,7 +28,7 @@ __all__ = ["DcpState", "read_dcp", "tree_of"]
 
 _METADATA = ".metadata"
 _MAX_BYTES = 1_000_000_000  # bytes of an index
-_MOST = 1 << 63  # of a size or a place
+_MOST = 1 << 63  # limit of a size or an offset
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
@@ -36,22 +36,22 @@ _RECORDS = {
     ),
     "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
 }
-# Opcodes that torch's index has no use for, and those that name a place in the memo.
+# Opcodes that torch's index does not use, and those that store into the memo.
 _NEVER = ("BYTEARRAY8", "NEXT_BUFFER", "EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID", "INST", "OBJ")
 _PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
-_MAX_REASON_LENGTH = 500  # letters of what a pickle says when it fails
+_MAX_REASON_LENGTH = 500  # characters of an unpickling error
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class DcpState:
-    """What a checkpoint of torch.distributed.checkpoint holds.
+    """The contents of a checkpoint of torch.distributed.checkpoint.
 
     Attributes:
-        tensors: Whole tensors by name, on the CPU.
+        tensors: Full tensors by name, on the CPU.
         values: Everything else by name: numbers, text, and containers of them.
-        paths: For each name, its keys in the state dict that was saved, where torch noted them.
-        refused: For each value that torch does not load with `weights_only=True`, why.
+        paths: The keys of each name in the saved state dict, if torch recorded them.
+        refused: Values that torch rejects with `weights_only=True`, each with the reason.
     """
 
     tensors: Mapping[str, Tensor]
@@ -62,7 +62,7 @@ class DcpState:
 
 @attrs.frozen(kw_only=True)
 class _Chunk:
-    """Where a value or a part of a tensor lies: its place in the whole, and in a file."""
+    """Location of a value or of a part of a tensor: in the full tensor, and in a file."""
 
     name: str
     offsets: tuple[int, ...] | None
@@ -78,33 +78,33 @@ def read_dcp(
 
     Args:
         folder: The folder with `.metadata`.
-        only: Whether to read the value of a name; all of them by default.
-        strict: Refuse a checkpoint with values that torch does not load with
-            `weights_only=True`. Otherwise they are left out, and listed in `refused`.
+        only: Name → whether to read it; all by default.
+        strict: Raise if torch rejects a value with `weights_only=True`. Otherwise skip such
+            values and list them in `refused`.
 
     Effects:
-        Reads the files, and holds every tensor that was asked for in memory. No code from the
-        checkpoint runs.
+        Reads the files, and keeps every requested tensor in memory. Runs no code from the
+        checkpoint.
 
     Raises:
-        CheckpointError: the folder is no such checkpoint, or it is damaged or hostile.
+        CheckpointError: the folder is not such a checkpoint, or is damaged or malicious.
 
     Example:
         >>> from fxtrain.interop import read_dcp
         >>> read_dcp("runs/nowhere")
         Traceback (most recent call last):
-        fxtrain._errors.CheckpointError: runs/nowhere holds no .metadata, ...
+        fxtrain._errors.CheckpointError: runs/nowhere contains no .metadata, ...
     """
     root = Path(folder)
     if not (root / _METADATA).is_file():
         raise CheckpointError(
-            f"{root} holds no {_METADATA}, which torch.distributed.checkpoint writes last: the "
-            f"checkpoint is another kind, or was never finished."
+            f"{root} contains no {_METADATA}, which torch.distributed.checkpoint writes last: the "
+            f"checkpoint has another format or is incomplete. Pass a complete one."
         )
     path = inside(root, _METADATA)
     index = _read_index(path)
     kinds = _table(path, index, "state_dict_metadata")
-    wanted = {name: told for name, told in kinds.items() if only is None or only(name)}
+    wanted = {name: record for name, record in kinds.items() if only is None or only(name)}
     chunks: dict[str, list[_Chunk]] = {name: [] for name in wanted}
     for chunk in _chunks(path, index):
         if chunk.name in chunks:
@@ -112,9 +112,9 @@ def read_dcp(
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     refused: dict[str, str] = {}
-    for name, told in wanted.items():
-        if told.kind == "TensorStorageMetadata":
-            tensors[name] = _tensor(root, name, told, chunks[name])
+    for name, record in wanted.items():
+        if record.kind == "TensorStorageMetadata":
+            tensors[name] = _tensor(root, name, record, chunks[name])
             continue
         data = _only_one(root, name, chunks[name])
         try:
@@ -124,21 +124,21 @@ def read_dcp(
     if refused and strict:
         lines = [f"  {why}" for why in list(refused.values())[:10]]
         raise CheckpointError(
-            f"{root} holds {len(refused)} values that torch does not load with "
-            f"weights_only=True. Pass strict=False to leave them out.\n" + "\n".join(lines)
+            f"{root} contains {len(refused)} values that torch does not load with "
+            f"weights_only=True. Pass strict=False to skip them.\n" + "\n".join(lines)
         )
     paths = _paths(index.fields.get("planner_data"), wanted)
     return DcpState(tensors=tensors, values=values, paths=paths, refused=refused)
 
 
 class _Record:
-    """Stands for an object of the pickle: its kind, and what was said of it."""
+    """Replaces an object of the pickle: its type name and its state."""
 
     kind = ""
     state: Any = None
 
     def __init__(self, *_: Any) -> None:
-        """Take what an enumeration or a path is made of, which nothing here needs."""
+        """Ignore the arguments of an enumeration or a path."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -149,9 +149,9 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the records of torch's index by name, and makes none of them.
+    """Maps the records of torch's index to placeholder classes, and rejects everything else.
 
-    Its classes are made anew for each pickle, so that nothing a pickle does to them lasts.
+    Each lookup creates a new class, so that nothing a pickle does to it persists.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -167,7 +167,7 @@ class _Unpickler(pickle.Unpickler):
             return lambda layout: layout
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise pickle.UnpicklingError(f"it requests {module}.{name}")
 
 
 def _read_index(path: Path) -> _Record:
@@ -178,78 +178,78 @@ def _read_index(path: Path) -> _Record:
     try:
         _check_opcodes(raw)
         found = _Unpickler(io.BytesIO(raw)).load()
-    except Exception as error:  # a damaged pickle raises whatever it happens to call
+    except Exception as error:  # a damaged pickle may raise anything
         raise _damaged(
             path, f"{type(error).__name__}: {str(error)[:_MAX_REASON_LENGTH]}"
         ) from error
     if getattr(found, "kind", None) != "Metadata":
-        raise _damaged(path, "it is a pickle of something else")
+        raise _damaged(path, "it is not a pickle of Metadata")
     return found
 
 
 def _check_opcodes(raw: bytes) -> None:
-    """Refuse a pickle that has memory taken for more than it holds, before it is run.
+    """Raise if unpickling would allocate more than the pickle contains, before running it.
 
-    The memo becomes as long as its largest index, and a byte array as long as it says.
+    The memo grows to its largest index, and a byte array to its declared length.
     """
-    for count, (opcode, argument, place) in enumerate(pickletools.genops(raw)):
+    for count, (opcode, argument, offset) in enumerate(pickletools.genops(raw)):
         if opcode.name in _NEVER:
-            raise pickle.UnpicklingError(f"it uses {opcode.name} at {place}")
+            raise pickle.UnpicklingError(f"it uses {opcode.name} at {offset}")
         if opcode.name in _PUTS and not 0 <= int(argument or 0) <= count:
-            raise pickle.UnpicklingError(f"it stores number {argument} at {place}, out of order")
+            raise pickle.UnpicklingError(f"it stores number {argument} at {offset}, out of order")
 
 
 def _chunks(path: Path, index: _Record) -> list[_Chunk]:
     found: list[_Chunk] = []
     for key, info in _table(path, index, "storage_data", kind="MetadataIndex").items():
-        said, where = key.fields, info.fields
-        name, offsets = said.get("fqn"), said.get("offset")
-        file, place = where.get("relative_path"), (where.get("offset"), where.get("length"))
+        what, where = key.fields, info.fields
+        name, offsets = what.get("fqn"), what.get("offset")
+        file, span = where.get("relative_path"), (where.get("offset"), where.get("length"))
         if not isinstance(name, str) or not isinstance(file, str):
             raise _damaged(path, "an entry has no name or no file")
         if offsets is not None and not _counts(offsets):
-            raise _damaged(path, f"the offsets of {shown(name)} are not places in a tensor")
-        if not _counts(place):
-            raise _damaged(path, f"{shown(name)} does not say where it lies in {shown(file)}")
+            raise _damaged(path, f"the offsets of {shown(name)} are not valid offsets in a tensor")
+        if not _counts(span):
+            raise _damaged(path, f"{shown(name)} has no valid location in {shown(file)}")
         if where.get("transform_descriptors"):
             raise CheckpointError(
                 f"{path}: {shown(name)} is stored with {shown(where['transform_descriptors'])}, "
                 f"which only torch can undo. Save the checkpoint again without it."
             )
-        start, length = place
+        start, length = span
         found.append(_Chunk(name=name, offsets=offsets, file=file, start=start, length=length))
     return found
 
 
-def _tensor(root: Path, name: str, told: _Record, chunks: list[_Chunk]) -> Tensor:
-    """A whole tensor from its parts, allocated once it is known that they fill it."""
-    size, dtype = told.fields.get("size"), _dtype(told.fields.get("properties"))
-    parts = told.fields.get("chunks")
+def _tensor(root: Path, name: str, record: _Record, chunks: list[_Chunk]) -> Tensor:
+    """Assemble a full tensor, allocated after checking that its parts fill it."""
+    size, dtype = record.fields.get("size"), _dtype(record.fields.get("properties"))
+    parts = record.fields.get("chunks")
     if not _counts(size) or dtype is None or not isinstance(parts, list):
         raise _damaged(root, f"the index does not describe the tensor {shown(name)}")
     sizes = _places(root, name, parts)
-    held = {chunk.offsets: chunk for chunk in chunks}
-    if held.keys() != sizes.keys() or not _fills(sizes, size):
-        raise _damaged(root, f"the parts of {shown(name)} do not make up its shape {shown(size)}")
+    by_offsets = {chunk.offsets: chunk for chunk in chunks}
+    if by_offsets.keys() != sizes.keys() or not _fills(sizes, size):
+        raise _damaged(root, f"the parts of {shown(name)} do not fill its shape {shown(size)}")
     if math.prod(size) * dtype.itemsize > sum(chunk.length for chunk in chunks):
-        raise _damaged(root, f"{shown(name)} is said to be larger than its parts in the files")
-    data = {offsets: _bytes(root, chunk) for offsets, chunk in held.items()}
-    whole = torch.empty(size, dtype=dtype)
+        raise _damaged(root, f"{shown(name)} is larger in the index than its parts in the files")
+    data = {offsets: _bytes(root, chunk) for offsets, chunk in by_offsets.items()}
+    full = torch.empty(size, dtype=dtype)
     for offsets, extent in sizes.items():
         part = load_weights_only(io.BytesIO(data.pop(offsets)), f"{root}: {name}")
         kind = (getattr(part, "dtype", None), tuple(getattr(part, "shape", ())))
         if not isinstance(part, Tensor) or kind != (dtype, extent):
-            raise _damaged(root, f"a part of {shown(name)} is not what the index says of it")
-        target = whole
+            raise _damaged(root, f"a part of {shown(name)} does not match the index")
+        target = full
         for dim, (start, length) in enumerate(zip(offsets, extent, strict=True)):
             target = target.narrow(dim, start, length)
         target.copy_(part)
-    return whole
+    return full
 
 
 def _only_one(root: Path, name: str, chunks: list[_Chunk]) -> bytes:
     if len(chunks) != 1:
-        raise _damaged(root, f"the value {shown(name)} is in {len(chunks)} places")
+        raise _damaged(root, f"the value {shown(name)} is stored {len(chunks)} times")
     return _bytes(root, chunks[0])
 
 
@@ -258,7 +258,7 @@ def _bytes(root: Path, chunk: _Chunk) -> bytes:
     try:
         with open_file(path) as file:
             if chunk.start + chunk.length > os.fstat(file.fileno()).st_size:
-                raise _damaged(root, f"{shown(chunk.name)} lies beyond the end of {chunk.file}")
+                raise _damaged(root, f"{shown(chunk.name)} is past the end of {chunk.file}")
             file.seek(chunk.start)
             return file.read(chunk.length)
     except OSError as error:
@@ -266,19 +266,19 @@ def _bytes(root: Path, chunk: _Chunk) -> bytes:
 
 
 def _places(root: Path, name: str, parts: list[Any]) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """The extent of each part of a tensor by where it starts."""
+    """The extent of each part of a tensor, by its offsets."""
     sizes: dict[tuple[int, ...], tuple[int, ...]] = {}
     for part in parts:
-        told = part.fields if isinstance(part, _Record) else {}
-        offsets, extent = told.get("offsets"), told.get("sizes")
+        fields = part.fields if isinstance(part, _Record) else {}
+        offsets, extent = fields.get("offsets"), fields.get("sizes")
         if not _counts(offsets) or not _counts(extent) or len(offsets) != len(extent):
-            raise _damaged(root, f"a part of {shown(name)} has no place")
+            raise _damaged(root, f"a part of {shown(name)} has no valid offsets")
         sizes[offsets] = extent
     return sizes
 
 
 def _fills(parts: Mapping[tuple[int, ...], tuple[int, ...]], size: tuple[int, ...]) -> bool:
-    """Whether boxes lie inside a shape and cover each of its entries once."""
+    """Whether boxes are inside a shape and cover each of its elements once."""
     for offsets, extent in parts.items():
         if len(offsets) != len(size):
             return False
@@ -287,12 +287,12 @@ def _fills(parts: Mapping[tuple[int, ...], tuple[int, ...]], size: tuple[int, ..
     if sum(math.prod(extent) for extent in parts.values()) != math.prod(size):
         return False
     boxes = sorted((offsets, extent) for offsets, extent in parts.items() if math.prod(extent))
-    if all(extent[1:] == size[1:] for _, extent in boxes):  # rows, as nearly always
+    if all(extent[1:] == size[1:] for _, extent in boxes):  # split by rows, the usual case
         return all(one[0][0] + one[1][0] <= two[0][0] for one, two in itertools.pairwise(boxes))
     return not any(
         all(a < b + n and b < a + m for a, m, b, n in zip(*one, *two, strict=True))
-        for place, one in enumerate(boxes)
-        for two in boxes[:place]
+        for index, one in enumerate(boxes)
+        for two in boxes[:index]
     )
 
 
@@ -304,14 +304,14 @@ def _dtype(properties: Any) -> torch.dtype | None:
 
 
 def _table(path: Path, index: _Record, field: str, kind: str | None = None) -> dict[Any, _Record]:
-    """A field that maps names, or records of a kind, to records."""
+    """A field that maps names, or records of one type, to records."""
     table = index.fields.get(field)
     if not isinstance(table, dict) or not all(
         isinstance(value, _Record)
         and (isinstance(key, str) if kind is None else getattr(key, "kind", None) == kind)
         for key, value in table.items()
     ):
-        raise _damaged(path, f"its {field} is not a table of what it holds")
+        raise _damaged(path, f"its {field} is not a table of records")
     return table
 
 
@@ -329,15 +329,15 @@ def _paths(data: Any, names: Mapping[str, Any]) -> dict[str, tuple[str | int, ..
 
 
 def tree_of(root: Path, state: DcpState, split: Callable[[str], tuple[str, ...]]) -> dict[Any, Any]:
-    """The nested state dict that was saved.
+    """Rebuild the nested state dict that was saved.
 
     Args:
         root: The folder, for messages.
-        state: What was read from it.
-        split: The keys of a name for which torch noted none.
+        state: The contents read from it.
+        split: Name → keys, for names whose keys torch did not record.
 
     Raises:
-        CheckpointError: a name lies inside the value of another.
+        CheckpointError: a name is nested inside the value of another.
     """
     tree: dict[Any, Any] = {}
     for name, value in (*state.tensors.items(), *state.values.items()):
@@ -346,7 +346,7 @@ def tree_of(root: Path, state: DcpState, split: Callable[[str], tuple[str, ...]]
         for key in keys:
             node = node.setdefault(key, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict) or last in node:
-            raise CheckpointError(f"{root}: {shown(name)} lies inside another value.")
+            raise CheckpointError(f"{root}: {shown(name)} is nested inside another value.")
         node[last] = value
     return tree
 
@@ -356,4 +356,4 @@ def _counts(value: Any) -> TypeGuard[tuple[int, ...]]:
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged, or no checkpoint that can be trusted: {why}.")
+    return CheckpointError(f"{path} is damaged, or is not a valid checkpoint: {why}.")

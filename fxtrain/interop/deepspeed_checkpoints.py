@@ -1,7 +1,7 @@
-"""Reading what DeepSpeed's `engine.save_checkpoint` wrote, at ZeRO stages 0 to 3.
+"""Read checkpoints of DeepSpeed's `engine.save_checkpoint`, at ZeRO stages 0 to 3.
 
-Its files are pickles that name classes of DeepSpeed. Here stand-ins that can do nothing take
-their place, and torch reads the rest with `weights_only=True`; DeepSpeed need not be there.
+The files are pickles that name classes of DeepSpeed. Inert placeholder classes replace these, and
+torch reads the rest with `weights_only=True`. DeepSpeed need not be installed.
 """
 
 import math
@@ -32,16 +32,16 @@ _MASTER = "fp32"  # among the flat states of an optimizer
 
 @attrs.frozen(kw_only=True, eq=False)
 class DeepSpeedState:
-    """What a folder of `engine.save_checkpoint` holds, whole.
+    """The merged contents of a folder written by `engine.save_checkpoint`.
 
     Attributes:
         stage: The ZeRO stage.
-        ranks: Over how many ranks it was spread.
-        updates: Updates so far, by the engine's count.
-        tensors: Parameters and buffers by name; trained parameters from their fp32 masters.
-        tied: Names of tensors that are another one.
-        optimizer: Its state dict with names for parameters, or None; at stage 0 in full
-            precision as torch wrote it, with numbers.
+        ranks: Number of ranks over which it was partitioned.
+        updates: Updates so far, as counted by the engine.
+        tensors: Parameters and buffers by name; trained parameters are the fp32 masters.
+        tied: Names of tied tensors, each with the name in `tensors`.
+        optimizer: State dict of the optimizer, or None. Parameters are named; at stage 0 in
+            full precision they are numbered, as torch writes them.
         scheduler: State dict of the scheduler that DeepSpeed stepped, or None.
     """
 
@@ -56,18 +56,18 @@ class DeepSpeedState:
 
 @attrs.frozen
 class _Files:
-    """Contents by rank; below stage 3 there is one for the model."""
+    """File contents by rank; below stage 3 there is one model file."""
 
     models: list[dict[str, Any]]
     optims: list[dict[str, Any]]
 
 
-# What contents of another shape raise when they are put together.
+# What merging unexpected contents may raise.
 _MISSHAPEN = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 
 
 class _Placeholder:
-    """Stands for an object of DeepSpeed: a fragment's place, a loss scaler, a stage."""
+    """Replaces an object of DeepSpeed: a fragment's address, a loss scaler, a stage."""
 
     def __init__(self, value: Any = 0) -> None:
         self.value = value
@@ -82,7 +82,7 @@ _NAMES = (
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Whether a folder is one of DeepSpeed's, by its names."""
+    """Whether a folder is a DeepSpeed checkpoint, judging by its file names."""
     return (folder / "zero_to_fp32.py").exists() or any(folder.glob("**/*mp_rank_*_states.pt"))
 
 
@@ -90,23 +90,23 @@ def read_deepspeed(folder: Any, *, optimizer: bool = True) -> DeepSpeedState:
     """Read a folder that DeepSpeed's `engine.save_checkpoint` wrote, at any number of ranks.
 
     Args:
-        folder: What was given to `save_checkpoint`, whose `latest` file counts, or one of the
-            folders in it.
-        optimizer: False reads only as much of the optimizer as holds the fp32 masters.
+        folder: The folder passed to `save_checkpoint`, whose `latest` file is followed, or one
+            of the folders in it.
+        optimizer: Whether to return the optimizer state; the fp32 masters are always read.
 
     Effects:
-        Reads the files and holds all of them in memory. No code from them runs.
+        Reads all files into memory. Runs no code from them.
 
     Raises:
-        CheckpointError: the folder is no such checkpoint, lacks a rank's file, is of tensor,
-            pipeline or expert parallelism, or holds what torch refuses with
+        CheckpointError: the folder is not such a checkpoint, lacks a rank's file, uses tensor,
+            pipeline or expert parallelism, or contains values that torch rejects with
             `weights_only=True`.
 
     Example:
         >>> from fxtrain.interop import read_deepspeed
         >>> read_deepspeed("runs/nowhere")
         Traceback (most recent call last):
-        fxtrain._errors.CheckpointError: runs/nowhere holds no checkpoint of DeepSpeed...
+        fxtrain._errors.CheckpointError: runs/nowhere is not a DeepSpeed checkpoint...
     """
     root = _tagged(Path(folder))
     files = _load(root)
@@ -116,8 +116,8 @@ def read_deepspeed(folder: Any, *, optimizer: bool = True) -> DeepSpeedState:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"{root} is not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: "
-            f"{str(error)[:500]}). Run its zero_to_fp32.py, and read what that writes with "
+            f"{root} does not have the layout of DeepSpeed 0.19 ({type(error).__name__}: "
+            f"{str(error)[:500]}). Run its zero_to_fp32.py, and load the result with "
             f"fx.load_model."
         ) from error
 
@@ -127,13 +127,13 @@ def _tagged(root: Path) -> Path:
     if latest.is_file():
         tag = _tag(inside(root, "latest"))
         if not tag or Path(tag).name != tag or not (root / tag).is_dir():
-            raise CheckpointError(f"{latest} names {shown(tag)}, and {root} holds no such folder.")
+            raise CheckpointError(f"{latest} names {shown(tag)}, which is not a folder in {root}.")
         return root / tag
     if any(root.glob("*mp_rank_*_states.pt")):
         return root
     raise CheckpointError(
-        f"{root} holds no checkpoint of DeepSpeed: neither a file 'latest', which names a folder "
-        f"in it, nor *_model_states.pt."
+        f"{root} is not a DeepSpeed checkpoint: it contains neither a file 'latest' nor "
+        f"*_model_states.pt. Pass the folder that was passed to save_checkpoint."
     )
 
 
@@ -151,15 +151,16 @@ def _load(root: Path) -> _Files:
         name = _FILE.fullmatch(path.name)
         if _OTHERS.fullmatch(path.name) or (name and int(name[2])):
             raise CheckpointError(
-                f"{path} is of tensor, pipeline or expert parallelism, which is not put together "
-                f"here. Restore it with DeepSpeed at the same number of ranks."
+                f"{path} is from tensor, pipeline or expert parallelism, which cannot be merged. "
+                f"Restore it with DeepSpeed at the same world size."
             )
         if name:
             found[name[3]][int(name[1] or 0)] = inside(root, path.name)
     for kind, paths in found.items():
         if sorted(paths) != list(range(len(paths))):
             raise CheckpointError(
-                f"{root} holds {kind} states of the ranks {sorted(paths)}, and not those between."
+                f"{root} contains {kind} states of the ranks {sorted(paths)}, but not of those in "
+                f"between. Copy all files."
             )
     with torch.serialization.safe_globals([(_placeholder_class(name), name) for name in _NAMES]):
         read = {
@@ -170,7 +171,7 @@ def _load(root: Path) -> _Files:
 
 
 def _placeholder_class(name: str) -> type:
-    """A class of its own for each name, since torch goes by the class."""
+    """A new class for each name, because torch looks names up by class."""
     return type(name.rpartition(".")[2], (_Placeholder,), {})
 
 
@@ -186,8 +187,8 @@ def _assemble(files: _Files, *, optimizer: bool) -> DeepSpeedState:
         ranks = max(counts) if isinstance(counts, list) else int(counts)
         if ranks != len(parts):
             raise CheckpointError(
-                f"The optimizer was spread over {ranks} ranks, and there are {len(parts)} files: "
-                f"some rank's file is missing, or is left of an earlier checkpoint."
+                f"The optimizer was partitioned over {ranks} ranks, but there are {len(parts)} "
+                f"files: a file is missing, or left over from an earlier checkpoint."
             )
         shapes = [{n: tuple(s) for n, s in one.items()} for one in first["param_shapes"]]
         merge = _stage_3 if stage == 3 else _stages_1_and_2
@@ -196,7 +197,7 @@ def _assemble(files: _Files, *, optimizer: bool) -> DeepSpeedState:
         tensors = {**tensors, **_frozen(files.models, stage), **masters}
     strange = [name for name, one in tensors.items() if not isinstance(one, Tensor)]
     if strange or not all(isinstance(name, str) for name in tensors):
-        raise TypeError(f"other things than tensors by name under {shown(strange or [*tensors])}")
+        raise TypeError(f"values that are not named tensors: {shown(strange or [*tensors])}")
     tied = {str(name): str(kept) for name, kept in (first["shared_params"] or {}).items()}
     tensors = {name: t for name, t in tensors.items() if tied.get(name) not in tensors}
     return DeepSpeedState(
@@ -216,18 +217,18 @@ def _merge_zero_shards(
     state = model["optimizer"] if optimizer else None
     if state is not None and "state" not in state:
         raise CheckpointError(
-            "DeepSpeed keeps the optimizer of stage 0 in half precision by groups that do not say "
-            "which parameters they hold. Pass optimizer=False, or save it at stage 1."
+            "At stage 0 in half precision, DeepSpeed saves optimizer groups without the names of "
+            "their parameters. Pass optimizer=False, or save at stage 1."
         )
     return dict(model["module"]), state
 
 
 def _frozen(models: list[dict[str, Any]], stage: int) -> dict[str, Tensor]:
-    """Parameters that are not trained, whole; stage 3 spreads them too."""
+    """Full frozen parameters; stage 3 partitions them too."""
     shapes = models[0]["frozen_param_shapes"] or {}
     if stage < 3:
-        held = models[0]["frozen_param_fragments"] or {}
-        return {name: _shaped(name, [held[name]], tuple(shapes[name])) for name in shapes}
+        found = models[0]["frozen_param_fragments"] or {}
+        return {name: _shaped(name, [found[name]], tuple(shapes[name])) for name in shapes}
     return {
         name: _shaped(name, [one["frozen_param_fragments"][name] for one in models], tuple(shape))
         for name, shape in shapes.items()
@@ -239,23 +240,23 @@ _Shapes = list[dict[str, tuple[int, ...]]]
 
 
 def _stages_1_and_2(parts: list[dict[str, Any]], shapes: _Shapes) -> _Merged:
-    """One flat master per group and rank; each rank notes which parameters lie where in it."""
+    """Merge a flat master per group and rank, in which each rank records parameter offsets."""
 
-    def pieces(group: int, name: str, flats: list[Tensor]) -> Iterator[Tensor]:
+    def chunks(group: int, name: str, flats: list[Tensor]) -> Iterator[Tensor]:
         for part, flat in zip(parts, flats, strict=True):
-            place = part["param_slice_mappings"][group].get(name)
-            if place is not None:
-                yield flat.narrow(0, int(place.start), int(place.numel))
+            span = part["param_slice_mappings"][group].get(name)
+            if span is not None:
+                yield flat.narrow(0, int(span.start), int(span.numel))
 
     base = [part["base_optimizer_state"] for part in parts]
     masters = [part["single_partition_of_fp32_groups"] for part in parts]
-    return _merge(base, masters, shapes, pieces)
+    return _merge(base, masters, shapes, chunks)
 
 
 def _stage_3(parts: list[dict[str, Any]], shapes: _Shapes) -> _Merged:
-    """Every parameter is cut into as many equal parts as there are ranks, the last one padded."""
+    """Merge parameters that are split into one equal part per rank, the last one padded."""
 
-    def pieces(group: int, name: str, flats: list[Tensor]) -> Iterator[Tensor]:
+    def chunks(group: int, name: str, flats: list[Tensor]) -> Iterator[Tensor]:
         start = 0
         for other, shape in shapes[group].items():
             length = math.ceil(math.prod(shape) / len(parts))
@@ -264,15 +265,17 @@ def _stage_3(parts: list[dict[str, Any]], shapes: _Shapes) -> _Merged:
             start += length
 
     if any(part.get("ds_zero_partition_groups") for part in parts):
-        raise CheckpointError("Experts that are spread by themselves are not put together here.")
+        raise CheckpointError(
+            "Experts in separate partitions cannot be merged. Restore them with DeepSpeed."
+        )
     base = [part["optimizer_state_dict"] for part in parts]
     masters = [part["fp32_flat_groups"] for part in parts]
-    return _merge(base, masters, shapes, pieces)
+    return _merge(base, masters, shapes, chunks)
 
 
-def _merge(base: list[dict[str, Any]], masters: list[Any], shapes: _Shapes, pieces: Any) -> _Merged:
-    """Whole masters, and a state dict of the optimizer by the names of parameters."""
-    whole: dict[str, Tensor] = {}
+def _merge(base: list[dict[str, Any]], masters: list[Any], shapes: _Shapes, chunks: Any) -> _Merged:
+    """Full masters, and a state dict of the optimizer with named parameters."""
+    full: dict[str, Tensor] = {}
     states: dict[str, Any] = {}
     for group, members in enumerate(shapes):
         flats = {_MASTER: [one[group] for one in masters]}
@@ -286,29 +289,29 @@ def _merge(base: list[dict[str, Any]], masters: list[Any], shapes: _Shapes, piec
                 plain[key] = value
         for name, shape in members.items():
             made = {
-                key: _shaped(name, list(pieces(group, name, each)), shape)
+                key: _shaped(name, list(chunks(group, name, each)), shape)
                 for key, each in flats.items()
             }
-            whole[name] = made.pop(_MASTER)
+            full[name] = made.pop(_MASTER)
             if kept[0]:
-                # In the order in which torch makes them.
+                # In the order in which torch creates them.
                 states[name] = {key: made.get(key, plain.get(key)) for key in kept[0]}
-    return whole, {"state": states, "param_groups": _groups(base[0]["param_groups"], shapes)}
+    return full, {"state": states, "param_groups": _groups(base[0]["param_groups"], shapes)}
 
 
 def _groups(groups: list[dict[str, Any]], shapes: _Shapes) -> list[dict[str, Any]]:
-    """Parameter groups that name their parameters; the numbers are of flat masters."""
+    """Parameter groups with names in place of the numbers of flat masters."""
     return [
         {**group, "params": [name for flat in group["params"] for name in shapes[flat]]}
         for group in groups
     ]
 
 
-def _shaped(name: str, pieces: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-    flat = torch.cat([piece.flatten() for piece in pieces])
+def _shaped(name: str, chunks: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+    flat = torch.cat([chunk.flatten() for chunk in chunks])
     if flat.numel() < math.prod(shape):
         raise CheckpointError(
-            f"The parts of {name} hold {flat.numel()} numbers, and its shape {list(shape)} needs "
-            f"{math.prod(shape)}."
+            f"The parts of {name} have {flat.numel()} elements, but its shape {list(shape)} needs "
+            f"{math.prod(shape)}. A file is truncated or from another checkpoint."
         )
     return flat[: math.prod(shape)].view(shape).clone()

@@ -1,4 +1,4 @@
-"""Writing a model as the ecosystem reads it."""
+"""Export a model in the safetensors layout that other libraries read."""
 
 import contextlib
 import copy
@@ -43,18 +43,18 @@ _MAX_SHOWN = 10
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Job:
-    """What is to be written.
+    """An export that is checked and not yet written.
 
     Attributes:
-        module: It, if there is one.
+        module: The module, unless a mapping is exported.
         weights: Its tensors by name.
-        spread: Names of those of a bare model that are spread over ranks, which must agree on it.
-        files: Where they go.
+        sharded: Names of the sharded tensors of an unwrapped model; equal on every rank.
+        files: The files to write.
     """
 
     module: nn.Module | None
     weights: Mapping[str, Weight]
-    spread: frozenset[str]
+    sharded: frozenset[str]
     files: tuple[ModelFile, ...]
 
 
@@ -66,36 +66,35 @@ def export(
     ctx: DistContext | None = None,
     sharded: bool = False,
 ) -> tuple[Path, ...]:
-    """Write a model's weights as safetensors, in the files that other libraries look for.
+    """Write a model's weights as safetensors, in the files that other libraries expect.
 
-    One file is called `model.safetensors`; more are `model-00001-of-0000N.safetensors` with
-    `model.safetensors.index.json`. A tensor that has several names is stored once; the others
-    are in the file's metadata. A `transformers` model also gets its `config.json`, so that
+    Writes a single file `model.safetensors`, or several `model-00001-of-0000N.safetensors` with
+    `model.safetensors.index.json`. A tied tensor is stored once; its other names are in the
+    file's metadata. For a `transformers` model, also writes `config.json`, so that
     `from_pretrained(folder)` works.
 
     Args:
-        model: What `wrap` returned, a module, or tensors by name.
-        folder: Where to; other files in it stay, weights of an earlier export do not.
+        model: A model from `wrap`, a module, or tensors by name.
+        folder: Destination. Replaces weights of an earlier export and keeps other files.
         max_shard: Largest number of bytes of values in one file, as a number or as "5GB" or
-            "2GiB". A larger tensor gets a file of its own.
-        ctx: The ranks, all of which call this; a wrapped model knows its own. Without one,
-            this process writes alone.
-        sharded: Each rank writes some of the files, into a folder that all of them see; by
+            "2GiB". A larger tensor gets a separate file.
+        ctx: The context of the ranks, all of which make this call; defaults to that of a
+            wrapped model. Without a context, this process writes by itself.
+        sharded: Each rank writes some of the files, into a folder that all ranks share. By
             default rank 0 writes all.
 
     Returns:
-        The files with weights, on every rank.
+        The paths of the weight files, on every rank.
 
     Effects:
-        Tensors that are spread over ranks are gathered one by one, as by `fx.weights`, and
-        written as they come: beside the model, memory for two of them is enough. The files
-        replace earlier ones in one step once all of them are on disk; until then, and if
-        anything fails, the earlier ones stay.
+        Gathers sharded tensors one by one, as `fx.weights` does, and writes each at once: in
+        addition to the model, this needs memory for two tensors. The new files replace earlier
+        ones atomically once all are on disk; if anything fails, the earlier ones stay.
 
     Raises:
-        CheckpointError: a tensor cannot be stored, a rank could not write, or the model was
+        CheckpointError: a tensor cannot be stored, a rank cannot write, or the model was
             unwrapped; the same error on every rank.
-        CollectiveError: the ranks hold different models or passed different arguments.
+        CollectiveError: the ranks have different models or pass different arguments.
 
     Example:
         >>> import fxtrain as fx, tempfile, torch
@@ -131,38 +130,38 @@ def export(
 def _plan(model: Any, max_shard: str | int, *, alone: bool) -> _Job:
     limit = parse_size(max_shard)
     module = None if isinstance(model, Mapping) else module_of(model, "export")
-    left_out = {
+    ignored = {
         f"{path}.{name}" if path else name
         for path, part in (module.named_modules() if module is not None else ())
         for name in getattr(part, "_keys_to_ignore_on_save", None) or ()
     }
     found = weights_by_name(model, module).items()
-    weights = {name: weight for name, weight in found if name not in left_out}
+    weights = {name: weight for name, weight in found if name not in ignored}
     if problems := problems_of(weights, WRITABLE_DTYPES):
         more = [f"and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
         raise CheckpointError(
-            "export: these cannot be written to a safetensors file:\n  "
+            "export: these tensors cannot be written to a safetensors file:\n  "
             + "\n  ".join([*problems[:_MAX_SHOWN], *more])
         )
     bare = not isinstance(model, Wrapped)
-    spread = [name for name, weight in weights.items() if bare and is_sharded(weight.like)]
-    if alone and spread:
+    sharded = [name for name, weight in weights.items() if bare and is_sharded(weight.like)]
+    if alone and sharded:
         raise CheckpointError(
-            f"export: {spread[0]} is spread over ranks. Call export on all of them, with ctx=."
+            f"export: {sharded[0]} is sharded over ranks. Call export on all of them, with ctx=."
         )
     stored, others = _stored_once(weights, module)
     entries = [
         Entry(name=name, dtype=weights[name].dtype, shape=weights[name].shape) for name in stored
     ]
     files = split(entries, limit, others)
-    return _Job(module=module, weights=weights, spread=frozenset(spread), files=files)
+    return _Job(module=module, weights=weights, sharded=frozenset(sharded), files=files)
 
 
 def _stored_once(
     weights: Mapping[str, Weight], module: nn.Module | None
 ) -> tuple[list[str], dict[str, str]]:
-    """Names to store, and for each other name the stored one of the same tensor."""
-    # transformers names the tied weights that it expects to find under another name.
+    """Names to store, and for each other name the stored name of the same tensor."""
+    # transformers lists the tied weights that it expects under another name.
     patterns = [
         pattern
         for part in (module.modules() if module is not None else ())
@@ -170,20 +169,20 @@ def _stored_once(
     ]
     groups: dict[Hashable, list[str]] = {}
     for name, weight in weights.items():
-        # A file's metadata says its format under this name.
+        # "format" is a reserved key of a file's metadata.
         groups.setdefault(name if name == "format" else weight.key, []).append(name)
     others: dict[str, str] = {}
     for names in groups.values():
-        liked = [name for name in names if not any(re.search(one, name) for one in patterns)]
-        kept = (liked or names)[0]
+        preferred = [name for name in names if not any(re.search(one, name) for one in patterns)]
+        kept = (preferred or names)[0]
         others |= {name: kept for name in names if name != kept}
     return [name for name in weights if name not in others], others
 
 
 def _job_digest(job: _Job) -> str:
-    """A digest of everything that the ranks must share."""
+    """A digest of everything that must be equal on every rank."""
     lines = [
-        f"{file.name} {one.name} {one.dtype} {one.shape} {one.name in job.spread}"
+        f"{file.name} {one.name} {one.dtype} {one.shape} {one.name in job.sharded}"
         for file in job.files
         for one in file.entries
     ]
@@ -192,15 +191,15 @@ def _job_digest(job: _Job) -> str:
 
 
 def _write(job: _Job, source: Path, ctx: DistContext | None, action: str, *, sharded: bool) -> None:
-    """Write all files, as many at a time as there are writers."""
+    """Write all files, one per writer at a time."""
     rank, world = (0, 1) if ctx is None else (ctx.rank, ctx.world_size)
     writers = world if sharded else 1
     if sharded:
         with fail_together(ctx, action):
             if not source.is_dir():
                 raise CheckpointError(
-                    f"{action}: rank {rank} does not see the folder that rank 0 made. Use a "
-                    f"folder that all ranks share, or sharded=False."
+                    f"{action}: rank {rank} cannot see the folder that rank 0 created. Use a "
+                    f"folder that all ranks share, or pass sharded=False."
                 )
     for first in range(0, len(job.files), writers):
         files = job.files[first : first + writers]
@@ -211,33 +210,33 @@ def _write(job: _Job, source: Path, ctx: DistContext | None, action: str, *, sha
                 _write_file(source / files[rank].name, files[rank], arriving)
         except Exception as error:
             problem = error
-        for _ in arriving:  # the other ranks still count on this one
+        for _ in arriving:  # the other ranks still need this rank's gathers
             pass
         raise_on_all_ranks(problem, ctx, action)
 
 
 def _gathered_tensors(job: _Job, files: Sequence[ModelFile], rank: int) -> Iterator[Tensor]:
-    """The tensors of this rank's file, one by one, gathered in step with the other ranks."""
+    """The tensors of this rank's file, gathered one by one in the same order on every rank."""
     for step in range(max(len(file.entries) for file in files)):
-        mine = None
-        for turn, file in enumerate(files):
+        own = None
+        for writer, file in enumerate(files):
             if step < len(file.entries):
-                whole = job.weights[file.entries[step].name].gather()
-                mine = whole if turn == rank else mine
-                del whole
-        if mine is not None:
-            yield mine
+                full = job.weights[file.entries[step].name].gather()
+                own = full if writer == rank else own
+                del full
+        if own is not None:
+            yield own
 
 
 def _write_file(path: Path, file: ModelFile, tensors: Iterator[Tensor]) -> None:
     with writing(path, file.entries, file.metadata) as put:
         for tensor in tensors:
             put(tensor)
-            del tensor  # not held while the next one is gathered
+            del tensor  # freed before the next one is gathered
 
 
 def _write_companions(job: _Job, source: Path) -> None:
-    """Write what goes with the weights: the index, and the configuration of transformers."""
+    """Write the index and, for transformers models, the configuration."""
     write_index(source, job.files)
     module = job.module
     config = getattr(module, "config", None)
@@ -254,7 +253,7 @@ def _write_companions(job: _Job, source: Path) -> None:
 
 
 def _class_name(module: Any) -> str:
-    """The model's own class; FSDP2 puts one of its own in front of it."""
+    """The user's class of a model, which FSDP2 replaces by a subclass."""
     return next(
         kind.__name__
         for kind in type(module).__mro__

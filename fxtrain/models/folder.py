@@ -1,7 +1,7 @@
-"""A folder with a model's weights: what its files are called, and swapping them for others.
+"""A folder with a model's weights: the names of its files, and replacing them atomically.
 
-Readers of the ecosystem take `model.safetensors` if it is there, and the index otherwise. So
-the arrival of one file, or the removal of one, is the moment at which a folder changes.
+Other libraries read `model.safetensors` if it exists, and the index otherwise. Creating or
+removing that one file therefore switches a folder from one export to another.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ __all__ = [
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LARGEST_INDEX = 100_000_000  # bytes
-# There while a folder holds both a single file and an index, and the single file counts.
+# Exists while a folder contains both a single file and an index, and the single file is current.
 MARKER = ".fxtrain-exporting"
 _STAGING = ".fxtrain-export."
 _REPLACED_PREFIX = ".fxtrain-before."
@@ -53,7 +53,7 @@ class ModelFile:
     Attributes:
         name: Its name in the folder.
         entries: Its tensors, in order.
-        metadata: Its free words: the format, and other names of its tensors.
+        metadata: Its metadata: the format, and other names of its tensors.
     """
 
     name: str
@@ -62,10 +62,10 @@ class ModelFile:
 
 
 def parse_size(size: str | int) -> int:
-    """A number of bytes from a number or from words: "5GB" is 5·10⁹, "5GiB" is 5·2³⁰.
+    """Parse a number of bytes: "5GB" is 5·10⁹, "5GiB" is 5·2³⁰.
 
     Raises:
-        CheckpointError: it is neither, or not positive.
+        CheckpointError: the size is malformed or not positive.
     """
     if isinstance(size, str) and (found := _SIZE.fullmatch(size)):
         number, unit, binary = found.groups()
@@ -73,14 +73,14 @@ def parse_size(size: str | int) -> int:
         size = int(float(number) * base ** " KMGT".index(unit.upper() or " "))
     if type(size) is not int or size < 1:
         raise CheckpointError(
-            f"max_shard={size!r}: a file's largest size is a number of bytes, or words such as "
+            f"max_shard={size!r} is not a file size. Pass a number of bytes, or text such as "
             f"'5GB', '500MB' or '2GiB'."
         )
     return size
 
 
 def split(entries: Sequence[Entry], limit: int, others: Mapping[str, str]) -> tuple[ModelFile, ...]:
-    """Share tensors out over files of at most `limit` bytes of values, as transformers does.
+    """Divide tensors into files of at most `limit` bytes of values, as transformers does.
 
     Args:
         others: For each name that is not stored, the stored name of the same tensor.
@@ -100,12 +100,12 @@ def split(entries: Sequence[Entry], limit: int, others: Mapping[str, str]) -> tu
     if group or not groups:
         groups.append(group)
     count = len(groups)
-    names = [f"model-{place:05d}-of-{count:05d}.safetensors" for place in range(1, count + 1)]
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     files: list[ModelFile] = []
     for name, group in zip([SINGLE] if count == 1 else names, groups, strict=True):
-        held = {entry.name for entry in group}
-        known_as = {other: kept for other, kept in others.items() if kept in held}
-        # Wide dtypes first: then every tensor starts where its dtype may be read.
+        stored = {entry.name for entry in group}
+        known_as = {other: kept for other, kept in others.items() if kept in stored}
+        # Descending item size keeps every tensor aligned.
         ordered = sorted(group, key=lambda entry: -entry.dtype.itemsize)
         files.append(
             ModelFile(name=name, entries=tuple(ordered), metadata=known_as | {"format": "pt"})
@@ -115,12 +115,12 @@ def split(entries: Sequence[Entry], limit: int, others: Mapping[str, str]) -> tu
 
 @contextlib.contextmanager
 def staging(folder: Path) -> Iterator[Path]:
-    """A fresh folder for files that are going to be moved into `folder`.
+    """A new staging folder for files that `commit` moves into `folder`.
 
-    It lies inside, where moving needs no copy even if the folder is a mount point.
+    It is inside `folder`, so that moving needs no copy even if that is a mount point.
 
     Effects:
-        Creates the folder; removes what an interrupted export left; removes the staging
+        Creates the folder, removes leftovers of an interrupted export, and removes the staging
         folder at the end.
     """
     if folder.exists() and not folder.is_dir():
@@ -132,16 +132,15 @@ def staging(folder: Path) -> Iterator[Path]:
     try:
         yield fresh
     finally:
-        # Leftovers of a failure: what went wrong matters more than what stays behind, and the
-        # next export removes it.
+        # An error here must not hide the original one; the next export removes leftovers.
         shutil.rmtree(fresh, ignore_errors=True)
 
 
 def commit(source: Path, folder: Path) -> None:
     """Move a finished export into place.
 
-    A reader finds the earlier export until one single rename or removal, and this one after
-    it. Whenever this is interrupted, one of the two is there, whole.
+    A single rename or removal switches readers from the earlier export to this one. If this is
+    interrupted at any point, one of the two is complete.
 
     Effects:
         Replaces files of the same name; removes the weights of earlier exports.
@@ -149,7 +148,7 @@ def commit(source: Path, folder: Path) -> None:
     coming = {path.name for path in source.iterdir()}
     head, other = (SINGLE, INDEX) if SINGLE in coming else (INDEX, SINGLE)
     if (folder / other).exists():
-        write_text(folder / MARKER, f"An export was under way; until it ends, {SINGLE} counts.\n")
+        write_text(folder / MARKER, f"Export in progress; until it ends, {SINGLE} is current.\n")
     if head == INDEX:
         _rename_earlier(source, folder, coming)
     for name in sorted(coming - {head}):
@@ -168,7 +167,7 @@ def commit(source: Path, folder: Path) -> None:
 
 
 def write_index(folder: Path, files: Sequence[ModelFile]) -> None:
-    """Write which of several files holds which tensor; one file needs no index."""
+    """Write the index of tensors to files, if there is more than one file."""
     if len(files) > 1:
         places = {entry.name: file.name for file in files for entry in file.entries}
         total = sum(entry.nbytes for file in files for entry in file.entries)
@@ -177,7 +176,7 @@ def write_index(folder: Path, files: Sequence[ModelFile]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file and hand it to the disk."""
+    """Write a file and flush it to disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -185,7 +184,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Hand the names in a folder to the disk, where the system can."""
+    """Flush the entries of a folder to disk, if the system supports it."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -195,10 +194,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def _rename_earlier(source: Path, folder: Path, coming: set[str]) -> None:
-    """Give the files of an earlier export other names, if new ones take theirs.
+    """Rename files of an earlier export whose names the new one uses.
 
-    With as many files as before, the names are the same: replacing them one by one would
-    leave an index over files of both exports.
+    Two exports with the same number of files have the same names: replacing the files one by
+    one would leave an index over files of both.
     """
     table = _earlier_index(folder)
     if table is None or not coming & set(table["weight_map"].values()):
@@ -217,7 +216,7 @@ def _rename_earlier(source: Path, folder: Path, coming: set[str]) -> None:
 
 
 def _earlier_index(folder: Path) -> dict[str, Any] | None:
-    """The index that is there; None where nobody could read an export by it."""
+    """The index in a folder; None if there is none that describes a readable export."""
     path = folder / INDEX
     if not path.is_file():
         return None

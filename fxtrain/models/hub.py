@@ -1,4 +1,4 @@
-"""The headers of a model on the Hugging Face hub, fetched where the user asked for that."""
+"""Fetch the headers of a model on the Hugging Face hub, at the user's request."""
 
 from pathlib import Path
 from typing import Any
@@ -11,24 +11,23 @@ __all__ = ["read_hub"]
 
 
 def read_hub(name: str) -> Weights:
-    """The tensors of a model by its name on the hub, as OWNER/NAME.
+    """List the tensors of a model on the hub, named as OWNER/NAME.
 
     Effects:
-        Fetches the headers of its safetensors files and its config.json: kilobytes, and no
+        Downloads the headers of its safetensors files and its config.json: kilobytes, and no
         tensor.
 
     Raises:
-        PlanError: the hub cannot be reached, or has no such model in safetensors files.
+        PlanError: the hub cannot be reached, or has no safetensors files of this model.
         MissingPackageError: huggingface_hub is needed.
     """
     hub = optional("huggingface_hub", extra="models", needed_by=f"{name} with --download")
     try:
         files = hub.get_safetensors_metadata(name).files_metadata.values()
-    except Exception as error:  # the hub's, its HTTP library's, and the system's
-        said = str(error).strip().splitlines()
-        raise PlanError(
-            f"{name} was not fetched from the hub: {said[0] if said else type(error).__name__}"
-        ) from error
+    except Exception as error:  # from the hub, its HTTP library, or the system
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise PlanError(f"{name} could not be fetched from the hub: {reason}") from error
     tensors = tuple(
         stored_weight(tensor, about.dtype, about.shape, about.data_offsets)
         for file in files
@@ -38,7 +37,7 @@ def read_hub(name: str) -> Weights:
 
 
 def _config(hub: Any, name: str) -> dict[str, Any]:
-    """Empty for a model that has none, such as one of no transformer."""
+    """The config of a model; empty if it has none."""
     try:
         path = Path(hub.hf_hub_download(name, "config.json"))
     except hub.errors.EntryNotFoundError:

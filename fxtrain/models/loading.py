@@ -1,4 +1,4 @@
-"""Filling a model from files or tensors, after checking that all of them fit."""
+"""Load a model from files or tensors, after checking that all of them match."""
 
 import contextlib
 import difflib
@@ -20,16 +20,16 @@ from fxtrain.state import DistContext, Part, Weight, Wrapped
 __all__ = ["Loaded", "load_model"]
 
 _MAX_SHOWN = 10
-_SEARCHED = 2000  # names among which the nearest spelling is looked for
+_SEARCHED = 2000  # names searched for the nearest spelling
 
 
 @attrs.frozen(kw_only=True)
 class Loaded:
-    """What `load_model` left as it was; both are empty where it was strict.
+    """What `load_model` skipped; empty if `strict=True`.
 
     Attributes:
-        missing: Names of the model that the source does not have.
-        unexpected: Names of the source that the model does not have.
+        missing: Names in the model that the source does not have.
+        unexpected: Names in the source that the model does not have.
     """
 
     missing: tuple[str, ...] = ()
@@ -38,11 +38,11 @@ class Loaded:
 
 @attrs.frozen(kw_only=True)
 class _NameMatch:
-    """How a source and a model go together.
+    """How the names of a source match those of a model.
 
     Attributes:
-        pairs: For each name of the model to fill, the name in the source.
-        doubles: Further pairs for tensors that have several names and are filled already.
+        pairs: For each tensor to load, its name in the model and in the source.
+        doubles: Additional pairs for tied tensors that `pairs` already contains.
         missing: As in `Loaded`.
         unexpected: As in `Loaded`.
     """
@@ -64,34 +64,34 @@ def load_model(
     device: str | torch.device | None = None,
     ctx: DistContext | None = None,
 ) -> Loaded:
-    """Fill a model's parameters and buffers, in place.
+    """Load a model's parameters and buffers, in place.
 
     Args:
         source: A safetensors file, an index over several, a folder with either, or tensors
-            by name. A file of `torch.save` is read as far as `weights_only=True` allows.
-        model: What `wrap` returned, or a module.
-        strict: Refuse a source that lacks a name of the model or has others.
-        cast: Convert a dtype that differs; an error otherwise.
-        prefix: Read only the source's names that start so, without it.
-        rename: From such a name to that in the model, or to None to leave it out.
-        device: Where parameters on the meta device get their values; by default where the
-            model runs, or the CPU.
-        ctx: The ranks, all of which call this; a wrapped model knows its own. Only needed
-            for errors to be the same on all of them.
+            by name. A file of `torch.save` is read with `weights_only=True`.
+        model: A model from `wrap`, or a module.
+        strict: Raise if names in the source and in the model differ.
+        cast: Convert dtypes that differ, instead of raising.
+        prefix: Read only names of the source with this prefix, and remove it.
+        rename: Name in the source, without the prefix → name in the model, or None to skip it.
+        device: Where to allocate parameters that are on the meta device; by default the
+            context's device, or the CPU.
+        ctx: The context of the ranks, all of which make this call; defaults to that of a
+            wrapped model. It makes errors the same on every rank.
 
     Returns:
-        What was left out, with `strict=False`.
+        The skipped names, with `strict=False`.
 
     Effects:
-        Every rank reads the files, of a tensor that is spread over ranks (torch's DTensor)
-        only its own part, of a pipeline only its own stages. DeepSpeed's engine gets whole
-        parameters one by one, with their full-precision masters; stage 3 sends each once.
-        Optimizer states stay. Nothing is changed before everything is known to fit. A parameter
-        on the meta device is given memory; all others keep theirs. A tensor that has several
-        names may have any of them in the source.
+        Each rank reads the files: of a sharded tensor (DTensor) only its shard, of a pipeline
+        only its stages. DeepSpeed's engine loads full parameters one by one, with their
+        full-precision masters; at stage 3 each is broadcast once. Optimizer states are not
+        changed. Nothing changes until everything is known to match. Parameters on the meta
+        device are allocated; all others keep their memory. A tied tensor may have any of its
+        names in the source.
 
     Raises:
-        CheckpointError: names, shapes or dtypes do not fit, or a file is damaged, absent or
+        CheckpointError: names, shapes or dtypes do not match, or a file is damaged, missing or
             outside the folder that names it; the same error on every rank.
 
     Example:
@@ -128,15 +128,15 @@ def _match_names(module: nn.Module, weights: Mapping[str, Weight], source: Sourc
     doubles: list[tuple[str, str, str]] = []
     missing: list[str] = []
     for names in groups.values():
-        held = [(name, name) for name in names if name in source.entries]
-        held = held or [(n, source.others[n]) for n in names if n in source.others][:1]
-        if not held:
+        found = [(name, name) for name in names if name in source.entries]
+        found = found or [(n, source.others[n]) for n in names if n in source.others][:1]
+        if not found:
             missing.append(names[0])
             continue
-        pairs[held[0][0]] = held[0][1]
-        doubles += [(name, held[0][1], stored) for name, stored in held[1:]]
+        pairs[found[0][0]] = found[0][1]
+        doubles += [(name, found[0][1], stored) for name, stored in found[1:]]
     used = {*pairs.values(), *(stored for _, _, stored in doubles)}
-    left_out = {
+    ignored = {
         f"{path}.{name}" if path else name
         for path, part in module.named_modules()
         for name in getattr(part, "_keys_to_ignore_on_save", None) or ()
@@ -144,7 +144,7 @@ def _match_names(module: nn.Module, weights: Mapping[str, Weight], source: Sourc
     return _NameMatch(
         pairs=pairs,
         doubles=tuple(doubles),
-        missing=tuple(name for name in missing if name not in left_out),
+        missing=tuple(name for name in missing if name not in ignored),
         unexpected=tuple(name for name in source.entries if name not in used),
     )
 
@@ -173,18 +173,18 @@ def _refuse(
             if buffer.is_meta and plain_name(name) not in weights
         ]
         problems += _list(
-            "on the meta device and never stored: build these buffers on a real one", empty
+            "on the meta device and never stored: create these buffers on a real device", empty
         )
     shapes, dtypes = _differences(weights, source, fit)
-    problems += _list("of another shape", shapes)
+    problems += _list("with a different shape", shapes)
     if not cast:
-        problems += _list("of another dtype (cast=True converts)", dtypes)
+        problems += _list("with a different dtype (cast=True converts)", dtypes)
     problems += _list(
-        "one tensor in the model, two in the source", _conflicting_ties(weights, source, fit)
+        "tied in the model, but different in the source", _conflicting_ties(weights, source, fit)
     )
     if problems:
         raise CheckpointError(
-            f"load_model: {source.what} does not fit {type(module).__name__}.\n"
+            f"load_model: {source.what} does not match {type(module).__name__}.\n"
             + "\n".join(problems)
         )
 
@@ -192,7 +192,7 @@ def _refuse(
 def _differences(
     weights: Mapping[str, Weight], source: Source, fit: _NameMatch
 ) -> tuple[list[str], list[str]]:
-    """Shapes and dtypes that differ, in words."""
+    """Shapes and dtypes that differ, as text."""
     shapes: list[str] = []
     dtypes: list[str] = []
     for name, stored in fit.pairs.items():
@@ -201,7 +201,7 @@ def _differences(
             continue
         if hasattr(weight.like, "ds_id") and not weight.together:
             shapes.append(
-                f"{name} is partitioned by DeepSpeed ZeRO-3: pass what fx.wrap returned, or load "
+                f"{name} is partitioned by DeepSpeed ZeRO-3: pass the model from fx.wrap, or load "
                 f"before wrapping"
             )
         elif weight.shape != entry.shape:
@@ -214,8 +214,8 @@ def _differences(
 
 
 def _conflicting_ties(weights: Mapping[str, Weight], source: Source, fit: _NameMatch) -> list[str]:
-    """Names of one tensor of the model under which the source has different values."""
-    torn: list[str] = []
+    """Pairs of names that are tied in the model and have different values in the source."""
+    conflicts: list[str] = []
     for name, one, other in fit.doubles:
         kinds = {(source.entries[n].dtype, source.entries[n].shape) for n in (one, other)}
         same = len(kinds) == 1
@@ -223,26 +223,26 @@ def _conflicting_ties(weights: Mapping[str, Weight], source: Source, fit: _NameM
             part = part_of(weights[name].like)
             same = torch.equal(_bits(source.read(one, part)), _bits(source.read(other, part)))
         if not same:
-            torn.append(f"{one} and {other}")
-    return torn
+            conflicts.append(f"{one} and {other}")
+    return conflicts
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Values that equal themselves even where they are not a number."""
+    """The bytes of a tensor, in which NaN equals itself."""
     flat = tensor.reshape(-1).clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8) if flat.numel() else flat
 
 
 def _materialise(module: nn.Module, tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Give memory to the tensors on the meta device that are going to be filled.
+    """Allocate the tensors on the meta device that will be loaded.
 
-    Each stays the object that it is, so that other names of it and optimizers keep it.
+    Each stays the same object, so that tied names and optimizers keep referring to it.
     """
     todo = {id(tensor): tensor for tensor in tensors if getattr(tensor, "is_meta", False)}
     if not todo:
         return
     if any("FSDPModule" in [kind.__name__ for kind in type(p).__mro__] for p in module.modules()):
-        # FSDP2 keeps memory of its own for each parameter, and sees to it here.
+        # FSDP2 keeps separate memory for each parameter, which `_apply` allocates.
         module._apply(lambda t: torch.empty_like(t, device=device) if id(t) in todo else t)
         return
     for tensor in todo.values():
@@ -262,25 +262,25 @@ def _fill(
     ranks: DistContext | None,
 ) -> None:
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    strangers: dict[str, Tensor] = {}
+    computed: dict[str, Tensor] = {}
     for name, stored in fit.pairs.items():
         weight = weights[name]
         if weight.here and id(weight.like) not in own:
-            strangers[name] = source.read(stored, None)
+            computed[name] = source.read(stored, None)
         elif weight.together:
             weight.fill(_read_by_all(source, stored, ranks))
         else:
             weight.fill(functools.partial(source.read, stored))
-    if strangers:  # made by the module for its state dict, and taken back the same way
+    if computed:  # the module creates these for its state dict, and loads them from it
         names = {plain_name(name): name for name in module.state_dict()}
-        state = {names[name]: value.clone() for name, value in strangers.items()}
+        state = {names[name]: value.clone() for name, value in computed.items()}
         module.load_state_dict(state, strict=False)
 
 
 def _read_by_all(
     source: Source, name: str, ranks: DistContext | None
 ) -> Callable[[Part | None], Tensor]:
-    """What reads a tensor on every rank or on none: the others would wait for one that failed."""
+    """A function that reads a tensor, and raises on every rank if a rank fails to read it."""
 
     def read(part: Part | None) -> Tensor:
         value, problem = torch.empty(0), None
@@ -295,7 +295,7 @@ def _read_by_all(
 
 
 def _list(what: str, lines: Iterable[str]) -> list[str]:
-    """A heading with a count, and the first lines under it."""
+    """A heading with a count, followed by the first lines."""
     found = list(lines)
     if not found:
         return []
@@ -304,7 +304,7 @@ def _list(what: str, lines: Iterable[str]) -> list[str]:
 
 
 def _spelling(names: tuple[str, ...], others: tuple[str, ...]) -> Callable[[str], str]:
-    """From a name to words about the nearest of the others; only for those that are shown."""
+    """A function from a name to a hint with the most similar of the others, if it is shown."""
 
     def near(name: str) -> str:
         if name not in names[:_MAX_SHOWN]:
@@ -316,7 +316,7 @@ def _spelling(names: tuple[str, ...], others: tuple[str, ...]) -> Callable[[str]
 
 
 def _prefix_hint(source: Source, fit: _NameMatch) -> list[str]:
-    """What to pass where all names differ by the same beginning."""
+    """What to pass if all names differ by the same prefix."""
     if not fit.missing:
         return []
     first = fit.missing[0]
@@ -326,7 +326,7 @@ def _prefix_hint(source: Source, fit: _NameMatch) -> list[str]:
         if not head.endswith(".") or head == longer:
             continue
         if longer is name and all(head + wanted in source.entries for wanted in fit.missing):
-            return [f"  Every missing name is there behind {head!r}: pass prefix={head!r}."]
+            return [f"  Every missing name exists with the prefix {head!r}: pass prefix={head!r}."]
         if longer is first and all(one.removeprefix(head) in fit.unexpected for one in fit.missing):
-            return [f"  The model has {head!r} before each: rename=lambda name: {head!r} + name."]
+            return [f"  The model prepends {head!r}: pass rename=lambda name: {head!r} + name."]
     return []

@@ -1,4 +1,4 @@
-"""From the tensors of a model to the memory that it needs: arithmetic only."""
+"""Estimate the memory that a model needs from its tensors, by arithmetic only."""
 
 import re
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ __all__ = [
     "BYTES", "OPTIMIZERS", "SHARDING", "Estimate", "Training", "estimate", "inference", "training",
 ]  # fmt: skip
 
-# Bytes that an optimizer keeps per trained entry, with its state in fp32 where it has one.
+# Bytes of optimizer state per trained element, in fp32.
 OPTIMIZERS: dict[str, float] = {
     "none": 0,
     "sgd": 0,
@@ -26,22 +26,22 @@ OPTIMIZERS: dict[str, float] = {
     "amsgrad": 12,
     "adamw-8bit": 2,
 }
-# What is split over ranks: optimizer state, then gradients too, then parameters too.
+# What is sharded; each level includes those before it.
 SHARDING = ("none", "optimizer", "gradients", "parameters")
 BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "int4": 0.5}
 
 
 @attrs.frozen(kw_only=True)
 class Training:
-    """Bytes on each rank while training, without activations.
+    """Bytes on each rank during training, without activations.
 
     Attributes:
-        parameters: In the precision that the optimizer updates.
-        gradients: Of all that is trained.
-        optimizer: What the optimizer keeps.
-        working: Copies to compute with: autocast's in half precision, or the largest layer
-            as one piece where parameters are split, and the next one beside it.
-        buffers: What is stored and not trained; equal on every rank.
+        parameters: Parameters in the precision that the optimizer updates.
+        gradients: Gradients of all trained parameters.
+        optimizer: Optimizer state.
+        working: Copies for computation: autocast's in half precision or, if parameters are
+            sharded, the full weights of the largest layer and of the next one.
+        buffers: Tensors that are stored but not trained; equal on every rank.
     """
 
     parameters: float
@@ -52,21 +52,21 @@ class Training:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all fields."""
         return sum(attrs.astuple(self))
 
 
 @attrs.frozen(kw_only=True)
 class Estimate:
-    """What a model is, before anything is done with it.
+    """The size of a model and of its largest layer.
 
     Attributes:
-        numel: Entries of all tensors.
-        trained: Entries with a gradient.
+        numel: Elements of all tensors.
+        trained: Elements with a gradient.
         nbytes: Bytes as stored.
         largest: Name of the largest layer.
-        largest_numel: Its entries.
-        largest_nbytes: Its bytes as stored.
+        largest_numel: Elements of the largest layer.
+        largest_nbytes: Bytes of the largest layer as stored.
     """
 
     numel: int
@@ -78,13 +78,13 @@ class Estimate:
 
 
 def estimate(weights: Weights) -> Estimate:
-    """Totals and the largest layer.
+    """Count elements and bytes in total and in the largest layer.
 
-    A layer is one of a numbered sequence, such as `model.layers.7`, or else the module that a
-    tensor belongs to.
+    A layer is an item of a numbered sequence, such as `model.layers.7`, or otherwise the module
+    that a tensor belongs to.
 
     Raises:
-        PlanError: there are no tensors.
+        PlanError: the model has no tensors.
 
     Example:
         >>> from fxtrain.models.memory_estimates import estimate
@@ -96,7 +96,7 @@ def estimate(weights: Weights) -> Estimate:
     for tensor in weights.tensors:
         layers.setdefault(_layer(tensor.name), []).append(tensor)
     if not layers:
-        raise PlanError(f"{weights.source} holds no tensors.")
+        raise PlanError(f"{weights.source} contains no tensors.")
     name, largest = max(layers.items(), key=lambda layer: sum(one.nbytes for one in layer[1]))
     return Estimate(
         numel=sum(one.numel for one in weights.tensors),
@@ -116,7 +116,7 @@ def training(
     sharding: str = "none",
     ranks: int = 1,
 ) -> Training:
-    """Bytes on each rank while training with fp32 parameters under autocast.
+    """Bytes on each rank during training with fp32 parameters under autocast.
 
     Example:
         >>> from fxtrain.models.memory_estimates import training
@@ -137,7 +137,7 @@ def training(
         parameters=(trained + frozen) * 4 * parts[2],
         gradients=trained * 4 * parts[1],
         optimizer=trained * per_entry * parts[0],
-        working=_working(weights.tensors, BYTES[precision], whole=level < 3 or ranks == 1),
+        working=_working(weights.tensors, BYTES[precision], full=level < 3 or ranks == 1),
         buffers=float(other),
     )
 
@@ -145,16 +145,17 @@ def training(
 def inference(
     weights: Weights, *, precision: str = "bf16", batch: int = 1, tokens: int = 4096
 ) -> tuple[float, float | None]:
-    """Bytes of the weights and of the cache of keys and values.
+    """Bytes of the weights and of the key-value cache.
 
     Args:
         weights: The model.
-        precision: Of floating weights, one of BYTES; a cache is kept in 2 bytes or more.
-        batch: Sequences at once.
-        tokens: Length of each, the prompt included.
+        precision: Precision of floating-point weights, one of BYTES. A cache element uses at
+            least 2 bytes.
+        batch: Number of sequences.
+        tokens: Length of each sequence, including the prompt.
 
     Returns:
-        Bytes of weights; bytes of the cache, or None where its shape is not known.
+        Bytes of the weights; bytes of the cache, or None if its shape is unknown.
 
     Example:
         >>> from fxtrain.models.memory_estimates import inference
@@ -167,19 +168,19 @@ def inference(
         if value < 1:
             raise PlanError(f"{name}={value}: choose 1 or more.")
     each = BYTES[precision]
-    held = sum(one.numel * each if one.floating else one.nbytes for one in weights.tensors)
-    return held, weights.cache and cache_bytes(weights.cache, max(2, each), batch * tokens)
+    total = sum(one.numel * each if one.floating else one.nbytes for one in weights.tensors)
+    return total, weights.cache and cache_bytes(weights.cache, max(2, each), batch * tokens)
 
 
 def cache_bytes(cache: KvCache, each: float, tokens: int) -> float:
-    """Keys and values of so many tokens."""
+    """Bytes of the keys and values of this many tokens."""
     return 2 * cache.layers * cache.heads * cache.head_dim * each * tokens
 
 
-def _working(tensors: Iterable[Weight], each: float, *, whole: bool) -> float:
-    """Autocast keeps its copies of parameters to the end of forward; fp32 needs none."""
+def _working(tensors: Iterable[Weight], each: float, *, full: bool) -> float:
+    """Autocast keeps copies of parameters until the end of forward; fp32 needs none."""
     floats = [one for one in tensors if one.floating]
-    if whole:
+    if full:
         return 0.0 if each == 4 else sum(one.numel for one in floats) * each
     layers: dict[str, int] = {}
     for one in floats:
@@ -192,7 +193,7 @@ def _layer(name: str) -> str:
     return numbered[1] if numbered else name.rpartition(".")[0] or name
 
 
-def _choice(what: str, asked: str, known: tuple[str, ...]) -> int:
-    if asked not in known:
-        raise PlanError(f"{what}={asked!r}: choose one of {', '.join(known)}.")
-    return known.index(asked)
+def _choice(what: str, value: str, known: tuple[str, ...]) -> int:
+    if value not in known:
+        raise PlanError(f"{what}={value!r}: choose one of {', '.join(known)}.")
+    return known.index(value)

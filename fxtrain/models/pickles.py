@@ -1,4 +1,4 @@
-"""Pickles of tensors: what torch reads with `weights_only=True`, and nothing that runs."""
+"""Read pickles of tensors with `weights_only=True`, which runs no code from them."""
 
 import contextlib
 import os
@@ -14,21 +14,21 @@ from fxtrain._reading import open_file
 __all__ = ["load_weights_only"]
 
 _ZIP = b"PK\x03\x04"
-_MAX_REASON_LENGTH = 500  # letters of what torch says
+_MAX_REASON_LENGTH = 500  # characters of torch's message
 
 
 def load_weights_only(
     file: str | os.PathLike[str] | BinaryIO, what: str, *, mmap: bool = False
 ) -> Any:
-    """What `torch.load(weights_only=True)` makes of a file, on the CPU.
+    """Load a file onto the CPU with `torch.load(weights_only=True)`.
 
     Args:
-        file: A regular file, or one in memory.
-        what: What it is, for messages.
-        mmap: Leave the values in the file until they are used; a path is needed for that.
+        file: Path of a regular file, or a file object in memory.
+        what: Description for messages.
+        mmap: Map the file instead of reading it; requires a path.
 
     Raises:
-        CheckpointError: the file cannot be opened, torch refuses it, or it is damaged.
+        CheckpointError: the file cannot be opened, torch rejects it, or it is damaged.
     """
     try:
         with _opened(file) as opened:
@@ -36,17 +36,17 @@ def load_weights_only(
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError as error:
         raise CheckpointError(f"{what}: {error.strerror or error}.") from error
-    except Exception as error:  # torch does what a damaged pickle says, until something fails
+    except Exception as error:  # a damaged pickle can make torch raise anything
         raise CheckpointError(
-            f"{what}: torch.load(weights_only=True{', mmap=True' if mmap else ''}) refuses it: "
-            f"{_reason(error)} A file that needs to run code is not read here; convert it where "
-            f"you trust it."
+            f"{what}: torch.load(weights_only=True{', mmap=True' if mmap else ''}) rejects it: "
+            f"{_reason(error)} Files that need to run code are never read; convert a file that "
+            f"you trust with torch first."
         ) from error
 
 
 @contextlib.contextmanager
 def _opened(file: Any) -> Iterator[BinaryIO]:
-    """A file to look at; one in memory is left at its beginning."""
+    """Open a file for inspection; a file in memory is rewound afterwards."""
     if isinstance(file, str | os.PathLike):
         with open_file(file) as opened:
             yield opened
@@ -58,21 +58,21 @@ def _opened(file: Any) -> Iterator[BinaryIO]:
 
 
 def _check_sizes(file: BinaryIO) -> None:
-    """Refuse an archive that claims more bytes than it has, before torch takes memory for them."""
+    """Raise if an archive claims more bytes than it has, before torch allocates them."""
     if file.read(len(_ZIP)) != _ZIP:
         return
     size = file.seek(0, os.SEEK_END)
     with zipfile.ZipFile(file) as archive:
         claimed = sum(one.file_size for one in archive.infolist())
     if claimed > size:
-        raise zipfile.BadZipFile(f"its entries claim {claimed} bytes, and the file has {size}")
+        raise zipfile.BadZipFile(f"its entries claim {claimed} bytes, but the file has {size}")
 
 
 def _reason(error: Exception) -> str:
-    """The line of a message that says most."""
+    """The most informative line of a message."""
     lines = str(error).strip().splitlines()
     telling = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
     line = (telling or lines or [""])[0].strip()[:_MAX_REASON_LENGTH].rstrip(".")
-    # The message of a KeyError is the key alone.
+    # The message of a KeyError is only the key.
     named = "" if isinstance(error, RuntimeError | ValueError) and line else type(error).__name__
     return f"{': '.join(filter(None, (named, line)))}."

@@ -1,8 +1,7 @@
-"""Safetensors files: a header that is checked before it is believed, and writing in a stream.
+"""Read and validate headers of safetensors files, and write such files tensor by tensor.
 
-The `safetensors` package needs NumPy to write and holds a whole file's tensors while it does.
-The format is a length, a JSON header and the bytes of the tensors, so that one tensor at a
-time is enough.
+To write, the `safetensors` package needs NumPy and all tensors of a file in memory. The format is
+a length, a JSON header and the bytes of the tensors, so one tensor at a time suffices.
 """
 
 import contextlib
@@ -28,20 +27,20 @@ __all__ = ["Entry", "Header", "parse_json", "read_header", "to_header", "writing
 
 _MAX_BYTES = 100_000_000  # bytes of a header, the limit of the safetensors package
 _MAX_DEPTH = 64  # dimensions, torch's own limit
-_MOST = 1 << 63  # of a size or a place
+_MOST = 1 << 63  # limit of a size or an offset
 _METADATA = "__metadata__"
-_WORD = 200  # letters of a name in a message
+_WORD = 200  # characters of a name in a message
 
 
 @attrs.frozen(kw_only=True)
 class Entry:
-    """What a file says of one tensor.
+    """A tensor in a file.
 
     Attributes:
         name: Its name.
         dtype: Its dtype.
         shape: Its shape.
-        start: Its first byte, counted from the end of the header.
+        start: Offset of its first byte from the end of the header.
     """
 
     name: str
@@ -57,11 +56,11 @@ class Entry:
 
 @attrs.frozen(kw_only=True)
 class Header:
-    """A checked header: the tensors lie in the file one behind the other, without a gap.
+    """A validated header: the tensors fill the file without gaps or overlaps.
 
     Attributes:
         entries: The tensors by name.
-        metadata: The free words of the file.
+        metadata: Free-form metadata of the file.
     """
 
     entries: Mapping[str, Entry]
@@ -69,29 +68,27 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a safetensors file, checked against the size of the file.
+    """Read the header of a safetensors file, and check it against the file size.
 
     Effects:
-        Reads the header and nothing else; allocates no more than the file is long.
+        Reads only the header; allocates at most the size of the file.
 
     Raises:
-        CheckpointError: the file is not there, cut off, or its header does not hold together.
+        CheckpointError: the file does not exist, is truncated, or has an invalid header.
     """
     try:
         with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_BYTES):
-                raise _damaged(
-                    path, f"its {size} bytes do not hold a header of the {length} bytes it claims"
-                )
+                raise _damaged(path, f"it has {size} bytes, too few for a header of {length} bytes")
             raw = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from error
     table = parse_json(raw, path)
     metadata = table.pop(_METADATA, {})
     if not all(isinstance(text, str) for text in _mapping(metadata, path, _METADATA).values()):
-        raise _damaged(path, f"{_METADATA} holds something else than text")
+        raise _damaged(path, f"{_METADATA} contains values that are not text")
     entries = [_entry(path, name, data) for name, data in table.items()]
     _check_layout(path, entries, size - 8 - length)
     return Header(entries={entry.name: entry for entry in entries}, metadata=metadata)
@@ -101,28 +98,26 @@ def read_header(path: Path) -> Header:
 def writing(
     path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]
 ) -> Iterator[Callable[[Tensor], None]]:
-    """Write a new safetensors file; the block gets a function that takes the next tensor.
+    """Write a new safetensors file; yields a function that writes the next tensor.
 
     Args:
-        entries: What is going to come, in this order; where each starts follows from it.
-        metadata: Free words for the file.
+        entries: The tensors to write, in order; their offsets are computed.
+        metadata: Free-form metadata of the file.
 
     Effects:
-        Creates the file, and hands it to the disk at the end of the block.
+        Creates the file, and flushes it to disk at the end of the block.
 
     Raises:
-        CheckpointError: a tensor is not the one announced, or not all of them came.
+        CheckpointError: a tensor does not match its entry, or tensors are missing.
     """
     waiting = list(reversed(entries))
 
     def put(tensor: Tensor) -> None:
         entry = waiting.pop() if waiting else None
         if entry is None or (tensor.dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
-            told = "no more" if entry is None else f"{entry.name}, {entry.dtype} {entry.shape}"
-            raise CheckpointError(
-                f"{path}: a tensor {tensor.dtype} {tuple(tensor.shape)} came where {told} "
-                f"was announced."
-            )
+            found = f"{tensor.dtype} {tuple(tensor.shape)}"
+            want = "no more" if entry is None else f"{entry.name}, {entry.dtype} {entry.shape}"
+            raise CheckpointError(f"{path}: expected {want}, found a tensor {found}.")
         values = contiguous(tensor)
         file.write(memory_of(values))
 
@@ -130,23 +125,23 @@ def writing(
         file.write(_header(path, entries, metadata))
         yield put
         if waiting:
-            raise CheckpointError(f"{path}: the tensor {waiting[-1].name} never came.")
+            raise CheckpointError(f"{path}: the tensor {waiting[-1].name} was not written.")
         file.flush()
         os.fsync(file.fileno())
 
 
 def parse_json(raw: bytes, path: Path) -> dict[str, Any]:
-    """A JSON object from a file; a key that is there twice is an error.
+    """Parse a JSON object from a file; a repeated key is an error.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: the bytes are not a JSON object.
     """
     try:
         return _mapping(parse(raw), path, "the header")
     except RecursionError:
-        raise _damaged(path, "this is not the JSON it should be: nested too deeply") from None
+        raise _damaged(path, "invalid JSON: nested too deeply") from None
     except ValueError as error:
-        raise _damaged(path, f"this is not the JSON it should be: {str(error)[:500]}") from None
+        raise _damaged(path, f"invalid JSON: {str(error)[:500]}") from None
 
 
 def to_header(
@@ -184,7 +179,7 @@ def _header(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -
     seen = {_METADATA}
     for entry in entries:
         if entry.name in seen:
-            raise CheckpointError(f"{path}: the name {entry.name!r} is taken. Rename the tensor.")
+            raise CheckpointError(f"{path}: duplicate name {entry.name!r}. Rename the tensor.")
         if entry.name.encode("utf-8", "ignore").decode() != entry.name:
             raise CheckpointError(f"{path}: the name {entry.name!r} is not text a file can hold.")
         seen.add(entry.name)
@@ -202,19 +197,19 @@ def _entry(path: Path, name: str, data: Any) -> Entry:
     if not _counts(shape) or len(shape) > _MAX_DEPTH:
         raise _damaged(path, f"the shape of {shown(name)} is not a list of sizes")
     if not _counts(offsets) or len(offsets) != 2:
-        raise _damaged(path, f"the offsets of {shown(name)} are not two places in the file")
+        raise _damaged(path, f"the offsets of {shown(name)} are not two positions in the file")
     entry = Entry(name=name, dtype=DTYPE_NAMES[dtype], shape=tuple(shape), start=offsets[0])
     if offsets[1] - offsets[0] != entry.nbytes:
         raise _damaged(
             path,
-            f"{shown(name)} needs {entry.nbytes} bytes as {dtype} {shown(shape)} and has the "
+            f"{shown(name)} needs {entry.nbytes} bytes as {dtype} {shown(shape)}, but has the "
             f"offsets {offsets}",
         )
     return entry
 
 
 def _check_layout(path: Path, entries: Sequence[Entry], size: int) -> None:
-    """Every byte behind the header belongs to exactly one tensor."""
+    """Check that every byte after the header belongs to exactly one tensor."""
     stop = 0
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):
         if entry.start != stop:
@@ -222,7 +217,7 @@ def _check_layout(path: Path, entries: Sequence[Entry], size: int) -> None:
             raise _damaged(path, f"{shown(entry.name)} {found}")
         stop += entry.nbytes
     if stop != size:
-        raise _damaged(path, f"its tensors fill {stop} bytes, and the file has room for {size}")
+        raise _damaged(path, f"its tensors fill {stop} bytes, but the file has {size}")
 
 
 def _counts(value: Any) -> bool:
@@ -236,4 +231,4 @@ def _mapping(value: Any, path: Path, what: str) -> dict[str, Any]:
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged, or not what its name says: {why}.")
+    return CheckpointError(f"{path} is damaged, or is not a safetensors file or index: {why}.")

@@ -1,4 +1,4 @@
-"""Tensors as bytes: their names in files, and their memory as a buffer without a copy."""
+"""Tensors as bytes: dtype names in files, and tensor memory as a buffer without a copy."""
 
 import ctypes
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ __all__ = [
     "memory_of",
 ]
 
-# Words of safetensors that torch has a dtype for.
+# The safetensors dtypes that torch supports.
 DTYPE_NAMES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -41,7 +41,7 @@ DTYPE_NAMES: Mapping[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 WRITABLE_DTYPES: Mapping[torch.dtype, str] = {dtype: word for word, dtype in DTYPE_NAMES.items()}
-# How a checkpoint's files hold a dtype, by its name in the manifest; complex ones as pairs.
+# The dtype that checkpoint files store, by its name in the manifest; complex as pairs.
 STORED_DTYPES: Mapping[str, str] = {
     str(dtype).removeprefix("torch."): word
     for dtype, word in [
@@ -58,13 +58,13 @@ def dtype_name(tensor: Tensor, path: str) -> str:
     """The name of a tensor's dtype in a manifest.
 
     Raises:
-        CheckpointError: tensors of this kind cannot be written.
+        CheckpointError: the tensor cannot be written.
     """
     name = _NAMES.get(tensor.dtype)
     if name is None or tensor.layout is not torch.strided or tensor.is_quantized:
         raise CheckpointError(
-            f"{path} is a {tensor.layout} tensor of dtype {tensor.dtype}, for which the file "
-            f"format has no word. Save a dense tensor of another dtype."
+            f"{path} is a {tensor.layout} tensor of dtype {tensor.dtype}, which the file format "
+            f"does not support. Save a dense tensor of another dtype."
         )
     if tensor.is_meta:
         raise CheckpointError(
@@ -74,7 +74,7 @@ def dtype_name(tensor: Tensor, path: str) -> str:
 
 
 def contiguous(tensor: Tensor) -> Tensor:
-    """The values of a tensor in order in host memory; itself where they are."""
+    """The tensor as a contiguous tensor in host memory, copied only if necessary."""
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 

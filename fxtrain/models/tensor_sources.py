@@ -1,4 +1,4 @@
-"""Where a model's values come from: safetensors files, an index over them, or tensors."""
+"""Sources of a model's values: safetensors files, an index over them, or tensors."""
 
 import contextlib
 import os
@@ -22,6 +22,7 @@ from fxtrain.state import Part, shown
 __all__ = ["Source", "inside", "open_source", "renamed"]
 
 _PICKLES = (".bin", ".pt", ".pth")
+_MODEL_SUFFIXES = (".safetensors", *_PICKLES)
 _PICKLE_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 Read = Callable[[str, Part | None], Tensor]
@@ -29,12 +30,12 @@ Read = Callable[[str, Part | None], Tensor]
 
 @attrs.frozen(kw_only=True, eq=False)
 class Source:
-    """Tensors that can be read by name, whole or in part.
+    """Tensors that can be read by name, in full or in part.
 
     Attributes:
-        what: What it is, for messages.
+        what: Description for messages.
         entries: The tensors by name.
-        others: Further names of them.
+        others: Additional names, each with the name in `entries`.
         read: (name, part) → values, on any device; valid while the source is open.
     """
 
@@ -49,7 +50,7 @@ def open_source(source: Any) -> Iterator[Source]:
     """Open a file, an index, a folder or a mapping of tensors.
 
     Raises:
-        CheckpointError: it is something else, or it is damaged.
+        CheckpointError: the source is none of these, or is damaged.
     """
     if isinstance(source, Mapping):
         yield _of_tensors(dict(source), "the state dict")
@@ -66,23 +67,23 @@ def open_source(source: Any) -> Iterator[Source]:
         path = _in_folder(path)
     if not os.path.exists(path):
         raise CheckpointError(
-            f"load_model: {shown(str(source))} is neither a file nor a folder here. A model on a "
-            f"hub is downloaded first."
+            f"load_model: {shown(str(source))} is neither a file nor a folder. Download a model "
+            f"from a hub first."
         )
-    places = _read_index(path) if path.suffix == ".json" else {path: None}
+    files = _read_index(path) if path.suffix == ".json" else {path: None}
     with contextlib.ExitStack() as stack:
-        yield _join(str(source), [_open_file(file, names, stack) for file, names in places.items()])
+        yield _join(str(source), [_open_file(file, names, stack) for file, names in files.items()])
 
 
 def renamed(source: Source, prefix: str, rename: Callable[[str], str | None] | None) -> Source:
-    """The same tensors under the names that the model has for them.
+    """The tensors of a source under the model's names for them.
 
     Args:
-        prefix: Only the names that start so, without it.
-        rename: From a name to another; None leaves the tensor out.
+        prefix: Keep only names with this prefix, and remove it.
+        rename: Name → new name, or None to skip the tensor.
 
     Raises:
-        CheckpointError: two tensors get one name.
+        CheckpointError: two tensors get the same name.
     """
     if not prefix and rename is None:
         return source
@@ -97,8 +98,8 @@ def renamed(source: Source, prefix: str, rename: Callable[[str], str | None] | N
         now = new(name)
         if now in before:
             raise CheckpointError(
-                f"load_model: {before[now]!r} and {name!r} of {source.what} are both called "
-                f"{now!r} by prefix and rename."
+                f"load_model: prefix and rename map both {before[now]!r} and {name!r} of "
+                f"{source.what} to {now!r}. Map them to different names."
             )
         if now is not None:
             before[now] = name
@@ -113,78 +114,79 @@ def renamed(source: Source, prefix: str, rename: Callable[[str], str | None] | N
 
 
 def _in_folder(folder: Path) -> Path:
-    """The one file of a folder by which its model is read."""
+    """The file or index in a folder to read its model from."""
     if (folder / SINGLE).exists() and (folder / INDEX).exists() and not (folder / MARKER).exists():
         raise CheckpointError(
-            f"{folder} holds both {SINGLE} and {INDEX}, and one of them is an older model. Pass "
-            f"the path of the one you mean."
+            f"{folder} contains both {SINGLE} and {INDEX}, one of which is outdated. Pass the "
+            f"path of the current one."
         )
     for name in (SINGLE, INDEX, *_PICKLE_NAMES):
         if (folder / name).exists() or (folder / name).is_symlink():
             return inside(folder, name)
     found = sorted(path.name for path in folder.iterdir())[:10]
     raise CheckpointError(
-        f"{folder} holds no model: there is no {SINGLE} and no {INDEX}. It holds "
-        f"{', '.join(found) or 'nothing'}. Pass the path of a file if you mean one of them."
+        f"{folder} contains no {SINGLE} and no {INDEX}, but "
+        f"{', '.join(found) or 'nothing else'}. Pass the path of a model file."
     )
 
 
 def _read_index(path: Path) -> dict[Path, list[str]]:
-    """Per file of an index, the names of the tensors to read from it."""
+    """The files of an index, each with the names of the tensors to read from it."""
     try:
         raw = read_file(path, LARGEST_INDEX)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from error
-    places = parse_json(raw, path).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+    table = parse_json(raw, path).get("weight_map")
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
         raise CheckpointError(f"{path} has no weight_map from tensor names to file names.")
     files: dict[str, list[str]] = {}
-    for tensor, name in places.items():
+    for tensor, name in table.items():
         files.setdefault(name, []).append(tensor)
     return {inside(path.parent, name): tensors for name, tensors in files.items()}
 
 
 def inside(folder: Path, name: str) -> Path:
-    """A file in a folder, and not one that the name or a link leads to elsewhere."""
+    """The path of a file in a folder; raises if the name or a link leads outside."""
     for kind in (PurePosixPath, PureWindowsPath):
         if kind(name).anchor or ".." in kind(name).parts or not kind(name).name:
-            raise CheckpointError(f"{folder}: the file name {shown(name)} leads out of the folder.")
+            raise CheckpointError(f"{folder}: the file name {shown(name)} is outside the folder.")
     try:
         root = folder.resolve()
         real = (root / name).resolve()
-        there = real.is_file()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, links in a ring
-        raise CheckpointError(f"{folder}: the file name {shown(name)} is none: {error}.") from error
-    # The cache of a model hub keeps a snapshot as links into the blobs beside it.
+        exists = real.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, NUL, or a loop of links
+        why = f"the file name {shown(name)} is not valid: {error}"
+        raise CheckpointError(f"{folder}: {why}.") from error
+    # The cache of a model hub stores a snapshot as links into the `blobs` folder next to it.
     in_cache = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
     if not real.is_relative_to(root) and not in_cache:
         raise CheckpointError(
-            f"{folder}: {name} is a link to {real}, outside the folder. Pass the path of the "
-            f"file itself if you mean it."
+            f"{folder}: {name} is a link to {real}, outside the folder. To read that file, pass "
+            f"its path."
         )
-    if not there:
-        raise CheckpointError(f"{folder}: the file {shown(name)} is not there.")
+    if not exists:
+        raise CheckpointError(f"{folder}: the file {shown(name)} does not exist.")
     return folder / name
 
 
 def _open_file(path: Path, names: list[str] | None, stack: contextlib.ExitStack) -> Source:
-    """One file; of an index, only the tensors that it says are there."""
+    """Open one file; of an indexed file, expose only the tensors that the index lists."""
     if path.suffix == ".safetensors":
         file = _of_safetensors(path, stack)
     elif path.suffix in _PICKLES:
         file = _of_pickle(path)
     else:
         raise CheckpointError(
-            f"{path}: a model file ends in .safetensors, {', '.join(_PICKLES)}, and an index "
-            f"in .json."
+            f"{path} has an unknown suffix. Pass a model file ({', '.join(_MODEL_SUFFIXES)}) or "
+            f"an index (.json)."
         )
     if names is None:
         return file
     if absent := [name for name in names if name not in file.entries]:
         raise CheckpointError(
-            f"{path}: the index says that {shown(absent[0])} is here, and it is not"
-            f"{f' (nor {len(absent) - 1} others)' if absent[1:] else ''}. The index and the "
-            f"file are of two different models."
+            f"{path}: the index lists {shown(absent[0])}"
+            f"{f' and {len(absent) - 1} more tensors' if absent[1:] else ''}, which this file "
+            f"does not contain. The index and the file belong to different models."
         )
     return attrs.evolve(file, entries={name: file.entries[name] for name in names})
 
@@ -194,18 +196,18 @@ def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
     try:
         file = stack.enter_context(safe_open(path, framework="pt"))
     except SafetensorError as error:
-        raise CheckpointError(f"{path}: the safetensors package refuses it: {error}.") from error
+        raise CheckpointError(f"{path}: safetensors cannot read this file: {error}.") from error
 
     def read(name: str, part: Part | None) -> Tensor:
         entry = header.entries[name]
         if part is None or not entry.nbytes:
-            whole = file.get_tensor(name)
-            return whole if part is None else _cut(whole, part)
+            full = file.get_tensor(name)
+            return full if part is None else _select(full, part)
         hull = tuple(_hull(rows) for rows in part)
         if any(rows.start == rows.stop for rows in hull):
             return torch.empty([rows.stop - rows.start for rows in hull], dtype=entry.dtype)
         found = file.get_slice(name)[hull] if hull else file.get_tensor(name)
-        return _cut(found, tuple(_within(rows) for rows in part))
+        return _select(found, tuple(_within(rows) for rows in part))
 
     return Source(what=str(path), entries=header.entries, others=header.metadata, read=read)
 
@@ -213,7 +215,7 @@ def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
 def _of_pickle(path: Path) -> Source:
     found = load_weights_only(path, str(path), mmap=True)
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}, not tensors by name.")
+        raise CheckpointError(f"{path} contains a {type(found).__name__}, not tensors by name.")
     return _of_tensors(dict(found), str(path))
 
 
@@ -222,14 +224,14 @@ def _of_tensors(tensors: dict[Any, Any], what: str) -> Source:
     if strange or not all(isinstance(name, str) for name in tensors):
         names = ", ".join(shown(name) for name in (strange or list(tensors))[:5])
         raise CheckpointError(
-            f"{what} should map names to tensors, and has other things under {names}. Pass the "
-            f"part of it that is the model's state dict."
+            f"{what} should map names to tensors, but has other values under {names}. Pass only "
+            f"the model's state dict."
         )
 
     def read(name: str, part: Part | None) -> Tensor:
         tensor: Any = tensors[name]
-        whole = tensor.full_tensor() if is_sharded(tensor) else tensor.detach()
-        return whole if part is None else _cut(whole, part)
+        full = tensor.full_tensor() if is_sharded(tensor) else tensor.detach()
+        return full if part is None else _select(full, part)
 
     entries = {
         name: Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
@@ -240,7 +242,7 @@ def _of_tensors(tensors: dict[Any, Any], what: str) -> Source:
 
 def _join(what: str, files: list[Source]) -> Source:
     homes = {name: file for file in files for name in file.entries}
-    # A file's metadata may hold other things than names of tensors.
+    # A file's metadata may contain more than names of tensors.
     others = {
         name: kept
         for file in files
@@ -256,16 +258,16 @@ def _join(what: str, files: list[Source]) -> Source:
 
 
 def _hull(rows: slice | Tensor) -> slice:
-    """The neighbouring rows that contain some."""
+    """The smallest contiguous range that contains the rows."""
     return rows if isinstance(rows, slice) else slice(int(rows.min()), int(rows.max()) + 1)
 
 
 def _within(rows: slice | Tensor) -> slice | Tensor:
-    """Where rows are in their hull."""
+    """The rows relative to the start of their hull."""
     return slice(0, rows.stop - rows.start) if isinstance(rows, slice) else rows - rows.min()
 
 
-def _cut(tensor: Tensor, part: Part) -> Tensor:
+def _select(tensor: Tensor, part: Part) -> Tensor:
     for dim, rows in enumerate(part):
         if isinstance(rows, slice):
             tensor = tensor.narrow(dim, rows.start, rows.stop - rows.start)

@@ -1,4 +1,4 @@
-"""The tensors of a model by name, and what keeps them from being written."""
+"""The tensors of a model by name, and reasons why they cannot be written."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,17 +16,17 @@ __all__ = ["context_of", "module_of", "problems_of", "weights_by_name"]
 
 
 def module_of(model: Any, call: str) -> nn.Module:
-    """The user's module under what wrapping put around it.
+    """The user's module, without the wrappers around it.
 
     Raises:
-        CheckpointError: this is no model, or a wrapped one that is closed.
+        CheckpointError: the value is not a model, or is a closed wrapped model.
     """
     if isinstance(model, Wrapped):
         check_open(model, call, CheckpointError)
     module = model.module if isinstance(model, Wrapped) else model
     if not isinstance(module, nn.Module):
         raise CheckpointError(
-            f"{call} takes what fx.wrap returned or a torch.nn.Module, found "
+            f"{call} takes a model from fx.wrap or a torch.nn.Module, found "
             f"{type(module).__name__}."
         )
     while True:
@@ -39,21 +39,21 @@ def module_of(model: Any, call: str) -> nn.Module:
 
 
 def context_of(model: Any, ctx: DistContext | None, call: str) -> DistContext | None:
-    """The ranks that a call is made on: the model's, or those that were passed.
+    """The context of a call: the one passed, or the model's.
 
     Raises:
-        CheckpointError: ctx is something else than a context.
+        CheckpointError: ctx is not a context.
     """
     if ctx is not None and not isinstance(ctx, DistContext):
-        raise CheckpointError(f"{call}: ctx is a {type(ctx).__name__}, not a context.")
+        raise CheckpointError(f"{call}: ctx is a {type(ctx).__name__}. Pass a DistContext.")
     return model.ctx if ctx is None and isinstance(model, Wrapped) else ctx
 
 
 def weights_by_name(model: Any, module: nn.Module | None) -> dict[str, Weight]:
-    """The tensors of a state dict by name, whoever holds them; of a mapping, its own.
+    """The stored tensors of a model or a mapping by name, on whichever ranks they are.
 
     Args:
-        module: The user's, or None where the model is a mapping.
+        module: The user's module, or None if the model is a mapping.
     """
     if isinstance(model, Wrapped):
         found = model.strategy.weights(model)
@@ -65,7 +65,7 @@ def weights_by_name(model: Any, module: nn.Module | None) -> dict[str, Weight]:
 
 
 def problems_of(weights: Mapping[str, Weight], allowed: Mapping[torch.dtype, str]) -> list[str]:
-    """What keeps tensors from being written, a line per leaf."""
+    """Reasons why tensors cannot be written, one line each."""
     return [
         f"{name} is {why}" for name, weight in weights.items() if (why := _problem(weight, allowed))
     ]
@@ -76,15 +76,15 @@ def _problem(weight: Weight, allowed: Mapping[torch.dtype, str]) -> str | None:
     if not isinstance(tensor, Tensor):
         return f"a {type(tensor).__name__}, not a tensor"
     if is_lazy(tensor):
-        return "not initialised: run the model once"
+        return "not initialized: run the model once"
     if hasattr(tensor, "ds_id") and not weight.together:
-        return "partitioned by DeepSpeed ZeRO-3: pass what fx.wrap returned"
+        return "partitioned by DeepSpeed ZeRO-3: pass the model from fx.wrap"
     if tensor.is_meta and weight.here:
         return "on the meta device and has no values"
     if tensor.is_complex():
-        return f"complex ({tensor.dtype}): store torch.view_as_real of it"
+        return f"complex ({tensor.dtype}): store torch.view_as_real(tensor)"
     if tensor.layout is not torch.strided or tensor.is_quantized or weight.dtype not in allowed:
-        return f"a {tensor.layout} tensor of dtype {weight.dtype}, which the format cannot hold"
+        return f"a {tensor.layout} tensor of dtype {weight.dtype}, unsupported by the format"
     if not is_sharded(tensor) and is_traceable_wrapper_subclass(tensor):
-        return f"a {type(tensor).__name__}, whose values are not in one place"
+        return f"a {type(tensor).__name__}, whose values are not in a single buffer"
     return None

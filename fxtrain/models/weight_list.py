@@ -1,4 +1,4 @@
-"""The tensors of a model, from its headers or its code, without their values."""
+"""List the tensors of a model from file headers or code, without reading values."""
 
 import importlib
 import math
@@ -21,12 +21,12 @@ __all__ = [
     "KvCache", "Weight", "Weights", "cache_of", "read_json", "read_weights", "stored_weight",
 ]  # fmt: skip
 
-# Of safetensors itself; a longer header is a damaged file.
+# The limit of the safetensors package; a longer header means a damaged file.
 _LONGEST_HEADER = 100_000_000
 _MAX_BYTES = 100_000_000  # bytes of an index or a config
-_MAX_REASON_LENGTH = 500  # letters of what another library says
+_MAX_REASON_LENGTH = 500  # characters of another library's message
 _MALFORMED = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError)
-_FILES = (".safetensors", ".json", ".bin", ".pt", ".pth")  # no name of timm ends so
+_FILES = (".safetensors", ".json", ".bin", ".pt", ".pth")  # no timm model name ends in these
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -36,10 +36,10 @@ class Weight:
 
     Attributes:
         name: Dotted name in the model.
-        numel: Entries.
+        numel: Number of elements.
         nbytes: Bytes as stored.
-        trained: It has a gradient.
-        floating: Its entries are floating numbers, which other precisions can hold.
+        trained: Whether it has a gradient.
+        floating: Whether its dtype is floating point, so that it can be converted.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Weight:
 
 @attrs.frozen(kw_only=True)
 class KvCache:
-    """What a transformer keeps of every token it has seen.
+    """The shape of a transformer's key-value cache.
 
     Attributes:
         layers: Attention layers.
-        heads: Heads of keys and values, after grouping.
-        head_dim: Entries of one head.
+        heads: Key-value heads, after grouping.
+        head_dim: Elements per head.
     """
 
     layers: int
@@ -66,12 +66,12 @@ class KvCache:
 
 @attrs.frozen(kw_only=True)
 class Weights:
-    """A model as far as memory is concerned.
+    """The tensors of a model, for memory estimates.
 
     Attributes:
-        source: Where it was read.
-        tensors: Parameters and buffers, each shared one once.
-        cache: The shape of its cache of keys and values; None where nothing says.
+        source: Where it was read from.
+        tensors: Parameters and buffers; shared ones are listed once.
+        cache: Shape of its key-value cache; None if unknown.
     """
 
     source: str
@@ -80,18 +80,18 @@ class Weights:
 
 
 def read_weights(source: str) -> Weights:
-    """The tensors of a model, by where it is; nothing is downloaded and no tensor is read.
+    """List the tensors of a model, without downloading it or reading values.
 
     Args:
-        source: A .safetensors file, its .index.json, a folder with either; a transformers
+        source: A .safetensors file, its .index.json, or a folder with either; a transformers
             config.json or a folder with one; `module:function`, called with the meta device
-            as torch's default; or a model name of timm.
+            as torch's default; or a timm model name.
 
     Effects:
-        Reads headers of files. The last two kinds import the code that they name.
+        Reads file headers. For `module:function`, imports and runs that code.
 
     Raises:
-        PlanError: nothing of these kinds is there.
+        PlanError: the source is none of these.
         CheckpointError: a safetensors file is damaged.
         MissingPackageError: transformers or timm is needed.
 
@@ -121,8 +121,8 @@ def _folder(path: Path) -> Weights:
     if config.is_file():
         return _transformers(config)
     raise PlanError(
-        f"{path} holds no .safetensors file and no config.json. Files of other kinds are not "
-        f"read, since loading them can run code. Name a model by module:function instead."
+        f"{path} contains no .safetensors file and no config.json. Other files are not read, "
+        f"because loading them can run code. Pass module:function instead."
     )
 
 
@@ -134,8 +134,8 @@ def _one_file(path: Path) -> Weights:
     if path.suffix == ".json":
         return _transformers(path)
     raise PlanError(
-        f"{path}: memory is estimated from a .safetensors file, its .index.json, or a "
-        f"config.json of transformers."
+        f"{path}: cannot estimate memory from this file. Pass a .safetensors file, its "
+        f".index.json, or a transformers config.json."
     )
 
 
@@ -145,20 +145,20 @@ def _stored(path: Path) -> Iterator[Weight]:
         return
     listed = read_json(path).get("weight_map")
     if not isinstance(listed, Mapping):
-        raise CheckpointError(f"{path} has no table weight_map: it is no index of safetensors.")
+        raise CheckpointError(f"{path} has no table weight_map: it is not a safetensors index.")
     for name in sorted(set(map(str, listed.values()))):
         yield from _header(path.parent / name)
 
 
 def _header(path: Path) -> Iterator[Weight]:
-    """Eight bytes of length, then JSON: name to dtype, shape and place in the file."""
+    """Read eight bytes of length, then JSON: name to dtype, shape and offsets."""
     try:
         with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             (length,) = struct.unpack("<Q", start) if len(start) == 8 else (size,)
             if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
-                raise CheckpointError(f"{path} is no whole safetensors file: its header is cut.")
+                raise CheckpointError(f"{path} is truncated, or is not a safetensors file.")
             header = parse_json(file.read(length))
         for name, about in header.items():
             if name != "__metadata__":
@@ -166,45 +166,45 @@ def _header(path: Path) -> Iterator[Weight]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     except _MALFORMED as error:
-        told = f"{type(error).__name__}: {str(error)[:_MAX_REASON_LENGTH]}"
-        raise CheckpointError(f"{path}: its header is no safetensors header: {told}.") from error
+        reason = f"{type(error).__name__}: {str(error)[:_MAX_REASON_LENGTH]}"
+        raise CheckpointError(f"{path} has no valid safetensors header: {reason}.") from error
 
 
 def _entry(path: Path, name: str, about: Mapping[str, Any], room: int) -> Weight:
     dtype, shape, (begin, end) = about["dtype"], about["shape"], about["data_offsets"]
     if not isinstance(dtype, str) or not all(type(n) is int for n in (begin, end, *shape)):
-        raise TypeError(f"{shown(name)} has no dtype, or sizes that are no whole numbers")
+        raise TypeError(f"{shown(name)} has no dtype, or sizes that are not integers")
     if not 0 <= begin <= end <= room:
-        raise CheckpointError(f"{path}: the tensor {shown(name)} lies past the file's end.")
+        raise CheckpointError(f"{path}: the tensor {shown(name)} is past the end of the file.")
     return stored_weight(name, dtype, shape, (begin, end))
 
 
-def stored_weight(name: str, dtype: str, shape: Sequence[int], place: tuple[int, int]) -> Weight:
-    """A tensor as a safetensors header describes it."""
+def stored_weight(name: str, dtype: str, shape: Sequence[int], span: tuple[int, int]) -> Weight:
+    """A tensor described by a safetensors header."""
     floating = dtype in _FLOATS
     return Weight(
         name=name,
         numel=math.prod(shape),
-        nbytes=place[1] - place[0],
+        nbytes=span[1] - span[0],
         floating=floating,
         trained=floating,
     )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The table in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
-        PlanError: it holds none.
+        PlanError: the file does not contain one.
     """
     try:
         data = parse_json(read_file(path, _MAX_BYTES))
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error}.") from error
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{path} is no JSON: {str(error)[:_MAX_REASON_LENGTH]}.") from error
+        raise PlanError(f"{path} is not JSON: {str(error)[:_MAX_REASON_LENGTH]}.") from error
     if not isinstance(data, dict):
-        raise PlanError(f"{path}: a table was expected, found {type(data).__name__}.")
+        raise PlanError(f"{path}: expected a JSON object, found {type(data).__name__}.")
     return data
 
 
@@ -215,9 +215,9 @@ def _transformers(path: Path) -> Weights:
         config = package.AutoConfig.from_pretrained(path, local_files_only=True)
         named = getattr(package, str((known.get("architectures") or [""])[0]), None)
         model = _on_meta(lambda: named(config) if named else package.AutoModel.from_config(config))
-    except Exception as error:  # transformers and the model itself raise what they come upon
-        told = f"{type(error).__name__}: {str(error)[:_MAX_REASON_LENGTH]}"
-        raise PlanError(f"{path}: transformers cannot build this model: {told}") from error
+    except Exception as error:  # transformers and the model may raise anything
+        reason = f"{type(error).__name__}: {str(error)[:_MAX_REASON_LENGTH]}"
+        raise PlanError(f"{path}: transformers cannot build this model: {reason}") from error
     return Weights(source=str(path), tensors=_tensors(model), cache=cache_of(known))
 
 
@@ -229,7 +229,7 @@ def _factory(source: str) -> Weights:
     try:
         found: Any = importlib.import_module(module)
     except (ModuleNotFoundError, ValueError) as error:
-        raise PlanError(f"{source}: {error}. A model is given as module:function.") from error
+        raise PlanError(f"{source}: {error}. Pass a model as module:function.") from error
     for part in function.split("."):
         if not hasattr(found, part):
             near = get_close_matches(part, dir(found), n=1)
@@ -242,7 +242,7 @@ def _factory(source: str) -> Weights:
         raise PlanError(f"{source} failed: {type(error).__name__}: {error}") from error
     torch = importlib.import_module("torch")
     if not isinstance(model, torch.nn.Module):
-        raise PlanError(f"{source} gave a {type(model).__name__}, where a module was expected.")
+        raise PlanError(f"{source} returned a {type(model).__name__}, not a torch.nn.Module.")
     config: Any = getattr(model, "config", None)
     known = config.to_dict() if hasattr(config, "to_dict") else {}
     return Weights(source=source, tensors=_tensors(model), cache=cache_of(known))
@@ -251,15 +251,15 @@ def _factory(source: str) -> Weights:
 def _timm(name: str) -> Weights:
     if not name or "/" in name or "." in name[:1] or name.endswith(_FILES):
         raise PlanError(
-            f"{name}: there is no such file or folder. The headers of a model on the Hugging "
-            f"Face hub are fetched with --download."
+            f"{name}: no such file or folder. For a model on the Hugging Face hub, pass "
+            f"--download to fetch its headers."
         )
-    needed_by = f"{name!r}, which is no file, folder or module:function, so a model of timm,"
+    needed_by = f"{name!r}, which is not a file, folder or module:function but a timm model name,"
     timm = optional("timm", extra="models", needed_by=needed_by)
     if not timm.is_model(name):
         near = get_close_matches(name, timm.list_models(), n=3)
         hint = f" Did you mean {', '.join(near)}?" if near else ""
-        raise PlanError(f"{name}: there is no such file or folder, and no model of timm.{hint}")
+        raise PlanError(f"{name}: no such file, folder or timm model.{hint}")
     model = _on_meta(lambda: timm.create_model(name, pretrained=False))
     return Weights(source=f"timm {name}", tensors=_tensors(model))
 
@@ -284,7 +284,7 @@ def _tensors(model: Any) -> tuple[Weight, ...]:
 
 
 def cache_of(config: Mapping[str, Any]) -> KvCache | None:
-    """The shape of the cache by the names that transformers' configs use; None if it is told."""
+    """The cache shape in a transformers config; None if the config does not contain it."""
     inner = config.get("text_config")
     known = {**config, **inner} if isinstance(inner, Mapping) else config
 

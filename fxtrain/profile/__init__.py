@@ -1,4 +1,4 @@
-"""Measuring: what a training loop needs, without running it for real."""
+"""Measure what a training loop needs, without running it on real hardware."""
 
 from fxtrain.profile.byte_units import read_bytes, show_bytes
 from fxtrain.profile.fake_ranks import place

@@ -1,4 +1,4 @@
-"""From the ranks of a process group to the mesh axes along which they lie."""
+"""Name the mesh axes of a process group by its ranks."""
 
 import itertools
 from collections.abc import Callable
@@ -12,11 +12,11 @@ _OWN_MESH = "mesh_"
 
 
 def axis_namer(mesh: Mesh, rank: int) -> Callable[[Collective], str]:
-    """A function from a collective of this rank to the axis along which it runs.
+    """A function that maps a collective to the mesh axis along which it runs.
 
     Args:
-        mesh: Resolved.
-        rank: A member of every group that is asked about.
+        mesh: The resolved mesh.
+        rank: A rank that takes part in every collective.
 
     Example:
         >>> name = axis_namer(Mesh(replicate=2, shard=2, tensor=2), 0)
@@ -31,15 +31,15 @@ def axis_namer(mesh: Mesh, rank: int) -> Callable[[Collective], str]:
     names: dict[tuple[int, ...], str] = {}
     for count in range(1, len(real) + 1):
         for axes in itertools.combinations(real, count):
-            (mine,) = (group for group in axis_groups(mesh, axes) if rank in group)
+            (own,) = (group for group in axis_groups(mesh, axes) if rank in group)
             name = "data" if axes == ("replicate", "shard") else " + ".join(axes)
-            names.setdefault(tuple(mine), "world" if axes == tuple(real) and count > 1 else name)
+            names.setdefault(tuple(own), "world" if axes == tuple(real) and count > 1 else name)
 
     def name_of(call: Collective) -> str:
         if call.ranks in names:
             return names[call.ranks]
-        # The script's own torch.distributed.DeviceMesh.
-        own = call.label.startswith(_OWN_MESH) and call.label[len(_OWN_MESH) :]
-        return own or f"{len(call.ranks)} ranks"
+        # A DeviceMesh of the script.
+        axis = call.label.startswith(_OWN_MESH) and call.label[len(_OWN_MESH) :]
+        return axis or f"{len(call.ranks)} ranks"
 
     return name_of

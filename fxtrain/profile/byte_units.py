@@ -1,4 +1,4 @@
-"""Bytes as people write them."""
+"""Parse and format sizes in bytes."""
 
 import re
 from typing import Any
@@ -16,10 +16,10 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
 
 
 def read_bytes(size: Any) -> int | None:
-    """Bytes from a number or a text such as "80GB", "24GiB" or "1.5e10"; None stays None.
+    """Parse a number or text such as "80GB", "24GiB" or "1.5e10"; None stays None.
 
     Raises:
-        PlanError: it is no size.
+        PlanError: the size is malformed.
 
     Example:
         >>> read_bytes("80GB"), read_bytes("24 GiB")
@@ -34,14 +34,14 @@ def read_bytes(size: Any) -> int | None:
         bytes_ = 0
     if bytes_ < 1 or type(size) is bool:
         raise PlanError(
-            f"device_memory={size!r}: pass what one device has, as a number of bytes or a text "
-            f'such as "80GB" or "24GiB".'
+            f"device_memory={size!r}: pass the memory of one device as a number of bytes, or as "
+            f'text such as "80GB" or "24GiB".'
         )
     return bytes_
 
 
 def show_bytes(size: int) -> str:
-    """A size in three or four digits, in decimal units.
+    """Format a size with three or four digits, in decimal units.
 
     Example:
         >>> show_bytes(12), show_bytes(4_000_000), show_bytes(26_953_000_000)

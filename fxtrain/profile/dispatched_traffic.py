@@ -1,4 +1,4 @@
-"""Collectives as torch's dispatcher sees them, from Python and from C++ alike."""
+"""Collectives as torch's dispatcher sees them, from Python and C++."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,8 +13,8 @@ from fxtrain.state import Traffic
 
 __all__ = ["Collective", "collectives", "sent", "summary"]
 
-# Torch's operators by kind: those of c10d, and the functional ones (_c10d_functional), which
-# call the former below a dispatch mode, so that none is counted twice.
+# torch's operators by kind: those of c10d, and the functional ones (_c10d_functional). The latter
+# call the former below a dispatch mode, so none is counted twice.
 _KINDS = {
     "all_gather": (
         "allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_",
@@ -43,7 +43,7 @@ _OPERATORS = {
     for space, names in zip(("c10d", "_c10d_functional"), operators, strict=True)
     for name in names.split()
 } | {"_dtensor::shard_dim_alltoall": "all_to_all"}
-# Operators of c10d of these kinds take what they fill first.
+# c10d operators of these kinds take their output first.
 _OUTPUT_FIRST = ("all_gather", "all_to_all", "gather", "reduce_scatter", "scatter")
 _BATCH = "_c10d_functional::batch_p2p_ops"
 _P2P_KINDS = {"isend": "send", "irecv": "recv"}
@@ -51,12 +51,12 @@ _P2P_KINDS = {"isend": "send", "irecv": "recv"}
 
 @attrs.frozen
 class Collective:
-    """One call.
+    """One call of a collective.
 
     Attributes:
         kind: As in `Traffic`.
         ranks: Global ranks that take part.
-        label: What torch calls their group, such as "mesh_shard"; often nothing of use.
+        label: torch's description of their group, such as "mesh_shard"; often generic.
         bytes: As in `Traffic`.
     """
 
@@ -67,7 +67,7 @@ class Collective:
 
 
 def sent(operator: str, args: tuple[Any, ...]) -> list[tuple[str, int]]:
-    """Kind and bytes of each collective that an operator carries out; none for most operators."""
+    """Kind and bytes of each collective that an operator performs; empty for most."""
     if operator == _BATCH:
         return [
             (_P2P_KINDS[way], _bytes(tensor)) for way, tensor in zip(args[0], args[3], strict=True)
@@ -80,7 +80,7 @@ def sent(operator: str, args: tuple[Any, ...]) -> list[tuple[str, int]]:
 
 
 def collectives(func: Any, args: tuple[Any, ...]) -> list[Collective]:
-    """The collectives that an operator carries out, each with its group."""
+    """The collectives that an operator performs, each with its group."""
     return [
         Collective(kind, *_group(func, args), size) for kind, size in sent(func._schema.name, args)
     ]
@@ -89,7 +89,7 @@ def collectives(func: Any, args: tuple[Any, ...]) -> list[Collective]:
 def summary(
     calls: Iterable[Collective], axis_of: Callable[[Collective], str]
 ) -> tuple[Traffic, ...]:
-    """Calls added up by kind and axis, the most bytes first."""
+    """Calls summed by kind and axis, most bytes first."""
     counts: Counter[tuple[str, str, int]] = Counter()
     sizes: Counter[tuple[str, str, int]] = Counter()
     for call in calls:

@@ -1,4 +1,4 @@
-"""Tensors without values: floats have a shape only, whole numbers keep what they hold."""
+"""Run torch operators without values: floats have only shapes, integers keep their values."""
 
 import sys
 from collections.abc import Callable
@@ -22,21 +22,21 @@ __all__ = ["FakeValuesMode", "ValueRead", "is_library", "user_place"]
 
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
 _DEVICE = torch.ops.prim.device.default
-_LARGEST = 1 << 26  # bytes of whole numbers that keep their values
-_SURELY_SMALL = 1 << 12  # what an operator makes of so few bytes is not looked at first
+_LARGEST = 1 << 26  # bytes of integers that keep their values
+_SURELY_SMALL = 1 << 12  # bytes of inputs below which the size of the output is not checked
 # Libraries whose frames are not the user's code.
 _LIBRARIES = ("torch", "fxtrain", "contextlib", "runpy", "importlib", "_pytest", "pluggy")
-# Yes or no about numbers that nobody knows: a finite number is none of these.
+# Predicates of unknown values that are false, as they are for finite numbers.
 _NO = {"ne", "eq", "lt", "gt", "le", "ge", "isnan", "isinf", "any"}
 
 
 @attrs.frozen
 class ValueRead:
-    """A look at a value that is not there.
+    """A read of a value that does not exist.
 
     Attributes:
         where: File and line of the user's code; "" inside a library.
-        given: What it was told instead.
+        given: The value that it got instead.
     """
 
     where: str
@@ -44,16 +44,16 @@ class ValueRead:
 
 
 class FakeValuesMode(TorchDispatchMode):
-    """While entered, floating-point tensors are torch's fake tensors, of any size.
+    """While active, floating-point tensors are torch's fake tensors, of any size.
 
-    Whole numbers and truth values on the CPU that do not come from floats are real: indices,
-    lengths, labels and orders decide what a program does, and take little room. A value of
-    any other tensor is not known; whoever asks is told 0, or for a truth value what finite
-    numbers would give, and is noted.
+    Integers and booleans on the CPU that are not computed from floats are real: indices,
+    lengths, labels and orders determine what a program does, and are small. The values of all
+    other tensors are unknown: a read returns 0, or for a boolean what finite numbers would
+    give, and is recorded.
 
     Attributes:
-        peeks: Looks at values that are not there.
-        fakes: torch's mode, of which all of them are.
+        peeks: Reads of unknown values.
+        fakes: torch's mode of all fake tensors.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class FakeValuesMode(TorchDispatchMode):
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented
         if func is _DEVICE:
-            # Half of what torch asks of pretended tensors, which know it without their mode.
+            # Half of all calls; a fake tensor has its device without its mode.
             known = isinstance(args[0], FakeTensor)
             return args[0].device if known else func(*args, **kwargs)
         if active_fake_mode() is not None:
@@ -81,18 +81,18 @@ class FakeValuesMode(TorchDispatchMode):
         return self.usual(func, args, kwargs)
 
     def usual(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator with values if they are whole numbers, and else without."""
+        """Run an operator with values if they are integers, and without values otherwise."""
         leaves = tree_leaves((args, kwargs))
         for leaf in leaves:
             if isinstance(leaf, FakeTensor) and leaf.fake_mode is not self.fakes:
-                with leaf.fake_mode:  # of somebody who only finds out shapes
+                with leaf.fake_mode:  # from code that only computes shapes
                     return func(*args, **kwargs)
         if _is_integer_op(func, leaves, kwargs) and self._is_small(func, args, kwargs):
             return tree_map_only(Tensor, self._forget, func(*args, **kwargs))
         return self.fake(func, args, kwargs)
 
     def forget_origins(self) -> None:
-        """Drop torch's weak references to tensors, from values to their pretended twins."""
+        """Drop torch's weak references from real tensors to their fake ones."""
         self.fakes.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
     def fake(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,7 +104,7 @@ class FakeValuesMode(TorchDispatchMode):
         return out
 
     def _is_small(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a result may be kept with its values; a mask or one-hot code may be huge."""
+        """Whether a result is small enough to keep its values; a mask or one-hot may be huge."""
         inputs = [t.nbytes for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if inputs and max(inputs) <= _SURELY_SMALL:
             return True
@@ -112,14 +112,14 @@ class FakeValuesMode(TorchDispatchMode):
             with self.fakes:
                 out = func(*args, **kwargs)
         except DynamicOutputShapeException:
-            return True  # no more than the inputs hold
+            return True  # at most as large as the inputs
         return sum(t.nbytes for t in tree_leaves(out) if isinstance(t, Tensor)) <= _LARGEST
 
     def _forget(self, tensor: Tensor) -> Tensor:
         return tensor if _is_integer(tensor.dtype) else self.fakes.from_tensor(tensor)
 
     def peek(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Say something about a value that is not there."""
+        """Return a substitute for an unknown value, and record the read."""
         tensor = args[0]
         if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self.fakes:
             return func(*args, **kwargs)
@@ -135,44 +135,44 @@ class FakeValuesMode(TorchDispatchMode):
         return given
 
     def index(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator with a list of indices second; a mask with values says how many."""
-        places: list[Any] = []
+        """Run an indexing operator; a mask with values becomes indices, so the shape is known."""
+        indices: list[Any] = []
         for index in args[1]:
             known = isinstance(index, Tensor) and not isinstance(index, FakeTensor)
             if known and index.dtype in (torch.bool, torch.uint8):
-                places.extend(index.nonzero().unbind(1))
+                indices.extend(index.nonzero().unbind(1))
             else:
-                places.append(index)
-        return self.usual(func, (args[0], places, *args[2:]), kwargs)
+                indices.append(index)
+        return self.usual(func, (args[0], indices, *args[2:]), kwargs)
 
     def travel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A collective of the fake group.
+        """Run a collective of the fake group.
 
-        torch looks for what it remembers of the same call, which is never there, by the shapes
-        of all tensors: as many as ranks.
+        Disables torch's cache, whose key would contain the shapes of all tensors (one per rank)
+        and never hits.
         """
         with disable_fake_tensor_cache(self.fakes):
             return func(*args, **kwargs)
 
     def scatter(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A scatter, whose root brings a tensor for each rank.
+        """Run a scatter, whose root passes a tensor for each rank.
 
-        The group is asked with tensors that have no memory, one for all of the same shape: as
-        pretended ones, each of them would be looked at on its own, by much code.
+        The group gets meta tensors, one for all tensors of the same shape, because processing a
+        separate fake tensor for each rank is slow.
         """
         tensors = [leaf for leaf in tree_leaves(args[:2]) if isinstance(leaf, Tensor)]
         if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
             return self.travel(func, args, kwargs)
         kinds = {(t.shape, t.dtype) for t in tensors}
-        twins = {kind: torch.empty(kind[0], dtype=kind[1], device="meta") for kind in kinds}
-        outputs, inputs = tree_map_only(Tensor, lambda t: twins[t.shape, t.dtype], args[:2])
+        metas = {kind: torch.empty(kind[0], dtype=kind[1], device="meta") for kind in kinds}
+        outputs, inputs = tree_map_only(Tensor, lambda t: metas[t.shape, t.dtype], args[:2])
         _, work = func(outputs, inputs, *args[2:], **kwargs)
         return args[0], work
 
     def finish(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An all-reduce whose handle brings its tensors: that of the fake group brings nothing.
+        """Run an all-reduce, and return a handle with its tensors.
 
-        The reducer of DDP, in C++, looks at them.
+        DDP's reducer, in C++, reads them; the handle of the fake group has none.
         """
         tensors, _ = self.travel(func, args, kwargs)
         future = torch.futures.Future()
@@ -182,10 +182,7 @@ class FakeValuesMode(TorchDispatchMode):
 
 
 def user_place() -> str:
-    """File and line of the innermost frame of the user's own code, if a user's line asked.
-
-    A look from inside fxtrain is its own business, of which it knows the outcome.
-    """
+    """File and line of the innermost frame of user code; "" if fxtrain itself reads the value."""
     frame = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
@@ -198,7 +195,7 @@ def user_place() -> str:
 
 
 def is_library(module: str) -> bool:
-    """Whether a module is none of the user's own."""
+    """Whether a module belongs to a library rather than to the user."""
     return module.split(".")[0] in _LIBRARIES
 
 
@@ -210,15 +207,15 @@ def _is_integer(dtype: torch.dtype) -> bool:
 
 
 def _is_integer_op(func: Any, leaves: list[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator takes nothing but whole numbers on the CPU, or makes such."""
+    """Whether an operator takes or creates only integers on the CPU."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(isinstance(t, FakeTensor) or not _is_integer(t.dtype) for t in tensors):
         return False
-    asked = [leaf for leaf in leaves if isinstance(leaf, torch.dtype)]
+    dtypes = [leaf for leaf in leaves if isinstance(leaf, torch.dtype)]
     devices = [t.device for t in tensors] + [d for d in (kwargs.get("device"),) if d is not None]
-    if not all(map(_is_integer, asked)) or any(device.type != "cpu" for device in devices):
+    if not all(map(_is_integer, dtypes)) or any(device.type != "cpu" for device in devices):
         return False
-    return bool(tensors or asked) or func.overloadpacket in _INTEGER_FACTORIES
+    return bool(tensors or dtypes) or func.overloadpacket in _INTEGER_FACTORIES
 
 
 def _answer(func: Any, args: tuple[Any, ...]) -> bool:
@@ -228,7 +225,7 @@ def _answer(func: Any, args: tuple[Any, ...]) -> bool:
     return name not in _NO
 
 
-# Makers of whole numbers that need not be told the dtype.
+# Factories that return integers by default.
 _INTEGER_FACTORIES = {_aten.randperm, _aten.arange, _aten.randint}
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
@@ -239,6 +236,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _aten.index_put_.default: FakeValuesMode.index,
     _c10d.allreduce_.default: FakeValuesMode.finish,
     _c10d.scatter_.default: FakeValuesMode.scatter,
-    # torch's rule for shapes makes a new tensor, where waiting really gives the same one.
+    # torch's fake implementation returns a new tensor; a real wait returns the same one.
     torch.ops._c10d_functional.wait_tensor.default: lambda self, func, args, kwargs: args[0],
 }

@@ -1,4 +1,4 @@
-"""What a rank holds, as a log of storages made and freed."""
+"""A log of allocated and freed storages, from which the memory of a rank is computed."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -14,19 +14,19 @@ from fxtrain.state import PARTS, Memory
 
 __all__ = ["MemoryLog"]
 
-_SMALL = 1000  # a change of less than one part of so many of the most is not seen
+_SMALL = 1000  # changes below 1/1000 of the peak are invisible in a plot
 _ACTIVATIONS, _OTHER = PARTS.index("activations"), PARTS.index("other")
 
 
 class MemoryLog:
     """Storages by number, in the order of their first use.
 
-    The log says only when bytes came and went. What they are is often known later, when a
-    module, a gradient or an optimizer turns out to hold them; so each storage gets a part
-    when that is seen, for its whole life, and sums are made at the end.
+    The log records only when bytes are allocated and freed. A storage is assigned to a part once
+    a module, a gradient or an optimizer is found to contain it; the assignment covers its whole
+    lifetime, and sums are computed at the end.
 
     Args:
-        fakes: The mode whose tensors count as if they were real; those of others have shapes only.
+        fakes: The mode whose tensors count like real ones. Other modes' tensors are ignored.
     """
 
     def __init__(self, fakes: FakeTensorMode | None = None) -> None:
@@ -39,7 +39,7 @@ class MemoryLog:
         self._outside: set[int] = set()
 
     def see(self, tensor: Tensor) -> tuple[int, ...]:
-        """The numbers of a tensor's storages, which are entered if they are new."""
+        """The numbers of a tensor's storages; new ones are added to the log."""
         if tensor.device.type == "meta":
             return ()
         if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._fakes:
@@ -47,38 +47,38 @@ class MemoryLog:
         return tuple(self._number(storage) for storage in _storages(tensor))
 
     def hold(self, part: str, tensors: Iterable[Any]) -> None:
-        """Say what these tensors are; the first word about a storage stays."""
-        place = PARTS.index(part)
+        """Assign tensors to a part; the first assignment of a storage stays."""
+        index = PARTS.index(part)
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 for number in self.see(tensor):
-                    self._parts.setdefault(number, place)
+                    self._parts.setdefault(number, index)
 
     def leave_out(self, tensors: Iterable[Any]) -> None:
-        """Do not count these: they are not on the device."""
+        """Exclude tensors that are not on the device."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._outside.update(self.see(tensor))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Enter that a storage which is known has another size now."""
+        """Log the new size of a known storage."""
         number = self._numbers.get(storage._cdata)
         if number is not None:
             self._change(number, storage.nbytes())
 
     def peak(self, start: int, stop: int) -> int:
-        """Most bytes between two places in the log."""
+        """Peak bytes between two positions in the log."""
         return max((sum(sizes) for sizes in self._moments(start, stop)), default=0)
 
     def most(self, start: int, stop: int) -> Memory:
-        """The most of each part between two places in the log."""
+        """The peak of each part between two positions in the log."""
         found = zip(*self._moments(start, stop), strict=True)
         return Memory(**dict(zip(PARTS, map(max, found), strict=True)))
 
     def moments(self, start: int, stop: int, *, most: int) -> tuple[Memory, ...]:
-        """The fullest moments of so many stretches between two places in the log.
+        """The peaks of at most `most` intervals between two positions in the log.
 
-        Changes too small to be seen in a picture do not make a stretch longer.
+        Changes too small to be visible in a plot are ignored.
         """
         found: list[tuple[int, ...]] = []
         least = self.peak(start, stop) // _SMALL
@@ -127,7 +127,7 @@ class MemoryLog:
 
 
 def _storages(tensor: Tensor) -> set[torch.UntypedStorage]:
-    """Of a tensor, or of those that it wraps, however deep."""
+    """The storages of a tensor, or of the tensors that it wraps at any depth."""
     if not is_traceable_wrapper_subclass(tensor):
         return {tensor.untyped_storage()}
     parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]

@@ -1,4 +1,4 @@
-"""What a dry run came upon, in words with what to do."""
+"""Problems that a dry run found, each with what to do."""
 
 import traceback
 from collections import Counter
@@ -23,23 +23,23 @@ _NO_VALUES = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-# torch's words for what reads memory that a tensor without values does not have.
+# torch's messages for reading the memory of a tensor without values.
 _WORDS = (".numpy() is not supported for tensor subclasses", "data is not allocated yet")
 
 
 def ends_the_run(error: BaseException) -> bool:
-    """Whether an error is a finding of the dry run, and not a mistake of the user's code."""
+    """Whether an error is a result of the dry run rather than a bug in the user's code."""
     return isinstance(error, (FxError, *_NO_VALUES)) or any(word in str(error) for word in _WORDS)
 
 
 def find_problems(
-    run: DryRun, *, asked: Mesh | None, ended: BaseException | None, peeks: Sequence[ValueRead]
+    run: DryRun, *, requested: Mesh | None, ended: BaseException | None, peeks: Sequence[ValueRead]
 ) -> DryRun:
-    """The same run with its problems, those that end it first."""
+    """Return the run with its problems, fatal ones first."""
     found = [
         *([] if ended is None else [_ending(ended)]),
         *_memory(run),
-        *_mesh(run, asked),
+        *_mesh(run, requested),
         *_steps(run, ended),
         *_values(peeks),
     ]
@@ -58,18 +58,18 @@ def _ending(error: BaseException) -> Problem:
     what = "This line" if operator is None else f"The operator {operator}"
     if isinstance(error, DynamicOutputShapeException):
         text = (
-            f"{what} gives a shape that depends on values, which a dry run does not have. Use a "
-            f"form with a fixed shape, such as a mask that is multiplied, or leave it out here."
+            f"{what} returns a shape that depends on values, which a dry run does not have. Use "
+            f"a fixed shape, for example by multiplying with a mask, or skip it in a dry run."
         )
     elif isinstance(error, UnsupportedOperatorException):
         text = (
-            f"{what} has no rule for shapes alone. Register one with "
-            f"torch.library.register_fake, or leave it out here."
+            f"{what} has no fake implementation. Register one with "
+            f"torch.library.register_fake, or skip it in a dry run."
         )
     else:
         text = (
-            f"{what} reads values, which a dry run does not have ({str(error).splitlines()[0]}) "
-            f"Leave it out here, for example where ctx.comm.simulated."
+            f"{what} reads values, which a dry run does not have ({str(error).splitlines()[0]}). "
+            f"Skip it in a dry run, for example if ctx.comm.simulated."
         )
     kind = "unsupported" if isinstance(error, UnsupportedOperatorException) else "value"
     return Problem(kind=kind, text=text, where=where, fatal=True)
@@ -82,37 +82,38 @@ def _memory(run: DryRun) -> list[Problem]:
     if run.peak > size:
         largest = max(PARTS, key=lambda part: getattr(run.memory, part))
         text = (
-            f"A step needs {show_bytes(run.peak)} and the device has {show_bytes(size)}. Most of "
-            f"it is {largest}, {show_bytes(getattr(run.memory, largest))}. {_ADVICE[largest]}"
+            f"A step needs {show_bytes(run.peak)}, but the device has {show_bytes(size)}. The "
+            f"largest part is {largest}, {show_bytes(getattr(run.memory, largest))}. "
+            f"{_ADVICE[largest]}"
         )
         return [Problem(kind="memory", text=text, fatal=True)]
     if run.setup_peak > size:
         text = (
-            f"A step fits, but before the end of the first one this rank held "
-            f"{show_bytes(run.setup_peak)} and the device has {show_bytes(size)}. Build the model "
-            f"on the CPU or the meta device, and let only this rank's part onto the device."
+            f"A step fits, but setup and the first step need {show_bytes(run.setup_peak)}, and "
+            f"the device has {show_bytes(size)}. Build the model on the CPU or the meta device, "
+            f"and move only this rank's shard to the device."
         )
         return [Problem(kind="memory", text=text)]
     return []
 
 
 _ADVICE = {
-    "parameters": "Shard them over more ranks, or hold them in a smaller number format.",
+    "parameters": "Shard them over more ranks, or store them in a smaller dtype.",
     "gradients": "Shard them over more ranks.",
-    "optimizer": "Shard its state over more ranks, or choose an optimizer with less of it.",
-    "buffers": "Look for buffers that could be made when they are needed.",
-    "activations": "Use smaller batches, accumulate=, recompute=, or split a sequence or tensor "
-    "axis.",
-    "other": "Look for what is kept from step to step, such as outputs of earlier batches.",
+    "optimizer": "Shard its state over more ranks, or choose an optimizer with less state.",
+    "buffers": "Look for buffers that could be computed on demand.",
+    "activations": "Use smaller batches, accumulate=, recompute=, or context or tensor "
+    "parallelism.",
+    "other": "Look for tensors kept from step to step, such as outputs of earlier batches.",
 }
 
 
-def _mesh(run: DryRun, asked: Mesh | None) -> list[Problem]:
-    if asked is None or resolve_mesh(asked, run.world) == run.mesh:
+def _mesh(run: DryRun, requested: Mesh | None) -> list[Problem]:
+    if requested is None or resolve_mesh(requested, run.world) == run.mesh:
         return []
     text = (
-        f"The program chose {_sizes(run.mesh)} itself, so that {_sizes(asked)} was not used. Let "
-        f"it call fx.detect() without mesh=."
+        f"The program itself chose {_sizes(run.mesh)}, so {_sizes(requested)} was not used. Call "
+        f"fx.detect() without mesh=."
     )
     return [Problem(kind="mesh", text=text)]
 
@@ -126,8 +127,8 @@ def _steps(run: DryRun, ended: BaseException | None) -> list[Problem]:
     if run.updates > 1 or ended is not None:
         return []
     text = (
-        "Only one update ran, so that the figures are those of a first step, which may set things "
-        "up. Let it run at least three."
+        "Only one update ran, so the figures are those of a first step and may include setup. Run "
+        "at least three updates."
     )
     return [Problem(kind="steps", text=text)]
 
@@ -137,9 +138,9 @@ def _values(peeks: Sequence[ValueRead]) -> list[Problem]:
     return [
         Problem(
             kind="value",
-            text=f"This line looks at the value of a tensor, seen {count} times; a dry run has "
-            f"none and said {given}. If the program branches on it, the figures are those of that "
-            f"branch. On a device it also waits for all work before it.",
+            text=f"This line reads the value of a tensor ({count} times). A dry run has no values "
+            f"and returned {given}. If the program branches on it, the figures are for that "
+            f"branch. On a real device, the read also waits for all preceding work.",
             where=where,
         )
         for (where, given), count in places.items()
@@ -147,7 +148,7 @@ def _values(peeks: Sequence[ValueRead]) -> list[Problem]:
 
 
 def _place(error: BaseException) -> str:
-    """File and line of the innermost frame of the user's own code that an error passed."""
+    """File and line of the innermost frame of user code in an error's traceback."""
     frames = [
         (frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)

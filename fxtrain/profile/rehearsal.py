@@ -1,4 +1,4 @@
-"""A user's function or script on one pretended rank."""
+"""Run a user's function or script as one simulated rank."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -19,8 +19,8 @@ from fxtrain.state import DistContext, DryRun, Mesh, read_topology, resolve_mesh
 
 __all__ = ["dry_run", "rehearse"]
 
-# The first step sets up, DDP orders its buckets anew in the second, the third is usual, and
-# the fourth shows that it is.
+# The first step sets up, DDP reorders its buckets in the second, the third is typical, and the
+# fourth confirms it.
 _MOST_UPDATES = 4
 _MOMENTS = 240
 
@@ -33,31 +33,31 @@ def dry_run(
     mesh: Mesh | None = None,
     device_memory: int | str | None = None,
 ) -> DryRun:
-    """Run a training loop without values, as one rank of any number, and say what it needs.
+    """Run a training loop without values, as one rank of any world size, and report its needs.
 
-    The function runs as it would for real, with `fx.wrap`, `fx.shard` and `fx.step` or with
-    torch's own calls, on torch's fake tensors and fake process group. Build the model inside
-    it. Once steps are alike it is left, so an endless loop is fine.
+    The function runs on torch's fake tensors and fake process group, with `fx.wrap`, `fx.shard`
+    and `fx.step` or with plain torch. Build the model inside it. The dry run ends once steps
+    are equal, so an endless loop is fine.
 
     Args:
         fn: Takes a context and trains; at least one optimizer must update.
-        world: Ranks to pretend.
-        rank: Which of them to be.
+        world: World size to simulate.
+        rank: The rank to run as.
         mesh: Ranks per axis; all ranks replicate by default.
-        device_memory: What one device has: bytes, or a text such as "80GB" or "24GiB".
+        device_memory: Memory of one device: bytes, or text such as "80GB" or "24GiB".
 
     Returns:
-        Memory of this rank by what it holds, traffic by kind and axis, and problems. What
-        fxtrain refuses in a plan, and operations that need values, are among the problems.
+        Memory of this rank by part, traffic by kind and axis, and problems. Problems include
+        errors in the plan and operations that need values.
 
     Effects:
-        Opens and closes torch's default process group. Everything else that the function does
-        happens: files that it writes, lines that it prints.
+        Opens and closes torch's default process group. All other effects of the function are
+        real, such as files that it writes and lines that it prints.
 
     Raises:
-        ContextError: the mesh does not fit the world, or a process group is open.
-        PlanError: there is no such rank, or the memory cannot be read.
-        StepError: the function ended without an update and without an error.
+        ContextError: the mesh does not fit the world size, or a process group is open.
+        PlanError: the rank does not exist, or `device_memory` is malformed.
+        StepError: the function returned without an update.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -92,14 +92,14 @@ def rehearse(
     mesh: Mesh | None,
     device_memory: int | str | None,
 ) -> DryRun:
-    """Like `dry_run`, of a program that connects by itself, in a world that variables describe."""
+    """Like `dry_run`, for a program that connects by itself from environment variables."""
     size = read_bytes(device_memory)
-    pretend = FakeValuesMode()
-    watch = LoopRecorder(most=_MOST_UPDATES, fakes=pretend.fakes)
+    fakes = FakeValuesMode()
+    watch = LoopRecorder(most=_MOST_UPDATES, fakes=fakes.fakes)
     ended: BaseException | None = None
-    patches = (load_in_process(watch), swappable(pretend), lazy_chunks(), formattable())
+    patches = (load_in_process(watch), swappable(fakes), lazy_chunks(), formattable())
     with ExitStack() as stack:
-        for one in (fake_group(variables), *patches, pretend, recording(watch)):
+        for one in (fake_group(variables), *patches, fakes, recording(watch)):
             stack.enter_context(one)
         try:
             call()
@@ -112,9 +112,9 @@ def rehearse(
         wrapped = watch.wrapped
     if not watch.marks and ended is None:
         raise StepError(
-            f"A dry run of {name} saw no update: it ended without a call of an optimizer's "
-            f"step(). Let it train at least one batch; was the training left out by an "
-            f"argument, or by `if __name__ == ...`?"
+            f"The dry run of {name} recorded no update: it ended without a call of an optimizer's "
+            f"step(). Train at least one batch; check that neither an argument nor "
+            f"`if __name__ == ...` skips the training."
         )
     at = read_topology(variables)
     chosen = resolve_mesh(mesh or Mesh(), at.world_size) if wrapped is None else wrapped.ctx.mesh
@@ -128,11 +128,11 @@ def rehearse(
         device_memory=size,
         **figures(watch, axis_namer(chosen, at.rank)),
     )
-    return find_problems(found, asked=mesh, ended=ended, peeks=pretend.peeks)
+    return find_problems(found, requested=mesh, ended=ended, peeks=fakes.peeks)
 
 
 def figures(watch: LoopRecorder, axis_of: Callable[[Collective], str]) -> dict[str, Any]:
-    """What a watch saw of setting up and of the last step, as fields of a `DryRun`."""
+    """The recorded figures of setup and of the last step, as fields of a `DryRun`."""
     memory, traffic = watch.memory, watch.traffic
     end = Mark(len(memory.changes), len(traffic))
     first = watch.started or end

@@ -1,4 +1,4 @@
-"""Dry runs as tables to read, one column each."""
+"""Format dry runs as tables, one column each."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,10 +16,10 @@ __all__ = ["table"]
 
 
 def table(*runs: DryRun) -> RenderableType:
-    """What dry runs found, side by side, to print with rich.
+    """Tables of the results of dry runs, side by side, to print with rich.
 
     Args:
-        runs: One or more; with several, what differs between their plans comes first.
+        runs: One or more dry runs; for several, a table also shows how their plans differ.
 
     Example:
         >>> import fxtrain as fx
@@ -39,7 +39,7 @@ def table(*runs: DryRun) -> RenderableType:
 
 
 def _names(runs: Sequence[DryRun]) -> list[str]:
-    """What tells the runs apart: name, world and mesh."""
+    """Column titles: name, world size and mesh."""
     return [f"{run.name}\n{run.world} ranks\n{show_mesh(run.mesh)}" for run in runs]
 
 
@@ -57,7 +57,7 @@ def _grid(title: str, names: Sequence[str]) -> Table:
 
 
 def _plain(text: str) -> Text:
-    """Text of a run, which may come from a file: neither markup nor control characters count."""
+    """Text of a run, which may come from a file, without markup or control characters."""
     return Text(escape_unprintable(text))
 
 
@@ -66,7 +66,7 @@ def _memory(runs: Sequence[DryRun], names: Sequence[str]) -> Table:
     for part in PARTS:
         grid.add_row(part, *(show_bytes(getattr(run.memory, part)) for run in runs))
     grid.add_section()
-    grid.add_row("fullest moment of a step", *(show_bytes(run.peak) for run in runs))
+    grid.add_row("peak of a step", *(show_bytes(run.peak) for run in runs))
     grid.add_row("until the first update", *(show_bytes(run.setup_peak) for run in runs))
     if any(run.device_memory is not None for run in runs):
         grid.add_row("device", *(_device(run) for run in runs))
@@ -74,11 +74,11 @@ def _memory(runs: Sequence[DryRun], names: Sequence[str]) -> Table:
 
 
 def _device(run: DryRun) -> str:
-    return "not asked" if run.device_memory is None else show_bytes(run.device_memory)
+    return "not set" if run.device_memory is None else show_bytes(run.device_memory)
 
 
 class _Kind(NamedTuple):
-    """What makes two rows of traffic comparable."""
+    """The key of a row of traffic."""
 
     kind: str
     axis: str
@@ -106,10 +106,10 @@ def _plans(runs: Sequence[DryRun], names: Sequence[str]) -> list[Table]:
     if first is None:
         return []
     rows: dict[str, list[str]] = {}
-    for place, run in enumerate(runs):
+    for index, run in enumerate(runs):
         for change in () if run.plan is None else diff(first, run.plan):
             row = rows.setdefault(change.path, [str(change.left)] * len(runs))
-            row[place] = str(change.right)
+            row[index] = str(change.right)
     if not rows:
         return []
     grid = _grid("plan", names)

@@ -1,4 +1,4 @@
-"""Functions of torch that cannot do with tensors without values, replaced for a while."""
+"""Temporary replacements of torch functions that do not work on tensors without values."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +18,9 @@ __all__ = ["formattable", "lazy_chunks", "load_in_process", "swappable"]
 
 @contextmanager
 def load_in_process(watch: LoopRecorder) -> Iterator[None]:
-    """Let data loaders read in this process, under a watch.
+    """Make data loaders load in this process, while recorded.
 
-    Tensors without values do not travel between processes.
+    Fake tensors cannot be sent between processes.
     """
 
     class Reading(_SingleProcessDataLoaderIter):
@@ -41,15 +41,15 @@ def load_in_process(watch: LoopRecorder) -> Iterator[None]:
 
 
 @contextmanager
-def swappable(pretend: FakeValuesMode) -> Iterator[None]:
-    """Let `module.to(...)` swap parameters.
+def swappable(fakes: FakeValuesMode) -> Iterator[None]:
+    """Allow `module.to(...)` to swap parameters.
 
-    torch refuses where a weak reference to one exists, and its own fake mode keeps some.
+    torch raises if a weak reference to one exists, and its fake mode keeps some.
     """
     usual = torch.utils.swap_tensors
 
     def swap(one: Any, other: Any) -> None:
-        pretend.forget_origins()
+        fakes.forget_origins()
         usual(one, other)
 
     with _replaced(torch.utils, "swap_tensors", swap):
@@ -58,9 +58,9 @@ def swappable(pretend: FakeValuesMode) -> Iterator[None]:
 
 @contextmanager
 def lazy_chunks() -> Iterator[None]:
-    """Let FSDP2 cut only those chunks of a parameter that it looks at.
+    """Make FSDP2 create only the chunks of a parameter that it uses.
 
-    It makes all of them, one for each rank, and takes this rank's and the first.
+    It creates one for each rank, and uses this rank's and the first.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
@@ -70,7 +70,7 @@ def lazy_chunks() -> Iterator[None]:
 
 @contextmanager
 def formattable() -> Iterator[None]:
-    """Let `f"{loss:.3f}"` look at a value, as of any tensor of no dimensions."""
+    """Make `f"{loss:.3f}"` read a value, as for any zero-dimensional tensor."""
     usual = torch.Tensor.__format__
 
     def write(tensor: torch.Tensor, spec: str) -> str:
@@ -83,7 +83,7 @@ def formattable() -> Iterator[None]:
 
 
 class _Chunks:
-    """A tensor's chunks, each cut when it is asked for."""
+    """A tensor's chunks, each created on access."""
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._num_chunks, self._dim = tensor, num_chunks, dim

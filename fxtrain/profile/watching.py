@@ -1,7 +1,6 @@
-"""Watching a training loop from outside: every operation, collective, module and update.
+"""Record the operations, collectives, modules and updates of a training loop from outside.
 
-The same watch runs over real tensors, so that what a dry run says can be compared with what
-happens.
+The same recorder works on real tensors, so that a dry run can be compared with a real one.
 """
 
 import gc
@@ -32,35 +31,35 @@ from fxtrain.state import Wrapped
 __all__ = ["LoopRecorder", "Mark", "StepsConverged", "recording"]
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_DEVICE = torch.ops.prim.device.default  # asked all the time, and nothing happens
+_DEVICE = torch.ops.prim.device.default  # very frequent, and without effect
 
 
 class StepsConverged(BaseException):
-    """Ends a loop whose steps have become alike; not an error, so nothing should catch it."""
+    """Ends a loop whose steps have become equal. Not an Exception, so that no code catches it."""
 
 
 @attrs.frozen
 class Mark:
-    """Places in the log of memory and in that of traffic."""
+    """Positions in the memory log and in the traffic log."""
 
     memory: int
     traffic: int
 
 
 class LoopRecorder(TorchDispatchMode):
-    """What happened, in order. Changes while a loop runs under it.
+    """Records what a loop does, in order.
 
-    An update of the first optimizer that updates ends a step.
+    Each update of the first optimizer that updates ends a step.
 
     Args:
-        most: Steps after which it is enough.
-        fakes: The mode whose tensors stand for real ones.
+        most: Number of steps after which the loop ends.
+        fakes: The mode whose tensors represent real ones.
 
     Attributes:
-        memory: Storages made and freed.
+        memory: Log of allocated and freed storages.
         traffic: Collectives.
-        started: Where the first forward began; None before.
-        marks: Where each step ended.
+        started: Position of the first forward; None before.
+        marks: Position of the end of each step.
         wrapped: The model that the first optimizer updates, if fxtrain wrapped it.
     """
 
@@ -79,8 +78,8 @@ class LoopRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Distributed tensors take themselves apart first; their local tensors come by later.
-        # What happens inside another fake mode only finds out shapes.
+        # DTensors are unwrapped first; their local tensors are dispatched here later.
+        # Operations inside another fake mode only compute shapes.
         if any(not _is_plain(kind) for kind in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
@@ -96,7 +95,7 @@ class LoopRecorder(TorchDispatchMode):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Data is read inside: what it is made from stays on the host."""
+        """While data is loaded: its source tensors stay on the host and are not counted."""
         self._loads += 1
         try:
             yield
@@ -104,18 +103,18 @@ class LoopRecorder(TorchDispatchMode):
             self._loads -= 1
 
     def meet(self, module: nn.Module) -> None:
-        """A module, and those in it."""
+        """Remember a module and its submodules."""
         if module not in self._modules:
             self._modules.update(module.modules())
 
     def forward(self, module: nn.Module, _: Any) -> None:
-        """A module is about to run."""
+        """Called before a module's forward."""
         if self.started is None:
             self.started = self._here()
         self.meet(module)
 
     def before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        """Gradients are complete, and nothing is freed yet."""
+        """Called before an update, when gradients are complete and nothing is freed yet."""
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         self.memory.hold("parameters", trained)
         self.memory.hold("gradients", [p.grad for p in trained])
@@ -126,8 +125,8 @@ class LoopRecorder(TorchDispatchMode):
             self.memory.hold("buffers", module._buffers.values())
 
     def after_update(self, optimizer: Optimizer, *_: Any) -> None:
-        """The optimizer has its state."""
-        # torch's ZeroRedundancyOptimizer has the states of this rank's parameters in another.
+        """Called after an update, when the optimizer has its state."""
+        # torch's ZeroRedundancyOptimizer keeps this rank's states in an inner optimizer.
         for one in (optimizer, getattr(optimizer, "optim", None)):
             if isinstance(one, Optimizer):
                 self.memory.hold("optimizer", tree_leaves(list(one.state.values())))
@@ -140,13 +139,13 @@ class LoopRecorder(TorchDispatchMode):
                 raise StepsConverged
 
     def step_traffic(self, step: int) -> list[Collective]:
-        """Collectives of one step, from 0; the first begins with the first forward."""
+        """Collectives of one step, counted from 0, which begins with the first forward."""
         first = self.started or Mark(0, 0)
         start = self.marks[step - 1] if step else first
         return self.traffic[start.traffic : self.marks[step].traffic]
 
     def _settled(self) -> bool:
-        """Whether the last two steps were alike, so that the next one would be too."""
+        """Whether the last two steps had the same collectives, so that the next would too."""
         count = len(self.marks)
         if count < 2:
             return False
@@ -158,10 +157,10 @@ class LoopRecorder(TorchDispatchMode):
 
 @contextmanager
 def recording(watch: LoopRecorder) -> Iterator[LoopRecorder]:
-    """Let a watch see what happens inside.
+    """Record what happens inside the block.
 
     Effects:
-        Hooks of torch that concern every module and optimizer, taken away at the end.
+        Registers torch's global hooks of modules and optimizers; removes them at the end.
     """
     resize = torch.UntypedStorage.resize_
 
@@ -180,7 +179,7 @@ def recording(watch: LoopRecorder) -> Iterator[LoopRecorder]:
     with ExitStack() as stack:
         for hook in hooks:
             stack.callback(hook.remove)
-        # FSDP2 frees gathered parameters so; torch's own memory tracker looks here too.
+        # FSDP2 frees gathered parameters this way; torch's memory tracker also hooks it.
         stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
         stack.enter_context(watch)
@@ -188,7 +187,7 @@ def recording(watch: LoopRecorder) -> Iterator[LoopRecorder]:
 
 
 def _holder(optimizer: Optimizer) -> Wrapped | None:
-    """The handle that holds an optimizer; a script keeps it under a name of its own."""
+    """The wrapped model of an optimizer, wherever the script keeps it."""
     for found in gc.get_referrers(*gc.get_referrers(optimizer)):
         if type(found) is Wrapped and any(one is optimizer for one in found.optimizers):
             return found

@@ -1,5 +1,5 @@
-"""What tests of distributed code need: real ranks in a pool, fake ranks in one process, a
-count of what the ranks say to each other, and the laws of strategies."""
+"""Tools to test distributed code: pools of real ranks, fake ranks in one process, counts of
+collectives, and the laws of strategies."""
 
 from fxtrain.testing.cluster import Cluster, RankFailure, free_port
 from fxtrain.testing.fake_backend import fake_world

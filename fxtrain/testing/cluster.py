@@ -1,4 +1,4 @@
-"""A pool of real ranks: worker processes joined by gloo, kept for many short calls."""
+"""A pool of real ranks: worker processes connected by gloo, kept for many short calls."""
 
 import os
 import pickle
@@ -22,17 +22,17 @@ from fxtrain.testing.worker import CONNECTED, LOADED, work
 __all__ = ["Cluster", "RankFailure", "free_port"]
 
 _START_S = 90.0
-# What a failure most likely is: the cause, or the echo of what failed on another rank.
+# Kinds of failures, from the most likely cause to an echo of another rank's failure.
 _ENDED, _RAISED, _SILENT, _ECHO = range(4)
 
 
 class RankFailure(Exception):
-    """Ranks of a pool failed, did not answer in time, or gave what cannot be read."""
+    """A rank of a pool ended, did not answer in time, or returned a value that does not pickle."""
 
 
 @attrs.frozen(kw_only=True)
 class _Outcome:
-    """What one rank made of a call; an error in `value` was raised if `failed`."""
+    """The result of a call on one rank; if `failed`, `value` is the error."""
 
     value: Any
     words: str = ""
@@ -42,14 +42,14 @@ class _Outcome:
 
 
 class Cluster:
-    """World-size worker processes that run module-level functions on all ranks at once.
+    """Worker processes that run module-level functions on all ranks at the same time.
 
-    Workers start at the first call and again after a failure: only after a CollectiveError
-    that left the ranks able to talk do they stay. Each runs `fn(ctx, *args)` with a connected
-    context, and may have child processes, such as the workers of a `DataLoader`.
+    Workers start at the first call and restart after a failure, except after a CollectiveError
+    that leaves the process group working. Each runs `fn(ctx, *args)` with a connected context,
+    and may have child processes, such as the workers of a `DataLoader`.
 
     Args:
-        n: Ranks.
+        n: Number of ranks.
         timeout_s: Group timeout of the ranks' context, in seconds.
         call_s: Longest time for one call, in seconds; then the workers are killed.
         device: Where the ranks compute.
@@ -60,8 +60,8 @@ class Cluster:
             used by the first pool of a process.
 
     Effects:
-        The first call starts Python's fork server on Linux, which has torch loaded, so that
-        later pools start within a fraction of a second.
+        On Linux, the first call starts Python's fork server with torch imported, so that later
+        pools start within a fraction of a second.
     """
 
     def __init__(
@@ -88,7 +88,8 @@ class Cluster:
 
         Raises:
             The error of a rank that failed, with its traceback and the other ranks' errors as
-            notes; RankFailure if a rank died, did not answer, or gave what does not pickle.
+            notes. RankFailure if a rank ended, did not answer in time, or returned a value that
+            does not pickle.
         """
         outcomes = self._call(fn, args)
         failures = [rank for rank, outcome in enumerate(outcomes) if outcome.failed]
@@ -103,11 +104,11 @@ class Cluster:
         raise error
 
     def outcomes(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Like `run`, but a rank that failed gives its exception as its result."""
+        """Like `run`, but the result of a failed rank is its exception."""
         return [outcome.value for outcome in self._call(fn, args)]
 
     def close(self) -> None:
-        """End the workers, and what they started."""
+        """End the workers and their children."""
         for process, pipe in self._workers:
             pipe.close()
             _kill(process)
@@ -121,8 +122,8 @@ class Cluster:
             call = pickle.dumps((fn, args))
         except Exception as error:
             raise TypeError(
-                f"{fn!r} and its arguments travel to other processes, so they have to pickle; "
-                f"define the function at module level. {error}"
+                f"{fn!r} and its arguments are sent to other processes, so they must pickle. "
+                f"Define the function at module level. {error}"
             ) from error
         if not self._workers:
             self._start()
@@ -132,7 +133,7 @@ class Cluster:
             for _, pipe in self._workers:
                 _send(pipe, request)
             outcomes = self._collect(self._call_s)
-        except BaseException:  # Ctrl-C or a test's timeout: answers are still on their way
+        except BaseException:  # Ctrl-C or a test's timeout: answers may still arrive
             self.close()
             raise
         if not all(outcome.healthy for outcome in outcomes):
@@ -142,7 +143,7 @@ class Cluster:
     def _collect(self, within_s: float) -> list[_Outcome]:
         deadline = time.monotonic() + within_s
         outcomes: dict[int, _Outcome] = {}
-        # A rank that ends closes its pipe, but workers of its loaders may keep it open.
+        # A rank that ends closes its pipe, unless workers of its loaders keep it open.
         signs = [(process.sentinel, pipe) for process, pipe in self._workers]
         while len(outcomes) < self.n:
             waiting: dict[Any, int] = {
@@ -161,7 +162,7 @@ class Cluster:
         return [outcomes[rank] for rank in range(self.n)]
 
     def _answered(self, rank: int) -> _Outcome:
-        """What a rank says that has answered or ended."""
+        """The outcome of a rank that has answered or ended."""
         pipe = self._workers[rank][1]
         try:
             answer = pipe.recv_bytes() if pipe.poll() else None
@@ -180,8 +181,8 @@ class Cluster:
         try:
             value = pickle.loads(body)
         except Exception:
-            here = trace or traceback.format_exc()
-            return self._failure(rank, f"{words} (which does not unpickle here)", _ENDED, here)
+            trace = trace or traceback.format_exc()
+            return self._failure(rank, f"{words} (which does not unpickle)", _ENDED, trace)
         if returned:
             return _Outcome(value=value, words=words, failed=False, healthy=healthy)
         value.add_note(f"On rank {rank} of {self.n}:\n{trace}")
@@ -208,18 +209,18 @@ class Cluster:
         # Only these workers reach each other, and only on this machine.
         own = {SECRET: fresh_secret(), **loopback_route().env, **self._env}
         for rank in range(self.n):
-            here, there = method.Pipe()
+            local, remote = method.Pipe()
             process = method.Process(
                 target=work,
                 args=(
-                    *(rank, self.n, self.timeout_s, there, list(sys.path), dict(os.environ)),
+                    *(rank, self.n, self.timeout_s, remote, list(sys.path), dict(os.environ)),
                     *(self._device, own, self._keep_groups),
                 ),
                 daemon=True,
             )
             process.start()
-            there.close()
-            self._workers.append((process, here))
+            remote.close()
+            self._workers.append((process, local))
         try:
             self._started(LOADED)
             port = str(free_port()).encode()
@@ -238,22 +239,25 @@ class Cluster:
 
 
 def _kill(process: Any) -> None:
-    """End a rank and its children: workers of a loader would look for their parent in vain."""
+    """Kill a rank and its children, such as the workers of a loader."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
-    except (AttributeError, ProcessLookupError):  # on Windows; or it has only begun, or ended
+    except (
+        AttributeError,
+        ProcessLookupError,
+    ):  # Windows, or just started, or already ended
         process.kill()
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nobody listens on."""
+    """A TCP port on loopback that is not in use."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def _send(pipe: Connection, request: bytes) -> None:
-    """Send a call; that a rank is gone shows when its answer is read."""
+    """Send a call; if the rank has ended, reading its answer reports it."""
     try:
         pipe.send_bytes(request)
     except (BrokenPipeError, ConnectionResetError):

@@ -1,4 +1,4 @@
-"""Many ranks in one process: torch's fake backend."""
+"""Simulate one rank of a large world in one process, with torch's fake backend."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ __all__ = ["fake_world"]
 
 @contextmanager
 def fake_world(n: int, *, rank: int = 0, mesh: Mesh | None = None) -> Iterator[DistContext]:
-    """The context of one rank of `n`, whose traffic goes nowhere.
+    """The context of one rank of `n`, whose collectives transfer nothing.
 
     Effects:
         Opens and closes torch's default process group in this process.

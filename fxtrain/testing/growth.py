@@ -1,4 +1,4 @@
-"""What each operation costs as a model grows, counted and not timed, and the law about it."""
+"""Count (not time) the cost of each operation as a model grows, and check that it is linear."""
 
 import sys
 import tempfile
@@ -29,19 +29,19 @@ from fxtrain.testing.transformer import Transformer
 __all__ = ["OPERATIONS", "Cost", "costs_of", "grows_linearly"]
 
 OPERATIONS = ("wrap", "step", "save", "restore", "export", "load_model")
-_BLOCKS = (2, 4, 6)  # of models that differ in the number of parameters
-_WIDTHS = (64, 96, 128)  # of models that differ in the size of each parameter
+_BLOCKS = (2, 4, 6)  # models that differ in the number of parameters
+_WIDTHS = (64, 96, 128)  # models that differ in the size of each parameter
 _SLACK = 1.1
 
 
 @attrs.frozen(kw_only=True)
 class Cost:
-    """What one call of an operation takes on one rank, in its own thread.
+    """The cost of one call of an operation on one rank, in the calling thread.
 
     Attributes:
-        calls: Functions entered, those of Python and those of C.
+        calls: Calls of Python and C functions.
         operators: Torch operators.
-        bytes: Of the tensors that operators make.
+        bytes: Bytes of the tensors that operators create.
     """
 
     calls: int
@@ -51,7 +51,7 @@ class Cost:
 
 @attrs.frozen(kw_only=True)
 class _Measured:
-    """One model: how large it is, and what each operation on it takes."""
+    """The size of a model, and the cost of each operation on it."""
 
     parameters: int
     bytes: int
@@ -68,16 +68,16 @@ def grows_linearly(
 ) -> None:
     """Calls and bytes of every operation grow at most linearly with parameters and their bytes.
 
-    Each is counted for three models that differ in their number of layers, and for three that
-    differ in the width of layers: what the second addition costs per parameter, or per byte,
-    is not more than what the first cost. Wider layers cost no more calls at all.
+    Counts each operation for three models that differ in the number of layers, and for three
+    that differ in their width. From the second to the third, the cost per additional parameter
+    or byte must not exceed that from the first to the second. Wider layers must not add calls.
 
     Args:
         ranks: A pool of workers.
-        plan: Names the strategy.
-        mesh: Ranks per axis; None leaves the ranks as they are.
-        terms: Its dtype is that of the model.
-        without: Operations that the strategy does not have, of `OPERATIONS`.
+        plan: The plan, which selects the strategy.
+        mesh: Ranks per axis; None uses the context unchanged.
+        terms: Its dtype is the model's dtype.
+        without: Names in `OPERATIONS` that the strategy does not support.
 
     Raises:
         AssertionError: an operation costs more per parameter or per byte as the model grows.
@@ -95,7 +95,7 @@ def grows_linearly(
 
 
 def costs_of(run: Callable[[], object]) -> Cost:
-    """Call a function and count what it takes.
+    """Call a function and count its cost.
 
     Example:
         >>> import torch
@@ -114,7 +114,7 @@ def costs_of(run: Callable[[], object]) -> Cost:
 
 
 class _Meter(TorchDispatchMode):
-    """Passes every operator on, and counts it and what it makes."""
+    """Runs every operator, and counts it and the bytes that it creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class _Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # A DTensor and its like first; the operators on what it wraps come here again.
+        # DTensors are unwrapped first; operators on their local tensors are dispatched here later.
         if any(map(wraps_tensors, types)):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
@@ -146,7 +146,7 @@ def _measured(
     without: tuple[str, ...],
     folder: str,
 ) -> list[_Measured]:
-    """The costs for models of several sizes; the first is built twice, so that it is warm."""
+    """The costs for models of several sizes; the first size runs twice, as a warm-up."""
     with on_mesh(ctx, mesh) as placed:
         return [
             _of_one(placed, plan, Transformer(blocks=blocks, width=width, dtype=dtype), without,
@@ -170,7 +170,7 @@ def _of_one(
     table = TensorDataset(tokens[:, :-1], tokens[:, 1:])
     batches = list(shard(DataLoader(table, batch_size=2), ctx, plan))
     fns = StepFns(model=model, loss=_loss)
-    step(ctx, batches[0], fns)  # the first makes the optimizer's states
+    step(ctx, batches[0], fns)  # the first step creates the optimizer's states
     runs = {
         "step": lambda: step(ctx, batches[1], fns),
         "save": lambda: save(folder / "run", ctx, model, position=batches[1].position),
@@ -192,7 +192,7 @@ def _loss(model: Any, batch: Any) -> Tensor:
 
 
 def _total(ranks: tuple[_Measured, ...]) -> _Measured:
-    """One model on all ranks together, since which of them does what depends on its size."""
+    """Sum over all ranks, because the division of work between them depends on the model."""
     kinds = [field.name for field in attrs.fields(Cost)]
     costs = {
         name: Cost(**{kind: sum(getattr(one.costs[name], kind) for one in ranks) for kind in kinds})
@@ -212,7 +212,7 @@ def _check_deeper(where: str, name: str, models: list[_Measured]) -> None:
 
 def _check_wider(where: str, name: str, models: list[_Measured]) -> None:
     costs = [one.costs[name] for one in models]
-    # The first is left out: caches know its shapes from the models before.
+    # Skips the first, whose shapes are already in caches.
     calls, operators = [one.calls for one in costs[1:]], [one.operators for one in costs[1:]]
     assert calls[1] <= _SLACK * calls[0], f"{where}: calls are {calls}"
     assert operators[1] <= _SLACK * operators[0], f"{where}: operators are {operators}"
@@ -220,10 +220,10 @@ def _check_wider(where: str, name: str, models: list[_Measured]) -> None:
 
 
 def _grows_linearly(where: str, sizes: list[int], counts: list[int]) -> None:
-    """Whether the second slope is not steeper than the first.
+    """Assert that the second slope is not steeper than the first.
 
-    A hundredth of all is noise, and so is a tenth per byte or parameter, as of a manifest whose
-    parts are sent in another way once they are many.
+    Allows 1 % of the total and 0.1 per byte or parameter as noise, for example because a larger
+    manifest is sent in a different way.
     """
     first, second = (
         (high - low) / (right - left)
@@ -231,5 +231,5 @@ def _grows_linearly(where: str, sizes: list[int], counts: list[int]) -> None:
     )
     noise = 0.1 + 0.01 * counts[-1] / (sizes[-1] - sizes[-2])
     assert second <= _SLACK * max(first, 0) + noise, (
-        f"{where}: {counts} for models of {sizes}, so each addition costs more than the one before"
+        f"{where}: {counts} for models of {sizes}: the cost grows faster than linearly"
     )

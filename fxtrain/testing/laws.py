@@ -1,7 +1,7 @@
-"""Laws that hold for every strategy: what a run computes does not depend on how it is spread.
+"""Laws that hold for every strategy: the results of a run do not depend on its parallelism.
 
 A law is a function of a pool of ranks, a plan, a mesh and terms that raises AssertionError. The
-truth is a loop on torch alone, in the calling process, over the same rows in one batch.
+reference is a plain torch loop in the calling process, over the same rows in one batch.
 """
 
 import math
@@ -37,15 +37,15 @@ Law = Callable[..., None]
 
 @attrs.frozen(kw_only=True)
 class Terms:
-    """What a strategy is held to, where its engine can do less than torch.
+    """Tolerances and features of a strategy whose engine supports less than torch.
 
     Attributes:
-        dtype: Of the model, for laws that do not choose one.
-        rtol: Largest relative difference from the loop by hand.
-        atol: Largest absolute one, of parameters.
-        clip_value: It clips single entries.
-        fp16: It scales losses on the pool's device.
-        exact: At one rank no bit differs from the loop by hand; else what is true of several.
+        dtype: Dtype of the model, for laws that do not choose one.
+        rtol: Largest relative difference from the reference.
+        atol: Largest absolute difference of parameters.
+        clip_value: Whether it supports clipping by value.
+        fp16: Whether it supports loss scaling on the pool's device.
+        exact: Whether one rank equals the reference bit for bit, and not only within tolerances.
 
     Example:
         >>> import torch
@@ -68,14 +68,14 @@ _TERMS = Terms()
 def same_as_one_process(
     ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
 ) -> None:
-    """The losses and parameters of several updates are those of one process."""
+    """Losses and parameters of several updates equal those of one process."""
     _agrees(ranks, Task(plan=plan, mesh=mesh), terms)
 
 
 def same_in_micro_batches(
     ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
 ) -> None:
-    """Several micro-batches give the update of one batch, whenever gradients are reduced."""
+    """Several micro-batches give the update of one batch, with and without `sync_each`."""
     for sync_each in (False, True):
         several = attrs.evolve(plan, accumulate=3, sync_each=sync_each)
         _agrees(ranks, Task(plan=several, mesh=mesh), terms)
@@ -84,7 +84,7 @@ def same_in_micro_batches(
 def same_by_tokens(
     ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
 ) -> None:
-    """A mean over tokens is one mean, however many of them a rank or micro-batch holds."""
+    """A mean over tokens does not depend on how many a rank or micro-batch has."""
     for accumulate in (1, 2):
         several = attrs.evolve(plan, accumulate=accumulate)
         _agrees(ranks, Task(plan=several, mesh=mesh, weighted=True), terms)
@@ -93,9 +93,9 @@ def same_by_tokens(
 def same_clipped(
     ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
 ) -> None:
-    """Norms are those of whole gradients, and so is what clipping leaves."""
-    entries = 0.004 if terms.clip_value else None
-    clipped = attrs.evolve(plan, clip_norm=0.05, clip_value=entries)
+    """Norms are those of full gradients, and clipping is applied to full gradients."""
+    value = 0.004 if terms.clip_value else None
+    clipped = attrs.evolve(plan, clip_norm=0.05, clip_value=value)
     runs = _agrees(ranks, Task(plan=clipped, mesh=mesh), terms)
     assert all(run.norms == runs[0].norms for run in runs), "ranks report different norms"
     assert min(runs[0].norms) > 0.05, "nothing was clipped"
@@ -104,20 +104,20 @@ def same_clipped(
 def frozen_and_tied_stay(
     ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
 ) -> None:
-    """A frozen parameter keeps its values, and two tied ones stay one."""
+    """A frozen parameter keeps its values, and tied parameters stay tied."""
     task = Task(plan=plan, mesh=mesh, frozen=True, dtype=terms.dtype)
     start = new_model(task).get_parameter("position")
     for run in _agrees(ranks, task, terms):
-        assert torch.equal(run.parameters["position"], start), "a frozen parameter moved"
-        assert run.tied, "the head and the embedding came apart"
+        assert torch.equal(run.parameters["position"], start), "a frozen parameter changed"
+        assert run.tied, "the head and the embedding are no longer tied"
 
 
 def overflow_skips_everywhere(
     ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
 ) -> None:
-    """One entry of one rank's gradient overflows: no rank updates, and all lower the scale.
+    """If one element of one rank's gradient overflows, all ranks skip and lower the scale.
 
-    Holds of itself without fp16.
+    Does nothing without fp16.
     """
     if not terms.fp16:
         return
@@ -136,7 +136,7 @@ def overflow_skips_everywhere(
 def non_finite_skips_everywhere(
     ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
 ) -> None:
-    """An update to which one rank brings a gradient that is not finite never was."""
+    """An update with a non-finite gradient on one rank is skipped without a trace."""
     skipping = attrs.evolve(plan, nonfinite="skip")
     _agrees(ranks, Task(plan=skipping, mesh=mesh, poke_at=2, poke=1e300), terms)
 
@@ -144,30 +144,28 @@ def non_finite_skips_everywhere(
 def resumes_where_it_stopped(
     ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
 ) -> None:
-    """A run that was saved goes on elsewhere bit for bit: losses, parameters, optimizer."""
+    """A saved run resumes with a new model bit for bit: losses and parameters."""
     task = Task(plan=plan, mesh=mesh, dtype=terms.dtype)
     with tempfile.TemporaryDirectory(prefix="fxtrain-laws-") as folder:
         runs = ranks.run(stopped_and_resumed, task, folder)
-    for whole, rest in runs:
-        half = whole.losses[len(whole.losses) // 2 :]
-        assert rest.losses == half, f"losses are {rest.losses}, without a stop {half}"
-        for name, value in whole.parameters.items():
-            assert torch.equal(rest.parameters[name], value), f"{name} differs after going on"
+    for full, resumed in runs:
+        half = full.losses[len(full.losses) // 2 :]
+        assert resumed.losses == half, f"losses are {resumed.losses}, uninterrupted {half}"
+        for name, value in full.parameters.items():
+            assert torch.equal(resumed.parameters[name], value), f"{name} differs after resuming"
 
 
 def whole_weights_change_nothing(
     ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
 ) -> None:
-    """Whole weights are the run's, and a run that takes them out at any time is the same run."""
+    """Reading full weights during a run returns its weights and does not change the run."""
     task = Task(plan=attrs.evolve(plan, accumulate=2), mesh=mesh, dtype=terms.dtype)
     runs = ranks.run(on_ranks, task)
-    for run, looked in zip(runs, ranks.run(on_ranks, attrs.evolve(task, look=True)), strict=True):
-        assert looked.losses == run.losses, (
-            f"losses are {looked.losses}, without a look {run.losses}"
-        )
+    for run, read in zip(runs, ranks.run(on_ranks, attrs.evolve(task, look=True)), strict=True):
+        assert read.losses == run.losses, f"losses are {read.losses}, without reading {run.losses}"
         for name, value in run.parameters.items():
-            assert torch.equal(looked.parameters[name], value), f"{name} differs after a look"
-            assert torch.equal(looked.seen[name], value), f"{name} was another when looked at"
+            assert torch.equal(read.parameters[name], value), f"{name} differs after reading"
+            assert torch.equal(read.seen[name], value), f"{name} was read with wrong values"
 
 
 def every_function_is_used(
@@ -186,7 +184,7 @@ def every_function_is_used(
 def one_rank_is_the_loop(
     ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
 ) -> None:
-    """At one rank a plan changes no bit. Holds of itself on pools of several ranks."""
+    """At one rank a plan changes no bit. Does nothing on pools of several ranks."""
     if ranks.n > 1:
         return
     task = Task(plan=attrs.evolve(plan, clip_norm=0.05), mesh=mesh, dtype=terms.dtype)
@@ -194,16 +192,16 @@ def one_rank_is_the_loop(
         _agrees(ranks, task, terms)
         return
     (run,), wanted = ranks.run(on_ranks, task), by_hand(task, 1)
-    assert run.losses == wanted.losses, f"losses {run.losses}, by hand {wanted.losses}"
-    assert run.norms == wanted.norms, f"norms {run.norms}, by hand {wanted.norms}"
+    assert run.losses == wanted.losses, f"losses {run.losses}, reference {wanted.losses}"
+    assert run.norms == wanted.norms, f"norms {run.norms}, reference {wanted.norms}"
     for name, value in wanted.parameters.items():
-        assert torch.equal(run.parameters[name], value), f"{name} differs from the loop by hand"
+        assert torch.equal(run.parameters[name], value), f"{name} differs from the reference"
 
 
 def unwrap_gives_the_module_back(
     ranks: Cluster, plan: Plan, mesh: Mesh | None = None, terms: Terms = _TERMS
 ) -> None:
-    """After unwrap the module is the user's again: classes, hooks, names, whole values, ties."""
+    """`unwrap` restores the user's module: classes, hooks, names, full values, ties."""
     for changes in ranks.run(_unwrapped, Task(plan=plan, mesh=mesh, dtype=terms.dtype)):
         assert not changes, "after unwrap: " + ", ".join(changes)
 
@@ -242,7 +240,7 @@ LAWS: tuple[Law, ...] = (
 
 
 def _agrees(ranks: Cluster, task: Task, terms: Terms) -> list[Run]:
-    """Compare a run on ranks with the one by hand; what the ranks got."""
+    """Compare a run on ranks with the reference, and return the ranks' results."""
     task = attrs.evolve(task, dtype=terms.dtype)
     mesh = resolve_mesh(task.mesh or Mesh(), ranks.n)
     wanted = by_hand(task, mesh.replicate * mesh.shard)
@@ -259,8 +257,8 @@ def _same(run: Run, wanted: Run, terms: Terms, where: str) -> None:
         same = len(got) == len(right) and all(
             math.isclose(a, b, rel_tol=terms.rtol) for a, b in zip(got, right, strict=True)
         )
-        assert same, f"{where}: {what} are {got}, by hand {right}"
-    assert run.parameters.keys() == wanted.parameters.keys(), f"{where}: other names"
+        assert same, f"{where}: {what} are {got}, reference {right}"
+    assert run.parameters.keys() == wanted.parameters.keys(), f"{where}: names differ"
     for name, value in wanted.parameters.items():
         got = run.parameters[name]
         assert torch.allclose(got, value, rtol=terms.rtol, atol=terms.atol), (
@@ -276,7 +274,7 @@ def _unwrapped(ctx: Any, task: Task) -> list[str]:
         tokens, _ = token_rows(2)
         backward_once(placed, model)
         if unwrap(model) is not module:
-            return ["it is another module"]
+            return ["returned a different module"]
         after = _module_fingerprint(module)
         changes = [what for what in before if before[what] != after[what]]
         if module.head.weight is not module.embed.weight:
@@ -293,7 +291,7 @@ def _unwrapped(ctx: Any, task: Task) -> list[str]:
 
 
 def _module_fingerprint(module: nn.Module) -> dict[str, Any]:
-    """What unwrap must restore, in values that compare."""
+    """Everything that unwrap must restore, as comparable values."""
     parts = dict(module.named_modules())
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return {

@@ -1,4 +1,4 @@
-"""How tests start processes that work with torch."""
+"""Start the processes of tests that use torch."""
 
 import multiprocessing
 import sys
@@ -6,15 +6,15 @@ from typing import Any
 
 __all__ = ["starter"]
 
-# Loading these takes a process seconds.
+# Importing these takes seconds.
 _LOADED = ["fxtrain.testing", "torch._dynamo"]
 
 
 def starter(*more: str) -> Any:
     """Multiprocessing's context whose processes have torch loaded within a fraction of a second.
 
-    They are forks of Python's fork server, which loads torch once. Only Linux forks safely when
-    libraries are loaded; elsewhere every process loads torch by itself.
+    They are forks of Python's fork server, which imports torch once. Forking is safe with loaded
+    libraries only on Linux; elsewhere every process imports torch by itself.
 
     Args:
         more: Modules that the fork server loads as well, if it has not started yet.

@@ -1,4 +1,4 @@
-"""What this rank says to the others: collectives and their bytes, whoever issues them."""
+"""Count the collectives of this rank and their bytes, whichever library issues them."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ class Collective:
     Attributes:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather,
             scatter, send, recv or barrier.
-        bytes: Of the tensors that this rank gives; of a `recv` and of those who receive a
-            broadcast, of what arrives. A scatter takes bytes from its source only.
-        operator: Torch's name of it, as `c10d::allreduce_`.
+        bytes: Bytes of this rank's input tensors. For a `recv` and for receivers of a
+            broadcast, bytes received. For a scatter, counted only on its source.
+        operator: torch's name of the operator, such as `c10d::allreduce_`.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Traffic:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Collectives by kind; kinds that did not occur are absent."""
+        """Number of collectives by kind; kinds that did not occur are absent."""
         return dict(Counter(call.kind for call in self.calls))
 
     @property
@@ -58,19 +58,19 @@ class Traffic:
 
 @contextmanager
 def count_collectives() -> Iterator[Traffic]:
-    """Count the collectives that this rank takes part in, with their bytes, by kind.
+    """Count the collectives that this rank takes part in, and their bytes, by kind.
 
-    Counted is what reaches torch's operators: calls of `torch.distributed`, also those that
-    DDP's reducer makes in C++ during backward, FSDP2's and DTensor's, functional ones, and
-    those of compiled code. A coalesced collective of several tensors is one. Each object
-    collective of torch is two, the sizes and the objects.
+    Counts everything that reaches torch's operators: calls of `torch.distributed`, those of
+    DDP's reducer in C++ during backward, of FSDP2 and DTensor, functional collectives, and those
+    of compiled code. A coalesced collective of several tensors counts once; an object collective
+    of torch counts twice, for the sizes and the objects.
 
-    Not seen are other threads than the caller's and autograd's: what a communication hook
-    starts when an earlier collective ends (the last two of PowerSGD's three), and threads of
-    one's own. Nor are copies through symmetric memory, which are no collectives.
+    Only covers the caller's thread and autograd's. This excludes collectives that a
+    communication hook starts when an earlier one ends (the last two of PowerSGD's three), and
+    those of other threads. Copies through symmetric memory are not collectives.
 
     Yields:
-        What was counted so far; read it in the block or after it.
+        The counts so far; read them in the block or after it.
 
     Example:
         >>> import torch
@@ -86,7 +86,7 @@ def count_collectives() -> Iterator[Traffic]:
 
 
 class _Listener(TorchDispatchMode):
-    """Passes every operator on and writes down those that are collectives."""
+    """Runs every operator and records those that are collectives."""
 
     supports_higher_order_operators = True
 
@@ -96,12 +96,12 @@ class _Listener(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # or else torch.compile would fall back to eager code in the block
+        return True  # otherwise torch.compile falls back to eager in the block
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # A DTensor and its like first; the operators on what it wraps come here again.
+        # DTensors are unwrapped first; operators on their local tensors are dispatched here later.
         if any(map(wraps_tensors, types)):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
@@ -113,6 +113,6 @@ class _Listener(TorchDispatchMode):
 
 
 def wraps_tensors(kind: type) -> bool:
-    """Whether tensors of a class hand operators on to tensors that they wrap, as DTensor does."""
+    """Whether tensors of a class pass operators to tensors that they wrap, as DTensor does."""
     plain = kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl  # pyright: ignore
     return not plain and not issubclass(kind, FakeTensor)

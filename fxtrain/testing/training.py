@@ -1,4 +1,4 @@
-"""Runs of the small transformer that laws compare: on ranks under a plan, and by hand."""
+"""Runs of the small transformer that laws compare: on ranks under a plan, and a reference."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,17 +50,17 @@ _LOOKS = ((0, 1), (2, 0), (_UPDATES, 0))
 
 @attrs.frozen(kw_only=True)
 class Task:
-    """One training run of the small transformer, by hand or under a plan.
+    """A training run of the small transformer, under a plan or as a reference.
 
     Attributes:
-        plan: How; the loop by hand reads its accumulation and clipping.
-        mesh: Ranks per axis; None leaves the ranks as they are.
-        size: Rows of a rank's micro-batch.
-        weighted: Average over tokens, of which rows hold different numbers.
-        seed: Of the model's values; ranks other than 0 start from other ones.
+        plan: The plan; the reference uses its accumulation and clipping.
+        mesh: Ranks per axis; None uses the context unchanged.
+        size: Rows in a rank's micro-batch.
+        weighted: Average over tokens, whose number differs between rows.
+        seed: Seed of the model's values; each rank adds its number.
         frozen: Whether one parameter is frozen.
-        dtype: Of the model.
-        poke_at: Update, counted from 1, at which the last data rank overflows one entry of a
+        dtype: Dtype of the model.
+        poke_at: Update, counted from 1, at which the last data rank overflows one element of a
             gradient.
         poke: What that entry is multiplied by: 3e38 is finite in fp32, but not under a loss
             scale; 1e300 is in float64 only.
@@ -82,16 +82,16 @@ class Task:
 
 @attrs.frozen(kw_only=True)
 class Run:
-    """What came of a task.
+    """The result of a task.
 
     Attributes:
         losses: Mean loss over all rows, or tokens, of every update.
         norms: Total gradient norm of every update, if the plan clips.
         applied: Whether each update ran.
-        parameters: Name to value, whole.
+        parameters: Full parameters by name.
         tied: Whether the head and the embedding are one parameter while wrapped.
         scale: Loss scale at the end; None without one.
-        seen: Whole weights after the last micro-batch, if the task looks at them.
+        seen: Full weights after the last micro-batch, if the task reads them.
     """
 
     losses: list[float]
@@ -104,13 +104,13 @@ class Run:
 
 
 def on_ranks(ctx: Any, task: Task) -> Run:
-    """Train under the task's plan; runs on every rank of a pool."""
+    """Train under the task's plan; call it on every rank of a pool."""
     with on_mesh(ctx, task.mesh) as placed:
         return trained(placed, ctx.rank, task)
 
 
 def stopped_and_resumed(ctx: Any, task: Task, folder: str) -> tuple[Run, Run]:
-    """Train and save halfway; then go on from there with a model of other values."""
+    """Train and save halfway, then resume with a model that has other initial values."""
     with on_mesh(ctx, task.mesh) as placed:
         whole = trained(placed, ctx.rank, task, save_to=folder)
         other = attrs.evolve(task, seed=task.seed + 100)
@@ -151,41 +151,41 @@ def trained(
 
 
 def _whole_weights(model: Wrapped) -> dict[str, Tensor]:
-    """What `weights` gives, once `gathered` was seen to give the same; spoils what is lent."""
+    """Full weights, checked against `gathered`, whose module is then modified."""
     seen = dict(weights(model, device="cpu"))
     with gathered(model) as module, torch.no_grad():
-        lent = module.state_dict()
-        assert list(lent) == list(seen), f"the module has {list(lent)}, weights {list(seen)}"
-        for name, value in lent.items():
-            assert torch.equal(value.cpu(), seen[name]), f"{name} is another in the module"
-        for value in lent.values():
+        state = module.state_dict()
+        assert list(state) == list(seen), f"the module has {list(state)}, weights {list(seen)}"
+        for name, value in state.items():
+            assert torch.equal(value.cpu(), seen[name]), f"{name} differs in the module"
+        for value in state.values():
             value.zero_()
         module.eval()
     return seen
 
 
 def _result(task: Task, model: Wrapped, reports: list[Report]) -> Run:
-    """What the ranks say together; ends the wrapping."""
+    """The result over all ranks; unwraps the model."""
     losses = model.ctx.axis("loss")
     totals = torch.stack([_total(report) for report in reports])
     totals = ops.reduce(totals, losses, op="sum").unflatten(0, (-1, task.plan.accumulate)).sum(1)
     names = model.module.named_parameters(remove_duplicate=False)
-    held = {name: id(parameter) for name, parameter in names}
-    tied = held.get("head.weight") == held.get("embed.weight")
+    ids = {name: id(parameter) for name, parameter in names}
+    tied = ids.get("head.weight") == ids.get("embed.weight")
     scale = None if model.scaler is None else model.scaler.get_scale()
-    whole = unwrap(model)
+    module = unwrap(model)
     return Run(
         losses=(totals[:, 0] / totals[:, 1]).tolist(),
         norms=[float(r.grad_norm) for r in reports if r.grad_norm is not None],
         applied=[report.applied for report in reports if report.position.micro == 0],
-        parameters={n: p.detach().cpu().clone() for n, p in whole.named_parameters()},
+        parameters={n: p.detach().cpu().clone() for n, p in module.named_parameters()},
         tied=tied,
         scale=scale,
     )
 
 
 def backward_once(placed: DistContext, model: Any) -> None:
-    """Forward and backward of one batch, without an update."""
+    """Run forward and backward of one batch, without an update."""
 
     def compute_loss(model: Any, batch: Any) -> WeightedLoss:
         loss = model(batch[0]).sum()
@@ -203,9 +203,9 @@ def one_batch(placed: DistContext, model: Any) -> Batch:
 
 
 def by_hand(task: Task, data_ranks: int) -> Run:
-    """The same training in one process on torch alone, each update in one batch.
+    """Train in one process with plain torch, each update in one batch.
 
-    The update at which the task overflows a gradient is left out.
+    Skips the update at which the task overflows a gradient.
     """
     model = new_model(task)
     optimizer = sgd([p for p in model.parameters() if p.requires_grad])
@@ -234,7 +234,7 @@ def by_hand(task: Task, data_ranks: int) -> Run:
 
 @contextmanager
 def on_mesh(ctx: Any, mesh: Mesh | None) -> Iterator[DistContext]:
-    """The context of the same ranks with a mesh, whose groups are closed afterwards."""
+    """A context of the same ranks with a mesh, closed at the end of the block."""
     if mesh is None:
         yield ctx
         return
@@ -248,7 +248,7 @@ def new_model(task: Task) -> Transformer:
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
-    # Not Adam, which turns rounding of a gradient near zero into a whole step.
+    # Not Adam, which turns rounding errors of gradients near zero into full steps.
     return torch.optim.SGD(params, lr=0.3, momentum=0.8)
 
 
@@ -257,7 +257,7 @@ def _count(task: Task, data_ranks: int) -> int:
 
 
 def token_rows(count: int) -> tuple[Tensor, Tensor]:
-    """Token rows, and which of their targets count: a different number in every row."""
+    """Token rows, and a mask of their targets with a different number in each row."""
     generator = torch.Generator().manual_seed(count)
     shape = (count, Transformer.LENGTH + 1)
     tokens = torch.randint(0, Transformer.VOCABULARY, shape, generator=generator)

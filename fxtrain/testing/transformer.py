@@ -1,4 +1,5 @@
-"""A small transformer with what makes strategies differ: ties, frozen and odd-sized parameters."""
+"""A small transformer with features that strategies must handle: tied, frozen and odd-sized
+parameters."""
 
 import torch
 import torch.nn.functional as F
@@ -10,17 +11,16 @@ __all__ = ["Transformer"]
 class Transformer(nn.Module):
     """A causal language model of a few thousand parameters.
 
-    The head is tied to the embedding. Entry 0 of `gain` alone decides the gradient of `poke`,
-    so that a test can make the gradient of one entry, and of the one shard that holds it,
-    overflow.
+    The head is tied to the embedding. `poke` scales the gradient of element 0 of `gain` only, so
+    that a test can make one element overflow, on the one shard that contains it.
 
     Args:
-        seed: Of the parameters' values, which do not depend on anything else.
+        seed: Seed of the parameters' values, which depend on nothing else.
         tied: Whether the head shares the embedding's weight.
-        frozen: Whether the positions keep their values.
-        dtype: Of the parameters.
-        blocks: Layers.
-        width: Features; a multiple of 4.
+        frozen: Whether the position embedding is frozen.
+        dtype: Dtype of the parameters.
+        blocks: Number of layers.
+        width: Number of features; a multiple of 4.
 
     Example:
         >>> import torch
@@ -64,7 +64,7 @@ class Transformer(nn.Module):
         for parameter in self.parameters():
             if parameter.is_meta:
                 return
-            # Drawn in one dtype, so that models of different dtypes start alike.
+            # Drawn in one dtype, so that models of different dtypes have equal initial values.
             drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(drawn * 0.3)
 
@@ -75,7 +75,7 @@ class Transformer(nn.Module):
         logits_BTV = self.head(self.norm(x_BTD) * (1 + self.gain))
         if poke is None:
             return logits_BTV
-        # Adds zero to one logit; the gradient of `gain[0]` alone is of the order of `poke`, in
+        # Adds zero to one logit. Only the gradient of `gain[0]` is of the order of `poke`, in
         # float64 until it reaches `first`.
         first = self.gain[0].float()
         column_V = torch.zeros_like(logits_BTV[0, 0], dtype=torch.float64)
@@ -84,14 +84,14 @@ class Transformer(nn.Module):
 
 
 class Head(nn.Linear):
-    """Logits at half their size, of a class of its own so that plans can name it."""
+    """Logits divided by two; a separate class, so that plans can name it."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) / 2
 
 
 class Block(nn.Module):
-    """Attention over what came before, then two linear layers."""
+    """Causal attention, then two linear layers."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with separate projections and as many heads as they hold."""
+    """Causal self-attention with separate projections; their width sets the number of heads."""
 
     HEAD = 4
 
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(width, width, bias=False, dtype=dtype)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        # The number of heads is what is left: under tensor parallelism a part of them.
+        # The number of heads is inferred: under tensor parallelism, a rank has a part of them.
         parts = (part(x_BTD).unflatten(-1, (-1, self.HEAD)) for part in (self.q, self.k, self.v))
         q_BHTC, k_BHTC, v_BHTC = (part.transpose(1, 2) for part in parts)
         mixed_BHTC = F.scaled_dot_product_attention(q_BHTC, k_BHTC, v_BHTC, is_causal=True)

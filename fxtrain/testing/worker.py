@@ -1,4 +1,4 @@
-"""One rank of a pool: the process that carries out calls and answers them."""
+"""One rank of a pool: a process that receives calls, runs them and sends the results."""
 
 import gc
 import multiprocessing
@@ -12,9 +12,8 @@ from typing import Any
 
 __all__ = ["CONNECTED", "LOADED", "work"]
 
-# Numbers of the answers that a rank gives before its first call. Between them it waits for a
-# port: no rank shall wait for another that still imports torch, which may take longer than
-# the group's timeout where the machine is busy.
+# Numbers of the answers that a rank sends before its first call. Between them it waits for a
+# port, because importing torch on a busy machine may take longer than the group's timeout.
 LOADED, CONNECTED = range(2)
 
 
@@ -31,10 +30,10 @@ def work(
 ) -> None:
     """Connect to the other ranks, then answer calls until the pipe closes.
 
-    An answer is a pickled tuple of the number of its call, whether the call returned, whether
-    the ranks can still talk, the pickled result or error (None if that does not pickle), what
-    it is in words, and the traceback. The outer tuple holds plain values only, so the parent
-    can always read it.
+    An answer is a pickled tuple: the number of its call, whether the call returned, whether the
+    process group still works, the pickled result or error (None if that does not pickle), its
+    description, and the traceback. The outer tuple contains only plain values, so that the
+    parent can always read it.
     """
     _become_rank(path, variables | own)
     import torch
@@ -42,7 +41,7 @@ def work(
     from fxtrain import ops
 
     torch.set_num_threads(1)
-    if numpy := sys.modules.get("numpy"):  # which forks would share the state of
+    if numpy := sys.modules.get("numpy"):  # forks share its state
         numpy.random.seed()
     pipe.send_bytes(_returned(LOADED, None, healthy=True))
     env = {
@@ -60,7 +59,7 @@ def work(
         pipe.send_bytes(_failed(CONNECTED, error, healthy=False))
         return
     pipe.send_bytes(_returned(CONNECTED, None, healthy=True))
-    gc.freeze()  # what is there stays; what calls leave is found sooner without it
+    gc.freeze()  # speeds up the collection of what calls leave behind
     with ctx:
         while True:
             try:
@@ -75,32 +74,31 @@ def work(
 
 
 def _become_rank(path: list[str], variables: dict[str, str]) -> None:
-    """Make this process what a launched one would be, in a process group of its own."""
+    """Set up this process like a launched one, in a separate process group of the system."""
     if sys.platform != "win32":
         os.setpgrp()
-    # A fork server has the path and variables of the moment when it was started.
+    # The fork server still has the path and variables of its start.
     sys.path[:] = path
     os.environ.clear()
     os.environ.update(variables)
-    # Daemons, which their parent ends at exit, must not have children of their own in Python,
-    # and would start them as they were started themselves, which takes seconds.
+    # Python does not allow daemon processes to have children. The start method is reset, because
+    # children would otherwise start through a fork server too, which takes seconds.
     multiprocessing.current_process().daemon = False
     multiprocessing.set_start_method(None, force=True)
 
 
 def _groups() -> tuple[int, list[Any]]:
-    """How many process groups were ever opened, and those that are open."""
+    """The number of process groups ever opened, and those that are open."""
     from torch.distributed.distributed_c10d import _world
 
     return _world.group_count, list(_world.pg_map)
 
 
 def _close_others(before: tuple[int, list[Any]], own: list[Any]) -> None:
-    """Close what a call left open: each group of gloo has a thread that wakes 100 times a second.
-
-    Those that the pool's context opened for itself stay, for calls that need them again.
+    """Close groups that a call left open: each gloo group has a thread that wakes 100 times a
+    second. Groups that the pool's context opened stay open for later calls.
     """
-    count, there = _groups()
+    count, groups = _groups()
     if count == before[0]:
         return
     from torch import distributed as dist
@@ -108,11 +106,11 @@ def _close_others(before: tuple[int, list[Any]], own: list[Any]) -> None:
     from fxtrain.backends.core.device_mesh import clear_sharding_caches
 
     kept = {id(group) for group in (*before[1], *own)}
-    for group in there:
+    for group in groups:
         if id(group) not in kept:
             dist.destroy_process_group(group)
     clear_sharding_caches()
-    gc.collect()  # closed ones too live on, with their threads, in cycles of models and meshes
+    gc.collect()  # reference cycles keep closed groups and their threads alive
 
 
 def _answer(ctx: Any, request: bytes) -> bytes:
@@ -121,17 +119,17 @@ def _answer(ctx: Any, request: bytes) -> bytes:
         fn, args = pickle.loads(call)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            # Loaders fork their workers from a rank, which has threads of gloo, as in any run.
+            # Loaders fork their workers from a rank, which has gloo threads, as in any run.
             warnings.filterwarnings(
                 "ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning
             )
-            # torch.compile looks at the gradients of whatever it traces.
+            # torch.compile reads the gradients of everything that it traces.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is")
             value = fn(ctx, *args)
         return _returned(number, value, healthy=ctx.comm.state.failure is None)
     except BaseException as error:
-        # After its own errors a communicator is usable unless it says that it broke; an
-        # error of another kind may have left the ranks at different calls.
+        # After a CollectiveError a communicator works unless it recorded a failure. After any
+        # other error the ranks may be at different calls.
         from fxtrain._errors import CollectiveError
 
         healthy = isinstance(error, CollectiveError) and ctx.comm.state.failure is None
@@ -139,7 +137,7 @@ def _answer(ctx: Any, request: bytes) -> bytes:
 
 
 def _returned(number: int, value: Any, *, healthy: bool) -> bytes:
-    words = f"its answer, a {type(value).__name__}"
+    words = f"its result, a {type(value).__name__}"
     try:
         body = pickle.dumps(value)
     except Exception:
@@ -152,7 +150,7 @@ def _failed(number: int, error: BaseException, *, healthy: bool) -> bytes:
     trace = traceback.format_exc()
     words = "".join(traceback.format_exception_only(error)).strip()
     error.__traceback__ = error.__cause__ = error.__context__ = None
-    # Raised again in the parent, these would end the tests.
+    # If raised again in the parent, these would end the tests.
     ends = isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit)
     try:
         body = None if ends else pickle.dumps(error)

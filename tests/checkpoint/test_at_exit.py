@@ -84,4 +84,4 @@ def test_the_end_waits_for_a_save_and_tells_of_its_failure(tmp_path):
         assert (whole is not None) == way.startswith("works")
         if whole is not None:
             fx.verify(whole)
-    assert "call result()" in said["fails:ends"]
+    assert "Call result()" in said["fails:ends"]

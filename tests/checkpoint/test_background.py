@@ -91,10 +91,10 @@ def test_the_optimizers_next_step_waits_for_the_copy(ctx):
     object.__setattr__(staging, "_made", waited)
     _step(model)
     after = model.strategy.state(model).tensors
-    for piece in staging.pieces:
-        assert torch.equal(piece.tensor, before[piece.name])
+    for chunk in staging.chunks:
+        assert torch.equal(chunk.tensor, before[chunk.name])
     assert not torch.equal(after["module.0.weight"], before["module.0.weight"])
-    assert staging._judged.is_set() and not staging._changed
+    assert staging._checked.is_set() and not staging._changed
     staging.release()
     assert not model.optimizers[0]._optimizer_step_pre_hooks
 

@@ -103,7 +103,7 @@ def test_a_file_that_is_none_is_found_and_named(pair, copy, name, what, tmp_path
     elif what == "a pipe":
         os.mkfifo(copy / name)
     if (what, name) == ("missing", MANIFEST):
-        told, name = _told(pair, copy), "no whole checkpoint"
+        told, name = _told(pair, copy), "No complete checkpoint"
     else:
         told = _told(pair, copy)
     for text in told:
@@ -180,5 +180,7 @@ def test_the_header_must_be_that_of_the_manifest(copy):
     (copy / MANIFEST).write_bytes(
         b'{"digest":"' + digest_of(text).encode() + b'","manifest":' + text + b"}\n"
     )
-    with pytest.raises(fx.CheckpointError, match="is not where the header of rank-00000"):
+    with pytest.raises(
+        fx.CheckpointError, match="is not at the offset given by the header of rank-00000"
+    ):
         fx.verify(copy)

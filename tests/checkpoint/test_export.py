@@ -98,7 +98,7 @@ def test_values_start_where_their_dtype_may_be_read(tmp_path):
         (torch.ones(2, device="meta"), "bad is on the meta device"),
         ("text", "bad is a str"),
         ({"deep": torch.ones(2)}, "bad is a dict"),
-        (nn.UninitializedParameter(), "bad is not initialised"),
+        (nn.UninitializedParameter(), "bad is not initialized"),
     ],
 )
 def test_what_the_format_cannot_hold_is_named(tmp_path, value, words):
@@ -114,16 +114,18 @@ def test_many_bad_leaves_are_counted(tmp_path):
 
 
 def test_a_model_or_tensors_by_name_are_taken(tmp_path):
-    with pytest.raises(fx.CheckpointError, match=r"fx.wrap returned or a torch.nn.Module.* list"):
+    with pytest.raises(
+        fx.CheckpointError, match=r"a model from fx.wrap or a torch.nn.Module.* list"
+    ):
         export([torch.ones(2)], tmp_path)
     with pytest.raises(fx.CheckpointError, match="ctx is a str"):
         export(some_state(), tmp_path, ctx="cpu")
     with pytest.raises(fx.CheckpointError, match="is a file"):
         (tmp_path / "file").write_text("")
         export(some_state(), tmp_path / "file")
-    with pytest.raises(fx.CheckpointError, match="'__metadata__' is taken"):
+    with pytest.raises(fx.CheckpointError, match="duplicate name '__metadata__'"):
         export({"__metadata__": torch.ones(1)}, tmp_path)
-    with pytest.raises(fx.CheckpointError, match="is not text a file can hold"):
+    with pytest.raises(fx.CheckpointError, match="is not valid Unicode"):
         export({"\ud800": torch.ones(1)}, tmp_path)
 
 
@@ -153,7 +155,9 @@ def test_one_tensor_is_not_filled_from_two(tmp_path):
     export(loose, tmp_path)
     net = Tied()
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    with pytest.raises(fx.CheckpointError, match=r"two in the source:\n.*embed.weight and head"):
+    with pytest.raises(
+        fx.CheckpointError, match=r"different in the source:\n.*embed.weight and head"
+    ):
         load_model(tmp_path, net)
     assert_same(net.state_dict(), before)
     loose.head.weight.data.copy_(loose.embed.weight.data)

@@ -98,7 +98,7 @@ def test_a_first_export_that_is_killed_leaves_no_model(tmp_path, monkeypatch):
         _dying_after(patch, 4)
         with pytest.raises(_Killed):
             export(some_state(), tmp_path / "new", 130)
-    with pytest.raises(fx.CheckpointError, match="holds no model"):
+    with pytest.raises(fx.CheckpointError, match="contains no model"):
         load_model(tmp_path / "new", Holder(some_state()))
 
 

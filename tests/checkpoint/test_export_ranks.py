@@ -209,7 +209,7 @@ def _alone_with_spread(ctx, folder):
 
 def test_spread_tensors_need_the_ranks(pair, tmp_path):
     for _, words in ready(pair).run(_alone_with_spread, tmp_path):
-        assert "w0_8 is spread over ranks" in words
+        assert "w0_8 is sharded over ranks" in words
 
 
 def _wrapped(ctx, folder, seed):

@@ -25,13 +25,13 @@ def _one(**changes):
 
 
 HOSTILE = {
-    "empty": (b"", None, "do not hold a header"),
-    "giant header": (b"{}", 10**15, "do not hold a header"),
-    "longest header": (b"{}", 2**64 - 1, "do not hold a header"),
-    "not JSON": (b"{nope", None, "not the JSON"),
-    "not UTF-8": (b"\xff\xfe", None, "not the JSON"),
+    "empty": (b"", None, "too few for a header"),
+    "giant header": (b"{}", 10**15, "too few for a header"),
+    "longest header": (b"{}", 2**64 - 1, "too few for a header"),
+    "not JSON": (b"{nope", None, "invalid JSON"),
+    "not UTF-8": (b"\xff\xfe", None, "invalid JSON"),
     "a list": ([], None, "not an object"),
-    "deep nesting": (b"[" * 200_000, None, "not the JSON"),
+    "deep nesting": (b"[" * 200_000, None, "invalid JSON"),
     "a name twice": (b'{"w": {}, "w": {}}', None, "'w' appears twice"),
     "no fields": ({"w": {}}, None, "has the fields"),
     "more fields": (_one(extra=1), None, "has the fields"),
@@ -48,10 +48,10 @@ HOSTILE = {
     "three offsets": (_one(data_offsets=[0, 4, 4]), None, "offsets of 'w'"),
     "float offsets": (_one(data_offsets=[0.0, 4.0]), None, "offsets of 'w'"),
     "behind the end": (_one(data_offsets=[100, 104]), None, "leaves a gap"),
-    "too long": (_one(shape=[5], data_offsets=[0, 5]), None, "room for 4"),
-    "too short": (_one(shape=[3], data_offsets=[0, 3]), None, "room for 4"),
+    "too long": (_one(shape=[5], data_offsets=[0, 5]), None, "but the file has 4"),
+    "too short": (_one(shape=[3], data_offsets=[0, 3]), None, "but the file has 4"),
     "overlap": (_one() | {"v": _one()["w"]}, None, "overlaps"),
-    "metadata": (_one() | {"__metadata__": {"a": 1}}, None, "something else than text"),
+    "metadata": (_one() | {"__metadata__": {"a": 1}}, None, "values that are not text"),
     "metadata list": (_one() | {"__metadata__": []}, None, "not an object"),
 }
 
@@ -97,7 +97,7 @@ def test_an_index_names_files_inside_its_folder_only(tmp_path, name):
     (folder / "link.safetensors").symlink_to(tmp_path / "out.safetensors")
     (folder / "linked").symlink_to(tmp_path)
     _index(folder, {"w0": name})
-    with pytest.raises(fx.CheckpointError, match=r"out of the folder|outside the folder"):
+    with pytest.raises(fx.CheckpointError, match="outside the folder"):
         load_model(folder, Holder(some_state(count=1)))
     (folder / SINGLE).symlink_to(tmp_path / "out.safetensors")
     (folder / INDEX).unlink()
@@ -122,8 +122,8 @@ def test_the_cache_of_a_hub_is_read_through_its_links(tmp_path):
         ("{}", "no weight_map"),
         ('{"weight_map": {"w0": 3}}', "no weight_map"),
         ('{"weight_map": {"w0": "a", "w0": "b"}}', "appears twice"),
-        ('{"weight_map": {"w0": "absent.safetensors"}}', "absent.safetensors' is not there"),
-        ('{"weight_map": {"w7": "a.safetensors"}}', "the index says that 'w7' is here"),
+        ('{"weight_map": {"w0": "absent.safetensors"}}', "absent.safetensors' does not exist"),
+        ('{"weight_map": {"w7": "a.safetensors"}}', "the index lists 'w7'"),
     ],
 )
 def test_an_index_that_is_none_is_refused(tmp_path, text, words):
@@ -144,7 +144,7 @@ def test_two_models_in_one_folder_are_told_apart(tmp_path):
     safetensors.torch.save_file(some_state(1), tmp_path / "a.safetensors")
     _index(tmp_path, dict.fromkeys(some_state(), "a.safetensors"))
     safetensors.torch.save_file(some_state(2), tmp_path / SINGLE)
-    with pytest.raises(fx.CheckpointError, match="holds both"):
+    with pytest.raises(fx.CheckpointError, match="contains both"):
         load_model(tmp_path, Holder(some_state()))
     assert_same(loaded(tmp_path / SINGLE, some_state()), some_state(2))
     assert_same(loaded(tmp_path / INDEX, some_state()), some_state(1))
@@ -154,5 +154,5 @@ def test_two_models_in_one_folder_are_told_apart(tmp_path):
 
 def test_a_folder_without_a_model_says_what_it_holds(tmp_path):
     (tmp_path / "weights.safetensors").write_text("")
-    with pytest.raises(fx.CheckpointError, match=r"holds no model.*weights\.safetensors"):
+    with pytest.raises(fx.CheckpointError, match=r"contains no model.*weights\.safetensors"):
         load_model(tmp_path, nn.Linear(1, 1))

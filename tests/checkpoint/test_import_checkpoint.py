@@ -75,7 +75,7 @@ def accelerate_folder(tmp_path, monkeypatch):
 def test_a_run_of_accelerate_goes_on(accelerate_folder, tmp_path, capsys):
     words = ["import", "old", "new", "--updates", "4", "--json"]
     assert main(words) == 2  # the optimizer numbers its parameters
-    assert "Pass the model as module=" in capsys.readouterr().err
+    assert "Pass module=" in capsys.readouterr().err
     (tmp_path / "made.py").write_text(
         "from tests.checkpoint.test_import_checkpoint import make_model\n"
     )
@@ -103,9 +103,9 @@ def test_a_run_of_torchs_own_checkpoints_goes_on(tmp_path):
 
 def test_what_cannot_be_imported_says_why(tmp_path):
     bring = fx.interop.import_checkpoint
-    with pytest.raises(fx.CheckpointError, match="There is no folder"):
+    with pytest.raises(fx.CheckpointError, match="No folder"):
         bring(tmp_path / "nowhere", tmp_path / "new")
-    with pytest.raises(fx.CheckpointError, match="holds no model of Accelerate"):
+    with pytest.raises(fx.CheckpointError, match="contains no model of Accelerate"):
         bring(tmp_path, tmp_path / "new")
     step = tmp_path / "ds" / "global_step4"
     step.mkdir(parents=True)
@@ -113,7 +113,7 @@ def test_what_cannot_be_imported_says_why(tmp_path):
     with pytest.raises(fx.CheckpointError, match="neither a file 'latest'"):
         bring(tmp_path / "ds", tmp_path / "new")
     dcp.save({"net": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "odd", no_dist=True)
-    with pytest.raises(fx.CheckpointError, match=r"no entry 'model', but \['net'"):
+    with pytest.raises(fx.CheckpointError, match=r"no entry 'model', only \['net'"):
         bring(tmp_path / "odd", tmp_path / "new")
 
 
@@ -123,7 +123,7 @@ def test_an_optimizer_in_another_order_is_noticed(tmp_path):
     _train(net, optimizer, 1)
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.save(state, checkpoint_id=tmp_path / "old", no_dist=True)
-    with pytest.raises(fx.CheckpointError, match="in another order"):
+    with pytest.raises(fx.CheckpointError, match="in a different order"):
         fx.interop.import_checkpoint(tmp_path / "old", tmp_path / "new", module=make_model())
     path = fx.interop.import_checkpoint(tmp_path / "old", tmp_path / "new", optimizer=False)
     assert fx.verify(path).tensors >= 3

@@ -93,31 +93,31 @@ def _cut(folder):
 BROKEN = {
     "a rank is missing": (
         lambda f: next(f.glob("step4/*rank_1_*optim*")).unlink(),
-        "spread over 2 ranks, and there are 1",
+        "partitioned over 2 ranks, but there are 1",
     ),
     "the first rank is missing": (
         lambda f: next(f.glob("step4/*rank_0_*optim*")).unlink(),
         r"optim states of the ranks \[1\]",
     ),
-    "a part is cut": (_cut, "kept hold 2 numbers, and its shape .3. needs 3"),
+    "a part is cut": (_cut, "kept have 2 elements, but its shape .3. needs 3"),
     "an entry is missing": (
         lambda f: torch.save({}, next(f.glob("step4/*rank_0_*model*"))),
-        "not laid out as DeepSpeed",
+        "does not have the layout of DeepSpeed",
     ),
     "code": (
         lambda f: torch.save(_Hostile(), next(f.glob("step4/*rank_1_*model*"))),
-        "weights_only=True. refuses it",
+        "weights_only=True. rejects it",
     ),
     "damage": (
         lambda f: next(f.glob("step4/*rank_1_*model*")).write_bytes(b"PK"),
-        "weights_only=True. refuses it",
+        "weights_only=True. rejects it",
     ),
     "tensor parallel": (
         lambda f: torch.save({}, f / "step4" / "mp_rank_01_model_states.pt"),
         "tensor, pipeline or expert parallelism",
     ),
-    "latest leads out": (lambda f: (f / "latest").write_text("../ds"), "holds no such folder"),
-    "nothing": (lambda f: (f / "latest").unlink(), "holds no checkpoint of DeepSpeed"),
+    "latest leads out": (lambda f: (f / "latest").write_text("../ds"), "is not a folder in"),
+    "nothing": (lambda f: (f / "latest").unlink(), "is not a DeepSpeed checkpoint"),
 }
 
 

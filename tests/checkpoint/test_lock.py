@@ -96,7 +96,7 @@ def test_a_number_that_is_none_does_not_run(pid):
     "data", [None, {}, [], {"host": "a"}, {**attrs.asdict(this_process()), "pid": "1"}]
 )
 def test_what_is_no_owner_is_refused(data):
-    with pytest.raises(ValueError, match="is not a process"):
+    with pytest.raises(ValueError, match="does not describe a process"):
         owner_from(data)
 
 

@@ -138,7 +138,7 @@ def _several(ctx, folder):
     fx.save(folder, ctx, models)
     fresh = _runs.start(ctx, "plain", plan)[0]
     fx.restore(folder, ctx, {"teacher": fresh})
-    with pytest.raises(fx.CheckpointError, match="no model critic"):
+    with pytest.raises(fx.CheckpointError, match="No model critic"):
         fx.restore(folder, ctx, {"critic": fresh})
     with pytest.raises(fx.CheckpointError, match="student, teacher"):
         fx.restore(folder, ctx, fresh)
@@ -218,7 +218,7 @@ def test_a_value_that_holds_itself(tmp_path):
     [
         ({"keep_last": 0}, "keep_last=0"),
         ({"keep_every": 2.0}, r"keep_every=2\.0"),
-        ({"keep_best": 1}, "needs metric="),
+        ({"keep_best": 1}, "pass metric="),
         ({"metric": float("nan"), "keep_best": 1}, "finite number"),
         ({"best": "most"}, "'min' or 'max'"),
         ({"busy": "maybe"}, "'wait' or 'skip'"),

@@ -163,7 +163,7 @@ def test_a_newer_format_stops_and_nothing_older_is_taken(ctx, what, change, tmp_
     with pytest.raises(fx.CheckpointError, match="written by a newer fxtrain") as caught:
         READERS[what](ctx, folder, path, str(tmp_path / "out"))
     said = str(caught.value)
-    assert path in said and "this one reads 1" in said and "update fxtrain" in said
+    assert path in said and "this version reads 1" in said and "Update fxtrain" in said
     assert sorted(os.listdir(folder)) == ["update-0000000001", "update-0000000002"]
     assert _restore(ctx, f"{folder}/update-0000000001").position.updates == 1
 
@@ -179,7 +179,7 @@ def test_the_command_line_names_a_newer_format(ctx, tmp_path, capsys):
     _save(ctx, tmp_path, 2)
     _rewrite(tmp_path / "update-0000000002", NEWER["one more key"])
     assert main(["verify", str(tmp_path)]) == 2
-    assert "update fxtrain" in capsys.readouterr().err
+    assert "Update fxtrain" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

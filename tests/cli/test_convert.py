@@ -299,15 +299,15 @@ def test_ranks_that_do_not_divide_are_noted():
 @pytest.mark.parametrize(
     ("old", "says"),
     [
-        (None, "no Accelerate config"),
-        ([], "no Accelerate config"),
+        (None, "not an Accelerate config"),
+        ([], "not an Accelerate config"),
         ({}, "distributed_type is missing"),
         ({"distributed_type": "FSPD"}, "did you mean 'FSDP'"),
         ({"distributed_type": "NO", "num_processes": "two"}, "num_processes: "),
         ({"distributed_type": "NO", "use_cpu": "maybe"}, "expected yes or no, found 'maybe'"),
         ({"distributed_type": "NO", "num_machines": 0}, "nodes"),
         ({"distributed_type": "NO", "main_process_ip": "a b"}, "main_address"),
-        ({"distributed_type": "NO", "gpu_ids": {"a": 1}}, "expected a text"),
+        ({"distributed_type": "NO", "gpu_ids": {"a": 1}}, "expected a string"),
     ],
 )
 def test_what_makes_no_sense_is_an_error(old, says):

@@ -115,12 +115,12 @@ def test_an_index_without_its_file_is_an_error(tmp_path):
     ("source", "says"),
     [
         ("mymodels:Nett", "Did you mean 'Net'"),
-        ("mymodels:number", "gave a int"),
+        ("mymodels:number", "returned a int"),
         ("mymodels:bad", "mymodels:bad failed: ZeroDivisionError"),
         ("no_such_module:x", "No module named"),
         ("./nowhere", "no such file or folder"),
         ("nowhere.safetensors", "no such file or folder"),
-        (".", "holds no .safetensors file"),
+        (".", "contains no .safetensors file"),
     ],
 )
 def test_what_is_no_model_is_an_error(source, says, factory, tmp_path, monkeypatch):
@@ -200,7 +200,7 @@ def test_a_timm_model_is_made_without_weights(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", timm)
     assert estimate(read_weights("net")).numel == estimate(read_weights("net")).numel > 0
     assert set(made) == {("net", False)}
-    with pytest.raises(fx.PlanError, match=r"no model of timm\. Did you mean net\?"):
+    with pytest.raises(fx.PlanError, match=r"folder or timm model\. Did you mean net\?"):
         read_weights("nett")
 
 
@@ -221,7 +221,7 @@ def test_headers_on_the_hub_are_fetched_where_that_was_asked(tmp_path, monkeypat
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # put back after the test
     words = ["estimate-memory", "me/mine", "--json"]
     assert main(words) == Exit.WRONG
-    assert "fetched with --download" in capsys.readouterr().err and fetched == []
+    assert "--download to fetch its headers" in capsys.readouterr().err and fetched == []
     assert main([*words, "--download", "--tokens", "1"]) == Exit.WELL
     told = json.loads(capsys.readouterr().out)
     assert fetched == ["me/mine", ("me/mine", "config.json")]
@@ -233,7 +233,7 @@ def test_headers_on_the_hub_are_fetched_where_that_was_asked(tmp_path, monkeypat
 
     monkeypatch.setattr(hub, "get_safetensors_metadata", unreachable)
     assert main([*words, "--download"]) == Exit.WRONG
-    assert "me/mine was not fetched from the hub: offline" in capsys.readouterr().err
+    assert "me/mine could not be fetched from the hub: offline" in capsys.readouterr().err
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):

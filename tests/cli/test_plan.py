@@ -131,9 +131,9 @@ def test_a_script_that_never_steps_is_an_error(tmp_path, capsys, here):
     assert main(["plan", "--world", "8", str(path)]) == Exit.WRONG
     assert capsys.readouterr() == (
         "",
-        "fxtrain plan: StepError: A dry run of idle.py saw no update: it ended without a call of "
-        "an optimizer's step(). Let it train at least one batch; was the training left out by an "
-        "argument, or by `if __name__ == ...`?\n",
+        "fxtrain plan: StepError: The dry run of idle.py recorded no update: it ended without a "
+        "call of an optimizer's step(). Train at least one batch; check that neither an "
+        "argument nor `if __name__ == ...` skips the training.\n",
     )
 
 

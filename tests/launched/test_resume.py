@@ -131,4 +131,4 @@ def test_replay_runs_an_update_again(tmp_path, capsys):
     (tmp_path / "aside").rename(newest)
     assert sorted(one.name for one in tmp_path.iterdir()) == before
     assert main([*replay, "5", *words]) == Exit.WRONG
-    assert "no whole checkpoint before update 5" in capsys.readouterr().err
+    assert "No complete checkpoint before update 5" in capsys.readouterr().err

@@ -59,7 +59,7 @@ def test_a_model_larger_than_this_machine_takes_no_memory():
     assert run.memory.parameters == 16 * 10**12
     (problem,) = run.problems
     assert problem.kind == "memory" and problem.fatal and not run.fits
-    assert "96.0 TB and the device has 80.0 GB" in problem.text
+    assert "96.0 TB, but the device has 80.0 GB" in problem.text
 
 
 def test_a_run_that_fits_only_later_says_so():
@@ -205,7 +205,7 @@ def test_a_loop_that_ends_early_is_told():
 
 
 def test_a_function_that_never_trains_is_an_error():
-    with pytest.raises(fx.StepError, match="dry run of idle saw no update"):
+    with pytest.raises(fx.StepError, match="dry run of idle recorded no update"):
 
         def idle(ctx):
             return ctx.world_size
@@ -299,7 +299,7 @@ def test_two_plans_side_by_side():
     lines = [line.split() for line in console.export_text().splitlines()]
     assert ["parameters", "40.0", "kB", "40.0", "kB"] in lines
     assert ["accumulate", "1", "4"] in lines
-    assert ["device", "not", "asked", "25.8", "GB"] in lines
+    assert ["device", "not", "set", "25.8", "GB"] in lines
     assert [line[-8:] for line in lines if line[:1] == ["all_reduce"]] == [
         ["1", "x", "40.0", "kB", "1", "x", "40.0", "kB"]
     ]
