@@ -181,7 +181,9 @@ def _header(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -
         if entry.name in seen:
             raise CheckpointError(f"{path}: duplicate name {entry.name!r}. Rename the tensor.")
         if entry.name.encode("utf-8", "ignore").decode() != entry.name:
-            raise CheckpointError(f"{path}: the name {entry.name!r} is not text a file can hold.")
+            raise CheckpointError(
+                f"{path}: the name {entry.name!r} is not valid Unicode. Rename the tensor."
+            )
         seen.add(entry.name)
     rows = ((one.name, WRITABLE_DTYPES[one.dtype], one.shape, one.nbytes) for one in entries)
     return to_header(rows, metadata)[0]
