@@ -7,8 +7,9 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+TRACKERS := .venv-trackers
 
-.PHONY: demo test test-deepspeed test-xla lint bench clean
+.PHONY: demo test test-deepspeed test-trackers test-xla lint bench clean
 
 demo: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/fxtrain launch --ranks 2 examples/digits.py
@@ -23,6 +24,10 @@ test-deepspeed: export PATH := $(CURDIR)/$(BIN):$(PATH)
 test-deepspeed: $(VENV)/.test-deepspeed
 	$(BIN)/python -W ignore -c "import deepspeed; deepspeed.ops.op_builder.CPUAdamBuilder().load(verbose=False)"
 	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m deepspeed tests/deepspeed
+
+# An environment of its own over that of the tests, since trackers bring 200 packages, some older.
+test-trackers: $(TRACKERS)/.done
+	CI=$(CI) OMP_NUM_THREADS=1 $(TRACKERS)/bin/python -m pytest -m trackers tests/track
 
 # An environment of its own, since torch_xla works with one torch only.
 test-xla:
@@ -47,6 +52,13 @@ $(VENV)/.test-deepspeed: $(VENV)/.test
 	$(BIN)/pip install --quiet --editable ".[deepspeed]"
 	touch $@
 
+$(TRACKERS)/.done: $(VENV)/.test
+	test -x $(TRACKERS)/bin/python || $(PYTHON) -m venv $(TRACKERS)
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > $(TRACKERS)/tests.pth
+	mv $(TRACKERS)/tests.pth "$$($(TRACKERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')"
+	$(TRACKERS)/bin/pip install --quiet "$(TORCH)" --editable ".[test,trackers]"
+	touch $@
+
 $(VENV)/.dev: $(VENV)/.test
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
@@ -56,4 +68,4 @@ $(VENV)/.bench: $(VENV)/.test
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-xla build dist runs
+	rm -rf $(VENV) $(TRACKERS) .venv-xla build dist runs

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fxtrain.data import shard as shard
     from fxtrain.launch import given_plan as given_plan
     from fxtrain.launch import launch as launch
+    from fxtrain.loop import EarlyStopping as EarlyStopping
     from fxtrain.loop import StepFns as StepFns
     from fxtrain.loop import step as step
     from fxtrain.models import export as export
@@ -54,8 +55,11 @@ if TYPE_CHECKING:
     from fxtrain.state import PP as PP
     from fxtrain.state import TP as TP
     from fxtrain.state import XLA as XLA
+    from fxtrain.state import Aim as Aim
     from fxtrain.state import Batch as Batch
     from fxtrain.state import Change as Change
+    from fxtrain.state import ClearML as ClearML
+    from fxtrain.state import Comet as Comet
     from fxtrain.state import CommHook as CommHook
     from fxtrain.state import Compile as Compile
     from fxtrain.state import Data as Data
@@ -63,10 +67,13 @@ if TYPE_CHECKING:
     from fxtrain.state import DiLoCo as DiLoCo
     from fxtrain.state import DistContext as DistContext
     from fxtrain.state import DryRun as DryRun
+    from fxtrain.state import DVCLive as DVCLive
     from fxtrain.state import FromConfig as FromConfig
+    from fxtrain.state import JsonLines as JsonLines
     from fxtrain.state import LocalSGD as LocalSGD
     from fxtrain.state import LossScale as LossScale
     from fxtrain.state import Mesh as Mesh
+    from fxtrain.state import MLflow as MLflow
     from fxtrain.state import Plan as Plan
     from fxtrain.state import Position as Position
     from fxtrain.state import PowerSGD as PowerSGD
@@ -74,6 +81,11 @@ if TYPE_CHECKING:
     from fxtrain.state import Report as Report
     from fxtrain.state import Single as Single
     from fxtrain.state import Style as Style
+    from fxtrain.state import SwanLab as SwanLab
+    from fxtrain.state import TensorBoard as TensorBoard
+    from fxtrain.state import Terminal as Terminal
+    from fxtrain.state import Trackio as Trackio
+    from fxtrain.state import WandB as WandB
     from fxtrain.state import Weighted as Weighted
     from fxtrain.state import Wrapped as Wrapped
     from fxtrain.state import diff as diff
@@ -83,6 +95,8 @@ if TYPE_CHECKING:
     from fxtrain.state import loads as loads
     from fxtrain.state import read_plan as read_plan
     from fxtrain.state import write_plan as write_plan
+    from fxtrain.track import Run as Run
+    from fxtrain.track import track as track
 
 _HOMES = {
     "fxtrain._errors": (
@@ -93,16 +107,18 @@ _HOMES = {
     "fxtrain.checkpoint": "Restored Saving Verified latest merge restore save verify",
     "fxtrain.data": "Sharded shard",
     "fxtrain.launch": "given_plan launch",
-    "fxtrain.loop": "StepFns step",
+    "fxtrain.loop": "EarlyStopping StepFns step",
     "fxtrain.models": "export load_model",
     "fxtrain.ops": "close detect log preemption",
     "fxtrain.profile": "dry_run",
     "fxtrain.state": (
-        "Batch CP Change CommHook Compile DDP Data DeepSpeed DiLoCo DistContext DryRun FSDP "
-        "FromConfig LocalSGD LossScale Mesh PP Plan Position PowerSGD Precision Report Single "
-        "Style TP Weighted Wrapped XLA diff dumps fingerprint from_config loads read_plan "
-        "write_plan"
+        "Aim Batch CP Change ClearML Comet CommHook Compile DDP DVCLive Data DeepSpeed DiLoCo "
+        "DistContext DryRun FSDP FromConfig JsonLines LocalSGD LossScale MLflow Mesh PP Plan "
+        "Position PowerSGD Precision Report Single Style SwanLab TP TensorBoard Terminal "
+        "Trackio WandB Weighted Wrapped XLA diff dumps fingerprint from_config loads "
+        "read_plan write_plan"
     ),
+    "fxtrain.track": "Run track",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = ("checkpoint", "interop", "ops", "state", "testing")

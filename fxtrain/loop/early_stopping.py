@@ -1,0 +1,82 @@
+"""When to stop: a value that the loop body carries along."""
+
+import math
+from typing import Any, Literal
+
+import attrs
+
+from fxtrain._errors import PlanError
+from fxtrain._record import at_least, record, shown
+
+__all__ = ["EarlyStopping"]
+
+
+@record
+class EarlyStopping:
+    """Whether a metric has stopped improving; a value, so that a checkpoint keeps it.
+
+    Give it a metric that is equal on every rank, such as a reduced loss, so that all ranks stop
+    together.
+
+    Attributes:
+        patience: Values in a row without an improvement after which to stop.
+        least: By how much a value must be better than the best one to count as better.
+        best: Whether the smallest or the largest metric is the best.
+        value: The best metric so far; None before the first.
+        waited: Values since the best one.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> stopping = fx.EarlyStopping(patience=2)
+        >>> for loss in (0.5, 0.4, 0.45, 0.41):
+        ...     stopping = stopping.update(loss)
+        >>> stopping.due, stopping.improved, stopping.value
+        (True, False, 0.4)
+    """
+
+    patience: int = attrs.field(default=3, validator=at_least(1))
+    least: float = attrs.field(default=0.0, validator=at_least(0))
+    best: Literal["min", "max"] = "min"
+    value: float | None = None
+    waited: int = attrs.field(default=0, validator=at_least(0))
+
+    def update(self, metric: Any) -> "EarlyStopping":
+        """The record after one more metric.
+
+        Args:
+            metric: A number or a tensor of one element, which is read; what is not finite is no
+                improvement.
+
+        Raises:
+            PlanError: it is no number.
+        """
+        try:
+            if isinstance(metric, str):
+                raise TypeError(metric)
+            number = float(metric)
+        except (TypeError, ValueError, RuntimeError):
+            raise PlanError(
+                f"EarlyStopping.update takes a number, found {shown(metric)}. Reduce it to one "
+                f"number first."
+            ) from None
+        if self._is_better(number):
+            return attrs.evolve(self, value=number, waited=0)
+        return attrs.evolve(self, waited=self.waited + 1)
+
+    @property
+    def due(self) -> bool:
+        """Whether to stop now."""
+        return self.waited >= self.patience
+
+    @property
+    def improved(self) -> bool:
+        """Whether the last metric is the best one so far, which is worth a checkpoint."""
+        return self.value is not None and self.waited == 0
+
+    def _is_better(self, number: float) -> bool:
+        if not math.isfinite(number):
+            return False
+        if self.value is None:
+            return True
+        gain = self.value - number if self.best == "min" else number - self.value
+        return gain > self.least

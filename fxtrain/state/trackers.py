@@ -1,0 +1,206 @@
+"""Configs of trackers: where metrics go. Data only."""
+
+from typing import Any, Literal
+
+import attrs
+
+from fxtrain._record import above, at_least, record
+
+__all__ = [
+    "Aim",
+    "ClearML",
+    "Comet",
+    "DVCLive",
+    "JsonLines",
+    "MLflow",
+    "SwanLab",
+    "TensorBoard",
+    "Terminal",
+    "Trackio",
+    "WandB",
+]
+
+
+def _is_name(_: Any, __: Any, value: str) -> None:
+    if not value.strip() or not value.isprintable():
+        raise ValueError("choose a name of printable characters.")
+
+
+def _named() -> Any:
+    return attrs.field(validator=_is_name)
+
+
+def _maybe_named() -> Any:
+    return attrs.field(default=None, validator=_is_name)
+
+
+@record
+class JsonLines:
+    """A file of JSON lines in the run's folder; needs no package.
+
+    Attributes:
+        file: Its name. Of ranks other than 0 the number of the rank is put before the suffix.
+    """
+
+    kind: Literal["json_lines"] = attrs.field(default="json_lines", init=False)
+    file: str = attrs.field(default="metrics.jsonl", validator=_is_name)
+
+
+@record
+class Terminal:
+    """A line of standard output now and then.
+
+    Attributes:
+        every_s: Least seconds between two lines of metrics; what comes sooner is not shown.
+        digits: Significant digits of a number.
+    """
+
+    kind: Literal["terminal"] = attrs.field(default="terminal", init=False)
+    every_s: float = attrs.field(default=1.0, validator=at_least(0))
+    digits: int = attrs.field(default=4, validator=at_least(1))
+
+
+@record
+class TensorBoard:
+    """Event files, written by the package `tensorboard`.
+
+    Attributes:
+        folder: Where they are; by default `tensorboard` in the run's folder.
+        flush_s: Most seconds until a metric is in the file.
+    """
+
+    kind: Literal["tensorboard"] = attrs.field(default="tensorboard", init=False)
+    folder: str | None = _maybe_named()
+    flush_s: float = attrs.field(default=10.0, validator=above(0))
+
+
+@record
+class WandB:
+    """Weights & Biases.
+
+    Attributes:
+        project: Its project.
+        entity: User or team; None is the account's own.
+        group: Runs that are shown together; of several ranks that track, the run by default.
+        tags: Words to find the run by.
+        mode: Whether metrics are sent, kept for `wandb sync`, or dropped.
+    """
+
+    kind: Literal["wandb"] = attrs.field(default="wandb", init=False)
+    project: str = _named()
+    entity: str | None = _maybe_named()
+    group: str | None = _maybe_named()
+    tags: tuple[str, ...] = ()
+    mode: Literal["online", "offline", "disabled"] = "online"
+
+
+@record
+class Trackio:
+    """Trackio, which writes to the folder that its variable TRACKIO_DIR names.
+
+    Attributes:
+        project: Its project.
+        space: Space of Hugging Face that shows it; None stays on this machine.
+    """
+
+    kind: Literal["trackio"] = attrs.field(default="trackio", init=False)
+    project: str = _named()
+    space: str | None = _maybe_named()
+
+
+@record
+class Comet:
+    """Comet.
+
+    Attributes:
+        project: Its project.
+        workspace: None is the account's own.
+        online: Send metrics; else they are kept in a zip file for `comet upload`.
+        folder: Of that file; by default `comet` in the run's folder.
+    """
+
+    kind: Literal["comet"] = attrs.field(default="comet", init=False)
+    project: str = _named()
+    workspace: str | None = _maybe_named()
+    online: bool = True
+    folder: str | None = _maybe_named()
+
+
+@record
+class Aim:
+    """Aim.
+
+    Attributes:
+        experiment: Its experiment.
+        repo: Folder or address of the repository; by default `aim` in the run's folder.
+    """
+
+    kind: Literal["aim"] = attrs.field(default="aim", init=False)
+    experiment: str = _named()
+    repo: str | None = _maybe_named()
+
+
+@record
+class MLflow:
+    """MLflow, through its client, so that no other active run is touched.
+
+    Attributes:
+        experiment: Its experiment.
+        uri: Of the tracking server; by default a SQLite file `mlflow.db` in the run's folder.
+        artifacts: Where a new experiment keeps files; by default `mlflow` in the run's folder
+            for the SQLite file, else the server's choice.
+    """
+
+    kind: Literal["mlflow"] = attrs.field(default="mlflow", init=False)
+    experiment: str = _named()
+    uri: str | None = _maybe_named()
+    artifacts: str | None = _maybe_named()
+
+
+@record
+class ClearML:
+    """ClearML, which allows one task per process.
+
+    Attributes:
+        project: Its project.
+        tags: Words to find the task by.
+        online: Send metrics; else they are kept in a zip file for `Task.import_offline_session`.
+    """
+
+    kind: Literal["clearml"] = attrs.field(default="clearml", init=False)
+    project: str = _named()
+    tags: tuple[str, ...] = ()
+    online: bool = True
+
+
+@record
+class DVCLive:
+    """DVCLive: files that DVC shows. Nothing is committed, and `dvc.yaml` is not written.
+
+    DVCLive itself runs `dvc init` in a git repository that DVC does not know yet.
+
+    Attributes:
+        folder: Where they are; by default `dvclive` in the run's folder.
+    """
+
+    kind: Literal["dvclive"] = attrs.field(default="dvclive", init=False)
+    folder: str | None = _maybe_named()
+
+
+@record
+class SwanLab:
+    """SwanLab, which allows one run per process.
+
+    Attributes:
+        project: Its project.
+        workspace: None is the account's own.
+        mode: cloud sends metrics, local shows them on this machine, offline keeps them for
+            `swanlab sync`, disabled drops them.
+        folder: By default `swanlab` in the run's folder.
+    """
+
+    kind: Literal["swanlab"] = attrs.field(default="swanlab", init=False)
+    project: str = _named()
+    workspace: str | None = _maybe_named()
+    mode: Literal["cloud", "local", "offline", "disabled"] = "cloud"
+    folder: str | None = _maybe_named()

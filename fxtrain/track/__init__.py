@@ -1,0 +1,34 @@
+"""Trackers: writing down what a run does, without ever holding it up.
+
+The package is the function `fx.track` too:
+
+>>> import fxtrain as fx, tempfile
+>>> with fx.detect(env={}, device="cpu") as ctx:
+...     with fx.track(tempfile.mkdtemp(), ctx) as run:
+...         run.log({"loss": 0.5}, 1)
+"""
+
+import sys
+
+from fxtrain._callable_package import CallablePackage
+from fxtrain.track.opening import track
+from fxtrain.track.reading_runs import RunLog, read_run
+from fxtrain.track.run import Run
+from fxtrain.track.table import TRACKERS, trackers
+from fxtrain.track.tracker import At, Start, Tracker
+from fxtrain.track.writer import Patience
+
+__all__ = [
+    "At",
+    "Patience",
+    "Run",
+    "RunLog",
+    "Start",
+    "TRACKERS",
+    "Tracker",
+    "read_run",
+    "track",
+    "trackers",
+]
+
+sys.modules[__name__].__class__ = CallablePackage

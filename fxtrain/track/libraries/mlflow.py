@@ -1,0 +1,126 @@
+"""MLflow, by its client."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import attrs
+from torch import Tensor
+
+from fxtrain._optional import optional
+from fxtrain.state import MLflow
+from fxtrain.track.libraries.pictures import array
+from fxtrain.track.tracker import At, Start, Tracker
+
+__all__ = ["MLFLOW"]
+
+_TAKEN = re.compile(r"[\w\-. :/]{1,250}")
+_AT_ONCE = 100  # hyperparameters that a server takes in one call
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Client:
+    """MLflow's client and the run that it writes.
+
+    Attributes:
+        client: A `mlflow.MlflowClient`.
+        run: Its name of the run.
+    """
+
+    client: Any
+    run: str
+
+
+def _library() -> Any:
+    return optional("mlflow", extra="mlflow", needed_by="fx.MLflow(...)")
+
+
+def _open(config: MLflow, start: Start) -> Client:
+    folder = start.folder.resolve()
+    local = config.uri is None
+    uri = f"sqlite:///{folder / 'mlflow.db'}" if config.uri is None else config.uri
+    artifacts = (folder / "mlflow").as_uri() if local else None
+    client = _library().MlflowClient(tracking_uri=uri)
+    if start.resumed:
+        client.update_run(start.identity, status="RUNNING")
+        return Client(client=client, run=start.identity)
+    found = client.get_experiment_by_name(config.experiment)
+    experiment = (
+        client.create_experiment(config.experiment, config.artifacts or artifacts)
+        if found is None
+        else found.experiment_id
+    )
+    tags = {"fxtrain.run": start.run}
+    made = client.create_run(experiment, run_name=start.name, tags=tags)
+    return Client(client=client, run=made.info.run_id)
+
+
+def _refuses(name: str) -> str:
+    if _TAKEN.fullmatch(name):
+        return ""
+    return "MLflow takes letters, digits, _ - . : / and spaces, at most 250"
+
+
+def _params(native: Client, start: Start) -> None:
+    # Of a run that continues, those that it has cannot be changed.
+    known = native.client.get_run(native.run).data.params
+    param = _library().entities.Param
+    new = [
+        param(name, str(one))
+        for name, one in start.params.items()
+        if name not in known and not _refuses(name)
+    ]
+    for first in range(0, len(new), _AT_ONCE):
+        native.client.log_batch(native.run, params=new[first : first + _AT_ONCE])
+
+
+def _log(native: Client, values: Mapping[str, float], at: At) -> None:
+    metric = _library().entities.Metric
+    when = int(at.time * 1000)
+    metrics = [metric(name, value, when, at.step) for name, value in values.items()]
+    native.client.log_batch(native.run, metrics=metrics)
+
+
+def _text(native: Client, name: str, text: str, at: At) -> None:
+    native.client.log_text(native.run, text, f"{_file(name)}-{at.step}.txt")
+
+
+def _image(native: Client, name: str, image: Tensor, at: At) -> None:
+    native.client.log_image(native.run, array(image), f"{_file(name)}-{at.step}.png")
+
+
+def _table(
+    native: Client, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], at: At
+) -> None:
+    data = {column: [row[place] for row in rows] for place, column in enumerate(columns)}
+    native.client.log_table(native.run, data, f"{_file(name)}-{at.step}.json")
+
+
+def _artifact(native: Client, name: str, path: Path, at: At) -> None:
+    native.client.log_artifact(native.run, str(path), _file(name))
+
+
+def _file(name: str) -> str:
+    return quote(name, safe="/ ").strip("/")
+
+
+def _close(native: Client, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
+    native.client.set_terminated(native.run, status="FAILED" if failed else "FINISHED")
+
+
+MLFLOW = Tracker(
+    name="MLflow",
+    config=MLflow,
+    open=_open,
+    identity=lambda native: native.run,
+    refuses=_refuses,
+    params=_params,
+    log=_log,
+    text=_text,
+    image=_image,
+    table=_table,
+    artifact=_artifact,
+    close=_close,
+)

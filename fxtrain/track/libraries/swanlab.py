@@ -1,0 +1,61 @@
+"""SwanLab."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fxtrain._optional import optional
+from fxtrain.state import SwanLab
+from fxtrain.track.libraries.pictures import array
+from fxtrain.track.tracker import At, Start, Tracker
+
+__all__ = ["SWANLAB"]
+
+
+def _library() -> Any:
+    return optional("swanlab", extra="swanlab", needed_by="fx.SwanLab(...)")
+
+
+def _open(config: SwanLab, start: Start) -> Any:
+    folder = start.place(config.folder, "swanlab")
+    folder.mkdir(parents=True, exist_ok=True)
+    return _library().init(
+        project=config.project,
+        workspace=config.workspace,
+        name=start.name,
+        group=start.run if start.everyone else None,
+        id=start.id,
+        resume="allow" if config.mode == "cloud" else None,
+        mode="online" if config.mode == "cloud" else config.mode,
+        log_dir=str(folder),
+        config=dict(start.params),
+    )
+
+
+def _log(native: Any, values: Mapping[str, float], at: At) -> None:
+    native.log(dict(values), step=at.step)
+
+
+def _text(native: Any, name: str, text: str, at: At) -> None:
+    native.log({name: _library().Text(text)}, step=at.step)
+
+
+def _image(native: Any, name: str, image: Tensor, at: At) -> None:
+    native.log({name: _library().Image(array(image))}, step=at.step)
+
+
+def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
+    native.finish(state="crashed" if failed else "success")
+
+
+SWANLAB = Tracker(
+    name="SwanLab",
+    config=SwanLab,
+    open=_open,
+    log=_log,
+    text=_text,
+    image=_image,
+    close=_close,
+    closed_by_caller=True,
+)

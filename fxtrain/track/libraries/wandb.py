@@ -1,0 +1,92 @@
+"""Weights & Biases."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fxtrain._optional import optional
+from fxtrain.state import WandB
+from fxtrain.track.libraries.pictures import array
+from fxtrain.track.tracker import At, Start, Tracker
+
+__all__ = ["WANDB"]
+
+
+def _library() -> Any:
+    return optional("wandb", extra="wandb", needed_by="fx.WandB(...)")
+
+
+def _open(config: WandB, start: Start) -> Any:
+    wandb = _library()
+    return wandb.init(
+        project=config.project,
+        entity=config.entity,
+        group=config.group or (start.run if start.everyone else None),
+        tags=list(config.tags),
+        name=start.name,
+        id=start.id,
+        dir=str(start.folder),
+        mode=config.mode,
+        # A server appends to the run of this id; a file cannot know what was there before.
+        resume="allow" if config.mode == "online" else None,
+        # Beside other runs of this process.
+        reinit="create_new",
+        settings=wandb.Settings(silent=True, console="off"),
+    )
+
+
+def _params(native: Any, start: Start) -> None:
+    native.config.update(dict(start.params), allow_val_change=True)
+
+
+def _log(native: Any, values: Mapping[str, float], at: At) -> None:
+    # Axes to plot over, under names that are no user's.
+    axes = {"position/rows": at.rows, "position/epoch": at.epoch}
+    known = {name: one for name, one in axes.items() if one is not None}
+    native.log({**known, **values}, step=at.step)
+
+
+def _text(native: Any, name: str, text: str, at: At) -> None:
+    _table(native, name, ["text"], [[text]], at)
+
+
+def _image(native: Any, name: str, image: Tensor, at: At) -> None:
+    native.log({name: _library().Image(array(image))}, step=at.step)
+
+
+def _table(
+    native: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], at: At
+) -> None:
+    table = _library().Table(columns=list(columns), data=[list(row) for row in rows])
+    native.log({name: table}, step=at.step)
+
+
+def _artifact(native: Any, name: str, path: Path, at: At) -> None:
+    artifact = _library().Artifact(re.sub(r"[^\w.-]", "-", name), type="file")
+    if path.is_dir():
+        artifact.add_dir(str(path))
+    else:
+        artifact.add_file(str(path))
+    native.log_artifact(artifact)
+
+
+def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
+    native.finish(exit_code=int(failed))
+
+
+WANDB = Tracker(
+    name="WandB",
+    config=WandB,
+    open=_open,
+    identity=lambda native: native.id,
+    params=_params,
+    log=_log,
+    text=_text,
+    image=_image,
+    table=_table,
+    artifact=_artifact,
+    close=_close,
+)

@@ -1,0 +1,304 @@
+"""Opening a run: the same decision on every rank, and trackers on those that track."""
+
+import atexit
+import hashlib
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+from fxtrain import ops
+from fxtrain._errors import FxError, MissingPackageError, PlanError
+from fxtrain.state import DistContext, JsonLines, Plan, Position, check_connected, shown
+from fxtrain.track.entries import Entry
+from fxtrain.track.hyperparameters import about_context, about_plan, flat
+from fxtrain.track.run import Run
+from fxtrain.track.run_folder import Identity, claim, folder_of, write_identity
+from fxtrain.track.table import find
+from fxtrain.track.tracker import Start, Tracker
+from fxtrain.track.writer import Patience, Warn, Writer, start_writer
+
+__all__ = ["track"]
+
+_LOG = logging.getLogger("fxtrain.track")
+_ERRORS = {"MissingPackageError": MissingPackageError}
+
+
+def track(
+    path: Any,
+    ctx: DistContext,
+    to: Sequence[Any] = (JsonLines(),),
+    *,
+    plan: Plan | None = None,
+    settings: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    resume: Mapping[str, Any] | Literal["folder"] | None = None,
+    position: Position | None = None,
+    ranks: Literal["main", "all"] = "main",
+    patience: Patience = Patience(),  # noqa: B008 - a frozen value
+) -> Run:
+    """Write down what a run does, with one tracker or several.
+
+    Args:
+        path: Folder of the run on this machine; that of its checkpoints will do.
+        ctx: The context.
+        to: Configs of trackers, such as `fx.TensorBoard()` or `fx.WandB(project="p")`; or
+            `fxtrain.track.Tracker` records of your own.
+        plan: Logged as hyperparameters, like the context.
+        settings: Further hyperparameters, nested at will.
+        name: For people; by default the last part of `path`.
+        resume: To continue a run, what `run.state()` gave, as a checkpoint kept it. "folder"
+            continues the run that the folder holds, or begins one in an empty folder. None
+            begins a new run.
+        position: Where the run continues; needed with `resume`. What the run logged after it is
+            removed where the tracker can, since it will be logged again.
+        ranks: Which ranks track: rank 0, or all, each a run of its own in one group.
+        patience: How long training waits for a tracker that does not answer.
+
+    Returns:
+        A handle on every rank; use it in a `with` block, or close it.
+
+    Effects:
+        Writes into the folder, starts a thread for each tracker on ranks that track. Two
+        exchanges of packets; none at one rank. Random generators are left as they were. In a dry
+        run nothing is written.
+
+    Raises:
+        PlanError: an unknown tracker, an argument that makes no sense, or the folder holds
+            another run; on every rank.
+        MissingPackageError: the package of a tracker is not installed; on every rank.
+        ContextError: the context is closed.
+
+    Example:
+        >>> import fxtrain as fx, tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     with fx.track(folder, ctx, settings={"lr": 3e-4}) as run:
+        ...         run.log({"loss": 0.5}, fx.Position(updates=1, samples=32))
+        >>> from fxtrain.track import read_run
+        >>> read_run(folder).curve("loss")
+        [(1, 0.5)]
+    """
+    check_connected("track", ctx)
+    found, known, problem = None, None, None
+    try:
+        found = _checked(path, to, plan, settings, name, resume, position, ranks)
+        known = _claimed(found, resume, ctx)
+    except FxError as error:
+        problem = error
+    run, identities = _agreed(problem, known, ctx)[0]
+    identity = Identity(id=run, identities=tuple(identities))
+    assert found is not None
+    opened, problem = _opened(found, identity, ctx, patience)
+    try:
+        return _run(found, identity, ctx, opened, problem, patience)
+    except BaseException:
+        _end([writer for writer, _ in opened.values()], patience)
+        raise
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Asked:
+    folder: Path
+    rows: Mapping[str, tuple[Tracker, Any]]  # by what their identities are called
+    plan: Plan | None
+    settings: Mapping[str, Any]
+    name: str
+    position: Position
+    everyone: bool
+
+
+def _checked(
+    path: Any,
+    to: Any,
+    plan: Any,
+    settings: Any,
+    name: Any,
+    resume: Any,
+    position: Any,
+    ranks: Any,
+) -> _Asked:
+    folder = folder_of(path)
+    if isinstance(to, str | Mapping) or not isinstance(to, Iterable):
+        to = (to,)
+    if not isinstance(plan, Plan | None):
+        raise PlanError(f"track(plan={shown(plan)}): pass the fx.Plan, or leave it out.")
+    if not isinstance(settings, Mapping | None) and not attrs.has(type(settings)):
+        raise PlanError(f"track(settings={shown(settings)}): pass a mapping, or leave it out.")
+    if not isinstance(name, str | None):
+        raise PlanError(f"track(name={shown(name)}): pass a string, or leave it out.")
+    if ranks not in ("main", "all"):
+        raise PlanError(f"track(ranks={shown(ranks)}): choose 'main' or 'all'.")
+    if not isinstance(position, Position | None) or (resume is not None and position is None):
+        raise PlanError(
+            f"track(position={shown(position)}): pass where the run continues, such as "
+            f"restored.position; fx.Position() is its start."
+        )
+    if not isinstance(resume, Mapping | None) and resume != "folder":
+        raise PlanError(
+            f"track(resume={shown(resume)}): pass what run.state() gave, such as "
+            f"restored.extra['run'], or 'folder', or leave it out."
+        )
+    return _Asked(
+        folder=folder,
+        rows=_rows(to),
+        plan=plan,
+        settings=settings or {},
+        name=name or folder.resolve().name or "run",
+        position=position or Position(),
+        everyone=ranks == "all",
+    )
+
+
+def _claimed(
+    asked: _Asked, resume: Mapping[str, Any] | Literal["folder"] | None, ctx: DistContext
+) -> tuple[str, list[Mapping[str, str]]] | None:
+    """Which run this is; rank 0 decides, and a dry run has none."""
+    if ctx.comm.simulated:
+        return "0" * 32, []
+    if not ctx.is_main:
+        return None
+    found = claim(asked.folder, resume)
+    return found.id, list(found.identities)
+
+
+def _opened(
+    asked: _Asked, known: Identity, ctx: DistContext, patience: Patience
+) -> tuple[dict[str, tuple[Writer, str]], FxError | None]:
+    """The trackers of this rank, or why they could not be opened."""
+    if ctx.comm.simulated or not (ctx.is_main or asked.everyone):
+        return {}, None
+    try:
+        with ops.fork_rng(ctx):
+            return _open_all(asked, known, ctx, patience), None
+    except FxError as error:
+        return {}, error
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        return {}, PlanError(f"track: {type(error).__name__}: {error}")
+
+
+def _rows(to: Iterable[Any]) -> dict[str, tuple[Tracker, Any]]:
+    rows: dict[str, tuple[Tracker, Any]] = {}
+    for one in to:
+        row, config = (one, None) if isinstance(one, Tracker) else (find(one), one)
+        kind = key = str(getattr(config, "kind", row.name))
+        count = 1
+        while key in rows:
+            count += 1
+            key = f"{kind}-{count}"
+        rows[key] = (row, config)
+    return rows
+
+
+def _open_all(
+    asked: _Asked, known: Identity, ctx: DistContext, patience: Patience
+) -> dict[str, tuple[Writer, str]]:
+    """Every tracker that could be opened, and what it calls the run."""
+    opened: dict[str, tuple[Writer, str]] = {}
+    warn = Warn()
+    try:
+        for key, (row, config) in asked.rows.items():
+            start = _start(asked, known, ctx, key)
+            try:
+                native = row.open(config, start)
+                called = str(row.identity(native))
+            except FxError:
+                raise
+            except Exception as error:  # of the library, whatever it is: training continues
+                warn(
+                    f"open {key}",
+                    f"{row.name} could not be opened: {type(error).__name__}: {error}. Training "
+                    f"continues without it, and the other trackers are not affected.",
+                )
+                continue
+            writer = start_writer(row, native, patience)
+            opened[key] = (writer, called)
+            writer.put(Entry("params", lambda start=start: (start,), warn))
+    except BaseException:
+        _end([writer for writer, _ in opened.values()], patience)
+        raise
+    return opened
+
+
+def _end(writers: Sequence[Writer], patience: Patience) -> None:
+    """Close what was opened for a run that another tracker or rank has refused."""
+    for writer in writers:
+        writer.end(failed=True)
+        writer.wait(time.monotonic() + patience.close_s, failed=True)
+
+
+def _start(asked: _Asked, known: Identity, ctx: DistContext, key: str) -> Start:
+    rank, run = ctx.rank, known.id
+    mine = dict(*known.identities[rank : rank + 1])
+    plan = {} if asked.plan is None else {"plan": about_plan(asked.plan)}
+    tables = {**plan, "context": {**about_context(ctx), "rank": rank}}
+    digest = hashlib.blake2b(f"{run}/{rank}".encode(), digest_size=16).hexdigest()
+    return Start(
+        id=digest if rank else run,
+        run=run,
+        name=f"{asked.name}-rank{rank}" if rank else asked.name,
+        folder=asked.folder,
+        rank=rank,
+        everyone=asked.everyone,
+        identity=mine.get(key, ""),
+        position=asked.position,
+        params={**flat(asked.settings), **flat(tables)},
+        ctx=ctx,
+        plan=asked.plan,
+        settings=asked.settings,
+        time=time.time(),
+    )
+
+
+def _run(
+    asked: _Asked,
+    known: Identity,
+    ctx: DistContext,
+    opened: Mapping[str, tuple[Writer, str]],
+    problem: FxError | None,
+    patience: Patience,
+) -> Run:
+    """Make the handle once all ranks know what their trackers call the run."""
+    mine = {
+        **dict(*known.identities[ctx.rank : ctx.rank + 1]),
+        **{key: called for key, (_, called) in opened.items()},
+    }
+    rows: list[Mapping[str, str]] = _agreed(problem, mine, ctx)
+    rows = rows if asked.everyone else rows[:1]
+    if ctx.is_main and not ctx.comm.simulated:
+        try:
+            write_identity(asked.folder, Identity(id=known.id, identities=tuple(rows)))
+        except OSError as error:
+            _LOG.warning(
+                "%s: which run this folder holds could not be written down: %s. Training "
+                "continues; make room before the run is resumed.",
+                asked.folder,
+                error,
+            )
+    kinds = [
+        row.name if config is None else type(config).__name__ for row, config in asked.rows.values()
+    ]
+    run = Run(
+        id=known.id,
+        path=str(asked.folder),
+        state={"identities": rows, "kinds": kinds},
+        writers=tuple(writer for writer, _ in opened.values()),
+        patience=patience,
+    )
+    # After the libraries have registered theirs, so that this one runs before them.
+    atexit.register(run.close)
+    return run
+
+
+def _agreed(problem: FxError | None, value: Any, ctx: DistContext) -> list[Any]:
+    """Every rank's value; if any rank has a problem, the first one's on every rank."""
+    words = None if problem is None else (type(problem).__name__, str(problem))
+    found = [(words, value)] if ctx.comm.simulated else ops.gather_objects((words, value), ctx)
+    for words, _ in found:
+        if words is not None:
+            kind, text = words
+            raise _ERRORS.get(kind, PlanError)(text) from problem
+    return [one for _, one in found]

@@ -1,0 +1,150 @@
+"""Which run a folder belongs to: a small file, so that no two runs share one."""
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+from fxtrain._errors import PlanError
+from fxtrain._reading import path_problem, read_text
+from fxtrain.state import parse_json, shown
+
+__all__ = ["Identity", "claim", "folder_of", "read_identity", "write_identity"]
+
+_FILE = "run.json"
+_FORMAT = 1
+_DIGITS = 32
+_HOW = "resume=run.state() as the checkpoint kept it, and position=restored.position"
+
+
+@attrs.frozen(kw_only=True)
+class Identity:
+    """A run, told apart from every other one.
+
+    Attributes:
+        id: Of the run.
+        identities: For each rank that tracks, what its trackers call the run, by tracker.
+    """
+
+    id: str
+    identities: tuple[Mapping[str, str], ...] = ()
+
+
+def folder_of(path: Any) -> Path:
+    """The folder of a run on this machine.
+
+    Raises:
+        PlanError: it is no path.
+    """
+    if problem := path_problem(path):
+        raise PlanError(f"track: {problem}.")
+    text = os.fspath(path)
+    if "://" in text:
+        raise PlanError(
+            f"track({text!r}): trackers write local files first. Choose a folder of this machine; "
+            f"a checkpoint may be at another place."
+        )
+    return Path(text)
+
+
+def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) -> Identity:
+    """Decide which run this is.
+
+    Effects:
+        Makes the folder.
+
+    Raises:
+        PlanError: the folder holds another run, or cannot be made or read.
+    """
+    asked = None if resume is None or resume == "folder" else _identity(resume, "resume")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = read_identity(folder)
+    except OSError as error:
+        raise PlanError(f"track({str(folder)!r}): {error}.") from error
+    if found is None:
+        return asked or Identity(id=secrets.token_hex(_DIGITS // 2))
+    if resume is None:
+        raise PlanError(
+            f"track({str(folder)!r}): a new run was asked for, and this folder holds the run "
+            f"{found.id}. Choose another folder; or continue that run with {_HOW}; or restart it "
+            f"with resume='folder' and position=fx.Position()."
+        )
+    if asked is not None and asked.id != found.id:
+        raise PlanError(
+            f"track({str(folder)!r}): resume is the run {asked.id}, and this folder holds the run "
+            f"{found.id}. Choose the folder of that run, or an empty one."
+        )
+    return _merged(found, asked) if asked is not None else found
+
+
+def read_identity(folder: Path) -> Identity | None:
+    """The run that a folder holds, if any.
+
+    Raises:
+        PlanError: its file is not one of this library, or of a newer one.
+        OSError: it cannot be read.
+    """
+    path = folder / _FILE
+    try:
+        data = parse_json(read_text(path))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{path} is not the file of a run: {str(error)[:200]}") from None
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        raise PlanError(
+            f"{path} is not the file of a run that this version reads (format {_FORMAT}). "
+            f"Choose another folder."
+        )
+    return _identity(data, str(path))
+
+
+def write_identity(folder: Path, identity: Identity) -> None:
+    """Write down which run a folder holds.
+
+    Effects:
+        Writes a file, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    data = {"format": _FORMAT, "id": identity.id, "identities": list(identity.identities)}
+    draft = folder / f".{_FILE}-{secrets.token_hex(4)}"
+    try:
+        draft.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        draft.replace(folder / _FILE)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _identity(data: Any, where: str) -> Identity:
+    try:
+        text, identities = data["id"], data["identities"]
+        fits = (
+            type(text) is str
+            and len(text) == _DIGITS
+            and set(text) <= set("0123456789abcdef")
+            and all(type(one) is str for row in identities for pair in row.items() for one in pair)
+        )
+    except (TypeError, LookupError, AttributeError, ValueError):
+        fits = False
+    if not fits:
+        raise PlanError(
+            f"track: {where} holds {shown(data)}, which is no run. Pass what run.state() gave."
+        )
+    return Identity(id=text, identities=tuple(dict(row) for row in identities))
+
+
+def _merged(found: Identity, asked: Identity) -> Identity:
+    """The names of the checkpoint; of trackers that it does not know, those of the folder."""
+    ranks = max(len(found.identities), len(asked.identities))
+    rows = [
+        {**dict(*found.identities[rank : rank + 1]), **dict(*asked.identities[rank : rank + 1])}
+        for rank in range(ranks)
+    ]
+    return Identity(id=asked.id, identities=tuple(rows))

@@ -1,0 +1,90 @@
+"""From the config of a tracker to the functions that carry it out."""
+
+from typing import Any
+
+from fxtrain._errors import PlanError
+from fxtrain._installed import installed_rows
+from fxtrain._record import closest, shown
+from fxtrain.track.json_lines import JSON_LINES
+from fxtrain.track.libraries.aim import AIM
+from fxtrain.track.libraries.clearml import CLEARML
+from fxtrain.track.libraries.comet import COMET
+from fxtrain.track.libraries.dvclive import DVCLIVE
+from fxtrain.track.libraries.mlflow import MLFLOW
+from fxtrain.track.libraries.swanlab import SWANLAB
+from fxtrain.track.libraries.tensorboard import TENSORBOARD
+from fxtrain.track.libraries.trackio import TRACKIO
+from fxtrain.track.libraries.wandb import WANDB
+from fxtrain.track.terminal import TERMINAL
+from fxtrain.track.tracker import Tracker
+
+__all__ = ["TRACKERS", "find", "trackers"]
+
+TRACKERS = (
+    JSON_LINES,
+    TERMINAL,
+    TENSORBOARD,
+    WANDB,
+    TRACKIO,
+    COMET,
+    AIM,
+    MLFLOW,
+    CLEARML,
+    DVCLIVE,
+    SWANLAB,
+)
+
+
+def trackers() -> dict[type, Tracker]:
+    """Every tracker by its config type: fxtrain's, then those of installed packages.
+
+    A package adds one by an entry point in the group `fxtrain.trackers` that loads to a
+    `fxtrain.track.Tracker`.
+
+    Raises:
+        PlanError: an entry point gives something else, a tracker without a config type, or two
+            rows share one.
+
+    Example:
+        >>> from fxtrain.track import trackers
+        >>> sorted(config.__name__ for config in trackers())[:4]
+        ['Aim', 'ClearML', 'Comet', 'DVCLive']
+    """
+    own: dict[type, Tracker] = {row.config: row for row in TRACKERS if row.config is not None}
+    installed = installed_rows(
+        taken=own, group="fxtrain.trackers", kind=Tracker, key=_config_of, error=PlanError
+    )
+    return {**own, **installed}
+
+
+def _config_of(row: Tracker) -> type:
+    if row.config is None:
+        raise PlanError(
+            f"The tracker {row.name!r} of an installed package has no config type, by which it "
+            f"could be found. Ask the author of its package."
+        )
+    return row.config
+
+
+def find(config: Any) -> Tracker:
+    """The tracker that a config selects.
+
+    Raises:
+        PlanError: there is none; it names the nearest.
+    """
+    kind = type(config)
+    for row in TRACKERS:
+        if row.config is kind:
+            return row
+    table = trackers()
+    if kind in table:
+        return table[kind]
+    names = sorted(one.__name__ for one in table)
+    word = config if isinstance(config, str) else getattr(config, "__name__", kind.__name__)
+    near = closest(word.lower(), [name.lower() for name in names])
+    for name in names:
+        near = near.replace(f"'{name.lower()}'", f"fx.{name}(...)")
+    raise PlanError(
+        f"track: no tracker carries out {shown(config)}. Choose configs of {', '.join(names)}, "
+        f"such as fx.TensorBoard(), or pass a fxtrain.track.Tracker.{near}"
+    )

@@ -1,0 +1,209 @@
+"""A background thread for each tracker, so that none waits for another, nor training for any."""
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import attrs
+
+from fxtrain.state import shown
+from fxtrain.track.entries import Entry
+from fxtrain.track.tracker import Tracker, Unsupported
+
+__all__ = ["Patience", "Warn", "Writer", "start_writer"]
+
+_LOG = logging.getLogger("fxtrain.track")
+
+
+@attrs.frozen
+class Warn:
+    """Warnings, each once."""
+
+    _told: set[str] = attrs.field(factory=set, init=False)
+
+    def __call__(self, key: str, text: str) -> None:
+        """Warn, unless something of this key was told before."""
+        if key not in self._told:
+            self._told.add(key)
+            _LOG.warning("%s", text)
+
+
+@attrs.frozen(kw_only=True)
+class Patience:
+    """How long training waits for a tracker, in all.
+
+    Attributes:
+        entries: That may wait to be written.
+        full_s: Seconds that training waits for a tracker with so many entries, once.
+        flush_s: Seconds that `state` and `flush` wait until everything is written.
+        close_s: Seconds that the end of a run waits for it.
+    """
+
+    entries: int = 10_000
+    full_s: float = 10.0
+    flush_s: float = 30.0
+    close_s: float = 120.0
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Writer:
+    """One opened tracker and the thread that calls it.
+
+    Attributes:
+        tracker: Its functions.
+        native: What it opened.
+        patience: How long others wait for it.
+    """
+
+    tracker: Tracker
+    native: Any
+    patience: Patience = Patience()
+    _queue: "queue.Queue[Any]" = attrs.field(
+        default=attrs.Factory(lambda self: queue.Queue(self.patience.entries), takes_self=True),
+        init=False,
+    )
+    _stuck: threading.Event = attrs.field(factory=threading.Event, init=False)
+    _ended: threading.Event = attrs.field(factory=threading.Event, init=False)
+    _warn: Warn = attrs.field(factory=Warn, init=False)
+    _lost: "Counter[str]" = attrs.field(factory=Counter, init=False)
+
+    def put(self, entry: Any) -> bool:
+        """Hand over an entry; whether there was room for it."""
+        try:
+            self._queue.put_nowait(entry)
+            return True
+        except queue.Full:
+            return self._wait(entry)
+
+    def flush(self, until: float) -> bool:
+        """Wait until everything so far is written; False if that took too long.
+
+        Args:
+            until: Time of `time.monotonic` at which to give up.
+        """
+        done = threading.Event()
+        if self._stuck.is_set() or not self.put(done):
+            return False
+        if done.wait(max(0.0, until - time.monotonic())):
+            return True
+        self._stuck.set()
+        self._warn(
+            "flush",
+            f"{self.tracker.name} was asked to write everything, and was not done after "
+            f"{self.patience.flush_s:g} s: {self._behind()} Training does not wait for it again.",
+        )
+        return False
+
+    def end(self, *, failed: bool) -> None:
+        """Ask for the end: what was put before is written, then the tracker is closed."""
+        if not self.put(_End(failed)):
+            self._warn("close", f"{self.tracker.name} was not closed: {self._behind()}")
+
+    def wait(self, until: float, *, failed: bool) -> None:
+        """Wait for the end, and tell what was lost."""
+        if not self._ended.wait(max(0.0, until - time.monotonic())):
+            self._warn("close", f"{self.tracker.name} was not closed: {self._behind()}")
+        elif self.tracker.closed_by_caller:
+            self._call("close", self.tracker.close, self.native, failed)
+        if lost := sum(self._lost.values()):
+            what = ", ".join(f"{count} of {kind}" for kind, count in sorted(self._lost.items()))
+            self._warn("lost", f"{self.tracker.name} lost {lost} entries of this run: {what}.")
+
+    def work(self) -> None:
+        """Write entries in order until the end."""
+        while True:
+            entry = self._queue.get()
+            if isinstance(entry, Entry):
+                self._write(entry)
+            elif isinstance(entry, threading.Event):
+                self._call("flush", self.tracker.flush, self.native)
+                entry.set()
+            else:
+                if not self.tracker.closed_by_caller:
+                    self._call("close", self.tracker.close, self.native, entry.failed)
+                self._ended.set()
+                return
+
+    def _wait(self, entry: Any) -> bool:
+        """Wait for room, but not a second time for a tracker that makes none."""
+        if not self._stuck.is_set():
+            try:
+                self._queue.put(entry, timeout=self.patience.full_s)
+                return True
+            except queue.Full:
+                self._stuck.set()
+                self._warn(
+                    "stuck",
+                    f"{self.tracker.name} wrote none of {self.patience.entries} waiting entries "
+                    f"in {self.patience.full_s:g} s. Training continues; what finds no room is "
+                    f"lost to this tracker. Look whether its disk or server answers.",
+                )
+        if isinstance(entry, Entry):
+            self._lost[entry.kind] += 1
+        return False
+
+    def _behind(self) -> str:
+        return (
+            f"about {self._queue.qsize()} entries wait to be written. Look whether its disk or "
+            f"server answers."
+        )
+
+    def _write(self, entry: Entry) -> None:
+        arguments = self._read(entry)
+        if arguments is not None and not self._call(
+            entry.kind, getattr(self.tracker, entry.kind), self.native, *arguments
+        ):
+            self._lost[entry.kind] += 1
+
+    def _read(self, entry: Entry) -> tuple[Any, ...] | None:
+        """The arguments of a call, without names that the tracker refuses; None if none is left."""
+        found = entry.arguments()
+        if found is None:
+            return None
+        if entry.kind == "log":
+            values, at = found
+            taken = {name: value for name, value in values.items() if self._takes(name)}
+            return (taken, at) if taken else None
+        return found if entry.kind == "params" or self._takes(found[0]) else None
+
+    def _takes(self, name: str) -> bool:
+        why = self.tracker.refuses(name)
+        if why:
+            self._warn(
+                f"name {name}",
+                f"{self.tracker.name} does not take the name {shown(name)}: {why}. Its values are "
+                f"skipped there; the other trackers have them. Use another name.",
+            )
+        return not why
+
+    def _call(self, what: str, function: Any, *arguments: Any) -> bool:
+        try:
+            function(*arguments)
+            return True
+        except Unsupported as error:
+            self._warn(f"failed {what}", f"{error} Trackers that do have these entries.")
+            return True
+        except BaseException as error:  # whatever a library raises: training continues
+            said = f"{type(error).__name__}: {error}".rstrip(": .")
+            self._warn(
+                f"failed {what}",
+                f"{self.tracker.name} failed in {what}: {said[:500]}. Training continues, and the "
+                f"other trackers have the entry; further failures of this kind are counted.",
+            )
+            return False
+
+
+@attrs.frozen
+class _End:
+    failed: bool
+
+
+def start_writer(tracker: Tracker, native: Any, patience: Patience) -> Writer:
+    """A writer whose thread runs."""
+    writer = Writer(tracker=tracker, native=native, patience=patience)
+    # A daemon: a tracker that hangs must not keep the process from ending.
+    threading.Thread(target=writer.work, name=f"fxtrain {tracker.name}", daemon=True).start()
+    return writer
