@@ -65,7 +65,7 @@ def at(step: Any) -> At:
 
     Example:
         >>> import fxtrain as fx
-        >>> at(fx.Position(updates=3, samples=96, epoch=1)).buffer_rows
+        >>> at(fx.Position(updates=3, samples=96, epoch=1)).rows
         96
     """
     if isinstance(step, Position):
