@@ -123,6 +123,7 @@ def _parts(draw):
 @example(10, 1, 3, 3, True, False, False, False, "uneven", False, "ddp", RESUMED)
 @example(10, 1, 3, 1, True, False, False, False, "uneven", False, "ddp", RESUMED)
 @example(10, 1, 3, 1, True, False, False, True, "pad", True, "fsdp", RESUMED)
+@example(14, 3, 4, 4, False, True, False, False, "uneven", False, "copies", [(9, False), (1, True)])
 def test_an_update_is_the_mean_over_what_its_window_holds(
     cluster,
     rows,

@@ -85,7 +85,7 @@ runs = st.builds(
 def test_a_dry_run_survives_its_text(run):
     assert fx.loads(fx.dumps(run), fx.DryRun) == run
     assert run.fits == all(not problem.fatal for problem in run.problems)
-    assert plot(run).endswith("</svg>\n")
+    assert len(plot(run).axes) == 1
 
 
 @given(sizes=st.dictionaries(st.sampled_from(AXES), st.integers(-1, 64)).filter(bool))

@@ -118,10 +118,10 @@ def _count_for_average(loss: Any, batch: Batch, model: Wrapped, sizes: tuple[int
     now = _round(model)
     if type(loss) is Weighted:
         if batch.sizes[model.ctx.axis("data").rank]:
-            now.weight.add_(torch.as_tensor(loss.weight).detach().reshape(()))
-        now.rows[2] += 1
+            now.open_weight.add_(torch.as_tensor(loss.weight).detach().reshape(()))
+        now.open_rows[2] += 1
     else:
-        now.rows[:2] += torch.tensor([sum(sizes), sum(batch.sizes)])
+        now.open_rows[:2] += torch.tensor([sum(sizes), sum(batch.sizes)])
 
 
 def _weigh_explicit(

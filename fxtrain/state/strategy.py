@@ -80,9 +80,11 @@ class Round:
         within: The ranks of this copy, over which its gradients are averaged.
         peers: Their numbers on the data axis.
         parameters: What is averaged beside buffers, by name.
-        rows: On the CPU, int64, shape (3,): rows that this copy trained on, those of all
-            copies together, and micro-batches with a `Weighted` loss. Since the last average.
-        weight: On the device, a number: the weight of this rank's `Weighted` losses since then.
+        rows: On the CPU, int64, shape (3,): rows of this replica, those of all replicas together,
+            and micro-batches with a `Weighted` loss, in the updates since the last average.
+        weight: On the device, a number: the weight of this rank's `Weighted` losses in them.
+        open_rows: As `rows`, of the open accumulation window.
+        open_weight: As `weight`, of the open accumulation window.
         anchor: Where parameters stood then, by name; only with an outer optimizer.
         momentum: Of the outer optimizer, by name.
     """
@@ -93,6 +95,8 @@ class Round:
     parameters: Mapping[str, nn.Parameter] = attrs.field(repr=False)
     rows: torch.Tensor = attrs.field(repr=False)
     weight: torch.Tensor = attrs.field(repr=False)
+    open_rows: torch.Tensor = attrs.field(repr=False)
+    open_weight: torch.Tensor = attrs.field(repr=False)
     anchor: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)
     momentum: Mapping[str, torch.Tensor] = attrs.field(factory=dict, repr=False)
 

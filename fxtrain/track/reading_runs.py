@@ -21,7 +21,7 @@ class RunLog:
         id: Of the run.
         starts: Each start of the run, with `step` and `params`; the first, and one for each time
             it was continued.
-        entries: All other lines in order: `step`, `buffer_rows`, `epoch`, `time`, and one of
+        entries: All other lines in order: `step`, `rows`, `epoch`, `time`, and one of
             `values`, `text`, `image`, `table` and `artifact`, by name.
         damaged: Lines that are none of these and were skipped.
     """

@@ -117,6 +117,8 @@ def new_round(module: nn.Module, ctx: DistContext, plan: Plan, size: int = 1) ->
         parameters=parameters,
         rows=torch.zeros(3, dtype=torch.int64),
         weight=torch.zeros((), dtype=_float(ctx), device=ctx.device),
+        open_rows=torch.zeros(3, dtype=torch.int64),
+        open_weight=torch.zeros((), dtype=_float(ctx), device=ctx.device),
         anchor=anchor,
         momentum={name: torch.zeros_like(value) for name, value in anchor.items()},
     )
@@ -133,6 +135,10 @@ def average(model: Wrapped, position: Position | None) -> None:
     """
     now, local = round_of(model), model.plan.local
     assert now is not None and local is not None
+    if position is not None and position.micro == 0:
+        # A window that stays open where the data ends belongs to the round of its update.
+        torch._foreach_add_([now.rows, now.weight], [now.open_rows, now.open_weight])
+        torch._foreach_zero_([now.open_rows, now.open_weight])
     if position is not None and round_begins(local, position):
         with torch.no_grad():
             for name, value in now.anchor.items():

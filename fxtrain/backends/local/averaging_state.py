@@ -13,7 +13,16 @@ def round_state(now: Round) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What is the same on all copies, and what each has of its own."""
     shared = {f"round.anchor.{name}": value for name, value in now.anchor.items()}
     shared |= {f"round.momentum.{name}": value for name, value in now.momentum.items()}
-    return shared, {"round.rows": now.rows, "round.weight": now.weight}
+    return shared, _accounts(now)
+
+
+def _accounts(now: Round) -> dict[str, Tensor]:
+    return {
+        "round.rows": now.rows,
+        "round.weight": now.weight,
+        "round.open_rows": now.open_rows,
+        "round.open_weight": now.open_weight,
+    }
 
 
 def resumes_same_replicas(now: Round | None, saved: StateReader) -> bool:
@@ -39,7 +48,7 @@ def load_round(now: Round, saved: StateReader) -> None:
             value.copy_(now.parameters[name].detach())
             now.momentum[name].zero_()
     same = resumes_same_replicas(now, saved)
-    for name, account in (("round.rows", now.rows), ("round.weight", now.weight)):
+    for name, account in _accounts(now).items():
         found = saved.own(name, saved.rank) if same else None
         account.copy_(torch.zeros_like(account) if found is None else found)
 
