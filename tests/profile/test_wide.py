@@ -5,11 +5,11 @@ import functools
 import attrs
 import pytest
 import torch
-from fxtrain.ops.chunks import chunk_of
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 import fxtrain as fx
+from fxtrain.ops.splitting import chunk_of
 from fxtrain.profile.memory_log import MemoryLog
 from fxtrain.profile.torch_patches import lazy_chunks
 from tests.profile._loops import by_steps, net
