@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,8 @@ def given_plan(default: "Plan | None" = None, *, env: Mapping[str, str] | None =
         >>> fx.given_plan(fx.Plan(accumulate=2), env={}).accumulate
         2
     """
-    connecting = importlib.import_module("fxtrain.ops.connecting")  # torch loads with it
-    return connecting.launched_plan(env) or default or connecting.Plan()
+    state = importlib.import_module("fxtrain.state")
+    return state.plan_in(os.environ if env is None else env) or default or state.Plan()
 
 
 def plan_variable(plan: "Plan") -> str:
@@ -44,6 +45,6 @@ def plan_variable(plan: "Plan") -> str:
         >>> fx.given_plan(env={name: value}).seed
         3
     """
-    connecting = importlib.import_module("fxtrain.ops.connecting")
-    data = json.loads(importlib.import_module("fxtrain.state").dumps(plan))
-    return f"{connecting.PLAN}={json.dumps(data, separators=(',', ':'))}"
+    state = importlib.import_module("fxtrain.state")
+    data = json.loads(state.dumps(plan))
+    return f"{state.PLAN_VARIABLE}={json.dumps(data, separators=(',', ':'))}"

@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import distributed as dist
 
-from fxtrain._errors import ContextError, PlanError
+from fxtrain._errors import ContextError
 from fxtrain._secret import SECRET, derive_key
 from fxtrain.ops import xla_runtime
 from fxtrain.ops.closing import make_close, make_part_close
@@ -27,19 +27,18 @@ from fxtrain.state import (
     Plan,
     Topology,
     axis_groups,
-    loads,
+    plan_in,
     read_mesh,
     read_topology,
     resolve_mesh,
     with_plan,
 )
 
-__all__ = ["PLAN", "close", "detect", "launched_plan"]
+__all__ = ["close", "detect", "launched_plan"]
 
 DEFAULT_TIMEOUT_S = 600.0
 LONGEST_S = 1e6  # milliseconds must fit into 31 bits
 _MESH = "FXTRAIN_MESH"
-PLAN = "FXTRAIN_PLAN"
 
 # torch's choice of library per device type; CPU tensors always use gloo.
 _BACKENDS = {
@@ -133,7 +132,7 @@ def detect(
 
 
 def launched_plan(env: Mapping[str, str] | None = None) -> Plan | None:
-    """The plan that came with the launch; None where it brought none.
+    """The plan that came with the launch; None if there was none.
 
     Args:
         env: Variables to read instead of the process's environment.
@@ -141,13 +140,7 @@ def launched_plan(env: Mapping[str, str] | None = None) -> Plan | None:
     Raises:
         PlanError: the variable FXTRAIN_PLAN contains no plan.
     """
-    text = (os.environ if env is None else env).get(PLAN)
-    if text is None:
-        return None
-    try:
-        return loads(text)
-    except PlanError as error:
-        raise PlanError(f"The variable {PLAN}, set by fxtrain launch:\n{error}") from None
+    return plan_in(os.environ if env is None else env)
 
 
 def close(ctx: DistContext) -> None:

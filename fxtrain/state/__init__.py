@@ -8,7 +8,7 @@ from fxtrain.state.converters import converter_for, fingerprint, structure, unst
 from fxtrain.state.deepspeed import DeepSpeed, FromConfig, from_config
 from fxtrain.state.differences import Change, diff
 from fxtrain.state.dry_runs import PARTS, DryRun, Memory, Problem, Traffic
-from fxtrain.state.files import dumps, loads, read_plan, write_plan
+from fxtrain.state.files import PLAN_VARIABLE, dumps, loads, plan_in, read_plan, write_plan
 from fxtrain.state.fsdp import FSDP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD, is_alone, round_begins, round_ends
 from fxtrain.state.mesh import AXES, Mesh, axis_groups, read_mesh, resolve_mesh
@@ -84,6 +84,7 @@ __all__ = [
     "Mesh",
     "ModelState",
     "PARTS",
+    "PLAN_VARIABLE",
     "PP",
     "Part",
     "Plan",
@@ -127,6 +128,7 @@ __all__ = [
     "loads",
     "parse_json",
     "parse_text",
+    "plan_in",
     "read_mesh",
     "read_plan",
     "read_topology",

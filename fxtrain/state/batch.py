@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from fxtrain import _tree
 from fxtrain._errors import DataError
 from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position
@@ -84,7 +83,9 @@ class Batch:
         self, target: torch.device | str | int | torch.dtype, *, non_blocking: bool = False
     ) -> Batch:
         """The same batch on another device, or with its floating tensors in another dtype."""
-        import torch  # loaded by whoever has a batch; records are imported without it
+        import torch  # already loaded by whatever made the batch; records are imported without it
+
+        from fxtrain import _tree
 
         cast = isinstance(target, torch.dtype)
 

@@ -1,6 +1,7 @@
 """Records as JSON, TOML or YAML text, and plans as files."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +12,9 @@ from fxtrain.state.converters import plain, structure
 from fxtrain.state.parsing import Format, parse_text
 from fxtrain.state.plan import Plan
 
-__all__ = ["dumps", "loads", "read_plan", "write_plan"]
+__all__ = ["PLAN_VARIABLE", "dumps", "loads", "plan_in", "read_plan", "write_plan"]
+
+PLAN_VARIABLE = "FXTRAIN_PLAN"  # by which `fxtrain launch` gives the ranks a plan
 
 T = TypeVar("T")
 _SUFFIXES: dict[str, Format] = {
@@ -110,3 +113,23 @@ def _without_none(data: Any) -> Any:
     if isinstance(data, dict):
         return {key: _without_none(value) for key, value in data.items() if value is not None}
     return data
+
+
+def plan_in(env: Mapping[str, str]) -> Plan | None:
+    """The plan in the variable FXTRAIN_PLAN; None if it is not set.
+
+    Raises:
+        PlanError: the variable contains no plan.
+
+    Example:
+        >>> from fxtrain.state import plan_in
+        >>> plan_in({"FXTRAIN_PLAN": '{"accumulate": 4}'}).accumulate
+        4
+    """
+    text = env.get(PLAN_VARIABLE)
+    if text is None:
+        return None
+    try:
+        return loads(text)
+    except PlanError as error:
+        raise PlanError(f"The variable {PLAN_VARIABLE}, set by fxtrain launch:\n{error}") from None
