@@ -34,12 +34,8 @@ class TreeSpec:
 
 
 _LEAF_SPEC = TreeSpec("*")
-_LEAF_TYPES = (
-    torch.Tensor,
-    int,
-    float,
-    str,
-)  # a union written in place is made anew for every leaf
+# A constant, because a union written at its use is built again for every leaf.
+_LEAF_TYPES = (torch.Tensor, int, float, str)
 _NONE_SPEC = TreeSpec("None", rebuild=lambda _: None)
 
 

@@ -40,7 +40,7 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry(
         "verify-resume",
         "fxtrain.cli.resume_command:VERIFY_RESUME",
-        "show whether a stopped script goes on bit for bit",
+        "check that an interrupted script resumes with equal results",
     ),
     CommandEntry(
         "verify", "fxtrain.cli.checkpoint_commands:VERIFY", "look at every byte of a checkpoint"

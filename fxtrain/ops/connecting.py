@@ -111,7 +111,7 @@ def detect(
             f"detect(timeout_s={shown}): not a timeout. Pass a number of seconds above 0 and at "
             f"most {LONGEST_S:.0f}."
         )
-    given = launched_plan(variables)
+    given = plan_in(variables)
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
     if mesh is None and _MESH in variables:
         mesh = read_mesh(variables[_MESH])

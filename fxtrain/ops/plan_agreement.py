@@ -33,8 +33,8 @@ def plan_for(action: str, ctx: DistContext, plan: Plan | None) -> Plan:
     given = ctx.given_plan
     if plan is None:
         return given or _DEFAULT
-    if given is not None and plan != given and plan not in ctx.comm.state.told:
-        ctx.comm.state.told.add(plan)
+    if given is not None and plan != given and plan not in ctx.comm.state.logged_plans:
+        ctx.comm.state.logged_plans.add(plan)
         log(ctx, "fxtrain.plan").warning(
             "fx.%s uses the plan that the script passes, not the one that came with the launch: "
             "%s. Leave the plan out to use the launch's, or start from it: "

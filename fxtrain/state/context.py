@@ -52,7 +52,7 @@ class CommState:
         opened_groups: Process groups that were opened for this context, to be closed with it.
         closed: The context was closed, so that no call can be made.
         children: Of the axes and duplicates of this communicator, which are closed with it.
-        told: Plans of the script that were compared with the launch's, and the difference logged.
+        logged_plans: Plans of the script whose difference from the launch's was logged.
     """
 
     thread: int | None = attrs.field(factory=threading.get_ident)
@@ -71,7 +71,7 @@ class CommState:
     opened_groups: list[Any] = attrs.field(factory=list)
     closed: bool = False
     children: weakref.WeakSet[CommState] = attrs.field(factory=weakref.WeakSet, repr=False)
-    told: set[Plan] = attrs.field(factory=set, repr=False)
+    logged_plans: set[Plan] = attrs.field(factory=set, repr=False)
 
     def close(self) -> None:
         """Refuse every later call, of the parts too."""

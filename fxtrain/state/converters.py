@@ -12,12 +12,11 @@ from cattrs.errors import AttributeValidationNote, IterableValidationNote
 
 from fxtrain._errors import FxError, PlanError
 from fxtrain._record import Check, canonical, check_of, closest, few, members, shown, to_float
-from fxtrain.state.registry import BUILT_IN, installed_configs
+from fxtrain.state.registry import BUILT_IN, installed_configs, kind_of
 
 __all__ = [
     "converter_for",
     "fingerprint",
-    "kind_of",
     "plain",
     "structure",
     "unstructure",
@@ -127,12 +126,6 @@ def converter_for(configs: tuple[type, ...] = ()) -> cattrs.Converter:
     )
     converter.register_unstructure_hook_factory(attrs.has, lambda _: _data)
     return converter
-
-
-def kind_of(config: type) -> str | None:
-    """What tells a strategy config from others in a file; None if it is no config."""
-    field = attrs.fields_dict(config).get("kind") if attrs.has(config) else None
-    return field.default if field is not None and isinstance(field.default, str) else None
 
 
 def plain(record: Any) -> dict[str, Any]:

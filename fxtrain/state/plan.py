@@ -8,7 +8,7 @@ from fxtrain._record import above, at_least, canonical, closest, record
 from fxtrain.state.context_parallel import CP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD
 from fxtrain.state.precision import FORMATS, Precision, precision_of
-from fxtrain.state.registry import BUILT_IN
+from fxtrain.state.registry import BUILT_IN, kind_of
 from fxtrain.state.strategy_configs import DDP
 
 __all__ = ["Compile", "Data", "Plan"]
@@ -55,9 +55,7 @@ class Data:
     ahead: int = attrs.field(default=2, validator=at_least(0))
 
 
-_BY_KIND: dict[Any, type] = {
-    attrs.fields_dict(config)["kind"].default: config for config in BUILT_IN
-}
+_BY_KIND = {str(kind_of(config)): config for config in BUILT_IN}
 
 
 def _strategy_of(value: Any) -> Any:

@@ -9,7 +9,7 @@ __all__ = ["Position"]
 class Position:
     """A cursor into the data of a run, the same at every world size.
 
-    It stands just after a batch: continuing from it yields the next row that no rank
+    It points to the end of a batch: continuing from it yields the next row that no rank
     has seen.
 
     Attributes:

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+import attrs
+
 from fxtrain._errors import PlanError
 from fxtrain._installed import installed_rows
 from fxtrain.state.deepspeed import DeepSpeed
@@ -12,10 +14,16 @@ from fxtrain.state.strategy_configs import DDP, XLA, Single
 if TYPE_CHECKING:
     from fxtrain.state.strategy import Strategy
 
-__all__ = ["BUILT_IN", "GROUP", "installed_configs", "installed_strategies"]
+__all__ = ["BUILT_IN", "GROUP", "installed_configs", "installed_strategies", "kind_of"]
 
 BUILT_IN: tuple[type, ...] = (Single, DDP, FSDP, DeepSpeed, PP, XLA)
 GROUP = "fxtrain.strategies"
+
+
+def kind_of(config: type) -> str | None:
+    """What tells a strategy config from others in a file; None if it is no config."""
+    field = attrs.fields_dict(config).get("kind") if attrs.has(config) else None
+    return field.default if field is not None and isinstance(field.default, str) else None
 
 
 def installed_strategies() -> "tuple[Strategy, ...]":

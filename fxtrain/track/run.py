@@ -49,8 +49,8 @@ class Run:
 
         Args:
             values: Numbers, tensors of one element, NumPy scalars, `fx.Weighted`; nested mappings
-                join their names by "/"; None is left out. A tensor is this rank's own value:
-                reduce it first for a global figure.
+                join their names by "/"; None is skipped. A tensor is the value of this rank:
+                reduce it first for a global value.
             step: `report.position`, or a number of updates.
 
         Raises:

@@ -103,9 +103,9 @@ class Tracker:
     """How one kind of tracker writes: functions only, no state.
 
     `open` is called in the caller's thread; all others by one background thread, in the order in
-    which they were asked for. What they raise is reported once, and training continues. An
-    ability that is left out is reported once, when it is first asked for. Change a function with
-    `attrs.evolve(row, log=mine)`.
+    which they were asked for. What they raise is reported once, and training continues. A
+    function that is missing is reported once, at the first call that needs it. Change a
+    function with `attrs.evolve(row, log=mine)`.
 
     Attributes:
         name: Shown in messages.

@@ -12,8 +12,7 @@ from fxtrain.launch import LaunchSpec, known_launchers
 from fxtrain.launch.config.launch_file import LaunchFile, Section
 from fxtrain.launch.config.overlay import leaves
 from fxtrain.state import Plan, installed_configs, unstructure
-from fxtrain.state.converters import kind_of
-from fxtrain.state.registry import BUILT_IN
+from fxtrain.state.registry import BUILT_IN, kind_of
 
 __all__ = ["Line", "meanings", "render"]
 
