@@ -1,4 +1,4 @@
-"""Rank 0 reads, and sends each rank its part."""
+"""Rank 0 reads the data and sends each rank its part."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,16 +18,16 @@ __all__ = ["dispatch_source"]
 def dispatch_source(
     make: Callable[[], tuple[Source, Layout]], ctx: DistContext, plan: Plan
 ) -> tuple[Source, Layout]:
-    """What rank 0 reads; the other ranks never touch the dataset.
+    """Batches that rank 0 reads; the other ranks never touch the dataset.
 
     Args:
-        make: Makes the source that serves all ranks; called on rank 0 only.
+        make: Creates the source that serves all ranks; called on rank 0 only.
 
     Effects:
         One gather here, and one scatter per global batch.
 
     Raises:
-        DataError: rank 0 could not make its source; rank 0 raises its own error.
+        DataError: rank 0 could not create its source; rank 0 raises its own error.
         PlanError: the ranks pass different plans; on every rank.
     """
     inner, layout, length = _broadcast_layout(make, ctx, plan)
@@ -58,7 +58,7 @@ def dispatch_source(
 def _broadcast_layout(
     make: Callable[[], tuple[Source, Layout]], ctx: DistContext, plan: Plan
 ) -> tuple[Source | None, Layout, int | None]:
-    """Rank 0's source; on every rank its layout and the length of an epoch."""
+    """Rank 0's source and, on every rank, its layout and the length of an epoch."""
     source, problem, facts = None, None, {}
     if ctx.is_main:
         try:
@@ -80,7 +80,7 @@ def _broadcast_layout(
 def _messages(
     steps: Iterator[Loaded], ctx: DistContext
 ) -> tuple[list[dict[str, Any]], Exception | None]:
-    """What each rank gets next: a step with its data, none at the end, or what went wrong."""
+    """What each rank receives next: a step with its data, None at the end, or an error text."""
     try:
         found = next(steps, None)
     except Exception as error:
@@ -88,7 +88,7 @@ def _messages(
     if found is None:
         return [{}] * ctx.world_size, None
     step, data = found
-    # Only its reader needs the indices.
+    # Only the reading rank needs the indices.
     head = Opaque(step._replace(slot=step.slot._replace(keys=())))
     return [{"step": head, "data": data[rank]} for rank in range(ctx.world_size)], None
 
@@ -98,4 +98,4 @@ def _words(error: Exception) -> str:
 
 
 def _failed(words: str) -> DataError:
-    return DataError(f"Rank 0 failed while it read the data for all ranks. It says: {words}")
+    return DataError(f"Rank 0 failed while reading the data for all ranks: {words}")

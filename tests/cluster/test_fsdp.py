@@ -310,7 +310,7 @@ def test_a_non_finite_shard_is_everyones(pair):
         assert all(torch.isfinite(value).all() for value in run.parameters.values())
     for error in pair.outcomes(_nonfinite, "raise"):
         assert isinstance(error, fx.StepError)
-        assert "rank 0: 0 losses, gradients too\n  rank 1: 1 losses" in str(error)
+        assert "rank 0: 0 non-finite losses; gradients are non-finite\n  rank 1: 1 non-" in str(error)
 
 
 def _uneven(ctx, rows):
