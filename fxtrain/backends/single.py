@@ -22,7 +22,7 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     if ctx.world_size > 1:
         problems.append(
             f"Single() trains on one rank, but this context has {ctx.world_size}, which would "
-            f"drift apart. Use DDP(), or launch one process."
+            f"train separate models. Use DDP(), or launch one process."
         )
     return tuple(problems)
 
@@ -37,7 +37,7 @@ def wrap_without_engine(
     *,
     change: Any = None,
 ) -> Wrapped:
-    """Wrap a module that is its own engine; `change` is what becomes of each optimizer."""
+    """Wrap a module that is its own engine; `change` replaces each optimizer."""
     module.to(ctx.device)
     undo_rows = expose_positions(module, ctx, plan)
     undo_blocks = prepare_module(module, plan, ctx)
@@ -60,7 +60,7 @@ def make_handle(
     undo: Callable[[], None],
     change: Any = None,
 ) -> Wrapped:
-    """Call the factories on a module in its final form, and put everything into a handle."""
+    """Call the factories on a module in its final form, and build the handle."""
     made, optimizers = make_optimizers(optimizer, module, change)
     planned, schedulers = make_schedulers(scheduler, made)
     return Wrapped(
@@ -103,5 +103,5 @@ SINGLE = Strategy(
     load_state=load_state,
     weights=torch_weights,
     unwrap=_unwrap,
-    average=unsupported("averaging of copies", by="Single, which trains one,"),
+    average=unsupported("averaging of replicas", by="Single, which has only one,"),
 )

@@ -33,16 +33,16 @@ def _tp(*styles, **options):
 
 
 BAD = {
-    "axis": (None, _tp(UP, DOWN), "which has one rank. Ask for more"),
+    "axis": (None, _tp(UP, DOWN), "which has one rank. Use more"),
     "silent": (PAIR, fx.Plan(strategy=fx.FSDP()), "does not say what to split"),
     "name": (PAIR, _tp(fx.Style(modules="blocks.*.upp", style="colwise")), "Did you mean"),
-    "none": (PAIR, _tp(), "carries no plan"),
+    "none": (PAIR, _tp(), "has no plan of its own"),
     "kind": (PAIR, _tp(fx.Style(modules="norm", style="colwise")), "norm is a LayerNorm"),
     "fits": (fx.Mesh(tensor=8), _tp(UP, DOWN), None),
     "divide": (
         fx.Mesh(tensor=16),
         _tp(fx.Style(modules="head", style="colwise_gather")),
-        "dimension of 24, which 16 tensor ranks do not",
+        "dimension of 24, not divisible by 16 tensor",
     ),
     "ties": (
         PAIR,
@@ -253,7 +253,7 @@ class _Apart(nn.ModuleList):
 @pytest.mark.parametrize(
     ("net", "words"),
     [
-        (nn.Sequential(_Experts(3)), "0 has 3 experts, which 2 tensor ranks do not divide"),
+        (nn.Sequential(_Experts(3)), "0 has 3 experts, not divisible by 2 tensor ranks"),
         (nn.Sequential(nn.Linear(4, 4)), "0 is a Linear; expert splits a module that holds"),
         (nn.Sequential(_Apart([nn.Linear(2, 2)] * 2)), "0 is a _Apart; expert splits a module"),
     ],
