@@ -84,14 +84,14 @@ class Mistake:
 
 
 MISTAKES = [
-    Mistake(words="launch --ranks 0 train.py", says="whole number of at least 1"),
-    Mistake(words="launch --ranks -2 train.py", says="whole number of at least 1"),
+    Mistake(words="launch --ranks 0 train.py", says="integer of at least 1"),
+    Mistake(words="launch --ranks -2 train.py", says="integer of at least 1"),
     Mistake(words="launch --restarts -1 train.py", says="choose a number from 0"),
     Mistake(words="launch trian.py", says="Did you mean train.py?"),
     Mistake(words="launch nowhere/train.py", says="nor its folder"),
     Mistake(words="launch .", says="a folder without a __main__.py"),
     Mistake(words="launch -m json.toool", says="Did you mean json.tool?"),
-    Mistake(words="launch -m train.py", says="Leave -m out"),
+    Mistake(words="launch -m train.py", says="Omit -m"),
     Mistake(words="launch -m no_such_package.part", says="no such module"),
 ]
 

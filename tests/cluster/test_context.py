@@ -83,7 +83,7 @@ BATCHES = {
     "odd": ({"x": torch.zeros(2, 9)}, {"balance": False}, "multiple of 2"),
     "lengths": ((ROWS, torch.zeros(2, 4)), {}, r"0 \[2, 8\], 1 \[2, 4\]. Name those"),
     "nothing": ({"x": torch.zeros(2)}, {}, "has none. Name those"),
-    "name": ({"ids": ROWS}, {"batch": ("id",)}, r"cuts 'id', and no.*It has: ids \[2, 8\]"),
+    "name": ({"ids": ROWS}, {"batch": ("id",)}, r"names 'id', but no.*It has: ids \[2, 8\]"),
 }
 
 

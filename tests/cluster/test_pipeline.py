@@ -130,14 +130,14 @@ BAD = {
         "in 3 rounds, so their number must be a multiple of that. Use a multiple of the 2 pipeline "
         "ranks, such as 6",
     ),
-    "each": (None, fx.PP(stages_per_rank=2), {}, "this schedule has exactly 1 on each rank"),
+    "each": (None, fx.PP(stages_per_rank=2), {}, "this schedule needs exactly 1 per rank"),
     "shared": (None, fx.PP(split=FOUR, shared=("heads",)), {}, "no parameter matches 'heads'"),
     "compile": (None, fx.PP(split=FOUR), {"compile": fx.Compile()}, "Compile blocks"),
     "middle": (
         fx.Mesh(pipeline=2),
         fx.PP(split=("blocks.0.norm_2",)),
         {"recompute": ("Block",)},
-        r"before blocks\.0\.norm_2, which is inside of blocks\.0, a Block that Plan\.recompute",
+        r"before blocks\.0\.norm_2, which is inside blocks\.0, a Block that Plan\.recompute",
     ),
 }
 
@@ -172,7 +172,7 @@ def test_a_stage_with_nothing_to_train_is_refused():
     for name, parameter in net.named_parameters():
         parameter.requires_grad_(name.startswith("blocks.1"))
     (problem,) = pipeline_problems(net, fx.Plan(strategy=fx.PP()), 2)
-    assert "begins with the model's own beginning has no parameter to train" in problem
+    assert "begins with the model's first module, on pipeline rank 0, has no" in problem
 
 
 class Net(nn.Module):
@@ -217,7 +217,7 @@ def _loss(model, batch):
 def test_a_stage_sends_nothing_that_the_next_one_does_not_wait_for():
     told = TensorMeta(0, (2, 4), torch.float32, True)
     assert _to_send(torch.ones(2, 4), told).shape == (2, 4)
-    with pytest.raises(fx.PlanError, match=r"gives \[3, 4\].*a shape that depends on data"):
+    with pytest.raises(fx.PlanError, match=r"sends \[3, 4\].*shapes depend on data"):
         _to_send(torch.ones(3, 4), told)
 
 
@@ -243,7 +243,7 @@ def _trained(placed, case, rows=4, **options):
 REFUSED = {
     "shape": "a shape that depends on data",
     "value": "needs values",
-    "input": "micro-batches send it [[1, 4]] and [[2, 4]], shapes that depend on data",
+    "input": "micro-batches send it [[1, 4]] and [[2, 4]], so shapes depend on data",
     "write": "writes what an earlier stage computes",
     "around": "as a connection around the split does",
     "early head": "name the parameter in PP(shared=...)",

@@ -15,8 +15,8 @@ from fxtrain.launch.launchers.native.elastic import _check_devices
 @pytest.mark.parametrize(
     ("there", "fields", "says"),
     [
-        (2, {"ranks": 3}, "3 ranks were asked for, and this machine has 2 cuda devices for them"),
-        (1, {"gpus": ("0", "7")}, "The GPUs 0,7 were chosen, and 1 of them can be used"),
+        (2, {"ranks": 3}, "3 ranks were requested, but this machine has 2 cuda devices"),
+        (1, {"gpus": ("0", "7")}, "The GPUs 0,7 were chosen, but only 1 of them are usable"),
     ],
 )
 def test_ranks_that_do_not_match_the_gpus_of_a_machine(there, fields, says, monkeypatch):

@@ -63,9 +63,9 @@ def test_a_rank_killed_for_memory_says_so():
         "processes of this job needed more than its memory of 1.5 GiB."
     )
     after = MemoryKills(machine=1, counted=True)
-    assert "the memory of this machine ran out" in _killed(before, after)
-    assert "It was not the kernel's out-of-memory killer" in _killed(before, before)
-    assert "look at dmesg" in _killed(MemoryKills(), MemoryKills())
+    assert "this machine ran out of memory" in _killed(before, after)
+    assert "The kernel's out-of-memory killer did not do that" in _killed(before, before)
+    assert "run dmesg" in _killed(MemoryKills(), MemoryKills())
 
 
 def test_tracebacks_of_the_others_are_kept(tmp_path):

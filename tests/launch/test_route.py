@@ -1,4 +1,4 @@
-"""By which address and interface other machines reach this one."""
+"""The address and interface by which other machines reach this one."""
 
 import socket
 import sys

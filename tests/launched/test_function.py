@@ -90,7 +90,7 @@ def test_what_went_wrong(fn, args, text):
 
 def test_time_limit_names_the_ranks_and_ends_them():
     start = time.monotonic()
-    with pytest.raises(LaunchError, match=r"these of 2 ranks did not end in time.*: 0, 1\."):
+    with pytest.raises(LaunchError, match=r"these of 2 ranks did not finish in time.*: 0, 1\."):
         fx.launch(time.sleep, (60,), ranks=2, timeout_s=3)
     assert time.monotonic() - start < 20
 

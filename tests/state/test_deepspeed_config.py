@@ -213,7 +213,7 @@ BAD = {
     "a set": ({"a": {1, 2}}, "only what JSON can hold"),
     "not a number": ({"a": float("nan")}, "only what JSON can hold"),
     "a flag for a table": ({"zero_optimization": True}, "needs a table"),
-    "a stage in quotes": ({"zero_optimization": {"stage": "3"}}, "Write 0, 1, 2 or 3"),
+    "a stage in quotes": ({"zero_optimization": {"stage": "3"}}, "Use 0, 1, 2 or 3"),
 }
 
 
