@@ -84,8 +84,8 @@ class Mistake:
 
 
 MISTAKES = [
-    Mistake(words="launch --ranks 0 train.py", says="integer of at least 1"),
-    Mistake(words="launch --ranks -2 train.py", says="integer of at least 1"),
+    Mistake(words="launch --ranks 0 train.py", says="whole number of at least 1"),
+    Mistake(words="launch --ranks -2 train.py", says="whole number of at least 1"),
     Mistake(words="launch --restarts -1 train.py", says="choose a number from 0"),
     Mistake(words="launch trian.py", says="Did you mean train.py?"),
     Mistake(words="launch nowhere/train.py", says="nor its folder"),

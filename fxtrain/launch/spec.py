@@ -14,7 +14,7 @@ __all__ = ["LaunchSpec", "check_ranks", "rank_environment"]
 Streams = Literal["none", "out", "err", "both"]
 _PORT = 29_500  # torch's default
 _MOST_RANKS = 2**20  # on one machine
-_RANKS = "an integer of at least 1: one per accelerator, or as many as there are spare cores"
+_RANKS = "a whole number of at least 1: one per accelerator, or as many as there are spare cores"
 
 
 def is_host(text: str) -> bool:
@@ -36,7 +36,7 @@ def check_ranks(ranks: Any, *, said: str) -> None:
     """Refuse an invalid number of ranks.
 
     Raises:
-        LaunchError: `ranks` is not an integer of at least 1.
+        LaunchError: `ranks` is not a whole number of at least 1.
     """
     if type(ranks) is not int or not 1 <= ranks < _MOST_RANKS:
         raise LaunchError(f"{said}={shown(ranks)}): choose {_RANKS}.")

@@ -65,7 +65,7 @@ MISTAKES = [
     ),
     Mistake(
         text='[launch]\nlauncher = "tpu"\nrole = "x"',
-        says="launch: The launcher tpu has no use for role='x'",
+        says="launch: The launcher tpu does not support role='x'",
     ),
     Mistake(text="launch = 3", says="launch: expected a table, found 3"),
     Mistake(text='default = "a"', says="default: no profile 'a'; the file has none"),
@@ -216,7 +216,7 @@ def test_default_writes_a_file_that_is_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["config", "default"]) == Exit.WELL
     assert main(["config", "check"]) == Exit.WELL
-    assert "fxtrain.toml is in order" in capsys.readouterr().out
+    assert "fxtrain.toml is valid" in capsys.readouterr().out
     before = (tmp_path / "fxtrain.toml").read_text()
     assert main(["config", "default"]) == Exit.WRONG
     assert "already exists" in capsys.readouterr().err

@@ -150,7 +150,7 @@ def test_a_loop_by_hand_is_the_step(pair):
 
 BAD = {
     "one copy": (fx.FSDP(), fx.Mesh(shard=4), {}, "replicate=1 and shard=4"),
-    "no mesh": (fx.FSDP(shard=2), None, {}, "shard=1. Say fx.detect"),
+    "no mesh": (fx.FSDP(shard=2), None, {}, "shard=1. Use fx.detect"),
     "warm-up": (fx.FSDP(), fx.Mesh(shard=2), {"warmup": 3}, "make no update together"),
     "ignored": (fx.FSDP(ignore=("0.bias",)), fx.Mesh(shard=2), {}, "Drop one of them"),
     "deepspeed": (fx.DeepSpeed(), None, {}, "makes none that could"),

@@ -250,7 +250,7 @@ REFUSED = {
     "rows": "a batch of 3 rows on a rank is not divisible by that",
     "no call": "did not call the model",
     "gradients": "inside fx.step",
-    "backward": "does not support backward by itself",
+    "backward": "does not support a separate backward",
 }
 
 

@@ -74,7 +74,7 @@ WRONG = {
         "found 'abc'; choose a tuple",
     ),
     "half a letter": ({"recompute": ["\ud800"]}, "choose a tuple or list, each a string."),
-    "number as table": ({"data": 4}, "found 4; choose an fx.Data(...). In a file that is a table."),
+    "number as table": ({"data": 4}, "found 4; choose an fx.Data(...). In a file, use a table."),
     "many bits": ({"seed": 10**6000}, "found <a number of 19932 bits, more than 64>; choose a"),
     "no exact float": ({"clip_norm": 2**53 + 1}, "found 9007199254740993; choose a finite number"),
     "key of another type": ({1: 2}, "unknown key 1; Plan has strategy"),
@@ -224,7 +224,9 @@ def test_configs_that_cannot_be_told_apart_are_refused():
         kind: str = "ddp"
 
     for config in (Nameless, Twin, int):
-        with pytest.raises(fx.PlanError, match=f"{config.__name__} cannot be told from other"):
+        with pytest.raises(
+            fx.PlanError, match=f"{config.__name__} cannot be distinguished from other"
+        ):
             converter_for((config,))
 
 
@@ -245,9 +247,9 @@ def test_a_field_of_a_type_that_files_do_not_know_is_a_plan_error():
 
 @pytest.mark.parametrize("value", [3, None, fx.Plan, {"seed": 1}])
 def test_only_records_become_data(value):
-    with pytest.raises(fx.PlanError, match=r"an fx\.Plan, was expected"):
+    with pytest.raises(fx.PlanError, match=r"such as an fx\.Plan; found"):
         unstructure(value)
-    with pytest.raises(fx.PlanError, match="structure makes records"):
+    with pytest.raises(fx.PlanError, match="structure creates records"):
         structure({}, int)
 
 

@@ -128,7 +128,7 @@ def test_batch_sizes_follow_from_each_other():
     with pytest.raises(fx.PlanError, match="make 24, the config has 25"):
         rows(train_batch_size=25)
     for wrong in ("many", 0, True, 2.5):
-        with pytest.raises(fx.PlanError, match=r"train_batch_size=.*an integer number of rows"):
+        with pytest.raises(fx.PlanError, match=r"train_batch_size=.*a whole number of rows"):
             rows(train_batch_size=wrong)
     both = _plan(fields={"micro_batch": 4})
     with pytest.raises(fx.PlanError, match="the loader has 8, micro_batch has 4"):
@@ -210,8 +210,8 @@ def test_a_sum_over_ranks_is_refused():
 BAD = {
     "no file": ("nowhere.json", "No such file"),
     "broken text": ('{"a": ', "is none"),
-    "a set": ({"a": {1, 2}}, "only what JSON can hold"),
-    "not a number": ({"a": float("nan")}, "only what JSON can hold"),
+    "a set": ({"a": {1, 2}}, "only contains JSON values"),
+    "not a number": ({"a": float("nan")}, "only contains JSON values"),
     "a flag for a table": ({"zero_optimization": True}, "needs a table"),
     "a stage in quotes": ({"zero_optimization": {"stage": "3"}}, "Use 0, 1, 2 or 3"),
 }

@@ -233,8 +233,7 @@ def _count(config: Mapping[str, Any], path: str) -> int | None:
         return None
     if type(found) is not int or found < 1:
         raise PlanError(
-            f"The DeepSpeed config has {path}={found!r}. Write an integer number of rows, or "
-            f'"auto".'
+            f'The DeepSpeed config has {path}={found!r}. Write a whole number of rows, or "auto".'
         )
     return found
 

@@ -26,7 +26,7 @@ class Question:
     Attributes:
         path: The value in the launch file that it sets.
         text: The question itself.
-        kind: choice: one of several; yes: yes or no; whole: an integer of at least 0; number: a
+        kind: choice: one of several; yes: yes or no; whole: a whole number of at least 0; number: a
             number; text: a text; words: texts separated by commas.
         choices: Values with their meanings.
         default: The value for an empty answer; None leaves it unset.
@@ -295,7 +295,7 @@ def _yes(_: Question, said: str) -> bool:
 
 def _whole(_: Question, said: str) -> int:
     if not said.isdecimal() or len(said) > 9:
-        raise ValueError("choose an integer")
+        raise ValueError("choose a whole number")
     return int(said)
 
 

@@ -54,9 +54,9 @@ def tell_kills(before: MemoryKills, after: MemoryKills) -> str:
     Example:
         >>> from fxtrain.launch import MemoryKills, tell_kills
         >>> tell_kills(MemoryKills(), MemoryKills(group=1, limit_bytes=2**31)).split(":")[0]
-        "The rank was killed by the kernel's out-of-memory killer"
+        "That was the kernel's out-of-memory killer"
     """
-    did = "The rank was killed by the kernel's out-of-memory killer: "
+    did = "That was the kernel's out-of-memory killer: "
     advice = "Use a smaller batch, fewer ranks or fewer loader workers, or request more memory."
     if after.group > before.group:
         limit = "" if after.limit_bytes is None else f" of {after.limit_bytes / 2**30:.3g} GiB"
@@ -64,7 +64,7 @@ def tell_kills(before: MemoryKills, after: MemoryKills) -> str:
     if after.machine > before.machine:
         return f"{did}this machine ran out of memory. {advice}"
     if after.counted:
-        return "The kernel's out-of-memory killer did not do that: another process sent the signal."
+        return "That was not the kernel's out-of-memory killer: another process sent the signal."
     return ""
 
 
