@@ -1,6 +1,7 @@
 """One rank: the module as it is."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -39,14 +40,12 @@ def wrap_without_engine(
 ) -> Wrapped:
     """Wrap a module that is its own engine; `change` replaces each optimizer."""
     module.to(ctx.device)
-    undo_rows = expose_positions(module, ctx, plan)
-    undo_blocks = prepare_module(module, plan, ctx)
-
-    def undo() -> None:
-        undo_blocks()
-        undo_rows()
-
-    return make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo, change=change)
+    undo = ExitStack()
+    undo.callback(expose_positions(module, ctx, plan))
+    undo.callback(prepare_module(module, plan, ctx))
+    return make_handle(
+        strategy, module, ctx, plan, optimizer, scheduler, undo=undo.close, change=change
+    )
 
 
 def make_handle(

@@ -8,7 +8,7 @@ from torch import nn
 
 from fxtrain._errors import PlanError
 from fxtrain.backends.core.module_changes import model_signature
-from fxtrain.backends.core.plain_module import record_module
+from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.ddp.strategy import DDP_STRATEGY
 from fxtrain.backends.deepspeed.strategy import DEEPSPEED_STRATEGY
 from fxtrain.backends.fsdp.strategy import FSDP_STRATEGY
@@ -110,9 +110,9 @@ def wrap(
     row = _strategy_of(plan) if strategy is None else strategy
     if problems := problems_of(row, ctx, plan, model):
         raise PlanError("\n".join(problems))
-    wrapped, formats = record_module(model), _formats(model)
+    before, formats = record_module(model), _formats(model)
     made = row.wrap(row, model, ctx, plan, optimizer, scheduler)
-    return attrs.evolve(made, bare=wrapped(), formats=formats)
+    return attrs.evolve(made, bare=before.changes().hide, formats=formats)
 
 
 def unwrap(model: Wrapped) -> nn.Module:

@@ -209,7 +209,7 @@ def test_a_sum_over_ranks_is_refused():
 
 BAD = {
     "no file": ("nowhere.json", "No such file"),
-    "broken text": ('{"a": ', "is none"),
+    "broken text": ('{"a": ', "but is invalid"),
     "a set": ({"a": {1, 2}}, "only contains JSON values"),
     "not a number": ({"a": float("nan")}, "only contains JSON values"),
     "a flag for a table": ({"zero_optimization": True}, "needs a table"),

@@ -4,6 +4,7 @@ import fnmatch
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,29 +39,19 @@ def expose_positions(module: nn.Module, ctx: DistContext, plan: Plan) -> Callabl
     Returns:
         A function that reverts this.
     """
+    undo = ExitStack()
     if plan.context is None or ctx.mesh.context == 1:
-        return _nothing
+        return undo.close
     config: CP = plan.context
     seen, takes = [0], list(_arguments(module))
-    undo = [
-        put_forward(
-            owner, functools.partial(_with_rows, owner, names, seen, ctx, plan, owner.forward)
-        )
-        for owner, names in _owners(module, config)
-    ]
-    undo += [put_forward(part, _maskless(part)) for part in _masked(module, config)]
+    for owner, names in _owners(module, config):
+        rows = functools.partial(_with_rows, owner, names, seen, ctx, plan, owner.forward)
+        undo.callback(put_forward(owner, rows))
+    for part in _masked(module, config):
+        undo.callback(put_forward(part, _maskless(part)))
     noting = functools.partial(_recording_positions, module, seen, ctx, plan, takes, module.forward)
-    undo.append(put_forward(module, noting))
-
-    def undo_all() -> None:
-        for take_back in reversed(undo):
-            take_back()
-
-    return undo_all
-
-
-def _nothing() -> None:
-    """Revert nothing."""
+    undo.callback(put_forward(module, noting))
+    return undo.close
 
 
 def _owners(module: nn.Module, config: CP) -> list[tuple[nn.Module, list[str]]]:

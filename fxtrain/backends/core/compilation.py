@@ -3,6 +3,7 @@
 import functools
 import types
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ __all__ = ["compile_parts"]
 
 def compile_parts(
     parts: Sequence[nn.Module], config: Compile, ctx: DistContext, *, hooked: bool
-) -> list[Callable[[], None]]:
+) -> Callable[[], None]:
     """Compile the calls of some modules, in place.
 
     Args:
@@ -29,12 +30,12 @@ def compile_parts(
     Returns:
         A function that reverts all of it.
     """
-    undo: list[Callable[[], None]] = []
+    undo = ExitStack()
     told = _CompilationCounter(ctx)
     for part in parts:
-        undo += [
-            _wrap_forward(inner) for inner in part.modules() if hooked and _needs_own_frame(inner)
-        ]
+        for inner in part.modules():
+            if hooked and _needs_own_frame(inner):
+                undo.callback(_wrap_forward(inner))
         # What nn.Module.compile sets. But that silently leaves torch's own modules, such as
         # nn.Sequential, uncompiled: torch traces nothing that starts in its own code.
         compiled: Any = torch.compile(
@@ -45,8 +46,8 @@ def compile_parts(
             dynamic=config.dynamic,
         )
         part._compiled_call_impl = told.watched(compiled, type(part).__name__)
-        undo.append(functools.partial(vars(part).pop, "_compiled_call_impl", None))
-    return undo
+        undo.callback(vars(part).pop, "_compiled_call_impl", None)
+    return undo.close
 
 
 class _CompilationCounter:

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -113,17 +114,13 @@ def prepare_module(
         parameter names stay as they are.
     """
     chosen = _named(module, plan.recompute)[:: plan.recompute_every]
-    undo = [put_forward(part, again(part.forward, plan.recompute_keep)) for part in chosen]
+    undo = ExitStack()
+    for part in chosen:
+        undo.callback(put_forward(part, again(part.forward, plan.recompute_keep)))
     if plan.compile is not None:
         blocks = _named(module, plan.compile.blocks) if plan.compile.blocks else [module]
-        undo += compile_parts(blocks, plan.compile, ctx, hooked=hooked)
-
-    def undo_all() -> None:
-        for take_back in reversed(undo):
-            take_back()
-        undo.clear()
-
-    return undo_all
+        undo.callback(compile_parts(blocks, plan.compile, ctx, hooked=hooked))
+    return undo.close
 
 
 def send_values(tensors: Iterable[Tensor], data: DistContext) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtrain.backends.core.module_changes import put_forward
 from fxtrain.ops.step_parts import DTYPES
 from fxtrain.state import Plan
 
@@ -66,15 +67,7 @@ def autocast_inside(module: nn.Module, plan: Plan, device: str) -> Callable[[], 
     if plan.precision.compute == "fp32":
         return lambda: None
     dtype = DTYPES[plan.precision.compute]
-    before = module.__dict__.get("forward")
-    module.forward = functools.partial(_under_autocast, module.forward, device, dtype)
-
-    def undo() -> None:
-        del module.forward
-        if before is not None:
-            module.forward = before
-
-    return undo
+    return put_forward(module, functools.partial(_under_autocast, module.forward, device, dtype))
 
 
 def _under_autocast(

@@ -1,7 +1,7 @@
 """From a user's module to a wrapped one under DeepSpeed."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -121,16 +121,11 @@ def _resolved_config(
 
 def _prepare(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[], None]:
     """Apply the plan's changes to the module; return the undo of those and of the engine's."""
-    restore = record_changes(module)
-    undo_plan = prepare_module(module, plan, ctx)
-    undo_autocast = autocast_inside(module, plan, ctx.device.type)
-
-    def undo() -> None:
-        undo_autocast()
-        undo_plan()
-        restore()
-
-    return undo
+    undo = ExitStack()
+    undo.callback(record_changes(module))
+    undo.callback(prepare_module(module, plan, ctx))
+    undo.callback(autocast_inside(module, plan, ctx.device.type))
+    return undo.close
 
 
 def _with_engine(

@@ -20,7 +20,7 @@ from fxtrain.backends.context.positions import expose_positions
 from fxtrain.backends.core.device_mesh import device_mesh
 from fxtrain.backends.core.initial_values import fill_sharded, record_initial_values
 from fxtrain.backends.core.module_changes import prepare_module
-from fxtrain.backends.core.undo import record_changes
+from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.core.wrap_units import ignored_names, units
 from fxtrain.backends.tensor.parallelize import split_layers
 from fxtrain.ops.step_parts import DTYPES
@@ -41,28 +41,28 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
     config: FSDP = plan.strategy
     start = record_initial_values(module, ctx)
     mesh = device_mesh(ctx, size)
-    cut = record_changes(module)
+    unsplit = record_module(module)
     if config.tensor is not None:
         split_layers(module, mesh["tensor"], config.tensor)
-    restore_layers = cut()
+    split = unsplit.changes()
     undo_rows = expose_positions(module, ctx, plan)
     undo_blocks = prepare_module(module, plan, ctx, hooked=True)
-    sharded = record_changes(module)
+    unsharded = record_module(module)
     if ctx.axis("loss").world_size > 1:
         _apply(module, mesh, ctx, plan)
-    restore = sharded()
+    sharded = unsharded.changes()
     fill_sharded(module, start, ctx, offload=config.offload, seed=plan.seed)
 
     def undo() -> None:
         whole = _gathered(module, ctx.device)
-        restore()
+        sharded.undo()
         for part in module.modules():
             _composable_state._module_state_mapping.pop(part, None)
         for part, name, parameter in whole:
             part.register_parameter(name, parameter)
         undo_blocks()
         undo_rows()
-        restore_layers()
+        split.undo()
 
     return undo
 

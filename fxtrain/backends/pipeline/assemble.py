@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -100,16 +101,11 @@ def _refuse_forward(module: nn.Module, engine: Pipeline) -> Callable[[], None]:
     """Make modules without their parameters raise when called; return the undo function."""
     lacking = {place.path for place in engine.places if place.held[place.key] is None}
     parts = {path: module.get_submodule(path) for path in lacking | {""}}
-    undo = [
-        put_forward(part, functools.wraps(part.forward)(functools.partial(_refuse, engine, path)))
-        for path, part in parts.items()
-    ]
-
-    def undo_all() -> None:
-        for take_back in undo:
-            take_back()
-
-    return undo_all
+    undo = ExitStack()
+    for path, part in parts.items():
+        refuse = functools.wraps(part.forward)(functools.partial(_refuse, engine, path))
+        undo.callback(put_forward(part, refuse))
+    return undo.close
 
 
 def _refuse(engine: Pipeline, path: str, *_: Any, **__: Any) -> NoReturn:

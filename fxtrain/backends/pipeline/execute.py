@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import torch
@@ -25,11 +25,33 @@ ComputeLoss = Callable[[Wrapped, Batch], WeightedLoss]
 
 
 class _ModelCalled(BaseException):
-    """Raised where the loss function calls the model; not an Exception, which it might catch."""
+    """Raised where the loss function calls the model, which ends its first run."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
         self.call = (args, kwargs)
+
+
+@attrs.define
+class _GivenOutputs:
+    """The forward of the model in the second run of the loss function.
+
+    Attributes:
+        outputs: The outputs that the stages have computed.
+        called: Whether the loss function has called the model; mutable.
+    """
+
+    outputs: Any
+    called: bool = False
+
+    def __call__(self, model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.called:
+            raise StepError(
+                "PP: the loss function called the model twice, but a pipeline runs it once. Put "
+                "both inputs into one batch."
+            )
+        self.called = True
+        return self.outputs
 
 
 def run(
@@ -40,8 +62,7 @@ def run(
 ) -> WeightedLoss:
     """Forward, loss and backward of a batch in micro-batches, by the plan's schedule.
 
-    The user's loss function runs on every rank up to its call of the model, whose arguments are
-    all that stages need of it, and once more on the last stage, with the outputs.
+    The user's loss function runs twice on the last stage; `fxtrain.backends.pipeline` says why.
 
     Raises:
         PlanError: micro-batches do not divide the batch, or the model cannot be split.
@@ -165,14 +186,10 @@ def _capture_arguments(
     model: Wrapped, compute_loss: ComputeLoss, micro_batch: Batch, seed: int
 ) -> Any:
     """The arguments with which the user's loss function calls the model."""
-
-    def called(_: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise _ModelCalled(args, kwargs)
-
     try:
         # Its random draws must be equal on all stages, and equal again in the second run.
         with ops.fork_rng(model.ctx, seed):
-            compute_loss(_replaced_forward(model, called), micro_batch)
+            compute_loss(_replaced_forward(model, _raise_call), micro_batch)
     except _ModelCalled as found:
         return found.call
     raise StepError(
@@ -181,25 +198,17 @@ def _capture_arguments(
     )
 
 
+def _raise_call(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    raise _ModelCalled(args, kwargs)
+
+
 def _computed_loss(
     model: Wrapped, compute_loss: ComputeLoss, micro_batch: Batch, seed: int, out: Any
 ) -> WeightedLoss:
-    answers = [
-        out
-        if model.plan.precision.output != "fp32"
-        else _tree.map_leaves(step_functions.to_float, out)
-    ]
-
-    def called(_: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not answers:
-            raise StepError(
-                "PP: the loss function called the model twice, but a pipeline runs it once. Put "
-                "both inputs into one batch."
-            )
-        return answers.pop()
-
+    if model.plan.precision.output == "fp32":
+        out = _tree.map_leaves(step_functions.to_float, out)
     with ops.fork_rng(model.ctx, seed):
-        return compute_loss(_replaced_forward(model, called), micro_batch)
+        return compute_loss(_replaced_forward(model, _GivenOutputs(out)), micro_batch)
 
 
 def _replaced_forward(model: Wrapped, called: Callable[..., Any]) -> Wrapped:

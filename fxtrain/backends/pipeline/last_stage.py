@@ -49,11 +49,11 @@ def broadcast_loss(
         A broadcast of four numbers; the first time, and for aux metrics, one of objects.
     """
     engine, window = model.engine, model.window
-    if not ready.form:
+    if ready.form is None:
         silent = model.ctx.comm.simulated and not shares
         own = [fake()] if silent else shares
-        ready.form.append(_broadcast_object(model, _form_of(own[0]) if own else None))
-    form: _LossForm = ready.form[0]
+        ready.form = _broadcast_object(model, _form_of(own[0]) if own else None)
+    form: _LossForm = ready.form
     numbers = torch.zeros_like(window.sums)
     if shares:
         weights = torch.stack([_as(weighted.weight, numbers) for weighted in shares])
@@ -81,11 +81,11 @@ def broadcast_outputs(model: Wrapped, ready: Any, whole: Any, fake: Callable[[],
         fake: Creates fake ones in a simulated world, where that rank sends nothing.
     """
     engine = model.engine
-    if not ready.form:
+    if ready.form is None:
         own = fake() if model.ctx.comm.simulated and whole is None else whole
-        ready.form.append(_broadcast_object(model, _tree.map_leaves(_emptied, own)))
+        ready.form = _broadcast_object(model, _tree.map_leaves(_emptied, own))
     if whole is None:
-        whole = _tree.map_leaves(lambda leaf: _made(leaf, model.ctx.device), ready.form[0])
+        whole = _tree.map_leaves(lambda leaf: _made(leaf, model.ctx.device), ready.form)
     return ops.broadcast(whole, engine.axis, src=engine.source)
 
 
@@ -109,7 +109,7 @@ def _broadcast_aux(model: Wrapped, ready: Any, shares: list[WeightedLoss], rows:
     device = model.ctx.device
     own = [_tree.map_leaves(_detached, weighted.aux) for weighted in shares]
     if model.ctx.comm.simulated and not own:
-        fake = _tree.map_leaves(lambda leaf: _made(leaf, device), ready.form[0].aux)
+        fake = _tree.map_leaves(lambda leaf: _made(leaf, device), ready.form.aux)
         own = [fake] * ready.parts
     told = _broadcast_object(model, join(own, rows) if own else None)
     return _tree.map_leaves(lambda leaf: _on(leaf, device), told)

@@ -26,21 +26,21 @@ _MAX_SCHEDULES = 8  # cached schedules, each with receive buffers
 StageTask = Callable[[Stage, tuple[Tensor, ...], int], Any]
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class PreparedSchedule:
-    """A schedule for arguments of one kind.
+    """A schedule for arguments of one kind; mutable, since `form` is known after its first run.
 
     Attributes:
         schedule: torch's.
         parts: Number of its micro-batches.
         sends: By stage, what it sends to the next one.
-        form: The last stage's description of its results; empty until it is broadcast.
+        form: The last stage's description of its results; None until it is broadcast.
     """
 
     schedule: Any
     parts: int
     sends: Mapping[int, tuple[TensorMeta, ...]]
-    form: list[Any] = attrs.field(factory=list)
+    form: Any = None
 
 
 @attrs.frozen(eq=False)

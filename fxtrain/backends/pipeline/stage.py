@@ -99,7 +99,7 @@ class _StageForward:
 
 
 class _StageEnd(BaseException):
-    """Raised where the next stage begins; not an Exception, which a model might catch."""
+    """Raised where the next stage begins, which ends the forward of this stage."""
 
     def __init__(self, leaves: list[Any]) -> None:
         super().__init__()

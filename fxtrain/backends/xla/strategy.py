@@ -1,7 +1,7 @@
 """torch_xla: a step is traced, compiled once and run as one graph."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import attrs
@@ -90,21 +90,16 @@ def _wrap(
     scheduler: Any,
 ) -> Wrapped:
     data, config = ctx.axis("data"), plan.strategy
-    undos = [move_to_device(module, ctx, downcast=config.downcast)]
+    undos = ExitStack()
+    undos.callback(move_to_device(module, ctx, downcast=config.downcast))
     if data.world_size > 1:
         send_values((*module.parameters(), *module.buffers()), data)
-    undos.append(recompute(module, plan, ctx))
+    undos.callback(recompute(module, plan, ctx))
     engine = module
     if ctx.devices > 1 and ctx.mesh.shard > 1:
         engine, undo = shard_parameters(module, ctx, config.blocks or block_names(module))
-        undos.append(undo)
-
-    def undo_all() -> None:
-        for undo in reversed(undos):
-            undo()
-        undos.clear()
-
-    plain = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo_all)
+        undos.callback(undo)
+    plain = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undos.close)
     xla_runtime.mark_step()
     watch = RecompilationLog(quiet_steps=3 * plan.accumulate if config.warn_recompiles else None)
     return attrs.evolve(plain, engine=engine, strategy_state=watch)
