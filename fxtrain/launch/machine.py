@@ -15,6 +15,7 @@ from fxtrain._errors import LaunchError
 from fxtrain._reading import read_text
 from fxtrain._secret import SECRET
 from fxtrain.launch.launchers.native.addresses import GLOO, NCCL, Route
+from fxtrain.state.topology.slurm import job_number
 
 __all__ = ["Machine", "cores_of_ranks", "look", "read_cores", "usable_cores", "write_cores"]
 
@@ -97,7 +98,7 @@ def look(
         cores=cores,
         numa=_numa(cores),
         threads_chosen="OMP_NUM_THREADS" in env,
-        slurm_job=env.get("SLURM_JOB_ID", ""),
+        slurm_job=job_number(env),
         root=hasattr(os, "geteuid") and os.geteuid() == 0,
         mpi=_which_mpi(mpi) if mpi else "",
         port=_free_port() if port else 0,

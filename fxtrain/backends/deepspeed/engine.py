@@ -14,12 +14,12 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from fxtrain import ops
 from fxtrain._errors import MissingPackageError, PlanError
 from fxtrain._optional import optional
 from fxtrain.backends.deepspeed.config_entries import ZERO, device, section
 from fxtrain.backends.deepspeed.process_groups import release_groups, sequence_groups
 from fxtrain.ops.other_libraries import ensure_group, export_local_rank
+from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.state import DistContext, Plan
 
 __all__ = ["check_folders", "clip_at_stage_0", "connect", "device_problems", "load", "start"]
@@ -88,10 +88,8 @@ def check_folders(config: Mapping[str, Any], ctx: DistContext) -> None:
     if not paths:
         return
     mine = "; ".join(filter(None, (*map(_unwritable, paths), _without_aio())))
-    found = ops.gather_objects(mine, ctx)
-    if any(found):
-        lines = [f"  rank {rank}: {words}" for rank, words in enumerate(found) if words]
-        raise PlanError("\n".join(["DeepSpeed cannot offload to nvme:", *lines]))
+    if found := problem_of_ranks("wrap", mine, ctx):
+        raise PlanError(f"DeepSpeed cannot offload to nvme: {found}")
 
 
 def _unwritable(path: str) -> str:

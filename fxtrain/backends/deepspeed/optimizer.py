@@ -8,10 +8,10 @@ from typing import Any
 import attrs
 import torch
 
-from fxtrain import ops
 from fxtrain._errors import PlanError
 from fxtrain.backends.deepspeed.config_entries import ZERO, device, section
 from fxtrain.backends.deepspeed.engine import load
+from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.state import DeepSpeed, DistContext, FromConfig, from_config
 
 __all__ = [
@@ -169,13 +169,12 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
 
 def _without_compiler(ctx: DistContext) -> str:
     """Why the operator cannot be compiled on some rank, for every rank; empty if it can."""
-    missing = _missing_tools()
-    if ops.all_ranks(not missing, ctx):
+    missing = problem_of_ranks("wrap", ", ".join(_missing_tools()), ctx)
+    if not missing:
         return ""
     return (
         f"the compiled optimizer needs a C++ compiler and ninja on every rank "
-        f"({', '.join(missing) or 'missing on another rank'}; for example: apt-get install g++, "
-        f"pip install ninja)"
+        f"({'; '.join(missing.splitlines())}; for example: apt-get install g++, pip install ninja)"
     )
 
 

@@ -18,6 +18,7 @@ from fxtrain.diagnosis import fact_problems, facts_here
 from fxtrain.launch import LaunchSpec, describe, find_launcher, run
 from fxtrain.launch.config import from_flags, resolve
 from fxtrain.state import Plan, dumps
+from fxtrain.state.topology.slurm import job_number
 
 __all__ = ["TEST"]
 
@@ -75,7 +76,7 @@ def _try_out(spec: LaunchSpec, plan: Plan, out: Path, *, mib: float) -> dict[str
             f"the results. Launch the test as a program: fxtrain launch -m {_TRIAL} told.json "
             f"'{{}}' {mib:g}"
         )
-    if spec.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:
+    if spec.launcher == "slurm" and not job_number(os.environ):
         raise LaunchError(
             "The test has to run inside a SLURM job, not as a queued one: "
             "salloc --nodes=... fxtrain test ..."
