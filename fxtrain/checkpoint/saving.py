@@ -314,7 +314,7 @@ def _prepare(
             problem = error
         mine = save_proposal(ctx, path, request, captured, writable, named)
         views = compare_proposals(ctx, mine, problem)
-        assert captured is not None and request is not None
+        assert captured is not None and request is not None and views[0].named is not None
         name, token = views[0].named
         # Pipeline ranks have different tensors and therefore different aliases.
         aliases = {k: v for view in views for k, v in view.aliases.items()}

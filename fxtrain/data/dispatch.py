@@ -10,6 +10,7 @@ from fxtrain.data.sources import Loaded, Source
 from fxtrain.data.windows import Cursor
 from fxtrain.ops.objects import Opaque
 from fxtrain.ops.plan_agreement import digest_of_plan, raise_plan_differences
+from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext, Plan
 
 __all__ = ["dispatch_source"]
@@ -65,7 +66,7 @@ def _broadcast_layout(
             source, layout = make()
             facts = {"layout": layout, "length": source.length()}
         except Exception as error:
-            problem, facts = error, {"failed": _words(error)}
+            problem, facts = error, {"failed": error_text(error)}
     found = ops.gather_objects((digest_of_plan(plan, {}), facts), ctx)
     if any(digest != found[0][0] for digest, _ in found):
         raise_plan_differences("shard", ctx, plan, {})
@@ -84,17 +85,13 @@ def _messages(
     try:
         found = next(steps, None)
     except Exception as error:
-        return [{"failed": _words(error)}] * ctx.world_size, error
+        return [{"failed": error_text(error)}] * ctx.world_size, error
     if found is None:
         return [{}] * ctx.world_size, None
     step, data = found
     # Only the reading rank needs the indices.
     head = Opaque(step._replace(slot=step.slot._replace(keys=())))
     return [{"step": head, "data": data[rank]} for rank in range(ctx.world_size)], None
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _failed(words: str) -> DataError:

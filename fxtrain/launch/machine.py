@@ -3,7 +3,6 @@
 import itertools
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 import attrs
 
 from fxtrain._errors import LaunchError
+from fxtrain._listen import free_port
 from fxtrain._reading import read_text
 from fxtrain._secret import SECRET
 from fxtrain.launch.launchers.native.addresses import GLOO, NCCL, Route
@@ -101,7 +101,7 @@ def look(
         slurm_job=job_number(env),
         root=hasattr(os, "geteuid") and os.geteuid() == 0,
         mpi=_which_mpi(mpi) if mpi else "",
-        port=_free_port() if port else 0,
+        port=free_port() if port else 0,
         folder=os.getcwd(),
         hosts=_read(hostfile) if hostfile else "",
         chosen=tuple(name for name in (GLOO, NCCL, SECRET) if name in env),
@@ -192,9 +192,3 @@ def _which_mpi(program: str) -> str:
         [program, "--version"], capture_output=True, text=True, timeout=30, check=False
     )
     return next((name for text, name in _MPIS if text in done.stdout), "")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -131,8 +131,6 @@ def gather_errors(op: str, words: str, ctx: DistContext) -> list[str]:
     Raises:
         CollectiveError: a rank makes another call or never joins; on every rank.
     """
-    if ctx.world_size == 1:
-        return [words]
     payload = torch.frombuffer(bytearray(words.encode(errors="replace") + b"\n"), dtype=torch.uint8)
     rows = exchange_payloads(ctx, (op, "", words), payload)
     return [bytes(row.tolist()).decode(errors="replace")[:-1] for row in rows]

@@ -167,7 +167,7 @@ def _wrong(ctx, names, ranks):
             ["3.wieght"],
             "all",
             fx.PlanError,
-            "no tensor is called '3.wieght'. Did you mean 3.weight",
+            "no tensor matches '3.wieght'. Did you mean 3.weight",
         ),
         (["0.*"], "first", fx.PlanError, "ranks='first'"),
         ((["0.*"], ["1.*"]), "all", fx.CollectiveError, "what to gather"),

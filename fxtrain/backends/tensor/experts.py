@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fxtrain.backends.core.device_mesh import DistributedParameters, distribute_parameter
 
-__all__ = ["split_experts"]
+__all__ = ["local_copy", "split_experts"]
 
 
 def split_experts(part: nn.Module, mesh: DeviceMesh, distributed: DistributedParameters) -> None:
@@ -54,7 +54,7 @@ def split_experts(part: nn.Module, mesh: DeviceMesh, distributed: DistributedPar
         if not isinstance(out, Tensor):
             return out  # forward failed, and this hook was called to clean up
         whole = DTensor.from_local(out, mesh, [Partial()], run_check=False)
-        return _plain(whole.redistribute(placements=[Replicate()]))
+        return local_copy(whole.redistribute(placements=[Replicate()]))
 
     part.register_forward_pre_hook(before, with_kwargs=True)
     part.register_forward_hook(after, with_kwargs=True, always_call=True)
@@ -72,7 +72,7 @@ def _summed_back(value: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.to_local(grad_placements=[Partial()])
 
 
-def _plain(value: DTensor) -> Tensor:
-    """A copy instead of the view that to_local returns: torch warns if a block returns a view."""
+def local_copy(value: DTensor) -> Tensor:
+    """This rank's part, as a copy: torch warns if a block returns the view of to_local."""
     part = value.to_local()
     return torch.ops.aten._unsafe_view(part, part.shape)

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -17,7 +16,7 @@ from torch.distributed.tensor import (
 
 from fxtrain._errors import StepError
 from fxtrain.backends.core.device_mesh import DistributedParameters, distribute_parameter
-from fxtrain.backends.tensor.experts import split_experts
+from fxtrain.backends.tensor.experts import local_copy, split_experts
 from fxtrain.backends.tensor.layer_plan import Split, find_splits, region, split_dim
 from fxtrain.state import TP
 
@@ -116,7 +115,7 @@ def _lay_out(
 
     def after(_: nn.Module, __: Any, out: Any) -> Any:
         out = out.redistribute(placements=[output])
-        return out if keep else _local(out)
+        return out if keep else local_copy(out)
 
     layer.register_forward_pre_hook(before)
     layer.register_forward_hook(after)
@@ -194,13 +193,7 @@ def _enter(mesh: DeviceMesh, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
 def _leave(mesh: DeviceMesh, _: nn.Module, __: Any, out: Any) -> Any:
     if isinstance(out, tuple):
         return (_leave(mesh, _, __, out[0]), *out[1:])
-    return _local(_laid_out(out, mesh, _SEQUENCE, _REPLICATED))
-
-
-def _local(value: DTensor) -> Tensor:
-    """This rank's part, as a copy: torch warns if a block returns the view of to_local."""
-    part = value.to_local()
-    return torch.ops.aten._unsafe_view(part, part.shape)
+    return local_copy(_laid_out(out, mesh, _SEQUENCE, _REPLICATED))
 
 
 def _on_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[Any, Any]:
