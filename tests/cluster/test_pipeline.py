@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain.backends.pipeline.partition import layout_of, pipeline_problems
-from fxtrain.backends.pipeline.stage import TensorMeta, _to_send
+from fxtrain.backends.pipeline.stage import TensorMeta, as_sent
 from fxtrain.testing import (
     LAWS,
     Task,
@@ -216,9 +216,9 @@ def _loss(model, batch):
 
 def test_a_stage_sends_nothing_that_the_next_one_does_not_wait_for():
     told = TensorMeta(0, (2, 4), torch.float32, True)
-    assert _to_send(torch.ones(2, 4), told).shape == (2, 4)
+    assert as_sent(torch.ones(2, 4), told).shape == (2, 4)
     with pytest.raises(fx.PlanError, match=r"sends \[3, 4\].*shapes depend on data"):
-        _to_send(torch.ones(3, 4), told)
+        as_sent(torch.ones(3, 4), told)
 
 
 LOSSES = {

@@ -29,7 +29,7 @@ from fxtrain.backends.pipeline.fake_stages import OtherStageFakes, ReceivedFakes
 from fxtrain.backends.pipeline.partition import Layout
 from fxtrain.state import DistContext
 
-__all__ = ["Call", "Probe", "Stage", "TensorMeta", "probe"]
+__all__ = ["Call", "Probe", "Stage", "TensorMeta", "as_sent", "probe"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -190,7 +190,7 @@ class Stage(nn.Module):
                 return True, _tree.map_leaves(visit.now, out) if visit.swapped else out
             except _StageEnd as left:
                 leaves = left.leaves
-        return False, tuple(_to_send(leaves[meta.index], meta) for meta in sends)
+        return False, tuple(as_sent(leaves[meta.index], meta) for meta in sends)
 
     def probe(self, call: Call) -> Probe:
         """Run it on shapes only, where values belong to another stage."""
@@ -370,7 +370,7 @@ def _fresh_output(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad)
 
 
-def _to_send(tensor: Tensor, meta: TensorMeta) -> Tensor:
+def as_sent(tensor: Tensor, meta: TensorMeta) -> Tensor:
     """A tensor as torch's schedules need it: they detach outputs in place after backward.
 
     Raises:

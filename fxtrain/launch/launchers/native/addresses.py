@@ -9,7 +9,7 @@ import attrs
 
 from fxtrain._listen import is_loopback
 
-__all__ = ["GLOO", "NCCL", "Route", "find_route", "loopback_route"]
+__all__ = ["GLOO", "NCCL", "Route", "find_route", "interface_of", "loopback_route"]
 
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
@@ -66,7 +66,7 @@ def find_route(towards: str, port: int, *, local: str = "") -> Route:
     address = _first_address(local) if local else _towards(towards, port)
     if _leads_nowhere(address):
         return Route()
-    return Route(address=local or address, interface=_interface_of(address))
+    return Route(address=local or address, interface=interface_of(address))
 
 
 def _towards(host: str, port: int) -> str:
@@ -100,7 +100,7 @@ def _leads_nowhere(address: str) -> bool:
     return not address or is_loopback(address)
 
 
-def _interface_of(address: str) -> str:
+def interface_of(address: str) -> str:
     """The interface with an address, where Linux can be asked; empty for none."""
     if sys.platform != "linux":
         return ""

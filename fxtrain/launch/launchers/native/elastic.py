@@ -27,7 +27,7 @@ from fxtrain.launch.rank_reports import read_reports, to_failures
 from fxtrain.launch.signals import FORWARDED_SIGNALS, forward_signals, signal_children
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["run_elastic"]
+__all__ = ["check_devices", "run_elastic"]
 
 
 def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
@@ -52,7 +52,7 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
             Path(spec.log_dir).mkdir(parents=True, exist_ok=True)
         # Importing torch takes seconds, so check file names and ports first.
         api = load_torch("torch.distributed.run")
-        _check_devices(spec)
+        check_devices(spec)
         _quiet()
         before = count_kills()
         with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
@@ -134,7 +134,7 @@ def _use_store_rendezvous(config: Any, spec: LaunchSpec, door: socket.socket | N
     }
 
 
-def _check_devices(spec: LaunchSpec) -> None:
+def check_devices(spec: LaunchSpec) -> None:
     """Check that each rank has an accelerator, if there are any."""
     if spec.cpu or spec.executable:
         return
