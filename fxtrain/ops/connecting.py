@@ -15,7 +15,7 @@ from fxtrain._errors import ContextError
 from fxtrain._secret import SECRET, derive_key
 from fxtrain.ops import xla_runtime
 from fxtrain.ops.closing import make_close, make_part_close
-from fxtrain.ops.devices import find_device
+from fxtrain.ops.devices import check_own_device, find_device
 from fxtrain.ops.rendezvous_store import first_line, open_store
 from fxtrain.ops.transport.packets import packets_of
 from fxtrain.state import (
@@ -355,6 +355,7 @@ def _open_group(topology: Topology, device: torch.device, store: Any, wait: time
         )
     # The control group carries CPU tensors; torch_xla's group takes a single backend.
     single = device.type in ("cpu", "xla")
+    check_own_device(topology, device, store, wait.total_seconds())
     backend = library if single else f"cpu:gloo,{device.type}:{library}"
     try:
         dist.init_process_group(
