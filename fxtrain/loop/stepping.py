@@ -30,7 +30,7 @@ from fxtrain.state import (
     shown,
 )
 
-__all__ = ["StepFns", "step"]
+__all__ = ["StepFns", "check_ready", "micro_batch", "step"]
 
 # Fields of a plan by which a loader makes windows and sequences, and on which a step relies.
 _SHARED = ("accumulate", "flush", "context")
@@ -167,27 +167,40 @@ def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
         ...     report.applied, report.position.updates
         (True, 2)
     """
+    model = fns.model
+    if (
+        type(batch) is not Batch
+        or model.closed
+        or ctx.comm.state.closed
+        or batch.plan is not model.plan
+        or not model.optimizers
+    ):
+        check_ready("step", ctx, batch, model)
+    return micro_batch(ctx, batch, fns, model)
+
+
+def check_ready(call: str, ctx: DistContext, batch: Any, model: Wrapped) -> None:
+    """Refuse what a micro-batch cannot be trained with.
+
+    Raises:
+        FxError: what `step` raises before it runs anything.
+    """
     if type(batch) is not Batch:
         raise StepError(
-            f"step takes a Batch, found {type(batch).__name__}. Iterate a loader that "
+            f"{call} takes a Batch, found {type(batch).__name__}. Iterate a loader that "
             f"fx.shard(loader, ctx, plan) made."
         )
-    model = fns.model
-    if model.closed:
-        check_open(model, "step")
-    if ctx.comm.state.closed:
-        check_connected("step", ctx)
-    if batch.plan is not model.plan:
-        _check_plans(batch.plan, model.plan)
+    check_open(model, call)
+    check_connected(call, ctx)
+    _check_plans(call, batch.plan, model.plan)
     if not model.optimizers:
         raise StepError(
-            "step: this model has no optimizer. Wrap it with one: fx.wrap(net, ctx, plan, "
-            "optimizer=lambda params: torch.optim.AdamW(params))."
+            f"{call}: this model has no optimizer. Wrap it with one: fx.wrap(net, ctx, plan, "
+            f"optimizer=lambda params: torch.optim.AdamW(params))."
         )
-    return _micro_batch(ctx, batch, fns, model)
 
 
-def _check_plans(loader: Plan | None, model: Plan) -> None:
+def _check_plans(call: str, loader: Plan | None, model: Plan) -> None:
     """Refuse a batch whose loader follows another plan than the model, where both rely on it."""
     if loader is None or loader == model:
         return
@@ -199,12 +212,12 @@ def _check_plans(loader: Plan | None, model: Plan) -> None:
     ]
     if differ:
         raise StepError(
-            f"step: the model and its loader follow different plans: {'; '.join(differ)}. Pass the "
-            f"same plan to both: fx.wrap(net, ctx, plan, ...) and fx.shard(loader, ctx, plan)."
+            f"{call}: the model and its loader follow different plans: {'; '.join(differ)}. Pass "
+            f"the same plan to both: fx.wrap(net, ctx, plan, ...) and fx.shard(loader, ctx, plan)."
         )
 
 
-def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -> Report:
+def micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -> Report:
     plan, strategy, local = model.plan, model.strategy, model.plan.local
     due = batch.position.micro == 0
     now = None if local is None else round_of(model)
