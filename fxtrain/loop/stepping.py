@@ -25,15 +25,15 @@ from fxtrain.state import (
     Wrapped,
     check_connected,
     check_open,
-    is_alone,
     round_of,
     shown,
 )
 
-__all__ = ["StepFns", "check_ready", "micro_batch", "step"]
+__all__ = ["StepFns", "check_ready", "step"]
 
 # Fields of a plan by which a loader makes windows and sequences, and on which a step relies.
 _SHARED = ("accumulate", "flush", "context")
+_NO_UPDATE = UpdateResult(applied=False)
 
 
 def _check_model(_: Any, __: Any, model: Any) -> None:
@@ -72,9 +72,12 @@ def _default_update(model: Any) -> UpdateSpec:
 
 
 def _make_compute_loss(
-    loss_fn: Callable[[Wrapped, Batch], Any], *, independent: bool
+    loss_fn: Callable[[Wrapped, Batch], Any], model: Any, *, independent: bool
 ) -> Callable[[Wrapped, Batch], WeightedLoss]:
     """What strategies call for a loss: the user's function, checked and weighed."""
+    if not isinstance(model, Wrapped):
+        return loss_fn  # refused by the validators, which run next
+    data_rank = model.ctx.axis("data").rank
 
     def compute_loss(model: Wrapped, batch: Batch) -> WeightedLoss:
         if model.plan.precision.compute == "fp32":
@@ -82,8 +85,11 @@ def _make_compute_loss(
         else:
             with ops.autocast(model):
                 out = loss_fn(model, batch)
-        loss, aux = _loss_and_aux(out)
-        return weighting.weigh_loss(_scalar(loss), aux, batch, model, independent=independent)
+        if type(out) is Tensor and out.ndim == 0 and out.requires_grad:
+            loss, aux = out, None  # nothing to check or to unpack
+        else:
+            loss, aux = _loss_and_aux(out)
+        return weighting.weigh_loss(loss, aux, batch, model, data_rank, independent=independent)
 
     return compute_loss
 
@@ -117,7 +123,7 @@ class StepFns:
         repr=False,
         eq=False,
         default=attrs.Factory(
-            lambda fns: _make_compute_loss(fns.loss, independent=False), takes_self=True
+            lambda fns: _make_compute_loss(fns.loss, fns.model, independent=False), takes_self=True
         ),
     )
     _compute_local_loss: Callable[[Wrapped, Batch], WeightedLoss] = attrs.field(
@@ -125,7 +131,7 @@ class StepFns:
         repr=False,
         eq=False,
         default=attrs.Factory(
-            lambda fns: _make_compute_loss(fns.loss, independent=True), takes_self=True
+            lambda fns: _make_compute_loss(fns.loss, fns.model, independent=True), takes_self=True
         ),
     )
 
@@ -168,15 +174,42 @@ def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
         (True, 2)
     """
     model = fns.model
-    if (
-        type(batch) is not Batch
-        or model.closed
-        or ctx.comm.state.closed
-        or batch.plan is not model.plan
-        or not model.optimizers
-    ):
+    fits = type(batch) is Batch and batch.plan is model.plan and model.optimizers
+    if not fits or model.closed or ctx.comm.state.closed:
         check_ready("step", ctx, batch, model)
-    return micro_batch(ctx, batch, fns, model)
+    plan, strategy, position = model.plan, model.strategy, batch.position
+    independent = plan.local is not None and weighting.is_independent(model, position)
+    due = position.micro == 0
+    reduce = due or plan.sync_each
+    spans = weighting.window_has_more(batch, model)
+    outcome = _NO_UPDATE
+    try:
+        if not (model.by_hand or (spans and model.window.micro)):
+            strategy.begin(model)
+        if spans or plan.schedule == "samples":
+            weighting.count(batch, model, independent=independent)
+        compute_loss = fns._compute_local_loss if independent else fns._compute_loss
+        by_itself = independent and weighting.is_one_rank(model)
+        weighted = strategy.run(model, batch, compute_loss, reduce and not by_itself)
+        if plan.nonfinite != "ignore":
+            model.window.bad_losses.add_(~torch.isfinite(weighted.mean))
+        if due:
+            outcome = _update(ctx, batch, fns, weighted, independent=independent, spans=spans)
+        if plan.local is not None and round_of(model) is not None:
+            strategy.average(model, position)
+    except RuntimeError as error:
+        raise _with_rank_named(ctx, error) from error
+    if position.is_last and position.epoch and model.scheduler is not None:
+        _remind(ctx, model)
+    return Report(
+        loss=weighted.mean,
+        weight=weighted.weight,
+        grad_norm=outcome.grad_norm,
+        applied=outcome.applied,
+        skipped=due and not outcome.applied,
+        position=position,
+        aux=None if weighted.aux is None else _tree.map_leaves(_detach, weighted.aux),
+    )
 
 
 def check_ready(call: str, ctx: DistContext, batch: Any, model: Wrapped) -> None:
@@ -217,48 +250,6 @@ def _check_plans(call: str, loader: Plan | None, model: Plan) -> None:
         )
 
 
-def micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -> Report:
-    plan, strategy, local = model.plan, model.strategy, model.plan.local
-    due = batch.position.micro == 0
-    now = None if local is None else round_of(model)
-    independent = now is not None and local is not None and is_alone(local, batch.position)
-    by_itself = independent and now is not None and len(now.peers) == 1
-    try:
-        spans = weighting.window_has_more(batch, model)
-        if not (model.by_hand or (spans and model.window.micro)):
-            strategy.begin(model)
-        if spans or plan.schedule == "samples":
-            weighting.count(batch, model, independent=independent)
-        compute_loss = fns._compute_local_loss if independent else fns._compute_loss
-        weighted = strategy.run(
-            model, batch, compute_loss, (due or plan.sync_each) and not by_itself
-        )
-        if plan.nonfinite != "ignore":
-            model.window.bad_losses.add_(~torch.isfinite(weighted.mean))
-        outcome = (
-            _update(ctx, batch, fns, weighted, independent=independent, spans=spans)
-            if due
-            else None
-        )
-        if now is not None:
-            strategy.average(model, batch.position)
-    except RuntimeError as error:
-        raise _with_rank_named(ctx, error) from error
-    if batch.position.is_last and batch.position.epoch and model.scheduler is not None:
-        _remind(ctx, model)
-    aux = None if weighted.aux is None else _tree.map_leaves(_detach, weighted.aux)
-    applied = outcome is not None and outcome.applied
-    return Report(
-        loss=weighted.mean,
-        weight=weighted.weight,
-        grad_norm=None if outcome is None else outcome.grad_norm,
-        applied=applied,
-        skipped=due and not applied,
-        position=batch.position,
-        aux=aux,
-    )
-
-
 def _remind(ctx: DistContext, model: Wrapped) -> None:
     """Log that a scheduler waits for a metric that it has never got in a whole epoch."""
     for scheduler in waiting_schedulers(model):
@@ -272,22 +263,16 @@ def _remind(ctx: DistContext, model: Wrapped) -> None:
 
 
 def _loss_and_aux(out: Any) -> tuple[Any, Any]:
+    """What a loss function returned: a loss, checked, and aux metrics."""
     loss, aux = out if type(out) is tuple and len(out) == 2 else (out, None)
-    of = loss.total if type(loss) is Weighted else loss
-    whole = getattr(of, "full_tensor", None)  # of a loss on split logits
-    if whole is None:
-        return loss, aux
-    return (whole() if of is loss else attrs.evolve(loss, total=whole())), aux
-
-
-def _scalar(loss: Any) -> Any:
-    """A loss, checked; without the dimensions that torch's backward would drop."""
-    total = loss.total if type(loss) is Weighted else loss
+    weighted = type(loss) is Weighted
+    total: Any = loss.total if weighted else loss
+    if hasattr(total, "full_tensor"):  # of a loss on split logits
+        total = total.full_tensor()
     check_loss(total)
-    if total.ndim == 0:
-        return loss
-    total = total.reshape(())
-    return attrs.evolve(loss, total=total) if type(loss) is Weighted else total
+    if total.ndim:
+        total = total.reshape(())  # as torch's backward would
+    return attrs.evolve(loss, total=total) if weighted else total, aux
 
 
 def _update(
@@ -301,7 +286,9 @@ def _update(
 ) -> UpdateResult:
     model = fns.model
     plan = model.plan
-    scale = weighting.close_window(weighted, model, independent=independent, spans=spans)
+    scale = None
+    if spans or weighted.provisional:
+        scale = weighting.close_window(weighted, model, independent=independent)
     skip = plan.nonfinite != "ignore" and _nonfinite(ctx, batch, model)
     update_spec = fns._update_spec
     keep_parameters = independent and weighting.is_empty(batch, model)

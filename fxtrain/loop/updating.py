@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fxtrain._errors import StepError
-from fxtrain.loop.stepping import StepFns, check_ready, micro_batch
+from fxtrain.loop.stepping import StepFns, check_ready, step
 from fxtrain.state import Batch, DistContext, Report, Weighted, Wrapped
 
 __all__ = ["update"]
@@ -62,7 +62,7 @@ def update(ctx: DistContext, batch: Batch, model: Wrapped, loss: Tensor | Weight
     check_ready("update", ctx, batch, model)
     _check_dtype(loss, model)
     try:
-        return micro_batch(ctx, batch, StepFns(model, lambda *_: loss), model)
+        return step(ctx, batch, StepFns(model, lambda *_: loss))
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise

@@ -190,7 +190,9 @@ class _StableBucketsDDP(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return super().forward(*inputs, **kwargs)
+            # Past torch's forward, in which the ranks wait for each other.
+            self.sync_buffers_once()
+            return self.module(*inputs, **kwargs)
         self._check_reduced()
         if self.in_block or not self.require_backward_grad_sync:
             self._expects, self._undecided = self.in_block, False
@@ -241,7 +243,7 @@ class _StableBucketsDDP(DistributedDataParallel):
         self.sync_buffers_once()
 
     def sync_buffers_once(self) -> None:
-        """Send rank 0's buffers now, if the next forward would."""
+        """Send rank 0's buffers now, if a backward outside of fxtrain left that to do."""
         if self.will_sync_module_buffers():
             self._sync_buffers()
             self.require_forward_param_sync = False
@@ -311,21 +313,17 @@ def _add_hook(engine: "_StableBucketsDDP", data: DistContext, config: CommHook) 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
     if model.engine is model.module:
-        return step_functions.no_sync(model, enabled)
+        return step_functions.NULL_CONTEXT
     return _Reduced(model.engine) if enabled else model.engine.no_sync()
-
-
-def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if model.engine is not model.module and not torch.is_grad_enabled():
-        # Of a backward that was called without fxtrain.
-        model.engine.sync_buffers_once()
-    return step_functions.forward(model, args, kwargs)
 
 
 def _backward(loss: Tensor, model: Wrapped) -> None:
     if model.engine is not model.module:
         model.engine.before_backward(loss)
-    step_functions.backward(loss, model)
+    # As `step_functions.backward`, without a call of it in every step.
+    if model.scaler is not None:
+        loss = step_functions.scaled(loss, model)
+    loss.backward()
 
 
 def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
@@ -350,7 +348,6 @@ DDP_STRATEGY: Strategy = attrs.evolve(
     config=DDP,
     check=_check,
     wrap=_wrap,
-    forward=_forward,
     sync=_sync,
     backward=_backward,
     apply=_apply,
