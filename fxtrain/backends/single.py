@@ -11,6 +11,7 @@ from fxtrain.backends.context.split_sequences import with_context_parallel
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.module_changes import prepare_module, unmatched_names, xla_problems
+from fxtrain.backends.core.moving import move_module
 from fxtrain.backends.core.optimizers import make_optimizers, make_schedulers
 from fxtrain.backends.core.weights import torch_weights
 from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped, unsupported
@@ -39,7 +40,7 @@ def wrap_without_engine(
     change: Any = None,
 ) -> Wrapped:
     """Wrap a module that is its own engine; `change` replaces each optimizer."""
-    module.to(ctx.device)
+    move_module(module, ctx.device)
     undo = ExitStack()
     undo.callback(expose_positions(module, ctx, plan))
     undo.callback(prepare_module(module, plan, ctx))

@@ -107,10 +107,21 @@ _LOST_PEER = re.compile(
 
 _PERHAPS_MEMORY = "The kernel does that when memory runs out: run dmesg, or use less memory."
 
+_PERHAPS_WATCHDOG = (
+    "C++ code does that: a failed check, or NCCL's watchdog when a collective times out because "
+    "another rank failed or never joined it. The output of this rank names the reason."
+)
+
 
 def _distance(failure: Failure) -> int:
-    """The priority: 0 for an error of its own, 1 for a lost peer, 2 for ended from outside."""
+    """The priority: 0 for an error of its own, 1 for a lost peer, 2 for ended from outside.
+
+    A rank that aborts without an exception may have waited for a peer: NCCL's watchdog aborts a
+    process whose collective times out.
+    """
     if not failure.error:
+        if failure.code == -signal.SIGABRT:
+            return 1
         return 0 if _own_code(failure) else 2
     lost = failure.kind.startswith("torch.distributed.") or failure.kind.endswith(
         ".CollectiveError"
@@ -141,6 +152,8 @@ def _one(failure: Failure, result: LaunchResult) -> str:
     text = f"{who} was ended by {_signal_name(-failure.code)}."
     if failure.code == -signal.SIGKILL:
         text += " " + (result.memory or _PERHAPS_MEMORY)
+    if failure.code == -signal.SIGABRT:
+        text += " " + _PERHAPS_WATCHDOG
     return text
 
 

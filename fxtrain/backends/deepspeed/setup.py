@@ -11,6 +11,7 @@ from torch import nn
 from fxtrain._errors import PlanError
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.module_changes import prepare_module, send_values
+from fxtrain.backends.core.moving import move_module
 from fxtrain.backends.core.optimizers import make_optimizers, make_schedulers
 from fxtrain.backends.deepspeed import engine as engines
 from fxtrain.backends.deepspeed import optimizer as optim
@@ -87,7 +88,7 @@ def wrap_engine(
     )
     if optimizer is None and config[ZERO]["stage"] < 3:
         # Nothing to shard at these stages.
-        module.to(ctx.device)
+        move_module(module, ctx.device)
         send_values((*module.parameters(), *module.buffers()), data)
         return attrs.evolve(model, strategy_state=EngineConfig(values=MappingProxyType(config)))
     engines.connect(library, ctx)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fxtrain import _tree
 from fxtrain.backends.core.module_changes import prepare_module
+from fxtrain.backends.core.moving import move_module
 from fxtrain.ops import xla_runtime
 from fxtrain.state import DistContext, Plan, Wrapped
 
@@ -25,12 +26,8 @@ def move_to_device(module: nn.Module, ctx: DistContext, *, downcast: bool) -> Un
         The module gets new parameters: torch cannot swap the memory of old ones for an XLA
         device's. Names that shared one parameter share one again.
     """
-    ties = _ties(module)
     formats = {name: tensor.dtype for name, tensor in _tensors(module).items()}
-    module.to(ctx.device)
-    if downcast:
-        module.to(torch.bfloat16)
-    _tie(module, ties)
+    move_module(module, ctx.device, dtype=torch.bfloat16 if downcast else None)
 
     def undo() -> None:
         with torch.no_grad():
@@ -137,22 +134,6 @@ def _checkpointed(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callabl
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict([*module.named_parameters(), *module.named_buffers()])
-
-
-def _ties(module: nn.Module) -> list[list[str]]:
-    """Groups of names that share a parameter."""
-    shared: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        shared.setdefault(id(parameter), []).append(name)
-    return [names for names in shared.values() if len(names) > 1]
-
-
-def _tie(module: nn.Module, ties: list[list[str]]) -> None:
-    for first, *others in ties:
-        parameter = module.get_parameter(first)
-        for name in others:
-            owner, _, leaf = name.rpartition(".")
-            module.get_submodule(owner)._parameters[leaf] = parameter
 
 
 def _nothing() -> None:
