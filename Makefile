@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TRACKERS := .venv-trackers
 
-.PHONY: demo test test-deepspeed test-shadow test-trackers test-xla lint bench clean
+.PHONY: demo gpu-bundle test test-deepspeed test-gpu test-shadow test-trackers test-xla lint bench clean
 
 demo: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/fxtrain launch --ranks 2 examples/digits.py
@@ -25,9 +25,17 @@ test-deepspeed: $(VENV)/.test-deepspeed
 	$(BIN)/python -W ignore -c "import deepspeed; deepspeed.ops.op_builder.CPUAdamBuilder().load(verbose=False)"
 	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m deepspeed tests/deepspeed
 
-# On a device of its own, compiled from tests/shadow: what is left on the CPU is an error there.
+# On a device of its own, compiled from tests/devices: what is left on the CPU is an error there.
 test-shadow: $(VENV)/.test
-	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m shadow tests/shadow
+	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m shadow tests/devices
+
+# With the python3 that has torch for CUDA, and no environment of its own; see docs/gpu.md.
+test-gpu:
+	PYTHON=$(PYTHON) .ci/gpu test
+
+# What a machine with a GPU and without a network needs beside torch.
+gpu-bundle:
+	PYTHON=$(PYTHON) .ci/gpu bundle
 
 # An environment of its own over that of the tests, since trackers bring 200 packages, some older.
 test-trackers: $(TRACKERS)/.done

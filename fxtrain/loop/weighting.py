@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._errors import StepError
+from fxtrain.ops.devices import as_scalar
 from fxtrain.state import (
     Batch,
     DistContext,
@@ -170,13 +171,13 @@ def _weigh_explicit(
     """
     losses = _group(model, independent=independent)
     window = model.window
-    weight = torch.as_tensor(loss.weight, dtype=window.sums.dtype, device=window.sums.device)
+    weight = as_scalar(loss.weight, window.sums)
     if weight.numel() != 1:
         raise StepError(
             f"Weighted(total, weight): the weight has shape {list(weight.shape)}. Reduce it to one "
             f"number, the count of items that the total adds up."
         )
-    weight = weight.detach().reshape(()) * present
+    weight = weight.reshape(()) * present
     dtype = loss.total.dtype
     mean = loss.total.detach() / torch.where(weight == 0, 1.0, weight).to(dtype)
     mean = mean if present else torch.zeros_like(mean)

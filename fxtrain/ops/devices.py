@@ -13,6 +13,7 @@ from fxtrain.ops import xla_runtime
 from fxtrain.state import DistContext, Topology
 
 __all__ = [
+    "as_scalar",
     "check_own_device",
     "device_random_state",
     "find_device",
@@ -103,6 +104,16 @@ def check_own_device(
             f"({mine}), and NCCL needs one device per rank. Launch one rank per visible device, "
             f"or make one device visible to each rank (CUDA_VISIBLE_DEVICES)."
         )
+
+
+def as_scalar(value: Any, like: Tensor) -> Tensor:
+    """A number or tensor with the dtype and on the device of another tensor, detached.
+
+    A kernel writes a Python number there: a copy from the host would wait for the device.
+    """
+    if type(value) in (int, float, bool):
+        return torch.full((), value, dtype=like.dtype, device=like.device)
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device).detach()
 
 
 def device_random_state(ctx: DistContext) -> Tensor | None:

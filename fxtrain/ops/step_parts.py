@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fxtrain._errors import StepError
 from fxtrain.ops.collectives import reduce
+from fxtrain.ops.devices import as_scalar
 from fxtrain.state import (
     Position,
     UpdateResult,
@@ -262,8 +263,8 @@ def schedule(metric: float | Tensor, model: Wrapped) -> None:
             f"ops.schedule(metric, model) takes one number, found {shown(metric)}. For example: "
             f"fx.ops.schedule(validation_loss, model)."
         )
-    mine = torch.as_tensor(metric, dtype=model.window.sums.dtype, device=model.window.sums.device)
-    mean = reduce(mine.detach().reshape(()), model.ctx, op="mean").item()
+    mine = as_scalar(metric, model.window.sums)
+    mean = reduce(mine.reshape(()), model.ctx, op="mean").item()
     for scheduler in waiting:
         scheduler.step(mean)
 

@@ -58,6 +58,9 @@ class Cluster:
             libraries that keep theirs per process.
         preload: Modules that Python's fork server loads as well, so that not every worker does;
             used by the first pool of a process.
+        library: What `torch.distributed.init_process_group` takes as its backend. By default the
+            context opens the groups, with the library that is torch's default for the device.
+            "gloo" lets ranks share a GPU, which NCCL refuses.
 
     Effects:
         On Linux, the first call starts Python's fork server with torch imported, so that later
@@ -74,12 +77,13 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         keep_groups: bool = False,
         preload: Sequence[str] = (),
+        library: str | None = None,
     ) -> None:
         self.n = n
         self.timeout_s = timeout_s
         self._call_s = call_s
         self._device, self._env, self._keep_groups = device, dict(env or {}), keep_groups
-        self._preload = tuple(preload)
+        self._preload, self._library = tuple(preload), library
         self._calls = LOADED
         self._workers: list[tuple[Any, Connection]] = []
 
@@ -214,7 +218,7 @@ class Cluster:
                 target=work,
                 args=(
                     *(rank, self.n, self.timeout_s, remote, list(sys.path), dict(os.environ)),
-                    *(self._device, own, self._keep_groups),
+                    *(self._device, own, self._keep_groups, self._library),
                 ),
                 daemon=True,
             )

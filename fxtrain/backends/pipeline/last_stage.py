@@ -11,6 +11,7 @@ from torch import distributed as dist
 from fxtrain import _tree, ops
 from fxtrain.backends.core.microbatches import join
 from fxtrain.backends.pipeline.fake_stages import ReceivedFakes
+from fxtrain.ops.devices import as_scalar
 from fxtrain.state import Batch, WeightedLoss, Wrapped
 
 __all__ = ["broadcast_loss", "broadcast_outputs", "fake_output"]
@@ -125,7 +126,7 @@ def _broadcast_object(model: Wrapped, value: Any) -> Any:
 
 
 def _as(value: Any, like: Tensor) -> Tensor:
-    return torch.as_tensor(value, dtype=like.dtype, device=like.device).detach().reshape(())
+    return as_scalar(value, like).reshape(())
 
 
 def _detached(leaf: Any) -> Any:

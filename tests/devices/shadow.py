@@ -1,4 +1,4 @@
-"""Importing this module makes "shadow" a device of torch, built from device.cpp on first use.
+"""Importing this module makes "shadow" a device of torch, built from shadow.cpp on first use.
 
 A process has one such device, and it becomes torch's accelerator, so only processes of their own
 import this module.
@@ -22,7 +22,7 @@ def build():
     BUILD.mkdir(exist_ok=True)
     return load(
         "shadow_device",
-        [str(FOLDER / "device.cpp")],
+        [str(FOLDER / "shadow.cpp")],
         extra_cflags=["-O0", "-g0", "-DUSE_C10D_GLOO"],
         build_directory=str(BUILD),
     )
