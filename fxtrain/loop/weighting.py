@@ -1,13 +1,13 @@
 """How much each micro-batch counts in its update.
 
-Strategies average gradients over the ranks that see different tokens. The gradient that an
-update wants is that of the mean over all rows, or all weight, of the window on all ranks. So
-each loss is multiplied before backward by what makes the average come out right. All losses of
-a window are weighed against what it is expected to hold when it opens; if it turns out to hold
-something else, gradients are corrected by one factor when it closes. It does where the end of
-the data cannot be known ahead, and where a loop leaves an epoch early.
+Strategies average gradients over the ranks that see different tokens, but an update wants the
+gradient of the mean over all rows (or over the total weight) of the window on all ranks. So each
+loss is multiplied, before backward, by the factor that makes the average correct. All losses of a
+window are weighted by what the window is expected to contain when it opens. If it turns out to
+contain something else, one factor corrects the gradients when it closes. This happens where the
+end of the data is not known in advance, and where a loop leaves an epoch early.
 
-Of a copy of the model that trains alone (`Plan.local`), "all ranks" are those of the copy.
+For replicas that train independently (`Plan.local`), "all ranks" are the ranks of one replica.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ __all__ = [
 def window_has_more(batch: Batch, model: Wrapped) -> bool:
     """Whether the window may hold more than this micro-batch.
 
-    Without accumulation it does where a run resumes inside a window of another plan.
+    Without accumulation, this happens when a run resumes inside a window of another plan.
     """
     return model.plan.accumulate > 1 or batch.window_rows is None
 
@@ -63,7 +63,7 @@ def is_one_rank(model: Wrapped) -> bool:
 def weigh_loss(
     loss: Any, aux: Any, batch: Batch, model: Wrapped, data_rank: int, *, independent: bool = False
 ) -> WeightedLoss:
-    """Scale a loss so that gradients averaged over ranks add up to the update's.
+    """Scale a loss so that the gradients, averaged over ranks, are those of the update.
 
     Args:
         data_rank: Of this rank on the data axis.
@@ -80,7 +80,7 @@ def weigh_loss(
     if mine * ranks == total != 0:
         part = loss
     elif mine and total % (mine * ranks) == 0:
-        # Dividing by the count, as a loop written by hand does, rounds the same way.
+        # Divide by the count, as a hand-written loop does, so that the result rounds the same way.
         part = loss / (total // (mine * ranks))
     else:
         part = loss * (mine * ranks / total if mine else 0.0)
@@ -91,9 +91,9 @@ def weigh_loss(
 def close_window(
     weighted: WeightedLoss, model: Wrapped, *, independent: bool = False
 ) -> float | Tensor | None:
-    """The factor that gradients still need when a window closes; None for none.
+    """The factor by which to correct gradients when a window closes; None if none is needed.
 
-    Not called for windows of one micro-batch whose loss was weighed for good.
+    Not called for windows of one micro-batch whose loss was already weighted exactly.
     """
     if weighted.provisional:
         losses, window = _group(model, independent=independent), model.window
@@ -106,14 +106,14 @@ def close_window(
 
 
 def is_empty(batch: Batch, model: Wrapped) -> bool:
-    """Whether a copy that trains alone had no row in the window that closes."""
+    """Whether an independent replica had no row in the closing window."""
     if window_has_more(batch, model):
         return not model.window.rows
     return not any(_replica_rows(batch, model))
 
 
 def end_window(model: Wrapped) -> int:
-    """Forget the window; real rows that it held, on all ranks."""
+    """Reset the window; return its number of real rows on all ranks."""
     rows = int(model.window.real_rows)
     model.window.counts.zero_()
     return rows
@@ -125,19 +125,19 @@ def _group(model: Wrapped, *, independent: bool) -> DistContext:
 
 
 def _replica_rows(batch: Batch, model: Wrapped) -> tuple[int, ...]:
-    """The rows of each rank of a copy that trains alone."""
+    """The rows of each rank of an independent replica."""
     return tuple([batch.sizes[rank] for rank in _round(model).peers])
 
 
 def _round(model: Wrapped) -> Round:
-    """The round of a copy that trains alone."""
+    """The averaging state of an independent replica."""
     now = round_of(model)
     assert now is not None
     return now
 
 
 def count(batch: Batch, model: Wrapped, *, independent: bool = False) -> None:
-    """Note a micro-batch's rows in the account of its window."""
+    """Add a micro-batch's rows to its window."""
     sizes = _replica_rows(batch, model) if independent else batch.sizes
     window = model.window
     if not window.micro:
@@ -151,7 +151,7 @@ def count(batch: Batch, model: Wrapped, *, independent: bool = False) -> None:
 def _count_for_average(
     loss: Any, batch: Batch, model: Wrapped, sizes: tuple[int, ...], *, present: bool
 ) -> None:
-    """Note what this copy trained on, by which it counts when the copies are averaged."""
+    """Add what this replica trained on, by which it is weighted in the next average."""
     now = _round(model)
     if type(loss) is Weighted:
         if present:
@@ -173,8 +173,8 @@ def _weigh_explicit(
     weight = torch.as_tensor(loss.weight, dtype=window.sums.dtype, device=window.sums.device)
     if weight.numel() != 1:
         raise StepError(
-            f"Weighted(total, weight): the weight has the shape {list(weight.shape)}. "
-            f"Sum it: how many items does the total add up?"
+            f"Weighted(total, weight): the weight has shape {list(weight.shape)}. Reduce it to one "
+            f"number, the count of items that the total adds up."
         )
     weight = weight.detach().reshape(()) * present
     dtype = loss.total.dtype

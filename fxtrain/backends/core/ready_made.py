@@ -157,7 +157,7 @@ def _point_to(optimizer: torch.optim.Optimizer, layout: list[list[nn.Parameter |
 
 
 def _check_replaceable(
-    optimizer: torch.optim.Optimizer, moved: Mapping[nn.Parameter, nn.Parameter | None]
+    optimizer: torch.optim.Optimizer, moved: Mapping[Any, nn.Parameter | None]
 ) -> None:
     """Refuse an optimizer that keeps more of its parameters than names can find again."""
     name = type(optimizer).__name__
