@@ -22,7 +22,7 @@ def update(ctx: DistContext, batch: Batch, model: Wrapped, loss: Tensor | Weight
     accumulation, reduction, clipping, loss scaling, weights, the policy for non-finite values and
     schedulers follow the plan, and parameters are equal in every bit.
 
-    Under a plan with `precision="bf16"` or `"fp16"`, compute the loss inside of
+    Under a plan with `precision="bf16"` or `"fp16"`, compute the loss inside
     `fx.ops.autocast(model)`, as `fx.step` does.
 
     Args:
