@@ -63,6 +63,18 @@ def _with_step(plan):
     return lambda: fx.step(ctx, batch, fns)
 
 
+def _with_update(plan):
+    ctx = fx.detect(env={}, device="cpu")
+    model = fx.wrap(_net(), ctx, plan, optimizer=_sgd)
+    batch = next(iter(fx.shard(DataLoader(TensorDataset(X, Y), batch_size=4), ctx, plan)))
+    return lambda: fx.update(ctx, batch, model, _loss(model, batch))
+
+
+def test_an_update_adds_few_python_calls():
+    ours, theirs = (_calls(make) for make in (_with_update(fx.Plan()), _by_hand(None)))
+    assert 0 < len(ours) - len(theirs) <= 34, [name for name in ours if "fxtrain" in name]
+
+
 def test_a_step_adds_few_python_calls():
     for plan in (fx.Plan(clip_norm=1.0), fx.Plan(), fx.Plan(strategy=fx.Single(), clip_norm=1.0)):
         ours = _calls(_with_step(plan))

@@ -235,7 +235,7 @@ def check_ready(call: str, ctx: DistContext, batch: Any, model: Wrapped) -> None
 
 def _check_plans(call: str, loader: Plan | None, model: Plan) -> None:
     """Refuse a batch whose loader follows a different plan from the model's."""
-    if loader is None or loader == model:
+    if loader is None or loader is model or loader == model:
         return
     differ = [
         f"{name} is {shown(getattr(model, name))} in fx.wrap and {shown(getattr(loader, name))} "

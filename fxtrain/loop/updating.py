@@ -22,7 +22,7 @@ def update(ctx: DistContext, batch: Batch, model: Wrapped, loss: Tensor | Weight
     accumulation, reduction, clipping, loss scaling, weights, the policy for non-finite values and
     schedulers follow the plan, and parameters are equal in every bit.
 
-    Under a plan with `precision="bf16"` or `"fp16"`, compute the loss inside of
+    Under a plan with `precision="bf16"` or `"fp16"`, compute the loss inside
     `fx.ops.autocast(model)`, as `fx.step` does.
 
     Args:
@@ -59,8 +59,11 @@ def update(ctx: DistContext, batch: Batch, model: Wrapped, loss: Tensor | Weight
             f"loss; found {', '.join(type(one).__name__ for one in (ctx, batch, model, loss))}. "
             f"Use model = fx.wrap(net, ctx, plan, optimizer=...)."
         )
-    check_ready("update", ctx, batch, model)
-    _check_dtype(loss, model)
+    fits = type(batch) is Batch and batch.plan is model.plan and model.optimizers
+    if not fits or model.closed or ctx.comm.state.closed:
+        check_ready("update", ctx, batch, model)
+    if model.plan.precision.compute != "fp32":
+        _check_dtype(loss, model)
     try:
         return step(ctx, batch, StepFns(model, lambda *_: loss))
     except RuntimeError as error:
@@ -77,7 +80,7 @@ def _check_dtype(loss: Any, model: Wrapped) -> None:
     """Refuse a loss that autocast would have computed in fp32."""
     compute = model.plan.precision.compute
     dtype = getattr(loss.total if isinstance(loss, Weighted) else loss, "dtype", None)
-    if compute != "fp32" and dtype in _HALF:
+    if dtype in _HALF:
         raise StepError(
             f"update: the loss is {dtype}, since it was computed outside of autocast, under a "
             f"plan with precision={compute!r}. Compute it as fx.step does: `with "

@@ -279,7 +279,8 @@ class Strategy:
             entry.
         forward: (model, args, kwargs) → outputs.
         sync: (model, enabled) → context manager around forward and backward of a
-            micro-batch, inside which gradients are reduced over ranks or not.
+            micro-batch, inside which gradients are reduced over ranks or not. `fx.update`, whose
+            forward has run before, enters it around backward only.
         backward: (loss, model) → None; applies the loss scale, if any.
         begin: (model) → None: at the beginning of a window, drops gradients that another model's
             backward left in this one.

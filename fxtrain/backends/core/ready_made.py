@@ -161,7 +161,8 @@ def _check_replaceable(
 ) -> None:
     """Refuse an optimizer that keeps more of its parameters than names can find again."""
     name = type(optimizer).__name__
-    sharded = [p for p in optimizer.state if hasattr(moved.get(p), "device_mesh")]
+    states = optimizer.state
+    sharded = [p for p, new in moved.items() if hasattr(new, "device_mesh") and p in states]
     if sharded:
         raise PlanError(
             f"wrap(optimizer=...): this {name} has states of {len(sharded)} parameters, which this "

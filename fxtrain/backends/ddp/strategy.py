@@ -168,15 +168,15 @@ class _StableBucketsDDP(DistributedDataParallel):
     which is the order for a module that registers its parts in the order of their use.
 
     torch decides in forward whether the backward that follows reduces gradients. Outside of
-    `ops.sync`, forward cannot know whether its micro-batch ends a window, so that there it is
-    decided when backward begins.
+    `ops.sync`, forward cannot know whether its micro-batch ends a window, so that there the
+    decision is made when backward begins.
     """
 
     hook_state: Any = None  # of the communication hook
-    in_block = False  # of `ops.sync`, which reduces
+    in_block = False  # whether inside an `ops.sync` that reduces
     _uses_all = False  # whether every backward has to reach all parameters
-    _expects = False  # the reducer expects a backward
-    _undecided = False  # there was a forward of which it does not know
+    _expects = False  # whether the reducer expects a backward
+    _undecided = False  # whether there was a forward that the reducer does not know of
 
     def _build_params_for_reducer(self) -> Any:
         parameters, sparse = super()._build_params_for_reducer()
