@@ -123,8 +123,11 @@ def test_a_collective_is_a_function_of_public_ones(theirs, pair):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("sys:path", r"should give a Launcher, found list. Ask the author of its package"),
-        ("fxtrain.launch.launchers.mpi:MPI", r"brings a second launcher for mpi. Uninstall one"),
+        (
+            "sys:path",
+            r"should load a Launcher, found list. Report this to the author of its package",
+        ),
+        ("fxtrain.launch.launchers.mpi:MPI", r"adds a second launcher for mpi. Uninstall one"),
     ],
 )
 def test_a_wrong_launcher_is_named(tmp_path, monkeypatch, value, words):

@@ -156,7 +156,7 @@ def test_the_folders_own_run_restarts(ctx, tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [("{", "not a valid run file"), ('{"format": 2}', "format 1"), ("[]", "format 1"),
-     ('{"format": 1, "id": "x", "identities": []}', "no run")],
+     ('{"format": 1, "id": "x", "identities": []}', "not a run")],
 )  # fmt: skip
 def test_a_damaged_identity_is_named(ctx, tmp_path, text, words):
     (tmp_path / "run.json").write_text(text)
