@@ -96,7 +96,7 @@ def test_a_launcher_is_found_by_its_name_and_started(theirs, tmp_path, capfd):
     assert capfd.readouterr().out == f"queued slots=3 {target}\n"
     with pytest.raises(fx.LaunchError, match="The launcher queue has no option 'slot'"):
         prepare(LaunchSpec(target=target, launcher="queue", options={"slot": "3"}))
-    with pytest.raises(fx.LaunchError, match="has no use for restarts=2"):
+    with pytest.raises(fx.LaunchError, match="does not support restarts=2"):
         prepare(LaunchSpec(target=target, launcher="queue", restarts=2))
 
 

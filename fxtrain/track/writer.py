@@ -184,7 +184,7 @@ class Writer:
             function(*arguments)
             return True
         except Unsupported as error:
-            self._warn(f"failed {what}", f"{error} Other trackers have these entries.")
+            self._warn(f"failed {what}", f"{error} The other trackers log these entries.")
             return True
         except BaseException as error:  # any error of a library: training continues
             said = f"{type(error).__name__}: {error}".rstrip(": .")

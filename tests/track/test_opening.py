@@ -112,8 +112,8 @@ def test_configs_are_values_that_files_hold():
         ({"position": 3}, "where the run resumes"),
         ({"resume": "folder"}, "where the run resumes"),
         ({"resume": "yes", "position": fx.Position()}, "run.state"),
-        ({"resume": {"id": "x"}, "position": fx.Position()}, "no run"),
-        ({"resume": {"id": "0" * 32, "identities": 3}, "position": fx.Position()}, "no run"),
+        ({"resume": {"id": "x"}, "position": fx.Position()}, "not a run"),
+        ({"resume": {"id": "0" * 32, "identities": 3}, "position": fx.Position()}, "not a run"),
     ],
 )
 def test_arguments_that_make_no_sense_are_named(ctx, tmp_path, given, words):
