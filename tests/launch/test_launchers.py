@@ -24,7 +24,7 @@ from fxtrain.launch import (
     prepare,
 )
 from fxtrain.launch.process import write_files
-from tests.launch._specs import HERE, SAGEMAKER, spec_of
+from tests.launch._specs import HERE, SAGEMAKER, VALUE, spec_of
 
 
 @attrs.frozen(kw_only=True)
@@ -276,7 +276,6 @@ def test_a_batch_job_takes_variables_by_name(extra, says):
     assert prepare(spec, HERE).argv[1] == f"--export={says}"
 
 
-VALUE = "s3cr3t-value"
 WITH_FILES = {
     "slurm": {},
     "kubernetes": {"image": "me/train:1"},
