@@ -62,7 +62,7 @@ def test_a_mismatch_is_an_error_on_every_rank_and_the_group_survives(cluster, wr
     assert took_s < 0.8 * cluster.timeout_s
     for error in errors:
         assert isinstance(error, CollectiveError)
-        for words in (*WRONG[wrong], "rank 0:", "test_ops.py:"):
+        for words in (*WRONG[wrong], "rank 0:", "test_ops_errors.py:"):
             assert words in str(error)
     assert len({str(error) for error in errors}) == 1
     assert cluster.run(_numbers)[0]["n"] == cluster.n * (cluster.n + 1) // 2
@@ -78,7 +78,7 @@ def test_a_rank_that_never_comes_is_named_within_the_timeout(pair):
     errors = pair.outcomes(_one_is_late)
     assert all(isinstance(error, CollectiveError) for error in errors)
     assert "rank 1: never joined this" in str(errors[0])
-    assert "barrier" in str(errors[0]) and "test_ops.py:" in str(errors[0])
+    assert "barrier" in str(errors[0]) and "test_ops_errors.py:" in str(errors[0])
     waited = re.search(r"rank 0: waited ([\d.]+) s", str(errors[1]))
     assert 0.9 * pair.timeout_s < float(waited[1]) < 1.7 * pair.timeout_s
     assert pair.run(_numbers)[0]["n"] == 3
