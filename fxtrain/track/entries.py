@@ -4,7 +4,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from fxtrain._errors import PlanError
 from fxtrain.state import Position, Weighted, shown
 from fxtrain.track.tracker import At
 
-__all__ = ["Entry", "artifact_of", "at", "hold", "image_of", "numbers", "rows_of", "table_of"]
+__all__ = ["Entry", "artifact_of", "at", "hold", "image_of", "numbers", "table_of"]
 
 _DEEPEST = 20
 _CHANNELS = (1, 3, 4)
@@ -246,8 +246,3 @@ def artifact_of(path: Any) -> Callable[[], Path]:
         return found.resolve()
 
     return read
-
-
-def rows_of(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    """The rows of a table as one mapping each."""
-    return [dict(zip(columns, row, strict=True)) for row in rows]
