@@ -16,11 +16,11 @@ __all__ = [
 
 
 def escape_unprintable(text: str) -> str:
-    """Text that is safe to print: what a terminal would act on is escaped, as `repr` does it.
+    """Text that is safe to print: characters that a terminal interprets are escaped, as in `repr`.
 
-    Files hold names and values that end up in messages. An escape sequence in one of them could
+    Files contain names and values that end up in messages. An escape sequence in one of them could
     recolour or rewrite the terminal, a change of direction could reorder a line, and half a
-    surrogate pair cannot be printed at all. Lines and tabs stay.
+    surrogate pair cannot be printed at all. Line breaks and tabs are kept.
     """
     if text.isprintable():
         return text
@@ -33,7 +33,7 @@ def escape_unprintable(text: str) -> str:
 class FxError(Exception):
     """Base of every error that fxtrain raises on purpose.
 
-    Its text holds no control characters, wherever the words came from.
+    Its text contains no control characters, wherever it comes from.
     """
 
     def __str__(self) -> str:
@@ -45,30 +45,30 @@ class ContextError(FxError, RuntimeError):
 
 
 class PlanError(FxError, ValueError):
-    """A plan, or a value that is to become one, does not hold together."""
+    """A plan, or a value for a plan, is invalid or inconsistent."""
 
 
 class MeshError(ContextError, PlanError):
-    """A mesh does not fit the ranks that there are, or has not the axis that is asked for."""
+    """A mesh does not match the number of ranks, or lacks the requested axis."""
 
 
 class CollectiveError(FxError, RuntimeError):
-    """The ranks disagree about a collective, or one of them never came.
+    """The ranks disagree about a collective, or one of them never joined it.
 
     Raised on every rank, with each rank's view of the call.
     """
 
 
 class DataError(FxError, ValueError):
-    """A loader or a batch cannot be split over the ranks as asked."""
+    """A loader or a batch cannot be split over the ranks as requested."""
 
 
 class StepError(FxError, RuntimeError):
-    """A training step was given something that it cannot train on."""
+    """A training step received something that it cannot train on."""
 
 
 class CheckpointError(FxError, RuntimeError):
-    """A checkpoint is incomplete, damaged or does not fit the model."""
+    """A checkpoint is incomplete, damaged or does not match the model."""
 
 
 class LaunchError(FxError, RuntimeError):

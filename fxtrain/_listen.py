@@ -1,4 +1,4 @@
-"""Sockets that listen at one address of this machine and not at all of them."""
+"""Sockets that listen at one address of this machine, not at all of them."""
 
 import errno
 import ipaddress
@@ -6,11 +6,11 @@ import socket
 
 __all__ = ["free_port", "is_loopback", "listen"]
 
-_BACKLOG = 2048  # connections that are not yet accepted; torch's own number
+_BACKLOG = 2048  # connections not yet accepted; torch's own number
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address, as it is written, always means the machine that uses it.
+    """Whether an address, as written, always means the machine that uses it.
 
     A host name that happens to resolve to a loopback address here means this machine's own
     name on many systems, and resolves to another address elsewhere.
@@ -39,16 +39,15 @@ def listen(address: str, port: int) -> socket.socket:
 
     Args:
         address: Host name or address that the others connect to.
-        port: TCP port; 0 for one that the system picks.
+        port: TCP port; 0 for one that the system chooses.
 
     Returns:
-        A listening socket. It is bound to `address` alone where that is one of this machine's
-        addresses. It is bound to every interface where `address` does not say by which one the
-        others come: a name that resolves to a loopback address here, or an address that is
-        forwarded to this machine.
+        A listening socket. It is bound to `address` alone if that is an address of this machine.
+        Otherwise (the name resolves to a loopback address here, or the address is forwarded to this
+        machine) it is bound to every interface, since the one that others use is unknown.
 
     Raises:
-        OSError: the port is in use, or the user may not have it.
+        OSError: the port is in use, or not permitted.
 
     Example:
         >>> from fxtrain._listen import listen
@@ -70,7 +69,7 @@ def listen(address: str, port: int) -> socket.socket:
 def _candidate_addresses(
     address: str, port: int
 ) -> list[tuple[socket.AddressFamily, tuple[object, ...]]]:
-    """Where to try to listen; IPv4 first, which every node of a mixed network has."""
+    """Addresses to try; IPv4 first, which every node of a mixed network has."""
     name = "127.0.0.1" if address == "localhost" else address.strip("[]")
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)

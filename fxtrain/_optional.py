@@ -14,10 +14,10 @@ def optional(name: str, *, extra: str, needed_by: str) -> ModuleType:
     Args:
         name: The module to import, such as `yaml`.
         extra: The extra of fxtrain that installs it.
-        needed_by: What asked for it, in the words of the user's plan or call.
+        needed_by: What needs it, in the words of the user's plan or call.
 
     Raises:
-        MissingPackageError: it is not installed; the message holds the pip command.
+        MissingPackageError: it is not installed; the message has the pip command.
     """
     try:
         return importlib.import_module(name)

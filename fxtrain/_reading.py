@@ -1,4 +1,4 @@
-"""Paths that a user names: what can be one, and reading regular files up to a size."""
+"""Paths that a user passes: validating them, and reading regular files up to a size."""
 
 import errno
 import io
@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 __all__ = ["open_file", "path_problem", "read_file", "read_text"]
 
-_MAX_TEXT_BYTES = 16 << 20  # bytes of a file of settings
+_MAX_TEXT_BYTES = 16 << 20  # bytes of a settings file
 _READ_BYTES = 1 << 20  # bytes
 _KINDS = (
     (stat.S_ISFIFO, "a pipe"),
@@ -19,7 +19,7 @@ _KINDS = (
 
 
 def path_problem(path: Any) -> str:
-    """Why something names no file or folder; empty where it may.
+    """Why a value cannot be a path; empty if it can.
 
     Example:
         >>> from fxtrain._reading import path_problem
@@ -33,21 +33,21 @@ def path_problem(path: Any) -> str:
     if not isinstance(text, str):
         return f"a path is a string or a pathlib.Path, found {type(path).__name__}"
     if not text:
-        return 'a path was expected, found an empty string; the current folder is "."'
+        return 'expected a path, found an empty string; the current folder is "."'
     if "\0" in text:
-        return f"{text[:80]!r} holds a null character, which no path can"
+        return f"{text[:80]!r} contains a null character, which no path may"
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
-        return f"{text[:80]!a} holds characters that no path of this system can"
+        return f"{text[:80]!a} contains characters that no path of this system may"
     return ""
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file for reading.
 
-    A pipe would wait for somebody to write into it, and a device has no end: both are refused at
-    once, before they are opened.
+    Reading a pipe would wait for a writer, and a device has no end: both are refused before they
+    are opened.
 
     Raises:
         OSError: the file does not exist, cannot be read, or is not a regular file.
@@ -55,7 +55,7 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     if problem := path_problem(path):
         raise OSError(errno.EINVAL, f"This is not a path: {problem}", str(path))
     _check(os.stat(path).st_mode, path)
-    # Not blocking, in case a pipe took the place of the file in the meantime.
+    # Non-blocking, in case a pipe has replaced the file in the meantime.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags)
     try:
@@ -67,22 +67,22 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """The bytes of a regular file; memory is taken as they arrive.
+    """The bytes of a regular file; memory is allocated as they arrive.
 
     Raises:
-        OSError: as `open_file`, or the file is larger than `max_bytes` bytes.
+        OSError: see `open_file`; or the file is larger than `max_bytes` bytes.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         parts: list[bytes] = []
         held = 0
-        # Some files of the system say that they are empty, so the size alone does not tell.
+        # Some system files report size 0, so the size alone is not enough.
         while size <= max_bytes and (part := file.read(min(_READ_BYTES, max_bytes - held + 1))):
             parts.append(part)
             held += len(part)
             size = max(size, held)
     if size > max_bytes:
-        raise OSError(errno.EFBIG, f"It has {size} bytes; at most {max_bytes} are read", str(path))
+        raise OSError(errno.EFBIG, f"It has {size} bytes; the limit is {max_bytes}", str(path))
     return b"".join(parts)
 
 
@@ -90,13 +90,13 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = _MAX_TEXT_BYTES) ->
     """The text of a regular file in UTF-8.
 
     Raises:
-        OSError: as `read_file`, or it is not UTF-8.
+        OSError: see `read_file`; or it is not UTF-8.
     """
     data = io.BytesIO(read_file(path, max_bytes))
     try:
         return io.TextIOWrapper(data, encoding="utf-8").read()
     except UnicodeDecodeError as error:
-        raise OSError(errno.EILSEQ, f"It is not text in UTF-8 ({error})", str(path)) from None
+        raise OSError(errno.EILSEQ, f"It is not UTF-8 text ({error})", str(path)) from None
 
 
 def _check(mode: int, path: str | os.PathLike[str]) -> None:

@@ -1,4 +1,4 @@
-"""Records whose fields check themselves: a wrong value is an error that says what fits."""
+"""Records that validate their fields: a wrong value is an error that names the valid ones."""
 
 import difflib
 import math
@@ -29,10 +29,10 @@ __all__ = [
 T = TypeVar("T")
 _Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 _INT64 = range(-(1 << 63), 1 << 63)
-_MAX_SHOWN = 200  # letters of a value
-_MAX_LINES = 20  # of a message: a file that is no plan at all may have any number of problems
-_MAX_LINE_LENGTH = 1000  # letters
-_EXACT_FLOATS = range(-(1 << 53), (1 << 53) + 1)  # the whole numbers that a float holds exactly
+_MAX_SHOWN = 200  # characters of a value
+_MAX_LINES = 20  # lines of a message: an unrelated file may have any number of problems
+_MAX_LINE_LENGTH = 1000  # characters
+_EXACT_FLOATS = range(-(1 << 53), (1 << 53) + 1)  # integers that a float represents exactly
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(attrs.field,))
@@ -44,17 +44,17 @@ def record(
 ) -> type[T]:
     """A frozen keyword-only attrs class whose annotations are checked at construction.
 
-    Checked are bool, int (of 64 bits), float (finite; an int becomes one), str, Literal,
-    tuples of one type (a list becomes one), other records, and unions of these with None.
-    Any is not checked. A validator of the field is asked about values of the right type that
-    are not None, without the instance; it raises a ValueError that says what to choose.
-    Fields that depend on each other are checked in `__attrs_post_init__`. `choose` in the
-    metadata of a field replaces what the message says of the type. A field that is not in the
-    `repr` may hold a secret, so its value is in no message.
+    Checked types are bool, int (of 64 bits), float (finite; an int is converted), str, Literal,
+    tuples of one type (a list is converted), other records, and unions of these with None. Any is
+    not checked. A field's validator is called with values of the right type that are not None,
+    without the instance; it raises a ValueError that says what to choose. Fields that depend on
+    each other are checked in `__attrs_post_init__`. `choose` in the metadata of a field replaces
+    the description of its type in messages. A field that is not in the `repr` may be a secret, so
+    its value is never in a message.
 
     Args:
         cls: The class.
-        error: What a wrong value raises.
+        error: The error that a wrong value raises.
         is_text: Which strings are allowed; by default those that can be written to a file.
     """
 
@@ -66,15 +66,15 @@ def record(
 
 @attrs.frozen
 class Check:
-    """The validator of one field of a record; needs no instance, so that files are checked alike.
+    """The validator of one field of a record; needs no instance, so it also checks files.
 
     Attributes:
         owner: Name of the record.
         fits: Whether a value is of the right type.
-        wanted: What fits, in words.
-        choices: The strings that fit, if only some do.
+        wanted: Description of valid values.
+        choices: The valid strings, if only some are.
         also: The field's own validator, if any.
-        error: What a value that does not fit raises.
+        error: The error that an invalid value raises.
     """
 
     owner: str
@@ -91,7 +91,7 @@ class Check:
             raise self.error(f"{self.owner}({attribute.name}={told}): {problem}")
 
     def problem(self, attribute: "attrs.Attribute[Any]", value: Any) -> str | None:
-        """What to choose instead of this value; None if it fits."""
+        """What to choose instead of this value; None if it is valid."""
         if not self.fits(value):
             return f"choose {self.wanted}.{closest(value, self.choices)}"
         if self.also is not None and value is not None:
@@ -103,20 +103,20 @@ class Check:
 
 
 def at_least(low: float, most: float = math.inf) -> _Validator:
-    """A validator for numbers of at least this, and at most that."""
+    """A validator for numbers in a closed range."""
     words = f"of at least {low}" if most == math.inf else f"from {low} to {most}"
     return between(low, math.nextafter(most, math.inf), open_low=False, words=words)
 
 
 def above(low: float) -> _Validator:
-    """A validator for numbers above this."""
+    """A validator for numbers above this one."""
     return between(low, math.inf, words=f"above {low}")
 
 
 def between(
     low: float, high: float, *, open_low: bool = True, words: str | None = None
 ) -> _Validator:
-    """A validator for numbers below `high` and above `low`."""
+    """A validator for numbers in an open range."""
     wanted = words or f"above {low} and below {high}"
 
     def validate(instance: Any, attribute: "attrs.Attribute[Any]", value: Any) -> None:
@@ -127,7 +127,7 @@ def between(
 
 
 def closest(value: Any, choices: Iterable[str]) -> str:
-    """A question after the choice that is spelt most like a value; empty without one."""
+    """A question about the choice with the most similar spelling; empty without one."""
     word = value[:_MAX_SHOWN] if isinstance(value, str) else ""
     near = difflib.get_close_matches(word, choices, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
@@ -151,21 +151,21 @@ def check_of(
 
 
 def members(kind: Any) -> tuple[Any, ...]:
-    """The types that a union allows; of another type, itself."""
+    """The types of a union; any other type as the only one."""
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
 def to_float(value: Any) -> Any:
-    """A whole number as the float that is exactly it; everything else as it is."""
+    """An int as the float that equals it exactly; any other value unchanged."""
     if type(value) is int and value in _EXACT_FLOATS:
         return float(value)
-    return value + 0.0 if type(value) is float else value  # -0.0 becomes 0.0, its equal
+    return value + 0.0 if type(value) is float else value  # turns -0.0 into 0.0, its equal
 
 
 def canonical(kind: Any) -> Callable[[Any], Any] | None:
-    """What turns equal values for a type annotation into one; None if nothing has to.
+    """A converter that makes equal values of an annotation identical; None if not needed.
 
-    A whole number for a float becomes one, a list for a tuple a tuple, whatever else stays.
+    For a float an int is converted, for a tuple a list; other values are unchanged.
     """
     kinds = members(kind)
     items = next((get_args(one) for one in kinds if get_origin(one) is tuple), None)
@@ -176,13 +176,13 @@ def canonical(kind: Any) -> Callable[[Any], Any] | None:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, cut short: what a file holds may be large, or hold itself."""
+    """A value for a message, truncated: values in a file may be large, or contain themselves."""
     text = _Short().repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def few(lines: Iterable[str]) -> list[str]:
-    """Problems for one message: each once and cut short, and how many more there are."""
+    """Problems for one message: each once and truncated, and the number of further ones."""
     found = list(dict.fromkeys(lines))
     more = [f"and {len(found) - _MAX_LINES} more problems."] if len(found) > _MAX_LINES else []
     cut = [
@@ -240,7 +240,7 @@ def _type_test(kind: Any, is_text: Callable[[str], bool]) -> Callable[[Any], boo
         return _tuple_test(get_args(kind), is_text)
     base = get_origin(kind) or kind
     if not isinstance(base, type):
-        raise PlanError(f"A record cannot have a field of the type {kind}.")
+        raise PlanError(f"A record cannot have a field of type {kind}.")
     return lambda value: isinstance(value, base)
 
 

@@ -1,4 +1,4 @@
-"""The secret of a run: by it ranks know what they may unpickle from what others send."""
+"""The secret of a run, by which ranks know which objects of others they may unpickle."""
 
 import hashlib
 import hmac
@@ -8,14 +8,14 @@ from fxtrain._errors import ContextError
 
 __all__ = ["SECRET", "derive_key", "fresh_secret", "key_proof", "sign", "verified"]
 
-# The variable by which every rank of a run gets its secret.
+# The variable in which every rank gets its secret.
 SECRET = "FXTRAIN_RUN_SECRET"
-_MIN_BYTES = 16  # characters, so that it is not guessed
+_MIN_BYTES = 16  # characters, so that it cannot be guessed
 _TAG_BYTES = 16  # bytes
 
 
 def fresh_secret() -> str:
-    """A secret that nobody knows, for the ranks of one launch.
+    """A random secret, for the ranks of one launch.
 
     Example:
         >>> from fxtrain._secret import fresh_secret
@@ -26,28 +26,28 @@ def fresh_secret() -> str:
 
 
 def derive_key(secret: str) -> bytes:
-    """The key by which ranks seal what they send; empty without a secret.
+    """The key with which ranks sign what they send; empty without a secret.
 
     Raises:
-        ContextError: the secret is so short that it could be guessed.
+        ContextError: the secret is too short.
     """
     if not secret:
         return b""
     if len(secret) < _MIN_BYTES:
         raise ContextError(
-            f"{SECRET} has {len(secret)} characters, and a secret of a run has at least "
-            f"{_MIN_BYTES}. Make one with `openssl rand -hex 32`, the same for every rank."
+            f"{SECRET} has {len(secret)} characters, but the secret of a run needs at least "
+            f"{_MIN_BYTES}. Create one with `openssl rand -hex 32`, the same for every rank."
         )
     return hashlib.sha256(secret.encode()).digest()
 
 
 def key_proof(key: bytes) -> str:
-    """What ranks show each other to see that they have the same key; it does not tell the key."""
+    """A value by which ranks check that they have the same key, without revealing it."""
     return _digest(key, b"hello").hex() if key else ""
 
 
 def sign(data: bytes | memoryview, key: bytes) -> bytes | memoryview:
-    """Put before data what only those with the key can compute; nothing without a key.
+    """Prepend a signature that only holders of the key can compute; nothing without a key.
 
     Example:
         >>> from fxtrain._secret import derive_key, verified, sign
@@ -61,7 +61,7 @@ def sign(data: bytes | memoryview, key: bytes) -> bytes | memoryview:
 
 
 def verified(sealed: memoryview, key: bytes) -> memoryview | None:
-    """The data under a seal; None where the seal is not of this key."""
+    """The signed data; None if the signature is not of this key."""
     if not key:
         return sealed
     data = sealed[_TAG_BYTES:]

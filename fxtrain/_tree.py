@@ -1,8 +1,8 @@
-"""Walking nested containers: flatten to leaves and a hashable shape, and back.
+"""Walks nested containers: flattens them to leaves and a hashable structure, and back.
 
-torch's own pytree does not know attrs records, unregistered dataclasses or mappings
-outside the standard library, and registering them would change the process for everybody.
-Types that are registered with `torch.utils._pytree` keep their registered behaviour.
+torch's own pytree does not know attrs records, unregistered dataclasses or mappings outside the
+standard library, and registering them would change the process for all other code. Types that are
+registered with `torch.utils._pytree` keep their registered behaviour.
 """
 
 import copy
@@ -23,8 +23,8 @@ __all__ = ["TreeSpec", "flatten", "leaf_paths", "map_leaves", "row_count", "unfl
 class TreeSpec:
     """The structure of a tree without its leaves; equal shapes have equal `text`.
 
-    `rebuild` turns the children of this node back into a container of the kind it came
-    from. It may hold the original object, so it takes no part in equality.
+    `rebuild` turns the children of this node back into a container of the original type. It may
+    hold the original object, so equality ignores it.
     """
 
     text: str
@@ -40,20 +40,19 @@ _NONE_SPEC = TreeSpec("None", rebuild=lambda _: None)
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
-    """Split a tree into its leaves, in a fixed order, and its shape.
+    """Split a tree into its leaves, in a fixed order, and its structure.
 
-    Containers are tuples, lists, dicts and other mappings (walked in key order, so that
-    insertion order does not matter), NamedTuples, attrs records, dataclasses, None, and
-    every type registered with torch's pytree. An attrs or dataclass field whose metadata
-    has `static=True` belongs to the shape. Everything else is a leaf, and so is a container
-    for which `is_leaf` is true.
+    Containers are tuples, lists, dicts and other mappings (walked in key order, so insertion order
+    does not matter), NamedTuples, attrs records, dataclasses, None, and every type registered with
+    torch's pytree. An attrs or dataclass field whose metadata has `static=True` belongs to the
+    structure. Everything else is a leaf, and so is a container for which `is_leaf` is true.
     """
     leaves: list[Any] = []
     return leaves, _walk(tree, leaves, is_leaf)
 
 
 def unflatten(shape: TreeSpec, leaves: list[Any]) -> Any:
-    """Put leaves back into a shape that `flatten` gave."""
+    """Put leaves back into a structure from `flatten`."""
     return _build(shape, iter(leaves))
 
 
@@ -64,7 +63,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def leaf_paths(shape: TreeSpec, prefix: str = "") -> list[str]:
-    """Name every leaf, as `['images'][0]`, in the order of `flatten`."""
+    """Name every leaf, such as `['images'][0]`, in the order of `flatten`."""
     if shape is _LEAF_SPEC:
         return [prefix or "the value"]
     return [

@@ -1,7 +1,7 @@
-"""Values in words that are equal where the values are equal in every bit.
+"""Text that is equal for values that are bitwise equal.
 
-`repr` does not do for that: torch, NumPy and pandas shorten it, so that two arrays that differ
-in the middle look alike, and objects without one of their own show an address.
+`repr` does not serve: torch, NumPy and pandas shorten it, so that two arrays that differ in the
+middle look alike, and objects without their own `repr` show an address.
 """
 
 import ctypes
@@ -19,22 +19,22 @@ from torch import Tensor
 
 __all__ = ["canonical_text"]
 
-_MAX_DEPTH = 100  # a value inside itself has no end
+_MAX_DEPTH = 100  # a value that contains itself has no end
 _EXACT = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range}
     | {torch.dtype, torch.device, torch.Size}
 )
 _CONTAINERS = frozenset({tuple, list, dict, set, frozenset})
 _GLOBAL = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-_MAX_LENGTH = 10_000  # bits of a whole number in decimal; more costs time, or is refused by Python
+_MAX_LENGTH = 10_000  # bits of an integer in decimal; more is slow, or refused by Python
 
 
 def canonical_text(value: Any) -> str:
-    """Describe a value in words that only equal values share.
+    """Describe a value by text that only equal values share.
 
     Tensors and arrays are described by dtype, shape and a digest of their bytes, records and
-    containers by their parts (dicts and sets in any order), functions and classes by their
-    names, every other object by what `pickle` would take of it. Plain values look as in `repr`.
+    containers by their parts (dicts and sets in any order), functions and classes by their names,
+    every other object by its pickled state. Plain values look as in `repr`.
 
     Effects:
         Waits for tensors on a device and copies them.
@@ -98,17 +98,17 @@ def _tensor(value: Tensor) -> str:
     if plain.is_quantized:
         plain = plain.int_repr()
     plain = plain.resolve_conj().resolve_neg().contiguous()
-    # Read as plain memory, since torch does not view every tensor as bytes.
+    # Read as plain memory, since torch cannot view every tensor as bytes.
     data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
     return f"{dtype}{list(value.shape)}{_mark(data)}"
 
 
 def _array(value: Any, depth: int) -> str:
-    """A NumPy array or scalar; one of objects by its objects."""
+    """A NumPy array or scalar; an object array by its objects."""
     inside = value.tobytes()
     if value.dtype.hasobject:
         inside = _canonical(value.tolist(), depth + 1).encode(errors="surrogatepass")
-    mask = getattr(value, "mask", None)  # of a masked array
+    mask = getattr(value, "mask", None)  # a masked array
     hidden = "" if mask is None else f" hiding {_canonical(mask, depth + 1)}"
     shape = list(value.shape)
     return f"{type(value).__qualname__} {value.dtype}{shape}{_mark(inside)}{hidden}"
@@ -122,15 +122,15 @@ def _name(value: Any) -> str:
     if isinstance(value, types.ModuleType):
         return value.__name__
     name = f"{value.__module__}.{value.__qualname__}"
-    return repr(value) if "<" in name else name  # of a closure, which differs from call to call
+    return repr(value) if "<" in name else name  # a closure, which differs from call to call
 
 
 def _object(value: Any, depth: int) -> str:
     kind = type(value)
     try:
         taken: Any = value.__reduce_ex__(4)
-    except Exception:  # raises whatever the object's own code does
-        return repr(value)  # of what nobody can send or compare
+    except Exception:  # any error of the object's own code
+        return repr(value)  # of objects that cannot be sent or compared
     if isinstance(taken, str):  # the name of a constant, such as a dtype
         return f"{kind.__qualname__} {taken}"
     parts = list(taken)

@@ -96,7 +96,7 @@ def test_a_launcher_is_found_by_its_name_and_started(theirs, tmp_path, capfd):
     assert capfd.readouterr().out == f"queued slots=3 {target}\n"
     with pytest.raises(fx.LaunchError, match="The launcher queue has no option 'slot'"):
         prepare(LaunchSpec(target=target, launcher="queue", options={"slot": "3"}))
-    with pytest.raises(fx.LaunchError, match="has no use for restarts=2"):
+    with pytest.raises(fx.LaunchError, match="does not support restarts=2"):
         prepare(LaunchSpec(target=target, launcher="queue", restarts=2))
 
 
@@ -123,8 +123,11 @@ def test_a_collective_is_a_function_of_public_ones(theirs, pair):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("sys:path", r"should give a Launcher, found list. Ask the author of its package"),
-        ("fxtrain.launch.launchers.mpi:MPI", r"brings a second launcher for mpi. Uninstall one"),
+        (
+            "sys:path",
+            r"should load a Launcher, found list. Report this to the author of its package",
+        ),
+        ("fxtrain.launch.launchers.mpi:MPI", r"adds a second launcher for mpi. Uninstall one"),
     ],
 )
 def test_a_wrong_launcher_is_named(tmp_path, monkeypatch, value, words):

@@ -1,4 +1,4 @@
-"""What is on a machine, whether a setup works, and a script run again to look at it."""
+"""Inspects machines, tests setups, and reruns a script to examine it."""
 
 from fxtrain.diagnosis.environment import collect
 from fxtrain.diagnosis.facts import clock_problems, fact_problems, facts_here

@@ -1,4 +1,4 @@
-"""What there is on this machine: facts in groups, ready to paste into an issue."""
+"""Facts about this machine, in groups, ready to paste into an issue."""
 
 import os
 import platform
@@ -41,17 +41,17 @@ _TOOL_S = 10.0
 
 
 def collect(env: Mapping[str, str]) -> Groups:
-    """Everything that an answer to a bug report needs, by group and name; no secrets.
+    """Everything that a bug report needs, by group and name, without secrets.
 
-    Variables and settings that matter are named; their values are shown where they can be no
-    secrets, which `shown` decides, and else stars.
+    Relevant variables and settings are listed by name. Their values are shown if they cannot be
+    secrets (see `shown`), and as stars otherwise.
 
     Args:
         env: Variables of the process; not changed.
 
     Effects:
-        Loads torch and asks it for devices; runs nvidia-smi, mpirun and srun for their
-        versions where they are installed. Sends nothing.
+        Imports torch and asks it for devices; runs nvidia-smi, mpirun and srun for their versions
+        if they are installed. Sends nothing.
 
     Example:
         >>> from fxtrain.diagnosis import collect
@@ -67,7 +67,7 @@ def collect(env: Mapping[str, str]) -> Groups:
         "topology": lambda: _topology(env),
         "communication": lambda: _communication(torch, env),
         "config": lambda: _config(env),
-        # Those with two underscores set values, which are shown under config.
+        # Variables with two underscores set values, which are shown under config.
         "variables": lambda: {
             name: shown(name, env[name], home=home)
             for name in sorted(env)
@@ -150,9 +150,9 @@ def _topology(env: Mapping[str, str]) -> dict[str, Any]:
         here = read_topology(env)
         place = f"rank {here.rank} of {here.world_size} ({here.launcher})"
     except ContextError as error:
-        # Without what was found there.
+        # Without the values found there.
         names = [name for name in env if re.search(rf"\b{re.escape(name)}\b", str(error))]
-        place = f"not readable: {', '.join(sorted(names))}; `fx.detect()` says why"
+        place = f"unreadable: {', '.join(sorted(names))}; see the error of `fx.detect()`"
     nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
     cores = {node.name: _text(str(node / "cpulist")).strip() for node in nodes}
     found: dict[str, Any] = {"this process": place}
@@ -187,10 +187,10 @@ def _config(env: Mapping[str, str]) -> dict[str, Any]:
     try:
         settings = resolve(env=env)
     except PlanError as error:
-        # Without what was found there, which may be a secret.
+        # Without the values found there, which may be secrets.
         wrong = re.findall(r"^((?:launch|plan|default)\b[\w.]*): ", str(error), re.MULTILINE)
         said = ", ".join(wrong) or "the file"
-        return {"not in order": f"{said}; `fxtrain config show` says why"}
+        return {"invalid": f"{said}; run `fxtrain config show`"}
     home = env.get("HOME", "")
     found: dict[str, Any] = {
         "file": hidden("", settings.file, home=home) or "none",
@@ -204,7 +204,7 @@ def _config(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _setting(settings: Settings, setting: Setting, home: str) -> str:
-    """A value of a launch file as it can be shown: what is chosen from a few is no secret."""
+    """A value of a launch file as it may be shown: a choice from a few is not a secret."""
     path, value = setting.path, setting.value
     if path == "launch.env":
         return f"{', '.join(one.partition('=')[0] for one in value)} (values are not shown)"
@@ -216,7 +216,7 @@ def _setting(settings: Settings, setting: Setting, home: str) -> str:
 
 
 def _is_choice(settings: Settings, path: str) -> bool:
-    """Whether the field of a record takes one of a few words only."""
+    """Whether the field of a record only accepts one of a few words."""
     *owners, name = path.split(".")
     record: Any = settings
     for owner in owners:
@@ -232,13 +232,13 @@ def _tool(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"cannot be asked: {error}"
+        return f"failed: {error}"
     said = done.stdout.strip() or done.stderr.strip()
     return said if done.returncode == 0 else f"exit code {done.returncode}: {said}"
 
 
 def _text(path: str) -> str:
-    """A file of the system; empty where the system has no such file."""
+    """The content of a system file; empty if it does not exist."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:

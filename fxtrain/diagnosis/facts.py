@@ -1,4 +1,4 @@
-"""What a rank says about itself before it works with others, and what is wrong between them."""
+"""Facts that each rank gathers about itself, and problems between ranks."""
 
 import os
 import platform
@@ -12,10 +12,10 @@ from fxtrain import __version__
 
 __all__ = ["clock_problems", "facts_here", "fact_problems"]
 
-# Packages whose versions must agree, or ranks run different code.
+# Packages whose versions must agree, since otherwise ranks run different code.
 _MUST_MATCH = ("python", "fxtrain", "torch", "CUDA", "NCCL")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-# More than this between nodes and logs, file times and certificates stop making sense.
+# With larger differences between nodes, logs, file times and certificates are unreliable.
 _MAX_CLOCK_SKEW_S = 1.0
 
 
@@ -44,11 +44,11 @@ def facts_here(env: Mapping[str, str], torch: Any) -> dict[str, Any]:
 
 
 def fact_problems(facts: Sequence[Mapping[str, Any]], *, nodes: int) -> list[str]:
-    """What does not fit between ranks, in words.
+    """Incompatibilities between ranks, as text.
 
     Args:
         facts: By rank, from `facts_here`.
-        nodes: Machines that take part.
+        nodes: Number of machines.
 
     Example:
         >>> from fxtrain.diagnosis import fact_problems
@@ -73,17 +73,17 @@ def fact_problems(facts: Sequence[Mapping[str, Any]], *, nodes: int) -> list[str
             told.append(f"{name} differs: {', '.join(shown)}. {advice}")
     for fact in _one_per_host(facts):
         told += _interface_problems(fact)
-        named = bool(fact.get("asked", {}).get("GLOO_SOCKET_IFNAME"))  # gloo then goes by that
+        named = bool(fact.get("asked", {}).get("GLOO_SOCKET_IFNAME"))  # gloo then uses that
         if nodes > 1 and not named and str(fact.get("own_address", "")).startswith("127."):
             told.append(
-                f"{fact['host']} takes its own name for {fact['own_address']}, where other nodes "
+                f"{fact['host']} resolves its own name to {fact['own_address']}, where other nodes "
                 f"cannot reach it. Set launch.local_address, or correct /etc/hosts."
             )
     return told
 
 
 def clock_problems(times: Sequence[float], hosts: Sequence[str]) -> list[str]:
-    """Hosts whose clocks are apart, from times that were read at one moment.
+    """Hosts whose clocks differ, from times that were read at the same moment.
 
     Example:
         >>> from fxtrain.diagnosis import clock_problems
@@ -102,19 +102,19 @@ def clock_problems(times: Sequence[float], hosts: Sequence[str]) -> list[str]:
 
 
 def _interface_problems(fact: Mapping[str, Any]) -> list[str]:
-    """Names that a variable asks for and the machine does not have."""
+    """Interfaces that a variable names and the machine does not have."""
     there = [str(name) for name in fact.get("interfaces", ())]
     told: list[str] = []
     for variable, asked in dict(fact.get("asked", {})).items():
         wanted = [name.partition(":")[0] for name in asked.lstrip("=").split(",")]
-        # NCCL takes prefixes, and ^ for all but these; gloo takes whole names.
+        # NCCL accepts prefixes, and ^ to exclude; gloo accepts full names.
         exact = asked.startswith("=") or not variable.startswith("NCCL")
         if asked.startswith("^") or any(
             name == one if exact else name.startswith(one) for one in wanted for name in there
         ):
             continue
         told.append(
-            f"{variable}={asked} on {fact['host']}: there is no such interface. There are "
+            f"{variable}={asked} on {fact['host']}: no such interface. Available: "
             f"{', '.join(there)}."
         )
     return told

@@ -1,7 +1,6 @@
-"""Runs a script whose checkpoints go elsewhere, and that ends where it is told.
+"""Runs a script with its checkpoints redirected, and ends it at a given point.
 
-`fxtrain verify-resume` and `fxtrain replay` start it on every rank, as the script in the
-script's place.
+`fxtrain verify-resume` and `fxtrain replay` start it on every rank, in place of the script.
 """
 
 import json
@@ -21,7 +20,7 @@ __all__ = ["main"]
 
 
 def main(argv: list[str]) -> None:
-    """Run `argv[1]` as the main script under the orders, a JSON object, in `argv[0]`."""
+    """Run `argv[1]` as the main script, with the orders in `argv[0]`, a JSON object."""
     orders = json.loads(argv[0])
     if orders["kind"] == "verify":
         _redirect(Path(orders["folder"]), orders["saves"])
@@ -34,14 +33,14 @@ def main(argv: list[str]) -> None:
 
 
 def _put(name: str, function: Any) -> None:
-    """Give a public function another meaning, wherever the script finds it."""
+    """Replace a public function, wherever the script finds it."""
     for module in (fxtrain, checkpoint, loop):
         if hasattr(module, name):
             setattr(module, name, function)
 
 
 def _redirect(folder: Path, stop: int) -> None:
-    """Send checkpoints below a folder of our own, and end after so many of them."""
+    """Redirect checkpoints to another folder, and end after this many of them."""
     found: list[str] = []
 
     def elsewhere(path: Any) -> Any:
@@ -72,15 +71,15 @@ def _redirect(folder: Path, stop: int) -> None:
 
 
 def _replay(chosen: str, update: int, *, debug: bool) -> None:
-    """Restore a chosen checkpoint, save none, and tell what happens up to an update."""
+    """Restore a given checkpoint, save none, and report the micro-batches of one update."""
     restore, step = checkpoint.restore, loop.step
 
     def report_and_stop(ctx: Any, batch: Any, fns: Any) -> Any:
         place = batch.position
         if place.updates > update:
             raise StepError(
-                f"replay: the script trains on update {place.updates} first, past {update}. "
-                f"Does it restore with fx.restore and go on with loader.at(restored.position)?"
+                f"replay: the script starts with update {place.updates}, past {update}. Restore "
+                f"with fx.restore, and continue with loader.at(restored.position)."
             )
         leads = place.updates == (update if place.micro == 0 else update - 1)
         if debug and leads:

@@ -1,4 +1,4 @@
-"""What must not be pasted into an issue."""
+"""Hides what must not be pasted into an issue."""
 
 import os
 import re
@@ -11,7 +11,7 @@ _NAME = re.compile(
     r"(?i)(token|secret|passw|passphrase|_?pwd|jwt|credential|api_?-?key|access_?-?key|"
     r"private_?-?key|auth|signature|cookie|bearer|dsn|(^|[_-])(key|pass|pw|sig|cert)$|[_-]keys?\b)"
 )
-# Up to the last @, since a password may hold one, or a slash.
+# Up to the last @, since a password may contain one, or a slash.
 _ACCOUNT = re.compile(r"(?<=://)\S*@")
 # The query of an address may be a signature.
 _QUERY = re.compile(r"(\w://[^\s?#]*)[?#]\S*")
@@ -23,8 +23,8 @@ _SHAPE = re.compile(
     re.DOTALL,
 )
 _OPTION = re.compile(r"--?[a-z][a-z0-9_.-]{0,39}")
-# What a value consists of that can be no secret: numbers, versions, counts of SLURM, identifiers
-# of GPUs, network interfaces, and the words below.
+# Parts of values that cannot be secrets: numbers, versions, SLURM's counts, identifiers of GPUs,
+# network interfaces, and the words below.
 _PLAIN = re.compile(
     r"[-+]?\d{1,9}(\.\d{1,6}){0,3}%?|\d{1,9}[kmgt]i?b?|x\d{1,6}|0x[\da-f]{1,8}"
     r"|(gpu|mig)-[\da-f]{8}(-[\da-f]{4}){3}-[\da-f]{12}"
@@ -50,15 +50,15 @@ _WORDS = frozenset(_LISTED.split())
 
 
 def hidden(name: str, value: str, *, home: str = "") -> str:
-    """A fact as it can be shown: secrets are starred, the home folder is ~.
+    """A fact as it may be shown: secrets are starred, the home folder is ~.
 
-    For what fxtrain found out itself; what the user has set goes through `shown`.
+    For facts that fxtrain gathered itself; values that the user has set go through `shown`.
 
     Args:
-        name: What the value is called; names of secrets hide all of it.
-        value: The text. Of addresses the account and the query are starred, and so are keys,
-            web tokens and tokens of known services.
-        home: The user's home folder, which often holds their name.
+        name: Name of the value; names typical of secrets hide all of it.
+        value: The text. The account and the query of addresses are starred, and so are keys, web
+            tokens and tokens of known services.
+        home: The user's home folder, which often contains their name.
 
     Example:
         >>> from fxtrain.diagnosis import hidden
@@ -72,11 +72,11 @@ def hidden(name: str, value: str, *, home: str = "") -> str:
 
 
 def shown(name: str, value: str, *, home: str = "") -> str:
-    """A value that a user has set, if it can be no secret; else stars.
+    """A value that a user has set, if it cannot be a secret; otherwise stars.
 
-    It is none when its name is not that of a secret, and it consists of numbers, versions,
-    network interfaces, identifiers of GPUs and words that torch, NCCL and the like know, or is
-    a path, or several between colons, that exist here.
+    It cannot be one if its name is not typical of a secret, and it consists of numbers, versions,
+    network interfaces, identifiers of GPUs and words that torch, NCCL and the like know, or of one
+    or several existing paths separated by colons.
 
     Example:
         >>> from fxtrain.diagnosis import shown
@@ -91,7 +91,7 @@ def shown(name: str, value: str, *, home: str = "") -> str:
 
 
 def hidden_words(words: Iterable[str], *, home: str = "") -> list[str]:
-    """Arguments of a program: names of options, and values that can be no secret.
+    """Arguments of a program: names of options, and values that cannot be secrets.
 
     Example:
         >>> from fxtrain.diagnosis import hidden_words

@@ -28,14 +28,14 @@ _UPDATES = 20
 
 @attrs.frozen(kw_only=True)
 class Collective:
-    """A collective, with what it must give.
+    """A collective, with its expected result.
 
     Attributes:
-        name: Of the function in `fx.ops`.
+        name: Name of the function in `fx.ops`.
         call: (tensor of this rank, context) → result.
-        right: (result, numbers of all ranks, context) → whether it is right, where rank r's
-            tensor is full of r + 1.
-        sized: It carries a tensor, so that it has a bandwidth.
+        right: (result, world size, context) → whether it is right, where rank r's tensor is
+            filled with r + 1.
+        sized: Whether it carries a tensor, so that it has a bandwidth.
     """
 
     name: str
@@ -102,11 +102,11 @@ def _of_objects() -> tuple[Collective, ...]:
 
 
 def measure(one: Collective, ctx: DistContext, *, mib: float) -> dict[str, Any]:
-    """Whether a collective is right, how long a small one takes, and how much a large carries.
+    """Whether a collective is right, the latency of a small call, and the bandwidth of a large one.
 
     Returns:
-        Plain data, of the slowest rank; `gib_per_s` is the size of one rank's tensor over the
-        time of the call, and None for what carries no tensor.
+        Plain data, for the slowest rank; `gib_per_s` is the size of one rank's tensor divided by
+        the time of the call, and None without a tensor.
     """
     small = torch.full((_SMALL,), float(ctx.rank + 1), device=ctx.device)
     right = one.right(one.call(small, ctx), ctx.world_size, ctx)
@@ -125,7 +125,7 @@ def measure(one: Collective, ctx: DistContext, *, mib: float) -> dict[str, Any]:
 
 
 def _time(one: Collective, tensor: torch.Tensor, ctx: DistContext, kind: str) -> float:
-    one.call(tensor, ctx)  # the first of a kind opens connections
+    one.call(tensor, ctx)  # the first call of a kind opens connections
     _synchronize(ctx)
     started = time.perf_counter()
     for _ in range(_REPEAT[kind]):
@@ -140,7 +140,7 @@ def _synchronize(ctx: DistContext) -> None:
 
 
 def train(ctx: DistContext, plan: Plan) -> dict[str, Any]:
-    """Fit a line with a plan's strategy and precision; the loss must fall on every rank."""
+    """Fit a line with a plan's strategy and precision; the loss must decrease on every rank."""
     torch.manual_seed(0)
     x = torch.randn(256, 8)
     data = TensorDataset(x, x @ torch.randn(8, 1))
@@ -170,10 +170,10 @@ def train(ctx: DistContext, plan: Plan) -> dict[str, Any]:
 
 
 def trial(ctx: DistContext, plan: Plan, *, mib: float) -> dict[str, Any]:
-    """Everything that is tested, as plain data, equal on every rank.
+    """The results of all tests, as plain data, equal on every rank.
 
     Effects:
-        Traffic of every kind, and a model of 161 parameters trained for some updates.
+        Traffic of every kind; trains a model with 161 parameters for a few updates.
     """
     facts = ops.gather_objects(facts_here(os.environ, torch), ctx)
     ops.barrier(ctx)
@@ -181,7 +181,7 @@ def trial(ctx: DistContext, plan: Plan, *, mib: float) -> dict[str, Any]:
     hosts = [fact["host"] for fact in facts]
     problems = [*fact_problems(facts, nodes=ctx.num_nodes), *clock_problems(times, hosts)]
     rows = [measure(one, ctx, mib=mib) for one in (*_of_trees(), *_of_objects())]
-    problems += [f"{row['name']} gave a wrong result." for row in rows if not row["right"]]
+    problems += [f"{row['name']} returned a wrong result." for row in rows if not row["right"]]
     try:
         training = train(ctx, plan)
     except FxError as error:
@@ -189,7 +189,9 @@ def trial(ctx: DistContext, plan: Plan, *, mib: float) -> dict[str, Any]:
         problems.append(f"The training failed: {type(error).__name__}: {error}")
     else:
         if not training["last"] < training["first"]:
-            problems.append(f"The loss did not fall: {training['first']} to {training['last']}.")
+            problems.append(
+                f"The loss did not decrease: {training['first']} to {training['last']}."
+            )
     return {
         "ranks": ctx.world_size,
         "nodes": ctx.num_nodes,

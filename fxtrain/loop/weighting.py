@@ -51,13 +51,13 @@ def window_has_more(batch: Batch, model: Wrapped) -> bool:
 
 
 def is_independent(model: Wrapped, position: Position) -> bool:
-    """Whether the model is a copy that trains alone at a position."""
+    """Whether the model is an independent replica at a position."""
     local = model.plan.local
     return local is not None and round_of(model) is not None and is_alone(local, position)
 
 
 def is_one_rank(model: Wrapped) -> bool:
-    """Whether a copy that trains alone has one rank."""
+    """Whether an independent replica has one rank."""
     return len(_round(model).peers) == 1
 
 
@@ -76,7 +76,7 @@ def weigh_loss(
     if type(loss) is Weighted:
         return _weigh_explicit(loss, aux, batch, model, independent=independent, present=mine > 0)
     ranks, total = len(sizes), sum(sizes) * batch.parts
-    if model.plan.accumulate > 1 or batch.window_rows is None:  # as `window_has_more`
+    if model.plan.accumulate > 1 or batch.window_rows is None:  # see `window_has_more`
         total = int(model.window.full_rows)
     if mine * ranks == total != 0:
         part = loss
@@ -167,7 +167,7 @@ def _weigh_explicit(
 ) -> WeightedLoss:
     """As `weigh_loss`; `present` unless this rank has no row in the batch.
 
-    Rows that stand in for none count for nothing, whatever the loss says of them.
+    Placeholder rows count for nothing, whatever weight the loss returned for them.
     """
     losses = _group(model, independent=independent)
     window = model.window

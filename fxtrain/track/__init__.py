@@ -1,6 +1,6 @@
-"""Trackers: writing down what a run does, without ever holding it up.
+"""Trackers: logging a run without slowing it down.
 
-The package is the function `fx.track` too:
+The package is also the function `fx.track`:
 
 >>> import fxtrain as fx, tempfile
 >>> with fx.detect(env={}, device="cpu") as ctx:

@@ -1,10 +1,10 @@
-"""What is logged, held until a background thread reads it: nothing here waits for a device."""
+"""Logged values, kept until a background thread reads them: nothing here waits for a device."""
 
 import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from fxtrain._errors import PlanError
 from fxtrain.state import Position, Weighted, shown
 from fxtrain.track.tracker import At
 
-__all__ = ["Entry", "artifact_of", "at", "hold", "image_of", "numbers", "rows_of", "table_of"]
+__all__ = ["Entry", "artifact_of", "at", "hold", "image_of", "numbers", "table_of"]
 
 _DEEPEST = 20
 _CHANNELS = (1, 3, 4)
@@ -38,27 +38,27 @@ class Entry:
     _lock: Any = attrs.field(factory=threading.Lock, init=False)
 
     def arguments(self) -> tuple[Any, ...] | None:
-        """What the function is called with, after `native`; read from the device only once.
+        """The arguments of the function, after `native`; read from the device only once.
 
         Returns:
-            None where the value cannot be written by any tracker, which has been reported.
+            None if no tracker can write the value, which has been reported.
         """
         with self._lock:
             if not self._made:
                 try:
                     self._made.append(self._make())
-                except Exception as error:  # of the user's value, whatever it is
+                except Exception as error:  # any error of the user's value
                     self._made.append(None)
                     self._tell(
                         f"{self.kind} {error}",
-                        f"run.{self.kind}: {type(error).__name__}: {error}. No tracker has this "
-                        f"entry; training continues.",
+                        f"run.{self.kind}: {type(error).__name__}: {error}. No tracker received "
+                        f"this entry; training continues.",
                     )
         return self._made[0]
 
 
 def at(step: Any) -> At:
-    """Where something is logged.
+    """The position at which something is logged.
 
     Raises:
         PlanError: `step` is neither a position nor a whole number.
@@ -79,10 +79,10 @@ def at(step: Any) -> At:
 
 
 def hold(values: Mapping[str, Any]) -> Callable[[], tuple[dict[str, float], dict[str, str]]]:
-    """Take metrics as they are now; what is returned reads them, and waits for the device.
+    """Capture metrics as they are now; the returned function reads them and waits for the device.
 
-    Tensors are copied on the device or on their way to host memory, in the order of the device's
-    own work, so that the caller may change them afterwards.
+    Tensors are copied on the device or on the way to host memory, in stream order, so the caller
+    may change them afterwards.
     """
     taken: dict[str, Any] = {}
     problems: dict[str, str] = {}
@@ -108,7 +108,7 @@ def hold(values: Mapping[str, Any]) -> Callable[[], tuple[dict[str, float], dict
 
 
 def numbers(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """Floats by name, and what is wrong with the values that are none.
+    """Floats by name, and the problems of values that are not numbers.
 
     Example:
         >>> numbers({"loss": torch.tensor(0.5), "note": "good"})
@@ -128,7 +128,7 @@ def numbers(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]
 
 
 def image_of(image: Any) -> Callable[[], Tensor]:
-    """Take an image as it is now; what is returned gives bytes on the CPU, rows first.
+    """Capture an image as it is now; the returned function gives uint8 on the CPU, rows first.
 
     Args:
         image: Tensor or array of shape (channels, height, width) or (height, width); floats from
@@ -141,13 +141,15 @@ def image_of(image: Any) -> Callable[[], Tensor]:
         found = tensor[None] if tensor.ndim == 2 else tensor
         if found.ndim != 3 or found.shape[0] not in _CHANNELS or not found.numel():
             raise ValueError(
-                f"an image has the shape (channels, height, width) with 1, 3 or 4 channels, or "
+                f"expected an image of shape (channels, height, width) with 1, 3 or 4 channels, or "
                 f"(height, width); found {tuple(tensor.shape)}"
             )
         if found.dtype.is_floating_point:
             found = found.nan_to_num(0.0).clamp(0, 1).mul(255).round()
         elif found.dtype is not torch.uint8:
-            raise ValueError(f"an image holds floats from 0 to 1, or uint8; found {found.dtype}")
+            raise ValueError(
+                f"expected an image of floats from 0 to 1, or uint8; found {found.dtype}"
+            )
         return found.to("cpu", torch.uint8).permute(1, 2, 0).contiguous()
 
     return read
@@ -156,7 +158,7 @@ def image_of(image: Any) -> Callable[[], Tensor]:
 def table_of(
     columns: Mapping[str, Any],
 ) -> Callable[[], tuple[list[str], list[list[Any]]]]:
-    """Take the columns of a table as they are now; what is returned gives names and rows."""
+    """Capture the columns of a table as they are; the returned function gives names and rows."""
     taken = {
         name: column.detach().clone() if isinstance(column, Tensor) else list(column)
         for name, column in columns.items()
@@ -169,7 +171,7 @@ def table_of(
         ]
         if len({len(column) for column in plain}) > 1:
             sizes = ", ".join(f"{n}: {len(c)}" for n, c in zip(taken, plain, strict=True))
-            raise ValueError(f"the columns of a table are equally long; found {sizes}")
+            raise ValueError(f"the columns of a table must have equal lengths; found {sizes}")
         return [str(name) for name in taken], [list(row) for row in zip(*plain, strict=True)]
 
     return read
@@ -178,7 +180,7 @@ def table_of(
 def _leaves(path: str, values: Any, depth: int) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         name = f"{path}{key}"
-        if type(value) in _USUAL:  # asked first, since this is on the way of every step
+        if type(value) in _USUAL:  # checked first, since every step passes here
             yield name, value
         elif isinstance(value, Mapping) and depth < _DEEPEST:
             yield from _leaves(f"{name}/", value, depth + 1)
@@ -190,14 +192,14 @@ def _leaves(path: str, values: Any, depth: int) -> Iterator[tuple[str, Any]]:
 
 def _tensor_problem(value: Tensor) -> str:
     if value.numel() != 1:
-        return f"found a tensor of shape {tuple(value.shape)}; take its mean, or another number"
+        return f"found a tensor of shape {tuple(value.shape)}; log its mean, or another number"
     if value.dtype.is_complex:
         return f"found a tensor of dtype {value.dtype}"
     if type(value) is Tensor:
         return ""
-    placements = getattr(value, "placements", ())  # of a DTensor
+    placements = getattr(value, "placements", ())  # a DTensor
     if any(not one.is_replicate() for one in placements):
-        return "found a DTensor that is spread over ranks; log value.full_tensor() of all ranks"
+        return "found a sharded DTensor; log value.full_tensor(), called on all ranks"
     return ""
 
 
@@ -209,7 +211,7 @@ def _copy(value: Tensor, events: dict[torch.device, Any]) -> Tensor:
         events[value.device] = None
         host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         return host.copy_(value, non_blocking=True)
-    if value.device.type == "xla":  # a copy would be one more operation of the next graph
+    if value.device.type == "xla":  # a copy would be one more operation in the next graph
         return value
     return value.clone()
 
@@ -224,7 +226,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _cell(value: Any) -> Any:
-    """A value that every library writes: a number, text or None."""
+    """A value that every library can write: a number, text or None."""
     if isinstance(value, Tensor) or hasattr(value, "dtype"):
         value = value.item() if value.ndim == 0 else str(value)
     if value is None or isinstance(value, bool | int | str):
@@ -235,7 +237,7 @@ def _cell(value: Any) -> Any:
 
 
 def artifact_of(path: Any) -> Callable[[], Path]:
-    """A file or folder that is looked for when it is written."""
+    """A file or folder, which must exist when it is written."""
 
     def read() -> Path:
         found = Path(path)
@@ -244,8 +246,3 @@ def artifact_of(path: Any) -> Callable[[], Path]:
         return found.resolve()
 
     return read
-
-
-def rows_of(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    """The rows of a table as one mapping each."""
-    return [dict(zip(columns, row, strict=True)) for row in rows]

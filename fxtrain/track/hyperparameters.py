@@ -15,13 +15,13 @@ from fxtrain.state import DistContext, Plan, fingerprint, unstructure
 __all__ = ["about_context", "about_plan", "flat"]
 
 _DEEPEST = 20
-_LONGEST = 1000  # letters of one value
+_LONGEST = 1000  # characters of one value
 
 
 def flat(values: Any, path: str = "") -> dict[str, Any]:
     """Nested settings as one table: names joined by dots, values None, bool, int, float or text.
 
-    Lists and whatever else is no mapping or record become text, cut after 1000 letters.
+    Lists and all other values become text, truncated to 1000 characters.
 
     Example:
         >>> flat({"model": {"width": 64, "blocks": (1, 2)}, "note": None})
@@ -36,7 +36,7 @@ def about_plan(plan: Plan) -> dict[str, Any]:
 
 
 def about_context(ctx: DistContext) -> dict[str, Any]:
-    """What is worth knowing of where a run took place."""
+    """Facts about where a run takes place."""
     return {
         "world_size": ctx.world_size,
         "num_nodes": ctx.num_nodes,

@@ -1,4 +1,4 @@
-"""Metrics as lines of JSON in a file: the tracker that needs nothing."""
+"""Metrics as lines of JSON in a file: the tracker that needs no package."""
 
 import io
 import json
@@ -21,7 +21,7 @@ from fxtrain.track.tracker import At, Start, Tracker
 
 __all__ = ["JSON_LINES", "file_name"]
 
-# How every line begins, so that a long file is cut without parsing it.
+# How every line begins, so that a long file can be truncated without parsing it.
 _HEAD = re.compile(rb'\{"step":(\d+)(?:,"rows":(\d+))?[,}]')
 _LONGEST_NAME = 200  # of a file, in bytes
 
@@ -56,7 +56,7 @@ def _open(config: JsonLines, start: Start) -> Lines:
 
 
 def _cut(path: Path, position: Position) -> None:
-    """Remove lines after a position, which will be written again, and an unfinished last one."""
+    """Remove lines after a position, which will be logged again, and an incomplete last one."""
     with path.open("rb") as file:
         if all(_stays(line, position) for line in file):
             return
@@ -79,7 +79,7 @@ def _stays(line: bytes, position: Position) -> bool:
     if found is None:
         return True
     step, rows = int(found[1]), int(found[2] or 0)
-    # A position that was made by hand may know its updates only.
+    # A position that was created by hand may only have its updates.
     return step <= position.updates and (rows <= position.samples or not position.samples)
 
 
@@ -92,7 +92,7 @@ def _write(lines: Lines, at: At, **values: Any) -> None:
         while data:
             data = data[lines.file.write(data) :]
     except OSError:
-        lines.file.truncate(end)  # half a line would spoil the next one
+        lines.file.truncate(end)  # half a line would corrupt the next one
         raise
 
 
@@ -103,7 +103,7 @@ def _params(lines: Lines, start: Start) -> None:
 
 
 def _log(lines: Lines, values: Mapping[str, float], at: At) -> None:
-    # JSON has no word for what is not finite.
+    # JSON has no non-finite numbers.
     plain = {name: one if math.isfinite(one) else str(one) for name, one in values.items()}
     _write(lines, at, values=plain)
 

@@ -1,4 +1,4 @@
-"""Opening a run: the same decision on every rank, and trackers on those that track."""
+"""Opens a run: the same decision on every rank, and trackers on the ranks that track."""
 
 import atexit
 import hashlib
@@ -40,35 +40,35 @@ def track(
     ranks: Literal["main", "all"] = "main",
     patience: Patience = Patience(),  # noqa: B008 - a frozen value
 ) -> Run:
-    """Write down what a run does, with one tracker or several.
+    """Log a run to one tracker or several.
 
     Args:
-        path: Folder of the run on this machine; that of its checkpoints will do.
+        path: Folder of the run on this machine; may be that of its checkpoints.
         ctx: The context.
         to: Configs of trackers, such as `fx.TensorBoard()` or `fx.WandB(project="p")`; or
             `fxtrain.track.Tracker` records of your own.
-        plan: Logged as hyperparameters, like the context.
-        settings: Further hyperparameters, nested at will.
-        name: For people; by default the last part of `path`.
-        resume: To continue a run, what `run.state()` gave, as a checkpoint kept it. "folder"
-            continues the run that the folder holds, or begins one in an empty folder. None
-            begins a new run.
-        position: Where the run continues; needed with `resume`. What the run logged after it is
-            removed where the tracker can, since it will be logged again.
-        ranks: Which ranks track: rank 0, or all, each a run of its own in one group.
+        plan: Logged as hyperparameters, as the context is.
+        settings: Further hyperparameters, nested arbitrarily.
+        name: Display name; by default the last part of `path`.
+        resume: To continue a run, the value of `run.state()`, for example from a checkpoint.
+            "folder" continues the folder's own run, or starts one in an empty folder. None starts
+            a new run.
+        position: Where the run resumes; required with `resume`. Entries logged after it are
+            removed where the tracker supports that, since they will be logged again.
+        ranks: Which ranks track: rank 0, or all, each with its own run in one group.
         patience: How long training waits for a tracker that does not answer.
 
     Returns:
         A handle on every rank; use it in a `with` block, or close it.
 
     Effects:
-        Writes into the folder, starts a thread for each tracker on ranks that track. Two
-        exchanges of packets; none at one rank. Random generators are left as they were. In a dry
-        run nothing is written.
+        Writes into the folder, and starts a thread for each tracker on ranks that track. Two
+        exchanges of packets; none at one rank. Random generators are not affected. A dry run writes
+        nothing.
 
     Raises:
-        PlanError: an unknown tracker, an argument that makes no sense, or the folder holds
-            another run; on every rank.
+        PlanError: a tracker is unknown, an argument is invalid, or the folder belongs to another
+            run; on every rank.
         MissingPackageError: the package of a tracker is not installed; on every rank.
         ContextError: the context is closed.
 
@@ -103,7 +103,7 @@ def track(
 @attrs.frozen(kw_only=True, eq=False)
 class _Asked:
     folder: Path
-    rows: Mapping[str, tuple[Tracker, Any]]  # by what their identities are called
+    rows: Mapping[str, tuple[Tracker, Any]]  # by their keys in `identities`
     plan: Plan | None
     settings: Mapping[str, Any]
     name: str
@@ -125,22 +125,22 @@ def _checked(
     if isinstance(to, str | Mapping) or not isinstance(to, Iterable):
         to = (to,)
     if not isinstance(plan, Plan | None):
-        raise PlanError(f"track(plan={shown(plan)}): pass the fx.Plan, or leave it out.")
+        raise PlanError(f"track(plan={shown(plan)}): pass an fx.Plan, or omit it.")
     if not isinstance(settings, Mapping | None) and not attrs.has(type(settings)):
-        raise PlanError(f"track(settings={shown(settings)}): pass a mapping, or leave it out.")
+        raise PlanError(f"track(settings={shown(settings)}): pass a mapping, or omit it.")
     if not isinstance(name, str | None):
-        raise PlanError(f"track(name={shown(name)}): pass a string, or leave it out.")
+        raise PlanError(f"track(name={shown(name)}): pass a string, or omit it.")
     if ranks not in ("main", "all"):
         raise PlanError(f"track(ranks={shown(ranks)}): choose 'main' or 'all'.")
     if not isinstance(position, Position | None) or (resume is not None and position is None):
         raise PlanError(
-            f"track(position={shown(position)}): pass where the run continues, such as "
-            f"restored.position; fx.Position() is its start."
+            f"track(position={shown(position)}): pass the position where the run resumes, such as "
+            f"restored.position; fx.Position() is the start."
         )
     if not isinstance(resume, Mapping | None) and resume != "folder":
         raise PlanError(
-            f"track(resume={shown(resume)}): pass what run.state() gave, such as "
-            f"restored.extra['run'], or 'folder', or leave it out."
+            f"track(resume={shown(resume)}): pass the value of run.state(), such as "
+            f"restored.extra['run'], or 'folder', or omit it."
         )
     return _Asked(
         folder=folder,
@@ -156,7 +156,7 @@ def _checked(
 def _claimed(
     asked: _Asked, resume: Mapping[str, Any] | Literal["folder"] | None, ctx: DistContext
 ) -> tuple[str, list[Mapping[str, str]]] | None:
-    """Which run this is; rank 0 decides, and a dry run has none."""
+    """Which run this is, decided by rank 0; a dry run has none."""
     if ctx.comm.simulated:
         return "0" * 32, []
     if not ctx.is_main:
@@ -176,7 +176,7 @@ def _opened(
             return _open_all(asked, known, ctx, patience), None
     except FxError as error:
         return {}, error
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # any error: the other ranks must receive it
         return {}, PlanError(f"track: {type(error).__name__}: {error}")
 
 
@@ -196,7 +196,7 @@ def _rows(to: Iterable[Any]) -> dict[str, tuple[Tracker, Any]]:
 def _open_all(
     asked: _Asked, known: Identity, ctx: DistContext, patience: Patience
 ) -> dict[str, tuple[Writer, str]]:
-    """Every tracker that could be opened, and what it calls the run."""
+    """Every tracker that could be opened, and its library's id of the run."""
     opened: dict[str, tuple[Writer, str]] = {}
     warn = Warn()
     try:
@@ -207,7 +207,7 @@ def _open_all(
                 called = str(row.identity(native))
             except FxError:
                 raise
-            except Exception as error:  # of the library, whatever it is: training continues
+            except Exception as error:  # any error of the library: training continues
                 warn(
                     f"open {key}",
                     f"{row.name} could not be opened: {type(error).__name__}: {error}. Training "
@@ -224,7 +224,7 @@ def _open_all(
 
 
 def _end(writers: Sequence[Writer], patience: Patience) -> None:
-    """Close what was opened for a run that another tracker or rank has refused."""
+    """Close trackers that were opened for a run that another tracker or rank has refused."""
     for writer in writers:
         writer.end(failed=True)
         writer.wait(time.monotonic() + patience.close_s, failed=True)
@@ -261,7 +261,7 @@ def _run(
     problem: FxError | None,
     patience: Patience,
 ) -> Run:
-    """Make the handle once all ranks know what their trackers call the run."""
+    """Create the handle once all ranks know their trackers' ids of the run."""
     mine = {
         **dict(*known.identities[ctx.rank : ctx.rank + 1]),
         **{key: called for key, (_, called) in opened.items()},
@@ -273,8 +273,8 @@ def _run(
             write_identity(asked.folder, Identity(id=known.id, identities=tuple(rows)))
         except OSError as error:
             _LOG.warning(
-                "%s: which run this folder holds could not be written down: %s. Training "
-                "continues; make room before the run is resumed.",
+                "%s: cannot record which run this folder belongs to: %s. Training "
+                "continues; free disk space before the run is resumed.",
                 asked.folder,
                 error,
             )
@@ -288,13 +288,13 @@ def _run(
         writers=tuple(writer for writer, _ in opened.values()),
         patience=patience,
     )
-    # After the libraries have registered theirs, so that this one runs before them.
+    # Registered after the libraries' own functions, so that it runs before them.
     atexit.register(run.close)
     return run
 
 
 def _agreed(problem: FxError | None, value: Any, ctx: DistContext) -> list[Any]:
-    """Every rank's value; if any rank has a problem, the first one's on every rank."""
+    """Every rank's value; if any rank has a problem, raise the first one on every rank."""
     words = None if problem is None else (type(problem).__name__, str(problem))
     found = [(words, value)] if ctx.comm.simulated else ops.gather_objects((words, value), ctx)
     for words, _ in found:

@@ -1,4 +1,4 @@
-"""Images as PNG files, without a package for it."""
+"""Writes images as PNG files, without a package."""
 
 import struct
 import zlib
@@ -7,7 +7,7 @@ from torch import Tensor
 
 __all__ = ["png"]
 
-_COLOURS = {1: 0, 3: 2, 4: 6}  # grey, RGB and RGBA in PNG's numbers
+_COLOURS = {1: 0, 3: 2, 4: 6}  # PNG's numbers of grey, RGB and RGBA
 
 
 def png(image: Tensor) -> bytes:
@@ -25,7 +25,7 @@ def png(image: Tensor) -> bytes:
     height, width, channels = image.shape
     pixels = bytes(image.flatten().tolist())
     row = width * channels
-    # A zero before each row: its bytes are as they are, not differences.
+    # A zero before each row means that its bytes are not filtered.
     lines = b"".join(b"\0" + pixels[start : start + row] for start in range(0, len(pixels), row))
     head = struct.pack(">IIBBBBB", width, height, 8, _COLOURS[channels], 0, 0, 0)
     parts = (_part(b"IHDR", head), _part(b"IDAT", zlib.compress(lines)), _part(b"IEND", b""))

@@ -1,4 +1,4 @@
-"""Reading back what the JSON lines tracker wrote."""
+"""Reads runs of the JSON lines tracker."""
 
 import json
 from typing import Any
@@ -15,15 +15,15 @@ __all__ = ["RunLog", "read_run"]
 
 @attrs.frozen(kw_only=True, eq=False)
 class RunLog:
-    """What one rank of a run logged.
+    """The entries of one rank of a run.
 
     Attributes:
-        id: Of the run.
-        starts: Each start of the run, with `step` and `params`; the first, and one for each time
-            it was continued.
+        id: Id of the run.
+        starts: Each start of the run, with `step` and `params`: the first, and one for each time it
+            was resumed.
         entries: All other lines in order: `step`, `rows`, `epoch`, `time`, and one of
             `values`, `text`, `image`, `table` and `artifact`, by name.
-        damaged: Lines that are none of these and were skipped.
+        damaged: Number of invalid lines that were skipped.
     """
 
     id: str
@@ -45,14 +45,14 @@ class RunLog:
 
 
 def read_run(path: Any, *, file: str = "metrics.jsonl", rank: int = 0) -> RunLog:
-    """Read the run that a folder holds.
+    """Read the run in a folder.
 
     Args:
-        file: Of the tracker's config.
-        rank: Whose; other than 0 if all ranks tracked.
+        file: File name in the tracker's config.
+        rank: The rank to read; other than 0 only if all ranks tracked.
 
     Raises:
-        PlanError: the folder holds no run, or not this file.
+        PlanError: the folder has no run, or not this file.
 
     Example:
         >>> import fxtrain as fx, tempfile
@@ -74,7 +74,7 @@ def read_run(path: Any, *, file: str = "metrics.jsonl", rank: int = 0) -> RunLog
         raise PlanError(f"read_run({str(path)!r}): {error}.") from error
     if identity is None:
         raise PlanError(
-            f"read_run({str(path)!r}): this folder has no run.json, so it holds no run."
+            f"read_run({str(path)!r}): this folder has no run.json, so there is no run in it."
         )
     good = [one for one in found if one is not None]
     return RunLog(

@@ -1,4 +1,4 @@
-"""A run that is being tracked: what the loop calls."""
+"""A tracked run: the methods that the loop calls."""
 
 import atexit
 import math
@@ -21,17 +21,17 @@ __all__ = ["Run"]
 
 @attrs.frozen(kw_only=True, eq=False)
 class Run:
-    """A run that trackers write down; made by `fx.track`, and usable as a context manager.
+    """A run logged by trackers; created by `fx.track`, and usable as a context manager.
 
-    Every rank calls its methods alike. On ranks that do not track they do nothing, without any
-    exchange between ranks. They do not wait for the device: values are read by background
-    threads, in the order in which they were logged. What a tracker raises there is a warning of
-    the logger `fxtrain.track`, once; training and the other trackers continue.
+    Every rank makes the same calls. On ranks that do not track they do nothing, without any
+    exchange between ranks. They do not wait for the device: background threads read the values, in
+    the order in which they were logged. If a tracker raises there, the logger `fxtrain.track` warns
+    once; training and the other trackers continue.
 
-    Identity decides equality and hash.
+    Equality and hash are by identity.
 
     Attributes:
-        id: The same on every rank, and after the run was continued.
+        id: The same on every rank, and after the run is resumed.
         path: The folder of the run.
     """
 
@@ -48,13 +48,13 @@ class Run:
         """Log numbers by name.
 
         Args:
-            values: Numbers, tensors of one element, NumPy scalars, `fx.Weighted`; nested mappings
-                join their names by "/"; None is skipped. A tensor is the value of this rank:
+            values: Numbers, tensors of one element, NumPy scalars, `fx.Weighted`; names of nested
+                mappings are joined by "/"; None is skipped. A tensor has the value of this rank:
                 reduce it first for a global value.
             step: `report.position`, or a number of updates.
 
         Raises:
-            PlanError: the run is closed, `values` is no mapping, or `step` is something else.
+            PlanError: the run is closed, `values` is not a mapping, or `step` is invalid.
 
         Example:
             >>> import fxtrain as fx, tempfile, torch
@@ -100,7 +100,7 @@ class Run:
         """Log a table.
 
         Args:
-            columns: By name, sequences or tensors of one length. They are copied.
+            columns: By name, sequences or tensors of equal length. They are copied.
 
         Raises:
             PlanError: the run is closed, or `step` is neither a position nor a number.
@@ -111,7 +111,7 @@ class Run:
             self._put("table", lambda: (str(name), *read(), here))
 
     def artifact(self, name: str, path: Any, step: Position | int) -> None:
-        """Log a file or folder, which must stay until the run is closed or flushed.
+        """Log a file or folder, which must exist until the run is closed or flushed.
 
         Raises:
             PlanError: the run is closed, or `step` is neither a position nor a number.
@@ -121,11 +121,11 @@ class Run:
         self._put("artifact", lambda: (str(name), read(), here))
 
     def native(self, config: Any) -> Any:
-        """The library's own object, for what the methods here do not cover.
+        """The library's own object, for features that the methods here do not cover.
 
         Args:
-            config: The config type, such as `fx.WandB`, or the config or tracker that
-                `fx.track` was given.
+            config: The config type, such as `fx.WandB`, or the config or tracker that was passed to
+                `fx.track`.
 
         Returns:
             For example a `wandb.Run`; None on ranks that do not track, and for a tracker that
@@ -156,13 +156,13 @@ class Run:
         return not self._here() or all([writer.flush(until) for writer in self._writers])
 
     def state(self) -> dict[str, Any]:
-        """What continues this run: save it in a checkpoint, and pass it as `resume`.
+        """The value that continues this run: save it in a checkpoint, and pass it as `resume`.
 
-        The same plain value on every rank. Everything logged so far is written first, so that no
-        metric before a checkpoint is lost when the process is killed after it.
+        It is plain, and the same on every rank. Everything logged so far is written first, so that
+        no metric before a checkpoint is lost if the process is killed after it.
 
         Effects:
-            As `flush`.
+            The same as `flush`.
 
         Example:
             >>> import fxtrain as fx, tempfile, torch
@@ -185,7 +185,7 @@ class Run:
         """Write everything and close the trackers; a second call does nothing.
 
         Args:
-            failed: Tell the trackers that the run failed.
+            failed: Whether the run failed, which is passed to the trackers.
 
         Effects:
             Waits for the trackers of this rank, at most 120 s.
@@ -213,7 +213,7 @@ class Run:
         self.close(failed=error is not None)
 
     def _here(self) -> bool:
-        """Whether this process writes; one that was forked off has no threads."""
+        """Whether this process writes; a forked process has no threads."""
         return bool(self._writers) and os.getpid() == self._process
 
     def _at(self, call: str, step: Any) -> At:
@@ -225,10 +225,10 @@ class Run:
         return at(step)
 
     def _taken(self, kind: str, take: Callable[[Any], Any], value: Any) -> Callable[[], Any]:
-        """Take a value now; what is wrong with it is raised where it is read."""
+        """Capture a value now; its problems are reported where it is read."""
         try:
             return take(value)
-        except Exception as error:  # of the user's value, whatever it is
+        except Exception as error:  # any error of the user's value
             kept = error
 
             def fail() -> Any:

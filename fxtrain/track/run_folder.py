@@ -1,4 +1,4 @@
-"""Which run a folder belongs to: a small file, so that no two runs share one."""
+"""The file that records which run a folder belongs to, so that no two runs share one."""
 
 import json
 import os
@@ -18,16 +18,16 @@ __all__ = ["Identity", "claim", "folder_of", "read_identity", "write_identity"]
 _FILE = "run.json"
 _FORMAT = 1
 _DIGITS = 32
-_HOW = "resume=run.state() as the checkpoint kept it, and position=restored.position"
+_HOW = "resume=run.state() from the checkpoint, and position=restored.position"
 
 
 @attrs.frozen(kw_only=True)
 class Identity:
-    """A run, told apart from every other one.
+    """The identity of a run.
 
     Attributes:
-        id: Of the run.
-        identities: For each rank that tracks, what its trackers call the run, by tracker.
+        id: Id of the run.
+        identities: For each rank that tracks, its trackers' ids of the run, by tracker.
     """
 
     id: str
@@ -38,7 +38,7 @@ def folder_of(path: Any) -> Path:
     """The folder of a run on this machine.
 
     Raises:
-        PlanError: it is no path.
+        PlanError: it is not a path.
     """
     if problem := path_problem(path):
         raise PlanError(f"track: {problem}.")
@@ -46,7 +46,7 @@ def folder_of(path: Any) -> Path:
     if "://" in text:
         raise PlanError(
             f"track({text!r}): trackers write local files first. Choose a folder of this machine; "
-            f"a checkpoint may be at another place."
+            f"checkpoints may be elsewhere."
         )
     return Path(text)
 
@@ -55,10 +55,10 @@ def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) ->
     """Decide which run this is.
 
     Effects:
-        Makes the folder.
+        Creates the folder.
 
     Raises:
-        PlanError: the folder holds another run, or cannot be made or read.
+        PlanError: the folder belongs to another run, or cannot be created or read.
     """
     asked = None if resume is None or resume == "folder" else _identity(resume, "resume")
     try:
@@ -70,23 +70,23 @@ def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) ->
         return asked or Identity(id=secrets.token_hex(_DIGITS // 2))
     if resume is None:
         raise PlanError(
-            f"track({str(folder)!r}): a new run was asked for, and this folder holds the run "
+            f"track({str(folder)!r}): a new run was requested, but this folder belongs to the run "
             f"{found.id}. Choose another folder; or continue that run with {_HOW}; or restart it "
             f"with resume='folder' and position=fx.Position()."
         )
     if asked is not None and asked.id != found.id:
         raise PlanError(
-            f"track({str(folder)!r}): resume is the run {asked.id}, and this folder holds the run "
-            f"{found.id}. Choose the folder of that run, or an empty one."
+            f"track({str(folder)!r}): resume is the run {asked.id}, but this folder belongs to the "
+            f"run {found.id}. Choose the folder of that run, or an empty one."
         )
     return _merged(found, asked) if asked is not None else found
 
 
 def read_identity(folder: Path) -> Identity | None:
-    """The run that a folder holds, if any.
+    """The run of a folder, if any.
 
     Raises:
-        PlanError: its file is not one of this library, or of a newer one.
+        PlanError: its file was not written by this library, or by a newer version.
         OSError: it cannot be read.
     """
     path = folder / _FILE
@@ -95,20 +95,20 @@ def read_identity(folder: Path) -> Identity | None:
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{path} is not the file of a run: {str(error)[:200]}") from None
+        raise PlanError(f"{path} is not a valid run file: {str(error)[:200]}") from None
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise PlanError(
-            f"{path} is not the file of a run that this version reads (format {_FORMAT}). "
-            f"Choose another folder."
+            f"{path} is not a run file that this version can read (format {_FORMAT}). "
+            f"Choose another folder, or update fxtrain."
         )
     return _identity(data, str(path))
 
 
 def write_identity(folder: Path, identity: Identity) -> None:
-    """Write down which run a folder holds.
+    """Record which run a folder belongs to.
 
     Effects:
-        Writes a file, whole or not at all.
+        Writes a file atomically.
 
     Raises:
         OSError: it cannot be written.
@@ -135,13 +135,13 @@ def _identity(data: Any, where: str) -> Identity:
         fits = False
     if not fits:
         raise PlanError(
-            f"track: {where} holds {shown(data)}, which is no run. Pass what run.state() gave."
+            f"track: {where} is {shown(data)}, which is not a run. Pass the value of run.state()."
         )
     return Identity(id=text, identities=tuple(dict(row) for row in identities))
 
 
 def _merged(found: Identity, asked: Identity) -> Identity:
-    """The names of the checkpoint; of trackers that it does not know, those of the folder."""
+    """The ids in the checkpoint; for trackers that it does not have, those of the folder."""
     ranks = max(len(found.identities), len(asked.identities))
     rows = [
         {**dict(*found.identities[rank : rank + 1]), **dict(*asked.identities[rank : rank + 1])}

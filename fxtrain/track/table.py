@@ -1,4 +1,4 @@
-"""From the config of a tracker to the functions that carry it out."""
+"""From the config of a tracker to its functions."""
 
 from typing import Any
 
@@ -36,14 +36,14 @@ TRACKERS = (
 
 
 def trackers() -> dict[type, Tracker]:
-    """Every tracker by its config type: fxtrain's, then those of installed packages.
+    """Every tracker by its config type: fxtrain's own, then those of installed packages.
 
-    A package adds one by an entry point in the group `fxtrain.trackers` that loads to a
+    A package adds one with an entry point in the group `fxtrain.trackers` that loads a
     `fxtrain.track.Tracker`.
 
     Raises:
-        PlanError: an entry point gives something else, a tracker without a config type, or two
-            rows share one.
+        PlanError: an entry point loads something else or a tracker without a config type, or two
+            trackers share one.
 
     Example:
         >>> from fxtrain.track import trackers
@@ -60,8 +60,8 @@ def trackers() -> dict[type, Tracker]:
 def _config_of(row: Tracker) -> type:
     if row.config is None:
         raise PlanError(
-            f"The tracker {row.name!r} of an installed package has no config type, by which it "
-            f"could be found. Ask the author of its package."
+            f"The tracker {row.name!r} of an installed package has no config type by which to "
+            f"find it. Report this to the package's author."
         )
     return row.config
 
@@ -70,7 +70,7 @@ def find(config: Any) -> Tracker:
     """The tracker that a config selects.
 
     Raises:
-        PlanError: there is none; it names the nearest.
+        PlanError: there is none; the message has the most similar name.
     """
     kind = type(config)
     for row in TRACKERS:
@@ -85,6 +85,6 @@ def find(config: Any) -> Tracker:
     for name in names:
         near = near.replace(f"'{name.lower()}'", f"fx.{name}(...)")
     raise PlanError(
-        f"track: no tracker carries out {shown(config)}. Choose configs of {', '.join(names)}, "
-        f"such as fx.TensorBoard(), or pass a fxtrain.track.Tracker.{near}"
+        f"track: no tracker is registered for {shown(config)}. Choose configs of "
+        f"{', '.join(names)}, such as fx.TensorBoard(), or pass a fxtrain.track.Tracker.{near}"
     )

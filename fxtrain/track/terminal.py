@@ -1,4 +1,4 @@
-"""Metrics as lines of standard output."""
+"""Metrics as lines on standard output."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ __all__ = ["TERMINAL"]
 
 @attrs.frozen(kw_only=True, eq=False)
 class Shown:
-    """What was written last, and when."""
+    """The last line that was written, and when."""
 
     config: Terminal
     before: str
@@ -39,7 +39,7 @@ def _log(shown: Shown, values: Mapping[str, float], at: At) -> None:
     line = "  ".join([_place(at), *numbers])
     shown.waits.clear()
     if at.time - shown.last[0] < shown.config.every_s:
-        shown.waits.append(line)  # unless another follows, it is the last
+        shown.waits.append(line)  # it is the last one, unless another follows
         return
     shown.last[0] = at.time
     _say(shown, line)

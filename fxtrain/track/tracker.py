@@ -1,4 +1,4 @@
-"""A tracker is a record of functions; what they are given are records too."""
+"""A tracker is a record of functions, which receive records."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ def _open(config: Any, start: "Start") -> None:
 
 
 class Unsupported(Exception):
-    """A tracker has no place for what is logged."""
+    """A tracker does not support what is logged."""
 
 
 def _lacks(what: str) -> Any:
@@ -36,7 +36,7 @@ def _lacks(what: str) -> Any:
 
 @attrs.frozen(kw_only=True)
 class At:
-    """Where in a run something was logged.
+    """The position at which something was logged.
 
     Attributes:
         step: Optimizer updates.
@@ -53,23 +53,23 @@ class At:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Start:
-    """What a tracker needs to know of the run that it opens.
+    """The description of a run with which a tracker opens it.
 
     Attributes:
-        id: Of the run, the same after it was continued: 32 letters and digits, unique for each
+        id: Id of the run, the same after it is resumed: 32 letters and digits, unique for each
             rank that tracks.
         run: The run's id on every rank.
-        name: For people.
-        folder: Of the run, on this machine.
+        name: Display name.
+        folder: Folder of the run, on this machine.
         rank: The rank that tracks.
-        everyone: All ranks track, not only rank 0.
-        identity: What the tracker's own `identity` gave when the run was opened before; empty
-            for a new run.
-        position: Where the run continues; everything logged after it will be logged again.
+        everyone: Whether all ranks track, not only rank 0.
+        identity: The tracker's own `identity` from when the run was opened before; empty for a new
+            run.
+        position: Where the run resumes; everything logged after it will be logged again.
         params: Hyperparameters by name: the plan, the context, the settings.
         ctx: The context.
         plan: The plan, if given.
-        settings: What the user wants to be known of the run.
+        settings: The user's further hyperparameters.
         time: When it was opened.
     """
 
@@ -93,28 +93,28 @@ class Start:
         return bool(self.identity)
 
     def place(self, given: str | None, name: str) -> Path:
-        """A folder for this rank: the one that a config gives, or one in the run's folder."""
+        """A folder for this rank: that of a config, or one in the run's folder."""
         found = self.folder / name if given is None else Path(given)
         return found / f"rank{self.rank}" if self.rank else found
 
 
 @attrs.frozen(kw_only=True)
 class Tracker:
-    """How one kind of tracker writes: functions only, no state.
+    """How one kind of tracker logs: functions only, no state.
 
-    `open` is called in the caller's thread; all others by one background thread, in the order in
-    which they were asked for. What they raise is reported once, and training continues. A
-    function that is missing is reported once, at the first call that needs it. Change a
-    function with `attrs.evolve(row, log=mine)`.
+    `open` is called in the caller's thread; all others by one background thread, in the order of
+    the calls. What they raise is reported once, and training continues. A missing function is
+    reported once, at the first call that needs it. Change a function with
+    `attrs.evolve(entry, log=mine)`.
 
     Attributes:
         name: Shown in messages.
-        config: The config type that selects this row; None for one that `fx.track` is given
+        config: The config type that selects this tracker; None for one that is passed to `fx.track`
             directly.
-        open: (config, Start) → the library's own object for this run, or anything else: `native`.
-        identity: (native) → what the library calls this run; given back to `open` to continue it.
-        refuses: (name) → why the library takes no metric, image, ... of this name; empty if it
-            does.
+        open: (config, Start) → the library's own object for this run, or any other value: `native`.
+        identity: (native) → the library's id of this run, passed to `open` when it is resumed.
+        refuses: (name) → why the library does not accept this name of a metric, image, ...; empty
+            if it does.
         params: (native, Start) → None; writes the hyperparameters.
         log: (native, values, At) → None; numbers by name.
         text: (native, name, text, At) → None.
@@ -123,9 +123,9 @@ class Tracker:
         table: (native, name, columns, rows, At) → None; each row a list of plain values.
         artifact: (native, name, path, At) → None; a file or folder.
         flush: (native) → None.
-        close: (native, failed) → None; whether an exception ended the run.
-        closed_by_caller: `close` is called by the thread that closes the run, for libraries that
-            change signal handlers, which only the main thread may.
+        close: (native, failed) → None; `failed` if an exception ended the run.
+        closed_by_caller: Call `close` in the thread that closes the run, for libraries that change
+            signal handlers, which only the main thread may do.
     """
 
     name: str

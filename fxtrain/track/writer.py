@@ -1,4 +1,4 @@
-"""A background thread for each tracker, so that none waits for another, nor training for any."""
+"""A background thread per tracker, so that neither training nor other trackers wait for it."""
 
 import logging
 import queue
@@ -20,12 +20,12 @@ _LOG = logging.getLogger("fxtrain.track")
 
 @attrs.frozen
 class Warn:
-    """Warnings, each once."""
+    """Warnings, each logged once."""
 
     _told: set[str] = attrs.field(factory=set, init=False)
 
     def __call__(self, key: str, text: str) -> None:
-        """Warn, unless something of this key was told before."""
+        """Warn, unless a warning with this key was logged before."""
         if key not in self._told:
             self._told.add(key)
             _LOG.warning("%s", text)
@@ -33,11 +33,11 @@ class Warn:
 
 @attrs.frozen(kw_only=True)
 class Patience:
-    """How long training waits for a tracker, in all.
+    """How long training waits for a tracker.
 
     Attributes:
-        entries: That may wait to be written.
-        full_s: Seconds that training waits for a tracker with so many entries, once.
+        entries: Maximum entries waiting to be written.
+        full_s: Seconds that training waits for a tracker with this many entries, once.
         flush_s: Seconds that `state` and `flush` wait until everything is written.
         close_s: Seconds that the end of a run waits for it.
     """
@@ -54,7 +54,7 @@ class Writer:
 
     Attributes:
         tracker: Its functions.
-        native: What it opened.
+        native: The result of its `open`.
         patience: How long others wait for it.
     """
 
@@ -71,7 +71,7 @@ class Writer:
     _lost: "Counter[str]" = attrs.field(factory=Counter, init=False)
 
     def put(self, entry: Any) -> bool:
-        """Hand over an entry; whether there was room for it."""
+        """Queue an entry; whether there was room for it."""
         try:
             self._queue.put_nowait(entry)
             return True
@@ -92,18 +92,18 @@ class Writer:
         self._stuck.set()
         self._warn(
             "flush",
-            f"{self.tracker.name} was asked to write everything, and was not done after "
+            f"{self.tracker.name} did not write everything within "
             f"{self.patience.flush_s:g} s: {self._behind()} Training does not wait for it again.",
         )
         return False
 
     def end(self, *, failed: bool) -> None:
-        """Ask for the end: what was put before is written, then the tracker is closed."""
+        """Request the end: queued entries are written, then the tracker is closed."""
         if not self.put(_End(failed)):
             self._warn("close", f"{self.tracker.name} was not closed: {self._behind()}")
 
     def wait(self, until: float, *, failed: bool) -> None:
-        """Wait for the end, and tell what was lost."""
+        """Wait for the end, and report lost entries."""
         if not self._ended.wait(max(0.0, until - time.monotonic())):
             self._warn("close", f"{self.tracker.name} was not closed: {self._behind()}")
         elif self.tracker.closed_by_caller:
@@ -128,7 +128,7 @@ class Writer:
                 return
 
     def _wait(self, entry: Any) -> bool:
-        """Wait for room, but not a second time for a tracker that makes none."""
+        """Wait for room, but not a second time for a tracker that made none."""
         if not self._stuck.is_set():
             try:
                 self._queue.put(entry, timeout=self.patience.full_s)
@@ -138,8 +138,8 @@ class Writer:
                 self._warn(
                     "stuck",
                     f"{self.tracker.name} wrote none of {self.patience.entries} waiting entries "
-                    f"in {self.patience.full_s:g} s. Training continues; what finds no room is "
-                    f"lost to this tracker. Look whether its disk or server answers.",
+                    f"in {self.patience.full_s:g} s. Training continues; entries beyond these are "
+                    f"lost to this tracker. Check whether its disk or server responds.",
                 )
         if isinstance(entry, Entry):
             self._lost[entry.kind] += 1
@@ -147,8 +147,8 @@ class Writer:
 
     def _behind(self) -> str:
         return (
-            f"about {self._queue.qsize()} entries wait to be written. Look whether its disk or "
-            f"server answers."
+            f"about {self._queue.qsize()} entries are waiting. Check whether its disk or "
+            f"server responds."
         )
 
     def _write(self, entry: Entry) -> None:
@@ -159,7 +159,7 @@ class Writer:
             self._lost[entry.kind] += 1
 
     def _read(self, entry: Entry) -> tuple[Any, ...] | None:
-        """The arguments of a call, without names that the tracker refuses; None if none is left."""
+        """The arguments of a call, without names that the tracker refuses; None if none remains."""
         found = entry.arguments()
         if found is None:
             return None
@@ -174,8 +174,8 @@ class Writer:
         if why:
             self._warn(
                 f"name {name}",
-                f"{self.tracker.name} does not take the name {shown(name)}: {why}. Its values are "
-                f"skipped there; the other trackers have them. Use another name.",
+                f"{self.tracker.name} does not accept the name {shown(name)}: {why}. Its values "
+                f"are skipped there; the other trackers log them. Use another name.",
             )
         return not why
 
@@ -184,9 +184,9 @@ class Writer:
             function(*arguments)
             return True
         except Unsupported as error:
-            self._warn(f"failed {what}", f"{error} Trackers that do have these entries.")
+            self._warn(f"failed {what}", f"{error} The other trackers log these entries.")
             return True
-        except BaseException as error:  # whatever a library raises: training continues
+        except BaseException as error:  # any error of a library: training continues
             said = f"{type(error).__name__}: {error}".rstrip(": .")
             self._warn(
                 f"failed {what}",
@@ -202,8 +202,8 @@ class _End:
 
 
 def start_writer(tracker: Tracker, native: Any, patience: Patience) -> Writer:
-    """A writer whose thread runs."""
+    """A writer with a running thread."""
     writer = Writer(tracker=tracker, native=native, patience=patience)
-    # A daemon: a tracker that hangs must not keep the process from ending.
+    # A daemon: a tracker that hangs must not keep the process from exiting.
     threading.Thread(target=writer.work, name=f"fxtrain {tracker.name}", daemon=True).start()
     return writer

@@ -11,15 +11,13 @@ import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 import fxtrain as fx
-from fxtrain.checkpoint import folder_lock, saving
+from fxtrain.checkpoint import folder_lock
 from fxtrain.checkpoint.folder_lock import acquire, read_lock
-from fxtrain.checkpoint.folders import Found
 from fxtrain.checkpoint.local_storage import open_storage
-from fxtrain.checkpoint.owner import Owner, is_running, owner_from, this_process
-from fxtrain.checkpoint.retention import RetentionRule, to_prune
+from fxtrain.checkpoint.owner import is_running, owner_from, this_process
+from tests.checkpoint._owners import elsewhere, ended
 
 
 def _new_folder(kind, tmp_path):
@@ -41,17 +39,6 @@ def _lock_of(folder, owner, name="000000001"):
     folder.lock(name, json.dumps(data).encode())
 
 
-def _ended():
-    """A process of this machine that has ended."""
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return attrs.evolve(this_process(), pid=process.pid, started="1")
-
-
-def _elsewhere():
-    return attrs.evolve(this_process(), machine="another", host="node7")
-
-
 def test_this_process_runs_and_is_itself():
     assert is_running(this_process()) is True
     assert this_process() == this_process()
@@ -59,7 +46,7 @@ def test_this_process_runs_and_is_itself():
 
 
 def test_an_ended_process_does_not_run():
-    assert is_running(_ended()) is False
+    assert is_running(ended()) is False
 
 
 def test_a_number_that_was_given_again_is_another_process():
@@ -84,7 +71,7 @@ def test_a_process_that_ended_and_was_not_waited_for_does_not_run():
 
 
 def test_what_runs_elsewhere_is_not_known():
-    assert is_running(_elsewhere()) is None
+    assert is_running(elsewhere()) is None
 
 
 @pytest.mark.parametrize("pid", [0, -1, 1 << 40])
@@ -116,7 +103,7 @@ def test_a_released_lock_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize("who", ["ended", "started before"])
 def test_the_lock_of_a_dead_process_is_taken_over(folder, who):
-    dead = _ended() if who == "ended" else attrs.evolve(this_process(), started="1")
+    dead = ended() if who == "ended" else attrs.evolve(this_process(), started="1")
     _lock_of(folder, dead)
     lock = acquire(folder)
     assert folder.locks() == [lock.name] != ["000000001"]
@@ -129,7 +116,7 @@ def test_the_lock_of_a_dead_process_is_taken_over(folder, who):
 def test_a_silent_lock_of_another_machine_is_taken_over(folder, data, monkeypatch):
     monkeypatch.setattr(folder_lock, "STALE_S", 0.3)
     if data is None:
-        _lock_of(folder, _elsewhere())
+        _lock_of(folder, elsewhere())
     else:
         folder.lock("000000001", data)
     began = time.monotonic()
@@ -139,7 +126,7 @@ def test_a_silent_lock_of_another_machine_is_taken_over(folder, data, monkeypatc
 
 def test_a_lock_of_another_machine_that_shows_life_is_respected(folder, monkeypatch):
     monkeypatch.setattr(folder_lock, "_HEARTBEAT_INTERVAL_S", 0.05)
-    monkeypatch.setattr(folder_lock, "this_process", _elsewhere)
+    monkeypatch.setattr(folder_lock, "this_process", elsewhere)
     lock = acquire(folder)  # as the other machine, which shows that it lives
     monkeypatch.setattr(folder_lock, "this_process", this_process)
     began = time.monotonic()
@@ -218,140 +205,6 @@ def test_never_two_at_a_time(tmp_path_factory, threads, dead):
         assert lock.ended.is_set()
     acquire(folder).release()  # nothing is left that blocks
     assert folder.locks() == []
-
-
-# Saving
-
-
-def _save_one(ctx, folder):
-    try:
-        return fx.save(folder, ctx, fx.wrap(nn.Linear(2, 2), ctx)).path
-    except fx.CheckpointError as error:
-        return str(error)
-
-
-def test_all_ranks_hear_that_another_process_saves(pair, tmp_path):
-    lock = acquire(open_storage(tmp_path))
-    said = pair.run(_save_one, str(tmp_path))
-    assert said[0] == said[1] and f"written by process {os.getpid()} on" in said[0]
-    lock.release()
-    assert pair.run(_save_one, str(tmp_path)) == [str(tmp_path / "update-0000000000")] * 2
-    assert os.listdir(tmp_path) == ["update-0000000000"]
-
-
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as found:
-        yield found
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_a_save_under_way_keeps_others_out(ctx, background, tmp_path, monkeypatch):
-    write, told = saving.write_file, []
-
-    def write_and_let_others_try(*args):
-        with fx.detect(env={}, device="cpu") as other, pytest.raises(fx.CheckpointError) as caught:
-            fx.save(tmp_path, other, fx.wrap(nn.Linear(2, 2), other))
-        told.append(str(caught.value))
-        return write(*args)
-
-    monkeypatch.setattr(saving, "write_file", write_and_let_others_try)
-    fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx), background=background).result()
-    assert len(told) == 1 and "One run at a time" in told[0]
-    assert os.listdir(tmp_path) == ["update-0000000000"]
-
-
-def test_nothing_is_committed_without_the_lock(ctx, tmp_path, monkeypatch):
-    write = saving.write_file
-
-    def write_and_lose_the_lock(*args):
-        folder = open_storage(tmp_path)
-        folder.unlock(folder.locks()[0])
-        return write(*args)
-
-    monkeypatch.setattr(saving, "write_file", write_and_lose_the_lock)
-    with pytest.raises(fx.CheckpointError, match="took over the lock"):
-        fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx))
-    assert fx.latest(tmp_path) is None
-    # Whoever took the lock may have a draft there: nothing is removed without it.
-    assert [name.partition("-")[0] for name in os.listdir(tmp_path)] == [".partial"]
-    monkeypatch.undo()
-    fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx))
-    assert os.listdir(tmp_path) == ["update-0000000000"]
-
-
-@pytest.mark.parametrize(
-    "where", ["write_file", "list_checkpoints", "new_name", "chunks_to_write", "stage"]
-)
-def test_a_save_that_fails_lets_others_save(ctx, where, tmp_path, monkeypatch):
-    def fail(*args, **more):
-        raise KeyboardInterrupt if where == "chunks_to_write" else OSError("no")
-
-    model = fx.wrap(nn.Linear(2, 2), ctx)
-    with monkeypatch.context() as patch:
-        patch.setattr(saving, where, fail)
-        with pytest.raises((fx.CheckpointError, KeyboardInterrupt)):
-            fx.save(tmp_path, ctx, model, background=where == "stage").result()
-    ctx.comm.state.background_tasks.clear()  # its error was seen
-    fx.save(tmp_path, ctx, model)
-    assert os.listdir(tmp_path) == ["update-0000000000"]
-
-
-def _save_many(ctx, folder, updates, keep):
-    model = fx.wrap(nn.Linear(2, 2), ctx)
-    for update in updates:
-        fx.save(folder, ctx, model, position=fx.Position(updates=update), keep_last=keep)
-
-
-def test_what_a_run_that_still_runs_saved_is_not_pruned(ctx, clusters, tmp_path):
-    """The pool's process and this one take turns, as a requeued job and its predecessor do."""
-    folder, mine, theirs = str(tmp_path), [], []
-    for turn in range(3):
-        updates = [10 * turn + 1, 10 * turn + 2]
-        clusters[1].run(_save_many, folder, updates, 1)
-        _save_many(ctx, folder, [updates[1], updates[1] + 1], 1)
-        theirs, mine = [f"update-{updates[1]:010d}"], [f"update-{updates[1] + 1:010d}"]
-        assert sorted(os.listdir(folder)) == [*theirs, *mine]
-        fx.verify(folder)
-    assert fx.latest(folder).endswith(mine[0])
-
-
-@pytest.mark.parametrize("who", [_elsewhere, _ended, this_process])
-def test_a_damaged_manifest_stays_while_another_run_may_have_written_it(who):
-    found = [
-        Found(name="update-0000000001", order=1, saver=who()),
-        Found(name="update-0000000002", order=None, problems=("changed",)),
-        Found(name="update-0000000003", order=2),
-    ]
-    gone = to_prune(found, RetentionRule(last=1), this_process())
-    assert gone == ([] if who is _elsewhere else ["update-0000000001", "update-0000000002"])
-
-
-def test_a_run_that_ended_is_pruned_as_ones_own(ctx, tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "this_process", _ended)
-    _save_many(ctx, tmp_path, [1, 2, 3], 3)
-    monkeypatch.undo()
-    _save_many(ctx, tmp_path, [4], 2)
-    assert sorted(os.listdir(tmp_path)) == ["update-0000000003", "update-0000000004"]
-
-
-def test_a_run_on_another_machine_counts_as_ended_after_three_commits(ctx, tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "this_process", _elsewhere)
-    _save_many(ctx, tmp_path, [1, 2], 2)
-    monkeypatch.undo()
-    _save_many(ctx, tmp_path, [3, 4], 1)
-    names = sorted(os.listdir(tmp_path))
-    assert names == [f"update-{update:010d}" for update in (1, 2, 4)]
-    _save_many(ctx, tmp_path, [5], 1)
-    assert os.listdir(tmp_path) == ["update-0000000005"]
-
-
-def test_the_process_that_saved_is_written_down(ctx, tmp_path):
-    from fxtrain.checkpoint.folders import read_manifest
-
-    path = fx.save(tmp_path, ctx, fx.wrap(nn.Linear(2, 2), ctx)).path
-    assert read_manifest(open_storage(path)).saver == this_process()
-    assert isinstance(this_process(), Owner)
 
 
 def test_a_lock_with_a_key_twice_says_nothing(tmp_path):

@@ -30,7 +30,7 @@ def test_it_names_versions_devices_and_ways_to_communicate():
 
 def test_a_launcher_that_contradicts_itself_is_told():
     place = collect({"RANK": "5", "WORLD_SIZE": "2"})["topology"]["this process"]
-    assert place.startswith("not readable: RANK")
+    assert place.startswith("unreadable: RANK")
 
 
 @pytest.mark.parametrize(

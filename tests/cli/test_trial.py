@@ -73,7 +73,7 @@ def test_this_machine_has_no_problems():
         ({"fxtrain": "0"}, "fxtrain differs"),
         ({"NCCL": "2.0"}, "NCCL differs: none on"),
         ({"device": "cuda"}, "device differs: cpu on"),
-        ({"own_address": "127.0.1.1"}, "other takes its own name for 127.0.1.1"),
+        ({"own_address": "127.0.1.1"}, "other resolves its own name to 127.0.1.1"),
         ({"asked": {"GLOO_SOCKET_IFNAME": "eth7"}}, "GLOO_SOCKET_IFNAME=eth7 on other"),
         ({"asked": {"NCCL_SOCKET_IFNAME": "=et"}}, "NCCL_SOCKET_IFNAME==et on other"),
     ],

@@ -80,7 +80,7 @@ def _missing(config, start):
     ("how", "kind", "words"),
     [
         ("unknown", "PlanError", "fx.TensorBoard"),
-        ("used", "PlanError", "holds the run"),
+        ("used", "PlanError", "belongs to the run"),
         ("path", "PlanError", "a path is a string"),
         ("missing", "MissingPackageError", "needs a package"),
         ("settings", "PlanError", "no words for it"),

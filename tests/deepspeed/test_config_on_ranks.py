@@ -130,7 +130,7 @@ REFUSED = {
     ),
     "leaves": (
         fx.Plan(strategy=fx.DeepSpeed(stage=3, leaf_modules=("Experts",))),
-        "names Experts, which no submodule of Sequential is. It has LayerNorm, Linear",
+        "names Experts, but no submodule of Sequential has this class. It has LayerNorm, Linear",
     ),
     "what DeepSpeed itself refuses": (
         fx.Plan(strategy=fx.DeepSpeed(config={"zero_optimization": {"stage": 7}})),
@@ -157,7 +157,7 @@ def _without_fp16(ctx):
 
 def test_fp16_is_refused_where_the_device_lacks_it(pair):
     for kind, message in pair.run(_without_fp16):
-        assert kind == "PlanError" and "no fp16 on cpu" in message
+        assert kind == "PlanError" and "does not support fp16 on cpu" in message
 
 
 @on_rank

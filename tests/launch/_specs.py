@@ -9,6 +9,7 @@ SAGEMAKER = SageMakerOptions(
     role="me", instance_type="ml.p4d.24xlarge", framework_version="2.5", py_version="py311",
     spot=True, max_run_s=60, inputs=("train=s3://b/d",), wait=False,
 )  # fmt: skip
+VALUE = "s3cr3t-value"  # of a variable, which no message and no file for others may show
 
 
 def spec_of(launcher: str = "native", **fields: Any) -> LaunchSpec:

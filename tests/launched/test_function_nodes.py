@@ -85,7 +85,7 @@ def test_restarts_on_one_node(tmp_path):
         (
             {"nodes": 2, "node_rank": 1, "main_address": "127.0.0.1", "main_port": 1,
              "connect_timeout_s": 0.3},
-            "Node 1 of 2 could not reach the main address 127.0.0.1:1: tried 1 times",
+            "Node 1 of 2 could not reach the main address 127.0.0.1:1 (attempts: 1",
         ),
     ],
 )  # fmt: skip

@@ -109,6 +109,6 @@ def test_a_cut_cable_is_told_with_what_was_tried(network):
     assert ended.code == 2
     assert ended.err.startswith(
         "fxtrain launch: LaunchError: Node 1 of 2 could not reach the main address "
-        f"{ADDRESSES[0]}:29500: tried "
+        f"{ADDRESSES[0]}:29500 (attempts: "
     )
     assert ended.err.count("\n") == 1

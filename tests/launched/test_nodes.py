@@ -56,7 +56,7 @@ def test_a_wrong_port_tells_what_was_tried_and_for_how_long():
     (said,) = _said(lost.err)
     assert said.startswith(
         "fxtrain launch: LaunchError: Node 1 of 2 could not reach the main address "
-        f"127.0.0.1:{wrong}: tried "
+        f"127.0.0.1:{wrong} (attempts: "
     )
     assert "connection refused" in said
     alone = finish(first, timeout_s=60)
@@ -83,7 +83,7 @@ def test_an_unknown_host_is_named():
         "--main-address=no-such-host.invalid", "--connect-timeout=1", RANKS, "meet", "A",
     )  # fmt: skip
     assert ended.code == 2
-    assert "the name no-such-host.invalid was not known" in ended.err
+    assert "the name no-such-host.invalid could not be resolved" in ended.err
 
 
 def test_nodes_without_a_main_address():

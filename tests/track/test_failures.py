@@ -71,7 +71,7 @@ def test_an_ability_that_a_tracker_lacks_is_named_once(ctx, tmp_path, told):
     with fx.track(tmp_path, ctx, [mine, fx.JsonLines()]) as run:
         run.text("a", "b", 1)
         run.text("a", "b", 2)
-    assert told() == ["Mine does not support run.text. Trackers that do have these entries."]
+    assert told() == ["Mine does not support run.text. The other trackers log these entries."]
     assert len(read_run(tmp_path).entries) == 2
 
 
@@ -83,7 +83,7 @@ def test_a_name_that_a_tracker_refuses_is_named_and_logged_elsewhere(ctx, tmp_pa
     assert kept == [(1, {"c": 2.0}), (2, {"c": 2.0})]
     assert read_run(tmp_path).curve("a b") == [(1, 1.0), (2, 1.0)]
     (line,) = told()
-    assert "Mine does not take the name 'a b': it has a space" in line
+    assert "Mine does not accept the name 'a b': it has a space" in line
 
 
 def test_a_tracker_that_hangs_holds_nobody_up(ctx, tmp_path, told):

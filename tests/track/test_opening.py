@@ -58,8 +58,8 @@ def test_a_wrong_entry_point_is_named(monkeypatch, row, words):
         (["tensorbord"], r"Did you mean fx.TensorBoard\(...\)"),
         ([fx.WandB], r"Did you mean fx.WandB\(...\)"),
         ("jsonlines", r"Did you mean fx.JsonLines\(...\)"),
-        ([Mine()], "no tracker carries out Mine"),
-        ([3], "no tracker carries out 3"),
+        ([Mine()], "no tracker is registered for Mine"),
+        ([3], "no tracker is registered for 3"),
     ],
 )
 def test_an_unknown_tracker_is_named_with_the_nearest(ctx, tmp_path, to, words):
@@ -105,15 +105,15 @@ def test_configs_are_values_that_files_hold():
     [
         ({"path": 3}, "a path is a string"),
         ({"path": "s3://bucket/run"}, "local files"),
-        ({"plan": {"seed": 1}}, "pass the fx.Plan"),
+        ({"plan": {"seed": 1}}, "pass an fx.Plan"),
         ({"settings": 3}, "pass a mapping"),
         ({"name": 3}, "pass a string"),
         ({"ranks": "some"}, "'main' or 'all'"),
-        ({"position": 3}, "where the run continues"),
-        ({"resume": "folder"}, "where the run continues"),
+        ({"position": 3}, "where the run resumes"),
+        ({"resume": "folder"}, "where the run resumes"),
         ({"resume": "yes", "position": fx.Position()}, "run.state"),
-        ({"resume": {"id": "x"}, "position": fx.Position()}, "no run"),
-        ({"resume": {"id": "0" * 32, "identities": 3}, "position": fx.Position()}, "no run"),
+        ({"resume": {"id": "x"}, "position": fx.Position()}, "not a run"),
+        ({"resume": {"id": "0" * 32, "identities": 3}, "position": fx.Position()}, "not a run"),
     ],
 )
 def test_arguments_that_make_no_sense_are_named(ctx, tmp_path, given, words):

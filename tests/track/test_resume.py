@@ -121,7 +121,7 @@ def test_a_process_that_is_killed_and_continued_has_the_same_curve(tmp_path, mon
 def test_a_folder_in_use_is_not_taken_by_a_new_run(ctx, tmp_path):
     with fx.track(tmp_path, ctx) as run:
         run.log({"a": 1}, 1)
-    with pytest.raises(fx.PlanError, match=rf"a new run was asked for.*{run.id}"):
+    with pytest.raises(fx.PlanError, match=rf"a new run was requested.*{run.id}"):
         fx.track(tmp_path, ctx)
     assert read_run(tmp_path).curve("a") == [(1, 1.0)]
 
@@ -155,8 +155,8 @@ def test_the_folders_own_run_restarts(ctx, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{", "not the file of a run"), ('{"format": 2}', "format 1"), ("[]", "format 1"),
-     ('{"format": 1, "id": "x", "identities": []}', "no run")],
+    [("{", "not a valid run file"), ('{"format": 2}', "format 1"), ("[]", "format 1"),
+     ('{"format": 1, "id": "x", "identities": []}', "not a run")],
 )  # fmt: skip
 def test_a_damaged_identity_is_named(ctx, tmp_path, text, words):
     (tmp_path / "run.json").write_text(text)

@@ -19,7 +19,7 @@ def _open(config: ClearML, start: Start) -> Any:
     task = optional("clearml", extra="clearml", needed_by="fx.ClearML(...)").Task
     if (other := task.current_task()) is not None:
         raise PlanError(
-            f"fx.ClearML(project={config.project!r}): ClearML allows one task per process, and "
+            f"fx.ClearML(project={config.project!r}): ClearML allows one task per process, but "
             f"the task {other.name!r} is open. Close it first."
         )
     if not config.online:

@@ -14,7 +14,7 @@ from fxtrain.track.tracker import At, Start, Tracker
 __all__ = ["COMET"]
 
 _NEEDED_BY = "fx.Comet(...)"
-# What Comet would take of the process by itself.
+# What Comet would log of the process by default.
 _BY_ITSELF = (
     "log_code", "log_graph", "parse_args", "log_git_metadata", "log_git_patch", "log_env_gpu",
     "log_env_cpu", "log_env_network", "log_env_disk", "auto_param_logging", "auto_metric_logging",
@@ -44,7 +44,7 @@ def _open(config: Comet, start: Start) -> Any:
 
 
 def _free(folder: Path, file: str) -> Path:
-    """A folder without an archive of this run: Comet would replace it."""
+    """A folder without an archive of this run, which Comet would overwrite."""
     found, part = folder, 1
     while (found / file).exists():
         part += 1

@@ -22,14 +22,14 @@ def _open(config: DVCLive, start: Start) -> Any:
     if start.resumed:
         for path in sorted((folder / "plots" / "metrics").rglob("*.tsv")):
             _cut(path, start.position.updates)
-    # By default it would write a commit of git, a dvc.yaml and a report.
+    # By default it would write a git commit, a dvc.yaml and a report.
     return library.Live(
         dir=str(folder), resume=start.resumed, report=None, save_dvc_exp=False, dvcyaml=None
     )
 
 
 def _cut(path: Any, updates: int) -> None:
-    """Remove the lines after a number of updates, which will be written again."""
+    """Remove the lines after a number of updates, which will be logged again."""
     head, *lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     place = head.rstrip().split("\t").index("step")
     kept = [line for line in lines if int(line.rstrip("\n").split("\t")[place]) <= updates]

@@ -1,4 +1,4 @@
-"""MLflow, by its client."""
+"""MLflow, through its client."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,16 +17,16 @@ from fxtrain.track.tracker import At, Start, Tracker
 __all__ = ["MLFLOW"]
 
 _TAKEN = re.compile(r"[\w\-. :/]{1,250}")
-_AT_ONCE = 100  # hyperparameters that a server takes in one call
+_AT_ONCE = 100  # hyperparameters that a server accepts in one call
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Client:
-    """MLflow's client and the run that it writes.
+    """MLflow's client and its run.
 
     Attributes:
-        client: A `mlflow.MlflowClient`.
-        run: Its name of the run.
+        client: An `mlflow.MlflowClient`.
+        run: MLflow's id of the run.
     """
 
     client: Any
@@ -60,11 +60,11 @@ def _open(config: MLflow, start: Start) -> Client:
 def _refuses(name: str) -> str:
     if _TAKEN.fullmatch(name):
         return ""
-    return "MLflow takes letters, digits, _ - . : / and spaces, at most 250"
+    return "MLflow accepts letters, digits, _ - . : / and spaces, at most 250"
 
 
 def _params(native: Client, start: Start) -> None:
-    # Of a run that continues, those that it has cannot be changed.
+    # Existing hyperparameters of a resumed run cannot be changed.
     known = native.client.get_run(native.run).data.params
     param = _library().entities.Param
     new = [

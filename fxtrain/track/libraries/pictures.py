@@ -1,4 +1,4 @@
-"""Images and tables in the forms that libraries take."""
+"""Images and tables in the forms that libraries expect."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ def picture(image: Tensor, *, extra: str, needed_by: str) -> Any:
 
 
 def log_image(library: Callable[[], Any]) -> Callable[[Any, str, Tensor, At], None]:
-    """The `image` of a tracker whose library has `Image`, in the manner of wandb."""
+    """The `image` of a tracker whose library has `Image`, as wandb does."""
 
     def image(native: Any, name: str, value: Tensor, at: At) -> None:
         native.log({name: library().Image(array(value))}, step=at.step)
@@ -37,7 +37,7 @@ def log_image(library: Callable[[], Any]) -> Callable[[Any, str, Tensor, At], No
 def log_table(
     library: Callable[[], Any],
 ) -> Callable[[Any, str, Sequence[str], Sequence[Sequence[Any]], At], None]:
-    """The `table` of a tracker whose library has `Table`, in the manner of wandb."""
+    """The `table` of a tracker whose library has `Table`, as wandb does."""
 
     def table(
         native: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], at: At

@@ -17,7 +17,7 @@ _NEEDED_BY = "fx.TensorBoard()"
 def _open(config: TensorBoard, start: Start) -> Any:
     optional("tensorboard", extra="tensorboard", needed_by=_NEEDED_BY)
     library = optional("torch.utils.tensorboard", extra="tensorboard", needed_by=_NEEDED_BY)
-    # TensorBoard hides what earlier files hold from that step on.
+    # TensorBoard hides the events of earlier files from that step on.
     purge = start.position.updates + 1 if start.resumed else None
     return library.SummaryWriter(
         log_dir=str(start.place(config.folder, "tensorboard")),
@@ -29,7 +29,7 @@ def _open(config: TensorBoard, start: Start) -> Any:
 def _params(native: Any, start: Start) -> None:
     summary = optional("torch.utils.tensorboard.summary", extra="tensorboard", needed_by=_NEEDED_BY)
     plain = {name: str(one) if one is None else one for name, one in start.params.items()}
-    # As `add_hparams` does, which would write them into a run of their own.
+    # As `add_hparams` does, which would write them into a separate run.
     for part in summary.hparams(plain, {}):
         native.file_writer.add_summary(part)
 

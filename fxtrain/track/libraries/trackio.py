@@ -17,7 +17,7 @@ def _library() -> Any:
 
 
 def _open(config: Trackio, start: Start) -> Any:
-    # A run is known by its name alone, so that the id is a part of it.
+    # Trackio identifies a run by its name alone, so the id is a part of it.
     return _library().init(
         project=config.project,
         name=start.identity or f"{start.name}-{start.id[:8]}",

@@ -28,9 +28,9 @@ def _open(config: WandB, start: Start) -> Any:
         id=start.id,
         dir=str(start.folder),
         mode=config.mode,
-        # A server appends to the run of this id; a file cannot know what was there before.
+        # A server appends to the run with this id; a file cannot know its earlier content.
         resume="allow" if config.mode == "online" else None,
-        # Beside other runs of this process.
+        # Independent of other runs in this process.
         reinit="create_new",
         settings=wandb.Settings(silent=True, console="off"),
     )
@@ -41,7 +41,7 @@ def _params(native: Any, start: Start) -> None:
 
 
 def _log(native: Any, values: Mapping[str, float], at: At) -> None:
-    # Axes to plot over, under names that are no user's.
+    # Axes to plot over, under names that users are unlikely to log.
     axes = {"position/rows": at.rows, "position/epoch": at.epoch}
     known = {name: one for name, one in axes.items() if one is not None}
     native.log({**known, **values}, step=at.step)

@@ -41,8 +41,8 @@ def reach(address: str, port: int, *, who: str, timeout_s: float) -> None:
             last = _why(address, error)
         if time.monotonic() - start + _PAUSE_S >= timeout_s:
             raise LaunchError(
-                f"{who} could not reach the main address {address}:{port} in {tries} attempts over "
-                f"{time.monotonic() - start:.0f} s; the last error: {last}. Check that node 0 was "
+                f"{who} could not reach the main address {address}:{port} (attempts: {tries}, over "
+                f"{time.monotonic() - start:.0f} s; last error: {last}). Check that node 0 was "
                 f"started with the same main address and port, and that no firewall blocks it, or "
                 f"allow more time with connect_timeout_s."
             )
