@@ -8,7 +8,7 @@ __all__ = ["block_names", "names_among", "own_names"]
 
 
 def block_names(module: nn.Module) -> tuple[str, ...]:
-    """Class names of a model's repeated blocks: its own list, or what its ModuleLists hold."""
+    """Class names of a model's repeated blocks: those it lists, or those in its ModuleLists."""
     return names_among(list(module.modules()))
 
 
