@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["DeferredOps", "ReadValues"]
@@ -81,7 +81,7 @@ class DeferredOps(TorchDispatchMode):
                 waiting += [_storage(one) for one in _tensors((op.args, op.kwargs)) if one.is_meta]
         real: dict[int, torch.UntypedStorage] = {}
         with (
-            torch.utils._python_dispatch._disable_current_modes(),
+            _disable_current_modes(),
             torch.random.fork_rng(devices=[]),
         ):
             for number in sorted(needed):

@@ -90,11 +90,8 @@ def narrow(
             f"narrow: no parameter of {type(module).__name__} is left to hold in {held}. Pass "
             f"other patterns in keep=..."
         )
-    before = {key: (one, one.dtype, one.requires_grad) for key, one in chosen.items()}
     count = _bytes(module)
-    for one in chosen.values():
-        one.requires_grad_(requires_grad=False)
-        one.data = one.data.to(held)
+    restore = _hold(chosen.values(), held)
     handles = [
         handle
         for part in module.modules()
@@ -105,10 +102,7 @@ def narrow(
     def undo() -> None:
         for handle in handles:
             handle.remove()
-        for parameter, dtype, trained in before.values():
-            parameter.data = parameter.data.to(dtype)
-            parameter.requires_grad_(trained)
-        before.clear()
+        restore()
 
     return Narrowed(
         module=module,
@@ -145,6 +139,22 @@ def _dtype(what: str, given: str | torch.dtype) -> torch.dtype:
     return found
 
 
+def _hold(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> Callable[[], None]:
+    """Convert parameters in place; returns what gives them their dtypes back, once."""
+    before = [(one, one.dtype, one.requires_grad) for one in parameters]
+    for one, _, _ in before:
+        one.requires_grad = False
+        one.data = one.data.to(dtype)
+
+    def restore() -> None:
+        while before:
+            parameter, own, trained = before.pop()
+            parameter.data = parameter.data.to(own)
+            parameter.requires_grad = trained
+
+    return restore
+
+
 def _kept(
     module: nn.Module, named: list[tuple[str, nn.Parameter]], keep: tuple[str, ...], kinds: set[str]
 ) -> set[int]:
@@ -160,9 +170,9 @@ def _kept(
             f"It has {', '.join(sorted(there)[:20])}."
         )
     found = {id(one) for name, one in named if any(part.search(name) for part in patterns)}
-    for part in module.modules():
-        if type(part).__name__ in kinds:
-            found.update(map(id, part.parameters()))
+    for inner in module.modules():
+        if type(inner).__name__ in kinds:
+            found.update(map(id, inner.parameters()))
     return found
 
 
@@ -190,7 +200,7 @@ def _hook(
             own[name] = parameter.to(wide)
 
     def drop(*_: Any) -> None:
-        for own, name, _ in places:
+        for own, name, _parameter in places:
             own.pop(name, None)
 
     return (
