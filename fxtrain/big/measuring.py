@@ -21,6 +21,7 @@ from fxtrain.state.placement.offload import rules_of
 __all__ = ["sizes"]
 
 _CONFIG = "config.json"
+_PLAIN = frozenset((Tensor, nn.Parameter))
 _IN_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # lists of transformers
 
 
@@ -159,26 +160,20 @@ def _count_module(
             tally.open(name, type(part).__name__, whole=whole)
             inside = (f"{name}." if name else "") if whole or not part._modules else None
         alone = inside is None  # a module beside whose children there are tensors
-        for key, tensor, buffer in _held(part):
-            path = f"{name}.{key}" if name else key
-            if alone:
-                tally.close()
-                tally.open(path)
-            entry = stored.get(path)
-            dtype, numel = (tensor if entry is None else entry).dtype, tensor.numel()
-            size = _nbytes(tensor) if entry is None else numel * dtype.itemsize
-            tally.add(path, _identity(tensor), dtype, numel, size, buffer=buffer)
+        for held, buffer in ((part._parameters, False), (part._buffers, True)):
+            for key, tensor in held.items():
+                if tensor is None:
+                    continue
+                path = f"{name}.{key}" if name else key
+                if alone:
+                    tally.close()
+                    tally.open(path)
+                dtype = tensor.dtype if path not in stored else stored[path].dtype
+                plain, numel = type(tensor) in _PLAIN, tensor.numel()
+                size = numel * dtype.itemsize if plain or path in stored else _nbytes(tensor)
+                identity = _identity(tensor, numel) if plain and numel else id(tensor)
+                tally.add(path, identity, dtype, numel, size, buffer=buffer)
     tally.close()
-
-
-def _held(part: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """The parameters and buffers of a module itself."""
-    for key, parameter in part._parameters.items():
-        if parameter is not None:
-            yield key, parameter, False
-    for key, tensor in part._buffers.items():
-        if tensor is not None:
-            yield key, tensor, True
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -189,12 +184,10 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _identity(tensor: Tensor) -> Any:
-    """Equal for tensors that are one: the same object, or the same part of the same memory."""
-    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or not tensor.numel():
-        return id(tensor)
+def _identity(tensor: Tensor, numel: int) -> Any:
+    """Equal for tensors that are one: the same part of the same memory, or of none on meta."""
     storage = tensor.untyped_storage()
-    if storage.nbytes() == tensor.numel() * tensor.element_size():
+    if storage.nbytes() == numel * tensor.element_size():
         return -storage._cdata  # no id of an object is negative
     return storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 

@@ -105,9 +105,12 @@ class Tally:
         self, name: str, key: Any, dtype: torch.dtype, numel: int, nbytes: int, *, buffer: bool
     ) -> None:
         """Count a tensor under one of its names; tensors with equal keys are one."""
-        size = nbytes if buffer else self._held(name, dtype, numel, nbytes)
-        if not buffer and key not in self.inside:
-            self.reads += size
+        if buffer:
+            size = nbytes
+        else:
+            size = self._held(name, dtype, numel, nbytes)
+            if key not in self.inside:
+                self.reads += size
         self.inside.add(key)
         before = self.first.setdefault(key, name)
         if before is not name:
