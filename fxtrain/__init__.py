@@ -75,6 +75,8 @@ if TYPE_CHECKING:
     from fxtrain.state import LossScale as LossScale
     from fxtrain.state import Mesh as Mesh
     from fxtrain.state import MLflow as MLflow
+    from fxtrain.state import Offload as Offload
+    from fxtrain.state import Placement as Placement
     from fxtrain.state import Plan as Plan
     from fxtrain.state import Position as Position
     from fxtrain.state import PowerSGD as PowerSGD
@@ -114,15 +116,15 @@ _HOMES = {
     "fxtrain.profile": "dry_run",
     "fxtrain.state": (
         "Aim Batch CP Change ClearML Comet CommHook Compile DDP DVCLive Data DeepSpeed DiLoCo "
-        "DistContext DryRun FSDP FromConfig JsonLines LocalSGD LossScale MLflow Mesh PP Plan "
-        "Position PowerSGD Precision Report Single Style SwanLab TP TensorBoard Terminal "
-        "Trackio WandB Weighted Wrapped XLA diff dumps fingerprint from_config loads "
+        "DistContext DryRun FSDP FromConfig JsonLines LocalSGD LossScale MLflow Mesh Offload PP "
+        "Placement Plan Position PowerSGD Precision Report Single Style SwanLab TP TensorBoard "
+        "Terminal Trackio WandB Weighted Wrapped XLA diff dumps fingerprint from_config loads "
         "read_plan write_plan"
     ),
     "fxtrain.track": "Run track",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-_MODULES = ("checkpoint", "interop", "ops", "state", "testing")
+_MODULES = ("big", "checkpoint", "interop", "ops", "state", "testing")
 
 __all__ = sorted([*_HOME, "ops", "state"])  # pyright: ignore[reportUnsupportedDunderAll]
 

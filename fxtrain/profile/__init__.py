@@ -1,6 +1,6 @@
 """Measure what a training loop needs, without running it on real hardware."""
 
-from fxtrain.profile.byte_units import read_bytes, show_bytes
+from fxtrain._byte_units import read_bytes, show_bytes
 from fxtrain.profile.fake_ranks import place
 from fxtrain.profile.memory_plot import plot
 from fxtrain.profile.rehearsal import dry_run, rehearse

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from fxtrain._byte_units import show_bytes
 from fxtrain._optional import optional
-from fxtrain.profile.byte_units import show_bytes
 from fxtrain.state import PARTS, DryRun
 
 __all__ = ["plot"]

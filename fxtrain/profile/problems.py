@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from fxtrain._byte_units import show_bytes
 from fxtrain._errors import FxError
-from fxtrain.profile.byte_units import show_bytes
 from fxtrain.profile.fake_tensors import ValueRead, is_library
 from fxtrain.state import PARTS, DryRun, Mesh, Problem, resolve_mesh
 

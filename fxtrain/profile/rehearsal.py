@@ -5,10 +5,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from fxtrain import ops
+from fxtrain._byte_units import read_bytes
 from fxtrain._errors import StepError
 from fxtrain.ops.connecting import launched_plan
 from fxtrain.profile.axes import axis_namer
-from fxtrain.profile.byte_units import read_bytes
 from fxtrain.profile.dispatched_traffic import Collective, summary
 from fxtrain.profile.fake_ranks import fake_group, place
 from fxtrain.profile.fake_tensors import FakeValuesMode

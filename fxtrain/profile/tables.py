@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fxtrain._byte_units import show_bytes
 from fxtrain._errors import escape_unprintable
-from fxtrain.profile.byte_units import show_bytes
 from fxtrain.state import PARTS, DryRun, Mesh, Traffic, diff
 
 __all__ = ["table"]

@@ -8,12 +8,32 @@ from fxtrain.state.converters import converter_for, fingerprint, structure, unst
 from fxtrain.state.deepspeed import DeepSpeed, FromConfig, from_config
 from fxtrain.state.differences import Change, diff
 from fxtrain.state.dry_runs import PARTS, DryRun, Memory, Problem, Traffic
-from fxtrain.state.files import PLAN_VARIABLE, dumps, loads, plan_in, read_plan, write_plan
+from fxtrain.state.files import (
+    PLAN_VARIABLE,
+    dumps,
+    loads,
+    plan_in,
+    read_plan,
+    read_record,
+    write_plan,
+    write_record,
+)
 from fxtrain.state.fsdp import FSDP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD, is_alone, round_begins, round_ends
 from fxtrain.state.mesh import AXES, Mesh, axis_groups, read_mesh, resolve_mesh
 from fxtrain.state.parsing import Format, parse_json, parse_text, unique_keys
 from fxtrain.state.pipeline import PP
+from fxtrain.state.placement.offload import Limit, Offload
+from fxtrain.state.placement.placement import (
+    DtypeRule,
+    PlacedUnit,
+    Placement,
+    Room,
+    dtype_of,
+    owner_of,
+    tier_of,
+    units_by_name,
+)
 from fxtrain.state.plan import Compile, Data, Plan
 from fxtrain.state.position import Position
 from fxtrain.state.precision import LossScale, Precision
@@ -72,27 +92,33 @@ __all__ = [
     "DiLoCo",
     "DistContext",
     "DryRun",
+    "DtypeRule",
     "FSDP",
     "FlatShard",
     "Format",
     "FromConfig",
     "JsonLines",
+    "Limit",
     "LocalSGD",
     "LossScale",
     "MLflow",
     "Memory",
     "Mesh",
     "ModelState",
+    "Offload",
     "PARTS",
     "PLAN_VARIABLE",
     "PP",
     "Part",
+    "PlacedUnit",
+    "Placement",
     "Plan",
     "Position",
     "PowerSGD",
     "Precision",
     "Problem",
     "Report",
+    "Room",
     "Round",
     "Single",
     "StateReader",
@@ -118,6 +144,7 @@ __all__ = [
     "check_open",
     "converter_for",
     "diff",
+    "dtype_of",
     "dumps",
     "few",
     "fingerprint",
@@ -126,11 +153,13 @@ __all__ = [
     "installed_strategies",
     "is_alone",
     "loads",
+    "owner_of",
     "parse_json",
     "parse_text",
     "plan_in",
     "read_mesh",
     "read_plan",
+    "read_record",
     "read_topology",
     "resolve_mesh",
     "round_begins",
@@ -138,11 +167,14 @@ __all__ = [
     "round_of",
     "shown",
     "structure",
+    "tier_of",
     "token_ranges",
     "unique_keys",
+    "units_by_name",
     "unstructure",
     "unsupported",
     "window_in",
     "with_plan",
     "write_plan",
+    "write_record",
 ]

@@ -15,8 +15,12 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
 }
 
 
-def read_bytes(size: Any) -> int | None:
+def read_bytes(size: Any, asked: str = "device_memory") -> int | None:
     """Parse a number or text such as "80GB", "24GiB" or "1.5e10"; None stays None.
+
+    Args:
+        size: The size.
+        asked: What the size is for, in messages.
 
     Raises:
         PlanError: the size is malformed.
@@ -34,8 +38,7 @@ def read_bytes(size: Any) -> int | None:
         bytes_ = 0
     if bytes_ < 1 or type(size) is bool:
         raise PlanError(
-            f"device_memory={size!r}: pass the memory of one device as a number of bytes, or as "
-            f'text such as "80GB" or "24GiB".'
+            f'{asked}={size!r}: pass a number of bytes, or text such as "80GB" or "24GiB".'
         )
     return bytes_
 
