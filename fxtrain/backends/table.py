@@ -1,6 +1,6 @@
 """From a plan's strategy to the functions that carry it out."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -30,6 +30,8 @@ from fxtrain.state import (
 
 __all__ = ["STRATEGIES", "problems_of", "strategies", "unwrap", "wrap"]
 
+N = TypeVar("N", bound=nn.Module)
+
 STRATEGIES = (
     SINGLE,
     DDP_STRATEGY,
@@ -58,14 +60,14 @@ def strategies() -> dict[type, Strategy]:
 
 
 def wrap(
-    model: nn.Module,
+    model: N,
     ctx: DistContext,
     plan: Plan | None = None,
     *,
     optimizer: Any = None,
     scheduler: Any = None,
     strategy: Strategy | None = None,
-) -> Wrapped:
+) -> Wrapped[N]:
     """Make a model ready to train or run under a plan.
 
     Args:
@@ -111,11 +113,11 @@ def wrap(
     if problems := problems_of(row, ctx, plan, model):
         raise PlanError("\n".join(problems))
     wrapped, formats = record_module(model), _formats(model)
-    made = row.wrap(row, model, ctx, plan, optimizer, scheduler)
+    made: Any = row.wrap(row, model, ctx, plan, optimizer, scheduler)
     return attrs.evolve(made, bare=wrapped(), formats=formats)
 
 
-def unwrap(model: Wrapped) -> nn.Module:
+def unwrap(model: Wrapped[N]) -> N:
     """Give the user's module back, without what wrapping did to it: the end of training.
 
     Every rank gets whole weights. The handle is closed: a step, a call, a save or an export of
@@ -139,7 +141,7 @@ def unwrap(model: Wrapped) -> nn.Module:
     if not isinstance(model, Wrapped):
         raise PlanError(f"unwrap takes what fx.wrap returned, found {type(model).__name__}.")
     check_open(model, "unwrap", PlanError)
-    module = model.strategy.unwrap(model)
+    module: Any = model.strategy.unwrap(model)
     if model.window.micro:
         for parameter in module.parameters():
             parameter.grad = None

@@ -37,6 +37,11 @@ _SHARED = ("accumulate", "flush", "context")
 
 
 def _check_model(_: Any, __: Any, model: Any) -> None:
+    if hasattr(model, "_torchdynamo_orig_callable"):
+        raise StepError(
+            "StepFns(model=...) takes a wrapped model, found the result of torch.compile(model). "
+            "Use fx.Plan(compile=True), and pass the wrapped model."
+        )
     if not isinstance(model, Wrapped):
         raise StepError(
             f"StepFns(model=...) takes a wrapped model, found {type(model).__name__}. "

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
-from fxtrain._errors import FxError, PlanError, StepError
+from fxtrain._errors import PlanError
 from fxtrain.state.batch import Batch
 from fxtrain.state.context import DistContext
+from fxtrain.state.model.module_names import M_co, ModuleNames, check_open
+from fxtrain.state.model.stored_state import ModelState, StateReader
 from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position
 from fxtrain.state.weight import Weight
@@ -21,16 +23,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
-    "FlatShard",
-    "ModelState",
     "Round",
-    "StateReader",
     "Strategy",
     "UpdateResult",
     "UpdateSpec",
     "WeightedLoss",
     "Wrapped",
-    "check_open",
     "round_of",
     "unsupported",
 ]
@@ -122,8 +120,11 @@ class WeightedLoss:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Wrapped:
+class Wrapped(ModuleNames[M_co]):
     """A model made ready for a context and a plan; call it like the model.
+
+    Of the names of `nn.Module` it has those that are right under every strategy; any other is an
+    AttributeError that says what to use.
 
     Identity decides equality and hash: the torch objects inside change in place.
 
@@ -154,7 +155,7 @@ class Wrapped:
             added: the next step adds to them. A list for the same reason.
     """
 
-    module: nn.Module
+    module: M_co
     engine: Any
     optimizer: Any = None
     scheduler: Any = None
@@ -176,87 +177,6 @@ class Wrapped:
         if self.closed:
             check_open(self, "calling the model")
         return self.strategy.forward(self, args, kwargs)
-
-    def train(self) -> Wrapped:
-        """Put the module into training mode and return this handle."""
-        check_open(self, "train")
-        self.engine.train()
-        return self
-
-    def eval(self) -> Wrapped:
-        """Put the module into evaluation mode and return this handle."""
-        check_open(self, "eval")
-        self.engine.eval()
-        return self
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of the module as the strategy holds them."""
-        check_open(self, "parameters")
-        return self.module.parameters()
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class FlatShard:
-    """This rank's part of a tensor that ranks hold in stretches of its elements.
-
-    So engines cut parameters that they flatten. Identity decides equality and hash.
-
-    Attributes:
-        shape: Of the whole tensor.
-        start: Elements before the part, in the order in which torch lays them out.
-        values: The part, live, with one dimension; it may be empty.
-    """
-
-    shape: tuple[int, ...]
-    start: int
-    values: torch.Tensor
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class ModelState:
-    """Everything that a wrapped model needs to go on as if it had not been stopped.
-
-    Tensors are the live ones, not copies. Identity decides equality and hash.
-
-    Attributes:
-        tensors: By name, the same names and shapes on every rank that holds them. A DTensor
-            or a `FlatShard` is spread over ranks; any other is the same on all.
-        own: By name, tensors that differ between ranks.
-        values: A tree of plain values and tensors, the same on every rank.
-        varies_by_rank: Names of tensors of which rank 0's counts, but which may differ between
-            ranks, such as the buffers of replicas. Where they do, each rank's is kept too.
-        constant_between_steps: Names of tensors that nothing but a step of `model.optimizers`
-            changes, so that they may be copied until then.
-    """
-
-    tensors: Mapping[str, torch.Tensor | FlatShard]
-    own: Mapping[str, torch.Tensor]
-    values: Any
-    varies_by_rank: frozenset[str] = frozenset()
-    constant_between_steps: frozenset[str] = frozenset()
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class StateReader:
-    """A saved `ModelState`, to be read piece by piece. Identity decides equality and hash.
-
-    Attributes:
-        shapes: (shape, dtype) of each tensor by name.
-        fill: (name, tensor) → None; reads into a tensor, plain or spread, or into a stretch.
-        values: As they were saved.
-        own: (name, rank) → the tensor of its own that a rank saved, or None.
-        ranks: How many saved.
-        rank: Which of them this rank is, of `loading_ranks` that load.
-        loading_ranks: How many load.
-    """
-
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    fill: Callable[[str, torch.Tensor | FlatShard], None]
-    values: Any
-    own: Callable[[str, int], torch.Tensor | None]
-    ranks: int
-    rank: int
-    loading_ranks: int
 
 
 @attrs.frozen(kw_only=True)
@@ -345,31 +265,6 @@ def round_of(model: Wrapped) -> Round | None:
     """
     kept = model.strategy_state
     return kept if isinstance(kept, Round) else None
-
-
-def check_open(model: Wrapped, call: str, kind: type[FxError] = StepError) -> None:
-    """Refuse a handle whose module was given back, or is lent.
-
-    Raises:
-        FxError: of this kind; it says what to do.
-
-    Example:
-        >>> import fxtrain as fx, torch
-        >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
-        ...     fx.state.check_open(model, "step")
-    """
-    if "unwrap" in model.closed:
-        raise kind(
-            f"{call}: fx.unwrap gave this model's module back and closed its handle. To continue "
-            f"training, wrap the module again. To get whole weights during training, use "
-            f"fx.weights(model) or `with fx.gathered(model) as net:` instead of fx.unwrap."
-        )
-    if model.closed:
-        raise kind(
-            f"{call}: fx.gathered has put whole weights into this model's module until its block "
-            f"ends. Use the module that it yields inside the block, and call this after the block."
-        )
 
 
 def _nothing() -> None:
