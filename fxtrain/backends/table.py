@@ -6,6 +6,7 @@ import attrs
 import torch
 from torch import nn
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.backends.core.module_changes import model_signature
 from fxtrain.backends.core.plain_module import record_module
@@ -59,6 +60,7 @@ def strategies() -> dict[type, Strategy]:
     return {row.config: row for row in (*STRATEGIES, *installed_strategies())}
 
 
+@known_arguments(PlanError)
 def wrap(
     model: N,
     ctx: DistContext,

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
 from fxtrain import _tree, ops
+from fxtrain._arguments import with_known_arguments
 from fxtrain._errors import CollectiveError, StepError
 from fxtrain.loop import weighting
 from fxtrain.ops.step_parts import check_loss, waiting_schedulers
@@ -93,6 +94,7 @@ def _make_compute_loss(
     return compute_loss
 
 
+@with_known_arguments(StepError)
 @attrs.frozen
 class StepFns:
     """What a step runs.
