@@ -15,8 +15,17 @@ from fxtrain.state import Format
 __all__ = ["check_profile", "write_new", "write_profile"]
 
 
-def write_new(path: str, file: LaunchFile, *, notes: list[str], force: bool) -> None:
+def write_new(
+    path: str, file: LaunchFile, *, notes: list[str], force: bool, brief: bool = False
+) -> None:
     """Write a launch file and say so.
+
+    Args:
+        path: The file.
+        file: What it says.
+        notes: Comments at its head.
+        force: Replace a file that is there.
+        brief: Leave out all comments.
 
     Raises:
         PlanError: the suffix is another one, or there is a file and `force` is not given.
@@ -24,7 +33,7 @@ def write_new(path: str, file: LaunchFile, *, notes: list[str], force: bool) -> 
     form = _form(path)
     if Path(path).exists() and not force:
         raise PlanError(f"{path} is there already. Give another name, or --force to replace it.")
-    _write(path, render(file, form, notes=notes))
+    _write(path, render(file, form, notes=notes, brief=brief))
     say(f"Wrote {path}. `fxtrain config show` tells what counts.")
 
 
