@@ -124,10 +124,10 @@ class ModuleNames(Generic[M_co]):
 
 
 def check_open(model: ModuleNames[Any], call: str, kind: type[FxError] = StepError) -> None:
-    """Refuse a handle whose module was given back, or is lent.
+    """Refuse a handle whose module was unwrapped or is inside `fx.gathered`.
 
     Raises:
-        FxError: of this kind; it says what to do.
+        FxError: of this type, with what to do.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -137,12 +137,13 @@ def check_open(model: ModuleNames[Any], call: str, kind: type[FxError] = StepErr
     """
     if "unwrap" in model.closed:
         raise kind(
-            f"{call}: fx.unwrap gave this model's module back and closed its handle. To continue "
-            f"training, wrap the module again. To get whole weights during training, use "
-            f"fx.weights(model) or `with fx.gathered(model) as net:` instead of fx.unwrap."
+            f"{call}: this model was unwrapped, which closed its handle. To continue training, "
+            f"wrap the module again. To get full weights during training, use fx.weights(model) or "
+            f"`with fx.gathered(model) as net:` instead of fx.unwrap."
         )
     if model.closed:
         raise kind(
-            f"{call}: fx.gathered has put whole weights into this model's module until its block "
-            f"ends. Use the module that it yields inside the block, and call this after the block."
+            f"{call}: this model is inside fx.gathered, which puts full weights into its module "
+            f"until the block ends. Inside the block use the module that it yields; call this "
+            f"afterwards."
         )

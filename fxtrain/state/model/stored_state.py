@@ -15,14 +15,14 @@ __all__ = ["FlatShard", "ModelState", "StateReader"]
 
 @attrs.frozen(kw_only=True, eq=False)
 class FlatShard:
-    """This rank's part of a tensor that ranks hold in stretches of its elements.
+    """This rank's part of a flattened tensor: a range of its elements.
 
-    So engines cut parameters that they flatten. Identity decides equality and hash.
+    Engines that flatten parameters shard them so. Equality and hash are by identity.
 
     Attributes:
-        shape: Of the whole tensor.
-        start: Elements before the part, in the order in which torch lays them out.
-        values: The part, live, with one dimension; it may be empty.
+        shape: Shape of the full tensor.
+        start: Offset of the first element, in torch's memory order.
+        values: The live values, with one dimension; may be empty.
     """
 
     shape: tuple[int, ...]
@@ -32,19 +32,19 @@ class FlatShard:
 
 @attrs.frozen(kw_only=True, eq=False)
 class ModelState:
-    """Everything that a wrapped model needs to go on as if it had not been stopped.
+    """Everything that a wrapped model needs to resume exactly.
 
-    Tensors are the live ones, not copies. Identity decides equality and hash.
+    Tensors are the live ones, not copies. Equality and hash are by identity.
 
     Attributes:
-        tensors: By name, the same names and shapes on every rank that holds them. A DTensor
-            or a `FlatShard` is spread over ranks; any other is the same on all.
-        own: By name, tensors that differ between ranks.
+        tensors: By name, with the same names and shapes on every rank that holds them. A
+            DTensor or a `FlatShard` is sharded; any other is the same on all ranks.
+        own: By name, tensors that belong to this rank only.
         values: A tree of plain values and tensors, the same on every rank.
-        varies_by_rank: Names of tensors of which rank 0's counts, but which may differ between
-            ranks, such as the buffers of replicas. Where they do, each rank's is kept too.
-        constant_between_steps: Names of tensors that nothing but a step of `model.optimizers`
-            changes, so that they may be copied until then.
+        varies_by_rank: Names of tensors that may differ between ranks, such as the buffers of
+            replicas; rank 0's are restored. If they differ, each rank's is saved too.
+        constant_between_steps: Names of tensors that only a step of `model.optimizers` changes,
+            so that they may be copied until then.
     """
 
     tensors: Mapping[str, torch.Tensor | FlatShard]
@@ -56,16 +56,16 @@ class ModelState:
 
 @attrs.frozen(kw_only=True, eq=False)
 class StateReader:
-    """A saved `ModelState`, to be read piece by piece. Identity decides equality and hash.
+    """A saved `ModelState`, read one tensor at a time. Equality and hash are by identity.
 
     Attributes:
         shapes: (shape, dtype) of each tensor by name.
-        fill: (name, tensor) → None; reads into a tensor, plain or spread, or into a stretch.
-        values: As they were saved.
-        own: (name, rank) → the tensor of its own that a rank saved, or None.
-        ranks: How many saved.
-        rank: Which of them this rank is, of `loading_ranks` that load.
-        loading_ranks: How many load.
+        fill: (name, tensor) → None; reads into a tensor, plain or sharded, or a `FlatShard`.
+        values: The saved values.
+        own: (name, rank) → the tensor that belongs to a saved rank, or None.
+        ranks: Number of ranks that saved.
+        rank: This rank, among the `loading_ranks` that load.
+        loading_ranks: Number of ranks that load.
     """
 
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
