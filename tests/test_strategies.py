@@ -1,5 +1,8 @@
 """Strategies of installed packages, found by entry point."""
 
+import importlib
+import types
+
 import attrs
 import pytest
 import torch
@@ -153,12 +156,13 @@ def test_every_send_of_a_forward_only_pipeline_has_a_wait(monkeypatch):
     """As torch 2.15 checks when a schedule ends; earlier versions have no such actions."""
     schedules = importlib.import_module("torch.distributed.pipelining.schedules")
     ours = importlib.import_module("fxtrain.backends.pipeline.schedules")
-    sent = {}
 
     def add_waits(actions):
-        sent.update(actions)
-        sends = {rank: [one for one in row if "SEND_F" in str(one)] for rank, row in actions.items()}
-        return {rank: [*row, *(f"WAIT {one}" for one in sends[rank])] for rank, row in actions.items()}
+        sends = {
+            rank: [one for one in row if "SEND_F" in str(one)] for rank, row in actions.items()
+        }
+        waits = {rank: [f"WAIT {one}" for one in row] for rank, row in sends.items()}
+        return {rank: [*row, *waits[rank]] for rank, row in actions.items()}
 
     def start(self, stages, n_microbatches):
         self.pp_group_size, self._num_stages = 2, 4
