@@ -138,7 +138,7 @@ def _cpu() -> torch.device:
     return importlib.import_module("torch").device("cpu")
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class DistContext:
     """This rank in the run, detected once and passed to every function.
 
@@ -174,6 +174,13 @@ class DistContext:
     _axes: Mapping[str, DistContext] = attrs.field(
         factory=lambda: MappingProxyType({}), repr=False, eq=False, alias="axes"
     )
+
+    def __repr__(self) -> str:
+        axes = [f"{name}={size}" for name, size in self.mesh.sizes.items() if size > 1]
+        parts = [f"rank {self.rank} of {self.world_size} on {self.device}", *axes]
+        parts += [f"node {self.node_rank} of {self.num_nodes}"] if self.num_nodes > 1 else []
+        parts += ["closed"] if self.comm.state.closed else []
+        return f"DistContext({', '.join(parts)})"
 
     @property
     def is_main(self) -> bool:

@@ -119,7 +119,7 @@ class WeightedLoss:
     provisional: bool = False
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(kw_only=True, eq=False, repr=False)
 class Wrapped(ModuleNames[M_co]):
     """A model prepared for a context and a plan; call it like the model.
 

@@ -46,6 +46,15 @@ class ModuleNames(Generic[M_co]):
         def strategy(self) -> Any: ...
         @property
         def closed(self) -> list[str]: ...
+        @property
+        def optimizers(self) -> tuple[Any, ...]: ...
+
+    def __repr__(self) -> str:
+        parts = [type(self.module).__name__, self.strategy.name, self.plan.precision.compute]
+        parts += [type(one).__name__ for one in self.optimizers]
+        where = f"rank {self.ctx.rank} of {self.ctx.world_size} on {self.ctx.device}"
+        closed = [f"closed by fx.{word}" for word in self.closed]
+        return f"Wrapped({', '.join([*parts, where, *closed])})"
 
     def train(self) -> Self:
         """Put the module into training mode and return this handle."""
