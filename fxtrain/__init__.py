@@ -133,10 +133,22 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"fxtrain.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module 'fxtrain' has no attribute {name!r}")
+        raise AttributeError(f"module 'fxtrain' has no attribute {name!r}{_instead_of(name)}")
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value  # found once; later look-ups cost nothing
     return value
+
+
+def _instead_of(name: str) -> str:
+    """What to use instead of a name; a question after the nearest, or nothing."""
+    if name.startswith("_"):
+        return ""
+    names = importlib.import_module("fxtrain._other_names")
+    ops = importlib.import_module("fxtrain.ops").__all__
+    own = f" Use fx.ops.{name}." if name in ops else ""
+    nearest = importlib.import_module("fxtrain._arguments").closest(name, __all__)
+    found = names.call_hint(name) or own or nearest
+    return f".{found}" if found else ""
 
 
 def __dir__() -> list[str]:

@@ -1,11 +1,12 @@
 """From a plan's strategy to the functions that carry it out."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
 from torch import nn
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.backends.core.module_changes import model_signature
 from fxtrain.backends.core.ready_made import as_factories, described
@@ -30,6 +31,8 @@ from fxtrain.state import (
 )
 
 __all__ = ["STRATEGIES", "problems_of", "strategies", "unwrap", "wrap"]
+
+N = TypeVar("N", bound=nn.Module)
 
 STRATEGIES = (
     SINGLE,
@@ -58,15 +61,16 @@ def strategies() -> dict[type, Strategy]:
     return {row.config: row for row in (*STRATEGIES, *installed_strategies())}
 
 
+@known_arguments(PlanError)
 def wrap(
-    model: nn.Module,
+    model: N,
     ctx: DistContext,
     plan: Plan | None = None,
     *,
     optimizer: Any = None,
     scheduler: Any = None,
     strategy: Strategy | None = None,
-) -> Wrapped:
+) -> Wrapped[N]:
     """Make a model ready to train or run under a plan.
 
     Args:
@@ -118,11 +122,11 @@ def wrap(
         raise PlanError("\n".join(problems))
     optimizer, scheduler = as_factories(optimizer, scheduler, model)
     before, formats = record_module(model), _formats(model)
-    made = row.wrap(row, model, ctx, plan, optimizer, scheduler)
+    made: Any = row.wrap(row, model, ctx, plan, optimizer, scheduler)
     return attrs.evolve(made, bare=before.changes().hide, formats=formats)
 
 
-def unwrap(model: Wrapped) -> nn.Module:
+def unwrap(model: Wrapped[N]) -> N:
     """Return the user's module, without the changes of wrapping. Call it at the end of training.
 
     Every rank gets full weights. The handle is closed: a step, a call, a save or an export of it
@@ -146,7 +150,7 @@ def unwrap(model: Wrapped) -> nn.Module:
     if not isinstance(model, Wrapped):
         raise PlanError(f"unwrap takes a model from fx.wrap, found {type(model).__name__}.")
     check_open(model, "unwrap", PlanError)
-    module = model.strategy.unwrap(model)
+    module: Any = model.strategy.unwrap(model)
     if model.window.micro:
         for parameter in module.parameters():
             parameter.grad = None

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain import _tree
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import DataError
 from fxtrain.data.already_sharded import presharded_source
 from fxtrain.data.dispatch import dispatch_source
@@ -271,6 +272,7 @@ def _check_epochs(call: str, n: Any) -> None:
         raise DataError(f"{call}({n!r}): pass the number of epochs of the run, 0 or more.")
 
 
+@known_arguments(DataError)
 def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan | None = None) -> Sharded:
     """Split a loader over the ranks.
 

@@ -20,6 +20,7 @@ from fxtrain.ops.padding import Padded, pad, unpad
 from fxtrain.ops.preempt_signals import Preemption, preemption
 from fxtrain.ops.rng import fork_rng, seed
 from fxtrain.ops.rows import gather_valid
+from fxtrain.ops.rows import gather_valid as gather_for_metrics
 from fxtrain.ops.same_errors import raise_together
 from fxtrain.ops.scattering import scatter
 from fxtrain.ops.sequence_tokens import join_tokens, token_positions
@@ -35,6 +36,8 @@ from fxtrain.ops.step_parts import (
     schedule,
     sync,
 )
+
+print = say  # not in __all__, since a star import would hide Python's own
 
 __all__ = [
     "Padded",
@@ -57,6 +60,7 @@ __all__ = [
     "duplicate",
     "fork_rng",
     "gather",
+    "gather_for_metrics",
     "gather_objects",
     "gather_valid",
     "join_tokens",

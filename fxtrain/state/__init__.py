@@ -21,6 +21,8 @@ from fxtrain.state.files import (
 from fxtrain.state.fsdp import FSDP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD, is_alone, round_begins, round_ends
 from fxtrain.state.mesh import AXES, Mesh, axis_groups, read_mesh, resolve_mesh
+from fxtrain.state.model.module_names import check_open
+from fxtrain.state.model.stored_state import FlatShard, ModelState, StateReader
 from fxtrain.state.parsing import Format, parse_json, parse_text, unique_keys
 from fxtrain.state.pipeline import PP
 from fxtrain.state.placement.offload import Limit, Offload
@@ -39,16 +41,12 @@ from fxtrain.state.position import Position
 from fxtrain.state.precision import LossScale, Precision
 from fxtrain.state.registry import installed_configs, installed_strategies
 from fxtrain.state.strategy import (
-    FlatShard,
-    ModelState,
     Round,
-    StateReader,
     Strategy,
     UpdateResult,
     UpdateSpec,
     WeightedLoss,
     Wrapped,
-    check_open,
     round_of,
     unsupported,
 )

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import attrs
 
+from fxtrain._other_names import value_hint
 from fxtrain._record import above, at_least, canonical, closest, record
 from fxtrain.state.context_parallel import CP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD
@@ -80,7 +81,8 @@ def _is_strategy(_: Any, __: Any, value: Any) -> None:
     if isinstance(value, str):
         raise ValueError(
             f"choose a strategy config, such as fx.FSDP(), or one of "
-            f"{', '.join(map(repr, _BY_KIND))}.{closest(value, _BY_KIND)}"
+            f"{', '.join(map(repr, _BY_KIND))}."
+            f"{value_hint('strategy', value) or closest(value, _BY_KIND)}"
         )
     named = isinstance(getattr(value, "kind", None), str)
     if isinstance(value, type) or not attrs.has(type(value)) or not named:

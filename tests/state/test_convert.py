@@ -356,7 +356,7 @@ def test_a_strategy_by_its_kind(kind):
     assert fx.loads(json.dumps({"strategy": kind})) == fx.Plan(strategy=config())
 
 
-@pytest.mark.parametrize("wrong", ["fdsp", "fsdp2", ""])
+@pytest.mark.parametrize("wrong", ["fdsp", "fspd", ""])
 def test_an_unknown_kind_of_strategy_names_the_nearest(wrong):
     near = "Did you mean 'fsdp'?" if wrong else "'ddp'"
     for make in (
