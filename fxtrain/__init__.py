@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from fxtrain.launch import given_plan as given_plan
     from fxtrain.launch import launch as launch
     from fxtrain.loop import EarlyStopping as EarlyStopping
+    from fxtrain.loop import Mean as Mean
     from fxtrain.loop import StepFns as StepFns
+    from fxtrain.loop import evaluate as evaluate
     from fxtrain.loop import step as step
     from fxtrain.models import export as export
     from fxtrain.models import load_model as load_model
@@ -107,7 +109,7 @@ _HOMES = {
     "fxtrain.checkpoint": "Restored Saving Verified latest merge restore save verify",
     "fxtrain.data": "Sharded shard",
     "fxtrain.launch": "given_plan launch",
-    "fxtrain.loop": "EarlyStopping StepFns step",
+    "fxtrain.loop": "EarlyStopping Mean StepFns evaluate step",
     "fxtrain.models": "export load_model",
     "fxtrain.ops": "close detect log preemption",
     "fxtrain.profile": "dry_run",

@@ -1,6 +1,8 @@
-"""Training loops: one step, and when to stop."""
+"""Training loops: one step, metrics, running means, and when to stop."""
 
 from fxtrain.loop.early_stopping import EarlyStopping
+from fxtrain.loop.evaluating import evaluate
+from fxtrain.loop.means import Mean
 from fxtrain.loop.stepping import StepFns, step
 
-__all__ = ["EarlyStopping", "StepFns", "step"]
+__all__ = ["EarlyStopping", "Mean", "StepFns", "evaluate", "step"]
