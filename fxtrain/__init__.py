@@ -43,7 +43,10 @@ if TYPE_CHECKING:
     from fxtrain.loop import Mean as Mean
     from fxtrain.loop import StepFns as StepFns
     from fxtrain.loop import evaluate as evaluate
+    from fxtrain.loop import fit as fit
     from fxtrain.loop import step as step
+    from fxtrain.meters import Memory as Memory
+    from fxtrain.meters import memory as memory
     from fxtrain.models import export as export
     from fxtrain.models import load_model as load_model
     from fxtrain.ops import close as close
@@ -109,7 +112,8 @@ _HOMES = {
     "fxtrain.checkpoint": "Restored Saving Verified latest merge restore save verify",
     "fxtrain.data": "Sharded shard",
     "fxtrain.launch": "given_plan launch",
-    "fxtrain.loop": "EarlyStopping Mean StepFns evaluate step",
+    "fxtrain.loop": "EarlyStopping Mean StepFns evaluate fit step",
+    "fxtrain.meters": "Memory memory",
     "fxtrain.models": "export load_model",
     "fxtrain.ops": "close detect log preemption",
     "fxtrain.profile": "dry_run",

@@ -1,8 +1,9 @@
-"""Training loops: one step, metrics, running means, and when to stop."""
+"""Training loops: one step, a whole run, metrics, running means, and when to stop."""
 
 from fxtrain.loop.early_stopping import EarlyStopping
 from fxtrain.loop.evaluating import evaluate
+from fxtrain.loop.fitting import fit
 from fxtrain.loop.means import Mean
 from fxtrain.loop.stepping import StepFns, step
 
-__all__ = ["EarlyStopping", "Mean", "StepFns", "evaluate", "step"]
+__all__ = ["EarlyStopping", "Mean", "StepFns", "evaluate", "fit", "step"]
