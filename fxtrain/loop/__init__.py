@@ -1,9 +1,10 @@
 """Training loops: one step, a whole run, metrics, running means, and when to stop."""
 
+from fxtrain.loop.batch_size import find_batch_size
 from fxtrain.loop.early_stopping import EarlyStopping
 from fxtrain.loop.evaluating import evaluate
 from fxtrain.loop.fitting import fit
 from fxtrain.loop.means import Mean
 from fxtrain.loop.stepping import StepFns, step
 
-__all__ = ["EarlyStopping", "Mean", "StepFns", "evaluate", "fit", "step"]
+__all__ = ["EarlyStopping", "Mean", "StepFns", "evaluate", "find_batch_size", "fit", "step"]

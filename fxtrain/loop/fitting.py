@@ -3,7 +3,8 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, Literal
 
 import attrs
@@ -160,7 +161,7 @@ def fit(
         signals=(signals,) if isinstance(signals, str) else tuple(signals),
         check_every=check_every,
     )
-    return _opened(ctx, fns, loader, rules)
+    return _train(ctx, fns, loader, rules)
 
 
 def _check(ctx: Any, fns: Any, loader: Any, evaluate: Any, extra: Any) -> None:
@@ -189,12 +190,16 @@ class _Loop:
 
     ctx: DistContext
     model: Wrapped
+    loader: Sharded
     rules: _Rules
     run: Run
     notice: ops.Preemption | None
+    restored: Restored | None
 
 
-def _opened(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> Iterator[Report]:
+@contextmanager
+def _opened(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> Iterator[_Loop]:
+    """The run, restored and tracked."""
     restored = _restored(ctx, fns.model, rules) if rules.resume else None
     position = loader.position if restored is None else restored.position
     run = track(
@@ -203,49 +208,42 @@ def _opened(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> I
         (*rules.to, progress(_total(loader, rules.epochs))) if rules.show else rules.to,
         plan=fns.model.plan,
         settings=rules.settings,
-        resume="folder"
-        if restored is None and rules.resume
-        else restored and restored.extra["run"],
+        resume=_run_to_resume(restored, rules),
         position=position,
     )
     with run, _signals(ctx, rules.signals) as notice:
-        loop = _Loop(ctx, fns.model, rules, run, notice)
-        yield from _train(loop, fns, loader.at(position), restored)
+        yield _Loop(ctx, fns.model, loader.at(position), rules, run, notice, restored)
 
 
-def _train(
-    loop: _Loop, fns: StepFns, loader: Sharded, restored: Restored | None
-) -> Iterator[Report]:
-    ctx = loop.ctx
-    mean = _mean_of(restored, ctx)
-    position = saved = None if restored is None else restored.position
-    saving, metrics, left = None, None, False
-    clock = time.monotonic()
-    since = (clock, loader.position.samples)
-    for batch in (batch for epoch in loader.epochs(loop.rules.epochs) for batch in epoch):
-        report = step(ctx, batch, fns)
-        position, mean = report.position, mean.update(report)
-        if not position.micro:
-            metrics = _evaluated(loop, position)
-            report = report if metrics is None else attrs.evolve(report, metrics=metrics)
-            mean, since = _logged(loop, report, mean, since)
-        if not left:
-            try:
-                yield report
-            except GeneratorExit:
-                left = True
-        if position.micro:
-            continue
-        stop, late = _agreed(loop, position, clock, left=left)
-        if stop:
-            break
-        if late or _is_due(loop.rules, position):
-            saving, saved = _save(loop, position, mean, metrics), position
-            clock = time.monotonic()
-    if position is not None and position != saved:
-        saving = _save(loop, position, mean, metrics, last=True)
-    if saving is not None:
-        saving.result()
+def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> Iterator[Report]:
+    with _opened(ctx, fns, loader, rules) as loop:
+        mean = _mean_of(loop.restored, ctx)
+        saved = None if loop.restored is None else loop.restored.position
+        report, saving, left = None, None, False
+        clock = time.monotonic()
+        since = (clock, loop.loader.position.samples)
+        for batch in chain.from_iterable(loop.loader.epochs(rules.epochs)):
+            report = step(ctx, batch, fns)
+            position, mean = report.position, mean.update(report)
+            if not position.micro:
+                report, mean, since = _tracked(loop, report, mean, since)
+            if not left:
+                try:
+                    yield report
+                except GeneratorExit:
+                    left = True
+            if position.micro:
+                continue
+            stop, due = _agreed(loop, position, clock, left=left)
+            if stop:
+                break
+            if due:
+                saving, saved = _save(loop, report, mean), position
+                clock = time.monotonic()
+        if report is not None and report.position != saved:
+            saving = _save(loop, report, mean, last=True)
+        if saving is not None:
+            saving.result()
 
 
 def _run_to_resume(restored: Restored | None, rules: _Rules) -> Any:
@@ -274,8 +272,7 @@ def _restored(ctx: DistContext, model: Wrapped, rules: _Rules) -> Restored | Non
     except FxError as error:
         problem = error
     ops.raise_together(problem, ctx)
-    found = ops.broadcast_object(found, ctx)
-    if found is None:
+    if (found := ops.broadcast_object(found, ctx)) is None:
         return None
     template = {"run": None, "loss": None, "user": dict(rules.extra)}
     restored = restore(found, ctx, model, extra=template)
@@ -293,12 +290,32 @@ def _mean_of(restored: Restored | None, ctx: DistContext) -> Mean:
     return Mean() if ranks.rank else Mean(*pairs.sum(0))
 
 
-def _evaluated(loop: _Loop, position: Position) -> Any:
-    """What the user's function evaluates after this update; None if nothing is due."""
-    rules = loop.rules
+def _tracked(
+    loop: _Loop, report: Report, mean: Mean, since: tuple[float, int]
+) -> tuple[Report, Mean, tuple[float, int]]:
+    """Evaluate and write an entry where they are due; a new mean begins after an entry."""
+    rules, position = loop.rules, report.position
     every = rules.evaluate_every
-    if rules.evaluate is None or (position.updates % every if every else not position.is_last):
-        return None
+    if rules.evaluate and not (position.updates % every if every else not position.is_last):
+        report = attrs.evolve(report, metrics=_evaluated(rules))
+        loop.run.log({"eval": report.metrics}, position)
+    if position.updates % rules.log_every and not position.is_last:
+        return report, mean, since
+    now = (time.monotonic(), position.samples)
+    ranks, pair = loop.ctx.axis("loss"), mean.pair(loop.ctx)
+    total, weight = pair if ranks.world_size == 1 else ops.reduce(pair, ranks, op="sum")
+    values = {
+        "loss": total / weight,
+        "grad_norm": report.grad_norm,
+        "lr": loop.model.optimizers[0].param_groups[0]["lr"],
+        "rows_per_s": (now[1] - since[1]) / max(now[0] - since[0], 1e-9),
+        "memory_gib": memory(loop.ctx).now / 2**30,
+    }
+    loop.run.log(values, position)
+    return report, Mean(), now
+
+
+def _evaluated(rules: _Rules) -> Any:
     found = rules.evaluate()
     named = found if isinstance(found, Mapping) else {}
     if rules.metric is not None and rules.metric not in named:
@@ -306,40 +323,21 @@ def _evaluated(loop: _Loop, position: Position) -> Any:
             f"fit(metric={rules.metric!r}): evaluate returned {shown(found)}. Choose the name of "
             f"one of its values: {', '.join(map(str, named)) or 'it has none, so omit metric'}."
         )
-    loop.run.log({"eval": found}, position)
     return found
 
 
-def _logged(
-    loop: _Loop, report: Report, mean: Mean, since: tuple[float, int]
-) -> tuple[Mean, tuple[float, int]]:
-    """Track an entry where one is due, and begin the next mean."""
-    position, model = report.position, loop.model
-    if position.updates % loop.rules.log_every and not position.is_last:
-        return mean, since
-    total, weight = ops.reduce(mean.pair(loop.ctx), loop.ctx.axis("loss"), op="sum")
-    now = (time.monotonic(), position.samples)
-    values = {
-        "loss": total / weight,
-        "grad_norm": report.grad_norm,
-        "lr": model.optimizers[0].param_groups[0]["lr"],
-        "rows_per_s": (now[1] - since[1]) / max(now[0] - since[0], 1e-9),
-        "memory_gib": memory(loop.ctx).now / 2**30,
-    }
-    loop.run.log(values, position)
-    return Mean(), now
-
-
 def _agreed(loop: _Loop, position: Position, clock: float, *, left: bool) -> tuple[bool, bool]:
-    """Whether all ranks stop here, and whether minutes make a checkpoint due."""
+    """Whether all ranks stop here, and whether a checkpoint is due."""
     rules, notice, ctx = loop.rules, loop.notice, loop.ctx
+    every = rules.save_every
+    due = (every and not position.updates % every) or (rules.save_epochs and position.is_last)
     if position.updates % rules.check_every and not position.is_last:
-        return False, False
+        return False, bool(due)
     minutes = rules.save_minutes
     late = minutes is not None and time.monotonic() - clock >= minutes * 60
     signalled = notice is not None and notice.signalled
     if ctx.world_size == 1:
-        return left or signalled, late
+        return left or signalled, bool(due or late)
     found = ops.gather_objects((left, signalled, late), ctx)
     gone = [rank for rank, (one, _, _) in enumerate(found) if one]
     if 0 < len(gone) < len(found):
@@ -349,31 +347,21 @@ def _agreed(loop: _Loop, position: Position, clock: float, *, left: bool) -> tup
             ", ".join(map(str, gone)),
             position.updates,
         )
-    return any(one or two for one, two, _ in found), found[0][2]
+    return any(one or two for one, two, _ in found), bool(due or found[0][2])
 
 
-def _is_due(rules: _Rules, position: Position) -> bool:
-    every = rules.save_every
-    return bool(every and not position.updates % every) or (rules.save_epochs and position.is_last)
-
-
-def _save(
-    loop: _Loop, position: Position, mean: Mean, metrics: Any, *, last: bool = False
-) -> Saving:
-    rules, ctx = loop.rules, loop.ctx
-    found = metrics.get(rules.metric) if isinstance(metrics, Mapping) else metrics
+def _save(loop: _Loop, report: Report, mean: Mean, *, last: bool = False) -> Saving:
+    rules, ctx, found = loop.rules, loop.ctx, report.metrics
+    found = found.get(rules.metric) if isinstance(found, Mapping) else found
     score = float(found) if isinstance(found, int | float) and math.isfinite(found) else None
     pruned = rules.keep_best is None or score is not None
+    losses = ops.gather(mean.pair(ctx)[None], ctx.axis("loss"))
     return save(
         rules.checkpoints,
         ctx,
         loop.model,
-        position=position,
-        extra={
-            "run": loop.run.state(),
-            "loss": ops.gather(mean.pair(ctx)[None], ctx.axis("loss")),
-            "user": dict(rules.extra),
-        },
+        position=report.position,
+        extra={"run": loop.run.state(), "loss": losses, "user": dict(rules.extra)},
         metric=score,
         keep_last=rules.keep_last if pruned else None,
         keep_best=rules.keep_best if pruned else None,

@@ -53,10 +53,9 @@ class Mean:
             value, weight = value.loss, value.weight
         if type(value) is Weighted:
             return Mean(self.total + total_of(value.total), self.weight + total_of(value.weight))
-        number = total_of(value)
-        # A loss of no rows is no number, and counts for nothing.
-        counted = number * weight if type(weight) is not int or weight else 0.0
-        return Mean(self.total + counted, self.weight + total_of(weight))
+        if type(weight) is not int:
+            weight = total_of(weight)
+        return Mean(self.total + total_of(value) * weight, self.weight + weight)
 
     def reduce(self, ctx: DistContext) -> float:
         """The mean of all ranks together, which is the same on every rank; NaN without values.

@@ -1,7 +1,6 @@
 """Memory of a rank's device, or of its process on the CPU."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -9,9 +8,12 @@ import torch
 
 from fxtrain.state import DistContext
 
-__all__ = ["Memory", "memory"]
+if sys.platform == "win32":
+    resource = None
+else:
+    import resource
 
-_STATUS = Path("/proc/self/status")
+__all__ = ["Memory", "memory"]
 
 
 @attrs.frozen(kw_only=True)
@@ -57,17 +59,12 @@ def memory(ctx: DistContext) -> Memory:
 
 
 def _process_memory() -> Memory:
-    if _STATUS.exists():
-        with _STATUS.open(encoding="ascii") as lines:
-            found = dict(
-                line.split(":", 1) for line in lines if line.startswith(("VmRSS", "VmHWM"))
-            )
-        now, peak = (int(found[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM"))
-        return Memory(now=now, peak=max(now, peak))
-    if sys.platform == "win32":
+    if resource is None:
         return Memory(now=0, peak=0)
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    used = peak if sys.platform == "darwin" else peak << 10  # there it is in bytes
-    return Memory(now=used, peak=used)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = most if sys.platform == "darwin" else most << 10  # there it is in bytes
+    if sys.platform != "linux":
+        return Memory(now=peak, peak=peak)
+    with open("/proc/self/statm", "rb") as file:
+        now = int(file.read().split()[1]) * resource.getpagesize()
+    return Memory(now=now, peak=max(now, peak))
