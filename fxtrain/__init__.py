@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from fxtrain.loop import find_batch_size as find_batch_size
     from fxtrain.loop import fit as fit
     from fxtrain.loop import step as step
+    from fxtrain.loop import update as update
     from fxtrain.meters import Memory as Memory
     from fxtrain.meters import Meter as Meter
     from fxtrain.meters import count_flops as count_flops
@@ -116,7 +117,7 @@ _HOMES = {
     "fxtrain.checkpoint": "Restored Saving Verified latest merge restore save verify",
     "fxtrain.data": "Sharded shard",
     "fxtrain.launch": "given_plan launch",
-    "fxtrain.loop": "EarlyStopping Mean StepFns evaluate find_batch_size fit step",
+    "fxtrain.loop": "EarlyStopping Mean StepFns evaluate find_batch_size fit step update",
     "fxtrain.meters": "Memory Meter count_flops memory timed",
     "fxtrain.models": "export load_model",
     "fxtrain.ops": "close detect log preemption",
