@@ -47,7 +47,7 @@ def test_it_keeps_the_last_and_the_best(ctx, tmp_path):
         keep_last=1,
         keep_best=1,
         metric="s",
-        evaluate=lambda: {"s": next(scores)},
+        evaluate=lambda: {"s": torch.tensor(next(scores))},
     )
     assert _kept(tmp_path) == [8, 20]
     assert [one.metrics["s"] for one in reports if one.metrics][:2] == [3.0, 1.0]
@@ -93,6 +93,8 @@ BAD = {
     "evaluate": ({"evaluate": 3}, "evaluate is 3; pass a function"),
     "extra": ({"extra": [1]}, r"extra is \[1\]; pass a dict"),
     "metric": ({"metric": "a", "evaluate": lambda: {"b": 1.0}}, "name of one of its values: b"),
+    "no metric": ({"keep_best": 1, "evaluate": lambda: {"b": 1.0}}, "one of its values: b"),
+    "no evaluation": ({"keep_best": 1}, "pass evaluate too"),
     "signal": ({"signals": "SIGNOTHING"}, "not a signal"),
     "tracker": ({"to": ["tensorbord"]}, "tensorbord"),
 }

@@ -1,6 +1,5 @@
 """Training as an iterator: the loop is the callback."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +13,7 @@ from fxtrain._errors import DataError, FxError, PlanError
 from fxtrain._record import above, at_least, record
 from fxtrain.checkpoint import Restored, Saving, latest, restore, save
 from fxtrain.data import Sharded
-from fxtrain.loop.means import Mean
+from fxtrain.loop.means import Mean, finite_number
 from fxtrain.loop.progress import progress
 from fxtrain.loop.stepping import StepFns, step
 from fxtrain.meters import memory
@@ -138,7 +137,7 @@ def fit(
         ...     report.position.epoch
         2
     """
-    _check(ctx, fns, loader, evaluate, extra)
+    _check(ctx, fns, loader, evaluate, extra, keep_best)
     rules = _Rules(
         path=path,
         epochs=epochs,
@@ -164,7 +163,7 @@ def fit(
     return _train(ctx, fns, loader, rules)
 
 
-def _check(ctx: Any, fns: Any, loader: Any, evaluate: Any, extra: Any) -> None:
+def _check(ctx: Any, fns: Any, loader: Any, evaluate: Any, extra: Any, keep_best: Any) -> None:
     wrong = [
         f"{name} is {shown(value)}; pass {wanted}"
         for name, value, kind, wanted in (
@@ -180,6 +179,8 @@ def _check(ctx: Any, fns: Any, loader: Any, evaluate: Any, extra: Any) -> None:
             f"evaluate is {shown(evaluate)}; pass a function without arguments, such as "
             f"lambda: fx.evaluate(ctx, model, held_out, fn)"
         )
+    if keep_best is not None and evaluate is None:
+        wrong.append("keep_best compares what evaluate gives; pass evaluate too")
     if wrong:
         raise PlanError(f"fit: {'; '.join(wrong)}.")
 
@@ -202,13 +203,14 @@ def _opened(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> I
     """The run, restored and tracked."""
     restored = _restored(ctx, fns.model, rules) if rules.resume else None
     position = loader.position if restored is None else restored.position
+    known = restored.extra["run"] if restored else "folder" if rules.resume else None
     run = track(
         rules.path,
         ctx,
         (*rules.to, progress(_total(loader, rules.epochs))) if rules.show else rules.to,
         plan=fns.model.plan,
         settings=rules.settings,
-        resume=_run_to_resume(restored, rules),
+        resume=known,
         position=position,
     )
     with run, _signals(ctx, rules.signals) as notice:
@@ -244,12 +246,6 @@ def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> It
             saving = _save(loop, report, mean, last=True)
         if saving is not None:
             saving.result()
-
-
-def _run_to_resume(restored: Restored | None, rules: _Rules) -> Any:
-    if restored is None:
-        return "folder" if rules.resume else None
-    return restored.extra["run"]
 
 
 def _signals(ctx: DistContext, names: tuple[str, ...]) -> AbstractContextManager[Any]:
@@ -318,9 +314,9 @@ def _tracked(
 def _evaluated(rules: _Rules) -> Any:
     found = rules.evaluate()
     named = found if isinstance(found, Mapping) else {}
-    if rules.metric is not None and rules.metric not in named:
+    if rules.metric not in named and (rules.metric is not None or (named and rules.keep_best)):
         raise PlanError(
-            f"fit(metric={rules.metric!r}): evaluate returned {shown(found)}. Choose the name of "
+            f"fit(metric={rules.metric!r}): evaluate returned {shown(found)}. Pass the name of "
             f"one of its values: {', '.join(map(str, named)) or 'it has none, so omit metric'}."
         )
     return found
@@ -353,7 +349,7 @@ def _agreed(loop: _Loop, position: Position, clock: float, *, left: bool) -> tup
 def _save(loop: _Loop, report: Report, mean: Mean, *, last: bool = False) -> Saving:
     rules, ctx, found = loop.rules, loop.ctx, report.metrics
     found = found.get(rules.metric) if isinstance(found, Mapping) else found
-    score = float(found) if isinstance(found, int | float) and math.isfinite(found) else None
+    score = finite_number(found)
     pruned = rules.keep_best is None or score is not None
     losses = ops.gather(mean.pair(ctx)[None], ctx.axis("loss"))
     return save(

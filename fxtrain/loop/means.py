@@ -11,7 +11,7 @@ from fxtrain import ops
 from fxtrain._errors import DataError
 from fxtrain.state import DistContext, Report, Weighted, shown
 
-__all__ = ["Mean", "total_of"]
+__all__ = ["Mean", "finite_number", "total_of"]
 
 
 @attrs.frozen(eq=False)
@@ -91,3 +91,15 @@ def total_of(value: Any) -> Tensor | float:
         f"Mean.update takes a number, a tensor of one element, fx.Weighted or the report of a "
         f"step, found {shown(value)}. Take its mean first."
     )
+
+
+def finite_number(value: Any) -> float | None:
+    """A number or a tensor of one element as a finite float; None if it is something else.
+
+    Example:
+        >>> finite_number(torch.tensor(0.5)), finite_number(float("nan")), finite_number("0.5")
+        (0.5, None, None)
+    """
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
