@@ -40,9 +40,18 @@ if TYPE_CHECKING:
     from fxtrain.launch import given_plan as given_plan
     from fxtrain.launch import launch as launch
     from fxtrain.loop import EarlyStopping as EarlyStopping
+    from fxtrain.loop import Mean as Mean
     from fxtrain.loop import StepFns as StepFns
+    from fxtrain.loop import evaluate as evaluate
+    from fxtrain.loop import find_batch_size as find_batch_size
+    from fxtrain.loop import fit as fit
     from fxtrain.loop import step as step
     from fxtrain.loop import update as update
+    from fxtrain.meters import Memory as Memory
+    from fxtrain.meters import Meter as Meter
+    from fxtrain.meters import count_flops as count_flops
+    from fxtrain.meters import memory as memory
+    from fxtrain.meters import timed as timed
     from fxtrain.models import export as export
     from fxtrain.models import load_model as load_model
     from fxtrain.ops import close as close
@@ -110,7 +119,8 @@ _HOMES = {
     "fxtrain.checkpoint": "Restored Saving Verified latest merge restore save verify",
     "fxtrain.data": "Sharded shard",
     "fxtrain.launch": "given_plan launch",
-    "fxtrain.loop": "EarlyStopping StepFns step update",
+    "fxtrain.loop": "EarlyStopping Mean StepFns evaluate find_batch_size fit step update",
+    "fxtrain.meters": "Memory Meter count_flops memory timed",
     "fxtrain.models": "export load_model",
     "fxtrain.ops": "close detect log preemption",
     "fxtrain.profile": "dry_run",
@@ -124,7 +134,7 @@ _HOMES = {
     "fxtrain.track": "Run track",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-_MODULES = ("big", "checkpoint", "interop", "ops", "state", "testing")
+_MODULES = ("big", "checkpoint", "interop", "meters", "ops", "state", "testing")
 
 __all__ = sorted([*_HOME, "ops", "state"])  # pyright: ignore[reportUnsupportedDunderAll]
 

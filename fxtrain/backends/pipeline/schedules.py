@@ -83,6 +83,12 @@ class Pipeline:
         """Put the module and its stages into evaluation mode."""
         self.train(mode=False)
 
+    def modules(self) -> Iterator[nn.Module]:
+        """Every module that `train` and `eval` switch."""
+        yield from self.module.modules()
+        for stage in (*self.stages.values(), *self.fake_stages.values()):
+            yield from (*stage.modules(), *stage.shell.modules())
+
     def run(self, ready: PreparedSchedule, job: StageTask) -> None:
         """Run a job on every micro-batch of every stage of this rank, in the schedule's order."""
         index = torch.arange(ready.parts)
