@@ -8,6 +8,7 @@ a tensor stays in this process.
 import ctypes
 import mmap
 import os
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -19,10 +20,18 @@ from fxtrain._errors import CheckpointError
 from fxtrain._reading import open_file
 from fxtrain.state import Location
 
-__all__ = ["MappedFile", "Span", "check", "fits", "map_file", "mapped", "read", "spans_of"]
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+__all__ = [
+    "MappedFile", "Span", "check", "disk_waits", "fits", "map_file", "mapped", "read", "spans_of",
+]  # fmt: skip
 
 _POPULATE_READ = 22  # madvise: read pages and map them; an error is returned, not a signal
 _PIECE = 1 << 20  # bytes read at once
+_MEMORY_SPEED = 8e9  # bytes per second that no disk reaches
 _ALIGNMENT = 8  # bytes; safetensors aligns headers to as many
 
 
@@ -124,16 +133,27 @@ def check(spans: Sequence[Span]) -> None:
             raise _failure(span, span.start, _difference(span.file.status, status))
 
 
-def read(span: Span, start: int, stop: int) -> None:
+def read(span: Span, start: int, stop: int) -> bool:
     """Bring bytes of a span into memory; other threads run meanwhile.
+
+    Returns:
+        Whether they probably were in memory before.
 
     Raises:
         CheckpointError: the disk cannot be read; it names the file, the tensor and the offset.
     """
-    for low in range(start, stop, _PIECE):
-        high = min(low + _PIECE, stop)
-        if not _populate(span.file, low, high):
-            _read_through(span, low, high)
+    begin = time.perf_counter()
+    if not _populate(span.file, start, stop):
+        for low in range(start, stop, _PIECE):
+            _read_through(span, low, min(low + _PIECE, stop))
+    return (stop - start) / _MEMORY_SPEED > time.perf_counter() - begin
+
+
+def disk_waits() -> int | None:
+    """How often this thread had to wait for the disk in an access to memory; None if unknown."""
+    if resource is None or not hasattr(resource, "RUSAGE_THREAD"):
+        return None
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 
 
 def _populate(file: MappedFile, start: int, stop: int) -> bool:

@@ -34,7 +34,7 @@ from fxtrain.models import load_model
 from fxtrain.state import DistContext, Offload, Placement, Plan, Strategy, Weight, Wrapped
 from fxtrain.state.placement.placement import DISK, dtype_of
 
-__all__ = ["OFFLOAD"]
+__all__ = ["OFFLOAD", "wrap_streamed"]
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
@@ -46,11 +46,9 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
         placed_tensors(module, config.placement)
     except PlanError as error:
         problems.append(f"Offload(placement=...): {error}")
-    known = {name for name, _ in module.named_modules()} | {
-        name for name, _ in (*module.named_parameters(), *module.named_buffers())
-    }
-    ties = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    unknown = [unit.name for unit in config.placement.units if unit.name not in known | ties]
+    named = (module.named_modules, module.named_parameters, module.named_buffers)
+    known = {name for names in named for name, _ in names(remove_duplicate=False)}
+    unknown = [unit.name for unit in config.placement.units if unit.name not in known]
     if unknown:
         problems.append(
             f"Offload(placement=...): {type(module).__name__} has no module or tensor "
@@ -81,14 +79,21 @@ def _device_problems(ctx: DistContext, placement: Placement) -> tuple[str, ...]:
     return tuple(problems)
 
 
-def _wrap(
+def wrap_streamed(
     strategy: Strategy,
     module: nn.Module,
     ctx: DistContext,
     plan: Plan,
     optimizer: Any,
     scheduler: Any,
+    *,
+    copy: bool | None = None,
 ) -> Wrapped:
+    """Wrap a module as its placement says.
+
+    Args:
+        copy: Copy streamed units to their device, also if that is the CPU.
+    """
     config: Offload = plan.strategy
     placement = _placement(config)
     tensors = placed_tensors(module, placement)
@@ -100,6 +105,7 @@ def _wrap(
         folder=None if config.offload_folder is None else Path(config.offload_folder),
         ahead=placement.ahead if config.ahead is None else config.ahead,
         pin=config.pin,
+        copy=copy,
     )
     undo: list[Callable[[], None]] = [streaming.close]
 
@@ -231,7 +237,7 @@ OFFLOAD = attrs.evolve(
     name="Offload",
     config=Offload,
     check=_check,
-    wrap=_wrap,
+    wrap=wrap_streamed,
     sync=_SYNC,
     state=trained_state,
     load_state=load_trained,

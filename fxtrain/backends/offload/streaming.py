@@ -15,6 +15,7 @@ from fxtrain.backends.offload.mapped_files import (
     MappedFile,
     Span,
     check,
+    disk_waits,
     fits,
     map_file,
     mapped,
@@ -50,6 +51,8 @@ class Streaming:
         spans: By unit, the bytes to read for it, once they are known.
         empty: First names of tensors without values.
         waiting: By unit, values that are written to the folder once the unit is complete.
+        cached: Units that were in memory when they were used last, so that no thread reads them.
+        waits: What `disk_waits` said then.
         copies: What holds units on a device, where that is not the CPU.
         reader: Reads units ahead.
     """
@@ -65,6 +68,8 @@ class Streaming:
     spans: dict[int, tuple[Span, ...]] = attrs.field(factory=dict)
     empty: set[str] = attrs.field(factory=set)
     waiting: dict[int, dict[str, Tensor]] = attrs.field(factory=dict)
+    cached: set[int] = attrs.field(factory=set)
+    waits: list[int | None] = attrs.field(factory=lambda: [None])
     copies: DeviceCopies | None
     reader: ReadAhead
 
@@ -75,13 +80,18 @@ class Streaming:
             CheckpointError: a file cannot be read, or was changed.
         """
         if unit not in self.spans:
-            self.spans[unit] = self._spans_of(unit)
+            self._find_spans()
         check(self.spans[unit])
         if self.copies is not None and self.copies.has(unit):
             return
+        if self.copies is None and (waits := disk_waits()) != self.waits[0]:
+            self.cached.clear()  # the system has taken pages back
+            self.waits[0] = waits
         prepared = self.reader.use(unit)
         if self.copies is not None:
             self.copies.install(unit, prepared[0])
+        elif self.waits[0] is not None and all(prepared):
+            self.cached.add(unit)
 
     def ready(self) -> None:
         """Check before a forward that every tensor has values.
@@ -96,6 +106,8 @@ class Streaming:
             _write(self, unit)
         if self.copies is not None and not self.empty:
             self.copies.prepare()
+        if len(self.spans) < len(self.units):
+            self._find_spans()
         if self.empty:
             names = sorted(self.empty)
             more = f" and {len(names) - 5} more" if names[5:] else ""
@@ -104,10 +116,13 @@ class Streaming:
                 f"them with fx.load_model(folder, model)."
             )
 
-    def _spans_of(self, unit: int) -> tuple[Span, ...]:
-        names = (one.names[0] for one in self.units[unit].tensors)
-        places = [(name, self.locations[name]) for name in names if name in self.locations]
-        return spans_of((name, self.files[place.path], place) for name, place in places)
+    def _find_spans(self) -> None:
+        for number, unit in enumerate(self.units):
+            names = (one.names[0] for one in unit.tensors)
+            places = [(name, self.locations[name]) for name in names if name in self.locations]
+            self.spans[number] = spans_of(
+                (name, self.files[place.path], place) for name, place in places
+            )
 
     def close(self) -> None:
         """End the threads, and leave values where they are held."""
@@ -137,6 +152,7 @@ def new_streaming(
         copy = any(unit.device.type != "cpu" for unit in units)
     copies = DeviceCopies(units=units, ahead=ahead, pin=pin) if copy else None
     spans: dict[int, tuple[Span, ...]] = {}
+    cached: set[int] = set()
     table = {one.names[0]: one for one in tensors}
     users: dict[str, tuple[int, ...]] = {}
     for index, unit in enumerate(units):
@@ -149,19 +165,20 @@ def new_streaming(
         folder=folder,
         spans=spans,
         empty={name for name, one in table.items() if one.tensors[0].is_meta},
+        cached=cached,
         copies=copies,
-        reader=start(functools.partial(_work, spans, copies), len(units), ahead),
+        reader=start(functools.partial(_work, spans, cached, copies), len(units), ahead),
     )
 
 
 def _work(
-    spans: dict[int, tuple[Span, ...]], copies: DeviceCopies | None, unit: int
+    spans: dict[int, tuple[Span, ...]], cached: set[int], copies: DeviceCopies | None, unit: int
 ) -> list[Callable[[], Any]]:
     """What threads do for a unit."""
     if copies is not None:
         return [functools.partial(_read_and_copy, spans.get(unit, ()), copies, unit)]
     work: list[Callable[[], Any]] = []
-    for span in spans.get(unit, ()):
+    for span in () if unit in cached else spans.get(unit, ()):
         size = max(_SMALLEST, -(-(span.stop - span.start) // _PARTS))
         work += [
             functools.partial(read, span, low, min(low + size, span.stop))

@@ -83,7 +83,7 @@ def streamed_units(
     units = units_by_name(placement)
     for name, part, _ in _tensors(module):
         owners.setdefault(owner_of(units, name).name, {})[id(part)] = part
-    parts = dict(module.named_modules())
+    parts = dict(module.named_modules(remove_duplicate=False))
     return tuple(
         StreamedUnit(
             name=unit.name,
