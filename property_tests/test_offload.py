@@ -34,7 +34,7 @@ class Net(nn.Module):
             second.weight = first.weight
         self.gains = nn.Parameter(torch.rand(len(layers), WIDTH) + 0.5)
 
-    def forward(self, x, order, recompute=False):
+    def forward(self, x, order, *, recompute=False):
         for number in order:
             layer = self.layers[number]
             y = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
@@ -109,7 +109,7 @@ def test_gradients_of_resident_parameters_equal_those_of_the_resident_model(
         for _ in range(3):
             order, x = data.draw(orders), torch.randn(2, WIDTH)
             for one, optimizer in ((model, model.optimizer), (resident, plain)):
-                one(x, order, recompute).sum().backward()
+                one(x, order, recompute=recompute).sum().backward()
                 optimizer.step()
             assert torch.equal(net.gains.grad, resident.gains.grad)
             assert torch.equal(net.gains, resident.gains)
