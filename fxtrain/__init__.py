@@ -123,7 +123,7 @@ _HOMES = {
     "fxtrain.track": "Run track",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-_MODULES = ("checkpoint", "interop", "ops", "state", "testing")
+_MODULES = ("big", "checkpoint", "interop", "ops", "state", "testing")
 
 __all__ = sorted([*_HOME, "ops", "state"])  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -10,7 +10,8 @@ from fxtrain._errors import PlanError
 from fxtrain.models.weight_list import KvCache, Weight, Weights
 
 __all__ = [
-    "BYTES", "OPTIMIZERS", "SHARDING", "Estimate", "Training", "estimate", "inference", "training",
+    "BYTES", "OPTIMIZERS", "SHARDING", "Estimate", "Training", "cache_bytes", "estimate",
+    "inference", "layer_of", "training",
 ]  # fmt: skip
 
 # Bytes of optimizer state per trained element, in fp32.
@@ -94,7 +95,7 @@ def estimate(weights: Weights) -> Estimate:
     """
     layers: dict[str, list[Weight]] = {}
     for tensor in weights.tensors:
-        layers.setdefault(_layer(tensor.name), []).append(tensor)
+        layers.setdefault(layer_of(tensor.name), []).append(tensor)
     if not layers:
         raise PlanError(f"{weights.source} contains no tensors.")
     name, largest = max(layers.items(), key=lambda layer: sum(one.nbytes for one in layer[1]))
@@ -184,11 +185,12 @@ def _working(tensors: Iterable[Weight], each: float, *, full: bool) -> float:
         return 0.0 if each == 4 else sum(one.numel for one in floats) * each
     layers: dict[str, int] = {}
     for one in floats:
-        layers[_layer(one.name)] = layers.get(_layer(one.name), 0) + one.numel
+        layers[layer_of(one.name)] = layers.get(layer_of(one.name), 0) + one.numel
     return 2 * max(layers.values(), default=0) * each
 
 
-def _layer(name: str) -> str:
+def layer_of(name: str) -> str:
+    """The layer that a tensor belongs to: an item of a numbered sequence, or else its module."""
     numbered = re.match(r"(.*?(?:^|\.)\d+)\.", name)
     return numbered[1] if numbered else name.rpartition(".")[0] or name
 

@@ -18,7 +18,8 @@ from fxtrain._reading import open_file, read_file
 from fxtrain.state import parse_json, shown
 
 __all__ = [
-    "KvCache", "Weight", "Weights", "cache_of", "read_json", "read_weights", "stored_weight",
+    "KvCache", "Weight", "Weights", "build_on_meta", "cache_of", "read_json", "read_weights",
+    "stored_weight",
 ]  # fmt: skip
 
 # The limit of the safetensors package; a longer header means a damaged file.
@@ -105,9 +106,43 @@ def read_weights(source: str) -> Weights:
         return _folder(path)
     if os.path.exists(path):
         return _one_file(path)
-    if ":" in source:
-        return _factory(source)
-    return _timm(source)
+    return _code(source)
+
+
+def build_on_meta(source: str | os.PathLike[str]) -> Any:
+    """Build the model of a config or of code, on the meta device.
+
+    Args:
+        source: A transformers config.json or a folder with one; `module:function`; or a timm
+            model name.
+
+    Effects:
+        Imports and runs that code.
+
+    Raises:
+        PlanError: the source is none of these, or its code fails.
+        MissingPackageError: transformers or timm is needed.
+
+    Example:
+        >>> from fxtrain.models.weight_list import build_on_meta
+        >>> build_on_meta("torch.nn:PReLU").weight.device
+        device(type='meta')
+    """
+    path = Path(source)
+    if path.is_dir():
+        return _build_transformers(path / "config.json")
+    if os.path.exists(path):
+        return _build_transformers(path)
+    name = str(source)
+    return _build_function(name) if ":" in name else _build_timm(name)
+
+
+def _code(source: str) -> Weights:
+    model = build_on_meta(source)
+    config: Any = getattr(model, "config", None)
+    known = config.to_dict() if hasattr(config, "to_dict") else {}
+    what = source if ":" in source else f"timm {source}"
+    return Weights(source=what, tensors=_tensors(model), cache=cache_of(known))
 
 
 def _folder(path: Path) -> Weights:
@@ -209,19 +244,23 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _transformers(path: Path) -> Weights:
+    model = _build_transformers(path)
+    return Weights(source=str(path), tensors=_tensors(model), cache=cache_of(read_json(path)))
+
+
+def _build_transformers(path: Path) -> Any:
     known = read_json(path)
     package = optional("transformers", extra="models", needed_by=f"the config {path}")
     try:
         config = package.AutoConfig.from_pretrained(path, local_files_only=True)
         named = getattr(package, str((known.get("architectures") or [""])[0]), None)
-        model = _on_meta(lambda: named(config) if named else package.AutoModel.from_config(config))
+        return _on_meta(lambda: named(config) if named else package.AutoModel.from_config(config))
     except Exception as error:  # transformers and the model may raise anything
         reason = f"{type(error).__name__}: {str(error)[:_MAX_REASON_LENGTH]}"
         raise PlanError(f"{path}: transformers cannot build this model: {reason}") from error
-    return Weights(source=str(path), tensors=_tensors(model), cache=cache_of(known))
 
 
-def _factory(source: str) -> Weights:
+def _build_function(source: str) -> Any:
     module, _, function = source.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -243,12 +282,10 @@ def _factory(source: str) -> Weights:
     torch = importlib.import_module("torch")
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"{source} returned a {type(model).__name__}, not a torch.nn.Module.")
-    config: Any = getattr(model, "config", None)
-    known = config.to_dict() if hasattr(config, "to_dict") else {}
-    return Weights(source=source, tensors=_tensors(model), cache=cache_of(known))
+    return model
 
 
-def _timm(name: str) -> Weights:
+def _build_timm(name: str) -> Any:
     if not name or "/" in name or "." in name[:1] or name.endswith(_FILES):
         raise PlanError(
             f"{name}: no such file or folder. For a model on the Hugging Face hub, pass "
@@ -260,8 +297,7 @@ def _timm(name: str) -> Weights:
         near = get_close_matches(name, timm.list_models(), n=3)
         hint = f" Did you mean {', '.join(near)}?" if near else ""
         raise PlanError(f"{name}: no such file, folder or timm model.{hint}")
-    model = _on_meta(lambda: timm.create_model(name, pretrained=False))
-    return Weights(source=f"timm {name}", tensors=_tensors(model))
+    return _on_meta(lambda: timm.create_model(name, pretrained=False))
 
 
 def _on_meta(build: Any) -> Any:

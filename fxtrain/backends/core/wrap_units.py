@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 
 from fxtrain.backends.core.name_checks import unknown_classes, unknown_patterns
+from fxtrain.models.block_names import block_names
 from fxtrain.state import FSDP
 
-__all__ = ["block_names", "ignored_names", "unit_problems", "units"]
+__all__ = ["ignored_names", "unit_problems", "units"]
 
 
 def unit_problems(module: nn.Module, config: FSDP) -> list[str]:
@@ -75,18 +76,6 @@ def ignored_names(module: nn.Module, config: FSDP) -> set[str]:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.ignore)
     }
     return {name for name, parameter in named if id(parameter) in found}
-
-
-def block_names(module: nn.Module) -> tuple[str, ...]:
-    """Class names of a model's repeated blocks: its own list, or what its ModuleLists hold."""
-    own: set[str] = set()
-    for part in module.modules():
-        own.update(getattr(part, "_no_split_modules", None) or ())
-    there = {type(part).__name__ for part in module.modules()}
-    if own & there:
-        return tuple(sorted(own & there))
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    return tuple(sorted({type(block).__name__ for part in lists for block in part}))
 
 
 def units(module: nn.Module, config: FSDP) -> list[list[nn.Module]]:

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain.backends.core.wrap_units import block_names
+from fxtrain.models.block_names import block_names
 from fxtrain.state import PP, Plan
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from fxtrain.backends.core.wrap_units import block_names
+from fxtrain.models.block_names import block_names
 from fxtrain.state import TP
 
 __all__ = ["Split", "find_splits", "region", "split_dim", "split_problems"]

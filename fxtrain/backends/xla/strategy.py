@@ -11,7 +11,6 @@ from fxtrain.backends.core import buffers, step_functions
 from fxtrain.backends.core.model_state import load_state
 from fxtrain.backends.core.module_changes import send_values, unmatched_names
 from fxtrain.backends.core.weights import in_user_dtypes, torch_weights
-from fxtrain.backends.core.wrap_units import block_names
 from fxtrain.backends.single import SINGLE, make_handle
 from fxtrain.backends.xla.module_placement import (
     move_to_device,
@@ -20,6 +19,7 @@ from fxtrain.backends.xla.module_placement import (
     split_states,
 )
 from fxtrain.backends.xla.recompilations import RecompilationLog
+from fxtrain.models.block_names import block_names
 from fxtrain.ops import xla_runtime
 from fxtrain.state import (
     XLA,

@@ -10,18 +10,18 @@ from fxtrain._byte_units import read_bytes
 from fxtrain._record import at_least, canonical, record
 from fxtrain.state.placement.placement import DtypeRule, Placement
 
-__all__ = ["Limit", "Offload", "POLICIES", "limits_of", "rules_of"]
+__all__ = ["Limit", "Offload", "POLICIES", "limits_of", "rules_of", "share_of"]
 
 POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 
 def _is_limit(_: Any, __: Any, value: int | str) -> None:
-    if isinstance(value, str) and (percent := _PERCENT.fullmatch(value)):
-        if not 0 <= float(percent[1]) <= 100:
-            raise ValueError("choose a share from 0% to 100%.")
-    else:
+    share = share_of(value)
+    if share is None:
         _is_size(None, None, value)
+    elif share > 1:
+        raise ValueError("choose a share from 0% to 100%.")
 
 
 def _is_size(_: Any, __: Any, value: int | str) -> None:
@@ -43,6 +43,12 @@ class Limit:
         validator=_is_limit,
         metadata={"choose": "a number of bytes, or text such as '10GiB' or '50%'"},
     )
+
+
+def share_of(value: int | str) -> float | None:
+    """A share such as "50%" as a number; None if it is a size."""
+    percent = _PERCENT.fullmatch(value) if isinstance(value, str) else None
+    return None if percent is None else float(percent[1]) / 100
 
 
 def limits_of(value: Any) -> Any:
