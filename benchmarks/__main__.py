@@ -9,10 +9,23 @@ from benchmarks import (
     growth,
     imports,
     loader,
+    offload,
     startup,
     step,
 )
 
 if __name__ == "__main__":
-    for each in (step, loader, gather, ddp, fsdp, imports, startup, checkpoint, growth, faults):
+    for each in (
+        step,
+        loader,
+        gather,
+        ddp,
+        fsdp,
+        imports,
+        startup,
+        checkpoint,
+        offload,
+        growth,
+        faults,
+    ):
         each.main()

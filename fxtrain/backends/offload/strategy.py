@@ -10,7 +10,8 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain import ops
+from fxtrain import big, ops
+from fxtrain._byte_units import read_bytes
 from fxtrain._errors import PlanError
 from fxtrain.backends.core.module_changes import (
     prepare_module,
@@ -31,6 +32,7 @@ from fxtrain.backends.offload.streaming import (
 from fxtrain.backends.offload.units import PlacedTensor, placed_tensors, streamed_units
 from fxtrain.backends.single import SINGLE, make_handle
 from fxtrain.models import load_model
+from fxtrain.ops.same_errors import fail_together
 from fxtrain.state import DistContext, Offload, Placement, Plan, Strategy, Weight, Wrapped
 from fxtrain.state.placement.placement import DISK, dtype_of
 
@@ -95,7 +97,8 @@ def wrap_streamed(
         copy: Copy streamed units to their device, also if that is the CPU.
     """
     config: Offload = plan.strategy
-    placement = _placement(config)
+    with fail_together(ctx if ctx.world_size > 1 else None, "wrap"):
+        placement = config.placement or _compute_placement(config, module, ctx)
     tensors = placed_tensors(module, placement)
     if optimizer is not None:
         _refuse_training(tensors)
@@ -130,10 +133,22 @@ def wrap_streamed(
     return made
 
 
-def _placement(config: Offload) -> Placement:
-    if config.placement is None:
-        raise PlanError("Offload(): pass placement=...")
-    return config.placement
+def _compute_placement(config: Offload, module: nn.Module, ctx: DistContext) -> Placement:
+    """Place a model by the fields of the config."""
+    memory: Any = config.memory or None
+    if memory is None and ctx.world_size > 1:  # other ranks use the other devices
+        share = f"{90 // ctx.local_world_size}%"
+        memory = {"cpu": share} if ctx.device.type == "cpu" else {ctx.device: "90%", "cpu": share}
+    return big.place(
+        big.sizes(module, no_split=config.no_split, dtypes=config.dtypes),
+        big.budget(memory),
+        policy=config.policy,
+        ahead=config.ahead,
+        offload_buffers=config.offload_buffers,
+        activations=read_bytes(config.activations or None, "Offload(activations=...)") or 0,
+        batch=config.batch,
+        tokens=config.tokens,
+    )
 
 
 def _refuse_training(tensors: tuple[PlacedTensor, ...]) -> None:
