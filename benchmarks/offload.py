@@ -89,7 +89,7 @@ def _linears(ctx, at):
         [name, f"{1e3 * t:.1f}", f"{1e3 * (t - base):+.1f}", f"{t / base:.3f}"]
         for name, t in times.items()
     ]
-    title = f"{LAYERS} × Linear({WIDTH}), {ROWS} rows, warm"
+    title = f"{LAYERS} layers of Linear({WIDTH}), {ROWS} rows, warm"
     show(title, ["", "ms per forward", "added", "of resident"], rows)
     _loading(at)
 

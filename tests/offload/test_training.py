@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,7 +115,7 @@ def test_a_checkpoint_has_what_is_trained_and_names_the_frozen_files(ctx, folder
     _train(ctx, full := _streamed(ctx, folder))
     reports = _train(ctx, model, batches=3)
     fx.save(tmp_path / "runs", ctx, model, position=reports[-1].position)
-    at = fx.latest(tmp_path / "runs")
+    at = Path(fx.latest(tmp_path / "runs"))
     manifest = json.loads((at / "manifest.json").read_text())
     names = {name for name in manifest["tensors"] if "/module." in name}
     assert names == {f"model/module.{way}.{n}.weight" for way in ("up", "down") for n in (0, 1)}
