@@ -1,7 +1,6 @@
 """Training what stays resident of a streamed model: steps, checkpoints, and the frozen files."""
 
 import copy
-import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
+from fxtrain.checkpoint.folders import read_manifest
+from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.state import PlacedUnit
 from fxtrain.testing import Transformer
 from fxtrain.testing.training import on_mesh
@@ -116,8 +117,8 @@ def test_a_checkpoint_has_what_is_trained_and_names_the_frozen_files(ctx, folder
     reports = _train(ctx, model, batches=3)
     fx.save(tmp_path / "runs", ctx, model, position=reports[-1].position)
     at = Path(fx.latest(tmp_path / "runs"))
-    manifest = json.loads((at / "manifest.json").read_text())
-    names = {name for name in manifest["tensors"] if "/module." in name}
+    found = read_manifest(open_storage(at)).tensors
+    names = {name for name in found if "/module." in name}
     assert names == {f"model/module.{way}.{n}.weight" for way in ("up", "down") for n in (0, 1)}
     assert "model.safetensors" in (at / "manifest.json").read_text()
 

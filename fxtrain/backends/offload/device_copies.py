@@ -139,7 +139,7 @@ class DeviceCopies:
         address = tensor.untyped_storage().data_ptr()
         for unit, fetched in self._loaded.items():
             if fetched.flat.untyped_storage().data_ptr() == address:
-                return unit, tensor.storage_offset() * tensor.element_size()
+                return unit, int(tensor.storage_offset()) * tensor.element_size()
         return None
 
     def bytes_of(self, unit: int) -> Tensor:

@@ -86,7 +86,8 @@ def _use_copies(streaming: Streaming, unit: int) -> list[_Undo]:
     one = streaming.units[unit]
     undo: list[_Undo] = []
     blocks: list[Any] = []
-    for part in dict.fromkeys([*([] if one.root is None else [one.root]), *one.owners]):
+    parts = list(one.owners) if one.root is None else [one.root, *one.owners]
+    for part in dict.fromkeys(parts):
         enter = functools.partial(_enter, streaming, copies, unit, blocks)
         leave = functools.partial(_leave, copies, unit, blocks)
         undo.append(part.register_forward_pre_hook(enter).remove)

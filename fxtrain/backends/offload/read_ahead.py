@@ -24,12 +24,13 @@ class ReadAhead:
         work: (unit) → functions that together prepare it, each called in a thread.
         count: Units.
         ahead: Units to prepare while one is in use.
+        pool: The threads.
     """
 
     work: Callable[[int], Sequence[_Work]]
     count: int
     ahead: int
-    _pool: ThreadPoolExecutor
+    pool: ThreadPoolExecutor
     _following: dict[tuple[int, int], int] = attrs.field(factory=dict, init=False)
     _pending: dict[int, list[Future[Any]]] = attrs.field(factory=dict, init=False)
     _last: list[int] = attrs.field(factory=lambda: [-1, -1], init=False)  # two units, in order
@@ -59,10 +60,10 @@ class ReadAhead:
     def close(self) -> None:
         """End the threads."""
         self._pending.clear()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.pool.shutdown(wait=True, cancel_futures=True)
 
     def _begin(self, unit: int) -> list[Future[Any]]:
-        return [self._pool.submit(function) for function in self.work(unit)]
+        return [self.pool.submit(function) for function in self.work(unit)]
 
     def _predict(self, before: int, now: int) -> Iterator[int]:
         first = now

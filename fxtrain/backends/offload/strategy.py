@@ -13,6 +13,7 @@ from torch import nn
 from fxtrain import big, ops
 from fxtrain._byte_units import read_bytes
 from fxtrain._errors import PlanError
+from fxtrain.backends.core import buffers
 from fxtrain.backends.core.module_changes import (
     prepare_module,
     send_values,
@@ -41,6 +42,12 @@ __all__ = ["OFFLOAD", "wrap_streamed"]
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     problems = [*unmatched_names(module, plan), *xla_problems(ctx, "Offload")]
+    problems += [
+        f"The mesh has {axis}={ctx.mesh.sizes[axis]}, which Offload does not use: its ranks would "
+        f"all do the same. Leave the axis out of fx.Mesh(...)."
+        for axis in ("tensor", "pipeline")
+        if ctx.mesh.sizes[axis] > 1
+    ]
     config: Offload = plan.strategy
     if config.placement is None:
         return tuple(problems)
@@ -254,6 +261,7 @@ OFFLOAD = attrs.evolve(
     check=_check,
     wrap=wrap_streamed,
     sync=_SYNC,
+    apply=buffers.apply,
     state=trained_state,
     load_state=load_trained,
     weights=_weights,
