@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -251,16 +251,13 @@ def _unwrap(model: Wrapped) -> nn.Module:
     return model.module
 
 
-_Sync = Callable[[Wrapped, bool], AbstractContextManager[None]]
-_SYNC: _Sync = _sync
-
 OFFLOAD = attrs.evolve(
     SINGLE,
     name="Offload",
     config=Offload,
     check=_check,
     wrap=wrap_streamed,
-    sync=_SYNC,
+    sync=_sync,
     apply=buffers.apply,
     state=trained_state,
     load_state=load_trained,

@@ -28,7 +28,7 @@ from fxtrain.backends.offload.units import PlacedTensor, StreamedUnit
 from fxtrain.state import Location, Part
 from fxtrain.state.placement.placement import DISK
 
-__all__ = ["Streaming", "new_streaming"]
+__all__ = ["Streaming", "keep_for_folder", "new_streaming", "place", "set_values"]
 
 _Read = Callable[[Part | None], Tensor]
 _PARTS = 4  # of a unit, read at once
