@@ -68,8 +68,8 @@ def budget(
 
     Args:
         limits: Bytes by device, "cpu" and "disk", as numbers, as "10GiB", or as "50%" of what is
-            free. Only what is named is used, and the disk as well unless it is 0. None measures
-            every accelerator and the CPU.
+            free. Only what is named is used, and the disk as well unless it is 0. None, or
+            nothing, measures every accelerator and the CPU.
         keep_free: Of what is measured, the part that is not used.
 
     Effects:
@@ -87,7 +87,7 @@ def budget(
     """
     if not 0 <= keep_free < 1:
         raise PlanError(f"budget(keep_free={keep_free}): choose a number from 0 to below 1.")
-    if limits is None:
+    if not limits:
         rooms = [
             Room(device=device, bytes=int(_free(device) * (1 - keep_free)))
             for device in (*_accelerators(), "cpu")

@@ -38,6 +38,11 @@ COMMANDS: tuple[CommandEntry, ...] = (
         "estimate the memory of a model",
     ),
     CommandEntry(
+        "place",
+        "fxtrain.cli.inspect.place_command:PLACE",
+        "place a model that does not fit a device",
+    ),
+    CommandEntry(
         "verify-resume",
         "fxtrain.cli.resume_command:VERIFY_RESUME",
         "check that an interrupted script resumes with equal results",

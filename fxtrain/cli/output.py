@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import click
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from fxtrain._errors import escape_unprintable
 
-__all__ = ["as_json", "print_json", "print_table", "say", "warn"]
+__all__ = ["as_json", "print_json", "print_renderable", "print_table", "say", "warn"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -35,8 +35,6 @@ def print_json(data: Any) -> None:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
     """Print a table, in colour on a terminal only. A column that starts with > holds numbers."""
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else _PAGE
     table = Table(
         title=Text(escape_unprintable(title)) if title else None,
         title_justify="left",
@@ -50,6 +48,13 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
         )
     for row in rows:
         table.add_row(*(Text(escape_unprintable(cell)) for cell in row))
+    print_renderable(table)
+
+
+def print_renderable(table: RenderableType) -> None:
+    """Print what rich lays out, in colour on a terminal only."""
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if terminal else _PAGE
     console = Console(file=sys.stdout, width=width, highlight=False)
     with console.capture() as printed:
         console.print(table)

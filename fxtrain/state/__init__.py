@@ -8,7 +8,16 @@ from fxtrain.state.converters import converter_for, fingerprint, structure, unst
 from fxtrain.state.deepspeed import DeepSpeed, FromConfig, from_config
 from fxtrain.state.differences import Change, diff
 from fxtrain.state.dry_runs import PARTS, DryRun, Memory, Problem, Traffic
-from fxtrain.state.files import PLAN_VARIABLE, dumps, loads, plan_in, read_plan, write_plan
+from fxtrain.state.files import (
+    PLAN_VARIABLE,
+    dumps,
+    loads,
+    plan_in,
+    read_plan,
+    read_record,
+    write_plan,
+    write_record,
+)
 from fxtrain.state.fsdp import FSDP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD, is_alone, round_begins, round_ends
 from fxtrain.state.mesh import AXES, Mesh, axis_groups, read_mesh, resolve_mesh
@@ -151,6 +160,7 @@ __all__ = [
     "plan_in",
     "read_mesh",
     "read_plan",
+    "read_record",
     "read_topology",
     "resolve_mesh",
     "round_begins",
@@ -167,4 +177,5 @@ __all__ = [
     "window_in",
     "with_plan",
     "write_plan",
+    "write_record",
 ]

@@ -15,7 +15,7 @@ class Change:
     """One field in which two records differ.
 
     Attributes:
-        path: Where, as `strategy.hook.name`.
+        path: Where, as `strategy.hook.name` or `units[model.norm].device`.
         left: The value in the first record; None where it has no such field.
         right: The value in the second.
     """
@@ -28,7 +28,8 @@ class Change:
 def diff(left: Any, right: Any) -> tuple[Change, ...]:
     """The fields in which two records differ, by path, in the order of the fields.
 
-    Two strategies of different kind differ in `kind` and in the fields that only one has.
+    Two strategies of different kind differ in `kind` and in the fields that only one has. Records
+    in a tuple are compared by name, such as `units[model.norm].device`, or by number.
 
     Raises:
         PlanError: they are not records, or not of the same kind of record.
@@ -47,6 +48,11 @@ def diff(left: Any, right: Any) -> tuple[Change, ...]:
 
 
 def _changes(path: str, left: Any, right: Any) -> Iterator[Change]:
+    if _rows(left) and _rows(right):
+        before, after = _keyed(left), _keyed(right)
+        for key in {**before, **after}:
+            yield from _changes(f"{path}[{key}]", before.get(key), after.get(key))
+        return
     if not _comparable(left, right):
         if type(left) is not type(right) or left != right:
             yield Change(path, left, right)
@@ -60,6 +66,18 @@ def _changes(path: str, left: Any, right: Any) -> Iterator[Change]:
             yield change
     if not found and left != right:  # two types that look alike
         yield Change(path, left, right)
+
+
+def _rows(value: Any) -> bool:
+    """Whether a value is a tuple of records."""
+    return isinstance(value, tuple) and bool(value) and all(attrs.has(type(one)) for one in value)
+
+
+def _keyed(rows: tuple[Any, ...]) -> dict[Any, Any]:
+    """Records by name, or by number where they have no names of their own."""
+    names = [getattr(row, "name", None) for row in rows]
+    own = all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
+    return dict(zip(names if own else range(len(rows)), rows, strict=True))
 
 
 def _comparable(left: Any, right: Any) -> bool:

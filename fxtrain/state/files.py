@@ -12,7 +12,10 @@ from fxtrain.state.converters import plain, structure
 from fxtrain.state.parsing import Format, parse_text
 from fxtrain.state.plan import Plan
 
-__all__ = ["PLAN_VARIABLE", "dumps", "loads", "plan_in", "read_plan", "write_plan"]
+__all__ = [
+    "PLAN_VARIABLE", "dumps", "loads", "plan_in", "read_plan", "read_record", "write_plan",
+    "write_record",
+]  # fmt: skip
 
 PLAN_VARIABLE = "FXTRAIN_PLAN"  # by which `fxtrain launch` gives the ranks a plan
 
@@ -67,21 +70,34 @@ def loads(text: str, cls: type[T] = Plan, format: Format = "json") -> T:
     return structure(parse_text(text, format), cls)
 
 
+def read_record(path: str | Path, cls: type[T]) -> T:
+    """A record from a .json, .toml, .yaml or .yml file.
+
+    Raises:
+        PlanError: the suffix is another one, the file does not exist, or it is no such record.
+    """
+    return _read(path, cls, "read_record")
+
+
+def write_record(record: Any, path: str | Path) -> None:
+    """Write a record to a .json, .toml, .yaml or .yml file.
+
+    Effects:
+        Writes the file.
+
+    Raises:
+        PlanError: the suffix is another one, or the file cannot be written.
+    """
+    _write(record, path, "write_record")
+
+
 def read_plan(path: str | Path) -> Plan:
     """A plan from a .json, .toml, .yaml or .yml file.
 
     Raises:
         PlanError: the suffix is another one, the file is not there, or it is no plan.
     """
-    form = _format_of(path)
-    try:
-        text = read_text(path)
-    except OSError as error:
-        raise PlanError(f"read_plan({str(path)!r}): {error}.") from error
-    try:
-        return loads(text, Plan, form)
-    except PlanError as error:
-        raise PlanError(f"{path}:\n{error}") from None
+    return _read(path, Plan, "read_plan")
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
@@ -93,11 +109,27 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     Raises:
         PlanError: the suffix is another one, or the file cannot be written.
     """
-    text = dumps(plan, _format_of(path))
+    _write(plan, path, "write_plan")
+
+
+def _read(path: str | Path, cls: type[T], call: str) -> T:
+    form = _format_of(path)
+    try:
+        text = read_text(path)
+    except OSError as error:
+        raise PlanError(f"{call}({str(path)!r}): {error}.") from error
+    try:
+        return loads(text, cls, form)
+    except PlanError as error:
+        raise PlanError(f"{path}:\n{error}") from None
+
+
+def _write(record: Any, path: str | Path, call: str) -> None:
+    text = dumps(record, _format_of(path))
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise PlanError(f"write_plan({str(path)!r}): {error}.") from error
+        raise PlanError(f"{call}({str(path)!r}): {error}.") from error
 
 
 def _format_of(path: str | Path) -> Format:
