@@ -1,4 +1,4 @@
-"""One micro-batch: forward, backward and, where a window closes, the update."""
+"""One micro-batch: forward, backward and, at the end of a window, the update."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -25,15 +25,15 @@ from fxtrain.state import (
     Wrapped,
     check_connected,
     check_open,
-    is_alone,
     round_of,
     shown,
 )
 
-__all__ = ["StepFns", "step"]
+__all__ = ["StepFns", "check_ready", "step"]
 
-# Fields of a plan by which a loader makes windows and sequences, and on which a step relies.
+# Plan fields that decide how a loader forms windows and sequences, on which a step relies.
 _SHARED = ("accumulate", "flush", "context")
+_NO_UPDATE = UpdateResult(applied=False)
 
 
 def _check_model(_: Any, __: Any, model: Any) -> None:
@@ -65,16 +65,19 @@ def _refuse_criterion(given: str, call: str) -> NoReturn:
 
 
 def _default_update(model: Any) -> UpdateSpec:
-    """What every update of a plan does, unless its window needs a correction."""
+    """What every update of a plan does, unless its window needs a correction factor."""
     if not isinstance(model, Wrapped):
-        return UpdateSpec()  # refused by the validators, which run next
+        return UpdateSpec()  # the validators, which run next, refuse it
     return UpdateSpec(clip_norm=model.plan.clip_norm, clip_value=model.plan.clip_value)
 
 
 def _make_compute_loss(
-    loss_fn: Callable[[Wrapped, Batch], Any], *, independent: bool
+    loss_fn: Callable[[Wrapped, Batch], Any], model: Any, *, independent: bool
 ) -> Callable[[Wrapped, Batch], WeightedLoss]:
-    """What strategies call for a loss: the user's function, checked and weighed."""
+    """The loss function that strategies call: the user's, with its result checked and weighted."""
+    if not isinstance(model, Wrapped):
+        return loss_fn  # refused by the validators, which run next
+    data_rank = model.ctx.axis("data").rank
 
     def compute_loss(model: Wrapped, batch: Batch) -> WeightedLoss:
         if model.plan.precision.compute == "fp32":
@@ -82,8 +85,11 @@ def _make_compute_loss(
         else:
             with ops.autocast(model):
                 out = loss_fn(model, batch)
-        loss, aux = _loss_and_aux(out)
-        return weighting.weigh_loss(_scalar(loss), aux, batch, model, independent=independent)
+        if type(out) is Tensor and out.ndim == 0 and out.requires_grad:
+            loss, aux = out, None  # nothing to check or to unpack
+        else:
+            loss, aux = _loss_and_aux(out)
+        return weighting.weigh_loss(loss, aux, batch, model, data_rank, independent=independent)
 
     return compute_loss
 
@@ -117,7 +123,7 @@ class StepFns:
         repr=False,
         eq=False,
         default=attrs.Factory(
-            lambda fns: _make_compute_loss(fns.loss, independent=False), takes_self=True
+            lambda fns: _make_compute_loss(fns.loss, fns.model, independent=False), takes_self=True
         ),
     )
     _compute_local_loss: Callable[[Wrapped, Batch], WeightedLoss] = attrs.field(
@@ -125,7 +131,7 @@ class StepFns:
         repr=False,
         eq=False,
         default=attrs.Factory(
-            lambda fns: _make_compute_loss(fns.loss, independent=True), takes_self=True
+            lambda fns: _make_compute_loss(fns.loss, fns.model, independent=True), takes_self=True
         ),
     )
 
@@ -133,10 +139,10 @@ class StepFns:
 def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
     """Train on one micro-batch.
 
-    An update is due when `batch.position.micro` is 0; until then gradients add up. The
-    gradient of an update is that of the mean over all rows (or, with `Weighted`, over all
-    weight) of the window, on all ranks. Gradients that another model's backward left in this
-    model are dropped when a window begins; what `ops.backward` added is kept.
+    An update is due when `batch.position.micro` is 0; until then, gradients accumulate. The
+    gradient of an update is that of the mean over all rows (with `Weighted`, over the total
+    weight) of the window on all ranks. Gradients left in this model by another model's backward
+    are dropped when a window begins; those of `ops.backward` are kept.
 
     Args:
         ctx: The context for which the model was wrapped.
@@ -144,14 +150,14 @@ def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
         fns: The model and its loss.
 
     Effects:
-        Updates parameters, optimizers, schedulers and gradients in place. Traffic is that of
-        the strategy; `Weighted` adds one reduction of a number per update (two with
+        Updates parameters, optimizers, schedulers and gradients in place. Communicates as the
+        strategy does; `Weighted` adds one all-reduce of one number per update (two with
         accumulation), and `nonfinite` other than "ignore" one exchange of flags.
 
     Raises:
-        StepError: the loss is not a scalar with a gradient, the model has no optimizer or was
-            unwrapped, the loader's plan has other windows or sequences than the model's, or
-            values are non-finite under `nonfinite="raise"`.
+        StepError: the loss is not a scalar that requires grad, the model has no optimizer or was
+            unwrapped, the loader's plan has other windows or sequences than the model's, or a
+            value is non-finite under `nonfinite="raise"`.
         ContextError: the context is closed.
         CollectiveError: a rank never joins.
 
@@ -167,28 +173,68 @@ def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
         ...     report.applied, report.position.updates
         (True, 2)
     """
+    model = fns.model
+    fits = type(batch) is Batch and batch.plan is model.plan and model.optimizers
+    if not fits or model.closed or ctx.comm.state.closed:
+        check_ready("step", ctx, batch, model)
+    plan, strategy, position = model.plan, model.strategy, batch.position
+    independent = plan.local is not None and weighting.is_independent(model, position)
+    due = position.micro == 0
+    reduce = due or plan.sync_each
+    spans = weighting.window_has_more(batch, model)
+    outcome = _NO_UPDATE
+    try:
+        if not (model.by_hand or (spans and model.window.micro)):
+            strategy.begin(model)
+        if spans or plan.schedule == "samples":
+            weighting.count(batch, model, independent=independent)
+        compute_loss = fns._compute_local_loss if independent else fns._compute_loss
+        by_itself = independent and weighting.is_one_rank(model)
+        weighted = strategy.run(model, batch, compute_loss, reduce and not by_itself)
+        if plan.nonfinite != "ignore":
+            model.window.bad_losses.add_(~torch.isfinite(weighted.mean))
+        if due:
+            outcome = _update(ctx, batch, fns, weighted, independent=independent, spans=spans)
+        if plan.local is not None and round_of(model) is not None:
+            strategy.average(model, position)
+    except RuntimeError as error:
+        raise _with_rank_named(ctx, error) from error
+    if position.is_last and position.epoch and model.scheduler is not None:
+        _remind(ctx, model)
+    return Report(
+        loss=weighted.mean,
+        weight=weighted.weight,
+        grad_norm=outcome.grad_norm,
+        applied=outcome.applied,
+        skipped=due and not outcome.applied,
+        position=position,
+        aux=None if weighted.aux is None else _tree.map_leaves(_detach, weighted.aux),
+    )
+
+
+def check_ready(call: str, ctx: DistContext, batch: Any, model: Wrapped) -> None:
+    """Refuse what a micro-batch cannot be trained with.
+
+    Raises:
+        FxError: what `step` raises before it runs anything.
+    """
     if type(batch) is not Batch:
         raise StepError(
-            f"step takes a Batch, found {type(batch).__name__}. Iterate a loader that "
+            f"{call} takes a Batch, found {type(batch).__name__}. Iterate a loader that "
             f"fx.shard(loader, ctx, plan) made."
         )
-    model = fns.model
-    if model.closed:
-        check_open(model, "step")
-    if ctx.comm.state.closed:
-        check_connected("step", ctx)
-    if batch.plan is not model.plan:
-        _check_plans(batch.plan, model.plan)
+    check_open(model, call)
+    check_connected(call, ctx)
+    _check_plans(call, batch.plan, model.plan)
     if not model.optimizers:
         raise StepError(
-            "step: this model has no optimizer. Wrap it with one: fx.wrap(net, ctx, plan, "
-            "optimizer=lambda params: torch.optim.AdamW(params))."
+            f"{call}: this model has no optimizer. Wrap it with one: fx.wrap(net, ctx, plan, "
+            f"optimizer=lambda params: torch.optim.AdamW(params))."
         )
-    return _micro_batch(ctx, batch, fns, model)
 
 
-def _check_plans(loader: Plan | None, model: Plan) -> None:
-    """Refuse a batch whose loader follows another plan than the model, where both rely on it."""
+def _check_plans(call: str, loader: Plan | None, model: Plan) -> None:
+    """Refuse a batch whose loader follows a different plan from the model's."""
     if loader is None or loader == model:
         return
     differ = [
@@ -199,59 +245,17 @@ def _check_plans(loader: Plan | None, model: Plan) -> None:
     ]
     if differ:
         raise StepError(
-            f"step: the model and its loader follow different plans: {'; '.join(differ)}. Pass the "
-            f"same plan to both: fx.wrap(net, ctx, plan, ...) and fx.shard(loader, ctx, plan)."
+            f"{call}: the model and its loader follow different plans: {'; '.join(differ)}. Pass "
+            f"the same plan to both: fx.wrap(net, ctx, plan, ...) and fx.shard(loader, ctx, plan)."
         )
-
-
-def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -> Report:
-    plan, strategy, local = model.plan, model.strategy, model.plan.local
-    due = batch.position.micro == 0
-    now = None if local is None else round_of(model)
-    independent = now is not None and local is not None and is_alone(local, batch.position)
-    by_itself = independent and now is not None and len(now.peers) == 1
-    try:
-        spans = weighting.window_has_more(batch, model)
-        if not (model.by_hand or (spans and model.window.micro)):
-            strategy.begin(model)
-        if spans or plan.schedule == "samples":
-            weighting.count(batch, model, independent=independent)
-        compute_loss = fns._compute_local_loss if independent else fns._compute_loss
-        weighted = strategy.run(
-            model, batch, compute_loss, (due or plan.sync_each) and not by_itself
-        )
-        if plan.nonfinite != "ignore":
-            model.window.bad_losses.add_(~torch.isfinite(weighted.mean))
-        outcome = (
-            _update(ctx, batch, fns, weighted, independent=independent, spans=spans)
-            if due
-            else None
-        )
-        if now is not None:
-            strategy.average(model, batch.position)
-    except RuntimeError as error:
-        raise _with_rank_named(ctx, error) from error
-    if batch.position.is_last and batch.position.epoch and model.scheduler is not None:
-        _remind(ctx, model)
-    aux = None if weighted.aux is None else _tree.map_leaves(_detach, weighted.aux)
-    applied = outcome is not None and outcome.applied
-    return Report(
-        loss=weighted.mean,
-        weight=weighted.weight,
-        grad_norm=None if outcome is None else outcome.grad_norm,
-        applied=applied,
-        skipped=due and not applied,
-        position=batch.position,
-        aux=aux,
-    )
 
 
 def _remind(ctx: DistContext, model: Wrapped) -> None:
-    """Log that a scheduler waits for a metric that it has never got in a whole epoch."""
+    """Log that a scheduler has received no metric in a whole epoch."""
     for scheduler in waiting_schedulers(model):
         if scheduler.last_epoch == 0:
             ops.log(ctx).warning(
-                "%s has not been stepped: it follows a metric, which fx.step does not know. After "
+                "%s has not been stepped: it needs a metric, which fx.step does not know. After "
                 "each epoch, call fx.ops.schedule(metric, model), with a validation loss or "
                 "another number as the metric.",
                 type(scheduler).__name__,
@@ -259,22 +263,16 @@ def _remind(ctx: DistContext, model: Wrapped) -> None:
 
 
 def _loss_and_aux(out: Any) -> tuple[Any, Any]:
+    """What a loss function returned: a loss, checked, and aux metrics."""
     loss, aux = out if type(out) is tuple and len(out) == 2 else (out, None)
-    of = loss.total if type(loss) is Weighted else loss
-    whole = getattr(of, "full_tensor", None)  # of a loss on split logits
-    if whole is None:
-        return loss, aux
-    return (whole() if of is loss else attrs.evolve(loss, total=whole())), aux
-
-
-def _scalar(loss: Any) -> Any:
-    """A loss, checked; without the dimensions that torch's backward would drop."""
-    total = loss.total if type(loss) is Weighted else loss
+    weighted = type(loss) is Weighted
+    total: Any = loss.total if weighted else loss
+    if hasattr(total, "full_tensor"):  # a loss computed from sharded logits
+        total = total.full_tensor()
     check_loss(total)
-    if total.ndim == 0:
-        return loss
-    total = total.reshape(())
-    return attrs.evolve(loss, total=total) if type(loss) is Weighted else total
+    if total.ndim:
+        total = total.reshape(())  # as torch's backward would
+    return attrs.evolve(loss, total=total) if weighted else total, aux
 
 
 def _update(
@@ -288,7 +286,9 @@ def _update(
 ) -> UpdateResult:
     model = fns.model
     plan = model.plan
-    scale = weighting.close_window(weighted, model, independent=independent, spans=spans)
+    scale = None
+    if spans or weighted.provisional:
+        scale = weighting.close_window(weighted, model, independent=independent)
     skip = plan.nonfinite != "ignore" and _nonfinite(ctx, batch, model)
     update_spec = fns._update_spec
     keep_parameters = independent and weighting.is_empty(batch, model)
@@ -309,7 +309,7 @@ def _update(
 
 
 def _nonfinite(ctx: DistContext, batch: Batch, model: Wrapped) -> bool:
-    """Whether any rank met a non-finite loss or gradient; the same answer on every rank."""
+    """Whether any rank has a non-finite loss or gradient; the same answer on every rank."""
     bad_grads = not model.strategy.finite(model)
     bad_losses = int(model.window.bad_losses)
     model.window.bad_losses.zero_()
@@ -320,7 +320,8 @@ def _nonfinite(ctx: DistContext, batch: Batch, model: Wrapped) -> bool:
         return True
     model.strategy.apply(model, UpdateSpec(skip=True))
     lines = [
-        f"  rank {rank}: {losses} losses, gradients {'too' if grads else 'finite'}"
+        f"  rank {rank}: {losses} non-finite loss{'' if losses == 1 else 'es'}; "
+        f"gradients are {'non-finite' if grads else 'finite'}"
         for rank, (losses, grads) in enumerate(found)
         if losses or grads
     ]
@@ -330,14 +331,14 @@ def _nonfinite(ctx: DistContext, batch: Batch, model: Wrapped) -> bool:
                 f"Non-finite values before update {batch.position.updates} "
                 f"(epoch {batch.position.epoch}, index {batch.position.index}):",
                 *lines,
-                'The update was left out. Plan(nonfinite="skip") goes on instead.',
+                'Update skipped. Use Plan(nonfinite="skip") to continue without raising.',
             ]
         )
     )
 
 
 def _with_rank_named(ctx: DistContext, error: RuntimeError) -> RuntimeError:
-    """torch's error about a lost rank in other words; any other error as it is."""
+    """Name the lost rank if torch's error is about one; return any other error unchanged."""
     text = str(error)
     if isinstance(error, CollectiveError | StepError) or not any(
         word in text for word in ("gloo", "NCCL", "Connection closed", "ProcessGroup")

@@ -9,10 +9,11 @@ from typing import Any
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from fxtrain import _tree
 from fxtrain._errors import StepError
 from fxtrain.backends.context.split_sequences import sequence_problems
 from fxtrain.backends.core import step_functions
@@ -34,7 +35,7 @@ from fxtrain.state import (
 
 __all__ = ["DDP_STRATEGY"]
 
-# Axes of replicas that would all do the same, and what uses them.
+# Axes whose ranks would be redundant replicas, and the strategies that use them.
 _ALTERNATIVES = {"tensor": "FSDP(mode='none', tensor=fx.TP(...))", "pipeline": "PP()"}
 
 
@@ -42,16 +43,16 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     problems = [*unmatched_names(module, plan), *sequence_problems(ctx, plan, module)]
     problems += xla_problems(ctx, "DDP")
     problems += [
-        f"The mesh has {axis}={ctx.mesh.sizes[axis]}, which DDP does not use: its ranks would all "
-        f"do the same. Use {use}, or leave the axis out of fx.Mesh(...)."
+        f"The mesh has {axis}={ctx.mesh.sizes[axis]}, which DDP does not use: these ranks would "
+        f"all compute the same. Use {use}, or omit the axis from fx.Mesh(...)."
         for axis, use in _ALTERNATIVES.items()
         if ctx.mesh.sizes[axis] > 1
     ]
     problems += _hook_problems(ctx, plan.strategy, module)
     if plan.strategy.static_graph and plan.accumulate > 1 and not plan.sync_each:
         problems.append(
-            f"DDP(static_graph=True) with accumulate={plan.accumulate} leaves out reductions, "
-            f"which torch does not count as the same graph. Set sync_each=True, or "
+            f"DDP(static_graph=True) with accumulate={plan.accumulate} skips reductions, "
+            f"and to torch that is a different graph. Set sync_each=True, or "
             f"static_graph=False."
         )
     return tuple(problems)
@@ -66,8 +67,7 @@ def _hook_problems(ctx: DistContext, config: DDP, module: nn.Module) -> list[str
         )
     if hook.name == hook.wrapper and hook.name != "none":
         problems.append(
-            f"CommHook(name={hook.name!r}, wrapper={hook.wrapper!r}) casts twice. "
-            f"Leave the wrapper out."
+            f"CommHook(name={hook.name!r}, wrapper={hook.wrapper!r}) casts twice. Omit wrapper."
         )
     if "bf16" in (hook.name, hook.wrapper) and ctx.device.type not in ("cuda", "xpu"):
         problems.append(
@@ -78,16 +78,16 @@ def _hook_problems(ctx: DistContext, config: DDP, module: nn.Module) -> list[str
         size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         if size > config.bucket_mib * 2**20:
             problems.append(
-                f"CommHook(name={hook.name!r}): over gloo torch's hook starts its reductions in "
-                f"threads, and with more than one bucket ranks wait for each other in another "
-                f"order. These gradients have {size / 2**20:.0f} MiB: set DDP(bucket_mib=...) "
-                f"above that, or use fp16."
+                f"CommHook(name={hook.name!r}): with gloo, torch's hook starts its reductions in "
+                f"threads, and with more than one bucket ranks may run them in different orders "
+                f"and deadlock. These gradients have {size / 2**20:.0f} MiB: set "
+                f"DDP(bucket_mib=...) above that, or use fp16."
             )
     if hook.name == "batched_power_sgd" and not _batched_power_sgd_works():
         problems.append(
-            f"CommHook(name='batched_power_sgd'): the hook of torch {torch.__version__} hands its "
-            f"own orthogonalisation a matrix where that takes a stack of them, and fails on "
-            f"every gradient. Use 'power_sgd'."
+            f"CommHook(name='batched_power_sgd'): this hook fails on every gradient in torch "
+            f"{torch.__version__}, because it passes a matrix to an orthogonalization that takes "
+            f"a batch of them. Use 'power_sgd'."
         )
     return problems
 
@@ -108,7 +108,7 @@ def _wrap(
     optimizer: Any,
     scheduler: Any,
 ) -> Wrapped:
-    # Those of the context axis, too, hold a replica each.
+    # The ranks of the context axis, too, hold one replica each.
     data = ctx.axis("loss")
     if data.world_size == 1:
         return wrap_without_engine(strategy, module, ctx, plan, optimizer, scheduler)
@@ -125,7 +125,7 @@ def _wrap(
 def _data_parallel_options(
     data: DistContext,
 ) -> Callable[[torch.optim.Optimizer], torch.optim.Optimizer]:
-    # torch's part takes a while to import, which other plans need not pay, and warns of itself.
+    # Importing torch's part is slow and warns, and other plans do not need it.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from fxtrain.backends.ddp.zero1 import ShardedOptimizer
@@ -154,22 +154,29 @@ def _replicate(
     _add_hook(engine, data, config.hook)
     if not config.static_graph and not config.unused_parameters:
         engine.fix_buckets()
-    engine.require_forward_param_sync = False  # torch has just sent all buffers
+    engine.require_forward_param_sync = False  # torch's constructor has just sent all buffers
     return engine
 
 
 class _StableBucketsDDP(DistributedDataParallel):
-    """torch's wrapper with buckets that a restart does not change.
+    """torch's wrapper, with buckets that a restart does not change.
 
-    torch sorts gradients into buckets anew after the first backward, by when they were ready.
-    Where a gradient stands in its bucket decides the order in which the ranks' values are
-    added, and so its last bit: a resumed run, whose first backward still has the old buckets,
-    would differ. Here they are sorted before the first one, last registered first, which is
-    when gradients are ready in a module that registers its parts in the order of their use.
+    After the first backward, torch rebuilds its buckets in the order in which gradients were
+    ready. The place of a gradient in its bucket decides the order in which the ranks' values are
+    added, and so its last bit: a resumed run, whose first backward would still use the old
+    buckets, would differ. Here they are sorted before the first backward, last registered first,
+    which is the order for a module that registers its parts in the order of their use.
+
+    torch decides in forward whether the backward that follows reduces gradients. Outside of
+    `ops.sync`, forward cannot know whether its micro-batch ends a window, so that there it is
+    decided when backward begins.
     """
 
     hook_state: Any = None  # of the communication hook
-    _uses_all = False  # every backward has to reach all parameters
+    in_block = False  # of `ops.sync`, which reduces
+    _uses_all = False  # whether every backward has to reach all parameters
+    _expects = False  # the reducer expects a backward
+    _undecided = False  # there was a forward of which it does not know
 
     def _build_params_for_reducer(self) -> Any:
         parameters, sparse = super()._build_params_for_reducer()
@@ -181,21 +188,61 @@ class _StableBucketsDDP(DistributedDataParallel):
         self._uses_all = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            self._check_reduced()
-        return super().forward(*inputs, **kwargs)
+        if not torch.is_grad_enabled():
+            # Past torch's forward, in which the ranks wait for each other.
+            self.sync_buffers_once()
+            return self.module(*inputs, **kwargs)
+        self._check_reduced()
+        if self.in_block or not self.require_backward_grad_sync:
+            self._expects, self._undecided = self.in_block, False
+            return super().forward(*inputs, **kwargs)
+        with self.no_sync():
+            out = super().forward(*inputs, **kwargs)
+        self._decide_in_backward(out)
+        return out
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Have the reducer expect this backward, unless forward did or nothing is reduced."""
+        if self.require_backward_grad_sync and not self._expects:
+            self._expect([loss])
+        self._expects = self._undecided = False
+
+    def _decide_in_backward(self, out: Any) -> None:
+        """See to it that a `loss.backward()`, which nobody announces, reduces gradients."""
+        leaves = _tree.flatten(out)[0]
+        outputs = [one for one in leaves if isinstance(one, Tensor) and one.grad_fn is not None]
+        self._undecided = bool(outputs)
+        if not outputs:  # that are found
+            self._expect([])
+            return
+        roots = list(outputs) if self.find_unused_parameters else []
+
+        def begins(_: Tensor) -> None:
+            if self._undecided and self.require_backward_grad_sync:
+                self._expect(roots)
+            self._undecided = False
+            roots.clear()  # they hold this function
+
+        for one in outputs:
+            one.register_hook(begins)
+
+    def _expect(self, roots: list[Tensor]) -> None:
+        self.reducer.prepare_for_forward()
+        self.require_forward_param_sync = True
+        searched = self.find_unused_parameters and not self.static_graph
+        self.reducer.prepare_for_backward(roots if searched else [])
 
     def finish_reduction(self) -> None:
-        """End a backward: see that it was reduced, and give all replicas rank 0's buffers.
+        """End a backward: check that gradients were reduced, and send rank 0's buffers to all.
 
-        torch sends them in the forward that follows, of whatever kind, on all ranks. Sent here,
-        where all ranks are, they are equal too when one rank evaluates by itself.
+        torch would send them in the next forward of any kind, on all ranks. Sent here, where all
+        ranks participate, they are also equal when one rank evaluates by itself.
         """
         self._check_reduced()
         self.sync_buffers_once()
 
     def sync_buffers_once(self) -> None:
-        """Send rank 0's buffers now, if the next forward would."""
+        """Send rank 0's buffers now, if a backward outside of fxtrain left that to do."""
         if self.will_sync_module_buffers():
             self._sync_buffers()
             self.require_forward_param_sync = False
@@ -204,21 +251,22 @@ class _StableBucketsDDP(DistributedDataParallel):
         if not self._uses_all:
             return
         try:
-            self.reducer._rebuild_buckets()  # done already, but for this look
+            self.reducer._rebuild_buckets()  # done already, except for this check
         except RuntimeError as error:
             raise _not_reduced(self.module, str(error)) from error
 
 
 class _Reduced:
-    """Around a forward and backward whose gradients are reduced."""
+    """The region of a forward and backward whose gradients are reduced."""
 
     def __init__(self, engine: _StableBucketsDDP) -> None:
         self._engine = engine
 
     def __enter__(self) -> None:
-        pass
+        self._engine.in_block = True
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._engine.in_block = False
         if kind is None:
             self._engine.finish_reduction()
 
@@ -228,8 +276,8 @@ def _not_reduced(module: nn.Module, torch_says: str) -> StepError:
     found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", torch_says)
     unused = [names[int(place)] for place in found[1].split()] if found else []
     return StepError(
-        f"DDP averages the gradients of all parameters, and this backward reached "
-        f"{len(names) - len(unused) if unused else 'only some'} of {len(names)}; without a "
+        f"DDP averages the gradients of all parameters, but this backward reached "
+        f"{len(names) - len(unused) if unused else 'only some'} of {len(names)}. Without "
         f"gradient: {', '.join(unused[::-1][:10]) or 'unknown'}. Use "
         f"fx.DDP(unused_parameters=True), or requires_grad_(False) on those that no loss uses."
     )
@@ -264,15 +312,17 @@ def _add_hook(engine: "_StableBucketsDDP", data: DistContext, config: CommHook) 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
     if model.engine is model.module:
-        return step_functions.no_sync(model, enabled)
+        return step_functions.NULL_CONTEXT
     return _Reduced(model.engine) if enabled else model.engine.no_sync()
 
 
-def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if model.engine is not model.module and not torch.is_grad_enabled():
-        # Of a backward that was called without fxtrain.
-        model.engine.sync_buffers_once()
-    return step_functions.forward(model, args, kwargs)
+def _backward(loss: Tensor, model: Wrapped) -> None:
+    if model.engine is not model.module:
+        model.engine.before_backward(loss)
+    # As `step_functions.backward`, without a call of it in every step.
+    if model.scaler is not None:
+        loss = step_functions.scaled(loss, model)
+    loss.backward()
 
 
 def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
@@ -285,7 +335,7 @@ def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
 def _unwrap(model: Wrapped) -> nn.Module:
     module = SINGLE.unwrap(model)
     if any(local_optimizer(one) is not one for one in model.optimizers):
-        # Away from the buckets in which they were sent.
+        # Out of the buckets in which they were sent.
         for parameter in module.parameters():
             parameter.data = parameter.data.clone()
     return module
@@ -297,8 +347,8 @@ DDP_STRATEGY: Strategy = attrs.evolve(
     config=DDP,
     check=_check,
     wrap=_wrap,
-    forward=_forward,
     sync=_sync,
+    backward=_backward,
     apply=_apply,
     unwrap=_unwrap,
     state=power_sgd_state,
