@@ -64,7 +64,7 @@ def main(ctx: fx.DistContext, folder: str) -> None:
     x, y = torch.tensor(x).float() / 16, torch.tensor(y)
     loader = fx.shard(DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True), ctx, plan)
     fns = fx.StepFns(model=model, loss=loss)
-    for epoch in loader.epochs(4):
+    for epoch in loader.epochs(8):
         for batch in epoch:
             fx.step(ctx, batch, fns)
 
