@@ -55,7 +55,11 @@ class ReadAhead:
         for other in coming:
             if other not in self._pending:
                 self._pending[other] = self._begin(other)
-        return [future.result() for future in running]
+        try:
+            return [future.result() for future in running]
+        except Exception:
+            self._pending.clear()  # what failed ahead is tried again when it is needed
+            raise
 
     def close(self) -> None:
         """End the threads."""
