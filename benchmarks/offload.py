@@ -8,6 +8,7 @@ forward, and compares with what several threads read from the same files without
 python -m benchmarks.offload [folder]
 """
 
+import ctypes
 import gc
 import os
 import shutil
@@ -44,6 +45,7 @@ MB = 1e6
 def main(folder: str | None = None) -> None:
     """Print the tables."""
     warnings.filterwarnings("ignore")
+    os.environ["TQDM_DISABLE"] = "1"  # before Accelerate is imported
     torch.set_num_threads(1)
     at = Path(tempfile.mkdtemp(dir=folder))
     try:
@@ -136,7 +138,6 @@ def _make_smollm2(at):
 
 def _two_gb(ctx, at):
     fx.export(_decoder(TWO_GB), at, max_shard="500MB")
-    gc.collect()
     layers = TWO_GB["num_hidden_layers"]
     names = [f"model.layers.{number}" for number in range(2, layers)]
     before = _anonymous_bytes()
@@ -270,6 +271,9 @@ def _read_speed(at):
 
 
 def _anonymous_bytes():
+    """Memory that this process has allocated and not freed; pages of files do not count."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
