@@ -52,6 +52,7 @@ COLUMNS = {
     "`PP()`": (fx.PP(), {"replicate": -1, "pipeline": 2}),
     "`DeepSpeed()`": (fx.DeepSpeed(), {"replicate": -1}),
     "`XLA()`": (fx.XLA(), {"replicate": -1}),
+    "`Offload()`": (fx.Offload(), {"replicate": -1}),
 }
 # Fields of a plan, and axes of the mesh that they need.
 ROWS = {

@@ -15,6 +15,7 @@ from fxtrain.backends.ddp.strategy import DDP_STRATEGY
 from fxtrain.backends.deepspeed.strategy import DEEPSPEED_STRATEGY
 from fxtrain.backends.fsdp.strategy import FSDP_STRATEGY
 from fxtrain.backends.local.averaging import local_problems
+from fxtrain.backends.offload.strategy import OFFLOAD
 from fxtrain.backends.pipeline.strategy import PIPELINE_STRATEGY
 from fxtrain.backends.single import SINGLE
 from fxtrain.backends.xla.strategy import XLA_STRATEGY
@@ -41,6 +42,7 @@ STRATEGIES = (
     DEEPSPEED_STRATEGY,
     PIPELINE_STRATEGY,
     XLA_STRATEGY,
+    OFFLOAD,
 )
 
 
@@ -56,7 +58,7 @@ def strategies() -> dict[type, Strategy]:
     Example:
         >>> from fxtrain.backends import strategies
         >>> sorted(config.__name__ for config in strategies())
-        ['DDP', 'DeepSpeed', 'FSDP', 'PP', 'Single', 'XLA']
+        ['DDP', 'DeepSpeed', 'FSDP', 'Offload', 'PP', 'Single', 'XLA']
     """
     return {row.config: row for row in (*STRATEGIES, *installed_strategies())}
 

@@ -114,7 +114,11 @@ def load_model(
             _refuse(module, weights, found, fit, strict=strict, cast=cast)
         with fail_together(ranks, "load_model"):
             where = ("cpu" if ranks is None else ranks.device) if device is None else device
-            likes = [weights[name].like for name in fit.pairs if weights[name].here]
+            likes = [
+                weights[name].like
+                for name in fit.pairs
+                if weights[name].here and weights[name].place is None
+            ]
             _materialise(module, likes, torch.device(where))
             _fill(module, weights, found, fit, ranks)
     return Loaded(missing=fit.missing, unexpected=fit.unexpected)
@@ -265,7 +269,9 @@ def _fill(
     computed: dict[str, Tensor] = {}
     for name, stored in fit.pairs.items():
         weight = weights[name]
-        if weight.here and id(weight.like) not in own:
+        if weight.place is not None:
+            weight.place(functools.partial(source.read, stored), source.locate(stored))
+        elif weight.here and id(weight.like) not in own:
             computed[name] = source.read(stored, None)
         elif weight.together:
             weight.fill(_read_by_all(source, stored, ranks))

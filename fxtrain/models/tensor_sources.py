@@ -17,7 +17,7 @@ from fxtrain.models.folder import INDEX, LARGEST_INDEX, MARKER, SINGLE
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.safetensors_files import Entry, parse_json, read_header
 from fxtrain.ops.whole_tensors import is_sharded
-from fxtrain.state import Part, shown
+from fxtrain.state import Location, Part, shown
 
 __all__ = ["Source", "inside", "open_source", "renamed"]
 
@@ -26,6 +26,7 @@ _MODEL_SUFFIXES = (".safetensors", *_PICKLES)
 _PICKLE_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 Read = Callable[[str, Part | None], Tensor]
+Locate = Callable[[str], Location | None]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -37,12 +38,15 @@ class Source:
         entries: The tensors by name.
         others: Additional names, each with the name in `entries`.
         read: (name, part) → values, on any device; valid while the source is open.
+        locate: (name) → where its values are in a file, or None where no file contains them as
+            they are.
     """
 
     what: str
     entries: Mapping[str, Entry]
     others: Mapping[str, str]
     read: Read
+    locate: Locate = lambda _: None
 
 
 @contextlib.contextmanager
@@ -110,6 +114,7 @@ def renamed(source: Source, prefix: str, rename: Callable[[str], str | None] | N
         entries={now: source.entries[name] for now, name in before.items()},
         others={now: kept for now, kept in others.items() if now is not None},
         read=lambda name, part: source.read(before[name], part),
+        locate=lambda name: source.locate(before[name]),
     )
 
 
@@ -209,7 +214,19 @@ def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
         found = file.get_slice(name)[hull] if hull else file.get_tensor(name)
         return _select(found, tuple(_within(rows) for rows in part))
 
-    return Source(what=str(path), entries=header.entries, others=header.metadata, read=read)
+    def locate(name: str) -> Location:
+        entry = header.entries[name]
+        return Location(
+            path=path.absolute(),
+            start=header.size + entry.start,
+            nbytes=entry.nbytes,
+            dtype=entry.dtype,
+            shape=entry.shape,
+        )
+
+    return Source(
+        what=str(path), entries=header.entries, others=header.metadata, read=read, locate=locate
+    )
 
 
 def _of_pickle(path: Path) -> Source:
@@ -254,6 +271,7 @@ def _join(what: str, files: list[Source]) -> Source:
         entries={name: file.entries[name] for name, file in homes.items()},
         others=others,
         read=lambda name, part: homes[name].read(name, part),
+        locate=lambda name: homes[name].locate(name),
     )
 
 

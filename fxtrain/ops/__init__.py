@@ -8,6 +8,7 @@ from fxtrain.ops.connecting import close, detect
 from fxtrain.ops.control import main_first, on_main, on_rank, say
 from fxtrain.ops.duplication import duplicate
 from fxtrain.ops.logs import RankLogger, log
+from fxtrain.ops.mapping import map
 from fxtrain.ops.objects import (
     agree,
     all_ranks,
@@ -66,6 +67,7 @@ __all__ = [
     "join_tokens",
     "log",
     "main_first",
+    "map",
     "on_main",
     "on_rank",
     "pad",

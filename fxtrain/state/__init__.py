@@ -67,7 +67,7 @@ from fxtrain.state.trackers import (
     Trackio,
     WandB,
 )
-from fxtrain.state.weight import Part, Weight
+from fxtrain.state.weight import Location, Part, Weight
 from fxtrain.state.window import AccumulationWindow, window_in
 
 __all__ = [
@@ -98,6 +98,7 @@ __all__ = [
     "JsonLines",
     "Limit",
     "LocalSGD",
+    "Location",
     "LossScale",
     "MLflow",
     "Memory",

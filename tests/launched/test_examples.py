@@ -33,12 +33,18 @@ def _actor_critic(told):
     assert told["reward"] > -0.01 and told["apart"] <= (1e-9 if told["ranks"] > 1 else 0)
 
 
+def _big_model(told):
+    assert told["accuracy"] > 0.9 and told["equal"] is True
+
+
 CASES = [
     ("digits", 1, _digits),
     ("digits", 2, _digits),
     ("chars --updates 30", 2, _chars),
     ("by_hand", 2, _by_hand),
     ("distil", 2, _distil),
+    ("big_model", 1, _big_model),
+    ("big_model", 2, _big_model),
     ("gan", 1, _gan),
     ("gan", 2, _gan),
     ("actor_critic", 1, _actor_critic),

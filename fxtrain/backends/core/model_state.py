@@ -1,6 +1,6 @@
 """The state of a model on torch's own machinery: read and restored by name."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from fxtrain.backends.local.averaging_state import (
     round_state,
     weighted_mean,
 )
+from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.state import AccumulationWindow, ModelState, StateReader, Wrapped, round_of, window_in
 
 __all__ = ["load_extra", "load_state", "saved_windows", "state_of", "window_state"]
@@ -32,9 +33,13 @@ __all__ = ["load_extra", "load_state", "saved_windows", "state_of", "window_stat
 _SENDS_BUFFERS = "require_forward_param_sync"
 
 
-def state_of(model: Wrapped) -> ModelState:
-    """Parameters, buffers, optimizers, schedulers, loss scale, and an open window's gradients."""
-    tensors, extra = _module_state(model.module)
+def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
+    """Parameters, buffers, optimizers, schedulers, loss scale, and an open window's gradients.
+
+    Args:
+        omit: Names in the module's state dict that are stored elsewhere.
+    """
+    tensors, extra = _module_state(model.module, omit)
     optimizers: list[Any] = []
     trained, now = _trained(model), round_of(model)
     steady = {name for name, tensor in tensors.items() if id(tensor) in trained}
@@ -95,17 +100,20 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(type(optimizer).step, "hooked", False))
 
 
-def load_state(model: Wrapped, saved: StateReader) -> None:
+def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()) -> None:
     """Restore a saved state into a model, in place.
 
     At another world size, the gradients of an open window become the mean over the ranks that
     saved them, to which they contribute. So do parameters of independent replicas, also when
     restored into a plan without `local`.
 
+    Args:
+        omit: As for `state_of`.
+
     Raises:
         CheckpointError: the state is of another model.
     """
-    tensors, _ = _module_state(model.module)
+    tensors, _ = _module_state(model.module, omit)
     _check_names(tensors, saved)
     trained = {f"module.{name}" for name, _ in model.module.named_parameters()}
     now = round_of(model)
@@ -126,11 +134,14 @@ def load_state(model: Wrapped, saved: StateReader) -> None:
     _load_window(model, saved)
 
 
-def _module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _module_state(
+    module: nn.Module, omit: Collection[str]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        (tensors if isinstance(value, Tensor) else extra)[f"module.{name}"] = value
+        if plain_name(name) not in omit:
+            (tensors if isinstance(value, Tensor) else extra)[f"module.{name}"] = value
     return tensors, extra
 
 
