@@ -103,5 +103,6 @@ SINGLE = Strategy(
     load_state=load_state,
     weights=torch_weights,
     unwrap=_unwrap,
+    quantized=True,
     average=unsupported("averaging of copies", by="Single, which trains one,"),
 )

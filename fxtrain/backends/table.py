@@ -12,6 +12,7 @@ from fxtrain.backends.core.plain_module import record_module
 from fxtrain.backends.ddp.strategy import DDP_STRATEGY
 from fxtrain.backends.deepspeed.strategy import DEEPSPEED_STRATEGY
 from fxtrain.backends.fsdp.strategy import FSDP_STRATEGY
+from fxtrain.backends.core.quantized_models import quantized_as_planned, quantized_problems
 from fxtrain.backends.local.averaging import local_problems
 from fxtrain.backends.pipeline.strategy import PIPELINE_STRATEGY
 from fxtrain.backends.single import SINGLE
@@ -81,7 +82,8 @@ def wrap(
             one of them changed; by default the row that the config `plan.strategy` selects.
 
     Effects:
-        Moves the module to the context's device in place. Compares plan and model between the
+        Moves the module to the context's device in place, and quantises its frozen linear layers
+        if the plan says so; unwrapping leaves those quantised. Compares plan and model between the
         ranks, in one exchange of packets, and sends rank 0's values to the other ranks of the
         data axis.
 
@@ -110,8 +112,9 @@ def wrap(
     row = _strategy_of(plan) if strategy is None else strategy
     if problems := problems_of(row, ctx, plan, model):
         raise PlanError("\n".join(problems))
-    wrapped, formats = record_module(model), _formats(model)
-    made = row.wrap(row, model, ctx, plan, optimizer, scheduler)
+    with quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
+        wrapped, formats = record_module(model), _formats(model)
+        made = row.wrap(row, model, ctx, plan, optimizer, scheduler)
     return attrs.evolve(made, bare=wrapped(), formats=formats)
 
 
@@ -177,6 +180,7 @@ def problems_of(
     if told := _row_problems(strategy, plan):
         return told
     found = (*strategy.check(ctx, plan, module), *_wrap_error(strategy, ctx, plan))
+    found = (*found, *quantized_problems(strategy, ctx, plan, module))
     return (*found, *local_problems(ctx, plan))
 
 

@@ -11,6 +11,7 @@ from fxtrain.state.dry_runs import PARTS, DryRun, Memory, Problem, Traffic
 from fxtrain.state.files import PLAN_VARIABLE, dumps, loads, plan_in, read_plan, write_plan
 from fxtrain.state.fsdp import FSDP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD, is_alone, round_begins, round_ends
+from fxtrain.state.low_precision.quantized_weights import Bnb4, Bnb8, Quantize, Torchao
 from fxtrain.state.mesh import AXES, Mesh, axis_groups, read_mesh, resolve_mesh
 from fxtrain.state.parsing import Format, parse_json, parse_text, unique_keys
 from fxtrain.state.pipeline import PP
@@ -57,6 +58,8 @@ __all__ = [
     "AccumulationWindow",
     "Aim",
     "Batch",
+    "Bnb4",
+    "Bnb8",
     "CP",
     "Change",
     "ClearML",
@@ -92,6 +95,7 @@ __all__ = [
     "PowerSGD",
     "Precision",
     "Problem",
+    "Quantize",
     "Report",
     "Round",
     "Single",
@@ -103,6 +107,7 @@ __all__ = [
     "TensorBoard",
     "Terminal",
     "Topology",
+    "Torchao",
     "Trackio",
     "Traffic",
     "UpdateResult",

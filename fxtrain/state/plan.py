@@ -7,6 +7,7 @@ import attrs
 from fxtrain._record import above, at_least, canonical, closest, record
 from fxtrain.state.context_parallel import CP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD
+from fxtrain.state.low_precision.quantized_weights import Bnb4, Bnb8, Torchao, quantize_of
 from fxtrain.state.precision import FORMATS, Precision, precision_of
 from fxtrain.state.registry import BUILT_IN, kind_of
 from fxtrain.state.strategy_configs import DDP
@@ -126,6 +127,9 @@ class Plan:
         context: How sequences are cut over the mesh's context axis; None leaves them whole.
         local: Let copies of the model train alone for so many updates, and average them then;
             None makes every update together.
+        quantize: Format of frozen weights: fx.Bnb8(), fx.Bnb4() or fx.Torchao(), or the bare kind,
+            such as "bnb4". `fx.wrap` quantises what is not quantised yet; None leaves weights as
+            they are.
 
     Example:
         >>> import fxtrain as fx
@@ -164,3 +168,4 @@ class Plan:
     compile: Compile | None = attrs.field(default=None, converter=_compile_of)
     context: CP | None = None
     local: LocalSGD | DiLoCo | None = None
+    quantize: Bnb8 | Bnb4 | Torchao | None = attrs.field(default=None, converter=quantize_of)

@@ -301,6 +301,7 @@ class Strategy:
             traffic.
         unwrap: (model) → the user's module, as it was, with whole weights.
         cuts_sequences: It carries out `Plan.context`.
+        quantized: It carries models with quantised weights over several ranks.
         average: (model, position) → None: of copies that train alone, ends the round that ends
             at a position, or begins the first; at None ends one. Called only where the
             model has a `Round`.
@@ -328,6 +329,7 @@ class Strategy:
     weights: Callable[[Wrapped], dict[str, Weight]]
     unwrap: Callable[[Wrapped], nn.Module]
     cuts_sequences: bool = False
+    quantized: bool = False
     average: Callable[[Wrapped, Position | None], None] = attrs.Factory(
         lambda: unsupported("average", by="This strategy")
     )

@@ -25,6 +25,7 @@ from fxtrain.backends.local.averaging_state import (
     round_state,
     weighted_mean,
 )
+from fxtrain.precision import stored_tensors
 from fxtrain.state import AccumulationWindow, ModelState, StateReader, Wrapped, round_of, window_in
 
 __all__ = ["load_extra", "load_state", "saved_windows", "state_of", "window_state"]
@@ -129,7 +130,7 @@ def load_state(model: Wrapped, saved: StateReader) -> None:
 def _module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
+    for name, value in stored_tensors(module).items():
         (tensors if isinstance(value, Tensor) else extra)[f"module.{name}"] = value
     return tensors, extra
 

@@ -208,6 +208,7 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="FSDP",
     config=FSDP,
+    quantized=False,
     check=_check,
     wrap=_wrap,
     sync=_sync,

@@ -132,6 +132,7 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="PP",
     config=PP,
+    quantized=False,
     check=_check,
     wrap=_wrap,
     forward=forward,

@@ -164,6 +164,7 @@ XLA_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="XLA",
     config=XLA,
+    quantized=False,
     check=_check,
     wrap=_wrap,
     sync=_sync,
