@@ -25,7 +25,9 @@ from fxtrain.models.folder import (
     write_index,
 )
 from fxtrain.models.safetensors_files import Entry, writing
+from fxtrain.models.stored_layers import file_metadata, file_weights
 from fxtrain.models.tensor_bytes import WRITABLE_DTYPES
+from fxtrain.models.quantized_loading import transformers_config
 from fxtrain.models.tensors import (
     context_of,
     module_of,
@@ -135,8 +137,10 @@ def _plan(model: Any, max_shard: str | int, *, alone: bool) -> _Job:
         for path, part in (module.named_modules() if module is not None else ())
         for name in getattr(part, "_keys_to_ignore_on_save", None) or ()
     }
-    found = weights_by_name(model, module).items()
-    weights = {name: weight for name, weight in found if name not in ignored}
+    found = weights_by_name(model, module)
+    if module is not None:
+        found = file_weights(module, found)
+    weights = {name: weight for name, weight in found.items() if name not in ignored}
     if problems := problems_of(weights, WRITABLE_DTYPES):
         more = [f"and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
         raise CheckpointError(
@@ -154,6 +158,8 @@ def _plan(model: Any, max_shard: str | int, *, alone: bool) -> _Job:
         Entry(name=name, dtype=weights[name].dtype, shape=weights[name].shape) for name in stored
     ]
     files = split(entries, limit, others)
+    if module is not None and (more := file_metadata(module, stored)):
+        files = tuple(attrs.evolve(one, metadata={**one.metadata, **more}) for one in files)
     return _Job(module=module, weights=weights, sharded=frozenset(sharded), files=files)
 
 
@@ -246,6 +252,8 @@ def _write_companions(job: _Job, source: Path) -> None:
     described.architectures = [_class_name(module)]
     floating = (one.dtype for one in job.weights.values() if one.dtype.is_floating_point)
     described.dtype = str(next(floating, torch.float32)).removeprefix("torch.")
+    if (quantized := transformers_config(module)) is not None:
+        described.quantization_config = quantized
     described.save_pretrained(source)
     generation = getattr(module, "generation_config", None)
     if generation is not None:

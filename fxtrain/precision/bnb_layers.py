@@ -187,13 +187,23 @@ def _build4(
     return made
 
 
+def _settings4(part: nn.Module) -> dict[str, Any]:
+    dtype: Any = part.compute_dtype
+    names = {value: name for name, value in _COMPUTE.items()}
+    return {"kind": "bnb4", "compute": names[dtype]}
+
+
 # Eight bits.
+
+
+def _state8(part: nn.Module) -> Any:
+    return part.state
 
 
 def _owns8(part: nn.Module) -> bool:
     if not _is_class(part, "Linear8bitLt"):
         return False
-    state: Any = part.state
+    state = _state8(part)
     return not state.has_fp16_weights and part.weight.dtype == torch.int8
 
 
@@ -219,7 +229,7 @@ def _layer8(like: nn.Linear, record: Bnb8) -> nn.Module:
 
 def _tensors8(part: nn.Module) -> dict[str, Tensor]:
     weight: Any = part.weight
-    state: Any = part.state
+    state = _state8(part)
     # The library's own forward moves the scales from the weight to the state.
     return {"weight": _plain(weight), "SCB": weight.SCB if weight.SCB is not None else state.SCB}
 
@@ -254,7 +264,9 @@ BNB4 = Library(
     put=_put4,
     facts=_facts4,
     build=_build4,
-    kind=lambda part: "bnb4",
+    settings=_settings4,
+    format=lambda part: f"bitsandbytes {_facts4(part)['quant_type']}",
+    planned=lambda record: f"bitsandbytes {record.format}",
 )
 BNB8 = Library(
     name="bitsandbytes",
@@ -265,5 +277,7 @@ BNB8 = Library(
     put=_put8,
     facts=lambda part: {},
     build=_build8,
-    kind=lambda part: "bnb8",
+    settings=lambda part: {"kind": "bnb8", "threshold": float(_state8(part).threshold)},
+    format=lambda part: "bitsandbytes int8",
+    planned=lambda record: "bitsandbytes int8",
 )

@@ -30,7 +30,9 @@ class Library:
         put: (layer, tensors) → None: gives it others, of any device.
         facts: (layer) → what else there is to say of its weight, for a file.
         build: (layer, tensors, facts, record) → a quantised layer for a plain one.
-        kind: (layer) → the format of its weight in one word.
+        settings: (layer) → fields of a record that the tensors do not tell.
+        format: (layer) → library and format of its weight, in words.
+        planned: (record) → the same of what a record quantises to.
     """
 
     name: str
@@ -41,7 +43,9 @@ class Library:
     put: Callable[[nn.Module, Tensors], None]
     facts: Callable[[nn.Module], dict[str, Any]]
     build: Callable[[nn.Linear, Tensors, Mapping[str, Any], Quantize | None], nn.Module]
-    kind: Callable[[nn.Module], str]
+    settings: Callable[[nn.Module], dict[str, Any]]
+    format: Callable[[nn.Module], str]
+    planned: Callable[[Any], str]
 
 
 def like_on(tensors: Tensors, device: torch.device) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ __all__ = [
     "LIBRARIES",
     "allocate",
     "is_quantized",
+    "quantized_facts",
     "quantized_layers",
     "quantized_tensors",
     "stored_tensors",
@@ -52,6 +53,14 @@ def quantized_tensors(module: nn.Module) -> dict[str, Tensor]:
         _join(name, key): tensor
         for name, part, library in quantized_layers(module)
         for key, tensor in library.tensors(part).items()
+    }
+
+
+def quantized_facts(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """What there is to say of each quantised weight beside its tensors, by layer."""
+    return {
+        name: {"format": library.format(part), **library.facts(part)}
+        for name, part, library in quantized_layers(module)
     }
 
 

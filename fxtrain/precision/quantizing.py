@@ -14,7 +14,14 @@ from fxtrain.precision.targets import Targets, choose_layers, modules_to_keep
 from fxtrain.precision.torchao_layers import TORCHAO
 from fxtrain.state import Bnb4, Bnb8, Quantize, Torchao
 
-__all__ = ["Quantized", "library_of", "planned_layers", "put_layers", "quantize_layers"]
+__all__ = [
+    "Quantized",
+    "converted_to_fp32",
+    "library_of",
+    "planned_layers",
+    "put_layers",
+    "quantize_layers",
+]
 
 _BY_RECORD: dict[type, Library] = {Bnb4: BNB4, Bnb8: BNB8, Torchao: TORCHAO}
 
@@ -55,10 +62,10 @@ def planned_layers(
     if problem is not None:
         raise PlanError(f"Plan(quantize=...): {problem}")
     for name, part, other in quantized_layers(module):
-        if other is not library:
+        if (found := other.format(part)) != (wanted := library.planned(record)):
             raise PlanError(
-                f"Plan(quantize=fx.{type(record).__name__}(...)): {name} is quantised already, as "
-                f"{other.kind(part)}. Quantise the unquantised model, or change the plan."
+                f"Plan(quantize=fx.{type(record).__name__}(...)): asked for {wanted}, but {name} is "
+                f"quantised already, as {found}. Pass the unquantised model, or change the plan."
             )
         return Targets(names=(), skipped={})
     return choose_layers(module, record, trains=trains)
@@ -95,12 +102,11 @@ def quantize_layers(
         assert isinstance(part, nn.Linear)
         made[name] = library.quantize(_moved(part, device), record)
     undo_layers = put_layers(module, made)
-    kept = [] if not targets.names else _to_fp32(module, record)
+    undo_kept = converted_to_fp32(module, record)
 
     def undo() -> None:
         undo_layers()
-        for parameter, before in kept:
-            parameter.data = before
+        undo_kept()
 
     return Quantized(layers=targets.names, undo=undo)
 
@@ -149,11 +155,17 @@ def _moved(part: nn.Linear, device: torch.device) -> nn.Linear:
     return made.train(part.training)
 
 
-def _to_fp32(module: nn.Module, record: Quantize) -> list[tuple[nn.Parameter, torch.Tensor]]:
+def converted_to_fp32(module: nn.Module, record: Quantize) -> Callable[[], None]:
+    """Convert the modules that a record keeps in fp32; returns what takes that back."""
     changed: list[tuple[nn.Parameter, torch.Tensor]] = []
     for part in modules_to_keep(module, record):
         for parameter in part.parameters():
             if parameter.is_floating_point() and parameter.dtype != torch.float32:
                 changed.append((parameter, parameter.data))
                 parameter.data = parameter.data.float()
-    return changed
+
+    def undo() -> None:
+        for parameter, before in changed:
+            parameter.data = before
+
+    return undo

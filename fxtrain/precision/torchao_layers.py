@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -167,8 +168,9 @@ def _build(
     return made
 
 
-def _kind(part: nn.Module) -> str:
-    return f"torchao {type(part.weight).__name__.removesuffix('Tensor').lower()}"
+def _format(part: nn.Module) -> str:
+    found = re.match("[A-Z][a-z]+[0-9]?", type(part.weight).__name__)
+    return f"torchao {found[0].lower() if found else 'of an unknown format'}"
 
 
 TORCHAO = Library(
@@ -180,5 +182,7 @@ TORCHAO = Library(
     put=_put,
     facts=_facts,
     build=_build,
-    kind=_kind,
+    settings=lambda part: {"kind": "torchao"},
+    format=_format,
+    planned=lambda record: f"torchao {record.weights}",
 )

@@ -25,7 +25,7 @@ from fxtrain.backends.local.averaging_state import (
     round_state,
     weighted_mean,
 )
-from fxtrain.precision import stored_tensors
+from fxtrain.precision import quantized_facts, stored_tensors
 from fxtrain.state import AccumulationWindow, ModelState, StateReader, Wrapped, round_of, window_in
 
 __all__ = ["load_extra", "load_state", "saved_windows", "state_of", "window_state"]
@@ -61,6 +61,8 @@ def state_of(model: Wrapped) -> ModelState:
         "sends_buffers": getattr(model.engine, _SENDS_BUFFERS, None),
     }
     drifting = {f"module.{name}" for name, _ in model.module.named_buffers()} & tensors.keys()
+    if facts := quantized_facts(model.module):
+        values["quantized"] = facts
     if now is not None:
         drifting, steady = set(tensors), set()  # the end of a round changes parameters too
         values["copy"] = len(now.peers)  # its ranks
@@ -107,6 +109,7 @@ def load_state(model: Wrapped, saved: StateReader) -> None:
         CheckpointError: it is the state of another model.
     """
     tensors, _ = _module_state(model.module)
+    _check_formats(quantized_facts(model.module), saved.values.get("quantized", {}))
     _check_names(tensors, saved)
     trained = {f"module.{name}" for name, _ in model.module.named_parameters()}
     now = round_of(model)
@@ -133,6 +136,18 @@ def _module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]
     for name, value in stored_tensors(module).items():
         (tensors if isinstance(value, Tensor) else extra)[f"module.{name}"] = value
     return tensors, extra
+
+
+def _check_formats(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    """Quantised weights of two formats may have tensors of the same shapes."""
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name):
+            found = [one.get(name, {}).get("format", "not quantised") for one in (there, here)]
+            how = ", with other settings" if found[0] == found[1] else ""
+            raise CheckpointError(
+                f"{name} is {found[0]} in the checkpoint, and {found[1]} in the model{how}. Wrap "
+                f"the model with the Plan(quantize=...) that it was saved with."
+            )
 
 
 def _check_names(tensors: Mapping[str, Tensor], saved: StateReader) -> None:
