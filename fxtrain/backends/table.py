@@ -9,10 +9,10 @@ from torch import nn
 from fxtrain._errors import PlanError
 from fxtrain.backends.core.module_changes import model_signature
 from fxtrain.backends.core.plain_module import record_module
+from fxtrain.backends.core.quantized_models import quantized_as_planned, quantized_problems
 from fxtrain.backends.ddp.strategy import DDP_STRATEGY
 from fxtrain.backends.deepspeed.strategy import DEEPSPEED_STRATEGY
 from fxtrain.backends.fsdp.strategy import FSDP_STRATEGY
-from fxtrain.backends.core.quantized_models import quantized_as_planned, quantized_problems
 from fxtrain.backends.local.averaging import local_problems
 from fxtrain.backends.pipeline.strategy import PIPELINE_STRATEGY
 from fxtrain.backends.single import SINGLE

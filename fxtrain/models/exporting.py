@@ -24,10 +24,10 @@ from fxtrain.models.folder import (
     staging,
     write_index,
 )
+from fxtrain.models.quantized_loading import transformers_config, warn_of_readers
 from fxtrain.models.safetensors_files import Entry, writing
 from fxtrain.models.stored_layers import file_metadata, file_weights
 from fxtrain.models.tensor_bytes import WRITABLE_DTYPES
-from fxtrain.models.quantized_loading import transformers_config
 from fxtrain.models.tensors import (
     context_of,
     module_of,
@@ -89,7 +89,9 @@ def export(
         The paths of the weight files, on every rank.
 
     Effects:
-        Gathers sharded tensors one by one, as `fx.weights` does, and writes each at once: in
+        Writes quantised layers as their library does: those of bitsandbytes with what
+        transformers needs to read them, those of torchao with a warning that only fxtrain and
+        torchao do. Gathers sharded tensors one by one, as `fx.weights` does, and writes each at once: in
         addition to the model, this needs memory for two tensors. The new files replace earlier
         ones atomically once all are on disk; if anything fails, the earlier ones stay.
 
@@ -110,6 +112,7 @@ def export(
         if problem := path_problem(folder):
             raise CheckpointError(f"export(folder=...): {problem}.")
         job = _plan(model, max_shard, alone=ranks is None)
+    warn_of_readers(job.module)
     if ranks is not None:
         ops.agree(f"{action}, {sharded=}, {_job_digest(job)}", ranks, name="export")
     with contextlib.ExitStack() as stack:

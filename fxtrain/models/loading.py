@@ -113,7 +113,9 @@ def load_model(
     """
     ranks = context_of(model, ctx, "load_model")
     with contextlib.ExitStack() as stack:
-        where = torch.device(("cpu" if ranks is None else ranks.device) if device is None else device)
+        where = torch.device(
+            ("cpu" if ranks is None else ranks.device) if device is None else device
+        )
         with fail_together(ranks, "load_model"):
             module = module_of(model, "load_model")
             opened = stack.enter_context(open_source(source))

@@ -1,6 +1,7 @@
 """Quantised layers while a model is loaded: those of the source, and those to make."""
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from fxtrain.precision import (
 )
 from fxtrain.state import Quantize, Wrapped
 
-__all__ = ["LayersToLoad", "prepare_layers", "transformers_config"]
+__all__ = ["LayersToLoad", "prepare_layers", "transformers_config", "warn_of_readers"]
 
 _LARGEST_CONFIG = 10_000_000  # bytes
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: "float32"}
@@ -112,6 +113,19 @@ def transformers_config(module: Any) -> dict[str, Any] | None:
     }
 
 
+def warn_of_readers(module: Any) -> None:
+    """Warn that plain transformers cannot read the export of a transformers model."""
+    if hasattr(module, "from_pretrained") and transformers_config(module) is None:
+        name = next((name for name, _, _ in quantized_layers(module)), None)
+        if name is not None:
+            warnings.warn(
+                f"export: {name} and other layers are quantised by torchao, and from_pretrained "
+                f"does not read them without a TorchAoConfig; fx.load_model reads these files.",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
 def _into_quantized(found: Source, record: Quantize | None, module: nn.Module) -> LayersToLoad:
     """The tensors of quantised layers are loaded like others; all that remains is to check."""
     if record is not None:
@@ -148,9 +162,7 @@ def _check_format(layers: Mapping[str, StoredLayer], record: Quantize | None) ->
             )
 
 
-def _layers_of_source(
-    found: Source, module: nn.Module, record: Quantize | None
-) -> LayersToLoad:
+def _layers_of_source(found: Source, module: nn.Module, record: Quantize | None) -> LayersToLoad:
     made: dict[str, nn.Module] = {}
     for name, stored in found.layers.items():
         part = _part(module, name)

@@ -17,7 +17,14 @@ from fxtrain.models.safetensors_files import Entry
 from fxtrain.precision import BNB4, BNB8, TORCHAO, Library, quantized_layers
 from fxtrain.state import Bnb4, Bnb8, Quantize, Weight, structure
 
-__all__ = ["DESCRIPTION", "StoredLayer", "file_metadata", "file_weights", "record_of", "stored_layers"]
+__all__ = [
+    "DESCRIPTION",
+    "StoredLayer",
+    "file_metadata",
+    "file_weights",
+    "record_of",
+    "stored_layers",
+]
 
 DESCRIPTION = "fxtrain.quantize"  # metadata of a file: fields of a record that tensors do not tell
 _SUMMARY = ".weight.quant_state.bitsandbytes__"
@@ -123,7 +130,9 @@ def file_metadata(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     found = {DESCRIPTION: json.dumps(library.settings(first))}
     torchao = {name: (part, one) for name, part, one in layers if one is TORCHAO}
     if torchao:
-        own = {f"{name}.{key}" for name, (part, one) in torchao.items() for key in one.tensors(part)}
+        own = {
+            f"{name}.{key}" for name, (part, one) in torchao.items() for key in one.tensors(part)
+        }
         plain = [name for name in names if name not in own]
         whole = {f"{name}.weight": one.facts(part) for name, (part, one) in torchao.items()}
         found |= {name: json.dumps(facts) for name, facts in whole.items()}
@@ -156,7 +165,11 @@ def _stored4(
                 f"{layer}.{key}. Export or download the model again."
             )
     return StoredLayer(
-        library=BNB4, keys=(*stored, *nested, *values), facts=facts, values=values, summaries=(name,)
+        library=BNB4,
+        keys=(*stored, *nested, *values),
+        facts=facts,
+        values=values,
+        summaries=(name,),
     )
 
 

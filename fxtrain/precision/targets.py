@@ -13,6 +13,7 @@ from fxtrain.state import Quantize, Torchao
 __all__ = ["Targets", "choose_layers", "matches", "modules_to_keep"]
 
 _MAX_SHOWN = 5
+_NAMED = "named in the plan"
 # torch computes these in one kernel from their plain weights, without a call of the layers inside.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -43,7 +44,7 @@ def choose_layers(module: nn.Module, record: Quantize, *, trains: bool) -> Targe
     linears = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
     skipped = _reasons(module, linears, record, trains=trains)
     names = tuple(name for name in linears if name not in skipped)
-    if not names:
+    if not names and not _all_named(skipped, record):
         raise PlanError(_nothing_left(module, record, skipped))
     if isinstance(record, Torchao) and record.weights == "int4":
         _check_groups(linears, names, record.group)
@@ -73,6 +74,14 @@ def modules_to_keep(module: nn.Module, record: Quantize) -> tuple[nn.Module, ...
     return tuple(p for name, p in named if any(matches(one, name) for one in record.keep_fp32))
 
 
+def _all_named(skipped: Mapping[str, str], record: Quantize) -> bool:
+    """Whether the record itself skips every layer, which changes nothing, as asked."""
+    return bool(skipped) and all(
+        why == _NAMED or why.removeprefix("inside a ") in record.skip_classes
+        for why in skipped.values()
+    )
+
+
 def _reasons(
     module: nn.Module, linears: Mapping[str, nn.Linear], record: Quantize, *, trains: bool
 ) -> dict[str, str]:
@@ -89,9 +98,11 @@ def _reasons(
     found: dict[str, str] = {}
     for name, part in linears.items():
         if any(matches(one, name) for one in (*record.skip, *record.keep_fp32)):
-            found[name] = "named in the plan"
+            found[name] = _NAMED
         elif name in inside:
             found[name] = f"inside a {inside[name]}"
+        elif part is module:
+            found[name] = "the model itself"
         elif name in heads:
             found[name] = "the output head"
         elif id(part.weight) in shared:
@@ -150,9 +161,7 @@ def _check_patterns(
             raise PlanError(_unmatched(record, field, pattern, names, "module"))
 
 
-def _unmatched(
-    record: Quantize, field: str, wanted: str, known: Iterable[str], what: str
-) -> str:
+def _unmatched(record: Quantize, field: str, wanted: str, known: Iterable[str], what: str) -> str:
     near = difflib.get_close_matches(wanted, list(known), n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     whole = " Patterns match whole components of dotted names." if what == "module" else ""

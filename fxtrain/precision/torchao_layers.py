@@ -72,7 +72,9 @@ def _config(record: Record, device: torch.device) -> Any:
     if record.weights == "float8":
         dynamic = api.Float8DynamicActivationFloat8WeightConfig
         return (
-            dynamic(granularity=api.PerRow()) if record.activations else api.Float8WeightOnlyConfig()
+            dynamic(granularity=api.PerRow())
+            if record.activations
+            else api.Float8WeightOnlyConfig()
         )
     if device.type == "cpu":
         with quiet(*_LOGGERS):
