@@ -115,9 +115,9 @@ _HOMES = {
     "fxtrain.ops": "close detect log preemption",
     "fxtrain.profile": "dry_run",
     "fxtrain.state": (
-        "Aim Batch Bnb4 Bnb8 CP Change ClearML Comet CommHook Compile DDP DVCLive Data DeepSpeed DiLoCo "
-        "DistContext DryRun FSDP FromConfig JsonLines LocalSGD LossScale MLflow Mesh PP Plan "
-        "Position PowerSGD Precision Report Single Style SwanLab TP TensorBoard Terminal "
+        "Aim Batch Bnb4 Bnb8 CP Change ClearML Comet CommHook Compile DDP DVCLive Data DeepSpeed "
+        "DiLoCo DistContext DryRun FSDP FromConfig JsonLines LocalSGD LossScale MLflow Mesh PP "
+        "Plan Position PowerSGD Precision Report Single Style SwanLab TP TensorBoard Terminal "
         "Torchao Trackio WandB Weighted Wrapped XLA diff dumps fingerprint from_config loads "
         "read_plan write_plan"
     ),

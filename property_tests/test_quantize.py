@@ -1,5 +1,7 @@
 """Laws of quantised weights: files keep every byte, and skipped layers stay as they are."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -40,7 +42,7 @@ def nets(draw):
     sizes = draw(st.lists(st.integers(1, 40).map(lambda n: 2 * n), min_size=5, max_size=5))
     dtype = draw(st.sampled_from(DTYPES))
     torch.manual_seed(draw(st.integers(0, 9)))
-    pairs = zip(sizes, sizes[1:], strict=False)
+    pairs = itertools.pairwise(sizes)
     net = nn.Sequential(*(nn.Linear(a, b, bias=bool(a % 4), dtype=dtype) for a, b in pairs))
     with torch.no_grad():  # special values, which arithmetic would lose
         net[0].weight.view(-1)[:2] = torch.tensor([0.0, -0.0])

@@ -89,11 +89,10 @@ def export(
         The paths of the weight files, on every rank.
 
     Effects:
-        Writes quantised layers as their library does: those of bitsandbytes with what
-        transformers needs to read them, those of torchao with a warning that only fxtrain and
-        torchao do. Gathers sharded tensors one by one, as `fx.weights` does, and writes each at once: in
-        addition to the model, this needs memory for two tensors. The new files replace earlier
-        ones atomically once all are on disk; if anything fails, the earlier ones stay.
+        Writes quantised layers as their library does; warns before if transformers does not
+        read them. Gathers sharded tensors one by one, as `fx.weights` does, and writes each at
+        once: in addition to the model, this needs memory for two tensors. The new files replace
+        earlier ones atomically once all are on disk; if anything fails, the earlier ones stay.
 
     Raises:
         CheckpointError: a tensor cannot be stored, a rank cannot write, or the model was

@@ -26,7 +26,8 @@ __all__ = [
     "stored_layers",
 ]
 
-DESCRIPTION = "fxtrain.quantize"  # metadata of a file: fields of a record that tensors do not tell
+# Metadata of a file: fields of a record that tensors do not tell.
+DESCRIPTION = "fxtrain.quantize"
 _SUMMARY = ".weight.quant_state.bitsandbytes__"
 _OFFSET = "weight.nested_offset"
 _NAMES = "tensor_names"
@@ -134,7 +135,7 @@ def file_metadata(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
             f"{name}.{key}" for name, (part, one) in torchao.items() for key in one.tensors(part)
         }
         plain = [name for name in names if name not in own]
-        whole = {f"{name}.weight": one.facts(part) for name, (part, one) in torchao.items()}
+        whole = {f"{name}.weight": one.facts(part) for name, (part, one) in rows}
         found |= {name: json.dumps(facts) for name, facts in whole.items()}
         found |= {name: json.dumps({"_type": "Tensor"}) for name in plain}
         found[_NAMES] = json.dumps([*whole, *plain])

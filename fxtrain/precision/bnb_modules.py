@@ -25,7 +25,7 @@ class Linear4bit(bnb.nn.Linear4bit):
         """As `nn.Linear`."""
         dtype = self.compute_dtype or x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        weight = self.weight
+        weight: Any = self.weight
         made = bnb.matmul_4bit(x.to(dtype), weight, quant_state=weight.quant_state, bias=bias)
         return made.to(x.dtype)
 
@@ -43,13 +43,13 @@ class Linear8bitLt(bnb.nn.Linear8bitLt):
 
     def forward(self, x: Tensor) -> Tensor:
         """As `nn.Linear`."""
-        state = self.state
-        state.is_training = self.training
-        state.CB, state.SCB = self.weight.data, self.weight.SCB
+        self.state.is_training = self.training
+        self.init_8bit_state()
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        made: Tensor = bnb.matmul(x, self.weight, bias=bias, state=state)
+        made: Tensor = bnb.matmul(x, self.weight, bias=bias, state=self.state)
         return made
 
     def init_8bit_state(self) -> None:
         """Keep the scales at the weight, where moving the module finds them."""
-        self.state.CB, self.state.SCB = self.weight.data, self.weight.SCB
+        weight: Any = self.weight
+        self.state.CB, self.state.SCB = weight.data, weight.SCB

@@ -64,8 +64,8 @@ def planned_layers(
     for name, part, other in quantized_layers(module):
         if (found := other.format(part)) != (wanted := library.planned(record)):
             raise PlanError(
-                f"Plan(quantize=fx.{type(record).__name__}(...)): asked for {wanted}, but {name} is "
-                f"quantised already, as {found}. Pass the unquantised model, or change the plan."
+                f"Plan(quantize=fx.{type(record).__name__}(...)): asked for {wanted}, but {name} "
+                f"is quantised already, as {found}. Pass the unquantised model, or change the plan."
             )
         return Targets(names=(), skipped={})
     return choose_layers(module, record, trains=trains)

@@ -85,13 +85,7 @@ def _all_named(skipped: Mapping[str, str], record: Quantize) -> bool:
 def _reasons(
     module: nn.Module, linears: Mapping[str, nn.Linear], record: Quantize, *, trains: bool
 ) -> dict[str, str]:
-    names = [name for name, _ in module.named_modules() if name]
-    for field in ("skip", "keep_fp32"):
-        _check_patterns(getattr(record, field), names, record, field)
-    classes = {type(part).__name__ for part in module.modules()}
-    for name in record.skip_classes:
-        if name not in classes:
-            raise PlanError(_unmatched(record, "skip_classes", name, classes, "class"))
+    _check_names(module, record)
     inside = _inside(module, record.skip_classes)
     heads = () if record.head else _heads(module, linears)
     shared = _shared_weights(module)
@@ -136,7 +130,7 @@ def _heads(module: nn.Module, linears: Mapping[str, nn.Linear]) -> set[str]:
     head = get() if callable(get) else None
     found = {name for name, part in linears.items() if part is head}
     tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
-    last = next(reversed(linears), "")
+    last = list(linears)[-1] if linears else ""
     children = [name for name, _ in module.named_children()]
     if last and (last == children[-1] or linears[last].out_features == max(tables, default=0)):
         found.add(last)
@@ -153,12 +147,16 @@ def _shared_weights(module: nn.Module) -> set[int]:
     return {key for key, count in owners.items() if count > 1}
 
 
-def _check_patterns(
-    patterns: Iterable[str], names: list[str], record: Quantize, field: str
-) -> None:
-    for pattern in patterns:
-        if not any(matches(pattern, name) for name in names):
-            raise PlanError(_unmatched(record, field, pattern, names, "module"))
+def _check_names(module: nn.Module, record: Quantize) -> None:
+    names = [name for name, _ in module.named_modules() if name]
+    for field in ("skip", "keep_fp32"):
+        for pattern in getattr(record, field):
+            if not any(matches(pattern, name) for name in names):
+                raise PlanError(_unmatched(record, field, pattern, names, "module"))
+    classes = {type(part).__name__ for part in module.modules()}
+    for name in record.skip_classes:
+        if name not in classes:
+            raise PlanError(_unmatched(record, "skip_classes", name, classes, "class"))
 
 
 def _unmatched(record: Quantize, field: str, wanted: str, known: Iterable[str], what: str) -> str:
@@ -186,13 +184,14 @@ def _nothing_left(module: nn.Module, record: Quantize, skipped: Mapping[str, str
 
 
 def _check_groups(linears: Mapping[str, nn.Linear], names: Iterable[str], group: int) -> None:
-    wrong = [name for name in names if linears[name].in_features % group]
+    widths = {name: linears[name].in_features for name in names}
+    wrong = [name for name, width in widths.items() if width % group]
     if not wrong:
         return
-    sizes = {linears[name].in_features for name in wrong}
-    fits = [one for one in (32, 64, 128, 256) if all(size % one == 0 for size in sizes)]
+    fits = [one for one in (32, 64, 128, 256) if all(widths[name] % one == 0 for name in wrong)]
     advice = f"Use group={fits[-1]}, or" if fits else "Use skip=..., or"
     raise PlanError(
-        f"Torchao(weights='int4', group={group}): {wrong[0]} has {linears[wrong[0]].in_features} input features, "
+        f"Torchao(weights='int4', group={group}): {wrong[0]} has {widths[wrong[0]]} input "
+        f"features, "
         f"which {group} does not divide ({len(wrong)} such layers). {advice} weights='int8'."
     )

@@ -1,4 +1,4 @@
-"""Quantised weights on several ranks: equal bits everywhere, adapters that train, what is refused."""
+"""Quantised weights on several ranks: equal bits, adapters that train, what is refused."""
 
 import pytest
 import torch

@@ -59,10 +59,9 @@ def state_of(model: Wrapped) -> ModelState:
         "scaler": None if model.scaler is None else model.scaler.state_dict(),
         # torch's DDP sends buffers before a forward if the one before it ended a window.
         "sends_buffers": getattr(model.engine, _SENDS_BUFFERS, None),
+        **_formats(model.module),
     }
     drifting = {f"module.{name}" for name, _ in model.module.named_buffers()} & tensors.keys()
-    if facts := quantized_facts(model.module):
-        values["quantized"] = facts
     if now is not None:
         drifting, steady = set(tensors), set()  # the end of a round changes parameters too
         values["copy"] = len(now.peers)  # its ranks
@@ -136,6 +135,11 @@ def _module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]
     for name, value in stored_tensors(module).items():
         (tensors if isinstance(value, Tensor) else extra)[f"module.{name}"] = value
     return tensors, extra
+
+
+def _formats(module: nn.Module) -> dict[str, Any]:
+    facts = quantized_facts(module)
+    return {"quantized": facts} if facts else {}
 
 
 def _check_formats(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
