@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TRACKERS := .venv-trackers
 
-.PHONY: demo test test-deepspeed test-trackers test-xla lint bench clean
+.PHONY: demo test test-deepspeed test-shadow test-trackers test-xla lint bench clean
 
 demo: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/fxtrain launch --ranks 2 examples/digits.py
@@ -24,6 +24,10 @@ test-deepspeed: export PATH := $(CURDIR)/$(BIN):$(PATH)
 test-deepspeed: $(VENV)/.test-deepspeed
 	$(BIN)/python -W ignore -c "import deepspeed; deepspeed.ops.op_builder.CPUAdamBuilder().load(verbose=False)"
 	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m deepspeed tests/deepspeed
+
+# On a device of its own, compiled from tests/shadow: what is left on the CPU is an error there.
+test-shadow: $(VENV)/.test
+	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m shadow tests/shadow
 
 # An environment of its own over that of the tests, since trackers bring 200 packages, some older.
 test-trackers: $(TRACKERS)/.done
@@ -68,4 +72,4 @@ $(VENV)/.bench: $(VENV)/.test
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TRACKERS) .venv-xla build dist runs
+	rm -rf $(VENV) $(TRACKERS) .venv-xla .shadow build dist runs

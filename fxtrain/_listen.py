@@ -4,7 +4,7 @@ import errno
 import ipaddress
 import socket
 
-__all__ = ["is_loopback", "listen"]
+__all__ = ["free_port", "is_loopback", "listen"]
 
 _BACKLOG = 2048  # connections that are not yet accepted; torch's own number
 
@@ -25,6 +25,13 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return name == "localhost"
+
+
+def free_port() -> int:
+    """A TCP port on loopback that is not in use."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def listen(address: str, port: int) -> socket.socket:

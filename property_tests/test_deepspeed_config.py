@@ -100,4 +100,4 @@ def test_what_differs_is_named_and_nothing_else(plan, facts, wrong):
         resolve(plan, changed, facts)
     lines = [line for line in str(found.value).splitlines() if line.startswith("  ")]
     assert len(lines) == 1 and "gradient_accumulation_steps" in lines[0]
-    assert f"says {plan.accumulate}, the config says {plan.accumulate + wrong}" in lines[0]
+    assert f"has {plan.accumulate}, the config has {plan.accumulate + wrong}" in lines[0]

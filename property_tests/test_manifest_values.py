@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain.checkpoint.json_values import decode, encode
-from fxtrain.checkpoint.manifest import Part, _covers
+from fxtrain.checkpoint.manifest import Part, is_partition
 from fxtrain.checkpoint.write_plan import boxes_in
 
 # Boxes
@@ -59,7 +59,7 @@ def test_parts_cover_a_tensor_if_every_cell_is_in_one(drawn):
     parts = tuple(
         Part(file="f", offset=0, start=start, shape=size, digests=()) for start, size in boxes
     )
-    assert _covers(shape, parts) == _fills(shape, boxes)
+    assert is_partition(shape, parts) == _fills(shape, boxes)
 
 
 @given(st.lists(st.integers(0, 4), max_size=4), st.data())
@@ -80,15 +80,15 @@ def test_stretches_of_a_tensor_are_boxes_that_cover_it(shape, data):
             Part(file="f", offset=0, start=start, shape=tuple(box.shape), digests=())
             for start, box in found
         ]
-    assert _covers(tuple(shape), tuple(parts))
+    assert is_partition(tuple(shape), tuple(parts))
 
 
 def test_many_parts_take_no_longer_than_they_are_many():
     parts = tuple(
         Part(file="f", offset=0, start=(0, i), shape=(1, 1), digests=()) for i in range(10_000)
     )
-    assert _covers((1, 10_000), parts)
-    assert not _covers((1, 10_000), (*parts[:-1], parts[0]))
+    assert is_partition((1, 10_000), parts)
+    assert not is_partition((1, 10_000), (*parts[:-1], parts[0]))
 
 
 # Values

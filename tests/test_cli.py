@@ -91,7 +91,7 @@ MISTAKES = [
     Mistake(words="launch nowhere/train.py", says="nor its folder"),
     Mistake(words="launch .", says="a folder without a __main__.py"),
     Mistake(words="launch -m json.toool", says="Did you mean json.tool?"),
-    Mistake(words="launch -m train.py", says="Leave -m out"),
+    Mistake(words="launch -m train.py", says="Omit -m"),
     Mistake(words="launch -m no_such_package.part", says="no such module"),
 ]
 

@@ -54,6 +54,6 @@ def test_what_runs_again_in_backward(recompute, wanted):
 def test_options_of_recomputation_need_names(option):
     with (
         fx.detect(env={}, device="cpu") as ctx,
-        pytest.raises(fx.PlanError, match="recompute names, which is empty"),
+        pytest.raises(fx.PlanError, match="in recompute, which is empty"),
     ):
         fx.wrap(Transformer(), ctx, fx.Plan(**option))

@@ -1,6 +1,7 @@
 """One rank: the module as it is."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from fxtrain.backends.context.split_sequences import with_context_parallel
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.module_changes import prepare_module, unmatched_names, xla_problems
+from fxtrain.backends.core.moving import move_module
 from fxtrain.backends.core.optimizers import make_optimizers, make_schedulers
 from fxtrain.backends.core.weights import torch_weights
 from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped, unsupported
@@ -22,7 +24,7 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     if ctx.world_size > 1:
         problems.append(
             f"Single() trains on one rank, but this context has {ctx.world_size}, which would "
-            f"drift apart. Use DDP(), or launch one process."
+            f"train separate models. Use DDP(), or launch one process."
         )
     return tuple(problems)
 
@@ -37,16 +39,14 @@ def wrap_without_engine(
     *,
     change: Any = None,
 ) -> Wrapped:
-    """Wrap a module that is its own engine; `change` is what becomes of each optimizer."""
-    module.to(ctx.device)
-    undo_rows = expose_positions(module, ctx, plan)
-    undo_blocks = prepare_module(module, plan, ctx)
-
-    def undo() -> None:
-        undo_blocks()
-        undo_rows()
-
-    return make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo, change=change)
+    """Wrap a module that is its own engine; `change` replaces each optimizer."""
+    move_module(module, ctx.device)
+    undo = ExitStack()
+    undo.callback(expose_positions(module, ctx, plan))
+    undo.callback(prepare_module(module, plan, ctx))
+    return make_handle(
+        strategy, module, ctx, plan, optimizer, scheduler, undo=undo.close, change=change
+    )
 
 
 def make_handle(
@@ -60,7 +60,7 @@ def make_handle(
     undo: Callable[[], None],
     change: Any = None,
 ) -> Wrapped:
-    """Call the factories on a module in its final form, and put everything into a handle."""
+    """Call the factories on a module in its final form, and build the handle."""
     made, optimizers = make_optimizers(optimizer, module, change)
     planned, schedulers = make_schedulers(scheduler, made)
     return Wrapped(
@@ -104,5 +104,5 @@ SINGLE = Strategy(
     weights=torch_weights,
     unwrap=_unwrap,
     quantized=True,
-    average=unsupported("averaging of copies", by="Single, which trains one,"),
+    average=unsupported("averaging of replicas", by="Single, which has only one,"),
 )

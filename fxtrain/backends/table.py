@@ -8,8 +8,8 @@ from torch import nn
 
 from fxtrain._errors import PlanError
 from fxtrain.backends.core.module_changes import model_signature
-from fxtrain.backends.core.plain_module import record_module
 from fxtrain.backends.core.quantized_models import quantized_as_planned, quantized_problems
+from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.ddp.strategy import DDP_STRATEGY
 from fxtrain.backends.deepspeed.strategy import DEEPSPEED_STRATEGY
 from fxtrain.backends.fsdp.strategy import FSDP_STRATEGY
@@ -42,13 +42,13 @@ STRATEGIES = (
 
 
 def strategies() -> dict[type, Strategy]:
-    """Every strategy by its config type: fxtrain's, then those of installed packages.
+    """Every strategy by its config type: fxtrain's own, then those of installed packages.
 
-    A package adds one by an entry point in the group `fxtrain.strategies` that loads to a
-    `Strategy`. `fx.wrap(..., strategy=row)` takes one without an entry point.
+    A package adds one with an entry point in the group `fxtrain.strategies` that loads a
+    `Strategy`. `fx.wrap(..., strategy=entry)` takes one without an entry point.
 
     Raises:
-        PlanError: an entry point loads to something else, or to a second strategy for a config.
+        PlanError: an entry point loads something else, or a second strategy for the same config.
 
     Example:
         >>> from fxtrain.backends import strategies
@@ -70,16 +70,16 @@ def wrap(
     """Make a model ready to train or run under a plan.
 
     Args:
-        model: A module, on any device; the same on every rank in all but its values, of
-            which rank 0's count.
+        model: A module, on any device; the same on every rank except for its values, of which
+            rank 0's are used.
         ctx: Where to run.
-        plan: How; by default the plan that came with the launch, or else `fx.Plan()`.
-        optimizer: Factory from parameters to an optimizer, or to several as a list or dict;
-            called once the strategy is ready for it, with the parameters that require a
-            gradient. `params.named()` pairs them with their names. None only runs the model.
+        plan: The settings; by default the plan of the launch, or else `fx.Plan()`.
+        optimizer: Factory from parameters to an optimizer, or to several as a list or dict. It is
+            called once the strategy is ready for it, with the parameters that require grad.
+            `params.named()` returns them with their names. Use None to only run the model.
         scheduler: Factory from what the optimizer factory returned to a scheduler or several.
-        strategy: The functions that carry the plan out, such as a row of `strategies()` with
-            one of them changed; by default the row that the config `plan.strategy` selects.
+        strategy: The functions that carry out the plan, such as an entry of `strategies()` with
+            one function changed; by default the entry of the config `plan.strategy`.
 
     Effects:
         Moves the module to the context's device in place, and quantises its frozen linear layers
@@ -90,7 +90,7 @@ def wrap(
     Raises:
         PlanError: the plan does not fit the model or the context, or the ranks pass different
             plans; on every rank, before anything changes.
-        CollectiveError: the ranks pass different models, or only some an optimizer; on every
+        CollectiveError: the ranks pass different models, or only some pass an optimizer; on every
             rank.
 
     Example:
@@ -113,24 +113,24 @@ def wrap(
     if problems := problems_of(row, ctx, plan, model):
         raise PlanError("\n".join(problems))
     with quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
-        wrapped, formats = record_module(model), _formats(model)
+        before, formats = record_module(model), _formats(model)
         made = row.wrap(row, model, ctx, plan, optimizer, scheduler)
-    return attrs.evolve(made, bare=wrapped(), formats=formats)
+    return attrs.evolve(made, bare=before.changes().hide, formats=formats)
 
 
 def unwrap(model: Wrapped) -> nn.Module:
-    """Give the user's module back, without what wrapping did to it: the end of training.
+    """Return the user's module, without the changes of wrapping. Call it at the end of training.
 
-    Every rank gets whole weights. The handle is closed: a step, a call, a save or an export of
-    it is an error. During training, use `fx.weights` or `fx.gathered`, which leave it as it is.
+    Every rank gets full weights. The handle is closed: a step, a call, a save or an export of it
+    is an error. During training, use `fx.weights` or `fx.gathered`, which do not change it.
 
     Effects:
-        Gathers what is spread over ranks, which all call this. Gradients of an open accumulation
-        window are dropped. Of copies that train alone (`Plan.local`), each rank gets its own:
-        `ops.average(model)` before makes them one.
+        Gathers sharded tensors; all ranks must call this. Gradients of an open accumulation window
+        are dropped. With independent replicas (`Plan.local`), each rank gets its own: call
+        `ops.average(model)` first to average them.
 
     Raises:
-        PlanError: the model was unwrapped already, or is gathered.
+        PlanError: the model was unwrapped already, or is inside `fx.gathered`.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -140,7 +140,7 @@ def unwrap(model: Wrapped) -> nn.Module:
         True
     """
     if not isinstance(model, Wrapped):
-        raise PlanError(f"unwrap takes what fx.wrap returned, found {type(model).__name__}.")
+        raise PlanError(f"unwrap takes a model from fx.wrap, found {type(model).__name__}.")
     check_open(model, "unwrap", PlanError)
     module = model.strategy.unwrap(model)
     if model.window.micro:
@@ -167,8 +167,8 @@ def _strategy_of(plan: Plan) -> Strategy:
     if kind not in table:
         known = ", ".join(sorted(config.__name__ for config in table))
         raise PlanError(
-            f"Plan(strategy={plan.strategy!r}): no strategy carries out a {kind.__name__}. "
-            f"Choose one of {known}, or install the package that brings it."
+            f"Plan(strategy={plan.strategy!r}): no strategy is registered for {kind.__name__}. "
+            f"Choose one of {known}, or install the package that provides it."
         )
     return table[kind]
 
@@ -188,22 +188,22 @@ def _wrap_error(strategy: Strategy, ctx: DistContext, plan: Plan) -> tuple[str, 
     if plan.context is None or ctx.world_size == 1 or strategy.cuts_sequences:
         return ()
     return (
-        f"{strategy.name} does not cut sequences, as Plan(context=...) asks. Leave that out, or "
+        f"{strategy.name} cannot split sequences, as Plan(context=...) asks. Remove context, or "
         f"use FSDP() or DDP().",
     )
 
 
 def _row_problems(strategy: Strategy, plan: Plan) -> tuple[str, ...]:
-    """What is wrong with a row itself, or with its use for a plan."""
+    """What is wrong with an entry itself, or with its use for a plan."""
     if type(plan.strategy) is not strategy.config:
         kind = strategy.config.__name__
         return (
-            f"wrap(strategy={strategy.name}) carries out a {kind}, and the plan has "
-            f"strategy={plan.strategy!r}. Use Plan(strategy={kind}(...)), or leave strategy out.",
+            f"wrap(strategy={strategy.name}) carries out a {kind}, but the plan has "
+            f"strategy={plan.strategy!r}. Use Plan(strategy={kind}(...)), or omit strategy.",
         )
     return tuple(
-        f"{strategy.name} has its own {name}, which nothing would call: its run or apply does that "
-        f"work itself. Change that function too, and leave {name!r} out of the row's `fused`."
+        f"{strategy.name} has its own {name}, which would never be called: its run or apply does "
+        f"that work itself. Change that function too, and remove {name!r} from `fused`."
         for name, function in strategy.fused
         if getattr(strategy, name) is not function
     )
@@ -230,7 +230,6 @@ def _check_types(model: Any, ctx: Any, plan: Any, strategy: Any) -> None:
         )
     if not isinstance(strategy, Strategy | None):
         raise PlanError(
-            f"wrap(strategy=...) takes a Strategy, the functions that carry a plan out, found "
-            f"{type(strategy).__name__}. A config such as fx.FSDP() goes into the plan: "
-            f"fx.Plan(strategy=fx.FSDP())."
+            f"wrap(strategy=...) takes a Strategy record, found {type(strategy).__name__}. Put a "
+            f"config such as fx.FSDP() into the plan: fx.Plan(strategy=fx.FSDP())."
         )

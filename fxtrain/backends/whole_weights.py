@@ -1,4 +1,4 @@
-"""Whole weights of a model that goes on training: one by one, or all at once in its module."""
+"""Full weights of a model during training: one by one, or all at once in its module."""
 
 import fnmatch
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -28,37 +28,36 @@ def weights(
     device: str | torch.device | None = None,
     ranks: _Ranks = "all",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over a model's whole weights, one after the other, under every strategy.
+    """Iterate over a model's full weights, one at a time, under every strategy.
 
-    They are the tensors of the user's module's state dict, under its names and in its order, in
-    the formats in which the module came; a tied weight comes under each of its names. Under
-    DeepSpeed they are the full-precision masters. Every rank gets the same values: of buffers
-    that differ between replicas, and of copies that train alone (`Plan.local`), those of the
-    first one.
+    They are the tensors of the state dict of the user's module, with its names, order and
+    original dtypes; a tied weight is yielded under each of its names. Under DeepSpeed they are
+    the full-precision masters. Every rank gets the same values: where replicas differ (buffers, and
+    everything under `Plan.local`), those of the first replica.
 
-    All ranks iterate, up to the same tensor. The model is not changed, and an accumulation
+    All ranks must iterate up to the same tensor. The model is not changed, and an accumulation
     window may be open.
 
     Args:
-        model: What `fx.wrap` returned.
+        model: From `fx.wrap`.
         names: Names, or patterns such as "*.norm.weight"; by default all.
-        device: Where the tensors are put; by default on the model's.
-        ranks: Which ranks get them. With "main", the loop's body runs on rank 0 only, while the
-            other ranks take part in the gathering.
+        device: Where to put the tensors; by default the model's device.
+        ranks: Which ranks get them. With "main", the loop's body runs on rank 0 only, and the
+            other ranks only take part in the gathering.
 
     Yields:
-        A name and a new tensor, which is the caller's to keep or change.
+        A name and a new tensor, which the caller may keep or change.
 
     Effects:
-        Memory for two whole tensors at a time, beside what the caller keeps. Traffic: FSDP and
-        TP all-gather each tensor, a pipeline broadcasts it from the stage that holds it, ZeRO 1
-        to 3 send each parameter once, and replicas only send buffers. Between ranks, one
-        exchange of packets for each tensor.
+        Memory for two full tensors at a time, in addition to what the caller keeps. Traffic: FSDP
+        and TP all-gather each tensor, a pipeline broadcasts it from the stage that holds it, ZeRO 1
+        to 3 send each parameter once, and replicas only send buffers. Between ranks, one exchange
+        of packets per tensor.
 
     Raises:
-        PlanError: a name or pattern fits no tensor, or the model was unwrapped.
-        CollectiveError: the ranks ask for different tensors, or one left its loop earlier than
-            this one.
+        PlanError: a name or pattern matches no tensor, or the model was unwrapped.
+        CollectiveError: the ranks request different tensors, or another rank left its loop earlier
+            than this one.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -78,30 +77,29 @@ def weights(
 
 @contextmanager
 def gathered(model: Wrapped, *, ranks: _Ranks = "all") -> Iterator[Any]:
-    """Lend out the user's module with whole, plain weights: for `generate`, `save_pretrained`.
+    """Lend the user's module with full, plain weights: for `generate` or `save_pretrained`.
 
-    Inside the block the module is as it was before it was wrapped, without the strategy's hooks,
-    and its weights are copies, as `fx.weights` yields them. Whatever the block does to them, to
-    buffers, to modes (`eval`) or to the module's attributes is dropped at its end: then the
-    module, its shards and its gradients are in every bit as before, optimizers were never
-    touched, and an open accumulation window is still open. Other averages of weights may be
-    loaded into it for an evaluation.
+    Inside the block the module is as it was before wrapping, without the strategy's hooks, and its
+    weights are copies, as `fx.weights` yields them. Changes that the block makes to weights,
+    buffers, modes (`eval`) or attributes of the module are dropped at its end: module, shards and
+    gradients are then bitwise as before, optimizers are untouched, and an open accumulation window
+    is still open. An average of weights may be loaded into the module for an evaluation.
 
     Args:
-        model: What `fx.wrap` returned. Inside the block, calling it or training it is an error.
-        ranks: Which ranks get the module. With "main", the others get None, and wait at the end
-            of the block for rank 0, no longer than the context's timeout.
+        model: From `fx.wrap`. Inside the block, calling or training it is an error.
+        ranks: Which ranks get the module. With "main", the others get None, and wait at the end of
+            the block for rank 0, at most for the context's timeout.
 
     Yields:
-        The module that was passed to `fx.wrap`; or None on the other ranks with `ranks="main"`.
+        The module that was passed to `fx.wrap`; None on the other ranks with `ranks="main"`.
 
     Effects:
-        Memory for the whole model on each rank that gets it, beside what training holds; also in
-        a pipeline, whose ranks else hold their own stages. Traffic as of `fx.weights`, without
-        the exchanges, and one exchange at the end of the block.
+        Memory for the full model on each rank that gets it, in addition to training's, also in a
+        pipeline, whose ranks otherwise hold only their stages. Traffic as of `fx.weights`, without
+        its exchanges, and one exchange at the end of the block.
 
     Raises:
-        PlanError: the model was unwrapped, or is gathered already.
+        PlanError: the model was unwrapped, or is already gathered.
         CollectiveError: the block failed on another rank.
 
     Example:
@@ -119,10 +117,10 @@ def gathered(model: Wrapped, *, ranks: _Ranks = "all") -> Iterator[Any]:
     whole = _collect(model, keep=mine)
     try:
         with _install_weights(model, whole):
-            del whole  # when the block ends, its memory is free
+            del whole  # its memory is free when the block ends
             yield model.module if mine else None
     except Exception as error:
-        # This rank's own error is what it raises; the others hear of it.
+        # This rank raises its own error; the others get a CollectiveError.
         with suppress(type(error), CollectiveError):
             ops.raise_together(error, model.ctx)
         raise
@@ -132,7 +130,7 @@ def gathered(model: Wrapped, *, ranks: _Ranks = "all") -> Iterator[Any]:
 def _check(model: Any, ranks: Any, call: str) -> None:
     if not isinstance(model, Wrapped):
         raise PlanError(
-            f"{call} takes what fx.wrap returned, found {type(model).__name__}. A module that is "
+            f"{call} takes a model from fx.wrap, found {type(model).__name__}. A module that is "
             f"not wrapped has its weights in module.state_dict()."
         )
     check_open(model, call, PlanError)
@@ -159,7 +157,7 @@ def _chosen(found: dict[str, Weight], patterns: list[str] | None) -> dict[str, W
 def _check_values(name: str, weight: Weight) -> None:
     if weight.here and (is_lazy(weight.like) or getattr(weight.like, "is_meta", False)):
         raise PlanError(
-            f"{name} has no values yet. Run a lazy module once before it is wrapped, and fill a "
+            f"{name} has no values yet. Run a lazy module once before wrapping it, and fill a "
             f"model on the meta device with fx.load_model."
         )
 
@@ -180,7 +178,7 @@ def _one_by_one(
             try:
                 yield name, value
             except GeneratorExit:
-                if left:  # after the last tensor nobody waits
+                if left:  # nobody waits after the last tensor
                     _announce_stop(ctx)
                 raise
             del value
@@ -190,7 +188,7 @@ def _all_continue(ctx: DistContext, name: str, ranks: _Ranks) -> bool:
     """Whether every rank takes the next tensor; with "main", rank 0 decides.
 
     Raises:
-        CollectiveError: a rank has left its loop, and this one has not.
+        CollectiveError: another rank left its loop, and this one did not.
     """
     if ctx.world_size == 1:
         return True
@@ -199,21 +197,21 @@ def _all_continue(ctx: DistContext, name: str, ranks: _Ranks) -> bool:
     if gone and ranks == "all":
         raise CollectiveError(
             f"weights: rank {', '.join(map(str, gone))} left the loop before {name!r}, which this "
-            f"rank asks for. All ranks iterate up to the same tensor: break on all of them, or "
-            f"choose tensors with names=."
+            f"rank requests. All ranks must iterate up to the same tensor: break on all of them, "
+            f"or choose tensors with names=."
         )
     return not gone
 
 
 def _announce_stop(ctx: DistContext) -> None:
-    """Tell the other ranks, at their next tensor, that this one takes no more."""
+    """Tell the other ranks, when they request the next tensor, that this one takes no more."""
     if ctx.world_size == 1:
         return
     try:
         ops.gather_objects(_LEAVES, ctx)
     except FxError as error:
-        # The loop is left already, perhaps for an error of its own, which must not be hidden.
-        ops.log(ctx).debug("weights: other ranks heard of no break: %s", error, everyone=True)
+        # The loop has ended, perhaps with an error of its own, which must not be hidden.
+        ops.log(ctx).debug("weights: no rank received the break: %s", error, everyone=True)
 
 
 @torch.no_grad()
@@ -223,7 +221,7 @@ def _copy(weight: Weight, device: torch.device, *, keep: bool) -> Tensor | None:
 
 
 def _collect(model: Wrapped, *, keep: bool) -> dict[tuple[str, str], Tensor]:
-    """Copies of what stands in the places of a module: (path of the part, name there) → whole."""
+    """Full copies of a module's tensors: (module path, name in it) → tensor."""
     found = model.strategy.weights(model)
     known = {id(weight.like): weight for weight in found.values() if weight.here}
     for name, weight in found.items():
@@ -235,7 +233,7 @@ def _collect(model: Wrapped, *, keep: bool) -> dict[tuple[str, str], Tensor]:
             name = plain_name(f"{path}.{key}" if path else key)
             weight = known.get(id(tensor)) if name not in found else found[name]
             if weight is None:
-                continue  # nothing stands there, as in the place of a bias that a layer lacks
+                continue  # nothing there, such as the bias that a layer lacks
             if weight.key not in made:
                 made[weight.key] = _fresh(weight, model.ctx.device, keep=keep)
             if (value := made[weight.key]) is not None:
@@ -252,7 +250,7 @@ def _fresh(weight: Weight, device: torch.device, *, keep: bool) -> Tensor | None
 
 @contextmanager
 def _install_weights(model: Wrapped, whole: dict[tuple[str, str], Tensor]) -> Iterator[None]:
-    """Close the handle and, where there are whole weights, put them into the bare module."""
+    """Close the handle and, if there are full weights, put them into the bare module."""
     put_back = model.bare()
     model.closed.append("gathered")
     try:

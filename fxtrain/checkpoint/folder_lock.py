@@ -20,7 +20,7 @@ from fxtrain.checkpoint.local_storage import Storage
 from fxtrain.checkpoint.owner import Owner, is_running, owner_from, this_process
 from fxtrain.state import parse_json
 
-__all__ = ["Lock", "STALE_S", "acquire"]
+__all__ = ["Lock", "STALE_S", "acquire", "read_lock"]
 
 _LOG = logging.getLogger(__name__)
 _HEARTBEAT_INTERVAL_S = 2.0  # between heartbeats of a holder
@@ -99,7 +99,7 @@ class Lock:
     def is_ours(self) -> bool:
         """Whether no other process has taken over the folder."""
         raw = self.folder.locked(self.name)
-        return raw is not None and _read(raw)[0] == self.token
+        return raw is not None and read_lock(raw)[0] == self.token
 
 
 def acquire(folder: Storage) -> Lock:
@@ -144,7 +144,7 @@ def _refuse_if_held(folder: Storage, name: str) -> None:
     raw = folder.locked(name)
     if raw is None:
         return  # already released
-    owner = _read(raw)[1]
+    owner = read_lock(raw)[1]
     held = None if owner is None else is_running(owner)
     if held is None:
         held = _changes(folder, name, raw)
@@ -167,7 +167,7 @@ def _changes(folder: Storage, name: str, raw: bytes) -> bool:
 
 def _busy(folder: Storage, name: str) -> CheckpointError:
     raw = folder.locked(name)
-    owner = None if raw is None else _read(raw)[1]
+    owner = None if raw is None else read_lock(raw)[1]
     who = "another process" if owner is None else f"{owner}"
     if owner is not None and owner == this_process():
         who += ", this process"
@@ -177,7 +177,7 @@ def _busy(folder: Storage, name: str) -> CheckpointError:
     )
 
 
-def _read(raw: bytes) -> tuple[str | None, Owner | None]:
+def read_lock(raw: bytes) -> tuple[str | None, Owner | None]:
     """(token, owner) of a lock; None if malformed, for example partially written."""
     try:
         data = parse_json(raw)

@@ -6,7 +6,9 @@ torch's version counters detect other changes; samples of the values detect writ
 counters miss.
 """
 
+import logging
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +23,7 @@ from fxtrain.state import DistContext
 
 __all__ = ["Staging", "stage"]
 
+_LOG = logging.getLogger(__name__)
 _LARGE = 1 << 20  # bytes of a tensor that is copied later
 _MIN_DEFERRED_BYTES = 64 << 20  # total below which copying is too fast to be worth deferring
 _SAMPLE_STRIDE = 1 << 14  # bytes from sample to sample
@@ -232,9 +235,42 @@ def _buffer(ctx: DistContext, size: int) -> Tensor:
     state = ctx.comm.state
     if state.save_buffer is None or state.save_buffer.numel() < size:
         state.save_buffer = None  # freed before the larger one is made
-        pinned = _accelerated(ctx) and ctx.device.type != "mps"
-        state.save_buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        state.save_buffer = torch.empty(size, dtype=torch.uint8)
+        if _accelerated(ctx):
+            state.save_buffer = _pinned(state.save_buffer, ctx.device.type)
     return state.save_buffer
+
+
+def _pinned(buffer: Tensor, device_type: str) -> Tensor:
+    """The buffer in page-locked memory; as it is where the system refuses to lock that much.
+
+    torch's allocator of pinned memory rounds sizes up to a power of two and keeps what it freed,
+    which may be twice the state, so CUDA locks the pages of the buffer itself.
+    """
+    if device_type == "mps" or not buffer.numel():
+        return buffer
+    if device_type != "cuda":
+        try:
+            return buffer.pin_memory()
+        except RuntimeError as error:
+            return _pageable(buffer, str(error))
+    runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+    refused = runtime.cudaHostRegister(address, buffer.numel(), 0)
+    if int(refused):
+        return _pageable(buffer, f"CUDA error {int(refused)}")
+    weakref.finalize(buffer, runtime.cudaHostUnregister, address)
+    return buffer
+
+
+def _pageable(buffer: Tensor, reason: str) -> Tensor:
+    _LOG.warning(
+        "save(background=True): %d MiB of host memory could not be pinned (%s), so this rank "
+        "copies its state before save returns. Raise the limit of locked memory (ulimit -l) to "
+        "copy it while training continues.",
+        buffer.numel() >> 20,
+        reason,
+    )
+    return buffer
 
 
 def _accelerated(ctx: DistContext) -> bool:

@@ -21,7 +21,7 @@ from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.state import Position, parse_json, structure, unstructure
 
 __all__ = ["CHUNK", "FORMAT", "HIGHEST", "MANIFEST", "Entry", "File", "Manifest", "Part"]
-__all__ += ["NewerFormatError", "digest_of", "dump_manifest", "load_manifest"]
+__all__ += ["NewerFormatError", "digest_of", "dump_manifest", "is_partition", "load_manifest"]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -272,7 +272,7 @@ def _entry(data: Any, name: str, files: Mapping[str, File]) -> Entry:
     shape = _shape(data["shape"])
     itemsize = DTYPES[data["dtype"]].itemsize
     parts = tuple(_part(part, name, shape, itemsize, files) for part in _list(data["parts"]))
-    if not _covers(shape, parts):
+    if not is_partition(shape, parts):
         raise ValueError(f"the parts of {name} overlap or do not cover {list(shape)}")
     return Entry(dtype=data["dtype"], shape=shape, parts=parts)
 
@@ -298,7 +298,7 @@ def _part(
     return Part(file=data["file"], offset=offset, start=start, shape=shape, digests=digests)
 
 
-def _covers(shape: tuple[int, ...], parts: tuple[Part, ...]) -> bool:
+def is_partition(shape: tuple[int, ...], parts: tuple[Part, ...]) -> bool:
     """Whether the boxes of the parts, each inside the tensor, partition it.
 
     They do if the signed corners of all boxes add up to those of the tensor, because inner

@@ -12,10 +12,11 @@ from fxtrain.checkpoint.save_arguments import SaveRequest
 from fxtrain.checkpoint.snapshot import Snapshot
 from fxtrain.checkpoint.write_plan import TensorChunk, assign_writers, rank_chunks
 from fxtrain.models.tensor_bytes import contiguous, memory_of
+from fxtrain.ops.same_errors import gather_with_errors
 from fxtrain.ops.transport.mismatches import by_rank
 from fxtrain.state import DistContext, Position
 
-__all__ = ["SaveProposal", "chunks_to_write", "raise_all", "save_proposal"]
+__all__ = ["SaveProposal", "chunks_to_write", "compare_proposals", "save_proposal"]
 
 
 @attrs.frozen(kw_only=True)
@@ -24,7 +25,6 @@ class SaveProposal:
 
     Attributes:
         path: The path as passed.
-        problem: Why it cannot save; None if it can.
         must_match: Arguments that must be equal on every rank, as text; empty if invalid.
         position: Position of the run.
         sizes: Bytes of the chunks that it could write, by key.
@@ -35,7 +35,6 @@ class SaveProposal:
     """
 
     path: str
-    problem: str | None
     must_match: Mapping[str, str]
     position: Position
     sizes: Mapping[str, int]
@@ -48,7 +47,6 @@ class SaveProposal:
 def save_proposal(
     ctx: DistContext,
     path: Any,
-    problem: Exception | None,
     request: SaveRequest | None,
     captured: Snapshot | None,
     writable: Mapping[str, TensorChunk],
@@ -56,7 +54,6 @@ def save_proposal(
 ) -> SaveProposal:
     return SaveProposal(
         path=str(path),
-        problem=None if problem is None else f"{type(problem).__name__}: {problem}",
         must_match={} if request is None else request.must_match,
         position=Position() if request is None else request.position,
         sizes={key: chunk.size for key, chunk in writable.items()},
@@ -87,9 +84,15 @@ def _writers(views: Sequence[SaveProposal], varies_by_rank: Set[str]) -> dict[st
     return assign_writers(sizes, holders)
 
 
-def raise_all(views: Sequence[SaveProposal], problem: Exception | None) -> None:
-    """Raise on every rank if a rank has a problem or its arguments or position differ."""
-    lines = by_rank((rank, one.problem) for rank, one in enumerate(views) if one.problem)
+def compare_proposals(
+    ctx: DistContext, mine: SaveProposal, problem: Exception | None
+) -> list[SaveProposal]:
+    """The proposals of all ranks.
+
+    Raises:
+        CheckpointError: a rank has a problem, or arguments or positions differ; on every rank.
+    """
+    views, lines = gather_with_errors(mine, problem, ctx)
     if lines:
         raise CheckpointError(
             "\n".join([f"Nothing was saved in {views[0].path}:", *lines])
@@ -101,6 +104,7 @@ def raise_all(views: Sequence[SaveProposal], problem: Exception | None) -> None:
     if len({view.position for view in views}) > 1:
         lines = [f"  rank {rank}: {view.position}" for rank, view in enumerate(views)]
         raise CheckpointError("\n".join(["save: the ranks are at different positions:", *lines]))
+    return views
 
 
 def _unequal(views: Sequence[SaveProposal], names: Sequence[str]) -> str:

@@ -21,9 +21,11 @@ from fxtrain.checkpoint.manifest import Manifest, dump_manifest
 from fxtrain.checkpoint.owner import this_process
 from fxtrain.checkpoint.retention import RetentionRule, to_prune
 from fxtrain.checkpoint.save_arguments import SaveRequest, save_request
-from fxtrain.checkpoint.save_views import chunks_to_write, raise_all, save_proposal
+from fxtrain.checkpoint.save_views import chunks_to_write, compare_proposals, save_proposal
 from fxtrain.checkpoint.snapshot import Snapshot, snapshot
 from fxtrain.checkpoint.write_plan import TensorChunk, writable_chunks
+from fxtrain.ops.same_errors import gather_with_errors
+from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import CommState, DistContext, Position, Wrapped, check_connected
 
 __all__ = ["save", "save_alone"]
@@ -190,7 +192,7 @@ class _Job:
     snapshot: Snapshot
     chunks: Sequence[TensorChunk]
     keep: RetentionRule
-    problem: str | None = None  # why this rank cannot write
+    problem: Exception | None = None  # why this rank cannot write
     staging: Staging | None = None
     fresh_group: bool = False  # whether to open the group of background saves
     lock: Lock | None = None  # on rank 0, of the folder
@@ -212,7 +214,7 @@ class _Job:
             staging = stage(ctx, self.chunks, constant)
             return attrs.evolve(self, chunks=staging.chunks, staging=staging)
         except Exception as error:  # any error must be reported to the other ranks
-            return attrs.evolve(self, chunks=[], problem=f"{type(error).__name__}: {error}")
+            return attrs.evolve(self, chunks=[], problem=error)
 
     def release(self) -> None:
         """Unlock the folder for other processes."""
@@ -233,21 +235,18 @@ class _Job:
             with nullcontext() if self.staging is None else self.staging.making():
                 written = write_file(draft, ctx.rank, self.chunks)
         except Exception as error:  # as above
-            problem = f"{type(error).__name__}: {error}"
+            problem = error
         with _as_checkpoint_error(self.final):
-            found = ops.gather_objects((problem, written), ctx)
-            problems = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
+            found, lines = gather_with_errors(written, problem, ctx)
             committed = False
-            if not problems:
-                committed, text = self._commit(ctx, [written for _, written in found])
-                problems = {0: text} if text is not None else {}
-            if problems:
-                self._fail(ctx, problems, committed=committed)
+            if not lines:
+                committed, lines = self._commit(ctx, found)
+            if lines:
+                self._fail(ctx, lines, committed=committed)
 
-    def _commit(self, ctx: DistContext, written: Sequence[Written]) -> tuple[bool, str | None]:
+    def _commit(self, ctx: DistContext, written: Sequence[Written]) -> tuple[bool, list[str]]:
         """Commit on rank 0; returns on every rank whether it committed, and any problem."""
-        problem: str | None = None
-        committed = False
+        committed, lines = False, list[str]()
         if ctx.is_main:
             try:
                 found = list_checkpoints(self.folder)
@@ -260,8 +259,8 @@ class _Job:
                 self._prune(found, manifest)
                 self.release()  # before another rank returns from `save`
             except Exception as error:  # as above
-                problem = f"{type(error).__name__}: {error}"
-        return ops.broadcast_object((committed, problem), ctx)
+                lines.append(f"  rank 0: {error_text(error)}")
+        return ops.broadcast_object((committed, lines), ctx)
 
     def _prune(self, found: Sequence[Found], manifest: Manifest) -> None:
         new = Found(name=self.name, order=manifest.order, metric=manifest.metric)
@@ -272,14 +271,13 @@ class _Job:
                 with suppress(FileNotFoundError):  # removed by hand meanwhile
                     self.folder.remove(name)
 
-    def _fail(self, ctx: DistContext, problems: Mapping[int, str], *, committed: bool) -> None:
-        lines = [f"  rank {rank}: {text}" for rank, text in problems.items()]
+    def _fail(self, ctx: DistContext, lines: list[str], *, committed: bool) -> None:
         if ctx.is_main:
             try:
                 if self.lock is None or self.lock.is_ours():  # else a draft may be another's
                     _clean(self.folder, lines)
             except (OSError, CheckpointError) as error:
-                lines.append(f"  rank 0: {type(error).__name__}: {error}")
+                lines.append(f"  rank 0: {error_text(error)}")
             self.release()
         lines = ops.broadcast_object(lines, ctx)
         head = (
@@ -314,11 +312,9 @@ def _prepare(
                     named, lock = _reserve(request.folder, request.position.updates)
         except Exception as error:  # raised below on every rank
             problem = error
-        views = ops.gather_objects(
-            save_proposal(ctx, path, problem, request, captured, writable, named), ctx
-        )
-        raise_all(views, problem)
-        assert captured is not None and request is not None
+        mine = save_proposal(ctx, path, request, captured, writable, named)
+        views = compare_proposals(ctx, mine, problem)
+        assert captured is not None and request is not None and views[0].named is not None
         name, token = views[0].named
         # Pipeline ranks have different tensors and therefore different aliases.
         aliases = {k: v for view in views for k, v in view.aliases.items()}

@@ -1,4 +1,4 @@
-"""The command line: arguments to records to calls."""
+"""The command line: parses arguments into records and calls the library."""
 
 from fxtrain.cli.app import main
 from fxtrain.cli.commands import COMMANDS

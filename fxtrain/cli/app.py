@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if not all(map(_is_argument, words)):
         click.echo(
-            "fxtrain: an argument holds a null or another character that no program can be given.",
+            "fxtrain: an argument contains a null or another character that no program accepts.",
             err=True,
         )
         return int(Exit.WRONG)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_argument(word: str) -> bool:
-    """Whether the system could hand a word to a program, or take it as a path."""
+    """Whether the system can pass a word to a program, or use it as a path."""
     try:
         return b"\0" not in os.fsencode(word)
     except UnicodeEncodeError:
@@ -55,7 +55,7 @@ def _is_argument(word: str) -> bool:
 
 
 def program() -> click.Group:
-    """`fxtrain` itself, with a name and a line of help for each command."""
+    """`fxtrain` itself, with the name and a one-line help of each command."""
     return _Program(
         name="fxtrain",
         help="Run PyTorch training scripts on any number of ranks.",
@@ -71,7 +71,7 @@ def program() -> click.Group:
 
 
 class _Program(click.Group):
-    """Commands by name; the one that is called for is loaded."""
+    """Commands by name; only the requested one is imported."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -89,7 +89,7 @@ class _Program(click.Group):
         except OSError as error:
             if error.filename is None:
                 raise
-            # A file that cannot be read or written, wherever a command came upon it.
+            # A file that cannot be read or written, in any command.
             raise _UserError(
                 f"fxtrain {ctx.invoked_subcommand}: {error.filename}: {error.strerror}."
             ) from error

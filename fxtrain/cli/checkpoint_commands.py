@@ -1,4 +1,4 @@
-"""`fxtrain verify`, `merge-weights` and `import`: checkpoints looked at, and made from others."""
+"""`fxtrain verify`, `merge-weights` and `import`: check, export and convert checkpoints."""
 
 import importlib
 import os
@@ -18,7 +18,7 @@ __all__ = ["IMPORT", "MERGE", "VERIFY"]
 @as_json
 @click.argument("path")
 def VERIFY(path: str, json_: bool) -> int:  # noqa: FBT001
-    """Compare every byte of a checkpoint, or of the latest in a folder, with its digest."""
+    """Compare every byte of a checkpoint, or of the latest in a folder, with its digests."""
     from fxtrain._errors import CheckpointError
     from fxtrain.checkpoint import verify
     from fxtrain.checkpoint.manifest import NewerFormatError
@@ -27,7 +27,7 @@ def VERIFY(path: str, json_: bool) -> int:  # noqa: FBT001
     try:
         found = verify(path)
     except (UnreadableError, NewerFormatError):
-        raise  # nothing is known of its bytes
+        raise  # its bytes could not be checked
     except CheckpointError as error:
         if json_:
             print_json({"path": path, "whole": False, "problem": str(error)})
@@ -47,15 +47,15 @@ def VERIFY(path: str, json_: bool) -> int:  # noqa: FBT001
         )
     else:
         say(
-            f"{found.path} is whole: update {found.position.updates}, {found.tensors} tensors, "
+            f"{found.path} is intact: update {found.position.updates}, {found.tensors} tensors, "
             f"{found.size / 1e6:.1f} MB, saved by {found.world_size} ranks."
         )
     return Exit.WELL
 
 
 @click.command("merge-weights")
-@click.option("--model", help="name of the model, where the checkpoint holds several")
-@click.option("--max-shard", default="5GB", show_default=True, help="largest file")
+@click.option("--model", help="name of the model, if the checkpoint has several")
+@click.option("--max-shard", default="5GB", show_default=True, help="maximum size of a file")
 @as_json
 @click.argument("checkpoint")
 @click.argument("folder")
@@ -73,8 +73,8 @@ def MERGE(checkpoint: str, folder: str, model: str | None, max_shard: str, json_
 
 
 @click.command("import")
-@click.option("--model", "factory", help="MODULE:FUNCTION that makes the model, for its names")
-@click.option("--epoch", default=0, show_default=True, help="where the run stood: its epoch")
+@click.option("--model", "factory", help="MODULE:FUNCTION that builds the model, for its names")
+@click.option("--epoch", default=0, show_default=True, help="epoch in which the run stopped")
 @click.option("--index", default=0, show_default=True, help="rows of that epoch already seen")
 @click.option("--updates", default=0, show_default=True, help="optimizer updates so far")
 @click.option("--no-optimizer", is_flag=True, help="weights only")
@@ -91,7 +91,7 @@ def IMPORT(
     no_optimizer: bool,  # noqa: FBT001
     json_: bool,  # noqa: FBT001
 ) -> int:
-    """Write what Accelerate, DeepSpeed or torch's DCP saved in SOURCE as a checkpoint."""
+    """Convert a checkpoint of Accelerate, DeepSpeed or torch's DCP in SOURCE."""
     from fxtrain.interop import import_checkpoint
     from fxtrain.state import Position
 
@@ -110,7 +110,7 @@ def IMPORT(
 
 
 def _made(factory: str) -> Any:
-    """Call the factory, on the meta device: only the names of the model are wanted."""
+    """Call the factory on the meta device: only the model's names are needed."""
     import torch
 
     module, _, name = factory.partition(":")
@@ -119,14 +119,14 @@ def _made(factory: str) -> Any:
         make = getattr(importlib.import_module(module), name)
         with torch.device("meta"):
             made = make()
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # any error of the user's code
         raise LaunchError(
             f"import --model {factory}: {type(error).__name__}: {error}. Name a function that "
-            f"makes the model without arguments, as MODULE:FUNCTION."
+            f"builds the model without arguments, as MODULE:FUNCTION."
         ) from error
     if not isinstance(made, torch.nn.Module):
         raise LaunchError(
-            f"import --model {factory}: it made a {type(made).__name__}, and a torch.nn.Module "
-            f"was expected. Name a function that makes the model, as MODULE:FUNCTION."
+            f"import --model {factory}: it returned a {type(made).__name__}, not a "
+            f"torch.nn.Module. Name a function that builds the model, as MODULE:FUNCTION."
         )
     return made

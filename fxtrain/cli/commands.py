@@ -1,4 +1,4 @@
-"""The words after `fxtrain`: a command is one line here and one module."""
+"""The commands of `fxtrain`: each is one line here and one module."""
 
 import importlib
 from typing import NamedTuple
@@ -9,12 +9,12 @@ __all__ = ["COMMANDS", "CommandEntry", "load"]
 
 
 class CommandEntry(NamedTuple):
-    """One command. Its module is imported when it is called for, not to list it.
+    """One command. Its module is imported when it is called, not to list it.
 
-    A tuple, since attrs would take a fifth of the time that `fxtrain --help` has.
+    A tuple, since importing attrs would take a fifth of the time of `fxtrain --help`.
 
     Attributes:
-        name: The word.
+        name: The name after `fxtrain`.
         home: Where its click command is, as `module:NAME`.
         help: What it does, in one line.
     """
@@ -31,7 +31,7 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry(
         "config", "fxtrain.cli.config.command:CONFIG", "write, show and check launch files"
     ),
-    CommandEntry("env", "fxtrain.cli.inspect.env_command:ENV", "say what is on this machine"),
+    CommandEntry("env", "fxtrain.cli.inspect.env_command:ENV", "show the setup of this machine"),
     CommandEntry(
         "estimate-memory",
         "fxtrain.cli.inspect.memory_command:ESTIMATE",
@@ -43,32 +43,32 @@ COMMANDS: tuple[CommandEntry, ...] = (
         "check that an interrupted script resumes with equal results",
     ),
     CommandEntry(
-        "verify", "fxtrain.cli.checkpoint_commands:VERIFY", "look at every byte of a checkpoint"
+        "verify", "fxtrain.cli.checkpoint_commands:VERIFY", "check every byte of a checkpoint"
     ),
     CommandEntry(
         "merge-weights",
         "fxtrain.cli.checkpoint_commands:MERGE",
-        "make a model's files from a checkpoint",
+        "write a checkpoint's weights as model files",
     ),
     CommandEntry(
         "import",
         "fxtrain.cli.checkpoint_commands:IMPORT",
-        "go on from another library's checkpoint",
+        "convert a checkpoint of another library",
     ),
     CommandEntry("replay", "fxtrain.cli.resume_command:REPLAY", "run one update of a run again"),
-    CommandEntry("test", "fxtrain.cli.inspect.test_command:TEST", "try the configured setup out"),
+    CommandEntry("test", "fxtrain.cli.inspect.test_command:TEST", "test the configured setup"),
     CommandEntry(
         "tpu-config", "fxtrain.cli.inspect.tpu_command:TPU", "prepare the hosts of a TPU pod"
     ),
     CommandEntry(
-        "plan", "fxtrain.cli.plan_command:PLAN", "say what a script would need on many ranks"
+        "plan", "fxtrain.cli.plan_command:PLAN", "show what a script would need on many ranks"
     ),
-    CommandEntry("completion", "fxtrain.cli.completion:COMPLETION", "print completion for a shell"),
+    CommandEntry("completion", "fxtrain.cli.completion:COMPLETION", "print shell completion"),
 )
 
 
 def load(row: CommandEntry) -> click.Command:
-    """The command of a row.
+    """The click command of an entry.
 
     Effects:
         Imports its module.

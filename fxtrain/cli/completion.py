@@ -1,4 +1,4 @@
-"""`fxtrain completion`: what a shell needs to complete commands, options and file names."""
+"""`fxtrain completion`: shell completion of commands, options and file names."""
 
 from importlib import import_module
 
@@ -18,14 +18,14 @@ _WHERE = {
 
 @click.command(
     "completion",
-    epilog="\b\nPut a line into the shell's start-up file:\n"
+    epilog="\b\nAdd one line to the shell's start-up file:\n"
     + "\n".join(f"  {line}" for line in _WHERE.values()),
 )
 @click.argument("shell", type=click.Choice(sorted(_WHERE)))
 def COMPLETION(shell: str) -> None:
-    """Print what a shell needs to complete commands, options and file names."""
+    """Print the script with which a shell completes commands, options and file names."""
     kind = get_completion_class(shell)
     if kind is None:
         raise LaunchError(f"The installed click {click.__version__} has no completion for {shell}.")
-    program = import_module("fxtrain.cli.app").program()  # it loads this file by name
+    program = import_module("fxtrain.cli.app").program()  # this module is loaded by it
     click.echo(kind(program, {}, "fxtrain", "_FXTRAIN_COMPLETE").source())

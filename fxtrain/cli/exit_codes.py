@@ -1,4 +1,4 @@
-"""Exit codes, in the one place that says what they mean."""
+"""Exit codes and their meanings."""
 
 import enum
 
@@ -6,18 +6,18 @@ __all__ = ["Exit"]
 
 
 class Exit(enum.IntEnum):
-    """What the exit code of `fxtrain` says.
+    """The exit code of `fxtrain`.
 
-    `fxtrain launch` ends with the code of the rank that failed first, whatever it is, and
-    with 128 + n when signal n ended that rank or the launcher.
+    `fxtrain launch` exits with the code of the rank that failed first, and with 128 + n when
+    signal n ended that rank or the launcher.
 
     Attributes:
-        WELL: The command did what it was asked.
-        FOUND: It ran to its end, and what it looked at is not in order: a rank failed, a
-            test did not pass, a file holds mistakes.
-        WRONG: Arguments, settings or files make no sense or cannot be read or written, or a
-            package is missing.
-        INTERRUPTED: Ctrl-C, or the answer to a question was refused.
+        WELL: The command succeeded.
+        FOUND: The command completed, and what it checked has problems: a rank failed, a test did
+            not pass, a file contains errors.
+        WRONG: Arguments, settings or files are invalid or cannot be read or written, or a package
+            is missing.
+        INTERRUPTED: Ctrl-C, or the user aborted a question.
     """
 
     WELL = 0

@@ -1,4 +1,4 @@
-"""`fxtrain launch`: a program on ranks of this machine, of others, or of a cluster."""
+"""`fxtrain launch`: runs a program on ranks of this machine, of others, or of a cluster."""
 
 import importlib
 import os
@@ -31,11 +31,11 @@ from fxtrain.launch import (
 
 __all__ = ["LAUNCH", "spec_of"]
 
-# Where a launch file may be without being named; to read one takes time, to look does not.
+# Default places of a launch file; parsing one takes time, looking for one does not.
 _FILES = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
-# Options of launchers that have flags of their own: those of mpirun's and DeepSpeed's users.
+# Launcher options with flags of their own, for users of mpirun and DeepSpeed.
 _SHORT = {
-    "hostfile": ("FILE", "machines and their slots; as -o hostfile=FILE"),
+    "hostfile": ("FILE", "machines and their slots; same as -o hostfile=FILE"),
     "include": ("HOSTS", "with deepspeed: only these, worker-0@worker-1:0,2"),
     "exclude": ("HOSTS", "with deepspeed: all but these"),
 }
@@ -43,19 +43,19 @@ _VARIABLES = ("FXTRAIN_CONFIG", "FXTRAIN_PROFILE", "FXTRAIN_LAUNCH__", "FXTRAIN_
 
 
 def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
-    """The spec that parsed options describe, over what a launch file and the environment say.
+    """The spec from parsed options, on top of the launch file and the environment.
 
     Effects:
-        Loads torch where the number of ranks is not said and accelerators are to be counted.
+        Imports torch if the number of ranks is not given and accelerators must be counted.
 
     Raises:
-        LaunchError: a value does not fit, or the program is not there.
-        PlanError: the launch file makes no sense.
+        LaunchError: a value is invalid, or the program does not exist.
+        PlanError: the launch file is invalid.
     """
     flags = _given_fields(options)
     spec, said = _configured(options, flags) if _is_configured(options) else (None, flags)
     if "target" not in said:
-        raise click.UsageError("Which program? Name a script, or a module after -m.")
+        raise click.UsageError("Missing program. Name a script, or a module after -m.")
     spec = spec or LaunchSpec(**flags)
     short = {name: options[name] for name in _SHORT if options[name]}
     if given := {**short, **dict(map(_pair, options["option"]))}:
@@ -80,7 +80,7 @@ def _launch(**options: Any) -> int:
 
 
 def _default_ranks(spec: LaunchSpec) -> int:
-    """One per GPU that was chosen, or per accelerator of this machine."""
+    """One rank per chosen GPU, or per accelerator of this machine."""
     if spec.gpus:
         return len(spec.gpus)
     if spec.launcher != "native" or spec.cpu or spec.executable:
@@ -89,7 +89,7 @@ def _default_ranks(spec: LaunchSpec) -> int:
 
 
 def _given_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that the command line sets."""
+    """Fields set on the command line."""
     said = {
         flag.field: _value(flag, options[flag.field])
         for flag in FLAGS
@@ -110,19 +110,19 @@ def _value(flag: Flag, value: Any) -> Any:
         return tuple(words)
     if not all(word.isascii() and word.isdecimal() and len(word) < 10 for word in words):
         raise LaunchError(
-            f"{flag.flag}={value if len(value) < 80 else value[:80] + '...'}: numbers of ranks "
-            f"with commas between them were expected."
+            f"{flag.flag}={value if len(value) < 80 else value[:80] + '...'}: expected rank "
+            f"numbers separated by commas."
         )
     return tuple(int(word) for word in words)
 
 
 def _variable(word: str) -> str:
-    """NAME=VALUE; of a name alone the value here, so that no secret is in a command line."""
-    if not word.isidentifier():  # NAME=VALUE, or what the record refuses
+    """NAME=VALUE; a name alone takes its value from here, so no secret is on a command line."""
+    if not word.isidentifier():  # NAME=VALUE, or something that the record refuses
         return word
     if word not in os.environ:
         raise LaunchError(
-            f"--env {word}: no variable of that name is set here. Set it, or write {word}=VALUE."
+            f"--env {word}: this variable is not set here. Set it, or write {word}=VALUE."
         )
     return f"{word}={os.environ[word]}"
 
@@ -141,7 +141,7 @@ def _is_configured(options: Mapping[str, Any]) -> bool:
 def _configured(
     options: Mapping[str, Any], flags: Mapping[str, Any]
 ) -> tuple[LaunchSpec, Mapping[str, Any]]:
-    """The spec, and the fields that a file, a variable or a flag set."""
+    """The spec, and the fields set by a file, a variable or a flag."""
     settings = importlib.import_module("fxtrain.launch.config").resolve(
         file=options["config"],
         profile=options["profile"],
@@ -161,7 +161,7 @@ def _configured(
 def _pair(word: str) -> tuple[str, str]:
     name, equals, value = word.partition("=")
     if not equals:
-        raise LaunchError(f"-o {word}: an option of a launcher is given as -o NAME=VALUE.")
+        raise LaunchError(f"-o {word}: write an option of a launcher as -o NAME=VALUE.")
     return name, value
 
 
@@ -192,25 +192,25 @@ def _option(flag: Flag) -> click.Option:
 LAUNCH = click.Command(
     "launch",
     callback=_launch,
-    help="Run a program on ranks of this machine, of several, or of a cluster.",
+    help="Run a program on ranks of this machine, of several machines, or of a cluster.",
     options_metavar="[OPTIONS]",
-    # All that follows the program is its own, whatever it looks like.
+    # Everything after the program is passed to it.
     context_settings={"allow_interspersed_args": False, "max_content_width": 100},
     params=[
         click.Option(["--config", "-c"], default="", metavar="FILE", help="the launch file"),
         click.Option(
-            ["--profile", "-p"], default="", metavar="NAME", help="a setup of the launch file"
+            ["--profile", "-p"], default="", metavar="NAME", help="a profile of the launch file"
         ),
         *map(_option, FLAGS),
         click.Option(
             ["-o", "--option", "option"], multiple=True, metavar="NAME=VALUE",
-            help="an option that only this launcher has",
+            help="an option of this launcher only",
         ),
         *(
             click.Option([f"--{name}"], default="", metavar=metavar, help=words)
             for name, (metavar, words) in _SHORT.items()
         ),
-        click.Option(["--dry"], is_flag=True, help="show what would be started, and stop"),
+        click.Option(["--dry"], is_flag=True, help="print what would be started, and exit"),
         click.Option(["--json", "json_"], is_flag=True, help="with --dry: as JSON"),
         click.Argument(
             ["program"], nargs=-1, type=click.UNPROCESSED, shell_complete=_files,

@@ -1,4 +1,4 @@
-"""What commands print: tables and lines for people, JSON for programs."""
+"""Output of commands: tables and lines for people, JSON for programs."""
 
 import json
 import shutil
@@ -17,12 +17,12 @@ __all__ = ["as_json", "print_json", "print_table", "say", "warn"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Of a table in a file or a pipe, where nothing says how wide the page is.
+# Width of a table in a file or a pipe, which have none.
 _PAGE = 120
 
 
 def as_json(command: F) -> F:
-    """The option --json, given to a command as `json_`."""
+    """The option --json, passed to a command as `json_`."""
     return click.option("--json", "json_", is_flag=True, help="print JSON on standard output")(
         command
     )
@@ -34,7 +34,7 @@ def print_json(data: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
-    """Print a table, in colour on a terminal only. A column that starts with > holds numbers."""
+    """Print a table, in colour in a terminal only. A column whose name starts with > is numeric."""
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else _PAGE
     table = Table(
@@ -53,15 +53,15 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
     console = Console(file=sys.stdout, width=width, highlight=False)
     with console.capture() as printed:
         console.print(table)
-    # Without the blanks that fill the page, which would be pasted along.
+    # Without trailing blanks, which would be copied along.
     click.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
 def say(text: str) -> None:
-    """Print lines on standard output; control characters are shown, not acted on."""
+    """Print lines on standard output; control characters are escaped."""
     click.echo(escape_unprintable(text))
 
 
 def warn(text: str) -> None:
-    """Print a line on standard error, where it does not mix with JSON."""
+    """Print a line on standard error, separate from JSON."""
     click.echo(escape_unprintable(text), err=True)

@@ -1,7 +1,7 @@
 """The process in which `fxtrain plan` runs a program: `_plan_child REQUEST OUT`.
 
-The variables of its environment say which rank of how many it is to be, as a launcher's do, so
-that the program's own call of `detect` finds its place there.
+Its environment says which rank it is, in the variables of a launcher, so that `detect` in the
+program finds it.
 """
 
 import json
@@ -18,7 +18,7 @@ from fxtrain.state import dumps, read_mesh
 
 
 def main() -> int:
-    """Run what the arguments name, write what was found, and return the exit code."""
+    """Run the program that the arguments name, write the results, and return the exit code."""
     request, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     sys.argv[:] = [request["target"], *request["args"]]
     mesh = None if request["mesh"] is None else read_mesh(request["mesh"])

@@ -1,4 +1,4 @@
-"""`fxtrain plan`: a script on one pretended rank of many, and what it would need."""
+"""`fxtrain plan`: runs a script as one simulated rank of many, and shows what it would need."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ from fxtrain.launch import LaunchSpec, check_target
 __all__ = ["PLAN", "plan"]
 
 _PICTURES = (".svg", ".png", ".pdf")
-_STDERR = 2  # where the program's own lines go, since ours are the result
+_STDERR = 2  # for the program's output; the results go to standard output
 
 
 def plan(
@@ -42,26 +42,26 @@ def plan(
 
     Args:
         program: A script, or the name of a module, and its arguments.
-        world: Ranks to pretend.
-        rank: Which of them to be.
-        module: The program is a module.
-        mesh: As "shard=8,tensor=2".
-        device_memory: As "80GB".
-        against: Files of earlier runs, to show beside this one.
+        world: World size to simulate.
+        rank: The rank to run as.
+        module: Whether the program is a module.
+        mesh: Such as "shard=8,tensor=2".
+        device_memory: Such as "80GB".
+        against: Files of earlier runs, to compare with.
         save: File for the result, as JSON.
         picture: File for a picture of the memory: SVG, PNG or PDF by its suffix.
-        json_: Print the result as JSON in place of a table.
+        json_: Print the result as JSON instead of a table.
 
     Returns:
         The exit code: FOUND if the program would fail, or failed here for another reason.
 
     Effects:
-        Runs the program in a process of its own. What it prints goes to standard error.
+        Runs the program in a separate process. Its output goes to standard error.
 
     Raises:
-        LaunchError: there is no such program.
-        FxError: the world, mesh or memory make no sense, an earlier file cannot be read, or
-            the program never trained.
+        LaunchError: the program does not exist.
+        FxError: world size, mesh or memory are invalid, an earlier file cannot be read, or the
+            program never trained.
     """
     target, args = program[0], tuple(program[1:])
     check_target(LaunchSpec(target=target, args=args, ranks=1, module=module))
@@ -98,7 +98,7 @@ def plan(
 
 
 def _in_a_process(request: Mapping[str, Any], variables: Mapping[str, str]) -> tuple[str, int]:
-    """The result as JSON text, and the exit code where there is none."""
+    """The result as JSON text, or the exit code if there is none."""
     with tempfile.TemporaryDirectory(prefix="fxtrain-plan-") as folder:
         out = Path(folder) / "run.json"
         line = [sys.executable, "-m", "fxtrain.cli.plan_child", json.dumps(request), str(out)]
@@ -112,7 +112,7 @@ def _read(path: str, state: Any) -> Any:
         text = read_text(path)
     except OSError as error:
         raise LaunchError(
-            f"--against {path}: {error}. Name a file that `fxtrain plan --save` wrote."
+            f"--against {path}: {error}. Name a file written by `fxtrain plan --save`."
         ) from error
     return state.loads(text, state.DryRun)
 
@@ -123,26 +123,26 @@ def _print(shown: Any) -> None:
 
 
 def _check_picture(path: str) -> None:
-    """Refuse what could not be drawn before the program runs."""
+    """Refuse a picture that cannot be drawn, before the program runs."""
     if Path(path).suffix not in _PICTURES:
-        raise PlanError(f"--picture {path}: a picture ends in {', '.join(_PICTURES)}.")
+        raise PlanError(f"--picture {path}: the name of a picture ends in {', '.join(_PICTURES)}.")
     optional("matplotlib", extra="plots", needed_by="--picture")
 
 
 @click.command(
     "plan",
     options_metavar="--world N [OPTIONS]",
-    # All that follows the program is its own, whatever it looks like.
+    # Everything after the program is passed to it.
     context_settings={"allow_interspersed_args": False},
 )
-@click.option("--world", "-n", type=int, required=True, metavar="N", help="ranks to pretend")
-@click.option("--rank", type=int, default=0, metavar="R", help="which of them to be; 0 by default")
-@click.option("--mesh", metavar="AXES", help="ranks per axis, as shard=8,tensor=2")
-@click.option("--device-memory", metavar="SIZE", help="what one device has, as 80GB or 24GiB")
-@click.option("--against", multiple=True, metavar="FILE", help="show an earlier run beside it")
+@click.option("--world", "-n", type=int, required=True, metavar="N", help="world size to simulate")
+@click.option("--rank", type=int, default=0, metavar="R", help="rank to run as; 0 by default")
+@click.option("--mesh", metavar="AXES", help="ranks per axis, such as shard=8,tensor=2")
+@click.option("--device-memory", metavar="SIZE", help="memory of one device, such as 80GB or 24GiB")
+@click.option("--against", multiple=True, metavar="FILE", help="compare with an earlier run")
 @click.option("--save", metavar="FILE", help="write the result as JSON")
 @click.option("--picture", metavar="FILE", help="draw the memory of a step: .svg, .png, .pdf")
-@click.option("-m", "module", is_flag=True, help="what follows is a module, not a script")
+@click.option("-m", "module", is_flag=True, help="the program is a module, not a script")
 @click.argument(
     "program",
     nargs=-1,
@@ -152,9 +152,9 @@ def _check_picture(path: str) -> None:
 )
 @as_json
 def PLAN(program: tuple[str, ...], **options: Any) -> int:
-    """Say what a training script would need on many ranks, without running it for real.
+    """Show what a training script would need on many ranks, without running it for real.
 
-    The script runs on tensors without values, as one rank of so many, until its steps are
-    alike: memory by what it holds, traffic by kind and mesh axis, and problems.
+    The script runs on tensors without values, as one rank of that world, until its steps
+    repeat. Shown are memory by use, traffic by kind and mesh axis, and problems.
     """
     return plan(program, **options)

@@ -1,4 +1,4 @@
-"""`fxtrain verify-resume` and `fxtrain replay`: is a restart exact, and what was step K?"""
+"""`fxtrain verify-resume` and `fxtrain replay`: test exact resuming, and repeat one update."""
 
 import json
 import sys
@@ -26,11 +26,11 @@ _SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 @as_json
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def VERIFY_RESUME(ranks: int, cpu: bool, json_: bool, program: tuple[str, ...]) -> int:  # noqa: FBT001
-    """Show whether a script that is stopped goes on as if it had not been.
+    """Check that an interrupted script resumes exactly.
 
-    Runs it to its second checkpoint. Then to its first, and from there, in a fresh process, to
-    the second again. Every leaf of the two must be equal in every bit. The script saves with
-    fx.save and goes on from fx.latest by itself; its checkpoints go to a temporary folder.
+    Runs the script to its second checkpoint; then to its first and, in a new process, from there
+    to the second. All values of the two must be bitwise equal. The script has to save with
+    fx.save and resume from fx.latest by itself; its checkpoints go to a temporary folder.
     """
     with tempfile.TemporaryDirectory(prefix="fxtrain-resume-") as scratch:
         whole, parts = Path(scratch, "whole"), Path(scratch, "parts")
@@ -42,7 +42,7 @@ def VERIFY_RESUME(ranks: int, cpu: bool, json_: bool, program: tuple[str, ...]) 
 
 @click.command("replay", context_settings=_SETTINGS)
 @click.option("--checkpoint", required=True, help="folder of the run's checkpoints")
-@click.option("--update", required=True, type=click.IntRange(1), help="the update to run again")
+@click.option("--update", required=True, type=click.IntRange(1), help="the update to repeat")
 @click.option("--ranks", "-n", default=1, show_default=True, help="ranks of this machine")
 @click.option("--cpu", is_flag=True, help="run on the CPU")
 @click.option("--debug", is_flag=True, help="stop in pdb before each micro-batch (one rank)")
@@ -55,14 +55,14 @@ def REPLAY(
     debug: bool,  # noqa: FBT001
     program: tuple[str, ...],
 ) -> int:
-    """Run one update of a run again, from the nearest checkpoint before it.
+    """Repeat one update of a run, from the nearest checkpoint before it.
 
-    The script restores with fx.restore and goes on with loader.at(restored.position). It saves
-    nothing, and ends after the update; what each micro-batch of it gave is printed as a line
-    of JSON per rank.
+    The script restores with fx.restore and continues with loader.at(restored.position). It saves
+    nothing, and stops after the update. The results of each of its micro-batches are printed
+    as one line of JSON per rank.
     """
     if debug and ranks != 1:
-        raise LaunchError("replay --debug works at one rank. Leave --ranks out.")
+        raise LaunchError("replay --debug works with one rank only. Omit --ranks.")
     orders = {
         "kind": "replay",
         "checkpoint": _nearest(checkpoint, update),
@@ -79,19 +79,19 @@ def REPLAY(
 
 
 def _train(program: Sequence[str], folder: Path, saves: int, *, ranks: int, cpu: bool) -> str:
-    """Run the script until it has saved so often; the path of its last checkpoint."""
+    """Run the script until it has saved this often; return the path of its last checkpoint."""
     folder.mkdir(exist_ok=True)
     last = folder / "last"
     last.unlink(missing_ok=True)
     orders = {"kind": "verify", "folder": str(folder), "saves": saves}
     code = _launch(program, orders, ranks=ranks, cpu=cpu)
     if code:
-        raise LaunchError(f"{program[0]} ended with exit code {code}; its output is above.")
+        raise LaunchError(f"{program[0]} exited with code {code}. See its output above.")
     if not last.exists():
         raise CheckpointError(
-            f"{program[0]} came to its end before it had saved "
+            f"{program[0]} finished before it had saved "
             f"{'twice' if saves == 2 else 'once more'}. It should call fx.save at least twice, "
-            f"and restore what fx.latest finds. Let it train longer, or save more often."
+            f"and restore what fx.latest finds. Train for longer, or save more often."
         )
     return last.read_text()
 
@@ -124,9 +124,9 @@ def _report_differences(straight: str, resumed: str, *, json_: bool) -> int:
     elif found:
         rows = [(one.path, one.left, one.right) for one in found[:_SHOWN]]
         title = f"{name}: {len(found)} of {leaves} leaves differ; the first is {found[0].path}"
-        print_table(("leaf", "in one go", "resumed"), rows, title=title)
+        print_table(("leaf", "uninterrupted", "resumed"), rows, title=title)
     else:
-        click.echo(f"{name}: all {leaves} leaves are equal in every bit.")
+        click.echo(f"{name}: all {leaves} leaves are bitwise equal.")
     return Exit.FOUND if found else Exit.WELL
 
 

@@ -23,21 +23,21 @@ __all__ = ["presharded_source"]
 def presharded_source(
     loader: DataLoader[Any], ctx: DistContext, plan: Plan
 ) -> tuple[Source, Layout]:
-    """Batches of loaders that each yield one rank's rows.
+    """Batches of loaders that each yield one rank's rows only.
 
     Effects:
         One gather of a few numbers per global batch.
 
     Raises:
-        DataError: the plan asks for what cannot be known; on every rank.
+        DataError: the plan needs something that cannot be known for such loaders; on every rank.
     """
     reading = read_loader(loader, ctx.world_size, plan)
     if reading.layout.unit == "batch" and plan.batch == "global":
         raise DataError(
             'batch="global" with Data(source="sharded"): the batch sampler of this loader '
-            'makes the batches of one rank. Use batch="per_rank".'
+            'yields batches for one rank. Use batch="per_rank".'
         )
-    # To itself a rank is alone: nothing is padded within it.
+    # Each rank reads as if it were alone, so nothing is padded within a rank.
     even = "drop" if reading.layout.even == "drop" else "pad"
     reading = attrs.evolve(reading, layout=attrs.evolve(reading.layout, ranks=1, even=even))
     if isinstance(loader.dataset, IterableDataset):
@@ -56,7 +56,7 @@ def presharded_source(
 def _rows(
     loader: DataLoader[Any], reading: LoaderSpec, ctx: DistContext, plan: Plan
 ) -> UnevenStream:
-    """A map-style dataset that holds this rank's rows; ranks differ in their order."""
+    """A map-style dataset that holds only this rank's rows; their order differs between ranks."""
     slots = RowSlots(reading, hash_key(plan.seed, "rank", ctx.rank))
     source = row_source(loader, slots, attrs.evolve(plan, even="pad"), (0,))
 
@@ -75,7 +75,7 @@ def _rows(
 def _stream(
     loader: DataLoader[Any], reading: LoaderSpec, ctx: DistContext, plan: Plan
 ) -> UnevenStream:
-    """An iterable dataset that yields this rank's, and in workers this worker's, rows."""
+    """An iterable dataset that yields only this rank's (and, in workers, this worker's) rows."""
     dataset = _Dataset(loader.dataset)
     items = reading.layout.unit == "item"
     changes: dict[str, Any] = {"collate_fn": _Counted(loader.collate_fn, items=items)}
@@ -97,12 +97,12 @@ def _stream(
         open=read,
         sizes=None,
         most=reading.layout.per_rank,
-        shuffled=lambda: False,  # whether a stream shuffles, only its author knows
+        shuffled=lambda: False,  # only the author of a stream knows whether it shuffles
     )
 
 
 class _Dataset(IterableDataset[Any]):
-    """The user's dataset, told which epoch starts, also in workers that outlive one."""
+    """The user's dataset, with `set_epoch` called also in persistent workers."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -114,7 +114,7 @@ class _Dataset(IterableDataset[Any]):
 
 
 class _Counted:
-    """The user's collate function, with the number of rows that went into it."""
+    """The user's collate function, returning also the number of rows it collated."""
 
     def __init__(self, collate: Callable[[Any], Any], *, items: bool) -> None:
         self._collate, self._items = collate, items

@@ -1,4 +1,4 @@
-"""Rank 0 reads, and sends each rank its part."""
+"""Rank 0 reads the data and sends each rank its part."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +10,7 @@ from fxtrain.data.sources import Loaded, Source
 from fxtrain.data.windows import Cursor
 from fxtrain.ops.objects import Opaque
 from fxtrain.ops.plan_agreement import digest_of_plan, raise_plan_differences
+from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext, Plan
 
 __all__ = ["dispatch_source"]
@@ -18,16 +19,16 @@ __all__ = ["dispatch_source"]
 def dispatch_source(
     make: Callable[[], tuple[Source, Layout]], ctx: DistContext, plan: Plan
 ) -> tuple[Source, Layout]:
-    """What rank 0 reads; the other ranks never touch the dataset.
+    """Batches that rank 0 reads; the other ranks never touch the dataset.
 
     Args:
-        make: Makes the source that serves all ranks; called on rank 0 only.
+        make: Creates the source that serves all ranks; called on rank 0 only.
 
     Effects:
         One gather here, and one scatter per global batch.
 
     Raises:
-        DataError: rank 0 could not make its source; rank 0 raises its own error.
+        DataError: rank 0 could not create its source; rank 0 raises its own error.
         PlanError: the ranks pass different plans; on every rank.
     """
     inner, layout, length = _broadcast_layout(make, ctx, plan)
@@ -58,14 +59,14 @@ def dispatch_source(
 def _broadcast_layout(
     make: Callable[[], tuple[Source, Layout]], ctx: DistContext, plan: Plan
 ) -> tuple[Source | None, Layout, int | None]:
-    """Rank 0's source; on every rank its layout and the length of an epoch."""
+    """Rank 0's source and, on every rank, its layout and the length of an epoch."""
     source, problem, facts = None, None, {}
     if ctx.is_main:
         try:
             source, layout = make()
             facts = {"layout": layout, "length": source.length()}
         except Exception as error:
-            problem, facts = error, {"failed": _words(error)}
+            problem, facts = error, {"failed": error_text(error)}
     found = ops.gather_objects((digest_of_plan(plan, {}), facts), ctx)
     if any(digest != found[0][0] for digest, _ in found):
         raise_plan_differences("shard", ctx, plan, {})
@@ -80,22 +81,18 @@ def _broadcast_layout(
 def _messages(
     steps: Iterator[Loaded], ctx: DistContext
 ) -> tuple[list[dict[str, Any]], Exception | None]:
-    """What each rank gets next: a step with its data, none at the end, or what went wrong."""
+    """What each rank receives next: a step with its data, None at the end, or an error text."""
     try:
         found = next(steps, None)
     except Exception as error:
-        return [{"failed": _words(error)}] * ctx.world_size, error
+        return [{"failed": error_text(error)}] * ctx.world_size, error
     if found is None:
         return [{}] * ctx.world_size, None
     step, data = found
-    # Only its reader needs the indices.
+    # Only the reading rank needs the indices.
     head = Opaque(step._replace(slot=step.slot._replace(keys=())))
     return [{"step": head, "data": data[rank]} for rank in range(ctx.world_size)], None
 
 
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def _failed(words: str) -> DataError:
-    return DataError(f"Rank 0 failed while it read the data for all ranks. It says: {words}")
+    return DataError(f"Rank 0 failed while reading the data for all ranks: {words}")

@@ -1,4 +1,4 @@
-"""What reads and collates rows: in the loader's workers, or in the process itself."""
+"""Datasets that read and collate rows, in the loader's workers or in this process."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ class RowRequest(NamedTuple):
     Attributes:
         epoch: Its epoch.
         keys: For each served rank: indices.
-        seeds: For each served rank: what to seed the generators with; empty for not at all.
+        seeds: For each served rank: the seed of the generators; empty to leave them alone.
     """
 
     epoch: int
@@ -38,10 +38,10 @@ class RowRequest(NamedTuple):
 
 
 class RowFetch(Dataset[list[Any]]):
-    """A map-style dataset that is asked for global batches.
+    """A map-style dataset whose items are global batches.
 
-    Random numbers drawn while loading depend on (seed, epoch, place) only, and not on which
-    worker loads, what it did before or how often the run was restarted.
+    Random numbers drawn while loading depend only on (seed, epoch, index), and not on which
+    worker loads, on what it loaded before, or on how often the run was restarted.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, collates: bool) -> None:
@@ -71,10 +71,10 @@ class StreamRequest(NamedTuple):
     """One global batch of an iterable dataset.
 
     Attributes:
-        run: Number of the pass; another one starts the stream anew.
+        run: Number of the pass; a new number restarts the stream.
         epoch: Its epoch.
-        start: Rows of the epoch to leave out.
-        step: Number of the global batch, from there.
+        start: Rows of the epoch to skip.
+        step: Number of the global batch, counted from there.
     """
 
     run: int
@@ -84,11 +84,11 @@ class StreamRequest(NamedTuple):
 
 
 class StreamReply(NamedTuple):
-    """What came of a `StreamRequest`.
+    """The answer to a `StreamRequest`.
 
     Attributes:
         slot: The global batch, without keys.
-        is_last: No other one follows.
+        is_last: Whether no other batch follows.
         data: Collated rows of each served rank.
     """
 
@@ -98,15 +98,15 @@ class StreamReply(NamedTuple):
 
 
 class StreamFetch(Dataset["StreamReply | None"]):
-    """An iterable dataset that is asked for global batches by number.
+    """An iterable dataset whose items are global batches, requested by number.
 
-    Row i of the stream belongs to global batch i // stride, whichever worker is asked for it:
-    each worker reads the whole stream and keeps what its ranks need.
+    Row i of the stream belongs to global batch i // stride, whichever worker serves it: each
+    worker reads the whole stream and keeps the rows that its ranks need.
 
     Args:
-        seed: With it, random numbers drawn by the stream depend on (seed, epoch) only, so
-            that a stream that shuffles is the same on all ranks and workers, and those drawn
-            by the collate function on the place too. None leaves the generators alone.
+        seed: Seeds the random numbers that the stream draws, by (seed, epoch), so that a stream
+            that shuffles is the same on all ranks and workers; and those that the collate
+            function draws, by their index as well. None leaves the generators alone.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class StreamFetch(Dataset["StreamReply | None"]):
 class StartWorker:
     """Runs the user's `worker_init_fn` in a worker that holds one of our datasets.
 
-    `get_worker_info().dataset` is the user's own dataset there, as without fxtrain.
+    There, `get_worker_info().dataset` is the user's own dataset, as without fxtrain.
     """
 
     def __init__(self, init_fn: Callable[[int], None] | None) -> None:
@@ -168,10 +168,10 @@ class StartWorker:
 
 
 def fetch_key(layout: Layout, seed: int, epoch: int, first: int, rank: int) -> int:
-    """What the generators are seeded with for one rank's part of a global batch.
+    """The seed of the generators for one rank's part of a global batch.
 
-    It depends on the place of the part's first unit only, so that the same rows get the same
-    random numbers at every world size with which they stand together.
+    It depends on the index of the part's first unit only, so that the same rows get the same
+    random numbers at every world size at which they are collated together.
     """
     if layout.shared:
         return hash_key(seed, epoch, first, rank)
@@ -179,7 +179,7 @@ def fetch_key(layout: Layout, seed: int, epoch: int, first: int, rank: int) -> i
 
 
 def collate_nothing(found: Any) -> Any:
-    """Collate nothing: the fetch did."""
+    """Return data unchanged: the fetch has collated it."""
     return found
 
 

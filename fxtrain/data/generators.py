@@ -1,4 +1,4 @@
-"""Random generators of somebody else: seeding them, and lending a sampler its own."""
+"""Random generators of user code: seeding them, and lending a sampler its own."""
 
 import random
 import sys
@@ -20,20 +20,20 @@ def seed_all(key: int) -> None:
         key: From 0 to 2**63 - 1.
     """
     random.seed(key)
-    # torch.manual_seed would also queue work for every accelerator, at each call.
+    # torch.manual_seed would also queue work on every accelerator at each call.
     torch.default_generator.manual_seed(key)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed([key & 0xFFFFFFFF, key >> 32])
 
 
 class BorrowedGenerators:
-    """Generators of their own for a piece of code that draws from the global ones.
+    """Separate generators for code that draws from the global ones.
 
-    Whatever runs inside `with lent():` goes on from where it last left off; outside, the
-    process's generators are as if it had not run.
+    Code inside `with lent():` continues from the state in which the last such block ended.
+    Outside, the process's generators are unaffected by it.
 
     Args:
-        key: Seed at the start, from 0 to 2**63 - 1.
+        key: Initial seed, from 0 to 2**63 - 1.
     """
 
     def __init__(self, key: int) -> None:
@@ -56,12 +56,12 @@ class BorrowedGenerators:
             _restore(outside)
 
     def again(self) -> "BorrowedGenerators":
-        """The same generators, from the start."""
+        """The same generators in their initial state."""
         return BorrowedGenerators(self._key)
 
     @property
     def used(self) -> bool:
-        """Whether anything has been drawn so far."""
+        """Whether any number has been drawn so far."""
         if self._start is None or self._inside is None:
             return False
         torch_0, python_0, numpy_0 = self._start

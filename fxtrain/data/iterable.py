@@ -1,4 +1,4 @@
-"""Reading an iterable dataset, global batch by global batch."""
+"""Reads an iterable dataset, one global batch at a time."""
 
 import itertools
 from collections import deque
@@ -18,15 +18,15 @@ _END = object()
 
 
 class StreamReader:
-    """An open stream, which knows whether more follows what it has given out.
+    """An open stream, which looks ahead to know whether more rows follow.
 
-    Rows of ranks that are not served here are passed over as None.
+    Rows of ranks that are not served here are replaced by None.
 
     Args:
         dataset: Iterable.
         layout: How rows make global batches.
-        ranks: The ranks that are served.
-        opened: (pass, epoch, rows to leave out) that it was opened for.
+        ranks: The served ranks.
+        opened: (pass, epoch, rows to skip) for which it was opened.
         lent: Generators for the stream to draw from; None for the process's own.
     """
 
@@ -45,11 +45,11 @@ class StreamReader:
         self._place = 0
         self._first: Any = None
         self._buffer: deque[Any] = deque()
-        # Of rows that may be dropped, a whole global batch has to follow.
+        # With drop, a batch is not last only if a whole global batch follows it.
         self._look = layout.stride if layout.even == "drop" else 1
 
     def read(self, step: int) -> list[Any] | None:
-        """The rows of a global batch, this one or one further on; None past the end."""
+        """The rows of a global batch, this one or a later one; None past the end."""
         stride = self._layout.stride
         with _hide_worker_info(), nullcontext() if self._lent is None else self._lent():
             while self.step < step and self._fill(stride):
@@ -69,7 +69,7 @@ class StreamReader:
         lent = None if self._lent is None else self._lent.again()
         with _hide_worker_info(), nullcontext() if lent is None else lent():
             found = list(itertools.islice(iter(self._dataset), self._layout.stride))
-        # A stream that runs only once gives nothing now.
+        # A stream that can be read only once yields nothing now.
         return found or [self._first]
 
     def _drop(self, count: int) -> None:
@@ -77,7 +77,7 @@ class StreamReader:
             self._buffer.popleft()
 
     def _fill(self, count: int) -> bool:
-        """Read until so many rows wait; whether there were any."""
+        """Read until this many rows are buffered; whether there were any."""
         if self._rows is None:
             self._rows = iter(self._dataset)
         start, layout, buffer = self.opened[2], self._layout, self._buffer
@@ -86,8 +86,8 @@ class StreamReader:
             if row is _END:
                 if self._place < start:
                     raise DataError(
-                        f"The position stands at index {start}, but the stream ends at "
-                        f"{self._place}: it stems from other data."
+                        f"The position has index {start}, but the stream ends at "
+                        f"{self._place}: the position was made with other data."
                     )
                 break
             if self._place == 0:
@@ -103,7 +103,7 @@ class StreamReader:
 def _hide_worker_info() -> Iterator[None]:
     """Hide from a dataset that it runs in one of several workers.
 
-    A dataset that asks `get_worker_info` would leave out the rows of other workers, which we
+    A dataset that asks `get_worker_info` would skip the rows of other workers, which we
     do ourselves. Elsewhere torch still needs the answer: collating in a worker is faster.
     """
     info = torch_worker._worker_info

@@ -1,4 +1,4 @@
-"""What goes wrong while torch's loader reads, in words that say what to do."""
+"""Errors of torch's loader, reworded to say what to do."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -9,13 +9,13 @@ from fxtrain._errors import DataError
 
 __all__ = ["reading", "safe_length"]
 
-# How torch starts what a dataset raised inside a worker, and what it says of a worker's end.
+# How torch's messages begin for an error inside a worker, and for a worker that ended.
 _CAUGHT = "Caught "
 _ENDED = "DataLoader worker"
 
 
 class _MissingRowError(DataError, IndexError):
-    """A row that is not there: still the IndexError that the dataset raised."""
+    """A row that does not exist; still an IndexError, as the dataset raised."""
 
 
 def reading(
@@ -25,12 +25,12 @@ def reading(
 
     Args:
         loader: The user's.
-        over: The same loader over other indices, which reads.
-        asked: The rows that are being read, in words; empty for a stream.
+        over: The same loader over other indices, which does the reading.
+        asked: Description of the rows being read; empty for a stream.
 
     Raises:
-        DataError: a worker process ended, or the dataset has fewer rows than it says. What else
-            the dataset raises stays as it is.
+        DataError: a worker process ended, or the dataset has fewer rows than its length. Any
+            other error of the dataset is raised unchanged.
     """
     try:
         yield from over
@@ -43,9 +43,9 @@ def reading(
             raise
         raise DataError(
             f"iterating: a worker process of this DataLoader (num_workers={loader.num_workers}) "
-            f"ended while it read ({type(error).__name__}: {_first(error)}). The system kills "
-            f"workers when memory runs out, and a fault in native code ends them: use fewer "
-            f"workers or smaller batches, or num_workers=0 to see the fault in this process."
+            f"ended while reading ({type(error).__name__}: {_first(error)}). The system kills "
+            f"workers when memory runs out, and a crash in native code ends them: use fewer "
+            f"workers or smaller batches, or num_workers=0 to see the crash in this process."
         ) from error
 
 
@@ -53,7 +53,7 @@ def safe_length(units: Any) -> int:
     """The length of a dataset or sampler.
 
     Raises:
-        DataError: its `__len__` gives a number that is no length.
+        DataError: its `__len__` returns an invalid number.
         TypeError: it has no length.
     """
     try:
@@ -69,18 +69,18 @@ def safe_length(units: Any) -> int:
 def _no_row(loader: DataLoader[Any], asked: str, error: IndexError) -> str:
     dataset = type(loader.dataset).__name__
     return (
-        f"iterating: {dataset} raised IndexError while it read {asked}: {_last(error)}. "
-        f"len(dataset) is {safe_length(loader.dataset)}: if {dataset} has fewer rows, return their "
-        f"number from __len__; if a sampler chose the row, let it choose from those."
+        f"iterating: {dataset} raised IndexError while reading {asked}: {_last(error)}. "
+        f"len(dataset) is {safe_length(loader.dataset)}. If {dataset} has fewer rows, return their "
+        f"number from __len__; if a sampler chose the row, make it choose from those."
     )
 
 
 def _worker_ended(error: Exception) -> bool:
-    """Whether torch lost a worker; what a dataset raised there reads otherwise."""
+    """Whether torch lost a worker; an error that a dataset raised there reads differently."""
     text = str(error)
     if text.startswith(_CAUGHT):
         return False
-    if isinstance(error, FileNotFoundError):  # a socket of the worker has no name here
+    if isinstance(error, FileNotFoundError):  # a worker's socket has no name in this process
         return error.filename is None
     return isinstance(error, ConnectionError | EOFError) or text.startswith(_ENDED)
 

@@ -1,4 +1,4 @@
-"""In which order an epoch visits its units: a pure function of seed, epoch and place."""
+"""The order in which an epoch visits its units: a pure function of seed, epoch and index."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -22,17 +22,17 @@ from fxtrain.data.permutation import hash_key, permutation, round_keys, uniform,
 
 __all__ = ["CustomOrder", "EpochOrder", "find_order", "length_of", "refuse_split"]
 
-_SAMPLER_CHUNK = 512  # units that a custom sampler is asked for at a time
+_SAMPLER_CHUNK = 512  # units requested from a custom sampler at a time
 
 
 @attrs.frozen(eq=False)
 class EpochOrder:
-    """The rows of one epoch in order, any of them found at once.
+    """The rows of one epoch in order, with random access.
 
     Attributes:
         length: How many rows the epoch has.
-        take: int64 places, 1-D → what the dataset is asked for at each of them.
-        shuffled: Another epoch has another order.
+        take: int64 indices, 1-D → what the dataset is asked for at each of them.
+        shuffled: Whether another epoch has another order.
     """
 
     length: int
@@ -41,16 +41,16 @@ class EpochOrder:
 
 
 def find_order(sampler: Any, seed: int, epoch: int) -> EpochOrder | None:
-    """The order of one of torch's own samplers; None for any other."""
+    """The order of one of torch's own samplers; None for any other sampler."""
     finder = _FINDERS.get(type(sampler))
     return None if finder is None else finder(sampler, seed, epoch)
 
 
 def length_of(sampler: Any) -> int | None:
-    """How many units a sampler yields; None where it does not say.
+    """How many units a sampler yields; None if it has no length.
 
     Raises:
-        DataError: it says what is no length.
+        DataError: its length is invalid.
     """
     try:
         return safe_length(sampler)
@@ -62,21 +62,21 @@ def refuse_split(sampler: Any) -> None:
     """Refuse a sampler that gives each rank its own rows.
 
     Raises:
-        DataError: it is, or holds, a DistributedSampler.
+        DataError: it is, or wraps, a DistributedSampler.
     """
     if any(isinstance(part, DistributedSampler) for part in _sampler_chain(sampler)):
         raise DataError(
             "This loader has a DistributedSampler, which already gives each rank its rows. "
-            "Pass the loader without it (shuffle=True does the rest), or keep it and say so: "
+            "Pass the loader without it (shuffle=True replaces it), or keep it and set "
             'fx.Plan(data=fx.Data(source="sharded")).'
         )
 
 
 class CustomOrder:
-    """What a sampler that only its author knows yields in one epoch.
+    """What a custom sampler yields in one epoch.
 
-    It runs under generators of its own, seeded from (seed, epoch), so that all ranks see the
-    same. Of its own accord it may use `set_epoch(epoch)` and a `generator` attribute.
+    It runs with its own generators, seeded from (seed, epoch), so that all ranks see the same
+    order. It may also use `set_epoch(epoch)` and a `generator` attribute.
 
     Args:
         sampler: Any iterable.
@@ -99,7 +99,7 @@ class CustomOrder:
 
     @property
     def shuffled(self) -> bool:
-        """Whether another epoch may have another order, as far as is known by now."""
+        """Whether another epoch may have another order, as far as is known so far."""
         return self._told or self._lent.used
 
     def _pull(self, units: Iterator[Any]) -> list[Any]:
@@ -108,12 +108,12 @@ class CustomOrder:
 
 
 def _set_epoch(sampler: Any, epoch: int, key: int) -> bool:
-    """Tell a sampler, and the one inside it, which epoch starts; whether that orders it."""
+    """Call `set_epoch` of a sampler and of those it wraps; whether that changes the order."""
     told = False
     for part in _sampler_chain(sampler):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
-            # torch's DistributedSampler, and those made after it, say whether they shuffle.
+            # torch's DistributedSampler, and samplers modelled on it, have this attribute.
             told = told or getattr(part, "shuffle", True) is not False
         if isinstance(getattr(part, "generator", None), torch.Generator):
             part.generator.manual_seed(key)
@@ -123,7 +123,7 @@ def _set_epoch(sampler: Any, epoch: int, key: int) -> bool:
 
 def _sampler_chain(sampler: Any) -> Iterator[Any]:
     """A sampler, the one that it wraps, and so on."""
-    for _ in range(8):  # samplers that hold each other would go on for ever
+    for _ in range(8):  # samplers that wrap each other would never end
         if sampler is None:
             return
         yield sampler
@@ -146,7 +146,7 @@ def _random(sampler: RandomSampler, seed: int, epoch: int) -> EpochOrder:
 
 
 def _repeated_permutations(places: Tensor, n: int, seed: int, epoch: int) -> list[int]:
-    """More samples than rows: one permutation after another, each with keys of its own."""
+    """More samples than rows: consecutive permutations, each with its own keys."""
     found, laps = torch.empty_like(places), places // n
     for lap in laps.unique().tolist():
         here = laps == lap
@@ -165,7 +165,7 @@ def _weighted(sampler: WeightedRandomSampler, seed: int, epoch: int) -> EpochOrd
     count = sampler.num_samples
     if not sampler.replacement:
         generator = torch.Generator().manual_seed(hash_key(seed, epoch))
-        # Each draw depends on those before it, so that there is no way around a table.
+        # Each draw depends on those before it, so a table is unavoidable.
         table = torch.multinomial(sampler.weights, count, replacement=False, generator=generator)
         return EpochOrder(count, lambda places: table[places].tolist())
     edges = sampler.weights.double().cumsum(0)
@@ -174,7 +174,7 @@ def _weighted(sampler: WeightedRandomSampler, seed: int, epoch: int) -> EpochOrd
 
     def take(places: Tensor) -> list[int]:
         drawn = uniform(places, keys) * edges[-1]
-        # Rounding may reach the upper edge, where no weight is left.
+        # Rounding may reach the upper edge, where no weight remains.
         return torch.searchsorted(edges, drawn, right=True).clamp(max=last).tolist()
 
     return EpochOrder(count, take)

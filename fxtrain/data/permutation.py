@@ -1,7 +1,7 @@
-"""Random permutations and random numbers that are computed from a place: nothing to remember.
+"""Random permutations and random numbers computed from an index, without state.
 
-Entry i of a permutation is found from (keys, i) alone, so that an epoch can be entered
-anywhere, at once, by any rank. All arithmetic stays below 2**62: int64 never overflows.
+Entry i of a permutation is computed from (keys, i) alone, so any rank can enter an epoch
+anywhere, in constant time. All arithmetic stays below 2**62: int64 never overflows.
 """
 
 import hashlib
@@ -21,12 +21,12 @@ _BITS = 31
 _MASK = (1 << _BITS) - 1
 # Odd, and its bits look random; the rounds' own multipliers do most of the mixing.
 _SPREAD = 0x2C9277B5
-# Up to here a table is cheaper than arithmetic, and as uniform as a shuffle can be.
+# Up to this size a table is faster than arithmetic, and as uniform as a shuffle can be.
 _TABLE = 1 << 16
 
 
 def hash_key(*words: int | str) -> int:
-    """A number below 2**63 from a few words, such as seed, epoch and place."""
+    """A number below 2**63 from a few words, such as seed, epoch and index."""
     return int.from_bytes(_hash(words, 8), "little") >> 1
 
 
@@ -38,18 +38,18 @@ def round_keys(*words: int | str) -> Keys:
 
 
 def permutation(n: int, keys: Keys) -> Callable[[Tensor], Tensor]:
-    """A keyed permutation of 0..n-1, as the function from place to number.
+    """A keyed permutation of 0..n-1, as a function from index to number.
 
-    A Feistel network over a grid of about sqrt(n) × sqrt(n) cells; a result outside 0..n-1,
-    of which there are at most sqrt(n), is sent on until it falls inside, which keeps it a
-    bijection (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    A Feistel network over a grid of about sqrt(n) × sqrt(n) cells. A result outside 0..n-1,
+    of which there are at most sqrt(n), is permuted again until it falls inside, which keeps it
+    a bijection (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
 
     Args:
         n: Length, from 1 to 2**62.
         keys: From `round_keys`.
 
     Returns:
-        Function of int64 places in 0..n-1, any shape, to int64 of that shape.
+        Function of int64 indices in 0..n-1, any shape, to int64 of that shape.
 
     Example:
         >>> import torch
@@ -58,7 +58,7 @@ def permutation(n: int, keys: Keys) -> Callable[[Tensor], Tensor]:
         [0, 1, 2, 3, 4]
     """
     if n <= _TABLE:
-        # Half the rounds: what is sorted need not be a good permutation itself.
+        # Half the rounds: keys for sorting need not be a good permutation themselves.
         table = _network(torch.arange(n), _MASK + 1, _MASK + 1, keys[: _ROUNDS // 2]).argsort()
         return lambda place: table[place]
     columns = math.isqrt(n - 1) + 1
@@ -77,13 +77,13 @@ def permutation(n: int, keys: Keys) -> Callable[[Tensor], Tensor]:
 
 
 def uniform_below(place: Tensor, n: int, keys: Keys) -> Tensor:
-    """An independent uniform number below n for every place; places below 2**62."""
+    """An independent uniform number below n for every index; indices below 2**62."""
     # 62 bits modulo n: the bias is below n / 2**62.
     return _network(place, _MASK + 1, _MASK + 1, keys) % n
 
 
 def uniform(place: Tensor, keys: Keys) -> Tensor:
-    """An independent uniform float64 in [0, 1) for every place; places below 2**62."""
+    """An independent uniform float64 in [0, 1) for every index; indices below 2**62."""
     # 53 bits fill a float64.
     return (_network(place, _MASK + 1, _MASK + 1, keys) >> 9).double() * 2.0**-53
 

@@ -1,7 +1,7 @@
-"""Which units each rank gets in each global batch: arithmetic, with no data in sight.
+"""Which units each rank gets in each global batch: arithmetic on indices, without data.
 
-A unit is what is dealt to ranks: a row; a batch that a custom batch sampler made; an item of
-a loader that does not batch.
+A unit is what is distributed over ranks: a row, a batch of a custom batch sampler, or an item
+of a loader that does not batch.
 """
 
 import itertools
@@ -21,15 +21,15 @@ _FIRST_BLOCK, _BLOCK = 1 << 10, 1 << 14  # indices computed at a time
 
 @attrs.frozen(kw_only=True)
 class Layout:
-    """How global batches are cut from the units of an epoch.
+    """How global batches are formed from the units of an epoch.
 
     Attributes:
         per_rank: Units of one rank in a full global batch.
         ranks: Ranks that share the data.
-        even: What happens to the units that are left over.
-        unit: row: a rank's units are collated together; batch: each is a list of indices of
-            its own; item: each is passed on as it is.
-        shared: Units are batches of which every rank takes an equal part.
+        even: What to do with the remaining units.
+        unit: "row": a rank's units are collated together; "batch": each is a list of indices;
+            "item": each is passed on unchanged.
+        shared: Units are batches, of which every rank takes an equal part.
     """
 
     per_rank: int
@@ -45,33 +45,32 @@ class Layout:
 
     @property
     def pads(self) -> bool:
-        """Whether ranks get rows twice so that all have equally many."""
+        """Whether rows are repeated so that all ranks have equally many."""
         return self.even == "pad" and self.ranks > 1 and not self.shared
 
     def borrows(self, rank: int, units: int) -> bool:
-        """Whether a rank gets units of the epoch's start, too, of so many in a global batch.
+        """Whether some rank also gets units from the start of the epoch, in a batch this long.
 
-        Under `uneven` that is a rank without a unit of its own: those stand in as its data.
+        Under `uneven`, that is a rank without a unit of its own, which gets them as placeholders.
         """
         real = units - rank * self.per_rank
         return not self.shared and real < (self.per_rank if self.pads else 1)
 
     def count(self, units: int) -> int:
-        """Global batches in so many units."""
+        """Global batches in this many units."""
         whole, rest = divmod(max(0, units), self.stride)
         return whole + (rest > 0 and self.even != "drop")
 
 
 class Slot(NamedTuple):
-    """One global batch: the same on every rank but for the keys.
+    """One global batch: the same on every rank except for the keys.
 
     Attributes:
-        first: Place of its first unit in the epoch.
-        units: Units in it, padding not counted.
+        first: Index of its first unit in the epoch.
+        units: Units in it, without padding.
         rows: Real rows on each rank.
-        sizes: Rows on each rank with padding.
-        keys: For each rank that is served: what its dataset is asked for, a list for rows
-            and batches.
+        sizes: Rows on each rank, including padding.
+        keys: For each served rank: what its dataset is asked for, a list for rows and batches.
     """
 
     first: int
@@ -84,10 +83,10 @@ class Slot(NamedTuple):
 def slots_of_order(
     layout: Layout, order: EpochOrder, start: int, ranks: Sequence[int]
 ) -> Iterator[Slot]:
-    """Global batches from a place in an order on, with keys for some of the ranks.
+    """Global batches from an index of an order on, with keys for some of the ranks.
 
     Raises:
-        DataError: the order ends before the place.
+        DataError: the order ends before the index.
     """
     stride, sizes = layout.stride, (layout.per_rank,) * layout.ranks
     if start > order.length:
@@ -106,10 +105,10 @@ def slots_of_order(
 def slots_of_stream(
     layout: Layout, units: Iterable[Any], start: int, ranks: Sequence[int]
 ) -> Iterator[Slot]:
-    """Global batches from a place in a stream of units on, with keys for some of the ranks.
+    """Global batches from an index of a stream of units on, with keys for some of the ranks.
 
     Raises:
-        DataError: the stream ends before the place.
+        DataError: the stream ends before the index.
     """
     stride, source = layout.stride, iter(units)
     head = list(itertools.islice(source, min(stride, start)))
@@ -132,12 +131,12 @@ def slot_of(
     head: Sequence[Any],
     ranks: Sequence[int],
 ) -> Slot:
-    """Deal the units of one global batch.
+    """Distribute the units of one global batch.
 
     Args:
         head: The first units of the epoch, with which a short global batch is padded. Under
-            `uneven` they only stand in, with the size 0, on ranks without a unit, so that
-            every rank has data for the step.
+            `uneven` they are placeholders of size 0 on ranks without a unit, so that every rank
+            has data for the step.
     """
     if layout.shared:
         return _shared_slot(layout, first, list(units[0]), ranks)
@@ -153,7 +152,7 @@ def _full(
     """Keys for the served ranks in each full global batch, computed in blocks."""
     size = layout.per_rank
     across = torch.arange(size)
-    low, length = 0, _FIRST_BLOCK  # small at first, so that the first batch comes soon
+    low, length = 0, _FIRST_BLOCK  # small at first, for a fast first batch
     while low < whole:
         steps = max(1, length // (size * max(1, len(ranks))))
         block = torch.arange(low, min(low + steps, whole))
@@ -179,11 +178,11 @@ def _rank_units(
 
 
 def _rows(layout: Layout, found: list[Any], real: int) -> tuple[int, int]:
-    """Rows on a rank: those that are real, and with padding."""
+    """Rows on a rank: the real ones, and all including padding."""
     if layout.unit == "batch":
         size = len(found[0])
         if not size:
-            raise DataError("The batch sampler of this loader made a batch of no rows.")
+            raise DataError("The batch sampler of this loader returned an empty batch.")
         return (size, size) if real else (0, size if layout.pads else 0)
     return real, len(found) if layout.pads else real
 
@@ -196,8 +195,8 @@ def _key(layout: Layout, found: list[Any]) -> Any:
 
 def _beyond(start: int, length: int) -> DataError:
     return DataError(
-        f"The position stands at index {start}, but an epoch of this loader ends at {length}: "
-        f"it stems from other data. Pass the loader that it was made with."
+        f"The position has index {start}, but an epoch of this loader ends at {length}: the "
+        f"position was made with other data. Pass the loader that it was made with."
     )
 
 

@@ -1,4 +1,4 @@
-"""This rank's tokens of a batch, where a plan cuts sequences."""
+"""This rank's tokens of a batch, where a plan splits sequences."""
 
 import fnmatch
 import re
@@ -18,9 +18,9 @@ _KEY = re.compile(r"\['?(.*?)'?\]|\.(\w+)")
 
 
 def make_splitter(ctx: DistContext, plan: Plan) -> Callable[[Any], Any] | None:
-    """A function from whole rows to the same tree with this rank's tokens of them.
+    """A function from full rows to the same tree with this rank's tokens only.
 
-    The ranks of the context axis read the same rows, so that they all find the same problems.
+    The ranks of the context axis read the same rows, so they all find the same problems.
 
     Returns:
         None where sequences stay whole.
@@ -44,7 +44,7 @@ def make_splitter(ctx: DistContext, plan: Plan) -> Callable[[Any], Any] | None:
 
 
 def _name(path: str) -> str:
-    """`['inputs'][0]` as it is written in a plan: `inputs.0`."""
+    """`['inputs'][0]` as written in a plan: `inputs.0`."""
     return ".".join(key or field for key, field in _KEY.findall(path))
 
 
@@ -58,16 +58,17 @@ def _chosen(leaves: list[Any], names: list[str], config: CP) -> set[str]:
     for pattern in config.batch:
         if not fnmatch.filter(tensors, pattern):
             raise DataError(
-                f"CP(batch=...) cuts {pattern!r}, and no tensor of this batch with a dimension "
-                f"{config.dim} is called so. It has: {known or 'none'}."
+                f"CP(batch=...) names {pattern!r}, but no tensor of this batch with a dimension "
+                f"{config.dim} has that name. It has: {known or 'none'}."
             )
     if config.batch:
         return {n for n in tensors if any(fnmatch.fnmatchcase(n, p) for p in config.batch)}
     lengths = {tensor.shape[config.dim] for tensor in tensors.values()}
     if len(lengths) != 1:
         raise DataError(
-            f"CP() cuts every tensor with a dimension {config.dim}, all of one length; this batch "
-            f"has {known or 'none'}. Say which: CP(batch=('input_ids', 'labels'))."
+            f"CP() splits every tensor that has a dimension {config.dim}, and all must have one "
+            f"length; this batch has {known or 'none'}. Name those to split: "
+            f"CP(batch=('input_ids', 'labels'))."
         )
     return set(tensors)
 
@@ -77,11 +78,11 @@ def _own_tokens(leaf: Tensor, name: str, axis: DistContext, config: CP) -> Tenso
     ranges = token_ranges(length, ranks, axis.rank, balance=config.balance)
     if ranges is None:
         of, parts = f"{name or 'the batch'} {list(leaf.shape)}", ranks * (1 + config.balance)
-        each = " in two parts" if config.balance else ""
+        each = " as two equal parts each" if config.balance else " equally"
         fewer = ", or use CP(balance=False)" if config.balance and length % ranks == 0 else ""
         raise DataError(
-            f"{of} has {length} tokens along dimension {config.dim}, which {ranks} context "
-            f"ranks{each} do not divide. Pad sequences to a multiple of {parts}{fewer}."
+            f"{of} has {length} tokens along dimension {config.dim}, which {ranks} context ranks "
+            f"cannot share{each}. Pad sequences to a multiple of {parts}{fewer}."
         )
     parts = [leaf.narrow(config.dim, start, count) for start, count in ranges]
     return torch.cat(parts, config.dim)

@@ -25,17 +25,17 @@ __all__ = ["Sharded", "shard"]
 
 
 class _NoLengthError(DataError, TypeError):
-    """`list(loader)` asks for a length first, and goes on without one after a TypeError."""
+    """`list(loader)` asks for a length first, and does without one after a TypeError."""
 
 
 @attrs.define(eq=False)
 class _Iteration:
-    """How far iteration got: a pass over data has a state, as an iterator has.
+    """How far iteration got: mutable, as an iterator is.
 
     Attributes:
-        start: The cursor of the first batch, but of a later epoch only its number counts.
-        before: The trail of the epoch before, which tells where a later epoch starts; None
-            once it began.
+        start: The cursor of the first batch; for a later epoch, only its number counts.
+        before: The iteration of the epoch before, which decides where a later epoch starts;
+            None once this one has begun.
         passes: Passes that got further than one batch.
         reached: The cursor after the last batch that was yielded.
     """
@@ -46,18 +46,18 @@ class _Iteration:
     reached: Cursor | None = None
 
     def cursor(self) -> Cursor:
-        """Where the epoch starts, by what has been seen of those before it."""
+        """Where the epoch starts, given what has been seen of those before it."""
         if self.before is None:
             return self.start
         return to_epoch(self.before.end(), self.start.position.epoch)
 
     def begin(self) -> Cursor:
-        """Where the epoch starts, from now on whatever becomes of those before it."""
+        """Fix where the epoch starts, whatever happens to those before it afterwards."""
         self.start, self.before = self.cursor(), None
         return self.start
 
     def end(self) -> Cursor:
-        """Where iteration got: for an epoch that did not run, where the one before it did."""
+        """Where iteration got to; for an epoch that did not run, where the one before it got to."""
         trail = self
         while trail.reached is None and trail.before is not None:
             trail = trail.before
@@ -66,9 +66,9 @@ class _Iteration:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Sharded:
-    """A loader that gives this rank its part of every global batch; see `shard`.
+    """A loader that yields this rank's part of every global batch; see `shard`.
 
-    Identity decides equality and hash: the loader inside is torch's.
+    Equality and hash are by identity, since the loader inside is torch's.
 
     Attributes:
         ctx: The ranks that share the data.
@@ -90,7 +90,7 @@ class Sharded:
 
     @property
     def batch_size(self) -> int | None:
-        """Rows on this rank in a full batch; None where a batch sampler or the data decides."""
+        """Rows on this rank in a full batch; None if a batch sampler or the data decides."""
         return self._layout.per_rank if self._layout.unit == "row" else None
 
     @property
@@ -124,21 +124,21 @@ class Sharded:
 
     @property
     def position(self) -> Position:
-        """Where iteration starts.
+        """The cursor at which iteration starts.
 
-        Of an epoch that has not begun, `samples` and `updates` count what has been seen by now.
+        For an epoch that has not begun, `samples` and `updates` count what has been seen so far.
         """
         return self._trail.cursor().position
 
     def epochs(self, n: int) -> Iterator["Sharded"]:
-        """One loader per epoch: what is left of this one, then the others up to epoch n.
+        """One loader per epoch: the rest of this one, then the others up to epoch n.
 
         A loop that leaves an epoch early (`break`), or skips it, continues with the next one;
-        `samples` and `updates` count only what was seen. An accumulation window that `break`
+        `samples` and `updates` count only the rows seen. An accumulation window that `break`
         leaves open continues with the first batches of the next epoch.
 
         Args:
-            n: Epochs of the whole run, those before a restart included.
+            n: Epochs of the whole run, including those before a restart.
 
         Example:
             >>> import fxtrain as fx, torch
@@ -160,7 +160,7 @@ class Sharded:
             yield attrs.evolve(self, trail=trail)
 
     def at(self, position: Position) -> "Sharded":
-        """The same loader from a cursor on, which another world size may have reached.
+        """The same loader from a cursor on; the cursor may come from another world size.
 
         Example:
             >>> import fxtrain as fx, torch
@@ -176,7 +176,7 @@ class Sharded:
                 f"at({position!r}) takes a Position, found {type(position).__name__}. "
                 f"Use batch.position or report.position."
             )
-        # What a window holds that was opened elsewhere is not written in a position.
+        # A position does not record what a window contains that was opened elsewhere.
         held = 0 if position.micro == 0 else None
         return attrs.evolve(self, trail=_Iteration(Cursor(position, held)))
 
@@ -184,7 +184,7 @@ class Sharded:
         """Batches left in this epoch, the same on every rank."""
         try:
             left = self._left()
-        except DataError as error:  # which iterating tells every rank
+        except DataError as error:  # iterating raises it on every rank
             raise _NoLengthError(str(error)) from error
         if left is None:
             raise _NoLengthError(
@@ -203,7 +203,7 @@ class Sharded:
         seen = 0
         for batch in self._batches():
             seen += 1
-            if seen == 2:  # looking at the first batch only is not a pass
+            if seen == 2:  # looking at the first batch only is not a pass over the data
                 self._trail.passes += 1
             yield batch
         if seen == 1:
@@ -225,7 +225,7 @@ class Sharded:
 
     def _batch(self, step: Step, data: Any, masks: dict[tuple[int, int], Tensor]) -> Batch:
         slot, rank = step.slot, self.ctx.rank
-        # A rank without a row holds others, of size 0, so that it can take part.
+        # A rank without a row gets placeholders of size 0, so that it can take part.
         size = slot.sizes[rank] or _tree.row_count(data) or self._layout.per_rank
         shape = size, slot.rows[rank]
         valid = masks.get(shape)
@@ -242,24 +242,24 @@ class Sharded:
         )
 
     def _left(self) -> int | None:
-        """Units from here to the end of the epoch; None where only reading tells."""
+        """Units from here to the end of the epoch; None if only reading tells."""
         length = self._source.length()
         return None if length is None else length - self.position.index
 
     def _is_over(self) -> bool:
-        """Whether nothing is left of the epoch."""
+        """Whether nothing remains of the epoch."""
         if self.position.is_last or self.position.index == 0:
             return self.position.is_last
         left = self._left()
         return left is not None and self._layout.count(left) == 0
 
     def _agree(self) -> None:
-        """Find out before the first batch whether all ranks are about to read the same."""
+        """Check, before the first batch, that all ranks are about to read the same."""
         if self.plan.data.source == "shard" and self.ctx.world_size > 1:
             problem = None
             try:
                 rows: Any = self._source.length()
-            except DataError as error:  # the other ranks must hear of it
+            except DataError as error:  # raised below, together with the other ranks
                 rows, problem = f"unknown ({error})", error
             asked = {"rows": rows, "layout": self._layout, "position": self.position}
             check_same_plan("iterating", self.ctx, self.plan, asked)
@@ -275,9 +275,9 @@ def _check_epochs(call: str, n: Any) -> None:
 def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan | None = None) -> Sharded:
     """Split a loader over the ranks.
 
-    Order, rows and cursor do not depend on the world size: global batch k of W ranks holds
-    the next W · batch size rows of the epoch's order, rank r the r-th part of them. The order
-    is a function of the plan's seed and the epoch; a `generator` of the loader is not read.
+    Order, rows and cursor do not depend on the world size: global batch k of W ranks contains
+    the next W · batch size rows of the epoch's order, and rank r gets its r-th part. The order is
+    a function of the plan's seed and the epoch; a `generator` of the loader is not used.
 
     Args:
         loader: Any torch DataLoader: map-style or iterable, with any sampler or batch sampler.
@@ -285,17 +285,17 @@ def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan | None = None) -
             `drop_last=True` acts as `even="drop"`.
         ctx: The ranks; data is split over `ctx.axis("data")`, and sequences over the context
             axis where the plan says so.
-        plan: `batch`, `even`, `seed`, `accumulate`, `flush`, `data` and `context` are read; by
-            default the plan that came with the launch, or else `fx.Plan()`.
+        plan: `batch`, `even`, `seed`, `accumulate`, `flush`, `data` and `context` are used; by
+            default the plan of the launch, or else `fx.Plan()`.
 
     Effects:
-        None here, but for one broadcast with `Data(source="dispatch")`. Iterating starts the
-        loader's workers and compares once per epoch the plans and what the ranks are about to read;
-        dispatched and already sharded data exchange a message per global batch.
+        None here, except one broadcast with `Data(source="dispatch")`. Iterating starts the
+        loader's workers and, once per epoch, compares the plans and what the ranks are about to
+        read; dispatched and already sharded data exchange one message per global batch.
 
     Raises:
-        DataError: the loader, or its batch size, cannot be split as asked; on every rank.
-            While iterating: a sequence that the context ranks do not divide, on all of those.
+        DataError: the loader, or its batch size, cannot be split as requested; on every rank.
+            While iterating: a sequence not divisible by the context ranks, on all of those.
         PlanError: the ranks pass different plans; on every rank, when iterating starts or, with
             `Data(source="dispatch")`, here.
         CollectiveError: the ranks differ in rows, layout or position; likewise.

@@ -29,19 +29,19 @@ from fxtrain.state import Plan, Position
 
 __all__ = ["RowSlots", "Source", "row_source", "stream_source"]
 
-# A step, and the data of each rank that is served.
+# A step, and the data of each served rank.
 Loaded = tuple[Step, Sequence[Any]]
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Source:
-    """Steps from a cursor on, and what is known of an epoch before it is read.
+    """Steps from a cursor on, and what is known of an epoch before reading it.
 
     Attributes:
         run: Cursor → every step until the epoch ends.
-        length: Units in an epoch; None where only reading tells.
-        shuffled: Whether epochs differ in their order, as far as is known by now.
-        apart: Worker processes read, so that reading ahead draws no random numbers here.
+        length: Units in an epoch; None if only reading tells.
+        shuffled: Whether epochs differ in their order, as far as is known so far.
+        apart: Whether worker processes read, so that prefetching draws no random numbers here.
     """
 
     run: Callable[[Cursor], Iterator[Loaded]]
@@ -54,7 +54,7 @@ class RowSlots:
     """The global batches of a map-style dataset, by index.
 
     Args:
-        reading: What the loader says.
+        reading: The loader's settings.
         seed: Of the order.
     """
 
@@ -63,7 +63,7 @@ class RowSlots:
         self._latest: EpochOrder | CustomOrder | None = None
 
     def cut(self, epoch: int, start: int, ranks: Sequence[int]) -> Iterator[Slot]:
-        """From a place on to the end of the epoch, with keys for some of the ranks."""
+        """From an index to the end of the epoch, with keys for some of the ranks."""
         layout, sampler = self.reading.layout, self.reading.sampler
         order = find_order(sampler, self.seed, epoch)
         if order is not None:
@@ -73,18 +73,18 @@ class RowSlots:
         return slots_of_stream(layout, custom, start, ranks)
 
     def length(self) -> int | None:
-        """Units in an epoch, if the sampler says."""
+        """Units in an epoch, if the sampler has a length."""
         return length_of(self.reading.sampler)
 
     def later(self) -> Iterator[int]:
-        """Rows with padding of the global batches of whole epochs, one after another."""
+        """Rows, including padding, of the global batches of consecutive whole epochs."""
         layout, length = self.reading.layout, self.length()
         if layout.unit == "batch" or length is None or layout.count(length) == 0:
             return iter(())
         return itertools.chain.from_iterable(totals(layout, length) for _ in itertools.count())
 
     def shuffled(self) -> bool:
-        """Whether another epoch has another order, as far as is known by now."""
+        """Whether another epoch has another order, as far as is known so far."""
         return self._latest is not None and self._latest.shuffled
 
 
@@ -153,7 +153,7 @@ def stream_source(
                 if told is None:
                     return
                 slot, is_last, data = told
-                # Older torch turns tuples into lists where it pins memory.
+                # Older torch turns tuples into lists when it pins memory.
                 slot = Slot(slot[0], slot[1], tuple(slot[2]), tuple(slot[3]), ())
                 step = _stream_step(slot, position, plan, held, is_last=is_last)
                 position, held = step.position, 0
@@ -161,12 +161,12 @@ def stream_source(
                 if is_last:
                     return
         finally:
-            fetch.reader = None  # lets go of the stream, if this process holds it
+            fetch.reader = None  # closes the stream, if this process holds it
 
     return Source(
         run=run,
         length=lambda: length_of(loader.dataset),
-        shuffled=lambda: False,  # whether a stream shuffles, only its author knows
+        shuffled=lambda: False,  # only the author of a stream knows whether it shuffles
         apart=loader.num_workers > 0,
     )
 
@@ -190,7 +190,7 @@ def _over_fetch(loader: DataLoader[Any], fetch: Any, feed: FedSampler) -> DataLo
 
 
 def _seed_workers(over: DataLoader[Any], plan: Plan, epoch: int, ranks: Sequence[int]) -> None:
-    """Seed what torch seeds its workers with."""
+    """The seed that torch gives its workers."""
     assert isinstance(over.generator, torch.Generator)
     over.generator.manual_seed(hash_key(plan.seed, epoch, "workers", *ranks[:1]))
 
@@ -199,12 +199,12 @@ def _stream_step(
     slot: Slot, position: Position, plan: Plan, held: int | None, *, is_last: bool
 ) -> Step:
     after = advance(position, slot, plan, is_last=is_last)
-    # A window of several batches may end with the data, which nobody has seen yet.
+    # A window of several batches may end with the data, whose end is not known yet.
     rows = None if held is None or plan.accumulate > 1 else held + sum(slot.sizes)
     return Step(slot, after, rows)
 
 
 def _short_keys(keys: Sequence[Any]) -> str:
-    """Keys of a global batch for a message."""
+    """Keys of a global batch, shortened for a message."""
     text = ", ".join([str(key) for key in keys])
     return text if len(text) <= 200 else f"{text[:200]}…"

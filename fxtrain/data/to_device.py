@@ -1,4 +1,4 @@
-"""Putting batches on the device."""
+"""Moves batches to the device."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -23,8 +23,8 @@ def on_device(
     """Steps with their data on the context's device.
 
     Args:
-        ahead: For an XLA device, read `plan.data.ahead` batches before they are asked for, and
-            let a thread move them.
+        ahead: For an XLA device, read `plan.data.ahead` batches in advance, and move them in a
+            thread.
     """
     depth = plan.data.ahead if ahead and ctx.device.type == "xla" else 0
     if not depth:
@@ -43,11 +43,11 @@ def on_device(
 
 
 def _to_device(data: Any, ctx: DistContext, plan: Plan) -> Any:
-    """The same data with its tensors on the context's device; everything else stays.
+    """The same data with its tensors on the context's device; everything else is unchanged.
 
     Effects:
-        One copy per tensor, without waiting where it comes from pinned memory; none at all on
-        the CPU or with `to_device=False`, where this is the very same object.
+        One copy per tensor, non-blocking from pinned memory; none on the CPU or with
+        `to_device=False`, where the result is the same object.
     """
     device = ctx.device
     if device.type == "cpu" or not plan.data.to_device:
@@ -65,6 +65,6 @@ def _to_device(data: Any, ctx: DistContext, plan: Plan) -> Any:
 
 
 def valid_mask(size: int, real: int, ctx: DistContext, plan: Plan) -> Tensor:
-    """Which of so many rows are real, on the device of the data: padding stands at the end."""
+    """Which rows are real, as a mask on the device of the data; padding is at the end."""
     device = ctx.device if plan.data.to_device else torch.device("cpu")
-    return (torch.arange(size) < real).to(device)
+    return torch.arange(size, device=device) < real

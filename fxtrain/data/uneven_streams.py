@@ -1,4 +1,4 @@
-"""Ranks that each read their own batches take turns together until data ends."""
+"""Ranks that each read their own batches take turns until the data ends."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -24,11 +24,11 @@ class UnevenStream:
     """One rank's own batches.
 
     Attributes:
-        open: (epoch, units to leave out) → (rows, data) of every batch that follows.
-        sizes: (epoch) → (rows, units) of every batch without reading it; None where only
-            reading tells, and then `open` leaves out nothing.
-        most: Rows in a batch at most; None if unknown.
-        shuffled: Whether epochs differ in their order, as far as is known by now.
+        open: (epoch, units to skip) → (rows, data) of every batch that follows.
+        sizes: (epoch) → (rows, units) of every batch without reading it; None if only
+            reading tells, and then `open` skips nothing.
+        most: Maximum rows in a batch; None if unknown.
+        shuffled: Whether epochs differ in their order, as far as is known so far.
     """
 
     open: Callable[[int, int], Iterator[tuple[int, Any]]]
@@ -39,7 +39,7 @@ class UnevenStream:
 
 @attrs.frozen
 class _RankBatch:
-    """What one rank brings to a global batch."""
+    """What one rank contributes to a global batch."""
 
     state: int
     size: int = 0
@@ -52,22 +52,22 @@ def uneven_batches(
 ) -> Iterator[tuple[Step, tuple[Any]]]:
     """Global batches made of one batch of every rank.
 
-    Under `pad`, a rank whose data has ended goes over it again until all have ended. Under
-    `uneven` it does too, but these batches have the size 0: they count for nothing. Under `drop`,
-    the first rank that ends stops all.
+    Under `pad`, a rank whose data has ended repeats it until all have ended. Under `uneven`
+    likewise, but these batches have size 0 and count for nothing. Under `drop`, the first rank
+    that ends stops all.
 
     Effects:
-        One gather per global batch, looking one ahead; two where some ranks have ended.
+        One gather per global batch, one batch ahead; two after some ranks have ended.
 
     Raises:
-        DataError: a rank has no data, or the cursor does not fit; on every rank.
+        DataError: a rank has no data, or the cursor does not match; on every rank.
         PlanError: the ranks pass different plans; on every rank.
-        Exception: what a rank's loader raised; a CollectiveError that names it elsewhere.
+        Exception: whatever a rank's loader raised; on other ranks a CollectiveError that names it.
     """
     epoch, position, held = cursor.position.epoch, cursor.position, cursor.held
     batches, behind = _seek(local, cursor, ctx)
     own = _rank_batches(batches, _HAS)
-    # Padding goes on, too, where it stood.
+    # Padding, too, continues where it was.
     again = itertools.islice(_rank_batches(_repeat(local, epoch), _ENDED), behind, None)
     ends = any if plan.even == "drop" else all
     now = next(own)
@@ -98,7 +98,7 @@ def _slot(number: int, table: list[tuple[int, int]], plan: Plan) -> Slot:
 
 
 def _rank_batches(batches: Iterator[tuple[int, Any]], state: int) -> Iterator[_RankBatch]:
-    """A turn per batch, then empty ones for ever; a failure is a turn too."""
+    """One turn per batch, then empty ones forever; a failure is a turn too."""
     try:
         for size, data in batches:
             yield _RankBatch(state, size, data)
@@ -109,7 +109,7 @@ def _rank_batches(batches: Iterator[tuple[int, Any]], state: int) -> Iterator[_R
 
 
 def _repeat(local: UnevenStream, epoch: int) -> Iterator[tuple[int, Any]]:
-    """This rank's epoch from its start, again and again; nothing if there is nothing."""
+    """This rank's epoch from its start, repeatedly; nothing if it is empty."""
     found = True
     while found:
         found = False
@@ -121,10 +121,10 @@ def _repeat(local: UnevenStream, epoch: int) -> Iterator[tuple[int, Any]]:
 def _seek(
     local: UnevenStream, cursor: Cursor, ctx: DistContext
 ) -> tuple[Iterator[tuple[int, Any]], int]:
-    """This rank's batches from where so many rows of all ranks have been seen.
+    """This rank's batches from where all ranks together have seen this many rows.
 
     Returns:
-        The batches, and how many of padding came before.
+        The batches, and how many padding batches preceded them.
     """
     epoch, wanted = cursor.position.epoch, cursor.position.index
     opened = local.open(epoch, 0) if local.sizes is None or wanted == 0 else None
@@ -135,7 +135,7 @@ def _seek(
     units = seen = behind = 0
     most = ops.gather_objects(local.most, ctx)
     while seen < wanted:
-        # No more steps than cannot lead too far, so that one exchange covers many.
+        # As many steps as cannot overshoot, so that one exchange covers many.
         least = 1 if None in most else max(1, (wanted - seen) // sum(most))
         mine, problem = _take(source, least)
         ops.raise_together(problem, ctx)
@@ -147,9 +147,9 @@ def _seek(
             break
     if seen != wanted:
         raise DataError(
-            f"The position stands at index {wanted}, which is not between two global batches "
-            f'of these loaders. Data(source="sharded") continues only at the world size, batch '
-            f"size and data that the position was made with."
+            f"The position has index {wanted}, which is not a boundary between two global batches "
+            f'of these loaders. Data(source="sharded") can only resume with the world size, batch '
+            f"size and data with which the position was made."
         )
     return (local.open(epoch, units) if opened is None else opened), behind
 
@@ -173,10 +173,10 @@ def _gather_sizes(
 
     Raises:
         PlanError: the plans differ; on every rank.
-        Exception: what a rank's loader raised; a CollectiveError that names it elsewhere.
+        Exception: whatever a rank's loader raised; on other ranks a CollectiveError that names it.
     """
     digest = b"" if plan is None else digest_of_plan(plan, {})
-    # Every byte a column: no integer type of torch holds them together.
+    # One column per byte: no integer type of torch holds them all.
     mine = torch.tensor([[turn.state, turn.size, *digest]])
     table: list[list[int]] = ops.gather(mine, ctx).tolist()
     if plan is not None and any(row[2:] != table[0][2:] for row in table):
@@ -191,6 +191,6 @@ def _refuse_empty(table: list[tuple[int, int]], ctx: DistContext) -> None:
     if empty:
         raise DataError(
             f'Data(source="sharded"): the loaders of ranks {empty} of {ctx.world_size} yield '
-            f"nothing, so that nothing can stand in for their rows. Give every rank rows, or "
+            f"no rows, so there is nothing to pad with. Give every rank rows, or "
             f'use even="drop".'
         )

@@ -1,4 +1,4 @@
-"""The user's loader: what it says about the data, and the same loader over other indices."""
+"""The user's loader: its settings, and the same loader over other indices."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ from fxtrain.state import Plan
 
 __all__ = ["FedSampler", "LoaderSpec", "read_loader", "rebuild"]
 
-# What a loader keeps when it reads other indices.
+# Settings that a loader keeps when it reads other indices.
 _SETTINGS = (
     "num_workers",
     "pin_memory",
@@ -32,9 +32,9 @@ class LoaderSpec:
     """How a loader finds its units.
 
     Attributes:
-        layout: How they are dealt to the ranks.
+        layout: How they are distributed over the ranks.
         sampler: Iterable over units; None for an iterable dataset.
-        collates: Rows are collated into batches.
+        collates: Whether rows are collated into batches.
     """
 
     layout: Layout
@@ -43,9 +43,9 @@ class LoaderSpec:
 
 
 class FedSampler:
-    """A sampler that yields what it was last given.
+    """A sampler that yields the indices it was last given.
 
-    A DataLoader with persistent workers reads its sampler anew in each epoch and cannot be
+    A DataLoader with persistent workers restarts its sampler in each epoch and cannot be
     given another one.
     """
 
@@ -53,7 +53,7 @@ class FedSampler:
         self._indices: Iterator[Any] = iter(())
 
     def give(self, indices: Iterator[Any]) -> "FedSampler":
-        """Let the next iteration of the loader read these."""
+        """Make the next iteration of the loader read these."""
         self._indices = indices
         return self
 
@@ -62,10 +62,10 @@ class FedSampler:
 
 
 def read_loader(loader: DataLoader[Any], ranks: int, plan: Plan) -> LoaderSpec:
-    """What a loader says about its data, without touching the dataset.
+    """A loader's settings, without touching the dataset.
 
     Raises:
-        DataError: the loader cannot be split over so many ranks.
+        DataError: the loader cannot be split over this many ranks.
     """
     _check_rebuildable(loader)
     rows, sampler = _rows_of(loader)
@@ -91,9 +91,9 @@ def read_loader(loader: DataLoader[Any], ranks: int, plan: Plan) -> LoaderSpec:
 
 
 def rebuild(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[Any]:
-    """The same loader over another dataset or sampler; every other setting stays.
+    """The same loader over another dataset or sampler, with all other settings unchanged.
 
-    Its random base seed comes from a generator of its own, so that iterating draws nothing
+    Its random base seed is drawn from a separate generator, so that iterating draws nothing
     from the process's.
     """
     settings = {name: getattr(loader, name) for name in _SETTINGS}
@@ -104,7 +104,7 @@ def rebuild(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader
 
 
 def _rows_of(loader: DataLoader[Any]) -> tuple[tuple[int, bool] | None, Any]:
-    """(batch size, whether a short one is dropped) where units are rows; and the sampler."""
+    """(batch size, whether a short batch is dropped) if units are rows; and the sampler."""
     if isinstance(loader.dataset, IterableDataset):
         size = loader.batch_size
         return (None if size is None else (size, loader.drop_last)), None
@@ -120,7 +120,7 @@ def _share_of(size: int, ranks: int) -> int:
     if rest:
         near = [str(n * ranks) for n in (part, part + 1) if n]
         raise DataError(
-            f'batch="global": a batch of {size} rows does not divide over {ranks} ranks. '
+            f'batch="global": a batch of {size} rows is not divisible by {ranks} ranks. '
             f'Use batch_size={" or ".join(near)}, or batch="per_rank".'
         )
     return part
@@ -130,15 +130,15 @@ def _check_rebuildable(loader: DataLoader[Any]) -> None:
     kind = type(loader)
     if not loader.in_order and loader.num_workers:
         raise DataError(
-            "DataLoader(in_order=False): batches come in the order in which workers finish, so "
-            "that no position says which rows were seen. Leave in_order=True."
+            "DataLoader(in_order=False): batches arrive in the order in which workers finish, so "
+            "a position cannot record which rows were seen. Use in_order=True."
         )
-    # torchdata's loader differs from torch's by its state_dict, for which positions stand here.
+    # torchdata's loader adds a state_dict, which positions replace here.
     stateful = any(base.__module__.startswith("torchdata.") for base in kind.__mro__)
     for name in ("__iter__", "_get_iterator"):
         if not stateful and getattr(kind, name) is not getattr(DataLoader, name):
             raise DataError(
                 f"{kind.__name__} overrides DataLoader.{name}, which sharding would bypass: it "
-                f"reads the dataset through a loader of its own. Pass a plain DataLoader and do "
+                f"reads the dataset through its own loader. Pass a plain DataLoader, and do "
                 f"that work in collate_fn or in the loop."
             )

@@ -1,4 +1,4 @@
-"""Where each global batch leaves the run: cursors and accumulation windows."""
+"""Cursors and accumulation windows of global batches."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -13,12 +13,12 @@ __all__ = ["Cursor", "Step", "advance", "assign_windows", "to_epoch", "totals"]
 
 
 class Step(NamedTuple):
-    """One global batch and its place in the run: the same on every rank but for the keys.
+    """One global batch and its position in the run; equal on every rank except for the keys.
 
     Attributes:
         slot: The global batch.
         position: The cursor just after it.
-        window_rows: Rows with padding in its whole accumulation window, where known.
+        window_rows: Rows, including padding, in its whole accumulation window, where known.
     """
 
     slot: Slot
@@ -27,11 +27,11 @@ class Step(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """A position, and what the window that is open there holds.
+    """A position, and what the window that is open there contains.
 
     Attributes:
-        position: Where the run stands.
-        held: Rows with padding in the micro-batches of the open window, where known.
+        position: How far the run is.
+        held: Rows, including padding, in the micro-batches of the open window, where known.
     """
 
     position: Position
@@ -60,7 +60,7 @@ def advance(position: Position, slot: Slot, plan: Plan, *, is_last: bool) -> Pos
 
 
 def to_epoch(cursor: Cursor, epoch: int) -> Cursor:
-    """The cursor at the start of a later epoch, with a window that is still open."""
+    """The cursor at the start of a later epoch, with a window still open."""
     position = attrs.evolve(cursor.position, epoch=epoch, index=0, is_last=False)
     return Cursor(position, cursor.held)
 
@@ -71,11 +71,11 @@ def assign_windows(
     plan: Plan,
     later: Callable[[], Iterator[int]] | None = None,
 ) -> Iterator[Step]:
-    """Put global batches into accumulation windows, one window read ahead.
+    """Assign global batches to accumulation windows, reading one window ahead.
 
     Args:
         slots: From the cursor to the end of its epoch.
-        later: Rows with padding of each global batch of the following epochs, if known.
+        later: Rows, including padding, of each global batch of the following epochs, if known.
     """
     position, held = cursor.position, cursor.held
     window: list[Slot] = []
@@ -100,7 +100,7 @@ def assign_windows(
 
 
 def totals(layout: Layout, length: int) -> Iterator[int]:
-    """Rows with padding of every global batch of one epoch of so many rows."""
+    """Rows, including padding, of every global batch of one epoch with this many rows."""
     whole, rest = divmod(length, layout.stride)
     yield from itertools.repeat(layout.stride, whole)
     if rest and layout.even != "drop":
@@ -110,7 +110,7 @@ def totals(layout: Layout, length: int) -> Iterator[int]:
 def _with_later_rows(
     rows: int | None, later: Callable[[], Iterator[int]] | None, missing: int
 ) -> int | None:
-    """Add what the following epochs put into a window that the end of data leaves open."""
+    """Add the batches of following epochs to a window that the end of the data leaves open."""
     if rows is None or later is None:
         return None
     found = list(itertools.islice(later(), missing))

@@ -1,4 +1,4 @@
-"""Launching: specs to arguments and environment (pure), and what starts the processes.
+"""Launching: specs to arguments and environment (pure), and the code that starts processes.
 
 Example:
     >>> import fxtrain as fx

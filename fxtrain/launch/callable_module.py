@@ -1,4 +1,4 @@
-"""The function `fx.launch`, loaded when it is asked for."""
+"""The function `fx.launch`, imported on first use."""
 
 import importlib
 from collections.abc import Callable
@@ -12,8 +12,8 @@ __all__ = ["CallableModule"]
 class CallableModule(CallablePackage):
     """The type of the package `fxtrain.launch`.
 
-    The function is loaded when it is asked for: the command line never is the one that asks,
-    and its script waits for what it loads.
+    The function is imported on first use: the command line never uses it, and its script should
+    not wait for what it imports.
     """
 
     @property

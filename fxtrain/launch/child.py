@@ -1,10 +1,9 @@
-"""The program of a launched process: the user's script, and its error kept for the launcher.
+"""The program of a launched process: runs the user's script and records its error.
 
 Run as a file, `python child.py script|module|program [--cores=0-1/2-3] [--errors=FOLDER] --
-TARGET ARGS...`, and with the standard library only, so that nothing is loaded or changed before
-the user's script starts. An error is not
-printed here but written for the launcher, which shows the one that came first: eight ranks
-that fail together would print eight tracebacks into each other.
+TARGET ARGS...`, and with the standard library only, so that nothing is imported or changed before
+the user's script starts. An error is not printed here but written for the launcher, which shows the
+first one: eight ranks that fail together would otherwise interleave eight tracebacks.
 """
 
 import atexit
@@ -22,7 +21,7 @@ import time
 import traceback
 from types import TracebackType
 
-# A rank that cannot end, say in a library's clean-up, shows its error itself after this time.
+# A rank that cannot exit, for example in a library's clean-up, prints its error after this time.
 _PATIENCE_S = 10.0
 # torchrun's, Open MPI's, MPICH's and SLURM's.
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -63,14 +62,14 @@ def _become(how: str, target: str) -> None:
 
 
 def end_with_parent() -> None:
-    """See that this process does not outlive a launcher that was killed, where Linux can."""
+    """Make this process end with its launcher if that is killed, where Linux supports it."""
     if sys.platform == "linux":
         parent_dies = 1  # PR_SET_PDEATHSIG, see prctl(2)
         ctypes.CDLL(None).prctl(parent_dies, signal.SIGTERM)
 
 
 def _pin_to_cores(shares: list[str]) -> None:
-    """Run on this rank's share of the cores, in the kernel's short form."""
+    """Run on this rank's cores, given in the kernel's short form."""
     bounds = [
         [int(end) for end in part.split("-")]
         for part in shares[int(os.environ.get("LOCAL_RANK", "0"))].split(",")
@@ -81,17 +80,17 @@ def _pin_to_cores(shares: list[str]) -> None:
 
 
 def _replace(target: str, args: list[str]) -> None:
-    """Become a program that is not Python."""
+    """Replace this process by a program that is not Python."""
     try:
         os.execvp(target, [target, *args])
     except OSError as error:
-        # As a shell says it, with a shell's exit codes.
+        # Messages and exit codes of a shell.
         sys.stderr.write(f"{target}: {error.strerror}\n")
         sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
 def _set_first_path(folder: str) -> None:
-    # Python put the folder of this file there, unless it runs in safe-path mode.
+    # Python adds the folder of this file, unless it runs in safe-path mode.
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
@@ -103,7 +102,7 @@ def _record(
     tb: TracebackType | None,
 ) -> None:
     if issubclass(kind, KeyboardInterrupt):
-        return  # the launcher was told to stop, and says so
+        return  # the launcher was asked to stop, and reports that
     shown = _skip_own_frames(tb)
     path = _path(folder) or os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
@@ -116,7 +115,7 @@ def _record(
 
 
 def _end_at_once() -> None:
-    """End a rank that failed before Python tears its modules down.
+    """End a failed rank before Python tears its modules down.
 
     A gloo thread whose collective is still pending may release a tensor at that moment, which
     aborts the process, so that SIGABRT would hide the error (pytorch/pytorch#190489).
@@ -125,14 +124,14 @@ def _end_at_once() -> None:
     if error is None or isinstance(error, KeyboardInterrupt) or "torch" not in sys.modules:
         return
     for stream in (sys.stdout, sys.stderr):
-        # Its reader may be gone, or the script has closed or replaced it.
+        # Its reader may have ended, or the script has closed or replaced it.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(1)  # Python's own exit code for an uncaught error
 
 
 def _write_code(folder: str, code: object) -> None:
-    """Tell of an exit code, which mpirun may keep to itself."""
+    """Report an exit code, which mpirun may not pass on."""
     path = _path(folder)
     number = code if isinstance(code, int) else 1
     if path is not None:
@@ -147,7 +146,7 @@ def _path(folder: str | None) -> str | None:
 
 
 def _write(path: str, report: dict[str, object]) -> None:
-    # The format of torch's elastic launcher and a few more fields; whole or absent, since the
+    # The format of torch's elastic launcher plus a few fields. Written atomically, since the
     # launcher may end this process at any moment.
     with open(f"{path}.new", "w") as file:
         json.dump({"message": report}, file)
@@ -165,7 +164,7 @@ def _report(
             "timestamp": str(int(time.time())),
             "time_ns": time.time_ns(),
             "rank": _rank(),
-            "code": 1,  # with which Python leaves
+            "code": 1,  # Python's exit code
             "kind": name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}",
         },
     }

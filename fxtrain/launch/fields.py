@@ -1,4 +1,4 @@
-"""What the fields of launches have in common, and reading options from words."""
+"""Validators shared by launch records, and parsing options from words."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -20,16 +20,16 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-LONGEST_S = 1_000_000  # of timeouts: systems count milliseconds in 31 bits
-_LARGEST = 2**31 - 1  # what systems take for numbers of processes, ports and seconds
+LONGEST_S = 1_000_000  # maximum timeout: systems count milliseconds in 31 bits
+_LARGEST = 2**31 - 1  # maximum of processes, ports and seconds
 _SAID = {"true": True, "yes": True, "false": False, "no": False}
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(attrs.field,))
 def launch_record(cls: type[T]) -> type[T]:
-    """A record, as those of plans, whose wrong values are a LaunchError.
+    """A record, like those of plans, whose invalid values are a LaunchError.
 
-    Its strings are words of a command line, which may be no text in UTF-8.
+    Its strings are words of a command line, which need not be valid UTF-8.
     """
     return record(cls, error=LaunchError, is_text=_is_word)
 
@@ -43,23 +43,23 @@ def _is_word(text: str) -> bool:
 
 
 def count(least: float) -> Callable[[Any, Any, Any], None]:
-    """A validator for numbers of at least this that a system can take."""
+    """A validator for numbers from this minimum up to the system's maximum."""
     return at_least(least, _LARGEST)
 
 
 def each(fits: Callable[[str], object], *, expected: str) -> Callable[[Any, Any, Any], None]:
-    """A validator for each of several strings, or for one that is not empty."""
+    """A validator for each of several strings, or for one non-empty string."""
 
     def check(instance: Any, attribute: "attrs.Attribute[Any]", value: Any) -> None:
         for one in (value,) if isinstance(value, str) else value:
             if one and not fits(one):
-                raise ValueError(f"{expected} was expected, found {shown(one)}.")
+                raise ValueError(f"expected {expected}, found {shown(one)}.")
 
     return check
 
 
 def check_seconds(value: Any, *, said: str) -> None:
-    """Refuse what is not a time to wait; None passes.
+    """Refuse an invalid timeout; None passes.
 
     Raises:
         LaunchError: it is not a number above 0, or more than a system can wait.
@@ -80,15 +80,15 @@ def name_values(pairs: tuple[str, ...]) -> dict[str, str]:
 
 
 def options_from(kind: type | None, given: Mapping[str, Any], *, launcher: str) -> Any:
-    """Turn words of a command line, or values of a file, into a launcher's own options.
+    """Convert words of a command line, or values of a file, into a launcher's own options.
 
     Args:
-        kind: The record, or None for a launcher that has no options.
-        given: By name; a text is read as the option's type.
+        kind: The record, or None for a launcher without options.
+        given: By name; a string is parsed as the option's type.
         launcher: Its name, for messages.
 
     Raises:
-        LaunchError: an option that the launcher does not have, or a value that does not fit.
+        LaunchError: the launcher has no such option, or a value is invalid.
     """
     types_of = {} if kind is None else {field.name: field.type for field in attrs.fields(kind)}
     for name in given:

@@ -15,10 +15,10 @@ class Flag:
 
     Attributes:
         field: The field of `LaunchSpec` that it sets.
-        flag: The word on the command line.
-        help: What it does, in one line.
-        metavar: What stands after it; empty for a switch.
-        many: "" for one value, "," for several between commas, "again" for one each time.
+        flag: The flag on the command line.
+        help: A one-line description.
+        metavar: Name of its value; empty for a switch.
+        many: "" for one value, "," for several separated by commas, "again" for a repeated flag.
     """
 
     field: str
@@ -29,22 +29,22 @@ class Flag:
 
 
 FLAGS: tuple[Flag, ...] = (
-    Flag(field="launcher", flag="--launcher", metavar="NAME", help="who starts the ranks"),
+    Flag(field="launcher", flag="--launcher", metavar="NAME", help="how to start the ranks"),
     Flag(
         field="ranks", flag="--ranks", metavar="N",
-        help="processes per node; one per accelerator by default, or one without any",
+        help="processes per node; by default one per accelerator, or one without any",
     ),
-    Flag(field="nodes", flag="--nodes", metavar="M", help="machines that take part"),
+    Flag(field="nodes", flag="--nodes", metavar="M", help="number of machines"),
     Flag(
         field="min_nodes", flag="--min-nodes", metavar="M",
-        help="the fewest machines to run with; the run then grows and shrinks",
+        help="minimum number of machines; the run then grows and shrinks",
     ),
     Flag(
         field="node_rank", flag="--node-rank", metavar="K", help="number of this machine, from 0"
     ),
     Flag(
         field="main_address", flag="--main-address", metavar="HOST",
-        help="where node 0 is, the same on every node",
+        help="address of node 0, the same on every node",
     ),
     Flag(
         field="main_port", flag="--main-port", metavar="PORT",
@@ -52,46 +52,46 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         field="local_address", flag="--local-address", metavar="HOST",
-        help="by which other nodes reach this one",
+        help="address by which other nodes reach this one",
     ),
     Flag(
         field="rendezvous", flag="--rendezvous", metavar="KIND",
-        help="static: nodes have numbers; c10d: any order, and again after a failure",
+        help="static: numbered nodes; c10d: nodes join in any order, and again after a failure",
     ),
     Flag(
         field="rendezvous_options", flag="--rendezvous-option", metavar="KEY=VALUE", many="again",
-        help="of torch's rendezvous",
+        help="an option of torch's rendezvous",
     ),
     Flag(
         field="connect_timeout_s", flag="--connect-timeout", metavar="SECONDS",
-        help="longest wait for the other nodes",
+        help="maximum wait for the other nodes",
     ),
-    Flag(field="run_id", flag="--run-id", metavar="NAME", help="what nodes of one run share"),
+    Flag(field="run_id", flag="--run-id", metavar="NAME", help="name shared by the nodes of a run"),
     Flag(
         field="restarts", flag="--restarts", metavar="N",
-        help="times to start all ranks again after one has failed",
+        help="maximum restarts of all ranks after one has failed",
     ),
     Flag(
         field="monitor_interval_s", flag="--monitor-interval", metavar="SECONDS",
-        help="between two looks at the ranks",
+        help="interval between checks of the ranks",
     ),
     Flag(
         field="shutdown_s", flag="--shutdown", metavar="SECONDS",
-        help="time for ranks to end after a signal",
+        help="time for ranks to exit after a signal",
     ),
     Flag(field="role", flag="--role", metavar="NAME", help="name of the ranks in their log"),
-    Flag(field="log_dir", flag="--log-dir", metavar="FOLDER", help="files of what ranks write"),
+    Flag(field="log_dir", flag="--log-dir", metavar="FOLDER", help="folder for the ranks' output"),
     Flag(
         field="redirect", flag="--redirect", metavar="STREAMS",
-        help="out, err or both: to files only",
+        help="out, err or both: write to files only",
     ),
     Flag(
         field="tee", flag="--tee", metavar="STREAMS",
-        help="out, err or both: to files and here, with the rank before each line",
+        help="out, err or both: write to files and here, with the rank before each line",
     ),
     Flag(
         field="show_ranks", flag="--show-ranks", metavar="K,...", many=",",
-        help="show the output of these ranks of a node only",
+        help="show the output of these ranks of each node only",
     ),
     Flag(field="cpu", flag="--cpu", help="hide the accelerators"),
     Flag(field="gpus", flag="--gpus", metavar="K,...", many=",", help="use these GPUs only"),
@@ -101,19 +101,19 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         field="threads", flag="--threads", metavar="N",
-        help="OMP_NUM_THREADS of each rank; a share of the cores by default",
+        help="OMP_NUM_THREADS of each rank; by default an equal share of the cores",
     ),
     Flag(
         field="env", flag="--env", metavar="NAME[=VALUE]", many="again",
-        help="a variable for the ranks; NAME alone is taken from here",
+        help="a variable for the ranks; NAME alone takes the value from here",
     ),
     Flag(field="executable", flag="--no-python", help="the program is not a Python script"),
-    Flag(field="module", flag="-m", help="what follows is a module, not a script"),
+    Flag(field="module", flag="-m", help="the program is a module, not a script"),
 )  # fmt: skip
 
 
 def flag_words(spec: LaunchSpec) -> tuple[str, ...]:
-    """The words after `fxtrain launch` that mean a spec; the launcher's own options aside.
+    """The words after `fxtrain launch` that describe a spec, without the launcher's own options.
 
     Example:
         >>> from fxtrain.launch import LaunchSpec, flag_words

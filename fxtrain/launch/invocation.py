@@ -1,4 +1,4 @@
-"""What a launch comes to: a command line, variables and files, shown before it runs."""
+"""What a launch will start: a command line, variables and files, shown before it runs."""
 
 import json
 import shlex
@@ -17,8 +17,8 @@ class Invocation:
 
     Attributes:
         argv: The command line, word by word.
-        env: Variables to add to those that are there.
-        files: Texts to write before, by path.
+        env: Variables to add to the existing ones.
+        files: Texts to write first, by path.
     """
 
     argv: tuple[str, ...] = attrs.field(converter=tuple)
@@ -40,7 +40,7 @@ def show(invocation: Invocation) -> str:
 
 
 def _quoted(word: str) -> str:
-    """A word for the shell; control characters are written as bash and zsh read them."""
+    """A word for the shell; control characters are escaped as in bash and zsh."""
     if escape_unprintable(word) == word:
         return shlex.quote(word)
     plain = word.replace("\\", r"\\").replace("'", r"\'")

@@ -13,18 +13,18 @@ __all__ = ["given_plan", "plan_variable"]
 
 
 def given_plan(default: "Plan | None" = None, *, env: Mapping[str, str] | None = None) -> "Plan":
-    """The plan that `fxtrain launch` took from a launch file, its profile and the environment.
+    """The plan that `fxtrain launch` read from a launch file, its profile and the environment.
 
-    `fx.wrap` and `fx.shard` use it where they get no plan. Call this to read it, to change a
+    `fx.wrap` and `fx.shard` use it by default. Call this function to inspect it, to change a
     field of it (`attrs.evolve`), or to set another default.
 
     Args:
-        default: The plan where no launcher gave one; `fx.Plan()` by default. What the
-            launch file leaves out has the defaults of `fx.Plan`, not those of this plan.
+        default: The plan if no launcher passed one; `fx.Plan()` by default. Fields that the
+            launch file does not set have the defaults of `fx.Plan`, not those of this plan.
         env: Variables to read instead of the process's environment.
 
     Raises:
-        PlanError: the variable FXTRAIN_PLAN contains no plan.
+        PlanError: the variable FXTRAIN_PLAN is not a valid plan.
 
     Example:
         >>> import fxtrain as fx
@@ -36,7 +36,7 @@ def given_plan(default: "Plan | None" = None, *, env: Mapping[str, str] | None =
 
 
 def plan_variable(plan: "Plan") -> str:
-    """NAME=VALUE of the variable in which ranks find a plan.
+    """NAME=VALUE of the variable that passes a plan to ranks.
 
     Example:
         >>> import fxtrain as fx

@@ -12,12 +12,12 @@ from fxtrain.launch.spec import LaunchSpec
 
 __all__ = ["COMMON", "PER_NODE", "RENDEZVOUS_FIELDS", "Launcher"]
 
-# Fields of a spec, by name: those that every launcher honours, ...
+# Fields of a spec that every launcher supports, ...
 COMMON = frozenset(
     ("target", "args", "ranks", "module", "executable", "launcher", "options", "nodes", "env",
      "cpu", "gpus", "threads")
 )  # fmt: skip
-# ... where the ranks meet, and what torch's elastic launcher does on each node.
+# ... and those for how ranks connect, and what torch's elastic launcher does on each node.
 RENDEZVOUS_FIELDS = ("main_address", "main_port")
 PER_NODE = (
     "connect_timeout_s", "monitor_interval_s", "shutdown_s", "role", "log_dir", "redirect", "tee",
@@ -29,19 +29,19 @@ PER_NODE = (
 class Launcher:
     """How one launcher starts ranks: functions of a spec, no state.
 
-    A package adds one by an entry point in the group `fxtrain.launchers` that loads to it.
+    A package adds one with an entry point in the group `fxtrain.launchers` that loads it.
 
     Attributes:
-        name: By which it is chosen.
-        help: What it does, in one line.
+        name: The name to choose it by.
+        help: A one-line description.
         invocation: (spec, machine) → what to start; pure.
         run: (spec, invocation) → how it ended: starts the invocation and waits for its end.
         options: The record of options that only this launcher has, or None.
-        uses: Fields of `LaunchSpec` beyond the common ones that it honours; another field
-            that is set is an error.
-        here: The program is on this machine, so that it can be looked for.
-        needs: Facts of the machine that cost something to find out: mpi, port, hosts, and the
-            route to the main address of several nodes.
+        uses: Fields of `LaunchSpec` beyond the common ones that it supports; setting another
+            field is an error.
+        here: Whether the program is on this machine, so that it can be checked.
+        needs: Facts of the machine that are expensive to find: mpi, port, hosts, and the route to
+            the main address of several nodes.
     """
 
     name: str

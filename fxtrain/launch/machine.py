@@ -1,9 +1,8 @@
-"""What a launcher must know of the machine on which the command was given."""
+"""Facts that launchers need about the machine on which the command runs."""
 
 import itertools
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,14 +11,16 @@ from pathlib import Path
 import attrs
 
 from fxtrain._errors import LaunchError
+from fxtrain._listen import free_port
 from fxtrain._reading import read_text
 from fxtrain._secret import SECRET
 from fxtrain.launch.launchers.native.addresses import GLOO, NCCL, Route
+from fxtrain.state.topology.slurm import job_number
 
 __all__ = ["Machine", "cores_of_ranks", "look", "read_cores", "usable_cores", "write_cores"]
 
 _NODES = Path("/sys/devices/system/node")
-# By what `mpirun --version` says; Intel's names itself before the MPICH that it is made from.
+# Patterns in `mpirun --version`; Intel's comes before the MPICH on which it is based.
 _MPIS = (
     ("Open MPI", "openmpi"),
     ("OpenRTE", "openmpi"),
@@ -33,19 +34,19 @@ class Machine:
     """Facts that command lines depend on.
 
     Attributes:
-        python: The interpreter that ranks run.
+        python: The interpreter for the ranks.
         cores: Numbers of the cores that this process may use.
-        numa: Of those, the ones on each NUMA node; empty when that is not known.
-        threads_chosen: The user has set OMP_NUM_THREADS.
-        slurm_job: Number of the SLURM job that this process is in, or empty.
-        root: The user is root.
-        mpi: Which MPI `mpirun` is: openmpi, mpich, intel; empty when there is none.
-        port: A TCP port that was free a moment ago; 0 when none was asked for.
+        numa: Of those, the ones on each NUMA node; empty if unknown.
+        threads_chosen: Whether the user has set OMP_NUM_THREADS.
+        slurm_job: Number of the SLURM job of this process, or empty.
+        root: Whether the user is root.
+        mpi: Which MPI `mpirun` is: openmpi, mpich, intel; empty if there is none.
+        port: A TCP port that was free a moment ago; 0 if none was requested.
         folder: The current folder.
-        hosts: Text of the hostfile that was named, or empty.
-        chosen: Of GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and FXTRAIN_RUN_SECRET, those that the
+        hosts: Text of the named hostfile, or empty.
+        chosen: Those of GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and FXTRAIN_RUN_SECRET that the
             user has set.
-        route: By which other ranks reach this machine, where its own name does not say it.
+        route: How other ranks reach this machine, if its own name does not resolve correctly.
     """
 
     python: str = "python"
@@ -63,7 +64,7 @@ class Machine:
 
     @property
     def traffic(self) -> dict[str, str]:
-        """Variables by which the ranks take the route, less those that the user has set."""
+        """Variables that make the ranks use the route, without those that the user has set."""
         return {name: at for name, at in self.route.env.items() if name not in self.chosen}
 
 
@@ -75,21 +76,21 @@ def look(
     hostfile: str = "",
     route: Route | None = None,
 ) -> Machine:
-    """Find out about this machine.
+    """Inspect this machine.
 
     Args:
         env: Variables of the process.
-        mpi: The program that starts ranks under MPI, which is asked what it is.
-        port: Look for a free port.
+        mpi: The program that starts ranks under MPI, which is asked for its version.
+        port: Whether to look for a free port.
         hostfile: A file to read, or none.
-        route: How others reach this machine, if that was looked for.
+        route: How others reach this machine, if it was looked for.
 
     Effects:
         Reads /sys and the hostfile; with `mpi` runs that program with --version; with `port`
         opens a port on loopback and closes it.
 
     Raises:
-        LaunchError: there is no such hostfile.
+        LaunchError: the hostfile does not exist.
     """
     cores = usable_cores()
     return Machine(
@@ -97,10 +98,10 @@ def look(
         cores=cores,
         numa=_numa(cores),
         threads_chosen="OMP_NUM_THREADS" in env,
-        slurm_job=env.get("SLURM_JOB_ID", ""),
+        slurm_job=job_number(env),
         root=hasattr(os, "geteuid") and os.geteuid() == 0,
         mpi=_which_mpi(mpi) if mpi else "",
-        port=_free_port() if port else 0,
+        port=free_port() if port else 0,
         folder=os.getcwd(),
         hosts=_read(hostfile) if hostfile else "",
         chosen=tuple(name for name in (GLOO, NCCL, SECRET) if name in env),
@@ -113,8 +114,7 @@ def _read(hostfile: str) -> str:
         return read_text(hostfile)
     except OSError as error:
         raise LaunchError(
-            f"The hostfile cannot be read: {error}. It is a file with lines such as: "
-            f"worker-0 slots=8"
+            f"Cannot read the hostfile: {error}. It is a file with lines such as: worker-0 slots=8"
         ) from error
 
 
@@ -192,9 +192,3 @@ def _which_mpi(program: str) -> str:
         [program, "--version"], capture_output=True, text=True, timeout=30, check=False
     )
     return next((name for text, name in _MPIS if text in done.stdout), "")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,13 +1,12 @@
-"""What ranks have started and left behind: found by a mark that it inherits, and ended.
+"""Processes that ranks started and left behind: found by an inherited mark, and ended.
 
-Every rank has a mark of its launch among its variables, which its children inherit, and theirs,
-also those that have become daemons. So they are found whoever their parent is by now, and also
-after the launcher was killed. A process that clears its variables is not found, unless it is in
-the session of a rank. Linux tells variables and sessions; elsewhere nothing is found.
+Every rank has a mark of its launch in its environment, which its children inherit, and theirs,
+including daemons. So they are found whoever their parent is by now, even after the launcher was
+killed. A process that clears its environment is not found, unless it is in the session of a rank.
+Linux shows the environment and session of a process; on other systems nothing is found.
 
-Run as a file, `python _strays.py PARENT MARK PATIENCE SESSIONS...`, this is the keeper of a
-launch: a small process that outlives a launcher that was killed. So only the standard library
-is used.
+Run as a file, `python orphans.py PARENT MARK PATIENCE SESSIONS...`, this is the keeper of a
+launch: a small process that outlives a killed launcher. So it uses only the standard library.
 """
 
 import os
@@ -25,12 +24,12 @@ __all__ = ["MARK", "end_strays", "kept", "mark_within"]
 MARK = "FXTRAIN_LAUNCHES"
 _POLL_INTERVAL_S = 0.05
 _KEEPER_POLL_INTERVAL_S = 0.5
-# Processes end at once by SIGKILL, unless the kernel holds them.
+# SIGKILL ends processes at once, unless the kernel blocks them.
 _KILLED_S = 5.0
 
 
 def mark_within(env: Mapping[str, str]) -> str:
-    """A new mark for a launch, beside those of the launches that it runs in.
+    """A new mark for a launch, after those of the launches in which it runs.
 
     Example:
         >>> from fxtrain.launch.orphans import mark_within
@@ -44,15 +43,15 @@ def mark_within(env: Mapping[str, str]) -> str:
 
 @contextmanager
 def kept(mark: str, *, patience_s: float, sessions: Collection[int] = ()) -> Iterator[None]:
-    """Have the ranks of a launch ended should this process be killed within the block.
+    """End the ranks of a launch if this process is killed within the block.
 
     Args:
-        mark: Of the launch.
+        mark: The launch's mark.
         patience_s: Time from the end of this process until they are killed.
         sessions: Process IDs of ranks that lead a session.
 
     Effects:
-        Starts a small process, and ends it. On other systems than Linux, nothing.
+        Starts a small process, and ends it. On other systems than Linux, does nothing.
     """
     if sys.platform != "linux":
         yield
@@ -66,8 +65,8 @@ def kept(mark: str, *, patience_s: float, sessions: Collection[int] = ()) -> Ite
 
 
 def _keeper(words: tuple[str, ...]) -> "subprocess.Popen[bytes]":
-    # A process keeps the signals blocked that its parent blocks. Those that a launcher gives on
-    # to its children are for the ranks, and would end this one.
+    # A process inherits its parent's blocked signals. Those that a launcher forwards to its
+    # children are for the ranks, and would end this process.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
     try:
         return subprocess.Popen(
@@ -84,11 +83,11 @@ def _keeper(words: tuple[str, ...]) -> "subprocess.Popen[bytes]":
 
 
 def end_strays(mark: str, *, patience_s: float, ask: bool, sessions: Collection[int] = ()) -> None:
-    """End what the ranks of a launch have left behind.
+    """End processes that the ranks of a launch have left behind.
 
     Args:
-        mark: Of the launch.
-        patience_s: Time that the processes have to end by themselves, before they are killed.
+        mark: The launch's mark.
+        patience_s: Time that the processes have to exit by themselves, before they are killed.
         ask: Send them SIGTERM first.
         sessions: Process IDs of ranks that led a session.
 
@@ -115,7 +114,7 @@ class _Launch:
         self._sessions = frozenset(sessions)
 
     def found(self) -> list[int]:
-        """Process IDs of those that run; this process is none of them."""
+        """Process IDs of those that run, without this process."""
         if sys.platform != "linux":
             return []
         pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
@@ -126,17 +125,17 @@ class _Launch:
         for pid in self.found():
             try:
                 os.kill(pid, number)
-            except ProcessLookupError:  # it has ended meanwhile
+            except ProcessLookupError:  # it has exited in the meantime
                 continue
 
     def _has(self, pid: int) -> bool:
         try:
             state, session = _state(pid)
-            if state in "ZX":  # ended, and not yet looked at by its parent
+            if state in "ZX":  # exited, and not yet reaped by its parent
                 return False
             return session in self._sessions or self._is_marked(pid)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            return False  # it has ended, or belongs to somebody else
+            return False  # it has exited, or belongs to another user
 
     def _is_marked(self, pid: int) -> bool:
         start = f"{MARK}=".encode()
@@ -154,11 +153,11 @@ def _state(pid: int) -> tuple[str, int]:
 
 
 def main() -> None:
-    """Wait until the launcher has gone, which ends this process if it can, and end its ranks."""
+    """Wait until the launcher has exited, which usually ends this process, then end its ranks."""
     parent, mark, patience_s, *sessions = sys.argv[1:]
     while os.getppid() == int(parent):
         time.sleep(_KEEPER_POLL_INTERVAL_S)
-    # The ranks have got SIGTERM from the kernel.
+    # The kernel has sent SIGTERM to the ranks.
     end_strays(mark, patience_s=float(patience_s), ask=False, sessions=[*map(int, sessions)])
 
 

@@ -1,4 +1,4 @@
-"""How a launch ended: who failed, which failure came first, and how to say it."""
+"""How a launch ended: which ranks failed, which failed first, and the message."""
 
 import re
 import signal
@@ -10,13 +10,13 @@ __all__ = ["Failure", "LaunchResult", "by_cause", "describe"]
 
 @attrs.frozen(kw_only=True)
 class Failure:
-    """One rank that did not end well.
+    """A failed rank.
 
     Attributes:
-        rank: Which.
-        code: Exit code of the process; -n when signal n ended it; None when unknown.
+        rank: Its rank.
+        code: Exit code of the process; -n if signal n ended it; None if unknown.
         kind: Full name of the exception's type; empty without one.
-        error: The exception in one line, as `ValueError: bad`; empty without one.
+        error: The exception in one line, such as `ValueError: bad`; empty without one.
         traceback: The exception with its traceback; empty without one.
         time_ns: When it failed, in nanoseconds since 1970; only the order matters.
     """
@@ -34,12 +34,12 @@ class LaunchResult:
     """How all ranks ended.
 
     Attributes:
-        ranks: How many there were.
+        ranks: World size.
         failures: Those that failed, the cause first.
         signal: The signal that ended the launcher, or None.
-        left: Exit code of another launcher, such as mpirun, that was started; 0 otherwise.
+        left: Exit code of the external launcher, such as mpirun, if one was started; otherwise 0.
         launcher: Its name.
-        memory: What the kernel's out-of-memory killer did meanwhile; empty when unknown.
+        memory: What the kernel's out-of-memory killer did; empty if unknown.
     """
 
     ranks: int
@@ -51,7 +51,7 @@ class LaunchResult:
 
     @property
     def code(self) -> int:
-        """The exit code of the whole, by the rules of the shell."""
+        """The exit code of the launch, by the rules of a shell."""
         if self.signal is not None:
             return 128 + self.signal
         code = self.failures[0].code if self.failures else self.left
@@ -61,11 +61,11 @@ class LaunchResult:
 
 
 def by_cause(failures: list[Failure]) -> tuple[Failure, ...]:
-    """Order failures so that the one to look at comes first.
+    """Sort failures so that the one to look at comes first.
 
-    A rank that fails leaves its peers in the middle of a collective, and they may be quicker
-    to report that than it is to report its own error. So errors that only say that another
-    rank is gone come after all others, and ranks that were ended from outside come last.
+    A failing rank leaves its peers in the middle of a collective, and they may report that before
+    it reports its own error. So errors that only say that another rank is lost are sorted after
+    all others, and ranks that were ended from outside come last.
 
     Example:
         >>> from fxtrain.launch import Failure, by_cause
@@ -78,7 +78,7 @@ def by_cause(failures: list[Failure]) -> tuple[Failure, ...]:
 
 
 def describe(result: LaunchResult) -> str:
-    """Tell how a launch ended, with the traceback of the rank that failed first.
+    """Describe how a launch ended, with the traceback of the rank that failed first.
 
     Example:
         >>> from fxtrain.launch import LaunchResult, Failure, describe
@@ -93,7 +93,7 @@ def describe(result: LaunchResult) -> str:
     lines = [_one(first, result)]
     if first.traceback:
         lines.append(first.traceback.rstrip())
-    # What was ended because of the first failure is no news.
+    # Ranks that were ended because of the first failure are omitted.
     lines += [_one(other, result) for other in others if other.error or _own_code(other)]
     return "\n".join(lines)
 
@@ -105,12 +105,23 @@ _LOST_PEER = re.compile(
 )
 
 
-_PERHAPS_MEMORY = "The kernel does that when memory runs out: look at dmesg, or use less of it."
+_PERHAPS_MEMORY = "The kernel does that when memory runs out: run dmesg, or use less memory."
+
+_PERHAPS_WATCHDOG = (
+    "C++ code does that: a failed check, or NCCL's watchdog when a collective times out because "
+    "another rank failed or never joined it. The output of this rank names the reason."
+)
 
 
 def _distance(failure: Failure) -> int:
-    """From the cause: 0 for an error of its own, 1 for a lost peer, 2 for ended from outside."""
+    """The priority: 0 for an error of its own, 1 for a lost peer, 2 for ended from outside.
+
+    A rank that aborts without an exception may have waited for a peer: NCCL's watchdog aborts a
+    process whose collective times out.
+    """
     if not failure.error:
+        if failure.code == -signal.SIGABRT:
+            return 1
         return 0 if _own_code(failure) else 2
     lost = failure.kind.startswith("torch.distributed.") or failure.kind.endswith(
         ".CollectiveError"
@@ -124,10 +135,10 @@ def _own_code(failure: Failure) -> bool:
 
 def _launcher_failed(result: LaunchResult) -> str:
     if not result.left:
-        return f"{result.ranks} ranks ended well."
+        return f"{result.ranks} ranks succeeded."
     if result.left < 0:
         return f"{result.launcher} was ended by {_signal_name(-result.left)}."
-    return f"{result.launcher} ended with exit code {result.left}."
+    return f"{result.launcher} exited with code {result.left}."
 
 
 def _one(failure: Failure, result: LaunchResult) -> str:
@@ -137,10 +148,12 @@ def _one(failure: Failure, result: LaunchResult) -> str:
     if failure.code is None:
         return f"{who} failed."
     if failure.code >= 0:
-        return f"{who} ended with exit code {failure.code}."
+        return f"{who} exited with code {failure.code}."
     text = f"{who} was ended by {_signal_name(-failure.code)}."
     if failure.code == -signal.SIGKILL:
         text += " " + (result.memory or _PERHAPS_MEMORY)
+    if failure.code == -signal.SIGABRT:
+        text += " " + _PERHAPS_WATCHDOG
     return text
 
 

@@ -1,4 +1,4 @@
-"""Running a launcher that is a program of its own, such as mpirun, srun or kubectl."""
+"""Runs a launcher that is a separate program, such as mpirun, srun or kubectl."""
 
 import os
 import shutil
@@ -22,10 +22,10 @@ from fxtrain.launch.spec import LaunchSpec
 
 __all__ = ["ERRORS", "run_program"]
 
-# In a command line, the folder for the errors of ranks, which is known when it is run.
+# In a command line, a placeholder for the folder for errors of ranks, known only when it runs.
 ERRORS = "%ERRORS%"
 _POLL_INTERVAL_S = 0.2
-# For other ranks to tell their errors, once one has failed.
+# Time for other ranks to report their errors after one has failed.
 _GRACE_S = 5.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -33,7 +33,7 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 def run_program(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
     """Write the files of an invocation, run its command line and wait for its end.
 
-    Signals go on to the program, which hands them to its ranks.
+    Signals are forwarded to the program, which passes them to its ranks.
 
     Effects:
         Writes files; starts a process. Call it in the main thread, where signals arrive.
@@ -45,7 +45,7 @@ def run_program(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
     if program is None:
         raise LaunchError(
             f"The launcher {spec.launcher} runs {invocation.argv[0]!r}, which is not installed "
-            f"here or not on the PATH. Show what it would do with --dry."
+            f"here or not on the PATH. Use --dry to show what it would do."
         )
     write_files(invocation)
     before = count_kills()
@@ -69,7 +69,7 @@ def write_files(invocation: Invocation) -> None:
     """Write the files of an invocation, for this user only: they may hold variables of the ranks.
 
     Raises:
-        LaunchError: one cannot be written.
+        LaunchError: a file cannot be written.
     """
     for name, text in invocation.files.items():
         path = Path(name)
@@ -81,7 +81,7 @@ def write_files(invocation: Invocation) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that nobody else can read, also where there was one that others could.
+    """Write a file that nobody else can read, even if it existed and others could.
 
     Raises:
         OSError: it cannot be written.
@@ -98,17 +98,17 @@ def _errors_in(folder: str) -> str:
 
 
 def _wait(argv: list[str], env: dict[str, str], errors: Path) -> tuple[int, int | None]:
-    """The exit code of a program, and the signal that we were told to end it with.
+    """The exit code of a program, and the signal with which this process was ended.
 
-    When a rank has left a word in the folder of errors and the program goes on, it is ended:
-    MPICH's does not end the other ranks.
+    If a rank has written an error and the program continues, the program is ended: MPICH's does
+    not end the other ranks.
     """
     told: list[int] = []
     sys.stdout.flush()
     process = subprocess.Popen(
         argv,
         env=env,
-        # Ctrl-C in a terminal goes to every process there; so it arrives once.
+        # Ctrl-C in a terminal is sent to every process there, so it need not be forwarded.
         start_new_session=True,
         preexec_fn=end_with_parent if sys.platform == "linux" else None,
     )

@@ -1,4 +1,4 @@
-"""What every launcher needs of a spec: the command of one rank and the variables of all."""
+"""The command of one rank and the variables of all, shared by every launcher."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ __all__ = [
 
 _CHILD = Path(__file__).with_name("child.py")
 
-# No device of the kind is there for a rank that has these. ROCm's torch reads CUDA's variable.
+# With these, a rank finds no such device. ROCm's torch reads CUDA's variable.
 _NO_ACCELERATORS = {
     "CUDA_VISIBLE_DEVICES": "",
     "ONEAPI_DEVICE_SELECTOR": "*:cpu",
@@ -27,12 +27,12 @@ _NO_ACCELERATORS = {
 def rank_command(
     spec: LaunchSpec, python: str, *, errors: str = "", cores: str = ""
 ) -> tuple[str, ...]:
-    """The command that becomes one rank, with its error kept for the launcher.
+    """The command that becomes one rank, with its error recorded for the launcher.
 
     Output is unbuffered, so that lines of several ranks keep their order.
 
     Args:
-        spec: What is launched.
+        spec: What to launch.
         python: The interpreter.
         errors: Folder for the errors of ranks whose launcher does not name a file.
         cores: Cores of each local rank, between slashes.
@@ -44,14 +44,14 @@ def rank_command(
 
 
 def plain_command(spec: LaunchSpec, python: str) -> tuple[str, ...]:
-    """The program as it is started without fxtrain, for machines with other paths."""
+    """The program as started without fxtrain, for machines with other paths."""
     if spec.executable:
         return (spec.target, *spec.args)
     return (python, "-u", *(("-m",) if spec.module else ()), spec.target, *spec.args)
 
 
 def shared_environment(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
-    """Variables that all ranks get, whatever starts them.
+    """Variables of all ranks, whichever launcher starts them.
 
     Example:
         >>> from fxtrain.launch import LaunchSpec, Machine, shared_environment
@@ -69,12 +69,12 @@ def shared_environment(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
 
 
 def remote_environment(spec: LaunchSpec) -> dict[str, str]:
-    """Variables for ranks on machines whose cores are not known here."""
+    """Variables for ranks on machines whose cores are unknown here."""
     return shared_environment(spec, Machine(threads_chosen=True))
 
 
 def threads_of(spec: LaunchSpec, machine: Machine) -> int | None:
-    """Threads for each rank: as asked; the cores shared out; None where the user has chosen."""
+    """Threads of each rank: as requested; a share of the cores; None if the user has chosen."""
     if spec.threads is not None:
         return spec.threads
     return None if machine.threads_chosen else max(1, len(machine.cores) // spec.ranks)

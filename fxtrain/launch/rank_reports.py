@@ -12,11 +12,11 @@ __all__ = ["keep_tracebacks", "read_reports", "to_failures"]
 
 
 def read_reports(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
-    """By rank, what ranks wrote; `child.py` knows the format."""
+    """By rank, what the ranks wrote, in the format of `child.py`."""
     found: dict[int, dict[str, Any]] = {}
     for path in paths:
         message = json.loads(path.read_text())["message"]
-        if isinstance(message, dict):  # otherwise torch wrote it, of its own errors
+        if isinstance(message, dict):  # otherwise torch wrote it, for its own errors
             extra = message.get("extraInfo", {})
             rank = int(extra.get("rank", 0))
             found[rank] = {"error": message.get("message", ""), **extra}
@@ -24,7 +24,7 @@ def read_reports(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
 
 
 def to_failures(codes: dict[int, int], reports: dict[int, dict[str, Any]]) -> list[Failure]:
-    """What the launcher saw and what ranks wrote, together."""
+    """What the launcher observed and what ranks wrote, combined."""
     return [
         Failure(
             rank=rank,
@@ -40,17 +40,17 @@ def to_failures(codes: dict[int, int], reports: dict[int, dict[str, Any]]) -> li
 
 
 def keep_tracebacks(result: LaunchResult, folder: str) -> Path | None:
-    """Write every failure but the first, which the user is shown, to a file of its rank.
+    """Write every failure except the first, which is printed, to a file of its rank.
 
     Args:
         result: How a launch ended.
-        folder: Where; a fresh temporary folder if empty.
+        folder: Where to write; a fresh temporary folder if empty.
 
     Returns:
-        The folder, or None when there was nothing to write.
+        The folder, or None if there was nothing to write.
 
     Effects:
-        Writes RANK.txt for each rank with a traceback, the first one too.
+        Writes RANK.txt for each rank with a traceback, including the first.
     """
     if sum(bool(failure.traceback) for failure in result.failures) < 2:
         return None

@@ -1,4 +1,4 @@
-"""Signals that arrive here and are meant for the ranks."""
+"""Forwards signals to the ranks."""
 
 import os
 import signal
@@ -9,20 +9,20 @@ from typing import Any
 
 __all__ = ["FORWARDED_SIGNALS", "forward_signals", "signal_children"]
 
-# Those with which a scheduler or a person tells a program something; they end nothing here.
+# Signals by which a scheduler or a person notifies a program; they end nothing here.
 FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @contextmanager
 def forward_signals(numbers: tuple[int, ...], give: Callable[[int], None]) -> Iterator[None]:
-    """Give signals on for as long as the block runs.
+    """Forward signals while the block runs.
 
     Args:
-        numbers: Which.
-        give: Called with the number of one that came, in the main thread.
+        numbers: The signals.
+        give: Called with the number of each signal received, in the main thread.
 
     Effects:
-        Replaces the handlers of these signals and puts them back.
+        Replaces the handlers of these signals and restores them.
     """
 
     def handle(number: int, frame: Any) -> None:
@@ -38,7 +38,7 @@ def forward_signals(numbers: tuple[int, ...], give: Callable[[int], None]) -> It
 
 
 def _children() -> list[int]:
-    """Processes that this one has started and that still run, where Linux tells."""
+    """Processes that this one has started and that still run, where Linux shows them."""
     found = Path("/proc/self/task").glob("*/children")
     return [int(pid) for path in found for pid in path.read_text().split()]
 
@@ -46,7 +46,7 @@ def _children() -> list[int]:
 def signal_children(number: int) -> None:
     """Send a signal to every child.
 
-    A child that ends in this moment needs no signal.
+    A child that has just exited needs no signal.
     """
     for pid in _children():
         try:

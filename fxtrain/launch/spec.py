@@ -12,13 +12,13 @@ from fxtrain.launch.fields import LONGEST_S, count, each, launch_record
 __all__ = ["LaunchSpec", "check_ranks", "rank_environment"]
 
 Streams = Literal["none", "out", "err", "both"]
-_PORT = 29_500  # torch's own
+_PORT = 29_500  # torch's default
 _MOST_RANKS = 2**20  # on one machine
-_RANKS = "a whole number of at least 1: one per accelerator, or as many as there are cores to spare"
+_RANKS = "a whole number of at least 1: one per accelerator, or as many as there are spare cores"
 
 
 def is_host(text: str) -> bool:
-    """Whether a text can be the name or address of a machine, of which systems can be asked.
+    """Whether a text can be the name or address of a machine.
 
     Example:
         >>> from fxtrain.launch.spec import is_host
@@ -33,7 +33,7 @@ def is_host(text: str) -> bool:
 
 
 def check_ranks(ranks: Any, *, said: str) -> None:
-    """Refuse what is not a number of ranks.
+    """Refuse an invalid number of ranks.
 
     Raises:
         LaunchError: `ranks` is not a whole number of at least 1.
@@ -61,43 +61,43 @@ _word = each(re.compile(r"[\w.-]+").fullmatch, expected="a word of letters, digi
 
 @launch_record
 class LaunchSpec:
-    """A program, the ranks to run it on, and what each of them gets.
+    """A program, the ranks to run it on, and their settings.
 
     Attributes:
         target: Path of a Python script, the dotted name of a module, or an executable.
         args: What the program finds after its name in `sys.argv`.
         ranks: Processes on each node.
         module: `target` is a module, as after `python -m`.
-        executable: `target` is a program by itself, started without Python.
-        launcher: Who starts the ranks: a name in `fxtrain.launch.LAUNCHERS`.
-        options: The launcher's own options: a record of the type that its row names, a
-            mapping that becomes one, or None.
-        nodes: Machines that take part; the most, where `min_nodes` is given.
-        min_nodes: The fewest machines to run with; a native launch then grows and shrinks.
+        executable: `target` is a program to start without Python.
+        launcher: How to start the ranks: a name in `fxtrain.launch.LAUNCHERS`.
+        options: The launcher's own options: a record of the launcher's type, a mapping that is
+            converted to one, or None.
+        nodes: Number of machines; the maximum, if `min_nodes` is given.
+        min_nodes: Minimum number of machines; a native launch then grows and shrinks.
         node_rank: Number of this machine, from 0, in a static rendezvous.
-        main_address: Host name or address of the machine of rank 0, where all meet.
+        main_address: Host name or address of the machine of rank 0, to which all connect.
         main_port: TCP port there; 0 for one that is free, or 29500 with several nodes.
-        local_address: By which the other nodes reach this one; its host name by default.
-        rendezvous: How launchers meet: "static" with a fixed number for each node, or "c10d"
+        local_address: Address by which the other nodes reach this one; its host name by default.
+        rendezvous: How launchers connect: "static" with a fixed number for each node, or "c10d"
             in any order and again after a failure. By default static with several nodes, but
             c10d with `min_nodes`.
         rendezvous_options: KEY=VALUE of torch's rendezvous, such as keep_alive_interval=5.
-        connect_timeout_s: Longest wait for the main address and for the other nodes.
+        connect_timeout_s: Maximum wait for the main address and for the other nodes.
         run_id: A name that the nodes of one run share.
-        restarts: Times to start all ranks again after one has failed.
-        monitor_interval_s: Time between two looks at the ranks.
-        shutdown_s: Time that ranks have after a signal before they are killed.
+        restarts: Maximum restarts of all ranks after one has failed.
+        monitor_interval_s: Time between checks of the ranks.
+        shutdown_s: Time that ranks have to exit after a signal before they are killed.
         role: Name of the ranks for torch's elastic launcher.
-        log_dir: Folder for what ranks write; without one nothing is kept.
-        redirect: Streams of the ranks that go to files in `log_dir` only.
-        tee: Streams that go to files in `log_dir` and here, with the rank before each line.
-        show_ranks: Ranks of each node whose output is shown here; all by default.
+        log_dir: Folder for the output of ranks; without one, no files are written.
+        redirect: Streams of the ranks that are written to files in `log_dir` only.
+        tee: Streams that are written to files in `log_dir` and here, with the rank before each
+        line. show_ranks: Ranks of each node whose output is shown here; all by default.
         cpu: Hide the accelerators of the machine, so that ranks compute on the CPU.
         gpus: Numbers or identifiers of the GPUs to use; all by default.
         bind: Cores for each rank: those of its GPU's NUMA node or socket, a share of them, or
             those of one last-level cache; without GPUs, "node" or a share of all ("exclusive").
-        threads: OMP_NUM_THREADS of each rank; by default the cores shared out.
-        env: NAME=VALUE of variables for the ranks; no message and no `repr` shows them.
+        threads: OMP_NUM_THREADS of each rank; by default an equal share of the cores.
+        env: NAME=VALUE of variables for the ranks; never shown in a message or `repr`.
 
     Example:
         >>> from fxtrain.launch import LaunchSpec
@@ -143,13 +143,13 @@ class LaunchSpec:
 
     @property
     def meets(self) -> Literal["static", "c10d"]:
-        """How launchers of several nodes meet."""
+        """How launchers of several nodes connect."""
         fixed = self.nodes > 1 and self.min_nodes is None
         return self.rendezvous or ("static" if fixed else "c10d")
 
     @property
     def port(self) -> int:
-        """Where they meet at the main address; 0 for a port that is free."""
+        """The port at the main address; 0 for a free one."""
         return self.main_port or (_PORT if self.nodes > 1 else 0)
 
     def __attrs_post_init__(self) -> None:
@@ -158,23 +158,23 @@ class LaunchSpec:
 
 
 def _problems(spec: LaunchSpec) -> list[str]:
-    """What fits by itself and not together."""
+    """Problems between fields."""
     fewest = spec.min_nodes if spec.min_nodes is not None else spec.nodes
     found = {
-        "LaunchSpec(module=True, executable=True): a program is one of them.": (
+        "LaunchSpec(module=True, executable=True): a program cannot be both.": (
             spec.module and spec.executable
         ),
-        f"LaunchSpec(min_nodes={spec.min_nodes}, nodes={spec.nodes}): the fewest nodes are more "
-        f"than the most.": fewest > spec.nodes,
+        f"LaunchSpec(min_nodes={spec.min_nodes}, nodes={spec.nodes}): the minimum exceeds "
+        f"the maximum.": fewest > spec.nodes,
         f"LaunchSpec(node_rank={spec.node_rank}, nodes={spec.nodes}): nodes are numbered from 0 "
         f"to {spec.nodes - 1}.": spec.node_rank >= spec.nodes,
-        f"LaunchSpec(cpu=True, gpus={spec.gpus!r}): ranks compute on one of them.": (
+        f"LaunchSpec(cpu=True, gpus={spec.gpus!r}): choose either the CPU or GPUs.": (
             spec.cpu and bool(spec.gpus)
         ),
         f"LaunchSpec(ranks={spec.ranks}, gpus={','.join(spec.gpus)}): {spec.ranks} ranks need as "
-        f"many GPUs, and {len(spec.gpus)} are chosen. Use ranks={len(spec.gpus)}, or choose "
+        f"many GPUs, but {len(spec.gpus)} are chosen. Use ranks={len(spec.gpus)}, or choose "
         f"others.": bool(spec.gpus) and spec.ranks > len(spec.gpus),
-        "LaunchSpec(redirect=..., tee=...): files for output need a folder: set log_dir.": (
+        "LaunchSpec(redirect=..., tee=...): output files need a folder. Set log_dir.": (
             not spec.log_dir and {spec.redirect, spec.tee} != {"none"}
         ),
     }
@@ -191,16 +191,16 @@ def rank_environment(
     node_rank: int = 0,
     attempt: int = 0,
 ) -> dict[str, str]:
-    """The variables by which a rank of a launch finds its place and the store.
+    """The variables by which a rank of a launch finds its rank and the store.
 
     Args:
         rank: Number of the rank on its node.
         ranks: Ranks on each node.
-        port: Where the store is served.
-        address: On which machine.
-        nodes: Machines that take part.
+        port: Port of the store.
+        address: Host of the store.
+        nodes: Number of machines.
         node_rank: Number of this one.
-        attempt: Times that all ranks were started before.
+        attempt: How often all ranks were started before.
 
     Example:
         >>> from fxtrain.launch import rank_environment

@@ -1,4 +1,4 @@
-"""From a spec's launcher to the functions that carry it out."""
+"""From a spec's launcher to the functions that start it."""
 
 import os
 from collections.abc import Mapping
@@ -35,13 +35,13 @@ LAUNCHERS: Mapping[str, Launcher] = MappingProxyType({row.name: row for row in _
 
 
 def known_launchers() -> dict[str, Launcher]:
-    """Every launcher by its name: fxtrain's, then those of installed packages.
+    """Every launcher by its name: fxtrain's own, then those of installed packages.
 
-    A package adds one by an entry point in the group `fxtrain.launchers` that loads to a
+    A package adds one with an entry point in the group `fxtrain.launchers` that loads a
     `Launcher`.
 
     Raises:
-        LaunchError: an entry point gives something else, or two launchers share a name.
+        LaunchError: an entry point loads something else, or two launchers share a name.
 
     Example:
         >>> from fxtrain.launch import known_launchers
@@ -61,22 +61,22 @@ def known_launchers() -> dict[str, Launcher]:
 
 
 def find_launcher(spec: LaunchSpec) -> Launcher:
-    """The row of a spec's launcher.
+    """The entry of a spec's launcher.
 
     Effects:
-        Looks for launchers of installed packages, unless it is one of fxtrain's.
+        Searches installed packages for launchers, unless it is one of fxtrain's.
 
     Raises:
-        LaunchError: there is none of that name, or the spec asks for what it cannot do.
+        LaunchError: there is no such launcher, or it does not support the spec.
     """
     row = LAUNCHERS.get(spec.launcher)
     if row is None:
         known = known_launchers()
         if spec.launcher not in known:
             raise LaunchError(
-                f"There is no launcher {spec.launcher!r}."
-                f"{closest(spec.launcher, known)} There are: {', '.join(known)}. "
-                f"Choose one of them, or install the package that brings it."
+                f"No launcher {spec.launcher!r}."
+                f"{closest(spec.launcher, known)} Available: {', '.join(known)}. "
+                f"Choose one of them, or install the package that provides it."
             )
         row = known[spec.launcher]
     idle = [
@@ -86,17 +86,17 @@ def find_launcher(spec: LaunchSpec) -> Launcher:
     ]
     if idle:
         raise LaunchError(
-            f"The launcher {row.name} has no use for {', '.join(idle)}. Leave that out, or "
+            f"The launcher {row.name} does not support {', '.join(idle)}. Omit it, or "
             f"choose another launcher."
         )
     return row
 
 
 def with_options(spec: LaunchSpec) -> LaunchSpec:
-    """The spec with its launcher's options as a record: read from a mapping, or the defaults.
+    """The spec with its launcher's options as a record: converted from a mapping, or defaults.
 
     Raises:
-        LaunchError: the options are another launcher's, or do not fit.
+        LaunchError: the options are another launcher's, or invalid.
     """
     row = find_launcher(spec)
     given = {} if spec.options is None else spec.options
@@ -117,10 +117,10 @@ def prepare(spec: LaunchSpec, machine: Machine | None = None) -> Invocation:
 
     Args:
         spec: What to launch.
-        machine: Where; found out by default.
+        machine: The machine; inspected by default.
 
     Raises:
-        LaunchError: the spec does not fit its launcher.
+        LaunchError: the launcher does not support the spec.
 
     Example:
         >>> from fxtrain.launch import LaunchSpec, Machine, prepare, show
@@ -149,28 +149,28 @@ def _route(spec: LaunchSpec, *, far: bool) -> Route | None:
 
 
 def _check_local(spec: LaunchSpec) -> None:
-    """Refuse an address of another machine, at which this one could only wait."""
+    """Refuse an address of another machine, at which this one would wait in vain."""
     if spec.local_address and not is_local(spec.local_address.strip("[]")):
         raise LaunchError(
             f"LaunchSpec(local_address={spec.local_address!r}): this machine has no such "
-            f"address. Name an address of this machine by which the other nodes reach it; leave "
-            f"it out, and the one of the way to the main address is taken."
+            f"address. Set an address of this machine by which the other nodes reach it, or omit "
+            f"it to use the address of the route to the main address."
         )
 
 
 def run(spec: LaunchSpec) -> LaunchResult:
-    """Run a program on all ranks and wait until they have ended.
+    """Run a program on all ranks and wait until they have exited.
 
-    The ranks share this process's output. Signals go on to them. When one fails, the others
-    are ended.
+    The ranks share this process's output. Signals are forwarded to them. When one fails, the
+    others are ended.
 
     Effects:
-        Those of the launcher: the native one loads torch and sets variables of this process,
-        which the ranks inherit; the others write files and start a program. Call it in the
-        main thread, where signals arrive.
+        Those of the launcher: the native one imports torch and sets variables of this process,
+        which the ranks inherit; the others write files and start a program. Call it in the main
+        thread, where signals arrive.
 
     Raises:
-        LaunchError: there is no such program or launcher, or the ranks could not be started.
+        LaunchError: the program or launcher does not exist, or the ranks could not be started.
     """
     row = find_launcher(spec)
     if row.here:

@@ -1,4 +1,4 @@
-"""Is the program there? Asked before torch is loaded and before any process starts."""
+"""Checks that the program exists, before torch is imported and any process starts."""
 
 import importlib.util
 import pkgutil
@@ -15,16 +15,18 @@ __all__ = ["check_target"]
 
 
 def check_target(spec: LaunchSpec) -> None:
-    """Make sure that the script or module of a spec exists.
+    """Check that the script or module of a spec exists.
 
     Effects:
-        Reads the file system; a dotted module's parent packages are imported.
+        Reads the file system; parent packages of a dotted module are imported.
 
     Raises:
-        LaunchError: it does not; the message holds names that are close.
+        LaunchError: it does not exist; the message has similar names.
     """
     if "\0" in spec.target:
-        raise LaunchError("The name of the program holds a null character, which no file can have.")
+        raise LaunchError(
+            "The name of the program contains a null character, which no file can have."
+        )
     if spec.executable:
         _check_executable(spec.target)
     elif spec.module:
@@ -44,7 +46,8 @@ def _check_script(path: Path) -> None:
     folder = path.parent
     if not folder.is_dir():
         raise LaunchError(
-            f"{path}: there is no such script, nor its folder. The current folder is {Path.cwd()}."
+            f"{path}: neither this script nor its folder exists. The current folder is "
+            f"{Path.cwd()}."
         )
     names = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".py")
     close = get_close_matches(path.name, names, n=3, cutoff=0.5)
@@ -53,7 +56,7 @@ def _check_script(path: Path) -> None:
         if close
         else f"The Python files in {folder.resolve()} are {_list(names)}."
     )
-    raise LaunchError(f"{path}: there is no such script. {advice}")
+    raise LaunchError(f"{path}: no such script. {advice}")
 
 
 def _check_executable(name: str) -> None:
@@ -62,8 +65,8 @@ def _check_executable(name: str) -> None:
     if Path(name).is_file():
         raise LaunchError(f"{name} is not executable. Allow it with: chmod +x {shlex.quote(name)}")
     raise LaunchError(
-        f"{name}: there is no such program, neither as a path nor on the PATH. A Python script "
-        f"is launched without --no-python."
+        f"{name}: no such program, neither as a path nor on the PATH. Launch a Python script "
+        f"without --no-python."
     )
 
 
@@ -73,12 +76,12 @@ def _check_module(name: str) -> None:
         sys.path.insert(0, here)  # as `python -m` does, and as the ranks will
     if name.endswith(".py") or "/" in name:
         raise LaunchError(
-            f"-m {name}: this is a path, not a module. Leave -m out, or write it with dots."
+            f"-m {name}: this is a path, not a module. Omit -m, or write it with dots."
         )
     if not all(part.isidentifier() for part in name.split(".")):
         raise LaunchError(
-            f"-m {_shortened(name)}: this is not the name of a module, which is words with dots "
-            f"between them, as package.module. A script is launched without -m."
+            f"-m {_shortened(name)}: not a valid module name, which is words separated by dots, "
+            f"such as package.module. Launch a script without -m."
         )
     parent, _, last = name.rpartition(".")
     if _found(name):
@@ -88,16 +91,14 @@ def _check_module(name: str) -> None:
     close = get_close_matches(last, _modules(list(where)), n=3, cutoff=0.5)
     prefix = f"{parent}." if parent else ""
     advice = f" Did you mean {_list([prefix + found for found in close])}?" if close else ""
-    raise LaunchError(
-        f"-m {name}: there is no such module on the path that starts in {here}.{advice}"
-    )
+    raise LaunchError(f"-m {name}: no such module on the path that starts in {here}.{advice}")
 
 
 def _found(name: str) -> bool:
-    """Whether there is a module; the packages above it are imported to see it.
+    """Whether a module exists; the packages above it are imported to find it.
 
     Raises:
-        LaunchError: such a package fails.
+        LaunchError: importing such a package fails.
     """
     try:
         return importlib.util.find_spec(name) is not None
@@ -105,19 +106,19 @@ def _found(name: str) -> bool:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             return False
         problem: BaseException = error
-    except ValueError:  # the module is loaded, and says nothing of where it is from
+    except ValueError:  # the module is loaded, and has no spec
         return True
-    except (Exception, SystemExit) as error:  # whatever code outside of fxtrain raises
+    except (Exception, SystemExit) as error:  # any error of code outside fxtrain
         problem = error
     raise LaunchError(
-        f"-m {name}: importing the package above it failed with {type(problem).__name__}: "
+        f"-m {name}: importing its parent package failed with {type(problem).__name__}: "
         f"{_shortened(str(problem))}. See the whole traceback with: python -c 'import "
         f"{name.rpartition('.')[0]}'"
     ) from problem
 
 
 def _modules(folders: list[str]) -> list[str]:
-    """Names that can be imported from folders; a folder without an __init__.py counts too."""
+    """Names that can be imported from folders, including folders without an __init__.py."""
     plain = {
         entry.name
         for folder in map(Path, folders)
@@ -134,5 +135,5 @@ def _list(names: list[str]) -> str:
 
 
 def _shortened(text: str) -> str:
-    """A text without its middle where it is long."""
+    """A text with its middle removed if it is long."""
     return text if len(text) <= 100 else f"{text[:50]}...{text[-50:]}"

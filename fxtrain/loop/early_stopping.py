@@ -1,4 +1,4 @@
-"""When to stop: a value that the loop body carries along."""
+"""When to stop training: a record that the loop updates with each metric."""
 
 import math
 from typing import Any, Literal
@@ -13,17 +13,17 @@ __all__ = ["EarlyStopping"]
 
 @record
 class EarlyStopping:
-    """Whether a metric has stopped improving; a value, so that a checkpoint keeps it.
+    """Whether a metric has stopped improving. A plain value, so a checkpoint can store it.
 
     Give it a metric that is equal on every rank, such as a reduced loss, so that all ranks stop
     together.
 
     Attributes:
-        patience: Values in a row without an improvement after which to stop.
-        least: By how much a value must be better than the best one to count as better.
-        best: Whether the smallest or the largest metric is the best.
+        patience: Consecutive values without an improvement after which to stop.
+        least: Minimum difference from the best value that counts as an improvement.
+        best: Whether lower ("min") or higher ("max") is better.
         value: The best metric so far; None before the first.
-        waited: Values since the best one.
+        waited: Values seen since the best one.
 
     Example:
         >>> import fxtrain as fx
@@ -41,14 +41,14 @@ class EarlyStopping:
     waited: int = attrs.field(default=0, validator=at_least(0))
 
     def update(self, metric: Any) -> "EarlyStopping":
-        """The record after one more metric.
+        """Return the record after one more metric.
 
         Args:
-            metric: A number or a tensor of one element, which is read; what is not finite is no
+            metric: A number or a one-element tensor, which is read. A non-finite value is not an
                 improvement.
 
         Raises:
-            PlanError: it is no number.
+            PlanError: `metric` is not a number.
         """
         try:
             if isinstance(metric, str):
@@ -70,7 +70,7 @@ class EarlyStopping:
 
     @property
     def improved(self) -> bool:
-        """Whether the last metric is the best one so far, which is worth a checkpoint."""
+        """Whether the last metric is the best so far, and worth a checkpoint."""
         return self.value is not None and self.waited == 0
 
     def _is_better(self, number: float) -> bool:

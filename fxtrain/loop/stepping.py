@@ -1,4 +1,4 @@
-"""One micro-batch: forward, backward and, where a window closes, the update."""
+"""One micro-batch: forward, backward and, at the end of a window, the update."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -32,7 +32,7 @@ from fxtrain.state import (
 
 __all__ = ["StepFns", "step"]
 
-# Fields of a plan by which a loader makes windows and sequences, and on which a step relies.
+# Plan fields that decide how a loader forms windows and sequences, on which a step relies.
 _SHARED = ("accumulate", "flush", "context")
 
 
@@ -65,16 +65,16 @@ def _refuse_criterion(given: str, call: str) -> NoReturn:
 
 
 def _default_update(model: Any) -> UpdateSpec:
-    """What every update of a plan does, unless its window needs a correction."""
+    """What every update of a plan does, unless its window needs a correction factor."""
     if not isinstance(model, Wrapped):
-        return UpdateSpec()  # refused by the validators, which run next
+        return UpdateSpec()  # the validators, which run next, refuse it
     return UpdateSpec(clip_norm=model.plan.clip_norm, clip_value=model.plan.clip_value)
 
 
 def _make_compute_loss(
     loss_fn: Callable[[Wrapped, Batch], Any], *, independent: bool
 ) -> Callable[[Wrapped, Batch], WeightedLoss]:
-    """What strategies call for a loss: the user's function, checked and weighed."""
+    """The loss function that strategies call: the user's, with its result checked and weighted."""
 
     def compute_loss(model: Wrapped, batch: Batch) -> WeightedLoss:
         if model.plan.precision.compute == "fp32":
@@ -133,10 +133,10 @@ class StepFns:
 def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
     """Train on one micro-batch.
 
-    An update is due when `batch.position.micro` is 0; until then gradients add up. The
-    gradient of an update is that of the mean over all rows (or, with `Weighted`, over all
-    weight) of the window, on all ranks. Gradients that another model's backward left in this
-    model are dropped when a window begins; what `ops.backward` added is kept.
+    An update is due when `batch.position.micro` is 0; until then, gradients accumulate. The
+    gradient of an update is that of the mean over all rows (with `Weighted`, over the total
+    weight) of the window on all ranks. Gradients left in this model by another model's backward
+    are dropped when a window begins; those of `ops.backward` are kept.
 
     Args:
         ctx: The context for which the model was wrapped.
@@ -144,14 +144,14 @@ def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
         fns: The model and its loss.
 
     Effects:
-        Updates parameters, optimizers, schedulers and gradients in place. Traffic is that of
-        the strategy; `Weighted` adds one reduction of a number per update (two with
+        Updates parameters, optimizers, schedulers and gradients in place. Communicates as the
+        strategy does; `Weighted` adds one all-reduce of one number per update (two with
         accumulation), and `nonfinite` other than "ignore" one exchange of flags.
 
     Raises:
-        StepError: the loss is not a scalar with a gradient, the model has no optimizer or was
-            unwrapped, the loader's plan has other windows or sequences than the model's, or
-            values are non-finite under `nonfinite="raise"`.
+        StepError: the loss is not a scalar that requires grad, the model has no optimizer or was
+            unwrapped, the loader's plan has other windows or sequences than the model's, or a
+            value is non-finite under `nonfinite="raise"`.
         ContextError: the context is closed.
         CollectiveError: a rank never joins.
 
@@ -188,7 +188,7 @@ def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
 
 
 def _check_plans(loader: Plan | None, model: Plan) -> None:
-    """Refuse a batch whose loader follows another plan than the model, where both rely on it."""
+    """Refuse a batch whose loader follows a different plan from the model's."""
     if loader is None or loader == model:
         return
     differ = [
@@ -247,11 +247,11 @@ def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -
 
 
 def _remind(ctx: DistContext, model: Wrapped) -> None:
-    """Log that a scheduler waits for a metric that it has never got in a whole epoch."""
+    """Log that a scheduler has received no metric in a whole epoch."""
     for scheduler in waiting_schedulers(model):
         if scheduler.last_epoch == 0:
             ops.log(ctx).warning(
-                "%s has not been stepped: it follows a metric, which fx.step does not know. After "
+                "%s has not been stepped: it needs a metric, which fx.step does not know. After "
                 "each epoch, call fx.ops.schedule(metric, model), with a validation loss or "
                 "another number as the metric.",
                 type(scheduler).__name__,
@@ -261,14 +261,14 @@ def _remind(ctx: DistContext, model: Wrapped) -> None:
 def _loss_and_aux(out: Any) -> tuple[Any, Any]:
     loss, aux = out if type(out) is tuple and len(out) == 2 else (out, None)
     of = loss.total if type(loss) is Weighted else loss
-    whole = getattr(of, "full_tensor", None)  # of a loss on split logits
+    whole = getattr(of, "full_tensor", None)  # a loss computed from sharded logits
     if whole is None:
         return loss, aux
     return (whole() if of is loss else attrs.evolve(loss, total=whole())), aux
 
 
 def _scalar(loss: Any) -> Any:
-    """A loss, checked; without the dimensions that torch's backward would drop."""
+    """The loss, checked, without the dimensions of size 1 that torch's backward would drop."""
     total = loss.total if type(loss) is Weighted else loss
     check_loss(total)
     if total.ndim == 0:
@@ -309,7 +309,7 @@ def _update(
 
 
 def _nonfinite(ctx: DistContext, batch: Batch, model: Wrapped) -> bool:
-    """Whether any rank met a non-finite loss or gradient; the same answer on every rank."""
+    """Whether any rank has a non-finite loss or gradient; the same answer on every rank."""
     bad_grads = not model.strategy.finite(model)
     bad_losses = int(model.window.bad_losses)
     model.window.bad_losses.zero_()
@@ -320,7 +320,8 @@ def _nonfinite(ctx: DistContext, batch: Batch, model: Wrapped) -> bool:
         return True
     model.strategy.apply(model, UpdateSpec(skip=True))
     lines = [
-        f"  rank {rank}: {losses} losses, gradients {'too' if grads else 'finite'}"
+        f"  rank {rank}: {losses} non-finite loss{'' if losses == 1 else 'es'}; "
+        f"gradients are {'non-finite' if grads else 'finite'}"
         for rank, (losses, grads) in enumerate(found)
         if losses or grads
     ]
@@ -330,14 +331,14 @@ def _nonfinite(ctx: DistContext, batch: Batch, model: Wrapped) -> bool:
                 f"Non-finite values before update {batch.position.updates} "
                 f"(epoch {batch.position.epoch}, index {batch.position.index}):",
                 *lines,
-                'The update was left out. Plan(nonfinite="skip") goes on instead.',
+                'Update skipped. Use Plan(nonfinite="skip") to continue without raising.',
             ]
         )
     )
 
 
 def _with_rank_named(ctx: DistContext, error: RuntimeError) -> RuntimeError:
-    """torch's error about a lost rank in other words; any other error as it is."""
+    """Name the lost rank if torch's error is about one; return any other error unchanged."""
     text = str(error)
     if isinstance(error, CollectiveError | StepError) or not any(
         word in text for word in ("gloo", "NCCL", "Connection closed", "ProcessGroup")

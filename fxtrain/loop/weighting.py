@@ -1,13 +1,13 @@
 """How much each micro-batch counts in its update.
 
-Strategies average gradients over the ranks that see different tokens. The gradient that an
-update wants is that of the mean over all rows, or all weight, of the window on all ranks. So
-each loss is multiplied before backward by what makes the average come out right. All losses of
-a window are weighed against what it is expected to hold when it opens; if it turns out to hold
-something else, gradients are corrected by one factor when it closes. It does where the end of
-the data cannot be known ahead, and where a loop leaves an epoch early.
+Strategies average gradients over the ranks that see different tokens, but an update wants the
+gradient of the mean over all rows (or over the total weight) of the window on all ranks. So each
+loss is multiplied, before backward, by the factor that makes the average correct. All losses of a
+window are weighted by what the window is expected to contain when it opens. If it turns out to
+contain something else, one factor corrects the gradients when it closes. This happens where the
+end of the data is not known in advance, and where a loop leaves an epoch early.
 
-Of a copy of the model that trains alone (`Plan.local`), "all ranks" are those of the copy.
+For replicas that train independently (`Plan.local`), "all ranks" are the ranks of one replica.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ __all__ = ["close_window", "count", "end_window", "is_empty", "weigh_loss", "win
 def window_has_more(batch: Batch, model: Wrapped) -> bool:
     """Whether the window may hold more than this micro-batch.
 
-    Without accumulation it does where a run resumes inside a window of another plan.
+    Without accumulation, this happens when a run resumes inside a window of another plan.
     """
     return model.plan.accumulate > 1 or batch.window_rows is None
 
@@ -33,7 +33,7 @@ def window_has_more(batch: Batch, model: Wrapped) -> bool:
 def weigh_loss(
     loss: Any, aux: Any, batch: Batch, model: Wrapped, *, independent: bool = False
 ) -> WeightedLoss:
-    """Scale a loss so that gradients averaged over ranks add up to the update's."""
+    """Scale a loss so that the gradients, averaged over ranks, are those of the update."""
     sizes = _replica_rows(batch, model) if independent else batch.sizes
     if independent:
         _count_for_average(loss, batch, model, sizes)
@@ -46,7 +46,7 @@ def weigh_loss(
     if mine * ranks == total != 0:
         part = loss
     elif mine and total % (mine * ranks) == 0:
-        # Dividing by the count, as a loop written by hand does, rounds the same way.
+        # Divide by the count, as a hand-written loop does, so that the result rounds the same way.
         part = loss / (total // (mine * ranks))
     else:
         part = loss * (mine * ranks / total if mine else 0.0)
@@ -57,7 +57,7 @@ def weigh_loss(
 def close_window(
     weighted: WeightedLoss, model: Wrapped, *, independent: bool = False, spans: bool
 ) -> float | Tensor | None:
-    """The factor that gradients still need when the window closes; None for none."""
+    """The factor by which to correct gradients when the window closes; None if none is needed."""
     if weighted.provisional:
         losses, window = _group(model, independent=independent), model.window
         total = ops.reduce(window.weight, losses, op="sum")
@@ -71,14 +71,14 @@ def close_window(
 
 
 def is_empty(batch: Batch, model: Wrapped) -> bool:
-    """Whether a copy that trains alone had no row in the window that closes."""
+    """Whether an independent replica had no row in the closing window."""
     if window_has_more(batch, model):
         return not model.window.rows
     return not any(_replica_rows(batch, model))
 
 
 def end_window(model: Wrapped) -> int:
-    """Forget the window; real rows that it held, on all ranks."""
+    """Reset the window; return its number of real rows on all ranks."""
     rows = int(model.window.real_rows)
     model.window.counts.zero_()
     return rows
@@ -90,19 +90,19 @@ def _group(model: Wrapped, *, independent: bool) -> DistContext:
 
 
 def _replica_rows(batch: Batch, model: Wrapped) -> tuple[int, ...]:
-    """The rows of each rank of a copy that trains alone."""
+    """The rows of each rank of an independent replica."""
     return tuple([batch.sizes[rank] for rank in _round(model).peers])
 
 
 def _round(model: Wrapped) -> Round:
-    """The round of a copy that trains alone."""
+    """The averaging state of an independent replica."""
     now = round_of(model)
     assert now is not None
     return now
 
 
 def count(batch: Batch, model: Wrapped, *, independent: bool = False) -> None:
-    """Note a micro-batch's rows in the account of its window."""
+    """Add a micro-batch's rows to its window."""
     sizes = _replica_rows(batch, model) if independent else batch.sizes
     window = model.window
     if not window.micro:
@@ -114,7 +114,7 @@ def count(batch: Batch, model: Wrapped, *, independent: bool = False) -> None:
 
 
 def _count_for_average(loss: Any, batch: Batch, model: Wrapped, sizes: tuple[int, ...]) -> None:
-    """Note what this copy trained on, by which it counts when the copies are averaged."""
+    """Add what this replica trained on, by which it is weighted in the next average."""
     now = _round(model)
     if type(loss) is Weighted:
         if batch.sizes[model.ctx.axis("data").rank]:
@@ -128,14 +128,14 @@ def _weigh_explicit(
     loss: Weighted, aux: Any, batch: Batch, model: Wrapped, *, independent: bool
 ) -> WeightedLoss:
     losses = _group(model, independent=independent)
-    # Rows that stand in for none count for nothing, whatever the loss says of them.
+    # Padding rows count for nothing, whatever weight the loss returned for them.
     present = 1 if batch.sizes[model.ctx.axis("data").rank] else 0
     window = model.window
     weight = torch.as_tensor(loss.weight, dtype=window.sums.dtype, device=window.sums.device)
     if weight.numel() != 1:
         raise StepError(
-            f"Weighted(total, weight): the weight has the shape {list(weight.shape)}. "
-            f"Sum it: how many items does the total add up?"
+            f"Weighted(total, weight): the weight has shape {list(weight.shape)}. Reduce it to one "
+            f"number, the count of items that the total adds up."
         )
     weight = weight.detach().reshape(()) * present
     dtype = loss.total.dtype

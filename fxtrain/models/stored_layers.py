@@ -135,7 +135,7 @@ def file_metadata(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
             f"{name}.{key}" for name, (part, one) in torchao.items() for key in one.tensors(part)
         }
         plain = [name for name in names if name not in own]
-        whole = {f"{name}.weight": one.facts(part) for name, (part, one) in rows}
+        whole = {f"{name}.weight": one.facts(part) for name, (part, one) in torchao.items()}
         found |= {name: json.dumps(facts) for name, facts in whole.items()}
         found |= {name: json.dumps({"_type": "Tensor"}) for name in plain}
         found[_NAMES] = json.dumps([*whole, *plain])

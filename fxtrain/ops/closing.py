@@ -1,6 +1,8 @@
 """Closing a context: destroying its groups and informing the other ranks."""
 
 import atexit
+import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,6 +12,8 @@ from torch import distributed as dist
 from fxtrain.state import CommState, Topology
 
 __all__ = ["make_close", "make_part_close"]
+
+_LONGEST_CLOSE_S = 5.0
 
 
 def make_close(
@@ -22,11 +26,19 @@ def make_close(
         if not dist.is_initialized() or dist.group.WORLD is not world:
             return
         word = "" if error is None else f"{type(error).__name__}: {error}"
-        _announce_exit(topology, store, word, min(5.0, timeout_s))
-        dist.destroy_process_group()
+        patience_s = min(_LONGEST_CLOSE_S, timeout_s)
+        _announce_exit(topology, store, word, patience_s)
+        if error is None:
+            dist.destroy_process_group()
+        else:
+            _abort_groups(patience_s)
+
+    def close_at_exit() -> None:
+        # Python sets it before the functions of atexit run, if an exception ends the script.
+        close_groups(getattr(sys, "last_value", None))
 
     # Registered until exit even after a close: another rank may still connect to this store.
-    atexit.register(close_groups, None)
+    atexit.register(close_at_exit)
     return close_groups
 
 
@@ -41,6 +53,22 @@ def make_part_close(state: CommState) -> Callable[[BaseException | None], None]:
             dist.destroy_process_group(state.opened_groups.pop())
 
     return close_groups
+
+
+def _abort_groups(patience_s: float) -> None:
+    """Give up what the groups are doing; returns after `patience_s` at the latest.
+
+    `destroy_process_group` is a collective under NCCL, and waits for kernels in flight: a rank
+    that leaves with an error would wait for peers that wait for it.
+    """
+    if "nccl" in dist.get_backend_config():
+        leave = dist.distributed_c10d._abort_process_group
+    else:
+        leave = dist.destroy_process_group
+    # A daemon, so that a library that never returns does not keep the process from ending.
+    thread = threading.Thread(target=leave, name="fxtrain-abort", daemon=True)
+    thread.start()
+    thread.join(patience_s)
 
 
 def _announce_exit(topology: Topology, store: Any, word: str, patience_s: float) -> None:

@@ -192,7 +192,7 @@ def broadcast_packed(name: str, packed: Packed, ctx: DistContext, src: int) -> A
     blob = dump(list(packed.others.values()), ctx) if sends and packed.others else _EMPTY
     fits = _fits_in_packet(ctx, tensors) and ctx.world_size > 1
     mine = torch.cat([to_bytes(tensors), blob]) if fits else blob
-    payload = _exchange(ctx, call, mine if sends else _EMPTY)[src]
+    payload = exchange_payloads(ctx, call, mine if sends else _EMPTY)[src]
     if ctx.world_size == 1:
         got = [tensor.clone() for tensor in tensors]
     elif fits:
@@ -238,13 +238,9 @@ def _check_call(
     ctx: DistContext, call: Call, tensors: list[Tensor], blob: Tensor
 ) -> Sequence[Tensor]:
     if blob.numel():
-        return _exchange(ctx, call, blob)
+        return exchange_payloads(ctx, call, blob)
     compare(ctx, call, wait=_on_cpu(tensors))
     return [_EMPTY] * ctx.world_size
-
-
-def _exchange(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
-    return [payload.clone()] if ctx.world_size == 1 else exchange_payloads(ctx, call, payload)
 
 
 def _fits_in_packet(ctx: DistContext, tensors: list[Tensor]) -> bool:

@@ -15,7 +15,7 @@ from fxtrain._errors import ContextError
 from fxtrain._secret import SECRET, derive_key
 from fxtrain.ops import xla_runtime
 from fxtrain.ops.closing import make_close, make_part_close
-from fxtrain.ops.devices import find_device
+from fxtrain.ops.devices import check_own_device, find_device
 from fxtrain.ops.rendezvous_store import first_line, open_store
 from fxtrain.ops.transport.packets import packets_of
 from fxtrain.state import (
@@ -39,16 +39,6 @@ __all__ = ["close", "detect", "launched_plan"]
 DEFAULT_TIMEOUT_S = 600.0
 LONGEST_S = 1e6  # milliseconds must fit into 31 bits
 _MESH = "FXTRAIN_MESH"
-
-# torch's choice of library per device type; CPU tensors always use gloo.
-_BACKENDS = {
-    "cpu": "gloo",
-    "cuda": "nccl",
-    "mps": "gloo",
-    "xpu": "xccl",
-    "npu": "hccl",
-    "xla": "xla",
-}
 
 
 def _is_timeout(value: Any) -> bool:
@@ -347,14 +337,16 @@ def _group_store() -> Any:
 
 
 def _open_group(topology: Topology, device: torch.device, store: Any, wait: timedelta) -> None:
-    library = _BACKENDS.get(device.type)
-    if library is None:
+    try:
+        library = "xla" if device.type == "xla" else dist.get_default_backend_for_device(device)
+    except ValueError as error:
         raise ContextError(
-            f"detect: no known communication library supports {device.type} tensors. "
-            f"Open a process group yourself before calling detect."
-        )
+            f"detect: torch knows no communication library for {device.type} tensors. Import the "
+            f"package that registers one, or open a process group before calling detect."
+        ) from error
     # The control group carries CPU tensors; torch_xla's group takes a single backend.
     single = device.type in ("cpu", "xla")
+    check_own_device(topology, device, store, wait.total_seconds())
     backend = library if single else f"cpu:gloo,{device.type}:{library}"
     try:
         dist.init_process_group(

@@ -1,16 +1,24 @@
 """The device of a rank, and its random generator."""
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from fxtrain._errors import ContextError
 from fxtrain.ops import xla_runtime
 from fxtrain.state import DistContext, Topology
 
-__all__ = ["device_random_state", "find_device", "set_device_random_state", "synchronize"]
+__all__ = [
+    "check_own_device",
+    "device_random_state",
+    "find_device",
+    "set_device_random_state",
+    "synchronize",
+]
 
 
 def find_device(
@@ -23,6 +31,7 @@ def find_device(
 
 
 def _pick_device(requested: str | torch.device | None, topology: Topology) -> torch.device:
+    requested = _bound_device() if requested is None else requested
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if requested is None and accelerator is None:
         return torch.device("cpu")
@@ -41,8 +50,8 @@ def _pick_device(requested: str | torch.device | None, topology: Topology) -> to
         )
     if wanted.type == "mps":
         return wanted
-    index = topology.local_rank if wanted.index is None else wanted.index
     count = torch.accelerator.device_count()
+    index = _own_index(topology, count) if wanted.index is None else wanted.index
     if index >= count:
         raise ContextError(
             f"Rank {topology.rank} (local rank {topology.local_rank}) needs "
@@ -51,6 +60,49 @@ def _pick_device(requested: str | torch.device | None, topology: Topology) -> to
         )
     torch.accelerator.set_device_index(index)
     return torch.device(wanted.type, index)
+
+
+def _bound_device() -> torch.device | None:
+    """The device that an existing process group was opened for (`device_id`); None without one."""
+    world = dist.group.WORLD
+    return None if world is None else world.bound_device_id
+
+
+def _own_index(topology: Topology, count: int) -> int:
+    """The index of this rank's device among those that the process sees.
+
+    Where a launcher shows each rank only its own device (`srun --gpus-per-task=1`, or one entry
+    in CUDA_VISIBLE_DEVICES), every rank finds it at index 0.
+    """
+    return 0 if count == 1 else topology.local_rank
+
+
+def check_own_device(
+    topology: Topology, device: torch.device, store: Any, timeout_s: float
+) -> None:
+    """Check that no other rank of this node uses the same GPU.
+
+    Effects:
+        Under CUDA, one key in the store, and one read for each other rank of the node.
+
+    Raises:
+        ContextError: another rank has the same device; on the ranks of this node.
+    """
+    if device.type != "cuda":
+        return
+    mine = str(torch.cuda.get_device_properties(device).uuid)
+    store.set(f"device/{topology.rank}", mine)
+    first = topology.rank - topology.local_rank
+    node = range(max(first, 0), min(first + topology.local_world_size, topology.world_size))
+    keys = {rank: f"device/{rank}" for rank in node}
+    store.wait(list(keys.values()), timedelta(seconds=timeout_s))
+    same = [rank for rank, key in keys.items() if store.get(key).decode() == mine]
+    if len(same) > 1:
+        raise ContextError(
+            f"Ranks {', '.join(map(str, same))} of this node use the same device {device} "
+            f"({mine}), and NCCL needs one device per rank. Launch one rank per visible device, "
+            f"or make one device visible to each rank (CUDA_VISIBLE_DEVICES)."
+        )
 
 
 def device_random_state(ctx: DistContext) -> Tensor | None:

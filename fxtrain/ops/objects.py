@@ -181,7 +181,7 @@ def _flags(op: str, flag: Any, ctx: DistContext) -> list[bool]:
     except Exception as error:  # a tensor of several entries, or an error of the flag's __bool__
         unclear = error
     payload = torch.tensor([mine, unclear is not None]).view(torch.uint8)
-    rows = [payload] if ctx.world_size == 1 else exchange_payloads(ctx, (op, ""), payload)
+    rows = exchange_payloads(ctx, (op, ""), payload)
     found = [(bool(row[0]), bool(row[1])) for row in rows]
     if wrong := [str(rank) for rank, (_, is_unclear) in enumerate(found) if is_unclear]:
         raise CollectiveError(

@@ -32,7 +32,7 @@ def ensure_group(ctx: DistContext) -> None:
     """
     if dist.is_initialized():
         return
-    library = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl"}[ctx.device.type]
+    library = dist.get_default_backend_for_device(ctx.device)
     dist.init_process_group(library, store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(_close)
 

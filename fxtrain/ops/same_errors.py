@@ -2,18 +2,21 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from fxtrain._errors import CheckpointError, CollectiveError
+from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.transport.exchange import exchange_payloads
-from fxtrain.ops.transport.mismatches import check_is_context
+from fxtrain.ops.transport.mismatches import by_rank, check_is_context
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext
 
 __all__ = [
     "fail_together",
     "gather_errors",
+    "gather_with_errors",
     "problem_of_ranks",
     "raise_on_all_ranks",
     "raise_together",
@@ -105,6 +108,20 @@ def problem_of_ranks(op: str, words: str, ctx: DistContext) -> str:
     return "\n".join(f"rank {rank}: {text}" for rank, text in found.items())
 
 
+def gather_with_errors(
+    value: Any, problem: BaseException | None, ctx: DistContext
+) -> tuple[list[Any], list[str]]:
+    """Gather a value per rank together with the ranks' problems, in one exchange.
+
+    Returns:
+        The values by rank; and one line per problem, with the ranks that have it.
+    """
+    mine = "" if problem is None else error_text(problem)
+    found = gather_objects((value, mine), ctx)
+    problems = by_rank((rank, text) for rank, (_, text) in enumerate(found) if text)
+    return [one for one, _ in found], problems
+
+
 def gather_errors(op: str, words: str, ctx: DistContext) -> list[str]:
     """Gather one text per rank, by rank; lengths may differ.
 
@@ -114,8 +131,6 @@ def gather_errors(op: str, words: str, ctx: DistContext) -> list[str]:
     Raises:
         CollectiveError: a rank makes another call or never joins; on every rank.
     """
-    if ctx.world_size == 1:
-        return [words]
     payload = torch.frombuffer(bytearray(words.encode(errors="replace") + b"\n"), dtype=torch.uint8)
     rows = exchange_payloads(ctx, (op, "", words), payload)
     return [bytes(row.tolist()).decode(errors="replace")[:-1] for row in rows]

@@ -84,7 +84,7 @@ def scatter(values: Sequence[Any] | None, ctx: DistContext, src: int = 0) -> Any
         except Exception as error:  # code of the user's types may raise anything
             sure, problem = True, _unsendable(error_text(error))
         note = dump(problem or ([payload_bytes.numel() for payload_bytes in payloads], sure), ctx)
-    (received,) = unpickle_all("scatter", {src: _exchange(ctx, call, note)[src]}, ctx)
+    (received,) = unpickle_all("scatter", {src: exchange_payloads(ctx, call, note)[src]}, ctx)
     if isinstance(received, str):
         raise CollectiveError(f"scatter: rank {src} passed {received}")
     sizes, sure = received
@@ -96,10 +96,6 @@ def scatter(values: Sequence[Any] | None, ctx: DistContext, src: int = 0) -> Any
         with rank_loss_guard(ctx, call):
             dist.recv(payload_bytes, src=ctx.comm.ranks[src], group=ctx.comm.control)
     return _deserialized_tree(payload_bytes, ctx, src, sure=sure)
-
-
-def _exchange(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
-    return [payload.clone()] if ctx.world_size == 1 else exchange_payloads(ctx, call, payload)
 
 
 def _serialized_trees(values: Any, ctx: DistContext) -> tuple[list[Tensor], bool, str | None]:

@@ -1,4 +1,4 @@
-"""Records: everything that decides behaviour, as values."""
+"""Records: every setting, as a value."""
 
 from fxtrain._record import few, shown
 from fxtrain.state.batch import Batch, Report, Weighted

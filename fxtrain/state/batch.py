@@ -20,32 +20,32 @@ _STATIC = {"static": True}
 
 
 class _NoMapping(DataError, TypeError):
-    """A batch is used as a mapping, and its data is none."""
+    """A batch was used as a mapping, but its data is not one."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Batch:
     """This rank's part of one global batch; unpacks and indexes like its data.
 
-    A batch whose data is a mapping is used like one: `model(**batch)`.
+    A batch whose data is a mapping is a mapping itself: `model(**batch)`.
 
-    Identity decides equality and hash, since tensors do not compare to a single truth.
+    Equality and hash are by identity, since tensors do not compare to a single truth value.
 
     Attributes:
-        data: What the loader's collate function made, on the context's device.
+        data: The result of the loader's collate function, on the context's device.
         position: The cursor just after this batch.
         valid: Bool, shape (rows on this rank,), on the device of the data: False marks
-            padding. Padding always stands at the end.
+            padding, which is always at the end.
         rows: Real rows on each rank, by rank; equal on every rank.
-        sizes: Rows on each rank with padding, by rank; equal on every rank. It is 0 for a
-            rank that has no row in this global batch (`even="uneven"`): rows of others
-            stand in as its data, so that it can take part, and count for nothing.
-        window_rows: Sum of `sizes` over the whole accumulation window that holds this
-            batch, or None where the end of the data cannot be known ahead. If the loop leaves
-            the epoch early, the window holds something else; a step corrects for that.
+        sizes: Rows on each rank including padding, by rank; equal on every rank. 0 for a rank
+            without a row in this global batch (`even="uneven"`): its data is a placeholder, so
+            that it can take part, and counts for nothing.
+        window_rows: Sum of `sizes` over the whole accumulation window of this batch, or None if
+            the end of the data is not known in advance. If the loop leaves the epoch early, the
+            window contains something else, for which a step corrects.
         plan: The plan of its loader, which `step` compares with the model's; None if it has none.
-        part: Which part of this rank's batch this is, where a pipeline runs it in several.
-        parts: How many there are.
+        part: The index of this micro-batch of the rank's batch, if a pipeline splits it.
+        parts: The number of micro-batches.
     """
 
     data: Any
@@ -82,8 +82,8 @@ class Batch:
     def to(
         self, target: torch.device | str | int | torch.dtype, *, non_blocking: bool = False
     ) -> Batch:
-        """The same batch on another device, or with its floating tensors in another dtype."""
-        import torch  # already loaded by whatever made the batch; records are imported without it
+        """The same batch on another device, or with its floating-point tensors in another dtype."""
+        import torch  # already imported by the batch's creator; records are imported without it
 
         from fxtrain import _tree
 
@@ -107,13 +107,13 @@ class Batch:
 
 @attrs.frozen
 class Weighted:
-    """A loss that is exact over ranks and micro-batches of different weight.
+    """A loss that is exact over ranks and micro-batches of different weights.
 
     The gradient of an update is that of `sum(total) / sum(weight)` over every rank and
     micro-batch of the window.
 
     Attributes:
-        total: Scalar tensor with a gradient: the sum of the losses of the items.
+        total: Scalar tensor that requires grad: the sum of the losses of the items.
         weight: Number or scalar tensor: how many items (tokens, rows, pixels) it sums.
     """
 
@@ -123,21 +123,21 @@ class Weighted:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Report:
-    """What one step did. Tensors stay on the device; reading them there waits for it.
+    """The result of one step. Tensors stay on the device; reading one there synchronizes.
 
-    Identity decides equality and hash, since tensors do not compare to a single truth.
+    Equality and hash are by identity, since tensors do not compare to a single truth value.
 
     Attributes:
         loss: Scalar, this rank's micro-batch mean, detached; 0 if it has no row in the batch.
             Reduce it, by weight, for a global figure.
         weight: What the loss averages over: rows, or the weight of a `Weighted`.
-        grad_norm: Total norm before clipping, the same on every rank (of the copy, under
-            `Plan.local`); None when no update was due or the plan does not clip by norm.
+        grad_norm: Total norm before clipping, equal on every rank (of the replica, under
+            `Plan.local`); None if no update was due or the plan does not clip by norm.
         applied: Whether the optimizers updated the parameters.
-        skipped: Whether an update was due and left out, on every rank, because of
+        skipped: Whether an update was due and skipped, on every rank, because of
             non-finite values.
         position: The cursor of the batch.
-        aux: What the loss function returned beside the loss, detached.
+        aux: The loss function's aux metrics, detached.
     """
 
     loss: torch.Tensor

@@ -1,4 +1,4 @@
-"""The context: which rank this is, of how many, on which device, and whom it can reach."""
+"""The context: this rank, the world size, the device, and the communicators."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ __all__ = ["Comm", "CommState", "DistContext", "check_connected", "with_plan"]
 
 @attrs.define(eq=False)
 class CommState:
-    """What changes while one communicator is used; owned by exactly one `Comm`.
+    """The mutable state of one communicator; owned by exactly one `Comm`.
 
-    The one mutable part of a context, as a process group has its sequence number. What depends
-    on it: whether a call is allowed at all (`thread`, `closed`, `failure`), which calls are
+    The one mutable part of a context, like the sequence number of a process group. It decides
+    whether a call is allowed at all (`thread`, `closed`, `failure`), which calls are
     compared between ranks (`verified_calls`, `pending_check`), and what closing and saving must
     wait for, keep or release (`background_tasks`, `restored_from`, the groups and buffers).
-    Identity decides equality and hash.
+    Equality and hash are by identity.
 
     Attributes:
-        thread: The thread that makes the calls, by its identifier; None until the first call
-            of a communicator that was made for another thread.
+        thread: Identifier of the thread that makes the calls; None until the first call of a
+            communicator that was made for another thread.
         call_count: Collectives started on this communicator.
-        verified_calls: Digests of call signatures that every rank was found to share.
-        pending_check: The check of the last device collective, not yet waited for.
-        failure: The message of the failure that left the communicator unusable.
-        background_tasks: Work in the background that still needs the ranks, with a `result()`;
-            closing waits for it.
-        save_context: The ranks over a group of their own, for saves in the background.
-        save_buffer: Host memory that saves copy tensors to, uint8, used again by the next one.
+        verified_calls: Digests of call signatures on which all ranks agreed.
+        pending_check: The check of the last device collective, not yet awaited.
+        failure: Message of the failure that made the communicator unusable.
+        background_tasks: Background work that still needs the ranks, with a `result()`; closing
+            waits for it.
+        save_context: The ranks over a separate group, for background saves.
+        save_buffer: Host memory to which saves copy tensors, uint8, reused by the next save.
         restored_from: The checkpoint of the last restore, which no save may prune.
-        in_main_first: This rank is inside a block of `ops.main_first`.
-        submesh_groups: Groups opened for models that split ranks otherwise than the mesh does,
-            by how they split them.
-        packets: Room for what the ranks send each other.
-        routes: Ways of small calls through it, by their form.
+        in_main_first: Whether this rank is inside a block of `ops.main_first`.
+        submesh_groups: Groups opened for models that split ranks differently from the mesh, by
+            how they split them.
+        packets: Buffers for small exchanges between the ranks.
+        routes: Cached routes of small calls, by their form.
         opened_groups: Process groups that were opened for this context, to be closed with it.
-        closed: The context was closed, so that no call can be made.
-        children: Of the axes and duplicates of this communicator, which are closed with it.
+        closed: Whether the context was closed, so that no call can be made.
+        children: The axes and duplicates of this communicator, which are closed with it.
         logged_plans: Plans of the script whose difference from the launch's was logged.
     """
 
@@ -74,34 +74,34 @@ class CommState:
     logged_plans: set[Plan] = attrs.field(factory=set, repr=False)
 
     def close(self) -> None:
-        """Refuse every later call, of the parts too."""
+        """Refuse every later call, also on axes and duplicates."""
         self.closed = True
         for part in self.children:
             part.close()
 
 
 def _nothing(error: BaseException | None) -> None:
-    """Close nothing: the groups belong to somebody else."""
+    """Close nothing: the groups belong to another owner."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Comm:
-    """The way to the other ranks of a context. Identity decides equality and hash.
+    """The communicator of a context. Equality and hash are by identity.
 
     Attributes:
-        group: torch's process group for tensors on the context's device; None alone.
-        control: A gloo group of the same ranks for checks, objects and CPU tensors, apart
-            from the group in which gradients travel.
-        store: Where ranks leave their view of a failed call.
+        group: torch's process group for tensors on the context's device; None at one rank.
+        control: A gloo group of the same ranks for checks, objects and CPU tensors, separate
+            from the group for gradients.
+        store: Where ranks record their view of a failed call.
         name: Key of this communicator in the store, equal on its ranks.
         ranks: Global rank of every member, in order.
-        timeout_s: Longest time that a collective waits for a rank, in seconds.
+        timeout_s: Maximum time that a collective waits for a rank, in seconds.
         checks: Whether calls are compared between the ranks before they run.
-        simulated: The ranks are torch's fake backend: traffic is counted, nothing travels.
+        simulated: The ranks are torch's fake backend: traffic is counted, nothing is sent.
         close: Destroys the process groups that this context opened; takes the error that ends
-            the run, if any, and leaves it for the other ranks to read.
-        state: The calls made so far.
-        key: Of the run's secret, by which objects that travel are sealed; empty without one.
+            the run, if any, and publishes it for the other ranks.
+        state: The mutable state.
+        key: Derived from the run's secret, signs objects that are sent; empty without one.
     """
 
     group: dist.ProcessGroup | None = None
@@ -117,12 +117,12 @@ class Comm:
     key: bytes = attrs.field(default=b"", repr=False)
 
     def finish(self, error: BaseException | None) -> None:
-        """Wait for work in the background, then close; its errors are raised or noted."""
+        """Wait for background work, then close; errors of that work are raised or noted."""
         found = error
         while self.state.background_tasks:
             try:
                 self.state.background_tasks.pop(0).result()
-            except Exception as failed:  # whatever it is: the groups are closed all the same
+            except Exception as failed:  # any error: the groups are closed all the same
                 if found is None:
                     found = failed
                 else:
@@ -139,7 +139,7 @@ def _cpu() -> torch.device:
 
 @attrs.frozen(kw_only=True)
 class DistContext:
-    """One rank's place among all ranks, found once and passed to everything.
+    """This rank in the run, detected once and passed to every function.
 
     Attributes:
         rank: Number of this rank, from 0.
@@ -149,13 +149,13 @@ class DistContext:
         node_rank: Number of this node.
         num_nodes: Number of nodes.
         device: Where this rank computes.
-        comm: The way to the other ranks.
-        mesh: Ranks per axis; the devices of this one rank, where it drives several.
+        comm: The communicator.
+        mesh: Ranks per axis; if this is the only rank and it drives several devices, those.
         launcher: What started the ranks: torchrun, slurm, openmpi, mpich, pjrt, plain, none,
-            or "group" when a process group was there already.
+            or "group" if a process group already existed.
         devices: Devices that this rank drives as one: several only under XLA's SPMD.
-        given_plan: The plan that came with the launch, which `fx.wrap` and `fx.shard` use where
-            they get none; None where the launch brought none.
+        given_plan: The plan of the launch, which `fx.wrap` and `fx.shard` use by default; None
+            if the launch has none.
     """
 
     rank: int = 0
@@ -217,7 +217,7 @@ class DistContext:
             return attrs.evolve(self, rank=0, world_size=1, comm=part, mesh=Mesh(replicate=1))
         raise MeshError(
             f"ctx.axis({name!r}): this context has no such axis. "
-            f"Its axes are data, loss, {', '.join(self.mesh.sizes)}."
+            f"It has data, loss, {', '.join(self.mesh.sizes)}."
         )
 
     def __enter__(self) -> DistContext:
@@ -233,7 +233,7 @@ class DistContext:
 
 
 def with_plan(ctx: DistContext, plan: Plan | None) -> DistContext:
-    """The same context and axes, with the plan that came with the launch.
+    """The same context and axes, with the plan of the launch.
 
     Example:
         >>> import fxtrain as fx
@@ -249,7 +249,7 @@ def check_connected(call: str, ctx: DistContext) -> None:
     """Refuse a context that was closed.
 
     Raises:
-        ContextError: it was; on every rank, before any of them waits.
+        ContextError: it is closed; on every rank, before any of them waits.
 
     Example:
         >>> import fxtrain as fx

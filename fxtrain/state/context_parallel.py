@@ -1,4 +1,4 @@
-"""The config of context parallelism, and which tokens of a sequence a rank holds. Data only."""
+"""The config of context parallelism, and which tokens of a sequence a rank gets. Data only."""
 
 from typing import Literal
 
@@ -11,20 +11,21 @@ __all__ = ["CP", "token_ranges"]
 
 @record
 class CP:
-    """Sequences in parts, one part a rank of the mesh's context axis: torch's ring attention.
+    """Sequences split over the ranks of the mesh's context axis: torch's ring attention.
 
     Attributes:
-        batch: Patterns of names of the tensors in a batch that are cut, such as `input_ids`,
-            or `0` for the first of a tuple. Empty cuts every tensor that has dimension `dim`.
-        dim: Their dimension of tokens.
+        batch: Patterns of names of the tensors in a batch to split, such as `input_ids`, or `0`
+            for the first of a tuple. Empty splits every tensor that has dimension `dim`.
+        dim: Their token dimension.
         tables: Patterns of names of parameters and buffers with one row per position, such as
-            learned positions or angles of rotations; forward sees the rows of this rank's
+            learned position embeddings or rotary angles; forward sees the rows of this rank's
             tokens.
-        balance: A rank holds two parts, one from the start and its mirror from the end, so
-            that causal attention costs every rank the same.
+        balance: Give each rank two parts, one from the start and its mirror image from the end,
+            so that causal attention costs every rank the same.
         rotate: How keys and values reach the other ranks: allgather: all at once; alltoall:
-            from neighbour to neighbour, which holds two ranks' part at a time.
-        causal: Attention is causal whatever the model says, and masks are left out. For models
+            from neighbour to neighbour, which stores the parts of two ranks at a time.
+        causal: Treat attention as causal whatever the model passes, and drop masks. For models
+            that build a mask from positions, as those of transformers do.
             that build a mask from positions, as those of transformers do.
     """
 
@@ -39,9 +40,9 @@ class CP:
 def token_ranges(
     length: int, ranks: int, rank: int, *, balance: bool
 ) -> tuple[tuple[int, int], ...] | None:
-    """Start and number of the tokens that a rank holds of a sequence, in the order it holds them.
+    """Start and number of the tokens that a rank gets of a sequence, in their local order.
 
-    None if the length does not divide: by the ranks, or by twice as many with balance.
+    None if the length is not divisible by the ranks, or by twice as many with balance.
 
     Example:
         >>> token_ranges(8, 2, 0, balance=True), token_ranges(8, 2, 1, balance=True)

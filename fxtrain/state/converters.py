@@ -1,4 +1,4 @@
-"""Records to plain data and back, strictly: nothing is guessed, nothing is dropped."""
+"""Converts records to plain data and back, strictly: nothing is guessed or dropped."""
 
 import functools
 import hashlib
@@ -29,10 +29,10 @@ _WRONG = (FxError, ValueError, cattrs.BaseValidationError, cattrs.StructureHandl
 
 
 def unstructure(record: Any) -> dict[str, Any]:
-    """A record as dicts, lists, strings, numbers and None; what else it holds stays as it is.
+    """A record as dicts, lists, strings, numbers and None; other values are unchanged.
 
     Raises:
-        PlanError: it is no record, or holds itself.
+        PlanError: it is not a record, or contains itself.
 
     Example:
         >>> import fxtrain as fx
@@ -41,25 +41,25 @@ def unstructure(record: Any) -> dict[str, Any]:
         2
     """
     if isinstance(record, type) or not attrs.has(type(record)):
-        raise PlanError(f"A record, such as an fx.Plan, was expected; found {shown(record)}.")
+        raise PlanError(f"unstructure takes a record, such as an fx.Plan; found {shown(record)}.")
     try:
         return converter_for().unstructure(record)
     except RecursionError:
         name = type(record).__name__
-        raise PlanError(f"This {name} is nested too deeply, or holds itself.") from None
+        raise PlanError(f"This {name} is nested too deeply, or contains itself.") from None
 
 
 def structure(data: Any, cls: type[T], configs: tuple[type, ...] | None = None) -> T:
     """A record from plain data.
 
     Args:
-        data: What `unstructure` gave, or a part of it: missing fields take their defaults.
-        cls: The record to make.
+        data: Output of `unstructure`, or a part of it: missing fields take their defaults.
+        cls: The type of the record.
         configs: Strategy configs beside fxtrain's own; by default those of installed packages.
 
     Raises:
         PlanError: one line per problem, each with its path: unknown keys with the closest
-            known one, values of a wrong type, choices that do not exist.
+            known one, values of a wrong type, unknown choices.
 
     Example:
         >>> import fxtrain as fx
@@ -72,7 +72,7 @@ def structure(data: Any, cls: type[T], configs: tuple[type, ...] | None = None) 
         plan.seed: found '7'; choose a whole number.
     """
     if not (isinstance(cls, type) and attrs.has(cls)):
-        raise PlanError(f"structure makes records, such as fx.Plan; found {shown(cls)}.")
+        raise PlanError(f"structure creates records, such as fx.Plan; found {shown(cls)}.")
     converter = converter_for(installed_configs() if configs is None else configs)
     try:
         return converter.structure(data, cls)  # pyright: ignore[reportReturnType]
@@ -82,10 +82,10 @@ def structure(data: Any, cls: type[T], configs: tuple[type, ...] | None = None) 
 
 
 def fingerprint(record: Any) -> str:
-    """A digest of everything a record says: equal for equal records, on every machine.
+    """A digest of all values of a record: equal for equal records, on every machine.
 
     Raises:
-        PlanError: it is no record, or holds something that no file could.
+        PlanError: it is not a record, or contains a value that files do not support.
 
     Example:
         >>> import fxtrain as fx
@@ -101,15 +101,15 @@ def converter_for(configs: tuple[type, ...] = ()) -> cattrs.Converter:
     """A strict converter that knows fxtrain's strategies and these.
 
     Raises:
-        PlanError: a config has no `kind` with a string as default, or two have the same.
+        PlanError: a config has no `kind` whose default is a string, or two share one.
     """
     known: dict[str, type] = {}
     for config in (*BUILT_IN, *configs):
         kind = kind_of(config)
         if kind is None or known.setdefault(kind, config) is not config:
             raise PlanError(
-                f"{config.__name__} cannot be told from other strategy configs: it needs a field "
-                f"`kind` whose default is a string of its own; found {shown(kind)}."
+                f"{config.__name__} cannot be distinguished from other strategy configs: it needs "
+                f"a field `kind` whose default is a unique string; found {shown(kind)}."
             )
     converter = cattrs.Converter(forbid_extra_keys=True)
     for scalar, check in _SCALARS.items():
@@ -129,10 +129,10 @@ def converter_for(configs: tuple[type, ...] = ()) -> cattrs.Converter:
 
 
 def plain(record: Any) -> dict[str, Any]:
-    """Like `unstructure`, but only for what text can hold.
+    """Like `unstructure`, but only for values that files support.
 
     Raises:
-        PlanError: it is no record, or holds something else.
+        PlanError: it is not a record, or contains another value.
     """
     data = unstructure(record)
     for value in _leaves(data):
@@ -140,8 +140,8 @@ def plain(record: Any) -> dict[str, Any]:
             type(value) in _SCALARS and _SCALARS[type(value)].fits(value)
         ):
             raise PlanError(
-                f"{type(record).__name__} holds {shown(value)}, which cannot be written: files "
-                f"take true, false, finite numbers, text, None, tuples and records of these."
+                f"{type(record).__name__} contains {shown(value)}, which cannot be written: files "
+                f"support true, false, finite numbers, text, None, tuples and records of these."
             )
     return data
 
@@ -172,9 +172,7 @@ def _record_hook(cls: type, converter: cattrs.Converter, known: Mapping[str, typ
     try:
         fields = {field.alias: field for field in attrs.fields(attrs.resolve_types(cls))}
     except NameError as error:
-        raise PlanError(
-            f"{cls.__name__} has a field of a type that is not known: {error}"
-        ) from None
+        raise PlanError(f"{cls.__name__} has a field of an unsupported type: {error}") from None
     tag = kind_of(cls)
     hooks = {name: _field_hook(one, converter, known) for name, one in fields.items() if one.init}
     required = [name for name in hooks if fields[name].default is attrs.NOTHING]
@@ -196,7 +194,7 @@ def _record_hook(cls: type, converter: cattrs.Converter, known: Mapping[str, typ
         if not problems:
             try:
                 return cls(**values)
-            except (FxError, ValueError, TypeError) as error:  # fields that do not go together
+            except (FxError, ValueError, TypeError) as error:  # incompatible fields
                 problems.append(error)
         raise _raise_all(cattrs.ClassValidationError, problems, cls)
 
@@ -220,7 +218,7 @@ def _field_hook(
         return lambda data, _: _tagged(data, converter, known)
     kind: Any = field.type
     check, convert = field.validator, field.converter
-    if not isinstance(check, Check):  # of a config that does not check itself
+    if not isinstance(check, Check):  # a config that does not validate itself
         check, convert = check_of(kind, ""), canonical(kind)
     inner = [one for one in members(kind) if attrs.has(one)]
     rows = next((one for one in members(kind) if _holds_records(one)), None)
@@ -235,7 +233,7 @@ def _field_hook(
         value = data if convert is None else convert(data)  # type: ignore[operator]
         problem = check.problem(field, value)
         if problem is not None:
-            table = " In a file that is a table." if inner else ""
+            table = " In a file, use a table." if inner else ""
             told = shown(data) if field.repr else "a value"
             raise ValueError(f"found {told}; {problem}{table}")
         return value
@@ -249,7 +247,7 @@ def _holds_records(kind: Any) -> bool:
 
 def _tagged(data: Any, converter: cattrs.Converter, known: Mapping[str, type]) -> Any:
     kinds = ", ".join(map(repr, sorted(known)))
-    if isinstance(data, str) and data in known:  # a short form: all else by default
+    if isinstance(data, str) and data in known:  # a short form: defaults for all other fields
         data = {"kind": data}
     if not isinstance(data, Mapping):
         raise ValueError(
@@ -300,7 +298,7 @@ def _raise_all(
 
 
 def _noted(error: Exception, place: str | int | None) -> Exception:
-    """An error with a note of the field or index where it was found, as cattrs leaves them."""
+    """Note on an error the field or index where it was found, as cattrs does."""
     if isinstance(place, str):
         error.add_note(AttributeValidationNote(f"in {place}", place, Any))
     elif place is not None:
@@ -309,7 +307,7 @@ def _noted(error: Exception, place: str | int | None) -> Exception:
 
 
 def _lines(error: BaseException, path: str) -> Iterator[str]:
-    """One line for each problem that an error collects, with its path."""
+    """One line for each problem collected in an error, with its path."""
     for note in getattr(error, "__notes__", ()):
         if isinstance(note, AttributeValidationNote):
             path = f"{path}.{note.name}"

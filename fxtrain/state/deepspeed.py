@@ -1,4 +1,4 @@
-"""The config of the DeepSpeed strategy, and what asks for its file's optimizer. Data only."""
+"""The config of the DeepSpeed strategy, and the marker for its file's optimizer. Data only."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _SIZE = validators.optional(validators.ge(1))
 
 
 def _canonical(value: Any) -> Any:
-    """JSON text in one form, so that equal configs make equal plans; a path as it is."""
+    """JSON text in canonical form, so that equal configs make equal plans; a path unchanged."""
     if isinstance(value, Mapping):
         return _one_form(value)
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
@@ -27,7 +27,7 @@ def _canonical(value: Any) -> Any:
         return _one_form(parse_json(value))
     except (ValueError, RecursionError) as error:
         raise PlanError(
-            f"DeepSpeed(config=...) starts like JSON text, but is none: {error}. "
+            f"DeepSpeed(config=...) looks like JSON text, but is invalid: {error}. "
             f"Pass a path, a dict, or JSON text."
         ) from None
 
@@ -37,43 +37,43 @@ def _one_form(data: Any) -> str:
         return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise PlanError(
-            f"DeepSpeed(config=...): {error}. A DeepSpeed config holds only what JSON can hold: "
+            f"DeepSpeed(config=...): {error}. A DeepSpeed config only contains JSON values: "
             f"tables, lists, strings, finite numbers, true, false and null."
         ) from None
 
 
 @record
 class DeepSpeed:
-    """ZeRO by DeepSpeed: optimizer states, gradients and parameters spread over the data ranks.
+    """ZeRO by DeepSpeed: optimizer states, gradients and parameters sharded over the data ranks.
 
-    None leaves an entry to the file, then to DeepSpeed's own default. An entry given both here
-    and in the file must be the same, or `"auto"` in the file.
+    None leaves an entry to the file, then to DeepSpeed's default. An entry given both here and in
+    the file must be equal, or `"auto"` in the file.
 
     Attributes:
-        stage: 0 replicates everything, 1 spreads optimizer states, 2 gradients too, 3 parameters
-            too; 2 where neither this nor the file says.
+        stage: 0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 parameters
+            too; 2 if neither this nor the file sets it.
         config: A DeepSpeed JSON file's path, or its content as text or dict (kept as text).
-        offload_optimizer: Where optimizer states live and updates are computed; stages 1 to 3,
-            nvme only at 3.
-        offload_parameters: Where parameters live when not in use; stage 3.
-        nvme_path: Folder on a local drive for what is offloaded to nvme.
+        offload_optimizer: Where optimizer states are stored and updates are computed; stages 1
+            to 3, nvme only at 3.
+        offload_parameters: Where parameters are stored when not in use; stage 3.
+        nvme_path: Folder on a local drive for offloading to nvme.
         pin_memory: Whether offloaded tensors are in pinned memory.
-        cpu_optimizer: With an offloaded optimizer, auto takes DeepSpeed's compiled one for torch's
-            Adam, AdamW and Adagrad, and warns where no compiler is found; deepspeed makes
-            that an error; torch leaves the optimizer as the factory made it.
-        partial_ranks: ZeRO++: ranks, mostly those of a node, that hold a second copy of the
+        cpu_optimizer: With an offloaded optimizer, auto uses DeepSpeed's compiled one for torch's
+            Adam, AdamW and Adagrad, and warns if there is no compiler; deepspeed makes that an
+            error; torch keeps the optimizer that the factory made.
+        partial_ranks: ZeRO++: ranks, usually those of a node, that hold a second copy of the
             parameters between them; stage 3.
         quantized_weights: ZeRO++: send parameters as 8-bit numbers; stage 3.
         quantized_gradients: ZeRO++: send gradients as 4-bit numbers; stage 3.
-        leaf_modules: Classes, such as blocks of experts, whose parameters are fetched together;
-            stage 3.
-        gather_16bit_weights: DeepSpeed's own export gathers whole weights; stage 3.
+        leaf_modules: Classes, such as blocks of experts, whose parameters are gathered
+            together; stage 3.
+        gather_16bit_weights: DeepSpeed's own export gathers full weights; stage 3.
         tensor_parallel: AutoTP over this many ranks, the mesh's `tensor` axis.
         sequence_parallel: Ulysses over this many ranks, the mesh's `context` axis.
-        reduce_bucket: Elements that are reduced at a time.
-        allgather_bucket: Elements that are gathered at a time; stages 1 and 2.
-        prefetch_bucket: Elements fetched ahead of use; stage 3.
-        persistence_threshold: Parameters of fewer elements stay whole; stage 3.
+        reduce_bucket: Elements reduced at a time.
+        allgather_bucket: Elements gathered at a time; stages 1 and 2.
+        prefetch_bucket: Elements gathered ahead of use; stage 3.
+        persistence_threshold: Parameters with fewer elements are not sharded; stage 3.
         overlap: Reduce gradients while backward runs.
         micro_batch: Rows of a micro-batch on one rank. Only DeepSpeed's own counts and logs
             depend on it.
@@ -112,16 +112,16 @@ class DeepSpeed:
 
 @record
 class FromConfig:
-    """What `"auto"` stands for in the optimizer and scheduler sections of a DeepSpeed config.
+    """Values for `"auto"` in the optimizer and scheduler sections of a DeepSpeed config.
 
     Attributes:
-        lr: Learning rate; also the one that a warm-up ends at.
+        lr: Learning rate, also at the end of a warm-up.
         weight_decay: Weight decay.
         betas: Adam's two decay rates.
         eps: Adam's epsilon.
         total_num_steps: Updates of the whole run.
         warmup_num_steps: Updates of the warm-up.
-        warmup_min_lr: Learning rate that a warm-up starts at.
+        warmup_min_lr: Learning rate at the start of a warm-up.
     """
 
     lr: float | None = None
@@ -133,7 +133,7 @@ class FromConfig:
     warmup_min_lr: float = 0.0
 
     def __call__(self, made_for: Any) -> NoReturn:
-        """Refuse, as a factory: only DeepSpeed knows what its file means."""
+        """Raise: only DeepSpeed can create the optimizer of its file."""
         raise PlanError(
             "fx.from_config takes the optimizer or scheduler from a DeepSpeed config, and this "
             "plan has none. Use Plan(strategy=fx.DeepSpeed(config=...)), or pass a factory: "
@@ -146,10 +146,10 @@ def from_config(made_for: Any = None, **values: Any) -> FromConfig:
 
     Args:
         made_for: Not given; present so that the bare name is a factory like any other.
-        **values: What `"auto"` stands for there; see `FromConfig`.
+        **values: Values for `"auto"` there; see `FromConfig`.
 
     Raises:
-        PlanError: the plan has no DeepSpeed config, or a value is not known.
+        PlanError: the plan has no DeepSpeed config, or a value is unknown.
 
     Example:
         >>> import fxtrain as fx

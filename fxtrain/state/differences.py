@@ -1,4 +1,4 @@
-"""How two records differ, field by field."""
+"""Compares two records field by field."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ class Change:
     """One field in which two records differ.
 
     Attributes:
-        path: Where, as `strategy.hook.name`.
+        path: Path of the field, such as `strategy.hook.name`.
         left: The value in the first record; None where it has no such field.
         right: The value in the second.
     """
@@ -58,7 +58,7 @@ def _changes(path: str, left: Any, right: Any) -> Iterator[Change]:
         for change in _changes(where, before.get(name), after.get(name)):
             found = True
             yield change
-    if not found and left != right:  # two types that look alike
+    if not found and left != right:  # two types with equal fields
         yield Change(path, left, right)
 
 

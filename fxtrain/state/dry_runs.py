@@ -1,4 +1,4 @@
-"""What a dry run found out, as records."""
+"""The results of a dry run, as records."""
 
 from typing import Literal
 
@@ -16,16 +16,16 @@ PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "othe
 
 @record
 class Memory:
-    """Bytes that one rank holds at one moment, by what they are.
+    """Bytes that one rank uses at one moment, by their use.
 
     Attributes:
         parameters: Parameters of modules, as this rank holds them.
         gradients: Their gradients.
         optimizer: State of the optimizers.
         buffers: Buffers of modules.
-        activations: What a step makes and frees again: activations, gathered parameters,
-            gradients on their way, temporary values.
-        other: What outlives a step and is none of these, such as buckets and batches.
+        activations: Temporary memory of a step: activations, gathered parameters, gradients
+            being reduced, temporary values.
+        other: Everything else that outlives a step, such as buckets and batches.
     """
 
     parameters: int = 0
@@ -43,15 +43,15 @@ class Memory:
 
 @record
 class Traffic:
-    """Collectives of one kind along one mesh axis, as one rank makes them.
+    """Collectives of one kind along one mesh axis, as issued by one rank.
 
     Attributes:
         kind: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send, ...
         axis: Mesh axis; "world" for all ranks of a mesh of several axes.
-        ranks: Ranks that take part in one of them.
-        count: How many.
-        bytes: Of the tensors that this rank puts in: its part of an all-gather, the whole of
-            an all-reduce or reduce-scatter. What travels is this times what the algorithm
+        ranks: Ranks that take part in each.
+        count: Number of collectives.
+        bytes: Size of this rank's input tensors: its shard for an all-gather, the full tensor
+            for an all-reduce or reduce-scatter. The traffic is this times what the algorithm
             sends per byte.
     """
 
@@ -64,16 +64,16 @@ class Traffic:
 
 @record
 class Problem:
-    """Something that would go wrong, or that the figures do not cover.
+    """A problem of the run, or a limit of the figures.
 
     Attributes:
-        kind: memory: it does not fit; plan: fxtrain refuses; value: the code looks at the
-            value of a tensor, which a dry run does not have; unsupported: an operation that
-            cannot run without values; mesh: the script chose another mesh than was asked;
-            steps: too few updates for the figures of a usual one.
-        text: In words, with what to do.
-        where: File and line of the user's code, where known.
-        fatal: It ends the run, here or for real.
+        kind: memory: it does not fit; plan: fxtrain refuses; value: the code reads the value of
+            a tensor, which a dry run does not have; unsupported: an operation that cannot run
+            without values; mesh: the script chose another mesh than requested; steps: too few
+            updates for the figures of a typical one.
+        text: Description, with what to do.
+        where: File and line of the user's code, if known.
+        fatal: Whether it ends the run, here or for real.
     """
 
     kind: Literal["memory", "plan", "value", "unsupported", "mesh", "steps"]
@@ -84,23 +84,23 @@ class Problem:
 
 @record
 class DryRun:
-    """What one rank of a pretended world would need for a training step.
+    """What one rank of a simulated world would need for a training step.
 
     Attributes:
         name: The script or function that ran.
-        world: Ranks pretended.
-        rank: Which of them this is about.
-        mesh: How they are laid out.
-        plan: The plan of the first model that was wrapped; None where none was.
+        world: Simulated world size.
+        rank: The rank that was simulated.
+        mesh: Ranks per axis.
+        plan: The plan of the first wrapped model; None without one.
         updates: Optimizer updates that ran.
-        memory: The most of each part during a step.
-        peak: Bytes at the fullest moment of a step, which is less than all these mosts.
-        setup_peak: Most bytes at any moment before the end of the first update.
-        device_memory: Bytes that a device has; None where not asked.
+        memory: The maximum of each part during a step.
+        peak: Maximum bytes at any moment of a step, which is less than the sum of all maxima.
+        setup_peak: Maximum bytes at any moment before the end of the first update.
+        device_memory: Memory of a device in bytes; None if not given.
         setup: Traffic before the first forward.
         step: Traffic of one step: everything from one update to the next.
-        timeline: Memory through one step, at its fullest moments in order.
-        problems: What was found.
+        timeline: Memory during one step, at its peaks, in order.
+        problems: The problems found.
 
     Example:
         >>> import fxtrain as fx
@@ -126,5 +126,5 @@ class DryRun:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing was found that would end the run."""
+        """Whether no fatal problem was found."""
         return not any(problem.fatal for problem in self.problems)

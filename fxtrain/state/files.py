@@ -14,7 +14,7 @@ from fxtrain.state.plan import Plan
 
 __all__ = ["PLAN_VARIABLE", "dumps", "loads", "plan_in", "read_plan", "write_plan"]
 
-PLAN_VARIABLE = "FXTRAIN_PLAN"  # by which `fxtrain launch` gives the ranks a plan
+PLAN_VARIABLE = "FXTRAIN_PLAN"  # with which `fxtrain launch` passes a plan to the ranks
 
 T = TypeVar("T")
 _SUFFIXES: dict[str, Format] = {
@@ -28,10 +28,10 @@ _SUFFIXES: dict[str, Format] = {
 def dumps(record: Any, format: Format = "json") -> str:
     """A record as text.
 
-    TOML has no null, so fields that are None are left out there; each has None as default.
+    TOML has no null, so fields that are None are omitted there; their default is None.
 
     Raises:
-        PlanError: the record holds something that no file could.
+        PlanError: the record contains a value that files do not support.
         MissingPackageError: TOML needs tomlkit and YAML pyyaml (the extra `files`).
 
     Example:
@@ -55,7 +55,7 @@ def loads(text: str, cls: type[T] = Plan, format: Format = "json") -> T:
     """A record from text.
 
     Raises:
-        PlanError: the text is not of that format, or does not describe the record; one line
+        PlanError: the text is invalid in that format, or does not describe the record; one line
             per problem.
 
     Example:
@@ -71,7 +71,7 @@ def read_plan(path: str | Path) -> Plan:
     """A plan from a .json, .toml, .yaml or .yml file.
 
     Raises:
-        PlanError: the suffix is another one, the file is not there, or it is no plan.
+        PlanError: the suffix is unknown, the file does not exist, or it is not a plan.
     """
     form = _format_of(path)
     try:
@@ -91,7 +91,7 @@ def write_plan(plan: Plan, path: str | Path) -> None:
         Writes the file.
 
     Raises:
-        PlanError: the suffix is another one, or the file cannot be written.
+        PlanError: the suffix is unknown, or the file cannot be written.
     """
     text = dumps(plan, _format_of(path))
     try:
@@ -105,7 +105,7 @@ def _format_of(path: str | Path) -> Format:
         raise PlanError(f"The path of a plan: {problem}.")
     suffix = Path(path).suffix.lower()
     if suffix not in _SUFFIXES:
-        raise PlanError(f"{str(path)!r}: a plan file ends in {', '.join(_SUFFIXES)}.")
+        raise PlanError(f"{str(path)!r}: the name of a plan file ends in {', '.join(_SUFFIXES)}.")
     return _SUFFIXES[suffix]
 
 
@@ -119,7 +119,7 @@ def plan_in(env: Mapping[str, str]) -> Plan | None:
     """The plan in the variable FXTRAIN_PLAN; None if it is not set.
 
     Raises:
-        PlanError: the variable contains no plan.
+        PlanError: the variable is not a valid plan.
 
     Example:
         >>> from fxtrain.state import plan_in

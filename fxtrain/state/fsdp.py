@@ -14,7 +14,7 @@ _PATH = re.compile(r"[^\W\d]\w*(\.\w+)*:[^\W\d]\w*(\.\w+)*")
 
 
 def _path_of(value: Any) -> Any:
-    """The path of a function that has one; anything else as it is."""
+    """The path of a function, if it has one; any other value unchanged."""
     path = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
     return path if callable(value) and _PATH.fullmatch(path) else value
 
@@ -26,34 +26,34 @@ def _is_path(_: Any, __: Any, value: str) -> None:
 
 @record
 class FSDP:
-    """Parameters, gradients and optimizer states in parts, one part a rank: torch's FSDP2.
+    """Parameters, gradients and optimizer states sharded over ranks: torch's FSDP2.
 
     At one data rank this is the plain model.
 
     Attributes:
         mode: full: parameters are gathered block by block, and freed after forward and again
-            after backward (ZeRO-3); grads_and_optimizer: parameters stay whole between forward
-            and backward (ZeRO-2); none: nothing is sharded, a replica per rank (as DDP).
-        shard: Ranks over which one copy is sharded; the other data ranks hold further copies
-            (hybrid sharding). None is the mesh's shard axis, or all data ranks if that is 1.
-        wrap: Class names of the blocks that are gathered one by one. Empty takes the model's own
-            list (`_no_split_modules` of transformers), or else the elements of its ModuleLists.
-        min_params: Instead of class names: gather modules of at least this many parameters.
-        wrap_by: Instead of those: a function of a module's name and the module that says whether
-            to gather that one by itself. The plan keeps its path, `package.module:function`.
-        ignore: Patterns (`embed.*`) of parameter names that stay whole on every rank.
-        param_dtype: Format in which parameters are gathered and computed with; plan is the
-            plan's precision.
-        reduce_dtype: Format in which gradients are summed, where the plan's precision is
-            not fp32.
-        cast_inputs: Cast floating inputs of blocks to the format of their parameters.
+            after backward (ZeRO-3); grads_and_optimizer: parameters stay gathered between
+            forward and backward (ZeRO-2); none: nothing is sharded, one replica per rank (as DDP).
+        shard: Ranks over which one replica is sharded; the other data ranks hold further
+            replicas (hybrid sharding). None uses the mesh's shard axis, or all data ranks if that
+            is 1.
+        wrap: Class names of the blocks to gather one by one. Empty uses the model's own list
+            (`_no_split_modules` of transformers), or else the elements of its ModuleLists.
+        min_params: Instead of class names: gather modules with at least this many parameters.
+        wrap_by: Instead of those: a function of a module's name and the module that returns
+            whether to gather it separately. The plan stores its path, `package.module:function`.
+        ignore: Patterns (`embed.*`) of names of parameters that are not sharded.
+        param_dtype: Dtype in which parameters are gathered and used; plan is the plan's
+            precision.
+        reduce_dtype: Dtype in which gradients are summed, if the plan's precision is not fp32.
+        cast_inputs: Cast floating-point inputs of blocks to the dtype of their parameters.
         offload: Keep parameters, gradients and optimizer states in host memory.
         pin: Pin that memory, for faster copies.
         forward_prefetch: Blocks to gather ahead in forward; 0 leaves it to torch.
         backward_prefetch: Blocks to gather ahead in backward; 0 leaves it to torch.
-        unused_parameters: Ranks may leave out different parameters of a block; those count as
-            zero. All ranks run the same blocks.
-        tensor: How layers are split over the mesh's tensor axis, beside the data axes.
+        unused_parameters: Ranks may skip different parameters of a block, which count as zero.
+            All ranks must run the same blocks.
+        tensor: How to split layers over the mesh's tensor axis, in addition to the data axes.
     """
 
     kind: Literal["fsdp"] = attrs.field(default="fsdp", init=False)

@@ -1,4 +1,4 @@
-"""Ranks that train alone between averages: the configs, and which update is which."""
+"""Replicas that train independently between averages: their configs, and when to average."""
 
 from typing import Literal
 
@@ -12,13 +12,13 @@ __all__ = ["DiLoCo", "LocalSGD", "is_alone", "round_begins", "round_ends"]
 
 @record
 class LocalSGD:
-    """Every copy of the model trains alone, and now and then all copies are averaged.
+    """Every replica trains independently, and all are averaged every few updates.
 
-    With `every=1` and plain SGD this is DDP within rounding. At one copy it changes nothing.
+    With `every=1` and plain SGD this is DDP within rounding. With one replica it has no effect.
 
     Attributes:
-        every: Optimizer updates from one average to the next. The end of an epoch is one too.
-        warmup: First updates of the run that all copies make together, as under DDP.
+        every: Optimizer updates between averages. The end of an epoch also averages.
+        warmup: First updates of the run that all replicas make together, as under DDP.
     """
 
     kind: Literal["local_sgd"] = attrs.field(default="local_sgd", init=False)
@@ -28,17 +28,17 @@ class LocalSGD:
 
 @record
 class DiLoCo:
-    """Like `LocalSGD`, but the average is where an outer SGD is led to, not where it jumps to.
+    """Like `LocalSGD`, but an outer SGD moves the parameters towards the average.
 
-    What the copies moved on average since the last round is the negative of its gradient. With
+    The mean change of the replicas since the last round is the negative of its gradient. With
     `outer_lr=1` and `outer_momentum=0` this is `LocalSGD`.
 
     Attributes:
-        every: Optimizer updates from one round's end to the next. The end of an epoch is one too.
-        warmup: First updates of the run that all copies make together, as under DDP.
+        every: Optimizer updates in a round. The end of an epoch also ends one.
+        warmup: First updates of the run that all replicas make together, as under DDP.
         outer_lr: Learning rate of the outer SGD.
         outer_momentum: Its momentum.
-        nesterov: Whether that is Nesterov's.
+        nesterov: Whether to use Nesterov momentum.
     """
 
     kind: Literal["diloco"] = attrs.field(default="diloco", init=False)
@@ -52,7 +52,7 @@ class DiLoCo:
 
 
 def is_alone(local: LocalSGD | DiLoCo, position: Position) -> bool:
-    """Whether each copy makes the update by itself that the batch before a position goes into.
+    """Whether each replica makes the update of the batch before a position independently.
 
     Example:
         >>> import fxtrain as fx
@@ -68,7 +68,7 @@ def round_begins(local: LocalSGD | DiLoCo, position: Position) -> bool:
 
 
 def round_ends(local: LocalSGD | DiLoCo, position: Position) -> bool:
-    """Whether the copies are averaged at a position: every so many updates, and where data ends.
+    """Whether replicas are averaged at a position: every few updates, and where the data ends.
 
     Example:
         >>> import fxtrain as fx

@@ -1,4 +1,4 @@
-"""Sizes of the axes along which ranks are laid out."""
+"""The axes along which ranks are laid out, and their sizes."""
 
 import difflib
 import itertools
@@ -11,16 +11,15 @@ from fxtrain._errors import MeshError
 
 __all__ = ["AXES", "Mesh", "axis_groups", "read_mesh", "resolve_mesh"]
 
-# Outermost first: neighbouring ranks, which talk fastest, share the innermost axis.
+# Outermost first: neighbouring ranks, whose links are fastest, share the innermost axis.
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 
 @attrs.frozen(kw_only=True)
 class Mesh:
-    """Ranks per axis; one axis may be -1 and takes what the others leave.
+    """Ranks per axis; one axis may be -1, for all remaining ranks.
 
-    Data is split over replicate × shard only; the ranks of the other axes read the same
-    rows.
+    Data is split over replicate × shard only; the ranks of the other axes read the same rows.
     """
 
     replicate: int = -1
@@ -36,7 +35,7 @@ class Mesh:
 
 
 def resolve_mesh(mesh: Mesh, world_size: int) -> Mesh:
-    """Replace -1 by what the other axes leave of the world.
+    """Replace -1 by the remaining ranks of the world.
 
     Raises:
         MeshError: the sizes do not multiply to the world size, or are not positive.
@@ -47,8 +46,8 @@ def resolve_mesh(mesh: Mesh, world_size: int) -> Mesh:
     shown = ", ".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size != 1)
     if bad or len(open_axes) > 1:
         raise MeshError(
-            f"Mesh({shown}): every axis is a positive number of ranks, and at most one "
-            f"may be -1 for 'what is left'."
+            f"Mesh({shown}): every axis needs a positive number of ranks, and at most one may be "
+            f"-1 for all remaining ranks."
         )
     if open_axes and world_size % fixed == 0:
         return attrs.evolve(mesh, **{open_axes[0]: world_size // fixed})
@@ -61,10 +60,10 @@ def resolve_mesh(mesh: Mesh, world_size: int) -> Mesh:
 
 
 def read_mesh(text: str) -> Mesh:
-    """A mesh from a text, as the command line and the variable FXTRAIN_MESH have it.
+    """A mesh from text, as on the command line and in the variable FXTRAIN_MESH.
 
     Raises:
-        MeshError: it is not of the form `axis=size,axis=size`, or there is no such axis.
+        MeshError: it is not of the form `axis=size,axis=size`, or an axis is unknown.
 
     Example:
         >>> read_mesh("shard=8,tensor=2") == Mesh(shard=8, tensor=2)
@@ -77,7 +76,7 @@ def read_mesh(text: str) -> Mesh:
             near = difflib.get_close_matches(axis, AXES, n=1)
             hint = f" Did you mean {near[0]}?" if near and near[0] != axis else ""
             raise MeshError(
-                f"{text!r} is no mesh: {part.strip()!r} should be axis=size, with one of "
+                f"{text!r} is not a mesh: {part.strip()!r} should be axis=size, with one of "
                 f"{', '.join(AXES)}, each once; for example shard=8,tensor=2.{hint}"
             )
         sizes[axis] = int(size)

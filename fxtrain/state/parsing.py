@@ -1,4 +1,4 @@
-"""JSON, TOML and YAML as plain data: one strict reader of each for every file."""
+"""Parses JSON, TOML and YAML into plain data: one strict reader of each for every file."""
 
 import json
 import math
@@ -13,14 +13,14 @@ from fxtrain.state.yaml_reader import parse_yaml
 __all__ = ["Format", "parse_json", "parse_text", "unique_keys"]
 
 Format = Literal["json", "toml", "yaml"]
-_MAX_REASON_LENGTH = 500  # letters of what a parser says
+_MAX_REASON_LENGTH = 500  # characters of a parser's message
 
 
 def parse_text(text: str, format: Format) -> Any:
-    """Plain data from the text of a file of settings.
+    """Plain data from the text of a settings file.
 
     Raises:
-        PlanError: the text is not of that format.
+        PlanError: the text is invalid in that format.
         MissingPackageError: YAML needs pyyaml (the extra `files`).
 
     Example:
@@ -33,20 +33,18 @@ def parse_text(text: str, format: Format) -> Any:
     try:
         return _FORMATS[format](text)
     except RecursionError:
-        raise PlanError(f"This is not {format.upper()}: it is nested too deeply.") from None
+        raise PlanError(f"Invalid {format.upper()}: it is nested too deeply.") from None
     except ValueError as error:
-        raise PlanError(
-            f"This is not {format.upper()}: {str(error)[:_MAX_REASON_LENGTH]}"
-        ) from None
+        raise PlanError(f"Invalid {format.upper()}: {str(error)[:_MAX_REASON_LENGTH]}") from None
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Plain data from JSON that every reader understands alike.
+    """Plain data from JSON that every parser reads alike.
 
-    Each key appears once in its table, numbers are finite, and text can be written again.
+    Each key appears once in its table, numbers are finite, and text can be encoded as UTF-8.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is not.
         RecursionError: it is nested too deeply.
 
     Example:
@@ -59,16 +57,16 @@ def parse_json(text: str | bytes) -> Any:
     data = json.loads(
         text, object_pairs_hook=unique_keys, parse_float=_finite, parse_constant=_no_number
     )
-    if "\\ud" in text or "\\uD" in text:  # half a surrogate pair may be written so
+    if "\\ud" in text or "\\uD" in text:  # may be half a surrogate pair
         json.dumps(data, ensure_ascii=False).encode()
     return data
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, as `json.loads(object_pairs_hook=...)` takes it; each key once.
+    """An object of JSON, for `json.loads(object_pairs_hook=...)`; each key once.
 
     Raises:
-        ValueError: a key is there twice.
+        ValueError: a key appears twice.
     """
     table = dict(pairs)
     if len(table) < len(pairs):
@@ -86,7 +84,7 @@ def _finite(word: str) -> float:
 
 
 def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not a number of JSON.")
+    raise ValueError(f"{word} is not a JSON number.")
 
 
 _FORMATS: dict[str, Callable[[str], Any]] = {

@@ -14,25 +14,25 @@ __all__ = ["PP"]
 class PP:
     """Consecutive parts of the model on consecutive ranks: torch's pipeline schedules.
 
-    The ranks of the mesh's pipeline axis read the same rows and each run some stages of the
-    model; those of the data axes hold copies or shards, whose gradients are averaged. At one rank
-    this is the plain model.
+    The ranks of the mesh's pipeline axis read the same rows, and each runs some stages of the
+    model; those of the data axes hold replicas or shards, whose gradients are averaged. At one
+    rank this is the plain model.
 
     Attributes:
         schedule: Order of the forward and backward passes of micro-batches: gpipe, 1f1b, with
-            one stage a rank; looped_bfs, interleaved_1f1b, interleaved_zero_bubble, with several
-            in a loop over the ranks; zbv_zero_bubble and dualpipe_v, with two there and back.
-        microbatches: Parts into which each rank's batch is split; None is one a stage.
+            one stage per rank; looped_bfs, interleaved_1f1b, interleaved_zero_bubble, with several
+            in a loop over the ranks; zbv_zero_bubble and dualpipe_v, with two, there and back.
+        microbatches: Micro-batches into which each rank's batch is split; None is one per stage.
         split: Names of the modules with which the second and later stages begin, in the order
-            in which they run. Empty splits at the model's blocks, into stages of about equally
-            many parameters.
-        stages_per_rank: Stages that a rank runs; None is 1, or 2 where the schedule has several.
-        shared: Patterns (`head.*`) of parameter names that every stage holds, with one sum of
+            in which they run. Empty splits at the model's blocks, into stages with similar
+            numbers of parameters.
+        stages_per_rank: Stages that a rank runs; None is 1, or 2 if the schedule has several.
+        shared: Patterns (`head.*`) of names of parameters that every stage holds, with summed
             gradients; for those that run in another order than they are registered in.
-        stages: How each stage is held on the other axes: sharded over those of the data, and with
-            `tensor` in it, split over the tensor axis. None holds copies.
-        outputs: Whether a forward without gradients gives every rank the outputs, or only the
-            rank of the last stage, and the others None.
+        stages: How each stage is held on the other axes: sharded over the data axes and, with
+            `tensor` in it, split over the tensor axis. None holds replicas.
+        outputs: Whether a forward without gradients returns the outputs on every rank, or only
+            on the rank of the last stage, and None on the others.
     """
 
     kind: Literal["pp"] = attrs.field(default="pp", init=False)

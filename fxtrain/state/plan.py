@@ -1,4 +1,4 @@
-"""The plan: everything that decides how a run behaves, as one value."""
+"""The plan: all settings of a run, as one value."""
 
 from typing import Any, Literal
 
@@ -21,11 +21,11 @@ class Compile:
 
     Attributes:
         blocks: Class names of submodules to compile one by one, which shortens start-up for
-            models of repeated blocks; empty compiles the whole model.
+            models with repeated blocks; empty compiles the whole model.
         backend: torch.compile's backend.
-        mode: torch.compile's mode; None is its default.
+        mode: torch.compile's mode; None for its default.
         fullgraph: Fail on a graph break.
-        dynamic: Whether shapes are dynamic; None lets torch find out.
+        dynamic: Whether shapes are dynamic; None lets torch decide.
     """
 
     blocks: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Data:
 
     Attributes:
         source: shard: every rank reads its own rows; dispatch: rank 0 reads and sends each
-            rank its slice; sharded: the loader of each rank already yields only its own.
+            rank its part; sharded: the loader of each rank already yields only its own.
         to_device: Move tensors to the context's device.
         non_blocking: Copy from pinned memory without waiting.
         reseed_workers: Seed the random generators of worker processes for every batch, from
@@ -60,17 +60,17 @@ _BY_KIND = {str(kind_of(config)): config for config in BUILT_IN}
 
 
 def _strategy_of(value: Any) -> Any:
-    """The config of a strategy that is named by its kind; everything else as it is."""
+    """The config of a strategy given by its kind; any other value unchanged."""
     return _BY_KIND[value]() if isinstance(value, str) and value in _BY_KIND else value
 
 
 def _compile_of(value: Any) -> Any:
-    """Whether to compile, as a record; everything else as it is."""
+    """Whether to compile, as a record; any other value unchanged."""
     return {True: Compile(), False: None}[value] if isinstance(value, bool) else value
 
 
 def _names_of(value: Any) -> Any:
-    """One name as a tuple of it; a list as a tuple."""
+    """One name as a tuple; a list as a tuple."""
     return (value,) if isinstance(value, str) else _to_names(value)
 
 
@@ -90,46 +90,46 @@ def _is_strategy(_: Any, __: Any, value: Any) -> None:
         hash(value)
     except TypeError:
         raise ValueError(
-            f"choose a config that can be hashed; a {type(value).__name__} has to be frozen, "
-            f"with tuples instead of lists."
+            f"choose a hashable config; {type(value).__name__} has to be frozen, with tuples "
+            f"instead of lists."
         ) from None
 
 
 @record
 class Plan:
-    """How a model is trained and its data split. A value: compare, hash, store, diff it.
+    """How to train a model and split its data. A value: compare, hash, store or diff it.
 
     Attributes:
-        strategy: How the model is spread over ranks, one of fxtrain's configs or a third
-            party's: a frozen attrs record with a string `kind`. Of fxtrain's, the bare kind will
-            do: "ddp", "fsdp", "deepspeed", "pp", "single", "xla".
-        precision: Number formats, or the bare name fp32, bf16 or fp16.
+        strategy: How the model is distributed over ranks: one of fxtrain's configs, or a third
+            party's: a frozen attrs record with a string `kind`. For fxtrain's, the bare kind
+            also works: "ddp", "fsdp", "deepspeed", "pp", "single", "xla".
+        precision: Dtypes, or the bare name fp32, bf16 or fp16.
         accumulate: Micro-batches per optimizer update.
         flush: Close the accumulation window at the end of an epoch even if it is short.
         sync_each: Reduce gradients after every micro-batch, which costs traffic and saves
             the memory of unreduced gradients.
-        clip_norm: Largest total gradient norm; None does not clip.
-        clip_value: Largest absolute gradient entry; None does not clip.
-        nonfinite: What happens to an update with a non-finite loss or gradient.
+        clip_norm: Maximum total gradient norm; None does not clip.
+        clip_value: Maximum absolute value of a gradient entry; None does not clip.
+        nonfinite: What to do with an update whose loss or gradient is non-finite.
         schedule: Whether schedulers advance once per update or by rows seen.
-        batch: Whether the loader's batch size is that of one rank or of all together.
-        even: What happens when rows do not divide: pad repeats rows from the start and
-            marks them invalid, drop leaves the rest out, uneven gives ranks fewer rows, or
+        batch: Whether the loader's batch size is per rank or for all ranks together.
+        even: What to do if rows are not divisible: pad repeats rows from the start and marks
+            them invalid, drop skips the remaining rows, uneven gives some ranks fewer rows, or
             none that count.
         data: Where rows come from.
         seed: Seed of the data order.
-        recompute: Class names of submodules whose activations are recomputed in backward; one by
-            itself, or several.
-        recompute_every: Of those submodules, every how many-th; the others keep them.
-        recompute_keep: Operations inside of those whose results are kept all the same:
-            products of matrices, attention.
-        compile: How to compile the model: True by default settings; None or False does not.
-        context: How sequences are cut over the mesh's context axis; None leaves them whole.
-        local: Let copies of the model train alone for so many updates, and average them then;
-            None makes every update together.
+        recompute: Class names of submodules whose activations are recomputed in backward; one
+            name, or several.
+        recompute_every: Recompute every n-th of those submodules only; the others keep theirs.
+        recompute_keep: Operations in those submodules whose results are kept nevertheless:
+            matrix products, attention.
+        compile: How to compile the model: True uses default settings; None or False does not.
+        context: How to split sequences over the mesh's context axis; None does not split them.
+        local: Train replicas independently for a number of updates, then average them; None
+            makes every update together.
         quantize: Format of frozen weights: fx.Bnb8(), fx.Bnb4() or fx.Torchao(), or the bare kind,
-            such as "bnb4". `fx.wrap` quantises what is not quantised yet; None leaves weights as
-            they are.
+            such as "bnb4". `fx.wrap` quantises layers that are not quantised yet; None leaves
+            weights as they are.
 
     Example:
         >>> import fxtrain as fx

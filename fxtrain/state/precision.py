@@ -1,4 +1,4 @@
-"""Number formats of a plan."""
+"""The dtypes of a plan."""
 
 from typing import Any, Literal
 
@@ -16,10 +16,10 @@ class LossScale:
     """Dynamic loss scale for fp16; the defaults are torch's.
 
     Attributes:
-        initial: First scale.
+        initial: Initial scale.
         growth: Factor after `interval` updates without overflow.
         backoff: Factor after an overflow; below 1.
-        interval: Updates without overflow until the scale grows.
+        interval: Updates without overflow before the scale grows.
     """
 
     initial: float = attrs.field(default=65536.0, validator=above(0))
@@ -30,11 +30,11 @@ class LossScale:
 
 @record
 class Precision:
-    """In which formats a model computes. A plan also takes the bare name: `"bf16"`.
+    """The dtypes in which a model computes. A plan also takes the bare name: `"bf16"`.
 
     Attributes:
-        compute: Format of autocast regions; fp32 means no autocast.
-        output: Format of the model's floating outputs; None keeps what the model gave.
+        compute: Dtype of autocast regions; fp32 means no autocast.
+        output: Dtype of the model's floating-point outputs; None leaves them unchanged.
         scale: Loss scale, used with fp16 only.
     """
 
@@ -44,7 +44,7 @@ class Precision:
 
 
 def precision_of(value: Any) -> Any:
-    """Turn the short form of a precision into the record; leave everything else alone."""
+    """Turn the short form of a precision into the record; leave other values unchanged."""
     if isinstance(value, str) and value in FORMATS:
         return Precision(compute=value)  # type: ignore[arg-type]
     return value

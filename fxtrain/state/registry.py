@@ -1,4 +1,4 @@
-"""Which strategies there are: the configs of fxtrain, and the rows of installed packages."""
+"""The available strategies: fxtrain's configs, and the entries of installed packages."""
 
 from typing import TYPE_CHECKING
 
@@ -21,25 +21,25 @@ GROUP = "fxtrain.strategies"
 
 
 def kind_of(config: type) -> str | None:
-    """What tells a strategy config from others in a file; None if it is no config."""
+    """The kind by which files name a strategy config; None if it is not a config."""
     field = attrs.fields_dict(config).get("kind") if attrs.has(config) else None
     return field.default if field is not None and isinstance(field.default, str) else None
 
 
 def installed_strategies() -> "tuple[Strategy, ...]":
-    """The strategies of installed packages: what the entry points in the group `GROUP` load to.
+    """The strategies of installed packages, from the entry points in the group `GROUP`.
 
-    Whatever reads, checks or carries out a plan finds them here.
+    Everything that reads, checks or carries out a plan finds them here.
 
     Raises:
-        PlanError: an entry point loads to something else, or to a second strategy for a config.
+        PlanError: an entry point loads something else, or a second strategy for a config.
 
     Example:
         >>> from fxtrain.state import installed_strategies
         >>> installed_strategies()
         ()
     """
-    from fxtrain.state.strategy import Strategy  # which imports the records that plans hold
+    from fxtrain.state.strategy import Strategy  # imports the records that plans contain
 
     table = installed_rows(
         taken=BUILT_IN, group=GROUP, kind=Strategy, key=lambda row: row.config, error=PlanError

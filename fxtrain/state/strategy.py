@@ -41,12 +41,12 @@ class UpdateSpec:
     """What an update must do before the optimizer runs.
 
     Attributes:
-        scale: Factor on every gradient, a number or scalar tensor; None leaves them.
-        clip_norm: Largest total norm; None does not clip.
-        clip_value: Largest absolute entry; None does not clip.
-        skip: Leave the update out; equal on every rank.
-        keep_parameters: The update counts, but parameters of this rank stay: it trains alone
-            (`Plan.local`) and had no rows.
+        scale: Factor for every gradient, a number or scalar tensor; None leaves them unchanged.
+        clip_norm: Maximum total norm; None does not clip.
+        clip_value: Maximum absolute value of an entry; None does not clip.
+        skip: Skip the update; equal on every rank.
+        keep_parameters: Count the update but keep this rank's parameters: its replica trains
+            independently (`Plan.local`) and had no rows.
     """
 
     scale: Any = attrs.field(default=None, eq=False)
@@ -58,11 +58,11 @@ class UpdateSpec:
 
 @attrs.frozen(kw_only=True, eq=False)
 class UpdateResult:
-    """What an update did. Identity decides equality and hash, as of the tensor inside.
+    """The result of an update. Equality and hash are by identity, since it contains a tensor.
 
     Attributes:
-        applied: The optimizers ran.
-        grad_norm: Total norm before clipping, where one was computed.
+        applied: Whether the optimizers ran.
+        grad_norm: Total norm before clipping, if one was computed.
     """
 
     applied: bool
@@ -71,22 +71,22 @@ class UpdateResult:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Round:
-    """What copies of a model that train alone keep from one average to the next.
+    """What replicas that train independently keep from one average to the next.
 
-    Identity decides equality and hash: the tensors change in place.
+    Equality and hash are by identity: the tensors change in place.
 
     Attributes:
-        copies: The ranks that hold the same part of each copy.
-        within: The ranks of this copy, over which its gradients are averaged.
+        copies: The ranks that hold the same part of each replica.
+        within: The ranks of this replica, over which its gradients are averaged.
         peers: Their numbers on the data axis.
-        parameters: What is averaged beside buffers, by name.
+        parameters: The averaged parameters, by name; buffers are averaged as well.
         rows: On the CPU, int64, shape (3,): rows of this replica, those of all replicas together,
             and micro-batches with a `Weighted` loss, in the updates since the last average.
         weight: On the device, a number: the weight of this rank's `Weighted` losses in them.
-        open_rows: As `rows`, of the open accumulation window.
-        open_weight: As `weight`, of the open accumulation window.
-        anchor: Where parameters stood then, by name; only with an outer optimizer.
-        momentum: Of the outer optimizer, by name.
+        open_rows: The same as `rows`, for the open accumulation window.
+        open_weight: The same as `weight`, for the open accumulation window.
+        anchor: Parameters after the last average, by name; only with an outer optimizer.
+        momentum: Momentum of the outer optimizer, by name.
     """
 
     copies: DistContext
@@ -103,14 +103,14 @@ class Round:
 
 @attrs.frozen(kw_only=True, eq=False)
 class WeightedLoss:
-    """One micro-batch's part in its update. Identity decides equality and hash.
+    """One micro-batch's part in its update. Equality and hash are by identity.
 
     Attributes:
-        loss: What backward starts from.
+        loss: The tensor from which backward starts.
         mean: The micro-batch's own mean loss, detached.
         weight: What that mean averages over.
-        aux: What the loss function returned beside the loss.
-        provisional: The loss is multiplied by about what it should be, so that gradients have to be
+        aux: The loss function's aux metrics.
+        provisional: Whether the loss was scaled by an estimate, so that gradients have to be
             corrected by the weight of the window when it closes.
     """
 
@@ -123,13 +123,13 @@ class WeightedLoss:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Wrapped:
-    """A model made ready for a context and a plan; call it like the model.
+    """A model prepared for a context and a plan; call it like the model.
 
-    Identity decides equality and hash: the torch objects inside change in place.
+    Equality and hash are by identity: the torch objects inside change in place.
 
     Attributes:
         module: The user's module.
-        engine: What runs forward: the module itself, or what the strategy put around it.
+        engine: What runs forward: the module itself, or the strategy's wrapper around it.
         optimizer: What the optimizer factory returned, or None.
         scheduler: What the scheduler factory returned, or None.
         optimizers: Every optimizer, in order.
@@ -138,20 +138,20 @@ class Wrapped:
         ctx: The context it was wrapped for.
         plan: The plan it was wrapped under.
         strategy: The functions that carry the plan out.
-        window: What the micro-batches of the open accumulation window add up to.
-        undo: Takes back what wrapping did to the module.
-        bare: () → function: takes off the module what wrapping put on it, until the function is
-            called, which puts everything back as it was. Values are left alone.
-        formats: By name, the dtypes with which parameters and buffers came.
-        closed: Why the handle cannot be used: empty while it can, then the one word "unwrap" for
-            good, or "gathered" while a block of `fx.gathered` runs. The one thing in this record
-            that changes, and a list, since whoever holds the handle or a copy of it with another
-            field (`StepFns`, `attrs.evolve`) must learn of it: they all share one module.
-        strategy_state: What only this strategy keeps, as a record of its own type: a `Round` of
-            copies that train alone (DDP and FSDP under `Plan.local`), the config of DeepSpeed's
-            engine, XLA's count of compilations; None where there is nothing to keep.
-        by_hand: Empty, or the one word "ops.backward" while gradients are there that this call
-            added: the next step adds to them. A list for the same reason.
+        window: Sums over the micro-batches of the open accumulation window.
+        undo: Reverts what wrapping did to the module.
+        bare: () → function: removes from the module what wrapping added, until the returned
+            function is called, which restores everything. Values are not changed.
+        formats: By name, the original dtypes of parameters and buffers.
+        closed: Why the handle cannot be used: empty while it can, then "unwrap" for good, or
+            "gathered" during a block of `fx.gathered`. The one mutable state of this record, and
+            a list, because the handle and its copies with other fields (`StepFns`,
+            `attrs.evolve`) share one module and must all see it.
+        strategy_state: What only this strategy keeps, as a record of its own type: a `Round`
+            under `Plan.local`, the config of DeepSpeed's engine, XLA's count of compilations;
+            None if there is nothing.
+        by_hand: Empty, or "ops.backward" while there are gradients that this call added: the
+            next step adds to them. A list for the same reason.
     """
 
     module: nn.Module
@@ -197,14 +197,14 @@ class Wrapped:
 
 @attrs.frozen(kw_only=True, eq=False)
 class FlatShard:
-    """This rank's part of a tensor that ranks hold in stretches of its elements.
+    """This rank's part of a flattened tensor: a range of its elements.
 
-    So engines cut parameters that they flatten. Identity decides equality and hash.
+    Engines that flatten parameters shard them so. Equality and hash are by identity.
 
     Attributes:
-        shape: Of the whole tensor.
-        start: Elements before the part, in the order in which torch lays them out.
-        values: The part, live, with one dimension; it may be empty.
+        shape: Shape of the full tensor.
+        start: Offset of the first element, in torch's memory order.
+        values: The live values, with one dimension; may be empty.
     """
 
     shape: tuple[int, ...]
@@ -214,19 +214,19 @@ class FlatShard:
 
 @attrs.frozen(kw_only=True, eq=False)
 class ModelState:
-    """Everything that a wrapped model needs to go on as if it had not been stopped.
+    """Everything that a wrapped model needs to resume exactly.
 
-    Tensors are the live ones, not copies. Identity decides equality and hash.
+    Tensors are the live ones, not copies. Equality and hash are by identity.
 
     Attributes:
-        tensors: By name, the same names and shapes on every rank that holds them. A DTensor
-            or a `FlatShard` is spread over ranks; any other is the same on all.
-        own: By name, tensors that differ between ranks.
+        tensors: By name, with the same names and shapes on every rank that holds them. A
+            DTensor or a `FlatShard` is sharded; any other is the same on all ranks.
+        own: By name, tensors that belong to this rank only.
         values: A tree of plain values and tensors, the same on every rank.
-        varies_by_rank: Names of tensors of which rank 0's counts, but which may differ between
-            ranks, such as the buffers of replicas. Where they do, each rank's is kept too.
-        constant_between_steps: Names of tensors that nothing but a step of `model.optimizers`
-            changes, so that they may be copied until then.
+        varies_by_rank: Names of tensors that may differ between ranks, such as the buffers of
+            replicas; rank 0's are restored. If they differ, each rank's is saved too.
+        constant_between_steps: Names of tensors that only a step of `model.optimizers` changes,
+            so that they may be copied until then.
     """
 
     tensors: Mapping[str, torch.Tensor | FlatShard]
@@ -238,16 +238,16 @@ class ModelState:
 
 @attrs.frozen(kw_only=True, eq=False)
 class StateReader:
-    """A saved `ModelState`, to be read piece by piece. Identity decides equality and hash.
+    """A saved `ModelState`, read one tensor at a time. Equality and hash are by identity.
 
     Attributes:
         shapes: (shape, dtype) of each tensor by name.
-        fill: (name, tensor) → None; reads into a tensor, plain or spread, or into a stretch.
-        values: As they were saved.
-        own: (name, rank) → the tensor of its own that a rank saved, or None.
-        ranks: How many saved.
-        rank: Which of them this rank is, of `loading_ranks` that load.
-        loading_ranks: How many load.
+        fill: (name, tensor) → None; reads into a tensor, plain or sharded, or a `FlatShard`.
+        values: The saved values.
+        own: (name, rank) → the tensor that belongs to a saved rank, or None.
+        ranks: Number of ranks that saved.
+        rank: This rank, among the `loading_ranks` that load.
+        loading_ranks: Number of ranks that load.
     """
 
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -264,49 +264,48 @@ class Strategy:
     """How one backend carries out one kind of plan: functions only, no state.
 
     Every function has the same signature in every backend, and none of them is optional:
-    a missing ability is `unsupported(...)`. Change one with `attrs.evolve(row, sync=mine)`, and
-    pass the row to `fx.wrap(..., strategy=row)`: every function is called as the row has it.
+    a missing ability is `unsupported(...)`. Change one with `attrs.evolve(entry, sync=mine)`, and
+    pass the entry to `fx.wrap(..., strategy=entry)`: every function is called as it has it.
 
-    Contract: after `backward` inside `sync(model, True)`, gradients are the mean over the
-    ranks of `ctx.axis("loss")`, those of the data and context axes, of what each rank has
-    accumulated since the last `zero`.
+    Contract: after `backward` inside `sync(model, True)`, gradients are the mean, over the ranks of
+    `ctx.axis("loss")` (those of the data and context axes), of what each rank has accumulated
+    since the last `zero`.
 
     Attributes:
         name: Shown in messages.
-        config: The config type that selects this row.
+        config: The config type that selects this entry.
         check: (ctx, plan, module) → problems, in words; no traffic, equal on all ranks.
-        wrap: (row, module, ctx, plan, optimizer, scheduler) → Wrapped, whose `strategy` is the
-            row.
+        wrap: (entry, module, ctx, plan, optimizer, scheduler) → Wrapped, whose `strategy` is the
+            entry.
         forward: (model, args, kwargs) → outputs.
         sync: (model, enabled) → context manager around forward and backward of a
             micro-batch, inside which gradients are reduced over ranks or not.
         backward: (loss, model) → None; applies the loss scale, if any.
-        begin: (model) → None: as a window begins, drops gradients that another model's backward
-            left in this one.
+        begin: (model) → None: at the beginning of a window, drops gradients that another model's
+            backward left in this one.
         run: (model, batch, compute_loss, reduce) → WeightedLoss: forward and backward of one
             micro-batch, after which gradients are reduced over ranks or not.
-            `compute_loss(model, batch)` computes the loss as the user does and weighs it; a
-            strategy may call it for parts of the batch, on some ranks only.
+            `compute_loss(model, batch)` calls the user's loss function and weights the result; a
+            strategy may call it for parts of the batch, or on some ranks only.
         clip_norm: (model, max_norm) → total norm before clipping, equal on every rank.
         clip_value: (model, max_value) → None.
         scale_grads: (model, factor) → None.
-        finite: (model) → whether this rank's gradients are; no traffic.
+        finite: (model) → whether this rank's gradients are finite; no traffic.
         apply: (model, UpdateSpec) → UpdateResult: everything from the end of backward to parameters
             updated, with gradients unscaled, scaled, clipped, and zeroed afterwards.
         state: (model) → ModelState, for a checkpoint; called by all ranks at once.
-        load_state: (model, StateReader) → None; fills the model with what was saved, at any number
-            of ranks.
+        load_state: (model, StateReader) → None; restores the model, at any world size.
         weights: (model) → the tensors of the user's module by name, those of its state dict
             first and in its order; the same names on every rank, whichever holds them. No
             traffic.
-        unwrap: (model) → the user's module, as it was, with whole weights.
-        cuts_sequences: It carries out `Plan.context`.
-        quantized: It carries models with quantised weights over several ranks.
-        average: (model, position) → None: of copies that train alone, ends the round that ends
-            at a position, or begins the first; at None ends one. Called only where the
-            model has a `Round`.
-        fused: (name, function) of functions of this row that its own `run` or `apply` never
-            call, since an engine does their work in one go. `fx.wrap` refuses a row in which one
+        unwrap: (model) → the original user's module, with full weights.
+        cuts_sequences: Whether it supports `Plan.context`.
+        quantized: Whether it supports quantised weights on several ranks.
+        average: (model, position) → None: with independent replicas, ends the round that ends
+            at a position, or begins the first; at None ends one. Only called if the model has a
+            `Round`.
+        fused: (name, function) of functions of this entry that its own `run` or `apply` never
+            calls, since an engine combines their work. `fx.wrap` refuses an entry in which one
             of them was changed and `fused` was not.
     """
 
@@ -337,7 +336,7 @@ class Strategy:
 
 
 def round_of(model: Wrapped) -> Round | None:
-    """The round of copies that train alone; None where all updates are made together.
+    """The averaging state of independent replicas; None if all updates are made together.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -350,10 +349,10 @@ def round_of(model: Wrapped) -> Round | None:
 
 
 def check_open(model: Wrapped, call: str, kind: type[FxError] = StepError) -> None:
-    """Refuse a handle whose module was given back, or is lent.
+    """Refuse a handle whose module was unwrapped or is inside `fx.gathered`.
 
     Raises:
-        FxError: of this kind; it says what to do.
+        FxError: of this type, with what to do.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -363,23 +362,24 @@ def check_open(model: Wrapped, call: str, kind: type[FxError] = StepError) -> No
     """
     if "unwrap" in model.closed:
         raise kind(
-            f"{call}: fx.unwrap gave this model's module back and closed its handle. To continue "
-            f"training, wrap the module again. To get whole weights during training, use "
-            f"fx.weights(model) or `with fx.gathered(model) as net:` instead of fx.unwrap."
+            f"{call}: this model was unwrapped, which closed its handle. To continue training, "
+            f"wrap the module again. To get full weights during training, use fx.weights(model) or "
+            f"`with fx.gathered(model) as net:` instead of fx.unwrap."
         )
     if model.closed:
         raise kind(
-            f"{call}: fx.gathered has put whole weights into this model's module until its block "
-            f"ends. Use the module that it yields inside the block, and call this after the block."
+            f"{call}: this model is inside fx.gathered, which puts full weights into its module "
+            f"until the block ends. Inside the block use the module that it yields; call this "
+            f"afterwards."
         )
 
 
 def _nothing() -> None:
-    """Take nothing back."""
+    """Revert nothing."""
 
 
 def unsupported(what: str, *, by: str) -> Callable[..., NoReturn]:
-    """A strategy function that says clearly that the backend cannot do this.
+    """A strategy function that raises, because the backend does not support it.
 
     Example:
         >>> from fxtrain.state import unsupported

@@ -1,4 +1,4 @@
-"""Strategy configs: what a plan says about spreading a model. Data only."""
+"""Strategy configs: how a plan distributes a model. Data only."""
 
 from typing import Literal
 
@@ -16,11 +16,11 @@ class PowerSGD:
     Attributes:
         rank: Rank of the approximation.
         start_iter: Plain all-reduces before compression starts; at least 2.
-        min_compression_rate: Compress a tensor only if it shrinks at least so much.
+        min_compression_rate: Compress a tensor only if it shrinks at least by this factor.
         use_error_feedback: Carry what compression lost into the next update.
         warm_start: Start from the last update's factors.
-        orthogonalization_epsilon: Added while orthogonalising, against division by zero.
-        compression_stats_logging_frequency: Updates between log lines on the ratio.
+        orthogonalization_epsilon: Added during orthogonalization, against division by zero.
+        compression_stats_logging_frequency: Updates between log lines about the ratio.
         batch_tensors_with_same_shape: Compress equal shapes together.
         seed: Seed of the random start, the same on every rank.
     """
@@ -42,7 +42,7 @@ class CommHook:
 
     Attributes:
         name: none: all-reduce in the gradients' own dtype; fp16 or bf16: compress the
-            all-reduce to that format; power_sgd or batched_power_sgd: low-rank compression.
+            all-reduce to that dtype; power_sgd or batched_power_sgd: low-rank compression.
         wrapper: Additionally cast what the hook sends to fp16 or bf16.
         power_sgd: Options of the two PowerSGD hooks.
     """
@@ -61,15 +61,15 @@ class Single:
 
 @record
 class DDP:
-    """A replica of the model on every rank, gradients averaged while backward runs.
+    """A replica of the model on every rank; gradients are averaged during backward.
 
     At one rank this is the plain model.
 
     Attributes:
         bucket_mib: Size of a gradient bucket in MiB.
-        bucket_view: Gradients are views into the buckets, which saves one copy of them.
+        bucket_view: Gradients are views into the buckets, which saves a copy of them.
         static_graph: The graph is the same in every update.
-        unused_parameters: Search for parameters that took no part in the loss.
+        unused_parameters: Search for parameters that the loss does not use.
         sync_buffers: Broadcast buffers (BatchNorm statistics) from rank 0 before forward.
         hook: How gradients are sent.
         shard_optimizer: Each rank keeps the optimizer states of some parameters only, updates
@@ -88,17 +88,17 @@ class DDP:
 
 @record
 class XLA:
-    """torch_xla: each step becomes one graph, compiled for a TPU or what else PJRT drives.
+    """torch_xla: each step becomes one graph, compiled for a TPU or another PJRT device.
 
     A process with several devices runs one program over all of them (SPMD): rows are split
     over the mesh's axes replicate and shard, parameters over shard. Where each device has a
     process, each holds a replica.
 
     Attributes:
-        blocks: Class names of repeated blocks, at whose ends sharded programs are cut into
-            parts; by default the model's own list, or what its ModuleLists hold.
-        downcast: Hold the model in bf16, rather than computing in bf16 over fp32 parameters.
-        warn_recompiles: Warn when a step that should be compiled by now is compiled again.
+        blocks: Class names of repeated blocks, after which sharded programs are split; by
+            default the model's own list, or the elements of its ModuleLists.
+        downcast: Store the model in bf16, rather than computing in bf16 over fp32 parameters.
+        warn_recompiles: Warn if a step is compiled again after the first ones.
 
     Example:
         >>> import fxtrain as fx

@@ -39,7 +39,7 @@ class JsonLines:
     """A file of JSON lines in the run's folder; needs no package.
 
     Attributes:
-        file: Its name. Of ranks other than 0 the number of the rank is put before the suffix.
+        file: Its name. On ranks other than 0, the number of the rank is inserted before the suffix.
     """
 
     kind: Literal["json_lines"] = attrs.field(default="json_lines", init=False)
@@ -48,10 +48,10 @@ class JsonLines:
 
 @record
 class Terminal:
-    """A line of standard output now and then.
+    """Lines on standard output at intervals.
 
     Attributes:
-        every_s: Least seconds between two lines of metrics; what comes sooner is not shown.
+        every_s: Minimum seconds between two lines of metrics; metrics in between are not shown.
         digits: Significant digits of a number.
     """
 
@@ -65,8 +65,8 @@ class TensorBoard:
     """Event files, written by the package `tensorboard`.
 
     Attributes:
-        folder: Where they are; by default `tensorboard` in the run's folder.
-        flush_s: Most seconds until a metric is in the file.
+        folder: Its folder; by default `tensorboard` in the run's folder.
+        flush_s: Maximum seconds until a metric is in the file.
     """
 
     kind: Literal["tensorboard"] = attrs.field(default="tensorboard", init=False)
@@ -79,10 +79,10 @@ class WandB:
     """Weights & Biases.
 
     Attributes:
-        project: Its project.
-        entity: User or team; None is the account's own.
-        group: Runs that are shown together; of several ranks that track, the run by default.
-        tags: Words to find the run by.
+        project: Name of the project.
+        entity: User or team; None for the account's own.
+        group: Groups runs in the interface; if several ranks track, the run by default.
+        tags: Words by which to find the run.
         mode: Whether metrics are sent, kept for `wandb sync`, or dropped.
     """
 
@@ -99,8 +99,8 @@ class Trackio:
     """Trackio, which writes to the folder that its variable TRACKIO_DIR names.
 
     Attributes:
-        project: Its project.
-        space: Space of Hugging Face that shows it; None stays on this machine.
+        project: Name of the project.
+        space: Hugging Face Space that shows it; None stays on this machine.
     """
 
     kind: Literal["trackio"] = attrs.field(default="trackio", init=False)
@@ -113,10 +113,10 @@ class Comet:
     """Comet.
 
     Attributes:
-        project: Its project.
-        workspace: None is the account's own.
-        online: Send metrics; else they are kept in a zip file for `comet upload`.
-        folder: Of that file; by default `comet` in the run's folder.
+        project: Name of the project.
+        workspace: None for the account's own.
+        online: Send metrics; otherwise they are kept in a zip file for `comet upload`.
+        folder: Folder of that file; by default `comet` in the run's folder.
     """
 
     kind: Literal["comet"] = attrs.field(default="comet", init=False)
@@ -131,7 +131,7 @@ class Aim:
     """Aim.
 
     Attributes:
-        experiment: Its experiment.
+        experiment: Name of the experiment.
         repo: Folder or address of the repository; by default `aim` in the run's folder.
     """
 
@@ -142,13 +142,13 @@ class Aim:
 
 @record
 class MLflow:
-    """MLflow, through its client, so that no other active run is touched.
+    """MLflow, through its client, so that other active runs are not affected.
 
     Attributes:
-        experiment: Its experiment.
-        uri: Of the tracking server; by default a SQLite file `mlflow.db` in the run's folder.
-        artifacts: Where a new experiment keeps files; by default `mlflow` in the run's folder
-            for the SQLite file, else the server's choice.
+        experiment: Name of the experiment.
+        uri: Tracking server; by default a SQLite file `mlflow.db` in the run's folder.
+        artifacts: Where a new experiment stores files; by default `mlflow` in the run's folder
+            for the SQLite file, otherwise as the server chooses.
     """
 
     kind: Literal["mlflow"] = attrs.field(default="mlflow", init=False)
@@ -162,9 +162,10 @@ class ClearML:
     """ClearML, which allows one task per process.
 
     Attributes:
-        project: Its project.
-        tags: Words to find the task by.
-        online: Send metrics; else they are kept in a zip file for `Task.import_offline_session`.
+        project: Name of the project.
+        tags: Words by which to find the task.
+        online: Send metrics; otherwise they are kept in a zip file for
+            `Task.import_offline_session`.
     """
 
     kind: Literal["clearml"] = attrs.field(default="clearml", init=False)
@@ -180,7 +181,7 @@ class DVCLive:
     DVCLive itself runs `dvc init` in a git repository that DVC does not know yet.
 
     Attributes:
-        folder: Where they are; by default `dvclive` in the run's folder.
+        folder: Their folder; by default `dvclive` in the run's folder.
     """
 
     kind: Literal["dvclive"] = attrs.field(default="dvclive", init=False)
@@ -192,8 +193,8 @@ class SwanLab:
     """SwanLab, which allows one run per process.
 
     Attributes:
-        project: Its project.
-        workspace: None is the account's own.
+        project: Name of the project.
+        workspace: None for the account's own.
         mode: cloud sends metrics, local shows them on this machine, offline keeps them for
             `swanlab sync`, disabled drops them.
         folder: By default `swanlab` in the run's folder.

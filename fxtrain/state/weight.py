@@ -1,4 +1,4 @@
-"""One tensor of a model, wherever its parts lie."""
+"""One tensor of a model, however it is distributed."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "Weight"]
 
-# Per dimension, the rows of the whole tensor that are on this rank: neighbours, or by number.
+# Per dimension, the rows of the full tensor that are on this rank: a slice, or indices.
 Part = tuple["slice | torch.Tensor", ...]
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Weight:
-    """One tensor of a user's module: how to get the whole of it, and how to fill it.
+    """One tensor of a user's module: how to gather its full value, and how to fill it.
 
-    Identity decides equality and hash.
+    Equality and hash are by identity.
 
     Attributes:
-        like: The live tensor, plain or spread, or a tensor without values like it where this
-            rank holds nothing of it.
-        shape: Of the whole.
-        dtype: In which the whole is given; that in which the user's module came.
+        like: The live tensor, plain or sharded, or a fake tensor like it if this rank has no part
+            of it.
+        shape: Full shape.
+        dtype: The dtype of the full value: that of the user's original module.
         key: Equal for the names of one tensor, and for nothing else.
-        here: Whether this rank holds it or a part of it.
-        gather: () → the whole, on every rank; all ranks call it at once. The result may share
-            memory with the model.
-        fill: (read) → None: sets what this rank holds. `read(part)` gives the values of a part
-            of the whole, or with None all of them.
-        together: All ranks have to call `fill` at once.
-        stored: It is in the module's state dict.
+        here: Whether this rank has it or a part of it.
+        gather: () → the full value, on every rank; all ranks call it at once. The result may
+            share memory with the model.
+        fill: (read) → None: sets this rank's part. `read(part)` returns the values of a part of
+            the full tensor, or with None all of them.
+        together: Whether all ranks have to call `fill` at once.
+        stored: Whether the module's state dict contains it.
     """
 
     like: Any

@@ -1,4 +1,4 @@
-"""The account of an open accumulation window."""
+"""The record of an open accumulation window."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ __all__ = ["AccumulationWindow", "window_in"]
 
 @attrs.frozen(kw_only=True, eq=False)
 class AccumulationWindow:
-    """What the micro-batches of the open accumulation window add up to; zero between windows.
+    """Sums over the micro-batches of the open accumulation window; zero between windows.
 
     The record is frozen and its tensors change in place. Every field below `sums` and `counts` is
     one number in one of the two, so that a checkpoint holds two tensors and one call zeroes many
-    numbers. Identity decides equality and hash.
+    numbers. Equality and hash are by identity.
 
     Attributes:
-        sums: On the device, floating, shape (4,): the numbers from `scale` to `bad_grads`.
+        sums: On the device, floating-point, shape (4,): the numbers from `scale` to `bad_grads`.
         counts: On the CPU, int64, shape (5,): the numbers from `micro` to `unscaled`.
-        scale: What `Weighted` losses of the window are multiplied by before backward.
+        scale: Factor of the window's `Weighted` losses before backward.
         weight: Sum of the weights of this rank's `Weighted` losses.
         bad_losses: Micro-batches with a non-finite loss.
-        bad_grads: Gradients that were non-finite when an engine took them.
+        bad_grads: Gradients that were non-finite when an engine received them.
         micro: Micro-batches.
-        rows: Their rows, with padding.
-        full_rows: Rows that a full window holds.
+        rows: Their rows, including padding.
+        full_rows: Rows of a full window.
         real_rows: Rows without padding.
-        unscaled: Whether gradients are unscaled already (fp16).
+        unscaled: Whether gradients are already unscaled (fp16).
     """
 
     sums: torch.Tensor
@@ -51,7 +51,7 @@ def window_in(sums: torch.Tensor, counts: torch.Tensor) -> AccumulationWindow:
     """The window whose numbers are in two tensors.
 
     Args:
-        sums: Floating, shape (4,).
+        sums: Floating-point, shape (4,).
         counts: On the CPU, int64, shape (5,).
 
     Example:

@@ -1,8 +1,8 @@
 """YAML as plain data: true, false, null, numbers, text, lists and tables, and nothing else.
 
-pyyaml finds out how the text is composed. What its nodes become is decided here, since its own
-constructors make dates and sets, fail with whatever error they come upon, and follow an alias as
-often as it appears: 300 bytes can become a list of a hundred million entries.
+pyyaml parses the text into nodes. Their values are constructed here, since its own constructors
+create dates and sets, fail with arbitrary errors, and expand an alias as often as it appears:
+300 bytes can become a list of a hundred million entries.
 """
 
 import re
@@ -14,11 +14,11 @@ from fxtrain._record import shown
 
 __all__ = ["parse_yaml"]
 
-_MAX_BYTES = 1 << 20  # letters: pyyaml takes seconds for so many
+_MAX_BYTES = 1 << 20  # characters: pyyaml takes seconds for that many
 _ALIASED = 100_000  # values that aliases may add to a file
 _TAGS = "tag:yaml.org,2002:"
-# The core schema of YAML 1.2, with fewer guesses: `yes`, `010` and `1e3` are text. What pyyaml
-# writes is read back as it was, since it quotes all text that it could mistake.
+# The core schema of YAML 1.2, with fewer guesses: `yes`, `010` and `1e3` are text. pyyaml's
+# output is read back unchanged, since it quotes all ambiguous text.
 _RESOLVED = (
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
     ("float", r"^[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+][0-9]+)?|\.inf)$|^\.nan$", "-+.0123456789"),
@@ -40,13 +40,13 @@ def parse_yaml(text: str) -> Any:
     """Plain data from YAML.
 
     Raises:
-        ValueError: it is something else, with the line; or its aliases stand for too much.
+        ValueError: it is invalid (with the line), or its aliases expand to too much.
         RecursionError: it is nested too deeply.
         MissingPackageError: pyyaml is not installed (the extra `files`).
     """
     yaml: Any = optional("yaml", extra="files", needed_by="A file in YAML")
     if len(text) > _MAX_BYTES:
-        raise ValueError(f"it has {len(text)} letters; at most {_MAX_BYTES} are read as YAML.")
+        raise ValueError(f"it has {len(text)} characters; YAML is limited to {_MAX_BYTES}.")
     try:
         loader = _loader(yaml)(text)
         try:
@@ -75,7 +75,7 @@ def _loader(yaml: Any) -> Any:
 
 
 def _check_size(root: Any, most: int) -> None:
-    """Refuse a value that holds itself, or is much larger than its text once aliases count."""
+    """Refuse a value that contains itself, or is far larger than its text with aliases expanded."""
     sizes: dict[int, int] = {}
     inside: set[int] = set()
 
@@ -92,7 +92,7 @@ def _check_size(root: Any, most: int) -> None:
 
     if (found := size(root)) > most:
         raise ValueError(
-            f"its aliases make {shown(found)} values of a short text; at most {most} are read."
+            f"its aliases expand to {shown(found)} values; the limit for this text is {most}."
         )
 
 
@@ -105,7 +105,7 @@ def _children(node: Any) -> Iterator[Any]:
 
 
 def _value(node: Any, made: dict[int, Any]) -> Any:
-    """What a node stands for; an aliased node is made once."""
+    """The value of a node; an aliased node is constructed once."""
     if id(node) not in made:
         made[id(node)] = _make(node, made)
     return made[id(node)]
@@ -120,13 +120,13 @@ def _make(node: Any, made: dict[int, Any]) -> Any:
     if node.id != "scalar" or (tag not in _SCALARS and tag != "merge"):
         raise ValueError(
             f"{_place(node.start_mark)}: the tag {shown(_short(node.tag))} of a {node.id} is not "
-            f"supported. A file holds true, false, null, numbers, text, lists and tables."
+            f"supported. A file contains true, false, null, numbers, text, lists and tables."
         )
     try:
         return _SCALARS["str" if tag == "merge" else tag](node.value)
     except (ValueError, KeyError):
         raise ValueError(
-            f"{_place(node.start_mark)}: {shown(node.value)} does not fit the tag !!{tag}."
+            f"{_place(node.start_mark)}: {shown(node.value)} is not a valid !!{tag}."
         ) from None
 
 
@@ -154,7 +154,7 @@ def _table(node: Any, made: dict[int, Any]) -> dict[Any, Any]:
 
 
 def _merged(node: Any, made: dict[int, Any]) -> dict[Any, Any]:
-    """The tables that `<<` names: of several, the first that has a key counts."""
+    """The tables that `<<` merges; if several have a key, the first is used."""
     tables = node.value if node.id == "sequence" else [node]
     if any(one.id != "mapping" for one in tables):
         raise ValueError(f"{_place(node.start_mark)}: `<<` takes a table, or a list of tables.")

@@ -3,7 +3,6 @@
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -14,6 +13,7 @@ from typing import Any
 import attrs
 
 from fxtrain._errors import CollectiveError
+from fxtrain._listen import free_port
 from fxtrain._secret import SECRET, fresh_secret
 from fxtrain.launch.launchers.native.addresses import loopback_route
 from fxtrain.testing.starting import starter
@@ -247,13 +247,6 @@ def _kill(process: Any) -> None:
         ProcessLookupError,
     ):  # Windows, or just started, or already ended
         process.kill()
-
-
-def free_port() -> int:
-    """A TCP port on loopback that is not in use."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _send(pipe: Connection, request: bytes) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.checkpoint import folder_lock, saving
-from fxtrain.checkpoint.folder_lock import _read, acquire
+from fxtrain.checkpoint.folder_lock import acquire, read_lock
 from fxtrain.checkpoint.folders import Found
 from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.checkpoint.owner import Owner, is_running, owner_from, this_process
@@ -360,6 +360,6 @@ def test_a_lock_with_a_key_twice_says_nothing(tmp_path):
         raw = lock.bytes(0)
     finally:
         lock.release()
-    assert _read(raw)[0] == lock.token
-    assert _read(raw.replace(b'{"token"', b'{"token": "other", "token"', 1)) == (None, None)
-    assert _read(raw.replace(b'"000000000000"', b"NaN")) == (None, None)
+    assert read_lock(raw)[0] == lock.token
+    assert read_lock(raw.replace(b'{"token"', b'{"token": "other", "token"', 1)) == (None, None)
+    assert read_lock(raw.replace(b'"000000000000"', b"NaN")) == (None, None)

@@ -294,11 +294,11 @@ def _wrong_model(ctx, folder, change):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ("shape", "4.weight is torch.float32 [2, 8] in the checkpoint, and torch.float32 [3, 8]"),
+        ("shape", "4.weight is torch.float32 [2, 8] in the checkpoint, but torch.float32 [3, 8]"),
         ("names", "5.weight is not in the checkpoint"),
         ("dtype", "torch.float64"),
-        ("kind", "is a SGD here and was saved as a AdamW"),
-        ("order", "group 0 has 4.bias here where it had 0.weight"),
+        ("kind", "is a SGD here, and was saved as a AdamW"),
+        ("order", "group 0 has 4.bias here, and 0.weight in the checkpoint"),
     ],
 )
 def test_another_model_is_told_apart(pair, change, message, tmp_path):

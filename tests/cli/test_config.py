@@ -65,10 +65,10 @@ MISTAKES = [
     ),
     Mistake(
         text='[launch]\nlauncher = "tpu"\nrole = "x"',
-        says="launch: The launcher tpu has no use for role='x'",
+        says="launch: The launcher tpu does not support role='x'",
     ),
     Mistake(text="launch = 3", says="launch: expected a table, found 3"),
-    Mistake(text='default = "a"', says="default: there is no profile 'a'; the file has none"),
+    Mistake(text='default = "a"', says="default: no profile 'a'; the file has none"),
     Mistake(text="default = 1", says="default: expected the name of a profile, found 1"),
     Mistake(text="profiles = 1", says="profiles: expected a table of profiles, found 1"),
     Mistake(text="[profiles.a]\nx = 1", says="profiles.a: unknown key 'x'; known are launch, plan"),
@@ -78,8 +78,8 @@ MISTAKES = [
         says="profiles.a.plan.data.source: found 'dispach'",
     ),
     Mistake(text="[launch]\nranks = 1979-05-27", says="launch.ranks: found datetime.date(1979"),
-    Mistake(text="[launch", says="This is not TOML"),
-    Mistake(text="a: [", says="This is not YAML", form="yaml"),
+    Mistake(text="[launch", says="Invalid TOML"),
+    Mistake(text="a: [", says="Invalid YAML", form="yaml"),
     Mistake(text="&a {launch: *a}", says="contains itself through an alias", form="yaml"),
     Mistake(text="- 1", says="the file: expected a table of default", form="yaml"),
     Mistake(text="1: 2", says="unknown key 1", form="yaml"),
@@ -174,7 +174,7 @@ def test_a_wrong_value_is_told_with_its_origin(good):
 
 @pytest.mark.parametrize("word", ["ranks=2", "launch.ranks", "launch..x=1", "data.x=1", "="])
 def test_a_flag_that_sets_nothing_is_an_error(word):
-    with pytest.raises(fx.PlanError, match="a value is set as"):
+    with pytest.raises(fx.PlanError, match="write a value as"):
         from_flags([word])
 
 
@@ -216,10 +216,10 @@ def test_default_writes_a_file_that_is_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["config", "default"]) == Exit.WELL
     assert main(["config", "check"]) == Exit.WELL
-    assert "fxtrain.toml is in order" in capsys.readouterr().out
+    assert "fxtrain.toml is valid" in capsys.readouterr().out
     before = (tmp_path / "fxtrain.toml").read_text()
     assert main(["config", "default"]) == Exit.WRONG
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert (tmp_path / "fxtrain.toml").read_text() == before
     assert main(["config", "default", "--force", "sub/run.yaml"]) == Exit.WELL
     assert read_launch_file("sub/run.yaml").common.launch == {"ranks": detect_machine().count or 1}

@@ -267,5 +267,5 @@ def test_the_command_reports(factory, monkeypatch, capsys):
     assert told["inference_bytes"]["cache"] is None
     assert main(words) == Exit.WELL
     said = capsys.readouterr().out
-    assert "total, without activations" in said and "shape not known" in said
+    assert "total, without activations" in said and "unknown shape" in said
     assert main(["estimate-memory", "./nowhere"]) == Exit.WRONG

@@ -82,7 +82,10 @@ def test_a_script_runs_unchanged_as_one_rank(script, tmp_path):
 
 def test_a_picture_of_another_format_is_refused_before_the_program_runs(script, capsys):
     assert main(["plan", "--world", "8", "--picture", "run.gif", script, "1"]) == Exit.WRONG
-    assert "--picture run.gif: a picture ends in .svg, .png, .pdf." in capsys.readouterr().err
+    assert (
+        "--picture run.gif: the name of a picture ends in .svg, .png, .pdf."
+        in capsys.readouterr().err
+    )
 
 
 def test_an_earlier_run_stands_beside(script, tmp_path, monkeypatch, capsys, here):

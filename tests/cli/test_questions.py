@@ -160,7 +160,7 @@ def test_answers_that_end_early_are_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("native\n"))
     assert main(["config"]) == Exit.WRONG
-    assert "There was no answer to 'On how many machines?'" in capsys.readouterr().err
+    assert "No answer to 'On how many machines?'" in capsys.readouterr().err
     assert not (tmp_path / "fxtrain.toml").exists()
 
 
@@ -187,7 +187,7 @@ def test_a_profile_is_added_to_a_file(name, tmp_path, monkeypatch, capsys):
     assert read_launch_file(name).profiles["a"].launch["ranks"] == 5
     assert ("# mine" in (tmp_path / name).read_text()) == toml
     assert answer() == Exit.WRONG
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 DOWN, ENTER = "\x1b[B", "\r"
@@ -250,15 +250,15 @@ class _Terminal:
 
 def test_a_terminal_has_arrow_keys_and_colour(tmp_path):
     terminal = _Terminal(*FXTRAIN, "config", cwd=tmp_path)
-    terminal.wait_for("Who starts the ranks?")
+    terminal.wait_for("Which launcher starts the ranks?")
     terminal.press(ENTER)
     terminal.wait_for("On how many machines?")
     terminal.press(ENTER)
     terminal.wait_for("How many ranks")
     terminal.press(f"\x7f4{ENTER}")  # in the place of the default
-    terminal.wait_for("start again after a failure")
+    terminal.wait_for("restart after a failure")
     terminal.press(ENTER)
-    terminal.wait_for("How is the model spread")
+    terminal.wait_for("How is the model distributed")
     terminal.press(DOWN + ENTER)
     for text in ("mode", "wrap", "offload"):
         terminal.wait_for(meanings(fx.FSDP)[text][:20])

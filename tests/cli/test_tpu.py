@@ -51,7 +51,7 @@ def test_another_pod_and_a_file_of_commands(here, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--command", "ls"], "a name"),
+        (["--command", "ls"], "the option name"),
         (["--name", "p"], "nothing to run"),
         (["--name", "p", "--command", "ls"], "gcloud is not on the PATH"),
         (["--command-file", "nowhere"], "nowhere"),

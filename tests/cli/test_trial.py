@@ -2,14 +2,13 @@
 
 import json
 
-import attrs
 import pytest
 import torch
 
 import fxtrain as fx
 from fxtrain.cli import Exit, main
 from fxtrain.diagnosis import clock_problems, fact_problems, facts_here
-from fxtrain.diagnosis.trial import _of_trees, measure, trial
+from fxtrain.diagnosis.trial import Collective, measure, trial
 from tests.launched._run import FXTRAIN, run_fork
 
 NAMES = [
@@ -47,8 +46,11 @@ def test_a_plan_that_does_not_fit_is_a_problem(pair):
 
 def _lying(ctx):
     """A sum that one rank gets wrong."""
-    honest = _of_trees()[0]
-    wrong = attrs.evolve(honest, call=lambda x, ctx: honest.call(x, ctx) + (ctx.rank == 1))
+    wrong = Collective(
+        name="reduce",
+        call=lambda x, ctx: fx.ops.reduce(x, ctx, "sum") + (ctx.rank == 1),
+        right=lambda got, *_: bool((got == 3).all()),
+    )
     return measure(wrong, ctx, mib=0.01)["right"]
 
 

@@ -88,9 +88,9 @@ def packages(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        (".foo", "not the name of a module"),
-        (".", "not the name of a module"),
-        ("a..b", "not the name of a module"),
+        (".foo", "not a valid module name"),
+        (".", "not a valid module name"),
+        ("a..b", "not a valid module name"),
         ("fails.part", "RuntimeError: no"),
         ("quits.part", "SystemExit: 7"),
         ("spelt.part", "SyntaxError"),

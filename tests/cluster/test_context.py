@@ -36,8 +36,8 @@ class _Named(Transformer):
 
 
 BAD = {
-    "axis": (None, _cp(), Transformer, "which has one rank. Ask for more"),
-    "silent": (PAIR, fx.Plan(), Transformer, "context=2, but the plan does not cut"),
+    "axis": (None, _cp(), Transformer, "which has one rank. Use more"),
+    "silent": (PAIR, fx.Plan(), Transformer, "context=2, but the plan does not split"),
     "table": (PAIR, _cp(tables=("positon",)), Transformer, "Did you mean position"),
     "fused": (PAIR, _cp(), _Other, "attention is nn.MultiheadAttention"),
     "eager": (PAIR, _cp(), _Named, "attention is 'eager'"),
@@ -53,7 +53,12 @@ BAD = {
         Transformer,
         "cannot recompute blocks that are compiled",
     ),
-    "strategy": (PAIR, fx.Plan(strategy=fx.Single(), context=fx.CP()), Transformer, "not cut seq"),
+    "strategy": (
+        PAIR,
+        fx.Plan(strategy=fx.Single(), context=fx.CP()),
+        Transformer,
+        "cannot split seq",
+    ),
 }
 
 
@@ -76,9 +81,9 @@ ROWS = torch.zeros(2, 8)
 BATCHES = {
     "length": ({"x": torch.zeros(2, 10)}, {}, r"x \[2, 10\] has 10 tokens.*multiple of 4, or use"),
     "odd": ({"x": torch.zeros(2, 9)}, {"balance": False}, "multiple of 2"),
-    "lengths": ((ROWS, torch.zeros(2, 4)), {}, r"0 \[2, 8\], 1 \[2, 4\]. Say which"),
-    "nothing": ({"x": torch.zeros(2)}, {}, "has none. Say which"),
-    "name": ({"ids": ROWS}, {"batch": ("id",)}, r"cuts 'id', and no.*It has: ids \[2, 8\]"),
+    "lengths": ((ROWS, torch.zeros(2, 4)), {}, r"0 \[2, 8\], 1 \[2, 4\]. Name those"),
+    "nothing": ({"x": torch.zeros(2)}, {}, "has none. Name those"),
+    "name": ({"ids": ROWS}, {"batch": ("id",)}, r"names 'id', but no.*It has: ids \[2, 8\]"),
 }
 
 
@@ -135,7 +140,7 @@ class _Attends(nn.Module):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"attn_mask": torch.ones(4, 4, dtype=torch.bool)}, "got a mask of the shape"),
+        ({"attn_mask": torch.ones(4, 4, dtype=torch.bool)}, "received a mask of shape"),
         ({"dropout_p": 0.1}, "dropout_p=0.1"),
         ({"flat": True}, r"found queries \[1, 4, 4\]"),
         ({"short": True, "is_causal": True}, "4 queries to 2 keys"),
@@ -152,7 +157,7 @@ def test_attention_that_cannot_go_over_ranks_is_refused(options, words):
 def test_positions_need_tokens_and_tables_that_are_long_enough():
     with fake_world(2, rank=1, mesh=PAIR) as ctx:
         model = fx.wrap(Transformer(), ctx, _cp(tables=("position",)))
-        with pytest.raises(fx.StepError, match="has 8 rows, and sequences have 16 tokens"):
+        with pytest.raises(fx.StepError, match="has 8 rows, but sequences have 16 tokens"):
             model(torch.zeros(1, 8, dtype=torch.int64))
         assert model.module.position.shape[0] == 8
         with pytest.raises(

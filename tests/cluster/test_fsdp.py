@@ -21,11 +21,11 @@ def _sgd(params):
 
 BAD = {
     "size": (6, None, fx.FSDP(shard=4), r"multiple of 4 ranks.*has 6. Use shard=3 or 6.*launch 8"),
-    "mode": (4, None, fx.FSDP(mode="none", shard=2), "Drop one"),
+    "mode": (4, None, fx.FSDP(mode="none", shard=2), "Remove one"),
     "mesh": (8, fx.Mesh(shard=4), fx.FSDP(shard=2), "disagree"),
-    "axis": (4, fx.Mesh(context=2), fx.FSDP(), "context=2, but the plan does not cut sequences"),
+    "axis": (4, fx.Mesh(context=2), fx.FSDP(), "context=2, but the plan does not split sequences"),
     "class": (4, None, fx.FSDP(wrap=("Blok",)), "Did you mean Block"),
-    "both": (4, None, fx.FSDP(wrap=("Block",), min_params=10), "chooses blocks twice"),
+    "both": (4, None, fx.FSDP(wrap=("Block",), min_params=10), "chooses blocks in two ways"),
     "ways": (
         4,
         None,
@@ -39,7 +39,7 @@ BAD = {
         "has no attribute 'is_",
     ),
     "module": (4, None, fx.FSDP(wrap_by="tests.clusters:is_block"), "No module named 'tests.clus"),
-    "chosen": (4, None, fx.FSDP(wrap_by=is_none), "chose none of the modules of Transformer"),
+    "chosen": (4, None, fx.FSDP(wrap_by=is_none), "chose no module of Transformer"),
     "ignored": (4, None, fx.FSDP(ignore=("gian",)), "Did you mean gain"),
     "replicas": (4, fx.Mesh(tensor=2), fx.DDP(), r"tensor=2, which DDP does not.*mode='none', ten"),
     "stages": (4, fx.Mesh(pipeline=2), fx.DDP(), r"pipeline=2, which DDP does not use.*Use PP\(\)"),
@@ -197,7 +197,7 @@ def _badly_meta(ctx, case):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("all", "no reset_parameters to make their values: the model itself"),
+        ("all", "no reset_parameters to initialize them: the model itself"),
         ("rank 0 only", "or on all but rank 0"),
         ("some", "or on all but rank 0"),
     ],
@@ -310,7 +310,9 @@ def test_a_non_finite_shard_is_everyones(pair):
         assert all(torch.isfinite(value).all() for value in run.parameters.values())
     for error in pair.outcomes(_nonfinite, "raise"):
         assert isinstance(error, fx.StepError)
-        assert "rank 0: 0 losses, gradients too\n  rank 1: 1 losses" in str(error)
+        first, second = str(error).splitlines()[1:3]
+        assert first == "  rank 0: 0 non-finite losses; gradients are non-finite"
+        assert second.startswith("  rank 1: 1 non-finite loss; ")
 
 
 def _uneven(ctx, rows):

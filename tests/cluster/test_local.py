@@ -150,13 +150,13 @@ def test_a_loop_by_hand_is_the_step(pair):
 
 BAD = {
     "one copy": (fx.FSDP(), fx.Mesh(shard=4), {}, "replicate=1 and shard=4"),
-    "no mesh": (fx.FSDP(shard=2), None, {}, "shard=1. Say fx.detect"),
-    "warm-up": (fx.FSDP(), fx.Mesh(shard=2), {"warmup": 3}, "make no update together"),
-    "ignored": (fx.FSDP(ignore=("0.bias",)), fx.Mesh(shard=2), {}, "Drop one of them"),
-    "deepspeed": (fx.DeepSpeed(), None, {}, "makes none that could"),
+    "no mesh": (fx.FSDP(shard=2), None, {}, "shard=1. Use fx.detect"),
+    "warm-up": (fx.FSDP(), fx.Mesh(shard=2), {"warmup": 3}, "cannot make updates together"),
+    "ignored": (fx.FSDP(ignore=("0.bias",)), fx.Mesh(shard=2), {}, "Remove one of them"),
+    "deepspeed": (fx.DeepSpeed(), None, {}, "does not support that"),
     "mesh": (fx.DDP(), fx.Mesh(tensor=2), {}, "the mesh has tensor=2"),
-    "zero": (fx.DDP(shard_optimizer=True), None, {}, "Drop one of them"),
-    "graph": (fx.DDP(static_graph=True), None, {"warmup": 3}, "Drop one of them"),
+    "zero": (fx.DDP(shard_optimizer=True), None, {}, "Remove one of them"),
+    "graph": (fx.DDP(static_graph=True), None, {"warmup": 3}, "Remove one of them"),
 }
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain.backends.pipeline.partition import layout_of, pipeline_problems
-from fxtrain.backends.pipeline.stage import TensorMeta, _to_send
+from fxtrain.backends.pipeline.stage import TensorMeta, as_sent
 from fxtrain.testing import (
     LAWS,
     Task,
@@ -84,7 +84,7 @@ def _held(**options):
 
 
 BAD = {
-    "axis": (fx.Mesh(), fx.PP(), {}, "has one rank. Ask for more"),
+    "axis": (fx.Mesh(), fx.PP(), {}, "has one rank. Use more"),
     "context": (fx.Mesh(pipeline=2, context=2), fx.PP(), {}, "context=2, which PP does not use"),
     "shard": (
         fx.Mesh(pipeline=2, shard=2),
@@ -109,7 +109,7 @@ BAD = {
             stages=fx.FSDP(tensor=fx.TP(styles=(UP, DOWN, *ATTENTION), sequence=True)),
         ),
         {},
-        r"before blocks\.1\.norm_2, inside of blocks\.1, and TP\(sequence=True\)",
+        r"before blocks\.1\.norm_2, inside blocks\.1, but TP\(sequence=True\)",
     ),
     "name": (None, fx.PP(split=("block.1", "x", "y")), {}, r"'block\.1'. Did you mean blocks\.1"),
     "list": (
@@ -119,24 +119,25 @@ BAD = {
         "ModuleList, which is never called",
     ),
     "order": (None, fx.PP(split=("norm", "blocks.1", "head")), {}, "in the order of"),
-    "inside": (None, fx.PP(split=("blocks.0", "blocks.0.up", "head")), {}, "none inside of"),
+    "inside": (None, fx.PP(split=("blocks.0", "blocks.0.up", "head")), {}, "none inside another"),
     "number": (None, fx.PP(split=("blocks.1",)), {}, "makes 2 stages, but 4 pipeline ranks"),
-    "layers": (None, fx.PP(), {}, r"into 4 stages, and it has 2 blocks \(blocks\.0, blocks\.1"),
+    "layers": (None, fx.PP(), {}, r"into 4 stages, but it has 2 blocks \(blocks\.0, blocks\.1"),
     "parts": (None, fx.PP(split=FOUR, microbatches=3), {}, "at least one micro-batch per stage"),
     "rounds": (
         fx.Mesh(pipeline=2),
         fx.PP(schedule="interleaved_1f1b", split=FOUR, microbatches=7),
         {},
-        "in 3 rounds, which do not divide 7. Use a multiple of the 2 pipeline ranks, such as 6",
+        "in 3 rounds, so their number must be a multiple of that. Use a multiple of the 2 pipeline "
+        "ranks, such as 6",
     ),
-    "each": (None, fx.PP(stages_per_rank=2), {}, "this schedule has exactly 1 on each rank"),
-    "shared": (None, fx.PP(split=FOUR, shared=("heads",)), {}, "no parameter is called 'heads'"),
+    "each": (None, fx.PP(stages_per_rank=2), {}, "this schedule needs exactly 1 per rank"),
+    "shared": (None, fx.PP(split=FOUR, shared=("heads",)), {}, "no parameter matches 'heads'"),
     "compile": (None, fx.PP(split=FOUR), {"compile": fx.Compile()}, "Compile blocks"),
     "middle": (
         fx.Mesh(pipeline=2),
         fx.PP(split=("blocks.0.norm_2",)),
         {"recompute": ("Block",)},
-        r"before blocks\.0\.norm_2, which is inside of blocks\.0, a Block that Plan\.recompute",
+        r"before blocks\.0\.norm_2, which is inside blocks\.0, a Block that Plan\.recompute",
     ),
 }
 
@@ -171,7 +172,7 @@ def test_a_stage_with_nothing_to_train_is_refused():
     for name, parameter in net.named_parameters():
         parameter.requires_grad_(name.startswith("blocks.1"))
     (problem,) = pipeline_problems(net, fx.Plan(strategy=fx.PP()), 2)
-    assert "begins with the model's own beginning has no parameter to train" in problem
+    assert "begins with the model's first module, on pipeline rank 0, has no" in problem
 
 
 class Net(nn.Module):
@@ -215,9 +216,9 @@ def _loss(model, batch):
 
 def test_a_stage_sends_nothing_that_the_next_one_does_not_wait_for():
     told = TensorMeta(0, (2, 4), torch.float32, True)
-    assert _to_send(torch.ones(2, 4), told).shape == (2, 4)
-    with pytest.raises(fx.PlanError, match=r"gives \[3, 4\].*a shape that depends on data"):
-        _to_send(torch.ones(3, 4), told)
+    assert as_sent(torch.ones(2, 4), told).shape == (2, 4)
+    with pytest.raises(fx.PlanError, match=r"sends \[3, 4\].*shapes depend on data"):
+        as_sent(torch.ones(3, 4), told)
 
 
 LOSSES = {
@@ -242,14 +243,14 @@ def _trained(placed, case, rows=4, **options):
 REFUSED = {
     "shape": "a shape that depends on data",
     "value": "needs values",
-    "input": "micro-batches send it [[1, 4]] and [[2, 4]], shapes that depend on data",
+    "input": "micro-batches send it [[1, 4]] and [[2, 4]], so shapes depend on data",
     "write": "writes what an earlier stage computes",
-    "around": "as a connection around the split is",
+    "around": "as a connection around the split does",
     "early head": "name the parameter in PP(shared=...)",
-    "rows": "do not divide a batch of 3 rows",
+    "rows": "a batch of 3 rows on a rank is not divisible by that",
     "no call": "did not call the model",
-    "gradients": "inside of fx.step",
-    "backward": "does not support backward by itself",
+    "gradients": "inside fx.step",
+    "backward": "does not support a separate backward",
 }
 
 

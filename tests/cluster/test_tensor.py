@@ -33,16 +33,16 @@ def _tp(*styles, **options):
 
 
 BAD = {
-    "axis": (None, _tp(UP, DOWN), "which has one rank. Ask for more"),
+    "axis": (None, _tp(UP, DOWN), "which has one rank. Use more"),
     "silent": (PAIR, fx.Plan(strategy=fx.FSDP()), "does not say what to split"),
     "name": (PAIR, _tp(fx.Style(modules="blocks.*.upp", style="colwise")), "Did you mean"),
-    "none": (PAIR, _tp(), "carries no plan"),
+    "none": (PAIR, _tp(), "has no plan of its own"),
     "kind": (PAIR, _tp(fx.Style(modules="norm", style="colwise")), "norm is a LayerNorm"),
     "fits": (fx.Mesh(tensor=8), _tp(UP, DOWN), None),
     "divide": (
         fx.Mesh(tensor=16),
         _tp(fx.Style(modules="head", style="colwise_gather")),
-        "dimension of 24, which 16 tensor ranks do not",
+        "dimension of 24, not divisible by 16 tensor",
     ),
     "ties": (
         PAIR,
@@ -103,7 +103,7 @@ def test_a_carried_plan_leaves_out_what_would_cut_ties():
     net._tp_plan["norm"] = "packed_colwise"
     with (
         fake_world(2, mesh=PAIR) as ctx,
-        pytest.raises(fx.PlanError, match="packed_colwise, which"),
+        pytest.raises(fx.PlanError, match="packed_colwise, for which"),
     ):
         fx.wrap(net, ctx, _tp())
 
@@ -123,7 +123,9 @@ def test_the_plans_of_models_are_found():
 
 
 def test_heads_that_do_not_divide_are_refused():
-    refused = pytest.raises(fx.PlanError, match="num_key_value_heads=2, which 4 tensor ranks")
+    refused = pytest.raises(
+        fx.PlanError, match="num_key_value_heads=2, not divisible by 4 tensor ranks"
+    )
     with fake_world(4, mesh=fx.Mesh(tensor=4)) as ctx, refused:
         fx.wrap(llama(), ctx, _tp())
 
@@ -253,9 +255,9 @@ class _Apart(nn.ModuleList):
 @pytest.mark.parametrize(
     ("net", "words"),
     [
-        (nn.Sequential(_Experts(3)), "0 has 3 experts, which 2 tensor ranks do not divide"),
-        (nn.Sequential(nn.Linear(4, 4)), "0 is a Linear; expert splits a module that holds"),
-        (nn.Sequential(_Apart([nn.Linear(2, 2)] * 2)), "0 is a _Apart; expert splits a module"),
+        (nn.Sequential(_Experts(3)), "0 has 3 experts, not divisible by 2 tensor ranks"),
+        (nn.Sequential(nn.Linear(4, 4)), "0 is a Linear, but expert splits a module that has"),
+        (nn.Sequential(_Apart([nn.Linear(2, 2)] * 2)), "0 is a _Apart, but expert splits a module"),
     ],
 )
 def test_experts_that_cannot_be_split_are_refused(net, words):
@@ -264,6 +266,6 @@ def test_experts_that_cannot_be_split_are_refused(net, words):
 
 
 def test_experts_do_not_see_a_part_of_the_sequence():
-    refused = pytest.raises(fx.PlanError, match=r"layers\.0\.mlp\.experts would see a part")
+    refused = pytest.raises(fx.PlanError, match=r"layers\.0\.mlp\.experts would see only a part")
     with fake_world(2, mesh=PAIR) as ctx, refused:
         fx.wrap(mixtral(), ctx, _tp(sequence=True))

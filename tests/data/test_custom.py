@@ -186,5 +186,5 @@ def test_workers_change_nothing(workers):
 
 def test_a_batch_of_no_rows_is_refused():
     for loader in shards(2, fx.Plan(even="uneven"), batch_sampler=Fixed([0], [1], [], [2])):
-        with pytest.raises(fx.DataError, match="no rows"):
+        with pytest.raises(fx.DataError, match="empty batch"):
             list(loader)

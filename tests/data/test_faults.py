@@ -53,7 +53,7 @@ def _read(dataset, **settings):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataset_of_fewer_rows_than_it_says(workers):
-    with pytest.raises(fx.DataError, match=r"Claims raised IndexError while it read the rows") as e:
+    with pytest.raises(fx.DataError, match=r"Claims raised IndexError while reading the rows") as e:
         _read(Claims(16), num_workers=workers)
     assert "8, 9, 10, 11" in str(e.value) and "row 10 of 10" in str(e.value)
     assert "len(dataset) is 16" in str(e.value) and "__len__" in str(e.value)

@@ -1,4 +1,4 @@
-"""Orders as functions of (seed, epoch, place)."""
+"""Orders as functions of (seed, epoch, index)."""
 
 import math
 import random

@@ -67,12 +67,12 @@ def test_schedulers_advance_once_per_update(pair, stage):
 OWNERS = {
     "no section": ({}, fx.from_config, None, "has no 'optimizer' section"),
     "two optimizers": ({"optimizer": ADAMW}, adamw, None, "a section 'optimizer'"),
-    "no word": ({"scheduler": WARMUP}, adamw, None, "no word about it"),
+    "no word": ({"scheduler": WARMUP}, adamw, None, "but wrap received none"),
     "own scheduler": (
         {"optimizer": {"type": "Adam"}},
         fx.from_config,
         "own",
-        "DeepSpeed makes the config's optimizer itself",
+        "DeepSpeed creates the config's optimizer itself",
     ),
     "two models' worth": ({}, "several", None, "steps one optimizer"),
     "no such parameter": (

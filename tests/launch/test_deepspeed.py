@@ -27,8 +27,8 @@ def test_a_hostfile_is_read_in_its_order():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("worker-0", "this is none"),
-        ("worker-0 slots=many", "this is none"),
+        ("worker-0", "not a machine and its slots"),
+        ("worker-0 slots=many", "not a machine and its slots"),
         ("a slots=1\na slots=2", "Line 2 .* a appears twice"),
         ("# nothing", "names no machine"),
     ],
@@ -57,8 +57,8 @@ def test_filters_keep_the_order_of_the_hostfile(include, exclude, left):
         ("small", "worker-0", "Use one"),
         ("nobody", "", "the hostfile has worker-0, worker-1, small"),
         ("small:1", "", "slots 1 of 'small', which has 1"),
-        ("worker-0:", "", "no part of a filter"),
-        ("worker-0:a", "", "no part of a filter"),
+        ("worker-0:", "", "not a valid filter"),
+        ("worker-0:a", "", "not a valid filter"),
         ("", "worker-0@worker-1@small", "leave no slot"),
     ],
 )

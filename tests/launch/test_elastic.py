@@ -9,23 +9,23 @@ import torch
 
 from fxtrain import LaunchError
 from fxtrain.launch import LaunchSpec, load_torch
-from fxtrain.launch.launchers.native.elastic import _check_devices
+from fxtrain.launch.launchers.native.elastic import check_devices
 
 
 @pytest.mark.parametrize(
     ("there", "fields", "says"),
     [
-        (2, {"ranks": 3}, "3 ranks were asked for, and this machine has 2 cuda devices for them"),
-        (1, {"gpus": ("0", "7")}, "The GPUs 0,7 were chosen, and 1 of them can be used"),
+        (2, {"ranks": 3}, "3 ranks were requested, but this machine has 2 cuda devices"),
+        (1, {"gpus": ("0", "7")}, "The GPUs 0,7 were chosen, but only 1 of them are usable"),
     ],
 )
 def test_ranks_that_do_not_match_the_gpus_of_a_machine(there, fields, says, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: there)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: "cuda")
     with pytest.raises(LaunchError, match=says):
-        _check_devices(LaunchSpec(target="train.py", **fields))
-    _check_devices(LaunchSpec(target="train.py", ranks=3, cpu=True))
-    _check_devices(LaunchSpec(target="train.py", ranks=there))
+        check_devices(LaunchSpec(target="train.py", **fields))
+    check_devices(LaunchSpec(target="train.py", ranks=3, cpu=True))
+    check_devices(LaunchSpec(target="train.py", ranks=there))
 
 
 def test_rubbish_is_not_looked_for_while_torch_loads(monkeypatch):

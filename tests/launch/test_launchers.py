@@ -317,28 +317,30 @@ class Mistake:
 TWO = attrs.evolve(HERE, hosts="a slots=2\nb slots=1")
 HOSTED = {"hostfile": "hosts"}
 MISTAKES = [
-    Mistake(fields={"launcher": "slurn"}, says="no launcher 'slurn'. Did you mean 'slurm'"),
-    Mistake(fields={"nodes": 2}, says="2 nodes must know where to meet"),
+    Mistake(fields={"launcher": "slurn"}, says="No launcher 'slurn'. Did you mean 'slurm'"),
+    Mistake(fields={"nodes": 2}, says="2 nodes need an address to connect to"),
     Mistake(fields={"ranks": 3, "gpus": ["0", "1"]}, says="3 ranks need as many GPUs"),
-    Mistake(fields={"gpus": ["zero"]}, says="a number or an identifier of a GPU was expected"),
-    Mistake(fields={"cpu": True, "gpus": ["0"]}, says="ranks compute on one of them"),
-    Mistake(fields={"cpu": True, "bind": "socket"}, says="For ranks on the CPU choose one of node"),
+    Mistake(fields={"gpus": ["zero"]}, says="expected a number or an identifier of a GPU"),
+    Mistake(fields={"cpu": True, "gpus": ["0"]}, says="choose either the CPU or GPUs"),
+    Mistake(
+        fields={"cpu": True, "bind": "socket"}, says="For ranks on the CPU, choose one of node"
+    ),
     Mistake(fields={"bind": "nodes"}, says="Did you mean 'node'?"),
-    Mistake(fields={"tee": "out"}, says="set log_dir"),
-    Mistake(fields={"env": ["A"]}, says="NAME=VALUE was expected"),
+    Mistake(fields={"tee": "out"}, says="Set log_dir"),
+    Mistake(fields={"env": ["A"]}, says="expected NAME=VALUE"),
     Mistake(fields={"main_port": 70000}, says="choose a number from 0 to 65535"),
-    Mistake(fields={"nodes": 2, "min_nodes": 3}, says="the fewest nodes are more than the most"),
+    Mistake(fields={"nodes": 2, "min_nodes": 3}, says="the minimum exceeds the maximum"),
     Mistake(fields={"nodes": 2, "node_rank": 2}, says="numbered from 0 to 1"),
-    Mistake(fields={"module": True, "executable": True}, says="a program is one of them"),
+    Mistake(fields={"module": True, "executable": True}, says="a program cannot be both"),
     Mistake(fields={"monitor_interval_s": 0}, says="choose a number from 0.001 to"),
     Mistake(fields={"threads": "4"}, says="choose a whole number or None"),
     Mistake(fields={"args": ["a\0b"]}, says="without a null character"),
     Mistake(fields={"options": {"partition": "a"}}, says="The launcher native has no option"),
-    Mistake(fields={"launcher": "mpi"}, says="kind is one of openmpi, mpich, intel"),
+    Mistake(fields={"launcher": "mpi"}, says="set the option kind to openmpi, mpich or intel"),
     Mistake(fields={"launcher": "mpi", "nodes": 2, "options": {"kind": "mpich"}}, says="hostfile"),
     Mistake(
         fields={"launcher": "mpi", "restarts": 1},
-        says="The launcher mpi has no use for restarts=1",
+        says="The launcher mpi does not support restarts=1",
     ),
     Mistake(fields={"launcher": "mpi", "options": {"kind": "mpch"}}, says="Did you mean 'mpich'?"),
     Mistake(
@@ -348,26 +350,28 @@ MISTAKES = [
     Mistake(fields={"launcher": "slurm", "options": {"warn_s": "soon"}}, says="a whole number"),
     Mistake(fields={"launcher": "slurm", "options": {"requeue": "perhaps"}}, says="true or false"),
     Mistake(fields={"launcher": "slurm", "options": {"qos": "a b"}}, says="without spaces"),
-    Mistake(fields={"launcher": "slurm", "bind": "core-complex"}, says="srun has node, socket"),
+    Mistake(
+        fields={"launcher": "slurm", "bind": "core-complex"}, says="srun supports node, socket"
+    ),
     Mistake(fields={"launcher": "slurm", "options": MpiOptions()}, says="takes a SlurmOptions"),
     Mistake(fields={"launcher": "deepspeed", "options": {"include": "a"}}, says="option hostfile"),
-    Mistake(fields={"launcher": "deepspeed", "gpus": ["GPU-1a"]}, says="knows GPUs by number"),
+    Mistake(fields={"launcher": "deepspeed", "gpus": ["GPU-1a"]}, says="needs numbers of GPUs"),
     *(
         Mistake(fields={"launcher": "deepspeed", **fields}, says=says)
         for fields, says in (
-            ({"options": HOSTED, "gpus": ["0"]}, "by the option include"),
-            ({"options": {**HOSTED, "include": "a"}, "nodes": 2}, "Leave ranks and nodes out"),
-            ({"options": HOSTED, "nodes": 3}, "the hostfile names a, b"),
-            ({"options": HOSTED, "ranks": 2}, "fewer slots to b"),
+            ({"options": HOSTED, "gpus": ["0"]}, "with the option include"),
+            ({"options": {**HOSTED, "include": "a"}, "nodes": 2}, "Omit ranks and nodes"),
+            ({"options": HOSTED, "nodes": 3}, "the hostfile only has a, b"),
+            ({"options": HOSTED, "ranks": 2}, "fewer slots for b"),
             ({"options": {**HOSTED, "include": "c"}}, "the hostfile has a, b"),
-            ({"options": {**HOSTED, "runner_args": ["-x"]}}, "Leave it out"),
-            ({"options": {**HOSTED, "runner": "mpich", "exclude": "a:0"}}, "uses all of the host"),
+            ({"options": {**HOSTED, "runner_args": ["-x"]}}, "Omit it"),
+            ({"options": {**HOSTED, "runner": "mpich", "exclude": "a:0"}}, "uses the whole host"),
             ({"options": {**HOSTED, "runner": "slurm"}, "env": ['A="']}, "A: DeepSpeed's runner"),
         )
     ),
     Mistake(fields={"launcher": "tpu", "ranks": 4}, says="one process drives all chips"),
-    Mistake(fields={"launcher": "tpu-pod"}, says="A TPU pod has a name"),
-    Mistake(fields={"launcher": "kubernetes"}, says="give the option image"),
+    Mistake(fields={"launcher": "tpu-pod"}, says="A TPU pod needs the option name"),
+    Mistake(fields={"launcher": "kubernetes"}, says="Set the option image"),
     Mistake(fields={"launcher": "sagemaker"}, says="role and instance_type and image_uri"),
     Mistake(
         fields={"launcher": "sagemaker", "options": SAGEMAKER, "args": ["--fast"]},
@@ -389,7 +393,7 @@ def test_what_does_not_fit_is_one_sentence(mistake):
 
 
 def test_no_message_shows_a_variable():
-    with pytest.raises(LaunchError, match="NAME=VALUE was expected, found 'TOKEN'") as caught:
+    with pytest.raises(LaunchError, match="expected NAME=VALUE, found 'TOKEN'") as caught:
         spec_of(env=[f"OTHER={VALUE}", "TOKEN"])
     assert VALUE not in str(caught.value) + repr(spec_of(env=[f"OTHER={VALUE}"]))
 

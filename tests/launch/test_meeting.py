@@ -69,7 +69,7 @@ def test_a_pickle_in_the_store_is_never_read(form, tmp_path):
     store = HashStore()
     backend = StateBackend(store, "run")
     store.set(KEY, form(pickle.dumps(_Harm(tmp_path / "harm"))))
-    with pytest.raises(RendezvousStateError, match="no state of a rendezvous"):
+    with pytest.raises(RendezvousStateError, match="invalid rendezvous state"):
         backend.get_state()
     assert not (tmp_path / "harm").exists()
 
@@ -114,5 +114,5 @@ def test_any_other_text_is_an_error_of_the_state(text):
 def test_a_state_is_read_strictly(old, new):
     text = write_state(dynamic_rendezvous._RendezvousState())
     assert old in text
-    with pytest.raises(RendezvousStateError, match="no state of a rendezvous"):
+    with pytest.raises(RendezvousStateError, match="invalid rendezvous state"):
         read_state(text.replace(old, new))

@@ -59,13 +59,13 @@ def test_a_rank_killed_for_memory_says_so():
     before = MemoryKills(counted=True)
     after = MemoryKills(group=1, machine=1, limit_bytes=3 * 2**29, counted=True)
     assert _killed(before, after).startswith(
-        "Rank 1 of 2 was ended by SIGKILL. The out-of-memory killer of the kernel did that: the "
-        "processes of this job needed more than its memory of 1.5 GiB."
+        "Rank 1 of 2 was ended by SIGKILL. That was the kernel's out-of-memory killer: the "
+        "processes of this job exceeded its memory of 1.5 GiB."
     )
     after = MemoryKills(machine=1, counted=True)
-    assert "the memory of this machine ran out" in _killed(before, after)
-    assert "It was not the kernel's out-of-memory killer" in _killed(before, before)
-    assert "look at dmesg" in _killed(MemoryKills(), MemoryKills())
+    assert "this machine ran out of memory" in _killed(before, after)
+    assert "That was not the kernel's out-of-memory killer" in _killed(before, before)
+    assert "run dmesg" in _killed(MemoryKills(), MemoryKills())
 
 
 def test_tracebacks_of_the_others_are_kept(tmp_path):

@@ -1,4 +1,4 @@
-"""By which address and interface other machines reach this one."""
+"""The address and interface by which other machines reach this one."""
 
 import socket
 import sys
@@ -9,8 +9,8 @@ import pytest
 from fxtrain.launch import LaunchSpec, Machine, native
 from fxtrain.launch.launchers.native.addresses import (
     Route,
-    _interface_of,
     find_route,
+    interface_of,
     loopback_route,
 )
 
@@ -49,8 +49,8 @@ def test_an_address_that_is_given_counts(name_is_loopback):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked")
 def test_the_interface_of_an_address():
-    assert _interface_of("127.0.0.1") == "lo"
-    assert _interface_of("203.0.113.9") == _interface_of("2001:db8::9") == ""
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.9") == interface_of("2001:db8::9") == ""
 
 
 def test_torch_and_gloo_are_told():

@@ -10,7 +10,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain import LaunchError, ops
-from fxtrain.launch import Failure, by_cause
+from fxtrain.launch import Failure, LaunchResult, by_cause, describe
 from fxtrain.launch.machine import usable_cores
 from tests.launched._run import PYTHON, SCRIPTS, run, run_text
 
@@ -90,7 +90,7 @@ def test_what_went_wrong(fn, args, text):
 
 def test_time_limit_names_the_ranks_and_ends_them():
     start = time.monotonic()
-    with pytest.raises(LaunchError, match=r"these of 2 ranks did not end in time.*: 0, 1\."):
+    with pytest.raises(LaunchError, match=r"these of 2 ranks did not finish in time.*: 0, 1\."):
         fx.launch(time.sleep, (60,), ranks=2, timeout_s=3)
     assert time.monotonic() - start < 20
 
@@ -196,5 +196,7 @@ def test_lost_peers_come_after_the_cause():
         Failure(rank=2, code=-signal.SIGTERM),
         Failure(rank=3, kind="ValueError", error="ValueError: mine", time_ns=4),
         Failure(rank=4, kind="ValueError", error="ValueError: mine too", time_ns=5),
+        Failure(rank=5, code=-signal.SIGABRT),  # NCCL's watchdog, while it waited for rank 3
     ]
-    assert [failure.rank for failure in by_cause(failures)] == [3, 4, 0, 1, 2]
+    assert [failure.rank for failure in by_cause(failures)] == [3, 4, 5, 0, 1, 2]
+    assert "watchdog" in describe(LaunchResult(ranks=6, failures=(failures[5],)))

@@ -78,10 +78,10 @@ def test_restarts_on_one_node(tmp_path):
 @pytest.mark.parametrize(
     ("kwargs", "text"),
     [
-        ({"nodes": 2}, "several nodes must know where to meet"),
+        ({"nodes": 2}, "several nodes need an address to connect to"),
         ({"nodes": 2, "node_rank": 2, "main_address": "n"}, "numbered from 0 to 1"),
         ({"restarts": -1}, "choose a number from 0"),
-        ({"main_address": "a b"}, "a host name or address was expected"),
+        ({"main_address": "a b"}, "expected a host name or address"),
         (
             {"nodes": 2, "node_rank": 1, "main_address": "127.0.0.1", "main_port": 1,
              "connect_timeout_s": 0.3},

@@ -49,7 +49,7 @@ def test_an_exit_code_is_handed_on_and_ends_the_others(mpi):
     _, words = mpi
     ended = run(*words, RANKS, "leave", "3", timeout_s=40)  # the other rank would sleep 60 s
     assert ended.code == 3
-    assert ended.err.endswith("fxtrain launch: Rank 1 of 2 ended with exit code 3.\n")
+    assert ended.err.endswith("fxtrain launch: Rank 1 of 2 exited with code 3.\n")
 
 
 def test_a_signal_ends_the_ranks(mpi):

@@ -63,7 +63,7 @@ def test_a_wrong_port_tells_what_was_tried_and_for_how_long():
     assert alone.code == 2
     (said,) = _said(alone.err)
     assert "Node 0 of 2 waited " in said
-    assert f"at 127.0.0.1:{port}, and the nodes did not meet" in said
+    assert f"at 127.0.0.1:{port}, but not all nodes joined" in said
 
 
 def test_an_occupied_port_is_told_at_once():
@@ -73,7 +73,7 @@ def test_an_occupied_port_is_told_at_once():
         port = taken.getsockname()[1]
         ended = finish(_node(0, port, RANKS, "meet", "A"), timeout_s=60)
     assert ended.code == 2
-    assert f"LaunchError: Port {port} of this machine is taken by another program" in ended.err
+    assert f"LaunchError: Port {port} of this machine is in use by another program" in ended.err
     assert ended.err.count("\n") == 1
 
 
@@ -89,7 +89,7 @@ def test_an_unknown_host_is_named():
 def test_nodes_without_a_main_address():
     ended = run(*FXTRAIN, "launch", "--ranks=1", "--nodes=2", RANKS, "meet", "A")
     assert ended.code == 2
-    assert "2 nodes must know where to meet: set main_address" in ended.err
+    assert "2 nodes need an address to connect to. Set main_address" in ended.err
 
 
 @pytest.mark.timeout(300)

@@ -70,7 +70,7 @@ def test_exit_code_is_handed_on_and_nothing_is_left_behind(tmp_path):
     ended = _launch(RANKS, "leave", "200", TMPDIR=str(tmp_path))
     assert ended.code == 200
     assert list(tmp_path.iterdir()) == []
-    assert ended.err == "fxtrain launch: Rank 1 of 2 ended with exit code 200.\n"
+    assert ended.err == "fxtrain launch: Rank 1 of 2 exited with code 200.\n"
 
 
 def test_crash_names_the_signal_and_the_line():

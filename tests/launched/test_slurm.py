@@ -46,7 +46,7 @@ def test_the_first_failing_rank_is_shown():
 def test_an_exit_code_is_handed_on():
     ended = run(*IN_A_JOB, RANKS, "leave", "3", timeout_s=40)
     assert ended.code == 3
-    assert "fxtrain launch: Rank 1 of 2 ended with exit code 3.\n" in ended.err
+    assert "fxtrain launch: Rank 1 of 2 exited with code 3.\n" in ended.err
 
 
 @pytest.mark.timeout(300)

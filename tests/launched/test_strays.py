@@ -5,13 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 import fxtrain as fx
 from fxtrain import LaunchError
 from fxtrain.launch import orphans
-from fxtrain.launch.signals import _children
 from tests.launched._run import FXTRAIN, PYTHON, SCRIPTS, finish, run, start
 from tests.launched.scripts.ranks import is_running, stubborn
 
@@ -109,10 +109,15 @@ def test_after_a_good_end_what_is_left_has_time(text, code):
         assert process.wait(10) == code
 
 
+def _children():
+    found = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for path in found for pid in path.read_text().split()}
+
+
 def test_a_signal_for_the_ranks_does_not_end_the_keeper():
-    before = set(_children())
+    before = _children()
     with orphans.kept(orphans.mark_within({}), patience_s=1.0):
-        (keeper,) = set(_children()) - before
+        (keeper,) = _children() - before
         os.kill(keeper, signal.SIGUSR1)
         time.sleep(0.2)
         assert is_running(keeper)

@@ -118,20 +118,20 @@ def test_all_differences_are_listed_at_once():
         "zero_optimization.overlap_comm",
         "train_micro_batch_size_per_gpu",
     ]
-    assert "Plan.accumulate says 4, the config says 2" in lines[0]
+    assert "Plan.accumulate has 4, the config has 2" in lines[0]
 
 
 def test_batch_sizes_follow_from_each_other():
     rows = lambda **file: fx.deepspeed_config(_plan(file, accumulate=2), ranks=3)  # noqa: E731
     assert rows(train_batch_size=24)["train_micro_batch_size_per_gpu"] == 4
     assert rows(train_micro_batch_size_per_gpu=5)["train_batch_size"] == 30
-    with pytest.raises(fx.PlanError, match="make 24, the config says 25"):
+    with pytest.raises(fx.PlanError, match="make 24, the config has 25"):
         rows(train_batch_size=25)
     for wrong in ("many", 0, True, 2.5):
         with pytest.raises(fx.PlanError, match=r"train_batch_size=.*a whole number of rows"):
             rows(train_batch_size=wrong)
     both = _plan(fields={"micro_batch": 4})
-    with pytest.raises(fx.PlanError, match="the loader says 8, micro_batch says 4"):
+    with pytest.raises(fx.PlanError, match="the loader has 8, micro_batch has 4"):
         fx.deepspeed_config(both, loader=LOADER)
     whole = fx.deepspeed_config(_plan(batch="global"), loader=LOADER, ranks=4)
     assert whole["train_micro_batch_size_per_gpu"] == 2 and whole["train_batch_size"] == 8
@@ -166,7 +166,7 @@ def test_what_is_not_known_here_passes_through():
 def test_torch_autocast_in_the_file_stands_for_the_precision():
     file = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     assert "bf16" not in fx.deepspeed_config(_plan(file, precision="bf16"))
-    with pytest.raises(fx.PlanError, match=r"torch_autocast.dtype: Plan.precision says 'fp32'"):
+    with pytest.raises(fx.PlanError, match=r"torch_autocast.dtype: Plan.precision has 'fp32'"):
         fx.deepspeed_config(_plan(file))
 
 
@@ -209,11 +209,11 @@ def test_a_sum_over_ranks_is_refused():
 
 BAD = {
     "no file": ("nowhere.json", "No such file"),
-    "broken text": ('{"a": ', "is none"),
-    "a set": ({"a": {1, 2}}, "only what JSON can hold"),
-    "not a number": ({"a": float("nan")}, "only what JSON can hold"),
+    "broken text": ('{"a": ', "but is invalid"),
+    "a set": ({"a": {1, 2}}, "only contains JSON values"),
+    "not a number": ({"a": float("nan")}, "only contains JSON values"),
     "a flag for a table": ({"zero_optimization": True}, "needs a table"),
-    "a stage in quotes": ({"zero_optimization": {"stage": "3"}}, "Write 0, 1, 2 or 3"),
+    "a stage in quotes": ({"zero_optimization": {"stage": "3"}}, "Use 0, 1, 2 or 3"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The account of an accumulation window."""
+"""The record of an accumulation window."""
 
 import attrs
 import pytest

@@ -20,7 +20,7 @@ def test_a_step_is_one_graph_that_is_compiled_once(device, accumulate):
 def test_a_new_shape_is_warned_of_with_the_count(alone):
     (found,) = alone.run(_ranks.warnings_of)
     assert len(found) == 1
-    assert "compiled step 6 of this model anew" in found[0]
+    assert "recompiled step 6 of this model" in found[0]
     assert "drop_last=True" in found[0]
 
 

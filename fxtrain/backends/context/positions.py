@@ -1,9 +1,10 @@
-"""What a model knows about positions, where a rank holds a part of every sequence."""
+"""Token positions of a model whose sequences are split over ranks."""
 
 import fnmatch
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,50 +18,40 @@ from fxtrain.state import CP, DistContext, Plan
 __all__ = ["expose_positions", "tables"]
 
 
-# How many tokens the running forward got: noted where it starts, read further inside.
+# Token count of the running forward: set where it starts, read further inside.
 _Seen = list[int]
 
 
 def tables(module: nn.Module) -> list[str]:
-    """Names of what may have a row per position: every parameter and buffer with a dimension."""
+    """Names of tensors that may have one row per position: parameters and buffers with dims."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return [name for name, tensor in named if tensor.ndim]
 
 
 def expose_positions(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[], None]:
-    """Let forward see the rows of this rank's tokens of tables, and their positions.
+    """Make forward use the table rows and the positions of this rank's tokens.
 
-    Call it before blocks are recomputed, which then see the same again.
+    Call it before blocks are recomputed, so that recomputation sees the same rows.
 
     Effects:
-        Sets `forward` on the modules that own tables, and on the module itself.
+        Sets `forward` on the modules that own the tables, and on the module itself.
 
     Returns:
-        A function that takes that back.
+        A function that reverts this.
     """
+    undo = ExitStack()
     if plan.context is None or ctx.mesh.context == 1:
-        return _nothing
+        return undo.close
     config: CP = plan.context
     seen, takes = [0], list(_arguments(module))
-    undo = [
-        put_forward(
-            owner, functools.partial(_with_rows, owner, names, seen, ctx, plan, owner.forward)
-        )
-        for owner, names in _owners(module, config)
-    ]
-    undo += [put_forward(part, _maskless(part)) for part in _masked(module, config)]
+    for owner, names in _owners(module, config):
+        rows = functools.partial(_with_rows, owner, names, seen, ctx, plan, owner.forward)
+        undo.callback(put_forward(owner, rows))
+    for part in _masked(module, config):
+        undo.callback(put_forward(part, _maskless(part)))
     noting = functools.partial(_recording_positions, module, seen, ctx, plan, takes, module.forward)
-    undo.append(put_forward(module, noting))
-
-    def undo_all() -> None:
-        for take_back in reversed(undo):
-            take_back()
-
-    return undo_all
-
-
-def _nothing() -> None:
-    """Nothing was changed."""
+    undo.callback(put_forward(module, noting))
+    return undo.close
 
 
 def _owners(module: nn.Module, config: CP) -> list[tuple[nn.Module, list[str]]]:
@@ -75,7 +66,7 @@ def _owners(module: nn.Module, config: CP) -> list[tuple[nn.Module, list[str]]]:
 
 
 def _masked(module: nn.Module, config: CP) -> list[nn.Module]:
-    """Modules that hand a mask to attention, if attention is causal without: the innermost."""
+    """The innermost modules that pass a mask to attention which is causal without it."""
     if not config.causal:
         return []
     found = [part for part in module.modules() if "attention_mask" in _arguments(part)]
@@ -91,8 +82,8 @@ def _arguments(part: nn.Module) -> Mapping[str, Any]:
 
 
 def _maskless(part: nn.Module) -> Callable[..., Any]:
-    # A mask for this rank's tokens alone may be there on one rank and not on another, and decides
-    # in transformers in which form keys arrive.
+    # A mask for this rank's tokens may exist on one rank and not on another, and in transformers
+    # it decides in which form keys arrive.
     forward, signature = part.forward, inspect.signature(part.forward)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -121,10 +112,11 @@ def _with_rows(
         table = owner._buffers[name] if table is None else table
         if table.shape[0] < whole:
             raise StepError(
-                f"CP(tables=...): {name} of {type(owner).__name__} has {table.shape[0]} rows, and "
-                f"sequences have {whole} tokens over {ctx.mesh.context} context ranks."
+                f"CP(tables=...): {name} of {type(owner).__name__} has {table.shape[0]} rows, but "
+                f"sequences have {whole} tokens over {ctx.mesh.context} context ranks. Give the "
+                f"model a longer table, or use shorter sequences."
             )
-        # Found before the table, which the module goes on to own.
+        # Attribute lookup finds it before the table, which the module still owns.
         vars(owner)[name] = table.index_select(0, positions)
     try:
         return forward(*args, **kwargs)
@@ -148,14 +140,14 @@ def _recording_positions(
     counts = [x.shape[config.dim] for x in leaves if isinstance(x, Tensor) and x.ndim > config.dim]
     if not counts:
         raise StepError(
-            f"{type(module).__name__} got no tensor with a dimension {config.dim}, that of tokens "
-            f"in CP(dim={config.dim}). Give its forward the tokens."
+            f"{type(module).__name__} received no tensor with a dimension {config.dim}, the token "
+            f"dimension in CP(dim={config.dim}). Pass the tokens to its forward."
         )
     seen[0] = counts[0]
     shifts = kwargs.get("labels") is not None and kwargs.get("shift_labels") is None
     if shifts and hasattr(module, "loss_function"):
         raise StepError(
-            f"{type(module).__name__} shifts labels itself, but what follows a part's last token "
+            f"{type(module).__name__} shifts labels itself, but the token after a rank's last one "
             f"is on another rank. Shift labels in the dataset, and compute the loss from logits."
         )
     if "position_ids" in takes[len(args) :] and kwargs.get("position_ids") is None:

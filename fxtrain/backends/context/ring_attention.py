@@ -1,9 +1,9 @@
-"""Attention over sequences whose parts lie on several ranks: torch's ring attention.
+"""Attention over sequences that are split over ranks: torch's ring attention.
 
-torch's own entry to it, `context_parallel`, hands `scaled_dot_product_attention` over DTensors to
-kernels that exist on GPUs only, and replaces that function for the whole process. Its two loops,
-forward and backward, take any kernel, that of the CPU too. Here they run below a function of
-autograd, on calls that a mode catches in the thread that runs the model.
+torch's own entry point, `context_parallel`, passes DTensors to kernels that exist on GPUs only, and
+replaces `scaled_dot_product_attention` for the whole process. Its two loops, forward and backward,
+take any kernel, including the CPU's. Here they run below an autograd function, on calls that a
+dispatch mode intercepts in the thread that runs the model.
 """
 
 import functools
@@ -27,7 +27,7 @@ from fxtrain.state import CP
 __all__ = ["Ring", "RingAttention"]
 
 _PACKAGE = "torch.distributed.tensor.experimental"
-_MOVED = find_spec(f"{_PACKAGE}._context_parallel") is not None  # in torch 2.10
+_MOVED = find_spec(f"{_PACKAGE}._context_parallel") is not None  # since torch 2.10
 theirs: Any = import_module(f"{_PACKAGE}.{'_context_parallel.' * _MOVED}_attention")
 
 _TOKENS = 2  # dimension of queries, keys and values
@@ -40,11 +40,11 @@ _aten = torch.ops.aten
 
 @attrs.frozen(kw_only=True, eq=False)
 class Ring:
-    """The ranks among which keys and values go round.
+    """The ranks among which keys and values rotate.
 
     Attributes:
         group: torch's process group.
-        config: How they do.
+        config: The plan's settings.
     """
 
     group: Any
@@ -52,10 +52,10 @@ class Ring:
 
 
 class RingAttention(TorchFunctionMode):
-    """While it is entered, attention in this thread is over the ring.
+    """While entered, attention in this thread is computed over the ring.
 
     Attributes:
-        calls: How many were caught.
+        calls: Number of intercepted calls.
     """
 
     def __init__(self, ring: Ring) -> None:
@@ -82,10 +82,10 @@ def _backward(
     gradient: Tensor | None = None,
     inputs: Any = None,
 ) -> None:
-    """torch's backward, during which the mode stays entered.
+    """torch's backward, run inside the mode.
 
-    torch leaves a mode for as long as a function that it caught runs. Blocks that are recomputed
-    in backward call attention there, so the engine has to run inside of the mode.
+    torch disables a mode while a function that it intercepted runs. Recomputed blocks call
+    attention in backward, so the autograd engine has to run inside the mode.
     """
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     given = gradient if grad_tensors is None else grad_tensors
@@ -117,8 +117,9 @@ def _attention_override(
     causal = config.causal or is_causal
     if causal and query.shape[_TOKENS] != key.shape[_TOKENS]:
         raise StepError(
-            f"Causal attention of {query.shape[_TOKENS]} queries to {key.shape[_TOKENS]} keys: in "
-            f"parts over ranks, there must be as many of both."
+            f"Causal attention of {query.shape[_TOKENS]} queries to {key.shape[_TOKENS]} keys: "
+            f"over a context axis, both must have the same length. Use is_causal=False, or equal "
+            f"lengths."
         )
     kind = query.device.type
     if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
@@ -129,7 +130,7 @@ def _attention_override(
     return _Attention.apply(query, key, value, turn)  # type: ignore[no-any-return]
 
 
-# Compiled code calls this, and does not look into it.
+# Compiled code calls this function without tracing it.
 _outside: Any = torch.compiler.disable(_attention_override)
 
 
@@ -137,18 +138,18 @@ def _refuse(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, con
     if query.ndim != 4 or key.ndim != 4:
         raise StepError(
             f"Attention over a context axis takes (batch, heads, tokens, features), found queries "
-            f"{list(query.shape)} and keys {list(key.shape)}."
+            f"{list(query.shape)} and keys {list(key.shape)}. Reshape them to four dimensions."
         )
     if mask is not None and not config.causal:
         raise StepError(
-            f"Attention got a mask of the shape {list(mask.shape)}, which is about this rank's "
-            f"tokens only. Over a context axis attention is causal or whole: call it with "
-            f"is_causal, or set CP(causal=True) if that is what the mask says."
+            f"Attention received a mask of shape {list(mask.shape)}, which covers this rank's "
+            f"tokens only. Over a context axis, attention is causal or full: call it with "
+            f"is_causal, or set CP(causal=True) if the mask is causal."
         )
     if dropout > 0:
         raise StepError(
-            f"Attention with dropout_p={dropout}: torch's ring attention cannot draw the same "
-            f"numbers again in backward. Set the dropout of attention to 0."
+            f"Attention with dropout_p={dropout}: torch's ring attention cannot reproduce the "
+            f"random numbers in backward. Set the dropout of attention to 0."
         )
 
 
@@ -156,10 +157,10 @@ class _AttentionCall(NamedTuple):
     """One call of attention.
 
     Attributes:
-        ring: Over which ranks.
-        causal: Whether queries see the keys before them only.
-        scale: Of the products; None is torch's own.
-        heads: Query heads that share a head of keys and values.
+        ring: The ranks over which it is computed.
+        causal: Whether queries attend only to the keys before them.
+        scale: Scale of the products; None for torch's default.
+        heads: Query heads that share one head of keys and values.
     """
 
     ring: Ring
@@ -169,15 +170,15 @@ class _AttentionCall(NamedTuple):
 
 
 class _Kernel(NamedTuple):
-    """A kernel's two halves, as torch's loops call them.
+    """The two halves of a kernel, with the signatures that torch's loops expect.
 
     Attributes:
         forward: (query, key, value, is_causal=…) → out, logsumexp, what backward needs.
         backward: → gradients of query, key and value.
         grad: Name of backward's first argument.
-        given: Arguments of forward beside those.
-        kept: Names under which backward takes what else forward made, in its order.
-        back: Arguments of backward beside those.
+        given: Further arguments of forward.
+        kept: Names under which backward takes the other results of forward, in order.
+        back: Further arguments of backward.
     """
 
     forward: Callable[..., Any]
@@ -274,7 +275,7 @@ class _Attention(torch.autograd.Function):
 def _many_heads(
     op: Callable[..., Any], n: int, q: Tensor, k: Tensor, v: Tensor, **options: Any
 ) -> Any:
-    """Attention in which n heads of queries share one of keys; only that one goes round."""
+    """Grouped-query attention: n query heads share one key head; only that one is sent."""
     return op(q, _repeated(k, n), _repeated(v, n), **options)
 
 
@@ -296,10 +297,10 @@ def _summed(x: Tensor, n: int) -> Tensor:
 
 @contextmanager
 def _torch_options(turn: _AttentionCall, dtype: torch.dtype) -> Iterator[None]:
-    """torch keeps the options of its loops for the whole process; here each call brings its own."""
+    """torch keeps the options of its loops per process; here each call sets its own."""
     options, config = theirs._cp_options, turn.ring.config
     before = (options.convert_to_f32, options.enable_load_balance, options.rotate_method)
-    # Whole attention needs no balance: every query sees every key.
+    # Full attention needs no balancing: every query sees every key.
     wanted = (dtype != torch.float64, config.balance and turn.causal, _ROTATE[config.rotate])
     options.convert_to_f32, options.enable_load_balance, options.rotate_method = wanted
     try:

@@ -1,4 +1,4 @@
-"""Models whose sequences lie in parts on the ranks of the context axis."""
+"""Models whose sequences are split over the ranks of the context axis."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ __all__ = ["sequence_problems", "with_context_parallel"]
 
 
 def sequence_problems(ctx: DistContext, plan: Plan, module: nn.Module) -> list[str]:
-    """Problems with the context axis of a mesh, and with a model that is to work on parts."""
+    """Problems with the context axis of a mesh, and with a model on split sequences."""
     config, ranks = plan.context, ctx.mesh.context
     if config is None:
         return [] if ranks == 1 else [_unused(ranks)]
@@ -25,21 +25,21 @@ def sequence_problems(ctx: DistContext, plan: Plan, module: nn.Module) -> list[s
     )
     if ranks == 1 and ctx.world_size > 1:
         problems.append(
-            "Plan(context=...) cuts sequences over the mesh's context axis, which has one rank. "
-            "Ask for more: fx.detect(mesh=fx.Mesh(context=2))."
+            "Plan(context=...) splits sequences over the mesh's context axis, which has one rank. "
+            "Use more: fx.detect(mesh=fx.Mesh(context=2))."
         )
     if ranks > 1 and plan.compile is not None and plan.recompute:
         problems.append(
-            "CP: attention over ranks is outside of compiled code, and torch cannot recompute "
-            "blocks that are compiled in pieces. Leave out Plan.recompute or Plan.compile."
+            "CP: attention over ranks runs outside compiled code, and torch cannot recompute "
+            "blocks that are compiled in pieces. Drop Plan.recompute or Plan.compile."
         )
     return problems + (_attention_problems(module) if ranks > 1 else [])
 
 
 def _unused(ranks: int) -> str:
     return (
-        f"The mesh has context={ranks}, but the plan does not cut sequences: its ranks would all "
-        f"do the same. Use Plan(context=fx.CP()), or leave the axis out of fx.Mesh(...)."
+        f"The mesh has context={ranks}, but the plan does not split sequences: these ranks would "
+        f"all compute the same. Use Plan(context=fx.CP()), or omit the axis from fx.Mesh(...)."
     )
 
 
@@ -49,13 +49,13 @@ def _attention_problems(module: nn.Module) -> list[str]:
     if fused:
         problems.append(
             f"CP: {', '.join(fused[:3])} {'is' if len(fused) == 1 else 'are'} "
-            f"nn.MultiheadAttention, whose attention happens inside of torch. Use a layer that "
+            f"nn.MultiheadAttention, which computes attention inside torch. Use a layer that "
             f"calls F.scaled_dot_product_attention itself."
         )
     kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if isinstance(kind, str) and kind != "sdpa":
         problems.append(
-            f"CP: this model's attention is {kind!r}, and only that of torch can go over ranks. "
+            f"CP: this model's attention is {kind!r}; only torch's attention can run over ranks. "
             f"Load it with attn_implementation='sdpa'."
         )
     return problems
@@ -64,15 +64,15 @@ def _attention_problems(module: nn.Module) -> list[str]:
 def with_context_parallel(strategy: Strategy, ctx: DistContext, plan: Plan) -> Strategy:
     """The same strategy, with attention over the context axis where the plan asks for it.
 
-    Its own `forward` and `backward` run as they are, inside of what catches attention.
+    Its own `forward` and `backward` run unchanged, inside the mode that intercepts attention.
     """
     if plan.context is None or ctx.mesh.context == 1:
         return strategy
-    # torch's part takes long to import, which other plans need not pay.
+    # Importing torch's part is slow, and other plans do not need it.
     from fxtrain.backends.context.ring_attention import Ring, RingAttention
 
     ring = Ring(group=ctx.axis("context").comm.group, config=plan.context)
-    # One for the life of the model: compiled code knows it by its identity.
+    # One for the life of the model: compiled code guards on its identity.
     mode = RingAttention(ring)
     return attrs.evolve(
         strategy,
@@ -93,9 +93,9 @@ def _forward(
         out = forward(model, args, kwargs)
     if mode.calls == before:
         raise StepError(
-            f"{type(model.module).__name__} did not call F.scaled_dot_product_attention, so that "
-            f"every rank's tokens saw each other only. Over a context axis that is the one kind "
-            f"of attention; a model without any does not need the axis."
+            f"{type(model.module).__name__} did not call F.scaled_dot_product_attention, so each "
+            f"rank's tokens saw only each other. Over a context axis, use that function for "
+            f"attention; a model without attention does not need the axis."
         )
     return out
 
@@ -103,6 +103,6 @@ def _forward(
 def _backward(
     mode: Any, backward: Callable[[Tensor, Wrapped], None], loss: Tensor, model: Wrapped
 ) -> None:
-    # Blocks that are recomputed run forward again, attention included.
+    # Recomputed blocks run forward again, including attention.
     with mode:
         backward(loss, model)

@@ -1,4 +1,4 @@
-"""Buffers that training changes, such as running statistics: all replicas get the first rank's."""
+"""Buffers that training changes, such as running statistics: rank 0's are sent to all replicas."""
 
 from collections.abc import Iterator
 
@@ -14,15 +14,15 @@ __all__ = ["apply", "send_buffers"]
 
 
 def apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
-    """An update on torch's own machinery, before which replicas get the same buffers."""
+    """An update on torch's own machinery; before it, replicas get the same buffers."""
     send_buffers(model)
     return step_functions.apply(model, update)
 
 
 def send_buffers(model: Wrapped) -> None:
-    """Give every replica the buffers of the first, in place; of a copy that trains alone, its own.
+    """Send the first replica's buffers to all, in place; independent replicas keep their own.
 
-    Left out are those that no state_dict holds: tables that forward only reads.
+    Buffers that no state_dict contains are skipped: forward only reads them.
 
     Effects:
         One broadcast per dtype of the buffers, if there are any and several ranks.

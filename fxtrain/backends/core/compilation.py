@@ -1,8 +1,9 @@
-"""torch.compile, applied to modules as a plan says, with word of what it made of them."""
+"""torch.compile, applied to modules as a plan says, with a log of the graphs it produced."""
 
 import functools
 import types
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,27 +17,27 @@ __all__ = ["compile_parts"]
 
 def compile_parts(
     parts: Sequence[nn.Module], config: Compile, ctx: DistContext, *, hooked: bool
-) -> list[Callable[[], None]]:
+) -> Callable[[], None]:
     """Compile the calls of some modules, in place.
 
     Args:
-        hooked: Hooks that torch does not trace will stand between a module and its forward.
+        hooked: Hooks that torch does not trace will be between a module and its forward.
 
     Effects:
         Sets torch's compiled call on them and, with `hooked`, `forward` on torch's own modules
-        inside. Each call that makes graphs logs how many, on rank 0.
+        inside. Each call that creates graphs logs their number, on rank 0.
 
     Returns:
-        What takes all of it back.
+        A function that reverts all of it.
     """
-    undo: list[Callable[[], None]] = []
+    undo = ExitStack()
     told = _CompilationCounter(ctx)
     for part in parts:
-        undo += [
-            _wrap_forward(inner) for inner in part.modules() if hooked and _needs_own_frame(inner)
-        ]
-        # What nn.Module.compile sets; but that leaves torch's own modules, nn.Sequential
-        # for one, as they are without a word: torch traces nothing that starts in its code.
+        for inner in part.modules():
+            if hooked and _needs_own_frame(inner):
+                undo.callback(_wrap_forward(inner))
+        # What nn.Module.compile sets. But that silently leaves torch's own modules, such as
+        # nn.Sequential, uncompiled: torch traces nothing that starts in its own code.
         compiled: Any = torch.compile(
             _calls(part),
             backend=config.backend,
@@ -45,12 +46,12 @@ def compile_parts(
             dynamic=config.dynamic,
         )
         part._compiled_call_impl = told.watched(compiled, type(part).__name__)
-        undo.append(functools.partial(vars(part).pop, "_compiled_call_impl", None))
-    return undo
+        undo.callback(vars(part).pop, "_compiled_call_impl", None)
+    return undo.close
 
 
 class _CompilationCounter:
-    """Counts what torch compiles in the calls of a model's parts, and logs it."""
+    """Counts and logs what torch compiles in the calls of a model's parts."""
 
     def __init__(self, ctx: DistContext) -> None:
         from torch._dynamo.utils import counters  # which torch.compile loads anyway
@@ -61,7 +62,7 @@ class _CompilationCounter:
         self._called = False
 
     def watched(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """A compiled call that says so when it makes graphs, or when the first makes none."""
+        """A compiled call that logs when it creates graphs, or when the first one creates none."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             before = self._counters["stats"]["unique_graphs"]
@@ -76,11 +77,13 @@ class _CompilationCounter:
     def _tell(self, made: int, name: str) -> None:
         self._made += made
         if made:
-            self._log.info("torch.compile made %d graphs of %s, %d so far", made, name, self._made)
+            self._log.info(
+                "torch.compile created %d graphs of %s, %d so far", made, name, self._made
+            )
         else:
             self._log.warning(
-                "torch.compile made no graph of %s, which runs as it is. Run with "
-                "TORCH_LOGS=graph_breaks to see why, or leave compile out of the plan.",
+                "torch.compile created no graph of %s, which runs uncompiled. Run with "
+                "TORCH_LOGS=graph_breaks to see why, or remove compile from the plan.",
                 name,
             )
         self._called = True
@@ -94,7 +97,7 @@ def _calls(module: nn.Module) -> Callable[..., Any]:
 
 
 def _needs_own_frame(module: nn.Module) -> bool:
-    """Whether torch traces a module's forward only from a frame outside of torch."""
+    """Whether torch only traces a module's forward from a frame outside torch."""
     return str(getattr(type(module).forward, "__module__", "")).startswith("torch.nn.")
 
 
@@ -103,7 +106,7 @@ def _wrapped_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _wrap_forward(module: nn.Module) -> Callable[[], None]:
-    """Let a module's forward begin in a frame that torch traces, one for all modules."""
+    """Start a module's forward in a frame that torch traces, one for all modules."""
     if "forward" in vars(module):
         return lambda: None
     module.forward = types.MethodType(_wrapped_forward, module)

@@ -1,4 +1,4 @@
-"""torch's view of the ranks as a mesh, over the process groups that the context has open."""
+"""The ranks as torch's DeviceMesh, over the process groups that the context has open."""
 
 import math
 from typing import Any
@@ -13,18 +13,18 @@ from fxtrain.state import AXES, DistContext
 
 __all__ = ["DistributedParameters", "clear_sharding_caches", "device_mesh", "distribute_parameter"]
 
-# By id of a parameter, what became of it: the same, wherever it is met again.
+# By id of a parameter, what replaced it: the same wherever the parameter occurs again.
 DistributedParameters = dict[int, nn.Parameter]
 
 
 def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
-    """A mesh whose data ranks are split into copies of `shard` ranks each.
+    """A mesh whose data ranks are split into replicas of `shard` ranks each.
 
-    Axes of one rank are left out, but for `shard` among several data ranks. The axes of the
-    context keep their groups. The ranks of the context axis count as data ranks.
+    Axes of one rank are omitted, except `shard` if there are several data ranks. The axes of
+    the context keep their groups. The ranks of the context axis count as data ranks.
 
     Args:
-        ctx: Of the world.
+        shard: Ranks of one replica; divides the data ranks.
         shard: Ranks of one copy; divides the data ranks.
 
     Effects:
@@ -45,32 +45,32 @@ def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
 def distribute_parameter(
     part: nn.Module, name: str, mesh: DeviceMesh, how: Placement, distributed: DistributedParameters
 ) -> None:
-    """Put a DTensor in the place of a module's parameter.
+    """Replace a module's parameter by a DTensor.
 
     Args:
-        distributed: Grows. The parameters that it is about were all there before the first of them
-            was replaced, so that their ids are their own.
+        distributed: Filled in. Its keys are ids of parameters that all existed before the first of
+            them was replaced, so no id is reused.
     """
     whole = part.get_parameter(name)
     if id(whole) not in distributed:
-        # Without a source rank: values are sent before, or once the model has its final form.
+        # Without a source rank: values are sent before, or after the model has its final form.
         mine = distribute_tensor(whole.detach(), mesh, [how], src_data_rank=None)
         distributed[id(whole)] = nn.Parameter(mine, requires_grad=whole.requires_grad)
     part.register_parameter(name, distributed[id(whole)])
 
 
 def clear_sharding_caches() -> None:
-    """Have torch lay out operations anew.
+    """Clear torch's cache of layouts.
 
-    It remembers that by the value of a mesh, and would hand out the equal one of an earlier
+    torch caches them by the value of a mesh, and would reuse those of an equal mesh of an earlier
     context, whose groups may be closed.
     """
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
         return
-    # Older torch has a cache for each thread, so for backward too: a new one for all of them.
-    # How to go from one layout to another, it keeps elsewhere.
+    # Older torch has one cache per thread, so a separate one for backward: replace all of them.
+    # It caches redistributions elsewhere.
     propagator = DTensor._op_dispatcher.sharding_propagator
     renewed = type(propagator.propagate_op_sharding)(propagator.propagate_op_sharding_non_cached)
     propagator.propagate_op_sharding = renewed

@@ -1,8 +1,8 @@
-"""Gradients where they lie: whole, or laid out as DTensors over one mesh or several.
+"""Gradients in place: plain tensors, or DTensors over one mesh or several.
 
-What torch offers for a list of gradients takes plain tensors only, or DTensors of one mesh only,
-and under a loss scale reduces over the first mesh only. Here each rank works on what it holds, and
-what is needed of the others is reduced over exactly the axes that gradients are sharded along.
+torch's functions for a list of gradients take plain tensors only, or DTensors of a single mesh, and
+with a loss scale they reduce over the first mesh only. Here each rank works on its local tensors,
+and results are reduced over exactly the axes along which gradients are sharded.
 """
 
 from typing import Any
@@ -24,12 +24,12 @@ __all__ = [
 
 
 def is_distributed(parameters: Any) -> bool:
-    """Whether any of some parameters is laid out over a mesh."""
+    """Whether any of these parameters is a DTensor."""
     return bool([p for p in parameters if hasattr(p, "device_mesh")])
 
 
 def local_grads(parameters: Any) -> list[Tensor]:
-    """What this rank holds of each gradient there is; writing to it writes to the gradient."""
+    """The local tensor of each gradient that exists; writing to it writes to the gradient."""
     return [getattr(grad, "_local_tensor", grad) for grad in _as_parameters_laid_out(parameters)]
 
 
@@ -37,10 +37,10 @@ def total_norm(model: Wrapped, copies: frozenset[int] = frozenset()) -> Tensor:
     """The 2-norm over all gradients of a model, each entry counted once; equal on every rank.
 
     Args:
-        copies: Ids of parameters that another rank of the pipeline counts.
+        copies: Ids of parameters that another pipeline rank counts.
 
     Effects:
-        One all-reduce of a number per mesh axis that gradients are sharded along, and one over
+        One all-reduce of a number per mesh axis along which gradients are sharded, and one over
         the pipeline axis if there is one.
     """
     by_groups: dict[tuple[str, ...], tuple[list[Any], list[Tensor]]] = {}
@@ -52,14 +52,14 @@ def total_norm(model: Wrapped, copies: frozenset[int] = frozenset()) -> Tensor:
         by_groups.setdefault(key, (groups, []))[1].append(getattr(grad, "_local_tensor", grad))
     total = torch.zeros((), device=model.ctx.device)
     for groups, parts in by_groups.values():
-        # Copies along the other axes are equal, and counted once by not being summed.
+        # Replicas along the other axes are equal, and are counted once by not being summed.
         square = _sum_of_squares(parts, model.ctx.device)
         for group in groups:
             dist.all_reduce(square, group=group)
         total = total + square
     stages = model.ctx.axis("pipeline")
     if stages.world_size > 1:
-        # A stage may have no gradient, or another format than the others.
+        # A stage may have no gradient, or another dtype than the others.
         total = total.to(model.window.sums.dtype)
         dist.all_reduce(total, group=stages.comm.group)
     return total.sqrt()
@@ -80,7 +80,7 @@ def clamp_local(parts: list[Tensor], limit: float) -> None:
 
 
 def unscale_local(parts: list[Tensor], inverse: Tensor) -> Tensor:
-    """Multiply in place by the inverse of the loss scale; 1 if this rank met inf or nan, or 0."""
+    """Multiply in place by the inverse loss scale; 1 if this rank has an inf or nan, else 0."""
     found = torch.zeros((), device=inverse.device)
     for (_, device), alike in _by_dtype_and_device(parts).items():
         there = found.to(device)
@@ -90,7 +90,7 @@ def unscale_local(parts: list[Tensor], inverse: Tensor) -> Tensor:
 
 
 def _as_parameters_laid_out(parameters: Any) -> list[Any]:
-    """Gradients laid out as their parameters are: torch leaves some of them as partial sums."""
+    """Gradients with the placements of their parameters: torch leaves some as partial sums."""
     found: list[Any] = []
     for parameter in parameters:
         grad = parameter.grad
@@ -103,7 +103,7 @@ def _as_parameters_laid_out(parameters: Any) -> list[Any]:
 
 
 def _groups_of(grad: Any) -> list[Any]:
-    """The groups of ranks among which a gradient is split."""
+    """The process groups over which a gradient is sharded."""
     mesh = getattr(grad, "device_mesh", None)
     if mesh is None:
         return []
@@ -113,7 +113,7 @@ def _groups_of(grad: Any) -> list[Any]:
 
 def _sum_of_squares(parts: list[Tensor], device: torch.device) -> Tensor:
     norm = nn.utils.get_total_norm(parts).to(device)
-    # Sums of squares of half-precision norms over many ranks would round.
+    # In half precision, sums of squares over many ranks would round.
     return (norm.float() if norm.dtype in (torch.float16, torch.bfloat16) else norm).square()
 
 

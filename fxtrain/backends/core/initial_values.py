@@ -1,4 +1,4 @@
-"""The values that a sharded model starts from: rank 0's, sent in parts, or fresh ones."""
+"""Initial values of a sharded model: rank 0's, sent shard by shard, or fresh ones."""
 
 import itertools
 from collections.abc import Callable, Container, Iterable
@@ -21,12 +21,12 @@ __all__ = ["InitialValues", "copy_shard", "fill_full", "fill_sharded", "record_i
 
 @attrs.frozen(kw_only=True, eq=False)
 class InitialValues:
-    """What to fill a sharded model with.
+    """The initial values of a sharded model.
 
     Attributes:
-        meta: This rank's model is on the meta device.
-        fresh: So is every rank's: values come from the modules' own functions.
-        values: On rank 0, name to whole value of parameters, if they are not fresh.
+        meta: Whether this rank's model is on the meta device.
+        fresh: Whether every rank's is: values come from the modules' own functions.
+        values: On rank 0, full values of parameters by name, unless they are fresh.
     """
 
     meta: bool
@@ -35,11 +35,11 @@ class InitialValues:
 
 
 def record_initial_values(module: nn.Module, ctx: DistContext) -> InitialValues:
-    """Hold on to rank 0's values before the model is sharded.
+    """Keep rank 0's values before the model is sharded.
 
     Raises:
-        PlanError: some of a model is on the meta device, or all of it on rank 0 only; or no
-            rank has values and a module cannot make its own. On every rank.
+        PlanError: a model is partly on the meta device, or only rank 0's is; or no rank has values
+            and a module cannot initialize itself. On every rank.
     """
     tensors = [*module.parameters(), *module.buffers()]
     meta = sum(tensor.is_meta for tensor in tensors)
@@ -47,9 +47,9 @@ def record_initial_values(module: nn.Module, ctx: DistContext) -> InitialValues:
     mixed = [rank for rank, count in enumerate(counts) if count not in (0, len(tensors))]
     if mixed or (counts[0] and not all(counts)):
         raise PlanError(
-            f"wrap: of {len(tensors)} parameters and buffers, ranks have on the meta device: "
-            f"{dict(enumerate(counts))}. Build the whole model there on all ranks, or on all "
-            f"but rank 0, whose values are sent to the others."
+            f"wrap: of {len(tensors)} parameters and buffers, this many are on the meta device on "
+            f"each rank: {dict(enumerate(counts))}. Build the whole model there on all ranks, or "
+            f"on all but rank 0, whose values are sent to the others."
         )
     fresh = counts[0] > 0
     if fresh and (
@@ -57,8 +57,8 @@ def record_initial_values(module: nn.Module, ctx: DistContext) -> InitialValues:
     ):
         raise PlanError(
             f"wrap: the model is on the meta device, and these modules have no reset_parameters "
-            f"to make their values: {', '.join(stuck[:10]) or 'the model itself'}. "
-            f"Give them one (empty, if fx.load_model fills the model next), or build the model "
+            f"to initialize them: {', '.join(stuck[:10]) or 'the model itself'}. "
+            f"Define it (empty, if fx.load_model fills the model next), or build the model "
             f"with values on rank 0, and on the meta device on the others."
         )
     values = {} if fresh or ctx.rank else {n: p.detach() for n, p in module.named_parameters()}
@@ -68,12 +68,12 @@ def record_initial_values(module: nn.Module, ctx: DistContext) -> InitialValues:
 def fill_sharded(
     module: nn.Module, start: InitialValues, ctx: DistContext, *, offload: bool, seed: int
 ) -> None:
-    """Give a sharded model its values.
+    """Initialize a sharded model.
 
     Effects:
-        From rank 0's values: each rank gets its part of one parameter at a time, or, where
-        parts have copies on several ranks, the whole of one at a time. Fresh ones: every rank
-        makes the values of one module at a time from the plan's seed and keeps its part.
+        From rank 0's values: each rank receives its shards of one parameter at a time or, where
+        shards are replicated, one full parameter at a time. Fresh values: every rank computes the
+        values of one module at a time from the plan's seed and keeps its shards.
     """
     if start.meta:
         module.to_empty(device=torch.device("cpu") if offload else ctx.device)
@@ -87,17 +87,17 @@ def fill_sharded(
 def fill_full(
     module: nn.Module, start: InitialValues, ctx: DistContext, *, keep: Container[str], seed: int
 ) -> None:
-    """Give a model whose tensors are whole, but not all on this rank, its values.
+    """Initialize a model whose tensors are full, but not all on this rank.
 
     Args:
-        keep: Names of the parameters and buffers that this rank needs; it brings those to its
-            device, and leaves the others as they are.
+        keep: Names of the parameters and buffers that this rank needs; they are moved to its
+            device, and the others are left alone.
     """
     ready: dict[int, Tensor] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         for held in (part._parameters, part._buffers):
             for key, tensor in held.items():
-                # Every stage computes with the buffers of others too, such as frequencies.
+                # Every stage also computes with some buffers of others, such as frequencies.
                 needed = held is part._buffers or (f"{path}.{key}" if path else key) in keep
                 if tensor is not None and needed:
                     if id(tensor) not in ready:
@@ -109,7 +109,7 @@ def fill_full(
 def _fill_materialized(
     module: nn.Module, start: InitialValues, ctx: DistContext, seed: int
 ) -> None:
-    """Fill the tensors of a module, which have memory: anew by the seed, or from rank 0."""
+    """Fill the allocated tensors of a module: from the seed, or from rank 0."""
     if start.fresh:
         with ops.fork_rng(ctx), torch.no_grad():
             ops.seed(seed, ctx)
@@ -124,7 +124,7 @@ def _fill_materialized(
 
 
 def _materialized(tensor: Tensor, ctx: DistContext) -> Tensor:
-    """A tensor on the device, the same one unless it was on the meta device."""
+    """The tensor on the device; a new one if it was on the meta device."""
     if not tensor.is_meta:
         tensor.data = tensor.data.to(ctx.device)
         return tensor
@@ -139,7 +139,7 @@ def _persists(part: nn.Module, name: str) -> bool:
 
 
 def local_part(whole: Tensor, like: DTensor, place: tuple[int, ...]) -> Tensor:
-    """The part of a tensor that stands at one place of a mesh, laid out like another."""
+    """The local part of a tensor at one coordinate of a mesh, with the placements of another."""
     part = whole
     # Innermost first, as the axes were applied: tensor parallel, then the shards of its parts.
     for dim in reversed(range(like.device_mesh.ndim)):
@@ -169,7 +169,7 @@ def _send(whole: Tensor | None, parameter: Tensor, ctx: DistContext) -> None:
 
 
 def _scatter(whole: Tensor | None, like: DTensor, mine: Tensor, ctx: DistContext) -> None:
-    # torch's chunks get no longer from first to last.
+    # torch's chunks never grow from first to last.
     largest = local_part(_shape_of(like), like, (0,) * like.device_mesh.ndim).numel()
     received = torch.empty(largest, dtype=like.dtype, device=ctx.device)
     parts = None if whole is None else _parts(whole, like, largest, ctx)
@@ -178,7 +178,7 @@ def _scatter(whole: Tensor | None, like: DTensor, mine: Tensor, ctx: DistContext
 
 
 def _parts(whole: Tensor, like: DTensor, length: int, ctx: DistContext) -> list[Tensor]:
-    """What each rank holds of a tensor, by rank, flat and padded to one length."""
+    """The shards of a tensor by rank, flat and padded to one length."""
     rows = torch.zeros(ctx.world_size, length, dtype=whole.dtype, device=ctx.device)
     parts = list(rows.unbind()) if not ctx.comm.simulated else [rows[ctx.rank]] * ctx.world_size
     for rank, place in _places(like, ctx):
@@ -188,9 +188,9 @@ def _parts(whole: Tensor, like: DTensor, length: int, ctx: DistContext) -> list[
 
 
 def _places(like: DTensor, ctx: DistContext) -> Iterable[tuple[int, tuple[int, ...]]]:
-    """Each rank, and where it stands in the mesh of a tensor."""
+    """Each rank, and its coordinate in the mesh of a tensor."""
     mesh = like.device_mesh
-    if ctx.comm.simulated:  # nobody looks at what others are sent
+    if ctx.comm.simulated:  # what is sent to others is not read
         own = mesh.get_coordinate()
         assert own is not None
         return [(ctx.rank, tuple(own))]
@@ -204,7 +204,7 @@ def _shape_of(like: DTensor) -> Tensor:
 
 
 def _reset_function(module: nn.Module, part: nn.Module) -> Callable[[], Any] | None:
-    """The function by which a module makes its own values."""
+    """The function with which a module initializes itself."""
     for owner, name in ((part, "reset_parameters"), (part, "_reset_parameters")):
         if callable(found := getattr(owner, name, None)):
             return found
@@ -241,7 +241,7 @@ def _reset(module: nn.Module, ctx: DistContext) -> None:
 
 
 def copy_shard(whole: Tensor, parameter: Tensor) -> None:
-    """Copy what a rank holds of a tensor out of the whole of it."""
+    """Copy this rank's shard from the full tensor."""
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)
         return

@@ -1,4 +1,4 @@
-"""A batch in parts along its rows, and what parts gave put together again."""
+"""Splits a batch into micro-batches along its rows, and joins their outputs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,16 +14,16 @@ __all__ = ["join", "parts_of_batch", "split"]
 
 
 def parts_of_batch(batch: Batch, rank: int, parts: int) -> list[Batch]:
-    """A batch in parts of equally many rows.
+    """Split a batch into micro-batches with equally many rows.
 
     Args:
         rank: On the data axis.
-        parts: How many; they divide every rank's rows.
+        parts: Number of micro-batches; divides every rank's rows.
     """
     rows = batch.sizes[rank]
     if rows:
         data, valid = split(batch.data, rows, parts), batch.valid.split(rows // parts)
-    else:  # it stands in for rows of which this rank has none, and counts for nothing
+    else:  # a placeholder on a rank without rows, which counts for nothing
         there = _tree.row_count(batch.data) or 1
         data, valid = split(batch.data, there, there)[:1] * parts, [batch.valid[:1]] * parts
     sizes = tuple(size // parts for size in batch.sizes)
@@ -45,9 +45,9 @@ def parts_of_batch(batch: Batch, rank: int, parts: int) -> list[Batch]:
 
 
 def split(tree: Any, rows: int, parts: int) -> list[Any]:
-    """A tree in parts: tensors with so many rows, and lists of so many values, along them.
+    """Split a tree: tensors with this many rows, and lists of this many values, along them.
 
-    Everything else goes into every part.
+    Every other leaf is repeated in every part.
     """
     each = rows // parts
     leaves, shape = _tree.flatten(tree, lambda one: _is_column(one, rows))
@@ -66,11 +66,11 @@ def _is_column(one: Any, rows: int) -> bool:
 
 
 def join(trees: Sequence[Any], rows: int) -> Any:
-    """One tree of those of several parts with so many rows each.
+    """Join the trees of several micro-batches with this many rows each.
 
-    Tensors with that many rows are put one after another. Single numbers are averaged if they
-    are floating, as means over rows are, and added up if they are whole, as counts are. Of
-    anything else the last part's counts.
+    Tensors with this many rows are concatenated. Single floating-point numbers are averaged, as
+    they are means over rows; single integers are summed, as they are counts. Of any other value,
+    the last micro-batch's is used.
     """
     flat = [_tree.flatten(tree) for tree in trees]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)

@@ -1,4 +1,4 @@
-"""What a model on torch's own machinery needs to go on: taken out by name, and put back."""
+"""The state of a model on torch's own machinery: read and restored by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -49,7 +49,7 @@ def state_of(model: Wrapped) -> ModelState:
             own[f"optimizer.{index}.state"] = as_bytes(values["state"], f"optimizer.{index}")
     for name, parameter in model.module.named_parameters():
         if parameter.grad is not None:
-            # A spread gradient is reduced already; a plain one is this rank's part of a mean.
+            # A DTensor's gradient is reduced already; a plain one is this rank's part of a mean.
             place = tensors if isinstance(parameter.grad, DTensor) else own
             place[f"grad.{name}"] = parameter.grad
     values: dict[str, Any] = {
@@ -63,7 +63,7 @@ def state_of(model: Wrapped) -> ModelState:
     }
     drifting = {f"module.{name}" for name, _ in model.module.named_buffers()} & tensors.keys()
     if now is not None:
-        drifting, steady = set(tensors), set()  # the end of a round changes parameters too
+        drifting, steady = set(tensors), set()  # the end of an averaging round changes parameters
         values["copy"] = len(now.peers)  # its ranks
         shared, mine = round_state(now)
         tensors |= shared
@@ -78,7 +78,7 @@ def state_of(model: Wrapped) -> ModelState:
 
 
 def _trained(model: Wrapped) -> set[int]:
-    """Parameters that nothing but an optimizer's step changes, by id."""
+    """Ids of the parameters that only an optimizer step changes."""
     trained = {
         id(parameter)
         for optimizer in model.optimizers
@@ -93,19 +93,19 @@ def _trained(model: Wrapped) -> set[int]:
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its steps can be waited for: torch puts hooks around them in its constructor."""
+    """Whether its steps can be awaited: torch's constructor installs hooks around `step`."""
     return bool(getattr(type(optimizer).step, "hooked", False))
 
 
 def load_state(model: Wrapped, saved: StateReader) -> None:
-    """Put a saved state into a model, in place.
+    """Restore a saved state into a model, in place.
 
-    At another number of ranks the gradients of an open window become the mean over the ranks
-    that saved, which is what they stand for. So do parameters of copies that trained alone, there
-    and where all updates are made together.
+    At another world size, the gradients of an open window become the mean over the ranks that
+    saved them, to which they contribute. So do parameters of independent replicas, also when
+    restored into a plan without `local`.
 
     Raises:
-        CheckpointError: it is the state of another model.
+        CheckpointError: the state is of another model.
     """
     tensors, _ = _module_state(model.module)
     _check_formats(quantized_facts(model.module), saved.values.get("quantized", {}))
@@ -157,37 +157,37 @@ def _check_formats(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
 def _check_names(tensors: Mapping[str, Tensor], saved: StateReader) -> None:
     there = {name for name in saved.shapes if name.startswith("module.")}
     problems = [f"  {name[7:]} is not in the checkpoint" for name in tensors.keys() - there]
-    problems += [f"  {name[7:]} is in the checkpoint only" for name in there - tensors.keys()]
+    problems += [f"  {name[7:]} is only in the checkpoint" for name in there - tensors.keys()]
     for name in tensors.keys() & there:
         shape, dtype = saved.shapes[name]
         tensor = tensors[name]
         if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
             problems.append(
-                f"  {name[7:]} is {dtype} {list(shape)} in the checkpoint, and "
+                f"  {name[7:]} is {dtype} {list(shape)} in the checkpoint, but "
                 f"{tensor.dtype} {list(tensor.shape)} in the model"
             )
     if problems:
         shown = sorted(problems)[:40]
         more = [f"  and {len(problems) - 40} more"] if len(problems) > 40 else []
-        raise CheckpointError("\n".join(["The checkpoint is of another model:", *shown, *more]))
+        raise CheckpointError("\n".join(["The checkpoint is of a different model:", *shown, *more]))
 
 
 def load_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
-    """Give submodules what they keep beside tensors."""
+    """Restore what submodules keep beside tensors (`set_extra_state`)."""
     for name, value in extra.items():
         path = name.removeprefix("module.").rpartition("_extra_state")[0].rstrip(".")
         module.get_submodule(path).set_extra_state(value)
 
 
 def _load_window(model: Wrapped, saved: StateReader) -> None:
-    """Gradients and account of an accumulation window that was open."""
+    """Gradients and counts of an accumulation window that was open."""
     sends_buffers = saved.values.get("sends_buffers")
     if sends_buffers is not None and hasattr(model.engine, _SENDS_BUFFERS):
         setattr(model.engine, _SENDS_BUFFERS, bool(sends_buffers))
     windows = saved_windows(saved)
     if not windows:  # from another library, which saves no open window
         return
-    # Weighted losses are divided by the ranks at the end of the window; others already were.
+    # Weighted losses are divided by the ranks at the end of the window; others already are.
     factor = saved.ranks / saved.loading_ranks if windows[0].scale else 1.0
     for name, parameter in model.module.named_parameters():
         if f"grad.{name}" in saved.shapes:
@@ -200,7 +200,7 @@ def _load_window(model: Wrapped, saved: StateReader) -> None:
             mean = sum(parts[1:], parts[0]) * (factor / saved.ranks) if parts else None
             _set_grad(parameter, mean)
     same = saved.ranks == saved.loading_ranks
-    # Every rank counts the same rows; weights add up over the ranks, so one takes them all.
+    # Every rank counts the same rows. Weights are summed over the ranks, so rank 0 takes all.
     first = windows[saved.rank if same else 0]
     every = torch.stack([window.sums for window in windows]).sum(0)
     mine = first.sums if same else every if saved.rank == 0 else torch.zeros_like(every)
@@ -215,7 +215,7 @@ def window_state(window: AccumulationWindow) -> dict[str, Tensor]:
 
 
 def saved_windows(saved: StateReader) -> list[AccumulationWindow]:
-    """The window of every rank that saved; empty for a checkpoint of another library."""
+    """The windows of all ranks that saved; empty for a checkpoint of another library."""
     pairs = zip(
         own_tensor_of_ranks(saved, "tally"), own_tensor_of_ranks(saved, "counts"), strict=True
     )

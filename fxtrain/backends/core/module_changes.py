@@ -1,8 +1,9 @@
-"""Changes to a module that a plan asks for, and taking them back."""
+"""Changes to a module that a plan asks for, and undoing them."""
 
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -47,23 +48,23 @@ def unmatched_names(module: nn.Module, plan: Plan) -> tuple[str, ...]:
     if not plan.recompute and (plan.recompute_every > 1 or plan.recompute_keep):
         problems.append(
             f"Plan(recompute_every={plan.recompute_every}, recompute_keep={plan.recompute_keep}) "
-            f"is about the submodules that recompute names, which is empty. Name classes there."
+            f"applies to the submodules in recompute, which is empty. Name their classes there."
         )
     return tuple(problems)
 
 
 def xla_problems(ctx: DistContext, name: str) -> tuple[str, ...]:
-    """A problem, where torch's own machinery meets a device whose graph nobody would cut."""
+    """A problem if torch's own machinery would run on XLA, where nothing would end its graph."""
     if ctx.device.type != "xla":
         return ()
     return (
-        f"{name}() trains by torch's own means, and this context computes on XLA. Use "
+        f"{name}() does not support XLA, on which this context computes. Use "
         f"Plan(strategy=fx.XLA()), or fx.detect(device='cpu').",
     )
 
 
 def put_forward(part: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Set a module's own forward; returns what takes it back."""
+    """Set a module's own forward; return the function that reverts it."""
     before = part.__dict__.get("forward")
     part.forward = forward
 
@@ -77,7 +78,7 @@ def put_forward(part: nn.Module, forward: Callable[..., Any]) -> Callable[[], No
 
 
 def model_signature(module: nn.Module) -> str:
-    """Names, shapes and dtypes of a model in a digest: replicas must share them."""
+    """Names, shapes and dtypes of a model as a digest, which must be equal on all replicas."""
     lines = [
         f"{name} {list(t.shape)} {t.dtype} {t.requires_grad}"
         for name, t in (*module.named_parameters(), *module.named_buffers())
@@ -88,7 +89,7 @@ def model_signature(module: nn.Module) -> str:
 
 
 def checkpointed(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callable[..., Any]:
-    """A forward whose activations torch computes again in backward, but for some operators'."""
+    """A forward whose activations are recomputed in backward, except those of some operators."""
     options: dict[str, Any] = {"use_reentrant": False}
     if keep:
         kept = [operator for name in keep for operator in _SAVED_OPERATORS[name]]
@@ -104,28 +105,24 @@ def prepare_module(
     *,
     hooked: bool = False,
 ) -> Callable[[], None]:
-    """Recompute activations, then compile, as the plan says; return what undoes it.
+    """Recompute activations and compile, as the plan says; return the function that undoes it.
 
     Args:
-        again: From a forward, and operators to keep, to one that recomputes.
-        hooked: A strategy will put hooks on submodules that torch does not trace.
+        again: From a forward and operators to keep, to a forward that recomputes.
+        hooked: Whether a strategy will put hooks on submodules that torch does not trace.
 
     Effects:
         Sets `forward` on recomputed submodules and torch's compiled call on compiled ones;
         parameter names stay as they are.
     """
     chosen = _named(module, plan.recompute)[:: plan.recompute_every]
-    undo = [put_forward(part, again(part.forward, plan.recompute_keep)) for part in chosen]
+    undo = ExitStack()
+    for part in chosen:
+        undo.callback(put_forward(part, again(part.forward, plan.recompute_keep)))
     if plan.compile is not None:
         blocks = _named(module, plan.compile.blocks) if plan.compile.blocks else [module]
-        undo += compile_parts(blocks, plan.compile, ctx, hooked=hooked)
-
-    def undo_all() -> None:
-        for take_back in reversed(undo):
-            take_back()
-        undo.clear()
-
-    return undo_all
+        undo.callback(compile_parts(blocks, plan.compile, ctx, hooked=hooked))
+    return undo.close
 
 
 def model_values(module: nn.Module) -> tuple[Tensor, ...]:
@@ -136,7 +133,7 @@ def model_values(module: nn.Module) -> tuple[Tensor, ...]:
 
 
 def send_values(tensors: Iterable[Tensor], data: DistContext) -> None:
-    """Give every data rank the values of rank 0, in place."""
+    """Send rank 0's values to every data rank, in place."""
     mine = [tensor.data for tensor in tensors]
     for tensor, sent in zip(mine, ops.broadcast(mine, data), strict=True):
         tensor.copy_(sent)

@@ -10,10 +10,10 @@ __all__ = ["unknown_classes", "unknown_patterns"]
 
 
 def unknown_classes(module: nn.Module, names: Iterable[str], *, field: str) -> list[str]:
-    """A problem for each class that no submodule is of."""
+    """A problem for each class name that matches no submodule."""
     known = sorted({type(part).__name__ for part in module.modules()})
     return [
-        f"{field} names the class {name!r}, which no submodule of {type(module).__name__} has. "
+        f"{field} names the class {name!r}, but no submodule of {type(module).__name__} has it. "
         f"Did you mean {', '.join(difflib.get_close_matches(name, known, n=3) or known[:10])}?"
         for name in names
         if name not in known
@@ -23,9 +23,9 @@ def unknown_classes(module: nn.Module, names: Iterable[str], *, field: str) -> l
 def unknown_patterns(
     patterns: Iterable[str], names: list[str], *, field: str, what: str = "parameter"
 ) -> list[str]:
-    """A problem for each pattern that fits no name."""
+    """A problem for each pattern that matches no name."""
     return [
-        f"{field}: no {what} is called {pattern!r}. "
+        f"{field}: no {what} matches {pattern!r}. "
         f"Did you mean {', '.join(difflib.get_close_matches(pattern, names, n=3) or names[:5])}?"
         for pattern in patterns
         if not fnmatch.filter(names, pattern)

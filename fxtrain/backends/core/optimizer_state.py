@@ -1,4 +1,4 @@
-"""What optimizers need to go on: states by the names of parameters, taken out and put back."""
+"""The state of optimizers by the names of parameters: read and restored."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ __all__ = [
 def optimizer_state(
     optimizer: torch.optim.Optimizer, prefix: str, names: Mapping[int, str]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimizer's tensors by the parameter they belong to, and everything else."""
+    """An optimizer's tensors by the name of their parameter, and everything else."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -51,16 +51,16 @@ def optimizer_state(
 
 
 def load_optimizers(model: Wrapped, saved: StateReader, kept: Iterable[Tensor]) -> None:
-    """Fill a model's optimizers, schedulers and loss scale.
+    """Restore a model's optimizers, schedulers and loss scale.
 
     Args:
-        kept: Tensors that no state of an optimizer may share memory with.
+        kept: Tensors with which no optimizer state may share memory.
     """
     found = saved.values["optimizers"]
     if len(found) != len(model.optimizers):
         raise CheckpointError(
-            f"The model has {len(model.optimizers)} optimizers, and was saved with {len(found)}. "
-            f"Wrap it with the same, or with none to run it only."
+            f"The model has {len(model.optimizers)} optimizers, and the checkpoint {len(found)}. "
+            f"Wrap the model with the same optimizers, or with none to only run it."
         )
     names = names_of(model.module)
     taken = {_data_pointer(tensor) for tensor in kept}
@@ -76,11 +76,12 @@ def load_optimizers(model: Wrapped, saved: StateReader, kept: Iterable[Tensor]) 
 
 
 def load_schedulers(model: Wrapped, saved: StateReader) -> None:
-    """Put the saved states into a model's schedulers."""
+    """Restore a model's schedulers."""
     schedulers, states = flatten_schedulers(model.scheduler), saved.values["schedulers"]
     if len(schedulers) != len(states):
         raise CheckpointError(
-            f"The model has {len(schedulers)} schedulers, and was saved with {len(states)}."
+            f"The model has {len(schedulers)} schedulers, and the checkpoint {len(states)}. Wrap "
+            f"the model with the same schedulers."
         )
     for scheduler, state in zip(schedulers, states, strict=True):
         scheduler.load_state_dict(state)
@@ -91,8 +92,8 @@ def as_bytes(states: Mapping[str, Any], prefix: str) -> Tensor:
         text = json.dumps(states)
     except TypeError as error:
         raise CheckpointError(
-            f"{prefix} keeps something of a parameter that is neither a tensor nor a plain value, "
-            f"which cannot be saved where ranks have different states: {error}."
+            f"{prefix} stores a value for a parameter that is neither a tensor nor a plain value "
+            f"and cannot be saved where ranks have different states: {error}."
         ) from error
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
@@ -102,12 +103,12 @@ def names_of(module: nn.Module) -> dict[int, str]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """This rank's local part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_tensor_of_ranks(saved: StateReader, name: str) -> list[Tensor]:
-    """A tensor of its own of every rank that saved one."""
+    """Each rank's own copy of a tensor, where ranks differ."""
     found = [saved.own(name, rank) for rank in range(saved.ranks)]
     return [one for one in found if one is not None]
 
@@ -131,19 +132,19 @@ def _load_optimizer(
     *,
     mine: bool,
 ) -> None:
-    """Fill an optimizer directly: torch's own loading would cast states to the parameters'."""
+    """Restore an optimizer directly: torch's loading would cast states to the parameters' dtype."""
     part = local_optimizer(optimizer)
     held = {id(parameter) for group in part.param_groups for parameter in group["params"]}
     groups = list(_groups(optimizer, names))
     own = [[name for name, _ in named] for _, named in groups]
     theirs = [group["params"] for group in values["groups"]]
     kind = type(part).__name__
-    same = values["kind"] in (kind, "")  # files of other libraries do not say
+    same = values["kind"] in (kind, "")  # checkpoints of other libraries do not name it
     if not same or own != theirs:
         detail = f": {_first_difference(own, theirs)}" if same else ""
         raise CheckpointError(
-            f"{prefix} is a {kind} here and was saved as a {values['kind']}, or holds other "
-            f"parameters or groups{detail}. Build it as it was built then."
+            f"{prefix} is a {kind} here, and was saved as a {values['kind']} or with other "
+            f"parameters or groups{detail}. Build it as it was when the checkpoint was saved."
         )
     for (group, named), options in zip(groups, values["groups"], strict=True):
         for key, value in options.items():
@@ -166,10 +167,10 @@ def _load_optimizer(
 def _states(
     states: Mapping[str, Any], prefix: str, saved: StateReader, *, mine: bool
 ) -> Mapping[str, Any]:
-    """What an optimizer keeps of which parameter: rank 0's, where ranks do not differ in that.
+    """Which state an optimizer keeps for which parameter: rank 0's, unless ranks differ in it.
 
     Args:
-        mine: Copies of the model trained alone, and do so again.
+        mine: Whether replicas trained independently, and do so again.
     """
     name = f"{prefix}.state"
     if mine and (found := saved.own(name, saved.rank)) is not None:
@@ -193,10 +194,10 @@ def _reader(
     fast: bool,
     mine: bool,
 ) -> Callable[[str, str], Tensor]:
-    """How a state of a parameter is made: spread like it, if it has its shape.
+    """How to create a parameter's state: sharded like the parameter, if it has its shape.
 
-    A state that is there already is filled, which spares new memory; not one in memory that is
-    `taken`, which grows.
+    An existing state is filled in place, which saves memory, unless its memory is already
+    `taken`; `taken` is extended.
     """
 
     def read(prefix: str, key: str) -> Tensor:
@@ -208,7 +209,7 @@ def _reader(
         elif shape == tuple(parameter.shape):
             made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         else:
-            # torch counts steps on the host, unless a kernel reads them.
+            # torch counts steps on the host, unless a kernel reads the count.
             on_host = key == "step" and not fast
             made = torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
         saved.fill(name, made)
@@ -220,7 +221,7 @@ def _reader(
 
 
 def _reusable(state: Any, parameter: Tensor, dtype: torch.dtype, taken: set[int]) -> bool:
-    """Whether a state lies where the parameter lies, in memory that is nobody else's."""
+    """Whether a state is laid out as its parameter is, in memory of its own."""
     if not isinstance(state, Tensor) or _layout(state) != _layout(parameter):
         return False
     memory = _data_pointer(state)
@@ -236,13 +237,13 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _data_pointer(tensor: Tensor) -> int:
-    """Where its storage begins; 0 for what has no address, as on XLA devices."""
+    """The address of its storage; 0 for tensors without one, such as on XLA devices."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().data_ptr() if local.data_ptr() else 0
 
 
 def _like(value: Any, old: Any) -> Any:
-    """A saved hyperparameter where the old one was: a tensor stays the tensor it is."""
+    """A saved hyperparameter in place of the old one: a tensor is filled, not replaced."""
     if isinstance(old, Tensor):
         return old.copy_(torch.as_tensor(value))
     return value
@@ -250,19 +251,19 @@ def _like(value: Any, old: Any) -> Any:
 
 def _first_difference(own: list[list[str]], theirs: list[list[str]]) -> str:
     if len(own) != len(theirs):
-        return f"{len(own)} groups here, {len(theirs)} there"
+        return f"{len(own)} groups here, {len(theirs)} in the checkpoint"
     for i, (here, there) in enumerate(zip(own, theirs, strict=True)):
         for a, b in zip(here, there, strict=False):
             if a != b:
-                return f"group {i} has {a} here where it had {b}"
+                return f"group {i} has {a} here, and {b} in the checkpoint"
         if len(here) != len(there):
-            return f"group {i} has {len(here)} parameters here, {len(there)} there"
+            return f"group {i} has {len(here)} parameters here, {len(there)} in the checkpoint"
     return ""
 
 
 def _groups(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> Iterator[tuple[dict[str, Any], list[tuple[str, Tensor]]]]:
-    """Each group with its parameters by name; by place, where they are not the module's."""
+    """Each group with its parameters by name; by index if they are not the module's."""
     for i, group in enumerate(optimizer.param_groups):
         yield group, [(names.get(id(p), f"{i}.{j}"), p) for j, p in enumerate(group["params"])]

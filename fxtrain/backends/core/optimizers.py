@@ -17,7 +17,7 @@ _SCHEDULER = "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimi
 
 
 class Params(list[nn.Parameter]):
-    """The parameters to train, as a list; `named()` pairs each with its name."""
+    """The parameters to train, as a list; `named()` returns them with their names."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         self._named = tuple(named)
@@ -29,7 +29,7 @@ class Params(list[nn.Parameter]):
 
 
 def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that holds this rank's states: itself, unless it is shared out over ranks."""
+    """The optimizer that holds this rank's states: the inner one if states are sharded (ZeRO-1)."""
     return getattr(optimizer, "part_of_rank", optimizer)
 
 
@@ -38,19 +38,19 @@ def make_optimizers(
     module: nn.Module,
     change: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None = None,
 ) -> tuple[Any, tuple[torch.optim.Optimizer, ...]]:
-    """Call the factory on the parameters that require a gradient.
+    """Call the factory on the parameters that require grad.
 
     Args:
         factory: A function of `Params` to an optimizer or to a sequence or dict of them;
             None; or an optimizer that was built over this very module's parameters.
-        change: What takes the place of each optimizer.
+        change: Replaces each optimizer.
 
     Returns:
         What the factory returned, and every optimizer in it.
 
     Raises:
-        PlanError: something else, an optimizer over other parameters, or one whose step needs a
-            closure.
+        PlanError: the factory returned something else, an optimizer over other parameters, or one
+            whose step needs a closure.
     """
     if factory is None:
         return None, ()
@@ -73,8 +73,8 @@ def make_optimizers(
     params = Params((name, p) for name, p in module.named_parameters() if p.requires_grad)
     if not params:
         raise PlanError(
-            f"wrap(optimizer=...): no parameter of {type(module).__name__} requires a gradient, "
-            f"so there is nothing to train. Leave the optimizer out, or unfreeze something."
+            f"wrap(optimizer=...): no parameter of {type(module).__name__} requires grad, "
+            f"so there is nothing to train. Omit the optimizer, or call requires_grad_() first."
         )
     made = factory(params)
     found = _checked_list(made, torch.optim.Optimizer, "optimizer", _FACTORY)
@@ -91,8 +91,8 @@ def make_optimizers(
 def make_schedulers(factory: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]:
     """Call the scheduler factory on what the optimizer factory returned.
 
-    ReduceLROnPlateau needs a metric, so `ops.schedule` steps it, and it is not among those that a
-    step advances.
+    ReduceLROnPlateau needs a metric, so `ops.schedule` steps it, and it is not among the
+    schedulers that a step advances.
 
     Raises:
         PlanError: there is no optimizer, or the factory returned something else.
@@ -112,12 +112,12 @@ def make_schedulers(factory: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]
 
 
 def disable_foreach(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer update a parameter at a time, where they are laid out differently.
+    """Make an optimizer update one parameter at a time if their layouts differ.
 
-    torch's fast updates take a list of parameters of one layout only.
+    torch's fast updates take a list of parameters with one layout only.
 
     Raises:
-        PlanError: it is asked for a fused update of such a list.
+        PlanError: a fused update of such a list was requested.
     """
     for group in optimizer.param_groups:
         layouts = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
@@ -125,9 +125,9 @@ def disable_foreach(optimizer: torch.optim.Optimizer) -> None:
             continue
         if group.get("fused"):
             raise PlanError(
-                f"{type(optimizer).__name__}(fused=True): torch updates parameters of one layout "
-                f"at a time, and these have {len(layouts)}. Leave fused out, or put parameters "
-                f"that are sharded and those that are not into different groups."
+                f"{type(optimizer).__name__}(fused=True): torch's fused update needs parameters of "
+                f"one layout, and these have {len(layouts)}. Omit fused, or put sharded parameters "
+                f"and unsharded ones into different groups."
             )
         if group.get("foreach", True) is None:
             group["foreach"] = False
@@ -140,10 +140,10 @@ def _refuse_closures(optimizers: Iterable[torch.optim.Optimizer]) -> None:
         if any(one.kind in kinds and one.default is one.empty for one in taken):
             name = type(optimizer).__name__
             raise PlanError(
-                f"wrap(optimizer=...): {name}.step needs a closure, with which it computes the "
-                f"loss several times per update; fx.step computes it once. Use an optimizer "
-                f"without one, or wrap the model without an optimizer and call "
-                f"{name}(model.parameters()).step(closure) in a loop of your own."
+                f"wrap(optimizer=...): {name}.step needs a closure that computes the loss several "
+                f"times per update; fx.step computes it once. Use an optimizer without a closure, "
+                f"or wrap the model without an optimizer and call "
+                f"{name}(model.parameters()).step(closure) in your own loop."
             )
 
 

@@ -1,4 +1,4 @@
-"""What every strategy on torch's own modules shares: forward, backward, update."""
+"""Forward, backward and update, shared by every strategy on torch's own modules."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -52,10 +52,10 @@ _NULL_CONTEXT = nullcontext()
 
 
 def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the model in its number format; without gradients, past what reduces them.
+    """Run the model in the plan's precision; without gradients, bypass the wrapper that reduces.
 
-    Forward without gradients goes to the module itself, so that one rank may evaluate
-    while the others do something else.
+    Forward without gradients calls the module itself, so that one rank may evaluate while the
+    others do something else.
     """
     run = model.engine if torch.is_grad_enabled() else model.module
     precision = model.plan.precision
@@ -63,7 +63,7 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if precision.compute == "fp32":
         if not torch.is_autocast_enabled(device):
             return run(*args, **kwargs)
-        # Inside another model's autocast region.
+        # Inside the autocast region of another model.
         with torch.autocast(device, enabled=False):
             return run(*args, **kwargs)
     with autocast(model):
@@ -72,22 +72,22 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def no_sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
-    """Nothing to reduce: every micro-batch is alike."""
+    """Do nothing: there is nothing to reduce, so all micro-batches are alike."""
     return _NULL_CONTEXT
 
 
 def backward(loss: Tensor, model: Wrapped) -> None:
-    """Backward, of the scaled loss under fp16."""
+    """Run backward, of the scaled loss under fp16."""
     scaled(loss, model).backward()
 
 
 def scaled(loss: Tensor, model: Wrapped) -> Tensor:
-    """The loss that backward starts from."""
+    """The loss from which backward starts."""
     return loss if model.scaler is None else model.scaler.scale(loss)
 
 
 def begin(model: Wrapped) -> None:
-    """Drop the gradients that are there: a window that begins has computed none."""
+    """Drop existing gradients: a new window has computed none yet."""
     for optimizer in model.optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -114,9 +114,9 @@ def clip_norm(
     max_norm: float,
     copies: frozenset[int] = frozenset(),
 ) -> Tensor:
-    """Clip by the total norm of unscaled gradients, on whatever meshes they are laid out.
+    """Clip by the total norm of unscaled gradients, over any meshes.
 
-    Parameters whose id is among `copies` are counted by another rank of the pipeline.
+    Parameters whose id is in `copies` are counted by another pipeline rank.
     """
     if model.scaler is not None:
         _unscale(model)
@@ -129,7 +129,7 @@ def clip_norm(
 
 
 def clip_value(model: Wrapped, max_value: float) -> None:
-    """Clip entries of unscaled gradients."""
+    """Clip the entries of unscaled gradients."""
     _unscale(model)
     clamp_local(local_grads(model.module.parameters()), max_value)
 
@@ -140,17 +140,17 @@ def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
 
 
 def finite(model: Wrapped) -> bool:
-    """Whether every gradient is finite; under a loss scale that is the scaler's business."""
+    """Whether every gradient is finite; with a loss scale, the scaler decides."""
     if model.scaler is not None:
         return True
-    # What this rank holds of them; the ranks compare notes.
+    # Local parts only; the ranks compare the results.
     grads = [getattr(p.grad, "_local_tensor", p.grad) for p in model.module.parameters()]
     found = [torch.isfinite(grad).all() for grad in grads if grad is not None]
     return not found or bool(torch.stack(found).all())
 
 
 def apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
-    """Unscale, scale, clip, update, zero, each by the row's own function."""
+    """Unscale, scale, clip, update and zero, each by the strategy's own function."""
     strategy, norm = model.strategy, None
     if model.scaler is not None:
         _unscale(model)
@@ -172,7 +172,7 @@ def apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
 
 
 def new_scaler(ctx: DistContext, plan: Plan) -> torch.amp.GradScaler | None:
-    """A loss scaler where the plan computes in fp16."""
+    """A loss scaler if the plan computes in fp16."""
     if plan.precision.compute != "fp16":
         return None
     scale = plan.precision.scale
@@ -186,7 +186,7 @@ def new_scaler(ctx: DistContext, plan: Plan) -> torch.amp.GradScaler | None:
 
 
 def new_window(ctx: DistContext) -> AccumulationWindow:
-    """The account of an accumulation window that holds nothing; MPS has no float64."""
+    """An empty accumulation window; MPS has no float64."""
     dtype = torch.float32 if ctx.device.type == "mps" else torch.float64
     sums = torch.zeros(4, dtype=dtype, device=ctx.device)
     return window_in(sums, torch.zeros(5, dtype=torch.int64))
@@ -196,7 +196,7 @@ def _unscale(model: Wrapped) -> None:
     scaler = model.scaler
     if scaler is None or model.window.unscaled:
         return
-    # torch's own unscale_ takes gradients of one mesh only, and reduces over that mesh.
+    # torch's unscale_ takes gradients of one mesh only, and reduces over that mesh.
     scale = scaler._scale
     assert scale is not None
     inverse = (scale.double() if scale.device.type != "mps" else scale).reciprocal().float()
@@ -211,7 +211,7 @@ def _unscale(model: Wrapped) -> None:
 
 def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, update: UpdateSpec) -> bool:
     """Step every optimizer or none, then update the scale once; whether they stepped."""
-    # torch keeps overflow per optimizer and skips one by one; a step is all or nothing.
+    # torch tracks overflow per optimizer and skips them one by one; a step must be all or none.
     found = [
         flag
         for optimizer in model.optimizers
@@ -220,7 +220,7 @@ def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, update: UpdateS
     flag = torch.stack(found).amax()
     differ = round_of(model) is not None or model.ctx.mesh.pipeline > 1
     if differ or is_distributed(model.module.parameters()):
-        # A shard that overflowed is on one rank only; those of the data axis see the same.
+        # A shard that overflowed is on one rank only; those of the data axis agree.
         flag = ops.reduce(flag, model.ctx, op="max")
     for one in found:
         one.copy_(flag)

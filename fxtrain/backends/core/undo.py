@@ -1,70 +1,133 @@
-"""Taking back what torch's in-place wrappers do to a module: classes, hooks, attributes."""
+"""Finds what code changed in a module (classes, hooks, attributes), to undo or to hide it.
 
-from collections.abc import Callable
+The module is compared before and after, so this works for any strategy. Values of parameters and
+buffers are left alone.
+
+    record_module(module) ── wrap ──► .changes() ──► .undo()  reverts the changes for good
+                                                └──► .hide()  reverts them until the function that
+                                                              it returns restores everything
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 from torch import nn
 
-__all__ = ["record_changes"]
+__all__ = ["ModuleChanges", "ModuleRecord", "record_module"]
+
+_VALUES = ("_parameters", "_buffers", "_modules")
+_ABSENT = object()
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class _ModuleSnapshot:
+class _Part:
+    """One submodule: its class, its own attributes, and the keys of its hooks by kind.
+
+    In a `ModuleRecord` these are all of them, before the changes. In `ModuleChanges`, the class and
+    the changed attributes as they were, and the keys of the added hooks.
+    """
+
     part: nn.Module
     kind: type
-    attributes: frozenset[str]
-    hooks: dict[str, frozenset[Any]]
+    own: Mapping[str, Any]
+    hooks: Mapping[str, frozenset[Any]]
 
 
-def record_changes(module: nn.Module) -> Callable[[], Callable[[], None]]:
-    """Note how a module is now.
+@attrs.frozen(kw_only=True, eq=False)
+class ModuleChanges:
+    """What changed in a module between `record_module` and `ModuleRecord.changes`."""
 
-    Returns:
-        A function to call once the module is changed, which gives a function that takes back
-        what changed between the two calls, and nothing later.
-    """
-    before = [_snapshot(part) for part in module.modules()]
+    module: nn.Module
+    parts: tuple[_Part, ...]
 
-    def changed() -> Callable[[], None]:
-        added = [(one, *_added(one)) for one in before]
+    def undo(self) -> None:
+        """Revert these changes, and no later ones."""
+        for one in self.parts:
+            own = vars(one.part)
+            one.part.__class__ = one.kind
+            for name, value in one.own.items():
+                if value is _ABSENT:
+                    own.pop(name, None)
+                else:
+                    own[name] = value
+            for name, keys in one.hooks.items():
+                for key in keys:
+                    own[name].pop(key, None)
+
+    def hide(self) -> Callable[[], None]:
+        """Revert these changes for a while.
+
+        Returns:
+            A function that restores the module as it was when this was called, including
+            parameters, buffers, modes and attributes that were changed in the meantime.
+        """
+        now = [(part, type(part), dict(vars(part))) for part in self.module.modules()]
+        for part, _, own in now:
+            # Copies, so that changes in the meantime only affect the copies.
+            vars(part).update({name: dict(own[name]) for name in _VALUES})
+            vars(part).update({name: OrderedDict(hooks) for name, hooks in _hooks(part)})
+        self.undo()
 
         def restore() -> None:
-            for one, attributes, hooks in added:
-                one.part.__class__ = one.kind
-                for name in attributes:
-                    one.part.__dict__.pop(name, None)
-                for kind, keys in hooks.items():
-                    for key in keys:
-                        one.part.__dict__[kind].pop(key, None)
+            for part, kind, own in now:
+                part.__class__ = kind
+                vars(part).clear()
+                vars(part).update(own)
 
         return restore
 
-    return changed
+
+@attrs.frozen(kw_only=True, eq=False)
+class ModuleRecord:
+    """A module before it is changed."""
+
+    module: nn.Module
+    parts: tuple[_Part, ...]
+
+    def changes(self) -> ModuleChanges:
+        """What has changed since."""
+        found = tuple(change for one in self.parts if (change := _change(one)) is not None)
+        return ModuleChanges(module=self.module, parts=found)
 
 
-def _snapshot(part: nn.Module) -> _ModuleSnapshot:
-    return _ModuleSnapshot(
-        part=part,
-        kind=type(part),
-        attributes=frozenset(vars(part)),
-        hooks={name: frozenset(hooks) for name, hooks in _hooks(part).items()},
-    )
+def record_module(module: nn.Module) -> ModuleRecord:
+    """Record how a module is before it is changed."""
+    return ModuleRecord(module=module, parts=tuple(map(_part, module.modules())))
 
 
-def _hooks(part: nn.Module) -> dict[str, dict[Any, Any]]:
-    return {
-        name: value
-        for name, value in vars(part).items()
-        if "hooks" in name and isinstance(value, dict)
+def _part(part: nn.Module) -> _Part:
+    own = {name: value for name, value in vars(part).items() if not _is_kept(name, value)}
+    hooks = {name: frozenset(found) for name, found in _hooks(part)}
+    return _Part(part=part, kind=type(part), own=own, hooks=hooks)
+
+
+def _change(before: _Part) -> _Part | None:
+    after = _part(before.part)
+    own = {
+        name: before.own.get(name, _ABSENT)
+        for name in before.own.keys() | after.own.keys()
+        if before.own.get(name, _ABSENT) is not after.own.get(name, _ABSENT)
     }
-
-
-def _added(one: _ModuleSnapshot) -> tuple[frozenset[str], dict[str, frozenset[Any]]]:
-    attributes = frozenset(vars(one.part)) - one.attributes
     hooks = {
-        name: frozenset(now) - one.hooks.get(name, frozenset())
-        for name, now in _hooks(one.part).items()
-        if name not in attributes
+        name: added
+        for name, found in after.hooks.items()
+        if (added := found - before.hooks.get(name, frozenset()))
     }
-    return attributes, hooks
+    if after.kind is before.kind and not own and not hooks:
+        return None
+    return attrs.evolve(before, own=own, hooks=hooks)
+
+
+def _is_kept(name: str, value: Any) -> bool:
+    """Whether an attribute is compared separately, or is the user's to change."""
+    return name in _VALUES or name == "training" or _is_hooks(name, value)
+
+
+def _hooks(part: nn.Module) -> list[tuple[str, dict[Any, Any]]]:
+    return [(name, value) for name, value in vars(part).items() if _is_hooks(name, value)]
+
+
+def _is_hooks(name: str, value: Any) -> bool:
+    return "hooks" in name and isinstance(value, dict)

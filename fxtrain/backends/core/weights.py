@@ -1,4 +1,4 @@
-"""The tensors of a model on torch's own machinery, whole wherever their parts lie."""
+"""The full tensors of a model on torch's own machinery, however they are sharded."""
 
 import functools
 from collections.abc import Callable
@@ -22,15 +22,15 @@ _Read = Callable[[Part | None], Tensor]
 def torch_weights(model: Wrapped) -> dict[str, Weight]:
     """The tensors of the module by name.
 
-    What may differ between copies of the model is that of the first one: buffers, and where
-    copies train alone everything.
+    Where replicas may differ, the first replica's values are used: for buffers and, with
+    independent replicas, for everything.
 
     Effects:
-        No traffic. FSDP frees what it has gathered and not freed yet.
+        No traffic. FSDP frees the parameters that it has gathered and not yet freed.
     """
     for part in model.module.modules():
         if isinstance(part, FSDPModule):
-            part.reshard()  # the shards are the parameters then
+            part.reshard()  # the registered parameters are then the shards
     found, now = weights_of(model.module), round_of(model)
     for name, weight in found.items():
         if not isinstance(weight.like, nn.Parameter):
@@ -43,14 +43,14 @@ def torch_weights(model: Wrapped) -> dict[str, Weight]:
 
 
 def from_first_rank(weight: Weight, copies: DistContext) -> Weight:
-    """The same, with the values of the first of some ranks on all of them."""
+    """The same tensors, with the values of the first of some ranks on all of them."""
     if copies.world_size == 1 or not isinstance(weight.like, Tensor):
         return weight
     return attrs.evolve(weight, gather=functools.partial(_broadcast, weight.gather, copies))
 
 
 def in_user_dtypes(weights: dict[str, Weight], model: Wrapped) -> dict[str, Weight]:
-    """The same, in the formats in which the user's module came, where training holds others."""
+    """The same tensors, in the user's original dtypes where training uses others."""
     return {
         name: attrs.evolve(
             weight,
@@ -64,7 +64,7 @@ def in_user_dtypes(weights: dict[str, Weight], model: Wrapped) -> dict[str, Weig
 
 
 def _move_anchors(weights: dict[str, Weight], anchors: Any) -> None:
-    """Let the next average of copies start from what a parameter is filled with."""
+    """Base the next averaging round on the values that were filled in."""
     for name, anchor in anchors.items():
         if name in weights:
             weight = weights[name]

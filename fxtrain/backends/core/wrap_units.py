@@ -1,4 +1,4 @@
-"""Which submodules are sharded as units: gathered and freed together. Changes nothing."""
+"""Which submodules are sharded as units, gathered and freed together. Changes nothing."""
 
 import fnmatch
 import pkgutil
@@ -14,13 +14,13 @@ __all__ = ["block_names", "ignored_names", "unit_problems", "units"]
 
 
 def unit_problems(module: nn.Module, config: FSDP) -> list[str]:
-    """Problems with the names in a config that match nothing, and with what cannot be sharded."""
+    """Problems with names in a config that match nothing, and with what cannot be sharded."""
     problems = unknown_classes(module, config.wrap, field="FSDP(wrap=...)")
     ways = [name for name in ("wrap", "min_params", "wrap_by") if getattr(config, name)]
     if len(ways) > 1:
         problems.append(
-            f"FSDP({', '.join(f'{name}=...' for name in ways)}) chooses blocks "
-            f"{'twice' if len(ways) == 2 else 'three times'}. Keep one: class names, a size, or a "
+            f"FSDP({', '.join(f'{name}=...' for name in ways)}) chooses blocks in "
+            f"{'two' if len(ways) == 2 else 'three'} ways. Keep one: class names, a size, or a "
             f"function."
         )
     elif config.wrap_by is not None:
@@ -49,8 +49,8 @@ def _function_problems(module: nn.Module, path: str) -> list[str]:
         return [f"FSDP(wrap_by={path!r}) is a {type(found).__name__}. Name a function."]
     if not _by_function(module, path):
         return [
-            f"FSDP(wrap_by={path!r}) chose none of the modules of {type(module).__name__}, so that "
-            f"all of it would be gathered at once. Let it be true of blocks: it is called with "
+            f"FSDP(wrap_by={path!r}) chose no module of {type(module).__name__}, so the whole "
+            f"model would be gathered at once. Make it return true for blocks: it is called with "
             f"the name of a module and the module."
         ]
     return []
@@ -67,7 +67,7 @@ def _by_function(module: nn.Module, path: str) -> list[nn.Module]:
 
 
 def ignored_names(module: nn.Module, config: FSDP) -> set[str]:
-    """Every name of the parameters that match a pattern, with the other names of tied ones."""
+    """All names of the parameters that match a pattern, including the other names of tied ones."""
     named = list(module.named_parameters(remove_duplicate=False))
     found = {
         id(parameter)
@@ -78,7 +78,7 @@ def ignored_names(module: nn.Module, config: FSDP) -> set[str]:
 
 
 def block_names(module: nn.Module) -> tuple[str, ...]:
-    """Class names of a model's repeated blocks: its own list, or what its ModuleLists hold."""
+    """Class names of a model's repeated blocks: those it lists, or those in its ModuleLists."""
     own: set[str] = set()
     for part in module.modules():
         own.update(getattr(part, "_no_split_modules", None) or ())
@@ -92,7 +92,7 @@ def block_names(module: nn.Module) -> tuple[str, ...]:
 def units(module: nn.Module, config: FSDP) -> list[list[nn.Module]]:
     """Submodules to shard, children before parents and without the root.
 
-    Modules that share a parameter come in one list, since a parameter belongs to one unit.
+    Modules that share a parameter are in one list, since a parameter belongs to one unit.
     """
     if config.min_params is not None:
         chosen = _by_size(module, config.min_params)
@@ -105,7 +105,7 @@ def units(module: nn.Module, config: FSDP) -> list[list[nn.Module]]:
 
 
 def _runs(part: nn.Module) -> bool:
-    """Whether torch can hook a module's forward, and there is something to shard in it."""
+    """Whether torch can hook a module's forward, and it contains something to shard."""
     container = isinstance(part, nn.ModuleList | nn.ModuleDict)
     return not container and any(True for _ in part.parameters())
 
@@ -115,12 +115,12 @@ def _bottom_up(module: nn.Module) -> list[nn.Module]:
 
 
 def _by_size(module: nn.Module, least: int) -> list[nn.Module]:
-    """The smallest modules that hold as many parameters outside of smaller such modules."""
+    """The smallest modules with this many parameters outside smaller such modules."""
     chosen: list[nn.Module] = []
     seen: set[int] = set()
 
     def visit(part: nn.Module) -> int:
-        # This one's forward reads the weights of its child without calling it.
+        # Its forward reads the weights of its child without calling the child.
         whole = isinstance(part, nn.MultiheadAttention)
         own = {id(p): p.numel() for p in part.parameters(recurse=whole) if id(p) not in seen}
         seen.update(own)
@@ -141,7 +141,7 @@ def _tied_together(module: nn.Module, chosen: list[nn.Module]) -> list[list[nn.M
         if len(holders) == 1:
             continue
         if any(part is module for part in holders) or _nested(holders):
-            # Shared with what is around it: left to the unit around.
+            # Shared with an outer module: left to the enclosing unit.
             for part in holders:
                 group.pop(id(part), None)
             continue
@@ -153,7 +153,7 @@ def _tied_together(module: nn.Module, chosen: list[nn.Module]) -> list[list[nn.M
 
 
 def _unit_of_parameters(module: nn.Module, chosen: list[nn.Module]) -> dict[int, list[nn.Module]]:
-    """For each parameter, the units (or the root) whose own it is."""
+    """For each parameter, the units (or the root) that own it."""
     own = {id(part) for part in chosen}
     found: dict[int, list[nn.Module]] = {}
 

@@ -1,4 +1,4 @@
-"""PowerSGD's memory in a checkpoint: what it left out of gradients so far, and its projections."""
+"""PowerSGD's state in a checkpoint: its error feedback and its projections."""
 
 from typing import Any
 
@@ -23,9 +23,9 @@ _COUNTS = (
 
 
 def power_sgd_state(model: Wrapped) -> ModelState:
-    """`state_of`, and the memory of the hook where the model has one.
+    """`state_of`, and the state of the hook if the model has one.
 
-    The errors are each rank's own; everything else of the hook is the same on all.
+    Errors are each rank's own; everything else of the hook is equal on all ranks.
     """
     found, hook = state_of(model), _hook(model)
     if hook is None:
@@ -43,10 +43,10 @@ def power_sgd_state(model: Wrapped) -> ModelState:
 
 
 def load_power_sgd(model: Wrapped, saved: StateReader) -> None:
-    """`load_state`, and the hook's memory; it starts anew where gradients are cut otherwise.
+    """`load_state`, and the hook's state, which is reset if buckets have another layout.
 
-    At another number of ranks each takes the mean of the errors, which is what they add to the
-    mean of the gradients.
+    At another world size, each rank gets the mean of the errors, which is what they contribute
+    to the mean gradient.
     """
     load_state(model, saved)
     hook, values = _hook(model), saved.values.get(_KEY)
@@ -69,7 +69,7 @@ def _hook(model: Wrapped) -> Any:
 
 
 def _buckets(model: Wrapped) -> list[int]:
-    """How many numbers travel together; what the hook remembers is laid out by that."""
+    """The size of the buckets, on which the layout of the hook's state depends."""
     return [
         bucket.buffer().numel() for bucket in model.engine.reducer._get_zeros_like_grad_buckets()
     ]

@@ -40,7 +40,7 @@ from fxtrain.state import (
 
 __all__ = ["DDP_STRATEGY"]
 
-# Axes of replicas that would all do the same, and what uses them.
+# Axes whose ranks would be redundant replicas, and the strategies that use them.
 _ALTERNATIVES = {"tensor": "FSDP(mode='none', tensor=fx.TP(...))", "pipeline": "PP()"}
 
 
@@ -48,16 +48,16 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     problems = [*unmatched_names(module, plan), *sequence_problems(ctx, plan, module)]
     problems += xla_problems(ctx, "DDP")
     problems += [
-        f"The mesh has {axis}={ctx.mesh.sizes[axis]}, which DDP does not use: its ranks would all "
-        f"do the same. Use {use}, or leave the axis out of fx.Mesh(...)."
+        f"The mesh has {axis}={ctx.mesh.sizes[axis]}, which DDP does not use: these ranks would "
+        f"all compute the same. Use {use}, or omit the axis from fx.Mesh(...)."
         for axis, use in _ALTERNATIVES.items()
         if ctx.mesh.sizes[axis] > 1
     ]
     problems += _hook_problems(ctx, plan.strategy, module)
     if plan.strategy.static_graph and plan.accumulate > 1 and not plan.sync_each:
         problems.append(
-            f"DDP(static_graph=True) with accumulate={plan.accumulate} leaves out reductions, "
-            f"which torch does not count as the same graph. Set sync_each=True, or "
+            f"DDP(static_graph=True) with accumulate={plan.accumulate} skips reductions, "
+            f"and to torch that is a different graph. Set sync_each=True, or "
             f"static_graph=False."
         )
     return tuple(problems)
@@ -72,8 +72,7 @@ def _hook_problems(ctx: DistContext, config: DDP, module: nn.Module) -> list[str
         )
     if hook.name == hook.wrapper and hook.name != "none":
         problems.append(
-            f"CommHook(name={hook.name!r}, wrapper={hook.wrapper!r}) casts twice. "
-            f"Leave the wrapper out."
+            f"CommHook(name={hook.name!r}, wrapper={hook.wrapper!r}) casts twice. Omit wrapper."
         )
     if "bf16" in (hook.name, hook.wrapper) and ctx.device.type not in ("cuda", "xpu"):
         problems.append(
@@ -84,16 +83,16 @@ def _hook_problems(ctx: DistContext, config: DDP, module: nn.Module) -> list[str
         size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         if size > config.bucket_mib * 2**20:
             problems.append(
-                f"CommHook(name={hook.name!r}): over gloo torch's hook starts its reductions in "
-                f"threads, and with more than one bucket ranks wait for each other in another "
-                f"order. These gradients have {size / 2**20:.0f} MiB: set DDP(bucket_mib=...) "
-                f"above that, or use fp16."
+                f"CommHook(name={hook.name!r}): with gloo, torch's hook starts its reductions in "
+                f"threads, and with more than one bucket ranks may run them in different orders "
+                f"and deadlock. These gradients have {size / 2**20:.0f} MiB: set "
+                f"DDP(bucket_mib=...) above that, or use fp16."
             )
     if hook.name == "batched_power_sgd" and not _batched_power_sgd_works():
         problems.append(
-            f"CommHook(name='batched_power_sgd'): the hook of torch {torch.__version__} hands its "
-            f"own orthogonalisation a matrix where that takes a stack of them, and fails on "
-            f"every gradient. Use 'power_sgd'."
+            f"CommHook(name='batched_power_sgd'): this hook fails on every gradient in torch "
+            f"{torch.__version__}, because it passes a matrix to an orthogonalization that takes "
+            f"a batch of them. Use 'power_sgd'."
         )
     return problems
 
@@ -114,7 +113,7 @@ def _wrap(
     optimizer: Any,
     scheduler: Any,
 ) -> Wrapped:
-    # Those of the context axis, too, hold a replica each.
+    # The ranks of the context axis, too, hold one replica each.
     data = ctx.axis("loss")
     if data.world_size == 1:
         return wrap_without_engine(strategy, module, ctx, plan, optimizer, scheduler)
@@ -131,7 +130,7 @@ def _wrap(
 def _data_parallel_options(
     data: DistContext,
 ) -> Callable[[torch.optim.Optimizer], torch.optim.Optimizer]:
-    # torch's part takes a while to import, which other plans need not pay, and warns of itself.
+    # Importing torch's part is slow and warns, and other plans do not need it.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from fxtrain.backends.ddp.zero1 import ShardedOptimizer
@@ -162,7 +161,7 @@ def _replicate(
     _add_hook(engine, data, config.hook)
     if not config.static_graph and not config.unused_parameters:
         engine.fix_buckets()
-    engine.require_forward_param_sync = False  # torch has just sent all buffers
+    engine.require_forward_param_sync = False  # torch's constructor has just sent all buffers
     return engine
 
 
@@ -180,17 +179,17 @@ def _without_quantized(module: Any) -> Iterator[None]:
 
 
 class _StableBucketsDDP(DistributedDataParallel):
-    """torch's wrapper with buckets that a restart does not change.
+    """torch's wrapper, with buckets that a restart does not change.
 
-    torch sorts gradients into buckets anew after the first backward, by when they were ready.
-    Where a gradient stands in its bucket decides the order in which the ranks' values are
-    added, and so its last bit: a resumed run, whose first backward still has the old buckets,
-    would differ. Here they are sorted before the first one, last registered first, which is
-    when gradients are ready in a module that registers its parts in the order of their use.
+    After the first backward, torch rebuilds its buckets in the order in which gradients were
+    ready. The place of a gradient in its bucket decides the order in which the ranks' values are
+    added, and so its last bit: a resumed run, whose first backward would still use the old
+    buckets, would differ. Here they are sorted before the first backward, last registered first,
+    which is the order for a module that registers its parts in the order of their use.
     """
 
     hook_state: Any = None  # of the communication hook
-    _uses_all = False  # every backward has to reach all parameters
+    _uses_all = False  # whether every backward has to reach all parameters
 
     def _build_params_for_reducer(self) -> Any:
         parameters, sparse = super()._build_params_for_reducer()
@@ -207,16 +206,16 @@ class _StableBucketsDDP(DistributedDataParallel):
         return super().forward(*inputs, **kwargs)
 
     def finish_reduction(self) -> None:
-        """End a backward: see that it was reduced, and give all replicas rank 0's buffers.
+        """End a backward: check that gradients were reduced, and send rank 0's buffers to all.
 
-        torch sends them in the forward that follows, of whatever kind, on all ranks. Sent here,
-        where all ranks are, they are equal too when one rank evaluates by itself.
+        torch would send them in the next forward of any kind, on all ranks. Sent here, where all
+        ranks participate, they are also equal when one rank evaluates by itself.
         """
         self._check_reduced()
         self.sync_buffers_once()
 
     def sync_buffers_once(self) -> None:
-        """Send rank 0's buffers now, if the next forward would."""
+        """Send rank 0's buffers now, if the next forward would do so."""
         if self.will_sync_module_buffers():
             self._sync_buffers()
             self.require_forward_param_sync = False
@@ -225,13 +224,13 @@ class _StableBucketsDDP(DistributedDataParallel):
         if not self._uses_all:
             return
         try:
-            self.reducer._rebuild_buckets()  # done already, but for this look
+            self.reducer._rebuild_buckets()  # done already, except for this check
         except RuntimeError as error:
             raise _not_reduced(self.module, str(error)) from error
 
 
 class _Reduced:
-    """Around a forward and backward whose gradients are reduced."""
+    """The region of a forward and backward whose gradients are reduced."""
 
     def __init__(self, engine: _StableBucketsDDP) -> None:
         self._engine = engine
@@ -249,8 +248,8 @@ def _not_reduced(module: nn.Module, torch_says: str) -> StepError:
     found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", torch_says)
     unused = [names[int(place)] for place in found[1].split()] if found else []
     return StepError(
-        f"DDP averages the gradients of all parameters, and this backward reached "
-        f"{len(names) - len(unused) if unused else 'only some'} of {len(names)}; without a "
+        f"DDP averages the gradients of all parameters, but this backward reached "
+        f"{len(names) - len(unused) if unused else 'only some'} of {len(names)}. Without "
         f"gradient: {', '.join(unused[::-1][:10]) or 'unknown'}. Use "
         f"fx.DDP(unused_parameters=True), or requires_grad_(False) on those that no loss uses."
     )
@@ -306,7 +305,7 @@ def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
 def _unwrap(model: Wrapped) -> nn.Module:
     module = SINGLE.unwrap(model)
     if any(local_optimizer(one) is not one for one in model.optimizers):
-        # Away from the buckets in which they were sent.
+        # Out of the buckets in which they were sent.
         for parameter in module.parameters():
             parameter.data = parameter.data.clone()
     return module

@@ -1,7 +1,7 @@
 """A DeepSpeed config from a plan, a file and what is known of model, loader and ranks.
 
-Pure functions of values; DeepSpeed itself is not needed. `"auto"` means what users of such
-files expect from other libraries.
+Pure functions of values; DeepSpeed itself is not needed. `"auto"` has the meaning that users of
+such files know from other libraries.
 """
 
 import json
@@ -37,21 +37,21 @@ _MICRO, _ACCUMULATE, _TOTAL = (
     "gradient_accumulation_steps",
     "train_batch_size",
 )
-# How entries begin in which "auto" is DeepSpeed's own word.
+# Prefixes of entries in which "auto" is one of DeepSpeed's own values.
 _DEEPSPEED_AUTO = ("data_types.keep_in_fp32_modules", f"{ZERO}.zenflow.", "expert_parallel.")
 _FORMATS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 
 
 @attrs.frozen(kw_only=True)
 class Inputs:
-    """What a config depends on beside the plan.
+    """What a config depends on in addition to the plan.
 
     Attributes:
         ranks: Ranks over which data is split.
         rows: Rows of a micro-batch on one rank, if known.
         hidden: The model's hidden size, if known.
-        values: What `"auto"` stands for in the optimizer and scheduler sections.
-        partial: The model does not exist yet: leave out what depends on it.
+        values: Values for `"auto"` in the optimizer and scheduler sections.
+        partial: Whether the model does not exist yet: entries that depend on it are omitted.
     """
 
     ranks: int = 1
@@ -65,7 +65,7 @@ def read_config(config: DeepSpeed) -> dict[str, Any]:
     """The content of a strategy's config, from its text or its file.
 
     Raises:
-        PlanError: the file is not there, or holds no JSON table.
+        PlanError: the file does not exist, or is not a JSON table.
     """
     text, where = config.config, "DeepSpeed(config=...)"
     if text is None:
@@ -81,7 +81,7 @@ def read_config(config: DeepSpeed) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{where} is not JSON: {error}.") from None
     if not isinstance(data, dict):
-        raise PlanError(f"{where} holds a {type(data).__name__}; it should hold a table.")
+        raise PlanError(f"{where} holds a {type(data).__name__}. Write a table: {{...}}.")
     return data
 
 
@@ -95,7 +95,7 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """The config that DeepSpeed gets under a plan, as plain data to print or compare.
 
-    What a wrapped model really got is `model.strategy_state.values`.
+    The config of a wrapped model is `model.strategy_state.values`.
 
     Args:
         plan: A plan whose strategy is `DeepSpeed`.
@@ -105,8 +105,8 @@ def deepspeed_config(
         values: `fx.from_config(lr=..., ...)`, for `"auto"` in optimizer and scheduler.
 
     Raises:
-        PlanError: the plan and its config differ, an `"auto"` has no value, or entries do not
-            go together.
+        PlanError: the plan and its config differ, an `"auto"` has no value, or entries are
+            incompatible.
 
     Example:
         >>> import fxtrain as fx
@@ -136,7 +136,7 @@ def deepspeed_config(
 
 
 def hidden_size(module: Any) -> int | None:
-    """The width of a model, from its `config` as Hugging Face models keep it."""
+    """The hidden size of a model, from its `config` as Hugging Face models keep it."""
     config = getattr(module, "config", None)
     for part in (config, _member(config, "text_config")):
         size = _member(part, "hidden_size")
@@ -149,7 +149,7 @@ def hidden_size(module: Any) -> int | None:
 
 
 def resolve(plan: Plan, base: Mapping[str, Any], facts: Inputs) -> dict[str, Any]:
-    """The config that DeepSpeed gets.
+    """The config for DeepSpeed.
 
     Args:
         plan: A plan whose strategy is `DeepSpeed`.
@@ -157,13 +157,13 @@ def resolve(plan: Plan, base: Mapping[str, Any], facts: Inputs) -> dict[str, Any
         facts: Of model, loader and ranks.
 
     Returns:
-        New plain data; `base` stays as it is.
+        New plain data; `base` is not changed.
 
     Raises:
         PlanError: the plan and the file differ, or an `"auto"` has no value; one line each.
     """
     config: dict[str, Any] = json.loads(json.dumps(dict(base)))
-    if "bfloat16" in config:  # the older name
+    if "bfloat16" in config:  # the former name
         config.setdefault("bf16", config.pop("bfloat16"))
     conflicts: list[str] = []
     for said in all_plan_entries(plan, config):
@@ -176,7 +176,7 @@ def resolve(plan: Plan, base: Mapping[str, Any], facts: Inputs) -> dict[str, Any
                 [
                     "The plan and its DeepSpeed config differ:",
                     *(f"  {line}" for line in conflicts),
-                    'Say the same in both, or write "auto" there.',
+                    'Set the same value in both, or write "auto" in the config.',
                 ]
             )
         )
@@ -187,7 +187,7 @@ def resolve(plan: Plan, base: Mapping[str, Any], facts: Inputs) -> dict[str, Any
 
 
 def _merge_entry(config: dict[str, Any], said: PlanEntry) -> list[str]:
-    """Write what the plan says unless the file says it; the line of a conflict."""
+    """Write the plan's value unless the file has one; return the line of a conflict."""
     found = get(config, said.path)
     if said.value is None:
         if found == AUTO and said.path not in (_BUCKET, _PREFETCH, _THRESHOLD):
@@ -199,11 +199,11 @@ def _merge_entry(config: dict[str, Any], said: PlanEntry) -> list[str]:
         return []
     if _same(found, said.value):
         return []
-    return [f"{said.path}: {said.by} says {said.value!r}, the config says {found!r}"]
+    return [f"{said.path}: {said.by} has {said.value!r}, the config has {found!r}"]
 
 
 def _merge_sizes(config: dict[str, Any], plan: Plan, facts: Inputs) -> list[str]:
-    """Micro-batch and global batch from each other; conflicts."""
+    """Micro-batch and global batch, each from the other; conflicts."""
     rows, total = (_count(config, path) for path in (_MICRO, _TOTAL))
     said = {
         who: number
@@ -215,13 +215,13 @@ def _merge_sizes(config: dict[str, Any], plan: Plan, facts: Inputs) -> list[str]
         if number is not None
     }
     if len(set(said.values())) > 1:
-        return [f"{_MICRO}: {', '.join(f'{who} says {number}' for who, number in said.items())}"]
+        return [f"{_MICRO}: {', '.join(f'{who} has {number}' for who, number in said.items())}"]
     parts = plan.accumulate * facts.ranks
     known = next(iter(said.values()), max(1, (total or 1) // parts))
     if total is not None and total != known * parts:
         return [
             f"{_TOTAL}: {known} rows x accumulate={plan.accumulate} x {facts.ranks} data ranks "
-            f"make {known * parts}, the config says {total}"
+            f"make {known * parts}, the config has {total}"
         ]
     config.update({_MICRO: known, _TOTAL: known * parts})
     return []
@@ -233,7 +233,7 @@ def _count(config: Mapping[str, Any], path: str) -> int | None:
         return None
     if type(found) is not int or found < 1:
         raise PlanError(
-            f'The DeepSpeed config says {path}={found!r}. Write a whole number of rows, or "auto".'
+            f'The DeepSpeed config has {path}={found!r}. Write a whole number of rows, or "auto".'
         )
     return found
 
@@ -245,8 +245,8 @@ def _autocast_conflicts(config: Mapping[str, Any], plan: Plan) -> list[str]:
     if _FORMATS.get(found, found) == plan.precision.compute:
         return []
     return [
-        f"torch_autocast.dtype: Plan.precision says {plan.precision.compute!r}, "
-        f"the config says {found!r}"
+        f"torch_autocast.dtype: Plan.precision has {plan.precision.compute!r}, "
+        f"the config has {found!r}"
     ]
 
 
@@ -290,27 +290,27 @@ def _check_autos(config: Mapping[str, Any]) -> None:
     if not left:
         return
     names = [path.rsplit(".", 1)[1] for path in left if ".params." in path]
-    hint = f" Those of optimizer and scheduler: fx.from_config({names[0]}=...)." if names else ""
+    hint = f" For optimizer and scheduler: fx.from_config({names[0]}=...)." if names else ""
     raise PlanError(
         f'The DeepSpeed config leaves {", ".join(left)} at "auto", for which neither the plan nor '
-        f"the model has a value. Write one.{hint}"
+        f"the model has a value. Set them.{hint}"
     )
 
 
 def _with_defaults(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """Entries that neither side gave and DeepSpeed would choose otherwise."""
+    """Set entries that neither side gave and whose DeepSpeed default differs."""
     stage = get(config, f"{ZERO}.stage")
     if stage is None:
         put(config, f"{ZERO}.stage", 2)
     elif type(stage) is not int:
-        raise PlanError(f"The DeepSpeed config says stage={stage!r}. Write 0, 1, 2 or 3.")
+        raise PlanError(f"The DeepSpeed config has stage={stage!r}. Use 0, 1, 2 or 3.")
     zero = config[ZERO]
     config.setdefault("zero_allow_untested_optimizer", True)
     if not _counts_itself(config):
-        # A step says itself where a window ends, so backward only adds up.
+        # A step decides where a window ends, so backward only accumulates.
         config.setdefault("managed_gradient_accumulation", False)
     if device(zero, "offload_optimizer") != "none":
-        # Which optimizer computes is this library's choice, by DeepSpeed(cpu_optimizer=...).
+        # This library chooses which optimizer computes, by DeepSpeed(cpu_optimizer=...).
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     half = section(config, "fp16")
     if half.get("enabled"):
@@ -326,7 +326,7 @@ def _with_defaults(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def _counts_itself(config: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed must count micro-batches: what 0.19.8 refuses otherwise."""
+    """Whether DeepSpeed 0.19.8 requires counting micro-batches itself."""
     zero = section(config, ZERO)
     return bool(
         section(config, "compile").get("deepcompile")
@@ -346,32 +346,30 @@ def _member(part: Any, name: str) -> Any:
 
 
 def config_problems(config: Mapping[str, Any], ranks: int) -> tuple[str, ...]:
-    """Problems of a resolved config: what does not go together."""
+    """Problems of a resolved config: incompatible entries."""
     zero = section(config, ZERO)
     stage = zero.get("stage", 0)
     optimizer, parameters = device(zero, "offload_optimizer"), device(zero, "offload_param")
     copies = zero.get("zero_hpz_partition_size")
-    copies = copies if isinstance(copies, int) else 1  # DeepSpeed refuses what is no number
+    copies = copies if isinstance(copies, int) else 1  # DeepSpeed refuses other types
     checks = {
-        f"offload_optimizer={optimizer!r} needs stage 1, 2 or 3, and this is stage {stage}, "
-        f"which keeps whole optimizer states.": optimizer != "none" and stage == 0,
-        f"offload_optimizer='nvme' needs stage 3, and this is stage {stage}. Use "
+        f"offload_optimizer={optimizer!r} needs stage 1, 2 or 3, but this is stage {stage}, "
+        f"which does not shard optimizer states.": optimizer != "none" and stage == 0,
+        f"offload_optimizer='nvme' needs stage 3, but this is stage {stage}. Use "
         f"offload_optimizer='cpu', or stage=3.": optimizer == "nvme" and stage in (1, 2),
-        f"offload_parameters={parameters!r} needs stage 3, and this is stage {stage}, which "
-        f"keeps whole parameters. Use stage=3.": parameters != "none" and stage != 3,
+        f"offload_parameters={parameters!r} needs stage 3, but this is stage {stage}, which "
+        f"does not shard parameters. Use stage=3.": parameters != "none" and stage != 3,
         "Offloading to nvme needs nvme_path, a folder on a local drive.": _needs_nvme_path(zero),
-        f"partial_ranks={copies} needs stage 3, and this is stage {stage}.": copies > 1
+        f"partial_ranks={copies} needs stage 3, but this is stage {stage}.": copies > 1
         and stage != 3,
         f"partial_ranks={copies} must divide the {ranks} data ranks.": copies > 1
         and ranks % copies != 0,
-        "gradient_allreduce_op='sum' in the file adds gradients up, where a step takes their "
-        "mean over the ranks. Leave it out.": config.get("gradient_allreduce_op") == "sum",
+        "gradient_allreduce_op='sum' in the file sums gradients, but a step needs their "
+        "mean over the ranks. Remove it.": config.get("gradient_allreduce_op") == "sum",
     }
     checks |= _by_stage(config, zero, stage)
     leaves = section(zero, "leaf_module").get("classes")
-    checks[f"leaf_modules are those of stage 3, and this is stage {stage}."] = (
-        bool(leaves) and stage != 3
-    )
+    checks[f"leaf_modules needs stage 3, but this is stage {stage}."] = bool(leaves) and stage != 3
     return tuple(f"DeepSpeed: {problem}" for problem, found in checks.items() if found)
 
 
@@ -379,11 +377,11 @@ def _by_stage(config: Mapping[str, Any], zero: Mapping[str, Any], stage: Any) ->
     sequences = config.get("sequence_parallel_size") or 1
     found = {
         f"sequence_parallel={sequences} needs stage 0, 1 or 2: at stage 3 DeepSpeed scales "
-        f"gradients by the ranks of a sequence in one of its reductions and not in the "
-        f"other.": sequences != 1 and stage == 3
+        f"gradients by the ranks of a sequence in only one of its two "
+        f"reductions.": sequences != 1 and stage == 3
     }
     for field in ("quantized_weights", "quantized_gradients"):
-        problem = f"{field}=True needs stage 3, and this is stage {stage}."
+        problem = f"{field}=True needs stage 3, but this is stage {stage}."
         found[problem] = zero.get(f"zero_{field}") is True and stage != 3
     return found
 

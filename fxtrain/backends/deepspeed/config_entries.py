@@ -27,7 +27,7 @@ ZERO = "zero_optimization"
 
 @attrs.frozen(kw_only=True, eq=False)
 class EngineConfig:
-    """What a model under DeepSpeed keeps: the config that its engine got.
+    """What a model under DeepSpeed keeps: the config of its engine.
 
     Attributes:
         values: As plain data, under DeepSpeed's own names.
@@ -54,7 +54,7 @@ def autos(data: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def device(zero: Mapping[str, Any], name: str) -> str:
-    """Where a ZeRO section puts what it offloads: none, cpu or nvme."""
+    """Where a ZeRO section offloads to: none, cpu or nvme."""
     return str(section(zero, name).get("device") or "none")
 
 
@@ -80,7 +80,7 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
             found = config[table] = {}
         if not isinstance(found, dict):
             raise PlanError(
-                f"The DeepSpeed config says {table}={found!r}; {path} needs a table there."
+                f"The DeepSpeed config has {table}={found!r}, but {path} needs a table there."
             )
         config = found
     config[name] = copy.deepcopy(value)

@@ -14,12 +14,12 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from fxtrain import ops
 from fxtrain._errors import MissingPackageError, PlanError
 from fxtrain._optional import optional
 from fxtrain.backends.deepspeed.config_entries import ZERO, device, section
 from fxtrain.backends.deepspeed.process_groups import release_groups, sequence_groups
 from fxtrain.ops.other_libraries import ensure_group, export_local_rank
+from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.state import DistContext, Plan
 
 __all__ = ["check_folders", "clip_at_stage_0", "connect", "device_problems", "load", "start"]
@@ -31,7 +31,7 @@ def load(needed_by: str = "Plan(strategy=DeepSpeed(...))") -> ModuleType:
     """The deepspeed package.
 
     Raises:
-        MissingPackageError: it is not there, or older than 0.19.
+        MissingPackageError: deepspeed is not installed, or older than 0.19.
     """
     with _ignore_import_warnings():
         found = optional("deepspeed", extra="deepspeed", needed_by=needed_by)
@@ -39,7 +39,7 @@ def load(needed_by: str = "Plan(strategy=DeepSpeed(...))") -> ModuleType:
     if tuple(int(part) for part in version.split(".")[:2]) < _MIN_VERSION:
         wanted = ".".join(map(str, _MIN_VERSION))
         raise MissingPackageError(
-            f"{needed_by} needs deepspeed {wanted} or newer, and {version} is installed. "
+            f"{needed_by} needs deepspeed {wanted} or newer, but {version} is installed. "
             f"Install it with: pip install --upgrade 'deepspeed>={wanted}'",
             name="deepspeed",
         )
@@ -52,28 +52,30 @@ def device_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
     name = accelerator.device_name()
     if name != ctx.device.type:
         return (
-            f"DeepSpeed computes on {name} here, and this context on {ctx.device.type}. Set the "
+            f"DeepSpeed computes on {name} here, but this context is on {ctx.device.type}. Set the "
             f"variable DS_ACCELERATOR={ctx.device.type} before the run starts.",
         )
     problems: list[str] = []
     if plan.precision.compute == "fp16" and not accelerator.is_fp16_supported():
-        problems.append(f"DeepSpeed has no fp16 on {name}. Use precision='bf16' or 'fp32'.")
+        problems.append(
+            f"DeepSpeed does not support fp16 on {name}. Use precision='bf16' or 'fp32'."
+        )
     if plan.precision.compute == "bf16" and not accelerator.is_bf16_supported():
-        problems.append(f"DeepSpeed has no bf16 on {name}. Use precision='fp32'.")
+        problems.append(f"DeepSpeed does not support bf16 on {name}. Use precision='fp32'.")
     config = plan.strategy
     if name == "cpu" and (config.quantized_weights or config.quantized_gradients):
         problems.append(
-            "DeepSpeed(quantized_weights, quantized_gradients): the operators that quantise "
-            "need a CUDA device, and this context is on cpu."
+            "DeepSpeed(quantized_weights, quantized_gradients): the quantization operators "
+            "need a CUDA device, but this context is on cpu. Remove these fields."
         )
     return tuple(problems)
 
 
 def check_folders(config: Mapping[str, Any], ctx: DistContext) -> None:
-    """See that every rank can write where it offloads to.
+    """Check that every rank can write to where it offloads.
 
     Raises:
-        PlanError: some rank cannot, or lacks the operator that does it; on every rank.
+        PlanError: some rank cannot write, or lacks the I/O operator; on every rank.
     """
     zero = section(config, ZERO)
     paths = sorted(
@@ -86,10 +88,8 @@ def check_folders(config: Mapping[str, Any], ctx: DistContext) -> None:
     if not paths:
         return
     mine = "; ".join(filter(None, (*map(_unwritable, paths), _without_aio())))
-    found = ops.gather_objects(mine, ctx)
-    if any(found):
-        lines = [f"  rank {rank}: {words}" for rank, words in enumerate(found) if words]
-        raise PlanError("\n".join(["DeepSpeed cannot offload to nvme:", *lines]))
+    if found := problem_of_ranks("wrap", mine, ctx):
+        raise PlanError(f"DeepSpeed cannot offload to nvme: {found}")
 
 
 def _unwritable(path: str) -> str:
@@ -111,7 +111,7 @@ def _without_aio() -> str:
 
 
 def connect(library: ModuleType, ctx: DistContext) -> None:
-    """Let DeepSpeed use torch's process group as it is.
+    """Make DeepSpeed use torch's existing process group.
 
     Effects:
         At one rank, opens a group of one. DeepSpeed opens one more group of all ranks, and
@@ -122,12 +122,12 @@ def connect(library: ModuleType, ctx: DistContext) -> None:
     groups = library.utils.groups
     known = dist.distributed_c10d._world.pg_map
     if groups._WORLD_GROUP is not None and groups._WORLD_GROUP not in known:
-        # A context that was closed and opened anew left DeepSpeed its destroyed groups.
+        # A closed and reopened context left DeepSpeed its destroyed groups.
         groups._release_process_group_references(None)
     release_groups(library, ctx)
     if library.comm.is_initialized():
         return
-    # Its shared-memory operator, compiled for half a minute, serves inference only.
+    # Its shared-memory operator, which compiles for half a minute, is for inference only.
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with _ignore_import_warnings():
         library.init_distributed(
@@ -147,7 +147,7 @@ def start(
     """The engine.
 
     Effects:
-        Where sequences are cut, opens a group of this rank alone.
+        With sequence parallelism, opens a group of this rank alone.
 
     Raises:
         PlanError: DeepSpeed refuses the config.
@@ -157,11 +157,11 @@ def start(
     made = sequence_groups(library, ctx)
     if made is not None:
         library.utils.groups.mpu = made
-        # From these it would make groups of its own, which lack the reduction over sequences.
+        # From these it would create its own groups, which lack the reduction over sequences.
         given.pop("sequence_parallel_size", None)
         given.pop("data_parallel_size", None)
     if ctx.axis("tensor").world_size > 1:
-        del given["train_batch_size"]  # DeepSpeed counts the tensor ranks in
+        del given["train_batch_size"]  # DeepSpeed also counts the tensor ranks
     try:
         with _ignore_import_warnings():
             engine, *_ = library.initialize(
@@ -180,7 +180,7 @@ def start(
 
 def _is_refusal(error: Exception) -> bool:
     """Whether an error is about the config, rather than about a rank or memory."""
-    if isinstance(error, TypeError):  # a parameter in the file that an optimizer does not have
+    if isinstance(error, TypeError):  # an unknown optimizer argument in the file
         return "__init__()" in str(error)
     return isinstance(error, AssertionError | ValueError) or type(error).__module__.startswith(
         "deepspeed"
@@ -188,12 +188,12 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def clip_at_stage_0(engine: Any) -> None:
-    """Make stage 0 do what the other stages do.
+    """Make stage 0 behave as the other stages do.
 
     Effects:
-        In full precision the engine keeps the norm that it clips by. In half precision its
-        optimizer forgets the update with zero gradients by which it made its states: that
-        one moved weights under weight decay, and counted.
+        In full precision, the engine stores the norm by which it clips. In half precision, the
+        optimizer undoes the update with zero gradients by which it created its states: that
+        update changed weights under weight decay, and counted as a step.
     """
     if hasattr(engine.optimizer, "fp32_groups"):
         engine.basic_optimizer.state.clear()
@@ -215,7 +215,7 @@ def _clip_and_keep(engine: Any) -> None:
 
 @contextmanager
 def _ignore_import_warnings() -> Iterator[None]:
-    """Leave out what DeepSpeed's imports warn about themselves."""
+    """Ignore the warnings of DeepSpeed's imports about themselves."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)

@@ -1,7 +1,7 @@
 """A model under DeepSpeed for a checkpoint: tensors by name, as of any other strategy.
 
-Each rank gives the stretches of them that it holds. So a checkpoint goes on at another number of
-ranks, at another stage, or without DeepSpeed.
+Each rank saves the flat shards that it holds, so a checkpoint resumes at another world size, at
+another stage, or without DeepSpeed.
 """
 
 import functools
@@ -47,7 +47,7 @@ def engine_state(model: Wrapped) -> ModelState:
     """This rank's part of full-precision parameters and optimizer states, and buffers.
 
     Effects:
-        Gathers frozen parameters that lie on nvme or are quantised; every rank must take part.
+        Gathers frozen parameters that are on nvme or quantized; every rank must take part.
 
     Raises:
         CheckpointError: an accumulation window is open, or states are on nvme.
@@ -63,7 +63,7 @@ def engine_state(model: Wrapped) -> ModelState:
         place = tensors if isinstance(value, Tensor) else extra
         place[f"module.{name}"] = held.get(id(value), value)
     values: dict[str, Any] = {"module": extra, "optimizers": [], "schedulers": [], "scaler": None}
-    values["settings"] = dict(model.strategy_state.values)  # for who reads the manifest
+    values["settings"] = dict(model.strategy_state.values)  # for readers of the manifest
     if model.optimizers:
         states, facts = _optimizer_state(model)
         tensors.update(states)
@@ -80,10 +80,10 @@ def engine_state(model: Wrapped) -> ModelState:
 
 
 def load_engine_state(model: Wrapped, saved: StateReader) -> None:
-    """Put a saved state into an engine, in place.
+    """Restore a saved state into an engine, in place.
 
     Raises:
-        CheckpointError: it is the state of another model or optimizer, or of an open window.
+        CheckpointError: the state is of another model or optimizer, or of an open window.
     """
     if model.engine is model.module:
         load_state(model, saved)
@@ -92,8 +92,8 @@ def load_engine_state(model: Wrapped, saved: StateReader) -> None:
     windows = saved_windows(saved)
     if windows and windows[0].micro:
         raise CheckpointError(
-            "The checkpoint was saved inside of an accumulation window, whose gradients "
-            "DeepSpeed cannot take over. Save where report.applied is true."
+            "The checkpoint was saved inside an accumulation window, whose gradients "
+            "DeepSpeed cannot restore. Save where report.applied is true."
         )
     _load_module(model, saved)
     if model.optimizers:
@@ -103,10 +103,10 @@ def load_engine_state(model: Wrapped, saved: StateReader) -> None:
 
 
 def fill_full(model: Wrapped) -> Callable[[Tensor, Tensor], None]:
-    """What sets a parameter of a model, and its full-precision master, to a whole value.
+    """A function that sets a parameter of a model, and its full-precision master, to a value.
 
     Effects:
-        The function is called by all ranks at once, each time with the same value on all.
+        All ranks call the function at once, each time with the same full value.
     """
     masters = {id(one.parameter): one for one in _trained(model)} if model.optimizers else {}
 
@@ -119,17 +119,17 @@ def fill_full(model: Wrapped) -> Callable[[Tensor, Tensor], None]:
 def _check_savable(model: Wrapped) -> None:
     if model.window.micro:
         raise CheckpointError(
-            "DeepSpeed keeps the gradients of an open accumulation window to itself. Save and "
+            "DeepSpeed keeps the gradients of an open accumulation window internally. Save and "
             "restore where report.applied is true."
         )
     if model.ctx.mesh.tensor > 1:
         raise CheckpointError(
-            "Weights that AutoTP has cut among ranks are not put together here. Use "
-            "model.engine.save_checkpoint(...), or save_16bit_model(...) for whole weights."
+            "Weights that AutoTP has split over ranks cannot be gathered here. Use "
+            "model.engine.save_checkpoint(...), or save_16bit_model(...) for full weights."
         )
     if device(section(model.strategy_state.values, ZERO), "offload_optimizer") == "nvme":
         raise CheckpointError(
-            "Optimizer states on nvme are not read back for a checkpoint. Use "
+            "Optimizer states on nvme cannot be read back for a checkpoint. Use "
             "offload_optimizer='cpu', or model.engine.save_checkpoint(...)."
         )
 
@@ -166,7 +166,7 @@ def _flats(optimizer: Any) -> tuple[list[list[nn.Parameter]], list[Tensor]]:
         if hasattr(optimizer, flats):
             return getattr(optimizer, lists), getattr(optimizer, flats)
     raise CheckpointError(
-        f"The layout of DeepSpeed's {type(optimizer).__name__} is not known here. Use "
+        f"The layout of DeepSpeed's {type(optimizer).__name__} is not supported here. Use "
         f"model.engine.save_checkpoint(...)."
     )
 
@@ -200,16 +200,16 @@ def _optimizer_state(model: Wrapped) -> tuple[dict[str, Tensor | FlatShard], dic
 def _state_of(one: _TrainedParameter, key: str, value: Tensor) -> Tensor | FlatShard:
     if one.full_shape:
         return value
-    # A number of steps is one tensor for all parameters of a list.
+    # A step count is one tensor for all parameters of a list.
     return (
         local_state(one.parameter, key) if _is_partitioned(one, value) else value.detach().clone()
     )
 
 
 def _link_states(engine_optimizer: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Let parameters find their states at stages 1 and 2.
+    """Make parameters find their states at stages 1 and 2.
 
-    DeepSpeed does it within the first update, when only the first group has states.
+    DeepSpeed does so in the first update, when only the first group has states.
     """
     link = getattr(engine_optimizer, "_lazy_init_hp_params_optimizer_state", None)
     if link is not None and optimizer.state:
@@ -234,7 +234,7 @@ def _load_module(model: Wrapped, saved: StateReader) -> None:
     )
     if wrong:
         raise CheckpointError(
-            f"The checkpoint is of another model: it differs in {', '.join(wrong[:40])}."
+            f"The checkpoint is of a different model: it differs in {', '.join(wrong[:40])}."
         )
     for name in sorted(wanted):
         shape, dtype = saved.shapes[f"module.{name}"]
@@ -277,12 +277,12 @@ def _load_optimizer(model: Wrapped, saved: StateReader) -> None:
     members: list[set[str]] = [set() for _ in optimizer.param_groups]
     for one in trained:
         members[one.group].add(one.name)
-    # Files of other libraries do not say which optimizer it was.
+    # Checkpoints of other libraries do not name the optimizer.
     if len(found) != 1 or found[0]["kind"] not in (kind, ""):
         kinds = ", ".join(one["kind"] for one in found) or "no optimizer"
-        raise CheckpointError(f"The model has a {kind}, and was saved with {kinds}.")
+        raise CheckpointError(f"The model has a {kind}, but the checkpoint {kinds}.")
     if members != [set(group["params"]) for group in found[0]["groups"]]:
-        raise CheckpointError(f"The groups of this {kind} hold other parameters than those saved.")
+        raise CheckpointError(f"The groups of this {kind} have other parameters than those saved.")
     for group, options in zip(optimizer.param_groups, found[0]["groups"], strict=True):
         group.update({key: value for key, value in options.items() if key != "params"})
     _make_states(optimizer, trained, found[0]["state"], saved)
@@ -301,7 +301,7 @@ def _make_states(
 ) -> None:
     """Give each master one state, with every key that one of its parameters was saved with.
 
-    What is spread is zero where a parameter was saved without it. The old states are dropped
+    Sharded states are zero where a parameter was saved without them. The old states are dropped
     first, so that both are never in memory.
     """
     made: dict[Tensor, dict[str, Any]] = {one.master: {} for one in trained}
@@ -332,27 +332,27 @@ def _read(one: _TrainedParameter, key: str, saved: StateReader) -> Tensor:
 
 
 def _latest(known: Tensor | None, value: Tensor, one: _TrainedParameter, key: str) -> Tensor:
-    """A count that parameters of one list share."""
+    """A count that the parameters of one list share."""
     if known is None or one.full_shape or torch.equal(known, value):
         return value
     warnings.warn(
         f"The parameters were saved with different values of {key!r}: {one.name} with "
         f"{value.tolist()}, another of its list with {known.tolist()}. DeepSpeed keeps one value "
-        f"for each list, so all of this list continue with the larger.",
+        f"per list, so all parameters of this list continue with the larger.",
         stacklevel=2,
     )
     return torch.maximum(known, value)
 
 
 def _empty_state(one: _TrainedParameter, key: str, saved: StateReader) -> Tensor:
-    """Zeros for a state: as large as the master, for all parameters that lie in it."""
+    """Zeros for a state: as large as the master, for all parameters in it."""
     shape, dtype = saved.shapes[_place(one, key)]
     if one.full_shape:
         return torch.zeros(shape, dtype=dtype, device=one.master.device)
     wanted = tuple(getattr(one.parameter, "ds_shape", one.parameter.shape))
     if shape != wanted:
         raise CheckpointError(
-            f"The optimizer's {key!r} of {one.name} was saved with shape {shape}, and ZeRO cuts "
+            f"The optimizer's {key!r} of {one.name} was saved with shape {shape}, but ZeRO shards "
             f"only states of the parameter's shape {wanted}. Use DeepSpeed(stage=0), or restore "
             f"into a model that was wrapped without an optimizer."
         )
@@ -363,7 +363,7 @@ def _empty_state(one: _TrainedParameter, key: str, saved: StateReader) -> Tensor
 def _fill_states(
     optimizer: torch.optim.Optimizer, one: _TrainedParameter, saved: StateReader
 ) -> None:
-    """Read the states of one parameter: this rank's part of them, where they are spread."""
+    """Read the states of one parameter: this rank's shard of them, if they are sharded."""
     for key, value in optimizer.state.get(one.master, {}).items():
         name = _place(one, key)
         if not isinstance(value, Tensor) or name not in saved.shapes:
@@ -376,7 +376,7 @@ def _fill_states(
 
 
 def _scale_state(optimizer: Any) -> dict[str, Any] | None:
-    """The numbers of a dynamic loss scale."""
+    """The fields of a dynamic loss scale."""
     if not getattr(optimizer, "dynamic_loss_scale", False):
         return None
     facts = vars(optimizer.loss_scaler).items()

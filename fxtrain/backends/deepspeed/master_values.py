@@ -1,4 +1,4 @@
-"""Full-precision values of what DeepSpeed spreads and rounds: whole, or this rank's part."""
+"""Full-precision values of what DeepSpeed shards and rounds: full, or this rank's part."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,17 +14,17 @@ __all__ = ["fill_local", "full_value", "local_state", "local_values", "plain_mas
 
 @torch.no_grad()
 def local_values(model: Wrapped) -> list[Tensor | FlatShard]:
-    """What this rank holds of every parameter, in the order of the module, in full precision.
+    """This rank's part of every parameter, in the order of the module, in full precision.
 
     Effects:
-        Gathers frozen parameters that lie on nvme or are quantised; every rank must take part.
+        Gathers frozen parameters that are on nvme or quantized; every rank must take part.
     """
     masters = plain_masters(model.engine.optimizer)
     return [_local_master(parameter, masters) for parameter in model.module.parameters()]
 
 
 def local_state(parameter: nn.Parameter, key: str) -> FlatShard:
-    """What this rank holds of an optimizer's state of a parameter that is spread."""
+    """This rank's part of an optimizer's state of a sharded parameter."""
     if hasattr(parameter, "ds_id"):
         mine = load().utils.safe_get_local_optimizer_state(parameter, key)
         return _part(parameter, mine)
@@ -35,7 +35,7 @@ def local_state(parameter: nn.Parameter, key: str) -> FlatShard:
 def fill_local(
     parameter: Any, key: str | None, dtype: torch.dtype, fill: Callable[[FlatShard], object]
 ) -> None:
-    """Let `fill` set what this rank holds of a spread parameter's master, or of a state of it."""
+    """Let `fill` set this rank's part of a sharded parameter's master, or of a state of it."""
     if hasattr(parameter, "ds_id"):
         values, utils = torch.zeros(parameter.partition_numel(), dtype=dtype), load().utils
         fill(_part(parameter, values))
@@ -72,7 +72,7 @@ def _is_trained(parameter: nn.Parameter) -> bool:
 
 
 def _part(parameter: Any, values: Tensor) -> FlatShard:
-    """Of stage 3: ranks have parts of one length, of which the last may be padded."""
+    """At stage 3: ranks have parts of one length, of which the last may be padded."""
     rank = load().comm.get_rank(group=parameter.ds_process_group)
     start = min(rank * values.numel(), parameter.ds_numel)
     mine = values.flatten()[: parameter.ds_numel - start]
@@ -80,7 +80,7 @@ def _part(parameter: Any, values: Tensor) -> FlatShard:
 
 
 def _fragment(parameter: Any, key: str | None = None) -> FlatShard:
-    """Of stages 1 and 2, where a rank may have nothing of a parameter."""
+    """At stages 1 and 2, where a rank may have no part of a parameter."""
     mapping, shape = parameter._hp_mapping, tuple(parameter.shape)
     if mapping is None:
         return FlatShard(shape=shape, start=0, values=torch.empty(0))
@@ -103,13 +103,13 @@ def plain_masters(optimizer: Any) -> dict[nn.Parameter, Tensor]:
 
 @torch.no_grad()
 def full_value(parameter: Any, masters: dict[nn.Parameter, Tensor]) -> Tensor:
-    """A copy of the whole of a parameter, from its full-precision master.
+    """A copy of the full value of a parameter, from its full-precision master.
 
     Args:
-        masters: Those of `plain_masters`.
+        masters: From `plain_masters`.
 
     Effects:
-        Gathers what is spread; every rank must take part.
+        Gathers what is sharded; every rank must take part.
     """
     library = load()
     if parameter in masters:

@@ -1,4 +1,4 @@
-"""What DeepSpeed leaves on a module, and taking it off again."""
+"""What DeepSpeed leaves on a module, and how to remove it."""
 
 import functools
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxtrain.backends.core.module_changes import put_forward
 from fxtrain.ops.step_parts import DTYPES
 from fxtrain.state import Plan
 
@@ -24,9 +25,9 @@ _HOOKS = (
 
 
 def record_changes(module: nn.Module) -> Callable[[], None]:
-    """Remember a module's attributes, hooks and formats; return what restores them.
+    """Record a module's attributes, hooks and dtypes; return a function that restores them.
 
-    Values of parameters are not remembered: they are what training is for.
+    Values of parameters are not recorded: training changes them.
     """
     parts = [(part, set(vars(part)), _hook_keys(part)) for part in module.modules()]
     tensors = [
@@ -56,25 +57,17 @@ def _hook_keys(part: nn.Module) -> dict[str, set[Any]]:
 
 
 def autocast_inside(module: nn.Module, plan: Plan, device: str) -> Callable[[], None]:
-    """Run a module's forward under autocast, inside of what the engine puts around it.
+    """Run a module's forward under autocast, inside what the engine puts around it.
 
-    Returns what takes that back.
+    Return the function that reverts it.
 
-    DeepSpeed switches an autocast region off that it finds around an engine. Over weights in
-    the same format, autocast only decides on the inputs.
+    DeepSpeed disables an autocast region that it finds around an engine. Over weights in the same
+    dtype, autocast only affects the inputs.
     """
     if plan.precision.compute == "fp32":
         return lambda: None
     dtype = DTYPES[plan.precision.compute]
-    before = module.__dict__.get("forward")
-    module.forward = functools.partial(_under_autocast, module.forward, device, dtype)
-
-    def undo() -> None:
-        del module.forward
-        if before is not None:
-            module.forward = before
-
-    return undo
+    return put_forward(module, functools.partial(_under_autocast, module.forward, device, dtype))
 
 
 def _under_autocast(
@@ -85,7 +78,7 @@ def _under_autocast(
 
 
 def watch_gradients(module: nn.Module, count: torch.Tensor) -> None:
-    """Add gradients that are not finite to a count as backward makes them.
+    """Count non-finite gradients as backward computes them.
 
     Afterwards they are in the engine's buffers, in a form that depends on stage and offload.
     """

@@ -1,4 +1,4 @@
-"""The one optimizer of a DeepSpeed engine: whose it is, and where it computes."""
+"""The one optimizer of a DeepSpeed engine: who provides it, and where it computes."""
 
 import shutil
 import warnings
@@ -8,10 +8,10 @@ from typing import Any
 import attrs
 import torch
 
-from fxtrain import ops
 from fxtrain._errors import PlanError
 from fxtrain.backends.deepspeed.config_entries import ZERO, device, section
 from fxtrain.backends.deepspeed.engine import load
+from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.state import DeepSpeed, DistContext, FromConfig, from_config
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "single_optimizer",
 ]
 
-# How torch computes, which is not how DeepSpeed does.
+# How torch's optimizers may compute, which DeepSpeed's do not.
 _TORCH_ONLY = (
     "amsgrad",
     "capturable",
@@ -38,12 +38,12 @@ _TORCH_ONLY = (
 
 
 def is_from_config(factory: Any) -> bool:
-    """Whether a factory is the word for "from the DeepSpeed config"."""
+    """Whether a factory is the marker for "from the DeepSpeed config"."""
     return factory is from_config or isinstance(factory, FromConfig)
 
 
 def auto_values(optimizer: Any, scheduler: Any) -> FromConfig:
-    """What stands for "auto": the scheduler's word counts before the optimizer's."""
+    """The values for "auto": the scheduler's take precedence over the optimizer's."""
     given: dict[str, Any] = {}
     for factory in (optimizer, scheduler):
         if isinstance(factory, FromConfig):
@@ -58,7 +58,7 @@ def auto_values(optimizer: Any, scheduler: Any) -> FromConfig:
 def ownership_problems(
     config: Mapping[str, Any], optimizer: Any, scheduler: Any
 ) -> tuple[str, ...]:
-    """Problems with who brings optimizer and scheduler."""
+    """Problems with who provides optimizer and scheduler."""
     if optimizer is None and scheduler is None:
         return ()
     problems: list[str] = []
@@ -70,18 +70,18 @@ def ownership_problems(
                 f"Add one, or pass a factory."
             )
         if not is_from_config(factory) and there:
-            what = "no word about it" if factory is None else "a factory too"
+            what = "none" if factory is None else "a factory"
             problems.append(
-                f"The DeepSpeed config has a section {name!r}, and wrap got {what}. Pass "
+                f"The DeepSpeed config has a section {name!r}, but wrap received {what}. Pass "
                 f"{name}=fx.from_config, or remove the section."
             )
     custom = scheduler is not None and not is_from_config(scheduler)
     if is_from_config(optimizer) and custom:
         problems.append(
-            "wrap(optimizer=fx.from_config, scheduler=<a factory>): DeepSpeed makes the config's "
+            "wrap(optimizer=fx.from_config, scheduler=<a factory>): DeepSpeed creates the config's "
             "optimizer itself, in a class that depends on stage and offload, so a scheduler "
-            "made for another one may not fit it. Pass scheduler=fx.from_config with a "
-            "'scheduler' section, or bring the optimizer too."
+            "made for another class may not work. Pass scheduler=fx.from_config with a "
+            "'scheduler' section, or pass a factory for the optimizer too."
         )
     return tuple(problems)
 
@@ -94,7 +94,7 @@ def single_optimizer(optimizers: tuple[torch.optim.Optimizer, ...]) -> torch.opt
     """
     if len(optimizers) != 1:
         raise PlanError(
-            f"DeepSpeed steps one optimizer per model, and the factory returned "
+            f"DeepSpeed steps one optimizer per model, but the factory returned "
             f"{len(optimizers)}. Use parameter groups of one optimizer."
         )
     return optimizers[0]
@@ -103,13 +103,13 @@ def single_optimizer(optimizers: tuple[torch.optim.Optimizer, ...]) -> torch.opt
 def compiled_on_cpu(
     optimizer: torch.optim.Optimizer, config: Mapping[str, Any], plan: DeepSpeed, ctx: DistContext
 ) -> torch.optim.Optimizer:
-    """DeepSpeed's compiled optimizer in place of torch's, where updates run on the CPU.
+    """DeepSpeed's compiled optimizer in place of torch's, if updates run on the CPU.
 
     Effects:
         Compiles an operator on its first use on a machine, which takes about a minute.
 
     Raises:
-        PlanError: `cpu_optimizer="deepspeed"` cannot be had; on every rank.
+        PlanError: `cpu_optimizer="deepspeed"` is not available; on every rank.
     """
     if device(section(config, ZERO), "offload_optimizer") == "none":
         return optimizer
@@ -131,10 +131,10 @@ def compiled_on_cpu(
 
 
 def prepare_section(config: dict[str, Any], plan: DeepSpeed, ctx: DistContext) -> None:
-    """Let the config's own Adam compute without a compiler where there is none.
+    """Make the config's own Adam compute without a compiler if there is none.
 
     Raises:
-        PlanError: `cpu_optimizer="deepspeed"` cannot be had; on every rank.
+        PlanError: `cpu_optimizer="deepspeed"` is not available; on every rank.
     """
     found = config.get("optimizer")
     offloaded = device(section(config, ZERO), "offload_optimizer") != "none"
@@ -155,7 +155,7 @@ def prepare_section(config: dict[str, Any], plan: DeepSpeed, ctx: DistContext) -
 def _why_not(optimizer: torch.optim.Optimizer) -> str:
     kind = type(optimizer)
     if kind not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
-        return f"DeepSpeed has no compiled {kind.__name__} (Adam, AdamW and Adagrad it has)"
+        return f"DeepSpeed has no compiled {kind.__name__} (only Adam, AdamW and Adagrad)"
     plain = {"amsgrad": False, "maximize": False, "lr_decay": 0, "initial_accumulator_value": 0}
     special = [
         name
@@ -169,13 +169,12 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
 
 def _without_compiler(ctx: DistContext) -> str:
     """Why the operator cannot be compiled on some rank, for every rank; empty if it can."""
-    missing = _missing_tools()
-    if ops.all_ranks(not missing, ctx):
+    missing = problem_of_ranks("wrap", ", ".join(_missing_tools()), ctx)
+    if not missing:
         return ""
     return (
         f"the compiled optimizer needs a C++ compiler and ninja on every rank "
-        f"({', '.join(missing) or 'another rank lacks them'}; for example: apt-get install g++, "
-        f"pip install ninja)"
+        f"({'; '.join(missing.splitlines())}; for example: apt-get install g++, pip install ninja)"
     )
 
 
@@ -198,6 +197,6 @@ def _use_torch_adam(reason: str, name: str, plan: DeepSpeed) -> None:
     warnings.warn(
         f"DeepSpeed: {reason}. Updates of the offloaded optimizer are computed by torch's "
         f"{name} on the CPU, several times slower than by the compiled one; the rest of the "
-        f"step is not affected. cpu_optimizer='torch' says that this is meant.",
+        f"step is not affected. Set cpu_optimizer='torch' to silence this warning.",
         stacklevel=2,
     )

@@ -1,4 +1,4 @@
-"""What a plan says about the entries of a DeepSpeed config."""
+"""The values that a plan sets in a DeepSpeed config."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _OFFLOADED = {"offload_optimizer": "offload_optimizer", "offload_parameters": "o
 
 @attrs.frozen
 class PlanEntry:
-    """What the plan says about one entry; None leaves it open."""
+    """The plan's value for one entry; None leaves it open."""
 
     path: str
     value: Any
@@ -26,7 +26,7 @@ class PlanEntry:
 
 
 def all_plan_entries(plan: Plan, base: Mapping[str, Any]) -> list[PlanEntry]:
-    """Every entry that a plan may have a say in, except the batch sizes."""
+    """Every entry that a plan may set, except the batch sizes."""
     config: DeepSpeed = plan.strategy
     return [
         PlanEntry("gradient_accumulation_steps", plan.accumulate, "Plan.accumulate"),
@@ -103,12 +103,12 @@ def power_of_two(scale: float) -> int:
     """The exponent of a loss scale.
 
     Raises:
-        PlanError: it is no whole number.
+        PlanError: it is not an integer.
     """
     power = math.log2(scale)
     if not power.is_integer() or power < 0:
         raise PlanError(
-            f"LossScale(initial={scale}): DeepSpeed starts at a power of two. "
+            f"LossScale(initial={scale}): DeepSpeed needs a power of two. "
             f"Use {2.0 ** max(0, round(power))}."
         )
     return int(power)

@@ -1,4 +1,4 @@
-"""The ranks of a context in the words in which DeepSpeed asks for them."""
+"""The ranks of a context, in the form that DeepSpeed expects."""
 
 from types import ModuleType
 from typing import Any
@@ -13,18 +13,18 @@ __all__ = ["SequenceGroups", "release_groups", "sequence_groups"]
 
 @attrs.frozen(eq=False)
 class SequenceGroups:
-    """What DeepSpeed calls an mpu, where sequences are cut over the mesh's `context` axis.
+    """What DeepSpeed calls an mpu, if sequences are split over the mesh's `context` axis.
 
     Without one, DeepSpeed 0.19 reduces gradients over the data ranks only, and the ranks of one
-    sequence drift apart.
+    sequence diverge.
     """
 
     ctx: DistContext
-    both: Any  # the group of all ranks, over which gradients are reduced and ZeRO spreads
+    both: Any  # the group of all ranks, over which gradients are reduced and ZeRO shards
     alone: Any  # a group of this rank
 
     def get_data_parallel_group(self) -> Any:
-        # Over which checks of overflow go, and whose first rank saves.
+        # The ranks over which overflow is checked, and whose first rank saves.
         return self.both
 
     def get_data_parallel_group_ranks(self) -> list[int]:
@@ -65,7 +65,7 @@ class SequenceGroups:
 
 
 def sequence_groups(library: ModuleType, ctx: DistContext) -> SequenceGroups | None:
-    """The groups of a context that cuts sequences; None where it does not.
+    """The groups of a context that splits sequences; None if it does not.
 
     Effects:
         Opens a group of this rank alone.
@@ -77,9 +77,9 @@ def sequence_groups(library: ModuleType, ctx: DistContext) -> SequenceGroups | N
 
 
 def release_groups(library: ModuleType, ctx: DistContext) -> None:
-    """Take from DeepSpeed the groups that engines of another plan, mesh or context left it.
+    """Remove from DeepSpeed the groups that engines of another plan, mesh or context left there.
 
-    It keeps one set per process and never replaces them: a later engine would use those it finds.
+    It keeps one set per process and never replaces them: a later engine would use old ones.
     """
     groups = library.utils.groups
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # engines keep their own

@@ -1,7 +1,7 @@
 """From a user's module to a wrapped one under DeepSpeed."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from fxtrain._errors import PlanError
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.module_changes import prepare_module, send_values
+from fxtrain.backends.core.moving import move_module
 from fxtrain.backends.core.optimizers import make_optimizers, make_schedulers
 from fxtrain.backends.deepspeed import engine as engines
 from fxtrain.backends.deepspeed import optimizer as optim
@@ -33,10 +34,10 @@ __all__ = ["wrap_engine", "zero_init"]
 
 
 def zero_init(ctx: DistContext, plan: Plan) -> AbstractContextManager[Any]:
-    """Build a model inside of this, and no rank ever holds all of it.
+    """Build a model inside this region without any rank ever holding all of it.
 
-    Under `DeepSpeed(stage=3)` parameters are spread as they are made; under any other plan
-    nothing happens, so that a script may keep it.
+    Under `DeepSpeed(stage=3)`, parameters are sharded as they are created. Under any other plan,
+    nothing happens, so a script may always use it.
 
     Effects:
         Opens DeepSpeed's process group.
@@ -71,7 +72,7 @@ def wrap_engine(
     optimizer: Any,
     scheduler: Any,
 ) -> Wrapped:
-    """Wrap a module in an engine; without an optimizer only stage 3 needs one."""
+    """Wrap a module in an engine; without an optimizer, only stage 3 needs one."""
     library = engines.load()
     data = ctx.axis("data")
     config = _resolved_config(module, plan, data.world_size, optimizer, scheduler)
@@ -86,8 +87,8 @@ def wrap_engine(
         undo=_prepare(module, ctx, plan),
     )
     if optimizer is None and config[ZERO]["stage"] < 3:
-        # Nothing that these stages could spread.
-        module.to(ctx.device)
+        # Nothing to shard at these stages.
+        move_module(module, ctx.device)
         send_values((*module.parameters(), *module.buffers()), data)
         return attrs.evolve(model, strategy_state=EngineConfig(values=MappingProxyType(config)))
     engines.connect(library, ctx)
@@ -120,17 +121,12 @@ def _resolved_config(
 
 
 def _prepare(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[], None]:
-    """What a plan asks of the module itself; returns what takes back that and the engine's."""
-    restore = record_changes(module)
-    undo_plan = prepare_module(module, plan, ctx)
-    undo_autocast = autocast_inside(module, plan, ctx.device.type)
-
-    def undo() -> None:
-        undo_autocast()
-        undo_plan()
-        restore()
-
-    return undo
+    """Apply the plan's changes to the module; return the undo of those and of the engine's."""
+    undo = ExitStack()
+    undo.callback(record_changes(module))
+    undo.callback(prepare_module(module, plan, ctx))
+    undo.callback(autocast_inside(module, plan, ctx.device.type))
+    return undo.close
 
 
 def _with_engine(

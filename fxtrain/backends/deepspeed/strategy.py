@@ -43,7 +43,7 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     scale = plan.precision.scale
     if plan.precision.compute == "fp16" and (scale.growth, scale.backoff) != (2.0, 0.5):
         problems.append(
-            f"DeepSpeed's loss scale doubles and halves: LossScale(growth={scale.growth}, "
+            f"DeepSpeed's loss scale only doubles and halves: LossScale(growth={scale.growth}, "
             f"backoff={scale.backoff}). Use 2.0 and 0.5."
         )
     config = plan.strategy
@@ -52,17 +52,19 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
         if ctx.mesh.sizes[axis] != (size or 1):
             field = "tensor_parallel" if axis == "tensor" else "sequence_parallel"
             problems.append(
-                f"DeepSpeed({field}={size}) needs an axis of that size, and the mesh of this "
+                f"DeepSpeed({field}={size}) needs an axis of that size, but the mesh of this "
                 f"context has {axis}={ctx.mesh.sizes[axis]}. "
                 f"Use fx.detect(mesh=fx.Mesh({axis}={size or 1}))."
             )
     if ctx.mesh.tensor > 1 and ctx.mesh.context > 1:
         problems.append(
-            "DeepSpeed(tensor_parallel=..., sequence_parallel=...): DeepSpeed does one of them. "
-            "Leave one out."
+            "DeepSpeed(tensor_parallel=..., sequence_parallel=...): DeepSpeed supports one of them "
+            "at a time. Remove one."
         )
     if ctx.mesh.pipeline > 1:
-        problems.append("DeepSpeed's pipelines are its own modules; use Mesh(pipeline=1).")
+        problems.append(
+            "DeepSpeed's pipelines need its own modules. Use Mesh(pipeline=1), or PP()."
+        )
     return tuple(problems)
 
 
@@ -72,15 +74,15 @@ def _leaf_problems(config: DeepSpeed, module: nn.Module) -> list[str]:
     if not unknown:
         return []
     return [
-        f"DeepSpeed(leaf_modules=...) names {', '.join(unknown)}, which no submodule of "
-        f"{type(module).__name__} is. It has {', '.join(sorted(known)[:10])}."
+        f"DeepSpeed(leaf_modules=...) names {', '.join(unknown)}, but no submodule of "
+        f"{type(module).__name__} has this class. It has {', '.join(sorted(known)[:10])}."
     ]
 
 
 def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the engine, or without gradients the module, whose hooks fetch what is spread."""
+    """Run the engine or, without gradients, the module, whose hooks gather parameters."""
     run = model.engine if torch.is_grad_enabled() else model.module
-    # The module enters autocast itself; DeepSpeed objects to a region around its engine.
+    # The module enters autocast itself; DeepSpeed refuses a region around its engine.
     with torch.autocast(model.ctx.device.type, enabled=False):
         out = run(*args, **kwargs)
     wide = model.plan.precision.output == "fp32"
@@ -95,19 +97,19 @@ def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noq
 
 
 def _backward(loss: Tensor, model: Wrapped) -> None:
-    """The engine's backward, of a loss that is divided already."""
+    """The engine's backward, of a loss that is already divided."""
     if not model.optimizers:
         raise StepError(
             "DeepSpeed has no backward without an optimizer. Wrap the model with one: "
             "fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params))."
         )
     if (parts := model.ctx.mesh.context) > 1:
-        loss = loss / parts  # DeepSpeed adds up over the ranks of a sequence
+        loss = loss / parts  # DeepSpeed sums over the ranks of a sequence
     model.engine.backward(loss, scale_wrt_gas=False)
 
 
 def _begin(model: Wrapped) -> None:
-    """Drop what another model's backward left, on parameters and where ZeRO adds gradients up."""
+    """Drop what another model's backward left, in `.grad` and where ZeRO accumulates gradients."""
     parameter: Any
     for parameter in model.module.parameters():
         parameter.grad = None
@@ -124,7 +126,7 @@ def _begin(model: Wrapped) -> None:
 
 
 def _flags(optimizer: Any) -> Sequence[Sequence[bool]]:
-    """By group, which master gradients are there; nothing where the optimizer has none."""
+    """By group, which master gradients exist; nothing if the optimizer has none."""
     return getattr(optimizer, "fp32_groups_has_gradients", ())
 
 
@@ -133,7 +135,7 @@ def _finite(model: Wrapped) -> bool:
 
 
 def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
-    """Scale, clip, update and zero, each by the engine's own means."""
+    """Scale, clip, update and zero, each by the engine's own functions."""
     if update.clip_value is not None:
         raise PlanError(f"DeepSpeed cannot clip single entries: clip_value={update.clip_value}.")
     send_buffers(model)
@@ -154,7 +156,7 @@ def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
 
 
 def _counts_itself(engine: Any) -> bool:
-    """Whether the engine manages accumulation, for want of the option or by its config."""
+    """Whether the engine manages accumulation, by its config or for lack of the option."""
     manages = getattr(engine, "managed_gradient_accumulation", None)
     return True if manages is None else manages()
 
@@ -173,8 +175,8 @@ def _scaled(engine: Any, factor: float | Tensor | None) -> Iterator[None]:
     if factor is None:
         yield
     elif hasattr(optimizer, "external_loss_scale") and hasattr(optimizer, "loss_scaler"):
-        # ZeRO divides gradients, wherever they lie, by the loss scale, and takes it out of
-        # the norm: a scale that is 1/factor larger multiplies them.
+        # ZeRO divides gradients, wherever they are, by the loss scale, and removes it from the
+        # norm: a scale that is 1/factor larger multiplies them.
         before = (optimizer.custom_loss_scaler, optimizer.external_loss_scale)
         scale = float(factor)
         wanted = optimizer.loss_scale / scale if scale else float("inf")
@@ -192,7 +194,7 @@ def _scaled(engine: Any, factor: float | Tensor | None) -> Iterator[None]:
 
 
 def _drop(engine: Any) -> None:
-    """Forget the gradients of a window, as the engine does on an overflow."""
+    """Drop the gradients of a window, as the engine does on an overflow."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "clear_hp_grads"):
         optimizer.clear_hp_grads()
@@ -206,13 +208,13 @@ def _drop(engine: Any) -> None:
 
 @contextmanager
 def _seeing_overflow(optimizer: Any) -> Iterator[None]:
-    """Let a ZeRO optimizer find an overflow, whatever the gradients are."""
+    """Make a ZeRO optimizer report an overflow, whatever the gradients are."""
 
     def overflow(*_: Any, **__: Any) -> bool:
         optimizer.overflow = True
         return True
 
-    # Stages 1 and 2 ask the first one if told to, stage 3 the second one.
+    # Stages 1 and 2 call the first one if configured so, stage 3 the second one.
     names = ("check_overflow", "_overflow_check_and_loss_scale_update")
     checks = getattr(optimizer, "check_grad_overflow", None)
     for name in names:
@@ -227,7 +229,7 @@ def _seeing_overflow(optimizer: Any) -> Iterator[None]:
 
 
 def _unwrap(model: Wrapped) -> nn.Module:
-    """The module with whole parameters in the formats that it came with.
+    """The module with full parameters in their original dtypes.
 
     Raises:
         PlanError: AutoTP has replaced layers.

@@ -1,4 +1,4 @@
-"""The tensors of a model under DeepSpeed, whole, in full precision and the user's formats."""
+"""The full tensors of a model under DeepSpeed, in full precision and the user's dtypes."""
 
 import functools
 from collections.abc import Callable
@@ -25,8 +25,8 @@ def engine_weights(model: Wrapped) -> dict[str, Weight]:
     """
     if model.ctx.mesh.tensor > 1:
         raise PlanError(
-            "DeepSpeed(tensor_parallel=...): AutoTP has put other layers into the module, with a "
-            "part of each weight. Whole weights are written by "
+            "DeepSpeed(tensor_parallel=...): AutoTP has replaced layers of the module by layers "
+            "with a part of each weight. Write full weights with "
             "model.engine.save_16bit_model(folder)."
         )
     if model.engine is model.module:

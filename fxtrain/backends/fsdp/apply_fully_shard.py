@@ -1,4 +1,4 @@
-"""torch's fully_shard, applied to a module as a plan says, and taken back."""
+"""torch's fully_shard, applied to a module as a plan says, and undone."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ from fxtrain.backends.context.positions import expose_positions
 from fxtrain.backends.core.device_mesh import device_mesh
 from fxtrain.backends.core.initial_values import fill_sharded, record_initial_values
 from fxtrain.backends.core.module_changes import prepare_module
-from fxtrain.backends.core.undo import record_changes
+from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.core.wrap_units import ignored_names, units
 from fxtrain.backends.tensor.parallelize import split_layers
 from fxtrain.ops.step_parts import DTYPES
@@ -30,39 +30,39 @@ __all__ = ["gather_precision", "shard_module", "shard_parts"]
 
 
 def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> Callable[[], None]:
-    """Shard a module over copies of `size` ranks each, of the data and context axes.
+    """Shard a module over replicas of `size` ranks each, of the data and context axes.
 
     Effects:
         Replaces parameters by their shards and adds torch's hooks, in place.
 
     Returns:
-        A function that takes all of it back; it gathers whole parameters, on all ranks at once.
+        A function that undoes it; it gathers full parameters, on all ranks at once.
     """
     config: FSDP = plan.strategy
     start = record_initial_values(module, ctx)
     mesh = device_mesh(ctx, size)
-    cut = record_changes(module)
+    unsplit = record_module(module)
     if config.tensor is not None:
         split_layers(module, mesh["tensor"], config.tensor)
-    restore_layers = cut()
+    split = unsplit.changes()
     undo_rows = expose_positions(module, ctx, plan)
     undo_blocks = prepare_module(module, plan, ctx, hooked=True)
-    sharded = record_changes(module)
+    unsharded = record_module(module)
     if ctx.axis("loss").world_size > 1:
         _apply(module, mesh, ctx, plan)
-    restore = sharded()
+    sharded = unsharded.changes()
     fill_sharded(module, start, ctx, offload=config.offload, seed=plan.seed)
 
     def undo() -> None:
         whole = _gathered(module, ctx.device)
-        restore()
+        sharded.undo()
         for part in module.modules():
             _composable_state._module_state_mapping.pop(part, None)
         for part, name, parameter in whole:
             part.register_parameter(name, parameter)
         undo_blocks()
         undo_rows()
-        restore_layers()
+        split.undo()
 
     return undo
 
@@ -85,13 +85,13 @@ def shard_parts(
     ctx: DistContext,
     plan: Plan,
 ) -> None:
-    """Shard some parts of a module, each as a unit, and then what is left of it.
+    """Shard some parts of a module, each as a unit, and then the rest of it.
 
     Args:
-        ignored: What is left as it is.
+        ignored: Parameters that are not sharded.
     """
     config: FSDP = plan.strategy
-    # A copy that trains alone is sharded for itself.
+    # An independent replica is sharded over its own ranks only.
     wanted = ("shard",) if plan.local is not None else ("replicate", "shard")
     axes = tuple(axis for axis in wanted if axis in (mesh.mesh_dim_names or ()))
     options: dict[str, Any] = {
@@ -113,7 +113,7 @@ def shard_parts(
 
 
 def gather_precision(plan: Plan) -> MixedPrecisionPolicy:
-    """The formats in which parameters are gathered and gradients summed."""
+    """The dtypes in which parameters are gathered and gradients are reduced."""
     config: FSDP = plan.strategy
     named = plan.precision.compute if config.param_dtype == "plan" else config.param_dtype
     if plan.precision.compute == "fp32" and config.param_dtype == "plan":
@@ -132,7 +132,7 @@ def _offload(config: FSDP, ctx: DistContext) -> OffloadPolicy:
 
 
 def _prefetch(order: list[Any], config: FSDP) -> None:
-    """Say which blocks to gather ahead; the order is that of their definition."""
+    """Set which blocks to prefetch, assuming they run in the order of their definition."""
     for index, part in enumerate(order):
         if config.forward_prefetch:
             ahead = order[index + 1 : index + 1 + config.forward_prefetch]
@@ -143,7 +143,7 @@ def _prefetch(order: list[Any], config: FSDP) -> None:
 
 
 def _gathered(module: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Every place of a sharded parameter with the whole of it; tied places share one."""
+    """Every name of a sharded parameter with its full value; tied names share one value."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

@@ -1,4 +1,4 @@
-"""Parts of a model on every rank, by torch's fully_shard (FSDP2)."""
+"""Parameters sharded over ranks, by torch's fully_shard (FSDP2)."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -29,15 +29,16 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     problems = [*unmatched_names(module, plan), *xla_problems(ctx, "FSDP")]
     if ctx.mesh.pipeline > 1:
         problems.append(
-            f"The mesh has pipeline={ctx.mesh.pipeline}, which FSDP does not use: its ranks would "
-            f"all do the same. Use PP(stages=fx.FSDP(...)), or leave the axis out of fx.Mesh(...)."
+            f"The mesh has pipeline={ctx.mesh.pipeline}, which FSDP does not use: these ranks "
+            f"would all compute the same. Use PP(stages=fx.FSDP(...)), or omit the axis from "
+            f"fx.Mesh(...)."
         )
     problems += sequence_problems(ctx, plan, module)
     return (*problems, *sharding_problems(ctx, config, module))
 
 
 def sharding_problems(ctx: DistContext, config: FSDP, module: nn.Module) -> list[str]:
-    """What does not fit of how a config holds a model on the data and tensor axes."""
+    """Problems with how a config splits a model over the data and tensor axes."""
     problems = [*unit_problems(module, config), *_size_problems(ctx, config)]
     problems += _tensor_problems(ctx, config)
     if config.tensor is not None and ctx.world_size > 1:
@@ -45,13 +46,13 @@ def sharding_problems(ctx: DistContext, config: FSDP, module: nn.Module) -> list
     if config.unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         problems.append(
             f"FSDP(unused_parameters=True) needs a newer torch than {torch.__version__}, whose "
-            f"fully_shard takes parameters to be used on all ranks alike. Leave it out, or use "
+            f"fully_shard expects the same parameters to be used on all ranks. Omit it, or use "
             f"DDP(unused_parameters=True)."
         )
     if config.offload and ctx.axis("loss").world_size == 1:
         problems.append(
             "FSDP(offload=True) moves shards to host memory, but this context has one data rank "
-            "and nothing is sharded. Launch two processes, or leave offload out."
+            "and nothing is sharded. Launch two processes, or omit offload."
         )
     return problems
 
@@ -62,12 +63,12 @@ def _tensor_problems(ctx: DistContext, config: FSDP) -> list[str]:
     if config.tensor is None and sizes["tensor"] > 1:
         problems.append(
             f"The mesh has tensor={sizes['tensor']}, but the plan does not say what to split over "
-            f"it. Use FSDP(tensor=fx.TP(...)), or leave the axis out of fx.Mesh(...)."
+            f"it. Use FSDP(tensor=fx.TP(...)), or omit the axis from fx.Mesh(...)."
         )
     if config.tensor is not None and sizes["tensor"] == 1 and ctx.world_size > 1:
         problems.append(
             "FSDP(tensor=...) splits layers over the mesh's tensor axis, which has one rank. "
-            "Ask for more: fx.detect(mesh=fx.Mesh(tensor=2))."
+            "Use more: fx.detect(mesh=fx.Mesh(tensor=2))."
         )
     return problems
 
@@ -75,7 +76,9 @@ def _tensor_problems(ctx: DistContext, config: FSDP) -> list[str]:
 def _size_problems(ctx: DistContext, config: FSDP) -> list[str]:
     ranks, shard = ctx.axis("loss").world_size, config.shard
     if config.mode == "none" and shard not in (None, 1):
-        return [f"FSDP(mode='none', shard={shard}): nothing is sharded under 'none'. Drop one."]
+        return [
+            f"FSDP(mode='none', shard={shard}): mode 'none' shards nothing. Remove one of them."
+        ]
     if shard is None or ranks == 1:
         return []
     if ranks % shard:
@@ -89,20 +92,20 @@ def _size_problems(ctx: DistContext, config: FSDP) -> list[str]:
     if ctx.mesh.shard > 1 and shard != ctx.mesh.shard * ctx.mesh.context:
         parts = f" and Mesh(context={ctx.mesh.context})" if ctx.mesh.context > 1 else ""
         return [
-            f"FSDP(shard={shard}) and Mesh(shard={ctx.mesh.shard}){parts} disagree. Leave one of "
-            f"them out."
+            f"FSDP(shard={shard}) and Mesh(shard={ctx.mesh.shard}){parts} disagree. Remove one of "
+            f"them."
         ]
     return []
 
 
 def shard_size(ctx: DistContext, config: FSDP) -> int:
-    """Ranks that hold one copy of the model."""
+    """Ranks that together hold one replica of the model."""
     if config.mode == "none":
         return 1
     if config.shard is not None:
         return config.shard
     sizes = ctx.mesh.sizes
-    # A copy spreads over the context axis too, whose ranks would otherwise each hold one.
+    # A replica is sharded over the context axis too, whose ranks would otherwise each hold one.
     return sizes["shard"] * sizes["context"] if sizes["shard"] > 1 else ctx.axis("loss").world_size
 
 
@@ -114,7 +117,7 @@ def _wrap(
     optimizer: Any,
     scheduler: Any,
 ) -> Wrapped:
-    # torch's part takes half a second to import, which other plans need not pay.
+    # Importing torch's part takes half a second, and other plans do not need it.
     if ctx.axis("loss").world_size == ctx.mesh.tensor == 1:
         if any(parameter.is_meta for parameter in module.parameters()):
             from fxtrain.backends.core.initial_values import fill_sharded, record_initial_values
@@ -139,14 +142,14 @@ def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noq
 
 
 def splits_logits(ctx: DistContext, config: FSDP | None) -> bool:
-    """Whether the loss function gets logits in parts, and cross-entropy has to know."""
+    """Whether the loss function gets sharded logits, which cross-entropy must handle."""
     tensor = None if config is None else config.tensor
     return tensor is not None and tensor.loss and ctx.mesh.tensor > 1
 
 
 @contextmanager
 def loss_on_parts(inner: AbstractContextManager[None]) -> Iterator[None]:
-    """Around forward and backward: cross-entropy works on logits in parts."""
+    """The region of forward and backward in which cross-entropy accepts sharded logits."""
     from torch.distributed.tensor.parallel import loss_parallel
 
     with inner, loss_parallel():
@@ -168,7 +171,7 @@ def _sync_data(model: Wrapped, *, enabled: bool) -> AbstractContextManager[None]
 
 @contextmanager
 def _unreduced(module: Any) -> Iterator[None]:
-    # A flag that stays, and is read in backward.
+    # A persistent flag, which is read in backward.
     module.set_requires_gradient_sync(False)
     try:
         yield
@@ -178,7 +181,7 @@ def _unreduced(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _reduce_ignored(model: Wrapped) -> Iterator[None]:
-    """Average the gradients of ignored parameters, which torch leaves to whoever ignores them."""
+    """Average the gradients of ignored parameters, which torch leaves to the user."""
     yield
     grads = [
         parameter.grad
@@ -190,15 +193,15 @@ def _reduce_ignored(model: Wrapped) -> Iterator[None]:
 
 
 def _state(model: Wrapped) -> ModelState:
-    """What a checkpoint holds, between windows or with gradients that are reduced already.
+    """What a checkpoint stores, between windows or with gradients that are already reduced.
 
     Raises:
-        CheckpointError: an accumulation window is open, whose gradients torch keeps to itself.
+        CheckpointError: an accumulation window is open, whose gradients are internal to torch.
     """
     keeps = hasattr(model.module, "set_requires_gradient_sync") and not model.plan.sync_each
     if keeps and model.window.micro:
         raise CheckpointError(
-            "FSDP keeps the gradients of an open accumulation window to itself, whole and not "
+            "FSDP keeps the gradients of an open accumulation window internally, unsharded and not "
             "yet reduced. Save where position.micro is 0, or set Plan(sync_each=True)."
         )
     return SINGLE.state(model)

@@ -1,7 +1,7 @@
-"""Copies of a model that train alone: what they keep, and the average that ends a round.
+"""Replicas that train independently: their state, and the average that ends a round.
 
-Each copy counts by the rows, or the weight of its losses, that it trained on in the round, so
-that a round of one update of plain SGD is the update of all rows together.
+Each replica is weighted by the rows, or the weight of its losses, that it trained on in the round,
+so that a round of one update of plain SGD equals one update on all rows.
 """
 
 from collections.abc import Mapping
@@ -33,37 +33,37 @@ from fxtrain.state import (
 
 __all__ = ["MIN_WEIGHT", "average", "averaging_weight", "local_problems", "new_round"]
 
-_MINE, _ALL, _WEIGHTED = 0, 1, 2  # places in the rows
-# Added to every weight: far too little to change one, and copies of weight zero have a mean too.
+_MINE, _ALL, _WEIGHTED = 0, 1, 2  # indices into the rows
+# Added to every weight: too small to change one, but gives replicas of weight zero a mean.
 MIN_WEIGHT = 2.0**-60
 
 
 def local_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
-    """Why copies of a model cannot train alone under a plan."""
+    """Why replicas cannot train independently under a plan."""
     local, config = plan.local, plan.strategy
     if local is None or ctx.world_size == 1:
         return ()
     name = type(local).__name__
     if not isinstance(config, DDP | FSDP | Single):
         return (
-            f"Plan(local={name}(...)) lets copies of a model train alone, and a "
-            f"{type(config).__name__} makes none that could. Use DDP(), or FSDP(shard=...).",
+            f"Plan(local={name}(...)) trains replicas independently, but {type(config).__name__} "
+            f"does not support that. Use DDP(), or FSDP(shard=...).",
         )
     problems = [
-        f"Plan(local={name}(...)) averages over the data axis, and the mesh has {axis}={n}. "
-        f"Leave that axis out of fx.Mesh(...)."
+        f"Plan(local={name}(...)) averages over the data axis, but the mesh has {axis}={n}. "
+        f"Omit that axis from fx.Mesh(...)."
         for axis, n in ctx.mesh.sizes.items()
         if n > 1 and axis not in ("replicate", "shard")
     ]
     if isinstance(config, DDP) and config.shard_optimizer:
         problems.append(
-            f"Plan(local={name}(...)) gives each copy an optimizer of its own, and "
-            f"DDP(shard_optimizer=True) all copies one. Drop one of them."
+            f"Plan(local={name}(...)) gives each replica its own optimizer, but "
+            f"DDP(shard_optimizer=True) shares one. Remove one of them."
         )
     if isinstance(config, DDP) and config.static_graph and local.warmup:
         problems.append(
-            f"DDP(static_graph=True) with {name}(warmup={local.warmup}): a graph that is not "
-            f"reduced after the warm-up is not the same. Drop one of them."
+            f"DDP(static_graph=True) with {name}(warmup={local.warmup}): gradients are reduced "
+            f"during the warm-up only, so the graph is not static. Remove one of them."
         )
     if isinstance(config, FSDP):
         problems += _fsdp_problems(ctx, config, name, local.warmup)
@@ -76,28 +76,29 @@ def _fsdp_problems(ctx: DistContext, config: FSDP, name: str, warmup: int) -> li
     if config.mode == "none" or shard in (1, ranks) or config.shard not in (None, shard):
         problems.append(
             f"Plan(local={name}(...)) with FSDP averages over the mesh's replicate axis, and "
-            f"shards each copy over its shard axis; both need several ranks, and the mesh has "
-            f"replicate={ctx.mesh.replicate} and shard={shard}. Say fx.detect(mesh=fx.Mesh("
-            f"shard=...)), or use DDP()."
+            f"shards each replica over its shard axis; both need several ranks, but the mesh has "
+            f"replicate={ctx.mesh.replicate} and shard={shard}. Use fx.detect(mesh=fx.Mesh("
+            f"shard=...)), or DDP()."
         )
     if warmup:
         problems.append(
-            f"{name}(warmup={warmup}) with FSDP: copies that are sharded for themselves make no "
-            f"update together. Train under a plan without local first, and restore that."
+            f"{name}(warmup={warmup}) with FSDP: replicas that are sharded separately cannot make "
+            f"updates together. Train under a plan without local first, and restore that "
+            f"checkpoint."
         )
     if config.ignore:
         problems.append(
             f"Plan(local={name}(...)) with FSDP(ignore=...): ignored parameters are averaged over "
-            f"all ranks in every update. Drop one of them."
+            f"all ranks in every update. Remove one of them."
         )
     return problems
 
 
 def new_round(module: nn.Module, ctx: DistContext, plan: Plan, size: int = 1) -> Round | None:
-    """The state of the first round; None where all updates are made together.
+    """The state of the first round; None if all updates are made together.
 
     Args:
-        size: Ranks of a copy: those of the mesh's shard axis, or one.
+        size: Ranks of a replica: those of the mesh's shard axis, or one.
     """
     data = ctx.axis("data")
     if plan.local is None or data.world_size == size:
@@ -125,18 +126,18 @@ def new_round(module: nn.Module, ctx: DistContext, plan: Plan, size: int = 1) ->
 
 
 def average(model: Wrapped, position: Position | None) -> None:
-    """End a round, if one ends there: every copy gets the mean, or what an outer optimizer makes.
+    """End a round, if it ends here: every replica gets the mean, or the outer optimizer's result.
 
-    Floating buffers are averaged likewise; of others, the first copy's count.
+    Floating-point buffers are averaged as well; of others, the first replica's values are used.
 
     Effects:
-        One all-reduce of all that is floating (two, if some of it is float64 and some not) and
-        one of all other buffers, if there are any.
+        One all-reduce of all floating-point tensors (two, if only some are float64) and one of
+        all other buffers, if there are any.
     """
     now, local = round_of(model), model.plan.local
     assert now is not None and local is not None
     if position is not None and position.micro == 0:
-        # A window that stays open where the data ends belongs to the round of its update.
+        # A window still open where the data ends belongs to the round of its update.
         torch._foreach_add_([now.rows, now.weight], [now.open_rows, now.open_weight])
         torch._foreach_zero_([now.open_rows, now.open_weight])
     if position is not None and round_begins(local, position):
@@ -169,7 +170,7 @@ def _end(model: Wrapped, now: Round, local: LocalSGD | DiLoCo) -> None:
 
 
 def averaging_weight(rows: Tensor, weight: Tensor, copies: int) -> Tensor | float:
-    """How much a copy counts: 1 where all trained on as many rows."""
+    """The weight of a replica: 1 if all trained on equally many rows."""
     mine, every, weighted = rows.tolist()
     if weighted:
         return weight + mine
@@ -177,7 +178,7 @@ def averaging_weight(rows: Tensor, weight: Tensor, copies: int) -> Tensor | floa
 
 
 def _outer_step(now: Round, moved: list[Tensor], local: DiLoCo) -> list[Tensor]:
-    """torch's SGD on the gradient `-moved`; where it leads the parameters."""
+    """torch's SGD on the gradient `-moved`; the resulting parameters."""
     anchor, momentum = _parts(now.anchor), _parts(now.momentum)
     torch._foreach_mul_(momentum, local.outer_momentum)
     torch._foreach_add_(momentum, moved)
@@ -190,7 +191,7 @@ def _outer_step(now: Round, moved: list[Tensor], local: DiLoCo) -> list[Tensor]:
 
 
 def _means(tensors: list[Tensor], now: Round) -> list[Tensor]:
-    """The mean of each tensor over the copies, by what they count; one all-reduce per dtype."""
+    """The weighted mean of each tensor over the replicas; one all-reduce per dtype."""
     weight = now.weight
     if now.rows[_WEIGHTED]:
         weight = ops.reduce(weight, now.within, op="sum")
@@ -212,7 +213,7 @@ def _means(tensors: list[Tensor], now: Round) -> list[Tensor]:
 
 
 def _firsts(tensors: list[Tensor], now: Round) -> list[Tensor]:
-    """Whole-numbered tensors as the first copy has them, by one sum with zeros."""
+    """Integer tensors with the first replica's values, by one sum with zeros."""
     if not tensors:
         return []
     flat = torch.cat([one.reshape(-1).to(now.weight.device, torch.int64) for one in tensors])
@@ -229,7 +230,7 @@ def _sum(flat: Tensor, now: Round) -> None:
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """What this rank holds of each."""
+    """The local part of each tensor."""
     return [getattr(one, "_local_tensor", one) for one in tensors.values()]
 
 
@@ -252,7 +253,7 @@ def _accumulation_copy(tensor: Tensor) -> Tensor:
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which means are taken: half precision would lose what an update adds."""
+    """The dtype in which means are computed: half precision would lose the update."""
     if dtype.is_complex:
         return dtype.to_real()
     return dtype if dtype.itemsize >= 4 else torch.float32

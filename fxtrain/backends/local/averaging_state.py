@@ -1,4 +1,4 @@
-"""What a checkpoint holds of copies that train alone, and what others make of it."""
+"""The state of independent replicas in a checkpoint, and how other replicas restore it."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ __all__ = ["load_round", "resumes_same_replicas", "round_state", "weighted_mean"
 
 
 def round_state(now: Round) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What is the same on all copies, and what each has of its own."""
+    """State that is equal on all replicas, and each replica's own."""
     shared = {f"round.anchor.{name}": value for name, value in now.anchor.items()}
     shared |= {f"round.momentum.{name}": value for name, value in now.momentum.items()}
     return shared, _accounts(now)
@@ -26,7 +26,7 @@ def _accounts(now: Round) -> dict[str, Tensor]:
 
 
 def resumes_same_replicas(now: Round | None, saved: StateReader) -> bool:
-    """Whether what was saved are these very copies, each on its ranks."""
+    """Whether the saved replicas are these very replicas, each on its ranks."""
     return (
         now is not None
         and saved.ranks == saved.loading_ranks
@@ -35,10 +35,10 @@ def resumes_same_replicas(now: Round | None, saved: StateReader) -> bool:
 
 
 def load_round(now: Round, saved: StateReader) -> None:
-    """Put a round back, or begin one where parameters are, if none was saved.
+    """Restore a round, or start one from the current parameters if none was saved.
 
-    At another number of ranks, what the round had trained so far is in the parameters' mean, and
-    the copies count by what they train on from here.
+    At another world size, the progress of the round so far is in the mean of the parameters, and
+    the replicas are weighted by what they train on from here on.
     """
     for name, value in now.anchor.items():
         if f"round.anchor.{name}" in saved.shapes:
@@ -54,9 +54,9 @@ def load_round(now: Round, saved: StateReader) -> None:
 
 
 def weighted_mean(saved: StateReader, name: str) -> Tensor | None:
-    """The mean of a tensor over the copies that saved, as the end of their round would take it.
+    """The mean of a tensor over the saved replicas, as the end of their round would compute it.
 
-    None where they all had the same.
+    None if all had the same value.
     """
     size = saved.values.get("copy")
     if size is None or saved.own(name, 0) is None:
@@ -64,7 +64,7 @@ def weighted_mean(saved: StateReader, name: str) -> Tensor | None:
     total, weights = 0.0, 0.0
     for first in range(0, saved.ranks, size):
         share = _saved_weight(saved, range(first, first + size))
-        # Of a copy on several ranks, each has its part along the first dimension.
+        # If a replica has several ranks, each has its part along the first dimension.
         found = [saved.own(name, rank) for rank in range(first, first + size)]
         parts = [one for one in found if one is not None]
         whole = parts[0] if size == 1 else torch.cat(parts)
@@ -75,9 +75,9 @@ def weighted_mean(saved: StateReader, name: str) -> Tensor | None:
 
 
 def _saved_weight(saved: StateReader, ranks: range) -> float:
-    """How much a copy counts that was saved by some ranks."""
+    """The weight of a replica that was saved by some ranks."""
     rows = saved.own("round.rows", ranks[0])
     weights = [saved.own("round.weight", rank) for rank in ranks]
-    assert rows is not None  # every rank of such a checkpoint has them
+    assert rows is not None  # every rank of such a checkpoint has saved them
     weight = torch.stack([one for one in weights if one is not None]).sum()
     return float(averaging_weight(rows, weight, saved.ranks // len(ranks))) + MIN_WEIGHT

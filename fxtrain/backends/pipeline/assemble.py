@@ -1,7 +1,8 @@
-"""A module cut into the stages of a pipeline, and put together again."""
+"""Splits a module into the stages of a pipeline, and reassembles it."""
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -25,16 +26,16 @@ __all__ = ["split_into_stages"]
 def split_into_stages(
     module: nn.Module, ctx: DistContext, plan: Plan
 ) -> tuple[Pipeline, Callable[[], None]]:
-    """Cut a module into stages, of which this rank keeps its own.
+    """Split a module into stages, of which this rank keeps its own.
 
     Effects:
-        Parameters and buffers of other ranks' stages become None, in place; those of this
-        rank's move to its device, with the values of rank 0, which are sent one by one, and of
-        which it keeps its part.
+        Parameters and buffers of other ranks' stages become None, in place. Those of this rank
+        are moved to its device, with rank 0's values, which are sent one by one; this rank keeps
+        its part of them.
 
     Returns:
-        What runs the stages, and a function that makes the module whole again, on all ranks of
-        the pipeline at once.
+        The engine that runs the stages, and a function that makes the module complete again, on
+        all ranks of the pipeline at once.
     """
     axis = ctx.axis("pipeline")
     layout = layout_of(module, plan.strategy, axis.world_size)
@@ -71,7 +72,7 @@ def split_into_stages(
 
 
 def _keep(places: Iterable[TensorSlot], layout: Layout, stages: dict[int, Stage]) -> None:
-    """Leave in a module what the stages of this rank hold, as they hold it."""
+    """Reduce a module to the parameters and buffers of this rank's stages, as they hold them."""
     for place in places:
         found = [stage for index, stage in stages.items() if index in layout.stages[place.name]]
         if not found:
@@ -82,14 +83,14 @@ def _keep(places: Iterable[TensorSlot], layout: Layout, stages: dict[int, Stage]
 
 
 def _restore_full_tensors(engine: Pipeline, ctx: DistContext) -> None:
-    """Give every rank the whole of every tensor, in the places where they were."""
+    """Give every rank the full value of every tensor, under its original names."""
     done: dict[int, Tensor] = {}
     for place in engine.places:
         if id(place.like) not in done:
             value = full_tensor_of(place, engine.layout, engine.axis, ctx.device)
             here = place.held[place.key]
             if here is not None and not is_sharded(here):
-                value = here  # the same object, for whoever has it
+                value = here  # the same object, which others may reference
             elif isinstance(place.like, nn.Parameter):
                 value = nn.Parameter(value, requires_grad=place.like.requires_grad)
             done[id(place.like)] = value
@@ -97,26 +98,21 @@ def _restore_full_tensors(engine: Pipeline, ctx: DistContext) -> None:
 
 
 def _refuse_forward(module: nn.Module, engine: Pipeline) -> Callable[[], None]:
-    """Let modules that lack parameters say so when they are called; what takes it back."""
+    """Make modules without their parameters raise when called; return the undo function."""
     lacking = {place.path for place in engine.places if place.held[place.key] is None}
     parts = {path: module.get_submodule(path) for path in lacking | {""}}
-    undo = [
-        put_forward(part, functools.wraps(part.forward)(functools.partial(_refuse, engine, path)))
-        for path, part in parts.items()
-    ]
-
-    def undo_all() -> None:
-        for take_back in undo:
-            take_back()
-
-    return undo_all
+    undo = ExitStack()
+    for path, part in parts.items():
+        refuse = functools.wraps(part.forward)(functools.partial(_refuse, engine, path))
+        undo.callback(put_forward(part, refuse))
+    return undo.close
 
 
 def _refuse(engine: Pipeline, path: str, *_: Any, **__: Any) -> NoReturn:
     stages = ", ".join(map(str, engine.layout.on(engine.axis.rank)))
     raise StepError(
-        f"PP: {f'model.module.{path}' if path else 'model.module'} was called, and this rank holds "
-        f"stage {stages} of {len(engine.layout.ranks)} of the model only. Call the wrapped model "
-        f"under torch.no_grad() to evaluate it; for generate() and other functions of the module, "
+        f"PP: {f'model.module.{path}' if path else 'model.module'} was called, but this rank has "
+        f"only stage {stages} of {len(engine.layout.ranks)} of the model. To evaluate, call the "
+        f"wrapped model under torch.no_grad(); for generate() and other functions of the module, "
         f"use `with fx.gathered(model) as net: net.generate(...)`."
     )

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import torch
@@ -25,11 +25,33 @@ ComputeLoss = Callable[[Wrapped, Batch], WeightedLoss]
 
 
 class _ModelCalled(BaseException):
-    """The user's loss function calls the model; not an Exception, which it might catch."""
+    """Raised where the loss function calls the model, which ends its first run."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
         self.call = (args, kwargs)
+
+
+@attrs.define
+class _GivenOutputs:
+    """The forward of the model in the second run of the loss function.
+
+    Attributes:
+        outputs: The outputs that the stages have computed.
+        called: Whether the loss function has called the model; mutable.
+    """
+
+    outputs: Any
+    called: bool = False
+
+    def __call__(self, model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.called:
+            raise StepError(
+                "PP: the loss function called the model twice, but a pipeline runs it once. Put "
+                "both inputs into one batch."
+            )
+        self.called = True
+        return self.outputs
 
 
 def run(
@@ -40,8 +62,7 @@ def run(
 ) -> WeightedLoss:
     """Forward, loss and backward of a batch in micro-batches, by the plan's schedule.
 
-    The user's loss function runs on every rank up to its call of the model, whose arguments are
-    all that stages need of it, and once more on the last stage, with the outputs.
+    The user's loss function runs twice on the last stage; `fxtrain.backends.pipeline` says why.
 
     Raises:
         PlanError: micro-batches do not divide the batch, or the model cannot be split.
@@ -60,7 +81,7 @@ def run(
 
     ready = prepare(model, calls, train=True)
     if model.scaler is not None:
-        model.scaler.scale(torch.zeros((), device=model.ctx.device))  # torch starts it so
+        model.scaler.scale(torch.zeros((), device=model.ctx.device))  # initializes torch's scaler
     shares: list[WeightedLoss] = []
 
     def finish(out: Any, index: int) -> Tensor:
@@ -76,7 +97,7 @@ def run(
     with model.strategy.sync(model, reduce):
         _run_all(model, ready, calls, finish)
         told = broadcast_loss(model, ready, shares, batch, fake)
-        if batch.position.micro == 0:  # sums over stages are made once a window
+        if batch.position.micro == 0:  # sums over stages are computed once per window
             reduce_grads(model)
     return told
 
@@ -87,31 +108,33 @@ def _micro_batches_of(model: Wrapped, batch: Batch) -> list[Batch]:
     parts = parts_for(model.plan, layout, batch.sizes)
     if not parts:
         raise PlanError(
-            f"PP runs {layout.parts} micro-batches, which do not divide a batch of "
-            f"{', '.join(map(str, sorted(set(batch.sizes))))} rows on a rank. Use a batch size "
-            f"that is a multiple of {layout.parts}, or PP(microbatches=...) with a divisor of it."
+            f"PP runs {layout.parts} micro-batches, but a batch of "
+            f"{', '.join(map(str, sorted(set(batch.sizes))))} rows on a rank is not divisible by "
+            f"that. Use a batch size that is a multiple of {layout.parts}, or PP(microbatches=...) "
+            f"with a divisor of it."
         )
     return parts_of_batch(batch, model.ctx.axis("data").rank, parts)
 
 
 def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Outputs for a batch, without gradients; every rank of the pipeline calls this.
+    """Outputs for a batch, without gradients; every rank of the pipeline must call this.
 
     Raises:
-        StepError: gradients are on: forward and backward belong together here.
+        StepError: gradients are enabled: a pipeline runs forward and backward together.
     """
     engine = model.engine
     if engine is model.module:
         return step_functions.forward(model, args, kwargs)
     if torch.is_grad_enabled():
         raise StepError(
-            "PP runs forward and backward of micro-batches together, inside of fx.step. Train "
-            "with fx.step, and call the model under torch.no_grad() to evaluate it."
+            "PP runs forward and backward of micro-batches together, inside fx.step. Train with "
+            "fx.step, and call the model under torch.no_grad() to evaluate it."
         )
     rows = _tree.row_count((args, kwargs))
     if not rows:
         raise StepError(
-            "PP splits the rows of a batch, and no argument of the model is a tensor with rows."
+            "PP splits the rows of a batch, but no argument of the model is a tensor with rows. "
+            "Pass tensors whose first dimension is the batch."
         )
     parts = max(n for n in range(1, engine.layout.parts + 1) if rows % n == 0)
     calls = split((args, kwargs), rows, parts)
@@ -143,7 +166,8 @@ def _run_all(
     """Run every micro-batch through this rank's stages.
 
     Args:
-        finish: Makes of the model's outputs for a micro-batch what torch goes on with.
+        finish: Turns the model's outputs for a micro-batch into the value that torch continues
+        with.
     """
     engine = model.engine
     index_of = {stage: number for number, stage in engine.stages.items()}
@@ -162,41 +186,29 @@ def _capture_arguments(
     model: Wrapped, compute_loss: ComputeLoss, micro_batch: Batch, seed: int
 ) -> Any:
     """The arguments with which the user's loss function calls the model."""
-
-    def called(_: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise _ModelCalled(args, kwargs)
-
     try:
-        # What it draws by chance must be the same on all stages, and when it runs again.
+        # Its random draws must be equal on all stages, and equal again in the second run.
         with ops.fork_rng(model.ctx, seed):
-            compute_loss(_replaced_forward(model, called), micro_batch)
+            compute_loss(_replaced_forward(model, _raise_call), micro_batch)
     except _ModelCalled as found:
         return found.call
     raise StepError(
-        "PP: the loss function did not call the model that it was given. Write "
+        "PP: the loss function did not call the model that it received. Write "
         "loss=lambda model, batch: ... model(...), with one call."
     )
+
+
+def _raise_call(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    raise _ModelCalled(args, kwargs)
 
 
 def _computed_loss(
     model: Wrapped, compute_loss: ComputeLoss, micro_batch: Batch, seed: int, out: Any
 ) -> WeightedLoss:
-    answers = [
-        out
-        if model.plan.precision.output != "fp32"
-        else _tree.map_leaves(step_functions.to_float, out)
-    ]
-
-    def called(_: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not answers:
-            raise StepError(
-                "PP: the loss function called the model twice; a pipeline runs it once. Put "
-                "what is compared into one batch."
-            )
-        return answers.pop()
-
+    if model.plan.precision.output == "fp32":
+        out = _tree.map_leaves(step_functions.to_float, out)
     with ops.fork_rng(model.ctx, seed):
-        return compute_loss(_replaced_forward(model, called), micro_batch)
+        return compute_loss(_replaced_forward(model, _GivenOutputs(out)), micro_batch)
 
 
 def _replaced_forward(model: Wrapped, called: Callable[..., Any]) -> Wrapped:
@@ -211,5 +223,5 @@ def _seed(model: Wrapped, micro_batch: Batch) -> int:
 
 
 def _whole(leaf: Any) -> Any:
-    full = getattr(leaf, "full_tensor", None)  # of logits in parts
+    full = getattr(leaf, "full_tensor", None)  # a sharded logit
     return leaf if full is None else full()

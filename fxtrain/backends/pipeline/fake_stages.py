@@ -1,4 +1,4 @@
-"""torch's fake tensors as values of other stages, as what will be received, and as own ones."""
+"""torch's fake tensors for values of other stages, for inputs to receive, and for own values."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ __all__ = ["OtherStageFakes", "OwnFakes", "ReceivedFakes", "StagesMixedError"]
 
 
 class StagesMixedError(Exception):
-    """A value of another stage met one of this stage."""
+    """A value of another stage was combined with one of this stage."""
 
 
 class _FakeTensors(FakeTensorMode):
-    """Tensors without values, which do not mix with those of another mode but `OwnFakes`."""
+    """Tensors without values, which do not mix with those of any mode but `OwnFakes`."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -29,7 +29,7 @@ class _FakeTensors(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def made(self, leaf: Any) -> bool:
-        """Whether a leaf is of this mode."""
+        """Whether a leaf belongs to this mode."""
         return isinstance(leaf, FakeTensor) and leaf.fake_mode is self
 
     def _twin(self, leaf: Any) -> Any:
@@ -44,22 +44,22 @@ class _FakeTensors(FakeTensorMode):
             )
 
     def like(self, tensor: Any, device: torch.device) -> Tensor:
-        """A tensor of this mode on a device, of another's shape and dtype."""
+        """A tensor of this mode with a device, and the shape and dtype of another tensor."""
         with self:
             made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         return made.requires_grad_(tensor.requires_grad)
 
 
 class ReceivedFakes(_FakeTensors):
-    """Stand-ins for what a stage receives from the one before.
+    """Placeholders for what a stage receives from the previous one.
 
-    Modes do not mix, which finds a value of another stage that reaches this one on another way
+    Modes do not mix, which detects a value of another stage that reaches this one by another way
     than through its first module.
     """
 
 
 class OtherStageFakes(_FakeTensors):
-    """Values of other stages: shapes only, and never written into a tensor of this one."""
+    """Values of other stages: shapes only, never written into a tensor of this stage."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable and any(map(self.made, _tree.flatten((args, kwargs or {}))[0])):
@@ -68,13 +68,13 @@ class OtherStageFakes(_FakeTensors):
                 if written and isinstance(value, Tensor) and not self.made(value):
                     raise PlanError(
                         f"{func} writes what an earlier stage computes into a tensor that this "
-                        f"stage makes for itself, which would lose it"
+                        f"stage creates itself, which would lose it"
                     )
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class OwnFakes(_FakeTensors):
-    """A stage's own values where nothing but shapes is looked at; they mix with all others."""
+    """A stage's own values where only shapes matter; they mix with all others."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in _tree.flatten((args, kwargs or {}))[0]:

@@ -1,4 +1,4 @@
-"""What only the last stage of a pipeline has, on every rank of it: losses and outputs."""
+"""Results that only the last stage of a pipeline computes, on every rank: losses and outputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +18,12 @@ __all__ = ["broadcast_loss", "broadcast_outputs", "fake_output"]
 
 @attrs.frozen
 class _LossForm:
-    """What the last stage's losses are like, as it says once.
+    """A description of the last stage's losses, broadcast once.
 
     Attributes:
         dtype: Of the loss.
         provisional: Whether they are weighted, and corrected when the window closes.
-        aux: What is beside them, for one micro-batch, with tensors without values; None without.
+        aux: The aux metrics of one micro-batch, with fake tensors; None without any.
     """
 
     dtype: torch.dtype
@@ -38,22 +38,22 @@ def broadcast_loss(
     batch: Batch,
     fake: Callable[[], WeightedLoss],
 ) -> WeightedLoss:
-    """The batch's share in its update, on every rank of the pipeline.
+    """The batch's weighted loss, on every rank of the pipeline.
 
     Args:
-        ready: What was prepared for batches of this kind.
-        shares: Of the micro-batches, on the rank of the last stage.
-        fake: Gives one without values, for a pretended world, where that rank says nothing.
+        ready: The schedule for batches of this kind.
+        shares: Losses of the micro-batches, on the rank of the last stage.
+        fake: Creates a fake one in a simulated world, where that rank sends nothing.
 
     Effects:
-        A broadcast of four numbers; the first time, and for aux, one of objects.
+        A broadcast of four numbers; the first time, and for aux metrics, one of objects.
     """
     engine, window = model.engine, model.window
-    if not ready.form:
+    if ready.form is None:
         silent = model.ctx.comm.simulated and not shares
         own = [fake()] if silent else shares
-        ready.form.append(_broadcast_object(model, _form_of(own[0]) if own else None))
-    form: _LossForm = ready.form[0]
+        ready.form = _broadcast_object(model, _form_of(own[0]) if own else None)
+    form: _LossForm = ready.form
     numbers = torch.zeros_like(window.sums)
     if shares:
         weights = torch.stack([_as(weighted.weight, numbers) for weighted in shares])
@@ -77,20 +77,20 @@ def broadcast_outputs(model: Wrapped, ready: Any, whole: Any, fake: Callable[[],
     """The last stage's outputs on every rank of the pipeline.
 
     Args:
-        whole: On that rank; None on others.
-        fake: Gives them without values, for a pretended world, where that rank says nothing.
+        whole: The outputs on that rank; None on others.
+        fake: Creates fake ones in a simulated world, where that rank sends nothing.
     """
     engine = model.engine
-    if not ready.form:
+    if ready.form is None:
         own = fake() if model.ctx.comm.simulated and whole is None else whole
-        ready.form.append(_broadcast_object(model, _tree.map_leaves(_emptied, own)))
+        ready.form = _broadcast_object(model, _tree.map_leaves(_emptied, own))
     if whole is None:
-        whole = _tree.map_leaves(lambda leaf: _made(leaf, model.ctx.device), ready.form[0])
+        whole = _tree.map_leaves(lambda leaf: _made(leaf, model.ctx.device), ready.form)
     return ops.broadcast(whole, engine.axis, src=engine.source)
 
 
 def fake_output(model: Wrapped, ready: Any, call: Any) -> Any:
-    """What a pretended last stage gives for a micro-batch, without values."""
+    """What a simulated last stage returns for a micro-batch, without values."""
     last = len(model.engine.layout.ranks) - 1
     mode = ReceivedFakes()
     received = tuple(mode.like(meta, model.ctx.device) for meta in ready.sends[last - 1])
@@ -105,20 +105,20 @@ def _form_of(weighted: WeightedLoss) -> _LossForm:
 
 
 def _broadcast_aux(model: Wrapped, ready: Any, shares: list[WeightedLoss], rows: int) -> Any:
-    """What is beside the losses of micro-batches with so many rows, put together."""
+    """The aux metrics of micro-batches with this many rows, joined."""
     device = model.ctx.device
     own = [_tree.map_leaves(_detached, weighted.aux) for weighted in shares]
     if model.ctx.comm.simulated and not own:
-        fake = _tree.map_leaves(lambda leaf: _made(leaf, device), ready.form[0].aux)
+        fake = _tree.map_leaves(lambda leaf: _made(leaf, device), ready.form.aux)
         own = [fake] * ready.parts
     told = _broadcast_object(model, join(own, rows) if own else None)
     return _tree.map_leaves(lambda leaf: _on(leaf, device), told)
 
 
 def _broadcast_object(model: Wrapped, value: Any) -> Any:
-    """The last stage's object on every rank; in a pretended world this rank's own."""
+    """The last stage's object on every rank; in a simulated world this rank's own."""
     axis, source = model.engine.axis, model.engine.source
-    if model.ctx.comm.simulated:  # tensors without values do not travel as objects
+    if model.ctx.comm.simulated:  # fake tensors cannot be sent as objects
         ops.broadcast_object(None, axis, src=source)
         return value
     return ops.broadcast_object(value, axis, src=source)
@@ -143,5 +143,5 @@ def _emptied(leaf: Any) -> Any:
 
 
 def _made(leaf: Any, device: torch.device) -> Any:
-    """A leaf to receive into, or to go on with where nothing comes: whole numbers are then 0."""
+    """A tensor to receive into; integers are 0, for simulated worlds where nothing arrives."""
     return torch.zeros_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf

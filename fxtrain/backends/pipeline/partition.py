@@ -1,4 +1,4 @@
-"""Which stage of a pipeline holds what. Changes nothing, and needs no rank."""
+"""Which stage of a pipeline owns which parameters. Pure: changes nothing, needs no ranks."""
 
 import difflib
 import fnmatch
@@ -27,14 +27,14 @@ __all__ = [
 
 @attrs.frozen
 class ScheduleKind:
-    """A schedule of torch's.
+    """One of torch's schedules.
 
     Attributes:
-        name: Of torch's class.
-        stages: Stages on a rank that it takes, fewest and most; None for any.
-        parts: Micro-batches that it needs: any, one per stage, or rounds of equally many.
-        v_shaped: Stages go over the ranks and back, instead of in a loop.
-        splits: It runs the backward of inputs and of weights apart.
+        name: Name of torch's class.
+        stages: Minimum and maximum stages per rank; None for any.
+        parts: Required micro-batches: any, one per stage, or rounds of equally many.
+        v_shaped: Whether stages are placed over the ranks and back, instead of in a loop.
+        splits: Whether it runs the backward of inputs and of weights separately.
     """
 
     name: str
@@ -58,7 +58,7 @@ SCHEDULES: Mapping[str, ScheduleKind] = {
 }
 
 
-# What takes any number of micro-batches, where stages lie as they do in another.
+# Schedules for any number of micro-batches that place stages as another one does.
 _ANY: Mapping[str, str] = {
     "1f1b": "gpipe",
     "interleaved_1f1b": "looped_bfs",
@@ -69,14 +69,14 @@ _ANY: Mapping[str, str] = {
 
 @attrs.frozen
 class Layout:
-    """How a model is laid out over the ranks of a pipeline.
+    """How a model is split over the ranks of a pipeline.
 
     Attributes:
         starts: First module of every stage but the first, in order.
         ranks: Rank on the pipeline axis, by stage.
         parts: Micro-batches of a batch.
-        stages: By name of every parameter and buffer, the stages that hold it. A parameter
-            that has several names has the stages of all of them.
+        stages: Name of every parameter and buffer to the stages that hold it. A parameter with
+            several names has the stages of all of them.
     """
 
     starts: tuple[str, ...]
@@ -89,12 +89,12 @@ class Layout:
         return tuple(stage for stage, owner in enumerate(self.ranks) if owner == rank)
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """The ranks that hold a parameter or buffer, in order; the first one counts."""
+        """The ranks that hold a parameter or buffer, in order; the first one counts it."""
         return tuple(sorted({self.ranks[stage] for stage in self.stages[name]}))
 
 
 def layout_of(module: nn.Module, config: PP, ranks: int) -> Layout:
-    """The layout over some ranks of a module without problems."""
+    """The layout over some ranks of a module that has no problems."""
     count = ranks * _per_rank(config)
     starts = config.split or _balanced_starts(module, count)
     order = list(range(ranks))
@@ -109,7 +109,7 @@ def layout_of(module: nn.Module, config: PP, ranks: int) -> Layout:
 
 
 def parts_for(plan: Plan, layout: Layout, sizes: Sequence[int]) -> int:
-    """Micro-batches for so many rows on each data rank, the same on all; 0 if they do not divide.
+    """Micro-batches for these rows on each data rank, equal on all; 0 if they do not divide.
 
     Example:
         >>> import fxtrain as fx
@@ -124,19 +124,20 @@ def parts_for(plan: Plan, layout: Layout, sizes: Sequence[int]) -> int:
 
 
 def fitting_kind(config: PP, ranks: int, parts: int) -> ScheduleKind:
-    """The plan's schedule, or a plainer one if it does not take so few micro-batches."""
+    """The plan's schedule, or a simpler one if it does not support so few micro-batches."""
     asked = attrs.evolve(config, microbatches=parts)
     return SCHEDULES[_ANY[config.schedule] if _part_problems(asked, ranks) else config.schedule]
 
 
 def pipeline_problems(module: nn.Module, plan: Plan, ranks: int) -> list[str]:
-    """What does not fit: schedules, split points, micro-batches, stages with nothing to train."""
+    """Problems with schedule, split points, micro-batches, or stages with nothing to train."""
     config: PP = plan.strategy
     problems = _count_problems(config, ranks)
     if not schedules_fit():
         problems.append(
-            f"PP() needs a newer torch than {torch.__version__}, whose stages begin by sending "
-            f"whole numbers to those that wait for fractions. Install torch 2.13, or use FSDP()."
+            f"PP() needs a newer torch than {torch.__version__}, whose stages exchange integer "
+            f"tensors with stages that expect floating-point ones. Install torch 2.13, or use "
+            f"FSDP()."
         )
     problems += _part_problems(config, ranks)
     problems += _split_problems(module, config)
@@ -145,7 +146,7 @@ def pipeline_problems(module: nn.Module, plan: Plan, ranks: int) -> list[str]:
         if not fnmatch.filter(names, pattern):
             close = difflib.get_close_matches(pattern, names, n=3) or names[:5]
             problems.append(
-                f"PP(shared=...): no parameter is called {pattern!r}. "
+                f"PP(shared=...): no parameter matches {pattern!r}. "
                 f"Did you mean {', '.join(close)}?"
             )
     if not config.split:
@@ -157,8 +158,8 @@ def pipeline_problems(module: nn.Module, plan: Plan, ranks: int) -> list[str]:
 
 
 def schedules_fit() -> bool:
-    """Whether torch's schedules are those that a pipeline is made for; 2.9 has older ones."""
-    # It takes half a second to import, which other plans need not pay.
+    """Whether torch's schedules are those that this pipeline supports; 2.9 has older ones."""
+    # Importing them takes half a second, and other plans do not need them.
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
     return "return_outputs" in inspect.signature(PipelineScheduleSingle.step).parameters
@@ -174,8 +175,8 @@ def _count_problems(config: PP, ranks: int) -> list[str]:
     if each < fewest or (most is not None and each > most):
         words = f"exactly {fewest}" if most == fewest else f"at least {fewest}"
         return [
-            f"PP(schedule={config.schedule!r}, stages_per_rank={each}): this schedule has {words} "
-            f"on each rank. Leave stages_per_rank out, or choose another schedule."
+            f"PP(schedule={config.schedule!r}, stages_per_rank={each}): this schedule needs "
+            f"{words} per rank. Omit stages_per_rank, or choose another schedule."
         ]
     stages = len(config.split) + 1
     if config.split and stages != ranks * each:
@@ -199,8 +200,9 @@ def _part_problems(config: PP, ranks: int) -> list[str]:
     rounds = max(1, parts // ranks)
     if needs == "rounds" and parts % rounds:
         return [
-            f"{told}: this schedule runs micro-batches in {rounds} rounds, which do not divide "
-            f"{parts}. Use a multiple of the {ranks} pipeline ranks, such as {rounds * ranks}."
+            f"{told}: this schedule runs micro-batches in {rounds} rounds, so their number must be "
+            f"a multiple of that. Use a multiple of the {ranks} pipeline ranks, such as "
+            f"{rounds * ranks}."
         ]
     return []
 
@@ -228,7 +230,7 @@ def _split_problems(module: nn.Module, config: PP) -> list[str]:
     if places != sorted(set(places)) or nested:
         problems.append(
             f"PP(split={config.split}): stages are consecutive, so name modules in the order of "
-            f"their definition, each once and none inside of another."
+            f"their definition, each once and none inside another."
         )
     return problems
 
@@ -239,17 +241,17 @@ def _too_few_blocks(module: nn.Module, count: int) -> list[str]:
         return []
     found = f"{len(blocks)} blocks ({', '.join(blocks[:4])})" if blocks else "no blocks"
     return [
-        f"PP() splits {type(module).__name__} at its blocks into {count} stages, and it has "
-        f"{found}. Use fewer stages, or name what they begin with: PP(split=(...))."
+        f"PP() splits {type(module).__name__} at its blocks into {count} stages, but it has "
+        f"{found}. Use fewer stages, or name their first modules: PP(split=(...))."
     ]
 
 
 def _inside_problems(module: nn.Module, plan: Plan, starts: tuple[str, ...]) -> list[str]:
-    """Split points inside of what runs as one: it cannot be left in its middle."""
+    """Split points inside a module that must run as one."""
     whole = {name: "recompute" for name in plan.recompute}
     whole |= {} if plan.compile is None else {name: "compile" for name in plan.compile.blocks}
     return [
-        f"PP splits before {start}, which is inside of {name}, a {type(part).__name__} that "
+        f"PP splits before {start}, which is inside {name}, a {type(part).__name__} that "
         f"Plan.{whole[type(part).__name__]} names. Split before or after it."
         for start in starts
         for name, part in module.named_modules()
@@ -258,30 +260,30 @@ def _inside_problems(module: nn.Module, plan: Plan, starts: tuple[str, ...]) -> 
 
 
 def _idle_problems(module: nn.Module, layout: Layout) -> list[str]:
-    """Ranks that would hold no parameter, or none to train while others do."""
+    """Ranks that would have no parameter, or none to train while others do."""
     named = list(module.named_parameters(remove_duplicate=False))
     if not any(parameter.requires_grad for _, parameter in named):
         return []
     busy = {rank for name, p in named if p.requires_grad for rank in layout.holders(name)}
     idle = sorted(set(layout.ranks) - busy)
     return [
-        f"PP: the stage that begins with {_beginning(layout, rank)} has no parameter to train, on "
-        f"pipeline rank {rank}. Split elsewhere with PP(split=(...))."
+        f"PP: the stage that begins with {_beginning(layout, rank)}, on pipeline rank {rank}, has "
+        f"no parameter to train. Split elsewhere with PP(split=(...))."
         for rank in idle
     ]
 
 
 def _beginning(layout: Layout, rank: int) -> str:
     stage = layout.on(rank)[0]
-    return layout.starts[stage - 1] if stage else "the model's own beginning"
+    return layout.starts[stage - 1] if stage else "the model's first module"
 
 
 def _blocks(module: nn.Module) -> list[str]:
-    """Names of the modules at which a model may be split, in order, none inside of another."""
+    """Names of the modules at which a model may be split, in order, none inside another."""
     kinds = block_names(module)
     found: list[str] = []
     for name, part in module.named_modules():
-        # A module's parts follow it at once.
+        # A module is followed directly by its parts.
         inside = bool(found) and name.startswith(f"{found[-1]}.")
         if type(part).__name__ in kinds and name and not inside:
             found.append(name)
@@ -294,7 +296,7 @@ def _blocks(module: nn.Module) -> list[str]:
 
 
 def _balanced_starts(module: nn.Module, count: int) -> tuple[str, ...]:
-    """First blocks of all stages but the first, so that the largest stage is smallest."""
+    """First blocks of all stages but the first, chosen so that the largest stage is smallest."""
     blocks = _blocks(module)
     places = {name: place for place, name in enumerate(blocks)}
     weights = [0] * len(blocks)
@@ -315,10 +317,10 @@ def _balanced_starts(module: nn.Module, count: int) -> tuple[str, ...]:
 
 
 def _greedy_starts(weights: Sequence[int], count: int, most: int) -> list[int]:
-    """Where stages of at most so many parameters begin, if each takes what it can."""
+    """Where stages of at most this many parameters begin, if each takes as many as it can."""
     starts, load = [0], 0
     for index, weight in enumerate(weights):
-        due = len(weights) - index <= count - len(starts)  # one for each stage still to come
+        due = len(weights) - index <= count - len(starts)  # one for each remaining stage
         if index and (load + weight > most or due):
             starts.append(index)
             load = 0
@@ -335,7 +337,7 @@ def _stages(module: nn.Module, config: PP, starts: tuple[str, ...]) -> dict[str,
     for index, (path, part) in enumerate(parts):
         end = index + sum(1 for _ in part.named_modules(remove_duplicate=False))
         first = sum(split <= index for split in splits)
-        # What belongs to a module that several stages run is held by each of them.
+        # The parameters of a module that several stages run belong to each of them.
         last = sum(split < end for split in splits)
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             full = f"{path}.{name}" if path else name

@@ -21,43 +21,42 @@ from fxtrain.state import PP, DistContext, Wrapped
 
 __all__ = ["Pipeline", "PreparedSchedule", "prepare"]
 
-_MAX_SCHEDULES = 8  # schedules, each with buffers for what it receives
+_MAX_SCHEDULES = 8  # cached schedules, each with receive buffers
 
 StageTask = Callable[[Stage, tuple[Tensor, ...], int], Any]
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class PreparedSchedule:
-    """A schedule for arguments of one kind.
+    """A schedule for arguments of one kind; mutable, since `form` is known after its first run.
 
     Attributes:
         schedule: torch's.
-        parts: Micro-batches that it runs.
-        sends: By stage, what it gives to the next one.
-        form: What the last stage told the others of its results; empty until it did.
+        parts: Number of its micro-batches.
+        sends: By stage, what it sends to the next one.
+        form: The last stage's description of its results; None until it is broadcast.
     """
 
     schedule: Any
     parts: int
     sends: Mapping[int, tuple[TensorMeta, ...]]
-    form: list[Any] = attrs.field(factory=list)
+    form: Any = None
 
 
 @attrs.frozen(eq=False)
 class Pipeline:
-    """What runs a wrapped model's forward and backward: this rank's stages of it.
+    """Runs a wrapped model's forward and backward: this rank's stages of it.
 
     Attributes:
         module: The user's, with this rank's parameters only.
-        layout: Over all ranks of the pipeline.
-        axis: Those ranks.
-        stages: Of this rank, by number.
-        fake_stages: The same without values, of those that are sharded: what is found out of one
-            rank's stage alone gathers nothing. In a pretended world also of the other ranks'
-            stages.
+        layout: The whole pipeline's.
+        axis: The ranks of the pipeline.
+        stages: This rank's stages, by number.
+        fake_stages: The same without values, for sharded stages: finding the shapes of one rank's
+            stage must not gather. In a simulated world also the other ranks' stages.
         shared_groups: (group, names) of parameters that several ranks hold, whose gradients are
             summed.
-        places: Where parameters and buffers of the whole model stand.
+        places: Names of parameters and buffers in the whole model.
         schedules: Schedules by the kind of their arguments, the latest last.
     """
 
@@ -91,7 +90,7 @@ class Pipeline:
             kwargs = {} if ready.schedule._loss_fn is None else {"target": index}
             try:
                 ready.schedule.step(index=index, return_outputs=False, **kwargs)
-            except RuntimeError as error:  # torch's own words around an error
+            except RuntimeError as error:  # torch wraps errors
                 if isinstance(error.__cause__, FxError):
                     raise error.__cause__ from None
                 raise
@@ -114,10 +113,10 @@ def prepare(model: Wrapped, calls: Sequence[Call], *, train: bool) -> PreparedSc
     """The schedule for micro-batches with arguments like the first of these.
 
     Effects:
-        The first time, the stages tell each other what they need, in one exchange of objects.
+        The first time, the stages exchange what they need, as objects.
 
     Raises:
-        PlanError: the model cannot be split so; on every rank of the pipeline.
+        PlanError: the model cannot be split here; on every rank of the pipeline.
     """
     engine: Pipeline = model.engine
     leaves, shape = _tree.flatten(calls[0])
@@ -137,9 +136,9 @@ def _kind(leaf: Any) -> Any:
 
 
 def _infer_shapes(model: Wrapped, calls: Sequence[Call]) -> dict[int, Probe]:
-    """What the stages that this rank knows of need and give.
+    """The inputs and outputs of the stages that this rank knows.
 
-    With the very first batch, all its micro-batches are looked at: what they send must be alike.
+    For the very first batch, all micro-batches are probed: they must send the same shapes.
     """
     engine: Pipeline = model.engine
     known = {**engine.stages, **engine.fake_stages}
@@ -147,7 +146,7 @@ def _infer_shapes(model: Wrapped, calls: Sequence[Call]) -> dict[int, Probe]:
         found = {number: probe(one, calls[0], model.ctx) for number, one in known.items()}
         if engine.schedules or model.ctx.comm.simulated:
             return found
-        # Not the first stage, which needs nothing: what it would do here it would do for real.
+        # Not for the first stage: it has no inputs to find, and would compute for real.
         for number in found.keys() - {0}:
             others = [probe(known[number], call, model.ctx) for call in calls[1:]]
             found[number] = _common_probe(found[number], others)
@@ -155,14 +154,14 @@ def _infer_shapes(model: Wrapped, calls: Sequence[Call]) -> dict[int, Probe]:
 
 
 def _common_probe(first: Probe, others: Sequence[Probe]) -> Probe:
-    """What was found with the first micro-batch, with a problem if others need something else."""
+    """The result for the first micro-batch, with a problem if others have different shapes."""
     other = next((one for one in others if one.needs != first.needs), None)
     if first.problem is not None or other is None:
         return first
     shapes = [[list(meta.shape) for meta in one.needs] for one in (first, other)]
     text = (
-        f"micro-batches send it {shapes[0]} and {shapes[1]}, shapes that depend on data. All need "
-        f"the same: cut or pad in the loss function, before the model is called"
+        f"micro-batches send it {shapes[0]} and {shapes[1]}, so shapes depend on data. All must be "
+        f"equal: truncate or pad in the loss function, before the model is called"
     )
     return attrs.evolve(first, problem=other.problem or text)
 
@@ -192,7 +191,7 @@ def _prepared(model: Wrapped, calls: Sequence[Call], *, train: bool) -> Prepared
     ]
     for stage in stages:
         stage.stage_index_to_group_rank = dict(enumerate(engine.layout.ranks))
-        vote = getattr(stage, "_warmup_backward_result", None)  # of newer versions of torch
+        vote = getattr(stage, "_warmup_backward_result", None)  # in newer versions of torch
         if vote is not None and model.ctx.comm.simulated:
             stage._warmup_backward_result = functools.partial(_all_stages_ready, vote)
     return PreparedSchedule(
@@ -201,7 +200,7 @@ def _prepared(model: Wrapped, calls: Sequence[Call], *, train: bool) -> Prepared
 
 
 def _all_stages_ready(vote: Callable[..., Tensor], received_result: Tensor | None) -> Tensor:
-    """A pretended world's answer to whether every stage knows its shapes: there a 0 arrives."""
+    """Whether every stage knows its shapes, as a simulated world answers: a 0 arrives there."""
     return torch.ones_like(vote(received_result))
 
 
@@ -215,23 +214,23 @@ def _schedule(model: Wrapped, stages: list[Any], parts: int, *, train: bool) -> 
     return getattr(torch_schedules, kind.name)(
         stages[0] if one else stages,
         n_microbatches=parts,
-        loss_fn=_first,  # the last stage's output is the loss already, weighed
+        loss_fn=_first,  # the last stage's output is already the weighted loss
         scale_grads=False,
     )
 
 
 class _StaticShapeStage(pipelining.PipelineStage):
-    """A stage whose shapes are given, so that torch has nothing to try out."""
+    """A stage whose shapes are given, so that torch does not infer them."""
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Keep the gradients of an open window, which torch takes for those of its trial."""
+        """Keep the gradients of an open window, which torch takes for those of its inference."""
 
 
 class _ForwardSchedule(torch_schedules._PipelineScheduleRuntime):
-    """Forward alone over several stages a rank, stage by stage, in a loop or there and back.
+    """Forward only over several stages per rank, stage by stage, in a loop or there and back.
 
-    torch's own schedules of those take the number of micro-batches of training only, or hand
-    gradients on even where there are none.
+    torch's schedules for those accept only the number of micro-batches used in training, or send
+    gradients even where there are none.
     """
 
     def __init__(self, stages: list[Any], n_microbatches: int) -> None:
@@ -264,7 +263,7 @@ def _first(output: Any, _: Any) -> Any:
 
 
 def _problems(engine: Pipeline, probes: Mapping[int, Probe]) -> list[str]:
-    """Why stages do not fit together, the same on every rank of the pipeline."""
+    """Why stages do not fit together; the same on every rank of the pipeline."""
     name = type(engine.module).__name__
     problems: list[str] = []
     for number, found in sorted(probes.items()):
@@ -274,16 +273,18 @@ def _problems(engine: Pipeline, probes: Mapping[int, Probe]) -> list[str]:
             meta.index >= len(before) or before[meta.index] != "own" for meta in found.needs
         ):
             text = (
-                "it needs a value that neither it nor the stage before has computed. Only the "
-                "arguments of a stage's first module go from one stage to the next"
+                "it needs a value that neither it nor the previous stage has computed. Only the "
+                "arguments of a stage's first module are sent from one stage to the next"
             )
         if text is None and number == len(engine.layout.ranks) - 1 and "other" in found.gives:
             text = (
-                "the outputs need a value of an earlier stage which is no argument of this "
+                "the outputs need a value of an earlier stage that is not an argument of this "
                 "stage's first module, or a parameter of a module that is registered before the "
                 "blocks and runs after them: name it in PP(shared=...)"
             )
         if text is not None:
-            where = f"before {engine.layout.starts[number - 1]}" if number else "at its beginning"
-            problems.append(f"PP cannot split {name} {where}, where stage {number} begins: {text}.")
+            where = (
+                f"before {engine.layout.starts[number - 1]}" if number else "at its first module"
+            )
+            problems.append(f"PP cannot split {name} {where}, the start of stage {number}: {text}.")
     return problems

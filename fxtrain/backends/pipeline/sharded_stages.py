@@ -1,4 +1,4 @@
-"""How a rank holds its stages on the other axes: layers cut, parameters sharded."""
+"""How a rank holds its stages on the other axes: layers split, parameters sharded."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -28,15 +28,15 @@ __all__ = ["make_stages", "own_units", "reshard_stage"]
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Axes:
-    """What `PP(stages=...)` asks of every stage.
+    """What `PP(stages=...)` requests for every stage.
 
     Attributes:
         plan: The plan, as FSDP reads it.
         mesh: Over all ranks.
         whole: Names of parameters that are not sharded.
-        format: In which the others are gathered; None is their own.
-        formats: That of each of them, by name.
-        distributed: What became of parameters whose layers were cut.
+        format: The dtype in which the others are gathered; None for their own.
+        formats: The dtype of each of them, by name.
+        distributed: DTensors by the id of the split parameter.
     """
 
     plan: Plan
@@ -50,13 +50,13 @@ class _Axes:
 def make_stages(
     module: nn.Module, layout: Layout, ctx: DistContext, plan: Plan
 ) -> tuple[dict[int, Stage], dict[int, Stage]]:
-    """The stages of this rank, and the twins without values of those that are sharded.
+    """The stages of this rank, and value-free copies of those that are sharded.
 
-    In a pretended world, where no other rank answers, also twins of the other ranks' stages.
+    In a simulated world, where no other rank answers, also copies of the other ranks' stages.
 
     Effects:
-        Opens groups of ranks that the context lacks. Parameters of the module stay as they are:
-        the stages have others in their place where they are cut or sharded.
+        Opens groups of ranks that the context lacks. Parameters of the module do not change: the
+        stages have others in their place where they are split or sharded.
     """
     config: PP = plan.strategy
     axes = None if config.stages is None else _axes(module, layout, ctx, plan)
@@ -67,7 +67,7 @@ def make_stages(
         sharded = axes is not None and ctx.axis("data").world_size > 1
         prepare_module(stage.shell, plan, ctx, hooked=sharded)
         if axes is not None and sharded:
-            # Cut before the other is sharded, whose parameters it then has.
+            # Split before the copy is sharded, so that it has the same parameters.
             twins[index] = _split_stage(module, layout, index, ctx, axes)
             _empty(twins[index], axes.formats)
             twins[index].prepare(layout, index)
@@ -81,7 +81,7 @@ def make_stages(
 
 
 def reshard_stage(stage: Stage) -> None:
-    """Free what a sharded stage has gathered: its shards may be written to."""
+    """Free what a sharded stage has gathered, before its shards are written to."""
     for part in stage.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -113,7 +113,7 @@ def _split_stage(
     stage = Stage(module, layout, index, ctx, axes.formats)
     config: FSDP = axes.plan.strategy
     if axes.format is not None and config.cast_inputs:
-        # Not by torch: those of other stages' units too, so that every stage knows what is sent.
+        # Not by torch: other stages' units as well, so that every stage knows the dtype it is sent.
         hook = functools.partial(_cast, axes.format)
         inside = (part for parts in units(stage.shell, config) for part in parts)
         for part in (stage.shell, *inside):
@@ -127,8 +127,8 @@ def _split_stage(
 def _fake_stages(
     module: nn.Module, layout: Layout, ctx: DistContext, axes: _Axes | None
 ) -> dict[int, Stage]:
-    """Twins of the stages that other ranks run."""
-    if axes is not None:  # what stages send is whole, so that layers need not be cut
+    """Copies of the stages that other ranks run."""
+    if axes is not None:  # stages send full tensors, so layers need not be split
         config = attrs.evolve(axes.plan.strategy, tensor=None)
         axes = attrs.evolve(axes, plan=attrs.evolve(axes.plan, strategy=config))
     mine = layout.on(ctx.axis("pipeline").rank)
@@ -149,7 +149,7 @@ def _cast(format: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _empty(stage: Stage, formats: Mapping[str, torch.dtype]) -> None:
-    """Put tensors without values in the place of a stage's parameters, of the same shapes."""
+    """Replace a stage's parameters by fake tensors of the same shapes."""
     own = {id(parameter) for parameter in stage.own()}
     blanks = OwnFakes()
     made: dict[int, nn.Parameter] = {}
@@ -181,7 +181,7 @@ def _fake_parameter(like: nn.Parameter, dtype: torch.dtype, mode: OwnFakes) -> n
 
 
 def _shard(stage: Stage, layout: Layout, index: int, ctx: DistContext, axes: _Axes) -> None:
-    """Make a stage the root of torch's fully_shard, which manages what is its own."""
+    """Make a stage the root of torch's fully_shard, which manages the stage's own parameters."""
     own = {id(parameter) for parameter in stage.own()}
     named = list(stage.shell.named_parameters(remove_duplicate=False))
     ignored = {p for name, p in named if id(p) not in own or name in axes.whole}
@@ -194,7 +194,7 @@ def _shard(stage: Stage, layout: Layout, index: int, ctx: DistContext, axes: _Ax
 def own_units(
     shell: nn.Module, layout: Layout, index: int, config: FSDP
 ) -> Iterator[list[nn.Module]]:
-    """The units that run in this stage alone, from their beginning to their end."""
+    """The units that run completely in this stage."""
     paths = {id(part): path for path, part in shell.named_modules()}
     for parts in units(shell, config):
         names = [

@@ -1,12 +1,12 @@
-"""One stage of a pipeline: the user's own forward, of which this stage runs a part.
+"""One stage of a pipeline: a part of the user's own forward.
 
 A stage is a copy of the model's structure that shares the stage's parameters and has torch's fake
-tensors for all others. The whole forward runs in it. Up to the stage's first module, what depends
-on other stages' parameters is fake too: it has a shape and no values, and costs little, since
-modules without a parameter here answer with what they answered before. What does not (masks,
-positions) is computed for real. Where the first module is entered, the fakes among its arguments
-are replaced by the tensors that the stage before has sent; where the next stage's first module is
-entered, its arguments are this stage's outputs, and the forward is left.
+tensors for all others. The whole forward runs in it. Before the stage's first module, values that
+depend on other stages' parameters are fake too: they have a shape and no values. They cost little,
+since modules without parameters here return a cached output. Values that do not depend on
+parameters (masks, positions) are computed for real. On entry to the first module, the fakes among
+its arguments are replaced by the tensors that the previous stage has sent. On entry to the next
+stage's first module, its arguments are this stage's outputs, and the forward is aborted.
 """
 
 import copy
@@ -29,23 +29,23 @@ from fxtrain.backends.pipeline.fake_stages import OtherStageFakes, ReceivedFakes
 from fxtrain.backends.pipeline.partition import Layout
 from fxtrain.state import DistContext
 
-__all__ = ["Call", "Probe", "Stage", "TensorMeta", "probe"]
+__all__ = ["Call", "Probe", "Stage", "TensorMeta", "as_sent", "probe"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 _MIXED_STAGES = (
-    "it computes with a value of an earlier stage that is no argument of a module of its own, as a "
-    "connection around the split is, or with a parameter that is registered before the split and "
+    "it uses a value of an earlier stage that is not an argument of one of its own modules, as a "
+    "connection around the split does, or a parameter that is registered before the split and "
     "used after it. Split elsewhere with PP(split=...), or name the parameter in PP(shared=...)"
 )
 
 
 @attrs.frozen
 class TensorMeta:
-    """A tensor that travels between stages.
+    """A tensor that is sent between stages.
 
     Attributes:
-        index: Among the leaves of the arguments of the module with which the later one begins.
+        index: Its index among the leaves of the arguments of the later stage's first module.
     """
 
     index: int
@@ -54,19 +54,19 @@ class TensorMeta:
     requires_grad: bool
 
     def example(self) -> Tensor:
-        """A tensor without values of this shape."""
+        """A fake tensor of this shape."""
         made = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return made.requires_grad_(self.requires_grad)
 
 
 @attrs.frozen
 class Probe:
-    """What a stage needs and gives, as found without values.
+    """The inputs and outputs of a stage, found without values.
 
     Attributes:
-        needs: Tensors of the stage before.
+        needs: Tensors of the previous stage.
         gives: For each leaf of the arguments of the next stage's first module, or of the outputs:
-            "own", "other" for a value of another stage, or "value" for what is no tensor.
+            "own", "other" for a value of another stage, or "value" for a leaf that is not a tensor.
         problem: Why the model cannot be split here.
     """
 
@@ -90,16 +90,16 @@ class _StageForward:
         self.probing = probing
         self.entered = False
         self.needs: tuple[TensorMeta, ...] = ()
-        # By id of a fake, itself, so that the id stays its own, and what came in its place.
+        # By id of a fake: the fake itself, so that its id is not reused, and its replacement.
         self.swapped: dict[int, tuple[Any, Tensor]] = {}
 
     def now(self, leaf: Any) -> Any:
-        """What has come in the place of a leaf."""
+        """The replacement of a leaf."""
         return self.swapped.get(id(leaf), (None, leaf))[1]
 
 
 class _StageEnd(BaseException):
-    """The next stage begins here; not an Exception, which a model might catch."""
+    """Raised where the next stage begins, which ends the forward of this stage."""
 
     def __init__(self, leaves: list[Any]) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Stage(nn.Module):
     """One stage of a model, as torch's schedules run it.
 
     Args:
-        formats: Of parameters, by name, that are computed with in another one than their own.
+        formats: Dtypes of parameters, by name, that are computed in another dtype than their own.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Stage(nn.Module):
         self._hollow = OtherStageFakes()
         self._visit: _StageForward | None = None
         self.first, self.last = index == 0, index == len(layout.ranks) - 1
-        # In a tuple, out of reach of parameters(): most of it is fake.
+        # In a tuple, hidden from parameters(): most of it is fake.
         self._inside = (_shell(module, layout, index, ctx, self._hollow, formats),)
         self.job: Callable[..., Any] = _no_task
 
@@ -139,24 +139,24 @@ class Stage(nn.Module):
         return (one for one in self.shell.parameters() if not self._hollow.made(one))
 
     def owns(self, part: nn.Module) -> bool:
-        """Whether a module has parameters, all of which are this stage's."""
+        """Whether a module has parameters, all of which belong to this stage."""
         held = list(part.parameters())
         return bool(held) and not any(map(self._hollow.made, held))
 
     def show(self) -> None:
-        """Let torch see the parameters to train: zero-bubble schedules go through them."""
+        """Let torch see the trainable parameters: zero-bubble schedules iterate over them."""
         self.held = nn.ParameterList(one for one in self.own() if one.requires_grad)
 
     def prepare(self, layout: Layout, index: int) -> None:
-        """Add what makes the forward of the whole model this stage's part of it.
+        """Add the hooks that reduce the forward of the whole model to this stage's part.
 
-        After every other change to modules: what has been sent is there before their hooks.
+        After every other change to modules: received tensors are then in place before other hooks.
         """
         shell = self.shell
         starts = [shell.get_submodule(name) for name in layout.starts]
         for part in _outermost(shell, starts, self._without_parameters):
             for inner in part.modules():
-                vars(inner).pop("_compiled_call_impl", None)  # nothing there to compile
+                vars(inner).pop("_compiled_call_impl", None)  # nothing to compile there
             part.forward = functools.partial(self._remembered, part.forward, {})
         if not self.first:
             for part in _outermost(shell, starts, self.owns):
@@ -172,7 +172,7 @@ class Stage(nn.Module):
         return self
 
     def forward(self, *received: Tensor, index: int) -> Any:
-        """Run one micro-batch, by whatever job is set."""
+        """Run one micro-batch, by the current job."""
         return self.job(self, received, index)
 
     def visit(
@@ -181,7 +181,7 @@ class Stage(nn.Module):
         """Run the model's forward on one micro-batch's arguments.
 
         Returns:
-            Whether it came to its end, and the outputs; else the tensors to send.
+            Whether the forward completed, and its outputs; otherwise the tensors to send.
         """
         visit = _StageForward(received, sends)
         with self._visiting(visit):
@@ -190,10 +190,10 @@ class Stage(nn.Module):
                 return True, _tree.map_leaves(visit.now, out) if visit.swapped else out
             except _StageEnd as left:
                 leaves = left.leaves
-        return False, tuple(_to_send(leaves[meta.index], meta) for meta in sends)
+        return False, tuple(as_sent(leaves[meta.index], meta) for meta in sends)
 
     def probe(self, call: Call) -> Probe:
-        """Run it on nothing but shapes, where values are another stage's."""
+        """Run it on shapes only, where values belong to another stage."""
         visit = _StageForward(probing=True)
         with self._visiting(visit):
             try:
@@ -203,9 +203,9 @@ class Stage(nn.Module):
                 leaves, ended = left.leaves, False
         problem = None
         if not self.first and not visit.entered:
-            problem = "its first module was not called before the model came to its end"
+            problem = "its first module was not called before the model's forward returned"
         elif ended != self.last:
-            problem = "the model came to its end before the next stage's first module was called"
+            problem = "the model's forward returned before the next stage's first module was called"
         return Probe(needs=visit.needs, gives=tuple(map(self._given, leaves)), problem=problem)
 
     @contextmanager
@@ -222,7 +222,7 @@ class Stage(nn.Module):
         return "other" if self._hollow.made(leaf) else "own"
 
     def _enter(self, part: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before the stage's first module: take what the stage before has sent."""
+        """Before the stage's first module: take what the previous stage has sent."""
         visit = self._visit
         if visit is None or visit.entered:
             return None
@@ -243,7 +243,7 @@ class Stage(nn.Module):
         return _tree.unflatten(shape, leaves)
 
     def _replace(self, part: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before a later module: what the model's forward still holds of the stage before."""
+        """Before a later module: replace what the forward still uses of the previous stage."""
         visit = self._visit
         if visit is None or not visit.swapped:
             return None
@@ -283,10 +283,10 @@ class Stage(nn.Module):
 
 
 def probe(stage: Stage, call: Call, ctx: DistContext) -> Probe:
-    """What a stage needs and gives; whatever stops it is a problem in words.
+    """The inputs and outputs of a stage; whatever prevents it is a problem in words.
 
     Effects:
-        None: random generators and buffers are put back.
+        None: random generators and buffers are restored.
     """
     shell = stage.shell
     kept = [(buffer, buffer.clone()) for buffer in shell.buffers()]
@@ -296,12 +296,12 @@ def probe(stage: Stage, call: Call, ctx: DistContext) -> Probe:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         return Probe(
             problem=f"an earlier part of the forward needs values ({error.func}), not only shapes, "
-            f"such as for a shape that depends on data, and a stage knows the values of "
-            f"none but its own part. Move that into the loss function, before the model is called"
+            f"for example for a shape that depends on data, and a stage only has the values of its "
+            f"own part. Move that into the loss function, before the model is called"
         )
     except StagesMixedError:
         return Probe(problem=_MIXED_STAGES)
-    except Exception as error:  # whatever it is, the other stages must hear of it
+    except Exception as error:  # whatever it is, the other stages must receive it
         return Probe(problem=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
     finally:
         with torch.no_grad():
@@ -310,7 +310,7 @@ def probe(stage: Stage, call: Call, ctx: DistContext) -> Probe:
 
 
 def _before(part: nn.Module, hook: Callable[..., Any]) -> None:
-    """Let a hook see a module's arguments before anything else does, and what is compiled."""
+    """Give a hook a module's arguments before any other hook or compiled code sees them."""
     compiled: Any = part._compiled_call_impl
     if compiled is None:
         part.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
@@ -324,7 +324,7 @@ def _before(part: nn.Module, hook: Callable[..., Any]) -> None:
 
 
 def _numbered(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """A number for the micro-batch, before torch's FSDP moves tensors to the device."""
+    """Number the micro-batch, before torch's FSDP moves tensors to the device."""
     return args, {"index": int(kwargs["index"])}
 
 
@@ -352,7 +352,7 @@ def _shell(
 def _outermost(
     module: nn.Module, around: list[nn.Module], wanted: Callable[[nn.Module], bool]
 ) -> Iterator[nn.Module]:
-    """The outermost modules of a kind that have none of some others inside."""
+    """The outermost modules of a kind that contain none of some others."""
     apart = not any(
         one is part for one in around for part in module.modules() if part is not module
     )
@@ -364,28 +364,28 @@ def _outermost(
 
 
 def _fresh_output(leaf: Any) -> Any:
-    """A remembered output anew, so that nothing done to it is remembered too."""
+    """A copy of a cached output, so that in-place changes do not reach the cache."""
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.detach().requires_grad_(leaf.requires_grad)
 
 
-def _to_send(tensor: Tensor, meta: TensorMeta) -> Tensor:
-    """A tensor as torch's schedules want it: they detach outputs in place after backward.
+def as_sent(tensor: Tensor, meta: TensorMeta) -> Tensor:
+    """A tensor as torch's schedules need it: they detach outputs in place after backward.
 
     Raises:
-        PlanError: it has another shape than the next stage waits for.
+        PlanError: its shape differs from the one the next stage expects.
     """
     if tuple(tensor.shape) != meta.shape:
         raise PlanError(
-            f"PP: a stage gives {list(tensor.shape)} to the next one, and in the first micro-batch "
-            f"of such arguments it was {list(meta.shape)}: a shape that depends on data. All "
-            f"micro-batches need the same: cut or pad in the loss function, before the model is "
-            f"called."
+            f"PP: a stage sends {list(tensor.shape)} to the next one, but sent {list(meta.shape)} "
+            f"in the first micro-batch with such arguments, so shapes depend on data. All "
+            f"micro-batches must have equal shapes: truncate or pad in the loss function, before "
+            f"the model is called."
         )
     tensor = tensor.contiguous()
     return tensor.clone() if tensor._is_view() or tensor.is_leaf else tensor
 
 
 def _no_task(*_: Any) -> Any:
-    raise AssertionError("a stage runs inside of a schedule only")
+    raise AssertionError("a stage only runs inside a schedule")

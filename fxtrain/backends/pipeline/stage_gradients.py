@@ -1,4 +1,4 @@
-"""Gradients of a pipeline: sums over stages that share a parameter, means over copies, norms."""
+"""Gradients of a pipeline: sums over stages that share a parameter, means over replicas, norms."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -52,12 +52,12 @@ def open_shared_groups(
 
 
 def reduce_grads(model: Wrapped) -> None:
-    """Complete the gradients of a window that closes.
+    """Reduce the gradients of a closing window.
 
     Effects:
-        One all-reduce per dtype of what the same ranks share, and one over the data axis of what
-        is not sharded along it. A parameter that several stages share and none uses gets a
-        gradient of zeros.
+        One all-reduce per dtype for parameters shared by the same ranks, and one over the data
+        axis for parameters that are not sharded along it. A parameter that several stages share and
+        none uses gets a zero gradient.
     """
     named = dict(model.module.named_parameters(remove_duplicate=False))
     for group, names in model.engine.shared_groups:
@@ -81,7 +81,7 @@ def reduce_grads(model: Wrapped) -> None:
 
 
 def _is_sharded(parameter: Any) -> bool:
-    """Whether torch's FSDP has it, which averages gradients itself."""
+    """Whether torch's FSDP manages it, and so averages its gradients itself."""
     mesh = getattr(parameter, "device_mesh", None)
     return mesh is not None and not {"replicate", "shard"}.isdisjoint(mesh.mesh_dim_names)
 

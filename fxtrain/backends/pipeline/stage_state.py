@@ -1,4 +1,4 @@
-"""What a model in a pipeline needs to go on: each rank has its stages' part, by the same names."""
+"""The state of a model in a pipeline: each rank has its stages' part, under the same names."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ __all__ = ["load_state", "state_of"]
 
 
 def state_of(model: Wrapped) -> ModelState:
-    """Tensors of this rank's stages, and values as one process would have them.
+    """Tensors of this rank's stages, and values as one process would save them.
 
     Effects:
         One exchange of objects between the ranks of the pipeline.
@@ -29,7 +29,7 @@ def state_of(model: Wrapped) -> ModelState:
         return state
     if model.window.micro:
         raise CheckpointError(
-            "PP keeps the gradients of an open accumulation window with its stages, not yet "
+            "PP keeps the gradients of an open accumulation window on its stages, not yet "
             "reduced. Save where position.micro is 0."
         )
     found = ops.gather_objects(state.values, engine.axis)
@@ -37,10 +37,10 @@ def state_of(model: Wrapped) -> ModelState:
 
 
 def load_state(model: Wrapped, saved: StateReader) -> None:
-    """Take what this rank's stages hold out of a saved state, whoever saved it.
+    """Restore this rank's stages from a saved state of any strategy.
 
     Raises:
-        CheckpointError: it is the state of another model.
+        CheckpointError: the state is of another model.
     """
     engine = model.engine
     if engine is model.module:
@@ -49,7 +49,7 @@ def load_state(model: Wrapped, saved: StateReader) -> None:
     model_state.load_state(model, _own_part(saved, engine.layout, engine.axis.rank))
     own = dict(model.module.named_buffers())
     for name, buffer in next(iter(engine.stages.values())).shell.named_buffers():
-        # Of other stages, whose modules a stage runs for what depends on no parameter.
+        # Buffers of other stages, with which a stage computes what depends on no parameter.
         if name not in own and f"module.{name}" in saved.shapes:
             saved.fill(f"module.{name}", buffer)
 
@@ -80,14 +80,14 @@ def _own_part(saved: StateReader, layout: Layout, rank: int) -> StateReader:
 
 
 def _is_on_other_ranks(name: str, layout: Layout, others: set[str]) -> bool:
-    """Whether all that the owner of some extra state holds is on other ranks."""
+    """Whether every tensor of the owner of some extra state is on other ranks."""
     path = name.removeprefix("module.").rpartition("_extra_state")[0]
     held = [one for one in layout.stages if one.startswith(path)]
     return bool(held) and all(one in others for one in held)
 
 
 def _merged(found: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
-    """The values of all stages as if one process had them."""
+    """The values of all stages, as one process would have them."""
     first = found[0]
     place = {name: index for index, name in enumerate(order)}
     optimizers = []
@@ -95,7 +95,7 @@ def _merged(found: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[st
         if len({(one["kind"], len(one["groups"])) for one in columns}) > 1:
             kinds = [f"{one['kind']} with {len(one['groups'])} groups" for one in columns]
             raise CheckpointError(
-                f"The stages of the pipeline have different optimizers: {', '.join(kinds)}. Make "
+                f"The stages of the pipeline have different optimizers: {', '.join(kinds)}. Use "
                 f"the same groups on every rank; a group may be empty."
             )
         groups = []

@@ -40,44 +40,45 @@ def _axis_problems(ctx: DistContext, config: PP) -> list[str]:
     problems: list[str] = []
     if sizes["context"] > 1:
         problems.append(
-            f"The mesh has context={sizes['context']}, which PP does not use: its ranks would all "
-            f"do the same. Leave the axis out of fx.Mesh(...); sequences are cut under FSDP."
+            f"The mesh has context={sizes['context']}, which PP does not use: these ranks would "
+            f"all compute the same. Omit the axis from fx.Mesh(...), or use FSDP() for context "
+            f"parallelism."
         )
     if sizes["tensor"] > 1 and config.stages is None:
         problems.append(
             f"The mesh has tensor={sizes['tensor']}, but the plan does not say what to split over "
-            f"it. Use PP(stages=fx.FSDP(tensor=fx.TP(...))), or leave the axis out of fx.Mesh(...)."
+            f"it. Use PP(stages=fx.FSDP(tensor=fx.TP(...))), or omit the axis from fx.Mesh(...)."
         )
     if sizes["shard"] > 1 and config.stages is None:
         problems.append(
-            f"The mesh has shard={sizes['shard']}, but PP() holds copies of each stage on the data "
+            f"The mesh has shard={sizes['shard']}, but PP() replicates each stage on the data "
             f"axis. Use PP(stages=fx.FSDP()) to shard them, or "
             f"fx.Mesh(replicate={sizes['shard'] * sizes['replicate']}, "
             f"pipeline={sizes['pipeline']})."
         )
     if sizes["pipeline"] == 1:
         problems.append(
-            "PP runs stages on the ranks of the mesh's pipeline axis, which has one rank. Ask for "
+            "PP runs stages on the ranks of the mesh's pipeline axis, which has one rank. Use "
             "more: fx.detect(mesh=fx.Mesh(pipeline=2))."
         )
     return problems
 
 
 def _stage_problems(ctx: DistContext, config: PP, module: nn.Module) -> list[str]:
-    """What FSDP and TP can do, but not in the stages of a pipeline."""
+    """Settings of FSDP and TP that the stages of a pipeline do not support."""
     held = config.stages
     assert held is not None
     problems: list[str] = []
     apart = SCHEDULES[config.schedule].splits and ctx.axis("data").world_size > 1
     if apart and held.mode == "full":
         problems.append(
-            f"PP(schedule={config.schedule!r}) runs the backward of weights apart, and torch looks "
-            f"for the weights of a stage before it gathers those that forward has freed. Use "
+            f"PP(schedule={config.schedule!r}) runs the backward of weights separately, and torch "
+            f"looks for the weights of a stage before it gathers those freed after forward. Use "
             f"stages=FSDP(mode='grads_and_optimizer', ...), or 'interleaved_1f1b'."
         )
     if held.tensor is not None and held.tensor.sequence:
         problems += [
-            f"PP splits before {start}, inside of {name}, and TP(sequence=True) cuts sequences "
+            f"PP splits before {start}, inside {name}, but TP(sequence=True) splits sequences "
             f"from the beginning of a block to its end. Split between blocks."
             for start in config.split
             for name, _ in region(module)
@@ -91,13 +92,13 @@ def _plan_problems(plan: Plan) -> list[str]:
     problems: list[str] = []
     if plan.compile is not None and not plan.compile.blocks:
         problems.append(
-            "PP leaves the forward of the whole model in its middle, which torch.compile cannot "
-            "follow. Compile blocks: fx.Compile(blocks=('Block',))."
+            "PP aborts the forward of the whole model in the middle, which torch.compile cannot "
+            "trace. Compile blocks: fx.Compile(blocks=('Block',))."
         )
     elif plan.compile is not None and SCHEDULES[config.schedule].splits:
         problems.append(
-            f"PP(schedule={config.schedule!r}) runs the backward of inputs and weights apart, "
-            f"which compiled blocks do not allow. Use '1f1b', or leave compile out."
+            f"PP(schedule={config.schedule!r}) runs the backward of inputs and weights separately, "
+            f"which compiled blocks do not support. Use '1f1b', or remove compile."
         )
     return problems
 
@@ -112,7 +113,7 @@ def _wrap(
 ) -> Wrapped:
     if ctx.world_size == 1:
         return wrap_without_engine(strategy, module, ctx, plan, optimizer, scheduler)
-    # torch's part takes half a second to import, which other plans need not pay.
+    # Importing torch's part takes half a second, and other plans do not need it.
     from fxtrain.backends.pipeline.assemble import split_into_stages
 
     engine, undo = split_into_stages(module, ctx, plan)
@@ -124,7 +125,7 @@ def _wrap(
 
 def _backward(loss: Tensor, model: Wrapped) -> None:
     if model.engine is not model.module:
-        unsupported("backward by itself; train with fx.step", by="PP")()
+        unsupported("a separate backward; train with fx.step", by="PP")()
     step_functions.backward(loss, model)
 
 
@@ -143,6 +144,6 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     state=state_of,
     load_state=load_state,
     weights=pipeline_weights,
-    average=unsupported("averaging of copies", by="PP"),
+    average=unsupported("averaging of replicas", by="PP"),
     fused=(("backward", _backward),),
 )

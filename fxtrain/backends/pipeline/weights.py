@@ -1,4 +1,4 @@
-"""Where the tensors of a model stand whose stages are on several ranks, and the whole of them."""
+"""Where the tensors of a split model are registered, and their full values."""
 
 import functools
 from collections.abc import Callable
@@ -19,17 +19,16 @@ __all__ = ["TensorSlot", "full_tensor_of", "pipeline_weights", "tensor_slots"]
 
 @attrs.frozen(eq=False)
 class TensorSlot:
-    """Where a parameter or buffer stands in a module.
+    """Where a parameter or buffer is registered in a module.
 
     Attributes:
         name: In the model.
-        path: Of the module that has it.
+        path: Of the module that owns it.
         key: Its name there.
-        held: That module's own parameters or buffers; None stands in it where only other ranks
-            hold the tensor.
-        like: A tensor without values like the one that stands there whole; one for all places
-            of a tied parameter.
-        stored: It is in the module's state dict.
+        held: That module's own parameters or buffers; the entry is None if only other ranks hold
+            the tensor.
+        like: A fake tensor like the full one; one for all names of a tied parameter.
+        stored: Whether the module's state dict contains it.
     """
 
     name: str
@@ -41,7 +40,7 @@ class TensorSlot:
 
 
 def tensor_slots(module: nn.Module) -> tuple[TensorSlot, ...]:
-    """Every place of a whole module: those in its state dict first and in its order."""
+    """Every entry of a whole module: those in its state dict first, in its order."""
     stored = {name: place for place, name in enumerate(module.state_dict(keep_vars=True))}
     likes: dict[int, Tensor] = {}
     places: list[TensorSlot] = []
@@ -58,15 +57,15 @@ def tensor_slots(module: nn.Module) -> tuple[TensorSlot, ...]:
 def full_tensor_of(
     place: TensorSlot, layout: Layout, axis: DistContext, device: torch.device
 ) -> Tensor:
-    """The whole of what stands in a place, on every rank of the pipeline.
+    """The full value of an entry, on every rank of the pipeline.
 
     Effects:
-        Gathers it where it is sharded; the first rank that holds it sends it to the pipeline, if
-        some do not hold it.
+        Gathers it if it is sharded; the first rank that holds it sends it to the pipeline if some
+        rank does not hold it.
     """
     held = layout.holders(place.name)
     everywhere = len(held) == axis.world_size
-    # Every rank that holds a part takes part in gathering, also where it gets the whole sent.
+    # Every rank that holds a part joins the gather, also those to which the full value is sent.
     tensor = place.held[place.key]
     own = None if tensor is None else weight_of(tensor).gather().to(device)
     if own is not None and (everywhere or axis.rank == held[0]):
@@ -113,7 +112,7 @@ def pipeline_weights(model: Wrapped) -> dict[str, Weight]:
 def _fill(
     place: TensorSlot, of_stage: Tensor | None, read: Callable[[Part | None], Tensor]
 ) -> None:
-    """Fill what this rank holds, and a buffer of other stages that its own stages compute with."""
+    """Fill what this rank holds, and buffers of other stages with which its own compute."""
     tensor = place.held[place.key]
     tensor = of_stage if tensor is None else tensor
     if tensor is not None:

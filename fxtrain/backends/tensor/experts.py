@@ -1,4 +1,4 @@
-"""Expert parallelism: whole experts of a mixture on each rank of the tensor axis."""
+"""Expert parallelism: each rank of the tensor axis has whole experts of a mixture."""
 
 import inspect
 from typing import Any
@@ -10,18 +10,18 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fxtrain.backends.core.device_mesh import DistributedParameters, distribute_parameter
 
-__all__ = ["split_experts"]
+__all__ = ["local_copy", "split_experts"]
 
 
 def split_experts(part: nn.Module, mesh: DeviceMesh, distributed: DistributedParameters) -> None:
-    """Give each rank its experts of a module that holds the weights of all, stacked.
+    """Give each rank its experts of a module whose expert weights are stacked.
 
-    The ranks see the same tokens. Each makes what its own experts add to the output, and the sum
-    over ranks is the output: as in a row-wise layer, one all-reduce per direction.
+    The ranks see the same tokens. Each computes the contribution of its own experts to the
+    output, and one all-reduce sums them, as in a row-wise layer.
 
     Effects:
-        Replaces parameters by DTensors cut along their first dimension, and adds hooks that show
-        forward this rank's part of them, of `num_experts` and of the routes.
+        Replaces parameters by DTensors sharded along their first dimension, and adds hooks so that
+        forward sees this rank's part of them, of `num_experts` and of the routes.
     """
     names = [name for name, _ in part.named_parameters(recurse=False)]
     for name in names:
@@ -32,12 +32,12 @@ def split_experts(part: nn.Module, mesh: DeviceMesh, distributed: DistributedPar
     first = mesh.get_local_rank() * here
     known = {"num_experts": here}
     if hasattr(part, "_is_expert_parallel"):
-        known["_is_expert_parallel"] = True  # transformers': there are routes to no expert
+        known["_is_expert_parallel"] = True  # for transformers: some routes lead to no expert
     kept = {name: getattr(part, name) for name in known}
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         tokens, index, weights, *rest = signature.bind(*args, **kwargs).args
-        # Found before the parameters, which the module goes on to own.
+        # Attribute lookup finds it before the parameters, which the module still owns.
         shown = vars(module)
         for name in names:
             held: Any = module._parameters[name]
@@ -52,27 +52,27 @@ def split_experts(part: nn.Module, mesh: DeviceMesh, distributed: DistributedPar
             shown.pop(name, None)
         shown.update(kept)
         if not isinstance(out, Tensor):
-            return out  # forward failed, and this hook is called to tidy up
+            return out  # forward failed, and this hook was called to clean up
         whole = DTensor.from_local(out, mesh, [Partial()], run_check=False)
-        return _plain(whole.redistribute(placements=[Replicate()]))
+        return local_copy(whole.redistribute(placements=[Replicate()]))
 
     part.register_forward_pre_hook(before, with_kwargs=True)
     part.register_forward_hook(after, with_kwargs=True, always_call=True)
 
 
 def _routes(index: Tensor, weights: Tensor, here: int) -> tuple[Tensor, Tensor]:
-    """Routes to other ranks' experts go to none, which is one past the last, with weight zero."""
+    """Route tokens for other ranks' experts to none: one index past the last, with weight zero."""
     away = (index < 0) | (index >= here)
     return index.masked_fill(away, here), weights.masked_fill(away, 0.0)
 
 
 def _summed_back(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The same on every rank; its gradient is the sum of what the ranks make of it."""
+    """The same value on every rank; its gradient is summed over the ranks."""
     whole = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
     return whole.to_local(grad_placements=[Partial()])
 
 
-def _plain(value: DTensor) -> Tensor:
-    """Not as the view that to_local makes: torch warns if a block returns one."""
+def local_copy(value: DTensor) -> Tensor:
+    """This rank's part, as a copy: torch warns if a block returns the view of to_local."""
     part = value.to_local()
     return torch.ops.aten._unsafe_view(part, part.shape)

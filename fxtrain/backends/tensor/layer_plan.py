@@ -12,8 +12,8 @@ from fxtrain.state import TP
 
 __all__ = ["Split", "find_splits", "region", "split_dim", "split_problems"]
 
-# Layers of blocks by their last name. A fused projection of queries, keys and values, as in GPT-2's
-# c_attn, cannot be cut into equal parts that are heads; its attention stays whole.
+# Layers of blocks by the last part of their names. A fused projection of queries, keys and values,
+# as in GPT-2's c_attn, cannot be split into equal parts of whole heads; its attention is not split.
 _KNOWN: Mapping[str, str] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "colwise"),
     **dict.fromkeys(("o_proj", "down_proj"), "rowwise"),
@@ -36,7 +36,7 @@ Split = dict[str, str]
 
 
 def find_splits(module: nn.Module, config: TP) -> Split:
-    """Module name to style, as the config, the model or a ready plan says."""
+    """Module name to style, from the config, the model or a given plan."""
     names = [name for name, _ in module.named_modules()]
     if config.styles:
         return {
@@ -52,35 +52,35 @@ def find_splits(module: nn.Module, config: TP) -> Split:
 
 
 def split_problems(module: nn.Module, config: TP, n: int) -> list[str]:
-    """Patterns that match nothing, layers that cannot be split, sizes that do not divide."""
+    """Patterns that match nothing, layers that cannot be split, sizes that are not divisible."""
     names = [name for name, _ in module.named_modules()]
     problems: list[str] = []
     for one in config.styles:
         if not fnmatch.filter(names, one.modules):
             close = difflib.get_close_matches(one.modules, names, n=3) or names[1:6]
             problems.append(
-                f"TP: no module is called {one.modules!r}. Did you mean {', '.join(close)}?"
+                f"TP: no module matches {one.modules!r}. Did you mean {', '.join(close)}?"
             )
     unknown = sorted({s for s in _transformers_plan(module).values() if s not in _HF_STYLES})
     if unknown and not config.styles:
         problems.append(
-            f"TP: {type(module).__name__} carries a plan with {', '.join(unknown)}, which torch "
-            f"has no style for. Give fx.TP(styles=...) with {', '.join(sorted(set(_HF_STYLES)))}."
+            f"TP: {type(module).__name__} has a plan with {', '.join(unknown)}, for which torch "
+            f"has no style. Pass fx.TP(styles=...) with {', '.join(sorted(set(_HF_STYLES)))}."
         )
         return problems
     splits = find_splits(module, config)
     if not splits and not problems:
         problems.append(
-            f"TP: {type(module).__name__} carries no plan, and none of its layers is named as in "
-            f"Llama or GPT-2. Say what to split: fx.TP(styles=(fx.Style(modules='blocks.*.up', "
+            f"TP: {type(module).__name__} has no plan of its own, and no layers named as in Llama "
+            f"or GPT-2. Name the layers to split: fx.TP(styles=(fx.Style(modules='blocks.*.up', "
             f"style='colwise'), ...))."
         )
     for name, style in splits.items():
         problems += _layer_problems(name, module.get_submodule(name), style, n)
     problems += _head_problems(module, n)
     problems += [
-        f"TP: {' and '.join(sorted(owners))} share a parameter, and are split differently. "
-        f"Give both the same cut (an embedding rowwise goes with a head colwise), or neither."
+        f"TP: {' and '.join(sorted(owners))} share a parameter, but are split differently. "
+        f"Give both the same split (a rowwise embedding matches a colwise head), or neither."
         for owners in _conflicting_ties(module, splits)
     ]
     return problems + (_sequence_problems(module, splits) if config.sequence else [])
@@ -91,13 +91,13 @@ def _sequence_problems(module: nn.Module, splits: Split) -> list[str]:
     if not blocks:
         return [
             "TP(sequence=True) splits activations from the first block to the last, and this "
-            "model has no ModuleList of blocks. Leave sequence out."
+            "model has no ModuleList of blocks. Use sequence=False."
         ]
     mixed = [name for name, style in splits.items() if style == "expert"]
     if mixed:
         return [
-            f"TP(sequence=True): experts take every token, and those of {mixed[0]} would see a "
-            f"part of the sequence only. Leave sequence out."
+            f"TP(sequence=True): experts need every token, but those of {mixed[0]} would see only "
+            f"a part of the sequence. Use sequence=False."
         ]
     whole = [
         name
@@ -108,13 +108,13 @@ def _sequence_problems(module: nn.Module, splits: Split) -> list[str]:
     if not whole:
         return []
     return [
-        f"TP(sequence=True): {', '.join(whole[:4])} are not split, and would see a part of the "
-        f"sequence only. Split every layer of a block, or leave sequence out."
+        f"TP(sequence=True): {', '.join(whole[:4])} are not split, and would see only a part of "
+        f"the sequence. Split every layer of a block, or use sequence=False."
     ]
 
 
 def region(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The blocks between whose first and last activations may be split, by name, in order."""
+    """The blocks between whose first and last activations sequences may be split, in order."""
     kinds = block_names(module)
     for name, part in module.named_modules():
         if isinstance(part, nn.ModuleList) and part and type(part[0]).__name__ in kinds:
@@ -123,7 +123,7 @@ def region(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _transformers_plan(module: nn.Module) -> dict[str, str]:
-    """The plan of a transformers model: its own, with that of its base model under a prefix."""
+    """The plan of a transformers model: its own, plus that of its base model under a prefix."""
     plan: dict[str, str] = {}
     for prefix, part in module.named_modules():
         found = getattr(part, "_tp_plan", None)
@@ -136,7 +136,7 @@ def _transformers_plan(module: nn.Module) -> dict[str, str]:
     carried = getattr(config, "base_model_tp_plan", None) or {}
     found = {**{f"{start}{pattern}": style for pattern, style in carried.items()}, **plan}
     experts = tuple(f"{pattern}." for pattern, style in found.items() if style in _EXPERT_STYLES)
-    # What they say of the parameters of experts is about another cut: here each stays whole.
+    # Their entries for the parameters of experts describe another split: here experts stay whole.
     return {pattern: style for pattern, style in found.items() if not pattern.startswith(experts)}
 
 
@@ -156,14 +156,15 @@ def _layer_problems(name: str, layer: nn.Module, style: str, n: int) -> list[str
         return _expert_problems(name, layer, n)
     if not isinstance(layer, nn.Linear | nn.Embedding) and not is_conv1d(layer):
         return [
-            f"TP: {name} is a {type(layer).__name__}; {style} splits Linear and Embedding layers."
+            f"TP: {name} is a {type(layer).__name__}, but {style} splits Linear and Embedding "
+            f"layers."
         ]
     size = layer.get_parameter("weight").shape[split_dim(layer, style)]
     if size % n == 0:
         return []
     return [
-        f"TP: {name} is split {style} along a dimension of {size}, which {n} tensor ranks do not "
-        f"divide. Use Mesh(tensor=...) with a divisor of {size}, or leave the layer out."
+        f"TP: {name} is split {style} along a dimension of {size}, not divisible by {n} tensor "
+        f"ranks. Use Mesh(tensor=...) with a divisor of {size}, or leave the layer unsplit."
     ]
 
 
@@ -173,15 +174,15 @@ def _expert_problems(name: str, layer: nn.Module, n: int) -> list[str]:
     inner = any(True for child in layer.children() for _ in child.parameters())
     if inner or len(sizes) != 1 or count not in sizes or _takes(layer) < 3:
         return [
-            f"TP: {name} is a {type(layer).__name__}; expert splits a module that holds the "
-            f"weights of all its experts stacked, their number as num_experts, and takes (tokens, "
+            f"TP: {name} is a {type(layer).__name__}, but expert splits a module that has the "
+            f"stacked weights of all its experts, their number as num_experts, and takes (tokens, "
             f"experts of each, weights of those)."
         ]
     if count % n == 0:
         return []
     return [
-        f"TP: {name} has {count} experts, which {n} tensor ranks do not divide. Use "
-        f"Mesh(tensor=...) with a divisor of {count}, or leave the module out."
+        f"TP: {name} has {count} experts, not divisible by {n} tensor ranks. Use "
+        f"Mesh(tensor=...) with a divisor of {count}, or leave the module unsplit."
     ]
 
 
@@ -190,13 +191,13 @@ def _takes(layer: nn.Module) -> int:
 
 
 def split_dim(layer: nn.Module, style: str) -> int:
-    """The dimension along which a layer's weight is cut."""
+    """The dimension along which a layer's weight is split."""
     turned = isinstance(layer, nn.Embedding) or is_conv1d(layer)
     return int(style == "rowwise") if not turned else int(style != "rowwise")
 
 
 def is_conv1d(layer: nn.Module) -> bool:
-    """transformers' linear layer of GPT-2, which keeps its weight the other way round."""
+    """transformers' linear layer of GPT-2, whose weight is transposed."""
     return type(layer).__name__ == "Conv1D" and layer.get_parameter("weight").ndim == 2
 
 
@@ -208,15 +209,15 @@ def _head_problems(module: nn.Module, n: int) -> list[str]:
     if not any(name.endswith("k_proj") for name, _ in module.named_modules()):
         return []
     return [
-        f"TP: the model has {name}={size}, which {n} tensor ranks do not divide, and a head "
-        f"stays on one rank. Use Mesh(tensor=...) with a divisor of {size}."
+        f"TP: the model has {name}={size}, not divisible by {n} tensor ranks, and a head "
+        f"cannot be split. Use Mesh(tensor=...) with a divisor of {size}."
         for name, size in sizes.items()
         if isinstance(size, int) and size % n
     ]
 
 
 def _conflicting_ties(module: nn.Module, splits: Split) -> list[set[str]]:
-    """Names of modules that share a parameter but would cut it differently."""
+    """Names of modules that share a parameter but would split it differently."""
     cuts: dict[int, dict[str, int | None]] = {}
     for name, part in module.named_modules():
         for _, parameter in part.named_parameters(recurse=False):

@@ -1,10 +1,9 @@
-"""Tensor and sequence parallelism: layers cut over the tensor axis, by torch's DTensor."""
+"""Tensor and sequence parallelism: layers sharded over the tensor axis, by torch's DTensor."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -17,7 +16,7 @@ from torch.distributed.tensor import (
 
 from fxtrain._errors import StepError
 from fxtrain.backends.core.device_mesh import DistributedParameters, distribute_parameter
-from fxtrain.backends.tensor.experts import split_experts
+from fxtrain.backends.tensor.experts import local_copy, split_experts
 from fxtrain.backends.tensor.layer_plan import Split, find_splits, region, split_dim
 from fxtrain.state import TP
 
@@ -36,15 +35,15 @@ def split_layers(
     own: Callable[[nn.Module], bool] | None = None,
     distributed: DistributedParameters | None = None,
 ) -> None:
-    """Cut a module's layers as a config says.
+    """Split a module's layers as a config says.
 
     Args:
-        own: Whether a layer or block is to be cut, where others belong to other ranks.
-        distributed: What became of parameters that several such modules share; grows.
+        own: Whether a layer or block should be split, where others belong to other ranks.
+        distributed: DTensors by the id of the parameter, for modules that share it; extended.
 
     Effects:
-        Replaces parameters by DTensors over the mesh, which has one axis, and adds hooks that
-        lay out inputs and outputs. Parts are cut from this rank's own values; nothing travels.
+        Replaces parameters by DTensors over the one-axis mesh, and adds hooks that lay out inputs
+        and outputs. Shards are taken from this rank's own values; nothing is sent.
     """
     distributed = {} if distributed is None else distributed
     splits = find_splits(module, config)
@@ -100,7 +99,7 @@ def _lay_out(
     split_input: bool,
     keep: bool,
 ) -> None:
-    """Hooks that make a layer's input what its weight needs, and its output what comes next."""
+    """Hooks that give a layer the input layout its weight needs, and its output the next one's."""
     needed: Placement = _REPLICATED
     if style == "rowwise" and not isinstance(layer, nn.Embedding):
         needed = _FEATURES
@@ -116,7 +115,7 @@ def _lay_out(
 
     def after(_: nn.Module, __: Any, out: Any) -> Any:
         out = out.redistribute(placements=[output])
-        return out if keep else _local(out)
+        return out if keep else local_copy(out)
 
     layer.register_forward_pre_hook(before)
     layer.register_forward_hook(after)
@@ -129,13 +128,13 @@ def _laid_out(value: Any, mesh: DeviceMesh, given: Placement, needed: Placement)
 
 
 def _sum_gradients(part: nn.Module, mesh: DeviceMesh, distributed: DistributedParameters) -> None:
-    """Keep a module's own parameters whole, and sum their gradients over the axis."""
+    """Leave a module's own parameters unsplit, and sum their gradients over the axis."""
     names = [name for name, _ in part.named_parameters(recurse=False)]
     for name in names:
         distribute_parameter(part, name, mesh, _REPLICATED, distributed)
 
     def before(module: nn.Module, _: Any) -> None:
-        # Found before the parameters, which the module goes on to own.
+        # Attribute lookup finds it before the parameters, which the module still owns.
         for name in names:
             held: Any = module._parameters[name]
             vars(module)[name] = held.to_local(grad_placements=[Partial()])
@@ -156,7 +155,7 @@ def _sum_in_stream(
     mesh: DeviceMesh,
     distributed: DistributedParameters,
 ) -> None:
-    """Parameters in a block that see a part of the sequence, such as those of norms."""
+    """Parameters in a block that see only a part of the sequence, such as those of norms."""
     for name, part in module.get_submodule(block).named_modules(prefix=block):
         apart = any(_within(name, parent) for parent in gathering)
         if name not in splits and not apart and list(part.parameters(recurse=False)):
@@ -164,7 +163,7 @@ def _sum_in_stream(
 
 
 def _gathering(splits: Split, blocks: list[str]) -> set[str]:
-    """Modules inside of blocks whose input all of their column-wise layers take: gathered once."""
+    """Modules in blocks all of whose column-wise layers take the same input: gathered once."""
     return {
         _parent(name)
         for name, style in splits.items()
@@ -175,7 +174,7 @@ def _gathering(splits: Split, blocks: list[str]) -> set[str]:
 
 
 def _gather_input(mesh: DeviceMesh, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    # Left a DTensor, so that gradients of several layers are summed and scattered at once.
+    # Kept as a DTensor, so that gradients of several layers are summed and scattered at once.
     return _on_first(args, kwargs, lambda value: _laid_out(value, mesh, _SEQUENCE, _REPLICATED))
 
 
@@ -183,7 +182,7 @@ def _enter(mesh: DeviceMesh, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
     def part(value: Tensor) -> Tensor:
         if value.shape[1] % mesh.size():
             raise StepError(
-                f"TP(sequence=True) splits sequences over {mesh.size()} tensor ranks, and this "
+                f"TP(sequence=True) splits sequences over {mesh.size()} tensor ranks, but this "
                 f"one has {value.shape[1]} tokens. Pad it to a multiple of {mesh.size()}."
             )
         return _laid_out(value, mesh, _REPLICATED, _SEQUENCE).to_local()
@@ -194,17 +193,11 @@ def _enter(mesh: DeviceMesh, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
 def _leave(mesh: DeviceMesh, _: nn.Module, __: Any, out: Any) -> Any:
     if isinstance(out, tuple):
         return (_leave(mesh, _, __, out[0]), *out[1:])
-    return _local(_laid_out(out, mesh, _SEQUENCE, _REPLICATED))
-
-
-def _local(value: DTensor) -> Tensor:
-    """This rank's part. Not as the view that to_local makes: torch warns if a block returns one."""
-    part = value.to_local()
-    return torch.ops.aten._unsafe_view(part, part.shape)
+    return local_copy(_laid_out(out, mesh, _SEQUENCE, _REPLICATED))
 
 
 def _on_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[Any, Any]:
-    """Change the activations: the first argument, or the one that transformers names."""
+    """Change the activations: the first argument, or the keyword argument of transformers."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}

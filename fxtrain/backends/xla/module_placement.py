@@ -1,4 +1,4 @@
-"""A module on XLA devices: moved with its ties, its parameters split over devices, and back."""
+"""A module on XLA devices: moved with its tied parameters, sharded over devices, and undone."""
 
 import functools
 import inspect
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fxtrain import _tree
 from fxtrain.backends.core.module_changes import prepare_module
+from fxtrain.backends.core.moving import move_module
 from fxtrain.ops import xla_runtime
 from fxtrain.state import DistContext, Plan, Wrapped
 
@@ -19,18 +20,14 @@ Undo = Callable[[], None]
 
 
 def move_to_device(module: nn.Module, ctx: DistContext, *, downcast: bool) -> Undo:
-    """Move a module to the device; what undoes the change of formats.
+    """Move a module to the device; return what undoes the change of dtypes.
 
     Effects:
-        The module gets new parameters: torch cannot exchange the memory of old ones with an
-        XLA device's. Names that shared one parameter share one again.
+        The module gets new parameters: torch cannot swap the memory of old ones for an XLA
+        device's. Names that shared one parameter share one again.
     """
-    ties = _ties(module)
     formats = {name: tensor.dtype for name, tensor in _tensors(module).items()}
-    module.to(ctx.device)
-    if downcast:
-        module.to(torch.bfloat16)
-    _tie(module, ties)
+    move_module(module, ctx.device, dtype=torch.bfloat16 if downcast else None)
 
     def undo() -> None:
         with torch.no_grad():
@@ -41,14 +38,14 @@ def move_to_device(module: nn.Module, ctx: DistContext, *, downcast: bool) -> Un
 
 
 def recompute(module: nn.Module, plan: Plan, ctx: DistContext) -> Undo:
-    """Recompute activations by torch_xla's means, and compile, as the plan says."""
+    """Recompute activations with torch_xla's functions, and compile, as the plan says."""
     return prepare_module(module, plan, ctx, _checkpointed)
 
 
 def shard_parameters(
     module: nn.Module, ctx: DistContext, blocks: Sequence[str]
 ) -> tuple[nn.Module, Undo]:
-    """Split parameters over the shard axis; the module to run instead, and what undoes it."""
+    """Shard parameters over the shard axis; return the module to run instead, and the undo."""
     mesh = xla_runtime.device_mesh(ctx.mesh)
     around = xla_runtime.load("experimental.spmd_fully_sharded_data_parallel")
     sharding = xla_runtime.load("distributed.spmd.xla_sharding")
@@ -59,8 +56,8 @@ def shard_parameters(
         shard_output=_split_rows,
         extra_data_axis="data" if ctx.mesh.replicate > 1 else None,
     )
-    # Its hook on the whole model has nothing to keep apart, and torch warns that the model's
-    # inputs need no gradient.
+    # Its hook on the whole model has no effect here, and torch warns that the model's inputs do not
+    # require grad.
     hooks.undo()
     for block in [part for part in module.modules() if type(part).__name__ in blocks]:
         sharding.apply_backward_optimization_barrier(block)
@@ -75,10 +72,10 @@ def shard_parameters(
 
 
 def split_states(model: Wrapped) -> None:
-    """Split optimizer states as their parameters are.
+    """Shard optimizer states as their parameters are.
 
-    The compiler would do that too, but not always, so that a run that was restored would be
-    another program, which rounds in another order.
+    The compiler usually does that too, but not always; a restored run would then be another
+    program, which rounds in another order.
     """
     if model.ctx.devices == 1 or model.ctx.mesh.shard == 1:
         return
@@ -94,7 +91,7 @@ def split_states(model: Wrapped) -> None:
 
 
 def _split_rows(out: Any, mesh: Any) -> None:
-    """Have the rows of what a block returns stay on the devices that they are on."""
+    """Keep the rows that a block returns on the devices on which they are."""
     spmd = xla_runtime.load("distributed.spmd")
     for leaf in _tree.flatten(out)[0]:
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.is_floating_point():
@@ -102,7 +99,7 @@ def _split_rows(out: Any, mesh: Any) -> None:
 
 
 class _Hooks:
-    """The hooks that modules had, to take away what came later."""
+    """The hooks that modules have now, to remove those added later."""
 
     def __init__(self, module: nn.Module) -> None:
         self._had = [
@@ -119,7 +116,7 @@ class _Hooks:
 
 
 def _checkpointed(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callable[..., Any]:
-    """A forward whose activations torch_xla computes again in backward."""
+    """A forward whose activations torch_xla recomputes in backward."""
     checkpoint = xla_runtime.load("utils.checkpoint").checkpoint
 
     @functools.wraps(forward)
@@ -128,7 +125,7 @@ def _checkpointed(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callabl
             return forward(*args, **kwargs)
         if not kwargs:
             return checkpoint(forward, *args)
-        # It takes positions only; the rest is bound, if the signature says where.
+        # It takes positional arguments only; keyword arguments are bound by the signature.
         bound = inspect.signature(forward).bind(*args, **kwargs)
         return checkpoint(lambda *given: forward(*given, **bound.kwargs), *bound.args)
 
@@ -137,22 +134,6 @@ def _checkpointed(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callabl
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict([*module.named_parameters(), *module.named_buffers()])
-
-
-def _ties(module: nn.Module) -> list[list[str]]:
-    """Names that share a parameter."""
-    shared: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        shared.setdefault(id(parameter), []).append(name)
-    return [names for names in shared.values() if len(names) > 1]
-
-
-def _tie(module: nn.Module, ties: list[list[str]]) -> None:
-    for first, *others in ties:
-        parameter = module.get_parameter(first)
-        for name in others:
-            owner, _, leaf = name.rpartition(".")
-            module.get_submodule(owner)._parameters[leaf] = parameter
 
 
 def _nothing() -> None:

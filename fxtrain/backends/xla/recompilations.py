@@ -1,4 +1,4 @@
-"""How often steps are compiled: on XLA every new shape costs a compilation."""
+"""Counts compiled steps: on XLA, every new shape costs a compilation."""
 
 import warnings
 
@@ -11,12 +11,12 @@ __all__ = ["RecompilationLog"]
 
 @attrs.define(kw_only=True, eq=False)
 class RecompilationLog:
-    """Compilations inside of the steps of one model.
+    """Compilations inside the steps of one model.
 
-    It counts, and decides nothing but a warning.
+    It only counts and warns.
 
     Attributes:
-        quiet_steps: Steps that may be compiled: the first ones make gradients and optimizer states.
+        quiet_steps: Steps that may compile: the first ones create gradients and optimizer states.
             None never warns.
         steps: Micro-batches so far.
         compiled: Those that were compiled.
@@ -29,11 +29,11 @@ class RecompilationLog:
     before: int | None = None
 
     def begin(self) -> None:
-        """A step begins; what was compiled before it is not its own."""
+        """Start a step; compilations before it are not its own."""
         self.before = xla_runtime.compilations()
 
     def end(self) -> None:
-        """A step has ended; warn if it was compiled, and less and less often."""
+        """End a step; warn if it was compiled, at increasing intervals."""
         now = xla_runtime.compilations()
         before, self.before = self.before, now
         self.steps += 1
@@ -46,8 +46,8 @@ class RecompilationLog:
         if often & (often - 1) and often > self.quiet_steps + 1:  # at powers of two only
             return
         warnings.warn(
-            f"XLA compiled step {self.steps} of this model anew; it has compiled {often} of its "
-            f"steps. Each new shape, and each Python number that is 0 or 1 now and then, makes "
-            f"a new graph. Use DataLoader(drop_last=True) or pad rows to a few lengths.",
+            f"XLA recompiled step {self.steps} of this model; {often} of its steps have been "
+            f"compiled. Each new shape, and each Python number that changes from or to 0 or 1, "
+            f"makes a new graph. Use DataLoader(drop_last=True) or pad rows to a few lengths.",
             stacklevel=6,
         )

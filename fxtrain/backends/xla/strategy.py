@@ -1,7 +1,7 @@
 """torch_xla: a step is traced, compiled once and run as one graph."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import attrs
@@ -43,42 +43,42 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     problems = list(unmatched_names(module, plan))
     if ctx.device.type != "xla":
         problems.append(
-            f"XLA() computes on an XLA device, and this context on {ctx.device.type}. Set the "
+            f"XLA() needs an XLA device, but this context is on {ctx.device.type}. Set the "
             f"variable PJRT_DEVICE to TPU or CPU, or use fx.detect(device='xla')."
         )
     if plan.precision.compute == "fp16":
-        problems.append("XLA devices have no fp16. Use precision='bf16' or 'fp32'.")
+        problems.append("XLA devices do not support fp16. Use precision='bf16' or 'fp32'.")
     if config.downcast and plan.precision.compute != "bf16":
         problems.append(
-            f"XLA(downcast=True) holds the model in bf16, and the plan computes in "
-            f"{plan.precision.compute}. Use precision='bf16', or leave downcast out."
+            f"XLA(downcast=True) stores the model in bf16, but the plan computes in "
+            f"{plan.precision.compute}. Use precision='bf16', or omit downcast."
         )
     if plan.compile is not None and plan.compile.backend != "openxla":
         problems.append(
             f"Compile(backend={plan.compile.backend!r}): torch_xla compiles what it traces "
-            f"itself. Leave compile out, or use backend='openxla'."
+            f"itself. Remove compile, or use backend='openxla'."
         )
     if plan.recompute_keep:
-        problems.append("XLA recomputes all of a module: leave recompute_keep out of the plan.")
+        problems.append("XLA recomputes all of a module: remove recompute_keep from the plan.")
     if plan.local is not None:
-        problems.append("XLA() averages gradients of every update: leave local out of the plan.")
+        problems.append("XLA() averages gradients in every update: remove local from the plan.")
     known = {type(part).__name__ for part in module.modules()}
     if unknown := [name for name in config.blocks if name not in known]:
         problems.append(
-            f"XLA(blocks=...) names {', '.join(unknown)}, which no submodule of "
-            f"{type(module).__name__} is. It has {', '.join(sorted(known)[:10])}."
+            f"XLA(blocks=...) names {', '.join(unknown)}, but no submodule of "
+            f"{type(module).__name__} has this class. It has {', '.join(sorted(known)[:10])}."
         )
     used = {"replicate", "shard"} if ctx.devices > 1 else {"replicate"}
     problems += [
         f"The mesh has {axis}={size}, over which XLA() does not split. {_HINTS.get(axis, '')}"
-        f"Leave the axis out of fx.Mesh(...)."
+        f"Omit the axis from fx.Mesh(...)."
         for axis, size in ctx.mesh.sizes.items()
         if size > 1 and axis not in used
     ]
     return tuple(problems)
 
 
-_HINTS = {"shard": "Parameters are split over the devices of one process only (SPMD). "}
+_HINTS = {"shard": "Parameters are sharded over the devices of one process only (SPMD). "}
 
 
 def _wrap(
@@ -90,21 +90,16 @@ def _wrap(
     scheduler: Any,
 ) -> Wrapped:
     data, config = ctx.axis("data"), plan.strategy
-    undos = [move_to_device(module, ctx, downcast=config.downcast)]
+    undos = ExitStack()
+    undos.callback(move_to_device(module, ctx, downcast=config.downcast))
     if data.world_size > 1:
         send_values((*module.parameters(), *module.buffers()), data)
-    undos.append(recompute(module, plan, ctx))
+    undos.callback(recompute(module, plan, ctx))
     engine = module
     if ctx.devices > 1 and ctx.mesh.shard > 1:
         engine, undo = shard_parameters(module, ctx, config.blocks or block_names(module))
-        undos.append(undo)
-
-    def undo_all() -> None:
-        for undo in reversed(undos):
-            undo()
-        undos.clear()
-
-    plain = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo_all)
+        undos.callback(undo)
+    plain = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undos.close)
     xla_runtime.mark_step()
     watch = RecompilationLog(quiet_steps=3 * plan.accumulate if config.warn_recompiles else None)
     return attrs.evolve(plain, engine=engine, strategy_state=watch)
@@ -126,20 +121,20 @@ def _sync(model: Wrapped, enabled: bool) -> Iterator[None]:  # noqa: FBT001
 
 def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
     outcome = buffers.apply(model, update)
-    if model.strategy_state.steps < model.plan.accumulate:  # which made the optimizer's states
+    if model.strategy_state.steps < model.plan.accumulate:  # it created the optimizer's states
         split_states(model)
     _end(model)
     return outcome
 
 
 def _end(model: Wrapped) -> None:
-    """Hand the graph of a micro-batch to the device."""
+    """Submit the graph of a micro-batch to the device."""
     xla_runtime.mark_step()
     model.strategy_state.end()
 
 
 def _finite(model: Wrapped) -> bool:
-    # Reading computes what it needs apart; what is cut before is computed once.
+    # Reading a value computes it separately, unless the graph was submitted before.
     xla_runtime.mark_step()
     return step_functions.finite(model)
 

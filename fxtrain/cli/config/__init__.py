@@ -1,4 +1,4 @@
-"""`fxtrain config`: questions and answers, and the command."""
+"""`fxtrain config`: the questionnaire and its commands."""
 
 from fxtrain.cli.config.questions import Question, next_question, read_answer, section_of
 

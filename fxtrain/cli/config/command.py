@@ -1,4 +1,4 @@
-"""`fxtrain config` and its parts."""
+"""`fxtrain config` and its subcommands."""
 
 import os
 from collections.abc import Mapping
@@ -21,15 +21,15 @@ from fxtrain.state import shown
 
 __all__ = ["CONFIG"]
 
-_NOTED = 80  # letters of a value
+_NOTED = 80  # characters of a value
 _path = click.Path(dir_okay=False)
 _file = click.option("--config", "-c", "file", default="", type=_path, help="the launch file")
-_force = click.option("--force", is_flag=True, help="replace what is there")
+_force = click.option("--force", is_flag=True, help="replace an existing file")
 
 
 @click.group("config", invoke_without_command=True)
 @click.option("--config", "-c", "path", default=HERE[0], type=_path, help="the file to write")
-@click.option("--profile", "-p", default="", help="add a profile of that name to it")
+@click.option("--profile", "-p", default="", help="add a profile with this name to it")
 @_force
 @click.pass_context
 def CONFIG(ctx: click.Context, path: str, profile: str, force: bool) -> None:  # noqa: FBT001
@@ -43,7 +43,7 @@ def CONFIG(ctx: click.Context, path: str, profile: str, force: bool) -> None:  #
     if profile and there:
         check_profile(path, profile, force=force)
     elif there and not force:
-        raise PlanError(f"{path} is there already. Add a --profile, or --force to replace it.")
+        raise PlanError(f"{path} already exists. Add a --profile, or use --force to replace it.")
     machine = detect_machine()
     section = interview(machine, choose_prompt())
     if profile and there:
@@ -59,7 +59,7 @@ def CONFIG(ctx: click.Context, path: str, profile: str, force: bool) -> None:  #
 def default(path: str, force: bool) -> None:  # noqa: FBT001
     """Write a launch file without questions.
 
-    It holds what suits this machine, and all else as comments.
+    It contains values for this machine, and all other fields as comments.
     """
     machine = detect_machine()
     write_new(path, LaunchFile(common=suggested(machine)), notes=_head(machine), force=force)
@@ -68,18 +68,18 @@ def default(path: str, force: bool) -> None:  # noqa: FBT001
 @CONFIG.command()
 @_file
 @click.option("--profile", "-p", default="", help="the profile")
-@click.option("--set", "words", multiple=True, metavar="PATH=VALUE", help="as launch.ranks=4")
+@click.option("--set", "words", multiple=True, metavar="PATH=VALUE", help="such as launch.ranks=4")
 @click.option("--said", is_flag=True, help="only values that are not defaults")
 @as_json
 def show(file: str, profile: str, words: tuple[str, ...], said: bool, json_: bool) -> None:  # noqa: FBT001
-    """Show what counts, and where it comes from."""
+    """Show all values and their origins."""
     settings = resolve(file=file, profile=profile, env=os.environ, flags=from_flags(words))
     rows = [each for each in settings.every() if not said or each.origin != "default"]
     if json_:
         values = [attrs.asdict(row) for row in rows]
         print_json({"file": settings.file, "profile": settings.profile, "values": values})
         return
-    place = settings.file or "none (the defaults count)"
+    place = settings.file or "none (all defaults)"
     say(f"launch file: {place}\nprofile: {settings.profile or 'none'}\n")
     print_table(
         ["value", "is", "from"], [[row.path, _shown(row.value), row.origin] for row in rows]
@@ -92,12 +92,12 @@ def show(file: str, profile: str, words: tuple[str, ...], said: bool, json_: boo
 def check(path: str, json_: bool) -> int:  # noqa: FBT001
     """Check a launch file and its profiles.
 
-    The exit code is 1 if it holds mistakes.
+    The exit code is 1 if it contains errors.
     """
     found = path or find_file(os.environ)
     if not found or not os.path.exists(found):
         what = found or "fxtrain.toml, fxtrain.yaml and the user's own"
-        raise PlanError(f"{what}: there is no such launch file. `fxtrain config` writes one.")
+        raise PlanError(f"{what}: no such launch file. Create one with `fxtrain config`.")
     problems: list[str] = []
     profiles: list[str] = []
     try:
@@ -107,7 +107,7 @@ def check(path: str, json_: bool) -> int:  # noqa: FBT001
     if json_:
         print_json({"file": found, "profiles": profiles, "problems": problems})
     else:
-        good = f"{found} is in order. Profiles: {', '.join(profiles) or 'none'}."
+        good = f"{found} is valid. Profiles: {', '.join(profiles) or 'none'}."
         say("\n".join([f"{found}:", *problems]) if problems else good)
     return Exit.FOUND if problems else Exit.WELL
 
@@ -115,14 +115,14 @@ def check(path: str, json_: bool) -> int:  # noqa: FBT001
 @CONFIG.command()
 @click.argument("source", default="", type=_path)
 @click.argument("path", default=HERE[0], type=_path)
-@click.option("--profile", "-p", default="", help="make it a profile of that name")
+@click.option("--profile", "-p", default="", help="write it as a profile with this name")
 @_force
 @as_json
 def convert(source: str, path: str, profile: str, force: bool, json_: bool) -> None:  # noqa: FBT001
     """Turn an Accelerate config into a launch file.
 
-    SOURCE is a YAML or JSON file of `accelerate config`; by default the one that it wrote last.
-    What has no counterpart is told, and noted at the head of the new file.
+    SOURCE is a YAML or JSON file of `accelerate config`; by default the last one it wrote.
+    Settings without a counterpart are printed, and noted at the top of the new file.
     """
     source = source or _accelerates_own(os.environ)
     try:
@@ -138,7 +138,7 @@ def convert(source: str, path: str, profile: str, force: bool, json_: bool) -> N
         )
         return
     head = (
-        [f"Converted from {source}. Not carried over as it was:", *notes]
+        [f"Converted from {source}. Changed or without a counterpart:", *notes]
         if notes
         else [f"Converted from {source}."]
     )
@@ -148,7 +148,7 @@ def convert(source: str, path: str, profile: str, force: bool, json_: bool) -> N
 
 
 def _accelerates_own(env: Mapping[str, str]) -> str:
-    """Where `accelerate config` writes."""
+    """Where `accelerate config` writes its file."""
     cache = env.get("XDG_CACHE_HOME") or str(Path(env.get("HOME", "~"), ".cache"))
     home = Path(env.get("HF_HOME") or Path(cache, "huggingface"), "accelerate")
     return str(home / "default_config.yaml")
@@ -157,13 +157,13 @@ def _accelerates_own(env: Mapping[str, str]) -> str:
 def _head(machine: Machine) -> list[str]:
     return [
         f"Written by fxtrain config on {machine.summary}.",
-        "What is commented out shows the default; profiles.NAME.launch and profiles.NAME.plan "
-        "change values for one setup, chosen with --profile NAME.",
+        "Commented-out lines show defaults. profiles.NAME.launch and profiles.NAME.plan change "
+        "values for one setup, chosen with --profile NAME.",
     ]
 
 
 def _quoted_value(value: Any) -> str:
-    """A value on the line of a note; text without quotes, as it stands in the file."""
+    """A value in a note; text without quotes, as written in the file."""
     return value if isinstance(value, str) and len(value) < _NOTED else shown(value)
 
 

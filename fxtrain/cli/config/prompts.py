@@ -1,4 +1,4 @@
-"""Asking: with arrow keys on a terminal, line by line elsewhere."""
+"""Asks questions: with arrow keys in a terminal, line by line elsewhere."""
 
 import importlib.util
 import sys
@@ -21,15 +21,15 @@ from fxtrain.launch.config.launch_file import Section
 
 __all__ = ["arrow_keys", "choose_prompt", "interview", "line_by_line"]
 
-# A way of asking takes a question and says what is typed, or picked.
+# A prompt takes a question and returns what was typed or chosen.
 AskFunction = Callable[[Question], str]
 
 
 def interview(machine: Machine, ask: AskFunction) -> Section:
-    """Ask until nothing is left to ask; an answer that does not fit is asked for again.
+    """Ask until no question remains; repeat a question after an invalid answer.
 
     Raises:
-        PlanError: the answers ended before the questions.
+        PlanError: the input ended before the questions.
     """
     answers: dict[str, Any] = {}
     while question := next_question(answers, machine):
@@ -47,7 +47,7 @@ def interview(machine: Machine, ask: AskFunction) -> Section:
 
 
 def choose_prompt() -> AskFunction:
-    """Arrow keys where there is a terminal and questionary is installed, or else lines."""
+    """Arrow keys if there is a terminal and questionary is installed; otherwise lines."""
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal and importlib.util.find_spec("questionary"):
         return arrow_keys
@@ -58,7 +58,7 @@ def line_by_line(question: Question) -> str:
     """Print a question and read a line.
 
     Raises:
-        PlanError: there are no more lines.
+        PlanError: the input has ended.
     """
     click.echo(question.text)
     for number, (name, meaning) in enumerate(question.choices, 1):
@@ -67,7 +67,8 @@ def line_by_line(question: Question) -> str:
     line = sys.stdin.readline()
     if not line:
         raise PlanError(
-            f"There was no answer to {question.text!r}. `fxtrain config default` asks nothing."
+            f"No answer to {question.text!r}: the input ended. `fxtrain config default` asks "
+            f"nothing."
         )
     if not sys.stdin.isatty():
         click.echo(line.rstrip("\n"))  # so that a log reads like a session

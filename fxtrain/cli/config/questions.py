@@ -1,4 +1,4 @@
-"""The questions of `fxtrain config`: which comes next is a pure function of the answers."""
+"""The questions of `fxtrain config`: the next one is a pure function of the answers."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -25,11 +25,11 @@ class Question:
 
     Attributes:
         path: The value in the launch file that it sets.
-        text: What is asked.
-        kind: choice: one of several; yes: yes or no; whole: a number of at least 0; number:
-            a number; text: a text; words: texts with commas.
-        choices: Values with what each means.
-        default: The value that counts when the answer is empty; None leaves it open.
+        text: The question itself.
+        kind: choice: one of several; yes: yes or no; whole: a whole number of at least 0; number: a
+            number; text: a text; words: texts separated by commas.
+        choices: Values with their meanings.
+        default: The value for an empty answer; None leaves it unset.
     """
 
     path: str
@@ -41,7 +41,7 @@ class Question:
 
 @attrs.frozen(kw_only=True)
 class _Entry:
-    """A question, and whether it matters after these answers on this machine."""
+    """A question, and whether it applies given these answers on this machine."""
 
     ask: Callable[[Answers, Machine], Question]
     matters: Callable[[Answers, Machine], bool] = lambda answers, machine: True
@@ -49,7 +49,7 @@ class _Entry:
 
 
 def next_question(answers: Answers, machine: Machine) -> Question | None:
-    """The first question that matters and is not answered; None at the end.
+    """The first applicable question without an answer; None at the end.
 
     Example:
         >>> from fxtrain.cli.config import next_question
@@ -64,10 +64,10 @@ def next_question(answers: Answers, machine: Machine) -> Question | None:
 
 
 def read_answer(question: Question, said: str) -> Any:
-    """The value of a typed answer; None where nothing is said and there is no default.
+    """The value of a typed answer; None if it is empty and there is no default.
 
     Raises:
-        ValueError: it is no answer to the question; the message says what would be.
+        ValueError: it does not answer the question; the message says what would.
 
     Example:
         >>> from fxtrain.cli.config import Question, read_answer
@@ -84,13 +84,13 @@ def read_answer(question: Question, said: str) -> Any:
 
 
 def problem_with(question: Question, value: Any, answers: Answers, machine: Machine) -> str:
-    """What the records say against a value; empty if it fits what was answered before."""
+    """What the records object to in a value; empty if it agrees with earlier answers."""
     told = problems_of(section_of({**answers, question.path: value}), more=machine.strategies)
     return told[0].partition(": ")[2] if told else ""
 
 
 def section_of(answers: Answers) -> Section:
-    """What the answers put into a launch file: all that is not a default, and the ranks.
+    """What the answers put into a launch file: everything but defaults, and the ranks.
 
     Example:
         >>> from fxtrain.cli.config import section_of
@@ -109,7 +109,7 @@ def section_of(answers: Answers) -> Section:
     return Section(launch=data["launch"], plan=data["plan"])
 
 
-# Options of launchers, and fields of strategies, that most users set.
+# Launcher options and strategy fields that most users set.
 _OPTIONS = {
     "mpi": ("hostfile",),
     "deepspeed": ("hostfile", "include"),
@@ -141,27 +141,27 @@ def _launch_rows() -> list[_Entry]:
         _Entry(path="launch.main_address", matters=several, ask=_fixed(
             "launch.main_address", "Host name or address of the first machine?", "text")),
         _Entry(path="launch.main_port", matters=several, ask=_fixed(
-            "launch.main_port", "A port there that is free?", "whole", 29_500)),
+            "launch.main_port", "A free port on it?", "whole", 29_500)),
         _Entry(path="launch.rendezvous", matters=several, ask=lambda *_: Question(
-            path="launch.rendezvous", text="How do the machines meet?", kind="choice",
+            path="launch.rendezvous", text="How do the machines find each other?", kind="choice",
             choices=(("static", "each is started with its own --node-rank"),
                      ("c10d", "in any order, and again after one has failed")),
             default="static")),
         _Entry(path="launch.ranks", ask=lambda _, machine: Question(
             path="launch.ranks", kind="whole", default=max(1, machine.count),
-            text=f"How many ranks on each machine? (here are {machine.count} accelerators and "
-                 f"{machine.cores} cores)"),
+            text=f"How many ranks on each machine? (this one has {machine.count} accelerators "
+                 f"and {machine.cores} cores)"),
              matters=lambda answers, _: answers["launch.launcher"] != "tpu"),
         _Entry(path="launch.cpu", ask=_fixed(
             "launch.cpu", "Compute on the CPU only?", "yes", default=False),
              matters=lambda answers, machine: machine.count > 0 and _native(answers)),
         _Entry(path="launch.gpus", ask=_fixed(
-            "launch.gpus", "Which accelerators? (numbers with commas; empty: all)", "words"),
+            "launch.gpus", "Which accelerators? (comma-separated numbers; empty: all)", "words"),
              matters=lambda answers, machine: (
                  _native(answers) and not answers.get("launch.cpu")
                  and answers["launch.ranks"] < machine.count)),
         _Entry(path="launch.restarts", ask=_fixed(
-            "launch.restarts", "How often do ranks start again after a failure?", "whole", 0),
+            "launch.restarts", "How often may the ranks restart after a failure?", "whole", 0),
              matters=lambda answers, _: (
                  "restarts" in known_launchers()[answers["launch.launcher"]].uses)),
     ]  # fmt: skip
@@ -189,7 +189,7 @@ def _plan_rows(answers: Answers, machine: Machine) -> list[_Entry]:
         _Entry(path="plan.accumulate", ask=_fixed(
             "plan.accumulate", "Micro-batches per optimizer update?", "whole", 1)),
         _Entry(path="plan.clip_norm", ask=_fixed(
-            "plan.clip_norm", "Largest gradient norm? (empty: no clipping)", "number")),
+            "plan.clip_norm", "Maximum gradient norm? (empty: no clipping)", "number")),
         _Entry(path="plan.compile", ask=_fixed(
             "plan.compile", "Compile the model with torch.compile?", "yes", default=False)),
     ]  # fmt: skip
@@ -202,7 +202,7 @@ def _option_rows(launcher: str) -> list[_Entry]:
 
 
 def _record_row(record: type, path: str) -> _Entry:
-    """A question that follows from a field's type and from what its record says of it."""
+    """A question derived from a field's type and the record's docstring."""
     field = attrs.fields_dict(record)[path.rpartition(".")[2]]
     default = list(field.default) if isinstance(field.default, tuple) else field.default
     kind, choices = _kind_of(field)
@@ -234,7 +234,7 @@ def _ask_launcher(_: Answers, machine: Machine) -> Question:
     usual = "slurm" if machine.slurm else "tpu-pod" if machine.tpu else "native"
     return Question(
         path="launch.launcher",
-        text="Who starts the ranks?",
+        text="Which launcher starts the ranks?",
         kind="choice",
         choices=tuple((name, row.help) for name, row in known_launchers().items()),
         default=usual,
@@ -246,10 +246,10 @@ def _ask_strategy(_: Answers, machine: Machine) -> Question:
         _tag(config): (config.__doc__ or "").strip().partition("\n")[0]
         for config in _configs(machine)
     }
-    kinds.pop("single", None)  # one rank alone
+    kinds.pop("single", None)  # for one rank only
     return Question(
         path="plan.strategy.kind",
-        text="How is the model spread over the ranks?",
+        text="How is the model distributed over the ranks?",
         kind="choice",
         choices=tuple(kinds.items()),
         default="ddp",
@@ -269,7 +269,7 @@ def _native(answers: Answers) -> bool:
 
 
 def _default(path: str) -> Any:
-    """Of the field that a path names in the launch spec or the plan; None further inside."""
+    """The type of the field at a path in the launch spec or the plan; None deeper inside."""
     first, _, rest = path.partition(".")
     fields = attrs.fields_dict(LaunchSpec if first == "launch" else Plan)
     if path in ("plan.strategy.kind", "plan.precision"):
@@ -303,7 +303,7 @@ def _number(_: Question, said: str) -> float | int:
     try:
         value = float(said)
     except ValueError:
-        raise ValueError("choose a number, or nothing") from None
+        raise ValueError("choose a number, or leave it empty") from None
     if not math.isfinite(value):
         raise ValueError("choose a finite number")
     return int(value) if value.is_integer() else value

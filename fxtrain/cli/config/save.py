@@ -1,4 +1,4 @@
-"""Launch files on disk: a new one, or a profile more in one that is there."""
+"""Launch files on disk: creates one, or adds a profile to an existing one."""
 
 from pathlib import Path
 
@@ -16,33 +16,35 @@ __all__ = ["check_profile", "write_new", "write_profile"]
 
 
 def write_new(path: str, file: LaunchFile, *, notes: list[str], force: bool) -> None:
-    """Write a launch file and say so.
+    """Write a launch file and report it.
 
     Raises:
-        PlanError: the suffix is another one, or there is a file and `force` is not given.
+        PlanError: the suffix is unknown, or the file exists and `force` is not given.
     """
     form = _form(path)
     if Path(path).exists() and not force:
-        raise PlanError(f"{path} is there already. Give another name, or --force to replace it.")
+        raise PlanError(
+            f"{path} already exists. Choose another name, or use --force to replace it."
+        )
     _write(path, render(file, form, notes=notes))
-    say(f"Wrote {path}. `fxtrain config show` tells what counts.")
+    say(f"Wrote {path}. Show all values with `fxtrain config show`.")
 
 
 def check_profile(path: str, name: str, *, force: bool) -> None:
-    """See whether a profile can be added, before anything is asked.
+    """Check that a profile can be added, before asking questions.
 
     Raises:
-        PlanError: the file is not in order, or has the profile and `force` is not given.
+        PlanError: the file is invalid, or has the profile and `force` is not given.
     """
     _form(path)
     if name in read_launch_file(path).profiles and not force:
-        raise PlanError(f"{path} has a profile {name!r} already. --force replaces it.")
+        raise PlanError(f"{path} already has a profile {name!r}. Use --force to replace it.")
 
 
 def write_profile(path: str, name: str, section: Section) -> None:
-    """Add a profile to a launch file, or replace it there, and say so.
+    """Add a profile to a launch file, or replace it, and report it.
 
-    Comments in TOML stay; a file in YAML is written anew.
+    Comments in TOML are kept; a YAML file is rewritten.
     """
     form = _form(path)
     file = read_launch_file(path)
@@ -69,7 +71,7 @@ def _without(path: str, name: str) -> str:
 def _form(path: str) -> Format:
     form = FORMATS.get(Path(path).suffix.lower())
     if form is None:
-        raise PlanError(f"{path}: a launch file ends in {', '.join(FORMATS)}.")
+        raise PlanError(f"{path}: the name of a launch file ends in {', '.join(FORMATS)}.")
     return form
 
 

@@ -1,3 +1,3 @@
-"""Commands that look at machines, models and setups before anything long is started."""
+"""Commands that inspect machines, models and setups before a long run."""
 
 __all__: list[str] = []

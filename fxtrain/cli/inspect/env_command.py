@@ -13,10 +13,10 @@ __all__ = ["ENV"]
 @click.command("env")
 @as_json
 def ENV(json_: bool) -> None:  # noqa: FBT001
-    """Say what is on this machine, ready to paste into an issue.
+    """Show the setup of this machine, ready to paste into an issue.
 
-    Versions, devices, topology, ways to communicate, and the configuration with its origins.
-    Values of secrets are left out.
+    Versions, devices, topology, communication, and the configuration with its origins. Values
+    of secrets are hidden.
     """
     groups = collect(os.environ)
     if json_:

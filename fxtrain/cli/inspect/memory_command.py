@@ -26,7 +26,7 @@ _WORDS = {
     "parameters": "parameters (fp32)",
     "gradients": "gradients (fp32)",
     "optimizer": "optimizer state",
-    "working": "copies to compute with",
+    "working": "copies in the compute dtype",
     "buffers": "other tensors",
 }
 
@@ -40,35 +40,33 @@ _WORDS = {
     "--precision",
     type=click.Choice(list(BYTES)),
     default="bf16",
-    help="of autocast, or of the weights in inference; bf16 by default",
+    help="dtype of autocast, or of the weights in inference; bf16 by default",
 )
 @click.option(
     "--sharding",
     type=click.Choice(SHARDING),
     default="none",
-    help="what is split over ranks, with all before it: ZeRO 1, 2, 3; FSDP is `parameters`",
+    help="what is sharded over ranks, including all before it: ZeRO 1, 2, 3; FSDP: `parameters`",
 )
+@click.option("--ranks", "-n", type=click.IntRange(min=1), default=1, help="ranks to shard over")
 @click.option(
-    "--ranks", "-n", type=click.IntRange(min=1), default=1, help="ranks that it is split over"
-)
-@click.option(
-    "--batch", type=click.IntRange(min=1), default=1, help="sequences at once in inference"
+    "--batch", type=click.IntRange(min=1), default=1, help="concurrent sequences in inference"
 )
 @click.option(
     "--tokens", type=click.IntRange(min=1), default=4096, help="their length; 4096 by default"
 )
-@click.option("--download", is_flag=True, help="MODEL is on the Hugging Face hub: fetch headers")
+@click.option("--download", is_flag=True, help="fetch the headers of MODEL from Hugging Face")
 @as_json
 def ESTIMATE(model: str, json_: bool, download: bool, **chosen: Any) -> None:  # noqa: FBT001
     """Estimate the memory of a model in training and inference.
 
     MODEL is a .safetensors file or its index, a folder with one, a config.json of transformers
-    or a folder with one, MODULE:FUNCTION that makes a model, or the name of a timm model.
-    Headers and code are read, never tensors, and nothing is downloaded. With --download MODEL
-    may be OWNER/NAME on the Hugging Face hub, of which config and headers are fetched.
+    or a folder with one, MODULE:FUNCTION that builds a model, or the name of a timm model.
+    Only headers and code are read, never tensors, and nothing is downloaded. With --download,
+    MODEL may be OWNER/NAME on the Hugging Face hub, whose config and headers are fetched.
     """
     if not download:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # read once, by the import of a model's own library
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when the model's library is imported
     away = download and not Path(model).exists()
     report = _report(read_hub(model) if away else read_weights(model), **chosen)
     if json_:
@@ -120,9 +118,9 @@ def _whole(sizes: Training) -> dict[str, int]:
 def _print(report: dict[str, Any], chosen: dict[str, Any]) -> None:
     largest, sizes = report["largest_layer"], report["training_bytes"]
     say(
-        f"{report['source']}: {report['parameters']:,} entries, {report['trained']:,} trained, "
+        f"{report['source']}: {report['parameters']:,} parameters, {report['trained']:,} trained, "
         f"{_size(report['stored_bytes'])} as stored.\nLargest layer: {largest['name']}, "
-        f"{largest['parameters']:,} entries, {_size(largest['bytes'])}.\n"
+        f"{largest['parameters']:,} parameters, {_size(largest['bytes'])}.\n"
     )
     rows = [[words, _size(sizes[name])] for name, words in _WORDS.items()]
     print_table(
@@ -138,7 +136,7 @@ def _print(report: dict[str, Any], chosen: dict[str, Any]) -> None:
         [f"weights ({chosen['precision']})", _size(held)],
         [
             f"keys and values of {chosen['batch']} x {chosen['tokens']} tokens",
-            "shape not known" if cache is None else _size(cache),
+            "unknown shape" if cache is None else _size(cache),
         ],
         ["total", _size(held + (cache or 0))],
     ]

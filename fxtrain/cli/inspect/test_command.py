@@ -1,4 +1,4 @@
-"""`fxtrain test`: the configured setup, tried out."""
+"""`fxtrain test`: tests the configured setup."""
 
 import importlib
 import json
@@ -18,6 +18,7 @@ from fxtrain.diagnosis import fact_problems, facts_here
 from fxtrain.launch import LaunchSpec, describe, find_launcher, run
 from fxtrain.launch.config import from_flags, resolve
 from fxtrain.state import Plan, dumps
+from fxtrain.state.topology.slurm import job_number
 
 __all__ = ["TEST"]
 
@@ -28,12 +29,12 @@ _TRIAL = "fxtrain.diagnosis.trial"
 @click.option("--config", "-c", "file", default="", help="the launch file")
 @click.option("--profile", "-p", default="", help="the profile")
 @click.option("--ranks", "-n", type=click.IntRange(min=1), help="ranks on each machine")
-@click.option("--set", "words", multiple=True, metavar="PATH=VALUE", help="as launch.nodes=2")
+@click.option("--set", "words", multiple=True, metavar="PATH=VALUE", help="such as launch.nodes=2")
 @click.option(
     "--mib",
     type=click.FloatRange(min=0.01),
     default=4.0,
-    help="size of the tensors for bandwidth; 4 by default",
+    help="size of the tensors for measuring bandwidth, in MiB; 4 by default",
 )
 @as_json
 def TEST(
@@ -44,11 +45,11 @@ def TEST(
     mib: float,
     json_: bool,  # noqa: FBT001
 ) -> int:
-    """Try the configured setup out on all of its ranks.
+    """Test the configured setup on all of its ranks.
 
     Runs every collective and a short training, and prints latency and bandwidth. The exit code
-    is 1 if something is not in order. With several machines, run it on each of them as you
-    would fxtrain launch; the machine of rank 0 prints.
+    is 1 if a check fails. With several machines, run it on each of them, as you would
+    fxtrain launch; the machine of rank 0 prints the results.
     """
     flags = from_flags([*words, *([f"launch.ranks={ranks}"] if ranks else [])])
     settings = resolve(file=file, profile=profile, env=os.environ, flags=flags)
@@ -68,16 +69,16 @@ def TEST(
 
 
 def _try_out(spec: LaunchSpec, plan: Plan, out: Path, *, mib: float) -> dict[str, Any] | int:
-    """What rank 0 found out, or the exit code where it did not get there or is elsewhere."""
+    """The report of rank 0, or the exit code if it failed or is on another machine."""
     if spec.executable or not find_launcher(spec).here:
         raise LaunchError(
-            f"The launcher {spec.launcher!r} starts ranks elsewhere, from where no table comes "
-            f"back. Launch the test as a program: fxtrain launch -m {_TRIAL} told.json "
+            f"The launcher {spec.launcher!r} starts ranks on other machines, which cannot return "
+            f"the results. Launch the test as a program: fxtrain launch -m {_TRIAL} told.json "
             f"'{{}}' {mib:g}"
         )
-    if spec.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:
+    if spec.launcher == "slurm" and not job_number(os.environ):
         raise LaunchError(
-            "The test runs inside a job of SLURM, not as one that waits in the queue: "
+            "The test has to run inside a SLURM job, not as a queued one: "
             "salloc --nodes=... fxtrain test ..."
         )
     words = (str(out), dumps(plan), str(mib))
@@ -88,7 +89,7 @@ def _try_out(spec: LaunchSpec, plan: Plan, out: Path, *, mib: float) -> dict[str
         warn("\n".join([f"fxtrain test: {describe(ending)}", *causes]))
         return Exit.FOUND
     if not out.is_file():
-        warn("Every rank ended well. The table is printed on the machine of rank 0.")
+        warn("Every rank succeeded. The machine of rank 0 prints the results.")
         return Exit.WELL
     return json.loads(out.read_text(encoding="utf-8"))
 
@@ -115,5 +116,5 @@ def _print(told: dict[str, Any]) -> None:
             f"{training['steps']} steps, {training['step_ms']:.2f} ms each."
         )
     problems = told["problems"]
-    click.echo("\n" + ("\n".join(f"! {one}" for one in problems) or "Everything is in order."))
+    click.echo("\n" + ("\n".join(f"! {one}" for one in problems) or "No problems found."))
     sys.stdout.flush()

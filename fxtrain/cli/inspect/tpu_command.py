@@ -1,4 +1,4 @@
-"""`fxtrain tpu-config`: commands on all hosts of a TPU pod, to prepare them."""
+"""`fxtrain tpu-config`: runs commands on all hosts of a TPU pod, to prepare them."""
 
 import os
 import shlex
@@ -22,14 +22,14 @@ __all__ = ["TPU"]
 @click.option("--profile", "-p", default="", help="the profile")
 @click.option("--name", default="", help="name of the TPU VM")
 @click.option("--zone", default="", help="its zone")
-@click.option("--command", "commands", multiple=True, help="for the shell of each host")
+@click.option("--command", "commands", multiple=True, help="a shell command for each host")
 @click.option(
     "--command-file",
     type=click.Path(exists=True, dir_okay=False),
-    help="a file with one command a line, instead",
+    help="a file with one command per line",
 )
-@click.option("--install", default="", metavar="PACKAGE", help="install it there first, by pip")
-@click.option("--dry", is_flag=True, help="show gcloud's command line, and stop")
+@click.option("--install", default="", metavar="PACKAGE", help="install it first, with pip")
+@click.option("--dry", is_flag=True, help="print gcloud's command line and exit")
 @as_json
 def TPU(
     file: str,
@@ -44,8 +44,8 @@ def TPU(
 ) -> int:
     """Prepare the hosts of a TPU pod.
 
-    Runs commands on all of them through gcloud. The pod is that of launch.options in the launch
-    file, where launch.launcher is tpu-pod, or --name and --zone.
+    Runs commands on all of them through gcloud. The pod is given by --name and --zone, or by
+    launch.options in the launch file if launch.launcher is tpu-pod.
     """
     settings = resolve(file=file, profile=profile, env=os.environ, flags=from_flags(()))
     said = settings.launch.options if settings.launch.launcher == "tpu-pod" else None
@@ -65,5 +65,5 @@ def TPU(
     if dry or json_:
         return Exit.WELL
     if not shutil.which(argv[0]):
-        raise LaunchError("gcloud is not on the PATH: install the Google Cloud CLI. Or add --dry.")
+        raise LaunchError("gcloud is not on the PATH. Install the Google Cloud CLI, or add --dry.")
     return Exit.WELL if subprocess.run(argv, check=False).returncode == 0 else Exit.FOUND

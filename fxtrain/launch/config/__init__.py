@@ -1,4 +1,4 @@
-"""Launch files: what they say, how they are read, combined with flags, and written."""
+"""Launch files: their records, and how they are read, combined with flags, and written."""
 
 from fxtrain.launch.config.defaults import Machine, detect_machine, suggested
 from fxtrain.launch.config.launch_file import LaunchFile, Section, read_launch_file

@@ -1,4 +1,4 @@
-"""What this machine is, for defaults that fit it."""
+"""Properties of this machine, for suitable defaults."""
 
 import os
 import shutil
@@ -16,17 +16,17 @@ __all__ = ["Machine", "detect_machine", "suggested"]
 
 @attrs.frozen(kw_only=True)
 class Machine:
-    """What matters of a machine for a launch file.
+    """Properties of a machine that matter for a launch file.
 
     Attributes:
-        cores: Cores that a process here may use.
-        kind: Of its accelerators, as torch calls it; cpu without any.
-        count: Accelerators.
+        cores: Cores available to a process.
+        kind: Device type of its accelerators, as torch names it; cpu without any.
+        count: Number of accelerators.
         bf16: Whether they compute in bf16.
-        slurm: A SLURM cluster takes jobs here.
-        mpi: Open MPI or MPICH is installed.
+        slurm: Whether a SLURM cluster accepts jobs here.
+        mpi: Whether Open MPI or MPICH is installed.
         tpu: Name of the TPU in the environment; empty without one.
-        strategies: Configs of strategies that installed packages bring.
+        strategies: Strategy configs of installed packages.
     """
 
     cores: int = 1
@@ -46,10 +46,10 @@ class Machine:
 
 
 def detect_machine(env: Mapping[str, str] | None = None) -> Machine:
-    """What is found here.
+    """Inspect this machine.
 
     Effects:
-        Loads torch; asks it for devices. Loads the strategies of installed packages.
+        Imports torch and asks it for devices. Loads the strategies of installed packages.
 
     Example:
         >>> from fxtrain.launch.config import detect_machine
@@ -74,7 +74,7 @@ def detect_machine(env: Mapping[str, str] | None = None) -> Machine:
 
 
 def suggested(machine: Machine) -> Section:
-    """A setup for this machine alone: a rank per accelerator, bf16 where it is fast.
+    """A setup for this machine alone: one rank per accelerator, bf16 if it is fast.
 
     Example:
         >>> from fxtrain.launch.config import Machine, suggested

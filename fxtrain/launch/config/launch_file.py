@@ -1,4 +1,4 @@
-"""The launch file: what it says, as a record, and how it is read."""
+"""The launch file as a record, and reading it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,13 +25,13 @@ __all__ = [
 
 FORMATS: dict[str, Format] = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 
-# Stands for the script while a file that names none is checked.
+# The script while checking a file that names none.
 NO_TARGET = "train.py"
 
 
 @attrs.frozen(kw_only=True)
 class Section:
-    """What one profile says; a field that is left out is not said.
+    """The values of one profile; an absent field is unset.
 
     Attributes:
         launch: Fields of `fxtrain.launch.LaunchSpec`, as plain data.
@@ -47,10 +47,10 @@ class LaunchFile:
     """A launch file: common values, and named setups that change some of them.
 
     Attributes:
-        path: Where it was read; empty for one made in memory.
-        common: What holds for every profile.
-        profiles: By name, what differs.
-        default: The profile that counts when none is asked for; empty for none.
+        path: Where it was read from; empty for one made in memory.
+        common: Values of every profile.
+        profiles: By name, the values that differ.
+        default: The profile used if none is requested; empty for none.
     """
 
     path: str = ""
@@ -59,7 +59,7 @@ class LaunchFile:
     default: str = ""
 
     def section(self, profile: str) -> Section:
-        """What a profile says together with the common values."""
+        """A profile's values merged over the common ones."""
         own = self.profiles[profile] if profile else Section()
         return Section(
             launch=merge(self.common.launch, own.launch), plan=merge(self.common.plan, own.plan)
@@ -70,8 +70,8 @@ def read_launch_file(path: str | Path) -> LaunchFile:
     """Read and check a launch file.
 
     Raises:
-        PlanError: it is not there, is not TOML or YAML, or holds what no launch and no plan
-            has; one line per problem, each with its path in the file.
+        PlanError: it does not exist, is not TOML or YAML, or contains fields that neither a launch
+            nor a plan has; one line per problem, each with its path in the file.
 
     Example:
         >>> import pathlib, tempfile
@@ -84,7 +84,7 @@ def read_launch_file(path: str | Path) -> LaunchFile:
     """
     form = FORMATS.get(Path(path).suffix.lower())
     if form is None:
-        raise PlanError(f"{path}: a launch file ends in {', '.join(FORMATS)}.")
+        raise PlanError(f"{path}: the name of a launch file ends in {', '.join(FORMATS)}.")
     text = _text(path)
     try:
         return attrs.evolve(parse(text, form), path=str(path))
@@ -93,10 +93,10 @@ def read_launch_file(path: str | Path) -> LaunchFile:
 
 
 def read_data(path: str | Path, form: Format) -> Any:
-    """What a file in TOML or YAML holds.
+    """The data of a file in TOML or YAML.
 
     Raises:
-        PlanError: it is not there, or is none.
+        PlanError: it does not exist, or is not a file.
     """
     return parse_text(_text(path), form)
 
@@ -106,7 +106,7 @@ def _text(path: str | Path) -> str:
         return read_text(path)
     except OSError as error:
         raise PlanError(
-            f"{path}: the launch file cannot be read: {error}. `fxtrain config` writes one."
+            f"{path}: cannot read the launch file: {error}. Create one with `fxtrain config`."
         ) from error
 
 
@@ -129,7 +129,7 @@ def parse(text: str, form: Format) -> LaunchFile:
                 at = f"profiles.{name}" if name else ""
                 told += problems_of(file.section(name), at=at, more=more)
     except RecursionError:
-        raise PlanError("It is nested too deeply, or holds itself.") from None
+        raise PlanError("The file is nested too deeply, or contains itself.") from None
     if told:
         raise PlanError("\n".join(few(told)))
     return file
@@ -138,12 +138,12 @@ def parse(text: str, form: Format) -> LaunchFile:
 def problems_of(
     section: Section, *, at: str = "", more: tuple[type, ...] | None = None
 ) -> list[str]:
-    """What is wrong with the values of a section, one line each, with paths.
+    """Problems with the values of a section, one line each, with paths.
 
     Args:
-        section: Complete values, the common ones included.
-        at: Where the section is in its file.
-        more: Strategy configs of installed packages; looked for by default.
+        section: Complete values, including the common ones.
+        at: Path of the section in its file.
+        more: Strategy configs of installed packages; searched for by default.
     """
     told: list[str] = []
     more = installed_configs() if more is None else more
@@ -160,7 +160,7 @@ def problems_of(
 
 
 def _launcher_problems(spec: LaunchSpec, where: str) -> list[str]:
-    """What the launcher of a spec cannot do, and what is wrong with its own options."""
+    """What a spec's launcher does not support, and problems with its own options."""
     try:
         row = find_launcher(spec)
     except LaunchError as error:
@@ -176,7 +176,7 @@ def _launcher_problems(spec: LaunchSpec, where: str) -> list[str]:
 
 
 def _placed(line: str, cls: type, where: str) -> str:
-    """The converter begins a path with the record's name; a file has sections."""
+    """Replace the record's name, with which the converter begins a path, by the section."""
     own = cls.__name__.lower()
     if line.startswith((f"{own}.", f"{own}:", f"{own}[")):
         return f"{where}{line.removeprefix(own)}"
@@ -184,7 +184,7 @@ def _placed(line: str, cls: type, where: str) -> str:
 
 
 def _file(data: Any) -> tuple[LaunchFile, list[str]]:
-    """The record and what is wrong with the frame around launch and plan values."""
+    """The record, and problems with everything but launch and plan values."""
     told: list[str] = []
     data = {} if data is None else data
     top = _table(data, ("default", "launch", "plan", "profiles"), "", told)
@@ -203,7 +203,7 @@ def _file(data: Any) -> tuple[LaunchFile, list[str]]:
         profiles[name] = _section(section, f"profiles.{name}", told)
     if isinstance(default, str) and default and default not in profiles:
         known = ", ".join(profiles) or "none"
-        told.append(f"default: there is no profile {shown(default)}; the file has {known}")
+        told.append(f"default: no profile {shown(default)}; the file has {known}")
     common = _section({key: top[key] for key in ("launch", "plan") if key in top}, "", told)
     return LaunchFile(common=common, profiles=profiles, default=str(default)), told
 

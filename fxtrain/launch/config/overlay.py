@@ -1,4 +1,4 @@
-"""Plain data laid over plain data, and the paths of its leaves."""
+"""Merges plain data, and lists the paths of its leaves."""
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -6,14 +6,14 @@ from typing import Any
 
 __all__ = ["leaves", "merge", "near", "put"]
 
-_MAX_SUGGESTED = 100  # letters of a name that are compared: the time grows with their square
+_MAX_SUGGESTED = 100  # characters of a compared name: the time grows with their square
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Two tables as one; where both say something, `above` wins.
+    """Merge two tables; where both have a value, `above` wins.
 
-    Tables are merged key by key, unless they are of different kinds: the options of one
-    strategy say nothing about another.
+    Nested tables are merged key by key, unless their kinds differ: the options of one strategy do
+    not apply to another.
 
     Example:
         >>> from fxtrain.launch.config import merge
@@ -50,7 +50,7 @@ def put(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def leaves(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is no table, with its dotted path; an empty table is a value."""
+    """Every value that is not a table, with its dotted path; an empty table is a value."""
     if not isinstance(data, Mapping) or (prefix and not data):
         yield prefix, data
         return
@@ -59,6 +59,6 @@ def leaves(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def near(name: Any, known: tuple[str, ...] | list[str]) -> str:
-    """The question whether a similar name was meant, or nothing."""
+    """A question about a similar name, or nothing."""
     close = get_close_matches(name[:_MAX_SUGGESTED] if isinstance(name, str) else "", known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,4 +1,4 @@
-"""Launch files as text, with what each field means beside it."""
+"""Launch files as text, with the meaning of each field as a comment."""
 
 import re
 import textwrap
@@ -16,7 +16,7 @@ from fxtrain.state.registry import BUILT_IN, kind_of
 
 __all__ = ["Line", "meanings", "render"]
 
-# Said by the command line, not by a file that several scripts share.
+# Given on the command line, not in a file that several scripts share.
 _NOT_OFFERED = ("target", "args", "module")
 _ONE_LINE = 1 << 20
 
@@ -26,8 +26,8 @@ class Line:
     """One line of a launch file.
 
     Attributes:
-        kind: table: what follows is in it; value: a key with its value; offer: a value that is
-            not said, shown as a comment; note: a comment.
+        kind: table: what follows is in it; value: a key with its value; offer: an unset value,
+            shown as a comment; note: a comment.
         path: Names of the table, or of the table and the key.
         value: Plain data of a value or offer, or the text of a note.
     """
@@ -41,10 +41,10 @@ def render(file: LaunchFile, form: str, *, notes: Sequence[str] = (), offers: bo
     """The text of a launch file.
 
     Args:
-        file: What it says.
+        file: Its content.
         form: toml or yaml.
-        notes: Sentences for its head.
-        offers: Show fields that the file does not say, as comments with their defaults.
+        notes: Sentences for the top of the file.
+        offers: Whether to show unset fields, as comments with their defaults.
 
     Raises:
         MissingPackageError: TOML needs tomlkit and YAML pyyaml (the extra `files`).
@@ -58,7 +58,7 @@ def render(file: LaunchFile, form: str, *, notes: Sequence[str] = (), offers: bo
     """
     lines = [Line(kind="note", value=note) for note in notes]
     if file.default:
-        lines.append(Line(kind="note", value="The profile that counts when none is asked for."))
+        lines.append(Line(kind="note", value="The profile used if none is requested."))
         lines.append(Line(kind="value", path=("default",), value=file.default))
     lines += _section(file.common, (), offers=offers)
     for name, section in file.profiles.items():
@@ -67,7 +67,7 @@ def render(file: LaunchFile, form: str, *, notes: Sequence[str] = (), offers: bo
 
 
 def meanings(cls: type) -> dict[str, str]:
-    """What the docstring of a record says of its fields.
+    """The meanings of a record's fields, from its docstring.
 
     Example:
         >>> import fxtrain as fx
@@ -100,7 +100,7 @@ def _section(section: Section, path: tuple[str, ...], *, offers: bool) -> Iterat
 def _table(
     said: Mapping[str, Any], cls: Any, path: tuple[str, ...], *, offers: bool
 ) -> Iterator[Line]:
-    """Values first, then the tables in it, as TOML wants them."""
+    """Values first, then nested tables, as TOML requires."""
     yield Line(kind="table", path=path)
     told = meanings(cls) if cls else {}
     inner: dict[str, Any] = {}
@@ -148,7 +148,7 @@ def _options(launcher: Any) -> Any:
 
 
 def _class_of(cls: Any, name: str, data: Mapping[str, Any]) -> Any:
-    """The record that a table inside a table becomes; None if the docstrings cannot tell."""
+    """The record of a nested table; None if the docstrings do not name it."""
     if cls is None or name not in attrs.fields_dict(cls):
         return None
     field = attrs.fields_dict(cls)[name]
@@ -211,7 +211,7 @@ def _flow(value: Any) -> str:
         return f"{{{', '.join(f'{_flow(key)}: {_flow(one)}' for key, one in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_flow, value))}]"
-    if isinstance(value, str) and not value.isprintable():  # else it takes several lines
+    if isinstance(value, str) and not value.isprintable():  # otherwise it takes several lines
         return yaml.safe_dump(value, default_style='"', width=_ONE_LINE).strip()
     return yaml.safe_dump([value], default_flow_style=True, width=_ONE_LINE).strip()[1:-1]
 

@@ -1,4 +1,4 @@
-"""Which values count: defaults, file, profile, environment and flags, each with its origin."""
+"""Resolves values from defaults, file, profile, environment and flags, each with its origin."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from fxtrain.state import Plan, structure, unstructure
 
 __all__ = ["Setting", "Settings", "find_file", "from_environment", "from_flags", "resolve"]
 
-# In the current folder, before the user's own file.
+# In the current folder; these come before the user's own file.
 HERE = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
 
 
@@ -30,7 +30,7 @@ class Setting:
     """One value and where it came from.
 
     Attributes:
-        path: As `launch.ranks` or `plan.strategy.kind`.
+        path: Such as `launch.ranks` or `plan.strategy.kind`.
         value: Plain data.
         origin: default, `file`, `file, profile NAME`, `environment NAME` or `flag`.
     """
@@ -42,15 +42,15 @@ class Setting:
 
 @attrs.frozen(kw_only=True)
 class Settings:
-    """Values that count for one launch.
+    """The resolved values of one launch.
 
     Attributes:
-        values: The launch values and the plan that something other than the defaults set.
-        launch: The spec; its target is a stand-in when nothing names a script.
+        values: The launch values and plan fields that are not defaults.
+        launch: The spec; its target is a placeholder if nothing names a script.
         plan: The plan.
-        origins: By path, where a value that was said came from.
+        origins: By path, the origin of each value that was set.
         file: The file that was read; empty for none.
-        profile: The profile of it that counts; empty for none.
+        profile: The profile that was used; empty for none.
     """
 
     values: Section
@@ -61,7 +61,7 @@ class Settings:
     profile: str = ""
 
     def every(self) -> tuple[Setting, ...]:
-        """Every value with its origin, the defaults included."""
+        """Every value with its origin, including defaults."""
         launch = unstructure(self.launch)
         if "target" not in self.values.launch:
             launch["target"] = ""
@@ -73,10 +73,10 @@ class Settings:
 
 
 def find_file(env: Mapping[str, str], *, folder: Path | None = None) -> str:
-    """The launch file that counts when no flag names one: empty if there is none.
+    """The launch file to use if no flag names one; empty if there is none.
 
     FXTRAIN_CONFIG, else `fxtrain.toml` or `.yaml` in the current folder, else
-    `fxtrain/launch.toml` in the user's folder of settings (XDG_CONFIG_HOME, ~/.config).
+    `fxtrain/launch.toml` in the user's configuration folder (XDG_CONFIG_HOME, ~/.config).
 
     Example:
         >>> from fxtrain.launch.config import find_file
@@ -92,9 +92,9 @@ def find_file(env: Mapping[str, str], *, folder: Path | None = None) -> str:
 
 
 def from_environment(env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    """Values by path from variables as FXTRAIN_LAUNCH__RANKS=4.
+    """Values by path from variables such as FXTRAIN_LAUNCH__RANKS=4.
 
-    Two underscores part the names of a path; a value is read as in TOML, or is a text.
+    Two underscores separate the names of a path; a value is parsed as TOML, or is a string.
 
     Example:
         >>> from fxtrain.launch.config import from_environment
@@ -111,10 +111,10 @@ def from_environment(env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
 
 
 def from_flags(words: Sequence[str]) -> dict[str, tuple[Any, str]]:
-    """Values by path from words as `plan.accumulate=4`.
+    """Values by path from words such as `plan.accumulate=4`.
 
     Raises:
-        PlanError: a word is not of that form.
+        PlanError: a word has another form.
 
     Example:
         >>> from fxtrain.launch.config import from_flags
@@ -127,7 +127,7 @@ def from_flags(words: Sequence[str]) -> dict[str, tuple[Any, str]]:
         parts = path.split(".")
         if not equals or len(parts) < 2 or parts[0] not in ("launch", "plan") or "" in parts:
             raise PlanError(
-                f"--set {word}: a value is set as launch.ranks=4 or plan.precision=bf16."
+                f"--set {word}: write a value as launch.ranks=4 or plan.precision=bf16."
             )
         found[path] = (_value(text), "flag")
     return found
@@ -140,7 +140,7 @@ def resolve(
     env: Mapping[str, str] | None = None,
     flags: Mapping[str, tuple[Any, str]] | None = None,
 ) -> Settings:
-    """The values that count: flags over the environment, over a profile, over the file.
+    """Resolve values: flags override the environment, a profile, and the file, in this order.
 
     Args:
         file: Path of the launch file; empty finds one, see `find_file`.
@@ -149,8 +149,8 @@ def resolve(
         flags: By path, value and origin, see `from_flags`.
 
     Raises:
-        PlanError: the file, the profile or a value makes no sense; one line per problem, with
-            its path and its origin.
+        PlanError: the file, the profile or a value is invalid; one line per problem, with its path
+            and its origin.
 
     Example:
         >>> from fxtrain.launch.config import resolve
@@ -188,7 +188,7 @@ def _profile(file: LaunchFile, asked: str) -> str:
     if name and name not in file.profiles:
         names = list(file.profiles)
         has = f"{file.path} has {', '.join(names) or 'none'}" if file.path else "there is no file"
-        raise PlanError(f"There is no profile {name!r}{near(name, names)}: {has}.")
+        raise PlanError(f"No profile {name!r}{near(name, names)}: {has}.")
     return name
 
 
@@ -199,7 +199,7 @@ def _paths(section: Section, origin: str) -> dict[str, str]:
 
 
 def _origin(path: str, origins: Mapping[str, str]) -> str:
-    """A short form in a file, as precision = "bf16", stands for the fields below it."""
+    """Expand a short form in a file, such as precision = "bf16", into the fields below it."""
     while path:
         if path in origins:
             return origins[path]

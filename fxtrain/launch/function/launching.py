@@ -28,16 +28,16 @@ from fxtrain.launch.spec import LaunchSpec, check_ranks, rank_environment
 
 __all__ = ["launch"]
 
-# For the other ranks to tell their errors, once one has failed, before they are ended.
+# Time for the other ranks to report their errors after one has failed, before they are ended.
 _GRACE_S = 2.0
-# Between two looks at what other nodes tell.
+# Interval between checks of what other nodes report.
 _POLL_INTERVAL_S = 0.5
 _NOT_STARTED = (
-    "it ended before the function was called; the reason is in its output above. A script "
-    'that calls fx.launch does so under `if __name__ == "__main__":`, since every rank '
-    "imports the script."
+    "it exited before the function was called; see its output above for the reason. A script "
+    'must call fx.launch under `if __name__ == "__main__":`, since every rank imports the '
+    "script."
 )
-# For ranks that have answered to end by themselves.
+# Time for ranks that have answered to exit by themselves.
 _LEAVE_S = 10.0
 
 
@@ -54,40 +54,39 @@ def launch(
     main_port: int = 0,
     connect_timeout_s: float = 600.0,
 ) -> list[Any]:
-    """Call a function on several ranks of this machine, each in a process of its own.
+    """Call a function on several ranks of this machine, each in its own process.
 
-    In `fn`, `fx.detect()` finds the rank. The processes are fresh ones, so a script keeps its
-    call of `launch` under `if __name__ == "__main__":`. A function that was typed into a
-    notebook cell or a prompt is sent by value, for which cloudpickle must be installed; where
-    it is not, the processes are forks of this one, of one thread each, as long as no
-    accelerator is in use here.
+    In `fn`, `fx.detect()` finds the rank. Processes start from scratch, so a script must call
+    `launch` under `if __name__ == "__main__":`. A function defined in a notebook cell or at a
+    prompt is sent by value, which needs cloudpickle. Without it, the processes are
+    single-threaded forks of this one, as long as no accelerator is in use here.
 
-    Several machines make one run when each of them calls `launch` with its own `node_rank`
-    and all else the same.
+    For a run on several machines, call `launch` on each of them with its own `node_rank` and
+    otherwise equal arguments.
 
     Args:
         fn: What to run on every rank.
         args: Its arguments, the same on every rank.
         ranks: Processes to start, on each node.
-        timeout_s: Longest time for the whole call, in seconds; no limit by default.
-        restarts: Times to start all ranks again, on every node, after one has failed.
-        nodes: Machines that take part.
+        timeout_s: Maximum time for the whole call, in seconds; no limit by default.
+        restarts: Maximum restarts of all ranks, on every node, after one has failed.
+        nodes: Number of machines.
         node_rank: Number of this one, from 0.
         main_address: Host name or address of node 0.
         main_port: TCP port there; 29500 with several nodes.
-        connect_timeout_s: Longest wait for node 0, in seconds.
+        connect_timeout_s: Maximum wait for node 0, in seconds.
 
     Returns:
-        What `fn` returned, by rank; of the ranks of this node.
+        The return values of `fn`, by rank, of the ranks of this node.
 
     Effects:
-        Starts `ranks` processes and ends them. Opens a TCP port meanwhile: one on loopback
-        that the system picks, or `main_port` on node 0 of several.
+        Starts `ranks` processes and ends them. Meanwhile a TCP port is open: on loopback, chosen by
+        the system, or `main_port` on node 0 of several nodes.
 
     Raises:
-        LaunchError: the ranks could not be started, the nodes could not meet, a rank failed
-            (with its number and traceback) more often than `restarts` allows, or the ranks
-            did not end within `timeout_s`.
+        LaunchError: the ranks could not be started, the nodes could not connect, ranks failed
+            (the message has rank and traceback) more often than `restarts` allows, or the ranks
+            did not finish within `timeout_s`.
 
     Example:
         >>> import fxtrain as fx
@@ -95,7 +94,7 @@ def launch(
         [(3, 1)]
     """
     _check(fn, args, ranks, timeout_s)
-    # The record knows which numbers and addresses fit, and that they fit together.
+    # The record checks numbers and addresses.
     spec = LaunchSpec(
         target=getattr(fn, "__name__", "fn"),
         ranks=ranks,
@@ -108,8 +107,8 @@ def launch(
     )
     if nodes > 1 and not main_address:
         raise LaunchError(
-            f"launch(nodes={nodes}): several nodes must know where to meet. Give main_address, "
-            f"the host name or address of node 0, the same on every node."
+            f"launch(nodes={nodes}): several nodes need an address to connect to. Set main_address "
+            f"to the host name or address of node 0, the same on every node."
         )
     _check_xla()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -132,7 +131,7 @@ def _attempt(
     attempt: int,
     limit: tuple[float | None, float | None],
 ) -> tuple[list[Any], str]:
-    """Start all ranks once: their values, or what went wrong."""
+    """Start all ranks once; return their values, or what went wrong."""
     place = functools.partial(
         rank_environment, ranks=spec.ranks, port=nodes.port, address=nodes.address,
         nodes=nodes.count, node_rank=nodes.rank, attempt=attempt,
@@ -158,23 +157,23 @@ def _attempt(
 
 
 def _traffic(nodes: Nodes) -> dict[str, str]:
-    """By which interface ranks listen and send: loopback on one machine."""
+    """The interface on which ranks listen: loopback on a single machine."""
     route = loopback_route() if nodes.count == 1 else find_route(nodes.address, nodes.port)
     return {name: at for name, at in route.env.items() if name not in os.environ}
 
 
 def _secret(nodes: Nodes) -> dict[str, str]:
-    """A secret for ranks of one node; those of several find the one that the user has set."""
+    """A secret for the ranks of one node; several nodes use the one that the user has set."""
     return {SECRET: fresh_secret()} if nodes.count == 1 and SECRET not in os.environ else {}
 
 
 def _check_xla() -> None:
-    """A TPU belongs to the process that has used it, until that ends."""
+    """Refuse if this process uses the TPU, which then belongs to it until it exits."""
     core = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
     if core is not None and core._xla_runtime_is_initialized():
         raise LaunchError(
-            "launch: XLA is initialized in this process, which then owns the TPU, so that no "
-            "rank could use it. Restart this session, and use XLA only inside the function."
+            "launch: XLA is initialized in this process, which then owns the TPU, so no rank could "
+            "use it. Restart this session, and use XLA only inside the function."
         )
 
 
@@ -182,12 +181,11 @@ def _check(fn: Any, args: Any, ranks: Any, timeout_s: Any) -> None:
     if not callable(fn):
         raise LaunchError(
             f"launch takes a function and its arguments, found a {type(fn).__name__}. "
-            f"For example: fx.launch(train, (0.1,), ranks=2), with train and not train(0.1)."
+            f"For example: fx.launch(train, (0.1,), ranks=2), not fx.launch(train(0.1), ranks=2)."
         )
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
         raise LaunchError(
-            f"launch(args={args!r}): a tuple of arguments was expected. For one argument: "
-            f"args=({args!r},)."
+            f"launch(args={args!r}): args must be a tuple. For one argument: args=({args!r},)."
         )
     check_ranks(ranks, said="launch(ranks")
     check_seconds(timeout_s, said="launch(timeout_s")
@@ -198,7 +196,7 @@ def _results(
     limit: tuple[float | None, float | None],
     elsewhere: Callable[[], str] | None,
 ) -> list[Any] | str:
-    """Every rank's value by rank, or what the one that failed first says."""
+    """Every rank's value by rank, or the error of the one that failed first."""
     deadline, timeout_s = limit
     outcomes: dict[int, tuple[Any] | Failure] = {}
     ready: set[int] = set()
@@ -228,16 +226,16 @@ def _results(
 
 
 def _pause(deadline: float | None, *, look: bool) -> float | None:
-    """Time until the next look at other nodes, or the end."""
+    """Time until the next check of other nodes, or the end."""
     left = _left(deadline)
     return left if not look else _POLL_INTERVAL_S if left is None else min(left, _POLL_INTERVAL_S)
 
 
 def _receive(rank: Rank, ready: set[int]) -> tuple[Any] | Failure | None:
-    """A rank's value, in a tuple of one; what became of it; or None, when it is ready."""
+    """A rank's value, in a tuple of one; its failure; or None if it is not ready."""
     try:
         sent = rank.pipe.recv_bytes()
-    except (EOFError, OSError):  # it ended without a word
+    except (EOFError, OSError):  # it exited without an answer
         rank.process.join(_GRACE_S)
         code = rank.process.exitcode
         error = "" if rank.number in ready or (code or 0) < 0 else _NOT_STARTED
@@ -248,8 +246,8 @@ def _receive(rank: Rank, ready: set[int]) -> tuple[Any] | Failure | None:
 def _timeout_error(late: Iterable[Rank], ranks: int, timeout_s: float | None) -> str:
     names = ", ".join(str(rank.place) for rank in late)
     return (
-        f"launch(timeout_s={timeout_s:g}): these of {ranks} ranks did not end in time and were "
-        f"ended: {names}. Find where they wait, or allow more time."
+        f"launch(timeout_s={timeout_s:g}): these of {ranks} ranks did not finish in time and were "
+        f"ended: {names}. Find out what they wait for, or allow more time."
     )
 
 

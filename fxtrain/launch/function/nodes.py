@@ -1,4 +1,4 @@
-"""Several machines that call `launch` together: meeting, and starting again together."""
+"""Several machines that call `launch` together: connecting and restarting together."""
 
 import importlib
 import socket
@@ -25,14 +25,14 @@ _PORT = 29_500  # torch's own
 
 @attrs.frozen(kw_only=True, eq=False)
 class Nodes:
-    """The machines of one launch, and the store through which they talk.
+    """The machines of one launch, and the store through which they communicate.
 
     Attributes:
-        count: How many.
+        count: Number of machines.
         rank: Number of this one.
-        address: Where the store is.
+        address: Host of the store.
         port: Its port.
-        store: torch's TCP store; node 0 serves it.
+        store: torch's TCPStore, served by node 0.
     """
 
     count: int
@@ -46,11 +46,11 @@ def connect_nodes(count: int, rank: int, address: str, port: int, *, timeout_s: 
     """Open the store, or connect to that of node 0.
 
     Effects:
-        Node 0 listens at the address until the store is dropped; on loopback, at a port that
-        the system picks, when there is one node.
+        Node 0 listens at the address until the store is deleted; with one node on loopback, at a
+        port that the system chooses.
 
     Raises:
-        LaunchError: the port is taken, or node 0 was not reached in time.
+        LaunchError: the port is in use, or node 0 could not be reached in time.
     """
     # The ranks of one node reach it on loopback, whatever its name is elsewhere.
     place = address if count > 1 else "127.0.0.1"
@@ -65,16 +65,17 @@ def connect_nodes(count: int, rank: int, address: str, port: int, *, timeout_s: 
         store = open_store(place, where, door, timeout_s=timeout_s)
     except RuntimeError as error:
         raise LaunchError(
-            f"Node {rank} of {count} could not open the store at {place}:{where}: {error}"
+            f"Node {rank} of {count} could not open the store at {place}:{where}: {error}. Check "
+            f"that the port is free and not blocked by a firewall."
         ) from error
     return Nodes(count=count, rank=rank, address=place, port=where, store=store)
 
 
 def open_store(address: str, port: int, door: socket.socket | None, *, timeout_s: float) -> Any:
-    """torch's store: served at a socket that listens already, which it then owns, or elsewhere.
+    """torch's store: served at a socket that already listens, which it then owns, or a client.
 
     Effects:
-        Loads torch. Without a socket of its own torch's store would listen on every interface.
+        Imports torch. Without its own socket, torch's store would listen on every interface.
     """
     distributed = importlib.import_module("torch.distributed")
     return distributed.TCPStore(
@@ -88,13 +89,13 @@ def open_store(address: str, port: int, door: socket.socket | None, *, timeout_s
 
 
 def tell_failure(nodes: Nodes, attempt: int, text: str) -> None:
-    """Let the other nodes know that a rank of this one has failed."""
+    """Tell the other nodes that a rank of this one has failed."""
     if nodes.count > 1:
         nodes.store.set(f"launch/{attempt}/failed", f"Node {nodes.rank}: {text}")
 
 
 def failed_elsewhere(nodes: Nodes, attempt: int) -> str:
-    """What another node told of its failure; empty for nothing."""
+    """The failure that another node reported; empty for none."""
     key = f"launch/{attempt}/failed"
     if nodes.count == 1 or not nodes.store.check([key]):
         return ""
@@ -102,10 +103,10 @@ def failed_elsewhere(nodes: Nodes, attempt: int) -> str:
 
 
 def wait_all_ended(nodes: Nodes, attempt: int, *, timeout_s: float | None) -> str:
-    """Wait until the ranks of every node have ended, or one has failed.
+    """Wait until the ranks of every node have finished, or one has failed.
 
     Returns:
-        What a node told of its failure; empty when all ended well.
+        The failure that a node reported; empty if all succeeded.
 
     Raises:
         LaunchError: a node did not answer within `timeout_s`.
@@ -119,15 +120,15 @@ def wait_all_ended(nodes: Nodes, attempt: int, *, timeout_s: float | None) -> st
             return told
         if timeout_s is not None and time.monotonic() - start > timeout_s:
             raise LaunchError(
-                f"Node {nodes.rank} of {nodes.count}: its ranks ended well, and those of other "
-                f"nodes did not within {timeout_s:.0f} s."
+                f"Node {nodes.rank} of {nodes.count}: its ranks finished, but those of other nodes "
+                f"did not within {timeout_s:.0f} s. See the output of the other nodes."
             )
         time.sleep(0.1)
     return _leave_last(nodes, attempt)
 
 
 def _leave_last(nodes: Nodes, attempt: int) -> str:
-    """Node 0 serves the store, so it waits until the others have read that all ended."""
+    """Node 0 serves the store, so it waits until the others have read that all finished."""
     left = nodes.store.add(f"launch/{attempt}/left", 1)
     start = time.monotonic()
     while nodes.rank == 0 and left < nodes.count and time.monotonic() - start < 10:

@@ -1,4 +1,4 @@
-"""Sending calls and values to another process: by name where possible, by value otherwise."""
+"""Sends calls and values to another process: by name where possible, by value otherwise."""
 
 import importlib
 import io
@@ -18,9 +18,9 @@ UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
 def is_interactive(main: ModuleType | None = None) -> bool:
-    """The main module was typed in: a notebook, a prompt or standard input, not a file.
+    """Whether the main module is a notebook, a prompt or standard input, not a file.
 
-    Another process cannot import what is defined there.
+    Another process cannot import its definitions.
     """
     module = sys.modules["__main__"] if main is None else main
     file = getattr(module, "__file__", None)
@@ -32,8 +32,8 @@ def pack(value: Any, *, interactive: bool) -> bytes | None:
     """Turn a value into bytes; None if that needs cloudpickle and it is not installed.
 
     Args:
-        value: Anything, functions included.
-        interactive: What the main module defines must go by value.
+        value: Any value, including functions.
+        interactive: Whether definitions of the main module must be sent by value.
     """
     try:
         data = pickle.dumps(value)
@@ -49,14 +49,14 @@ def pack(value: Any, *, interactive: bool) -> bytes | None:
 
 
 def unpack(data: bytes) -> Any:
-    """The value that `pack` was given."""
+    """The value that was passed to `pack`."""
     return pickle.loads(data)
 
 
 def _by_value(value: Any, cloudpickle: ModuleType) -> bytes:
     class Pickler(cloudpickle.Pickler):
-        # cloudpickle names plain modules only. It takes `ops` beside `torch` in a function for
-        # torch.ops, which is of another type, as fxtrain.launch is; they go by name too.
+        # cloudpickle sends only plain modules by name. It takes `ops` beside `torch` in a function
+        # for torch.ops, which has another type, as fxtrain.launch has; they are sent by name too.
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj:
                 return importlib.import_module, (obj.__name__,)

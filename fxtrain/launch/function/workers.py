@@ -1,4 +1,4 @@
-"""The processes behind `launch`: starting and ending them, and what each of them does."""
+"""The processes of `launch`: starting and ending them, and their main function."""
 
 import multiprocessing
 import os
@@ -31,15 +31,15 @@ _REMEDY = (
 
 @attrs.frozen(kw_only=True, eq=False)
 class Rank:
-    """A process that was started, and the pipe through which it answers.
+    """A started process, and the pipe through which it answers.
 
     Attributes:
         number: Its number on this machine.
-        place: Its number among all ranks.
-        world: How many those are.
+        place: Its rank.
+        world: World size.
         process: The process.
         pipe: Where its answer arrives.
-        mark: Of the launch, which its children inherit.
+        mark: The launch's mark, which its children inherit.
     """
 
     number: int
@@ -57,23 +57,23 @@ def start(
     *,
     threads: int,
 ) -> list[Rank]:
-    """Start one process per place.
+    """Start one process per rank.
 
     Args:
-        fn: What each of them calls.
-        args: With which arguments.
-        places: By rank, the variables that tell a rank where it stands.
-        threads: Threads for torch's arithmetic in each process, unless the user chose.
+        fn: The function to call.
+        args: Its arguments.
+        places: By rank, the variables that describe it.
+        threads: Threads of torch in each process, unless the user chose a number.
 
     Raises:
-        LaunchError: the function cannot be sent to a fresh process, nor can this one fork.
+        LaunchError: the function cannot be sent to a new process, and this one cannot fork.
     """
     try:
         call = pack((fn, args), interactive=is_interactive())
     except UNPICKLABLE as error:
         raise LaunchError(
             f"launch: {_name(fn)} and its arguments cannot be sent to other processes: {error}. "
-            f"Create such objects inside the function."
+            f"Create these objects inside the function."
         ) from error
     context = multiprocessing.get_context("spawn") if call is not None else _forking(fn)
     task = (fn, args) if call is None else call
@@ -99,18 +99,18 @@ def start(
 
 
 def watched(started: Sequence[Rank]) -> AbstractContextManager[None]:
-    """Have the ranks killed should this process be killed within the block."""
+    """Kill the ranks if this process is killed within the block."""
     sessions = [rank.process.pid for rank in started]
     return kept(started[0].mark, patience_s=_KILL_S, sessions=sessions)
 
 
 def end(started: Sequence[Rank], *, patience_s: float) -> None:
-    """See to it that every process has ended, and what it started.
+    """Make sure that every process has ended, and its children.
 
     Args:
         started: The ranks.
-        patience_s: Time that the ranks have to end by themselves, then they get SIGTERM. Those
-            that still run after that, and what they started, are killed.
+        patience_s: Time that the ranks have to exit by themselves before they get SIGTERM. Those
+            that still run after that, and their children, are killed.
     """
     running = [rank.process for rank in started if rank.process.pid is not None]
     sessions = [process.pid for process in running]
@@ -133,13 +133,13 @@ def end(started: Sequence[Rank], *, patience_s: float) -> None:
 
 @contextmanager
 def _startable() -> Iterator[None]:
-    """Start a process in spite of where this one stands."""
+    """Start a process, whatever the state of this one."""
     main = vars(sys.modules["__main__"])
-    # A fresh process would look for the file of `python -`, which is called <stdin>.
+    # A new process would look for the file of `python -`, which is named <stdin>.
     hidden = main.pop("__file__") if is_interactive() and "__file__" in main else None
     try:
         with warnings.catch_warnings():
-            # Python warns of forks beside threads, for which `_set_up_rank` provides.
+            # Python warns of forks beside threads; `_set_up_rank` handles that case.
             warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
             yield
     finally:
@@ -148,7 +148,7 @@ def _startable() -> Iterator[None]:
 
 
 def _forking(fn: Callable[..., Any]) -> Any:
-    """The fork context, where a copy of this process can work."""
+    """The fork context, if a copy of this process can work."""
     torch = sys.modules.get("torch")
     used = [
         device
@@ -173,26 +173,26 @@ def _name(fn: Any) -> str:
 
 
 def _work(place: dict[str, str], threads: int, pipe: Connection, task: Any) -> None:
-    """Be one rank: take the place, call the function, answer."""
+    """The main function of a rank: set it up, call the function, answer."""
     forked = not isinstance(task, bytes)
     _set_up_rank(place, 1 if forked else threads)
     if forked and "torch" in sys.modules:
-        # The parent's team of threads is not in a fork, and torch would wait for it forever.
+        # The parent's thread pool does not exist in a fork, and torch would wait for it forever.
         sys.modules["torch"].set_num_threads(1)
-    os.setsid()  # by which what it starts is found
+    os.setsid()  # by which its children are found
     end_with_parent()
-    pipe.send_bytes(b"")  # got here, so the main module could be imported
+    pipe.send_bytes(b"")  # this far, the main module could be imported
     outcome = _outcome(task, int(place["RANK"]))
     if outcome is None:
         return
     try:
-        # A fork has the parent's main module, a fresh process has not.
+        # A fork has the parent's main module, a new process does not.
         answer = pack(outcome, interactive=not forked)
         problem = "its type is not importable and cloudpickle is not installed"
     except UNPICKLABLE as error:
         answer, problem = None, str(error)
     if answer is None:
-        what = f"TypeError: the value that it returned cannot be sent back: {problem}"
+        what = f"TypeError: the return value cannot be sent back: {problem}"
         answer = pickle.dumps(Failure(rank=int(place["RANK"]), kind="TypeError", error=what))
     pipe.send_bytes(answer)
     pipe.close()
@@ -205,12 +205,12 @@ def _set_up_rank(place: dict[str, str], threads: int) -> None:
     os.environ.update(place)
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        if "torch" in sys.modules:  # it has read the variable already
+        if "torch" in sys.modules:  # it has already read the variable
             sys.modules["torch"].set_num_threads(threads)
 
 
 def _outcome(task: Any, rank: int) -> tuple[Any] | Failure | None:
-    """What the function returned, in a tuple of one, or its error; None if interrupted."""
+    """The function's return value, in a tuple of one, or its error; None if interrupted."""
     try:
         fn, args = pickle.loads(task) if isinstance(task, bytes) else task
         return (fn(*args),)

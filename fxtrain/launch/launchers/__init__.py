@@ -1,3 +1,3 @@
-"""A launcher is a module or package here, and a line in fxtrain/launch/table.py."""
+"""Launchers: each is a module or package here, and a line in fxtrain/launch/table.py."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Kubernetes: a JobSet or a PyTorchJob whose pods run one native launcher each."""
+"""Kubernetes: a JobSet or a PyTorchJob whose pods each run one native launcher."""
 
 import json
 import re
@@ -29,26 +29,26 @@ _NODES = "node"  # name of the one group of pods in a JobSet
 
 @launch_record
 class KubernetesOptions:
-    """What the pods of a run are.
+    """The pods of a run.
 
     Attributes:
-        manifest: Which kind of object: of JobSet, or of Kubeflow's training operator.
-        image: The container image, in which fxtrain and the program are.
+        manifest: Kind of object: JobSet, or PyTorchJob of Kubeflow's training operator.
+        image: The container image, which contains fxtrain and the program.
         name: Name of the object; by default the program's.
-        namespace: Where it goes.
+        namespace: Its namespace.
         gpus: Accelerators of each pod.
-        gpu_resource: What the cluster calls them.
-        cpu: CPUs of each pod, as 8.
-        memory: Memory of each pod, as 64Gi.
+        gpu_resource: The cluster's name for them.
+        cpu: CPUs of each pod, such as 8.
+        memory: Memory of each pod, such as 64Gi.
         shared_memory: Size of /dev/shm, which loader workers and NCCL use.
-        folder: Folder in the image in which the program runs.
+        folder: Working folder of the program in the image.
         python: The interpreter in the image.
         claims: CLAIM:PATH of volumes, one each.
-        node_selector: LABEL=VALUE of the machines that pods may run on, one each.
+        node_selector: LABEL=VALUE of the machines on which pods may run, one each.
         secrets: Names of Secrets whose keys become variables of the ranks, one each; values of
             `--env` are readable in the manifest and in the cluster.
-        service_account: As whom the pods run.
-        port: Where the ranks meet.
+        service_account: Account of the pods.
+        port: Port through which the ranks connect.
     """
 
     manifest: Literal["jobset", "pytorchjob"] = "jobset"
@@ -74,12 +74,12 @@ class KubernetesOptions:
 
 
 def kubernetes(spec: LaunchSpec, machine: Machine) -> Invocation:
-    """A manifest, and the command that hands it to the cluster.
+    """A manifest, and the command that submits it to the cluster.
 
-    The file is JSON, which is YAML too.
+    The file is JSON, which is also valid YAML.
 
     Raises:
-        LaunchError: there is no image.
+        LaunchError: no image was given.
 
     Example:
         >>> from fxtrain.launch import KubernetesOptions, LaunchSpec, Machine, kubernetes
@@ -90,8 +90,8 @@ def kubernetes(spec: LaunchSpec, machine: Machine) -> Invocation:
     options = spec.options
     if not options.image:
         raise LaunchError(
-            "On Kubernetes the program runs in a container: give the option image, the name of "
-            "an image in which it and fxtrain are installed."
+            "On Kubernetes, the program runs in a container. Set the option image to the name of "
+            "an image that contains it and fxtrain."
         )
     name = options.name or _name(spec)
     kinds = {"jobset": _jobset, "pytorchjob": _pytorch_job}
@@ -154,7 +154,7 @@ def _pod(spec: LaunchSpec, node_rank: str, address: str, port: str) -> dict[str,
     sizes = {"cpu": options.cpu, "memory": options.memory}
     sizes |= {options.gpu_resource: str(options.gpus)} if options.gpus else {}
     container = {
-        "name": "pytorch",  # by which Kubeflow's operator knows it
+        "name": "pytorch",  # the name that Kubeflow's operator looks for
         "image": options.image,
         "command": [options.python, "-m", "fxtrain.cli", "launch"],
         "args": _arguments(spec, node_rank, address, port),
@@ -175,7 +175,7 @@ def _pod(spec: LaunchSpec, node_rank: str, address: str, port: str) -> dict[str,
 
 
 def _arguments(spec: LaunchSpec, node_rank: str, address: str, port: str) -> list[str]:
-    """Words of the native launcher: those of the spec as they are, and the pod's place."""
+    """Arguments of the native launcher: those of the spec, and the pod's rank."""
     inside = attrs.evolve(spec, launcher="native", options=None, env=(), restarts=0)
     words = [_literal(word) for word in flag_words(inside)]
     if spec.nodes == 1:
@@ -185,7 +185,7 @@ def _arguments(spec: LaunchSpec, node_rank: str, address: str, port: str) -> lis
 
 
 def _literal(text: str) -> str:
-    """Kubernetes replaces $(NAME) in words and values; $$ is a $ that it leaves alone."""
+    """Escape $: Kubernetes replaces $(NAME) in arguments and values, and $$ by $."""
     return text.replace("$", "$$")
 
 
@@ -205,7 +205,7 @@ def _volumes(options: KubernetesOptions) -> tuple[list[Any], list[Any]]:
 
 KUBERNETES = Launcher(
     name="kubernetes",
-    help="pods of Kubernetes, as a JobSet or a PyTorchJob",
+    help="Kubernetes pods, as a JobSet or a PyTorchJob",
     invocation=kubernetes,
     options=KubernetesOptions,
     uses=PER_NODE,

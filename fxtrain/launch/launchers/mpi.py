@@ -32,13 +32,13 @@ class MpiOptions:
     """How ranks start under MPI.
 
     Attributes:
-        kind: Which MPI it is; by default what `mpirun --version` says.
+        kind: Which MPI it is; by default as `mpirun --version` says.
         program: The program that starts ranks.
         hostfile: File with the names of the machines.
         interface: Network interface for MPI's own traffic, such as eth0.
         ccl_workers: Communication threads of oneCCL in each rank.
-        ccl_transport: Over what oneCCL sends.
-        extra: More words for the program, one each.
+        ccl_transport: Transport of oneCCL.
+        extra: Further arguments for the program, one each.
     """
 
     kind: Literal["openmpi", "mpich", "intel"] | None = None
@@ -54,7 +54,7 @@ def mpi(spec: LaunchSpec, machine: Machine) -> Invocation:
     """The command line of mpirun, on this machine or on those of a hostfile.
 
     Raises:
-        LaunchError: the MPI is not known, or several nodes without names.
+        LaunchError: the MPI is unknown, or several nodes without names.
 
     Example:
         >>> from fxtrain.launch import LaunchSpec, Machine, MpiOptions, mpi
@@ -66,13 +66,13 @@ def mpi(spec: LaunchSpec, machine: Machine) -> Invocation:
     kind = options.kind or machine.mpi
     if not kind:
         raise LaunchError(
-            f"{options.program} is not here or does not say which MPI it is. Install one, or "
-            f"name it: kind is one of openmpi, mpich, intel."
+            f"{options.program} is not installed, or its version is unknown. Install one, or set "
+            f"the option kind to openmpi, mpich or intel."
         )
     if spec.nodes > 1 and not (options.hostfile and spec.main_address):
         raise LaunchError(
             f"{spec.nodes} nodes under MPI need the option hostfile with their names, and "
-            f"main_address with the name of the first, where the ranks meet."
+            f"main_address with the name of the first, to which the ranks connect."
         )
     env = (
         shared_environment(spec, machine)
@@ -104,7 +104,7 @@ def _ccl(options: MpiOptions, kind: str) -> dict[str, str]:
 
 
 def _open_mpi(spec: LaunchSpec, machine: Machine, env: dict[str, str]) -> list[str]:
-    """Variables go by name, since Open MPI 4 splits NAME=VALUE at a semicolon."""
+    """Pass variables by name, since Open MPI 4 splits NAME=VALUE at a semicolon."""
     options = spec.options
     hosts = ["--hostfile", options.hostfile] if options.hostfile else ["--oversubscribe"]
     interface = options.interface
@@ -115,7 +115,7 @@ def _open_mpi(spec: LaunchSpec, machine: Machine, env: dict[str, str]) -> list[s
         *hosts,
         *("--map-by", f"ppr:{spec.ranks}:node{share}"),
         *("--bind-to", _BINDINGS[spec.bind]),
-        "--quiet",  # its words on a failed rank; ours have the traceback
+        "--quiet",  # hides its message on a failed rank; ours has the traceback
         *(["--allow-run-as-root"] if machine.root else []),
         *(["--mca", "btl_tcp_if_include", interface] if interface else []),
         *(["--mca", "oob_tcp_if_include", interface] if interface else []),
@@ -124,7 +124,7 @@ def _open_mpi(spec: LaunchSpec, machine: Machine, env: dict[str, str]) -> list[s
 
 
 def _hydra(spec: LaunchSpec, machine: Machine, kind: str) -> list[str]:
-    """MPICH's and Intel's, which give all variables to the ranks by themselves."""
+    """MPICH and Intel MPI, which pass all variables to the ranks."""
     options = spec.options
     if kind == "intel":
         domain = _INTEL_DOMAINS[spec.bind]

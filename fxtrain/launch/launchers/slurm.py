@@ -31,24 +31,24 @@ _line = each(re.compile(r"[^\n]+").fullmatch, expected="one line")
 
 @launch_record
 class SlurmOptions:
-    """What a job asks SLURM for; each field is the option of sbatch and srun of that name.
+    """What a job requests from SLURM; each field is the option of sbatch and srun of that name.
 
     Attributes:
         job_name: Name of the job; by default the program's.
-        partition: Where it runs.
-        account: Who pays.
+        partition: Partition to run in.
+        account: Account to charge.
         qos: Quality of service.
-        time: Longest run, as 1-12:00:00.
+        time: Time limit, such as 1-12:00:00.
         gpus_per_node: GPUs of each node.
-        cpus_per_task: Cores for each rank; by default as many as it has threads.
-        mem: Memory of each node, as 64G.
+        cpus_per_task: Cores of each rank; by default as many as it has threads.
+        mem: Memory of each node, such as 64G.
         constraint: Features that nodes must have.
         output: File for the output of the job.
-        requeue: Run the job again after it was preempted or its time was up: the ranks get
-            SIGUSR1 before, to save, and the job is put back into the queue.
+        requeue: Requeue the job after preemption or its time limit: the ranks receive SIGUSR1
+            first, to save, and the job returns to the queue.
         warn_s: Time between that signal and the end, in seconds.
         setup: Lines for the shell before the ranks start, such as "module load cuda".
-        extra: More options for sbatch or srun, one each, such as --exclusive.
+        extra: Further options for sbatch or srun, one each, such as --exclusive.
         file: The batch file; by default in the folder fxtrain-launch.
     """
 
@@ -70,7 +70,7 @@ class SlurmOptions:
 
 
 def slurm(spec: LaunchSpec, machine: Machine) -> Invocation:
-    """srun where SLURM has given this process a job, or else a batch file and sbatch.
+    """srun if this process runs inside a SLURM job, otherwise a batch file and sbatch.
 
     Example:
         >>> from fxtrain.launch import LaunchSpec, Machine, SlurmOptions, slurm
@@ -82,17 +82,17 @@ def slurm(spec: LaunchSpec, machine: Machine) -> Invocation:
     """
     if spec.restarts and not machine.slurm_job:
         raise LaunchError(
-            f"LaunchSpec(restarts={spec.restarts}): SLURM starts a job again when it was "
-            f"preempted (requeue), not when a rank failed. Leave restarts out."
+            f"LaunchSpec(restarts={spec.restarts}): SLURM restarts a job after preemption "
+            f"(requeue), not after a rank has failed. Omit restarts."
         )
     if spec.bind not in ("none", *_BINDINGS):
-        raise LaunchError(f"LaunchSpec(bind={spec.bind!r}): srun has {', '.join(_BINDINGS)}.")
+        raise LaunchError(f"LaunchSpec(bind={spec.bind!r}): srun supports {', '.join(_BINDINGS)}.")
     if machine.slurm_job:
         env = shared_environment(spec, machine) | _rendezvous_variables(spec)
         errors = ERRORS if spec.nodes == 1 or spec.log_dir else ""
         return Invocation(argv=_srun(spec, machine, errors=errors), env=env)
     file = spec.options.file or f"fxtrain-launch/{_name(spec)}.sbatch"
-    # Values of variables may be secrets: they travel in the environment of sbatch, by name.
+    # Values of variables may be secrets: they are passed in the environment of sbatch, by name.
     own = name_values(spec.env)
     exported = [_export(spec.options.extra, own)] if own else []
     return Invocation(
@@ -101,7 +101,7 @@ def slurm(spec: LaunchSpec, machine: Machine) -> Invocation:
 
 
 def _export(extra: tuple[str, ...], names: Iterable[str]) -> str:
-    """The option by which sbatch takes variables from its environment, with those asked for."""
+    """The option that makes sbatch export its environment, plus the requested variables."""
     asked = [word.removeprefix("--export=") for word in extra if word.startswith("--export=")]
     before = asked[-1] if asked else "ALL"
     kept = [] if before.upper() in ("NONE", "NIL") else [before]
@@ -109,7 +109,7 @@ def _export(extra: tuple[str, ...], names: Iterable[str]) -> str:
 
 
 def _rendezvous_variables(spec: LaunchSpec) -> dict[str, str]:
-    """Only what was asked for: ranks find the first node and a port of the job themselves."""
+    """Only requested variables: ranks find the first node and a port of the job themselves."""
     found = {"MASTER_ADDR": spec.main_address} if spec.main_address else {}
     return found | ({"MASTER_PORT": str(spec.main_port)} if spec.main_port else {})
 
@@ -141,7 +141,7 @@ def _shape(spec: LaunchSpec, machine: Machine) -> list[str]:
 
 
 def _asked(spec: LaunchSpec) -> list[str]:
-    """Options of the record that were given, under SLURM's names."""
+    """Options of the record that were set, under SLURM's names."""
     names = (
         "job_name", "partition", "account", "qos", "time", "gpus_per_node", "mem", "constraint",
         "output",
@@ -170,7 +170,7 @@ def _batch(spec: LaunchSpec, machine: Machine) -> str:
     return "\n".join(
         [
             "#!/bin/bash",
-            "# Written by fxtrain launch, which overwrites it when it is called again.",
+            "# Written by fxtrain launch, which overwrites it on the next call.",
             *([_submit(own)] if own else []),
             *(f"#SBATCH {word}" for word in (*asked, *options.extra)),
             "",
@@ -192,10 +192,10 @@ def _submit(names: Iterable[str]) -> str:
 
 
 _THREADS = "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
-# One for all ranks of the job, known to nobody before it starts.
+# One secret for all ranks of the job, unknown before it starts.
 _SECRET = f"export {SECRET}=${{{SECRET}:-$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')}}"
-# srun hands SIGUSR1 to the ranks. `wait` returns when the signal comes, so it is asked again.
-# A program that ended well in the meantime is run again too, and finds that it has ended.
+# srun passes SIGUSR1 to the ranks. `wait` returns when the signal arrives, so it is repeated.
+# A program that succeeded in the meantime is run again too, and finds that it has finished.
 _REQUEUE = """\
 ranks=$!
 preempted=
@@ -209,7 +209,7 @@ exit "$code"\
 
 SLURM = Launcher(
     name="slurm",
-    help="srun inside a job of SLURM, or else a batch file for sbatch",
+    help="srun inside a SLURM job, otherwise a batch file for sbatch",
     invocation=slurm,
     options=SlurmOptions,
     uses=[*RENDEZVOUS_FIELDS, "bind", "log_dir"],

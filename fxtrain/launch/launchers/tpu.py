@@ -27,19 +27,19 @@ _plain = each(re.compile(r"[^\s\"'\\]+").fullmatch, expected="a word without spa
 
 @launch_record
 class TpuPodOptions:
-    """Which TPU, and how its hosts are reached.
+    """Which TPU, and how to reach its hosts.
 
     Attributes:
         name: Name of the TPU VM.
         zone: Its zone; by default gcloud's own.
         project: Its project; by default gcloud's own.
-        workers: Hosts to run on: all, one number, or several as 0,2-3.
-        folder: Folder on the hosts in which the program runs; by default the home folder.
+        workers: Hosts to run on: "all", one number, or several such as 0,2-3.
+        folder: Working folder of the program on the hosts; by default the home folder.
         python: The interpreter there.
         sudo: Run the program as root.
-        internal_ip: Reach the hosts inside their network.
-        setup: Commands that run before the program, one each.
-        extra: More options for gcloud compute tpus tpu-vm ssh, one each.
+        internal_ip: Connect to the hosts inside their network.
+        setup: Commands to run before the program, one each.
+        extra: Further options for gcloud compute tpus tpu-vm ssh, one each.
     """
 
     name: str = attrs.field(default="", validator=_plain)
@@ -72,7 +72,7 @@ def tpu(spec: LaunchSpec, machine: Machine) -> Invocation:
 
 
 def tpu_pod(spec: LaunchSpec, machine: Machine) -> Invocation:
-    """The program on every host of a pod, where it must be already.
+    """The program on every host of a pod, where it must already exist.
 
     Raises:
         LaunchError: the TPU has no name.
@@ -103,7 +103,7 @@ def pod_command(options: TpuPodOptions, command: str) -> tuple[str, ...]:
         LaunchError: the TPU has no name.
     """
     if not options.name:
-        raise LaunchError("A TPU pod has a name: give the option name, as gcloud lists it.")
+        raise LaunchError("A TPU pod needs the option name, as gcloud lists it.")
     place = [f"cd {_folder(options.folder)}"] if options.folder else []
     return (
         *("gcloud", "compute", "tpus", "tpu-vm", "ssh", options.name),
@@ -119,12 +119,12 @@ def pod_command(options: TpuPodOptions, command: str) -> tuple[str, ...]:
 def setup_command(
     options: TpuPodOptions, *, commands: Sequence[str] = (), install: str = ""
 ) -> tuple[str, ...]:
-    """gcloud's command line that prepares the hosts of a pod. One failing command ends it.
+    """gcloud's command line that prepares the hosts of a pod. The first failing command ends it.
 
     Args:
         options: Which pod; its `setup` runs first.
         commands: For the shell of each host, in order.
-        install: What pip installs there before, such as `fxtrain`; empty for nothing.
+        install: What to install first with pip, such as `fxtrain`; empty for nothing.
 
     Raises:
         LaunchError: the pod has no name, or there is nothing to run.
@@ -138,7 +138,7 @@ def setup_command(
     wanted = [*pip, *commands]
     if not wanted and not options.setup:
         raise LaunchError(
-            "There is nothing to run on the hosts: give --command or --install, or "
+            "There is nothing to run on the hosts. Pass --command or --install, or set "
             "launch.options.setup in the launch file."
         )
     if not wanted:
@@ -148,7 +148,7 @@ def setup_command(
 
 
 def _folder(text: str) -> str:
-    """A folder for a shell, which finds a home folder only where nothing quotes its ~."""
+    """A folder for a shell, which expands ~ only outside quotes."""
     home, slash, rest = text.partition("/")
     if not re.fullmatch(r"~[\w.-]*", home):
         return shlex.quote(text)
@@ -159,10 +159,10 @@ def _check(spec: LaunchSpec) -> None:
     if spec.ranks > 1:
         raise LaunchError(
             f"LaunchSpec(ranks={spec.ranks}) on a TPU: one process drives all chips of a host. "
-            f"Leave ranks out."
+            f"Omit ranks."
         )
     if spec.cpu or spec.gpus or spec.bind != "none":
-        raise LaunchError("On a TPU the fields cpu, gpus and bind have no meaning: leave them out.")
+        raise LaunchError("The fields cpu, gpus and bind do not apply to a TPU. Omit them.")
 
 
 TPU = Launcher(name="tpu", help="one process for the TPU of this host", invocation=tpu)

@@ -56,11 +56,14 @@ def exchange_payloads(ctx: DistContext, call: Call, payload: Tensor) -> list[Ten
         One uint8 tensor per rank, by rank.
 
     Effects:
-        One exchange of packets; an all-gather of the longest payload if it does not fit.
+        One exchange of packets; an all-gather of the longest payload if it does not fit; nothing
+        at one rank.
 
     Raises:
         CollectiveError: the calls differ or a rank never joined; on every rank.
     """
+    if ctx.world_size == 1:
+        return [payload.clone()]
     rows, sizes = exchange_rows(ctx, call, payload)
     return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 

@@ -1,3 +1,3 @@
-"""From environment variables to the place of a rank."""
+"""From environment variables to the rank of a process."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Numbers from environment variables, and a topology that holds together."""
+"""Numbers from environment variables, and a consistent topology."""
 
 import re
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ def read_number(
     """The first of these variables that is set, as a whole number in a range.
 
     Raises:
-        ContextError: none is set and there is no default, or the value is no such number.
+        ContextError: none is set and there is no default, or the value is invalid.
     """
     name = next((name for name in names if name in env), None)
     if name is None:
@@ -42,16 +42,16 @@ def read_number(
     text = env[name]
     if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text) or not least <= int(text) <= most:
         raise ContextError(
-            f"{name}={_short(text)!r}: a whole number from {least} to {most} was expected. Set "
+            f"{name}={_short(text)!r}: expected a whole number from {least} to {most}. Set "
             f"it for every process, or unset it and the others of its launcher to run alone."
         )
     return int(text)
 
 
 def with_node_numbers(topology: Topology) -> Topology:
-    """Number the nodes, where a launcher tells only who is on this one.
+    """Number the nodes, if a launcher only tells the ranks on this one.
 
-    Exact if ranks fill one node after the other and all nodes have as many.
+    Exact if ranks fill one node after the other and all nodes have equally many.
     """
     before = topology.rank - topology.local_rank
     node_rank = -(-before // topology.local_world_size)
@@ -61,19 +61,19 @@ def with_node_numbers(topology: Topology) -> Topology:
 
 
 def checked_topology(topology: Topology, env: Mapping[str, str]) -> Topology:
-    """Check what a launcher said, and find where its ranks meet.
+    """Check a launcher's topology, and add the address to which its ranks connect.
 
-    MASTER_ADDR and MASTER_PORT win over what the topology holds; an empty address or port 0
-    in it stands for not known.
+    MASTER_ADDR and MASTER_PORT override the topology's; an empty address or port 0 in it means
+    unknown.
 
     Raises:
-        ContextError: the numbers contradict each other, or the ranks have nowhere to meet.
+        ContextError: the numbers contradict each other, or the address is missing.
     """
     if problems := _contradictions(topology, env):
         raise ContextError(
             f"The variables of {topology.launcher} contradict each other: {'; '.join(problems)}. "
-            f"Found {_found(env)}. Start every rank with the same launcher, or unset what is "
-            f"left over from another one."
+            f"Found {_found(env)}. Start every rank with the same launcher, or unset the "
+            f"variables of other launchers."
         )
     here = "127.0.0.1" if topology.num_nodes == 1 else ""
     address = env.get("MASTER_ADDR", "").strip() or topology.main_address or here
@@ -85,7 +85,7 @@ def checked_topology(topology: Topology, env: Mapping[str, str]) -> Topology:
     if not alone and not all(known.values()):
         missing = " and ".join(name for name, there in known.items() if not there)
         raise ContextError(
-            f"{topology.launcher}: {topology.world_size} ranks need {missing} to meet. Found "
+            f"{topology.launcher}: {topology.world_size} ranks need {missing} to connect. Found "
             f"{_found(env)}. Set the host name of rank 0 and a free port on it for every rank, "
             f"or use torchrun or `fxtrain launch`."
         )
@@ -97,10 +97,10 @@ def _contradictions(t: Topology, env: Mapping[str, str]) -> list[str]:
         (t.rank >= t.world_size, f"rank {t.rank} of {t.world_size}"),
         (t.local_rank >= t.local_world_size, f"local rank {t.local_rank} of {t.local_world_size}"),
         (t.node_rank >= t.num_nodes, f"node {t.node_rank} of {t.num_nodes}"),
-        # On any node, ranks rise with local ranks; so many ranks must come before and after.
+        # On any node, ranks increase with local ranks, so this many ranks must be before and after.
         (
             not t.local_rank <= t.rank <= t.world_size - t.local_world_size + t.local_rank,
-            f"{t.local_world_size} ranks on this node do not fit around local rank "
+            f"{t.local_world_size} ranks on this node are impossible with local rank "
             f"{t.local_rank} at rank {t.rank} of {t.world_size}{_why(t, env)}",
         ),
         (
@@ -118,9 +118,9 @@ def _contradictions(t: Topology, env: Mapping[str, str]) -> list[str]:
 
 def _why(t: Topology, env: Mapping[str, str]) -> str:
     if t.launcher == "torchrun" and t.local_rank == 0:
-        return " (torchrun --virtual-local-rank hides the local rank: leave it out)"
+        return " (torchrun --virtual-local-rank hides the local rank: omit it)"
     if t.launcher == "plain" and "LOCAL_WORLD_SIZE" not in env:
-        return " (LOCAL_WORLD_SIZE is not set, so all ranks were taken to be on one node)"
+        return " (LOCAL_WORLD_SIZE is not set, so all ranks are assumed to be on one node)"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""The place of a rank, as a launcher describes it."""
+"""The rank of a process, as a launcher describes it."""
 
 import attrs
 
@@ -7,7 +7,7 @@ __all__ = ["Topology"]
 
 @attrs.frozen(kw_only=True)
 class Topology:
-    """Where a launcher says this process stands, and where the ranks meet.
+    """The rank of this process, and the address to which ranks connect, by a launcher.
 
     Attributes:
         rank: Number of this rank, from 0.
@@ -18,10 +18,10 @@ class Topology:
         num_nodes: Number of nodes.
         launcher: torchrun, slurm, openmpi, mpich, pjrt, plain or none.
         main_address: Host name or address of the node of rank 0.
-        main_port: TCP port on which the ranks meet; 0 alone.
-        store_is_served: The launcher already runs the store at that port, so that rank 0
-            connects to it like the others.
-        attempt: Number of the restart under an elastic launcher; each has keys of its own.
+        main_port: TCP port there; 0 at one rank.
+        store_is_served: Whether the launcher already serves the store at that port, so that
+            rank 0 connects to it like the others.
+        attempt: Number of the restart under an elastic launcher; each uses separate keys.
     """
 
     rank: int = 0

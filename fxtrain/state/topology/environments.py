@@ -29,22 +29,22 @@ _LOCAL_SIZES = (
     "PALS_LOCAL_SIZE",
     "MV2_COMM_WORLD_LOCAL_SIZE",
 )
-_PORT = 29_500  # torch's own
+_PORT = 29_500  # torch's default
 
 
 def read_topology(env: Mapping[str, str]) -> Topology:
-    """Find this rank's place in the variables that a launcher left.
+    """Find this rank in the variables that a launcher has set.
 
-    The first of these that is there counts:
+    The first of these that is present is used:
 
     1. RANK and WORLD_SIZE, from torchrun or set by hand, since torchrun often runs inside a
-       scheduler. Without LOCAL_RANK every rank has a node to itself.
+       scheduler. Without LOCAL_RANK, every rank is assumed to have its own node.
     2. Open MPI's, MPICH's, Intel MPI's, MVAPICH's and PALS's variables, unless they only
-       repeat what SLURM says of its step.
+       repeat SLURM's.
     3. SLURM's, in a process that srun started.
     4. PJRT's, for the hosts and processes of a TPU.
 
-    MASTER_ADDR and MASTER_PORT win over what is derived from a scheduler. To run alone inside
+    MASTER_ADDR and MASTER_PORT override values derived from a scheduler. To run alone inside
     one, set RANK=0 and WORLD_SIZE=1.
 
     Args:
@@ -68,7 +68,7 @@ def read_topology(env: Mapping[str, str]) -> Topology:
 
 
 def _torch_like(env: _Env) -> Topology:
-    """torchrun's variables; DeepSpeed's launcher and Ray call some of them otherwise."""
+    """torchrun's variables; DeepSpeed's launcher and Ray name some of them differently."""
     elastic = "TORCHELASTIC_RUN_ID" in env
     rank, world_size = read_number(env, "RANK"), read_number(env, "WORLD_SIZE", least=1)
     one_node = world_size if elastic or "LOCAL_RANK" in env else 1
@@ -119,7 +119,7 @@ def _mpi(
             main_address="",
         )
     )
-    # mpirun names the job for all of its ranks; without that, one job per machine.
+    # mpirun names the job for all of its ranks; without a name, assume one job per machine.
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
     named = 10_000 + zlib.crc32(job.encode()) % 19_000 if job else 0
     port = named or (_PORT if topology.num_nodes == 1 else 0)
@@ -127,7 +127,7 @@ def _mpi(
 
 
 def _pjrt(env: _Env) -> Topology:
-    """One process per TPU host, or several where torch_xla started them."""
+    """One process per TPU host, or several if torch_xla started them."""
     slices = read_number(env, "MEGASCALE_NUM_SLICES", least=1, default=1)
     if slices > 1:
         raise ContextError(
@@ -151,13 +151,13 @@ def _pjrt(env: _Env) -> Topology:
         num_nodes=num_nodes,
         launcher="pjrt",
         main_address=hosts[0] if len(hosts) > 1 else "",
-        # Not 8476 or 12355, where libtpu and torch_xla meet.
+        # Not 8476 or 12355, which libtpu and torch_xla use.
         main_port=_PORT if num_nodes * local_world > 1 else 0,
     )
 
 
 def _is_step(env: _Env) -> bool:
-    """Whether SLURM started the ranks, be it with variables of an MPI for them.
+    """Whether SLURM started the ranks, even with variables of an MPI for them.
 
     mpirun inside a job has srun start one helper per node, whose step its ranks inherit;
     then the two differ.
@@ -180,5 +180,5 @@ _READERS: tuple[tuple[Callable[[_Env], bool], Callable[[_Env], Topology]], ...] 
     (_has(*_OPEN_MPI), _open_mpi),
     (_has(*_RANKS, *_SIZES), _mpich),
     (_has("PJRT_DEVICE"), _pjrt),
-    (_has("WORLD_SIZE"), _torch_like),  # job scripts often set it for what srun starts
+    (_has("WORLD_SIZE"), _torch_like),  # job scripts often set it for srun's processes
 )

@@ -1,4 +1,4 @@
-"""The place of a rank that SLURM's srun started."""
+"""The rank of a process that SLURM's srun started."""
 
 import re
 from collections.abc import Mapping
@@ -7,24 +7,29 @@ from fxtrain._errors import ContextError
 from fxtrain.state.topology.checks import read_number
 from fxtrain.state.topology.detection import Topology
 
-__all__ = ["in_step", "read_slurm", "step_size"]
+__all__ = ["in_step", "job_number", "read_slurm", "step_size"]
 
 # slurm.h: larger numbers are the batch script, the shell that salloc opens, and the like.
 _LAST_STEP = 0xFFFF_FFF0
 _SHELLS = ("bash", "csh", "fish", "ksh", "sh", "tcsh", "zsh")
 _SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-_PORTS = range(10_000, 30_000)  # below what systems hand out on their own
-# SLURM's largest jobs are far below; a longer list is a mistake that would fill the memory.
+_PORTS = range(10_000, 30_000)  # below the ports that systems assign
+# SLURM's largest jobs are far smaller; a longer list is a mistake that would fill the memory.
 _MOST_NODES = 100_000
+
+
+def job_number(env: Mapping[str, str]) -> str:
+    """The number of the SLURM job that a process is in, as text; empty outside of one."""
+    return env.get("SLURM_JOB_ID", "")
 
 
 def in_step(env: Mapping[str, str]) -> bool:
     """Whether srun started this process as one of its tasks.
 
     A batch script and a shell of salloc have SLURM_PROCID=0 and SLURM_NTASKS too, but no
-    step, or one with a reserved number. A shell typed into after `srun --pty bash` is step 0
-    of a job that SLURM named after the shell. The job's name alone says nothing: what srun
-    starts inside such a shell inherits it, and so does `srun bash train.sh`.
+    step, or one with a reserved number. An interactive shell from `srun --pty bash` is step 0
+    of a job that SLURM named after the shell. The job's name alone is not enough: processes
+    that srun starts inside such a shell inherit it, and so does `srun bash train.sh`.
     """
     step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", "")).strip()
     if "SLURM_PROCID" not in env or not re.fullmatch("[0-9]{1,18}", step):
@@ -39,7 +44,7 @@ def step_size(env: Mapping[str, str]) -> str | None:
 
 
 def read_slurm(env: Mapping[str, str]) -> Topology:
-    """The topology of a step; what describes the whole job only fills the gaps."""
+    """The topology of a step; variables of the whole job only fill the gaps."""
     world_size = read_number(env, *_SIZES, least=1)
     rank = read_number(env, "SLURM_PROCID")
     tasks = _tasks_per_node(env, world_size)
@@ -63,7 +68,7 @@ def read_slurm(env: Mapping[str, str]) -> Topology:
 
 
 def _port(env: Mapping[str, str]) -> int:
-    """One port per job and step, so that those that share a node do not meet."""
+    """One port per job and step, so that those on the same node do not collide."""
     job = read_number(env, "SLURM_JOB_ID", "SLURM_JOBID", most=1 << 32, default=0)
     step = read_number(env, "SLURM_STEP_ID", "SLURM_STEPID", most=_LAST_STEP, default=0)
     return _PORTS[(job + 4_999 * step) % len(_PORTS)]
@@ -97,13 +102,13 @@ def _tasks_per_node(env: Mapping[str, str], world_size: int) -> list[int]:
 
 
 def _expand(name: str, text: str) -> list[int]:
-    """The numbers of SLURM's short form: 2(x3),1 is 2, 2, 2, 1."""
+    """The numbers in SLURM's short form: 2(x3),1 is 2, 2, 2, 1."""
     tasks: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"\s*([1-9][0-9]{0,5})(?:\(x([1-9][0-9]{0,5})\))?\s*", part)
         if not found or len(tasks) > _MOST_NODES:
             raise ContextError(
-                f"{name}={text[:60]!r}: numbers of tasks as 2(x3),1 were expected. Start the "
+                f"{name}={text[:60]!r}: expected numbers of tasks such as 2(x3),1. Start the "
                 f"ranks with srun, which sets it."
             )
         tasks += [int(found[1])] * int(found[2] or 1)
@@ -121,7 +126,7 @@ def _main_address(env: Mapping[str, str]) -> str:
     host = re.sub(r"\[\s*([0-9A-Za-z]+)[^\]]*\]", r"\1", found[1]) if found else ""
     if not host or "[" in host:
         raise ContextError(
-            f"{name}={env[name][:60]!r}: a list of hosts as n[001-003,7],x1 was expected. Set "
+            f"{name}={env[name][:60]!r}: expected a list of hosts such as n[001-003,7],x1. Set "
             f"MASTER_ADDR to the host name of rank 0."
         )
     return host

@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from fxtrain._optional import optional
 from fxtrain.state import SwanLab
-from fxtrain.track.libraries.pictures import array
+from fxtrain.track.libraries.pictures import log_image
 from fxtrain.track.tracker import At, Start, Tracker
 
 __all__ = ["SWANLAB"]
@@ -41,10 +39,6 @@ def _text(native: Any, name: str, text: str, at: At) -> None:
     native.log({name: _library().Text(text)}, step=at.step)
 
 
-def _image(native: Any, name: str, image: Tensor, at: At) -> None:
-    native.log({name: _library().Image(array(image))}, step=at.step)
-
-
 def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
     native.finish(state="crashed" if failed else "success")
 
@@ -55,7 +49,7 @@ SWANLAB = Tracker(
     open=_open,
     log=_log,
     text=_text,
-    image=_image,
+    image=log_image(_library),
     close=_close,
     closed_by_caller=True,
 )

@@ -1,14 +1,12 @@
 """Trackio."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fxtrain._optional import optional
 from fxtrain.state import Trackio
-from fxtrain.track.libraries.pictures import array
+from fxtrain.track.libraries.pictures import log_image, log_table
 from fxtrain.track.tracker import At, Start, Tracker
 
 __all__ = ["TRACKIO"]
@@ -41,17 +39,6 @@ def _text(native: Any, name: str, text: str, at: At) -> None:
     native.log({name: _library().Markdown(text)}, step=at.step)
 
 
-def _image(native: Any, name: str, image: Tensor, at: At) -> None:
-    native.log({name: _library().Image(array(image))}, step=at.step)
-
-
-def _table(
-    native: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], at: At
-) -> None:
-    table = _library().Table(columns=list(columns), data=[list(row) for row in rows])
-    native.log({name: table}, step=at.step)
-
-
 def _artifact(native: Any, name: str, path: Path, at: At) -> None:
     native.log_artifact(str(path), name=name)
 
@@ -67,8 +54,8 @@ TRACKIO = Tracker(
     identity=lambda native: native.name,
     log=_log,
     text=_text,
-    image=_image,
-    table=_table,
+    image=log_image(_library),
+    table=log_table(_library),
     artifact=_artifact,
     close=_close,
 )

@@ -1,4 +1,4 @@
-"""DeepSpeed's own launcher: a hostfile and its filters to the command line of its runner."""
+"""DeepSpeed's launcher: from a hostfile and its filters to a command line."""
 
 import base64
 import json
@@ -14,18 +14,18 @@ Hosts = dict[str, tuple[int, ...]]  # name of a machine to the slots in use, in 
 
 # No machine has 10,000 slots: they are listed one by one.
 _LINE = re.compile(r"(\S{1,255})\s+slots=(\d{1,4})(?:\s.*)?")
-_SHOWN = 200  # letters of a line
-_FAN_OUT = 1024  # that of DeepSpeed's runner
+_SHOWN = 200  # characters of a line
+_FAN_OUT = 1024  # as in DeepSpeed's runner
 
 
 def read_hosts(text: str) -> Hosts:
     """Machines and their slots from the text of a hostfile.
 
     Args:
-        text: Lines such as `worker-0 slots=8`; empty ones and those after # do not count.
+        text: Lines such as `worker-0 slots=8`; empty lines and comments after # are ignored.
 
     Raises:
-        LaunchError: a line is something else, a name comes twice, or there is none.
+        LaunchError: a line is invalid, a name appears twice, or there is none.
 
     Example:
         >>> from fxtrain.launch.launchers.deepspeed.hostfile import read_hosts
@@ -39,21 +39,21 @@ def read_hosts(text: str) -> Hosts:
             continue
         found = _LINE.fullmatch(words)
         if found is None or found[1] in hosts:
-            what = "this is none" if found is None else f"{found[1]} appears twice"
+            what = "not a machine and its slots" if found is None else f"{found[1]} appears twice"
             raise LaunchError(
-                f"Line {number} of the hostfile is {line.strip()[:_SHOWN]!r}; a line is a "
-                f"machine's name and its slots, `worker-0 slots=8`, and {what}."
+                f"Line {number} of the hostfile is {line.strip()[:_SHOWN]!r}: {what}. Write one "
+                f"line per machine, its name and its slots: `worker-0 slots=8`."
             )
         hosts[found[1]] = tuple(range(int(found[2])))
     if not hosts:
-        raise LaunchError("The hostfile names no machine. Write lines such as: worker-0 slots=8")
+        raise LaunchError("The hostfile names no machine. Add lines such as: worker-0 slots=8")
     return hosts
 
 
 def filter_hosts(
     hosts: Mapping[str, tuple[int, ...]], include: str = "", exclude: str = ""
 ) -> Hosts:
-    """What one filter leaves of the machines, in the order of the hostfile.
+    """The machines that remain after the filters, in the order of the hostfile.
 
     Args:
         hosts: Machines and slots.
@@ -61,7 +61,7 @@ def filter_hosts(
         exclude: All but these.
 
     Raises:
-        LaunchError: both filters are given, they name what is not there, or nothing is left.
+        LaunchError: both filters are given, they name unknown machines, or nothing remains.
 
     Example:
         >>> from fxtrain.launch.launchers.deepspeed.hostfile import filter_hosts
@@ -70,7 +70,7 @@ def filter_hosts(
     """
     if include and exclude:
         raise LaunchError(
-            f"include={include!r} and exclude={exclude!r}: one of them says it all. Use one."
+            f"include={include!r} and exclude={exclude!r} cannot be combined. Use one of them."
         )
     named = {host: _slots(host, slots, hosts) for host, slots in _parts(include or exclude)}
     left: Hosts = {}
@@ -98,25 +98,25 @@ def deepspeed_argv(
     executable: bool = False,
     ssh_port: int | None = None,
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The command line that starts every rank, over pdsh and ssh, and its own environment.
+    """The command line that starts every rank over pdsh and ssh, and its own environment.
 
     Each machine runs `deepspeed.launcher.launch`, which sets the variables that `detect`
     reads and starts one process per slot.
 
     Args:
         hosts: Machines and the slots to use.
-        command: The script, or the module, and its words.
-        folder: Where it runs, on every machine.
+        command: The script or module, and its arguments.
+        folder: Working folder on every machine.
         python: The interpreter there.
-        main_address: Where ranks meet; by default the first machine.
-        main_port: And on which port.
+        main_address: Where ranks connect; by default the first machine.
+        main_port: The port there.
         exports: Variables for the ranks.
-        module: The first word of the command is a module.
-        executable: The first word of the command is a program, to be started without Python.
-        ssh_port: Port of ssh; by default what ssh is configured for.
+        module: Whether the first word of the command is a module.
+        executable: Whether the first word of the command is a program to start without Python.
+        ssh_port: Port of ssh; by default as ssh is configured.
 
     Returns:
-        The words, and variables for pdsh.
+        The command line, and variables for pdsh.
 
     Raises:
         LaunchError: there is no machine or nothing to run.
@@ -130,7 +130,7 @@ def deepspeed_argv(
     if not hosts or not command:
         raise LaunchError(
             f"DeepSpeed's launcher needs machines and a script: found {len(hosts)} machines and "
-            f"{len(command)} words to run."
+            f"{len(command)} words of a command."
         )
     variables = (exports or {}).items()
     environment = {"PDSH_RCMD_TYPE": "ssh"}
@@ -148,13 +148,13 @@ def deepspeed_argv(
         *(("--module",) if module else ()),
         *(("--no_python",) if executable else ()),
         "--no_local_rank",
-        *map(shlex.quote, command),  # the shell over there splits them again
+        *map(shlex.quote, command),  # the remote shell splits them again
     )
     return argv, environment
 
 
 def world_info(hosts: Mapping[str, tuple[int, ...]]) -> str:
-    """Machines and slots as the word that `deepspeed.launcher.launch` takes them in."""
+    """Machines and slots, encoded for `deepspeed.launcher.launch`."""
     slots = json.dumps({host: list(used) for host, used in hosts.items()})
     return f"--world_info={base64.urlsafe_b64encode(slots.encode()).decode()}"
 
@@ -169,7 +169,7 @@ def _parts(text: str) -> list[tuple[str, tuple[int, ...] | None]]:
             found.append((host, tuple(sorted({int(slot) for slot in slots.split(",")}))))
         else:
             raise LaunchError(
-                f"{part!r} is no part of a filter. Write a machine, or a machine and its "
+                f"{part!r} is not a valid filter. Write a machine, or a machine and its "
                 f"slots: worker-1:0,2"
             )
     return found
@@ -179,11 +179,11 @@ def _slots(
     host: str, slots: tuple[int, ...] | None, hosts: Mapping[str, tuple[int, ...]]
 ) -> tuple[int, ...]:
     if host not in hosts:
-        raise LaunchError(f"The filter names {host!r}; the hostfile has {', '.join(hosts)}.")
+        raise LaunchError(f"The filter names {host!r}, but the hostfile has {', '.join(hosts)}.")
     unknown = [str(slot) for slot in slots or () if slot not in hosts[host]]
     if unknown:
         raise LaunchError(
             f"The filter names slots {', '.join(unknown)} of {host!r}, which has "
-            f"{len(hosts[host])}, from 0."
+            f"{len(hosts[host])} slots, numbered from 0."
         )
     return hosts[host] if slots is None else slots

@@ -1,4 +1,4 @@
-"""DeepSpeed's launcher: ranks on this machine, or on those of a hostfile."""
+"""DeepSpeed's launcher: ranks on this machine, or on the machines of a hostfile."""
 
 import shlex
 from typing import Literal
@@ -23,25 +23,25 @@ from fxtrain.launch.spec import LaunchSpec
 
 __all__ = ["DEEPSPEED", "DeepSpeedOptions", "deepspeed"]
 
-_PORT = 29_500  # DeepSpeed's own, too
-# What DeepSpeed's runner reads variables for the ranks from.
+_PORT = 29_500  # DeepSpeed's default as well
+# The file from which DeepSpeed's runner reads variables for the ranks.
 _VARIABLES = "fxtrain-launch/deepspeed.env"
 _BY_COUNT = ("openmpi", "mpich", "impi", "mvapich")
 
 
 @launch_record
 class DeepSpeedOptions:
-    """Which machines and slots ranks run on, and what reaches them.
+    """The machines and slots to use, and how to reach them.
 
     Attributes:
         hostfile: File with lines such as `worker-0 slots=8`; without one, this machine.
-        include: Only these machines and slots of it: worker-0@worker-1:0,2.
+        include: Only these machines and slots of it, such as worker-0@worker-1:0,2.
         exclude: All but these.
-        runner: What starts ranks on several machines.
-        runner_args: More words for it, one each; none for pdsh.
-        force_multi: Go through it where one machine is left, which need not be this one.
+        runner: How to start ranks on several machines.
+        runner_args: Further arguments for it, one each; not for pdsh.
+        force_multi: Use the runner even for a single machine, which may be a remote one.
         ssh_port: Port of ssh, for pdsh.
-        folder: Folder on the machines in which the program runs; by default the current one.
+        folder: Working folder of the program on the machines; by default the current one.
         python: The interpreter there; by default this one.
     """
 
@@ -57,13 +57,13 @@ class DeepSpeedOptions:
 
 
 def deepspeed(spec: LaunchSpec, machine: Machine) -> Invocation:
-    """DeepSpeed's launcher on this machine, its pdsh command line, or its runner for the rest.
+    """DeepSpeed's launcher on this machine, its pdsh command line, or its runner otherwise.
 
-    One rank runs on each slot that the filters leave. With a hostfile, `nodes` above 1 takes
-    the first machines of it, and `ranks` above 1 the first slots of each.
+    One rank runs on each slot that remains after the filters. With a hostfile, `nodes` above 1
+    uses its first machines, and `ranks` above 1 the first slots of each.
 
     Raises:
-        LaunchError: a filter or a field does not go with the hostfile, or with the runner.
+        LaunchError: a filter or a field does not match the hostfile or the runner.
 
     Example:
         >>> from fxtrain.launch import DeepSpeedOptions, LaunchSpec, Machine, deepspeed
@@ -79,7 +79,7 @@ def deepspeed(spec: LaunchSpec, machine: Machine) -> Invocation:
     if options.runner != "pdsh":
         return _by_runner(spec, machine, hosts)
     if options.runner_args:
-        raise LaunchError("The option runner_args is for runners other than pdsh. Leave it out.")
+        raise LaunchError("The option runner_args is for runners other than pdsh. Omit it.")
     argv, env = deepspeed_argv(
         hosts,
         (spec.target, *spec.args),
@@ -101,24 +101,24 @@ def _hosts(spec: LaunchSpec, machine: Machine) -> Hosts:
         return _slots_here(spec)
     if spec.gpus:
         raise LaunchError(
-            "LaunchSpec(gpus=...): with a hostfile the slots are GPUs. Choose them by the option "
-            "include, as worker-0:0,2."
+            "LaunchSpec(gpus=...): with a hostfile, slots are GPUs. Choose them with the option "
+            "include, such as worker-0:0,2."
         )
     filtered = options.include or options.exclude
     if filtered and (spec.ranks > 1 or spec.nodes > 1):
         raise LaunchError(
             f"LaunchSpec(ranks={spec.ranks}, nodes={spec.nodes}) with a filter: include and "
-            f"exclude say it all. Leave ranks and nodes out."
+            f"exclude already choose them. Omit ranks and nodes."
         )
     hosts = filter_hosts(read_hosts(machine.hosts), options.include, options.exclude)
     if spec.nodes > len(hosts):
-        raise LaunchError(f"{spec.nodes} nodes, and the hostfile names {', '.join(hosts)}.")
+        raise LaunchError(f"nodes={spec.nodes}, but the hostfile only has {', '.join(hosts)}.")
     if spec.nodes > 1:
         hosts = dict(list(hosts.items())[: spec.nodes])
     short = [host for host, slots in hosts.items() if spec.ranks > len(slots)]
     if short:
         raise LaunchError(
-            f"{spec.ranks} ranks on each machine, and the hostfile gives fewer slots to "
+            f"ranks={spec.ranks} on each machine, but the hostfile has fewer slots for "
             f"{', '.join(short)}."
         )
     if spec.ranks > 1:
@@ -127,23 +127,23 @@ def _hosts(spec: LaunchSpec, machine: Machine) -> Hosts:
 
 
 def _slots_here(spec: LaunchSpec) -> Hosts:
-    """This machine, whose slots are the ranks or the GPUs that were asked for."""
+    """This machine, whose slots are the requested ranks or GPUs."""
     options = spec.options
     if options.include or options.exclude or spec.nodes > 1:
         raise LaunchError(
             "Filters and several nodes need the option hostfile, a file with lines such as "
-            "`worker-0 slots=8`. On this machine choose by ranks and gpus."
+            "`worker-0 slots=8`. On this machine, use ranks and gpus."
         )
     if not all(gpu.isdecimal() for gpu in spec.gpus):
         raise LaunchError(
-            f"LaunchSpec(gpus={','.join(spec.gpus)}): DeepSpeed's launcher knows GPUs by number."
+            f"LaunchSpec(gpus={','.join(spec.gpus)}): DeepSpeed's launcher needs numbers of GPUs."
         )
     chosen = tuple(int(gpu) for gpu in spec.gpus[: spec.ranks])
     return {"localhost": chosen or tuple(range(spec.ranks))}
 
 
 def _here(spec: LaunchSpec, machine: Machine, hosts: Hosts) -> Invocation:
-    """One machine is this one, as for DeepSpeed's own command."""
+    """A single machine means this one, as in DeepSpeed's own command."""
     words = rank_command(spec, machine.python, errors=ERRORS)
     (slots,) = hosts.values()
     shared = attrs.evolve(spec, ranks=len(slots))
@@ -161,13 +161,13 @@ def _here(spec: LaunchSpec, machine: Machine, hosts: Hosts) -> Invocation:
 
 
 def _by_runner(spec: LaunchSpec, machine: Machine, hosts: Hosts) -> Invocation:
-    """Through DeepSpeed's runner, which knows what mpirun and srun want to hear."""
+    """Run DeepSpeed's runner, which knows the arguments of mpirun and srun."""
     options = spec.options
     filtered = options.include or options.exclude
     if options.runner in _BY_COUNT and (filtered or spec.ranks > 1 or spec.nodes > 1):
         raise LaunchError(
-            f"DeepSpeed's runner {options.runner} uses all of the hostfile. Leave include, "
-            f"exclude, nodes and ranks out, or choose runner=pdsh."
+            f"DeepSpeed's runner {options.runner} uses the whole hostfile. Omit include, "
+            f"exclude, nodes and ranks, or choose runner=pdsh."
         )
     address, port = spec.main_address or next(iter(hosts)), spec.main_port or _PORT
     given = {
@@ -203,7 +203,7 @@ def _lines(variables: dict[str, str]) -> str:
     if odd:
         raise LaunchError(
             f"{', '.join(odd)}: DeepSpeed's runner reads variables from lines of a file, so "
-            f"their values cannot hold quotes or line breaks. Choose runner=pdsh."
+            f"their values cannot contain quotes or line breaks. Choose runner=pdsh."
         )
     return "".join(f"{name}={value}\n" for name, value in variables.items())
 
@@ -213,7 +213,7 @@ def _exports(spec: LaunchSpec) -> dict[str, str]:
 
 
 def _on_cpu(spec: LaunchSpec) -> dict[str, str]:
-    """DeepSpeed's launcher makes its slots visible again, so its choice is made here."""
+    """Choose GPUs here: DeepSpeed's launcher resets the visible ones to its slots."""
     return {"DS_ACCELERATOR": "cpu"} if spec.cpu else {}
 
 

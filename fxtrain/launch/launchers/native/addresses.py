@@ -1,4 +1,4 @@
-"""By which address and interface other machines reach this one."""
+"""The address and interface by which other machines reach this one."""
 
 import socket
 import struct
@@ -9,7 +9,7 @@ import attrs
 
 from fxtrain._listen import is_loopback
 
-__all__ = ["GLOO", "NCCL", "Route", "find_route", "loopback_route"]
+__all__ = ["GLOO", "NCCL", "Route", "find_route", "interface_of", "loopback_route"]
 
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
@@ -21,7 +21,7 @@ _ADDRESS_OF = 0x8915  # SIOCGIFADDR, see netdevice(7)
 
 @attrs.frozen(kw_only=True)
 class Route:
-    """How other ranks get here; empty where the machine's own name says it.
+    """How other ranks reach this machine; empty if its own name resolves correctly.
 
     Attributes:
         address: An address of this machine.
@@ -33,10 +33,10 @@ class Route:
 
     @property
     def env(self) -> dict[str, str]:
-        """Variables by which gloo and NCCL take the interface, where there is one to name.
+        """Variables that make gloo and NCCL use the interface, if there is one to name.
 
-        NCCL finds the interface towards other machines by itself. On one machine it would
-        listen there too, and needs loopback only.
+        NCCL finds the interface to other machines by itself. On a single machine it would listen
+        there too, although it only needs loopback.
         """
         if not self.interface:
             return {}
@@ -45,19 +45,19 @@ class Route:
 
 
 def find_route(towards: str, port: int, *, local: str = "") -> Route:
-    """The way to this machine, where its own name does not lead there.
+    """The address of this machine, if its own name does not resolve to it.
 
-    Nodes that meet at a loopback address are all on this machine, and use loopback only.
-    Otherwise torch and gloo tell other machines the address of this one's host name, which on many
-    machines is a loopback address, by /etc/hosts.
+    Nodes that connect through a loopback address are all on this machine, and use loopback only.
+    Otherwise torch and gloo send other machines the address of the host name, which /etc/hosts maps
+    to a loopback address on many machines.
 
     Args:
-        towards: Host name or address of the machine where all meet, which may be this one.
+        towards: Host name or address of the main machine, which may be this one.
         port: TCP port there.
-        local: Address of this machine, where the user gave one.
+        local: Address of this machine, if the user gave one.
 
     Effects:
-        Looks names up; sends nothing to `towards`.
+        Resolves names; sends nothing to `towards`.
     """
     if is_loopback(towards):
         return loopback_route()
@@ -66,11 +66,11 @@ def find_route(towards: str, port: int, *, local: str = "") -> Route:
     address = _first_address(local) if local else _towards(towards, port)
     if _leads_nowhere(address):
         return Route()
-    return Route(address=local or address, interface=_interface_of(address))
+    return Route(address=local or address, interface=interface_of(address))
 
 
 def _towards(host: str, port: int) -> str:
-    """The address from which this machine would send to another; empty where it cannot."""
+    """The address from which this machine sends to another; empty if it cannot."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, place = found[0]
@@ -89,19 +89,19 @@ def _first_address(name: str) -> str:
 
 
 def loopback_route() -> Route:
-    """The way among ranks of one machine, by which no other machine reaches them."""
+    """The route between ranks of one machine, unreachable for other machines."""
     names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
     found = next((name for name in _LOOPBACKS if name in names), "")
     return Route(address="127.0.0.1", interface=found)
 
 
 def _leads_nowhere(address: str) -> bool:
-    """No address, or one that other machines take for themselves."""
+    """Whether it is empty, or an address that other machines resolve to themselves."""
     return not address or is_loopback(address)
 
 
-def _interface_of(address: str) -> str:
-    """The interface that has an address, where Linux can be asked; empty for none."""
+def interface_of(address: str) -> str:
+    """The interface with an address, where Linux can be asked; empty for none."""
     if sys.platform != "linux":
         return ""
     if ":" in address:

@@ -1,4 +1,4 @@
-"""Running torch's elastic launcher in this process, which starts the ranks."""
+"""Runs torch's elastic launcher in this process, which starts the ranks."""
 
 import errno
 import importlib
@@ -27,32 +27,32 @@ from fxtrain.launch.rank_reports import read_reports, to_failures
 from fxtrain.launch.signals import FORWARDED_SIGNALS, forward_signals, signal_children
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["run_elastic"]
+__all__ = ["check_devices", "run_elastic"]
 
 
 def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
-    """Run the elastic launcher until all ranks of this machine have ended.
+    """Run the elastic launcher until all ranks of this machine have exited.
 
     Effects:
-        Loads torch; adds the invocation's variables to those of this process, which the ranks
-        inherit; starts the ranks, and ends what they leave behind. Call it in the main thread,
+        Imports torch; adds the invocation's variables to those of this process, which the ranks
+        inherit; starts the ranks, and ends their remaining children. Call it in the main thread,
         where signals arrive.
 
     Raises:
-        LaunchError: the nodes could not meet, or there are fewer GPUs than ranks.
-        OSError: the folder for output cannot be made.
+        LaunchError: the nodes could not connect, or there are fewer GPUs than ranks.
+        OSError: the output folder cannot be created.
     """
     os.environ.update(invocation.env)
-    if spec.nodes == 1:  # which has no other machine to agree with
+    if spec.nodes == 1:  # no other machine to agree with
         os.environ.setdefault(SECRET, fresh_secret())
     os.environ[MARK] = mark_within(os.environ)
     door = _open_rendezvous(spec)
     with door or nullcontext():
         if spec.log_dir:
             Path(spec.log_dir).mkdir(parents=True, exist_ok=True)
-        # torch takes seconds to load, which a wrong file name or port need not wait for.
+        # Importing torch takes seconds, so check file names and ports first.
         api = load_torch("torch.distributed.run")
-        _check_devices(spec)
+        check_devices(spec)
         _quiet()
         before = count_kills()
         with tempfile.TemporaryDirectory(prefix="fxtrain-launch-") as folder:
@@ -86,7 +86,7 @@ def _run(spec: LaunchSpec, api: Any, call: tuple[Any, ...], logs: Path) -> Launc
 
 @contextmanager
 def _end_leftovers(spec: LaunchSpec) -> Iterator[None]:
-    """End what the ranks have left behind; after a failure it is asked to end."""
+    """End the remaining children of ranks; after a failure, ask the ranks to exit first."""
     ask = True
     try:
         yield
@@ -96,7 +96,7 @@ def _end_leftovers(spec: LaunchSpec) -> Iterator[None]:
 
 
 def _open_rendezvous(spec: LaunchSpec) -> socket.socket | None:
-    """Listen at the main address, or see that it can be reached, before torch waits for it."""
+    """Listen at the main address, or check that it is reachable, before torch waits for it."""
     if spec.nodes == 1:
         return serve("127.0.0.1", spec.port)
     host = spec.main_address.strip("[]")
@@ -106,10 +106,11 @@ def _open_rendezvous(spec: LaunchSpec) -> socket.socket | None:
         try:
             return listen(host, spec.port)
         except OSError as error:
-            # Another launcher of this machine serves it already.
+            # Another launcher of this machine already serves it.
             if error.errno != errno.EADDRINUSE:
                 raise LaunchError(
-                    f"Port {spec.port} cannot be served here: {error.strerror}."
+                    f"Cannot listen on port {spec.port}: {error.strerror}. Choose another "
+                    f"main_port."
                 ) from error
     who = f"Node {spec.node_rank} of {spec.nodes}"
     reach(host, spec.port, who=who, timeout_s=spec.connect_timeout_s)
@@ -133,27 +134,27 @@ def _use_store_rendezvous(config: Any, spec: LaunchSpec, door: socket.socket | N
     }
 
 
-def _check_devices(spec: LaunchSpec) -> None:
-    """Ranks need an accelerator each, where there are any."""
+def check_devices(spec: LaunchSpec) -> None:
+    """Check that each rank has an accelerator, if there are any."""
     if spec.cpu or spec.executable:
         return
     accelerator = importlib.import_module("torch").accelerator
     count = accelerator.device_count()
     if spec.gpus and count != len(spec.gpus):
         raise LaunchError(
-            f"The GPUs {','.join(spec.gpus)} were chosen, and {count} of them can be used on "
-            f"this machine. Choose others, or look at nvidia-smi."
+            f"The GPUs {','.join(spec.gpus)} were chosen, but only {count} of them are usable on "
+            f"this machine. Choose others, or run nvidia-smi."
         )
     if not spec.gpus and 0 < count < spec.ranks:
         kind = accelerator.current_accelerator()
         raise LaunchError(
-            f"{spec.ranks} ranks were asked for, and this machine has {count} {kind} devices for "
-            f"them. Use {count} ranks, or compute on the CPU (cpu=True, --cpu)."
+            f"{spec.ranks} ranks were requested, but this machine has {count} {kind} devices. "
+            f"Use {count} ranks, or compute on the CPU (cpu=True, --cpu)."
         )
 
 
 def _config(api: Any, argv: Sequence[str], folder: str) -> tuple[Any, Any, list[Any]]:
-    """torch's own reading of its command line, less what an older torch does not know."""
+    """Parse torch's command line, without options that an older torch does not know."""
     parser = api.get_args_parser()
     known = set(parser._option_string_actions)
     program = argv.index("--no-python")
@@ -170,19 +171,19 @@ def _config(api: Any, argv: Sequence[str], folder: str) -> tuple[Any, Any, list[
         raise LaunchError(f"torch's elastic launcher refused its settings: {error}") from error
 
 
-# Options that torch 2.9 may lack, without which a launch is still what was asked for.
+# Options that torch 2.9 may lack, and that do not change what was requested.
 _NEWER = ("--shutdown-timeout",)
 
 
 def _quiet() -> None:
-    """The launcher's own words on failing ranks are left out: what matters is in the ending."""
+    """Silence the launcher's own messages about failing ranks: the result has what matters."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _last_attempt(logs: Path, *, since: float) -> list[Path]:
-    """What ranks wrote when they were last started: folders are RUN/attempt_N/LOCAL_RANK."""
+    """Output of the last attempt: folders are RUN/attempt_N/LOCAL_RANK."""
     attempts = [path for path in logs.glob("*/attempt_*") if path.stat().st_mtime >= since - 1]
     if not attempts:
         return []
@@ -194,7 +195,7 @@ def _rendezvous_error(spec: LaunchSpec, error: BaseException, waited_s: float) -
     place = f"{spec.main_address or '127.0.0.1'}:{spec.port}"
     said = str(error.__cause__ or error).strip().splitlines()
     return (
-        f"Node {spec.node_rank} of {spec.nodes} waited {waited_s:.0f} s at {place}, and the nodes "
-        f"did not meet: {said[0] if said else type(error).__name__} Check that every node was "
+        f"Node {spec.node_rank} of {spec.nodes} waited {waited_s:.0f} s at {place}, but not all "
+        f"nodes joined: {said[0] if said else type(error).__name__} Check that every node was "
         f"started with the same main address, port, number of nodes and run_id."
     )

@@ -17,7 +17,7 @@ _ON_CPU = ("node", "exclusive")
 
 
 def native(spec: LaunchSpec, machine: Machine) -> Invocation:
-    """The command line of torchrun. It runs in this process, which torch is loaded into once.
+    """The command line of torchrun, which runs in this process so that torch is imported once.
 
     Raises:
         LaunchError: several nodes without a main address, or a binding that needs GPUs.
@@ -30,8 +30,8 @@ def native(spec: LaunchSpec, machine: Machine) -> Invocation:
     """
     if spec.nodes > 1 and not spec.main_address:
         raise LaunchError(
-            f"{spec.nodes} nodes must know where to meet: set main_address to the host name or "
-            f"address of node 0, the same on every node."
+            f"{spec.nodes} nodes need an address to connect to. Set main_address to the host name "
+            f"or address of node 0, the same on every node."
         )
     program, *arguments = _ranks(spec, machine)
     argv = [
@@ -48,17 +48,17 @@ def native(spec: LaunchSpec, machine: Machine) -> Invocation:
         *_binding(spec),
         "--no-python",
         program,
-        # The elastic launcher replaces ${local_rank} in arguments; a user's $ is only a $.
+        # The elastic launcher replaces ${local_rank} in arguments; a user's $ must stay a $.
         *(word.replace("$", "$$") for word in arguments),
     ]
     return Invocation(argv=argv, env=shared_environment(spec, machine) | _store(spec))
 
 
 def _store(spec: LaunchSpec) -> dict[str, str]:
-    """Who serves the store of the ranks, where nodes may be replaced.
+    """Which process serves the store of the ranks, if nodes may be replaced.
 
-    A launcher of torch 2.13 that serves it publishes where only once, so that a node which
-    joins a later round waits for the address until it gives up. Rank 0 does it anew each time.
+    In torch 2.13, a launcher that serves it publishes its address only once, so that a node that
+    joins a later round waits for it in vain. Rank 0 publishes it in every round.
     """
     if spec.meets == "c10d" and spec.nodes > 1:
         return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -70,10 +70,10 @@ def _nodes(spec: LaunchSpec) -> str:
 
 
 def _rendezvous(spec: LaunchSpec, machine: Machine) -> list[str]:
-    """Where nodes meet.
+    """The address to which nodes connect.
 
-    On one machine the launcher serves the store on loopback, at a port that the system chooses
-    unless one was asked for, so that several launches do not meet.
+    On one machine, the launcher serves the store on loopback, at a port that the system chooses
+    unless one was requested, so that several launches do not collide.
     """
     alone = spec.nodes == 1
     host = "127.0.0.1" if alone else spec.main_address
@@ -106,13 +106,13 @@ def _binding(spec: LaunchSpec) -> list[str]:
 
 
 def _ranks(spec: LaunchSpec, machine: Machine) -> tuple[str, ...]:
-    """One rank's command; torch binds ranks with GPUs, and the ranks on the CPU themselves."""
+    """One rank's command; torch binds ranks with GPUs, and ranks on the CPU bind themselves."""
     if spec.bind == "none" or not spec.cpu:
         return rank_command(spec, machine.python)
     if spec.bind not in _ON_CPU:
         raise LaunchError(
-            f"LaunchSpec(bind={spec.bind!r}, cpu=True): torch knows sockets and caches by the "
-            f"GPU next to them. For ranks on the CPU choose one of {', '.join(_ON_CPU)}."
+            f"LaunchSpec(bind={spec.bind!r}, cpu=True): torch finds sockets and caches by the "
+            f"nearest GPU. For ranks on the CPU, choose one of {', '.join(_ON_CPU)}."
         )
     cores = cores_of_ranks(spec.bind, spec.ranks, machine)
     return rank_command(spec, machine.python, cores="/".join(map(write_cores, cores)))
@@ -120,7 +120,7 @@ def _ranks(spec: LaunchSpec, machine: Machine) -> tuple[str, ...]:
 
 NATIVE = Launcher(
     name="native",
-    help="torch's elastic launcher, on this machine and on others that run the same",
+    help="torch's elastic launcher, on one machine or on several that run the same command",
     invocation=native,
     run=run_elastic,
     uses=[field.name for field in attrs.fields(LaunchSpec)],

@@ -1,4 +1,4 @@
-"""Can the nodes of a launch meet? Asked before torch waits for it, to say what was tried."""
+"""Checks that the nodes of a launch can connect, before torch waits for that."""
 
 import errno
 import socket
@@ -14,21 +14,21 @@ _PAUSE_S = 0.5
 
 
 def reach(address: str, port: int, *, who: str, timeout_s: float) -> None:
-    """Wait until somebody listens at the main address.
+    """Wait until a process listens at the main address.
 
-    The node that serves it may start later than this one.
+    The node that listens may start later than this one.
 
     Args:
         address: Host name or address.
         port: TCP port.
         who: This node, for the message.
-        timeout_s: How long to try.
+        timeout_s: Maximum wait.
 
     Effects:
-        Opens connections, and closes the first that stands.
+        Opens connections, and closes the first successful one.
 
     Raises:
-        LaunchError: nobody did; says what was tried, how often and for how long.
+        LaunchError: none listens; the message has the number of attempts and the time.
     """
     start, tries, last = time.monotonic(), 0, ""
     while True:
@@ -41,34 +41,36 @@ def reach(address: str, port: int, *, who: str, timeout_s: float) -> None:
             last = _why(address, error)
         if time.monotonic() - start + _PAUSE_S >= timeout_s:
             raise LaunchError(
-                f"{who} could not reach the main address {address}:{port}: tried {tries} times "
-                f"in {time.monotonic() - start:.0f} s, and at last {last}. Check that node 0 "
-                f"was started with the same main address and port, and that no firewall is "
-                f"between; or allow more time with connect_timeout_s."
+                f"{who} could not reach the main address {address}:{port} in {tries} attempts over "
+                f"{time.monotonic() - start:.0f} s; the last error: {last}. Check that node 0 was "
+                f"started with the same main address and port, and that no firewall blocks it, or "
+                f"allow more time with connect_timeout_s."
             )
         time.sleep(_PAUSE_S)
 
 
 def serve(address: str, port: int) -> socket.socket:
-    """Listen at the address where the ranks or nodes meet.
+    """Listen at the address to which ranks or nodes connect.
 
     Args:
-        address: Host name or address that they connect to.
-        port: TCP port; 0 for one that the system picks.
+        address: The host name or address.
+        port: TCP port; 0 for one that the system chooses.
 
     Raises:
-        LaunchError: another program has the port, or the user may not.
+        LaunchError: the port is in use, or not permitted.
     """
     try:
         return listen(address.strip("[]"), port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(
-                f"Port {port} of this machine is taken by another program, so the ranks "
-                f"cannot meet there. Choose another main_port, the same on every node, or "
-                f"see who has it with: ss -ltnp 'sport = :{port}'"
+                f"Port {port} of this machine is in use by another program, so the ranks cannot "
+                f"connect through it. Choose another main_port, the same on every node, or find "
+                f"that program with: ss -ltnp 'sport = :{port}'"
             ) from error
-        raise LaunchError(f"Port {port} cannot be served here: {error.strerror}.") from error
+        raise LaunchError(
+            f"Cannot listen on port {port}: {error.strerror}. Choose another main_port."
+        ) from error
 
 
 def is_local(address: str) -> bool:
@@ -91,7 +93,7 @@ def _can_bind(family: int, place: tuple[object, ...]) -> bool:
 
 def _why(address: str, error: OSError) -> str:
     if isinstance(error, socket.gaierror):
-        return f"the name {address} was not known ({error.strerror})"
+        return f"the name {address} could not be resolved ({error.strerror})"
     if isinstance(error, TimeoutError):
-        return "nothing answered"
+        return "no answer"
     return "the connection failed: " + (error.strerror or str(error)).lower()

@@ -1,4 +1,4 @@
-"""Did the kernel kill a process because memory ran out? Its counters say."""
+"""Whether the kernel killed a process because memory ran out, by its counters."""
 
 import re
 from pathlib import Path
@@ -10,13 +10,13 @@ __all__ = ["MemoryKills", "count_kills", "tell_kills"]
 
 @attrs.frozen(kw_only=True)
 class MemoryKills:
-    """How often the out-of-memory killer has struck so far.
+    """Kills by the out-of-memory killer so far.
 
     Attributes:
-        group: Within the control group of this process, that is its container or job.
+        group: In the control group of this process, that is, its container or job.
         machine: On the whole machine.
-        limit_bytes: Memory that the control group may use; None without a limit.
-        counted: The machine has these counters.
+        limit_bytes: Memory limit of the control group; None without a limit.
+        counted: Whether the machine has these counters.
     """
 
     group: int = 0
@@ -29,47 +29,47 @@ def count_kills(root: Path = Path("/")) -> MemoryKills:
     """Read the counters.
 
     Args:
-        root: Where /proc and /sys are.
+        root: Folder that contains /proc and /sys.
 
     Effects:
-        Reads a few small files of the kernel; what is not there counts as 0.
+        Reads a few small files of the kernel; a missing file counts as 0.
     """
     group = _group(root)
-    events = ("memory.events", "memory.oom_control")  # of version 2 and 1 of control groups
+    events = ("memory.events", "memory.oom_control")  # of control groups version 2 and 1
     limits = ("memory.max", "memory.limit_in_bytes")
     kills = [_count(group / name) for name in events]
     bytes_ = [int(text) for name in limits if (text := _read(group / name).strip()).isdigit()]
     return MemoryKills(
         group=max(kills),
         machine=_count(root / "proc/vmstat"),
-        # Version 1 writes a number close to 2^63 for none.
+        # Version 1 writes a number close to 2^63 for no limit.
         limit_bytes=bytes_[0] if bytes_ and bytes_[0] < 1 << 60 else None,
         counted="oom_kill " in _read(root / "proc/vmstat"),
     )
 
 
 def tell_kills(before: MemoryKills, after: MemoryKills) -> str:
-    """What a rank that was ended by SIGKILL is told to have died of.
+    """Why a rank was ended by SIGKILL.
 
     Example:
         >>> from fxtrain.launch import MemoryKills, tell_kills
         >>> tell_kills(MemoryKills(), MemoryKills(group=1, limit_bytes=2**31)).split(":")[0]
-        'The out-of-memory killer of the kernel did that'
+        "That was the kernel's out-of-memory killer"
     """
-    did = "The out-of-memory killer of the kernel did that: "
-    advice = "Use a smaller batch, fewer ranks or fewer loader workers, or ask for more memory."
+    did = "That was the kernel's out-of-memory killer: "
+    advice = "Use a smaller batch, fewer ranks or fewer loader workers, or request more memory."
     if after.group > before.group:
         limit = "" if after.limit_bytes is None else f" of {after.limit_bytes / 2**30:.3g} GiB"
-        return f"{did}the processes of this job needed more than its memory{limit}. {advice}"
+        return f"{did}the processes of this job exceeded its memory{limit}. {advice}"
     if after.machine > before.machine:
-        return f"{did}the memory of this machine ran out. {advice}"
+        return f"{did}this machine ran out of memory. {advice}"
     if after.counted:
-        return "It was not the kernel's out-of-memory killer: another process sent that signal."
+        return "That was not the kernel's out-of-memory killer: another process sent the signal."
     return ""
 
 
 def _group(root: Path) -> Path:
-    """Folder of the memory controller for this process, as /proc/self/cgroup names it."""
+    """Folder of the memory controller for this process, as in /proc/self/cgroup."""
     mount = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

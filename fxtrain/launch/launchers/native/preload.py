@@ -1,4 +1,4 @@
-"""Loading torch into the launcher, for which every launch waits."""
+"""Imports torch into the launcher, for which every launch waits."""
 
 import gc
 import importlib
@@ -11,12 +11,12 @@ __all__ = ["load_torch"]
 def load_torch(name: str) -> Any:
     """A module of torch.
 
-    Python looks for rubbish again and again while torch makes its hundreds of thousands of
-    objects, which takes a tenth of the time to load it and finds nothing.
+    Python's garbage collector runs repeatedly while torch creates its hundreds of thousands of
+    objects, which takes a tenth of the import time and finds nothing.
 
     Effects:
-        Imports the module. Where torch was not loaded before, what there is by then is never
-        looked at by Python's garbage collector again.
+        Imports the module. If torch was not imported before, all objects that exist after the
+        import are exempt from garbage collection.
 
     Example:
         >>> from fxtrain.launch import load_torch

@@ -1,8 +1,8 @@
-"""How launchers meet through torch's elastic agent; this module loads torch.
+"""The rendezvous of torch's elastic agent; this module imports torch.
 
 torch's own rendezvous serves its store on every interface, and unpickles a key of that store,
-so that whoever reaches the port runs code. Here the store listens at one address, and what
-comes from it is JSON.
+so anyone who reaches the port can run code. Here the store listens at one address, and its
+content is JSON.
 """
 
 import json
@@ -34,12 +34,12 @@ __all__ = ["BACKEND", "StateBackend", "register"]
 BACKEND = "fxtrain"
 T = TypeVar("T")
 _EMPTY = "none"
-# What JSON of something else raises where it is read.
+# Errors when reading JSON of another structure.
 _WRONG = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 def register() -> None:
-    """Make the rendezvous known to torch's elastic launcher.
+    """Register the rendezvous with torch's elastic launcher.
 
     Effects:
         Adds a name to torch's registry of rendezvous handlers, once.
@@ -66,7 +66,7 @@ def _handler(params: RendezvousParameters) -> Any:
 
 
 class _CleaningRendezvous:
-    """A handler that ends what the ranks of an attempt have left before the next one starts."""
+    """A handler that ends remaining children of ranks before the next attempt starts."""
 
     def __init__(self, handler: RendezvousHandler, params: RendezvousParameters) -> None:
         self._handler = handler
@@ -83,7 +83,7 @@ class _CleaningRendezvous:
 
 
 class _StaticRendezvous(RendezvousHandler):
-    """Nodes with fixed numbers, or one node, that need only the store to meet."""
+    """Numbered nodes, or a single node, which only need the store to connect."""
 
     def __init__(self, store: Any, params: RendezvousParameters, place: tuple[str, int]) -> None:
         self._store = PrefixStore(params.run_id, store)
@@ -97,7 +97,7 @@ class _StaticRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks meet at this store too."""
+        """The ranks use this store too."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -125,16 +125,16 @@ class _StaticRendezvous(RendezvousHandler):
 
 
 class StateBackend(dynamic.RendezvousBackend):
-    """The state of a rendezvous of nodes that come and go, kept in the store as JSON.
+    """The state of a rendezvous of nodes that join and leave, kept in the store as JSON.
 
-    torch's handler takes and gives the state as a pickle. The pickles here are made and read
-    in this process only.
+    torch's handler passes the state as a pickle. Pickles are only created and read within this
+    process.
     """
 
     def __init__(self, store: Any, run_id: str) -> None:
         self._store = store
         self._key = f"fxtrain.rendezvous.{run_id}"
-        # A store waits for a key that is not there.
+        # A store waits for a key that does not exist.
         self._exchange("", _EMPTY)
 
     @property
@@ -147,12 +147,12 @@ class StateBackend(dynamic.RendezvousBackend):
         try:
             found = self._store.get(self._key)
         except RuntimeError as error:
-            raise RendezvousConnectionError(f"The store was lost: {error}") from error
+            raise RendezvousConnectionError(f"Lost the connection to the store: {error}") from error
         return _given(found)
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """See base class."""
-        text = write_state(pickle.loads(state))  # of this process's own handler
+        text = write_state(pickle.loads(state))  # created by this process's own handler
         found = self._exchange(_EMPTY if token is None else token, text)
         given = _given(found)
         return None if given is None else (*given, given[1] == text)
@@ -161,7 +161,7 @@ class StateBackend(dynamic.RendezvousBackend):
         try:
             return self._store.compare_set(self._key, expected, text)
         except RuntimeError as error:
-            raise RendezvousConnectionError(f"The store was lost: {error}") from error
+            raise RendezvousConnectionError(f"Lost the connection to the store: {error}") from error
 
 
 def _given(found: bytes) -> tuple[bytes, str] | None:
@@ -193,7 +193,7 @@ def read_state(text: str | bytes) -> Any:
     """torch's record of a rendezvous from JSON.
 
     Raises:
-        RendezvousStateError: it is the JSON of something else.
+        RendezvousStateError: the JSON has another structure.
     """
     try:
         found = parse_json(text)
@@ -213,7 +213,7 @@ def read_state(text: str | bytes) -> Any:
         }
     except _WRONG as error:
         raise RendezvousStateError(
-            f"The store holds what is no state of a rendezvous ({type(error).__name__}: {error}). "
+            f"The store contains an invalid rendezvous state ({type(error).__name__}: {error}). "
             f"Another program writes to it: choose another main_port."
         ) from error
     return state
@@ -228,7 +228,7 @@ def _node(addr: Any, pid: Any, local_id: Any) -> Any:
 
 
 def _exactly(kind: type[T], value: Any) -> T:
-    """A value of just this type: no "3" for 3, and no "no" for True."""
+    """A value of exactly this type: no "3" for 3, and no "no" for True."""
     if type(value) is not kind:
-        raise TypeError(f"{str(value)[:80]!r} is no {kind.__name__}")
+        raise TypeError(f"{str(value)[:80]!r} is not a {kind.__name__}")
     return value

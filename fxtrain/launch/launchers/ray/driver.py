@@ -1,6 +1,6 @@
-"""The program that asks Ray for nodes and runs a native launcher on each of them.
+"""The program that requests nodes from Ray and runs a native launcher on each of them.
 
-`python -m fxtrain.launch.launchers.ray.driver FILE`, where the file is what
+`python -m fxtrain.launch.launchers.ray.driver FILE`, with the file that
 `fxtrain launch --launcher ray` has written.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["main", "node_words"]
 
 
 def main() -> int:
-    """Run what the file named by the first argument asks for.
+    """Run the launch described by the file in the first argument.
 
     Returns:
         The exit code of the first node that failed, or 0.
@@ -36,18 +36,18 @@ def main() -> int:
 
 
 def node_words(settings: dict[str, Any], node: int, address: str, port: int) -> list[str]:
-    """The words after `fxtrain launch` on one node."""
+    """The arguments of `fxtrain launch` on one node."""
     words: list[str] = list(settings["words"])
     if settings["nodes"] == 1:
         return words
     place = [f"--node-rank={node}", f"--main-address={address}", f"--main-port={port}"]
-    # After what the spec says, where the last of two counts.
+    # After those of the spec, since the last of two counts.
     split = words.index("--")
     return [*words[:split], *place, *words[split:]]
 
 
 def _run(ray: Any, settings: dict[str, Any]) -> int:
-    """Place the nodes, start their launchers, and wait until all have ended or one failed."""
+    """Place the nodes, start their launchers, and wait until all have finished or one failed."""
     nodes = settings["nodes"]
     share = {"CPU": settings["cpus"], **({"GPU": settings["gpus"]} if settings["gpus"] else {})}
     spread = "STRICT_SPREAD" if nodes > 1 else "STRICT_PACK"
@@ -76,10 +76,10 @@ def _run(ray: Any, settings: dict[str, Any]) -> int:
 
 
 class _Node:
-    """One machine of the run, as an actor of Ray."""
+    """One machine of the run, as a Ray actor."""
 
     def place(self, port: int) -> tuple[str, int]:
-        """Where the other nodes find this one."""
+        """The address by which other nodes reach this one."""
         ray = optional("ray", extra="ray", needed_by="fxtrain launch --launcher ray")
         if port == 0:
             with socket.socket() as probe:
@@ -90,7 +90,7 @@ class _Node:
     def run(self, words: list[str]) -> int:
         """Run the native launcher to its end."""
         command = [sys.executable, "-m", "fxtrain.cli", "launch", *words]
-        # Ray ends this process without a word when another node has failed.
+        # Ray ends this process without notice when another node has failed.
         return subprocess.run(command, check=False, preexec_fn=end_with_parent).returncode
 
 

@@ -1,4 +1,4 @@
-"""Ray: one native launcher on each node that Ray finds for the run."""
+"""Ray: one native launcher on each node of the run."""
 
 import json
 
@@ -18,15 +18,15 @@ _FILE = "fxtrain-launch/ray.json"
 
 @launch_record
 class RayOptions:
-    """What a run asks Ray for.
+    """What a run requests from Ray.
 
     Attributes:
-        job_server: Address of the cluster's job server, such as http://head:8265, to submit
-            the current folder to; by default the run starts from here.
-        address: Address of the cluster for a run that starts from here: auto for the one that
-            runs on this machine; by default a new one.
-        cpus_per_rank: CPUs that Ray sets aside for each rank.
-        gpus_per_rank: GPUs that it sets aside.
+        job_server: Address of the cluster's job server, such as http://head:8265, to submit the
+            current folder to; by default the run starts from here.
+        address: Address of the cluster for a run that starts from here: "auto" for the one on
+            this machine; by default a new cluster.
+        cpus_per_rank: CPUs to reserve for each rank.
+        gpus_per_rank: GPUs to reserve for each rank.
         wait: Show the output of a submitted job until it ends.
     """
 
@@ -40,7 +40,7 @@ class RayOptions:
 def ray(spec: LaunchSpec, machine: Machine) -> Invocation:
     """A program that places the nodes, from here or as a job of a cluster.
 
-    What it is told is in a file, since Ray hands the words of a job through a shell.
+    Its settings are in a file, since Ray passes the arguments of a job through a shell.
 
     Example:
         >>> from fxtrain.launch import LaunchSpec, Machine, RayOptions, ray

@@ -21,20 +21,20 @@ _FILE = "fxtrain-launch/sagemaker.json"
 
 @launch_record
 class SageMakerOptions:
-    """What a training job asks SageMaker for.
+    """What a training job requests from SageMaker.
 
     Attributes:
-        role: Name of the IAM role that the job runs as.
-        instance_type: Kind of machine, as ml.p4d.24xlarge.
-        source_dir: Folder that is sent, in which the script is.
+        role: Name of the IAM role of the job.
+        instance_type: Type of machine, such as ml.p4d.24xlarge.
+        source_dir: Folder to upload, which contains the script.
         image_uri: Container image; by default SageMaker's own for the versions below.
         framework_version: Version of PyTorch in SageMaker's image.
         py_version: Version of Python in it.
-        base_job_name: Name of the job, to which a time is added.
-        output_path: Where the job leaves its files, as s3://bucket/path.
+        base_job_name: Name of the job, to which a time is appended.
+        output_path: Where the job stores its files, such as s3://bucket/path.
         inputs: NAME=s3://... of data channels, one each.
-        max_run_s: Longest run, in seconds.
-        spot: Use spare machines, which may be taken away.
+        max_run_s: Maximum duration, in seconds.
+        spot: Use spot instances, which may be interrupted.
         wait: Show the output until the job ends.
     """
 
@@ -56,7 +56,7 @@ def sagemaker(spec: LaunchSpec, machine: Machine) -> Invocation:
     """The estimator's arguments in a file, and the program that submits them.
 
     Raises:
-        LaunchError: no role, machine or image, or arguments that SageMaker cannot hand on.
+        LaunchError: role, machine or image are missing, or SageMaker cannot pass the arguments.
 
     Example:
         >>> from fxtrain.launch import LaunchSpec, Machine, SageMakerOptions, sagemaker
@@ -114,33 +114,33 @@ def _check(spec: LaunchSpec) -> None:
     if missing:
         raise LaunchError(f"SageMaker needs the options {' and '.join(missing)} to start a job.")
     if spec.module or spec.executable:
-        raise LaunchError("SageMaker starts Python scripts: write one that calls the program.")
+        raise LaunchError("SageMaker starts Python scripts only. Write one that calls the program.")
     if spec.ranks > 1:
         raise LaunchError(
-            f"LaunchSpec(ranks={spec.ranks}): SageMaker starts one rank for each accelerator of "
-            f"the machine. Leave ranks out."
+            f"LaunchSpec(ranks={spec.ranks}): SageMaker starts one rank per accelerator of the "
+            f"machine. Omit ranks."
         )
 
 
 def _hyperparameters(args: tuple[str, ...]) -> dict[str, str]:
-    """Arguments as names and values, in which form SageMaker hands them on."""
+    """Arguments as names and values, the form in which SageMaker passes them."""
     found: dict[str, str] = {}
     words = list(args)
     while words:
         name, joined, value = words.pop(0).partition("=")
         if not name.startswith("--") or len(name) < 3:
             raise LaunchError(
-                f"SageMaker hands arguments to the script as --name value only, found {name!r}."
+                f"SageMaker passes arguments to the script as --name value only, found {name!r}."
             )
         if not joined:
             if not words or words[0].startswith("--"):
                 raise LaunchError(
-                    f"SageMaker hands arguments to the script as --name value only, and {name} "
+                    f"SageMaker passes arguments to the script as --name value only, but {name} "
                     f"has no value. Give it one, such as {name} true."
                 )
             value = words.pop(0)
         if name[2:] in found:
-            raise LaunchError(f"SageMaker hands each argument on once, and {name} is there twice.")
+            raise LaunchError(f"SageMaker passes each argument once, but {name} is given twice.")
         found[name[2:]] = value
     return found
 

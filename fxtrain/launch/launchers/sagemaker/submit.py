@@ -1,6 +1,6 @@
 """The program that submits a training job to SageMaker.
 
-`python -m fxtrain.launch.launchers.sagemaker.submit FILE`, where the file is what `fxtrain launch
+`python -m fxtrain.launch.launchers.sagemaker.submit FILE`, with the file that `fxtrain launch
 --launcher sagemaker` has written.
 """
 
@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Submit what the file named by the first argument asks for."""
+    """Submit the job described by the file in the first argument."""
     told = json.loads(Path(sys.argv[1]).read_text())
     pytorch = optional(
         "sagemaker.pytorch", extra="sagemaker", needed_by="fxtrain launch --launcher sagemaker"
