@@ -130,6 +130,9 @@ class Plan:
         quantize: Format of frozen weights: fx.Bnb8(), fx.Bnb4() or fx.Torchao(), or the bare kind,
             such as "bnb4". `fx.wrap` quantises layers that are not quantised yet; None leaves
             weights as they are.
+        frozen: What checkpoints store of parameters that do not require grad: their values, or
+            digests, with which a restore compares the model's own. Digests suit adapters over a
+            base model that is loaded before.
 
     Example:
         >>> import fxtrain as fx
@@ -168,4 +171,5 @@ class Plan:
     compile: Compile | None = attrs.field(default=None, converter=_compile_of)
     context: CP | None = None
     local: LocalSGD | DiLoCo | None = None
+    frozen: Literal["values", "digests"] = "values"
     quantize: Bnb8 | Bnb4 | Torchao | None = attrs.field(default=None, converter=quantize_of)

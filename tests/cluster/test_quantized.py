@@ -83,7 +83,7 @@ def _refused(ctx, strategy):
 def test_strategies_that_split_parameters_refuse(pair, strategy):
     told = pair.run(_refused, strategy)
     assert told[0] == told[1]
-    assert "cannot carry quantised weights over 2 ranks" in told[0]
+    assert "cannot hold quantised weights on 2 ranks" in told[0]
     assert "Use DDP()" in told[0]
 
 

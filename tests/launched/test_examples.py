@@ -1,5 +1,6 @@
 """Every example, and the number with which it ends."""
 
+import importlib.util
 import json
 
 import pytest
@@ -7,6 +8,11 @@ import pytest
 from tests.launched._run import FXTRAIN, ROOT, run_fork
 
 pytestmark = pytest.mark.timeout(330)
+
+
+def _needs(package):
+    absent = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(absent, reason=f"needs {package}")
 
 
 def _digits(told):
@@ -33,6 +39,11 @@ def _actor_critic(told):
     assert told["reward"] > -0.01 and told["apart"] <= (1e-9 if told["ranks"] > 1 else 0)
 
 
+def _qlora(told):
+    assert told["upright"] > 0.9 and told["before"] < 0.6 and told["after"] > 0.9
+    assert told["trained"] < 12_000
+
+
 CASES = [
     ("digits", 1, _digits),
     ("digits", 2, _digits),
@@ -43,6 +54,8 @@ CASES = [
     ("gan", 2, _gan),
     ("actor_critic", 1, _actor_critic),
     ("actor_critic", 2, _actor_critic),
+    pytest.param("qlora", 2, _qlora, marks=_needs("bitsandbytes")),
+    pytest.param("qlora --peft", 1, _qlora, marks=[_needs("bitsandbytes"), _needs("peft")]),
 ]
 
 

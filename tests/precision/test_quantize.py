@@ -145,3 +145,28 @@ def test_a_checkpoint_of_another_format_is_refused(name, tmp_path):
         fx.save(tmp_path, ctx, saved)
         with pytest.raises(fx.CheckpointError, match="0 is bitsandbytes nf4 in the checkpoint"):
             fx.restore(tmp_path, ctx, other)
+
+
+@pytest.mark.parametrize("name", marked(["nf4", "int8"]))
+def test_a_checkpoint_may_hold_digests_of_the_base(name, tmp_path):
+    plan = fx.Plan(quantize=RECORDS[name], frozen="digests")
+    with fx.detect(env={}, device="cpu") as ctx:
+        model, same, other = (fx.wrap(frozen_mlp(seed=seed), ctx, plan) for seed in (0, 0, 1))
+        with torch.no_grad():
+            model.module[3].weight.zero_()
+        handle = fx.save(tmp_path, ctx, model)
+        size = sum(path.stat().st_size for path in handle.path.rglob("*.safetensors"))
+        assert size < 20_000  # the head and random states
+        fx.restore(tmp_path, ctx, same)
+        _same(_values(same.module), _values(model.module))
+        before = _values(other.module)
+        with pytest.raises(fx.CheckpointError, match="of this model differ.*\n  0.bias"):
+            fx.restore(tmp_path, ctx, other)
+        _same(_values(other.module), before)
+
+
+def test_strategies_that_hold_parts_refuse_digests():
+    with fx.detect(env={}, device="cpu") as ctx:
+        plan = fx.Plan(strategy=fx.FSDP(), frozen="digests")
+        with pytest.raises(fx.PlanError, match="FSDP may hold parts"):
+            fx.wrap(mlp(), ctx, plan)

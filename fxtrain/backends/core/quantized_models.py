@@ -15,18 +15,22 @@ __all__ = ["quantized_as_planned", "quantized_problems"]
 def quantized_problems(
     strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module
 ) -> list[str]:
-    """What does not fit of a plan and a model with quantised weights."""
+    """What does not fit of a plan and a model with quantised or frozen weights."""
+    problems: list[str] = []
+    if plan.frozen == "digests" and not strategy.full_parameters:
+        problems.append(
+            f"Plan(frozen='digests') compares full parameters, and {strategy.name} may hold parts "
+            f"of them. Use frozen='values', DDP() or Single()."
+        )
     if plan.quantize is None and not is_quantized(module):
-        return []
+        return problems
     what = "A model with quantised weights"
     if plan.quantize is not None:
         what = f"Plan(quantize=fx.{type(plan.quantize).__name__}(...))"
-    problems: list[str] = []
-    if not strategy.quantized and ctx.world_size > 1:
+    if not strategy.full_parameters:
         problems.append(
-            f"{what}: {strategy.name} cannot carry quantised weights over {ctx.world_size} ranks: "
-            f"the libraries' tensors cannot be split. Use DDP(), with a replica of them on each "
-            f"rank, or Single()."
+            f"{what}: {strategy.name} cannot hold quantised weights on {ctx.world_size} ranks: "
+            f"they cannot be split. Use DDP(), with a replica of them on each rank, or Single()."
         )
     if plan.local is not None:
         problems.append(

@@ -211,7 +211,7 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="FSDP",
     config=FSDP,
-    quantized=False,
+    full_parameters=False,
     check=_check,
     wrap=_wrap,
     sync=_sync,

@@ -159,7 +159,7 @@ XLA_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="XLA",
     config=XLA,
-    quantized=False,
+    full_parameters=False,
     check=_check,
     wrap=_wrap,
     sync=_sync,
