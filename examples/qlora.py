@@ -86,7 +86,7 @@ def main() -> None:
 
     with fx.detect(device="cpu") as ctx, tempfile.TemporaryDirectory() as folder:
         base = fx.wrap(network(), ctx, fx.Plan(), optimizer=adamw)
-        upright = train(base, ctx, digits(turned=False), epochs=4)
+        upright = train(base, ctx, digits(turned=False), epochs=6)
         fx.export(base, folder)
 
         with torch.device("meta"):
@@ -95,7 +95,7 @@ def main() -> None:
         plan = fx.Plan(quantize=fx.Bnb4(), frozen="digests")
         model = fx.wrap(adapted(net, peft=use_peft), ctx, plan, optimizer=adamw)
         before = train(model, ctx, digits(turned=True), epochs=0)
-        after = train(model, ctx, digits(turned=True), epochs=8)
+        after = train(model, ctx, digits(turned=True), epochs=14)
 
         runs = ops.broadcast_object(folder, ctx)
         fx.save(f"{runs}/runs", ctx, model)
