@@ -1,9 +1,8 @@
-"""The step written out from `fxtrain.ops`, beside `fx.step`: the same parameters to the bit.
+"""A loop that keeps its forward and loss, by `fx.update`, beside `fx.step`.
 
     fxtrain launch --ranks 2 examples/by_hand.py
 
-Copy `hand_written_step` when a loop needs something that a step has no place for. Ends with
-one JSON line that says whether the two trained models are equal in every bit.
+Ends with one JSON line that says whether the two trained models are equal in every bit.
 """
 
 import json
@@ -21,20 +20,6 @@ from fxtrain import ops
 
 console = Console(stderr=True)
 PLAN = fx.Plan(accumulate=3, clip_norm=0.5, precision="bf16", seed=5)
-
-
-def hand_written_step(model: fx.Wrapped, batch: fx.Batch) -> None:
-    """One micro-batch, and the update where its window closes."""
-    update_is_due = batch.position.micro == 0
-    with ops.sync(model, enabled=update_is_due):
-        with ops.autocast(model):
-            loss = F.cross_entropy(model(batch[0]), batch[1])
-        # Rows of the whole window over rows of this batch on all ranks: micro-batches in it.
-        ops.backward(loss / (batch.window_rows / sum(batch.sizes)), model)
-    if update_is_due:
-        ops.clip_norm(model, PLAN.clip_norm)
-        ops.apply(model)
-        model.scheduler.step()
 
 
 def fresh_model(ctx: fx.DistContext) -> fx.Wrapped:
@@ -60,7 +45,9 @@ def main() -> None:
         quiet = not (ctx.is_main and console.is_terminal)
         for epoch in track(loader.epochs(2), "epochs", total=2, console=console, disable=quiet):
             for batch in epoch:
-                hand_written_step(mine, batch)
+                with ops.autocast(mine):
+                    loss = F.cross_entropy(mine(batch[0]), batch[1])
+                fx.update(ctx, batch, mine, loss)
                 report = fx.step(ctx, batch, fns)
         pairs = zip(mine.parameters(), theirs.parameters(), strict=True)
         equal = ops.all_ranks(all(torch.equal(a, b) for a, b in pairs), ctx)

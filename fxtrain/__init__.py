@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fxtrain.loop import EarlyStopping as EarlyStopping
     from fxtrain.loop import StepFns as StepFns
     from fxtrain.loop import step as step
+    from fxtrain.loop import update as update
     from fxtrain.models import export as export
     from fxtrain.models import load_model as load_model
     from fxtrain.ops import close as close
@@ -110,7 +111,7 @@ _HOMES = {
     "fxtrain.checkpoint": "Restored Saving Verified latest merge restore save verify",
     "fxtrain.data": "Sharded shard",
     "fxtrain.launch": "given_plan launch",
-    "fxtrain.loop": "EarlyStopping StepFns step",
+    "fxtrain.loop": "EarlyStopping StepFns step update",
     "fxtrain.models": "export load_model",
     "fxtrain.ops": "close detect log preemption",
     "fxtrain.profile": "dry_run",

@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 # Calls on real ranks cost milliseconds and shrinking would repeat them by the hundred.
@@ -18,3 +19,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 NO_SHRINK = tuple(phase for phase in Phase if phase is not Phase.shrink)
 settings.register_profile("ranks", settings.get_profile("default"), phases=NO_SHRINK)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A place for one damaged file after another, shared by the tests of a module."""
+    return tmp_path_factory.mktemp("damaged")

@@ -39,12 +39,6 @@ DEEPSPEED = {
 HOSTS = "a slots=2\nb slots=2  # the other\n"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A place for one damaged file after another."""
-    return tmp_path_factory.mktemp("files")
-
-
 def _main(*argv):
     """The command line: an exit code, whatever the file holds, and output that is safe."""
     out, err = io.StringIO(), io.StringIO()

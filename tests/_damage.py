@@ -1,10 +1,13 @@
 """Damage to files: bytes that change, and values of a wrong kind in the middle of others."""
 
+import contextlib
 import copy
 import io
 import zipfile
 
+import torch
 from hypothesis import strategies as st
+from torch import nn
 
 _TEXT = ["", "\0", "9" * 30, "-1", "1e999", "NaN", "null", "[", "{", '"', "\n", ": ", "- ", "\t"]
 _TEXT += ["*a", "&a ", "<<", "!!int ", "!!set ", "0x" + "f" * 5000]
@@ -49,6 +52,33 @@ def damaged_inside(draw, raw):
             inner = old.read(name)
             new.writestr(name, draw(damaged(inner)) if name.endswith("/data.pkl") else inner)
     return out.getvalue()
+
+
+@st.composite
+def damaged_save(draw, raw, contents):
+    """A file of torch.save with damaged bytes, a damaged pickle, or values of a wrong kind."""
+    how = draw(st.sampled_from(["bytes", "pickle", "values"]))
+    if how != "values":
+        return draw((damaged if how == "bytes" else damaged_inside)(raw))
+    out = io.BytesIO()
+    torch.save(draw(misshapen(contents)), out)
+    return out.getvalue()
+
+
+@contextlib.contextmanager
+def replaced(path, change):
+    """A file with other bytes, a function of its own, during the block."""
+    whole = path.read_bytes()
+    path.write_bytes(change(whole))
+    try:
+        yield
+    finally:
+        path.write_bytes(whole)
+
+
+def small_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
 def places(data, path=()):

@@ -116,6 +116,8 @@ MUTABLE = {
     "fxtrain.checkpoint.local_storage._EagerFlush": "how much of a file is flushed",
     "fxtrain.data.sharded_loader._Iteration": "how far iterators over one loader got",
     "fxtrain.backends.xla.recompilations.RecompilationLog": "counts compilations of one model",
+    "fxtrain.backends.pipeline.schedules.PreparedSchedule": "its results are described once",
+    "fxtrain.backends.pipeline.execute._GivenOutputs": "whether the loss has called the model",
 }
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from fxtrain._errors import PlanError
 from fxtrain.backends.core.module_changes import model_signature
 from fxtrain.backends.core.quantized_models import quantized_as_planned, quantized_problems
+from fxtrain.backends.core.ready_made import as_factories, described
 from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.ddp.strategy import DDP_STRATEGY
 from fxtrain.backends.deepspeed.strategy import DEEPSPEED_STRATEGY
@@ -76,8 +77,11 @@ def wrap(
         plan: The settings; by default the plan of the launch, or else `fx.Plan()`.
         optimizer: Factory from parameters to an optimizer, or to several as a list or dict. It is
             called once the strategy is ready for it, with the parameters that require grad.
-            `params.named()` returns them with their names. Use None to only run the model.
-        scheduler: Factory from what the optimizer factory returned to a scheduler or several.
+            `params.named()` returns them with their names. Or an optimizer, or several, built on
+            the parameters of `model`: it keeps its groups and their options, and gets the
+            parameters as the strategy holds them. Use None to only run the model.
+        scheduler: Factory from what the optimizer factory returned to a scheduler or several; or
+            a scheduler, or several, built on the optimizer that is passed.
         strategy: The functions that carry out the plan, such as an entry of `strategies()` with
             one function changed; by default the entry of the config `plan.strategy`.
 
@@ -105,13 +109,16 @@ def wrap(
     check_connected("wrap", ctx)
     plan = plan_for("wrap", ctx, plan)
     if ctx.world_size > 1:
-        factories = {"optimizer": optimizer, "scheduler": scheduler}
-        given = {name: "none" if one is None else "given" for name, one in factories.items()}
+        given = {
+            "optimizer": described(optimizer, model),
+            "scheduler": described(scheduler, model),
+        }
         given["strategy"] = "the plan's" if strategy is None else strategy.name
         check_same_plan("wrap", ctx, plan, {"model": model_signature(model), **given})
     row = _strategy_of(plan) if strategy is None else strategy
     if problems := problems_of(row, ctx, plan, model):
         raise PlanError("\n".join(problems))
+    optimizer, scheduler = as_factories(optimizer, scheduler, model)
     with quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
         before, formats = record_module(model), _formats(model)
         made = row.wrap(row, model, ctx, plan, optimizer, scheduler)

@@ -254,7 +254,8 @@ def _pinned(buffer: Tensor, device_type: str) -> Tensor:
             return buffer.pin_memory()
         except RuntimeError as error:
             return _pageable(buffer, str(error))
-    runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+    runtime: Any = torch.cuda.cudart()
+    address = buffer.data_ptr()
     refused = runtime.cudaHostRegister(address, buffer.numel(), 0)
     if int(refused):
         return _pageable(buffer, f"CUDA error {int(refused)}")

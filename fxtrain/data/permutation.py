@@ -59,7 +59,7 @@ def permutation(n: int, keys: Keys) -> Callable[[Tensor], Tensor]:
     """
     if n <= _TABLE:
         # Half the rounds: keys for sorting need not be a good permutation themselves.
-        table = _network(torch.arange(n), _MASK + 1, _MASK + 1, keys[: _ROUNDS // 2]).argsort()
+        table = _network(torch.arange(n), _MASK + 1, _MASK + 1, keys[: _ROUNDS // 2]).sort().indices
         return lambda place: table[place]
     columns = math.isqrt(n - 1) + 1
     rows = -(-n // columns)
@@ -98,12 +98,15 @@ def _network(place: Tensor, rows: int, columns: int, keys: Keys) -> Tensor:
     column = place - row * columns
     for number, key in enumerate(keys):
         if number % 2 == 0:
-            row += _noise(column, key, rows)
-            row -= (row >= rows) * rows
+            row = _wrapped(row.add_(_noise(column, key, rows)), rows)
         else:
-            column += _noise(row, key, columns)
-            column -= (column >= columns) * columns
+            column = _wrapped(column.add_(_noise(row, key, columns)), columns)
     return row.mul_(columns).add_(column)
+
+
+def _wrapped(x: Tensor, size: int) -> Tensor:
+    """x modulo `size`, in place; x below twice that."""
+    return x.bitwise_and_(_MASK) if size == _MASK + 1 else x.sub_((x >= size) * size)
 
 
 def _noise(x: Tensor, key: tuple[int, int], size: int) -> Tensor:
@@ -115,6 +118,8 @@ def _noise(x: Tensor, key: tuple[int, int], size: int) -> Tensor:
     h *= _SPREAD
     h >>= 16
     h &= _MASK
+    if size == _MASK + 1:
+        return h
     h *= size
     h >>= _BITS
     return h

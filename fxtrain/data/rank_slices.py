@@ -88,14 +88,12 @@ def slots_of_order(
     Raises:
         DataError: the order ends before the index.
     """
-    stride, sizes = layout.stride, (layout.per_rank,) * layout.ranks
+    stride = layout.stride
     if start > order.length:
         raise _beyond(start, order.length)
     whole, rest = divmod(order.length - start, stride)
-    first = start
-    for keys in _full(layout, order, start, whole, ranks):
-        yield Slot(first, stride, sizes, sizes, keys)
-        first += stride
+    yield from _full(layout, order, start, whole, ranks)
+    first = start + whole * stride
     if rest and layout.even != "drop":
         units = order.take(torch.arange(first, order.length))
         head = order.take(torch.arange(min(stride, order.length))) if ranks else units
@@ -148,18 +146,24 @@ def slot_of(
 
 def _full(
     layout: Layout, order: EpochOrder, start: int, whole: int, ranks: Sequence[int]
-) -> Iterator[tuple[Any, ...]]:
-    """Keys for the served ranks in each full global batch, computed in blocks."""
-    size = layout.per_rank
+) -> Iterator[Slot]:
+    """Each full global batch, with keys for the served ranks, computed in blocks."""
+    size, stride = layout.per_rank, layout.stride
+    sizes, by_row = (size,) * layout.ranks, layout.unit == "row"
     across = torch.arange(size)
     low, length = 0, _FIRST_BLOCK  # small at first, for a fast first batch
     while low < whole:
         steps = max(1, length // (size * max(1, len(ranks))))
         block = torch.arange(low, min(low + steps, whole))
-        places = start + block[:, None] * layout.stride + across
+        places = start + block[:, None] * stride + across
         found = [order.take((places + rank * size).view(-1)) for rank in ranks]
-        for at in range(0, len(block) * size, size):
-            yield tuple([_key(layout, units[at : at + size]) for units in found])
+        for number in range(len(block)):
+            at = number * size
+            keys = [units[at : at + size] for units in found]
+            if not by_row:
+                keys = [_key(layout, units) for units in keys]
+            first = start + (low + number) * stride
+            yield Slot(first, stride, sizes, sizes, tuple(keys))
         low, length = low + steps, min(2 * length, _BLOCK)
 
 

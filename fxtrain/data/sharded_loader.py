@@ -200,14 +200,7 @@ class Sharded:
                 f"order. Use `for epoch in loader.epochs(n): for batch in epoch:`.",
                 stacklevel=2,
             )
-        seen = 0
-        for batch in self._batches():
-            seen += 1
-            if seen == 2:  # looking at the first batch only is not a pass over the data
-                self._trail.passes += 1
-            yield batch
-        if seen == 1:
-            self._trail.passes += 1
+        return self._batches()
 
     def _batches(self) -> Iterator[Batch]:
         check_connected("iterating", self.ctx)
@@ -216,12 +209,18 @@ class Sharded:
         self._agree()
         cursor = self._trail.begin()
         masks: dict[tuple[int, int], Tensor] = {}
-        cut = self._split or (lambda data: data)
-        loaded = ((step, cut(data[0])) for step, data in self._source.run(cursor))
-        for step, mine in on_device(loaded, self.ctx, self.plan, ahead=self._source.apart):
-            batch = self._batch(step, mine, masks)
+        loaded, split, seen = self._source.run(cursor), self._split, 0
+        if split is not None:
+            loaded = ((step, (split(found[0]),)) for step, found in loaded)
+        for step, found in on_device(loaded, self.ctx, self.plan, ahead=self._source.apart):
+            batch = self._batch(step, found[0], masks)
             self._trail.reached = cursor = cursor.after(step)
+            seen += 1
+            if seen == 2:  # looking at the first batch only is not a pass
+                self._trail.passes += 1
             yield batch
+        if seen == 1:
+            self._trail.passes += 1
 
     def _batch(self, step: Step, data: Any, masks: dict[tuple[int, int], Tensor]) -> Batch:
         slot, rank = step.slot, self.ctx.rank

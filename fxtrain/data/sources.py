@@ -97,9 +97,7 @@ def row_source(
     asks = loader.num_workers > 0 or len(ranks) != 1
     over = _over_rows(loader, slots.reading, feed, asks=asks)
 
-    def ask(slot: Slot, epoch: int) -> Any:
-        if not asks:
-            return slot.keys[0]
+    def ask(slot: Slot, epoch: int) -> RowRequest:
         seeds = [fetch_key(layout, slots.seed, epoch, slot.first, rank) for rank in ranks]
         return RowRequest(epoch, slot.keys, tuple(seeds) if reseeds else ())
 
@@ -113,7 +111,7 @@ def row_source(
         def indices() -> Iterator[Any]:
             for step in assign_windows(found, cursor, plan, slots.later):
                 made.append(step)
-                yield ask(step.slot, epoch)
+                yield ask(step.slot, epoch) if asks else step.slot.keys[0]
 
         feed.give(indices())
         _seed_workers(over, plan, epoch, ranks)

@@ -1,7 +1,7 @@
 """Moves batches to the device."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -18,28 +18,35 @@ S = TypeVar("S")
 
 
 def on_device(
-    pairs: Iterable[tuple[S, Any]], ctx: DistContext, plan: Plan, *, ahead: bool
-) -> Iterator[tuple[S, Any]]:
+    loaded: Iterator[tuple[S, Sequence[Any]]], ctx: DistContext, plan: Plan, *, ahead: bool
+) -> Iterator[tuple[S, Sequence[Any]]]:
     """Steps with their data on the context's device.
 
     Args:
+        loaded: Steps, each with this rank's data as the first entry of a sequence.
         ahead: For an XLA device, read `plan.data.ahead` batches in advance, and move them in a
             thread.
     """
+    if ctx.device.type == "cpu" or not plan.data.to_device:
+        return loaded
     depth = plan.data.ahead if ahead and ctx.device.type == "xla" else 0
-    if not depth:
-        for step, data in pairs:
-            yield step, _to_device(data, ctx, plan)
-        return
+    if depth:
+        return _moved_ahead(loaded, ctx, plan, depth)
+    return ((step, (_to_device(data[0], ctx, plan),)) for step, data in loaded)
+
+
+def _moved_ahead(
+    loaded: Iterator[tuple[S, Sequence[Any]]], ctx: DistContext, plan: Plan, depth: int
+) -> Iterator[tuple[S, Sequence[Any]]]:
     waiting: deque[tuple[S, Future[Any]]] = deque()
     with ThreadPoolExecutor(1, thread_name_prefix="fxtrain place") as thread:
-        for step, data in pairs:
-            waiting.append((step, thread.submit(_to_device, data, ctx, plan)))
+        for step, data in loaded:
+            waiting.append((step, thread.submit(_to_device, data[0], ctx, plan)))
             if len(waiting) > depth:
                 first, sent = waiting.popleft()
-                yield first, sent.result()
+                yield first, (sent.result(),)
         for step, sent in waiting:
-            yield step, sent.result()
+            yield step, (sent.result(),)
 
 
 def _to_device(data: Any, ctx: DistContext, plan: Plan) -> Any:
@@ -50,8 +57,6 @@ def _to_device(data: Any, ctx: DistContext, plan: Plan) -> Any:
         `to_device=False`, where the result is the same object.
     """
     device = ctx.device
-    if device.type == "cpu" or not plan.data.to_device:
-        return data
     if device.type == "xla":
         return xla_runtime.to_device(data, ctx)
     lazily = plan.data.non_blocking

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import attrs
 
@@ -79,7 +79,11 @@ def assign_windows(
     """
     position, held = cursor.position, cursor.held
     window: list[Slot] = []
-    for slot, is_last in _with_is_last(slots):
+    ahead = iter(slots)
+    following = next(ahead, None)
+    while following is not None:
+        slot, following = following, next(ahead, None)
+        is_last = following is None
         if plan.accumulate == 1 and held == 0:  # every window is one batch
             position = advance(position, slot, plan, is_last=is_last)
             yield Step(slot, position, sum(slot.sizes))
@@ -115,13 +119,3 @@ def _with_later_rows(
         return None
     found = list(itertools.islice(later(), missing))
     return rows + sum(found) if len(found) == missing else None
-
-
-def _with_is_last(slots: Iterable[Slot]) -> Iterator[tuple[Slot, bool]]:
-    """Each slot, and whether it is the last."""
-    ahead = iter(slots)
-    slot: Any = next(ahead, None)
-    while slot is not None:
-        after = next(ahead, None)
-        yield slot, after is None
-        slot = after

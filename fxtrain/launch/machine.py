@@ -15,9 +15,16 @@ from fxtrain._listen import free_port
 from fxtrain._reading import read_text
 from fxtrain._secret import SECRET
 from fxtrain.launch.launchers.native.addresses import GLOO, NCCL, Route
-from fxtrain.state.topology.slurm import job_number
 
-__all__ = ["Machine", "cores_of_ranks", "look", "read_cores", "usable_cores", "write_cores"]
+__all__ = [
+    "Machine",
+    "cores_of_ranks",
+    "look",
+    "read_cores",
+    "slurm_job",
+    "usable_cores",
+    "write_cores",
+]
 
 _NODES = Path("/sys/devices/system/node")
 # Patterns in `mpirun --version`; Intel's comes before the MPICH on which it is based.
@@ -68,6 +75,11 @@ class Machine:
         return {name: at for name, at in self.route.env.items() if name not in self.chosen}
 
 
+def slurm_job(env: Mapping[str, str]) -> str:
+    """Number of the SLURM job of a process; empty outside of one."""
+    return env.get("SLURM_JOB_ID", "")
+
+
 def look(
     env: Mapping[str, str],
     *,
@@ -98,7 +110,7 @@ def look(
         cores=cores,
         numa=_numa(cores),
         threads_chosen="OMP_NUM_THREADS" in env,
-        slurm_job=job_number(env),
+        slurm_job=slurm_job(env),
         root=hasattr(os, "geteuid") and os.geteuid() == 0,
         mpi=_which_mpi(mpi) if mpi else "",
         port=free_port() if port else 0,

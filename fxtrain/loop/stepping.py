@@ -25,15 +25,15 @@ from fxtrain.state import (
     Wrapped,
     check_connected,
     check_open,
-    is_alone,
     round_of,
     shown,
 )
 
-__all__ = ["StepFns", "step"]
+__all__ = ["StepFns", "check_ready", "step"]
 
 # Plan fields that decide how a loader forms windows and sequences, on which a step relies.
 _SHARED = ("accumulate", "flush", "context")
+_NO_UPDATE = UpdateResult(applied=False)
 
 
 def _check_model(_: Any, __: Any, model: Any) -> None:
@@ -72,9 +72,12 @@ def _default_update(model: Any) -> UpdateSpec:
 
 
 def _make_compute_loss(
-    loss_fn: Callable[[Wrapped, Batch], Any], *, independent: bool
+    loss_fn: Callable[[Wrapped, Batch], Any], model: Any, *, independent: bool
 ) -> Callable[[Wrapped, Batch], WeightedLoss]:
     """The loss function that strategies call: the user's, with its result checked and weighted."""
+    if not isinstance(model, Wrapped):
+        return loss_fn  # refused by the validators, which run next
+    data_rank = model.ctx.axis("data").rank
 
     def compute_loss(model: Wrapped, batch: Batch) -> WeightedLoss:
         if model.plan.precision.compute == "fp32":
@@ -82,8 +85,11 @@ def _make_compute_loss(
         else:
             with ops.autocast(model):
                 out = loss_fn(model, batch)
-        loss, aux = _loss_and_aux(out)
-        return weighting.weigh_loss(_scalar(loss), aux, batch, model, independent=independent)
+        if type(out) is Tensor and out.ndim == 0 and out.requires_grad:
+            loss, aux = out, None  # nothing to check or to unpack
+        else:
+            loss, aux = _loss_and_aux(out)
+        return weighting.weigh_loss(loss, aux, batch, model, data_rank, independent=independent)
 
     return compute_loss
 
@@ -117,7 +123,7 @@ class StepFns:
         repr=False,
         eq=False,
         default=attrs.Factory(
-            lambda fns: _make_compute_loss(fns.loss, independent=False), takes_self=True
+            lambda fns: _make_compute_loss(fns.loss, fns.model, independent=False), takes_self=True
         ),
     )
     _compute_local_loss: Callable[[Wrapped, Batch], WeightedLoss] = attrs.field(
@@ -125,7 +131,7 @@ class StepFns:
         repr=False,
         eq=False,
         default=attrs.Factory(
-            lambda fns: _make_compute_loss(fns.loss, independent=True), takes_self=True
+            lambda fns: _make_compute_loss(fns.loss, fns.model, independent=True), takes_self=True
         ),
     )
 
@@ -167,27 +173,67 @@ def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
         ...     report.applied, report.position.updates
         (True, 2)
     """
+    model = fns.model
+    fits = type(batch) is Batch and batch.plan is model.plan and model.optimizers
+    if not fits or model.closed or ctx.comm.state.closed:
+        check_ready("step", ctx, batch, model)
+    plan, strategy, position = model.plan, model.strategy, batch.position
+    independent = plan.local is not None and weighting.is_independent(model, position)
+    due = position.micro == 0
+    reduce = due or plan.sync_each
+    spans = weighting.window_has_more(batch, model)
+    outcome = _NO_UPDATE
+    try:
+        if not (model.by_hand or (spans and model.window.micro)):
+            strategy.begin(model)
+        if spans or plan.schedule == "samples":
+            weighting.count(batch, model, independent=independent)
+        compute_loss = fns._compute_local_loss if independent else fns._compute_loss
+        by_itself = independent and weighting.is_one_rank(model)
+        weighted = strategy.run(model, batch, compute_loss, reduce and not by_itself)
+        if plan.nonfinite != "ignore":
+            model.window.bad_losses.add_(~torch.isfinite(weighted.mean))
+        if due:
+            outcome = _update(ctx, batch, fns, weighted, independent=independent, spans=spans)
+        if plan.local is not None and round_of(model) is not None:
+            strategy.average(model, position)
+    except RuntimeError as error:
+        raise _with_rank_named(ctx, error) from error
+    if position.is_last and position.epoch and model.scheduler is not None:
+        _remind(ctx, model)
+    return Report(
+        loss=weighted.mean,
+        weight=weighted.weight,
+        grad_norm=outcome.grad_norm,
+        applied=outcome.applied,
+        skipped=due and not outcome.applied,
+        position=position,
+        aux=None if weighted.aux is None else _tree.map_leaves(_detach, weighted.aux),
+    )
+
+
+def check_ready(call: str, ctx: DistContext, batch: Any, model: Wrapped) -> None:
+    """Refuse what a micro-batch cannot be trained with.
+
+    Raises:
+        FxError: what `step` raises before it runs anything.
+    """
     if type(batch) is not Batch:
         raise StepError(
-            f"step takes a Batch, found {type(batch).__name__}. Iterate a loader that "
+            f"{call} takes a Batch, found {type(batch).__name__}. Iterate a loader that "
             f"fx.shard(loader, ctx, plan) made."
         )
-    model = fns.model
-    if model.closed:
-        check_open(model, "step")
-    if ctx.comm.state.closed:
-        check_connected("step", ctx)
-    if batch.plan is not model.plan:
-        _check_plans(batch.plan, model.plan)
+    check_open(model, call)
+    check_connected(call, ctx)
+    _check_plans(call, batch.plan, model.plan)
     if not model.optimizers:
         raise StepError(
-            "step: this model has no optimizer. Wrap it with one: fx.wrap(net, ctx, plan, "
-            "optimizer=lambda params: torch.optim.AdamW(params))."
+            f"{call}: this model has no optimizer. Wrap it with one: fx.wrap(net, ctx, plan, "
+            f"optimizer=lambda params: torch.optim.AdamW(params))."
         )
-    return _micro_batch(ctx, batch, fns, model)
 
 
-def _check_plans(loader: Plan | None, model: Plan) -> None:
+def _check_plans(call: str, loader: Plan | None, model: Plan) -> None:
     """Refuse a batch whose loader follows a different plan from the model's."""
     if loader is None or loader == model:
         return
@@ -199,51 +245,9 @@ def _check_plans(loader: Plan | None, model: Plan) -> None:
     ]
     if differ:
         raise StepError(
-            f"step: the model and its loader follow different plans: {'; '.join(differ)}. Pass the "
-            f"same plan to both: fx.wrap(net, ctx, plan, ...) and fx.shard(loader, ctx, plan)."
+            f"{call}: the model and its loader follow different plans: {'; '.join(differ)}. Pass "
+            f"the same plan to both: fx.wrap(net, ctx, plan, ...) and fx.shard(loader, ctx, plan)."
         )
-
-
-def _micro_batch(ctx: DistContext, batch: Batch, fns: StepFns, model: Wrapped) -> Report:
-    plan, strategy, local = model.plan, model.strategy, model.plan.local
-    due = batch.position.micro == 0
-    now = None if local is None else round_of(model)
-    independent = now is not None and local is not None and is_alone(local, batch.position)
-    by_itself = independent and now is not None and len(now.peers) == 1
-    try:
-        spans = weighting.window_has_more(batch, model)
-        if not (model.by_hand or (spans and model.window.micro)):
-            strategy.begin(model)
-        if spans or plan.schedule == "samples":
-            weighting.count(batch, model, independent=independent)
-        compute_loss = fns._compute_local_loss if independent else fns._compute_loss
-        weighted = strategy.run(
-            model, batch, compute_loss, (due or plan.sync_each) and not by_itself
-        )
-        if plan.nonfinite != "ignore":
-            model.window.bad_losses.add_(~torch.isfinite(weighted.mean))
-        outcome = (
-            _update(ctx, batch, fns, weighted, independent=independent, spans=spans)
-            if due
-            else None
-        )
-        if now is not None:
-            strategy.average(model, batch.position)
-    except RuntimeError as error:
-        raise _with_rank_named(ctx, error) from error
-    if batch.position.is_last and batch.position.epoch and model.scheduler is not None:
-        _remind(ctx, model)
-    aux = None if weighted.aux is None else _tree.map_leaves(_detach, weighted.aux)
-    applied = outcome is not None and outcome.applied
-    return Report(
-        loss=weighted.mean,
-        weight=weighted.weight,
-        grad_norm=None if outcome is None else outcome.grad_norm,
-        applied=applied,
-        skipped=due and not applied,
-        position=batch.position,
-        aux=aux,
-    )
 
 
 def _remind(ctx: DistContext, model: Wrapped) -> None:
@@ -259,22 +263,16 @@ def _remind(ctx: DistContext, model: Wrapped) -> None:
 
 
 def _loss_and_aux(out: Any) -> tuple[Any, Any]:
+    """What a loss function returned: a loss, checked, and aux metrics."""
     loss, aux = out if type(out) is tuple and len(out) == 2 else (out, None)
-    of = loss.total if type(loss) is Weighted else loss
-    whole = getattr(of, "full_tensor", None)  # a loss computed from sharded logits
-    if whole is None:
-        return loss, aux
-    return (whole() if of is loss else attrs.evolve(loss, total=whole())), aux
-
-
-def _scalar(loss: Any) -> Any:
-    """The loss, checked, without the dimensions of size 1 that torch's backward would drop."""
-    total = loss.total if type(loss) is Weighted else loss
+    weighted = type(loss) is Weighted
+    total: Any = loss.total if weighted else loss
+    if hasattr(total, "full_tensor"):  # a loss computed from sharded logits
+        total = total.full_tensor()
     check_loss(total)
-    if total.ndim == 0:
-        return loss
-    total = total.reshape(())
-    return attrs.evolve(loss, total=total) if type(loss) is Weighted else total
+    if total.ndim:
+        total = total.reshape(())  # as torch's backward would
+    return attrs.evolve(loss, total=total) if weighted else total, aux
 
 
 def _update(
@@ -288,7 +286,9 @@ def _update(
 ) -> UpdateResult:
     model = fns.model
     plan = model.plan
-    scale = weighting.close_window(weighted, model, independent=independent, spans=spans)
+    scale = None
+    if spans or weighted.provisional:
+        scale = weighting.close_window(weighted, model, independent=independent)
     skip = plan.nonfinite != "ignore" and _nonfinite(ctx, batch, model)
     update_spec = fns._update_spec
     keep_parameters = independent and weighting.is_empty(batch, model)

@@ -17,9 +17,28 @@ from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._errors import StepError
-from fxtrain.state import Batch, DistContext, Round, Weighted, WeightedLoss, Wrapped, round_of
+from fxtrain.state import (
+    Batch,
+    DistContext,
+    Position,
+    Round,
+    Weighted,
+    WeightedLoss,
+    Wrapped,
+    is_alone,
+    round_of,
+)
 
-__all__ = ["close_window", "count", "end_window", "is_empty", "weigh_loss", "window_has_more"]
+__all__ = [
+    "close_window",
+    "count",
+    "end_window",
+    "is_empty",
+    "is_independent",
+    "is_one_rank",
+    "weigh_loss",
+    "window_has_more",
+]
 
 
 def window_has_more(batch: Batch, model: Wrapped) -> bool:
@@ -30,19 +49,34 @@ def window_has_more(batch: Batch, model: Wrapped) -> bool:
     return model.plan.accumulate > 1 or batch.window_rows is None
 
 
+def is_independent(model: Wrapped, position: Position) -> bool:
+    """Whether the model is a copy that trains alone at a position."""
+    local = model.plan.local
+    return local is not None and round_of(model) is not None and is_alone(local, position)
+
+
+def is_one_rank(model: Wrapped) -> bool:
+    """Whether a copy that trains alone has one rank."""
+    return len(_round(model).peers) == 1
+
+
 def weigh_loss(
-    loss: Any, aux: Any, batch: Batch, model: Wrapped, *, independent: bool = False
+    loss: Any, aux: Any, batch: Batch, model: Wrapped, data_rank: int, *, independent: bool = False
 ) -> WeightedLoss:
-    """Scale a loss so that the gradients, averaged over ranks, are those of the update."""
-    sizes = _replica_rows(batch, model) if independent else batch.sizes
+    """Scale a loss so that the gradients, averaged over ranks, are those of the update.
+
+    Args:
+        data_rank: Of this rank on the data axis.
+    """
+    sizes, mine = batch.sizes, batch.sizes[data_rank]
     if independent:
-        _count_for_average(loss, batch, model, sizes)
+        sizes = _replica_rows(batch, model)
+        _count_for_average(loss, batch, model, sizes, present=mine > 0)
     if type(loss) is Weighted:
-        return _weigh_explicit(loss, aux, batch, model, independent=independent)
-    mine, ranks = batch.sizes[model.ctx.axis("data").rank], len(sizes)
-    total = (
-        int(model.window.full_rows) if window_has_more(batch, model) else sum(sizes) * batch.parts
-    )
+        return _weigh_explicit(loss, aux, batch, model, independent=independent, present=mine > 0)
+    ranks, total = len(sizes), sum(sizes) * batch.parts
+    if model.plan.accumulate > 1 or batch.window_rows is None:  # as `window_has_more`
+        total = int(model.window.full_rows)
     if mine * ranks == total != 0:
         part = loss
     elif mine and total % (mine * ranks) == 0:
@@ -55,17 +89,18 @@ def weigh_loss(
 
 
 def close_window(
-    weighted: WeightedLoss, model: Wrapped, *, independent: bool = False, spans: bool
+    weighted: WeightedLoss, model: Wrapped, *, independent: bool = False
 ) -> float | Tensor | None:
-    """The factor by which to correct gradients when the window closes; None if none is needed."""
+    """The factor by which to correct gradients when a window closes; None if none is needed.
+
+    Not called for windows of one micro-batch whose loss was already weighted exactly.
+    """
     if weighted.provisional:
         losses, window = _group(model, independent=independent), model.window
         total = ops.reduce(window.weight, losses, op="sum")
         factor = torch.where(total > 0, losses.world_size / (window.scale * total), 0.0)
         torch._foreach_zero_([window.scale, window.weight])
         return factor
-    if not spans:
-        return None
     rows, full = int(model.window.rows), int(model.window.full_rows)
     return None if rows in (0, full) else full / rows
 
@@ -113,11 +148,13 @@ def count(batch: Batch, model: Wrapped, *, independent: bool = False) -> None:
     window.real_rows.add_(sum(batch.rows))
 
 
-def _count_for_average(loss: Any, batch: Batch, model: Wrapped, sizes: tuple[int, ...]) -> None:
+def _count_for_average(
+    loss: Any, batch: Batch, model: Wrapped, sizes: tuple[int, ...], *, present: bool
+) -> None:
     """Add what this replica trained on, by which it is weighted in the next average."""
     now = _round(model)
     if type(loss) is Weighted:
-        if batch.sizes[model.ctx.axis("data").rank]:
+        if present:
             now.open_weight.add_(torch.as_tensor(loss.weight).detach().reshape(()))
         now.open_rows[2] += 1
     else:
@@ -125,11 +162,13 @@ def _count_for_average(loss: Any, batch: Batch, model: Wrapped, sizes: tuple[int
 
 
 def _weigh_explicit(
-    loss: Weighted, aux: Any, batch: Batch, model: Wrapped, *, independent: bool
+    loss: Weighted, aux: Any, batch: Batch, model: Wrapped, *, independent: bool, present: bool
 ) -> WeightedLoss:
+    """As `weigh_loss`; `present` unless this rank has no row in the batch.
+
+    Rows that stand in for none count for nothing, whatever the loss says of them.
+    """
     losses = _group(model, independent=independent)
-    # Padding rows count for nothing, whatever weight the loss returned for them.
-    present = 1 if batch.sizes[model.ctx.axis("data").rank] else 0
     window = model.window
     weight = torch.as_tensor(loss.weight, dtype=window.sums.dtype, device=window.sums.device)
     if weight.numel() != 1:

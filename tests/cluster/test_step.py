@@ -430,7 +430,7 @@ def test_wrap_refuses_what_it_cannot_use(ctx):
         (lambda: fx.wrap(net, ctx, optimizer=3), "factory"),
         (lambda: fx.wrap(net, ctx, optimizer=lambda p: None), "returned NoneType"),
         (lambda: fx.wrap(net, ctx, scheduler=lambda o: o), "needs an optimizer"),
-        (lambda: fx.wrap(net, ctx, optimizer=SGD(_net().parameters())), "Pass a factory"),
+        (lambda: fx.wrap(net, ctx, optimizer=SGD(_net().parameters())), "pass a factory"),
         (lambda: fx.wrap(net, ctx, fx.Plan(recompute=("Blok",))), "Did you mean Block"),
         (
             lambda: fx.wrap(copy.deepcopy(net).requires_grad_(False), ctx, optimizer=SGD),

@@ -111,9 +111,6 @@ def test_wrap_refuses_and_leaves_the_module_as_it_was(name):
     float8 = fx.Plan(quantize=fx.Torchao(weights="float8", activations="float8"))
     _refused(mlp(), float8, "needs a GPU with float8.* CUDA 8.9")
     _refused(frozen_mlp(), plan, "returned nothing", optimizer=lambda params: [])
-    net = frozen_mlp()
-    made = torch.optim.SGD(net.parameters(), lr=0.1)
-    _refused(net, plan, "not those of the wrapped model", optimizer=made)
     local = fx.Plan(quantize="torchao", local=fx.LocalSGD(every=2))
     _refused(mlp(), local, "average every parameter")
 

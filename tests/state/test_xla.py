@@ -124,12 +124,12 @@ def test_batches_are_moved_ahead_in_order_by_another_thread(monkeypatch):
     def pairs():
         for step in range(6):
             read.append(step)
-            yield step, step
+            yield step, (step,)
 
     found = to_device.on_device(pairs(), ctx, plan, ahead=True)
-    assert next(found) == (0, 0) and read == [0, 1, 2]
-    assert [*found] == [(step, -step) for step in range(1, 6)]
+    assert next(found) == (0, (0,)) and read == [0, 1, 2]
+    assert [*found] == [(step, (-step,)) for step in range(1, 6)]
     assert moved == [*range(6)] and threading.current_thread().name not in threads
     read.clear()
     found = to_device.on_device(pairs(), ctx, plan, ahead=False)
-    assert next(found) == (0, 0) and read == [0]
+    assert next(found) == (0, (0,)) and read == [0]

@@ -1,12 +1,7 @@
 """What a run hands to its trackers: every value, in order, without waiting for anything."""
 
-import importlib
-import json
-import logging
 import math
-import os
 import struct
-import threading
 import time
 import zlib
 
@@ -16,33 +11,8 @@ import pytest
 import torch
 
 import fxtrain as fx
-from fxtrain.track import Patience, Tracker, read_run, trackers
-
-HERE = fx.Position(updates=1, samples=8)
-
-
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as found:
-        yield found
-
-
-@pytest.fixture
-def told(caplog):
-    """What the trackers warned of."""
-    caplog.set_level(logging.WARNING, logger="fxtrain.track")
-    return lambda: [record.getMessage() for record in caplog.records]
-
-
-def _mine(**functions):
-    """A tracker of one's own that keeps what it is given."""
-    kept = []
-    given = {
-        "open": lambda config, start: kept,
-        "log": lambda kept, values, at: kept.append((at.step, dict(values))),
-        **functions,
-    }
-    return kept, Tracker(name="Mine", **given)
+from fxtrain.track import read_run
+from tests.track._trackers import HERE, own_tracker
 
 
 def test_metrics_are_lines_of_json(ctx, tmp_path):
@@ -73,7 +43,7 @@ def test_metrics_are_lines_of_json(ctx, tmp_path):
 
 def test_a_tensor_counts_as_it_was_when_it_was_logged(ctx, tmp_path):
     total = torch.zeros(())
-    kept, mine = _mine()
+    kept, mine = own_tracker()
     with fx.track(tmp_path, ctx, [mine]) as run:
         for step in range(100):
             run.log({"total": total, "leaf": total.clone().requires_grad_()}, step)
@@ -166,7 +136,7 @@ def test_numbers_that_are_not_finite_are_kept_and_named_once(ctx, tmp_path, told
 def test_a_metric_that_is_no_number_is_named_once_and_the_others_stay(
     ctx, tmp_path, told, value, words
 ):
-    with fx.track(tmp_path, ctx, [fx.JsonLines(), _mine()[1]]) as run:
+    with fx.track(tmp_path, ctx, [fx.JsonLines(), own_tracker()[1]]) as run:
         run.log({"bad": value, "loss": 0.5}, 1)
         run.log({"bad": value, "loss": 0.5}, 2)
     assert read_run(tmp_path).curve("loss") == [(1, 0.5), (2, 0.5)]
@@ -213,7 +183,7 @@ def test_a_closed_run_refuses_every_call(ctx, tmp_path):
 
 def test_an_exception_in_the_loop_loses_nothing(ctx, tmp_path):
     ends = []
-    kept, mine = _mine(close=lambda kept, failed: ends.append(failed))
+    kept, mine = own_tracker(close=lambda kept, failed: ends.append(failed))
     with pytest.raises(KeyboardInterrupt), fx.track(tmp_path, ctx, [fx.JsonLines(), mine]) as run:
         for step in range(500):
             run.log({"a": step}, step)
@@ -223,7 +193,7 @@ def test_an_exception_in_the_loop_loses_nothing(ctx, tmp_path):
 
 
 def test_one_of_your_own_in_ten_lines(ctx, tmp_path):
-    kept, mine = _mine()
+    kept, mine = own_tracker()
     with fx.track(tmp_path, ctx, [fx.JsonLines(), mine]) as run:
         run.log({"loss": 0.5}, 1)
         run.flush()
@@ -234,142 +204,6 @@ def test_one_of_your_own_in_ten_lines(ctx, tmp_path):
             run.native(fx.WandB)
 
 
-def test_a_tracker_that_fails_is_named_once_and_the_others_have_everything(ctx, tmp_path, told):
-    def fail(native, values, at):
-        raise OSError(28, "No space left on device")
-
-    _, broken = _mine(log=fail)
-    with fx.track(tmp_path, ctx, [broken, fx.JsonLines()]) as run:
-        for step in range(20):
-            run.log({"a": step}, step)
-    assert len(read_run(tmp_path).entries) == 20
-    assert len(told()) == 2
-    assert "Mine failed in log: OSError: [Errno 28] No space left" in told()[0]
-    assert told()[1] == "Mine lost 20 entries of this run: 20 of log."
-
-
-def test_a_tracker_that_cannot_be_opened_is_left_out(ctx, tmp_path, told):
-    def fail(config, start):
-        raise ConnectionError("no route")
-
-    _, broken = _mine(open=fail)
-    with fx.track(tmp_path, ctx, [broken, fx.JsonLines()]) as run:
-        run.log({"a": 1}, 1)
-        assert run.native(broken) is None
-    assert len(read_run(tmp_path).entries) == 1
-    assert "Mine could not be opened: ConnectionError: no route" in told()[0]
-
-
-def test_a_full_disk_leaves_whole_lines_and_is_named(ctx, tmp_path, told, monkeypatch):
-    """Half of one line reaches the disk before it is full; then there is room again."""
-    with fx.track(tmp_path, ctx) as run:
-        run.log({"a": 1}, 1)
-        run.flush()
-        native = run.native(fx.JsonLines)
-        real = native.file
-
-        class Full:
-            def write(self, data):
-                if len(data) < 30:
-                    raise OSError(28, "No space left on device")
-                return real.write(data[: len(data) // 2])
-
-            def __getattr__(self, name):
-                return getattr(real, name)
-
-        (writer,) = run._writers
-        full = attrs.evolve(native, file=Full())
-        object.__setattr__(writer, "native", full)
-        run.log({"a": 2}, 2)
-        run.flush()
-        object.__setattr__(writer, "native", native)
-        run.log({"a": 3}, 3)
-    assert read_run(tmp_path).curve("a") == [(1, 1.0), (3, 3.0)]
-    assert read_run(tmp_path).damaged == 0
-    assert "No space left" in told()[0] and "lost 1 entries" in told()[1]
-
-
-def test_an_ability_that_a_tracker_lacks_is_named_once(ctx, tmp_path, told):
-    _, mine = _mine()
-    with fx.track(tmp_path, ctx, [mine, fx.JsonLines()]) as run:
-        run.text("a", "b", 1)
-        run.text("a", "b", 2)
-    assert told() == ["Mine does not support run.text. Trackers that do have these entries."]
-    assert len(read_run(tmp_path).entries) == 2
-
-
-def test_a_name_that_a_tracker_refuses_is_named_and_logged_elsewhere(ctx, tmp_path, told):
-    kept, mine = _mine(refuses=lambda name: "it has a space" if " " in name else "")
-    with fx.track(tmp_path, ctx, [mine, fx.JsonLines()]) as run:
-        for step in (1, 2):
-            run.log({"a b": 1, "c": 2}, step)
-    assert kept == [(1, {"c": 2.0}), (2, {"c": 2.0})]
-    assert read_run(tmp_path).curve("a b") == [(1, 1.0), (2, 1.0)]
-    (line,) = told()
-    assert "Mine does not take the name 'a b': it has a space" in line
-
-
-def test_a_tracker_that_hangs_holds_nobody_up(ctx, tmp_path, told):
-    released = threading.Event()
-    _, hanging = _mine(log=lambda *_: released.wait(60))
-    patience = Patience(entries=4, full_s=0.2, flush_s=0.1, close_s=0.2)
-    started = time.monotonic()
-    run = fx.track(tmp_path, ctx, [hanging, fx.JsonLines()], patience=patience)
-    try:
-        for step in range(50):
-            run.log({"a": step}, step)
-            time.sleep(0.001)  # the other tracker keeps up
-        assert not run.flush()
-        run.state()  # does not wait again
-        run.close()
-        assert time.monotonic() - started < 5
-    finally:
-        released.set()
-    assert len(read_run(tmp_path).entries) == 50
-    assert "Mine wrote none of 4 waiting entries in 0.2 s" in told()[0]
-    assert any("was not closed" in line for line in told())
-
-
-def test_a_slow_tracker_loses_nothing(ctx, tmp_path):
-    kept, mine = _mine(log=lambda kept, values, at: (time.sleep(0.002), kept.append(at.step)))
-    with fx.track(tmp_path, ctx, [mine], patience=Patience(entries=2)) as run:
-        for step in range(50):
-            run.log({"a": 1}, step)
-    assert kept == list(range(50))
-
-
-def test_several_threads_may_log(ctx, tmp_path):
-    def work(who):
-        for step in range(100):
-            run.log({who: step}, step)
-
-    with fx.track(tmp_path, ctx) as run:
-        threads = [threading.Thread(target=work, args=(f"t{n}",)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    log = read_run(tmp_path)
-    for n in range(4):
-        assert log.curve(f"t{n}") == [(step, float(step)) for step in range(100)]
-
-
-def test_a_forked_process_writes_nothing_and_does_not_wait(ctx, tmp_path):
-    with fx.track(tmp_path, ctx) as run:
-        run.log({"a": 1}, 1)
-        child = os.fork()
-        if not child:
-            try:
-                run.log({"a": 2}, 2)
-                run.flush()
-                run.close()
-            finally:
-                os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        run.log({"a": 3}, 3)
-    assert read_run(tmp_path).curve("a") == [(1, 1.0), (3, 3.0)]
-
-
 def test_log_makes_no_random_number_and_opening_takes_none(ctx, tmp_path):
     import random
 
@@ -377,7 +211,7 @@ def test_log_makes_no_random_number_and_opening_takes_none(ctx, tmp_path):
         random.random(), torch.rand(1), np.random.rand()
         return []
 
-    _, mine = _mine(open=open_)
+    _, mine = own_tracker(open=open_)
     fx.ops.seed(3, ctx)
     with fx.track(tmp_path, ctx, [mine, fx.JsonLines()]) as run:
         run.log({"a": torch.ones(())}, 1)
@@ -411,130 +245,3 @@ def test_a_dry_run_writes_nothing(tmp_path):
 
     assert fx.dry_run(train, world=4).fits
     assert list(tmp_path.iterdir()) == []
-
-
-@attrs.frozen(kw_only=True)
-class Mine:
-    kind: str = attrs.field(default="mine", init=False)
-
-
-def _install(monkeypatch, row):
-    class Entry:
-        name, value = "mine", "somewhere:ROW"
-
-        def load(self):
-            return row
-
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Entry()])
-
-
-def test_a_package_brings_a_tracker_by_entry_point(ctx, tmp_path, monkeypatch):
-    kept, mine = _mine()
-    row = attrs.evolve(mine, config=Mine)
-    _install(monkeypatch, row)
-    assert trackers()[Mine] is row
-    with fx.track(tmp_path, ctx, [Mine()]) as run:
-        run.log({"a": 1}, 1)
-        assert run.native(Mine) is kept
-    assert kept == [(1, {"a": 1.0})]
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ("text", "found str"),
-        (_mine()[1], "has no config type"),
-        (attrs.evolve(_mine()[1], config=fx.JsonLines), "second tracker for JsonLines"),
-    ],
-    ids=["text", "no-config", "twice"],
-)
-def test_a_wrong_entry_point_is_named(monkeypatch, row, words):
-    _install(monkeypatch, row)
-    with pytest.raises(fx.PlanError, match=words):
-        trackers()
-
-
-@pytest.mark.parametrize(
-    ("to", "words"),
-    [
-        (["tensorbord"], r"Did you mean fx.TensorBoard\(...\)"),
-        ([fx.WandB], r"Did you mean fx.WandB\(...\)"),
-        ("jsonlines", r"Did you mean fx.JsonLines\(...\)"),
-        ([Mine()], "no tracker carries out Mine"),
-        ([3], "no tracker carries out 3"),
-    ],
-)
-def test_an_unknown_tracker_is_named_with_the_nearest(ctx, tmp_path, to, words):
-    with pytest.raises(fx.PlanError, match=words):
-        fx.track(tmp_path / "run", ctx, to)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        fx.TensorBoard(), fx.WandB(project="p"), fx.Trackio(project="p"), fx.Comet(project="p"),
-        fx.Aim(experiment="p"), fx.MLflow(experiment="p"), fx.ClearML(project="p"), fx.DVCLive(),
-        fx.SwanLab(project="p"),
-    ],
-    ids=lambda config: config.kind,
-)  # fmt: skip
-def test_a_package_that_is_missing_is_named_with_its_extra(ctx, tmp_path, monkeypatch, config):
-    find = importlib.import_module
-
-    def missing(name):
-        if not name.startswith("fxtrain"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return find(name)
-
-    monkeypatch.setattr("fxtrain._optional.importlib.import_module", missing)
-    words = rf"fx.{type(config).__name__}\(.*pip install 'fxtrain\[{config.kind}\]'"
-    with pytest.raises(fx.MissingPackageError, match=words):
-        fx.track(tmp_path, ctx, [config])
-
-
-def test_configs_are_values_that_files_hold():
-    config = fx.WandB(project="p", tags=("a", "b"), mode="offline")
-    assert fx.loads(fx.dumps(config), fx.WandB) == config and hash(config)
-    with pytest.raises(fx.PlanError, match="online"):
-        fx.WandB(project="p", mode="ofline")
-    with pytest.raises(fx.PlanError, match="printable"):
-        fx.WandB(project=" ")
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"path": 3}, "a path is a string"),
-        ({"path": "s3://bucket/run"}, "local files"),
-        ({"plan": {"seed": 1}}, "pass the fx.Plan"),
-        ({"settings": 3}, "pass a mapping"),
-        ({"name": 3}, "pass a string"),
-        ({"ranks": "some"}, "'main' or 'all'"),
-        ({"position": 3}, "where the run continues"),
-        ({"resume": "folder"}, "where the run continues"),
-        ({"resume": "yes", "position": fx.Position()}, "run.state"),
-        ({"resume": {"id": "x"}, "position": fx.Position()}, "no run"),
-        ({"resume": {"id": "0" * 32, "identities": 3}, "position": fx.Position()}, "no run"),
-    ],
-)
-def test_arguments_that_make_no_sense_are_named(ctx, tmp_path, given, words):
-    path = given.pop("path", tmp_path / "run")
-    with pytest.raises(fx.PlanError, match=words):
-        fx.track(path, ctx, **given)
-
-
-def test_a_folder_that_cannot_be_made_is_named(ctx, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(fx.PlanError, match="file"):
-        fx.track(tmp_path / "file" / "run", ctx)
-
-
-def test_lines_that_are_damaged_are_counted(ctx, tmp_path):
-    with fx.track(tmp_path, ctx) as run:
-        run.log({"a": 1}, 1)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('nothing\n[1]\n{"step": "x"}\n')
-    log = read_run(tmp_path)
-    assert log.curve("a") == [(1, 1.0)] and log.damaged == 3
-    json.loads((tmp_path / "run.json").read_text())

@@ -10,7 +10,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fxtrain._errors import PlanError
 
-__all__ = ["Params", "disable_foreach", "local_optimizer", "make_optimizers", "make_schedulers"]
+__all__ = [
+    "Params",
+    "disable_foreach",
+    "local_optimizer",
+    "make_optimizers",
+    "make_schedulers",
+    "refuse_closures",
+]
 
 _FACTORY = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
 _SCHEDULER = "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"
@@ -42,32 +49,20 @@ def make_optimizers(
 
     Args:
         factory: A function of `Params` to an optimizer or to a sequence or dict of them;
-            None; or an optimizer that was built over this very module's parameters.
+            or None.
         change: Replaces each optimizer.
 
     Returns:
         What the factory returned, and every optimizer in it.
 
     Raises:
-        PlanError: the factory returned something else, an optimizer over other parameters, or one
-            whose step needs a closure.
+        PlanError: the factory returned something else, or an optimizer whose step needs a closure.
     """
     if factory is None:
         return None, ()
-    if isinstance(factory, torch.optim.Optimizer):
-        own = {id(parameter) for parameter in module.parameters()}
-        held = [p for group in factory.param_groups for p in group["params"]]
-        if any(id(parameter) not in own for parameter in held):
-            raise PlanError(
-                "wrap(optimizer=...): this optimizer holds parameters that are not those of the "
-                f"wrapped model. Pass a factory, which is called at the right time: {_FACTORY}"
-            )
-        _refuse_closures((factory,))
-        factory = factory if change is None else change(factory)
-        return factory, (factory,)
     if not callable(factory):
         raise PlanError(
-            f"wrap(optimizer=...) takes a factory, found {type(factory).__name__}. "
+            f"wrap(optimizer=...) takes a factory or an optimizer, found {type(factory).__name__}. "
             f"For example: {_FACTORY}"
         )
     params = Params((name, p) for name, p in module.named_parameters() if p.requires_grad)
@@ -78,7 +73,7 @@ def make_optimizers(
         )
     made = factory(params)
     found = _checked_list(made, torch.optim.Optimizer, "optimizer", _FACTORY)
-    _refuse_closures(found)
+    refuse_closures(found)
     if change is None:
         return made, found
     if isinstance(made, Mapping):
@@ -101,9 +96,9 @@ def make_schedulers(factory: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]
         return None, ()
     if optimizer is None:
         raise PlanError(f"wrap(scheduler=...) needs an optimizer too: {_FACTORY}, {_SCHEDULER}")
-    if isinstance(factory, LRScheduler) or not callable(factory):
+    if not callable(factory):
         raise PlanError(
-            f"wrap(scheduler=...) takes a factory, found {type(factory).__name__}. "
+            f"wrap(scheduler=...) takes a factory or a scheduler, found {type(factory).__name__}. "
             f"For example: {_SCHEDULER}"
         )
     made = factory(optimizer)
@@ -133,9 +128,11 @@ def disable_foreach(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = False
 
 
-def _refuse_closures(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def refuse_closures(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that compute the loss themselves."""
     for optimizer in optimizers:
-        taken = inspect.signature(optimizer.step).parameters.values()
+        # The method of the class: a scheduler has put a function around it on the optimizer.
+        _, *taken = inspect.signature(type(optimizer).step).parameters.values()
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         if any(one.kind in kinds and one.default is one.empty for one in taken):
             name = type(optimizer).__name__

@@ -32,6 +32,7 @@ from fxtrain.state import (
 )
 
 __all__ = [
+    "NULL_CONTEXT",
     "apply",
     "backward",
     "begin",
@@ -48,16 +49,24 @@ __all__ = [
     "to_float",
 ]
 
-_NULL_CONTEXT = nullcontext()
+
+class _NullContext(nullcontext[None]):
+    """As contextlib's, whose methods are Python functions; these are C functions."""
+
+    __enter__ = staticmethod("".format)  # type: ignore[assignment]
+    __exit__ = staticmethod("".format)  # type: ignore[assignment]
+
+
+NULL_CONTEXT: AbstractContextManager[None] = _NullContext()
 
 
 def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the model in the plan's precision; without gradients, bypass the wrapper that reduces.
+    """Run the engine in the plan's precision.
 
-    Forward without gradients calls the module itself, so that one rank may evaluate while the
-    others do something else.
+    Without gradients, no engine of torch's waits for other ranks, so that one rank may evaluate
+    while the others do something else.
     """
-    run = model.engine if torch.is_grad_enabled() else model.module
+    run = model.engine
     precision = model.plan.precision
     device = model.ctx.device.type
     if precision.compute == "fp32":
@@ -73,12 +82,14 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def no_sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
     """Do nothing: there is nothing to reduce, so all micro-batches are alike."""
-    return _NULL_CONTEXT
+    return NULL_CONTEXT
 
 
 def backward(loss: Tensor, model: Wrapped) -> None:
     """Run backward, of the scaled loss under fp16."""
-    scaled(loss, model).backward()
+    if model.scaler is not None:
+        loss = scaled(loss, model)
+    loss.backward()
 
 
 def scaled(loss: Tensor, model: Wrapped) -> Tensor:
@@ -121,7 +132,8 @@ def clip_norm(
     if model.scaler is not None:
         _unscale(model)
     parameters = list(model.module.parameters())
-    if not is_distributed(parameters) and model.ctx.mesh.pipeline == 1:
+    plain = {*map(type, parameters)} <= {nn.Parameter} or not is_distributed(parameters)
+    if plain and model.ctx.mesh.pipeline == 1:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
     norm = total_norm(model, copies)
     scale_local(local_grads(parameters), torch.clamp(max_norm / (norm + 1e-6), max=1.0))

@@ -9,10 +9,11 @@ from typing import Any
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from fxtrain import _tree
 from fxtrain._errors import StepError
 from fxtrain.backends.context.split_sequences import sequence_problems
 from fxtrain.backends.core import step_functions
@@ -186,10 +187,17 @@ class _StableBucketsDDP(DistributedDataParallel):
     added, and so its last bit: a resumed run, whose first backward would still use the old
     buckets, would differ. Here they are sorted before the first backward, last registered first,
     which is the order for a module that registers its parts in the order of their use.
+
+    torch decides in forward whether the backward that follows reduces gradients. Outside of
+    `ops.sync`, forward cannot know whether its micro-batch ends a window, so that there it is
+    decided when backward begins.
     """
 
     hook_state: Any = None  # of the communication hook
+    in_block = False  # of `ops.sync`, which reduces
     _uses_all = False  # whether every backward has to reach all parameters
+    _expects = False  # the reducer expects a backward
+    _undecided = False  # there was a forward of which it does not know
 
     def _build_params_for_reducer(self) -> Any:
         parameters, sparse = super()._build_params_for_reducer()
@@ -201,9 +209,49 @@ class _StableBucketsDDP(DistributedDataParallel):
         self._uses_all = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            self._check_reduced()
-        return super().forward(*inputs, **kwargs)
+        if not torch.is_grad_enabled():
+            # Past torch's forward, in which the ranks wait for each other.
+            self.sync_buffers_once()
+            return self.module(*inputs, **kwargs)
+        self._check_reduced()
+        if self.in_block or not self.require_backward_grad_sync:
+            self._expects, self._undecided = self.in_block, False
+            return super().forward(*inputs, **kwargs)
+        with self.no_sync():
+            out = super().forward(*inputs, **kwargs)
+        self._decide_in_backward(out)
+        return out
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Have the reducer expect this backward, unless forward did or nothing is reduced."""
+        if self.require_backward_grad_sync and not self._expects:
+            self._expect([loss])
+        self._expects = self._undecided = False
+
+    def _decide_in_backward(self, out: Any) -> None:
+        """See to it that a `loss.backward()`, which nobody announces, reduces gradients."""
+        leaves = _tree.flatten(out)[0]
+        outputs = [one for one in leaves if isinstance(one, Tensor) and one.grad_fn is not None]
+        self._undecided = bool(outputs)
+        if not outputs:  # that are found
+            self._expect([])
+            return
+        roots = list(outputs) if self.find_unused_parameters else []
+
+        def begins(_: Tensor) -> None:
+            if self._undecided and self.require_backward_grad_sync:
+                self._expect(roots)
+            self._undecided = False
+            roots.clear()  # they hold this function
+
+        for one in outputs:
+            one.register_hook(begins)
+
+    def _expect(self, roots: list[Tensor]) -> None:
+        self.reducer.prepare_for_forward()
+        self.require_forward_param_sync = True
+        searched = self.find_unused_parameters and not self.static_graph
+        self.reducer.prepare_for_backward(roots if searched else [])
 
     def finish_reduction(self) -> None:
         """End a backward: check that gradients were reduced, and send rank 0's buffers to all.
@@ -215,7 +263,7 @@ class _StableBucketsDDP(DistributedDataParallel):
         self.sync_buffers_once()
 
     def sync_buffers_once(self) -> None:
-        """Send rank 0's buffers now, if the next forward would do so."""
+        """Send rank 0's buffers now, if a backward outside of fxtrain left that to do."""
         if self.will_sync_module_buffers():
             self._sync_buffers()
             self.require_forward_param_sync = False
@@ -236,9 +284,10 @@ class _Reduced:
         self._engine = engine
 
     def __enter__(self) -> None:
-        pass
+        self._engine.in_block = True
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._engine.in_block = False
         if kind is None:
             self._engine.finish_reduction()
 
@@ -284,15 +333,17 @@ def _add_hook(engine: "_StableBucketsDDP", data: DistContext, config: CommHook) 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
     if model.engine is model.module:
-        return step_functions.no_sync(model, enabled)
+        return step_functions.NULL_CONTEXT
     return _Reduced(model.engine) if enabled else model.engine.no_sync()
 
 
-def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if model.engine is not model.module and not torch.is_grad_enabled():
-        # Of a backward that was called without fxtrain.
-        model.engine.sync_buffers_once()
-    return step_functions.forward(model, args, kwargs)
+def _backward(loss: Tensor, model: Wrapped) -> None:
+    if model.engine is not model.module:
+        model.engine.before_backward(loss)
+    # As `step_functions.backward`, without a call of it in every step.
+    if model.scaler is not None:
+        loss = step_functions.scaled(loss, model)
+    loss.backward()
 
 
 def _apply(model: Wrapped, update: UpdateSpec) -> UpdateResult:
@@ -317,8 +368,8 @@ DDP_STRATEGY: Strategy = attrs.evolve(
     config=DDP,
     check=_check,
     wrap=_wrap,
-    forward=_forward,
     sync=_sync,
+    backward=_backward,
     apply=_apply,
     unwrap=_unwrap,
     state=power_sgd_state,

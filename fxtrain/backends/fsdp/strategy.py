@@ -159,14 +159,10 @@ def loss_on_parts(inner: AbstractContextManager[None]) -> Iterator[None]:
 def _sync_data(model: Wrapped, *, enabled: bool) -> AbstractContextManager[None]:
     module: Any = model.module
     if not hasattr(module, "set_requires_gradient_sync"):
-        return step_functions.no_sync(model, enabled)
+        return step_functions.NULL_CONTEXT
     if not enabled:
         return _unreduced(module)
-    return (
-        _reduce_ignored(model)
-        if model.plan.strategy.ignore
-        else step_functions.no_sync(model, enabled)
-    )
+    return _reduce_ignored(model) if model.plan.strategy.ignore else step_functions.NULL_CONTEXT
 
 
 @contextmanager

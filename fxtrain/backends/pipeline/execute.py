@@ -127,8 +127,9 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return step_functions.forward(model, args, kwargs)
     if torch.is_grad_enabled():
         raise StepError(
-            "PP runs forward and backward of micro-batches together, inside fx.step. Train with "
-            "fx.step, and call the model under torch.no_grad() to evaluate it."
+            "PP runs forward and backward of micro-batches together, inside fx.step, so that "
+            "fx.update cannot take a loss computed before. Train with fx.step(ctx, batch, fns), "
+            "and call the model under torch.no_grad() to evaluate it."
         )
     rows = _tree.row_count((args, kwargs))
     if not rows:

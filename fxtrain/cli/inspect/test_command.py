@@ -17,8 +17,8 @@ from fxtrain.cli.output import as_json, print_json, print_table, warn
 from fxtrain.diagnosis import fact_problems, facts_here
 from fxtrain.launch import LaunchSpec, describe, find_launcher, run
 from fxtrain.launch.config import from_flags, resolve
+from fxtrain.launch.machine import slurm_job
 from fxtrain.state import Plan, dumps
-from fxtrain.state.topology.slurm import job_number
 
 __all__ = ["TEST"]
 
@@ -76,7 +76,7 @@ def _try_out(spec: LaunchSpec, plan: Plan, out: Path, *, mib: float) -> dict[str
             f"the results. Launch the test as a program: fxtrain launch -m {_TRIAL} told.json "
             f"'{{}}' {mib:g}"
         )
-    if spec.launcher == "slurm" and not job_number(os.environ):
+    if spec.launcher == "slurm" and not slurm_job(os.environ):
         raise LaunchError(
             "The test has to run inside a SLURM job, not as a queued one: "
             "salloc --nodes=... fxtrain test ..."

@@ -7,7 +7,7 @@ from fxtrain._errors import ContextError
 from fxtrain.state.topology.checks import read_number
 from fxtrain.state.topology.detection import Topology
 
-__all__ = ["in_step", "job_number", "read_slurm", "step_size"]
+__all__ = ["in_step", "read_slurm", "step_size"]
 
 # slurm.h: larger numbers are the batch script, the shell that salloc opens, and the like.
 _LAST_STEP = 0xFFFF_FFF0
@@ -16,11 +16,6 @@ _SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 _PORTS = range(10_000, 30_000)  # below the ports that systems assign
 # SLURM's largest jobs are far smaller; a longer list is a mistake that would fill the memory.
 _MOST_NODES = 100_000
-
-
-def job_number(env: Mapping[str, str]) -> str:
-    """The number of the SLURM job that a process is in, as text; empty outside of one."""
-    return env.get("SLURM_JOB_ID", "")
 
 
 def in_step(env: Mapping[str, str]) -> bool:

@@ -1,0 +1,223 @@
+"""Optimizers and schedulers that were made before the model was wrapped, as factories.
+
+A strategy may replace the parameters of a module, so that it makes its optimizers last, by a
+factory. An optimizer that is there already is pointed to the parameters as the strategy holds
+them, by their names: it stays the same object, and so do the schedulers that were built on it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from fxtrain import _tree
+from fxtrain._errors import PlanError
+from fxtrain.backends.core.optimizers import refuse_closures
+from fxtrain.ops.whole_tensors import plain_name
+
+__all__ = ["as_factories", "described"]
+
+_FACTORY = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
+_BOTH = "fx.wrap(net, ctx, plan, optimizer=optimizer, scheduler=scheduler)"
+
+
+def described(given: Any, module: nn.Module) -> str:
+    """What ranks compare of an optimizer or scheduler."""
+    if given is None:
+        return "none"
+    names = _names_of(module)
+    told = [type(one).__name__ for one in _all(given, LRScheduler)]
+    for one in _all(given, torch.optim.Optimizer):
+        sizes = [len(group["params"]) for group in one.param_groups]
+        own = sum(id(p) in names for group in one.param_groups for p in group["params"])
+        told.append(f"{type(one).__name__} of groups of {sizes}, {own} of this model")
+    return ", ".join(told) or "given"
+
+
+def as_factories(optimizer: Any, scheduler: Any, module: nn.Module) -> tuple[Any, Any]:
+    """Factories in place of ready-made optimizers and schedulers; anything else as it is.
+
+    Args:
+        optimizer: An argument of `wrap`: a factory, an optimizer, or a list or dict of them.
+        scheduler: Likewise.
+        module: The module that is about to be wrapped.
+
+    Raises:
+        PlanError: an optimizer holds parameters of another model, shares one with another
+            optimizer, or needs a closure; or a scheduler was built on another optimizer.
+    """
+    optimizers = _all(optimizer, torch.optim.Optimizer)
+    schedulers = _all(scheduler, LRScheduler)
+    if optimizers:
+        refuse_closures(optimizers)
+        names = _names_of(module)
+        _check_parameters(optimizers, names, module)
+        optimizer = _optimizer_factory(optimizer, optimizers, names, module)
+    for one in schedulers:
+        if not any(_optimizer_of(one) is known for known in optimizers):
+            raise PlanError(
+                f"wrap(scheduler=...): this {type(one).__name__} was built on an optimizer that "
+                f"fx.wrap did not get. Pass both, {_BOTH}, or a factory for each."
+            )
+    if schedulers:
+        scheduler = _scheduler_factory(scheduler, schedulers, optimizers)
+    return optimizer, scheduler
+
+
+def _all(given: Any, kind: type) -> list[Any]:
+    """The ready-made objects in an argument of `wrap`; none if it is a factory."""
+    if isinstance(given, kind):
+        return [given]
+    found = list(given.values()) if isinstance(given, Mapping) else given
+    is_list = isinstance(found, list | tuple) and bool(found)
+    return list(found) if is_list and all(isinstance(one, kind) for one in found) else []
+
+
+def _names_of(module: nn.Module) -> dict[int, list[str]]:
+    """The names of each parameter, several where it is tied."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(plain_name(name))
+    return names
+
+
+def _check_parameters(
+    optimizers: list[torch.optim.Optimizer], names: Mapping[int, list[str]], module: nn.Module
+) -> None:
+    seen: set[int] = set()
+    for one in optimizers:
+        held = [p for group in one.param_groups for p in group["params"]]
+        foreign = [tuple(p.shape) for p in held if id(p) not in names]
+        if foreign:
+            raise PlanError(
+                f"wrap(optimizer=...): {len(foreign)} of the {len(held)} parameters of this "
+                f"{type(one).__name__} are not those of the {type(module).__name__} (the first has "
+                f"the shape {list(foreign[0])}). Build it on the parameters of the module before "
+                f"it is wrapped, or pass a factory: {_FACTORY}"
+            )
+        twice = [names[id(p)][0] for p in held if id(p) in seen]
+        if twice:
+            raise PlanError(
+                f"wrap(optimizer=...): several of these optimizers hold {twice[0]}, which each of "
+                f"them would update. Give every parameter to one optimizer."
+            )
+        seen.update(map(id, held))
+
+
+def _optimizer_factory(
+    given: Any,
+    optimizers: list[torch.optim.Optimizer],
+    names: Mapping[int, list[str]],
+    module: nn.Module,
+) -> Callable[[Any], Any]:
+    # Now, since a parameter that is replaced may be freed, and its id used again.
+    layouts = [
+        [[names[id(p)] for p in group["params"]] for group in one.param_groups]
+        for one in optimizers
+    ]
+
+    def adopt(_: Any) -> Any:
+        found = {plain_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}
+        for one, layout in zip(optimizers, layouts, strict=True):
+            now = [
+                [next((found[name] for name in several if name in found), None) for several in held]
+                for held in layout
+            ]
+            _point_to(one, now)
+        return given
+
+    return adopt
+
+
+def _point_to(optimizer: torch.optim.Optimizer, layout: list[list[nn.Parameter | None]]) -> None:
+    """Give an optimizer the parameters as they are now; those of other ranks leave its groups."""
+    groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+    moved = {
+        old: new
+        for (_, before), now in zip(groups, layout, strict=True)
+        for old, new in zip(before, now, strict=True)
+    }
+    if any(old is not new for old, new in moved.items()):
+        _check_replaceable(optimizer, moved)
+    for (group, before), now in zip(groups, layout, strict=True):
+        group["params"] = [new for new in now if new is not None]
+        if "param_names" in group:
+            told = zip(group["param_names"], now, strict=True)
+            group["param_names"] = [name for name, new in told if new is not None]
+        on_device = group.get("capturable") or group.get("fused")
+        for old in before:
+            new, state = moved[old], optimizer.state.pop(old, None)
+            if state and new is not None:
+                optimizer.state[new] = {
+                    key: value if key == "step" and not on_device else _beside(new, value)
+                    for key, value in state.items()
+                }
+
+
+def _check_replaceable(
+    optimizer: torch.optim.Optimizer, moved: Mapping[Any, nn.Parameter | None]
+) -> None:
+    """Refuse an optimizer that keeps more of its parameters than names can find again."""
+    name = type(optimizer).__name__
+    sharded = [p for p in optimizer.state if hasattr(moved.get(p), "device_mesh")]
+    if sharded:
+        raise PlanError(
+            f"wrap(optimizer=...): this {name} has states of {len(sharded)} parameters, which this "
+            f"plan shards. Pass a factory, {_FACTORY}, and restore states with fx.restore."
+        )
+    kept = [
+        field
+        for field, value in vars(optimizer).items()
+        if field not in ("param_groups", "state")
+        and any(isinstance(leaf, Tensor) and leaf in moved for leaf in _leaves(value))
+    ]
+    if kept:
+        raise PlanError(
+            f"wrap(optimizer=...): this plan replaces parameters, and {name} keeps some in its "
+            f"field {kept[0]}, outside of its groups. Pass a factory: {_FACTORY}"
+        )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    return iter(_tree.flatten(value)[0]) if not isinstance(value, set) else iter(value)
+
+
+def _beside(parameter: nn.Parameter, value: Any) -> Any:
+    """A state on the device of its parameter."""
+    return value.to(parameter.device) if isinstance(value, Tensor) else value
+
+
+def _scheduler_factory(
+    given: Any, schedulers: list[LRScheduler], optimizers: list[torch.optim.Optimizer]
+) -> Callable[[Any], Any]:
+    def adopt(made: Any) -> Any:
+        for old, new in zip(optimizers, _all(made, torch.optim.Optimizer), strict=True):
+            if new is old:
+                continue
+            # The strategy has put another optimizer into its place, with the same groups.
+            _StepCount(new)
+            for one in schedulers:
+                _build_on(one, old, new)
+        return given
+
+    return adopt
+
+
+def _optimizer_of(scheduler: Any) -> Any:
+    return getattr(scheduler, "optimizer", None)
+
+
+def _build_on(scheduler: Any, old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
+    if _optimizer_of(scheduler) is old:
+        scheduler.optimizer = new
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _build_on(inner, old, new)
+
+
+class _StepCount(LRScheduler):
+    """Has torch note the steps of an optimizer, which schedulers look for, and changes nothing."""
+
+    def _initial_step(self) -> None:
+        """Leave learning rates as they are."""
