@@ -84,7 +84,8 @@ def main() -> None:
     def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=3e-3)
 
-    with fx.detect(device="cpu") as ctx, tempfile.TemporaryDirectory() as folder:
+    with fx.detect(device="cpu") as ctx, tempfile.TemporaryDirectory() as own:
+        folder = ops.broadcast_object(own, ctx)
         base = fx.wrap(network(), ctx, fx.Plan(), optimizer=adamw)
         upright = train(base, ctx, digits(turned=False), epochs=6)
         fx.export(base, folder)
@@ -97,9 +98,8 @@ def main() -> None:
         before = train(model, ctx, digits(turned=True), epochs=0)
         after = train(model, ctx, digits(turned=True), epochs=14)
 
-        runs = ops.broadcast_object(folder, ctx)
-        fx.save(f"{runs}/runs", ctx, model)
-        fx.restore(f"{runs}/runs", ctx, model)
+        fx.save(f"{folder}/runs", ctx, model)
+        fx.restore(f"{folder}/runs", ctx, model)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if ctx.is_main:
             told = {"upright": upright, "before": before, "after": after, "trained": trained}

@@ -129,6 +129,18 @@ def _plain(weight: Tensor) -> Tensor:
     return weight.detach().as_subclass(Tensor)
 
 
+def _is_fake(tensor: Tensor) -> bool:
+    """Whether it is a tensor of a dry run; what defines those takes a while to import."""
+    return type(tensor).__name__ == "FakeTensor"
+
+
+def _fake(weight: Tensor, **attributes: Any) -> nn.Parameter:
+    """A parameter for a dry run: the library's classes do not take tensors without values."""
+    made = nn.Parameter(weight, requires_grad=False)
+    vars(made).update(attributes)
+    return made
+
+
 def _put4(part: nn.Module, tensors: Tensors, facts: Mapping[str, Any] | None = None) -> None:
     facts = _facts4(part) if facts is None else facts
     bnb = importlib.import_module("bitsandbytes")
@@ -152,6 +164,9 @@ def _put4(part: nn.Module, tensors: Tensors, facts: Mapping[str, Any] | None = N
     )
     layer: Any = part
     layer.quant_state = state
+    if _is_fake(tensors["weight"]):
+        layer.weight = _fake(tensors["weight"], quant_state=state)
+        return
     layer.weight = bnb.nn.Params4bit(
         tensors["weight"],
         requires_grad=False,
@@ -237,6 +252,10 @@ def _tensors8(part: nn.Module) -> dict[str, Tensor]:
 def _put8(part: nn.Module, tensors: Tensors) -> None:
     bnb = importlib.import_module("bitsandbytes")
     layer: Any = part
+    layer.state.CB = layer.state.SCB = None
+    if _is_fake(tensors["weight"]):
+        layer.weight = _fake(tensors["weight"], CB=tensors["weight"], SCB=tensors["SCB"])
+        return
     layer.weight = bnb.nn.Int8Params(
         tensors["weight"],
         requires_grad=False,
@@ -244,7 +263,6 @@ def _put8(part: nn.Module, tensors: Tensors) -> None:
         CB=tensors["weight"],
         SCB=tensors["SCB"],
     )
-    layer.state.CB = layer.state.SCB = None
 
 
 def _build8(
