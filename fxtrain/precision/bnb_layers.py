@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fxtrain._errors import CheckpointError
 from fxtrain._optional import optional
@@ -53,7 +54,9 @@ def _owns4(part: nn.Module) -> bool:
 
 
 def _layer4(like: nn.Linear, compute: torch.dtype | None) -> Any:
-    made = _modules(Bnb4).Linear4bit(like.in_features, like.out_features, bias=False, device="meta")
+    kind = _modules(Bnb4).Linear4bit
+    with _disable_current_modes():  # a dry run's, whose tensors the library's classes do not take
+        made = kind(like.in_features, like.out_features, bias=False, device="meta")
     made.compute_dtype, made.compute_type_is_set = compute, True
     return _with_bias(made, like)
 
@@ -231,14 +234,10 @@ def _quantize8(like: nn.Linear, record: Bnb8) -> nn.Module:
 
 
 def _layer8(like: nn.Linear, record: Bnb8) -> nn.Module:
-    made = _modules(Bnb8).Linear8bitLt(
-        like.in_features,
-        like.out_features,
-        bias=False,
-        has_fp16_weights=False,
-        threshold=record.threshold,
-        device="meta",
-    )
+    kind = _modules(Bnb8).Linear8bitLt
+    options = {"has_fp16_weights": False, "threshold": record.threshold, "device": "meta"}
+    with _disable_current_modes():
+        made = kind(like.in_features, like.out_features, bias=False, **options)
     return _with_bias(made, like)
 
 
