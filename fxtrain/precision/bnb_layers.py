@@ -245,7 +245,8 @@ def _tensors8(part: nn.Module) -> dict[str, Tensor]:
     weight: Any = part.weight
     state = _state8(part)
     # The library's own forward moves the scales from the weight to the state.
-    return {"weight": _plain(weight), "SCB": weight.SCB if weight.SCB is not None else state.SCB}
+    scales = getattr(weight, "SCB", None)
+    return {"weight": _plain(weight), "SCB": state.SCB if scales is None else scales}
 
 
 def _put8(part: nn.Module, tensors: Tensors) -> None:
@@ -253,7 +254,8 @@ def _put8(part: nn.Module, tensors: Tensors) -> None:
     layer: Any = part
     layer.state.CB = layer.state.SCB = None
     if _is_fake(tensors["weight"]):
-        layer.weight = _fake(tensors["weight"], CB=tensors["weight"], SCB=tensors["SCB"])
+        layer.weight = _fake(tensors["weight"], SCB=tensors["SCB"])
+        layer.state.SCB = tensors["SCB"]
         return
     layer.weight = bnb.nn.Int8Params(
         tensors["weight"],

@@ -25,8 +25,9 @@ class Linear4bit(bnb.nn.Linear4bit):
         """As `nn.Linear`."""
         dtype = self.compute_dtype or x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        weight: Any = self.weight
-        made = bnb.matmul_4bit(x.to(dtype), weight, quant_state=weight.quant_state, bias=bias)
+        # Moving a module in a dry run replaces parameters without their attributes.
+        state = getattr(self.weight, "quant_state", self.quant_state)
+        made = bnb.matmul_4bit(x.to(dtype), self.weight, quant_state=state, bias=bias)
         return made.to(x.dtype)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
@@ -52,4 +53,4 @@ class Linear8bitLt(bnb.nn.Linear8bitLt):
     def init_8bit_state(self) -> None:
         """Keep the scales at the weight, where moving the module finds them."""
         weight: Any = self.weight
-        self.state.CB, self.state.SCB = weight.data, weight.SCB
+        self.state.CB, self.state.SCB = weight.data, getattr(weight, "SCB", self.state.SCB)
