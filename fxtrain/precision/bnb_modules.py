@@ -26,7 +26,7 @@ class Linear4bit(bnb.nn.Linear4bit):
         dtype = self.compute_dtype or x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         # Moving a module in a dry run replaces parameters without their attributes.
-        state = getattr(self.weight, "quant_state", self.quant_state)
+        state: Any = getattr(self.weight, "quant_state", self.quant_state)
         made = bnb.matmul_4bit(x.to(dtype), self.weight, quant_state=state, bias=bias)
         return made.to(x.dtype)
 
