@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from fxtrain.state import XLA as XLA
     from fxtrain.state import Aim as Aim
     from fxtrain.state import Batch as Batch
+    from fxtrain.state import Bnb4 as Bnb4
+    from fxtrain.state import Bnb8 as Bnb8
     from fxtrain.state import Change as Change
     from fxtrain.state import ClearML as ClearML
     from fxtrain.state import Comet as Comet
@@ -96,6 +98,7 @@ if TYPE_CHECKING:
     from fxtrain.state import SwanLab as SwanLab
     from fxtrain.state import TensorBoard as TensorBoard
     from fxtrain.state import Terminal as Terminal
+    from fxtrain.state import Torchao as Torchao
     from fxtrain.state import Trackio as Trackio
     from fxtrain.state import WandB as WandB
     from fxtrain.state import Weighted as Weighted
@@ -125,10 +128,11 @@ _HOMES = {
     "fxtrain.ops": "close detect log preemption",
     "fxtrain.profile": "dry_run",
     "fxtrain.state": (
-        "Aim Batch CP Change ClearML Comet CommHook Compile DDP DVCLive Data DeepSpeed DiLoCo "
-        "DistContext DryRun FSDP FromConfig JsonLines LocalSGD LossScale MLflow Mesh Offload PP "
-        "Placement Plan Position PowerSGD Precision Report Single Style SwanLab TP TensorBoard "
-        "Terminal Trackio WandB Weighted Wrapped XLA diff dumps fingerprint from_config loads "
+        "Aim Batch Bnb4 Bnb8 CP Change ClearML Comet CommHook Compile DDP DVCLive Data DeepSpeed "
+        "DiLoCo DistContext DryRun FSDP FromConfig JsonLines LocalSGD LossScale MLflow Mesh "
+        "Offload PP Placement Plan Position PowerSGD Precision Report Single Style SwanLab TP "
+        "TensorBoard Terminal Torchao Trackio WandB Weighted Wrapped XLA diff dumps fingerprint "
+        "from_config loads "
         "read_plan write_plan"
     ),
     "fxtrain.track": "Run track",

@@ -9,6 +9,7 @@ from torch import nn
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.backends.core.module_changes import model_signature
+from fxtrain.backends.core.quantized_models import quantized_as_planned, quantized_problems
 from fxtrain.backends.core.ready_made import as_factories, described
 from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.ddp.strategy import DDP_STRATEGY
@@ -91,7 +92,8 @@ def wrap(
             one function changed; by default the entry of the config `plan.strategy`.
 
     Effects:
-        Moves the module to the context's device in place. Compares plan and model between the
+        Moves the module to the context's device in place, and quantises its frozen linear layers
+        if the plan says so; unwrapping leaves those quantised. Compares plan and model between the
         ranks, in one exchange of packets, and sends rank 0's values to the other ranks of the
         data axis.
 
@@ -123,8 +125,9 @@ def wrap(
     if problems := problems_of(row, ctx, plan, model):
         raise PlanError("\n".join(problems))
     optimizer, scheduler = as_factories(optimizer, scheduler, model)
-    before, formats = record_module(model), _formats(model)
-    made: Any = row.wrap(row, model, ctx, plan, optimizer, scheduler)
+    with quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
+        before, formats = record_module(model), _formats(model)
+        made: Any = row.wrap(row, model, ctx, plan, optimizer, scheduler)
     return attrs.evolve(made, bare=before.changes().hide, formats=formats)
 
 
@@ -190,6 +193,7 @@ def problems_of(
     if told := _row_problems(strategy, plan):
         return told
     found = (*strategy.check(ctx, plan, module), *_wrap_error(strategy, ctx, plan))
+    found = (*found, *quantized_problems(strategy, ctx, plan, module))
     return (*found, *local_problems(ctx, plan))
 
 

@@ -20,6 +20,7 @@ from fxtrain.state.files import (
 )
 from fxtrain.state.fsdp import FSDP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD, is_alone, round_begins, round_ends
+from fxtrain.state.low_precision.quantized_weights import Bnb4, Bnb8, Quantize, Torchao
 from fxtrain.state.mesh import AXES, Mesh, axis_groups, read_mesh, resolve_mesh
 from fxtrain.state.model.module_names import check_open
 from fxtrain.state.model.stored_state import FlatShard, ModelState, StateReader
@@ -75,6 +76,8 @@ __all__ = [
     "AccumulationWindow",
     "Aim",
     "Batch",
+    "Bnb4",
+    "Bnb8",
     "CP",
     "Change",
     "ClearML",
@@ -116,6 +119,7 @@ __all__ = [
     "PowerSGD",
     "Precision",
     "Problem",
+    "Quantize",
     "Report",
     "Room",
     "Round",
@@ -128,6 +132,7 @@ __all__ = [
     "TensorBoard",
     "Terminal",
     "Topology",
+    "Torchao",
     "Trackio",
     "Traffic",
     "UpdateResult",

@@ -221,6 +221,8 @@ class Strategy:
             traffic.
         unwrap: (model) → the original user's module, with full weights.
         cuts_sequences: Whether it supports `Plan.context`.
+        full_parameters: Whether each rank holds full parameters, so that they may be quantised,
+            and compared by their digests.
         average: (model, position) → None: with independent replicas, ends the round that ends
             at a position, or begins the first; at None ends one. Only called if the model has a
             `Round`.
@@ -248,6 +250,7 @@ class Strategy:
     weights: Callable[[Wrapped], dict[str, Weight]]
     unwrap: Callable[[Wrapped], nn.Module]
     cuts_sequences: bool = False
+    full_parameters: bool = False
     average: Callable[[Wrapped, Position | None], None] = attrs.Factory(
         lambda: unsupported("average", by="This strategy")
     )
