@@ -72,4 +72,5 @@ def _to_device(data: Any, ctx: DistContext, plan: Plan) -> Any:
 def valid_mask(size: int, real: int, ctx: DistContext, plan: Plan) -> Tensor:
     """Which rows are real, as a mask on the device of the data; padding is at the end."""
     device = ctx.device if plan.data.to_device else torch.device("cpu")
-    return torch.arange(size, device=device) < real
+    # Compared on the host: XLA would compile a new graph for each number of real rows.
+    return (torch.arange(size) < real).to(device, non_blocking=device.type != "cpu")

@@ -109,11 +109,11 @@ def check_own_device(
 def as_scalar(value: Any, like: Tensor) -> Tensor:
     """A number or tensor with the dtype and on the device of another tensor, detached.
 
-    A kernel writes a Python number there: a copy from the host would wait for the device.
+    The host does not wait for the device. The number is copied, since XLA would compile a new graph
+    for each value of a number that a kernel writes.
     """
-    if type(value) in (int, float, bool):
-        return torch.full((), value, dtype=like.dtype, device=like.device)
-    return torch.as_tensor(value, dtype=like.dtype, device=like.device).detach()
+    found = torch.as_tensor(value, dtype=like.dtype).detach()
+    return found.to(like.device, non_blocking=like.device.type != "cpu")
 
 
 def device_random_state(ctx: DistContext) -> Tensor | None:

@@ -105,7 +105,7 @@ def test_collectives_of_one_rank_keep_tensors_on_the_device(device):
 def test_refusals_name_what_to_do(spmd):
     (found,) = spmd.run(_ranks.refusals)
     assert "Plan(strategy=fx.XLA())" in found["ddp"] and "FSDP()" in found["fsdp"]
-    assert "no fp16" in found["fp16"]
+    assert "do not support fp16" in found["fp16"]
     assert "precision='bf16'" in found["downcast"]
     assert "backend='openxla'" in found["compile"]
     assert "Blokc" in found["blocks"]
