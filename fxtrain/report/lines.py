@@ -13,11 +13,10 @@ import attrs
 from fxtrain._reading import open_file
 from fxtrain.report.curves import Curve, downsample
 
-__all__ = ["Piece", "read_piece"]
+__all__ = ["Piece", "ranges", "read_piece"]
 
 _DECODE = json.JSONDecoder().raw_decode
 _LARGEST = 2**53  # the largest whole number that a float represents exactly
-_CURVE_POINTS = 4000  # that one part of the file keeps of a curve
 
 
 @attrs.frozen(kw_only=True)
@@ -37,8 +36,11 @@ class Piece:
     damaged: int
 
 
-def read_piece(path: str, start: int, end: int) -> Piece:
+def read_piece(path: str, start: int, end: int, points: int) -> Piece:
     """Read the lines that begin in a range of bytes.
+
+    Args:
+        points: How many points of a curve to keep: see `downsample`.
 
     Raises:
         OSError: the file cannot be read.
@@ -54,13 +56,13 @@ def read_piece(path: str, start: int, end: int) -> Piece:
     collects = gc.isenabled()
     gc.disable()  # it would look at every entry again and again, at half of the time
     try:
-        return _piece(data)
+        return _piece(data, points)
     finally:
         if collects:
             gc.enable()
 
 
-def _piece(data: bytes) -> Piece:
+def _piece(data: bytes, points: int) -> Piece:
     entries: list[dict[str, Any]] = []
     starts: list[dict[str, Any]] = []
     artifacts: dict[str, str] = {}
@@ -74,7 +76,8 @@ def _piece(data: bytes) -> Piece:
             starts.append({"time": entry.get("time"), **entry["start"]})
         elif type(entry.get("artifact")) is dict:
             artifacts |= {name: str(one) for name, one in entry["artifact"].items()}
-    return Piece(curves=_curves(entries), starts=starts, artifacts=artifacts, damaged=damaged)
+    curves = _curves(entries, points)
+    return Piece(curves=curves, starts=starts, artifacts=artifacts, damaged=damaged)
 
 
 def _entries(data: bytes) -> Iterator[dict[str, Any] | None]:
@@ -85,8 +88,8 @@ def _entries(data: bytes) -> Iterator[dict[str, Any] | None]:
         lines = data.split(b"\n")
     for line in lines if lines[-1] else lines[:-1]:
         found = _decoded(line)
-        good = type(found) is dict and type(step := found.get("step")) is int
-        yield found if good and 0 <= step < _LARGEST else None
+        step = found.get("step") if type(found) is dict else None
+        yield found if type(step) is int and 0 <= step < _LARGEST else None
 
 
 def _decoded(line: str | bytes) -> Any:
@@ -101,7 +104,7 @@ def _decoded(line: str | bytes) -> Any:
         return None
 
 
-def _curves(entries: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+def _curves(entries: Sequence[Mapping[str, Any]], points: int) -> dict[str, Curve]:
     # Entries with the same names are transposed together, which is fast.
     groups: dict[tuple[str, ...], list[int]] = {}
     for position, entry in enumerate(entries):
@@ -117,11 +120,13 @@ def _curves(entries: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
     return {
         name: curve
         for name, (where, values) in columns.items()
-        if (curve := _curve(entries, where, values)).count
+        if (curve := _curve(entries, where, values, points)).count
     }
 
 
-def _curve(entries: Sequence[Mapping[str, Any]], where: list[int], values: list[Any]) -> Curve:
+def _curve(
+    entries: Sequence[Mapping[str, Any]], where: list[int], values: list[Any], points: int
+) -> Curve:
     if any(right < left for left, right in pairwise(where)):
         order = sorted(range(len(where)), key=where.__getitem__)
         where, values = [where[one] for one in order], [values[one] for one in order]
@@ -130,7 +135,7 @@ def _curve(entries: Sequence[Mapping[str, Any]], where: list[int], values: list[
         where = [at for at, one in zip(where, numbers, strict=True) if one is not None]
         values = [one for one in numbers if one is not None]
     finite = math.isfinite(sum(values))
-    kept = downsample(values, _CURVE_POINTS)
+    kept = downsample(values, points)
     found = [entries[where[one]] for one in kept]
     return Curve(
         steps=tuple(float(entry["step"]) for entry in found),

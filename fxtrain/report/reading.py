@@ -19,6 +19,7 @@ __all__ = ["RunCurves", "read_curves"]
 
 _PIECE_BYTES = 16 << 20
 _CURVE_POINTS = 20_000  # of one curve
+_PIECE_POINTS = 1000  # at least, of one curve in one part of a file
 _ALL_POINTS = 90_000  # of all curves together: 4 MB in a page
 _FEWEST = 8
 
@@ -77,12 +78,17 @@ def read_curves(
     paths = [_file_of(folder, file) for folder in folders]
     runs: list[RunCurves] = []
     with _pool(processes, paths) as pool:
-        parts = [
-            [pool(str(path), *one) for one in ranges(str(path), _PIECE_BYTES)] for path in paths
-        ]
+        parts = [_begin(pool, str(path)) for path in paths]
         for path, found in zip(paths, parts, strict=True):
             runs.append(_run(path, [one() for one in found]))
     return _limited(_labelled(runs))
+
+
+def _begin(pool: Any, path: str) -> list[Any]:
+    """Begin to read each part of a file; parts keep twice the points that a page has."""
+    found = ranges(path, _PIECE_BYTES)
+    points = max(_PIECE_POINTS, 2 * _CURVE_POINTS // max(len(found), 1))
+    return [pool(path, *one, points) for one in found]
 
 
 def _file_of(folder: Any, file: str) -> Path:

@@ -186,7 +186,7 @@ def test_parts_of_a_file_are_the_whole(tmp_path_factory, lines, cuts):
     log, path = read_run(folder), folder / "metrics.jsonl"
     size = path.stat().st_size
     edges = [0, *sorted({min(cut, size) for cut in cuts}), size]
-    parts = [read_piece(str(path), *edges[at : at + 2]) for at in range(len(edges) - 1)]
+    parts = [read_piece(str(path), *edges[at : at + 2], 100) for at in range(len(edges) - 1)]
     assert sum(part.damaged for part in parts) == log.damaged
     for name in ("loss", "lr", "ü"):
         curves = [part.curves[name] for part in parts if name in part.curves]
@@ -199,17 +199,26 @@ def test_a_long_run_is_small_and_keeps_its_spikes(tmp_path, monkeypatch):
     monkeypatch.setattr("fxtrain.report.reading._PIECE_BYTES", 1 << 20)
     spikes = {10_000: 99.0, 33_333: -99.0, 20_000: "nan"}
     lines = [
-        {"step": at, "values": {"loss": spikes.get(at, math.sin(at)), "lr": 0.1}}
-        for at in range(1, 60_001)
+        {
+            "step": at,
+            "values": {
+                "loss": spikes.get(at, math.sin(at)),
+                **{f"m{number}": (at * 7919 + number) % 1000 / 7 for number in range(5)},
+            },
+        }
+        for at in range(1, 40_001)
     ]
     _written(tmp_path, lines)
     alone = read_curves([tmp_path])[0]
+    page = page_of([alone])
+    assert page == page_of(read_curves([tmp_path], processes=2))
+    assert 3e6 < len(page) < 5e6
     curve = alone.curves["loss"]
-    assert (curve.count, curve.nonfinite) == (60_000, 1)
-    assert len(curve.values) <= 20_000
+    assert (curve.count, curve.nonfinite) == (40_000, 1)
+    assert len(curve.values) <= 15_000
     at = dict(zip(curve.steps, curve.values, strict=True))
     assert (at[10_000], at[33_333]) == (99.0, -99.0) and math.isnan(at[20_000])
-    assert (curve.steps[0], curve.steps[-1]) == (1, 60_000)
+    assert (curve.steps[0], curve.steps[-1]) == (1, 40_000)
 
 
 def test_values_that_are_no_numbers_are_not_drawn(tmp_path):
