@@ -71,6 +71,7 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry(
         "report", "fxtrain.cli.report_command:REPORT", "write an HTML page about tracked runs"
     ),
+    CommandEntry("watch", "fxtrain.cli.watch_command:WATCH", "show a tracked run as it is logged"),
     CommandEntry("completion", "fxtrain.cli.completion:COMPLETION", "print shell completion"),
 )
 

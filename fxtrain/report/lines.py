@@ -13,7 +13,7 @@ import attrs
 from fxtrain._reading import open_file
 from fxtrain.report.curves import Curve, downsample
 
-__all__ = ["Piece", "ranges", "read_piece"]
+__all__ = ["Piece", "parse_lines", "ranges", "read_piece"]
 
 _DECODE = json.JSONDecoder().raw_decode
 _LARGEST = 2**53  # the largest whole number that a float represents exactly
@@ -53,8 +53,18 @@ def read_piece(path: str, start: int, end: int, points: int) -> Piece:
         data = file.read(max(end - begin, 0))
         if begin < end:
             data += file.readline() if not data.endswith(b"\n") else b""
+    return parse_lines(data, points)
+
+
+def parse_lines(data: bytes, points: int) -> Piece:
+    """What some lines contain.
+
+    Args:
+        data: Lines of the tracker, the last of which may be incomplete.
+        points: How many points of a curve to keep: see `downsample`.
+    """
     collects = gc.isenabled()
-    gc.disable()  # it would look at every entry again and again, at half of the time
+    gc.disable()  # it would visit every entry repeatedly, which doubles the time
     try:
         return _piece(data, points)
     finally:

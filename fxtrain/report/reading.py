@@ -15,7 +15,7 @@ from fxtrain._reading import path_problem
 from fxtrain.report.curves import Curve, join
 from fxtrain.report.lines import Piece, ranges, read_piece
 
-__all__ = ["RunCurves", "read_curves"]
+__all__ = ["RunCurves", "file_of", "read_curves"]
 
 _PIECE_BYTES = 16 << 20
 _CURVE_POINTS = 20_000  # of one curve
@@ -75,7 +75,7 @@ def read_curves(
     """
     if not folders:
         raise PlanError("report: no run was passed. Pass the folders of one run or several.")
-    paths = [_file_of(folder, file) for folder in folders]
+    paths = [file_of(folder, file) for folder in folders]
     runs: list[RunCurves] = []
     with _pool(processes, paths) as pool:
         parts = [_begin(pool, str(path)) for path in paths]
@@ -91,7 +91,12 @@ def _begin(pool: Any, path: str) -> list[Any]:
     return [pool(path, *one, points) for one in found]
 
 
-def _file_of(folder: Any, file: str) -> Path:
+def file_of(folder: Any, file: str) -> Path:
+    """The file of the JSON lines tracker in the folder of a run.
+
+    Raises:
+        PlanError: there is no such file.
+    """
     if problem := path_problem(folder):
         raise PlanError(f"report: {problem}.")
     path = Path(folder) / file

@@ -279,14 +279,15 @@
       redraw();
     });
 
-  // --- charts are drawn when they are first seen, and follow the width of the page ---
+  // --- charts are drawn when they come near the window, and follow the width of the page ---
+  const NEAR = 300;
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries) {
       const chart = charts.find((one) => one.figure === entry.target);
       chart.visible = entry.isIntersecting;
       if (chart.visible && chart.stale) draw(chart);
     }
-  }, { rootMargin: "300px" });
+  }, { rootMargin: `${NEAR}px` });
   const sized = new ResizeObserver((entries) => {
     for (const entry of entries) {
       const { plot } = charts.find((one) => one.place === entry.target);
@@ -297,6 +298,8 @@
   shared = range();
   keys();
   for (const chart of charts) {
+    chart.visible = chart.figure.getBoundingClientRect().top < innerHeight + NEAR;
+    if (chart.visible) draw(chart);
     seen.observe(chart.figure);
     sized.observe(chart.place);
     chart.place.addEventListener("keydown", (event) => pressed(chart, event));
