@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from fxtrain._byte_units import show_bytes
 from fxtrain.cli.output import say
 from fxtrain.report import page_of, picture_of, read_curves
 
@@ -50,7 +51,7 @@ def REPORT(
         path.write_text(page_of(found), encoding="utf-8", newline="\n")
     else:
         picture_of(found, curve, over=over).savefig(path)
-    say(f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB).")
+    say(f"Wrote {path} ({show_bytes(path.stat().st_size)}).")
 
 
 def _as_file(name: str) -> str:

@@ -89,11 +89,17 @@ def sparkline(values: Sequence[float], width: int) -> str:
         values[at * len(values) // width : (at + 1) * len(values) // width] for at in range(width)
     ]
     finite = [[one for one in part if math.isfinite(one)] for part in parts]
-    # Divided before they are added, so that large values do not overflow.
-    means = [sum(one / len(part) for one in part) if part else math.nan for part in finite]
+    means = [_mean(part) if part else math.nan for part in finite]
     known = [one for one in means if not math.isnan(one)]
     low, high = min(known, default=0.0), max(known, default=0.0)
     return "".join(_bar(one, low, high) for one in means)
+
+
+def _mean(values: Sequence[float]) -> float:
+    # Divided before they are added, so that large values do not overflow; rounding must not make
+    # bars of equal values differ.
+    mean = sum(one / len(values) for one in values)
+    return min(max(mean, min(values)), max(values))
 
 
 def _bar(value: float, low: float, high: float) -> str:

@@ -68,6 +68,7 @@ def test_a_resumed_run_is_read_again(tmp_path):
 def test_a_sparkline_shows_large_and_equal_values():
     assert sparkline([-1.7e308, 1.7e308], 9) == "▁█"
     assert sparkline([2.0, 2.0], 9) == "▁▁" and sparkline([], 9) == ""
+    assert set(sparkline([0.1] * 100, 30)) == {"▁"}
 
 
 def test_the_command_prints_once_without_a_terminal(tmp_path, capsys):
