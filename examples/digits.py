@@ -9,12 +9,11 @@ Ends with one JSON line from rank 0.
 
 import argparse
 import json
-from collections.abc import Iterable
+import tempfile
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from sklearn.datasets import load_digits
 from torch import nn
@@ -52,17 +51,13 @@ def network() -> nn.Module:
     )
 
 
-def accuracy(model: fx.Wrapped, loader: fx.Sharded, ctx: fx.DistContext) -> float:
-    """Share of correct guesses over exactly the rows of the data, on every rank."""
-    model.eval()
-    hits = rows = 0
-    with torch.no_grad():
-        for batch in loader:
-            images, labels = batch
-            guesses, truth = ops.gather_valid((model(images).argmax(-1), labels), batch, ctx)
-            hits, rows = hits + int((guesses == truth).sum()), rows + len(truth)
-    model.train()
-    return hits / rows
+def measures(model: fx.Wrapped, batch: fx.Batch) -> dict[str, torch.Tensor]:
+    """Loss and hits of every row."""
+    logits = model(batch[0])
+    return {
+        "loss": F.cross_entropy(logits, batch[1], reduction="none"),
+        "accuracy": logits.argmax(-1) == batch[1],
+    }
 
 
 def arguments() -> argparse.Namespace:
@@ -71,17 +66,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "fp16"])
     parser.add_argument("--strategy", default="ddp", choices=list(STRATEGIES))
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--folder", help="of a run to begin or continue; else a temporary one")
     return parser.parse_args()
 
 
-def progress(epoch: fx.Sharded, name: str, ctx: fx.DistContext) -> Iterable[fx.Batch]:
-    """A bar in the terminal of rank 0; nothing in a pipe."""
-    hidden = not (ctx.is_main and console.is_terminal)
-    bar = {"console": console, "disable": hidden, "transient": True}
-    return track(epoch, name, total=len(epoch), **bar)
-
-
-def train(ctx: fx.DistContext, plan: fx.Plan, epochs: int) -> float:
+def train(ctx: fx.DistContext, plan: fx.Plan, folder: str, epochs: int) -> float:
     ops.seed(plan.seed, ctx)
     model = fx.wrap(
         network(),
@@ -92,19 +81,30 @@ def train(ctx: fx.DistContext, plan: fx.Plan, epochs: int) -> float:
     )
     seen, unseen = load()
     loader = fx.shard(DataLoader(seen, batch_size=32, shuffle=True), ctx, plan)
-    held_out = fx.shard(DataLoader(unseen, batch_size=64), ctx, plan)
+    held_out = DataLoader(unseen, batch_size=64)
     fns = fx.StepFns(model=model, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
 
     table = Table("epoch", "updates", "loss", "accuracy", title=f"digits, {ctx.world_size} ranks")
-    score = 0.0
-    for epoch in loader.epochs(epochs):
-        number = str(epoch.position.epoch)
-        for batch in progress(epoch, f"epoch {number}", ctx):
-            report = fx.step(ctx, batch, fns)
-        loss, score = ops.reduce(report.loss, ctx), accuracy(model, held_out, ctx)
-        table.add_row(number, str(report.position.updates), f"{loss:.3f}", f"{score:.3f}")
+    found = {}
+    for report in fx.fit(
+        ctx,
+        fns,
+        loader,
+        folder,
+        epochs=epochs,
+        keep_last=1,
+        keep_best=1,
+        metric="accuracy",
+        best="max",
+        evaluate=lambda: fx.evaluate(ctx, model, held_out, measures),
+    ):
+        if report.metrics is not None:
+            found, place = report.metrics, report.position
+            row = (f"{found['loss']:.3f}", f"{found['accuracy']:.3f}")
+            table.add_row(str(place.epoch), str(place.updates), *row)
+    found = found or fx.evaluate(ctx, model, held_out, measures)  # the run was over already
     ops.on_main(lambda: console.print(table), ctx)
-    return score
+    return found["accuracy"]
 
 
 def main() -> None:
@@ -117,7 +117,9 @@ def main() -> None:
         seed=7,
     )
     with fx.detect() as ctx:
-        score = train(ctx, plan, options.epochs)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = options.folder or ops.broadcast_object(temporary, ctx)
+            score = train(ctx, plan, folder, options.epochs)
         ops.say(json.dumps({"ranks": ctx.world_size, "accuracy": score}), ctx)
 
 

@@ -40,9 +40,18 @@ if TYPE_CHECKING:
     from fxtrain.launch import given_plan as given_plan
     from fxtrain.launch import launch as launch
     from fxtrain.loop import EarlyStopping as EarlyStopping
+    from fxtrain.loop import Mean as Mean
     from fxtrain.loop import StepFns as StepFns
+    from fxtrain.loop import evaluate as evaluate
+    from fxtrain.loop import find_batch_size as find_batch_size
+    from fxtrain.loop import fit as fit
     from fxtrain.loop import step as step
     from fxtrain.loop import update as update
+    from fxtrain.meters import Memory as Memory
+    from fxtrain.meters import Meter as Meter
+    from fxtrain.meters import count_flops as count_flops
+    from fxtrain.meters import memory as memory
+    from fxtrain.meters import timed as timed
     from fxtrain.models import export as export
     from fxtrain.models import load_model as load_model
     from fxtrain.ops import close as close
@@ -58,6 +67,8 @@ if TYPE_CHECKING:
     from fxtrain.state import XLA as XLA
     from fxtrain.state import Aim as Aim
     from fxtrain.state import Batch as Batch
+    from fxtrain.state import Bnb4 as Bnb4
+    from fxtrain.state import Bnb8 as Bnb8
     from fxtrain.state import Change as Change
     from fxtrain.state import ClearML as ClearML
     from fxtrain.state import Comet as Comet
@@ -87,6 +98,7 @@ if TYPE_CHECKING:
     from fxtrain.state import SwanLab as SwanLab
     from fxtrain.state import TensorBoard as TensorBoard
     from fxtrain.state import Terminal as Terminal
+    from fxtrain.state import Torchao as Torchao
     from fxtrain.state import Trackio as Trackio
     from fxtrain.state import WandB as WandB
     from fxtrain.state import Weighted as Weighted
@@ -110,21 +122,23 @@ _HOMES = {
     "fxtrain.checkpoint": "Restored Saving Verified latest merge restore save verify",
     "fxtrain.data": "Sharded shard",
     "fxtrain.launch": "given_plan launch",
-    "fxtrain.loop": "EarlyStopping StepFns step update",
+    "fxtrain.loop": "EarlyStopping Mean StepFns evaluate find_batch_size fit step update",
+    "fxtrain.meters": "Memory Meter count_flops memory timed",
     "fxtrain.models": "export load_model",
     "fxtrain.ops": "close detect log preemption",
     "fxtrain.profile": "dry_run",
     "fxtrain.state": (
-        "Aim Batch CP Change ClearML Comet CommHook Compile DDP DVCLive Data DeepSpeed DiLoCo "
-        "DistContext DryRun FSDP FromConfig JsonLines LocalSGD LossScale MLflow Mesh Offload PP "
-        "Placement Plan Position PowerSGD Precision Report Single Style SwanLab TP TensorBoard "
-        "Terminal Trackio WandB Weighted Wrapped XLA diff dumps fingerprint from_config loads "
+        "Aim Batch Bnb4 Bnb8 CP Change ClearML Comet CommHook Compile DDP DVCLive Data DeepSpeed "
+        "DiLoCo DistContext DryRun FSDP FromConfig JsonLines LocalSGD LossScale MLflow Mesh "
+        "Offload PP Placement Plan Position PowerSGD Precision Report Single Style SwanLab TP "
+        "TensorBoard Terminal Torchao Trackio WandB Weighted Wrapped XLA diff dumps fingerprint "
+        "from_config loads "
         "read_plan write_plan"
     ),
     "fxtrain.track": "Run track",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-_MODULES = ("big", "checkpoint", "interop", "ops", "state", "testing")
+_MODULES = ("big", "checkpoint", "interop", "meters", "ops", "state", "testing")
 
 __all__ = sorted([*_HOME, "ops", "state"])  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -133,10 +147,22 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"fxtrain.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module 'fxtrain' has no attribute {name!r}")
+        raise AttributeError(f"module 'fxtrain' has no attribute {name!r}{_instead_of(name)}")
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value  # found once; later look-ups cost nothing
     return value
+
+
+def _instead_of(name: str) -> str:
+    """What to use instead of a name; a question after the nearest, or nothing."""
+    if name.startswith("_"):
+        return ""
+    names = importlib.import_module("fxtrain._other_names")
+    ops = importlib.import_module("fxtrain.ops").__all__
+    own = f" Use fx.ops.{name}." if name in ops else ""
+    nearest = importlib.import_module("fxtrain._arguments").closest(name, __all__)
+    found = names.call_hint(name) or own or nearest
+    return f".{found}" if found else ""
 
 
 def __dir__() -> list[str]:

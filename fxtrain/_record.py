@@ -1,15 +1,24 @@
 """Records that validate their fields: a wrong value is an error that names the valid ones."""
 
-import difflib
 import math
 import reprlib
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
+from typing import (
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+)
 
 import attrs
 
+from fxtrain._arguments import closest, with_known_arguments
 from fxtrain._errors import FxError, PlanError
+from fxtrain._other_names import value_hint
 
 __all__ = [
     "Check",
@@ -61,7 +70,8 @@ def record(
     def checked(_: type, fields: list["attrs.Attribute[Any]"]) -> list["attrs.Attribute[Any]"]:
         return [_with_check(cls.__name__, field, error, is_text or _is_text) for field in fields]
 
-    return attrs.frozen(kw_only=True, field_transformer=checked)(cls)
+    made = attrs.frozen(kw_only=True, field_transformer=checked)(cls)
+    return with_known_arguments(error)(made)
 
 
 @attrs.frozen
@@ -93,7 +103,8 @@ class Check:
     def problem(self, attribute: "attrs.Attribute[Any]", value: Any) -> str | None:
         """What to choose instead of this value; None if it is valid."""
         if not self.fits(value):
-            return f"choose {self.wanted}.{closest(value, self.choices)}"
+            other = value_hint(attribute.name, value)
+            return f"choose {self.wanted}.{other or closest(value, self.choices)}"
         if self.also is not None and value is not None:
             try:
                 self.also(None, attribute, value)
@@ -124,13 +135,6 @@ def between(
             raise ValueError(f"choose a number {wanted}.")
 
     return validate
-
-
-def closest(value: Any, choices: Iterable[str]) -> str:
-    """A question about the choice with the most similar spelling; empty without one."""
-    word = value[:_MAX_SHOWN] if isinstance(value, str) else ""
-    near = difflib.get_close_matches(word, choices, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def check_of(

@@ -2,10 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import attrs
+import click
 import pytest
 
 import fxtrain as fx
@@ -238,3 +242,20 @@ def test_it_runs_as_a_program(program):
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert done.stdout.startswith(f"fxtrain {fx.__version__} ")
+
+
+def _tree(group: click.Group, at: str) -> Iterator[str]:
+    for name, command in group.commands.items():
+        yield f"{at} {name}"
+        if isinstance(command, click.Group):
+            yield from _tree(command, f"{at} {name}")
+
+
+def test_the_page_lists_every_command():
+    """docs/command_line.md and click's own tree, the loaded one."""
+    loaded = click.Group(commands={row.name: load(row) for row in COMMANDS})
+    page = (Path(__file__).parents[1] / "docs" / "command_line.md").read_text()
+    table = page.partition("| Command | Does |")[2].partition("\n\n")[0]
+    listed = re.findall(r"^\| `(fxtrain [a-z-]+(?: [a-z]+)?)[^`]*`", table, re.MULTILINE)
+    found = [line.removesuffix(" bash") for line in listed]
+    assert sorted(found) == sorted(_tree(loaded, "fxtrain"))

@@ -52,6 +52,7 @@ COLUMNS = {
     "`PP()`": (fx.PP(), {"replicate": -1, "pipeline": 2}),
     "`DeepSpeed()`": (fx.DeepSpeed(), {"replicate": -1}),
     "`XLA()`": (fx.XLA(), {"replicate": -1}),
+    "`Offload()`": (fx.Offload(), {"replicate": -1}),
 }
 # Fields of a plan, and axes of the mesh that they need.
 ROWS = {
@@ -71,6 +72,8 @@ ROWS = {
     "`compile`": ({"compile": fx.Compile()}, {}),
     "`compile`, by blocks": ({"compile": fx.Compile(blocks=("Block",))}, {}),
     "`context=CP()`": ({"context": fx.CP(causal=True)}, {"context": 2}),
+    '`quantize="bnb4"`': ({"quantize": "bnb4"}, {}),
+    '`frozen="digests"`': ({"frozen": "digests"}, {}),
     "`local=LocalSGD()`": ({"local": fx.LocalSGD(every=4)}, {}),
     "`local=DiLoCo()`": ({"local": fx.DiLoCo(every=4)}, {}),
 }

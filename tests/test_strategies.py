@@ -1,5 +1,8 @@
 """Strategies of installed packages, found by entry point."""
 
+import importlib
+import types
+
 import attrs
 import pytest
 import torch
@@ -147,3 +150,30 @@ def test_the_laws_hold_a_third_partys_row(tmp_path, monkeypatch):
             LAWS[0](ranks, fx.Plan(strategy=Mine(forgets=True)))
     finally:
         ranks.close()
+
+
+def test_every_send_of_a_forward_only_pipeline_has_a_wait(monkeypatch):
+    """As torch 2.15 checks when a schedule ends; earlier versions have no such actions."""
+    schedules = importlib.import_module("torch.distributed.pipelining.schedules")
+    ours = importlib.import_module("fxtrain.backends.pipeline.schedules")
+
+    def add_waits(actions):
+        sends = {
+            rank: [one for one in row if "SEND_F" in str(one)] for rank, row in actions.items()
+        }
+        waits = {rank: [f"WAIT {one}" for one in row] for rank, row in sends.items()}
+        return {rank: [*row, *waits[rank]] for rank, row in actions.items()}
+
+    def start(self, stages, n_microbatches):
+        self.pp_group_size, self._num_stages = 2, 4
+
+    monkeypatch.setattr(schedules, "_add_wait_send", add_waits, raising=False)
+    monkeypatch.setattr(schedules._PipelineScheduleRuntime, "__init__", start)
+    owners = {0: 0, 1: 1, 2: 0, 3: 1}
+    stages = [types.SimpleNamespace(stage_index_to_group_rank=owners) for _ in range(2)]
+    made = ours._ForwardSchedule(stages, 3)
+    for rank, row in made.pipeline_order_with_comms.items():
+        words = [str(one) for one in row]
+        sends = [word for word in words if "SEND_F" in word and "WAIT" not in word]
+        assert len(sends) == (6, 3)[rank]
+        assert words[-len(sends) :] == [f"WAIT {one}" for one in sends]

@@ -103,5 +103,6 @@ SINGLE = Strategy(
     load_state=load_state,
     weights=torch_weights,
     unwrap=_unwrap,
+    full_parameters=True,
     average=unsupported("averaging of replicas", by="Single, which has only one,"),
 )

@@ -1,19 +1,22 @@
 """From a plan's strategy to the functions that carry it out."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
 from torch import nn
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.backends.core.module_changes import model_signature
+from fxtrain.backends.core.quantized_models import quantized_as_planned, quantized_problems
 from fxtrain.backends.core.ready_made import as_factories, described
 from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.ddp.strategy import DDP_STRATEGY
 from fxtrain.backends.deepspeed.strategy import DEEPSPEED_STRATEGY
 from fxtrain.backends.fsdp.strategy import FSDP_STRATEGY
 from fxtrain.backends.local.averaging import local_problems
+from fxtrain.backends.offload.strategy import OFFLOAD
 from fxtrain.backends.pipeline.strategy import PIPELINE_STRATEGY
 from fxtrain.backends.single import SINGLE
 from fxtrain.backends.xla.strategy import XLA_STRATEGY
@@ -31,6 +34,8 @@ from fxtrain.state import (
 
 __all__ = ["STRATEGIES", "problems_of", "strategies", "unwrap", "wrap"]
 
+N = TypeVar("N", bound=nn.Module)
+
 STRATEGIES = (
     SINGLE,
     DDP_STRATEGY,
@@ -38,6 +43,7 @@ STRATEGIES = (
     DEEPSPEED_STRATEGY,
     PIPELINE_STRATEGY,
     XLA_STRATEGY,
+    OFFLOAD,
 )
 
 
@@ -53,20 +59,21 @@ def strategies() -> dict[type, Strategy]:
     Example:
         >>> from fxtrain.backends import strategies
         >>> sorted(config.__name__ for config in strategies())
-        ['DDP', 'DeepSpeed', 'FSDP', 'PP', 'Single', 'XLA']
+        ['DDP', 'DeepSpeed', 'FSDP', 'Offload', 'PP', 'Single', 'XLA']
     """
     return {row.config: row for row in (*STRATEGIES, *installed_strategies())}
 
 
+@known_arguments(PlanError)
 def wrap(
-    model: nn.Module,
+    model: N,
     ctx: DistContext,
     plan: Plan | None = None,
     *,
     optimizer: Any = None,
     scheduler: Any = None,
     strategy: Strategy | None = None,
-) -> Wrapped:
+) -> Wrapped[N]:
     """Make a model ready to train or run under a plan.
 
     Args:
@@ -85,7 +92,8 @@ def wrap(
             one function changed; by default the entry of the config `plan.strategy`.
 
     Effects:
-        Moves the module to the context's device in place. Compares plan and model between the
+        Moves the module to the context's device in place, and quantises its frozen linear layers
+        if the plan says so; unwrapping leaves those quantised. Compares plan and model between the
         ranks, in one exchange of packets, and sends rank 0's values to the other ranks of the
         data axis.
 
@@ -117,12 +125,13 @@ def wrap(
     if problems := problems_of(row, ctx, plan, model):
         raise PlanError("\n".join(problems))
     optimizer, scheduler = as_factories(optimizer, scheduler, model)
-    before, formats = record_module(model), _formats(model)
-    made = row.wrap(row, model, ctx, plan, optimizer, scheduler)
+    with quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
+        before, formats = record_module(model), _formats(model)
+        made: Any = row.wrap(row, model, ctx, plan, optimizer, scheduler)
     return attrs.evolve(made, bare=before.changes().hide, formats=formats)
 
 
-def unwrap(model: Wrapped) -> nn.Module:
+def unwrap(model: Wrapped[N]) -> N:
     """Return the user's module, without the changes of wrapping. Call it at the end of training.
 
     Every rank gets full weights. The handle is closed: a step, a call, a save or an export of it
@@ -146,7 +155,7 @@ def unwrap(model: Wrapped) -> nn.Module:
     if not isinstance(model, Wrapped):
         raise PlanError(f"unwrap takes a model from fx.wrap, found {type(model).__name__}.")
     check_open(model, "unwrap", PlanError)
-    module = model.strategy.unwrap(model)
+    module: Any = model.strategy.unwrap(model)
     if model.window.micro:
         for parameter in module.parameters():
             parameter.grad = None
@@ -184,6 +193,7 @@ def problems_of(
     if told := _row_problems(strategy, plan):
         return told
     found = (*strategy.check(ctx, plan, module), *_wrap_error(strategy, ctx, plan))
+    found = (*found, *quantized_problems(strategy, ctx, plan, module))
     return (*found, *local_problems(ctx, plan))
 
 

@@ -10,6 +10,7 @@ import click
 
 from fxtrain import __version__
 from fxtrain._errors import FxError, escape_unprintable
+from fxtrain._other_names import hint
 from fxtrain.cli.commands import COMMANDS, load
 from fxtrain.cli.exit_codes import Exit
 
@@ -83,6 +84,12 @@ class _Program(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            other = hint(error.option_name, at="command")
+            if not other or ctx.invoked_subcommand != "launch":
+                raise
+            words = f"No such option {error.option_name!r}.{other}"
+            raise click.NoSuchOption(error.option_name, words, ctx=error.ctx) from None
         except FxError as error:
             kind = type(error).__name__
             raise _UserError(f"fxtrain {ctx.invoked_subcommand}: {kind}: {error}") from error

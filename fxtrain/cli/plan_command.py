@@ -17,7 +17,7 @@ from fxtrain._optional import optional
 from fxtrain._reading import read_text
 from fxtrain.cli.exit_codes import Exit
 from fxtrain.cli.output import as_json
-from fxtrain.launch import LaunchSpec, check_target
+from fxtrain.launch import LaunchSpec, check_target, plan_variable
 
 __all__ = ["PLAN", "plan"]
 
@@ -36,6 +36,8 @@ def plan(
     against: Sequence[str] = (),
     save: str | None = None,
     picture: str | None = None,
+    config: str = "",
+    profile: str = "",
     json_: bool = False,
 ) -> int:
     """Carry out `fxtrain plan`.
@@ -50,6 +52,8 @@ def plan(
         against: Files of earlier runs, to compare with.
         save: File for the result, as JSON.
         picture: File for a picture of the memory: SVG, PNG or PDF by its suffix.
+        config: The launch file; by default the one that `fxtrain launch` finds.
+        profile: A profile of it.
         json_: Print the result as JSON instead of a table.
 
     Returns:
@@ -66,13 +70,14 @@ def plan(
     target, args = program[0], tuple(program[1:])
     check_target(LaunchSpec(target=target, args=args, ranks=1, module=module))
     state = importlib.import_module("fxtrain.state")
-    profile = importlib.import_module("fxtrain.profile")
+    runs = importlib.import_module("fxtrain.profile")
     sizes = None if mesh is None else state.read_mesh(mesh)
-    variables = profile.place(world, rank, sizes)
-    profile.read_bytes(device_memory)
+    variables = runs.place(world, rank, sizes)
+    runs.read_bytes(device_memory)
     if picture is not None:
         _check_picture(picture)
     others = [_read(path, state) for path in against]
+    variables |= _given_plan(config, profile)
     if mesh is not None:
         variables["FXTRAIN_MESH"] = mesh
     request = {
@@ -89,12 +94,22 @@ def plan(
     if save is not None:
         Path(save).write_text(text, encoding="utf-8")
     if picture is not None:
-        profile.plot(found).savefig(picture)
+        runs.plot(found).savefig(picture)
     if json_:
         sys.stdout.write(text)
     else:
-        _print(profile.table(*others, found))
+        _print(runs.table(*others, found))
     return Exit.WELL if found.fits else Exit.FOUND
+
+
+def _given_plan(config: str, profile: str) -> dict[str, str]:
+    """The variable in which a launch passes its plan; none if it has no value of a plan."""
+    resolve = importlib.import_module("fxtrain.launch.config").resolve
+    settings = resolve(file=config, profile=profile, env=os.environ)
+    if not settings.values.plan:
+        return {}
+    name, _, value = plan_variable(settings.plan).partition("=")
+    return {name: value}
 
 
 def _in_a_process(request: Mapping[str, Any], variables: Mapping[str, str]) -> tuple[str, int]:
@@ -142,6 +157,8 @@ def _check_picture(path: str) -> None:
 @click.option("--against", multiple=True, metavar="FILE", help="compare with an earlier run")
 @click.option("--save", metavar="FILE", help="write the result as JSON")
 @click.option("--picture", metavar="FILE", help="draw the memory of a step: .svg, .png, .pdf")
+@click.option("--config", "-c", default="", metavar="FILE", help="launch file with the plan")
+@click.option("--profile", "-p", default="", metavar="NAME", help="profile of the launch file")
 @click.option("-m", "module", is_flag=True, help="the program is a module, not a script")
 @click.argument(
     "program",
@@ -155,6 +172,7 @@ def PLAN(program: tuple[str, ...], **options: Any) -> int:
     """Show what a training script would need on many ranks, without running it for real.
 
     The script runs on tensors without values, as one rank of that world, until its steps
-    repeat. Shown are memory by use, traffic by kind and mesh axis, and problems.
+    repeat. Shown are memory by use, traffic by kind and mesh axis, and problems. The
+    plan of a launch file is passed to the script, as `fxtrain launch` does.
     """
     return plan(program, **options)

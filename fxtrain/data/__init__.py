@@ -1,5 +1,5 @@
 """Data: index arithmetic and the sharded loader."""
 
-from fxtrain.data.sharded_loader import Sharded, shard
+from fxtrain.data.sharded_loader import Sharded, every_row, shard
 
-__all__ = ["Sharded", "shard"]
+__all__ = ["Sharded", "every_row", "shard"]

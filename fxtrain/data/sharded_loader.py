@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain import _tree
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import DataError
 from fxtrain.data.already_sharded import presharded_source
 from fxtrain.data.dispatch import dispatch_source
@@ -21,7 +22,7 @@ from fxtrain.data.windows import Cursor, Step, to_epoch
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.state import Batch, DistContext, Plan, Position, check_connected
 
-__all__ = ["Sharded", "shard"]
+__all__ = ["Sharded", "every_row", "shard"]
 
 
 class _NoLengthError(DataError, TypeError):
@@ -271,6 +272,7 @@ def _check_epochs(call: str, n: Any) -> None:
         raise DataError(f"{call}({n!r}): pass the number of epochs of the run, 0 or more.")
 
 
+@known_arguments(DataError)
 def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan | None = None) -> Sharded:
     """Split a loader over the ranks.
 
@@ -309,7 +311,34 @@ def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan | None = None) -
         ([2], 3)
     """
     _check_types(loader, ctx, plan)
-    plan = plan_for("shard", ctx, plan)
+    return _shard(loader, ctx, plan_for("shard", ctx, plan))
+
+
+def every_row(loader: Sharded | DataLoader[Any], ctx: DistContext, plan: Plan) -> Sharded:
+    """A loader that yields every row of the data once, without padding: for metrics.
+
+    A rank without a row in a global batch gets a stand-in of size 0, as under `even="uneven"`.
+
+    Args:
+        loader: A sharded loader, whose own plan and position count, or a torch DataLoader.
+        plan: For a torch DataLoader.
+
+    Raises:
+        DataError: the loader cannot be split, or it drops the last batch.
+    """
+    sharded = isinstance(loader, Sharded)
+    given, plan = (loader._loader, loader.plan) if sharded else (loader, plan)
+    _check_types(given, ctx, plan)
+    found = _shard(given, ctx, attrs.evolve(plan, even="uneven"))
+    if found._layout.even == "drop":
+        raise DataError(
+            "evaluate: a metric is computed over every row of the data, and this loader leaves "
+            "rows out (drop_last=True). Use DataLoader(..., drop_last=False)."
+        )
+    return found.at(loader.position) if sharded else found
+
+
+def _shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan) -> Sharded:
     data = ctx.axis("data")
     everyone = range(data.world_size)
     if plan.data.source == "dispatch" and data.world_size > 1:

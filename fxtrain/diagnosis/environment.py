@@ -19,7 +19,7 @@ from fxtrain.diagnosis.secrets import hidden, hidden_words, shown
 from fxtrain.launch.config import Setting, Settings, resolve
 from fxtrain.state import read_topology
 
-__all__ = ["Groups", "collect"]
+__all__ = ["Groups", "collect", "half_precision_instructions"]
 
 Groups = dict[str, dict[str, str]]
 
@@ -100,6 +100,7 @@ def _machine(env: Mapping[str, str]) -> dict[str, Any]:
     return {
         "system": platform.platform(),
         "processor": _processor(),
+        "bf16 and fp16": half_precision_instructions(_text("/proc/cpuinfo")),
         "cores": f"{cores} usable of {os.cpu_count()}",
         "memory": _memory(),
         "shared memory": _free("/dev/shm"),
@@ -111,6 +112,16 @@ def _machine(env: Mapping[str, str]) -> dict[str, Any]:
 def _processor() -> str:
     found = re.search(r"model name\s*:\s*(.+)", _text("/proc/cpuinfo"))
     return found[1] if found else platform.processor() or platform.machine()
+
+
+def half_precision_instructions(cpuinfo: str) -> str:
+    """The instructions of a processor for products in half precision."""
+    found = re.search(r"^flags\s*:\s*(.+)", cpuinfo, re.MULTILINE)
+    if found is None:
+        return "unknown"
+    flags = {*found[1].split()}
+    names = {"amx_bf16": "AMX-BF16", "amx_fp16": "AMX-FP16", "avx512_bf16": "AVX512-BF16"}
+    return ", ".join(name for flag, name in names.items() if flag in flags) or "no instructions"
 
 
 def _memory() -> str:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, dataclass_transform, get_origin
 import attrs
 
 from fxtrain._errors import LaunchError
+from fxtrain._other_names import hint
 from fxtrain._record import at_least, check_of, closest, members, record, shown
 
 __all__ = [
@@ -95,7 +96,8 @@ def options_from(kind: type | None, given: Mapping[str, Any], *, launcher: str) 
         if name not in types_of:
             raise LaunchError(
                 f"The launcher {launcher} has no option {name!r}."
-                f"{closest(name, types_of)} It has: {', '.join(types_of) or 'none'}."
+                f"{hint(name, at='command') or closest(name, types_of)} "
+                f"It has: {', '.join(types_of) or 'none'}."
             )
     read = {
         name: _read(value, types_of[name], said=f"{launcher}: {name}={shown(value)}")

@@ -1,7 +1,20 @@
-"""Training loops: a step, an update, and when to stop."""
+"""Training loops: a step, an update, a whole run, metrics, running means, and when to stop."""
 
+from fxtrain.loop.batch_size import find_batch_size
 from fxtrain.loop.early_stopping import EarlyStopping
+from fxtrain.loop.evaluating import evaluate
+from fxtrain.loop.fitting import fit
+from fxtrain.loop.means import Mean
 from fxtrain.loop.stepping import StepFns, step
 from fxtrain.loop.updating import update
 
-__all__ = ["EarlyStopping", "StepFns", "step", "update"]
+__all__ = [
+    "EarlyStopping",
+    "Mean",
+    "StepFns",
+    "evaluate",
+    "find_batch_size",
+    "fit",
+    "step",
+    "update",
+]

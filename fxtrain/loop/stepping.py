@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
 from fxtrain import _tree, ops
+from fxtrain._arguments import with_known_arguments
 from fxtrain._errors import CollectiveError, StepError
 from fxtrain.loop import weighting
 from fxtrain.ops.step_parts import check_loss, waiting_schedulers
@@ -37,11 +38,17 @@ _NO_UPDATE = UpdateResult(applied=False)
 
 
 def _check_model(_: Any, __: Any, model: Any) -> None:
-    if not isinstance(model, Wrapped):
+    if isinstance(model, Wrapped):
+        return
+    if hasattr(model, "_torchdynamo_orig_callable"):
         raise StepError(
-            f"StepFns(model=...) takes a wrapped model, found {type(model).__name__}. "
-            f"Use model=fx.wrap(net, ctx, plan, optimizer=...)."
+            "StepFns(model=...) takes a wrapped model, found the result of torch.compile(model). "
+            "Use fx.Plan(compile=True), and pass the wrapped model."
         )
+    raise StepError(
+        f"StepFns(model=...) takes a wrapped model, found {type(model).__name__}. "
+        f"Use model=fx.wrap(net, ctx, plan, optimizer=...)."
+    )
 
 
 def _check_loss_fn(_: Any, __: Any, loss: Any) -> None:
@@ -94,6 +101,7 @@ def _make_compute_loss(
     return compute_loss
 
 
+@with_known_arguments(StepError)
 @attrs.frozen
 class StepFns:
     """What a step runs.

@@ -24,7 +24,9 @@ from fxtrain.models.folder import (
     staging,
     write_index,
 )
+from fxtrain.models.quantized_loading import transformers_config, warn_of_readers
 from fxtrain.models.safetensors_files import Entry, writing
+from fxtrain.models.stored_layers import file_metadata, file_weights
 from fxtrain.models.tensor_bytes import WRITABLE_DTYPES
 from fxtrain.models.tensors import (
     context_of,
@@ -87,9 +89,10 @@ def export(
         The paths of the weight files, on every rank.
 
     Effects:
-        Gathers sharded tensors one by one, as `fx.weights` does, and writes each at once: in
-        addition to the model, this needs memory for two tensors. The new files replace earlier
-        ones atomically once all are on disk; if anything fails, the earlier ones stay.
+        Writes quantised layers as their library does; warns before if transformers does not
+        read them. Gathers sharded tensors one by one, as `fx.weights` does, and writes each at
+        once: in addition to the model, this needs memory for two tensors. The new files replace
+        earlier ones atomically once all are on disk; if anything fails, the earlier ones stay.
 
     Raises:
         CheckpointError: a tensor cannot be stored, a rank cannot write, or the model was
@@ -108,6 +111,7 @@ def export(
         if problem := path_problem(folder):
             raise CheckpointError(f"export(folder=...): {problem}.")
         job = _plan(model, max_shard, alone=ranks is None)
+    warn_of_readers(job.module)
     if ranks is not None:
         ops.agree(f"{action}, {sharded=}, {_job_digest(job)}", ranks, name="export")
     with contextlib.ExitStack() as stack:
@@ -135,8 +139,10 @@ def _plan(model: Any, max_shard: str | int, *, alone: bool) -> _Job:
         for path, part in (module.named_modules() if module is not None else ())
         for name in getattr(part, "_keys_to_ignore_on_save", None) or ()
     }
-    found = weights_by_name(model, module).items()
-    weights = {name: weight for name, weight in found if name not in ignored}
+    found = weights_by_name(model, module)
+    if module is not None:
+        found = file_weights(module, found)
+    weights = {name: weight for name, weight in found.items() if name not in ignored}
     if problems := problems_of(weights, WRITABLE_DTYPES):
         more = [f"and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
         raise CheckpointError(
@@ -154,6 +160,8 @@ def _plan(model: Any, max_shard: str | int, *, alone: bool) -> _Job:
         Entry(name=name, dtype=weights[name].dtype, shape=weights[name].shape) for name in stored
     ]
     files = split(entries, limit, others)
+    if module is not None and (more := file_metadata(module, stored)):
+        files = tuple(attrs.evolve(one, metadata={**one.metadata, **more}) for one in files)
     return _Job(module=module, weights=weights, sharded=frozenset(sharded), files=files)
 
 
@@ -246,6 +254,8 @@ def _write_companions(job: _Job, source: Path) -> None:
     described.architectures = [_class_name(module)]
     floating = (one.dtype for one in job.weights.values() if one.dtype.is_floating_point)
     described.dtype = str(next(floating, torch.float32)).removeprefix("torch.")
+    if (quantized := transformers_config(module)) is not None:
+        described.quantization_config = quantized
     described.save_pretrained(source)
     generation = getattr(module, "generation_config", None)
     if generation is not None:

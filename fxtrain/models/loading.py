@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain._errors import CheckpointError
+from fxtrain.models.quantized_loading import prepare_layers
 from fxtrain.models.tensor_sources import Source, open_source, renamed
 from fxtrain.models.tensors import context_of, module_of, weights_by_name
 from fxtrain.ops.same_errors import fail_together, raise_on_all_ranks
 from fxtrain.ops.whole_tensors import part_of, plain_name
-from fxtrain.state import DistContext, Part, Weight, Wrapped
+from fxtrain.precision import allocate, quantized_tensors
+from fxtrain.state import DistContext, Part, Quantize, Weight, Wrapped
 
 __all__ = ["Loaded", "load_model"]
 
@@ -62,6 +64,7 @@ def load_model(
     prefix: str = "",
     rename: Callable[[str], str | None] | None = None,
     device: str | torch.device | None = None,
+    quantize: Quantize | None = None,
     ctx: DistContext | None = None,
 ) -> Loaded:
     """Load a model's parameters and buffers, in place.
@@ -76,6 +79,9 @@ def load_model(
         rename: Name in the source, without the prefix → name in the model, or None to skip it.
         device: Where to allocate parameters that are on the meta device; by default the
             context's device, or the CPU.
+        quantize: Quantise linear layers while loading, one at a time: with a model on the meta
+            device, the unquantised model is never in memory. Layers that are quantised in the
+            source become quantised layers in any case.
         ctx: The context of the ranks, all of which make this call; defaults to that of a
             wrapped model. It makes errors the same on every rank.
 
@@ -93,6 +99,7 @@ def load_model(
     Raises:
         CheckpointError: names, shapes or dtypes do not match, or a file is damaged, missing or
             outside the folder that names it; the same error on every rank.
+        PlanError: `quantize` does not fit the model or the device.
 
     Example:
         >>> import fxtrain as fx, tempfile, torch
@@ -106,17 +113,31 @@ def load_model(
     """
     ranks = context_of(model, ctx, "load_model")
     with contextlib.ExitStack() as stack:
+        where = torch.device(
+            ("cpu" if ranks is None else ranks.device) if device is None else device
+        )
         with fail_together(ranks, "load_model"):
             module = module_of(model, "load_model")
-            found = renamed(stack.enter_context(open_source(source)), prefix, rename)
+            opened = stack.enter_context(open_source(source))
+            found = renamed(opened, prefix, rename)
+            layers = prepare_layers(source, found, model, module, quantize, where)
+            stack.callback(layers.undo)  # unless all goes well
             weights = weights_by_name(model, module)
             fit = _match_names(module, weights, found)
-            _refuse(module, weights, found, fit, strict=strict, cast=cast)
+            _refuse(module, weights, found, fit, strict=strict, cast=cast, kept=layers.kept)
         with fail_together(ranks, "load_model"):
-            where = ("cpu" if ranks is None else ranks.device) if device is None else device
-            likes = [weights[name].like for name in fit.pairs if weights[name].here]
-            _materialise(module, likes, torch.device(where))
-            _fill(module, weights, found, fit, ranks)
+            allocate(module, where)
+            weights = weights_by_name(model, module)
+            names = [name for name in fit.pairs if name not in layers.weights]
+            likes = [
+                weights[name].like
+                for name in names
+                if weights[name].here and weights[name].place is None
+            ]
+            _materialise(module, likes, where)
+            layers.quantize({name: fit.pairs[name] for name in layers.weights if name in fit.pairs})
+            _fill(module, weights, found, {name: fit.pairs[name] for name in names}, ranks)
+            layers.finish()
     return Loaded(missing=fit.missing, unexpected=fit.unexpected)
 
 
@@ -157,6 +178,7 @@ def _refuse(
     *,
     strict: bool,
     cast: bool,
+    kept: frozenset[str],
 ) -> None:
     problems: list[str] = []
     if strict and fit.missing:
@@ -177,7 +199,8 @@ def _refuse(
         )
     shapes, dtypes = _differences(weights, source, fit)
     problems += _list("with a different shape", shapes)
-    if not cast:
+    dtypes = [] if cast else [line for name, line in dtypes if name not in kept]
+    if dtypes:
         problems += _list("with a different dtype (cast=True converts)", dtypes)
     problems += _list(
         "tied in the model, but different in the source", _conflicting_ties(weights, source, fit)
@@ -191,10 +214,10 @@ def _refuse(
 
 def _differences(
     weights: Mapping[str, Weight], source: Source, fit: _NameMatch
-) -> tuple[list[str], list[str]]:
-    """Shapes and dtypes that differ, as text."""
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """Shapes and dtypes that differ, as text; dtypes with their names."""
     shapes: list[str] = []
-    dtypes: list[str] = []
+    dtypes: list[tuple[str, str]] = []
     for name, stored in fit.pairs.items():
         weight, entry = weights[name], source.entries[stored]
         if not isinstance(weight.like, Tensor):
@@ -209,7 +232,8 @@ def _differences(
                 f"{name} is {list(entry.shape)} in the source, {list(weight.shape)} in the model"
             )
         elif weight.dtype != entry.dtype:
-            dtypes.append(f"{name} is {entry.dtype} in the source, {weight.dtype} in the model")
+            found = f"{name} is {entry.dtype} in the source, {weight.dtype} in the model"
+            dtypes.append((name, found))
     return shapes, dtypes
 
 
@@ -258,14 +282,17 @@ def _fill(
     module: nn.Module,
     weights: Mapping[str, Weight],
     source: Source,
-    fit: _NameMatch,
+    pairs: Mapping[str, str],
     ranks: DistContext | None,
 ) -> None:
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    quantized = quantized_tensors(module)
     computed: dict[str, Tensor] = {}
-    for name, stored in fit.pairs.items():
+    for name, stored in pairs.items():
         weight = weights[name]
-        if weight.here and id(weight.like) not in own:
+        if weight.place is not None:
+            weight.place(functools.partial(source.read, stored), source.locate(stored))
+        elif weight.here and id(weight.like) not in own and name not in quantized:
             computed[name] = source.read(stored, None)
         elif weight.together:
             weight.fill(_read_by_all(source, stored, ranks))

@@ -61,10 +61,12 @@ class Header:
     Attributes:
         entries: The tensors by name.
         metadata: Free-form metadata of the file.
+        size: Bytes before the first tensor.
     """
 
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
+    size: int
 
 
 def read_header(path: Path) -> Header:
@@ -91,7 +93,8 @@ def read_header(path: Path) -> Header:
         raise _damaged(path, f"{_METADATA} contains values that are not text")
     entries = [_entry(path, name, data) for name, data in table.items()]
     _check_layout(path, entries, size - 8 - length)
-    return Header(entries={entry.name: entry for entry in entries}, metadata=metadata)
+    named = {entry.name: entry for entry in entries}
+    return Header(entries=named, metadata=metadata, size=8 + length)
 
 
 @contextlib.contextmanager

@@ -16,16 +16,18 @@ from fxtrain._reading import path_problem, read_file
 from fxtrain.models.folder import INDEX, LARGEST_INDEX, MARKER, SINGLE
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.safetensors_files import Entry, parse_json, read_header
+from fxtrain.models.stored_layers import StoredLayer, stored_layers
 from fxtrain.ops.whole_tensors import is_sharded
-from fxtrain.state import Part, shown
+from fxtrain.state import Location, Part, shown
 
-__all__ = ["Source", "inside", "open_source", "renamed"]
+__all__ = ["Source", "inside", "open_source", "renamed", "with_layers"]
 
 _PICKLES = (".bin", ".pt", ".pth")
 _MODEL_SUFFIXES = (".safetensors", *_PICKLES)
 _PICKLE_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 Read = Callable[[str, Part | None], Tensor]
+Locate = Callable[[str], Location | None]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -37,12 +39,19 @@ class Source:
         entries: The tensors by name.
         others: Additional names, each with the name in `entries`.
         read: (name, part) → values, on any device; valid while the source is open.
+        locate: (name) → where its values are in a file, or None where no file contains them as
+            they are.
+        metadata: Free-form metadata of the files.
+        layers: The quantised layers by name.
     """
 
     what: str
     entries: Mapping[str, Entry]
     others: Mapping[str, str]
     read: Read
+    locate: Locate = lambda _: None
+    metadata: Mapping[str, str] = attrs.Factory(dict)
+    layers: Mapping[str, StoredLayer] = attrs.Factory(dict)
 
 
 @contextlib.contextmanager
@@ -53,7 +62,7 @@ def open_source(source: Any) -> Iterator[Source]:
         CheckpointError: the source is none of these, or is damaged.
     """
     if isinstance(source, Mapping):
-        yield _of_tensors(dict(source), "the state dict")
+        yield with_layers(_of_tensors(dict(source), "the state dict"))
         return
     if not isinstance(source, str | os.PathLike):
         raise CheckpointError(
@@ -72,7 +81,8 @@ def open_source(source: Any) -> Iterator[Source]:
         )
     files = _read_index(path) if path.suffix == ".json" else {path: None}
     with contextlib.ExitStack() as stack:
-        yield _join(str(source), [_open_file(file, names, stack) for file, names in files.items()])
+        opened = [_open_file(file, names, stack) for file, names in files.items()]
+        yield with_layers(_join(str(source), opened))
 
 
 def renamed(source: Source, prefix: str, rename: Callable[[str], str | None] | None) -> Source:
@@ -110,7 +120,46 @@ def renamed(source: Source, prefix: str, rename: Callable[[str], str | None] | N
         entries={now: source.entries[name] for now, name in before.items()},
         others={now: kept for now, kept in others.items() if now is not None},
         read=lambda name, part: source.read(before[name], part),
+        locate=lambda name: source.locate(before[name]),
+        metadata=source.metadata,
+        layers=_renamed_layers(source, after),
     )
+
+
+def _renamed_layers(source: Source, after: Mapping[str, str]) -> dict[str, StoredLayer]:
+    found: dict[str, StoredLayer] = {}
+    for layer, stored in source.layers.items():
+        names = {key: after.get(f"{layer}.{key}") for key in stored.keys}
+        new = {(name or "").removesuffix(f".{key}") for key, name in names.items()}
+        if any(names.values()):
+            if len(new) > 1 or not all(name and name.endswith(key) for key, name in names.items()):
+                raise CheckpointError(
+                    f"load_model: rename gives the tensors of the quantised layer {layer!r} names "
+                    f"that do not belong together. Rename all of them alike."
+                )
+            found[new.pop()] = stored
+    return found
+
+
+def with_layers(source: Source) -> Source:
+    """The same source with its quantised layers found, and their values as tensors only."""
+    layers = stored_layers(source.entries, source.metadata, lambda name: source.read(name, None))
+    if not layers:
+        return source
+    entries = dict(source.entries)
+    offsets: dict[str, Tensor] = {}
+    for layer, stored in layers.items():
+        for name in stored.summaries:
+            entries.pop(name, None)
+        for key, value in stored.values.items():
+            name = f"{layer}.{key}"
+            offsets[name] = value
+            entries[name] = Entry(name=name, dtype=value.dtype, shape=tuple(value.shape))
+
+    def read(name: str, part: Part | None) -> Tensor:
+        return offsets[name] if name in offsets else source.read(name, part)
+
+    return attrs.evolve(source, entries=entries, read=read, layers=layers)
 
 
 def _in_folder(folder: Path) -> Path:
@@ -209,7 +258,24 @@ def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
         found = file.get_slice(name)[hull] if hull else file.get_tensor(name)
         return _select(found, tuple(_within(rows) for rows in part))
 
-    return Source(what=str(path), entries=header.entries, others=header.metadata, read=read)
+    def locate(name: str) -> Location:
+        entry = header.entries[name]
+        return Location(
+            path=path.absolute(),
+            start=header.size + entry.start,
+            nbytes=entry.nbytes,
+            dtype=entry.dtype,
+            shape=entry.shape,
+        )
+
+    return Source(
+        what=str(path),
+        entries=header.entries,
+        others=header.metadata,
+        read=read,
+        metadata=header.metadata,
+        locate=locate,
+    )
 
 
 def _of_pickle(path: Path) -> Source:
@@ -254,6 +320,8 @@ def _join(what: str, files: list[Source]) -> Source:
         entries={name: file.entries[name] for name, file in homes.items()},
         others=others,
         read=lambda name, part: homes[name].read(name, part),
+        locate=lambda name: homes[name].locate(name),
+        metadata={key: text for file in files for key, text in file.metadata.items()},
     )
 
 

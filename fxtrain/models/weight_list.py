@@ -1,6 +1,7 @@
 """List the tensors of a model from file headers or code, without reading values."""
 
 import importlib
+import importlib.util
 import math
 import os
 import struct
@@ -287,17 +288,27 @@ def _build_function(source: str) -> Any:
 
 def _build_timm(name: str) -> Any:
     if not name or "/" in name or "." in name[:1] or name.endswith(_FILES):
+        raise PlanError(f"{name}: no such file or folder. {_ways(name)}")
+    if importlib.util.find_spec("timm") is None:
         raise PlanError(
-            f"{name}: no such file or folder. For a model on the Hugging Face hub, pass "
-            f"--download to fetch its headers."
+            f"{name}: no such file or folder. {_ways(name)} For the name of a timm model, "
+            f"pip install 'fxtrain[models]'."
         )
-    needed_by = f"{name!r}, which is not a file, folder or module:function but a timm model name,"
-    timm = optional("timm", extra="models", needed_by=needed_by)
+    timm = importlib.import_module("timm")
     if not timm.is_model(name):
         near = get_close_matches(name, timm.list_models(), n=3)
-        hint = f" Did you mean {', '.join(near)}?" if near else ""
-        raise PlanError(f"{name}: no such file, folder or timm model.{hint}")
+        question = f" Did you mean {', '.join(near)}?" if near else ""
+        raise PlanError(f"{name}: no such file, folder or timm model.{question} {_ways(name)}")
     return _on_meta(lambda: timm.create_model(name, pretrained=False))
+
+
+def _ways(name: str) -> str:
+    """How to give the headers or the config of a model that is not here."""
+    return (
+        f"For a model on the Hugging Face hub, `fxtrain estimate-memory {name} --download` fetches "
+        f"its headers and config, and no weights. Or pass its folder, its config.json or "
+        f".safetensors file, or MODULE:FUNCTION that makes the model."
+    )
 
 
 def _on_meta(build: Any) -> Any:

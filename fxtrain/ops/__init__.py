@@ -8,6 +8,7 @@ from fxtrain.ops.connecting import close, detect
 from fxtrain.ops.control import main_first, on_main, on_rank, say
 from fxtrain.ops.duplication import duplicate
 from fxtrain.ops.logs import RankLogger, log
+from fxtrain.ops.mapping import map
 from fxtrain.ops.objects import (
     agree,
     all_ranks,
@@ -20,6 +21,7 @@ from fxtrain.ops.padding import Padded, pad, unpad
 from fxtrain.ops.preempt_signals import Preemption, preemption
 from fxtrain.ops.rng import fork_rng, seed
 from fxtrain.ops.rows import gather_valid
+from fxtrain.ops.rows import gather_valid as gather_for_metrics
 from fxtrain.ops.same_errors import raise_together
 from fxtrain.ops.scattering import scatter
 from fxtrain.ops.sequence_tokens import join_tokens, token_positions
@@ -35,6 +37,8 @@ from fxtrain.ops.step_parts import (
     schedule,
     sync,
 )
+
+print = say  # not in __all__, since a star import would hide Python's own
 
 __all__ = [
     "Padded",
@@ -57,11 +61,13 @@ __all__ = [
     "duplicate",
     "fork_rng",
     "gather",
+    "gather_for_metrics",
     "gather_objects",
     "gather_valid",
     "join_tokens",
     "log",
     "main_first",
+    "map",
     "on_main",
     "on_rank",
     "pad",

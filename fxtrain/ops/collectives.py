@@ -17,7 +17,7 @@ from fxtrain.ops.transport.exchange import (
 )
 from fxtrain.ops.transport.large import broadcast_all, gather_all
 from fxtrain.ops.transport.mismatches import check_is_context, check_source_rank
-from fxtrain.ops.transport.packets import capacity
+from fxtrain.ops.transport.packets import capacity, sends_bodies
 from fxtrain.ops.transport.packing import (
     Packed,
     from_bytes,
@@ -33,6 +33,7 @@ from fxtrain.state import DistContext
 __all__ = ["broadcast", "broadcast_packed", "gather", "gather_packed", "reduce"]
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
+_MAX_BODY_BYTES = 1 << 20  # of the tensors of a gather that follow the packet at once
 
 
 def gather(tree: Any, ctx: DistContext) -> Any:
@@ -49,8 +50,9 @@ def gather(tree: Any, ctx: DistContext) -> Any:
         list of all ranks' leaves.
 
     Effects:
-        One exchange of packets, which contains a small tree; an all-gather for a larger one; a
-        second exchange if a leaf could fail to unpickle. Nothing at one rank.
+        One exchange of packets, which contains a small tree. Among up to eight ranks, a tree of
+        CPU tensors of up to 1 MiB follows the packet in a message to each; any other is sent in an
+        all-gather. A second exchange if a leaf could fail to unpickle. Nothing at one rank.
 
     Raises:
         CollectiveError: the ranks disagree, one cannot unpickle a leaf, or one never joins;
@@ -219,7 +221,7 @@ def _gather_leaves(
         copies = [t.clone() if joined and t.ndim else t.clone()[None] for t in tensors]
         return copies, [list(packed.others.values())]
     blob = _EMPTY if others is None else others
-    if _fits_in_packet(ctx, tensors):
+    if _sent_with_packet(ctx, tensors):
         flat = to_bytes(tensors)
         mine = torch.cat([flat, blob]) if blob.numel() else flat
         rows, sizes = exchange_rows(ctx, call, mine)
@@ -249,6 +251,17 @@ def _fits_in_packet(ctx: DistContext, tensors: list[Tensor]) -> bool:
         return True
     size = sum([tensor.nbytes + 15 for tensor in tensors])
     return size <= capacity(ctx.world_size) and _on_cpu(tensors)
+
+
+def _sent_with_packet(ctx: DistContext, tensors: list[Tensor]) -> bool:
+    """Whether tensors are sent in the packet or right after it.
+
+    Of more bytes, `gather_large` makes fewer copies.
+    """
+    if _fits_in_packet(ctx, tensors):
+        return True
+    size = sum([tensor.nbytes for tensor in tensors])
+    return size <= _MAX_BODY_BYTES and sends_bodies(ctx.world_size) and _on_cpu(tensors)
 
 
 def _on_cpu(tensors: list[Tensor]) -> bool:

@@ -11,6 +11,7 @@ import attrs
 import torch
 from torch import distributed as dist
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import ContextError
 from fxtrain._secret import SECRET, derive_key
 from fxtrain.ops import xla_runtime
@@ -46,6 +47,7 @@ def _is_timeout(value: Any) -> bool:
     return number and 0 < value <= LONGEST_S
 
 
+@known_arguments(ContextError)
 def detect(
     env: Mapping[str, str] | None = None,
     *,

@@ -31,6 +31,11 @@ class Preemption:
     _signalled: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
     _agreed: threading.Event = attrs.field(factory=threading.Event, init=False, repr=False)
 
+    @property
+    def signalled(self) -> bool:
+        """Whether this rank has received a signal; ranks may differ, unlike in `due`."""
+        return self._signalled.is_set()
+
     def due(self, position: Position) -> bool:
         """Whether all ranks should save and stop now.
 

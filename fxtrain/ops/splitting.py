@@ -13,7 +13,7 @@ from fxtrain.ops.transport.arrays import is_array
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.state import DistContext
 
-__all__ = ["chunk_of", "split"]
+__all__ = ["chunk_of", "length_of", "select", "split"]
 
 
 def split(value: Any, ctx: DistContext, *, pad: bool = False) -> Any:
@@ -40,15 +40,15 @@ def split(value: Any, ctx: DistContext, *, pad: bool = False) -> Any:
         ['a', 'b', 'c']
     """
     check_is_context("split", ctx)
-    length = _length(value)
+    length = length_of(value)
     share, extra = divmod(length, ctx.world_size)
     start = ctx.rank * share + min(ctx.rank, extra)
     stop = start + share + (ctx.rank < extra)
     missing = share + (extra > 0) - (stop - start) if pad and length else 0
-    return _select(value, [*range(start, stop), *[length - 1] * missing])
+    return select(value, [*range(start, stop), *[length - 1] * missing])
 
 
-def _length(value: Any) -> int:
+def length_of(value: Any) -> int:
     """The number of items to split.
 
     Raises:
@@ -56,7 +56,7 @@ def _length(value: Any) -> int:
             differ in length.
     """
     if isinstance(value, Mapping):
-        lengths = {key: _length(entry) for key, entry in value.items()}
+        lengths = {key: length_of(entry) for key, entry in value.items()}
         if len(set(lengths.values())) > 1:
             raise DataError(
                 f"split: the entries of the dict have different lengths: {lengths}. Pass "
@@ -89,10 +89,10 @@ def _is_hugging_face(value: Any) -> bool:
     return datasets is not None and isinstance(value, datasets.Dataset)
 
 
-def _select(value: Any, places: list[int]) -> Any:
+def select(value: Any, places: list[int]) -> Any:
     """A new value with the items at these indices."""
     if isinstance(value, Mapping):
-        return {key: _select(entry, places) for key, entry in value.items()}
+        return {key: select(entry, places) for key, entry in value.items()}
     if isinstance(value, Tensor):
         return value[torch.tensor(places, dtype=torch.int64, device=value.device)]
     if is_array(value):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fxtrain._errors import CheckpointError
+from fxtrain.precision import quantized_layers, stored_tensors
 from fxtrain.state import Part, Weight
 
 __all__ = ["identity", "is_sharded", "part_of", "plain_name", "weight_of", "weights_of"]
@@ -22,9 +23,10 @@ def weights_of(module: nn.Module) -> dict[str, Weight]:
     Effects:
         No traffic; no tensor is copied.
     """
-    stored = module.state_dict(keep_vars=True)
+    stored = stored_tensors(module)
     found = {plain_name(name): weight_of(value) for name, value in stored.items()}
     known = {id(value) for value in stored.values()}
+    known |= {id(part.weight) for _, part, _ in quantized_layers(module)}
     for named in (module.named_parameters, module.named_buffers):
         for name, tensor in named(remove_duplicate=False):
             if id(tensor) not in known:

@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import nn
 from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as registry
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -31,7 +31,7 @@ from fxtrain.state import Wrapped
 __all__ = ["LoopRecorder", "Mark", "StepsConverged", "recording"]
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_DEVICE = torch.ops.prim.device.default  # very frequent, and without effect
+_DEVICE = torch.ops.prim.device.default  # without effect
 
 
 class StepsConverged(BaseException):
@@ -78,6 +78,9 @@ class LoopRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            # Half of all calls; a fake tensor has its device without any mode.
+            return args[0].device
         # DTensors are unwrapped first; their local tensors are dispatched here later.
         # Operations inside another fake mode only compute shapes.
         if any(not _is_plain(kind) for kind in types):

@@ -20,7 +20,10 @@ from fxtrain.state.files import (
 )
 from fxtrain.state.fsdp import FSDP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD, is_alone, round_begins, round_ends
+from fxtrain.state.low_precision.quantized_weights import Bnb4, Bnb8, Quantize, Torchao
 from fxtrain.state.mesh import AXES, Mesh, axis_groups, read_mesh, resolve_mesh
+from fxtrain.state.model.module_names import check_open
+from fxtrain.state.model.stored_state import FlatShard, ModelState, StateReader
 from fxtrain.state.parsing import Format, parse_json, parse_text, unique_keys
 from fxtrain.state.pipeline import PP
 from fxtrain.state.placement.offload import Limit, Offload
@@ -39,16 +42,12 @@ from fxtrain.state.position import Position
 from fxtrain.state.precision import LossScale, Precision
 from fxtrain.state.registry import installed_configs, installed_strategies
 from fxtrain.state.strategy import (
-    FlatShard,
-    ModelState,
     Round,
-    StateReader,
     Strategy,
     UpdateResult,
     UpdateSpec,
     WeightedLoss,
     Wrapped,
-    check_open,
     round_of,
     unsupported,
 )
@@ -69,7 +68,7 @@ from fxtrain.state.trackers import (
     Trackio,
     WandB,
 )
-from fxtrain.state.weight import Part, Weight
+from fxtrain.state.weight import Location, Part, Weight
 from fxtrain.state.window import AccumulationWindow, window_in
 
 __all__ = [
@@ -77,6 +76,8 @@ __all__ = [
     "AccumulationWindow",
     "Aim",
     "Batch",
+    "Bnb4",
+    "Bnb8",
     "CP",
     "Change",
     "ClearML",
@@ -100,6 +101,7 @@ __all__ = [
     "JsonLines",
     "Limit",
     "LocalSGD",
+    "Location",
     "LossScale",
     "MLflow",
     "Memory",
@@ -117,6 +119,7 @@ __all__ = [
     "PowerSGD",
     "Precision",
     "Problem",
+    "Quantize",
     "Report",
     "Room",
     "Round",
@@ -129,6 +132,7 @@ __all__ = [
     "TensorBoard",
     "Terminal",
     "Topology",
+    "Torchao",
     "Trackio",
     "Traffic",
     "UpdateResult",

@@ -138,6 +138,7 @@ class Report:
             non-finite values.
         position: The cursor of the batch.
         aux: The loss function's aux metrics, detached.
+        metrics: What `fit` evaluated after this update; None where it evaluated nothing.
     """
 
     loss: torch.Tensor
@@ -147,3 +148,4 @@ class Report:
     skipped: bool = False
     position: Position
     aux: Any = None
+    metrics: Any = None

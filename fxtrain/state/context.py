@@ -7,11 +7,12 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
 from fxtrain._errors import ContextError, MeshError
+from fxtrain._other_names import call_hint
 from fxtrain.state.mesh import Mesh
 from fxtrain.state.plan import Plan
 
@@ -137,7 +138,7 @@ def _cpu() -> torch.device:
     return importlib.import_module("torch").device("cpu")
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class DistContext:
     """This rank in the run, detected once and passed to every function.
 
@@ -173,6 +174,13 @@ class DistContext:
     _axes: Mapping[str, DistContext] = attrs.field(
         factory=lambda: MappingProxyType({}), repr=False, eq=False, alias="axes"
     )
+
+    def __repr__(self) -> str:
+        axes = [f"{name}={size}" for name, size in self.mesh.sizes.items() if size > 1]
+        parts = [f"rank {self.rank} of {self.world_size} on {self.device}", *axes]
+        parts += [f"node {self.node_rank} of {self.num_nodes}"] if self.num_nodes > 1 else []
+        parts += ["closed"] if self.comm.state.closed else []
+        return f"DistContext({', '.join(parts)})"
 
     @property
     def is_main(self) -> bool:
@@ -219,6 +227,12 @@ class DistContext:
             f"ctx.axis({name!r}): this context has no such axis. "
             f"It has data, loss, {', '.join(self.mesh.sizes)}."
         )
+
+    if not TYPE_CHECKING:  # for a type checker, every name would exist
+
+        def __getattr__(self, name: str) -> NoReturn:
+            other = "" if name.startswith("__") else call_hint(name)
+            raise AttributeError(f"A context has no attribute {name!r}.{other}")
 
     def __enter__(self) -> DistContext:
         return self

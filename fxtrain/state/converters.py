@@ -11,6 +11,7 @@ import cattrs
 from cattrs.errors import AttributeValidationNote, IterableValidationNote
 
 from fxtrain._errors import FxError, PlanError
+from fxtrain._other_names import hint, value_hint
 from fxtrain._record import Check, canonical, check_of, closest, few, members, shown, to_float
 from fxtrain.state.registry import BUILT_IN, installed_configs, kind_of
 
@@ -206,9 +207,11 @@ def _hook_of(key: Any, cls: type, hooks: Mapping[str, _Hook], tag: str | None) -
         return hooks[key]
     if key == "kind" and tag is not None:
         return _checked(check_of(Literal[tag], ""))
+    if other := hint(key, at="file"):
+        raise ValueError(f"unknown key {shown(key)}.{other}")
     near = closest(key, hooks).strip()
-    hint = f" (d{near[1:]})" if near else ""
-    raise ValueError(f"unknown key {shown(key)}{hint}; {cls.__name__} has {', '.join(hooks)}.")
+    question = f" (d{near[1:]})" if near else ""
+    raise ValueError(f"unknown key {shown(key)}{question}; {cls.__name__} has {', '.join(hooks)}.")
 
 
 def _field_hook(
@@ -252,11 +255,12 @@ def _tagged(data: Any, converter: cattrs.Converter, known: Mapping[str, type]) -
     if not isinstance(data, Mapping):
         raise ValueError(
             f"found {shown(data)}; choose one of {kinds}, or a table with a `kind`."
-            f"{closest(data, known)}"
+            f"{value_hint('strategy', data) or closest(data, known)}"
         )
     kind = data.get("kind")
     if not isinstance(kind, str) or kind not in known:
-        problem = ValueError(f"found {shown(kind)}; choose one of {kinds}.{closest(kind, known)}")
+        near = value_hint("strategy", kind) or closest(kind, known)
+        problem = ValueError(f"found {shown(kind)}; choose one of {kinds}.{near}")
         raise _raise_all(cattrs.ClassValidationError, [_noted(problem, "kind")], object)
     return converter.structure(data, known[kind])
 

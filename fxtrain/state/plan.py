@@ -4,9 +4,11 @@ from typing import Any, Literal
 
 import attrs
 
+from fxtrain._other_names import value_hint
 from fxtrain._record import above, at_least, canonical, closest, record
 from fxtrain.state.context_parallel import CP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD
+from fxtrain.state.low_precision.quantized_weights import Bnb4, Bnb8, Torchao, quantize_of
 from fxtrain.state.precision import FORMATS, Precision, precision_of
 from fxtrain.state.registry import BUILT_IN, kind_of
 from fxtrain.state.strategy_configs import DDP
@@ -80,7 +82,8 @@ def _is_strategy(_: Any, __: Any, value: Any) -> None:
     if isinstance(value, str):
         raise ValueError(
             f"choose a strategy config, such as fx.FSDP(), or one of "
-            f"{', '.join(map(repr, _BY_KIND))}.{closest(value, _BY_KIND)}"
+            f"{', '.join(map(repr, _BY_KIND))}."
+            f"{value_hint('strategy', value) or closest(value, _BY_KIND)}"
         )
     named = isinstance(getattr(value, "kind", None), str)
     if isinstance(value, type) or not attrs.has(type(value)) or not named:
@@ -126,6 +129,12 @@ class Plan:
         context: How to split sequences over the mesh's context axis; None does not split them.
         local: Train replicas independently for a number of updates, then average them; None
             makes every update together.
+        quantize: Format of frozen weights: fx.Bnb8(), fx.Bnb4() or fx.Torchao(), or the bare kind,
+            such as "bnb4". `fx.wrap` quantises layers that are not quantised yet; None leaves
+            weights as they are.
+        frozen: What checkpoints store of parameters that do not require grad: their values, or
+            digests, with which a restore compares the model's own. Digests suit adapters over a
+            base model that is loaded before.
 
     Example:
         >>> import fxtrain as fx
@@ -164,3 +173,5 @@ class Plan:
     compile: Compile | None = attrs.field(default=None, converter=_compile_of)
     context: CP | None = None
     local: LocalSGD | DiLoCo | None = None
+    frozen: Literal["values", "digests"] = "values"
+    quantize: Bnb8 | Bnb4 | Torchao | None = attrs.field(default=None, converter=quantize_of)

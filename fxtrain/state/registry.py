@@ -9,6 +9,7 @@ from fxtrain._installed import installed_rows
 from fxtrain.state.deepspeed import DeepSpeed
 from fxtrain.state.fsdp import FSDP
 from fxtrain.state.pipeline import PP
+from fxtrain.state.placement.offload import Offload
 from fxtrain.state.strategy_configs import DDP, XLA, Single
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BUILT_IN", "GROUP", "installed_configs", "installed_strategies", "kind_of"]
 
-BUILT_IN: tuple[type, ...] = (Single, DDP, FSDP, DeepSpeed, PP, XLA)
+BUILT_IN: tuple[type, ...] = (Single, DDP, FSDP, DeepSpeed, PP, XLA, Offload)
 GROUP = "fxtrain.strategies"
 
 

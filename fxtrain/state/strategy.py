@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
-from fxtrain._errors import FxError, PlanError, StepError
+from fxtrain._errors import PlanError
 from fxtrain.state.batch import Batch
 from fxtrain.state.context import DistContext
+from fxtrain.state.model.module_names import M_co, ModuleNames, check_open
+from fxtrain.state.model.stored_state import ModelState, StateReader
 from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position
 from fxtrain.state.weight import Weight
@@ -21,16 +23,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
-    "FlatShard",
-    "ModelState",
     "Round",
-    "StateReader",
     "Strategy",
     "UpdateResult",
     "UpdateSpec",
     "WeightedLoss",
     "Wrapped",
-    "check_open",
     "round_of",
     "unsupported",
 ]
@@ -121,9 +119,12 @@ class WeightedLoss:
     provisional: bool = False
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class Wrapped:
+@attrs.frozen(kw_only=True, eq=False, repr=False)
+class Wrapped(ModuleNames[M_co]):
     """A model prepared for a context and a plan; call it like the model.
+
+    It has the names of `nn.Module` that are right under its strategy; any other name is an
+    AttributeError that says what to use.
 
     Equality and hash are by identity: the torch objects inside change in place.
 
@@ -154,7 +155,7 @@ class Wrapped:
             next step adds to them. A list for the same reason.
     """
 
-    module: nn.Module
+    module: M_co
     engine: Any
     optimizer: Any = None
     scheduler: Any = None
@@ -176,87 +177,6 @@ class Wrapped:
         if self.closed:
             check_open(self, "calling the model")
         return self.strategy.forward(self, args, kwargs)
-
-    def train(self) -> Wrapped:
-        """Put the module into training mode and return this handle."""
-        check_open(self, "train")
-        self.engine.train()
-        return self
-
-    def eval(self) -> Wrapped:
-        """Put the module into evaluation mode and return this handle."""
-        check_open(self, "eval")
-        self.engine.eval()
-        return self
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of the module as the strategy holds them."""
-        check_open(self, "parameters")
-        return self.module.parameters()
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class FlatShard:
-    """This rank's part of a flattened tensor: a range of its elements.
-
-    Engines that flatten parameters shard them so. Equality and hash are by identity.
-
-    Attributes:
-        shape: Shape of the full tensor.
-        start: Offset of the first element, in torch's memory order.
-        values: The live values, with one dimension; may be empty.
-    """
-
-    shape: tuple[int, ...]
-    start: int
-    values: torch.Tensor
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class ModelState:
-    """Everything that a wrapped model needs to resume exactly.
-
-    Tensors are the live ones, not copies. Equality and hash are by identity.
-
-    Attributes:
-        tensors: By name, with the same names and shapes on every rank that holds them. A
-            DTensor or a `FlatShard` is sharded; any other is the same on all ranks.
-        own: By name, tensors that belong to this rank only.
-        values: A tree of plain values and tensors, the same on every rank.
-        varies_by_rank: Names of tensors that may differ between ranks, such as the buffers of
-            replicas; rank 0's are restored. If they differ, each rank's is saved too.
-        constant_between_steps: Names of tensors that only a step of `model.optimizers` changes,
-            so that they may be copied until then.
-    """
-
-    tensors: Mapping[str, torch.Tensor | FlatShard]
-    own: Mapping[str, torch.Tensor]
-    values: Any
-    varies_by_rank: frozenset[str] = frozenset()
-    constant_between_steps: frozenset[str] = frozenset()
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class StateReader:
-    """A saved `ModelState`, read one tensor at a time. Equality and hash are by identity.
-
-    Attributes:
-        shapes: (shape, dtype) of each tensor by name.
-        fill: (name, tensor) → None; reads into a tensor, plain or sharded, or a `FlatShard`.
-        values: The saved values.
-        own: (name, rank) → the tensor that belongs to a saved rank, or None.
-        ranks: Number of ranks that saved.
-        rank: This rank, among the `loading_ranks` that load.
-        loading_ranks: Number of ranks that load.
-    """
-
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    fill: Callable[[str, torch.Tensor | FlatShard], None]
-    values: Any
-    own: Callable[[str, int], torch.Tensor | None]
-    ranks: int
-    rank: int
-    loading_ranks: int
 
 
 @attrs.frozen(kw_only=True)
@@ -301,6 +221,8 @@ class Strategy:
             traffic.
         unwrap: (model) → the original user's module, with full weights.
         cuts_sequences: Whether it supports `Plan.context`.
+        full_parameters: Whether each rank holds full parameters, so that they may be quantised,
+            and compared by their digests.
         average: (model, position) → None: with independent replicas, ends the round that ends
             at a position, or begins the first; at None ends one. Only called if the model has a
             `Round`.
@@ -328,6 +250,7 @@ class Strategy:
     weights: Callable[[Wrapped], dict[str, Weight]]
     unwrap: Callable[[Wrapped], nn.Module]
     cuts_sequences: bool = False
+    full_parameters: bool = False
     average: Callable[[Wrapped, Position | None], None] = attrs.Factory(
         lambda: unsupported("average", by="This strategy")
     )
@@ -345,32 +268,6 @@ def round_of(model: Wrapped) -> Round | None:
     """
     kept = model.strategy_state
     return kept if isinstance(kept, Round) else None
-
-
-def check_open(model: Wrapped, call: str, kind: type[FxError] = StepError) -> None:
-    """Refuse a handle whose module was unwrapped or is inside `fx.gathered`.
-
-    Raises:
-        FxError: of this type, with what to do.
-
-    Example:
-        >>> import fxtrain as fx, torch
-        >>> with fx.detect(env={}, device="cpu") as ctx:
-        ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
-        ...     fx.state.check_open(model, "step")
-    """
-    if "unwrap" in model.closed:
-        raise kind(
-            f"{call}: this model was unwrapped, which closed its handle. To continue training, "
-            f"wrap the module again. To get full weights during training, use fx.weights(model) or "
-            f"`with fx.gathered(model) as net:` instead of fx.unwrap."
-        )
-    if model.closed:
-        raise kind(
-            f"{call}: this model is inside fx.gathered, which puts full weights into its module "
-            f"until the block ends. Inside the block use the module that it yields; call this "
-            f"afterwards."
-        )
 
 
 def _nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -10,10 +11,29 @@ import attrs
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Part", "Weight"]
+__all__ = ["Location", "Part", "Weight"]
 
 # Per dimension, the rows of the full tensor that are on this rank: a slice, or indices.
 Part = tuple["slice | torch.Tensor", ...]
+
+
+@attrs.frozen(kw_only=True)
+class Location:
+    """Where the values of a tensor are in a file: contiguous and little-endian.
+
+    Attributes:
+        path: The file.
+        start: Offset of its first byte in the file.
+        nbytes: Bytes of its values.
+        dtype: As they are stored.
+        shape: Of the tensor.
+    """
+
+    path: Path
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -33,6 +53,9 @@ class Weight:
             share memory with the model.
         fill: (read) → None: sets this rank's part. `read(part)` returns the values of a part of
             the full tensor, or with None all of them.
+        place: (read, location) → None: as `fill`, for strategies that choose where values are kept:
+            one may leave them in their file. `location` is None if no file contains them. `like`
+            may be on the meta device until then.
         together: Whether all ranks have to call `fill` at once.
         stored: Whether the module's state dict contains it.
     """
@@ -44,5 +67,8 @@ class Weight:
     here: bool = True
     gather: Callable[[], torch.Tensor] = attrs.field(repr=False)
     fill: Callable[[Callable[[Part | None], torch.Tensor]], None] = attrs.field(repr=False)
+    place: Callable[[Callable[[Part | None], torch.Tensor], Location | None], None] | None = (
+        attrs.field(default=None, repr=False)
+    )
     together: bool = False
     stored: bool = True

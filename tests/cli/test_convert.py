@@ -343,6 +343,24 @@ def test_the_command_writes_a_file_in_order(tmp_path, monkeypatch, capsys):
     assert told["launch"]["ranks"] == 8 and told["notes"][0]["key"] == "same_network"
 
 
+def test_a_brief_file_has_the_converted_values_and_nothing_else(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump(CASES[1].old))
+    for name in ("new.toml", "new.yaml"):
+        assert main(["config", "convert", "old.yaml", name, "--brief"]) == Exit.WELL
+        assert "same_network" in capsys.readouterr().err  # still told
+        section = convert_accelerate(CASES[1].old).section
+        assert "#" not in (tmp_path / name).read_text()
+        assert read_launch_file(name).common == section
+
+
+def test_a_stage_3_config_names_the_block_in_which_a_model_is_made():
+    (note,) = [
+        note for note in convert_accelerate(DEEPSPEED).notes if note.key.endswith("zero3_init_flag")
+    ]
+    assert "with fx.zero_init(ctx, plan)" in note.text
+
+
 def test_without_a_source_it_is_the_one_that_accelerate_wrote(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))

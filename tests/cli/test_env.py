@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import fxtrain as fx
 from fxtrain.cli import Exit, main
 from fxtrain.diagnosis import collect, hidden, hidden_words, shown
+from fxtrain.diagnosis.environment import half_precision_instructions
 
 PRIVATE = "s3cr3t-value"
 
@@ -112,3 +113,15 @@ def test_values_come_with_their_origin(tmp_path, monkeypatch, capsys):
     assert told["config"]["launch.ranks"] == "3 (file fxtrain.toml)"
     assert main(["env"]) == Exit.WELL
     assert "- launch.ranks: 3 (file fxtrain.toml)" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("flags\t\t: fpu amx_tile amx_bf16 avx512_bf16 avx2\n", "AMX-BF16, AVX512-BF16"),
+        ("flags\t: fpu avx2\n", "no instructions"),
+        ("Features\t: asimd\n", "unknown"),
+    ],
+)
+def test_the_machine_names_its_instructions_for_half_precision(flags, told):
+    assert half_precision_instructions(f"processor\t: 0\n{flags}vmx flags\t: vnmi\n") == told

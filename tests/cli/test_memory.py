@@ -1,6 +1,8 @@
 """`fxtrain estimate-memory`: what is read of a model, and the arithmetic."""
 
 import importlib
+import importlib.machinery
+import importlib.util
 import json
 import struct
 import sys
@@ -197,6 +199,7 @@ def test_a_timm_model_is_made_without_weights(monkeypatch):
     timm.is_model = lambda name: name == "net"
     timm.list_models = lambda: ["net", "other"]
     timm.create_model = lambda name, *, pretrained: made.append((name, pretrained)) or Net()
+    timm.__spec__ = importlib.machinery.ModuleSpec("timm", None)
     monkeypatch.setitem(sys.modules, "timm", timm)
     assert estimate(read_weights("net")).numel == estimate(read_weights("net")).numel > 0
     assert set(made) == {("net", False)}
@@ -221,7 +224,7 @@ def test_headers_on_the_hub_are_fetched_where_that_was_asked(tmp_path, monkeypat
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # put back after the test
     words = ["estimate-memory", "me/mine", "--json"]
     assert main(words) == Exit.WRONG
-    assert "--download to fetch its headers" in capsys.readouterr().err and fetched == []
+    assert "--download` fetches its headers" in capsys.readouterr().err and fetched == []
     assert main([*words, "--download", "--tokens", "1"]) == Exit.WELL
     told = json.loads(capsys.readouterr().out)
     assert fetched == ["me/mine", ("me/mine", "config.json")]
@@ -236,10 +239,18 @@ def test_headers_on_the_hub_are_fetched_where_that_was_asked(tmp_path, monkeypat
     assert "me/mine could not be fetched from the hub: offline" in capsys.readouterr().err
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(fx.MissingPackageError, match=r"fxtrain\[models\]"):
-        read_weights("resnet50")
+def test_a_model_that_is_not_here_says_how_to_get_or_give_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name in ("bert-base-cased", "google-bert/bert-base-cased"):
+        with pytest.raises(fx.PlanError) as caught:
+            read_weights(name)
+        told = str(caught.value)
+        assert told.startswith(
+            f"{name}: no such file or folder. For a model on the Hugging Face hub"
+        )
+        assert f"`fxtrain estimate-memory {name} --download`" in told
+        assert all(way in told for way in ("config.json", ".safetensors", "MODULE:FUNCTION"))
+        assert ("fxtrain[models]" in told) == ("/" not in name)
 
 
 def test_a_config_of_transformers(tmp_path, monkeypatch):

@@ -42,6 +42,15 @@ def test_single(clusters, law):
     law(clusters[1], fx.Plan(strategy=fx.Single()))
 
 
+RESIDENT = fx.Placement(units=(fx.state.PlacedUnit(name="", device="cpu"),))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("law", LAWS, ids=NAMES)
+def test_offload_with_everything_resident(clusters, n, law):
+    law(clusters[n], fx.Plan(strategy=fx.Offload(placement=RESIDENT)))
+
+
 DDP_LAWS = {
     (1, "plain"): NAMES,
     (2, "plain"): MOST,

@@ -7,6 +7,7 @@ import attrs
 import pytest
 import torch
 
+import fxtrain as fx
 from fxtrain import ops
 from fxtrain.ops.transport.packets import packets_of, send, wait_packets
 from fxtrain.state import Comm
@@ -99,7 +100,7 @@ class _Enough(Exception):
     pass
 
 
-def _interrupted(ctx, who):
+def _interrupted(ctx, who, n):
     def stop(*_):
         raise _Enough
 
@@ -107,17 +108,62 @@ def _interrupted(ctx, who):
         before = signal.signal(signal.SIGALRM, stop)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(_Enough):
-            ops.gather(torch.tensor(1.0), ctx)
+            ops.gather(torch.ones(n), ctx)
         signal.signal(signal.SIGALRM, before)
     else:
         if ctx.rank == ctx.world_size - 1 or who == ctx.world_size - 1:
             time.sleep(0.4)
-        ops.gather(torch.tensor(1.0), ctx)
+        ops.gather(torch.ones(n), ctx)
     return [ops.gather(torch.tensor(10.0 * i + ctx.rank), ctx).tolist() for i in (1, 2, 3)]
+
+
+def _big(rank, n):
+    return torch.arange(n, dtype=torch.float32) + rank
+
+
+def _payloads(ctx, sizes):
+    """Objects of which some do not fit in a packet, of another size on each rank."""
+    found = ops.gather_objects(_big(ctx.rank, sizes[ctx.rank]), ctx)
+    return [torch.equal(one, _big(rank, n)) for rank, (one, n) in enumerate(zip(found, sizes))]  # noqa: B905
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_does_not_fit_in_a_packet_follows_it(clusters, ranks):
+    for sizes in ([1, 5000, 100_000, 3][:ranks], [300_000] * ranks, [2100, 1, 1, 1][:ranks]):
+        assert clusters[ranks].run(_payloads, sizes) == [[True] * ranks] * ranks
+
+
+CALLS = {
+    "large": lambda ctx: ops.gather(_big(ctx.rank, 30_000), ctx),
+    "larger": lambda ctx: ops.gather(_big(ctx.rank, 60_000), ctx),
+    "small": lambda ctx: ops.gather(torch.tensor(1.0), ctx),
+    "reduce": lambda ctx: ops.reduce(_big(ctx.rank, 30_000), ctx),
+    "object": lambda ctx: ops.broadcast_object("x" * 100_000, ctx, src=ctx.world_size - 1),
+    "barrier": ops.barrier,
+}
+
+
+def _different(ctx, names):
+    for _ in range(2):  # the second time, calls of that kind are known
+        with pytest.raises(fx.CollectiveError, match="gather") as caught:
+            CALLS[names[ctx.rank]](ctx)
+    rows = ops.gather(_big(ctx.rank, 30_000), ctx)
+    expected = torch.cat([_big(rank, 30_000) for rank in range(ctx.world_size)])
+    return torch.equal(rows, expected), str(caught.value)
+
+
+@pytest.mark.parametrize("other", sorted(set(CALLS) - {"large"}))
+def test_calls_that_differ_fail_on_all_ranks_whatever_follows_their_packets(clusters, other):
+    for ranks in (2, 4):
+        names = ["large", other, other, "large"][:ranks]
+        found = clusters[ranks].run(_different, names)
+        assert [right for right, _ in found] == [True] * ranks
+        assert len({text for _, text in found}) == 1
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_calls_after_one_that_was_interrupted_are_not_mixed_up_with_it(clusters, ranks):
     for who in range(ranks):
-        expected = [[10.0 * i + rank for rank in range(ranks)] for i in (1, 2, 3)]
-        assert clusters[ranks].run(_interrupted, who) == [expected] * ranks
+        for n in (1, 10_000) if who in (0, ranks - 1) else (10_000,):
+            expected = [[10.0 * i + rank for rank in range(ranks)] for i in (1, 2, 3)]
+            assert clusters[ranks].run(_interrupted, who, n) == [expected] * ranks

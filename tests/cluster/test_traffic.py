@@ -43,9 +43,17 @@ def test_packets_of_many_ranks_take_one_collective():
 
 
 def test_large_trees_take_the_check_and_one_collective_per_dtype_at_most(pair):
-    assert pair.run(_count, "gather", 9000) == [PACKET | {"all_gather": 1}] * 2
+    assert pair.run(_count, "gather", 90_000) == [PACKET | {"all_gather": 1}] * 2
     assert pair.run(_count, "broadcast", 9000) == [PACKET | {"broadcast": 1}] * 2
     assert pair.run(_count, "reduce", 9000) == [PACKET | {"all_reduce": 4}] * 2
+
+
+def test_a_gather_of_up_to_a_mebibyte_follows_its_packet(clusters):
+    assert clusters[2].run(_count, "gather", 9000) == [{"send": 2, "recv": 2}] * 2
+    assert clusters[4].run(_count, "gather", 9000) == [{"send": 6, "recv": 6}] * 4
+    for ranks, counts in {8: {"send": 14, "recv": 14}, 9: {"all_gather": 2}}.items():
+        with fake_world(ranks), fx.detect(env={}, device="cpu") as ctx:
+            assert _count(ctx, "gather", 9000) == counts
 
 
 def test_one_rank_talks_to_nobody(clusters):

@@ -44,7 +44,7 @@ def test_every_problem_of_every_field_is_told_with_its_path():
     }
     lines = _problems(data)
     start = "plan: unknown key 'accumulat' (did you mean 'accumulate'?); Plan has "
-    assert lines[-1].startswith(start) and lines[-1].endswith(", local.")
+    assert lines[-1].startswith(start) and lines[-1].endswith(", quantize.")
     assert lines[:-1] == [
         "plan.clip_norm: found 0; choose a number above 0.",
         "plan.data.source: found 'dispach'; choose one of 'shard', 'dispatch', 'sharded'. "
@@ -356,7 +356,7 @@ def test_a_strategy_by_its_kind(kind):
     assert fx.loads(json.dumps({"strategy": kind})) == fx.Plan(strategy=config())
 
 
-@pytest.mark.parametrize("wrong", ["fdsp", "fsdp2", ""])
+@pytest.mark.parametrize("wrong", ["fdsp", "fspd", ""])
 def test_an_unknown_kind_of_strategy_names_the_nearest(wrong):
     near = "Did you mean 'fsdp'?" if wrong else "'ddp'"
     for make in (

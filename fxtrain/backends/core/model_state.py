@@ -1,9 +1,10 @@
 """The state of a model on torch's own machinery: read and restored by name."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +26,9 @@ from fxtrain.backends.local.averaging_state import (
     round_state,
     weighted_mean,
 )
+from fxtrain.models.tensor_bytes import contiguous, memory_of
+from fxtrain.ops.whole_tensors import plain_name
+from fxtrain.precision import quantized_facts, quantized_tensors, stored_tensors
 from fxtrain.state import AccumulationWindow, ModelState, StateReader, Wrapped, round_of, window_in
 
 __all__ = ["load_extra", "load_state", "saved_windows", "state_of", "window_state"]
@@ -32,9 +36,14 @@ __all__ = ["load_extra", "load_state", "saved_windows", "state_of", "window_stat
 _SENDS_BUFFERS = "require_forward_param_sync"
 
 
-def state_of(model: Wrapped) -> ModelState:
-    """Parameters, buffers, optimizers, schedulers, loss scale, and an open window's gradients."""
-    tensors, extra = _module_state(model.module)
+def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
+    """Parameters, buffers, optimizers, schedulers, loss scale, and an open window's gradients.
+
+    Args:
+        omit: Names in the module's state dict that are stored elsewhere.
+    """
+    tensors, extra = _module_state(model.module, omit)
+    frozen = _take_frozen(model, tensors)
     optimizers: list[Any] = []
     trained, now = _trained(model), round_of(model)
     steady = {name for name, tensor in tensors.items() if id(tensor) in trained}
@@ -46,11 +55,7 @@ def state_of(model: Wrapped) -> ModelState:
         steady |= held.keys() if _has_hooks(optimizer) else set()
         if now is not None or local_optimizer(optimizer) is not optimizer:
             own[f"optimizer.{index}.state"] = as_bytes(values["state"], f"optimizer.{index}")
-    for name, parameter in model.module.named_parameters():
-        if parameter.grad is not None:
-            # A DTensor's gradient is reduced already; a plain one is this rank's part of a mean.
-            place = tensors if isinstance(parameter.grad, DTensor) else own
-            place[f"grad.{name}"] = parameter.grad
+    _add_gradients(model.module, tensors, own)
     values: dict[str, Any] = {
         "module": extra,
         "optimizers": optimizers,
@@ -58,6 +63,7 @@ def state_of(model: Wrapped) -> ModelState:
         "scaler": None if model.scaler is None else model.scaler.state_dict(),
         # torch's DDP sends buffers before a forward if the one before it ended a window.
         "sends_buffers": getattr(model.engine, _SENDS_BUFFERS, None),
+        **frozen,
     }
     drifting = {f"module.{name}" for name, _ in model.module.named_buffers()} & tensors.keys()
     if now is not None:
@@ -73,6 +79,14 @@ def state_of(model: Wrapped) -> ModelState:
         varies_by_rank=frozenset(drifting),
         constant_between_steps=frozenset(steady),
     )
+
+
+def _add_gradients(module: nn.Module, tensors: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            # A DTensor's gradient is reduced already; a plain one is this rank's part of a mean.
+            place = tensors if isinstance(parameter.grad, DTensor) else own
+            place[f"grad.{name}"] = parameter.grad
 
 
 def _trained(model: Wrapped) -> set[int]:
@@ -95,17 +109,22 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(type(optimizer).step, "hooked", False))
 
 
-def load_state(model: Wrapped, saved: StateReader) -> None:
+def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()) -> None:
     """Restore a saved state into a model, in place.
 
     At another world size, the gradients of an open window become the mean over the ranks that
     saved them, to which they contribute. So do parameters of independent replicas, also when
     restored into a plan without `local`.
 
+    Args:
+        omit: As for `state_of`.
+
     Raises:
         CheckpointError: the state is of another model.
     """
-    tensors, _ = _module_state(model.module)
+    tensors, _ = _module_state(model.module, omit)
+    _check_formats(quantized_facts(model.module), saved.values.get("quantized", {}))
+    _check_base(tensors, saved.values.get("base", {}))
     _check_names(tensors, saved)
     trained = {f"module.{name}" for name, _ in model.module.named_parameters()}
     now = round_of(model)
@@ -126,12 +145,70 @@ def load_state(model: Wrapped, saved: StateReader) -> None:
     _load_window(model, saved)
 
 
-def _module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _module_state(
+    module: nn.Module, omit: Collection[str]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        (tensors if isinstance(value, Tensor) else extra)[f"module.{name}"] = value
+    for name, value in stored_tensors(module).items():
+        if plain_name(name) not in omit:
+            (tensors if isinstance(value, Tensor) else extra)[f"module.{name}"] = value
     return tensors, extra
+
+
+def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Facts of quantised weights, and digests of frozen ones, which leave `tensors`.
+
+    Neither is there for a plan that asks for none, so that its checkpoints stay as they were.
+    """
+    facts = quantized_facts(model.module)
+    found: dict[str, Any] = {"quantized": facts} if facts else {}
+    if model.plan.frozen == "digests":
+        named = model.module.named_parameters(remove_duplicate=False)
+        names = {name for name, parameter in named if not parameter.requires_grad}
+        names |= quantized_tensors(model.module).keys()
+        base = [name for name in tensors if name.removeprefix("module.") in names]
+        found["base"] = {name: _digest(tensors.pop(name)) for name in base}
+    return found
+
+
+def _digest(tensor: Tensor) -> str:
+    kind = f"{tensor.dtype} {list(tensor.shape)} "
+    return kind + xxhash.xxh3_128_hexdigest(memory_of(contiguous(tensor)))
+
+
+def _check_base(tensors: dict[str, Tensor], base: Mapping[str, str]) -> None:
+    """Compare frozen tensors with their digests, and take them out of those to fill."""
+    problems = [
+        f"  {name[7:]}"
+        for name, digest in base.items()
+        if name not in tensors or _digest(tensors.pop(name)) != digest
+    ]
+    if problems:
+        more = [f"  and {len(problems) - 10} more"] if len(problems) > 10 else []
+        raise CheckpointError(
+            "\n".join(
+                [
+                    f"The checkpoint holds digests of a frozen base model (Plan.frozen), and "
+                    f"{len(problems)} of {len(base)} tensors of this model differ from them. Load "
+                    f"the base model that it was trained on before wrapping:",
+                    *problems[:10],
+                    *more,
+                ]
+            )
+        )
+
+
+def _check_formats(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    """Quantised weights of two formats may have tensors of the same shapes."""
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name):
+            found = [one.get(name, {}).get("format", "not quantised") for one in (there, here)]
+            how = ", with other settings" if found[0] == found[1] else ""
+            raise CheckpointError(
+                f"{name} is {found[0]} in the checkpoint, and {found[1]} in the model{how}. Wrap "
+                f"the model with the Plan(quantize=...) that it was saved with."
+            )
 
 
 def _check_names(tensors: Mapping[str, Tensor], saved: StateReader) -> None:

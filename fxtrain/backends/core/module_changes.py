@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from fxtrain import ops
 from fxtrain.backends.core.compilation import compile_parts
 from fxtrain.backends.core.name_checks import unknown_classes
+from fxtrain.precision import quantized_layers, quantized_tensors
 from fxtrain.state import DistContext, Plan
 
 _aten = torch.ops.aten
@@ -30,6 +31,7 @@ Checkpointer = Callable[[Callable[..., Any], tuple[str, ...]], Callable[..., Any
 
 __all__ = [
     "model_signature",
+    "model_values",
     "prepare_module",
     "put_forward",
     "send_values",
@@ -123,9 +125,18 @@ def prepare_module(
     return undo.close
 
 
+def model_values(module: nn.Module) -> tuple[Tensor, ...]:
+    """The parameters and buffers of a model; of quantised weights, the tensors they consist of."""
+    hidden = {id(part.weight) for _, part, _ in quantized_layers(module)}
+    plain = [one for one in module.parameters() if id(one) not in hidden]
+    return (*plain, *module.buffers(), *quantized_tensors(module).values())
+
+
 def send_values(tensors: Iterable[Tensor], data: DistContext) -> None:
-    """Send rank 0's values to every data rank, in place."""
+    """Send rank 0's values to every data rank, in place; no traffic without tensors."""
     mine = [tensor.data for tensor in tensors]
+    if not mine:  # on no rank: the ranks compared their models
+        return
     for tensor, sent in zip(mine, ops.broadcast(mine, data), strict=True):
         tensor.copy_(sent)
 

@@ -3,8 +3,8 @@
 import inspect
 import re
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import attrs
@@ -17,11 +17,17 @@ from fxtrain import _tree
 from fxtrain._errors import StepError
 from fxtrain.backends.context.split_sequences import sequence_problems
 from fxtrain.backends.core import step_functions
-from fxtrain.backends.core.module_changes import send_values, unmatched_names, xla_problems
+from fxtrain.backends.core.module_changes import (
+    model_values,
+    send_values,
+    unmatched_names,
+    xla_problems,
+)
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.ddp.power_sgd import load_power_sgd, power_sgd_state
 from fxtrain.backends.local.averaging import average, new_round
 from fxtrain.backends.single import SINGLE, wrap_without_engine
+from fxtrain.precision import quantized_layers, quantized_tensors
 from fxtrain.state import (
     DDP,
     CommHook,
@@ -116,7 +122,7 @@ def _wrap(
     plain = wrap_without_engine(strategy, module, ctx, plan, optimizer, scheduler, change=change)
     alone = plan.local is not None and plan.local.warmup == 0
     if alone or not any(parameter.requires_grad for parameter in module.parameters()):
-        send_values((*module.parameters(), *module.buffers()), data)
+        send_values(model_values(module), data)
         return attrs.evolve(plain, strategy_state=new_round(module, ctx, plan))
     engine = _replicate(module, ctx, data, plan.strategy)
     return attrs.evolve(plain, engine=engine, strategy_state=new_round(module, ctx, plan))
@@ -141,21 +147,36 @@ def _replicate(
     buffers: dict[str, Any] = {
         "forward_sync_buffers" if newer else "broadcast_buffers": config.sync_buffers
     }
-    engine = _StableBucketsDDP(
-        module,
-        device_ids=None if ctx.device.type in ("cpu", "mps") else [ctx.device],
-        process_group=data.comm.group,
-        bucket_cap_mb=config.bucket_mib,  # type: ignore[arg-type]
-        gradient_as_bucket_view=config.bucket_view,
-        static_graph=config.static_graph,
-        find_unused_parameters=config.unused_parameters,
-        **buffers,
-    )
+    send_values(quantized_tensors(module).values(), data)
+    with _without_quantized(module):
+        engine = _StableBucketsDDP(
+            module,
+            device_ids=None if ctx.device.type in ("cpu", "mps") else [ctx.device],
+            process_group=data.comm.group,
+            bucket_cap_mb=config.bucket_mib,  # type: ignore[arg-type]
+            gradient_as_bucket_view=config.bucket_view,
+            static_graph=config.static_graph,
+            find_unused_parameters=config.unused_parameters,
+            **buffers,
+        )
     _add_hook(engine, data, config.hook)
     if not config.static_graph and not config.unused_parameters:
         engine.fix_buckets()
     engine.require_forward_param_sync = False  # torch's constructor has just sent all buffers
     return engine
+
+
+@contextmanager
+def _without_quantized(module: Any) -> Iterator[None]:
+    """Around torch's constructor, which would send weights of classes that it does not know."""
+    names = [f"{name}.weight" if name else "weight" for name, _, _ in quantized_layers(module)]
+    if names:
+        module._ddp_params_and_buffers_to_ignore = names
+    try:
+        yield
+    finally:
+        if names:
+            del module._ddp_params_and_buffers_to_ignore
 
 
 class _StableBucketsDDP(DistributedDataParallel):

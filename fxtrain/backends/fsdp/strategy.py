@@ -207,6 +207,7 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="FSDP",
     config=FSDP,
+    full_parameters=False,
     check=_check,
     wrap=_wrap,
     sync=_sync,

@@ -137,7 +137,7 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             "PP splits the rows of a batch, but no argument of the model is a tensor with rows. "
             "Pass tensors whose first dimension is the batch."
         )
-    parts = max(n for n in range(1, engine.layout.parts + 1) if rows % n == 0)
+    parts = _parts_of_forward(model, rows)
     calls = split((args, kwargs), rows, parts)
     from fxtrain.backends.pipeline.schedules import prepare
 
@@ -159,6 +159,16 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
     config: PP = model.plan.strategy
     return whole if config.outputs == "last" else broadcast_outputs(model, ready, whole, fake)
+
+
+def _parts_of_forward(model: Wrapped, rows: int) -> int:
+    """Micro-batches of a forward; as many on every data rank where these gather units together."""
+    data = model.ctx.axis("data")
+    everywhere = {rows}
+    if model.plan.strategy.stages is not None and data.world_size > 1:
+        everywhere = set(ops.gather_objects(rows, data))
+    most: int = model.engine.layout.parts
+    return max(n for n in range(1, most + 1) if all(rows % n == 0 for rows in everywhere))
 
 
 def _run_all(

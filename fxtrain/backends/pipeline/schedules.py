@@ -83,6 +83,12 @@ class Pipeline:
         """Put the module and its stages into evaluation mode."""
         self.train(mode=False)
 
+    def modules(self) -> Iterator[nn.Module]:
+        """Every module that `train` and `eval` switch."""
+        yield from self.module.modules()
+        for stage in (*self.stages.values(), *self.fake_stages.values()):
+            yield from (*stage.modules(), *stage.shell.modules())
+
     def run(self, ready: PreparedSchedule, job: StageTask) -> None:
         """Run a job on every micro-batch of every stage of this rank, in the schedule's order."""
         index = torch.arange(ready.parts)
@@ -251,11 +257,19 @@ class _ForwardSchedule(torch_schedules._PipelineScheduleRuntime):
             rank: torch_schedules._add_unshard_reshard(actions)
             for rank, actions in self.pipeline_order.items()
         }
-        self.pipeline_order_with_comms = torch_schedules._add_send_recv(
-            whole, stage_to_rank=owners.__getitem__, num_stages=self._num_stages
+        # Since torch 2.15, every send needs a wait.
+        add_waits = getattr(torch_schedules, "_add_wait_send", _unchanged)
+        self.pipeline_order_with_comms = add_waits(
+            torch_schedules._add_send_recv(
+                whole, stage_to_rank=owners.__getitem__, num_stages=self._num_stages
+            )
         )
         for stage in stages:
             stage.stage_index_to_group_rank = owners
+
+
+def _unchanged(actions: Any) -> Any:
+    return actions
 
 
 def _first(output: Any, _: Any) -> Any:

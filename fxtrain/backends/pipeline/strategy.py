@@ -133,6 +133,7 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="PP",
     config=PP,
+    full_parameters=False,
     check=_check,
     wrap=_wrap,
     forward=forward,

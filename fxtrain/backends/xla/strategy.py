@@ -159,6 +159,7 @@ XLA_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="XLA",
     config=XLA,
+    full_parameters=False,
     check=_check,
     wrap=_wrap,
     sync=_sync,

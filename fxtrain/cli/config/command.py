@@ -116,13 +116,22 @@ def check(path: str, json_: bool) -> int:  # noqa: FBT001
 @click.argument("source", default="", type=_path)
 @click.argument("path", default=HERE[0], type=_path)
 @click.option("--profile", "-p", default="", help="write it as a profile with this name")
+@click.option("--brief", is_flag=True, help="write the converted values without comments")
 @_force
 @as_json
-def convert(source: str, path: str, profile: str, force: bool, json_: bool) -> None:  # noqa: FBT001
+def convert(
+    source: str,
+    path: str,
+    profile: str,
+    brief: bool,  # noqa: FBT001
+    force: bool,  # noqa: FBT001
+    json_: bool,  # noqa: FBT001
+) -> None:
     """Turn an Accelerate config into a launch file.
 
     SOURCE is a YAML or JSON file of `accelerate config`; by default the last one it wrote.
     Settings without a counterpart are printed, and noted at the top of the new file.
+    With --brief the file has the converted values only.
     """
     source = source or _accelerates_own(os.environ)
     try:
@@ -142,7 +151,7 @@ def convert(source: str, path: str, profile: str, force: bool, json_: bool) -> N
         if notes
         else [f"Converted from {source}."]
     )
-    write_new(path, file, notes=head, force=force)
+    write_new(path, file, notes=head, force=force, brief=brief)
     for note in notes:
         warn(note)
 

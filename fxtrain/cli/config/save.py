@@ -15,8 +15,17 @@ from fxtrain.state import Format
 __all__ = ["check_profile", "write_new", "write_profile"]
 
 
-def write_new(path: str, file: LaunchFile, *, notes: list[str], force: bool) -> None:
+def write_new(
+    path: str, file: LaunchFile, *, notes: list[str], force: bool, brief: bool = False
+) -> None:
     """Write a launch file and report it.
+
+    Args:
+        path: The file.
+        file: Its content.
+        notes: Sentences for the top of the file.
+        force: Replace an existing file.
+        brief: Leave out all comments.
 
     Raises:
         PlanError: the suffix is unknown, or the file exists and `force` is not given.
@@ -26,7 +35,7 @@ def write_new(path: str, file: LaunchFile, *, notes: list[str], force: bool) -> 
         raise PlanError(
             f"{path} already exists. Choose another name, or use --force to replace it."
         )
-    _write(path, render(file, form, notes=notes))
+    _write(path, render(file, form, notes=notes, brief=brief))
     say(f"Wrote {path}. Show all values with `fxtrain config show`.")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from fxtrain._errors import LaunchError, PlanError
+from fxtrain._other_names import hint
 from fxtrain._reading import read_text
 from fxtrain.launch import LaunchSpec, find_launcher, options_from
 from fxtrain.launch.config.overlay import merge, near
@@ -227,9 +228,9 @@ def _table(data: Any, known: tuple[str, ...], at: str, told: list[str]) -> Mappi
         told.append(f"{where}: expected a table of {', '.join(known)}, found {shown(data)}")
         return {}
     has = ", ".join(known)
-    told.extend(
-        f"{where}: unknown key {shown(key)}{near(key, known)}; known are {has}"
-        for key in data
-        if key not in known
-    )
+    for key in data:
+        if key not in known:
+            other = hint(key, at="file")
+            rest = f".{other}" if other else f"{near(key, known)}; known are {has}"
+            told.append(f"{where}: unknown key {shown(key)}{rest}")
     return data

@@ -37,7 +37,14 @@ class Line:
     value: Any = None
 
 
-def render(file: LaunchFile, form: str, *, notes: Sequence[str] = (), offers: bool = True) -> str:
+def render(
+    file: LaunchFile,
+    form: str,
+    *,
+    notes: Sequence[str] = (),
+    offers: bool = True,
+    brief: bool = False,
+) -> str:
     """The text of a launch file.
 
     Args:
@@ -45,6 +52,7 @@ def render(file: LaunchFile, form: str, *, notes: Sequence[str] = (), offers: bo
         form: toml or yaml.
         notes: Sentences for the top of the file.
         offers: Whether to show unset fields, as comments with their defaults.
+        brief: Whether to write values only, without comments.
 
     Raises:
         MissingPackageError: TOML needs tomlkit and YAML pyyaml (the extra `files`).
@@ -60,9 +68,11 @@ def render(file: LaunchFile, form: str, *, notes: Sequence[str] = (), offers: bo
     if file.default:
         lines.append(Line(kind="note", value="The profile used if none is requested."))
         lines.append(Line(kind="value", path=("default",), value=file.default))
-    lines += _section(file.common, (), offers=offers)
+    lines += _section(file.common, (), offers=offers and not brief)
     for name, section in file.profiles.items():
         lines += _section(section, ("profiles", name), offers=False)
+    if brief:
+        lines = [line for line in lines if line.kind != "note"]
     return (_toml if form == "toml" else _yaml)(lines)
 
 

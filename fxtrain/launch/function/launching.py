@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import LaunchError
 from fxtrain._secret import SECRET, fresh_secret
 from fxtrain.launch.fields import check_seconds
@@ -41,6 +42,7 @@ _NOT_STARTED = (
 _LEAVE_S = 10.0
 
 
+@known_arguments(LaunchError)
 def launch(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),

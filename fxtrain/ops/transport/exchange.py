@@ -4,8 +4,9 @@ Every collective of fxtrain starts with an exchange of fixed-size packets: a hea
 digest of the call, then the payload if it fits. Since the size never depends on the call,
 ranks that make different calls can still read each other's packets: each rank sees all
 headers, so all of them raise, and the communicator stays usable. (gloo aborts the process
-when sizes differ, so the check must come first.) A payload that does not fit follows in a
-second collective, once the headers agree.
+when sizes differ, so the check must come first.) A payload that does not fit follows its packet
+as a message of its own, whose length the header says; among more than eight ranks it follows in
+an all-gather, once the headers agree.
 """
 
 import ctypes
@@ -22,7 +23,15 @@ from fxtrain.ops.transport.mismatches import (
     mismatch_error,
     unusable_message,
 )
-from fxtrain.ops.transport.packets import HEADER, Packets, capacity, packets_of, send, wait_packets
+from fxtrain.ops.transport.packets import (
+    HEADER,
+    Arrived,
+    Packets,
+    capacity,
+    packets_of,
+    send,
+    wait_packets,
+)
 from fxtrain.ops.transport.thread_owner import check_thread
 from fxtrain.state import DistContext
 
@@ -39,7 +48,7 @@ __all__ = [
     "wait_pending_check",
 ]
 
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_UNCHECKED = bytes(16)  # digest of packets that say what each rank called
 
 # Name of the op; its arguments as text, equal on ranks whose calls match; optionally a third
 # text that is only shown if the ranks differ.
@@ -56,7 +65,8 @@ def exchange_payloads(ctx: DistContext, call: Call, payload: Tensor) -> list[Ten
         One uint8 tensor per rank, by rank.
 
     Effects:
-        One exchange of packets; an all-gather of the longest payload if it does not fit; nothing
+        One exchange of packets. If a rank's payload does not fit, a message from that rank to each
+        other rank or, among more than eight ranks, an all-gather of the longest payload. Nothing
         at one rank.
 
     Raises:
@@ -74,13 +84,23 @@ def exchange_rows(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor
     Returns:
         uint8, (ranks, bytes), and by rank the number of payload bytes in its row.
     """
-    arriving, sizes = _exchange_packets(ctx, call, payload)
-    if max(sizes) > capacity(ctx.world_size):
+    packets = next_packets(ctx, call)
+    limit = capacity(ctx.world_size)
+    if 0 < payload.numel() <= limit:
+        payload_in(packets.buffer[ctx.rank])[: payload.numel()] = payload
+    body = payload if packets.is_direct and payload.numel() > limit else None
+    size = payload.numel()
+    packed, _, sizes, rows = exchange_headers(ctx, call, digest_of(call), size, packets, body)
+    if rows is not None:
+        for rank, length in enumerate(sizes):
+            if length <= limit:
+                rows[rank, :length] = payload_in(packed[rank])[:length]
+    elif max(sizes) <= limit:  # the buffer is reused, and the caller may keep the payloads
+        rows = payload_in(packed)[:, : max(sizes)].clone()
+    else:
         rows = _all_gather(ctx, call, payload, max(sizes))
-    else:  # the buffer is reused, and the caller may keep the payloads
-        rows = payload_in(arriving)[:, : max(sizes)].clone()
     if ctx.comm.simulated:  # the same traffic; every rank sends what this rank does
-        return payload.repeat(ctx.world_size, 1), [payload.numel()] * ctx.world_size
+        rows = payload.repeat(ctx.world_size, 1)
     return rows, sizes
 
 
@@ -103,7 +123,7 @@ def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
         return
     digest = digest_of(call)
     if wait or digest not in comm.state.verified_calls:
-        _exchange_packets(ctx, call, _EMPTY)
+        exchange_headers(ctx, call, digest, 0, next_packets(ctx, call))
         comm.state.verified_calls.add(digest)
         return
     packets = next_packets(ctx, call)
@@ -129,8 +149,8 @@ def wait_pending_check(ctx: DistContext) -> None:
     packets, call, site = state.pending_check
     state.pending_check = None
     with rank_loss_guard(ctx, call, site):
-        heads = _headers(wait_packets(ctx.comm, packets))
-    _check_headers(ctx, call, heads, site)
+        arrived = wait_packets(ctx.comm, packets)
+    _check_headers(ctx, call, arrived.headers, site)
 
 
 def next_packets(ctx: DistContext, call: Call) -> Packets:
@@ -163,60 +183,48 @@ class rank_loss_guard:
         raise lost_rank_error(ctx, call, site or call_site(), waited_s, error) from error
 
 
-def _exchange_packets(ctx: DistContext, call: Call, payload: Tensor) -> tuple[Tensor, list[int]]:
-    """Every rank's packet and payload size."""
-    packets = next_packets(ctx, call)
-    _fill(ctx, packets, payload)
-    arriving, heads = exchange_headers(ctx, call, digest_of(call), payload.numel(), packets)
-    return arriving, [_size(head) for head in heads]
-
-
 def exchange_headers(
-    ctx: DistContext, call: Call, digest: bytes, size: int, packets: Packets
-) -> tuple[Tensor, list[bytes]]:
+    ctx: DistContext,
+    call: Call,
+    digest: bytes,
+    size: int,
+    packets: Packets,
+    body: Tensor | None = None,
+) -> Arrived:
     """Send the packet whose payload is in its buffer, and compare every rank's header.
 
     Args:
         digest: Of the call.
         size: Bytes of the payload.
         packets: As from `next_packets`; the header is written here.
-
-    Returns:
-        Every rank's packet, (ranks, bytes), valid until the next call, and their headers.
+        body: The payload, where it follows the packet.
 
     Effects:
-        One exchange of packets.
+        One exchange of packets, and of bodies.
 
     Raises:
         CollectiveError: the calls differ or a rank never joined; on every rank.
     """
-    arriving = _exchange_unchecked(ctx, call, digest, size, packets)
-    heads = _headers(arriving)
-    _check_headers(ctx, call, heads, None)
-    return arriving, heads
-
-
-def _exchange_unchecked(
-    ctx: DistContext, call: Call, digest: bytes, size: int, packets: Packets
-) -> Tensor:
-    """As `exchange_headers`, without comparing the headers."""
     _write_header(ctx, packets, digest, size)
     with rank_loss_guard(ctx, call):
-        send(ctx.comm, packets)
-        return wait_packets(ctx.comm, packets)
+        send(ctx.comm, packets, body)
+        arrived = wait_packets(ctx.comm, packets)
+    if digest != _UNCHECKED:
+        _check_headers(ctx, call, arrived.headers, None)
+    return arrived
 
 
 def _check_headers(ctx: DistContext, call: Call, heads: list[bytes], site: str | None) -> None:
     if ctx.comm.checks and any([head[:16] != heads[0][:16] for head in heads]):
         text = f"{call[0]}\n{' '.join(call[1:])}\n{site or call_site()}".encode()
-        limit = capacity(ctx.world_size)
-        payload = torch.frombuffer(bytearray(text[:limit]), dtype=torch.uint8)
+        text = text[: capacity(ctx.world_size)]
         packets = next_packets(ctx, call)
-        _fill(ctx, packets, payload)
-        arriving = _exchange_unchecked(ctx, call, bytes(16), payload.numel(), packets)
+        payload = payload_in(packets.buffer[ctx.rank])
+        payload[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        arrived = exchange_headers(ctx, call, _UNCHECKED, len(text), packets)
         texts = [
-            bytes(row[: _size(head)].tolist()).decode(errors="replace")
-            for row, head in zip(payload_in(arriving), _headers(arriving), strict=True)
+            bytes(row[:size].tolist()).decode(errors="replace")
+            for row, size in zip(payload_in(arrived.packets), arrived.sizes, strict=True)
         ]
         raise mismatch_error(ctx, texts)
 
@@ -226,25 +234,11 @@ def payload_in(packets: Tensor) -> Tensor:
     return packets[..., HEADER:]
 
 
-def _fill(ctx: DistContext, packets: Packets, payload: Tensor) -> None:
-    if 0 < payload.numel() <= capacity(ctx.world_size):
-        payload_in(packets.buffer[ctx.rank])[: payload.numel()] = payload
-
-
 def _write_header(ctx: DistContext, packets: Packets, digest: bytes, size: int) -> None:
     ctx.comm.state.call_count += 1
     head = digest + size.to_bytes(8, "little") + ctx.comm.state.call_count.to_bytes(8, "little")
-    # Headers are read and written as raw memory: torch's views cost 60 us per call.
+    # As raw memory: torch's views cost 60 us per call.
     ctypes.memmove(packets.buffer_rows[packets.current][ctx.rank].data_ptr(), head, HEADER)
-
-
-def _headers(packets: Tensor) -> list[bytes]:
-    start, step = packets.data_ptr(), packets.stride(0)
-    return [ctypes.string_at(start + row * step, HEADER) for row in range(len(packets))]
-
-
-def _size(head: bytes) -> int:
-    return int.from_bytes(head[16:24], "little")
 
 
 def _all_gather(ctx: DistContext, call: Call, payload: Tensor, size: int) -> Tensor:

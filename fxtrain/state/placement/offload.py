@@ -87,8 +87,8 @@ class Offload:
         batch: Sequences for whose key-value cache to keep room.
         tokens: Their length; 0 keeps no room.
         dtypes: The dtypes in which to hold parameters, by patterns: `{"*norm*": "float32"}`.
-        source: Where values come from: a model file, an index, a folder or a checkpoint of
-            fxtrain. None takes those of the module.
+        source: Where values come from: a model file, an index or a folder, as for
+            `fx.load_model`. None takes those of the module.
         offload_folder: Where streamed units are written that are in no safetensors file yet; they
             are used again if they are still the same.
         pin: Keep units on the CPU in pinned memory, where an accelerator reads them.

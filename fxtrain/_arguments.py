@@ -1,0 +1,113 @@
+"""Keyword arguments that a record or a function does not have: an error that says what to use."""
+
+import difflib
+import functools
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from fxtrain._errors import (
+    ContextError,
+    DataError,
+    FxError,
+    LaunchError,
+    PlanError,
+    StepError,
+)
+from fxtrain._other_names import field_hint
+
+__all__ = ["closest", "known_arguments", "unknown_name", "with_known_arguments"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_MAX_COMPARED = 200  # letters: the time grows with their square
+
+
+class _PlanArgumentError(PlanError, TypeError):
+    """An unknown argument of a plan, a config, or a function that takes them."""
+
+
+class _LaunchArgumentError(LaunchError, TypeError):
+    """An unknown argument of a launch."""
+
+
+class _StepArgumentError(StepError, TypeError):
+    """An unknown argument of what makes a step."""
+
+
+class _DataArgumentError(DataError, TypeError):
+    """An unknown argument of what splits data."""
+
+
+class _ContextArgumentError(ContextError, TypeError):
+    """An unknown argument of what makes a context."""
+
+
+_ARGUMENT_ERRORS: Mapping[type[FxError], type[FxError]] = types.MappingProxyType(
+    {
+        PlanError: _PlanArgumentError,
+        LaunchError: _LaunchArgumentError,
+        StepError: _StepArgumentError,
+        DataError: _DataArgumentError,
+        ContextError: _ContextArgumentError,
+    }
+)
+
+
+def known_arguments(error: type[FxError]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A decorator: an argument that a function does not have is an error that says what to use.
+
+    Args:
+        error: What is raised, which is a TypeError too.
+    """
+    raised = _ARGUMENT_ERRORS[error]
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        # An `__init__` has the name of its class before the last dot.
+        call = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+        code: Any = function.__code__  # pyright: ignore[reportFunctionMemberAccess]
+        most = code.co_argcount
+        names = code.co_varnames[: most + code.co_kwonlyargcount]
+        known = dict.fromkeys(name for name in names if name != "self").keys()
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            if not kwargs.keys() <= known:
+                name = next(name for name in kwargs if name not in known)
+                raise raised(unknown_name(call, name, known))
+            if len(args) > most:
+                first = names[most] if len(names) > most else ""
+                raise raised(
+                    f"{call}: {len(args) - most} positional arguments too many. "
+                    + (f"Pass {call}({first}=...) and what follows by name." if first else "")
+                )
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def with_known_arguments(error: type[FxError]) -> Callable[[type[T]], type[T]]:
+    """A decorator of a class made by attrs: its `__init__` gets `known_arguments`."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        made: Any = cls
+        made.__init__ = known_arguments(error)(made.__init__)
+        return cls
+
+    return decorate
+
+
+def unknown_name(owner: str, name: str, known: Collection[str]) -> str:
+    """What to say of an argument that a record or a function does not have."""
+    found = field_hint(owner, name, known) or closest(name, known)
+    listed = "" if found else f" It has {', '.join(known)}."
+    return f"{owner}({name}=...): no such argument.{found}{listed}"
+
+
+def closest(value: Any, choices: Iterable[str]) -> str:
+    """A question after the choice that is spelt most like a value; empty without one."""
+    word = value[:_MAX_COMPARED] if isinstance(value, str) else ""
+    near = difflib.get_close_matches(word, choices, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,67 @@
+"""Models with quantised weights: what a strategy can carry, and quantising as a plan says."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from fxtrain.ops.same_errors import raise_together
+from fxtrain.precision import Quantized, is_quantized, quantize_layers
+from fxtrain.state import DistContext, Plan, Strategy
+
+__all__ = ["quantized_as_planned", "quantized_problems"]
+
+
+def quantized_problems(
+    strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module
+) -> list[str]:
+    """What does not fit of a plan and a model with quantised or frozen weights."""
+    problems: list[str] = []
+    if plan.frozen == "digests" and not strategy.full_parameters:
+        problems.append(
+            f"Plan(frozen='digests') compares full parameters, and {strategy.name} may hold parts "
+            f"of them. Use frozen='values', DDP() or Single()."
+        )
+    if plan.quantize is None and not is_quantized(module):
+        return problems
+    what = "A model with quantised weights"
+    if plan.quantize is not None:
+        what = f"Plan(quantize=fx.{type(plan.quantize).__name__}(...))"
+    if not strategy.full_parameters:
+        problems.append(
+            f"{what}: {strategy.name} cannot hold quantised weights on {ctx.world_size} ranks: "
+            f"they cannot be split. Use DDP(), with a replica of them on each rank, or Single()."
+        )
+    if plan.local is not None:
+        problems.append(
+            f"{what}: replicas that train independently (Plan.local) average every parameter, "
+            f"which quantised ones do not allow. Leave local out."
+        )
+    return problems
+
+
+@contextmanager
+def quantized_as_planned(
+    module: nn.Module, ctx: DistContext, plan: Plan, *, trains: bool
+) -> Iterator[None]:
+    """Around wrapping: quantise what the plan says, and undo that if wrapping fails.
+
+    Raises:
+        PlanError: as `quantize_layers`, on every rank.
+    """
+    if plan.quantize is None:
+        yield
+        return
+    found: Quantized | None = None
+    problem: Exception | None = None
+    try:
+        found = quantize_layers(module, plan.quantize, ctx.device, trains=trains)
+    except Exception as error:
+        problem = error
+    try:
+        raise_together(problem, ctx)
+        yield
+    except BaseException:
+        if found is not None:
+            found.undo()
+        raise

@@ -1,0 +1,212 @@
+"""Tensors that are used where they are in a file: mapped, not copied.
+
+The pages of a mapping are those of the system's page cache, so they take no memory of this process,
+several processes share them, and the system takes them back when memory is short. A write to such
+a tensor stays in this process.
+"""
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import attrs
+import torch
+from torch import Tensor
+
+from fxtrain._errors import CheckpointError
+from fxtrain._reading import open_file
+from fxtrain.state import Location
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+__all__ = [
+    "MappedFile", "Span", "check", "disk_waits", "fits", "map_file", "mapped", "read", "spans_of",
+]  # fmt: skip
+
+_POPULATE_READ = 22  # madvise: read pages and map them; an error is returned, not a signal
+_PIECE = 1 << 20  # bytes read at once
+_MEMORY_SPEED = 8e9  # bytes per second that no disk reaches
+_ALIGNMENT = 8  # bytes; safetensors aligns headers to as many
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class MappedFile:
+    """A file that is mapped as it was when it was opened.
+
+    Attributes:
+        path: Of the file.
+        status: Its device, inode, size and time of change.
+        memory: Its bytes; the mapping ends with the last tensor that uses it.
+        address: Of the first byte.
+    """
+
+    path: Path
+    status: tuple[int, ...]
+    memory: mmap.mmap = attrs.field(repr=False)
+    address: int
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Span:
+    """Bytes of a file that are read as one.
+
+    Attributes:
+        file: The file.
+        start: Offset of the first byte.
+        stop: Offset after the last byte.
+        tensors: (name, offset of its first byte) of the tensors in it, ascending.
+    """
+
+    file: MappedFile
+    start: int
+    stop: int
+    tensors: tuple[tuple[str, int], ...]
+
+
+def map_file(path: Path) -> MappedFile:
+    """Map a file into memory, without reading it.
+
+    Raises:
+        CheckpointError: the file cannot be opened or mapped.
+    """
+    try:
+        with open_file(path) as file:
+            status = _status(os.fstat(file.fileno()))
+            # Private: what is written to a tensor never reaches the file.
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:  # an empty file is a ValueError
+        raise CheckpointError(f"{path} cannot be mapped into memory: {error}.") from error
+    address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+    return MappedFile(path=path, status=status, memory=memory, address=address)
+
+
+def fits(location: Location, dtype: torch.dtype) -> bool:
+    """Whether a tensor can be used where it is: dtype and alignment are as torch needs them."""
+    aligned = location.start % min(location.dtype.itemsize, _ALIGNMENT) == 0
+    return location.dtype == dtype and aligned
+
+
+def mapped(file: MappedFile, location: Location) -> Tensor:
+    """The tensor at a location of a file, on the CPU, without a copy."""
+    if not location.nbytes:
+        return torch.empty(location.shape, dtype=location.dtype)
+    flat = torch.frombuffer(
+        file.memory, dtype=torch.uint8, count=location.nbytes, offset=location.start
+    )
+    return flat.view(location.dtype).view(location.shape)
+
+
+def spans_of(tensors: Iterable[tuple[str, MappedFile, Location]]) -> tuple[Span, ...]:
+    """The bytes to read for some tensors; those next to each other are one span."""
+    spans: list[Span] = []
+    for name, file, place in sorted(tensors, key=lambda one: (str(one[1].path), one[2].start)):
+        stop = place.start + place.nbytes
+        last = spans[-1] if spans else None
+        if last is not None and last.file is file and place.start <= last.stop:
+            known = (*last.tensors, (name, place.start))
+            spans[-1] = attrs.evolve(last, stop=max(stop, last.stop), tensors=known)
+        elif place.nbytes:
+            spans.append(
+                Span(file=file, start=place.start, stop=stop, tensors=((name, place.start),))
+            )
+    return tuple(spans)
+
+
+def check(spans: Sequence[Span]) -> None:
+    """Check that the files are those that were mapped.
+
+    Raises:
+        CheckpointError: a file was changed, replaced or deleted; it names the first tensor.
+    """
+    for span in spans:
+        try:
+            status = _status(os.stat(span.file.path))
+        except OSError as error:
+            raise _failure(span, span.start, f"{error.strerror or error}") from error
+        if status != span.file.status:
+            raise _failure(span, span.start, _difference(span.file.status, status))
+
+
+def read(span: Span, start: int, stop: int) -> bool:
+    """Bring bytes of a span into memory; other threads run meanwhile.
+
+    Returns:
+        Whether they probably were in memory before.
+
+    Raises:
+        CheckpointError: the disk cannot be read; it names the file, the tensor and the offset.
+    """
+    begin = time.perf_counter()
+    if not _populate(span.file, start, stop):
+        for low in range(start, stop, _PIECE):
+            _read_through(span, low, min(low + _PIECE, stop))
+    return (stop - start) / _MEMORY_SPEED > time.perf_counter() - begin
+
+
+def disk_waits() -> int | None:
+    """How often this thread had to wait for the disk in an access to memory; None if unknown."""
+    if resource is None or not hasattr(resource, "RUSAGE_THREAD"):
+        return None
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+
+
+def _populate(file: MappedFile, start: int, stop: int) -> bool:
+    """Read and map pages; whether that worked."""
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    advise = getattr(_LIBC, "madvise", None)
+    if advise is None:
+        return False
+    return advise(file.address + first, stop - first, _POPULATE_READ) == 0
+
+
+def _read_through(span: Span, start: int, stop: int) -> None:
+    """Read into the page cache by way of a buffer, for systems that cannot populate a mapping.
+
+    It is also what finds out why populating failed.
+    """
+    try:
+        with open_file(span.file.path) as file:
+            found = os.pread(file.fileno(), stop - start, start)
+    except OSError as error:
+        raise _failure(span, start, f"{error.strerror or error}") from error
+    if len(found) != stop - start:
+        raise _failure(span, start, f"{len(found)} of {stop - start} bytes could be read")
+
+
+def _failure(span: Span, offset: int, why: str) -> CheckpointError:
+    name, start = [one for one in span.tensors if one[1] <= offset][-1]
+    return CheckpointError(
+        f"{span.file.path}: the tensor {name!r} at offset {start} cannot be read: {why}. The "
+        f"files of a streamed model have to stay as they were when it was wrapped. Wrap the "
+        f"model again."
+    )
+
+
+def _difference(before: tuple[int, ...], now: tuple[int, ...]) -> str:
+    if before[:2] != now[:2]:
+        return "another file has taken its place"
+    if before[2] != now[2]:
+        return f"the file had {before[2]} bytes when it was opened, and has {now[2]} now"
+    return "the file was written to since it was opened"
+
+
+def _status(found: os.stat_result) -> tuple[int, ...]:
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def _c_library() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+        library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    except (OSError, AttributeError, TypeError):  # not a POSIX system
+        return None
+    return library
+
+
+_LIBC = _c_library()

@@ -1,0 +1,119 @@
+"""Writing units to the offload folder, so that they can be mapped from there."""
+
+import contextlib
+import errno
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from fxtrain._errors import CheckpointError
+from fxtrain._reading import open_file
+from fxtrain.models.safetensors_files import Entry, read_header, writing
+from fxtrain.state import Location
+
+__all__ = ["digest_of", "located", "write_unit"]
+
+_PIECE = 1 << 20  # bytes
+
+
+def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Location]:
+    """Write tensors to a safetensors file in the offload folder, named after its digest.
+
+    A file that is there already is used again if its bytes still have that digest.
+
+    Effects:
+        Creates the folder. The file appears with all its bytes on disk, or not at all.
+
+    Returns:
+        Where each tensor is.
+
+    Raises:
+        CheckpointError: the folder cannot be written, or the disk is full.
+    """
+    made = False
+    temporary = None
+    try:
+        made = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".", suffix=".part")
+        os.close(descriptor)
+        os.unlink(temporary)  # `writing` creates it
+        ordered = dict(sorted(tensors.items(), key=lambda one: -one[1].dtype.itemsize))
+        entries = [
+            Entry(name=name, dtype=one.dtype, shape=tuple(one.shape))
+            for name, one in ordered.items()
+        ]
+        with writing(Path(temporary), entries, {"format": "pt"}) as put:
+            for one in ordered.values():
+                put(one)
+        digest = digest_of(Path(temporary))
+        path = folder / f"{digest}.safetensors"
+        if _is_same(path, digest):
+            os.unlink(temporary)
+        else:
+            os.replace(temporary, path)
+    except OSError as error:
+        _remove(temporary, folder if made else None)
+        raise _refusal(folder, tensors, error) from error
+    except BaseException:
+        _remove(temporary, folder if made else None)
+        raise
+    return located(path)
+
+
+def located(path: Path) -> dict[str, Location]:
+    """Where each tensor of a safetensors file is."""
+    header = read_header(path)
+    return {
+        name: Location(
+            path=path.absolute(),
+            start=header.size + entry.start,
+            nbytes=entry.nbytes,
+            dtype=entry.dtype,
+            shape=entry.shape,
+        )
+        for name, entry in header.entries.items()
+    }
+
+
+def digest_of(path: Path) -> str:
+    """A digest of all bytes of a file."""
+    digest = hashlib.blake2b(digest_size=20)
+    with open_file(path) as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _is_same(path: Path, digest: str) -> bool:
+    try:
+        return digest_of(path) == digest
+    except OSError:
+        return False
+
+
+def _remove(temporary: str | None, folder: Path | None) -> None:
+    with contextlib.suppress(OSError):
+        if temporary is not None:
+            os.unlink(temporary)
+    with contextlib.suppress(OSError):
+        if folder is not None:
+            folder.rmdir()  # only if it is empty
+
+
+def _refusal(folder: Path, tensors: Mapping[str, Tensor], error: OSError) -> CheckpointError:
+    nbytes = sum(one.numel() * one.element_size() for one in tensors.values())
+    what = f"the {nbytes} bytes of {next(iter(tensors), 'a unit')!r} and others"
+    advice = (
+        "Free some space, or choose a folder on another disk"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT)
+        else "Choose a folder that this process can write"
+    )
+    return CheckpointError(
+        f"Offload(offload_folder={str(folder)!r}): {what} cannot be written: "
+        f"{error.strerror or error}. {advice}."
+    )

@@ -1,0 +1,272 @@
+"""Units on the CPU or on disk, brought to their device when they are needed."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from fxtrain import big, ops
+from fxtrain._byte_units import read_bytes
+from fxtrain._errors import PlanError
+from fxtrain.backends.core import buffers
+from fxtrain.backends.core.module_changes import (
+    prepare_module,
+    send_values,
+    unmatched_names,
+    xla_problems,
+)
+from fxtrain.backends.core.weights import torch_weights
+from fxtrain.backends.offload.checkpoint_state import load_trained, trained_state
+from fxtrain.backends.offload.hooks import attach
+from fxtrain.backends.offload.streaming import (
+    Streaming,
+    keep_for_folder,
+    new_streaming,
+    place,
+    set_values,
+)
+from fxtrain.backends.offload.units import PlacedTensor, placed_tensors, streamed_units
+from fxtrain.backends.single import SINGLE, make_handle
+from fxtrain.models import load_model
+from fxtrain.ops.same_errors import fail_together
+from fxtrain.precision import is_quantized
+from fxtrain.state import DistContext, Offload, Placement, Plan, Strategy, Weight, Wrapped
+from fxtrain.state.placement.placement import DISK, dtype_of
+
+__all__ = ["OFFLOAD", "wrap_streamed"]
+
+
+def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
+    problems = [*unmatched_names(module, plan), *xla_problems(ctx, "Offload")]
+    problems += [
+        f"The mesh has {axis}={ctx.mesh.sizes[axis]}, which Offload does not use: its ranks would "
+        f"all do the same. Leave the axis out of fx.Mesh(...)."
+        for axis in ("tensor", "pipeline")
+        if ctx.mesh.sizes[axis] > 1
+    ]
+    if plan.quantize is not None or is_quantized(module):
+        problems.append(
+            "Offload() streams weights as their files contain them, and cannot stream quantised "
+            "ones. Use Single() or DDP() with Plan(quantize=...), or leave quantize out."
+        )
+    config: Offload = plan.strategy
+    if config.placement is None:
+        return tuple(problems)
+    try:
+        placed_tensors(module, config.placement)
+    except PlanError as error:
+        problems.append(f"Offload(placement=...): {error}")
+    named = (module.named_modules, module.named_parameters, module.named_buffers)
+    known = {name for names in named for name, _ in names(remove_duplicate=False)}
+    unknown = [unit.name for unit in config.placement.units if unit.name not in known]
+    if unknown:
+        problems.append(
+            f"Offload(placement=...): {type(module).__name__} has no module or tensor "
+            f"{', '.join(map(repr, unknown[:5]))}. The placement was made for another model."
+        )
+    return (*problems, *_device_problems(ctx, config.placement))
+
+
+def _device_problems(ctx: DistContext, placement: Placement) -> tuple[str, ...]:
+    problems: list[str] = []
+    main = torch.device(placement.device)
+    if main.type != ctx.device.type or main.index not in (None, ctx.device.index):
+        problems.append(
+            f"Offload(placement=...): it computes on {placement.device!r}, and this context on "
+            f"{str(ctx.device)!r}. Compute a placement for this device, or use "
+            f"fx.detect(device={placement.device!r})."
+        )
+    for name in placement.devices:
+        if name in ("cpu", DISK):
+            continue
+        kind, index = torch.device(name).type, torch.device(name).index or 0
+        there = getattr(torch, kind).device_count() if hasattr(torch, kind) else 0
+        if index >= there:
+            problems.append(
+                f"Offload(placement=...): it places units on {name!r}, and this machine has "
+                f"{there} devices of that kind. Compute a placement for this machine."
+            )
+    return tuple(problems)
+
+
+def wrap_streamed(
+    strategy: Strategy,
+    module: nn.Module,
+    ctx: DistContext,
+    plan: Plan,
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    copy: bool | None = None,
+) -> Wrapped:
+    """Wrap a module as its placement says.
+
+    Args:
+        copy: Copy streamed units to their device, also if that is the CPU.
+    """
+    config: Offload = plan.strategy
+    with fail_together(ctx if ctx.world_size > 1 else None, "wrap"):
+        placement = config.placement or _compute_placement(config, module, ctx)
+    tensors = placed_tensors(module, placement)
+    if optimizer is not None:
+        _refuse_training(tensors)
+    streaming = new_streaming(
+        tensors,
+        streamed_units(module, tensors, placement),
+        folder=None if config.offload_folder is None else Path(config.offload_folder),
+        ahead=placement.ahead if config.ahead is None else config.ahead,
+        pin=config.pin,
+        copy=copy,
+    )
+    undo: list[Callable[[], None]] = [streaming.close]
+
+    def undo_all() -> None:
+        for take_back in reversed(undo):
+            take_back()
+        undo.clear()
+
+    try:
+        undo.append(_freeze(tensors))
+        _hold(streaming, placement, filled_later=config.source is not None)
+        _send(streaming, ctx)
+        undo.append(prepare_module(module, plan, ctx, hooked=True))
+        undo.append(attach(module, streaming, backward=optimizer is not None))
+        made = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo_all)
+        made = attrs.evolve(made, strategy_state=streaming)
+        if config.source is not None:
+            load_model(config.source, made, cast=bool(placement.dtypes))
+    except BaseException:
+        undo_all()
+        raise
+    return made
+
+
+def _compute_placement(config: Offload, module: nn.Module, ctx: DistContext) -> Placement:
+    """Place a model by the fields of the config."""
+    memory: Any = config.memory or None
+    if memory is None and ctx.world_size > 1:  # other ranks use the other devices
+        share = f"{90 // ctx.local_world_size}%"
+        memory = {"cpu": share} if ctx.device.type == "cpu" else {ctx.device: "90%", "cpu": share}
+    return big.place(
+        big.sizes(module, no_split=config.no_split, dtypes=config.dtypes),
+        big.budget(memory),
+        policy=config.policy,
+        ahead=config.ahead,
+        offload_buffers=config.offload_buffers,
+        activations=read_bytes(config.activations or None, "Offload(activations=...)") or 0,
+        batch=config.batch,
+        tokens=config.tokens,
+    )
+
+
+def _refuse_training(tensors: tuple[PlacedTensor, ...]) -> None:
+    trained = [one.names[0] for one in tensors if one.streamed and one.tensors[0].requires_grad]
+    if trained:
+        more = f" and {len(trained) - 5} more" if trained[5:] else ""
+        raise PlanError(
+            f"wrap(optimizer=...): these parameters require a gradient, and the placement streams "
+            f"them: {', '.join(trained[:5])}{more}. Only parameters that stay on their device can "
+            f"be trained: freeze these with requires_grad_(False), or place them on a device."
+        )
+
+
+def _freeze(tensors: tuple[PlacedTensor, ...]) -> Callable[[], None]:
+    """Streamed parameters get no gradient while they stream; returns what takes that back."""
+    frozen = [
+        tensor
+        for one in tensors
+        for tensor in one.tensors
+        if one.streamed and isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    ]
+    for tensor in frozen:
+        tensor.requires_grad = False
+
+    def undo() -> None:
+        for tensor in frozen:
+            tensor.requires_grad = True
+
+    return undo
+
+
+def _hold(streaming: Streaming, placement: Placement, *, filled_later: bool) -> None:
+    """Give tensors the dtype of the placement, and move those with values to where it says."""
+    for name, one in streaming.tensors.items():
+        rule = dtype_of(placement.dtypes, name)
+        wanted = None if rule is None else getattr(torch, rule)
+        for tensor in one.tensors:
+            floating = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+            if floating and wanted not in (None, tensor.dtype):
+                set_values(tensor, tensor.detach().to(wanted))
+        if one.tensors[0].is_meta:
+            continue
+        if one.held == DISK and filled_later:
+            streaming.empty.add(name)
+        elif one.held == DISK:
+            keep_for_folder(streaming, one, one.tensors[0])
+        else:
+            for tensor in one.tensors:
+                set_values(tensor, tensor.detach().to(one.held))
+
+
+def _send(streaming: Streaming, ctx: DistContext) -> None:
+    """Give all ranks rank 0's values of what stays on a device and is trained, and of buffers."""
+    if ctx.axis("loss").world_size == 1:
+        return
+    kept = [
+        one.tensors[0]
+        for one in streaming.tensors.values()
+        if not one.streamed and not one.tensors[0].is_meta
+    ]
+    send_values(kept, ctx.axis("loss"))
+
+
+@contextmanager
+def _sync(model: Wrapped, enabled: bool) -> Iterator[None]:  # noqa: FBT001
+    """Average gradients over ranks at the end: those of the few parameters that are trained."""
+    yield
+    data = model.ctx.axis("loss")
+    if enabled and data.world_size > 1:
+        trained = [p for o in model.optimizers for g in o.param_groups for p in g["params"]]
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [parameter.grad for parameter in trained]
+        for grad, mean in zip(grads, ops.reduce(grads, data, op="mean"), strict=True):
+            grad.copy_(mean)
+
+
+def _weights(model: Wrapped) -> dict[str, Weight]:
+    """The module's tensors, which are filled as the placement says."""
+    streaming: Streaming = model.strategy_state
+    first = {name: one.names[0] for one in streaming.tensors.values() for name in one.names}
+    return {
+        name: attrs.evolve(weight, place=functools.partial(place, streaming, first[name]))
+        if name in first
+        else weight
+        for name, weight in torch_weights(model).items()
+    }
+
+
+def _unwrap(model: Wrapped) -> nn.Module:
+    model.undo()
+    return model.module
+
+
+OFFLOAD = attrs.evolve(
+    SINGLE,
+    name="Offload",
+    config=Offload,
+    check=_check,
+    wrap=wrap_streamed,
+    sync=_sync,
+    apply=buffers.apply,
+    state=trained_state,
+    load_state=load_trained,
+    weights=_weights,
+    unwrap=_unwrap,
+)

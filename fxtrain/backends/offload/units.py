@@ -1,0 +1,126 @@
+"""Which tensors of a module belong to which unit of a placement. Changes nothing."""
+
+from collections.abc import Hashable, Iterator
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from fxtrain.ops.whole_tensors import identity
+from fxtrain.state import PlacedUnit, Placement, owner_of, units_by_name
+from fxtrain.state.placement.placement import DISK
+
+__all__ = ["PlacedTensor", "StreamedUnit", "placed_tensors", "streamed_units"]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class PlacedTensor:
+    """A parameter or buffer, once for all its names.
+
+    Attributes:
+        names: Its names, in the order of the module.
+        tensors: The objects with these values: one, unless two parameters share memory.
+        units: Names of the units that use it.
+        held: Where it is held: a device, "cpu" or "disk".
+        device: Where it is used.
+        trained: It is a parameter that requires a gradient, or a buffer.
+    """
+
+    names: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    units: tuple[str, ...]
+    held: str
+    device: torch.device
+    trained: bool
+
+    @property
+    def streamed(self) -> bool:
+        """Whether it is held elsewhere than where it is used."""
+        return self.held == DISK or torch.device(self.held) != self.device
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class StreamedUnit:
+    """Tensors that are brought to their device together.
+
+    Attributes:
+        name: As in the placement.
+        device: Where it computes.
+        tensors: Its tensors.
+        root: The module that is the unit, if it has a forward of its own.
+        owners: The modules with one of its tensors.
+    """
+
+    name: str
+    device: torch.device
+    tensors: tuple[PlacedTensor, ...]
+    root: nn.Module | None
+    owners: tuple[nn.Module, ...]
+
+
+def placed_tensors(module: nn.Module, placement: Placement) -> tuple[PlacedTensor, ...]:
+    """Every parameter and buffer of a module, with its place.
+
+    Raises:
+        PlanError: the placement says nothing of a tensor.
+    """
+    units = units_by_name(placement)
+    groups: dict[Hashable, list[tuple[str, Tensor, PlacedUnit]]] = {}
+    for name, _, tensor in _tensors(module):
+        groups.setdefault(identity(tensor), []).append((name, tensor, owner_of(units, name)))
+    return tuple(_placed(group, placement) for group in groups.values())
+
+
+def streamed_units(
+    module: nn.Module, tensors: tuple[PlacedTensor, ...], placement: Placement
+) -> tuple[StreamedUnit, ...]:
+    """The units to stream, in the order of the placement."""
+    homes: dict[str, list[PlacedTensor]] = {}
+    for one in tensors:
+        for unit in one.units if one.streamed else ():
+            homes.setdefault(unit, []).append(one)
+    owners: dict[str, dict[int, nn.Module]] = {}
+    units = units_by_name(placement)
+    for name, part, _ in _tensors(module):
+        owners.setdefault(owner_of(units, name).name, {})[id(part)] = part
+    parts = dict(module.named_modules(remove_duplicate=False))
+    return tuple(
+        StreamedUnit(
+            name=unit.name,
+            device=torch.device(placement.computes_on(unit)),
+            tensors=tuple(homes[unit.name]),
+            root=_callable(parts.get(unit.name)),
+            owners=tuple(owners[unit.name].values()),
+        )
+        for unit in placement.units
+        if unit.name in homes
+    )
+
+
+def _placed(group: list[tuple[str, Tensor, PlacedUnit]], placement: Placement) -> PlacedTensor:
+    _, tensor, unit = group[0]
+    device = placement.computes_on(unit)
+    parameter = any(isinstance(one, nn.Parameter) for _, one, _ in group)
+    return PlacedTensor(
+        names=tuple(name for name, _, _ in group),
+        tensors=tuple({id(one): one for _, one, _ in group}.values()),
+        units=tuple(dict.fromkeys(unit.name for _, _, unit in group)),
+        held=unit.device if parameter or placement.offload_buffers else device,
+        device=torch.device(device),
+        trained=not parameter or tensor.requires_grad,
+    )
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """(name, its module, tensor) of every parameter and buffer."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None:
+                yield f"{path}.{key}" if path else key, part, tensor
+
+
+def _callable(part: nn.Module | None) -> nn.Module | None:
+    """The module, if calling it runs a forward: a ModuleList has none."""
+    if part is None or type(part).forward is nn.Module.forward:
+        return None
+    return part

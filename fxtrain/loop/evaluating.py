@@ -1,0 +1,226 @@
+"""Metrics over exactly the rows of the data, on any number of ranks."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from fxtrain import _tree, ops
+from fxtrain._errors import DataError, PlanError
+from fxtrain.data import Sharded, every_row
+from fxtrain.loop.means import Mean
+from fxtrain.loop.metric_objects import compute_metric, local_metric, update_metric
+from fxtrain.state import (
+    PP,
+    Batch,
+    DistContext,
+    Weighted,
+    Wrapped,
+    check_connected,
+    check_open,
+    shown,
+)
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    ctx: DistContext,
+    model: Wrapped,
+    loader: Sharded | DataLoader[Any],
+    fn: Callable[[Wrapped, Batch], Any],
+    *,
+    metrics: Any = None,
+) -> Any:
+    """Compute metrics of a model over exactly the rows of the data, once each.
+
+    The result does not depend on the world size, on how rows divide, or on the strategy, beyond
+    rounding. The plan's `even` is not applied: no row is repeated or left out.
+
+    Args:
+        ctx: The context for which the model was wrapped.
+        model: What `fx.wrap` returned. It is in evaluation mode and without gradients here.
+        loader: A loader that `fx.shard` made, from its position to the end of the epoch; or a torch
+            DataLoader.
+        fn: (model, batch) → values, called on every rank for every global batch. A value is a
+            tensor or list with an entry per row; a number, such as a mean loss, which counts by
+            the rows of the batch; or `Weighted(total, weight)`. Tuples and dicts of values give
+            such of results.
+        metrics: Objects that compute a metric from many rows, by name: of torchmetrics, of
+            Hugging Face `evaluate`, or with their methods (`update` or `add_batch`, and
+            `compute`). Under the name of each, `fn` returns its arguments, per row: one, a tuple or
+            a dict. A single object takes all that `fn` returns.
+
+    Returns:
+        A float for each value, in the structure that `fn` returns; for a metric, what its
+        `compute` gives, with scalar tensors as floats. The same on every rank.
+
+    Effects:
+        One all-reduce at the end; with `metrics`, one gather of their arguments for each batch,
+        and the objects hold the state of this evaluation afterwards. Training modes of all modules
+        and random generators are restored; inside, generators are seeded with the plan's seed.
+
+    Raises:
+        DataError: the data has no row, the loader leaves rows out (`drop_last=True`), or `fn`
+            returns something else.
+        PlanError: the strategy gives outputs to some ranks only.
+        StepError: the model was unwrapped.
+        CollectiveError: the ranks return different structures, or a rank never joins.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> from torch.utils.data import DataLoader
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Identity(), ctx)
+        ...     loader = DataLoader(torch.arange(5.0), batch_size=2)
+        ...     fx.evaluate(ctx, model, loader, lambda model, batch: {"mean": model(batch.data)})
+        {'mean': 2.0}
+    """
+    _check(ctx, model, loader, fn)
+    objects = _by_name(metrics)
+    rows = every_row(loader, ctx, model.plan)
+    means: list[Mean] | None = None
+    shape = _tree.TreeSpec("none")
+    with ExitStack() as during:
+        during.enter_context(_evaluation_mode(model))
+        during.enter_context(ops.fork_rng(ctx, model.plan.seed))
+        during.enter_context(torch.no_grad())
+        for metric in objects.values():
+            during.enter_context(local_metric(metric, ctx))
+        for batch in rows:
+            values = _update_metrics(fn(model, batch), objects, batch, ctx)
+            leaves, found = _tree.flatten(values, _is_value)
+            if means is None:
+                means, shape = [Mean()] * len(leaves), found
+            _check_shape(found, shape)
+            pairs = zip(means, leaves, strict=True)
+            means = [_with_batch(mean, leaf, batch, ctx) for mean, leaf in pairs]
+        if means is None:
+            raise DataError("evaluate: the loader yields no batch. Pass data with rows.")
+        result = _tree.unflatten(shape, _reduced(means, ctx))
+        computed = {name: compute_metric(metric) for name, metric in objects.items()}
+    return computed[""] if _is_single(metrics) else {**result, **computed} if computed else result
+
+
+def _check(ctx: Any, model: Any, loader: Any, fn: Any) -> None:
+    if not isinstance(ctx, DistContext):
+        raise PlanError(f"evaluate(ctx={shown(ctx)}): pass the context, evaluate(ctx, model, ...).")
+    check_connected("evaluate", ctx)
+    if not isinstance(model, Wrapped):
+        raise PlanError(
+            f"evaluate takes a wrapped model, found {type(model).__name__}. Use "
+            f"model = fx.wrap(net, ctx, plan)."
+        )
+    check_open(model, "evaluate")
+    if not isinstance(loader, Sharded | DataLoader):
+        raise DataError(
+            f"evaluate takes a loader from fx.shard or a torch DataLoader, found "
+            f"{type(loader).__name__}."
+        )
+    if not callable(fn):
+        raise DataError(
+            f"evaluate(fn={shown(fn)}): pass a function (model, batch) → values, such as "
+            f"lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])."
+        )
+    strategy = model.plan.strategy
+    if isinstance(strategy, PP) and strategy.outputs == "last" and ctx.mesh.pipeline > 1:
+        raise PlanError(
+            'evaluate: PP(outputs="last") gives outputs to the last stage only, and every rank '
+            'computes values from them. Use PP(outputs="all").'
+        )
+
+
+def _by_name(metrics: Any) -> dict[str, Any]:
+    """Metric objects by name; the empty name is that of a single one."""
+    if metrics is None:
+        return {}
+    return {"": metrics} if _is_single(metrics) else dict(metrics)
+
+
+def _is_single(metrics: Any) -> bool:
+    return metrics is not None and not isinstance(metrics, Mapping)
+
+
+def _update_metrics(values: Any, objects: Mapping[str, Any], batch: Batch, ctx: DistContext) -> Any:
+    """Give metric objects the rows of all ranks; what remains of the values."""
+    if not objects:
+        return values
+    single = "" in objects
+    if not single and (not isinstance(values, Mapping) or not objects.keys() <= values.keys()):
+        found = list(values) if isinstance(values, Mapping) else shown(values)
+        raise DataError(
+            f"evaluate(metrics=...): fn returns the arguments of each metric under its name; "
+            f"expected a dict with {', '.join(map(repr, objects))}, found {found}."
+        )
+    arguments = {"": values} if single else {name: values[name] for name in objects}
+    gathered = ops.gather_valid(arguments, batch, ctx)
+    for name, metric in objects.items():
+        update_metric(metric, gathered[name])
+    return {} if single else {name: values[name] for name in values if name not in objects}
+
+
+def _is_value(node: Any) -> bool:
+    return isinstance(node, list | Weighted)
+
+
+def _check_shape(found: _tree.TreeSpec, first: _tree.TreeSpec) -> None:
+    if found.text != first.text:
+        raise DataError(
+            f"evaluate: fn returned {found.text} for one batch and {first.text} for the first. "
+            f"Return the same structure for every batch."
+        )
+
+
+def _with_batch(mean: Mean, leaf: Any, batch: Batch, ctx: DistContext) -> Mean:
+    """A mean after the values of one batch; a stand-in for no rows counts for nothing."""
+    rows = batch.rows[ctx.axis("data").rank]
+    if isinstance(leaf, Weighted):
+        return mean.update(leaf) if rows else mean
+    column = _column(leaf)
+    given = len(batch.valid)
+    if column.ndim and len(column) != given:
+        raise DataError(
+            f"evaluate: fn returned a value of shape {list(column.shape)} for a batch of {given} "
+            f"rows. Return an entry per row, a mean, or fx.Weighted(total, weight)."
+        )
+    return mean.update(column.mean(), rows) if rows else mean
+
+
+def _column(leaf: Any) -> Tensor:
+    try:
+        column = torch.as_tensor(leaf).detach()
+    except (TypeError, ValueError, RuntimeError):
+        column = None
+    if column is None or column.is_complex() or not column.numel():
+        raise DataError(
+            f"evaluate: fn returned {shown(leaf)}, which is no number and no column of numbers. "
+            f"Return an entry per row, a mean, or fx.Weighted(total, weight); text and other "
+            f"objects are arguments of a metric (metrics=...)."
+        )
+    return column.to(torch.float32 if column.device.type == "mps" else torch.float64)
+
+
+def _reduced(means: list[Mean], ctx: DistContext) -> list[float]:
+    """The means of all ranks, by one all-reduce."""
+    if not means:
+        return []
+    totals = torch.stack([mean.pair(ctx) for mean in means])
+    summed = ops.reduce(totals, ctx.axis("loss"), op="sum").tolist()
+    return [total / weight if weight else float("nan") for total, weight in summed]
+
+
+@contextmanager
+def _evaluation_mode(model: Wrapped) -> Iterator[None]:
+    """Evaluation mode; at the end, every module is in the mode in which it was."""
+    of_engine = getattr(model.engine, "modules", tuple)
+    modules = (*model.module.modules(), *of_engine())
+    modes = [(module, module.training) for module in modules]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,366 @@
+"""Training as an iterator: the loop is the callback."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+from typing import Any, Literal
+
+import attrs
+
+from fxtrain import ops
+from fxtrain._errors import DataError, FxError, PlanError
+from fxtrain._record import above, at_least, record
+from fxtrain.checkpoint import Restored, Saving, latest, restore, save
+from fxtrain.data import Sharded
+from fxtrain.loop.means import Mean, finite_number
+from fxtrain.loop.progress import progress
+from fxtrain.loop.stepping import StepFns, step
+from fxtrain.meters import memory
+from fxtrain.state import DistContext, JsonLines, Position, Report, Wrapped, shown
+from fxtrain.track import Run, track
+
+__all__ = ["fit"]
+
+
+@record
+class _Rules:
+    """What `fit` was asked for."""
+
+    path: Any
+    epochs: int = attrs.field(validator=at_least(0))
+    resume: bool
+    save_every: int | None = attrs.field(validator=at_least(1))
+    save_minutes: float | None = attrs.field(validator=above(0))
+    save_epochs: bool
+    keep_last: int | None = attrs.field(validator=at_least(1))
+    keep_best: int | None = attrs.field(validator=at_least(1))
+    metric: str | None
+    best: Literal["min", "max"]
+    evaluate: Any
+    evaluate_every: int | None = attrs.field(validator=at_least(1))
+    to: Any
+    settings: Any
+    log_every: int = attrs.field(validator=at_least(1))
+    show: bool
+    extra: Any
+    checkpoints: Any
+    signals: tuple[str, ...]
+    check_every: int = attrs.field(validator=at_least(1))
+
+
+def fit(
+    ctx: DistContext,
+    fns: StepFns,
+    loader: Sharded,
+    path: Any,
+    *,
+    epochs: int,
+    resume: bool = True,
+    save_every: int | None = None,
+    save_minutes: float | None = None,
+    save_epochs: bool = True,
+    keep_last: int | None = None,
+    keep_best: int | None = None,
+    metric: str | None = None,
+    best: Literal["min", "max"] = "min",
+    evaluate: Callable[[], Any] | None = None,
+    evaluate_every: int | None = None,
+    to: Sequence[Any] = (JsonLines(),),
+    settings: Mapping[str, Any] | None = None,
+    log_every: int = 10,
+    show: bool = True,
+    extra: MutableMapping[str, Any] | None = None,
+    checkpoints: Any = None,
+    signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
+    check_every: int = 1,
+) -> Iterator[Report]:
+    """Train, save, evaluate and track; yield the report of every step to the body of a loop.
+
+    Nothing happens before the first report is asked for. A run whose folder holds a checkpoint
+    continues from the latest one, bitwise as if it had not stopped, and with the same tracked
+    curve. The iteration ends after the last epoch, or after an update at which a rank received a
+    signal or left its loop (`break`, an error in the body, closing the iterator): then all ranks
+    stop, and the state after that update is saved. Inside an accumulation window, a rank that left
+    its loop trains to the end of the window first.
+
+    Args:
+        ctx: The context for which the model was wrapped.
+        fns: The model and its loss.
+        loader: From `fx.shard`.
+        path: Folder of the run: trackers and checkpoints.
+        epochs: Epochs of the whole run, those before a restart included.
+        resume: Continue from the latest checkpoint, if there is one.
+        save_every: Updates between checkpoints.
+        save_minutes: Minutes between checkpoints, by the clock of rank 0.
+        save_epochs: Save at the end of every epoch.
+        keep_last: Keep so many of the newest checkpoints; all, if no rule is given.
+        keep_best: Keep so many with the best `metric`. Nothing is pruned by checkpoints that are
+            saved without an evaluation.
+        metric: Which value of `evaluate` decides; not needed where it gives one number.
+        best: Whether the smallest or the largest metric is the best.
+        evaluate: () → a number or a mapping of numbers by name, equal on every rank; for example
+            `lambda: fx.evaluate(ctx, model, held_out, fn)`. The report after which it ran has
+            them in `report.metrics`.
+        evaluate_every: Updates between two evaluations; by default at the end of each epoch.
+        to: Trackers, as in `fx.track`.
+        settings: Hyperparameters to track.
+        log_every: Updates between two entries; their loss is the mean over all rows in between.
+        show: Show progress on standard error: a bar in a terminal, else a line now and then.
+        extra: State of the body, saved with every checkpoint and filled in place on resuming;
+            a checkpoint has its values after the body ran.
+        checkpoints: Folder or fsspec URL of checkpoints; by default `path`.
+        signals: Names of signals at which to save and stop; empty outside the main thread.
+        check_every: Updates between two moments at which ranks agree on stopping.
+
+    Effects:
+        As `step`, `save`, `restore`, `track` and `evaluate`. Beside them, one exchange of packets
+        for every check and one reduction of two numbers for every entry; none at one rank.
+        Checkpoints are written in the background, except the last.
+
+    Raises:
+        PlanError: an argument makes no sense; at once, on every rank.
+        FxError: as the functions above. Then nothing more is saved, trackers are closed as
+            failed, and earlier checkpoints stay.
+
+    Example:
+        >>> import fxtrain as fx, tempfile, torch
+        >>> from torch.utils.data import DataLoader
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(1, 1), ctx,
+        ...                     optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        ...     fns = fx.StepFns(model=model, loss=lambda model, x: model(x.data).square().mean())
+        ...     loader = fx.shard(DataLoader(torch.ones(4, 1), batch_size=2), ctx)
+        ...     for report in fx.fit(ctx, fns, loader, tempfile.mkdtemp(), epochs=3):
+        ...         if report.position.updates == 5:
+        ...             break
+        ...     report.position.epoch
+        2
+    """
+    _check(ctx, fns, loader, evaluate, extra, keep_best)
+    rules = _Rules(
+        path=path,
+        epochs=epochs,
+        resume=resume,
+        save_every=save_every,
+        save_minutes=save_minutes,
+        save_epochs=save_epochs,
+        keep_last=keep_last,
+        keep_best=keep_best,
+        metric=metric,
+        best=best,
+        evaluate=evaluate,
+        evaluate_every=evaluate_every,
+        to=(to,) if attrs.has(type(to)) else tuple(to),
+        settings=settings,
+        log_every=log_every,
+        show=show,
+        extra={} if extra is None else extra,
+        checkpoints=path if checkpoints is None else checkpoints,
+        signals=(signals,) if isinstance(signals, str) else tuple(signals),
+        check_every=check_every,
+    )
+    return _train(ctx, fns, loader, rules)
+
+
+def _check(ctx: Any, fns: Any, loader: Any, evaluate: Any, extra: Any, keep_best: Any) -> None:
+    wrong = [
+        f"{name} is {shown(value)}; pass {wanted}"
+        for name, value, kind, wanted in (
+            ("ctx", ctx, DistContext, "the context, from fx.detect()"),
+            ("fns", fns, StepFns, "fx.StepFns(model=model, loss=loss)"),
+            ("loader", loader, Sharded, "a loader from fx.shard(loader, ctx, plan)"),
+            ("extra", extra, MutableMapping | None, "a dict that the body of the loop changes"),
+        )
+        if not isinstance(value, kind)
+    ]
+    if evaluate is not None and not callable(evaluate):
+        wrong.append(
+            f"evaluate is {shown(evaluate)}; pass a function without arguments, such as "
+            f"lambda: fx.evaluate(ctx, model, held_out, fn)"
+        )
+    if keep_best is not None and evaluate is None:
+        wrong.append("keep_best compares what evaluate gives; pass evaluate too")
+    if wrong:
+        raise PlanError(f"fit: {'; '.join(wrong)}.")
+
+
+@attrs.frozen(eq=False)
+class _Loop:
+    """What stays the same during a run."""
+
+    ctx: DistContext
+    model: Wrapped
+    loader: Sharded
+    rules: _Rules
+    run: Run
+    notice: ops.Preemption | None
+    restored: Restored | None
+
+
+@contextmanager
+def _opened(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> Iterator[_Loop]:
+    """The run, restored and tracked."""
+    restored = _restored(ctx, fns.model, rules) if rules.resume else None
+    position = loader.position if restored is None else restored.position
+    known = restored.extra["run"] if restored else "folder" if rules.resume else None
+    run = track(
+        rules.path,
+        ctx,
+        (*rules.to, progress(_total(loader, rules.epochs))) if rules.show else rules.to,
+        plan=fns.model.plan,
+        settings=rules.settings,
+        resume=known,
+        position=position,
+    )
+    with run, _signals(ctx, rules.signals) as notice:
+        yield _Loop(ctx, fns.model, loader.at(position), rules, run, notice, restored)
+
+
+def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> Iterator[Report]:
+    with _opened(ctx, fns, loader, rules) as loop:
+        mean = _mean_of(loop.restored, ctx)
+        saved = None if loop.restored is None else loop.restored.position
+        report, saving, left = None, None, False
+        clock = time.monotonic()
+        since = (clock, loop.loader.position.samples)
+        for batch in chain.from_iterable(loop.loader.epochs(rules.epochs)):
+            report = step(ctx, batch, fns)
+            position, mean = report.position, mean.update(report)
+            if not position.micro:
+                report, mean, since = _tracked(loop, report, mean, since)
+            if not left:
+                try:
+                    yield report
+                except GeneratorExit:
+                    left = True
+            if position.micro:
+                continue
+            stop, due = _agreed(loop, position, clock, left=left)
+            if stop:
+                break
+            if due:
+                saving, saved = _save(loop, report, mean), position
+                clock = time.monotonic()
+        if report is not None and report.position != saved:
+            saving = _save(loop, report, mean, last=True)
+        if saving is not None:
+            saving.result()
+
+
+def _signals(ctx: DistContext, names: tuple[str, ...]) -> AbstractContextManager[Any]:
+    return ops.preemption(ctx, signals=names) if names else nullcontext()
+
+
+def _total(loader: Sharded, epochs: int) -> int | None:
+    """Updates of the whole run; None where only reading the data tells."""
+    try:
+        return loader.total_updates(epochs)
+    except DataError:
+        return None
+
+
+def _restored(ctx: DistContext, model: Wrapped, rules: _Rules) -> Restored | None:
+    """The state of the latest checkpoint, if there is one; rank 0 looks."""
+    found, problem = None, None
+    try:
+        found = latest(rules.checkpoints) if ctx.is_main else None
+    except FxError as error:
+        problem = error
+    ops.raise_together(problem, ctx)
+    if (found := ops.broadcast_object(found, ctx)) is None:
+        return None
+    template = {"run": None, "loss": None, "user": dict(rules.extra)}
+    restored = restore(found, ctx, model, extra=template)
+    rules.extra.update(restored.extra["user"])
+    return restored
+
+
+def _mean_of(restored: Restored | None, ctx: DistContext) -> Mean:
+    """The losses since the last entry of this rank; at another world size, those of all on one."""
+    if restored is None:
+        return Mean()
+    ranks, pairs = ctx.axis("loss"), restored.extra["loss"].to(ctx.device)
+    if len(pairs) == ranks.world_size:
+        return Mean(*pairs[ranks.rank])
+    return Mean() if ranks.rank else Mean(*pairs.sum(0))
+
+
+def _tracked(
+    loop: _Loop, report: Report, mean: Mean, since: tuple[float, int]
+) -> tuple[Report, Mean, tuple[float, int]]:
+    """Evaluate and write an entry where they are due; a new mean begins after an entry."""
+    rules, position = loop.rules, report.position
+    every = rules.evaluate_every
+    if rules.evaluate and not (position.updates % every if every else not position.is_last):
+        report = attrs.evolve(report, metrics=_evaluated(rules))
+        loop.run.log({"eval": report.metrics}, position)
+    if position.updates % rules.log_every and not position.is_last:
+        return report, mean, since
+    now = (time.monotonic(), position.samples)
+    ranks, pair = loop.ctx.axis("loss"), mean.pair(loop.ctx)
+    total, weight = pair if ranks.world_size == 1 else ops.reduce(pair, ranks, op="sum")
+    values = {
+        "loss": total / weight,
+        "grad_norm": report.grad_norm,
+        "lr": loop.model.optimizers[0].param_groups[0]["lr"],
+        "rows_per_s": (now[1] - since[1]) / max(now[0] - since[0], 1e-9),
+        "memory_gib": memory(loop.ctx).now / 2**30,
+    }
+    loop.run.log(values, position)
+    return report, Mean(), now
+
+
+def _evaluated(rules: _Rules) -> Any:
+    found = rules.evaluate()
+    named = found if isinstance(found, Mapping) else {}
+    if rules.metric not in named and (rules.metric is not None or (named and rules.keep_best)):
+        raise PlanError(
+            f"fit(metric={rules.metric!r}): evaluate returned {shown(found)}. Pass the name of "
+            f"one of its values: {', '.join(map(str, named)) or 'it has none, so omit metric'}."
+        )
+    return found
+
+
+def _agreed(loop: _Loop, position: Position, clock: float, *, left: bool) -> tuple[bool, bool]:
+    """Whether all ranks stop here, and whether a checkpoint is due."""
+    rules, notice, ctx = loop.rules, loop.notice, loop.ctx
+    every = rules.save_every
+    due = (every and not position.updates % every) or (rules.save_epochs and position.is_last)
+    if position.updates % rules.check_every and not position.is_last:
+        return False, bool(due)
+    minutes = rules.save_minutes
+    late = minutes is not None and time.monotonic() - clock >= minutes * 60
+    signalled = notice is not None and notice.signalled
+    if ctx.world_size == 1:
+        return left or signalled, bool(due or late)
+    found = ops.gather_objects((left, signalled, late), ctx)
+    gone = [rank for rank, (one, _, _) in enumerate(found) if one]
+    if 0 < len(gone) < len(found):
+        ops.log(ctx).warning(
+            "fit: rank %s left its loop after update %d, and the others did not. All ranks stop "
+            "here, and the run is saved. Decide on values that are equal on every rank.",
+            ", ".join(map(str, gone)),
+            position.updates,
+        )
+    return any(one or two for one, two, _ in found), bool(due or found[0][2])
+
+
+def _save(loop: _Loop, report: Report, mean: Mean, *, last: bool = False) -> Saving:
+    rules, ctx, found = loop.rules, loop.ctx, report.metrics
+    found = found.get(rules.metric) if isinstance(found, Mapping) else found
+    score = finite_number(found)
+    pruned = rules.keep_best is None or score is not None
+    losses = ops.gather(mean.pair(ctx)[None], ctx.axis("loss"))
+    return save(
+        rules.checkpoints,
+        ctx,
+        loop.model,
+        position=report.position,
+        extra={"run": loop.run.state(), "loss": losses, "user": dict(rules.extra)},
+        metric=score,
+        keep_last=rules.keep_last if pruned else None,
+        keep_best=rules.keep_best if pruned else None,
+        best=rules.best,
+        background=not last,
+    )

@@ -1,0 +1,70 @@
+"""Memory of a rank's device, or of its process on the CPU."""
+
+import sys
+from typing import Any
+
+import attrs
+import torch
+
+from fxtrain.state import DistContext
+
+if sys.platform == "win32":
+    resource = None
+else:
+    import resource
+
+__all__ = ["Memory", "memory"]
+
+
+@attrs.frozen(kw_only=True)
+class Memory:
+    """Bytes in use on one rank.
+
+    Attributes:
+        now: Allocated by torch on an accelerator; resident memory of the process on a CPU. 0 where
+            neither is known.
+        peak: The largest value of `now` so far.
+        total: Of the device; None where it is unknown.
+    """
+
+    now: int
+    peak: int
+    total: int | None = None
+
+
+def memory(ctx: DistContext) -> Memory:
+    """How much memory this rank uses. Waits for no device.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     found = fx.memory(ctx)
+        >>> 0 < found.now <= found.peak
+        True
+    """
+    kind = ctx.device.type
+    if kind == "cpu":
+        return _process_memory()
+    if kind in ("meta", "xla"):
+        return Memory(now=0, peak=0)
+    device: Any = torch.get_device_module(ctx.device)
+    if kind == "mps":
+        now = device.current_allocated_memory()
+        return Memory(now=now, peak=max(now, device.driver_allocated_memory()))
+    return Memory(
+        now=device.memory_allocated(ctx.device),
+        peak=device.max_memory_allocated(ctx.device),
+        total=device.get_device_properties(ctx.device).total_memory,
+    )
+
+
+def _process_memory() -> Memory:
+    if resource is None:
+        return Memory(now=0, peak=0)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = most if sys.platform == "darwin" else most << 10  # there it is in bytes
+    if sys.platform != "linux":
+        return Memory(now=peak, peak=peak)
+    with open("/proc/self/statm", "rb") as file:
+        now = int(file.read().split()[1]) * resource.getpagesize()
+    return Memory(now=now, peak=max(now, peak))

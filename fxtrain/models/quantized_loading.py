@@ -1,0 +1,258 @@
+"""Quantised layers while a model is loaded: those of the source, and those to make."""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from fxtrain._errors import CheckpointError
+from fxtrain._reading import read_file
+from fxtrain.models.safetensors_files import parse_json
+from fxtrain.models.stored_layers import StoredLayer, record_of
+from fxtrain.models.tensor_sources import Source
+from fxtrain.precision import (
+    converted_to_fp32,
+    is_quantized,
+    library_of,
+    planned_layers,
+    put_layers,
+    quantized_layers,
+)
+from fxtrain.state import Quantize, Wrapped
+
+__all__ = ["LayersToLoad", "prepare_layers", "transformers_config", "warn_of_readers"]
+
+_LARGEST_CONFIG = 10_000_000  # bytes
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: "float32"}
+
+
+def _nothing(*_: Any) -> None:
+    """There is nothing to do."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class LayersToLoad:
+    """What loading does about quantised layers.
+
+    Attributes:
+        weights: Names of weights that are quantised once they are read.
+        kept: Names of tensors that are converted to fp32.
+        quantize: (name → name in the source) → None: reads those weights one at a time.
+        finish: Puts the quantised layers into the model.
+        undo: Puts the model back as it was, unless `finish` was called.
+    """
+
+    weights: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
+    quantize: Callable[[Mapping[str, str]], None] = _nothing
+    finish: Callable[[], None] = _nothing
+    undo: Callable[[], None] = _nothing
+
+
+def prepare_layers(
+    source: Any,
+    found: Source,
+    model: Any,
+    module: nn.Module,
+    record: Quantize | None,
+    device: torch.device,
+) -> LayersToLoad:
+    """Make a model ready for the quantised layers of a source, or for being quantised.
+
+    Effects:
+        Replaces layers that are quantised in the source by layers without values.
+
+    Raises:
+        CheckpointError: the source is quantised in another format than `record` says, or the
+            layers do not fit the model.
+        PlanError: as `planned_layers`.
+    """
+    if is_quantized(module):
+        return _into_quantized(found, record, module)
+    if not found.layers and record is None:
+        return LayersToLoad()
+    if isinstance(model, Wrapped):
+        raise CheckpointError(
+            "load_model: layers can be quantised before fx.wrap only, and this model is wrapped. "
+            "Load into the module first, and wrap it then."
+        )
+    if not found.layers:
+        assert record is not None
+        return _layers_to_quantize(found, module, record, device)
+    _check_format(found.layers, record)
+    described = record or record_of(found.layers, found.metadata, _config_of(source))
+    return _layers_of_source(found, module, described)
+
+
+def transformers_config(module: Any) -> dict[str, Any] | None:
+    """What the config.json of a transformers model says of its layers of bitsandbytes."""
+    layers = [one for one in quantized_layers(module) if one[2].name == "bitsandbytes"]
+    if not layers:
+        return None
+    _, first, library = layers[0]
+    settings, facts = library.settings(first), library.facts(first)
+    plain = [name for name, part in module.named_modules() if type(part) is nn.Linear]
+    found: dict[str, Any] = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": settings["kind"] == "bnb4",
+        "load_in_8bit": settings["kind"] == "bnb8",
+        "llm_int8_skip_modules": plain or None,
+    }
+    if settings["kind"] == "bnb8":
+        return found | {"llm_int8_threshold": settings["threshold"]}
+    return found | {
+        "bnb_4bit_quant_type": facts["quant_type"],
+        "bnb_4bit_use_double_quant": "nested_blocksize" in facts,
+        "bnb_4bit_compute_dtype": _DTYPES[settings["compute"]],
+        "bnb_4bit_quant_storage": "uint8",
+    }
+
+
+def warn_of_readers(module: Any) -> None:
+    """Warn that plain transformers cannot read the export of a transformers model."""
+    if hasattr(module, "from_pretrained") and transformers_config(module) is None:
+        name = next((name for name, _, _ in quantized_layers(module)), None)
+        if name is not None:
+            warnings.warn(
+                f"export: {name} and other layers are quantised by torchao, and from_pretrained "
+                f"does not read them without a TorchAoConfig; fx.load_model reads these files.",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+def _into_quantized(found: Source, record: Quantize | None, module: nn.Module) -> LayersToLoad:
+    """The tensors of quantised layers are loaded like others; all that remains is to check."""
+    if record is not None:
+        raise CheckpointError(
+            "load_model(quantize=...): the model is quantised already. Leave quantize out, or pass "
+            "the unquantised model."
+        )
+    for name, part, library in quantized_layers(module):
+        stored, facts = found.layers.get(name), library.facts(part)
+        told = {} if stored is None else stored.facts
+        same = stored is not None and stored.library is library
+        if (stored is None and f"{name}.weight" not in found.entries) or (
+            same and all(told.get(key, facts[key]) == facts[key] for key in facts)
+        ):
+            continue
+        what = "not quantised" if stored is None else f"of another format of {stored.library.name}"
+        raise CheckpointError(
+            f"load_model: {name} is quantised as {library.format(part)} in the model, and {what} "
+            f"in the source. Load into the unquantised model, with quantize=... to quantise it."
+        )
+    return LayersToLoad()
+
+
+def _check_format(layers: Mapping[str, StoredLayer], record: Quantize | None) -> None:
+    if record is None:
+        return
+    wanted = library_of(record)
+    for name, stored in layers.items():
+        if stored.library is not wanted:
+            raise CheckpointError(
+                f"load_model(quantize=fx.{type(record).__name__}(...)): {name} is quantised "
+                f"already in the source, by {stored.library.name} in another format. Leave "
+                f"quantize out, or load the unquantised model."
+            )
+
+
+def _layers_of_source(found: Source, module: nn.Module, record: Quantize | None) -> LayersToLoad:
+    made: dict[str, nn.Module] = {}
+    for name, stored in found.layers.items():
+        part = _part(module, name)
+        if type(part) is not nn.Linear:
+            what = "does not have" if part is None else f"has as a {type(part).__name__}"
+            raise CheckpointError(
+                f"load_model: {found.what} has the quantised layer {name}, which the model {what}; "
+                f"an nn.Linear is needed."
+            )
+        tensors: dict[str, Tensor] = {}
+        for key in stored.keys:
+            entry = found.entries[f"{name}.{key}"]
+            tensors[key] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        made[name] = _built(name, part, tensors, stored, record)
+    undo = put_layers(module, made)
+    finished: list[bool] = []
+    return LayersToLoad(
+        finish=lambda: finished.append(True), undo=lambda: None if finished else undo()
+    )
+
+
+def _part(module: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _built(
+    name: str, part: nn.Linear, tensors: Any, stored: StoredLayer, record: Quantize | None
+) -> nn.Module:
+    try:
+        made = stored.library.build(part, tensors, stored.facts, record)
+    except (KeyError, ValueError, TypeError, AssertionError) as error:
+        raise CheckpointError(
+            f"load_model: the description of the quantised layer {name} is damaged: "
+            f"{type(error).__name__}: {str(error)[:200]}."
+        ) from error
+    weight: Any = made.weight
+    shape = tuple(stored.facts.get("shape") or weight.shape)
+    if shape != (part.out_features, part.in_features):
+        raise CheckpointError(
+            f"load_model: the quantised layer {name} is {list(shape)} in the source, and "
+            f"{[part.out_features, part.in_features]} in the model."
+        )
+    return made
+
+
+def _layers_to_quantize(
+    found: Source, module: nn.Module, record: Quantize, device: torch.device
+) -> LayersToLoad:
+    targets = planned_layers(module, record, device, trains=False)
+    library = library_of(record)
+    before = {name: tensor.dtype for name, tensor in module.named_parameters()}
+    undo_kept = converted_to_fp32(module, record)
+    kept = {name for name, tensor in module.named_parameters() if tensor.dtype != before[name]}
+    weights = {f"{name}.weight": name for name in targets.names}
+    made: dict[str, nn.Module] = {}
+    finished: list[bool] = []
+
+    def quantize(pairs: Mapping[str, str]) -> None:
+        for weight, stored in pairs.items():
+            part = module.get_submodule(weights[weight])
+            assert isinstance(part, nn.Linear)
+            whole = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
+            value = found.read(stored, None).to(device=device, dtype=part.weight.dtype)
+            whole.weight = nn.Parameter(value, requires_grad=False)
+            whole.bias = part.bias
+            made[weights[weight]] = library.quantize(whole.train(part.training), record)
+
+    def finish() -> None:
+        put_layers(module, made)
+        finished.append(True)
+
+    return LayersToLoad(
+        weights=frozenset(weights),
+        kept=frozenset(kept),
+        quantize=quantize,
+        finish=finish,
+        undo=lambda: None if finished else undo_kept(),
+    )
+
+
+def _config_of(source: Any) -> Mapping[str, Any]:
+    """`quantization_config` of the config.json beside a source; empty without one."""
+    if not isinstance(source, str | os.PathLike):
+        return {}
+    path = Path(source)
+    path = (path if path.is_dir() else path.parent) / "config.json"
+    if not path.is_file():
+        return {}
+    found = parse_json(read_file(path, _LARGEST_CONFIG), path).get("quantization_config")
+    return found if isinstance(found, dict) else {}

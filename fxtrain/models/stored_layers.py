@@ -1,0 +1,216 @@
+"""Quantised layers in files: how bitsandbytes and torchao write them, found and written again.
+
+Files are those of the libraries, so that transformers reads them too. bitsandbytes stores a small
+JSON text beside the tensors of a four-bit layer; torchao stores one in the file's metadata.
+"""
+
+import json
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from fxtrain._errors import CheckpointError, FxError
+from fxtrain.models.safetensors_files import Entry
+from fxtrain.precision import BNB4, BNB8, TORCHAO, Library, quantized_layers
+from fxtrain.state import Bnb4, Bnb8, Quantize, Weight, structure
+
+__all__ = [
+    "DESCRIPTION",
+    "StoredLayer",
+    "file_metadata",
+    "file_weights",
+    "record_of",
+    "stored_layers",
+]
+
+# Metadata of a file: fields of a record that tensors do not tell.
+DESCRIPTION = "fxtrain.quantize"
+_SUMMARY = ".weight.quant_state.bitsandbytes__"
+_OFFSET = "weight.nested_offset"
+_NAMES = "tensor_names"
+_SUMMARY_KEYS = ("quant_type", "blocksize", "shape", "dtype")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class StoredLayer:
+    """A quantised layer in a source.
+
+    Attributes:
+        library: Whose format it has.
+        keys: Names of its tensors below the layer's.
+        facts: What `library.build` needs beside them.
+        values: Tensors that the file holds as text.
+        summaries: Names of entries that are not tensors of the layer.
+    """
+
+    library: Library
+    keys: tuple[str, ...]
+    facts: Mapping[str, Any]
+    values: Mapping[str, Tensor] = attrs.Factory(dict)
+    summaries: tuple[str, ...] = ()
+
+
+def stored_layers(
+    entries: Mapping[str, Entry], metadata: Mapping[str, str], read: Callable[[str], Tensor]
+) -> dict[str, StoredLayer]:
+    """The quantised layers among the tensors of a source.
+
+    Raises:
+        CheckpointError: the description of a layer is damaged.
+    """
+    found: dict[str, StoredLayer] = {}
+    for name, entry in entries.items():
+        layer, mark, _ = name.partition(_SUMMARY)
+        if mark:
+            found[layer] = _stored4(layer, name, entries, read)
+        elif name.endswith(".SCB"):
+            layer = name.removesuffix(".SCB")
+            weight = entries.get(f"{layer}.weight")
+            if weight is not None and weight.dtype == torch.int8 and entry.dtype == torch.float32:
+                summary = f"{layer}.weight_format"
+                found[layer] = StoredLayer(
+                    library=BNB8, keys=("weight", "SCB"), facts={}, summaries=(summary,)
+                )
+    return found | _stored_torchao(entries, metadata)
+
+
+def record_of(
+    layers: Mapping[str, StoredLayer], metadata: Mapping[str, str], config: Mapping[str, Any]
+) -> Quantize | None:
+    """How layers compute, as far as a file or a transformers configuration says so.
+
+    Raises:
+        CheckpointError: a description is damaged.
+    """
+    libraries = {stored.library for stored in layers.values()}
+    try:
+        if DESCRIPTION in metadata:
+            data = json.loads(metadata[DESCRIPTION])
+            kinds = {"bnb4": Bnb4, "bnb8": Bnb8}
+            return structure(data, kinds[data["kind"]]) if data["kind"] in kinds else None
+        if BNB8 in libraries and "llm_int8_threshold" in config:
+            return Bnb8(threshold=config["llm_int8_threshold"])
+        if BNB4 in libraries and "bnb_4bit_compute_dtype" in config:
+            words = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+            return Bnb4(compute=words[config["bnb_4bit_compute_dtype"]])  # type: ignore[arg-type]
+    except (ValueError, KeyError, TypeError, FxError) as error:
+        raise CheckpointError(
+            f"The description of quantised weights is damaged: {str(error)[:200]}."
+        ) from error
+    return None
+
+
+def file_weights(module: nn.Module, weights: Mapping[str, Weight]) -> dict[str, Weight]:
+    """The tensors of a model as the libraries of its quantised layers write them."""
+    found = dict(weights)
+    for name, part, library in quantized_layers(module):
+        prefix = f"{name}." if name else ""
+        for key in library.tensors(part):
+            if prefix + key in found:  # tables may be shared, and files hold one for each layer
+                found[prefix + key] = attrs.evolve(found[prefix + key], key=prefix + key)
+        if library is BNB4:
+            offset = found.pop(prefix + _OFFSET, None)
+            text = _summary4(library.facts(part), offset)
+            summary = f"{name}{_SUMMARY}{library.facts(part)['quant_type']}".lstrip(".")
+            found[summary] = _constant(text, summary)
+        elif library is BNB8:
+            row = f"{prefix}weight_format"
+            found[row] = _constant(torch.zeros((), dtype=torch.uint8), row)
+    return found
+
+
+def file_metadata(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """What the files of a model with quantised layers say beside tensors."""
+    layers = list(quantized_layers(module))
+    if not layers:
+        return {}
+    _, first, library = layers[0]
+    found = {DESCRIPTION: json.dumps(library.settings(first))}
+    torchao = {name: (part, one) for name, part, one in layers if one is TORCHAO}
+    if torchao:
+        own = {
+            f"{name}.{key}" for name, (part, one) in torchao.items() for key in one.tensors(part)
+        }
+        plain = [name for name in names if name not in own]
+        whole = {f"{name}.weight": one.facts(part) for name, (part, one) in torchao.items()}
+        found |= {name: json.dumps(facts) for name, facts in whole.items()}
+        found |= {name: json.dumps({"_type": "Tensor"}) for name in plain}
+        found[_NAMES] = json.dumps([*whole, *plain])
+    return found
+
+
+def _stored4(
+    layer: str, name: str, entries: Mapping[str, Entry], read: Callable[[str], Tensor]
+) -> StoredLayer:
+    try:
+        facts = json.loads(bytes(read(name).tolist()))
+        missing = [key for key in _SUMMARY_KEYS if key not in facts]
+        if missing or not hasattr(torch, facts["dtype"]) or facts["quant_type"] not in name:
+            raise ValueError(f"{missing or facts['dtype']!r}")
+        offset = facts.get("nested_offset")
+        values = {} if offset is None else {_OFFSET: torch.tensor(float(offset))}
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{name} should describe a four-bit layer of bitsandbytes, and is damaged: "
+            f"{str(error)[:200]}. Export or download the model again."
+        ) from error
+    stored = ("weight", "weight.absmax", "weight.quant_map")
+    nested = ("weight.nested_absmax", "weight.nested_quant_map") if values else ()
+    for key in (*stored, *nested):
+        if f"{layer}.{key}" not in entries:
+            raise CheckpointError(
+                f"{layer} is a four-bit layer of bitsandbytes, but the source has no "
+                f"{layer}.{key}. Export or download the model again."
+            )
+    return StoredLayer(
+        library=BNB4,
+        keys=(*stored, *nested, *values),
+        facts=facts,
+        values=values,
+        summaries=(name,),
+    )
+
+
+def _stored_torchao(
+    entries: Mapping[str, Entry], metadata: Mapping[str, str]
+) -> dict[str, StoredLayer]:
+    found: dict[str, StoredLayer] = {}
+    try:
+        for name in json.loads(metadata.get(_NAMES, "[]")):
+            facts = json.loads(metadata[name])
+            if "_tensor_data_names" not in facts or not name.endswith(".weight"):
+                continue
+            layer = name.removesuffix(".weight")
+            keys = tuple(f"_weight_{one}" for one in facts["_tensor_data_names"])
+            if all(f"{layer}.{key}" in entries for key in keys):
+                found[layer] = StoredLayer(library=TORCHAO, keys=keys, facts=facts)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"The metadata of torchao's tensors is damaged: {str(error)[:200]}. Export or "
+            f"download the model again."
+        ) from error
+    return found
+
+
+def _summary4(facts: Mapping[str, Any], offset: Weight | None) -> Tensor:
+    data = dict(facts)
+    if offset is None:
+        data = {key: value for key, value in data.items() if not key.startswith("nested")}
+    else:
+        data["nested_offset"] = float(offset.gather())
+    text = json.dumps(data).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _constant(value: Tensor, key: Hashable) -> Weight:
+    return Weight(
+        like=value,
+        shape=tuple(value.shape),
+        dtype=value.dtype,
+        key=key,
+        gather=lambda: value,
+        fill=lambda read: None,
+    )

@@ -1,0 +1,152 @@
+"""Apply a function to items that ranks share out among themselves."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from fxtrain._errors import CollectiveError, DataError, FxError
+from fxtrain.ops.objects import agree, gather_objects
+from fxtrain.ops.same_errors import raise_together
+from fxtrain.ops.splitting import length_of, select, split
+from fxtrain.ops.transport.mismatches import check_is_context
+from fxtrain.state import DistContext
+
+__all__ = ["map"]
+
+_POLL_S = 0.02
+_Places = list[int]
+
+
+def map(
+    fn: Callable[[Any], Any],
+    items: Any,
+    ctx: DistContext,
+    *,
+    batch: int | None = None,
+    order: Literal["static", "dynamic"] = "static",
+) -> list[Any]:
+    """Apply a function to every item exactly once, on any number of ranks.
+
+    For inference: each rank has a model of its own, or calls one whose forward no other rank joins.
+
+    Args:
+        fn: Called with an item, or with `batch`, with several as a value of the type of `items`, of
+            which it returns a sequence of as many results. It must not call collectives of this
+            context.
+        items: What `ops.split` takes: a sequence, a tensor or array, a dataset, or a dict of these;
+            the same on every rank.
+        batch: Items per call; the last call of a rank may get fewer.
+        order: static: each rank has consecutive items, as `ops.split` gives them; dynamic: a rank
+            takes the next ones when it is done, for items that take different times.
+
+    Returns:
+        The results in the order of the items, on every rank.
+
+    Effects:
+        One exchange at the end, and one before for the arguments; with "dynamic", a request to the
+        store per call of `fn`. Ranks wait for each other as long as some call of `fn` ends within
+        the context's `timeout_s`.
+
+    Raises:
+        DataError: `fn` failed on this rank, or returned another number of results; it names the
+            items.
+        CollectiveError: the same on another rank, or the ranks pass different arguments.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     fx.ops.map(lambda words: [len(word) for word in words], ["a", "bcd"], ctx, batch=8)
+        [1, 3]
+    """
+    check_is_context("map", ctx)
+    count = _checked(items, batch, order)
+    agree((count, batch, order), ctx, name="what to map (items, batch, order)")
+    taken: dict[int, Any] = {}
+    problem: FxError | None = None
+    key = f"{ctx.comm.name}/map/{ctx.comm.state.call_count}"
+    try:
+        for places in _shares(count, ctx, batch or 1, order, key):
+            taken.update(zip(places, _call(fn, items, places, batch, ctx), strict=True))
+            _note_progress(ctx, key)
+    except DataError as error:
+        problem = error
+        _stop_others(ctx, key, count)
+    _wait_for_others(ctx, key)
+    raise_together(problem, ctx)
+    found: dict[int, Any] = {}
+    for part in gather_objects(taken, ctx):
+        found |= part
+    if len(found) != count:
+        raise CollectiveError(f"map: {count - len(found)} of {count} items were left out.")
+    return [found[place] for place in range(count)]
+
+
+def _checked(items: Any, batch: Any, order: Any) -> int:
+    if batch is not None and (type(batch) is not int or batch < 1):
+        raise DataError(f"map(batch={batch!r}): choose a whole number of at least 1, or None.")
+    if order not in ("static", "dynamic"):
+        raise DataError(f"map(order={order!r}): choose 'static' or 'dynamic'.")
+    return length_of(items)
+
+
+def _shares(count: int, ctx: DistContext, size: int, order: str, key: str) -> Iterator[_Places]:
+    """The items of each call of the function on this rank."""
+    if order == "static" or ctx.world_size == 1:
+        mine = split(range(count), ctx)
+        for start in range(0, len(mine), size):
+            yield list(mine[start : start + size])
+        return
+    while (start := (ctx.comm.store.add(f"{key}/next", 1) - 1) * size) < count:
+        yield list(range(start, min(start + size, count)))
+
+
+def _call(
+    fn: Callable[[Any], Any], items: Any, places: _Places, batch: int | None, ctx: DistContext
+) -> list[Any]:
+    which = f"item {places[0]}" if len(places) == 1 else f"items {places[0]} to {places[-1]}"
+    given = select(items, places)
+    try:
+        results = fn(given) if batch is not None else [fn(_only(given))]
+        made = list(results)
+    except Exception as error:
+        text = f"map: {which} failed on rank {ctx.rank}: {type(error).__name__}: {error}"
+        raise DataError(text) from error
+    if len(made) != len(places):
+        raise DataError(
+            f"map: for {which}, the function returned {len(made)} results on rank {ctx.rank}. With "
+            f"batch=..., return a list with one for each item."
+        )
+    return made
+
+
+def _only(given: Any) -> Any:
+    """The one item of a share."""
+    return {key: _only(one) for key, one in given.items()} if isinstance(given, dict) else given[0]
+
+
+def _note_progress(ctx: DistContext, key: str) -> None:
+    if ctx.world_size > 1:
+        ctx.comm.store.add(f"{key}/calls", 1)
+
+
+def _stop_others(ctx: DistContext, key: str, count: int) -> None:
+    """Leave no more items to take; calls that have begun end."""
+    if ctx.world_size > 1:
+        ctx.comm.store.add(f"{key}/next", count)
+
+
+def _wait_for_others(ctx: DistContext, key: str) -> None:
+    """Wait until every rank is done, or none has ended a call for the context's timeout.
+
+    The exchange that follows names a rank that is not there.
+    """
+    if ctx.world_size == 1:
+        return
+    store = ctx.comm.store
+    done = store.add(f"{key}/done", 1)
+    calls, since = store.add(f"{key}/calls", 0), time.monotonic()
+    while done < ctx.world_size and time.monotonic() - since < ctx.comm.timeout_s:
+        time.sleep(_POLL_S)
+        done, now = store.add(f"{key}/done", 0), store.add(f"{key}/calls", 0)
+        if now != calls:
+            calls, since = now, time.monotonic()

@@ -1,0 +1,302 @@
+"""Layers of bitsandbytes: int8 with a scale per row, four bits with a scale per block."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fxtrain._errors import CheckpointError
+from fxtrain._optional import optional
+from fxtrain.precision.library import Library, Tensors, quiet
+from fxtrain.state import Bnb4, Bnb8, Quantize
+
+__all__ = ["BNB4", "BNB8"]
+
+_COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+_NESTED_BLOCK = 256
+
+
+def _is_class(part: nn.Module, name: str) -> bool:
+    """Whether a module is of a class of bitsandbytes, without importing it."""
+    return any(
+        kind.__name__ == name and kind.__module__.startswith("bitsandbytes.")
+        for kind in type(part).__mro__
+    )
+
+
+def _modules(record: type) -> Any:
+    needed_by = f"Plan(quantize=fx.{record.__name__}(...))"
+    with quiet("bitsandbytes"):
+        optional("bitsandbytes", extra="quant", needed_by=needed_by)
+    return importlib.import_module("fxtrain.precision.bnb_modules")
+
+
+def _check(record: Quantize, device: torch.device) -> str | None:
+    _modules(type(record))
+    if device.type in ("cpu", "cuda", "xpu", "meta", "hpu"):
+        return None
+    return f"bitsandbytes has no kernels for {device.type}. Use a CPU, CUDA or XPU device."
+
+
+def _with_bias(made: nn.Module, like: nn.Linear) -> nn.Module:
+    made.bias = like.bias  # pyright: ignore[reportAttributeAccessIssue]
+    return made.train(like.training)
+
+
+# Four bits.
+
+
+def _owns4(part: nn.Module) -> bool:
+    return _is_class(part, "Linear4bit") and getattr(part.weight, "quant_state", None) is not None
+
+
+def _layer4(like: nn.Linear, compute: torch.dtype | None) -> Any:
+    kind = _modules(Bnb4).Linear4bit
+    with _disable_current_modes():  # a dry run's, whose tensors the library's classes do not take
+        made = kind(like.in_features, like.out_features, bias=False, device="meta")
+    made.compute_dtype, made.compute_type_is_set = compute, True
+    return _with_bias(made, like)
+
+
+def _quantize4(like: nn.Linear, record: Bnb4) -> nn.Module:
+    made = _layer4(like, _COMPUTE[record.compute])
+    weight = like.weight.detach()
+    functional = importlib.import_module("bitsandbytes.functional")
+    if weight.is_meta:
+        _put4(made, _meta4(weight, record), facts=_facts_of(weight, record))
+        return made
+    packed, state = functional.quantize_4bit(
+        weight.contiguous(),
+        blocksize=record.block,
+        compress_statistics=record.double,
+        quant_type=record.format,
+    )
+    found = {"weight": packed, **_of_state(state)}
+    # The library shares its tables between layers; a file that is read must not change them.
+    found |= {key: one.clone() for key, one in found.items() if key.endswith("quant_map")}
+    _put4(made, found, facts=_facts_of(weight, record))
+    return made
+
+
+def _meta4(weight: Tensor, record: Bnb4) -> dict[str, Tensor]:
+    blocks = -(-weight.numel() // record.block)
+    scale = torch.uint8 if record.double else torch.float32
+    sizes = {
+        "weight": ((-(-weight.numel() // 2), 1), torch.uint8),
+        "weight.absmax": ((blocks,), scale),
+        "weight.quant_map": ((16,), torch.float32),
+    }
+    if record.double:
+        sizes["weight.nested_absmax"] = ((-(-blocks // _NESTED_BLOCK),), torch.float32)
+        sizes["weight.nested_quant_map"] = ((256,), torch.float32)
+        sizes["weight.nested_offset"] = ((), torch.float32)
+    return {k: torch.empty(size, dtype=kind, device="meta") for k, (size, kind) in sizes.items()}
+
+
+def _facts_of(weight: Tensor, record: Bnb4) -> dict[str, Any]:
+    return {
+        "quant_type": record.format,
+        "blocksize": record.block,
+        "shape": list(weight.shape),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "nested_blocksize": _NESTED_BLOCK,
+        "nested_dtype": "float32",
+    }
+
+
+def _of_state(state: Any) -> dict[str, Tensor]:
+    found = {"weight.absmax": state.absmax, "weight.quant_map": state.code}
+    if state.nested:
+        found["weight.nested_absmax"] = state.state2.absmax
+        found["weight.nested_quant_map"] = state.state2.code
+        found["weight.nested_offset"] = state.offset
+    return found
+
+
+def _tensors4(part: nn.Module) -> dict[str, Tensor]:
+    weight: Any = part.weight
+    if getattr(weight.quant_state, "packing_format_for_cpu", False):
+        raise CheckpointError(
+            "bitsandbytes packed the weights of this model for the CPU in an evaluation, which "
+            "loses bits. Quantise with fx.load_model(..., quantize=fx.Bnb4()), whose layers "
+            "stay as they are, or save before the first evaluation."
+        )
+    return {"weight": _plain(weight), **_of_state(weight.quant_state)}
+
+
+def _plain(weight: Tensor) -> Tensor:
+    """The same memory as a plain tensor."""
+    return weight.detach().as_subclass(Tensor)
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    """Whether it is a tensor of a dry run; what defines those takes a while to import."""
+    return type(tensor).__name__ == "FakeTensor"
+
+
+def _fake(weight: Tensor, **attributes: Any) -> nn.Parameter:
+    """A parameter for a dry run: the library's classes do not take tensors without values."""
+    made = nn.Parameter(weight, requires_grad=False)
+    vars(made).update(attributes)
+    return made
+
+
+def _put4(part: nn.Module, tensors: Tensors, facts: Mapping[str, Any] | None = None) -> None:
+    facts = _facts4(part) if facts is None else facts
+    bnb = importlib.import_module("bitsandbytes")
+    nested = None
+    if "weight.nested_absmax" in tensors:
+        nested = bnb.functional.QuantState(
+            absmax=tensors["weight.nested_absmax"],
+            blocksize=facts["nested_blocksize"],
+            code=tensors["weight.nested_quant_map"],
+            dtype=getattr(torch, facts["nested_dtype"]),
+        )
+    state = bnb.functional.QuantState(
+        absmax=tensors["weight.absmax"],
+        shape=torch.Size(facts["shape"]),
+        code=tensors["weight.quant_map"],
+        blocksize=facts["blocksize"],
+        quant_type=facts["quant_type"],
+        dtype=getattr(torch, facts["dtype"]),
+        offset=tensors.get("weight.nested_offset"),
+        state2=nested,
+    )
+    layer: Any = part
+    layer.quant_state = state
+    if _is_fake(tensors["weight"]):
+        layer.weight = _fake(tensors["weight"], quant_state=state)
+        return
+    layer.weight = bnb.nn.Params4bit(
+        tensors["weight"],
+        requires_grad=False,
+        quant_state=state,
+        blocksize=state.blocksize,
+        compress_statistics=state.nested,
+        quant_type=state.quant_type,
+        quant_storage=tensors["weight"].dtype,
+        bnb_quantized=True,
+        module=None,
+    )
+
+
+def _facts4(part: nn.Module) -> dict[str, Any]:
+    state: Any = part.weight.quant_state  # pyright: ignore[reportAttributeAccessIssue]
+    facts = {
+        "quant_type": state.quant_type,
+        "blocksize": state.blocksize,
+        "shape": list(state.shape),
+        "dtype": str(state.dtype).removeprefix("torch."),
+    }
+    if state.nested:
+        facts["nested_blocksize"] = state.state2.blocksize
+        facts["nested_dtype"] = str(state.state2.dtype).removeprefix("torch.")
+    return facts
+
+
+def _build4(
+    like: nn.Linear, tensors: Tensors, facts: Mapping[str, Any], record: Quantize | None
+) -> nn.Module:
+    made = _layer4(like, _COMPUTE[record.compute if isinstance(record, Bnb4) else "bf16"])
+    _put4(made, tensors, facts=facts)
+    return made
+
+
+def _settings4(part: nn.Module) -> dict[str, Any]:
+    dtype: Any = part.compute_dtype
+    names = {value: name for name, value in _COMPUTE.items()}
+    return {"kind": "bnb4", "compute": names[dtype]}
+
+
+# Eight bits.
+
+
+def _state8(part: nn.Module) -> Any:
+    return part.state
+
+
+def _owns8(part: nn.Module) -> bool:
+    if not _is_class(part, "Linear8bitLt"):
+        return False
+    state = _state8(part)
+    return not state.has_fp16_weights and part.weight.dtype == torch.int8
+
+
+def _quantize8(like: nn.Linear, record: Bnb8) -> nn.Module:
+    made = _layer8(like, record)
+    functional = importlib.import_module("bitsandbytes.functional")
+    packed, scales, _ = functional.int8_vectorwise_quant(like.weight.detach().half().contiguous())
+    _put8(made, {"weight": packed, "SCB": scales})
+    return made
+
+
+def _layer8(like: nn.Linear, record: Bnb8) -> nn.Module:
+    kind = _modules(Bnb8).Linear8bitLt
+    options = {"has_fp16_weights": False, "threshold": record.threshold, "device": "meta"}
+    with _disable_current_modes():
+        made = kind(like.in_features, like.out_features, bias=False, **options)
+    return _with_bias(made, like)
+
+
+def _tensors8(part: nn.Module) -> dict[str, Tensor]:
+    weight: Any = part.weight
+    state = _state8(part)
+    # The library's own forward moves the scales from the weight to the state.
+    scales = getattr(weight, "SCB", None)
+    return {"weight": _plain(weight), "SCB": state.SCB if scales is None else scales}
+
+
+def _put8(part: nn.Module, tensors: Tensors) -> None:
+    bnb = importlib.import_module("bitsandbytes")
+    layer: Any = part
+    layer.state.CB = layer.state.SCB = None
+    if _is_fake(tensors["weight"]):
+        layer.weight = _fake(tensors["weight"], SCB=tensors["SCB"])
+        layer.state.SCB = tensors["SCB"]
+        return
+    layer.weight = bnb.nn.Int8Params(
+        tensors["weight"],
+        requires_grad=False,
+        has_fp16_weights=False,
+        CB=tensors["weight"],
+        SCB=tensors["SCB"],
+    )
+
+
+def _build8(
+    like: nn.Linear, tensors: Tensors, facts: Mapping[str, Any], record: Quantize | None
+) -> nn.Module:
+    made = _layer8(like, record if isinstance(record, Bnb8) else Bnb8())
+    _put8(made, tensors)
+    return made
+
+
+BNB4 = Library(
+    name="bitsandbytes",
+    owns=_owns4,
+    check=_check,
+    quantize=_quantize4,
+    tensors=_tensors4,
+    put=_put4,
+    facts=_facts4,
+    build=_build4,
+    settings=_settings4,
+    format=lambda part: f"bitsandbytes {_facts4(part)['quant_type']}",
+    planned=lambda record: f"bitsandbytes {record.format}",
+)
+BNB8 = Library(
+    name="bitsandbytes",
+    owns=_owns8,
+    check=_check,
+    quantize=_quantize8,
+    tensors=_tensors8,
+    put=_put8,
+    facts=lambda part: {},
+    build=_build8,
+    settings=lambda part: {"kind": "bnb8", "threshold": float(_state8(part).threshold)},
+    format=lambda part: "bitsandbytes int8",
+    planned=lambda record: "bitsandbytes int8",
+)

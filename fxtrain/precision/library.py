@@ -1,0 +1,70 @@
+"""What a library of quantised layers has to do, as a record of functions."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from fxtrain.state import Quantize
+
+__all__ = ["Library", "Tensors", "like_on", "quiet"]
+
+# Tensors of one layer, by their names below the layer's.
+Tensors = Mapping[str, Tensor]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Library:
+    """How one library holds quantised weights.
+
+    Attributes:
+        name: Its package.
+        owns: (module) → whether this is a layer of it that is quantised.
+        check: (record, device) → why the device cannot compute in a format, or None.
+        quantize: (layer, record) → a new layer, on the device of the old one; also on meta.
+        tensors: (layer) → the live tensors that hold its weight.
+        put: (layer, tensors) → None: gives it others, of any device.
+        facts: (layer) → what else there is to say of its weight, for a file.
+        build: (layer, tensors, facts, record) → a quantised layer for a plain one.
+        settings: (layer) → fields of a record that the tensors do not tell.
+        format: (layer) → library and format of its weight, in words.
+        planned: (record) → the same of what a record quantises to.
+    """
+
+    name: str
+    owns: Callable[[nn.Module], bool]
+    check: Callable[[Any, torch.device], str | None]
+    quantize: Callable[[nn.Linear, Any], nn.Module]
+    tensors: Callable[[nn.Module], dict[str, Tensor]]
+    put: Callable[[nn.Module, Tensors], None]
+    facts: Callable[[nn.Module], dict[str, Any]]
+    build: Callable[[nn.Linear, Tensors, Mapping[str, Any], Quantize | None], nn.Module]
+    settings: Callable[[nn.Module], dict[str, Any]]
+    format: Callable[[nn.Module], str]
+    planned: Callable[[Any], str]
+
+
+def like_on(tensors: Tensors, device: torch.device) -> dict[str, Tensor]:
+    """Tensors without values, like others, on a device."""
+    return {name: torch.empty_like(one, device=device) for name, one in tensors.items()}
+
+
+@contextlib.contextmanager
+def quiet(*names: str) -> Iterator[None]:
+    """Around an import: loggers of these names report errors only.
+
+    The libraries report kernels for other devices that they do not find.
+    """
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [one.level for one in loggers]
+    for one in loggers:
+        one.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)

@@ -1,0 +1,94 @@
+"""The tensors of a model by name, where those of quantised weights are plain ones."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxtrain.precision.bnb_layers import BNB4, BNB8
+from fxtrain.precision.library import Library, like_on
+from fxtrain.precision.torchao_layers import TORCHAO
+
+__all__ = [
+    "LIBRARIES",
+    "allocate",
+    "is_quantized",
+    "quantized_facts",
+    "quantized_layers",
+    "quantized_tensors",
+    "stored_tensors",
+]
+
+LIBRARIES = (BNB4, BNB8, TORCHAO)
+
+
+def quantized_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, Library]]:
+    """The quantised layers of a model by name, each with its library.
+
+    Layers are known by their classes and tensors, so that models that another program quantised
+    are included. No library is imported.
+    """
+    for name, part in module.named_modules():
+        library = next((one for one in LIBRARIES if one.owns(part)), None)
+        if library is not None:
+            yield name, part, library
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether a model has a quantised layer.
+
+    Example:
+        >>> import torch
+        >>> from fxtrain.precision import is_quantized
+        >>> is_quantized(torch.nn.Linear(2, 1))
+        False
+    """
+    return next(quantized_layers(module), None) is not None
+
+
+def quantized_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The live tensors of all quantised weights, by name."""
+    return {
+        _join(name, key): tensor
+        for name, part, library in quantized_layers(module)
+        for key, tensor in library.tensors(part).items()
+    }
+
+
+def quantized_facts(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """What there is to say of each quantised weight beside its tensors, by layer."""
+    return {
+        name: {"format": library.format(part), **library.facts(part)}
+        for name, part, library in quantized_layers(module)
+    }
+
+
+def stored_tensors(module: nn.Module) -> dict[str, Any]:
+    """The state dict of a model, with plain, live tensors for quantised weights.
+
+    Example:
+        >>> import torch
+        >>> from fxtrain.precision import stored_tensors
+        >>> list(stored_tensors(torch.nn.Linear(2, 1)))
+        ['weight', 'bias']
+    """
+    found: dict[str, Any] = dict(module.state_dict(keep_vars=True))
+    for name, part, library in quantized_layers(module):
+        bias, prefix = _join(name, "bias"), _join(name, "")
+        for key in [key for key in found if key.startswith(prefix) and key != bias]:
+            del found[key]
+        found |= {_join(name, key): one for key, one in library.tensors(part).items()}
+    return found
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give quantised weights on the meta device memory, without values."""
+    for _, part, library in quantized_layers(module):
+        tensors = library.tensors(part)
+        if any(one.is_meta for one in tensors.values()):
+            library.put(part, like_on(tensors, device))
+
+
+def _join(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key

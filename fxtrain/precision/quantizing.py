@@ -1,0 +1,171 @@
+"""Replace the layers of a model by quantised ones, and take that back."""
+
+from collections.abc import Callable
+
+import attrs
+import torch
+from torch import nn
+
+from fxtrain._errors import PlanError
+from fxtrain.precision.bnb_layers import BNB4, BNB8
+from fxtrain.precision.library import Library
+from fxtrain.precision.plain_tensors import quantized_layers
+from fxtrain.precision.targets import Targets, choose_layers, modules_to_keep
+from fxtrain.precision.torchao_layers import TORCHAO
+from fxtrain.state import Bnb4, Bnb8, Quantize, Torchao
+
+__all__ = [
+    "Quantized",
+    "converted_to_fp32",
+    "library_of",
+    "planned_layers",
+    "put_layers",
+    "quantize_layers",
+]
+
+_BY_RECORD: dict[type, Library] = {Bnb4: BNB4, Bnb8: BNB8, Torchao: TORCHAO}
+
+
+@attrs.frozen(kw_only=True)
+class Quantized:
+    """What `quantize_layers` changed.
+
+    Attributes:
+        layers: Names of the quantised layers.
+        undo: Puts the layers back that were there before.
+    """
+
+    layers: tuple[str, ...]
+    undo: Callable[[], None] = attrs.field(repr=False)
+
+
+def library_of(record: Quantize) -> Library:
+    """The library that quantises as a record says."""
+    return _BY_RECORD[type(record)]
+
+
+def planned_layers(
+    module: nn.Module, record: Quantize, device: torch.device, *, trains: bool
+) -> Targets:
+    """The layers that a record quantises; none in a model that is quantised in its format.
+
+    Effects:
+        None on the module. Imports the library.
+
+    Raises:
+        PlanError: the model is quantised in another format, the device cannot compute in this
+            one, it has no gradient for what is to be trained, or a layer does not fit.
+        MissingPackageError: the library is not installed.
+    """
+    library = library_of(record)
+    problem = library.check(record, device) or (_no_gradient(record) if trains else None)
+    if problem is not None:
+        raise PlanError(f"Plan(quantize=...): {problem}")
+    for name, part, other in quantized_layers(module):
+        if (found := other.format(part)) != (wanted := library.planned(record)):
+            raise PlanError(
+                f"Plan(quantize=fx.{type(record).__name__}(...)): asked for {wanted}, but {name} "
+                f"is quantised already, as {found}. Pass the unquantised model, or change the plan."
+            )
+        return Targets(names=(), skipped={})
+    return choose_layers(module, record, trains=trains)
+
+
+def quantize_layers(
+    module: nn.Module, record: Quantize, device: torch.device, *, trains: bool = False
+) -> Quantized:
+    """Quantise the layers of a model in place, one at a time.
+
+    Args:
+        trains: Skip layers whose weight requires grad.
+
+    Effects:
+        Replaces layers; the new ones are frozen and on the device. The old ones stay in memory
+        as long as the result is referenced, so that it can put them back.
+
+    Raises:
+        PlanError: as `planned_layers`; the model is as it was, then and after any other error.
+
+    Example:
+        >>> import torch
+        >>> import fxtrain as fx
+        >>> from fxtrain.precision import quantize_layers
+        >>> net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2))
+        >>> quantize_layers(net, fx.Torchao(), torch.device("cpu")).layers
+        ('0',)
+    """
+    targets = planned_layers(module, record, device, trains=trains)
+    library = library_of(record)
+    made: dict[str, nn.Module] = {}
+    for name in targets.names:
+        part = module.get_submodule(name)
+        assert isinstance(part, nn.Linear)
+        made[name] = library.quantize(_moved(part, device), record)
+    undo_layers = put_layers(module, made)
+    undo_kept = converted_to_fp32(module, record)
+
+    def undo() -> None:
+        undo_layers()
+        undo_kept()
+
+    return Quantized(layers=targets.names, undo=undo)
+
+
+def _no_gradient(record: Quantize) -> str | None:
+    """Why adapters cannot be trained on a format: torchao computes it without a gradient."""
+    if not isinstance(record, Torchao) or (record.weights != "int4" and not record.activations):
+        return None
+    call = f"Torchao(weights={record.weights!r}, activations={record.activations!r})"
+    return (
+        f"{call} computes without a gradient of its input, so nothing before it could train. "
+        f"Use Torchao(weights='int8'), Torchao(weights='float8'), Bnb8() or Bnb4(), or wrap the "
+        f"model without an optimizer."
+    )
+
+
+def put_layers(module: nn.Module, layers: dict[str, nn.Module]) -> Callable[[], None]:
+    """Replace submodules by name; returns what puts the old ones back.
+
+    A submodule with several names is replaced under all of them.
+    """
+    new = {id(module.get_submodule(name)): layer for name, layer in layers.items()}
+    places = [
+        (parent, key, child)
+        for parent in module.modules()
+        for key, child in parent._modules.items()
+        if id(child) in new
+    ]
+    for parent, key, child in places:
+        parent._modules[key] = new[id(child)]
+
+    def undo() -> None:
+        for parent, key, child in places:
+            parent._modules[key] = child
+
+    return undo
+
+
+def _moved(part: nn.Linear, device: torch.device) -> nn.Linear:
+    """The layer on a device; itself, if it is there or on the meta device."""
+    if part.weight.is_meta or part.weight.device == device:
+        return part
+    made = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
+    made.weight = nn.Parameter(part.weight.detach().to(device), requires_grad=False)
+    made.bias = part.bias
+    return made.train(part.training)
+
+
+def converted_to_fp32(module: nn.Module, record: Quantize) -> Callable[[], None]:
+    """Convert the modules that a record keeps in fp32; returns what takes that back."""
+    changed: list[tuple[nn.Parameter, torch.Tensor]] = []
+    for part in modules_to_keep(module, record):
+        for parameter in part.parameters():
+            if parameter.is_floating_point() and parameter.dtype != torch.float32:
+                changed.append((parameter, parameter.data))
+                parameter.data = parameter.data.float()
+
+    def undo() -> None:
+        for parameter, before in changed:
+            parameter.data = before
+
+    return undo

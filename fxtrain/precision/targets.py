@@ -1,0 +1,197 @@
+"""Which layers of a model a record quantises, and why it skips the others."""
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Mapping
+
+import attrs
+from torch import nn
+
+from fxtrain._errors import PlanError
+from fxtrain.state import Quantize, Torchao
+
+__all__ = ["Targets", "choose_layers", "matches", "modules_to_keep"]
+
+_MAX_SHOWN = 5
+_NAMED = "named in the plan"
+# torch computes these in one kernel from their plain weights, without a call of the layers inside.
+_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+@attrs.frozen(kw_only=True)
+class Targets:
+    """The linear layers of a model, by what happens to them.
+
+    Attributes:
+        names: Those to quantise, in the order of the model.
+        skipped: For each other one, why it is skipped.
+    """
+
+    names: tuple[str, ...]
+    skipped: Mapping[str, str]
+
+
+def choose_layers(module: nn.Module, record: Quantize, *, trains: bool) -> Targets:
+    """Choose the layers of class `nn.Linear` that a record quantises.
+
+    Args:
+        trains: Skip layers whose weight requires grad: an optimizer will change them.
+
+    Raises:
+        PlanError: a pattern or class name matches nothing, no layer is left, or a shape does not
+            fit the format.
+    """
+    linears = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
+    skipped = _reasons(module, linears, record, trains=trains)
+    names = tuple(name for name in linears if name not in skipped)
+    if not names and not _all_named(skipped, record):
+        raise PlanError(_nothing_left(module, record, skipped))
+    if isinstance(record, Torchao) and record.weights == "int4":
+        _check_groups(linears, names, record.group)
+    return Targets(names=names, skipped=skipped)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether consecutive components of a dotted name match those of a pattern.
+
+    Example:
+        >>> from fxtrain.precision.targets import matches
+        >>> matches("gate", "layers.0.gate.proj"), matches("gate", "layers.0.gate_up")
+        (True, False)
+        >>> matches("layers.*.mlp", "model.layers.7.mlp.up")
+        True
+    """
+    wanted, parts = pattern.split("."), name.split(".")
+    return any(
+        all(map(fnmatch.fnmatchcase, parts[start : start + len(wanted)], wanted))
+        for start in range(len(parts) - len(wanted) + 1)
+    )
+
+
+def modules_to_keep(module: nn.Module, record: Quantize) -> tuple[nn.Module, ...]:
+    """The modules that a record keeps in fp32."""
+    named = module.named_modules()
+    return tuple(p for name, p in named if any(matches(one, name) for one in record.keep_fp32))
+
+
+def _all_named(skipped: Mapping[str, str], record: Quantize) -> bool:
+    """Whether the record itself skips every layer, which changes nothing, as asked."""
+    return bool(skipped) and all(
+        why == _NAMED or why.removeprefix("inside a ") in record.skip_classes
+        for why in skipped.values()
+    )
+
+
+def _reasons(
+    module: nn.Module, linears: Mapping[str, nn.Linear], record: Quantize, *, trains: bool
+) -> dict[str, str]:
+    _check_names(module, record)
+    inside = _inside(module, record.skip_classes)
+    heads = () if record.head else _heads(module, linears)
+    shared = _shared_weights(module)
+    found: dict[str, str] = {}
+    for name, part in linears.items():
+        if any(matches(one, name) for one in (*record.skip, *record.keep_fp32)):
+            found[name] = _NAMED
+        elif name in inside:
+            found[name] = f"inside a {inside[name]}"
+        elif part is module:
+            found[name] = "the model itself"
+        elif name in heads:
+            found[name] = "the output head"
+        elif id(part.weight) in shared:
+            found[name] = "tied to another module"
+        elif trains and part.weight.requires_grad:
+            found[name] = "trained"
+    return found
+
+
+def _inside(module: nn.Module, classes: Iterable[str]) -> dict[str, str]:
+    """The names of what is inside modules of some classes, or of those that torch fuses."""
+    chosen = set(classes)
+    found: dict[str, str] = {}
+    for path, part in module.named_modules():
+        kind = type(part).__name__
+        if kind in chosen or isinstance(part, _FUSED):
+            found |= {
+                f"{path}.{name}" if path and name else path or name: kind
+                for name, _ in part.named_modules()
+            }
+    return found
+
+
+def _heads(module: nn.Module, linears: Mapping[str, nn.Linear]) -> set[str]:
+    """The layers that give the outputs of the model.
+
+    That is what a transformers model says it is, and the last layer if it belongs to the model
+    itself and not to a block, or has an output for every row of the largest embedding.
+    """
+    get = getattr(module, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    found = {name for name, part in linears.items() if part is head}
+    tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+    last = list(linears)[-1] if linears else ""
+    children = [name for name, _ in module.named_children()]
+    if last and (last == children[-1] or linears[last].out_features == max(tables, default=0)):
+        found.add(last)
+    return found
+
+
+def _shared_weights(module: nn.Module) -> set[int]:
+    """Parameters that several modules have."""
+    owners: dict[int, int] = {}
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    return {key for key, count in owners.items() if count > 1}
+
+
+def _check_names(module: nn.Module, record: Quantize) -> None:
+    names = [name for name, _ in module.named_modules() if name]
+    for field in ("skip", "keep_fp32"):
+        for pattern in getattr(record, field):
+            if not any(matches(pattern, name) for name in names):
+                raise PlanError(_unmatched(record, field, pattern, names, "module"))
+    classes = {type(part).__name__ for part in module.modules()}
+    for name in record.skip_classes:
+        if name not in classes:
+            raise PlanError(_unmatched(record, "skip_classes", name, classes, "class"))
+
+
+def _unmatched(record: Quantize, field: str, wanted: str, known: Iterable[str], what: str) -> str:
+    near = difflib.get_close_matches(wanted, list(known), n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    whole = " Patterns match whole components of dotted names." if what == "module" else ""
+    return (
+        f"{type(record).__name__}({field}={wanted!r}): no {what} of the model matches.{hint}{whole}"
+    )
+
+
+def _nothing_left(module: nn.Module, record: Quantize, skipped: Mapping[str, str]) -> str:
+    call, kind = f"Plan(quantize=fx.{type(record).__name__}(...))", type(module).__name__
+    if not skipped:
+        return f"{call} quantises layers of class nn.Linear, and {kind} has none. Leave it out."
+    shown = [f"{name} ({why})" for name, why in list(skipped.items())[:_MAX_SHOWN]]
+    more = f" and {len(skipped) - _MAX_SHOWN} more" if len(skipped) > _MAX_SHOWN else ""
+    advice = "Name less in skip, or quantise the head with head=True."
+    if "trained" in skipped.values():
+        advice = (
+            "Quantised weights are frozen. Freeze the model with net.requires_grad_(False), and "
+            "train adapters, or wrap it without an optimizer."
+        )
+    return f"{call} skips every linear layer of {kind}: {', '.join(shown)}{more}. {advice}"
+
+
+def _check_groups(linears: Mapping[str, nn.Linear], names: Iterable[str], group: int) -> None:
+    widths = {name: linears[name].in_features for name in names}
+    wrong = [name for name, width in widths.items() if width % group]
+    if not wrong:
+        return
+    fits = [one for one in (32, 64, 128, 256) if all(widths[name] % one == 0 for name in wrong)]
+    advice = f"Use group={fits[-1]}, or" if fits else "Use skip=..., or"
+    raise PlanError(
+        f"Torchao(weights='int4', group={group}): {wrong[0]} has {widths[wrong[0]]} input "
+        f"features, "
+        f"which {group} does not divide ({len(wrong)} such layers). {advice} weights='int8'."
+    )

@@ -1,0 +1,190 @@
+"""Weights as tensors of torchao, in plain linear layers."""
+
+import importlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxtrain._optional import optional
+from fxtrain.precision.library import Library, Tensors, quiet
+from fxtrain.state import Quantize
+from fxtrain.state import Torchao as Record
+
+__all__ = ["TORCHAO", "import_torchao"]
+
+_OPAQUE = "Int4OpaqueTensor"
+# torchao and torch report kernels for other devices, and a decorator, when torchao is imported.
+_LOGGERS = ("torchao", "torch.utils._pytree")
+
+
+def import_torchao(needed_by: str) -> Any:
+    """The package, imported without its remarks about kernels for other devices.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    with quiet(*_LOGGERS):
+        found = optional("torchao", extra="quant", needed_by=needed_by)
+        importlib.import_module("torchao.quantization")
+    return found
+
+
+def _owns(part: nn.Module) -> bool:
+    weight = part._parameters.get("weight")
+    return hasattr(weight, "__tensor_flatten__") and any(
+        kind.__module__.startswith("torchao.quantization")
+        or kind.__module__.startswith("torchao.prototype.quantization")
+        for kind in type(weight).__mro__
+    )
+
+
+def _check(record: Record, device: torch.device) -> str | None:
+    import_torchao("Plan(quantize=fx.Torchao(...))")
+    call = f"Torchao(weights={record.weights!r}, activations={record.activations!r})"
+    if record.weights == "float8" and record.activations and not _has_float8(device):
+        return (
+            f"{call} needs a GPU with float8 matrix products: CUDA 8.9 or newer (L4, H100, "
+            f"B200), MI300 or an Intel GPU; this device is {device.type}. Leave activations out: "
+            f"weights then are float8 and products in the format of the input."
+        )
+    if record.weights == "int4" and device.type not in ("cpu", "meta", "cuda", "xpu"):
+        return f"{call} has no kernels for {device.type}. Use weights='int8'."
+    return None
+
+
+def _has_float8(device: torch.device) -> bool:
+    if device.type == "xpu":
+        return True
+    if device.type != "cuda":
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _config(record: Record, device: torch.device) -> Any:
+    api = importlib.import_module("torchao.quantization")
+    if record.weights == "int8":
+        dynamic = api.Int8DynamicActivationInt8WeightConfig
+        return dynamic() if record.activations else api.Int8WeightOnlyConfig()
+    if record.weights == "float8":
+        dynamic = api.Float8DynamicActivationFloat8WeightConfig
+        return (
+            dynamic(granularity=api.PerRow())
+            if record.activations
+            else api.Float8WeightOnlyConfig()
+        )
+    if device.type == "cpu":
+        with quiet(*_LOGGERS):
+            prototype = importlib.import_module("torchao.prototype.quantization.int4")
+        return prototype.PrototypeInt4WeightOnlyConfig(group_size=record.group)
+    return api.Int4WeightOnlyConfig(group_size=record.group)
+
+
+def _quantize(like: nn.Linear, record: Record) -> nn.Module:
+    made = _plain_layer(like)
+    if like.weight.is_meta and record.weights == "int4":
+        made.weight = _frozen(_meta_int4(like.weight, record.group))
+        return made
+    weight = nn.Parameter(like.weight.detach(), requires_grad=False)
+    made.weight = weight
+    api = importlib.import_module("torchao.quantization")
+    api.quantize_(made, _config(record, weight.device))
+    made.weight = _frozen(made.weight.detach())
+    return made
+
+
+def _plain_layer(like: nn.Linear) -> nn.Linear:
+    made = nn.Linear(like.in_features, like.out_features, bias=False, device="meta")
+    made.bias = like.bias
+    return made.train(like.training)
+
+
+def _frozen(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def _meta_int4(weight: Tensor, group: int) -> Tensor:
+    """What the prototype for CPUs makes of a weight; itself, it takes CPU tensors only."""
+    rows, columns = weight.shape
+    with quiet(*_LOGGERS):
+        prototype = importlib.import_module("torchao.prototype.quantization.int4")
+    return prototype.Int4OpaqueTensor(
+        torch.empty(rows, columns // 2, dtype=torch.uint8, device="meta"),
+        torch.empty(columns // group, rows, 2, dtype=weight.dtype, device="meta"),
+        [1, group],
+        weight.shape,
+        None,
+    )
+
+
+def _tensors(part: nn.Module) -> dict[str, Tensor]:
+    weight: Any = part.weight
+    return {f"_weight_{name}": getattr(weight, name) for name in weight.__tensor_flatten__()[0]}
+
+
+def _put(part: nn.Module, tensors: Tensors) -> None:
+    weight: Any = part.weight
+    names, context = weight.__tensor_flatten__()
+    inner = {name: tensors[f"_weight_{name}"] for name in names}
+    made = type(weight).__tensor_unflatten__(inner, context, weight.shape, weight.stride())
+    part.weight = _frozen(made)
+
+
+def _facts(part: nn.Module) -> dict[str, Any]:
+    weight: Any = part.weight
+    if type(weight).__name__ == _OPAQUE:
+        data = {"block_size": list(weight.block_size), "shape": list(weight.shape)}
+        return {"_type": _OPAQUE, "_data": data, "_tensor_data_names": ["qdata", "scale_and_zero"]}
+    support = _safetensors()
+    return json.loads(json.dumps(weight, cls=support.TensorSubclassAttributeJSONEncoder))
+
+
+def _safetensors() -> Any:
+    with quiet(*_LOGGERS):
+        return importlib.import_module("torchao.prototype.safetensors.safetensors_utils")
+
+
+def _build(
+    like: nn.Linear, tensors: Tensors, facts: Mapping[str, Any], record: Quantize | None
+) -> nn.Module:
+    import_torchao("This file of quantised weights")
+    inner = {name.removeprefix("_weight_"): one for name, one in tensors.items()}
+    made = _plain_layer(like)
+    if facts["_type"] == _OPAQUE:
+        with quiet(*_LOGGERS):
+            prototype = importlib.import_module("torchao.prototype.quantization.int4")
+        data = facts["_data"]
+        weight = prototype.Int4OpaqueTensor(
+            inner["qdata"],
+            inner["scale_and_zero"],
+            data["block_size"],
+            torch.Size(data["shape"]),
+            None,
+        )
+    else:
+        weight = _safetensors().object_from_dict({**facts, "_data": {**facts["_data"], **inner}})
+    made.weight = _frozen(weight)
+    return made
+
+
+def _format(part: nn.Module) -> str:
+    found = re.match("[A-Z][a-z]+[0-9]?", type(part.weight).__name__)
+    return f"torchao {found[0].lower() if found else 'of an unknown format'}"
+
+
+TORCHAO = Library(
+    name="torchao",
+    owns=_owns,
+    check=_check,
+    quantize=_quantize,
+    tensors=_tensors,
+    put=_put,
+    facts=_facts,
+    build=_build,
+    settings=lambda part: {"kind": "torchao"},
+    format=_format,
+    planned=lambda record: f"torchao {record.weights}",
+)

@@ -1,0 +1,3 @@
+"""Records of weights with few bits."""
+
+__all__: list[str] = []

@@ -1,0 +1,73 @@
+"""Laws of quantised weights: files keep every byte, and skipped layers stay as they are."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fxtrain as fx
+from fxtrain.precision import quantize_layers, stored_tensors
+
+pytest.importorskip("bitsandbytes", reason="needs fxtrain[quant]")
+pytest.importorskip("torchao", reason="needs fxtrain[quant]")
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@st.composite
+def records(draw):
+    """A record of any library that fits layers of any width; int4 needs whole groups."""
+    skip = draw(st.sampled_from([(), ("0",), ("1", "2")]))
+    common = {"skip": skip, "head": draw(st.booleans())}
+    bnb4 = st.builds(
+        lambda **more: fx.Bnb4(**common, **more),
+        format=st.sampled_from(["nf4", "fp4"]),
+        double=st.booleans(),
+        block=st.sampled_from([64, 128]),
+        compute=st.sampled_from(["fp32", "bf16", None]),
+    )
+    bnb8 = st.builds(lambda threshold: fx.Bnb8(threshold=threshold, **common), st.floats(0, 10))
+    torchao = st.builds(
+        lambda weights: fx.Torchao(weights=weights, **common), st.sampled_from(["int8", "float8"])
+    )
+    return draw(bnb4 | bnb8 | torchao)
+
+
+@st.composite
+def nets(draw):
+    sizes = draw(st.lists(st.integers(1, 40).map(lambda n: 2 * n), min_size=5, max_size=5))
+    dtype = draw(st.sampled_from(DTYPES))
+    torch.manual_seed(draw(st.integers(0, 9)))
+    pairs = itertools.pairwise(sizes)
+    net = nn.Sequential(*(nn.Linear(a, b, bias=bool(a % 4), dtype=dtype) for a, b in pairs))
+    with torch.no_grad():  # special values, which arithmetic would lose
+        net[0].weight.view(-1)[:2] = torch.tensor([0.0, -0.0])
+    return net
+
+
+@settings(max_examples=40, deadline=None)
+@given(net=nets(), record=records(), max_shard=st.sampled_from(["1KB", "5GB"]))
+def test_quantise_save_load_is_the_identity_on_bytes(net, record, max_shard, tmp_path_factory):
+    before = {name: part.weight for name, part in net.named_children()}
+    sizes = [(part.in_features, part.out_features) for part in net]
+    made = quantize_layers(net, record, CPU)
+    for name, part in net.named_children():
+        if name not in made.layers:
+            assert part.weight is before[name]
+    folder = tmp_path_factory.mktemp("export")
+    fx.export(net, folder, max_shard=max_shard)
+    with torch.device("meta"):
+        dtype = before["0"].dtype
+        pairs = [(a, b, bool(a % 4)) for a, b in sizes]
+        other = nn.Sequential(*(nn.Linear(a, b, bias=bias, dtype=dtype) for a, b, bias in pairs))
+    fx.load_model(folder, other)
+    one, two = stored_tensors(net), stored_tensors(other)
+    assert list(one) == list(two)
+    for name, value in one.items():
+        assert value.dtype == two[name].dtype
+        flat, same = (t.detach().reshape(-1).view(torch.uint8) for t in (value, two[name]))
+        assert torch.equal(flat, same), name

@@ -1,0 +1,138 @@
+"""The largest batch size that fits: agreed by all ranks, and nothing is left of a try."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fxtrain as fx
+from fxtrain.loop.batch_size import is_out_of_memory
+
+
+def _found(ctx, start, limits, accumulate, shrink):
+    tried = []
+
+    def trial(size, plan):
+        tried.append((size, plan.accumulate))
+        if size > limits[ctx.rank]:
+            raise MemoryError
+
+    plan = fx.Plan(accumulate=accumulate)
+    try:
+        size, scaled = fx.find_batch_size(ctx, trial, start, plan, shrink=shrink)
+        return size, scaled.accumulate, tried
+    except fx.PlanError as error:
+        return str(error), None, tried
+
+
+@pytest.mark.parametrize("limits", [(100, 5), (3, 3), (0, 100)])
+@pytest.mark.parametrize("shrink", [0.5, 0.9])
+def test_ranks_agree_on_the_smallest(pair, limits, shrink):
+    found = pair.run(_found, 24, limits, 2, shrink)
+    assert found[0] == found[1]
+    size, accumulate, tried = found[0]
+    if min(limits) == 0:
+        assert "no batch size from 24 down to 1" in size
+    else:
+        assert size <= min(limits) and size * accumulate == 48
+        assert all(one > min(limits) for one, _ in tried[:-1])
+    assert all(one * times == 48 for one, times in tried)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 200),
+    st.integers(1, 200),
+    st.integers(1, 6),
+    st.sampled_from([0.5, 0.9]),
+)
+def test_the_rows_of_an_update_stay(start, limit, accumulate, shrink):
+    gc.freeze()  # everything else, which every try would look through
+    ctx = fx.DistContext()
+    size, scaled, tried = _found(ctx, start, (limit,), accumulate, shrink)
+    gc.unfreeze()
+    assert size * scaled == start * accumulate
+    assert size <= min(start, limit)
+    sizes = [one for one, _ in tried]
+    assert sizes == sorted(set(sizes), reverse=True)
+
+
+def _other_error(ctx):
+    def trial(size, plan):
+        if ctx.is_last:
+            raise KeyError("mine")
+
+    try:
+        fx.find_batch_size(ctx, trial, 4)
+    except (KeyError, fx.CollectiveError) as error:
+        return type(error).__name__, str(error)
+
+
+def test_another_error_is_raised_on_all_ranks(pair):
+    (kind, text), (own, _) = pair.run(_other_error)
+    assert own == "KeyError"
+    assert kind == "CollectiveError" and "rank 1: KeyError" in text
+
+
+def test_nothing_is_left_of_a_try():
+    held = []
+
+    class Big:
+        pass
+
+    def trial(size, plan):
+        assert not [one for one in held if one() is not None]
+        big = Big()
+        big.itself = big  # only the garbage collector finds it
+        held.append(weakref.ref(big))
+        return size < 3 or torch.empty(1 << 60) is None
+
+    gc.disable()
+    try:
+        assert fx.find_batch_size(fx.DistContext(), trial, 8)[0] == 2
+    finally:
+        gc.enable()
+    assert len(held) == 3
+
+
+def test_a_dry_run_can_answer():
+    def trial(size, plan):
+        return size * 4000 <= 20_000
+
+    size, plan = fx.find_batch_size(fx.DistContext(), trial, 16)
+    assert (size, plan.accumulate) == (4, 4)
+
+
+ERRORS = {
+    "cpu": RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried"),
+    "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "mps": RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB"),
+    "npu": RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB"),
+    "xpu": RuntimeError("Native API failed: UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"),
+    "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+    "python": MemoryError(),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_of_every_device_are_recognised(name):
+    assert is_out_of_memory(ERRORS[name])
+    outer = RuntimeError("while training")
+    outer.__cause__ = ERRORS[name]
+    assert is_out_of_memory(outer)
+
+
+def test_the_allocator_of_this_torch_is_recognised():
+    with pytest.raises(RuntimeError) as found:
+        torch.empty(1 << 60)
+    assert is_out_of_memory(found.value)
+    assert not is_out_of_memory(ValueError("CUDA out of memory"))
+
+
+@pytest.mark.parametrize("how", [{"start": 0}, {"start": "8"}, {"start": 8, "shrink": 1.0}])
+def test_wrong_arguments_are_named(how):
+    with pytest.raises(fx.PlanError, match="find_batch_size"):
+        fx.find_batch_size(fx.DistContext(), print, **how)

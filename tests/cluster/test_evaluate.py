@@ -1,0 +1,348 @@
+"""Metrics over exactly the rows of the data: equal to one process, whatever the ranks do."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import fxtrain as fx
+from fxtrain.testing import Transformer
+from fxtrain.testing.training import on_mesh, token_rows
+from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP
+
+ON_RANKS = settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.generate])
+
+
+SPLIT = fx.TP(styles=(UP, DOWN, *ATTENTION))
+
+
+class Collected:
+    """A metric with Hugging Face's methods: all that it is given, in order."""
+
+    def __init__(self):
+        self.columns = []
+
+    def add_batch(self, *, predictions, references):
+        self.columns += zip(predictions, references, strict=True)
+
+    def compute(self):
+        found, self.columns = self.columns, []
+        return {"columns": found}
+
+
+class Share:
+    """A metric with torchmetrics' methods."""
+
+    def reset(self):
+        self.right = self.rows = 0
+
+    def update(self, guesses, targets):
+        self.right += (guesses == targets).sum()
+        self.rows += len(targets)
+
+    def compute(self):
+        return self.right / self.rows
+
+
+def _values(model, batch):
+    tokens, targets, mask = batch
+    logits = model(tokens)
+    each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    each = each.view(mask.shape)
+    guesses = logits[:, 0].argmax(-1)
+    return {
+        "row": each.mean(1),
+        "mean": each.mean(),
+        "token": fx.Weighted((each * mask).sum(), mask.sum()),
+        "nested": (guesses == targets[:, 0], guesses.tolist()),
+        "share": (guesses, targets[:, 0]),
+        "collected": {"predictions": guesses, "references": targets[:, 0]},
+    }
+
+
+def _data(n):
+    tokens, mask = token_rows(n)
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:], mask)
+
+
+def _wanted(n):
+    batch = _data(n)[:]
+    with torch.no_grad():
+        found = _values(Transformer(dtype=torch.float64), batch)
+    guesses, targets = found["share"]
+    hits, numbers = found["nested"]
+    return {
+        "row": float(found["row"].mean()),
+        "mean": float(found["mean"]),
+        "token": float(found["token"].total / found["token"].weight),
+        "nested": (float(hits.double().mean()), sum(numbers) / n),
+        "share": float((guesses == targets).sum() / n),
+        "collected": {"columns": list(zip(guesses.tolist(), targets.tolist(), strict=True))},
+    }
+
+
+def _evaluated(ctx, n, size, mesh, options, whole):
+    plan = fx.Plan(**options)
+    with on_mesh(ctx, mesh) as placed:
+        model = fx.wrap(Transformer(dtype=torch.float64), placed, plan)
+        loader = DataLoader(_data(n), batch_size=size)
+        if not whole:
+            loader = fx.shard(loader, placed, plan)
+        metrics = {"share": Share(), "collected": Collected()}
+        return [fx.evaluate(placed, model, loader, _values, metrics=metrics) for _ in range(2)]
+
+
+def _same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name in wanted.keys() - {"collected"}:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-9, atol=0)
+    assert found["collected"] == wanted["collected"]
+
+
+def _check(pool, n, size, mesh, options, *, whole=False):
+    wanted = _wanted(n)
+    for twice in pool.run(_evaluated, n, size, mesh, options, whole):
+        for found in twice:
+            _same(found, wanted)
+
+
+@ON_RANKS
+@given(
+    n=st.integers(1, 11),
+    size=st.integers(1, 4),
+    even=st.sampled_from(["pad", "drop", "uneven"]),
+    strategy=st.sampled_from([fx.DDP(), fx.FSDP()]),
+    whole=st.booleans(),
+)
+def test_ragged_rows_count_once(pair, n, size, even, strategy, whole):
+    _check(pair, n, size, None, {"strategy": strategy, "even": even}, whole=whole)
+
+
+STRATEGIES = {
+    "one process": (1, None, {}),
+    "accumulated": (2, None, {"accumulate": 3}),
+    "global batch": (2, None, {"batch": "global"}),
+    "dispatched": (2, None, {"data": fx.Data(source="dispatch"), "even": "drop"}),
+    "more ranks than rows": (4, None, {}),
+    "replicas and shards": (4, fx.Mesh(replicate=2, shard=2), {"strategy": fx.FSDP()}),
+    "tensor": (
+        2,
+        fx.Mesh(tensor=2),
+        {"strategy": fx.FSDP(tensor=fx.TP(styles=(UP, DOWN, *ATTENTION)))},
+    ),
+    "sharded optimizer": (2, None, {"strategy": fx.DDP(shard_optimizer=True)}),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_gives_the_metrics_of_one_process(clusters, name):
+    ranks, mesh, options = STRATEGIES[name]
+    _check(clusters[ranks], 3 if ranks == 4 else 7, 2, mesh, options)
+
+
+@PIPELINES
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "stages"),
+    [(2, fx.Mesh(pipeline=2), None), (4, fx.Mesh(pipeline=2, shard=2), fx.FSDP())],
+    ids=["plain", "sharded"],
+)
+def test_a_pipeline_gives_the_metrics_of_one_process(clusters, ranks, mesh, stages):
+    _check(clusters[ranks], 7, 4, mesh, {"strategy": fx.PP(stages=stages)})
+
+
+def _last_only(ctx):
+    with on_mesh(ctx, fx.Mesh(pipeline=2)) as placed:
+        plan = fx.Plan(strategy=fx.PP(outputs="last"))
+        model = fx.wrap(Transformer(), placed, plan)
+        try:
+            fx.evaluate(placed, model, DataLoader(_data(2)), _values)
+        except fx.PlanError as error:
+            return str(error)
+
+
+@PIPELINES
+def test_outputs_of_the_last_stage_only_are_refused(pair):
+    assert all('Use PP(outputs="all")' in found for found in pair.run(_last_only))
+
+
+def _noisy_net():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 1))
+    net[1].eval()  # as a user freezes it
+    return net
+
+
+def _state(net):
+    return {
+        "modes": [part.training for part in net.modules()],
+        "random": (torch.rand(2).tolist(), random.random()),
+        "grads": [parameter.grad is not None for parameter in net.parameters()],
+    }
+
+
+def _trained(ctx, strategy, look):
+    """Training in which every step is followed by an evaluation, or not."""
+    plan = fx.Plan(strategy=strategy, accumulate=2, seed=3)
+    fx.ops.seed(5, ctx, per_rank=True)
+    model = fx.wrap(_noisy_net(), ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch[0]).square().mean())
+    rows = torch.randn(18, 4, generator=torch.Generator().manual_seed(1))
+    loader = fx.shard(DataLoader(TensorDataset(rows), batch_size=3, shuffle=True), ctx, plan)
+    held_out = DataLoader(TensorDataset(rows[:5]), batch_size=2, shuffle=True)
+    noise = lambda model, batch: torch.rand(len(batch[0])) + random.random()  # noqa: E731
+    found = []
+    for epoch in loader.epochs(2):
+        for batch in epoch:
+            fx.step(ctx, batch, fns)
+            if look:
+                found.append(fx.evaluate(ctx, model, held_out, noise))
+    weights = {name: value.tolist() for name, value in fx.weights(model)}
+    return found, weights, _state(model.module)
+
+
+@pytest.mark.parametrize("strategy", [fx.DDP(), fx.FSDP(min_params=1)], ids=["DDP", "FSDP"])
+def test_training_is_bitwise_as_without_evaluations(pair, strategy):
+    plain = pair.run(_trained, strategy, False)
+    for (found, weights, state), (_, wanted, before) in zip(
+        pair.run(_trained, strategy, True), plain, strict=True
+    ):
+        assert weights == wanted
+        assert state["modes"] == before["modes"] == [True, True, False, True, True]
+        assert state["random"] == before["random"]
+        assert len(set(found)) == 1  # the same random numbers each time
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(7.0))
+
+
+def _streamed(ctx):
+    model = fx.wrap(nn.Identity(), ctx)
+    return fx.evaluate(ctx, model, DataLoader(Stream(), batch_size=2), lambda m, b: m(b.data))
+
+
+def test_a_stream_is_evaluated_too(cluster):
+    assert cluster.run(_streamed) == [3.0] * cluster.n
+
+
+def _torchmetrics(ctx, n):
+    classification = pytest.importorskip("torchmetrics.classification")
+    torchmetrics = pytest.importorskip("torchmetrics")
+    generator = torch.Generator().manual_seed(n)
+    logits, labels = torch.randn(n, 3, generator=generator), torch.arange(n) % 3
+    model = fx.wrap(nn.Identity(), ctx)
+    rows = DataLoader(TensorDataset(logits, labels), batch_size=2)
+    three = {"num_classes": 3}
+    metrics = {
+        "accuracy": classification.MulticlassAccuracy(**three, average="micro"),
+        "auroc": classification.MulticlassAUROC(**three),
+        "both": torchmetrics.MetricCollection(
+            [
+                classification.MulticlassF1Score(**three),
+                classification.MulticlassRecall(**three, average=None),
+            ]
+        ),
+    }
+    found = fx.evaluate(
+        ctx,
+        model,
+        rows,
+        lambda model, batch: dict.fromkeys(metrics, (model(batch[0]), batch[1])),
+        metrics=metrics,
+    )
+    single = fx.evaluate(ctx, model, rows, lambda m, b: tuple(b), metrics=metrics["accuracy"])
+    restored = metrics["accuracy"].distributed_available_fn is not None
+    for metric in metrics.values():
+        metric.reset()
+        parts = metric.values() if isinstance(metric, torch.nn.ModuleDict) else [metric]
+        for part in parts:
+            part.distributed_available_fn = lambda: False
+        metric.update(logits, labels)
+    return found, single, restored, {name: metric.compute() for name, metric in metrics.items()}
+
+
+@pytest.mark.parametrize("n", [3, 11])
+def test_torchmetrics_give_what_they_give_in_one_process(pair, n):
+    pytest.importorskip("torchmetrics")
+    for found, single, restored, wanted in pair.run(_torchmetrics, n):
+        assert single == found["accuracy"]
+        assert restored
+        torch.testing.assert_close(found["accuracy"], float(wanted["accuracy"]))
+        torch.testing.assert_close(found["auroc"], float(wanted["auroc"]))
+        for name, value in wanted["both"].items():
+            got = found["both"][name]
+            torch.testing.assert_close(torch.as_tensor(got), value)
+
+
+BAD = {
+    "text": (lambda m, b: "good", None, "no number and no column"),
+    "wrong rows": (lambda m, b: torch.zeros(7), None, r"shape \[7\] for a batch of"),
+    "no value": (lambda m, b: {}, {"a": Share()}, "expected a dict with 'a'"),
+    "no metric": (lambda m, b: {"a": b[0]}, {"a": 3}, "3 is no metric"),
+    "structure": (lambda m, b: [1.0] * len(b[0]) if len(b[0]) > 1 else (1.0,), None, "same struct"),
+}
+
+
+def _refused(ctx, name):
+    fn, metrics, _ = BAD[name]
+    model = fx.wrap(nn.Identity(), ctx)
+    loader = DataLoader(TensorDataset(torch.zeros(5, 2)), batch_size=2)
+    try:
+        return fx.evaluate(ctx, model, loader, fn, metrics=metrics)
+    except fx.DataError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_wrong_values_are_named(clusters, name):
+    import re
+
+    (found,) = clusters[1].run(_refused, name)
+    assert re.search(BAD[name][2], found)
+
+
+def _loaders(ctx):
+    model, found = fx.wrap(nn.Identity(), ctx), []
+    for loader in (
+        DataLoader(TensorDataset(torch.zeros(5, 2)), batch_size=2, drop_last=True),
+        DataLoader(TensorDataset(torch.zeros(0, 2))),
+        [torch.zeros(2, 2)],
+    ):
+        try:
+            fx.evaluate(ctx, model, loader, lambda model, batch: batch[0])
+        except fx.DataError as error:
+            found.append(str(error))
+    return found
+
+
+def test_loaders_without_all_rows_are_refused(pair):
+    for dropping, empty, other in pair.run(_loaders):
+        assert "drop_last=False" in dropping
+        assert "no batch" in empty
+        assert "found list" in other
+
+
+def _means(ctx):
+    mean = fx.Mean()
+    for value, weight in ((1.0, 1), (torch.tensor(2.0), torch.tensor(3))):
+        mean = mean.update(value + ctx.rank, weight)
+    mean = mean.update(fx.Weighted(torch.tensor(8.0), 4.0))
+    return mean.reduce(ctx), fx.Mean().reduce(ctx)
+
+
+def test_a_running_mean_is_that_of_all_ranks(cluster):
+    totals = [(1 + r) + 3 * (2 + r) + 8 for r in range(cluster.n)]
+    for mean, empty in cluster.run(_means):
+        assert mean == pytest.approx(sum(totals) / (8 * cluster.n), rel=1e-12)
+        assert empty != empty
+
+
+def test_what_is_no_number_has_no_mean():
+    with pytest.raises(fx.DataError, match=r"found tensor\("):
+        fx.Mean().update(torch.zeros(2))

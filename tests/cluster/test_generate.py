@@ -1,0 +1,61 @@
+"""Generating text under each strategy: the tokens of one process, at lengths that differ."""
+
+import pytest
+import torch
+
+import fxtrain as fx
+from fxtrain.testing.training import on_mesh
+from tests.cluster._models import PIPELINES, llama
+
+pytest.importorskip("transformers")
+
+PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [11, 3]]
+STYLES = tuple(
+    fx.Style(modules=f"model.layers.*.{name}", style=style)
+    for name, style in (
+        ("self_attn.[qkv]_proj", "colwise"),
+        ("self_attn.o_proj", "rowwise"),
+        ("mlp.gate_proj", "colwise"),
+        ("mlp.up_proj", "colwise"),
+        ("mlp.down_proj", "rowwise"),
+    )
+)
+PLANS = {
+    "DDP": (fx.DDP(), None),
+    "FSDP": (fx.FSDP(), None),
+    "TP": (fx.FSDP(tensor=fx.TP(styles=STYLES)), fx.Mesh(tensor=2)),
+    "offload": (
+        fx.Offload(placement=fx.Placement(units=(fx.state.PlacedUnit(name="", device="cpu"),))),
+        None,
+    ),
+}
+
+
+def _tokens(net, prompt):
+    """As many tokens as depend on the prompt."""
+    options = {"max_new_tokens": sum(prompt) % 5 + 1, "do_sample": False, "pad_token_id": 0}
+    return net.generate(torch.tensor([prompt]), **options)[0].tolist()
+
+
+def _generated(ctx, strategy, mesh, order):
+    with on_mesh(ctx, mesh) as placed:
+        model = fx.wrap(llama(), placed, fx.Plan(strategy=strategy))
+        with fx.gathered(model) as net:
+            data = placed.axis("data")
+            return fx.ops.map(lambda prompt: _tokens(net, prompt), PROMPTS, data, order=order)
+
+
+@pytest.mark.parametrize("order", ["static", "dynamic"])
+@pytest.mark.parametrize("name", PLANS)
+def test_tokens_are_those_of_one_process(pair, name, order):
+    net = llama()
+    wanted = [_tokens(net, prompt) for prompt in PROMPTS]
+    assert pair.run(_generated, *PLANS[name], order) == [wanted, wanted]
+
+
+@PIPELINES
+def test_tokens_of_a_pipeline_are_those_of_one_process(pair):
+    net = llama()
+    wanted = [_tokens(net, prompt) for prompt in PROMPTS]
+    found = pair.run(_generated, fx.PP(), fx.Mesh(pipeline=2), "static")
+    assert found == [wanted, wanted]

@@ -1,0 +1,322 @@
+"""Streamed models: what is shared, what changes behind their back, and what is left behind."""
+
+import errno
+import functools
+import gc
+import os
+import threading
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import fxtrain as fx
+from fxtrain.backends.offload import mapped_files
+from fxtrain.backends.offload.device_copies import DeviceCopies
+from fxtrain.backends.offload.strategy import OFFLOAD, wrap_streamed
+from fxtrain.state import DtypeRule, PlacedUnit
+from fxtrain.testing import Transformer
+
+COPIES = attrs.evolve(OFFLOAD, wrap=functools.partial(wrap_streamed, copy=True))
+TOKENS = torch.arange(6)[None]
+
+
+def placement(*names, **fields):
+    """These units on disk, all else on the CPU."""
+    disk = tuple(PlacedUnit(name=name, device="disk") for name in names)
+    return fx.Placement(units=(PlacedUnit(name="", device="cpu"), *disk), **fields)
+
+
+BLOCKS = placement("blocks.0", "blocks.1")
+
+
+@pytest.fixture
+def ctx():
+    with fx.detect(env={}, device="cpu") as made:
+        yield made
+
+
+@pytest.fixture
+def folder(tmp_path):
+    fx.export(Transformer(), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def empty():
+    with torch.device("meta"):
+        return Transformer()
+
+
+def streamed(ctx, folder, placed=BLOCKS, row=None, net=None, **fields):
+    config = fx.Offload(placement=placed, source=str(folder), **fields)
+    return fx.wrap(net or empty(), ctx, fx.Plan(strategy=config), strategy=row)
+
+
+@pytest.fixture
+def threads():
+    """A function that lists the threads that were started since."""
+    before = threading.enumerate()
+    return lambda: [one for one in threading.enumerate() if one not in before]
+
+
+def test_an_empty_model_is_filled_by_load_model(ctx, folder):
+    model = fx.wrap(empty(), ctx, fx.Plan(strategy=fx.Offload(placement=BLOCKS)))
+    with pytest.raises(fx.CheckpointError, match=r"have no values. Fill them with fx.load_model"):
+        model(TOKENS)
+    changed = {f"net.{name}": value for name, value in Transformer().state_dict().items()}
+    fx.export(changed, folder.parent / "other")
+    fx.load_model(folder.parent / "other", model, prefix="net.")
+    assert torch.equal(model(TOKENS), Transformer()(TOKENS))
+    assert model.module.head.weight is model.module.embed.weight
+
+
+@pytest.mark.parametrize("row", [OFFLOAD, COPIES], ids=["in place", "copied"])
+def test_unwrap_ends_threads_and_gives_back_a_whole_module(ctx, folder, row, threads):
+    net = Transformer()
+    parts = [vars(part).keys() for part in net.modules()]
+    before = [len(keys) for keys in parts]
+    model = streamed(ctx, folder, row=row, net=net)
+    model(TOKENS)
+    assert threads()
+    assert fx.unwrap(model) is net
+    assert not threads()
+    assert [len(vars(part)) for part in net.modules()] == before
+    assert all(parameter.requires_grad for parameter in net.parameters())
+    assert torch.equal(net.double()(TOKENS), Transformer()(TOKENS))
+
+
+def test_files_are_let_go_of_with_the_module(ctx, folder):
+    def maps():
+        with open("/proc/self/maps") as file:
+            return sum(str(folder) in line for line in file)
+
+    model = streamed(ctx, folder)
+    model(TOKENS)
+    assert maps() == 1
+    fx.unwrap(model)
+    del model
+    gc.collect()
+    assert maps() == 0
+
+
+def test_a_dropped_model_ends_its_threads(ctx, folder, threads):
+    model = streamed(ctx, folder)
+    model(TOKENS)
+    del model
+    gc.collect()
+    for one in threads():
+        one.join(10)
+    assert not threads()
+
+
+def test_two_models_of_one_folder(ctx, folder):
+    one, other = streamed(ctx, folder), streamed(ctx, folder, placement("blocks.1", "embed"))
+    wanted = Transformer()(TOKENS)
+    for _ in range(2):
+        assert torch.equal(one(TOKENS), wanted) and torch.equal(other(TOKENS), wanted)
+    fx.unwrap(one)
+    assert torch.equal(other(TOKENS), wanted)
+
+
+def test_weights_used_by_attribute_are_right(ctx, folder):
+    class Scores(nn.Module):
+        """Calls a function of a part rather than the part, and uses a weight directly."""
+
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def forward(self, tokens):
+            x = self.net.embed(tokens)
+            x = self.net.blocks[0].attention.forward(x)
+            return x @ self.net.head.weight.T @ self.net.blocks[1].up.weight.new_ones(24, 2)
+
+    fx.export(Scores(Transformer()), folder.parent / "scores")
+    placed = placement("net.blocks.0", "net.blocks.1", "net.head", "net.embed")
+    model = streamed(ctx, folder.parent / "scores", placed, net=Scores(empty()))
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), Scores(Transformer())(TOKENS))
+
+
+def test_whole_weights_and_an_export_of_a_streamed_model(ctx, folder, tmp_path):
+    model = streamed(ctx, folder)
+    for name, value in fx.weights(model):
+        assert torch.equal(value, Transformer().state_dict()[name])
+    fx.export(model, tmp_path / "again")
+    fx.load_model(tmp_path / "again", net := Transformer(seed=3))
+    assert torch.equal(net(TOKENS), model(TOKENS))
+
+
+def test_a_model_in_memory_is_written_once(ctx, tmp_path):
+    at = tmp_path / "deep" / "offload"
+    config = fx.Offload(placement=BLOCKS, offload_folder=str(at))
+    seen = []
+    for _ in range(2):
+        model = fx.wrap(Transformer(), ctx, fx.Plan(strategy=config))
+        assert torch.equal(model(TOKENS), Transformer()(TOKENS))
+        fx.unwrap(model)
+        seen.append({path.name: path.stat().st_mtime_ns for path in at.iterdir()})
+    assert seen[0] == seen[1] and len(seen[0]) == 2
+    damaged = sorted(at.iterdir())[0]
+    damaged.write_bytes(damaged.read_bytes()[:-8] + bytes(8))
+    model = fx.wrap(Transformer(), ctx, fx.Plan(strategy=config))
+    assert torch.equal(model(TOKENS), Transformer()(TOKENS))
+
+
+def test_pickled_weights_and_other_dtypes_pass_through_the_offload_folder(ctx, tmp_path):
+    torch.save(Transformer().state_dict(), tmp_path / "model.bin")
+    placed = attrs.evolve(BLOCKS, dtypes=(DtypeRule(match="blocks.1.up.*", dtype="bfloat16"),))
+    with pytest.raises(fx.PlanError, match="offload_folder"):
+        streamed(ctx, tmp_path / "model.bin", placed)
+    model = streamed(ctx, tmp_path / "model.bin", placed, offload_folder=str(tmp_path / "offload"))
+    rounded = Transformer().blocks[1].up.weight.bfloat16()
+    assert torch.equal(model.module.blocks[1].up.weight, rounded)
+    assert len(list((tmp_path / "offload").iterdir())) == 2
+
+
+def _truncated(path):
+    os.truncate(path, path.stat().st_size - 8)
+
+
+def _rewritten(path):
+    data = path.read_bytes()
+    os.utime(path, ns=(0, path.stat().st_mtime_ns))
+    path.write_bytes(data[:-8] + bytes(8))
+
+
+def _replaced(path):
+    fx.export(Transformer(seed=1), path.parent)
+
+
+DAMAGES = {
+    "truncated": (_truncated, "the file had .* bytes when it was opened"),
+    "rewritten": (_rewritten, "was written to since"),
+    "replaced": (_replaced, "another file has taken its place"),
+    "deleted": (os.remove, "No such file"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("row", [OFFLOAD, COPIES], ids=["in place", "copied"])
+def test_a_file_that_changes_is_an_error_with_tensor_and_offset(ctx, folder, damage, row):
+    model = streamed(ctx, folder, row=row)
+    model(TOKENS)
+    act, words = DAMAGES[damage]
+    act(folder / "model.safetensors")
+    with pytest.raises(fx.CheckpointError, match=words) as error:
+        model(TOKENS)
+    assert "model.safetensors: the tensor 'blocks." in str(error.value)
+    assert "at offset" in str(error.value)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_disk_that_fails_is_an_error_with_tensor_and_offset(ctx, folder, monkeypatch, ahead):
+    model = streamed(ctx, folder, ahead=ahead)
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(mapped_files, "_populate", lambda *_: False)
+    assert torch.equal(model(TOKENS), Transformer()(TOKENS))  # read by way of a buffer
+    model.strategy_state.cached.clear()
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(fx.CheckpointError, match=r"tensor 'blocks.*Input/output error"):
+        model(TOKENS)
+    monkeypatch.setattr(os, "pread", lambda *_: b"short")
+    with pytest.raises(fx.CheckpointError, match=r"5 of .* bytes could be read"):
+        model(TOKENS)
+
+
+def test_a_full_disk_leaves_nothing_behind(ctx, tmp_path, monkeypatch, threads):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    config = fx.Offload(placement=BLOCKS, offload_folder=str(tmp_path / "offload"))
+    net = Transformer()
+    with pytest.raises(fx.CheckpointError, match=r"No space left on device\. Free some space"):
+        fx.wrap(net, ctx, fx.Plan(strategy=config))
+    assert not (tmp_path / "offload").exists() and not threads()
+    assert torch.equal(net(TOKENS), Transformer()(TOKENS))
+    assert all(parameter.requires_grad for parameter in net.parameters())
+
+
+def test_a_folder_that_cannot_be_written(ctx, tmp_path):
+    (tmp_path / "file").write_text("")
+    config = fx.Offload(placement=BLOCKS, offload_folder=str(tmp_path / "file" / "offload"))
+    with pytest.raises(fx.CheckpointError, match="Choose a folder that this process can write"):
+        fx.wrap(Transformer(), ctx, fx.Plan(strategy=config))
+
+
+def test_half_a_checkpoint_and_a_wrong_model(ctx, folder, tmp_path, threads):
+    state = Transformer().state_dict()
+    fx.export({name: state[name] for name in list(state)[:9]}, tmp_path / "half")
+    for source in (tmp_path / "half", tmp_path / "none"):
+        with pytest.raises(fx.CheckpointError):
+            streamed(ctx, source)
+    assert not threads()
+
+
+def test_an_optimizer_over_streamed_parameters_is_refused(ctx, folder):
+    config = fx.Offload(placement=BLOCKS, source=str(folder))
+    with pytest.raises(fx.PlanError, match=r"freeze these with requires_grad_\(False\)") as error:
+        fx.wrap(Transformer(), ctx, fx.Plan(strategy=config), optimizer=torch.optim.SGD)
+    assert "'" not in str(error.value).split(":")[0]
+    assert "blocks.0.norm_1.weight" in str(error.value)
+
+
+MOVES = {
+    "to": lambda net: net.to("cpu"),
+    "half": lambda net: net.half(),
+    "a part": lambda net: net.blocks.cpu(),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_moving_a_streamed_model_says_what_to_do(ctx, folder, move):
+    model = streamed(ctx, folder)
+    with pytest.raises(fx.PlanError, match="Wrap the model with another placement"):
+        move(model.module)
+
+
+def test_placements_that_do_not_fit_the_model_or_the_machine(ctx):
+    def refusal(placed):
+        with pytest.raises(fx.PlanError) as error:
+            fx.wrap(Transformer(), ctx, fx.Plan(strategy=fx.Offload(placement=placed)))
+        return str(error.value)
+
+    assert "no module or tensor 'layers.0'" in refusal(placement("layers.0"))
+    lacks = fx.Placement(units=(PlacedUnit(name="blocks", device="cpu"),))
+    assert "says nothing of the tensor 'position'" in refusal(lacks)
+    assert "it computes on 'cuda:3'" in refusal(attrs.evolve(BLOCKS, device="cuda:3"))
+    units = (PlacedUnit(name="", device="cuda:7"),)
+    assert "places units on 'cuda:7', and this machine has" in refusal(fx.Placement(units=units))
+
+
+def test_copies_are_bounded_also_while_gradients_are_computed(ctx, folder, monkeypatch):
+    """Autograd keeps no copy of a unit alive: only those in use and read ahead."""
+    made, fetch = [], DeviceCopies.fetch
+
+    def counted(self, unit):
+        fetched = fetch(self, unit)
+        made.append(StorageWeakRef(fetched.flat.untyped_storage()))
+        return fetched
+
+    monkeypatch.setattr(DeviceCopies, "fetch", counted)
+    net = Transformer(blocks=6)
+    net.blocks.requires_grad_(False)
+    fx.export(net, folder)
+    placed = placement(*(f"blocks.{number}" for number in range(6)))
+    config = fx.Offload(placement=placed, source=str(folder), ahead=1)
+    model = fx.wrap(net, ctx, fx.Plan(strategy=config), optimizer=_sgd, strategy=COPIES)
+    loss = model(TOKENS).sum()
+    assert len(made) >= 6 and sum(not one.expired() for one in made) <= 3
+    loss.backward()
+    assert len(made) >= 11 and sum(not one.expired() for one in made) <= 3
+    assert net.gain.grad is not None
+
+
+def _sgd(params):
+    return torch.optim.SGD(params, lr=0.1)

@@ -1,0 +1,155 @@
+"""Training what stays resident of a streamed model: steps, checkpoints, and the frozen files."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fxtrain as fx
+from fxtrain.checkpoint.folders import read_manifest
+from fxtrain.checkpoint.local_storage import open_storage
+from fxtrain.state import PlacedUnit
+from fxtrain.testing import Transformer
+from fxtrain.testing.training import on_mesh
+
+UNITS = ("net.blocks.0", "net.blocks.1", "net.embed")
+PLACED = fx.Placement(
+    units=(
+        PlacedUnit(name="", device="cpu"),
+        *(PlacedUnit(name=name, device="disk") for name in UNITS),
+    )
+)
+
+
+class Adapted(nn.Module):
+    """A frozen transformer with low-rank updates, as of LoRA, beside each block."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net.requires_grad_(False)
+        torch.manual_seed(0)
+        self.down = nn.ModuleList(nn.Linear(16, 2, bias=False).double() for _ in net.blocks)
+        self.up = nn.ModuleList(nn.Linear(2, 16, bias=False).double() for _ in net.blocks)
+
+    def forward(self, tokens):
+        x = self.net.embed(tokens) + self.net.position[: tokens.shape[1]]
+        for block, down, up in zip(self.net.blocks, self.down, self.up, strict=True):
+            x = block(x) + up(down(x))
+        return self.net.head(self.net.norm(x))
+
+
+def _adam(params):
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def _streamed(ctx, folder, seed=0, **plan):
+    with torch.device("meta"):
+        net = Transformer(seed=seed)
+    config = fx.Offload(placement=PLACED)
+    model = fx.wrap(Adapted(net), ctx, fx.Plan(strategy=config, **plan), optimizer=_adam)
+    fx.load_model(folder, model, strict=False, rename=lambda name: f"net.{name}")
+    return model
+
+
+def _resident(ctx, **plan):
+    return fx.wrap(Adapted(Transformer()), ctx, fx.Plan(**plan), optimizer=_adam)
+
+
+def _rows(ctx, model):
+    tokens = torch.randint(0, 24, (24, 9), generator=torch.Generator().manual_seed(1))
+    return fx.shard(DataLoader(TensorDataset(tokens), batch_size=4), ctx, model.plan)
+
+
+def _loss(model, batch):
+    (tokens,) = batch
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _train(ctx, model, batches=None, start=None):
+    loader = _rows(ctx, model)
+    loader = loader if start is None else loader.at(start)
+    fns, reports = fx.StepFns(model=model, loss=_loss), []
+    for epoch in loader.epochs(1):
+        for batch in epoch:
+            reports.append(fx.step(ctx, batch, fns))
+            if len(reports) == batches:
+                return reports
+    return reports
+
+
+def _trained(model):
+    return {
+        name: copy.deepcopy(p.detach())
+        for name, p in model.module.named_parameters()
+        if p.requires_grad
+    }
+
+
+@pytest.fixture
+def ctx():
+    with fx.detect(env={}, device="cpu") as made:
+        yield made
+
+
+@pytest.fixture
+def folder(tmp_path):
+    fx.export(Transformer(), tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("plan", [{}, {"recompute": ("Block",)}], ids=["plain", "recompute"])
+def test_steps_equal_those_of_the_resident_model(ctx, folder, plan):
+    found, wanted = _streamed(ctx, folder, **plan), _resident(ctx, **plan)
+    one, other = _train(ctx, found), _train(ctx, wanted)
+    assert [float(report.loss) for report in one] == [float(report.loss) for report in other]
+    for name, value in _trained(wanted).items():
+        assert torch.equal(_trained(found)[name], value), name
+
+
+def test_a_checkpoint_has_what_is_trained_and_names_the_frozen_files(ctx, folder, tmp_path):
+    model = _streamed(ctx, folder)
+    _train(ctx, full := _streamed(ctx, folder))
+    reports = _train(ctx, model, batches=3)
+    fx.save(tmp_path / "runs", ctx, model, position=reports[-1].position)
+    at = Path(fx.latest(tmp_path / "runs"))
+    found = read_manifest(open_storage(at)).tensors
+    names = {name for name in found if "/module." in name}
+    assert names == {f"model/module.{way}.{n}.weight" for way in ("up", "down") for n in (0, 1)}
+    assert "model.safetensors" in (at / "manifest.json").read_text()
+
+    again = _streamed(ctx, folder)
+    found = fx.restore(tmp_path / "runs", ctx, again)
+    _train(ctx, again, start=found.position)
+    for name, value in _trained(full).items():
+        assert torch.equal(_trained(again)[name], value), name
+
+    fx.export(Transformer(seed=1), folder)
+    other = _streamed(ctx, folder)
+    with pytest.raises(fx.CheckpointError, match=r"model.safetensors has another digest"):
+        fx.restore(tmp_path / "runs", ctx, other)
+
+
+def _on_rank(ctx, folder):
+    with on_mesh(ctx, None) as placed:
+        model = _streamed(placed, folder)
+        losses = [float(report.loss) for report in _train(placed, model)]
+        return losses, _trained(model)
+
+
+def test_ranks_average_what_they_train(pair, ctx, folder):
+    wanted = _resident(ctx)
+    rows = _rows(ctx, wanted)
+    batches = [batch for epoch in rows.epochs(1) for batch in epoch]
+    for first, second in zip(batches[::2], batches[1::2], strict=True):
+        loss = (_loss(wanted, first) + _loss(wanted, second)) / 2
+        loss.backward()
+        wanted.optimizer.step()
+        wanted.optimizer.zero_grad()
+    for _, found in pair.run(_on_rank, str(folder)):
+        for name, value in _trained(wanted).items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11)

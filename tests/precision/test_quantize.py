@@ -1,0 +1,173 @@
+"""Quantised weights: which layers, what they hold, files, and what is refused."""
+
+import copy
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+
+import fxtrain as fx
+from fxtrain.models import quantized_loading
+from fxtrain.precision import library_of, quantize_layers, stored_tensors
+from tests.precision._records import RECORDS, TRAINABLE, frozen_mlp, marked, mlp
+
+CPU = torch.device("cpu")
+EVERY = pytest.mark.parametrize("name", marked(RECORDS))
+SOME = pytest.mark.parametrize("name", marked(TRAINABLE))
+
+
+def _values(net):
+    return {name: value.detach().clone() for name, value in stored_tensors(net).items()}
+
+
+def _same(one, other):
+    assert list(one) == list(other)
+    for name, value in one.items():
+        assert value.dtype == other[name].dtype, name
+        assert torch.equal(value, other[name]), name
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_outputs_are_near_and_forward_changes_nothing(name, dtype):
+    net, x = mlp(dtype=dtype).requires_grad_(False), torch.randn(5, 64, dtype=dtype)
+    wanted = net(x).float()
+    before = _values(net)
+    done = quantize_layers(net, RECORDS[name], CPU)
+    assert done.layers == ("0", "2")
+    held = _values(net)
+    for mode in (net.eval, net.train):
+        error = (mode()(x).float() - wanted).norm() / wanted.norm()
+        assert 0 < error < (0.15 if "4" in name else 0.05)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        net(x)
+    _same(_values(net), held)
+    _same(_values(copy.deepcopy(net)), held)
+    done.undo()
+    _same(_values(net), before)
+
+
+@EVERY
+def test_the_form_on_meta_has_the_same_tensors(name):
+    real, fake = mlp(), mlp(device="meta")
+    for net in (real, fake):
+        quantize_layers(net, RECORDS[name], CPU)
+    kinds = [{k: (v.shape, v.dtype) for k, v in stored_tensors(n).items()} for n in (real, fake)]
+    assert kinds[0] == kinds[1]
+
+
+@EVERY
+def test_loading_quantizes_one_layer_at_a_time(name, tmp_path, monkeypatch):
+    fx.export(mlp(), tmp_path)
+    left = []
+
+    def counting(record):
+        library = library_of(record)
+
+        def quantize(layer, record):
+            left.append(sum(not p.is_meta for p in net.parameters() if p.ndim == 2))
+            return library.quantize(layer, record)
+
+        return attrs.evolve(library, quantize=quantize)
+
+    monkeypatch.setattr(quantized_loading, "library_of", counting)
+    net, wanted = mlp(device="meta"), mlp()
+    fx.load_model(tmp_path, net, quantize=RECORDS[name])
+    assert left == [1, 1]  # the head alone has values meanwhile
+    quantize_layers(wanted, RECORDS[name], CPU)
+    _same(_values(net), _values(wanted))
+
+
+@EVERY
+def test_export_and_load_are_the_identity(name, tmp_path):
+    net, x = mlp(seed=3).eval(), torch.randn(2, 64)
+    quantize_layers(net, RECORDS[name], CPU)
+    assert len(fx.export(net, tmp_path, max_shard="3KB")) > 1
+    full, meta, filled = mlp(), mlp(device="meta"), mlp()
+    quantize_layers(filled, RECORDS[name], CPU)
+    for other in (full, meta, filled):
+        fx.load_model(tmp_path, other)
+        _same(_values(other), _values(net))
+        assert torch.equal(other.eval()(x), net(x))
+
+
+@pytest.mark.parametrize("name", marked(["int8", "float8"]))
+def test_torchao_reads_our_files(name, tmp_path):
+    from safetensors import safe_open
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+    net = mlp()
+    quantize_layers(net, RECORDS[name], CPU)
+    (path,) = fx.export(net, tmp_path)
+    with safe_open(path, framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        found, rest = unflatten_tensor_state_dict(tensors, file.metadata())
+    assert not rest
+    assert torch.equal(found["0.weight"].dequantize(), net[0].weight.dequantize())
+
+
+@SOME
+def test_a_checkpoint_resumes_bit_for_bit(name, tmp_path):
+    plan, x = fx.Plan(quantize=RECORDS[name]), torch.randn(4, 64)
+
+    def made(ctx, seed):
+        return fx.wrap(
+            frozen_mlp(seed=seed), ctx, plan, optimizer=lambda params: torch.optim.AdamW(params)
+        )
+
+    def train(ctx, model):
+        fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).square().mean())
+        for batch in fx.shard(torch.utils.data.DataLoader(x, batch_size=4), ctx, plan):
+            fx.step(ctx, batch, fns)
+
+    with fx.detect(env={}, device="cpu") as ctx:
+        one, other = made(ctx, 0), made(ctx, 1)
+        before = _values(one.module)
+        train(ctx, one)
+        after = _values(one.module)
+        assert {key for key in after if not torch.equal(after[key], before[key])} == {
+            "3.weight",
+            "3.bias",
+        }
+        fx.save(tmp_path, ctx, one)
+        fx.restore(tmp_path, ctx, other)
+        for model in (one, other):
+            train(ctx, model)
+        _same(_values(one.module), _values(other.module))
+        assert fx.unwrap(one)[0].weight.requires_grad is False
+
+
+@pytest.mark.parametrize("name", marked(["nf4"]))
+def test_a_checkpoint_of_another_format_is_refused(name, tmp_path):
+    with fx.detect(env={}, device="cpu") as ctx:
+        plans = [fx.Plan(quantize=fx.Bnb4(format=one)) for one in ("nf4", "fp4")]
+        saved, other = (fx.wrap(mlp(), ctx, plan) for plan in plans)
+        fx.save(tmp_path, ctx, saved)
+        with pytest.raises(fx.CheckpointError, match="0 is bitsandbytes nf4 in the checkpoint"):
+            fx.restore(tmp_path, ctx, other)
+
+
+@pytest.mark.parametrize("name", marked(["nf4", "int8"]))
+def test_a_checkpoint_may_hold_digests_of_the_base(name, tmp_path):
+    plan = fx.Plan(quantize=RECORDS[name], frozen="digests")
+    with fx.detect(env={}, device="cpu") as ctx:
+        model, same, other = (fx.wrap(frozen_mlp(seed=seed), ctx, plan) for seed in (0, 0, 1))
+        with torch.no_grad():
+            model.module[3].weight.zero_()
+        handle = fx.save(tmp_path, ctx, model)
+        size = sum(path.stat().st_size for path in Path(handle.path).rglob("*.safetensors"))
+        assert size < 20_000  # the head and random states
+        fx.restore(tmp_path, ctx, same)
+        _same(_values(same.module), _values(model.module))
+        before = _values(other.module)
+        with pytest.raises(fx.CheckpointError, match=r"of this model differ.*\n  0.bias"):
+            fx.restore(tmp_path, ctx, other)
+        _same(_values(other.module), before)
+
+
+def test_strategies_that_hold_parts_refuse_digests():
+    with fx.detect(env={}, device="cpu") as ctx:
+        plan = fx.Plan(strategy=fx.FSDP(), frozen="digests")
+        with pytest.raises(fx.PlanError, match="FSDP may hold parts"):
+            fx.wrap(mlp(), ctx, plan)

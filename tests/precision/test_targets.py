@@ -1,0 +1,153 @@
+"""Which layers are quantised, what is refused, and that a refusal changes nothing."""
+
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import fxtrain as fx
+from fxtrain.precision.targets import choose_layers, matches
+from fxtrain.testing import Transformer
+from tests.precision._records import frozen_mlp, marked, mlp
+
+COMPONENT = st.text("ab_", min_size=1, max_size=3)
+AO = pytest.mark.parametrize("name", marked(["int8"]))
+
+
+@given(parts=st.lists(COMPONENT, min_size=1, max_size=5), data=st.data())
+def test_patterns_match_whole_components(parts, data):
+    start = data.draw(st.integers(0, len(parts) - 1))
+    stop = data.draw(st.integers(start + 1, len(parts)))
+    inside = parts[start:stop]
+    assert matches(".".join(inside), ".".join(parts))
+    assert matches("*", ".".join(parts))
+    longer = [f"{parts[0]}x", *parts[1:]]
+    assert matches(parts[0], ".".join(longer)) == (parts[0] in parts[1:])
+
+
+def _skipped(net, **options):
+    trains = options.pop("trains", False)
+    return choose_layers(net, fx.Torchao(**options), trains=trains).skipped
+
+
+def test_heads_and_ties_are_skipped_by_default():
+    assert _skipped(mlp()) == {"3": "the output head"}
+    assert choose_layers(mlp(), fx.Torchao(head=True), trains=False).names == ("0", "2", "3")
+    net = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False))
+    net[2].weight = net[0].weight
+    assert _skipped(net, head=True) == {"2": "tied to another module"}
+    inside = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 8)))
+    assert _skipped(inside) == {"2.0": "the output head"}
+    # Without a head of its own, the last layer belongs to a block.
+    assert _skipped(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 6)))) == {}
+
+
+def test_names_and_classes_are_skipped():
+    net = Transformer()
+    every = choose_layers(net, fx.Torchao(), trains=False).names
+    assert len(every) == 12
+    assert set(_skipped(net, skip="blocks.1")) == {one for one in every if one[7] == "1"}
+    assert set(_skipped(net, skip_classes="Attention")) == {o for o in every if "attention" in o}
+    assert set(_skipped(net, skip="*")) == set(every)
+
+
+def test_layers_that_torch_computes_in_one_kernel_are_skipped():
+    net = nn.Sequential(nn.TransformerEncoderLayer(8, 2), nn.Linear(8, 8), nn.ReLU())
+    assert set(_skipped(net)) == {"0.linear1", "0.linear2"}
+
+
+def test_trained_layers_are_skipped():
+    net = frozen_mlp()
+    net[0].requires_grad_(True)
+    assert _skipped(net, trains=True) == {"0": "trained", "3": "the output head"}
+
+
+@pytest.mark.parametrize(
+    ("net", "options", "message"),
+    [
+        (mlp(), {"skip": "gte"}, r"Torchao\(skip='gte'\): no module of the model matches"),
+        (mlp(), {"skip_classes": "Linar"}, "no class .* Did you mean 'Linear'"),
+        (mlp(), {"keep_fp32": "norm"}, r"keep_fp32='norm'\): no module"),
+        (mlp(), {"trains": True}, "0 [(]trained[)].* Freeze the model"),
+        (nn.Sequential(nn.Conv1d(1, 1, 1)), {}, "Sequential has none"),
+        (nn.Sequential(nn.Linear(4, 4)), {}, "the output head.* head=True"),
+        (nn.Linear(4, 4), {"head": True}, "the model itself"),
+        (mlp(96), {"weights": "int4"}, "0 has 64 input features.*2 such layers[)]. Use group=32"),
+    ],
+)
+def test_what_does_not_fit_is_refused(net, options, message):
+    with pytest.raises(fx.PlanError, match=message):
+        _skipped(net, **options)
+
+
+def test_formats_of_torchao_that_do_not_go_together_are_refused():
+    with pytest.raises(fx.PlanError, match="both are int8 or both float8"):
+        fx.Torchao(weights="int4", activations="int8")
+
+
+def _refused(net, plan, match, **options):
+    """Wrapping fails with a message, and the module is as it was."""
+    before = [(name, id(part)) for name, part in net.named_modules()]
+    flags = [parameter.requires_grad for parameter in net.parameters()]
+    with fx.detect(env={}, device="cpu") as ctx, pytest.raises(fx.FxError, match=match):
+        fx.wrap(net, ctx, plan, **options)
+    assert before == [(name, id(part)) for name, part in net.named_modules()]
+    assert flags == [parameter.requires_grad for parameter in net.parameters()]
+
+
+def _sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+@AO
+def test_wrap_refuses_and_leaves_the_module_as_it_was(name):
+    plan = fx.Plan(quantize="torchao")
+    _refused(mlp(), plan, "Freeze the model", optimizer=_sgd)
+    dynamic = fx.Plan(quantize=fx.Torchao(activations="int8"))
+    _refused(frozen_mlp(), dynamic, "without a gradient of its input", optimizer=_sgd)
+    float8 = fx.Plan(quantize=fx.Torchao(weights="float8", activations="float8"))
+    _refused(mlp(), float8, "needs a GPU with float8.* CUDA 8.9")
+    _refused(frozen_mlp(), plan, "returned nothing", optimizer=lambda params: [])
+    local = fx.Plan(quantize="torchao", local=fx.LocalSGD(every=2))
+    _refused(mlp(), local, "average every parameter")
+
+
+@AO
+def test_two_quantizations_are_refused(name):
+    with fx.detect(env={}, device="cpu") as ctx:
+        net = fx.unwrap(fx.wrap(mlp(), ctx, fx.Plan(quantize="torchao")))
+        fx.unwrap(fx.wrap(net, ctx, fx.Plan(quantize="torchao")))
+    other = fx.Plan(quantize=fx.Torchao(weights="float8"))
+    _refused(net, other, "asked for torchao float8, but 0 is quantised already, as torchao int8")
+
+
+@pytest.mark.parametrize("package", ["bitsandbytes", "torchao"])
+def test_a_missing_package_names_the_field_and_the_command(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    plan = fx.Plan(quantize="bnb8" if package == "bitsandbytes" else "torchao")
+    message = rf"Plan\(quantize=fx.*{package}.*pip install 'fxtrain\[quant\]'"
+    _refused(mlp(), plan, message)
+
+
+@AO
+def test_skipping_every_layer_is_the_identity(name):
+    net = mlp()
+    parts = list(net)
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(net, ctx, fx.Plan(quantize=fx.Torchao(skip="*")))
+        assert all(one is other for one, other in zip(model.module, parts, strict=True))
+
+
+@AO
+def test_modules_are_kept_in_fp32(name, tmp_path):
+    net = mlp(dtype=torch.bfloat16)
+    with fx.detect(env={}, device="cpu") as ctx:
+        fx.wrap(net, ctx, fx.Plan(quantize=fx.Torchao(keep_fp32="0")))
+    assert net[0].weight.dtype == torch.float32
+    assert type(net[0].weight) is nn.Parameter
+    source, meta = mlp(), mlp(dtype=torch.bfloat16, device="meta")
+    fx.load_model(source.state_dict(), meta, quantize=fx.Torchao(keep_fp32="0"), cast=True)
+    assert torch.equal(meta[0].weight, source[0].weight)

@@ -1,0 +1,210 @@
+"""`fit` in one process: what it keeps, refuses and costs."""
+
+import ast
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import fxtrain as fx
+from fxtrain.loop import fitting
+from fxtrain.loop.progress import progress
+from fxtrain.track import read_run
+
+
+@pytest.fixture
+def ctx():
+    with fx.detect(env={}, device="cpu") as found:
+        yield found
+
+
+def _made(ctx, rows=8):
+    torch.manual_seed(0)
+    model = fx.wrap(torch.nn.Linear(1, 1), ctx, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).square().mean())
+    return fns, fx.shard(DataLoader(torch.ones(rows, 1), batch_size=2), ctx)
+
+
+def _fit(ctx, folder, *, rows=8, **how):
+    fns, loader = _made(ctx, rows)
+    return list(fx.fit(ctx, fns, loader, folder, **{"epochs": 3, "show": False, **how}))
+
+
+def _kept(folder):
+    return [int(path.name[-2:]) for path in sorted(folder.glob("update-*"))]
+
+
+def test_it_keeps_the_last_and_the_best(ctx, tmp_path):
+    scores = iter([3.0, 1.0, float("nan"), 4.0, 5.0])
+    reports = _fit(
+        ctx,
+        tmp_path,
+        epochs=5,
+        save_every=2,
+        keep_last=1,
+        keep_best=1,
+        metric="s",
+        evaluate=lambda: {"s": torch.tensor(next(scores))},
+    )
+    assert _kept(tmp_path) == [8, 20]
+    assert [one.metrics["s"] for one in reports if one.metrics][:2] == [3.0, 1.0]
+    assert read_run(tmp_path).curve("eval/s")[1] == (8, 1.0)
+
+
+def test_what_is_not_asked_for_is_not_saved(ctx, tmp_path):
+    _fit(ctx, tmp_path, save_epochs=False)
+    assert _kept(tmp_path) == [12]
+    assert _fit(ctx, tmp_path, save_epochs=False) == []  # it is over
+    assert _kept(tmp_path) == [12]
+    assert len(_fit(ctx, tmp_path, epochs=4)) == 4
+    _fit(ctx, tmp_path / "by the clock", save_epochs=False, save_minutes=1e-9)
+    assert _kept(tmp_path / "by the clock") == list(range(1, 13))
+
+
+def test_a_break_between_two_checks_ends_at_the_next(ctx, tmp_path):
+    fns, loader = _made(ctx)
+    for report in fx.fit(ctx, fns, loader, tmp_path, epochs=2, show=False, check_every=3):
+        if report.position.updates == 4:
+            break
+        if report.position.updates == 1:
+            continue
+    assert _kept(tmp_path)[-1] == 4  # the last of its epoch
+    for report in fx.fit(ctx, fns, loader, tmp_path, epochs=9, show=False, check_every=3):
+        if report.position.updates == 10:
+            break
+    assert _kept(tmp_path)[-1] == 12
+
+
+def test_an_iterator_that_is_dropped_has_saved(ctx, tmp_path):
+    fns, loader = _made(ctx)
+    reports = fx.fit(ctx, fns, loader, tmp_path, epochs=2, show=False)
+    next(reports)
+    del reports
+    gc.collect()
+    assert _kept(tmp_path) == [1]
+
+
+BAD = {
+    "epochs": ({"epochs": "3"}, r"epochs='3'"),
+    "save": ({"save_every": 0}, "save_every=0"),
+    "evaluate": ({"evaluate": 3}, "evaluate is 3; pass a function"),
+    "extra": ({"extra": [1]}, r"extra is \[1\]; pass a dict"),
+    "metric": ({"metric": "a", "evaluate": lambda: {"b": 1.0}}, "name of one of its values: b"),
+    "no metric": ({"keep_best": 1, "evaluate": lambda: {"b": 1.0}}, "one of its values: b"),
+    "no evaluation": ({"keep_best": 1}, "pass evaluate too"),
+    "signal": ({"signals": "SIGNOTHING"}, "not a signal"),
+    "tracker": ({"to": ["tensorbord"]}, "tensorbord"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_wrong_arguments_are_named(ctx, tmp_path, name):
+    how, words = BAD[name]
+    with pytest.raises(fx.FxError, match=words):
+        _fit(ctx, tmp_path, **how)
+
+
+def test_a_loader_that_is_not_sharded_is_refused(ctx, tmp_path):
+    fns, _ = _made(ctx)
+    with pytest.raises(fx.PlanError, match=r"pass a loader from fx\.shard"):
+        fx.fit(ctx, fns, DataLoader(torch.ones(2)), tmp_path, epochs=1)
+
+
+def test_another_run_in_the_folder_is_refused(ctx, tmp_path):
+    _fit(ctx, tmp_path)
+    with pytest.raises(fx.PlanError, match="belongs to the run"):
+        _fit(ctx, tmp_path, resume=False)
+
+
+def _calls(run):
+    """Python functions entered in this thread."""
+    count = 0
+
+    def profile(frame, event, arg):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_it_adds_at_most_15_python_calls_to_a_step(ctx, tmp_path):
+    """Of updates, with an entry at every tenth; what happens once per run cancels out."""
+
+    def by_hand(rows):
+        fns, loader = _made(ctx, rows)
+        return _calls(lambda: [fx.step(ctx, b, fns) for e in loader.epochs(1) for b in e])
+
+    def fitted(rows):
+        fns, loader = _made(ctx, rows)
+        return _calls(lambda: list(fx.fit(ctx, fns, loader, tmp_path / str(rows), epochs=1)))
+
+    steps = (20, 120)
+    for run in (by_hand, fitted):
+        run(2)  # what is imported or made once
+    plain, more = ([run(2 * n) for n in steps] for run in (by_hand, fitted))
+    added = ((more[1] - more[0]) - (plain[1] - plain[0])) / (steps[1] - steps[0])
+    assert 0 < added <= 15
+
+
+def test_it_is_short():
+    """Under 150 lines of code, without its signature, arguments and documentation."""
+    tree = ast.parse(Path(fitting.__file__).read_text())
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name != "fit"]
+    lines = 0
+    for function in functions:
+        body = function.body[1:] if ast.get_docstring(function) else function.body
+        lines += body[-1].end_lineno - body[0].lineno + 1
+    assert 50 < lines < 150
+
+
+def test_progress_is_a_line_where_there_is_no_terminal(ctx, tmp_path, capsys):
+    from rich.console import Console
+
+    tracker = progress(4, every_s=0.0, console=Console(stderr=True))
+    with fx.track(tmp_path, ctx, [tracker]) as run:
+        run.log({"loss": 0.5, "lr": 0.1, "rows_per_s": 12.0, "memory_gib": 1.5}, 2)
+        run.log({"eval": {"a": 0.25}}, 2)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("update 2 of 4  loss 0.5  12 rows/s  1.5 GiB  0:00:00 left")
+    assert "eval/a 0.25" in second
+
+
+def test_progress_is_a_bar_in_a_terminal(ctx, tmp_path):
+    import io
+
+    from rich.console import Console
+
+    seen = io.StringIO()
+    console = Console(file=seen, force_terminal=True, width=120)
+    with fx.track(tmp_path, ctx, [progress(4, console=console)]) as run:
+        run.log({"loss": 0.5, "rows_per_s": 12.0}, 3)
+    assert "3/4" in seen.getvalue() and "loss 0.5" in seen.getvalue()
+
+
+def test_the_loop_of_the_docs_gives_the_same_parameters(ctx, tmp_path):
+    text = (Path(__file__).parents[1] / "docs" / "fit.md").read_text()
+    code = text.split("<!-- example: by_hand -->\n```python\n")[1].split("```")[0]
+    names = {"fx": fx}
+    exec(code, names)
+    found = []
+    for name in ("hand", "fit"):
+        fns, loader = _made(ctx)
+        for epochs in (1, 3):
+            if name == "hand":
+                names["fit_by_hand"](ctx, fns, loader, tmp_path / name, epochs, lambda: 0.5)
+            else:
+                how = {"epochs": epochs, "show": False, "evaluate": lambda: 0.5, "keep_last": 2}
+                list(fx.fit(ctx, fns, loader, tmp_path / name, **how))
+        found.append({key: value.tolist() for key, value in fx.weights(fns.model)})
+    assert found[0] == found[1]
+    by_hand, fitted = (read_run(tmp_path / name) for name in ("hand", "fit"))
+    assert by_hand.curve("eval") == fitted.curve("eval") == [(n, 0.5) for n in (4, 8, 12)]
+    assert _kept(tmp_path / "hand") == _kept(tmp_path / "fit")
