@@ -68,6 +68,10 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry(
         "plan", "fxtrain.cli.plan_command:PLAN", "show what a script would need on many ranks"
     ),
+    CommandEntry(
+        "report", "fxtrain.cli.report_command:REPORT", "write an HTML page about tracked runs"
+    ),
+    CommandEntry("watch", "fxtrain.cli.watch_command:WATCH", "show a tracked run as it is logged"),
     CommandEntry("completion", "fxtrain.cli.completion:COMPLETION", "print shell completion"),
 )
 

@@ -1,0 +1,86 @@
+"""`fxtrain watch`."""
+
+import math
+import sys
+import time
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from fxtrain._errors import PlanError, escape_unprintable
+from fxtrain.cli.output import print_renderable
+from fxtrain.report import Curve, Followed, file_of, follow, sparkline
+
+__all__ = ["WATCH"]
+
+_BARS = 30
+
+
+@click.command("watch")
+@click.argument("run", metavar="RUN")
+@click.option(
+    "--every-s",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    help="seconds between two looks at the run",
+)
+@click.option("--file", default="metrics.jsonl", show_default=True,
+              help="file in the folder of the run, as in JsonLines(file=)")  # fmt: skip
+def WATCH(run: str, every_s: float, file: str) -> None:
+    """Show the values of a run as they are logged, until Ctrl-C.
+
+    RUN is a folder that fx.track wrote with fx.JsonLines(), which is the default. Without a
+    terminal, the table is printed once.
+    """
+    path = file_of(run, file)
+    seen = _checked(path, follow(path, Followed()))
+    if not sys.stdout.isatty():
+        print_renderable(_table(path, seen))
+        return
+    with Live(_table(path, seen), console=Console(highlight=False), auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(every_s)
+                seen = follow(path, seen)
+                live.update(_table(path, seen), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def _checked(path: Path, seen: Followed) -> Followed:
+    if seen.end and not seen.started:
+        raise PlanError(
+            f"{path} has no line that starts a run, so fx.JsonLines() did not write it. Pass the "
+            f"folder of a run."
+        )
+    return seen
+
+
+def _table(path: Path, seen: Followed) -> Table:
+    steps = [curve.steps[-1] for curve in seen.curves.values()]
+    times = [one for c in seen.curves.values() if not math.isnan(one := c.times[-1])]
+    ago = f", last entry {max(time.time() - max(times), 0):,.0f} s ago" if times else ""
+    title = f"{path.parent}: {max(steps, default=0):,.0f} updates{ago}"
+    table = Table(title=_text(title), title_justify="left", box=None, pad_edge=False)
+    table.add_column("Metric", overflow="fold")
+    for name in ("Last", "Lowest", "Highest"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("Curve", no_wrap=True)
+    for name, curve in seen.curves.items():
+        table.add_row(_text(name), *_cells(curve))
+    return table
+
+
+def _text(text: str) -> Text:
+    return Text(escape_unprintable(text))
+
+
+def _cells(curve: Curve) -> tuple[str, ...]:
+    finite = [one for one in curve.values if math.isfinite(one)]
+    low, high = (f"{min(finite):.5g}", f"{max(finite):.5g}") if finite else ("-", "-")
+    return f"{curve.values[-1]:.5g}", low, high, sparkline(curve.values, _BARS)

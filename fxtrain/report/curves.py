@@ -1,0 +1,88 @@
+"""Curves with few points that keep the extremes of all points."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+__all__ = ["Curve", "downsample", "join"]
+
+
+@attrs.frozen(kw_only=True)
+class Curve:
+    """The values of one metric, downsampled.
+
+    Attributes:
+        steps: Updates at each point.
+        rows: Rows at each point; NaN where none were logged.
+        times: Seconds since 1970 at each point; NaN where none were logged.
+        values: The values, some of which may not be finite.
+        count: Number of values that were logged.
+        nonfinite: Number of those that are not finite.
+    """
+
+    steps: tuple[float, ...]
+    rows: tuple[float, ...]
+    times: tuple[float, ...]
+    values: tuple[float, ...]
+    count: int
+    nonfinite: int = 0
+
+    def limited(self, limit: int) -> "Curve":
+        """The same curve with at most about `limit` points: see `downsample`."""
+        if len(self.values) <= limit:
+            return self
+        kept = downsample(self.values, limit)
+        columns = {
+            name: tuple(map(getattr(self, name).__getitem__, kept))
+            for name in ("steps", "rows", "times", "values")
+        }
+        return attrs.evolve(self, **columns)
+
+    def axis(self, over: str) -> tuple[float, ...]:
+        """The horizontal positions: updates, rows, or time in seconds since 1970."""
+        return {"updates": self.steps, "rows": self.rows, "time": self.times}[over]
+
+
+def downsample(values: Sequence[float], limit: int) -> list[int]:
+    """The positions of the values to keep, in order.
+
+    Values are divided into buckets of equal counts. Each keeps its minimum, its maximum and its
+    first non-finite value, so no spike is lost. The first and the last value are kept as well.
+
+    Args:
+        limit: Number of positions, at least 5.
+
+    Example:
+        >>> downsample([0.0, 1.0, 9.0, 1.0, 2.0, 1.0, -7.0, 1.0, 0.0, 3.0], 6)
+        [0, 2, 6, 9]
+    """
+    count = len(values)
+    if count <= limit:
+        return list(range(count))
+    everything_finite = math.isfinite(sum(values))
+    buckets = max(1, (limit - 2) // (2 if everything_finite else 3))
+    kept = {0, count - 1}
+    for bucket in range(buckets):
+        start = bucket * count // buckets
+        part = values[start : (bucket + 1) * count // buckets]
+        finite = part if everything_finite else [one for one in part if math.isfinite(one)]
+        if finite:
+            kept.add(start + part.index(min(finite)))
+            kept.add(start + part.index(max(finite)))
+        if len(finite) < len(part):
+            kept.add(start + next(i for i, one in enumerate(part) if not math.isfinite(one)))
+    return sorted(kept)
+
+
+def join(parts: Iterable[Curve]) -> Curve:
+    """Curves of consecutive parts of a run as one curve."""
+    found = list(parts)
+    return Curve(
+        steps=tuple(one for part in found for one in part.steps),
+        rows=tuple(one for part in found for one in part.rows),
+        times=tuple(one for part in found for one in part.times),
+        values=tuple(one for part in found for one in part.values),
+        count=sum(part.count for part in found),
+        nonfinite=sum(part.nonfinite for part in found),
+    )

@@ -1,0 +1,293 @@
+"""What a report contains: every extreme of every curve, and no text that a browser runs."""
+
+import json
+import math
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fxtrain as fx
+from fxtrain._errors import PlanError
+from fxtrain.cli import main
+from fxtrain.report import downsample, page_of, picture_of, read_curves
+from fxtrain.report.lines import read_piece
+from fxtrain.report.packing import unpacked
+from fxtrain.track import read_run
+
+NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\u2028"
+
+
+class _Page(HTMLParser):
+    """The elements of a page, the text of its data, and all other text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.kept, self.cells, self.inside = [], {}, [], None
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag in ("script", "style"):
+            self.inside = dict(attrs).get("id") or f"{tag}{len(self.kept)}"
+
+    def handle_endtag(self, tag):
+        if tag in ("script", "style"):
+            self.inside = None
+
+    def handle_data(self, data):
+        if self.inside:
+            self.kept[self.inside] = data
+        else:
+            self.cells.append(data)
+
+    @property
+    def data(self):
+        return json.loads(self.kept["data"])
+
+
+def _written(folder, lines, name="a"):
+    folder.mkdir(parents=True, exist_ok=True)
+    start = {"step": 0, "time": 100.0, "start": {"id": "1", "name": name, "params": {"lr": 0.1}}}
+    text = "".join(json.dumps(one) + "\n" if type(one) is dict else one for one in (start, *lines))
+    (folder / "metrics.jsonl").write_bytes(text.encode("utf-8", "surrogateescape"))
+    return folder
+
+
+def _same(left, right):
+    return all(a == b or (a != a and b != b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.fixture
+def two_runs(tmp_path):
+    with fx.detect(env={}, device="cpu") as ctx:
+        for folder, name, plan in (
+            ("a", "a", fx.Plan()),
+            ("b", NASTY, fx.Plan(seed=3, clip_norm=1.0)),
+        ):
+            with fx.track(tmp_path / folder, ctx, plan=plan, name=name, settings={NASTY: 1}) as run:
+                for at in range(1, 30):
+                    values = {"loss": 1 / at, "lr": 0.1, NASTY: at, "eval": {"accuracy": at / 30}}
+                    run.log(values, fx.Position(updates=at, samples=8 * at))
+    return tmp_path / "a", tmp_path / "b"
+
+
+def test_the_data_of_the_page_is_the_run(two_runs):
+    page = _Page(page_of(read_curves(two_runs)))
+    assert [run["label"] for run in page.data["runs"]] == ["a", NASTY]
+    names = [metric["name"] for metric in page.data["metrics"]]
+    assert names == ["loss", "eval/accuracy", "lr", NASTY]
+    for metric in page.data["metrics"]:
+        for curve in metric["curves"]:
+            log = read_run(two_runs[curve["run"]])
+            for axis, over in (("updates", "step"), ("rows", "rows"), ("time", "time")):
+                found = zip(unpacked(curve[axis]), unpacked(curve["values"]), strict=True)
+                assert list(found) == log.curve(metric["name"], over)
+
+
+def test_a_page_loads_nothing_and_runs_only_its_own_scripts(two_runs):
+    page = _Page(page_of(read_curves(two_runs)))
+    scripts = [attributes for tag, attributes in page.tags if tag == "script"]
+    assert len(scripts) == 3
+    assert not [one for tag, one in page.tags if tag == "img" or any(n[:2] == "on" for n in one)]
+    links = [one.get("src") or one.get("href") for _, one in page.tags]
+    assert [link for link in links if link] == ["data:,"]
+    policy = next(one["content"] for _, one in page.tags if "http-equiv" in one)
+    assert policy.startswith("default-src 'none'") and "unsafe" not in policy
+    text = "".join(page.cells)
+    assert NASTY.replace("\u2028", "\\u2028") in text  # shown as it was written
+
+
+def test_the_plan_table_marks_what_diff_finds(two_runs):
+    html = page_of(read_curves(two_runs))
+    marked = {
+        part.split('<th scope="row">')[1].split(" <span")[0]
+        for part in html.split("</tr>")
+        if 'class="different"' in part
+    }
+    changes = fx.diff(fx.Plan(), fx.Plan(seed=3, clip_norm=1.0))
+    assert marked == {one.path for one in changes} | {"fingerprint"}
+
+
+@given(name=st.text(max_size=20), value=st.text(max_size=20))
+@settings(max_examples=60)
+def test_no_text_of_a_run_becomes_an_element(tmp_path_factory, name, value):
+    folder = tmp_path_factory.mktemp("run")
+    _written(folder, [{"step": 1, "values": {name: 1.0}}], name=value)
+    runs = [attrs.evolve(run, params={name: value}) for run in read_curves([folder])]
+    page = _Page(page_of(runs))
+    plain = [attrs.evolve(run, label="a", params={"a": "a"}) for run in runs]
+    plain = [attrs.evolve(run, curves={"a": run.curves[name]}) for run in plain]
+    expected = _Page(page_of(plain))
+    assert [tag for tag, _ in page.tags] == [tag for tag, _ in expected.tags]
+    assert [list(one) for _, one in page.tags] == [list(one) for _, one in expected.tags]
+    assert page.data["metrics"][0]["name"] == name
+    assert page.data["runs"][0]["label"] == (value or folder.name)
+
+
+@given(
+    values=st.lists(st.floats(width=32), max_size=300),
+    limit=st.integers(5, 60),
+)
+def test_downsampling_keeps_the_extremes_of_each_bucket(values, limit):
+    kept = downsample(values, limit)
+    assert kept == sorted(set(kept)) and len(kept) <= max(limit, 5)
+    if len(values) <= limit:
+        assert kept == list(range(len(values)))
+        return
+    assert kept[0] == 0 and kept[-1] == len(values) - 1
+    finite = math.isfinite(sum(values))
+    buckets = max(1, (limit - 2) // (2 if finite else 3))
+    for bucket in range(buckets):
+        where = range(bucket * len(values) // buckets, (bucket + 1) * len(values) // buckets)
+        part = [values[at] for at in where if math.isfinite(values[at])]
+        found = [values[at] for at in kept if at in where and math.isfinite(values[at])]
+        assert not part or (min(part), max(part)) == (min(found), max(found))
+        bad = [at for at in where if not math.isfinite(values[at])]
+        assert not bad or bad[0] in kept
+
+
+_NUMBERS = st.one_of(
+    st.floats(allow_nan=False, allow_infinity=False), st.sampled_from(["nan", "inf", "-inf"])
+)
+_LINES = st.one_of(
+    st.builds(
+        lambda step, values, rows: {"step": step, **rows, "time": 1.5, "values": values},
+        st.integers(0, 2**40),
+        st.dictionaries(st.sampled_from(["loss", "lr", "ü"]), _NUMBERS, max_size=3),
+        st.sampled_from([{}, {"rows": 7}]),
+    ),
+    st.sampled_from(
+        [
+            "\n",
+            '{"step":1,"val\n',
+            "[1]\n",
+            '{"a":{}\n',
+            "1],[2\n",
+            "\udcff\n",
+            '{"step":"x"}\n',
+            ' {"step":3,"values":{"loss":1.0}} \r\n',
+            "[" * 3000 + "\n",
+        ]
+    ),
+)
+
+
+@given(lines=st.lists(_LINES, max_size=12), cuts=st.lists(st.integers(0, 2000), max_size=3))
+@settings(max_examples=60)
+def test_parts_of_a_file_are_the_whole(tmp_path_factory, lines, cuts):
+    folder = _written(tmp_path_factory.mktemp("run"), lines)
+    (folder / "run.json").write_text(json.dumps({"format": 1, "id": "0" * 32, "identities": []}))
+    log, path = read_run(folder), folder / "metrics.jsonl"
+    size = path.stat().st_size
+    edges = [0, *sorted({min(cut, size) for cut in cuts}), size]
+    parts = [read_piece(str(path), *edges[at : at + 2], 100) for at in range(len(edges) - 1)]
+    assert sum(part.damaged for part in parts) == log.damaged
+    for name in ("loss", "lr", "ü"):
+        curves = [part.curves[name] for part in parts if name in part.curves]
+        expected = log.curve(name)
+        assert [x for curve in curves for x in curve.steps] == [x for x, _ in expected]
+        assert _same([y for curve in curves for y in curve.values], [y for _, y in expected])
+
+
+def test_a_long_run_is_small_and_keeps_its_spikes(tmp_path, monkeypatch):
+    monkeypatch.setattr("fxtrain.report.reading._PIECE_BYTES", 1 << 20)
+    spikes = {10_000: 99.0, 33_333: -99.0, 20_000: "nan"}
+    lines = [
+        {
+            "step": at,
+            "values": {
+                "loss": spikes.get(at, math.sin(at)),
+                **{f"m{number}": (at * 7919 + number) % 1000 / 7 for number in range(5)},
+            },
+        }
+        for at in range(1, 40_001)
+    ]
+    _written(tmp_path, lines)
+    alone = read_curves([tmp_path])[0]
+    page = page_of([alone])
+    assert page == page_of(read_curves([tmp_path], processes=2))
+    assert 3e6 < len(page) < 5e6
+    curve = alone.curves["loss"]
+    assert (curve.count, curve.nonfinite) == (40_000, 1)
+    assert len(curve.values) <= 15_000
+    at = dict(zip(curve.steps, curve.values, strict=True))
+    assert (at[10_000], at[33_333]) == (99.0, -99.0) and math.isnan(at[20_000])
+    assert (curve.steps[0], curve.steps[-1]) == (1, 40_000)
+
+
+def test_values_that_are_no_numbers_are_not_drawn(tmp_path):
+    lines = [{"step": 1, "values": {"loss": one}} for one in (None, "x", [], 10**400, {}, 2, True)]
+    _written(tmp_path, [*lines, {"step": 2, "values": 3}, {"step": 10**30, "values": {}}])
+    run = read_curves([tmp_path])[0]
+    assert run.curves["loss"].values == (2.0, 1.0) and run.damaged == 1
+    assert "Not finite" in page_of([run])
+
+
+def test_an_empty_run_has_a_page(tmp_path):
+    _written(tmp_path, [])
+    page = _Page(page_of(read_curves([tmp_path])))
+    assert page.data["metrics"] == [] and "No metric has been logged." in page.cells
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "found nothing"),
+        ({"metrics.jsonl": ""}, "no line that starts a run"),
+        ({"metrics.jsonl": '{"step":1,"values":{"loss":1}}\n'}, "no line that starts a run"),
+        ({"events.out.tfevents.1": "x"}, "found events.out.tfevents.1"),
+        ({"a/metrics.jsonl": ""}, "Pass the runs in it: a"),
+    ],
+)
+def test_a_folder_without_such_a_run_is_named(tmp_path, files, words):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(PlanError, match=words):
+        read_curves([tmp_path])
+
+
+def test_the_command(two_runs, tmp_path, capsys):
+    page, picture = tmp_path / "page.html", tmp_path / "loss.svg"
+    assert main(["report", *map(str, two_runs), "--output", str(page)]) == 0
+    assert page.read_text().startswith("<!doctype html>")
+    pictured = ["report", str(two_runs[0]), "--over", "rows", "--curve"]
+    assert main([*pictured, "loss", "--output", str(picture)]) == 0
+    assert "<svg" in picture.read_text()
+    assert capsys.readouterr().err == ""
+    assert main([*pictured, "los", "--output", str(picture)]) == 2
+    assert main([*pictured, "loss", "--output", "loss.html"]) == 2
+    assert main(["report", str(tmp_path / "none")]) == 2
+    told = capsys.readouterr().err
+    assert "Choose 'loss'" in told and "ends in .svg" in told and "no such folder" in told
+    figure = picture_of(read_curves(two_runs), NASTY, over="time")
+    figure.savefig(tmp_path / "nasty.png")
+
+
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
+def test_a_browser_draws_the_curves_and_has_nothing_to_say(two_runs, tmp_path):
+    from matplotlib.image import imread
+
+    page, shot = tmp_path / "page.html", tmp_path / "shot.png"
+    page.write_text(page_of(read_curves(two_runs)), encoding="utf-8")
+    done = subprocess.run(
+        [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+         f"--user-data-dir={tmp_path}/user", "--window-size=390,2400",
+         "--virtual-time-budget=4000", f"--screenshot={shot}", page.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert "CONSOLE" not in done.stderr
+    pixels = (imread(shot)[..., :3] * 255).round().astype(int)
+    for colour in ((11, 98, 196), (179, 66, 10)):  # those of the first two runs
+        assert (abs(pixels - colour).sum(-1) < 8).sum() > 500
