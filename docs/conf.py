@@ -36,10 +36,11 @@ maximum_signature_line_length = 80
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
 napoleon_use_rtype = False
-napoleon_custom_sections = ["Effects", "Source"]
+# The attributes of a record are the arguments that construct it.
+napoleon_custom_sections = ["Effects", "Source", ("Attributes", "params_style")]
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

@@ -5,12 +5,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import attrs
 from docutils import nodes
 from site_pages import llms_text, with_every_page
-from site_reference import generated_pages, public_names
+from site_reference import generated_pages, public_names, record_signature
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.util.nodes import find_pending_xref_condition
 
 ABOUT = "Distributed PyTorch training loops made of values and functions."
 _PUBLIC = public_names()
@@ -21,6 +23,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
     app.connect("builder-inited", _write_pages)
     app.connect("source-read", _complete_source)
+    app.connect("autodoc-process-signature", _shorten_signature)
     app.connect("doctree-read", _link_code)
     app.connect("doctree-read", _unlink_builtins)
     app.connect("missing-reference", _resolve)
@@ -52,6 +55,12 @@ def _complete_source(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = re.sub(r"\]\((\.\./[^)#]*\.md)\)", r"](path:\1)", source[0])
 
 
+def _shorten_signature(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, *signature: str | None
+) -> tuple[str, None] | None:
+    return (record_signature(value), None) if what == "class" and attrs.has(value) else None
+
+
 def _link_code(app: Sphinx, doctree: nodes.document) -> None:
     """Inline code that names something public becomes a link to its description."""
     for literal in list(doctree.findall(nodes.literal)):
@@ -70,7 +79,8 @@ def _unlink_builtins(app: Sphinx, doctree: nodes.document) -> None:
     """`bytes` in an annotation is Python's, whatever has an attribute of that name."""
     for link in list(doctree.findall(addnodes.pending_xref)):
         if link.get("reftype") == "class" and hasattr(builtins, link["reftarget"]):
-            link.replace_self(link.children)
+            short = find_pending_xref_condition(link, "resolved")
+            link.replace_self(short.children if short else link.children)
 
 
 def _resolve(

@@ -4,11 +4,12 @@ A public object is described once: names of `fxtrain` on the page of `fxtrain`, 
 page. The page of a package describes its other names and links to those.
 """
 
+import functools
 import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from types import ModuleType
 from typing import Any, get_args
 
@@ -20,10 +21,11 @@ from fxtrain.cli import COMMANDS
 from fxtrain.cli.commands import load
 from fxtrain.state.registry import BUILT_IN
 
-__all__ = ["generated_pages", "public_names"]
+__all__ = ["generated_pages", "public_names", "record_signature"]
 
 _NO_PAGE = ("cli",)  # described by its commands
 _ROLE = "{py:obj}"
+_WRITABLE = (bool, int, float, str, bytes, tuple, frozenset, list, dict)
 
 
 def generated_pages() -> dict[str, str]:
@@ -38,6 +40,7 @@ def generated_pages() -> dict[str, str]:
     }
 
 
+@functools.cache
 def public_names() -> dict[str, str]:
     """The name under which the site describes an object, by every name that the code has for it."""
     found = {}
@@ -46,7 +49,9 @@ def public_names() -> dict[str, str]:
             public = f"{module.__name__}.{name}"
             home = getattr(value, "__module__", None)
             qualified = f"{home}.{getattr(value, '__qualname__', name)}"
-            found |= {public: public, qualified: public}
+            found[public] = public
+            if str(home).startswith("fxtrain."):  # an alias of another library's is not ours
+                found[qualified] = public
             if _is_in_fxtrain(module, name, value):
                 found[public] = f"fxtrain.{name}"
     found |= {f"fxtrain.{name}": _described_as(name, value) for name, value in _members(fxtrain)}
@@ -136,6 +141,22 @@ def _first_line(value: Any) -> str:
     return (inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " ")
 
 
+def record_signature(kind: type) -> str:
+    """How a frozen record is constructed, with short defaults: `DDP()`, not all fields of it."""
+    public = public_names()
+    given: list[str] = []
+    for field in attrs.fields(kind):
+        if not field.init:
+            continue
+        if field.kw_only and "*" not in given:
+            given.append("*")
+        default = _default_of(field)
+        given.append(
+            f"{field.alias}: {_short(_type_of(field), public)}{default and f' = {default}'}"
+        )
+    return f"({', '.join(given)})"
+
+
 def _entries(value: Any, section: str) -> dict[str, str]:
     """The entries of a section of a docstring, such as Attributes or Raises."""
     text = (inspect.getdoc(value) or "") + "\n"
@@ -173,7 +194,7 @@ def _plan_page() -> str:
         page[-1] += f"{_ROLE}`fxtrain.{kind.__name__}`."
         page += ["", "| Field | Type | Default | Meaning |", "|---|---|---|---|"]
         for field in attrs.fields(kind):
-            cells = (f"`{field.name}`", _code(_type_of(field)), _code(_default_of(field)))
+            cells = (f"`{field.name}`", _code(_short(_type_of(field))), _code(_default_of(field)))
             page.append(f"| {' | '.join(cells)} | {_cell(texts.get(field.name, ''))} |")
         page.append("")
     return "\n".join(page)
@@ -200,17 +221,33 @@ def _parts_of(annotation: Any) -> list[type]:
 
 
 def _type_of(field: Any) -> str:
-    text = inspect.formatannotation(field.type)
-    return re.sub(r"\b(?:[a-z_]\w*\.)+(?=\w)", "", text)
+    return field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
 
 
 def _default_of(field: Any) -> str:
-    if field.default is attrs.NOTHING:
-        return ""
+    """The default of a field as one would write it; three dots where that is not a value."""
     default = field.default
-    value = default.factory() if isinstance(default, attrs.Factory) else default
-    usual = attrs.has(type(value)) and value == type(value)()
-    return f"{type(value).__name__}()" if usual else repr(value)
+    if default is attrs.NOTHING:
+        return ""
+    if isinstance(default, attrs.Factory):
+        if default.takes_self:
+            return "..."
+        default = default.factory()
+    kind = type(default)
+    if attrs.has(kind) and _needs_nothing(kind) and default == kind():
+        return f"{kind.__name__}()"
+    return repr(default) if default is None or isinstance(default, _WRITABLE) else "..."
+
+
+def _needs_nothing(kind: type) -> bool:
+    return all(one.default is not attrs.NOTHING for one in attrs.fields(kind) if one.init)
+
+
+def _short(annotation: str, kept: Container[str] = ()) -> str:
+    """An annotation without the modules of its names, except for names that become links."""
+    return re.sub(
+        r"\b(?:[a-z_]\w*\.)+(\w+)", lambda at: at[0] if at[0] in kept else at[1], annotation
+    )
 
 
 def _cell(text: str) -> str:
