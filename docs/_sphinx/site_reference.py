@@ -275,8 +275,8 @@ def _error_page() -> str:
         page += [f"## {name}", "", _described(directive)]
         causes = raised.get(name, [])
         if causes:
-            page += ["| Raised by | When |", "|---|---|"]
-            page += [f"| {_ROLE}`{at}` | {_cell(when)} |" for at, when in causes]
+            page += ["Raised by:", ""]
+            page += [f"- {_ROLE}`{at}`: {when}" for at, when in causes]
             page.append("")
     return "\n".join(page)
 
