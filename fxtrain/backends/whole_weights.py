@@ -40,7 +40,7 @@ def weights(
 
     Args:
         model: From `fx.wrap`.
-        names: Names, or patterns such as "*.norm.weight"; by default all.
+        names: Names, or patterns such as `"*.norm.weight"`; by default all.
         device: Where to put the tensors; by default the model's device.
         ranks: Which ranks get them. With "main", the loop's body runs on rank 0 only, and the
             other ranks only take part in the gathering.

@@ -1,0 +1,104 @@
+"""The extension of the site: generated pages, links to public names, `llms.txt`."""
+
+import builtins
+import re
+from pathlib import Path
+from typing import Any
+
+import attrs
+from docutils import nodes
+from site_pages import llms_text, with_every_page
+from site_reference import generated_pages, public_names, record_signature
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util.nodes import find_pending_xref_condition
+
+ABOUT = "Distributed PyTorch training loops made of values and functions."
+_PUBLIC = public_names()
+_NO_LINKS = nodes.title | nodes.reference | addnodes.pending_xref | addnodes.download_reference
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Called by Sphinx."""
+    app.connect("builder-inited", _write_pages)
+    app.connect("source-read", _complete_source)
+    app.connect("autodoc-process-signature", _shorten_signature)
+    app.connect("doctree-read", _link_code)
+    app.connect("doctree-read", _unlink_builtins)
+    app.connect("missing-reference", _resolve)
+    app.connect("build-finished", _write_llms_text)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def _write_pages(app: Sphinx) -> None:
+    """Write generated pages beside the others, and remove those that are no longer generated."""
+    pages = {app.srcdir / f"{name}.md": text for name, text in generated_pages().items()}
+    for path in (app.srcdir / "reference").glob("*.md"):
+        if path not in pages:
+            path.unlink()
+    for path, text in pages.items():
+        path.parent.mkdir(exist_ok=True)
+        if not path.exists() or path.read_text() != text:  # an unchanged page is not built again
+            path.write_text(text)
+
+
+def _written_pages(app: Sphinx) -> dict[str, str]:
+    """Pages that are not generated, by name."""
+    return {path.stem: path.read_text() for path in Path(app.srcdir).glob("*.md")}
+
+
+def _complete_source(app: Sphinx, page: str, source: list[str]) -> None:
+    """Every page in the navigation, and Markdown outside docs/ as a download."""
+    if page == "index":
+        source[0] = with_every_page(source[0], _written_pages(app))
+    source[0] = re.sub(r"\]\((\.\./[^)#]*\.md)\)", r"](path:\1)", source[0])
+
+
+def _shorten_signature(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, *signature: str | None
+) -> tuple[str, None] | None:
+    return (record_signature(value), None) if what == "class" and attrs.has(value) else None
+
+
+def _link_code(app: Sphinx, doctree: nodes.document) -> None:
+    """Inline code that names something public becomes a link to its description."""
+    for literal in list(doctree.findall(nodes.literal)):
+        name = _PUBLIC.get(literal.astext().partition("(")[0])
+        if name is None or isinstance(literal.parent, _NO_LINKS):
+            continue
+        link = addnodes.pending_xref(
+            "", refdomain="py", reftype="obj", reftarget=name, refdoc=app.env.docname,
+            refexplicit=True, refwarn=False,
+        )  # fmt: skip
+        literal.replace_self(link)
+        link += literal
+
+
+def _unlink_builtins(app: Sphinx, doctree: nodes.document) -> None:
+    """`bytes` in an annotation is Python's, whatever has an attribute of that name."""
+    for link in list(doctree.findall(addnodes.pending_xref)):
+        if link.get("reftype") == "class" and hasattr(builtins, link["reftarget"]):
+            short = find_pending_xref_condition(link, "resolved")
+            link.replace_self(short.children if short else link.children)
+
+
+def _resolve(
+    app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, shown: nodes.Element
+) -> nodes.Element | None:
+    """Names as the code has them, such as those in annotations, as the site has them."""
+    name = _PUBLIC.get(node.get("reftarget", "").partition("(")[0])
+    if name is None or node.get("refdomain") != "py":
+        return None
+    domain = env.get_domain("py")
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, shown)
+
+
+def _write_llms_text(app: Sphinx, error: Exception | None) -> None:
+    if error is not None or app.builder.format != "html":
+        return
+    pages = _written_pages(app)
+    index = with_every_page(pages["index"], pages)
+    texts = {**pages, **generated_pages()}
+    texts["changelog"] = (app.srcdir.parent / "CHANGELOG.md").read_text()
+    (app.outdir / "llms.txt").write_text(llms_text("fxtrain", ABOUT, index, texts))

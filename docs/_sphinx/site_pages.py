@@ -1,0 +1,81 @@
+"""The navigation of the site: which page is in which section, and what `llms.txt` says of them.
+
+Needs no Sphinx, so that a test can call it.
+"""
+
+import re
+from collections.abc import Iterable
+
+__all__ = ["llms_text", "sections", "summary_of", "title_of", "with_every_page"]
+
+_TOCTREE = re.compile(r"```\{toctree\}\n(?P<body>.*?)```", re.DOTALL)
+_REST = "How to"  # where a page goes that the index does not list
+
+
+def sections(index: str) -> dict[str, list[str]]:
+    """The pages that the index lists, by the caption of their section.
+
+    Args:
+        index: Text of docs/index.md.
+    """
+    found: dict[str, list[str]] = {}
+    for tree in _TOCTREE.finditer(index):
+        lines = [line for line in tree["body"].splitlines() if line]
+        caption = next(line for line in lines if line.startswith(":caption:"))
+        found[caption.removeprefix(":caption:").strip()] = [
+            line for line in lines if not line.startswith(":")
+        ]
+    return found
+
+
+def with_every_page(index: str, pages: Iterable[str]) -> str:
+    """The index with the pages that it does not list at the end of "How to".
+
+    A new page is on the site from the start; a line in the index moves it to a better place.
+
+    Args:
+        index: Text of docs/index.md.
+        pages: Names of all pages, relative to docs/ and without suffix.
+    """
+    listed = {page for names in sections(index).values() for page in names}
+    rest = sorted(page for page in pages if page not in listed | {"index"})
+    start = index.index(f":caption: {_REST}\n")
+    end = index.index("```", start)
+    return index[:end] + "".join(f"{page}\n" for page in rest) + index[end:]
+
+
+def title_of(page: str) -> str:
+    """The first heading of a page."""
+    return next(line[2:] for line in page.splitlines() if line.startswith("# "))
+
+
+def summary_of(page: str) -> str:
+    """The first sentence of a page's first paragraph of prose; empty if there is none."""
+    prose = re.sub(r"^```.*?^```$|^<!--.*?-->$", "", page, flags=re.DOTALL | re.MULTILINE)
+    paragraphs = (part.strip() for part in prose.split("\n\n"))
+    first = next((part for part in paragraphs if re.match(r"[\w`\[*]", part)), "")
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(first.split()))
+    return re.split(r"(?<=[.:])\s", text, maxsplit=1)[0].rstrip(":.")
+
+
+def llms_text(name: str, about: str, index: str, texts: dict[str, str]) -> str:
+    """What `llms.txt` contains: each page with its first sentence, and where it is.
+
+    A written page is linked as Markdown, and a generated one, which is made of directives, as HTML.
+
+    Args:
+        name: Heading.
+        about: One sentence under it.
+        index: The index with every page.
+        texts: Markdown of the pages by name.
+    """
+    lines = [f"# {name}", "", f"> {about}"]
+    for caption, pages in sections(index).items():
+        lines += ["", f"## {caption}", ""]
+        for page in (page for page in pages if page in texts):
+            summary = summary_of(texts[page])
+            generated = page.startswith("reference/")
+            at = f"{page}.html" if generated else f"_sources/{page}.md.txt"
+            link = f"- [{title_of(texts[page])}]({at})"
+            lines.append(f"{link}: {summary}" if summary else link)
+    return "\n".join(lines) + "\n"
