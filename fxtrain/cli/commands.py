@@ -68,6 +68,11 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry(
         "plan", "fxtrain.cli.plan_command:PLAN", "show what a script would need on many ranks"
     ),
+    CommandEntry(
+        "compare-precision",
+        "fxtrain.cli.inspect.compare_command:COMPARE",
+        "compare what a model computes under several plans",
+    ),
     CommandEntry("completion", "fxtrain.cli.completion:COMPLETION", "print shell completion"),
 )
 
