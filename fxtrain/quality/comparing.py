@@ -150,7 +150,8 @@ def _compared(case: Case, name: str, base: Wrapped, other: Wrapped) -> Compared:
     sums: Sums = {}
     rows = hits = 0
     cosine = 1.0
-    base.eval(), other.eval()
+    base.eval()
+    other.eval()
     mine = ctx.axis("data")
     for batch in case.batches[mine.rank :: mine.world_size]:
         wanted, got = _both(case, _on(batch, ctx), base, other, sums)
