@@ -138,7 +138,7 @@ _HOMES = {
     "fxtrain.track": "Run track",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-_MODULES = ("big", "checkpoint", "interop", "meters", "ops", "state", "testing")
+_MODULES = ("big", "checkpoint", "interop", "meters", "ops", "quality", "state", "testing")
 
 __all__ = sorted([*_HOME, "ops", "state"])  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -20,6 +20,7 @@ from fxtrain.backends.offload.strategy import OFFLOAD
 from fxtrain.backends.pipeline.strategy import PIPELINE_STRATEGY
 from fxtrain.backends.single import SINGLE
 from fxtrain.backends.xla.strategy import XLA_STRATEGY
+from fxtrain.ops.logs import log
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.state import (
@@ -44,6 +45,11 @@ STRATEGIES = (
     PIPELINE_STRATEGY,
     XLA_STRATEGY,
     OFFLOAD,
+)
+
+_SLOW_FP16 = (
+    'Plan(precision="fp16") on a CPU: CPUs compute bf16 faster, and it needs no loss scale. Use '
+    'precision="bf16".'
 )
 
 
@@ -128,6 +134,8 @@ def wrap(
     with quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
         before, formats = record_module(model), _formats(model)
         made: Any = row.wrap(row, model, ctx, plan, optimizer, scheduler)
+    if plan.precision.compute == "fp16" and ctx.device.type == "cpu":
+        log(ctx, "fxtrain.plan").warning(_SLOW_FP16)
     return attrs.evolve(made, bare=before.changes().hide, formats=formats)
 
 

@@ -72,6 +72,11 @@ COMMANDS: tuple[CommandEntry, ...] = (
         "report", "fxtrain.cli.report_command:REPORT", "write an HTML page about tracked runs"
     ),
     CommandEntry("watch", "fxtrain.cli.watch_command:WATCH", "show a tracked run as it is logged"),
+    CommandEntry(
+        "compare-precision",
+        "fxtrain.cli.inspect.compare_command:COMPARE",
+        "compare what a model computes under several plans",
+    ),
     CommandEntry("completion", "fxtrain.cli.completion:COMPLETION", "print shell completion"),
 )
 

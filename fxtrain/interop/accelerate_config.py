@@ -7,6 +7,7 @@ import attrs
 
 from fxtrain._errors import PlanError
 from fxtrain.backends import strategies
+from fxtrain.interop.accelerate_notes import FP8
 from fxtrain.interop.accelerate_rules import Facts, KeyOutcome, megatron, rules
 from fxtrain.launch import LAUNCHERS
 from fxtrain.launch.config.launch_file import Section, problems_of
@@ -21,13 +22,14 @@ _SECTIONS = {
     "megatron_lm_config": ("megatron_lm", "megatron_lm_"),
     "fp8_config": ("fp8", "fp8_"),
     "dynamo_config": ("dynamo", "dynamo_"),
+    "ipex_config": ("ipex", ""),
     "mpirun_config": ("mpirun", ""),
     "parallelism_config": ("parallelism", "parallelism_config_"),
 }
 # Sections that apply only to one distributed_type.
 _ONLY = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED", "megatron_lm": "MEGATRON_LM"}
 _ALSO = {
-    "fp8": "plans have no fp8; bf16 is used instead",
+    "fp8": FP8,
     "megatron_lm": "Megatron-LM is not used; its parallelism is that of fx.Mesh",
     "parallelism": "fx.Mesh describes parallelism",
     "dynamo": "torch.compile is configured by plan.compile",

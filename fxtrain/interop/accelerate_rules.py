@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from fxtrain.interop.accelerate_notes import FP8, IPEX, MSAMP
 from fxtrain.state import shown
 
 __all__ = ["Facts", "KeyOutcome", "Rule", "megatron", "none", "of", "rules"]
@@ -148,9 +149,7 @@ def _frame() -> dict[str, Rule]:
                 "NO": KeyOutcome(sets={"plan.precision": "fp32"}),
                 "FP16": KeyOutcome(sets={"plan.precision": "fp16"}),
                 "BF16": KeyOutcome(sets={"plan.precision": "bf16"}),
-                "FP8": KeyOutcome(
-                    sets={"plan.precision": "bf16"}, note="plans have no fp8; bf16 is used instead"
-                ),
+                "FP8": KeyOutcome(sets={"plan.precision": "bf16"}, note=FP8),
             },
             unknown="unknown precision; plan.precision is one of fp32, bf16, fp16",
         ),
@@ -158,6 +157,11 @@ def _frame() -> dict[str, Rule]:
         "use_cpu": when({"launch.cpu": True}),
         "debug": when({}, note="fx.detect always checks collectives"),
         "enable_cpu_affinity": when({"launch.bind": "node"}),
+        "fp8.backend": lambda value, _: KeyOutcome(
+            note=MSAMP if text(value).upper() == "MSAMP" else FP8
+        ),
+        "ipex.ipex": when({}, note=IPEX),
+        "ipex.use_xpu": when({}, note=IPEX),
         "main_training_function": lambda value, _: KeyOutcome(
             note="" if value == "main" else "the script runs unchanged"
         ),

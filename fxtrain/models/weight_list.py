@@ -19,8 +19,8 @@ from fxtrain._reading import open_file, read_file
 from fxtrain.state import parse_json, shown
 
 __all__ = [
-    "KvCache", "Weight", "Weights", "build_on_meta", "cache_of", "read_json", "read_weights",
-    "stored_weight",
+    "KvCache", "Weight", "Weights", "build_on_meta", "cache_of", "import_function", "read_json",
+    "read_weights", "stored_weight",
 ]  # fmt: skip
 
 # The limit of the safetensors package; a longer header means a damaged file.
@@ -262,20 +262,7 @@ def _build_transformers(path: Path) -> Any:
 
 
 def _build_function(source: str) -> Any:
-    module, _, function = source.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does
-    try:
-        found: Any = importlib.import_module(module)
-    except (ModuleNotFoundError, ValueError) as error:
-        raise PlanError(f"{source}: {error}. Pass a model as module:function.") from error
-    for part in function.split("."):
-        if not hasattr(found, part):
-            near = get_close_matches(part, dir(found), n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise PlanError(f"{source}: {module} has no {function!r}.{hint}")
-        found = getattr(found, part)
+    found = import_function(source)
     try:
         model = _on_meta(found)
     except Exception as error:
@@ -284,6 +271,33 @@ def _build_function(source: str) -> Any:
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"{source} returned a {type(model).__name__}, not a torch.nn.Module.")
     return model
+
+
+def import_function(source: str, returns: str = "a model") -> Any:
+    """What MODULE:FUNCTION names; modules in the current folder are found.
+
+    Args:
+        source: Such as "mymodels:make".
+        returns: What the function should return, for messages.
+
+    Raises:
+        PlanError: there is no such module, or it has no such name.
+    """
+    module, _, function = source.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does
+    try:
+        found: Any = importlib.import_module(module)
+    except (ModuleNotFoundError, ValueError) as error:
+        raise PlanError(f"{source}: {error}. Pass {returns} as module:function.") from error
+    for part in function.split("."):
+        if not hasattr(found, part):
+            near = get_close_matches(part, dir(found), n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise PlanError(f"{source}: {module} has no {function!r}.{hint}")
+        found = getattr(found, part)
+    return found
 
 
 def _build_timm(name: str) -> Any:

@@ -108,6 +108,16 @@ CASES = [
         ),
     ),
     Case(
+        name="libraries without maintenance",
+        old={
+            **ONE, "distributed_type": "NO", "mixed_precision": "fp8",
+            "fp8_config": {"backend": "MSAMP", "opt_level": "O2"},
+            "ipex_config": {"ipex": True, "use_xpu": False},
+        },
+        plan={"precision": "bf16"},
+        noted=("mixed_precision", "fp8.backend", "fp8.opt_level", "ipex.ipex"),
+    ),
+    Case(
         name="Megatron",
         old={
             **ONE, "distributed_type": "MEGATRON_LM", "num_processes": 8,
@@ -370,3 +380,11 @@ def test_without_a_source_it_is_the_one_that_accelerate_wrote(tmp_path, monkeypa
     (tmp_path / "hf" / "accelerate" / "default_config.yaml").write_text(json.dumps(DEEPSPEED))
     assert main(["config", "convert"]) == Exit.WELL
     assert read_launch_file("fxtrain.toml").common.plan["accumulate"] == 2
+
+
+def test_what_replaces_libraries_without_maintenance():
+    sections = {"fp8_config": {"backend": "MSAMP"}, "ipex_config": {"ipex": True}}
+    old = {**ONE, "distributed_type": "NO", **sections}
+    notes = {note.key: note.text for note in convert_accelerate(old).notes}
+    assert "torchao.optim.AdamWFp8" in notes["fp8.backend"]
+    assert "Use torch itself" in notes["ipex.ipex"]

@@ -524,6 +524,15 @@ def test_what_stands_behind_hooks_of_fsdp_is_compiled(pair, name, strategy):
         assert calls >= 2 and undone
 
 
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_fp16_on_a_cpu_is_advised_against_once(ctx, compute, caplog):
+    net = torch.nn.Linear(2, 1)
+    model = fx.wrap(net, ctx, fx.Plan(precision=compute))
+    model(torch.ones(1, 2))
+    found = [one.message for one in caplog.records if 'Use precision="bf16"' in one.message]
+    assert len(found) == (compute == "fp16")
+
+
 def test_it_is_told_how_many_graphs_were_compiled(ctx, caplog):
     plan = fx.Plan(compile=fx.Compile(backend="eager"))
     with caplog.at_level("INFO", logger="fxtrain.compile"):

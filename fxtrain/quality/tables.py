@@ -1,0 +1,90 @@
+"""Comparisons as tables."""
+
+import math
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fxtrain._byte_units import show_bytes
+from fxtrain._errors import escape_unprintable
+from fxtrain.quality.records import Compared, Comparison
+
+__all__ = ["table"]
+
+
+def table(found: Comparison, *, layers: int = 5) -> RenderableType:
+    """Tables of a comparison, to print with rich.
+
+    Args:
+        found: What `compare` returned.
+        layers: How many layers with the largest errors to show per plan.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> from rich.console import Console
+        >>> found = fx.quality.Comparison(reference="fp32", weight_bytes=4000, plans=())
+        >>> console = Console(width=80)
+        >>> with console.capture() as shown:
+        ...     console.print(fx.quality.table(found))
+        >>> [line.split() for line in shown.get().splitlines() if "fp32" in line]
+        [['fp32', '4.00', 'kB', 'reference']]
+    """
+    parts: list[RenderableType] = [_plans(found)]
+    parts += [_layers(plan, layers) for plan in found.plans if layers and plan.layers]
+    return Group(*parts)
+
+
+def _plain(text: str) -> Text:
+    return Text(escape_unprintable(text))
+
+
+def _plans(found: Comparison) -> Table:
+    optional = {
+        "best agrees": [_percent(plan.agreement) for plan in found.plans],
+        "smallest cosine": [_number(plan.cosine, ".5f") for plan in found.plans],
+        "last loss": [
+            _number(plan.losses[-1], ".4f") if plan.losses else "" for plan in found.plans
+        ],
+    }
+    shown = {title: cells for title, cells in optional.items() if any(cells)}
+    grid = Table("plan", box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("weights", "error", "SNR", "largest difference", *shown):
+        grid.add_column(title, justify="right")
+    last = _number(found.losses[-1], ".4f") if found.losses else ""
+    blank = [last if title == "last loss" else "" for title in shown]
+    grid.add_row(
+        _plain(found.reference), show_bytes(found.weight_bytes), "reference", "", "", *blank
+    )
+    for number, plan in enumerate(found.plans):
+        one = plan.outputs
+        cells = [cells[number] for cells in shown.values()]
+        grid.add_row(
+            _plain(plan.name), show_bytes(plan.weight_bytes), _number(one.relative, ".3g"),
+            _decibels(one.snr_db), _number(one.largest, ".3g"), *cells,
+        )  # fmt: skip
+    return grid
+
+
+def _layers(plan: Compared, count: int) -> Table:
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    grid.add_column(_plain(f"{plan.name}: largest errors"))
+    grid.add_column("error", justify="right")
+    grid.add_column("SNR", justify="right")
+    worst = sorted(plan.layers, key=lambda one: (not math.isnan(one.relative), -one.relative))
+    for one in worst[:count]:
+        grid.add_row(_plain(one.name), _number(one.relative, ".3g"), _decibels(one.snr_db))
+    return grid
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.2%}"
+
+
+def _decibels(value: float) -> str:
+    return "exact" if value == math.inf else f"{value:.1f} dB"

@@ -1,0 +1,149 @@
+"""Optimizers whose states take eight or four bits: they resume bit for bit."""
+
+import importlib
+import importlib.util
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import fxtrain as fx
+from fxtrain.backends.core.packed_states import unpack
+
+OPTIMIZERS = {
+    "bitsandbytes AdamW8bit": ("bitsandbytes.optim", "AdamW8bit", {"min_8bit_size": 4096}),
+    "torchao AdamW8bit": ("torchao.optim", "AdamW8bit", {}),
+    "torchao AdamW4bit": ("torchao.optim", "AdamW4bit", {}),
+    "torchao AdamWFp8": ("torchao.optim", "AdamWFp8", {}),
+}
+INSTALLED = all(map(importlib.util.find_spec, ("bitsandbytes", "torchao")))
+pytestmark = pytest.mark.skipif(not INSTALLED, reason="needs fxtrain[quant]")
+
+
+def _net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+
+def _factory(name):
+    home, kind, options = OPTIMIZERS[name]
+    return lambda params: getattr(importlib.import_module(home), kind)(params, lr=0.01, **options)
+
+
+def _batches(ctx, plan):
+    rows = torch.randn(24, 64, generator=torch.Generator().manual_seed(1))
+    return fx.shard(torch.utils.data.DataLoader(rows, batch_size=2), ctx, plan)
+
+
+def _loss(model, batch):
+    return (model(batch.data) - batch.data).square().mean()
+
+
+def _train(ctx, model, batches):
+    # torchao compiles its update, for ten seconds; the same code runs without.
+    with torch.compiler.set_stance("force_eager"):
+        fns = fx.StepFns(model=model, loss=_loss)
+        return [fx.step(ctx, batch, fns).loss.item() for batch in batches]
+
+
+def _weights(model):
+    return [parameter.detach().clone() for parameter in model.module.parameters()]
+
+
+def _dequantised(model):
+    """Every state, torchao's as plain values."""
+    states = [
+        value
+        for state in model.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    return [one.dequantize() if hasattr(one, "tensor_attrs") else one.clone() for one in states]
+
+
+def _resumed(ctx, name, folder):
+    """Losses and weights of a run, and of another that resumes in its middle."""
+    plan = fx.Plan(strategy=fx.DDP() if ctx.world_size > 1 else fx.Single())
+    model = fx.wrap(_net(), ctx, plan, optimizer=_factory(name))
+    first = _train(ctx, model, itertools.islice(_batches(ctx, plan), 3))
+    fx.save(folder, ctx, model)
+    saved = _dequantised(model)
+    rest = list(_batches(ctx, plan))[3:6]
+    wanted = _train(ctx, model, rest), _weights(model)
+    other = fx.wrap(_net(), ctx, plan, optimizer=_factory(name))
+    fx.restore(folder, ctx, other)
+    restored = _dequantised(other)
+    got = _train(ctx, other, rest), _weights(other)
+    return first, wanted, got, saved, restored
+
+
+def _check(found):
+    first, wanted, got, saved, restored = found
+    assert wanted[0] == got[0] and wanted[0][-1] < first[0]
+    assert all(map(torch.equal, wanted[1], got[1]))
+    assert len(saved) == len(restored) and all(map(torch.equal, saved, restored))
+
+
+@pytest.fixture
+def ctx():
+    with fx.detect(env={}, device="cpu") as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_rank_resumes_bit_for_bit(ctx, name, tmp_path):
+    _check(_resumed(ctx, name, str(tmp_path)))
+
+
+def _all_resumed(ctx, folder):
+    return {name: _resumed(ctx, name, f"{folder}/{name}") for name in OPTIMIZERS}
+
+
+def test_replicas_resume_bit_for_bit(pair, ctx, tmp_path):
+    one, other = pair.run(_all_resumed, str(tmp_path))
+    for name in OPTIMIZERS:
+        _check(one[name])
+        _check(other[name])
+        assert all(map(torch.equal, one[name][1][1], other[name][1][1]))
+        alone = fx.wrap(_net(), ctx, optimizer=_factory(name))
+        fx.restore(f"{tmp_path}/{name}", ctx, alone)
+        assert all(map(torch.equal, _dequantised(alone), one[name][3]))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_are_small(ctx, name):
+    model = fx.wrap(_net(), ctx, optimizer=_factory(name))
+    _train(ctx, model, itertools.islice(_batches(ctx, model.plan), 1))
+    state = model.optimizer.state[model.module[0].weight]
+    held = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    if "torchao" in name:
+        held = [getattr(one, key) for one in held if hasattr(one, "tensor_attrs")
+                for key in one.tensor_attrs]  # fmt: skip
+    size = sum(one.numel() * one.element_size() for one in held)
+    assert size < 0.6 * 2 * 4 * model.module[0].weight.numel()
+
+
+def _wrapped_in_shards(ctx):
+    found = {}
+    for name in OPTIMIZERS:
+        try:
+            fx.wrap(_net(), ctx, fx.Plan(strategy=fx.FSDP()), optimizer=_factory(name))
+        except fx.PlanError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_shards_are_refused_before_training(pair):
+    one, other = pair.run(_wrapped_in_shards)
+    assert one == other and one.keys() == OPTIMIZERS.keys()
+    for name, text in one.items():
+        library, optimizer = name.split()
+        assert f"{library}'s {optimizer} over sharded parameters" in text
+        assert "Use it with Single or DDP" in text
+
+
+def test_a_state_of_an_unknown_class_is_refused():
+    facts = {"class": "system", "tensors": [], "attributes": []}
+    with pytest.raises(fx.CheckpointError, match=r"class 'system'; known are OptimState4bit"):
+        unpack(facts, torch.zeros)
