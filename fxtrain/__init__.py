@@ -39,9 +39,11 @@ if TYPE_CHECKING:
     from fxtrain.data import shard as shard
     from fxtrain.launch import given_plan as given_plan
     from fxtrain.launch import launch as launch
+    from fxtrain.loop import EMA as EMA
     from fxtrain.loop import EarlyStopping as EarlyStopping
     from fxtrain.loop import Mean as Mean
     from fxtrain.loop import StepFns as StepFns
+    from fxtrain.loop import ema as ema
     from fxtrain.loop import evaluate as evaluate
     from fxtrain.loop import find_batch_size as find_batch_size
     from fxtrain.loop import fit as fit
@@ -122,7 +124,7 @@ _HOMES = {
     "fxtrain.checkpoint": "Restored Saving Verified latest merge restore save verify",
     "fxtrain.data": "Sharded shard",
     "fxtrain.launch": "given_plan launch",
-    "fxtrain.loop": "EarlyStopping Mean StepFns evaluate find_batch_size fit step update",
+    "fxtrain.loop": "EMA EarlyStopping Mean StepFns ema evaluate find_batch_size fit step update",
     "fxtrain.meters": "Memory Meter count_flops memory timed",
     "fxtrain.models": "export load_model",
     "fxtrain.ops": "close detect log preemption",

@@ -7,11 +7,14 @@ from fxtrain.loop.fitting import fit
 from fxtrain.loop.means import Mean
 from fxtrain.loop.stepping import StepFns, step
 from fxtrain.loop.updating import update
+from fxtrain.loop.weight_averages import EMA, ema
 
 __all__ = [
+    "EMA",
     "EarlyStopping",
     "Mean",
     "StepFns",
+    "ema",
     "evaluate",
     "find_batch_size",
     "fit",
