@@ -201,3 +201,25 @@ def _refused(ctx, plan):
 def test_replicas_that_differ_are_refused(pair):
     text = set(pair.run(_refused, fx.Plan(local=fx.LocalSGD(every=2))))
     assert len(text) == 1 and "local=" in text.pop()
+
+
+def _fitted(ctx, plan, folder, stop):
+    """A run of `fit` in two pieces."""
+    for until in (stop, None):
+        _, fns, loader, average = _made(ctx, plan)
+        how = {"epochs": 2, "show": False, "extra": {"ema": average.state}}
+        for report in fx.fit(ctx, fns, loader, folder, **how):
+            average.update(report)
+            if report.position.updates == until:
+                break
+    return _averaged(average), average.updates
+
+
+def test_fit_saves_and_restores_it(pair, tmp_path):
+    plan = fx.Plan(strategy=fx.FSDP(min_params=1))
+    for stop in (3, 4):  # within an epoch, and at the end of one
+        found = pair.run(_fitted, plan, str(tmp_path / str(stop)), stop)
+        wanted = pair.run(_run, plan)
+        for (mine, updates), (_, theirs, *_) in zip(found, wanted, strict=True):
+            assert updates == 8
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
