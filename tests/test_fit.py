@@ -115,7 +115,7 @@ def test_a_loader_that_is_not_sharded_is_refused(ctx, tmp_path):
 
 def test_another_run_in_the_folder_is_refused(ctx, tmp_path):
     _fit(ctx, tmp_path)
-    with pytest.raises(fx.PlanError, match="holds the run"):
+    with pytest.raises(fx.PlanError, match="belongs to the run"):
         _fit(ctx, tmp_path, resume=False)
 
 

@@ -72,6 +72,8 @@ ROWS = {
     "`compile`": ({"compile": fx.Compile()}, {}),
     "`compile`, by blocks": ({"compile": fx.Compile(blocks=("Block",))}, {}),
     "`context=CP()`": ({"context": fx.CP(causal=True)}, {"context": 2}),
+    '`quantize="bnb4"`': ({"quantize": "bnb4"}, {}),
+    '`frozen="digests"`': ({"frozen": "digests"}, {}),
     "`local=LocalSGD()`": ({"local": fx.LocalSGD(every=4)}, {}),
     "`local=DiLoCo()`": ({"local": fx.DiLoCo(every=4)}, {}),
 }

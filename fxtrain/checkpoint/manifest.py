@@ -199,7 +199,7 @@ def _parse(body: memoryview) -> dict[str, Any]:
     except RecursionError:
         raise CheckpointError("The manifest is nested too deeply.") from None
     except ValueError as error:
-        raise CheckpointError(f"The manifest is not JSON: {error}.") from error
+        raise CheckpointError(f"The manifest is not JSON: {str(error).rstrip('.')}.") from error
     if not isinstance(data, dict):
         raise CheckpointError("The manifest is not a JSON object.")
     return data

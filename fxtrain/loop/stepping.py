@@ -38,16 +38,17 @@ _NO_UPDATE = UpdateResult(applied=False)
 
 
 def _check_model(_: Any, __: Any, model: Any) -> None:
+    if isinstance(model, Wrapped):
+        return
     if hasattr(model, "_torchdynamo_orig_callable"):
         raise StepError(
             "StepFns(model=...) takes a wrapped model, found the result of torch.compile(model). "
             "Use fx.Plan(compile=True), and pass the wrapped model."
         )
-    if not isinstance(model, Wrapped):
-        raise StepError(
-            f"StepFns(model=...) takes a wrapped model, found {type(model).__name__}. "
-            f"Use model=fx.wrap(net, ctx, plan, optimizer=...)."
-        )
+    raise StepError(
+        f"StepFns(model=...) takes a wrapped model, found {type(model).__name__}. "
+        f"Use model=fx.wrap(net, ctx, plan, optimizer=...)."
+    )
 
 
 def _check_loss_fn(_: Any, __: Any, loss: Any) -> None:

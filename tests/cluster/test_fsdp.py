@@ -283,10 +283,9 @@ def test_an_error_inside_a_window_leaves_gradients_reduced_later(pair):
 
 
 def _optimizers(ctx):
-    net = Transformer()
-    early = _sgd(net.parameters())
-    with pytest.raises(fx.PlanError, match="not those of the wrapped model"):
-        fx.wrap(net, ctx, FSDP, optimizer=early)
+    other = _sgd(Transformer().parameters())
+    with pytest.raises(fx.PlanError, match="are not those of the Transformer"):
+        fx.wrap(Transformer(), ctx, FSDP, optimizer=other)
     plan = fx.Plan(strategy=fx.FSDP(ignore=("gain",)))
     model = fx.wrap(Transformer(), ctx, plan, optimizer=torch.optim.AdamW)
     with pytest.raises(fx.PlanError, match="fused=True"):

@@ -21,7 +21,7 @@ class Row:
     says: str | None = None
 
 
-PP = "PP: model.module was called, and this rank holds stage"
+PP = "PP: model.module was called, but this rank has"
 ROWS = {
     "DDP": Row(options={"strategy": fx.DDP()}),
     "DDP, shared optimizer": Row(options={"strategy": fx.DDP(shard_optimizer=True)}),

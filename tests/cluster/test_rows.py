@@ -66,11 +66,11 @@ def test_a_row_with_another_wrap_keeps_its_own_functions():
     ("row", "plan", "words"),
     [
         (fx.FSDP(), fx.Plan(), r"found FSDP\..*fx\.Plan\(strategy=fx\.FSDP\(\)\)"),
-        (FSDP, fx.Plan(), r"carries out a FSDP, and the plan has strategy=DDP"),
+        (FSDP, fx.Plan(), r"carries out a FSDP, but the plan has strategy=DDP"),
         (
             attrs.evolve(PP, backward=lambda *_: None),
             fx.Plan(strategy=fx.PP()),
-            r"PP has its own backward, which nothing would call.*'backward'.*`fused`",
+            r"PP has its own backward, which would never be called.*'backward'.*`fused`",
         ),
         (
             attrs.evolve(DEEPSPEED, clip_norm=lambda *_: None),

@@ -12,6 +12,9 @@ import torch
 
 from fxtrain.testing import Cluster
 
+# Importing it makes its device the accelerator of the process; only ranks do.
+collect_ignore = ["shadow.py"]
+
 DEVICES = [
     pytest.param("shadow", marks=pytest.mark.shadow),
     pytest.param("cuda", marks=pytest.mark.gpu),

@@ -133,8 +133,10 @@ def model_values(module: nn.Module) -> tuple[Tensor, ...]:
 
 
 def send_values(tensors: Iterable[Tensor], data: DistContext) -> None:
-    """Send rank 0's values to every data rank, in place."""
+    """Send rank 0's values to every data rank, in place; no traffic without tensors."""
     mine = [tensor.data for tensor in tensors]
+    if not mine:  # on no rank: the ranks compared their models
+        return
     for tensor, sent in zip(mine, ops.broadcast(mine, data), strict=True):
         tensor.copy_(sent)
 

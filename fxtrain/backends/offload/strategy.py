@@ -34,6 +34,7 @@ from fxtrain.backends.offload.units import PlacedTensor, placed_tensors, streame
 from fxtrain.backends.single import SINGLE, make_handle
 from fxtrain.models import load_model
 from fxtrain.ops.same_errors import fail_together
+from fxtrain.precision import is_quantized
 from fxtrain.state import DistContext, Offload, Placement, Plan, Strategy, Weight, Wrapped
 from fxtrain.state.placement.placement import DISK, dtype_of
 
@@ -48,6 +49,11 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
         for axis in ("tensor", "pipeline")
         if ctx.mesh.sizes[axis] > 1
     ]
+    if plan.quantize is not None or is_quantized(module):
+        problems.append(
+            "Offload() streams weights as their files contain them, and cannot stream quantised "
+            "ones. Use Single() or DDP() with Plan(quantize=...), or leave quantize out."
+        )
     config: Offload = plan.strategy
     if config.placement is None:
         return tuple(problems)

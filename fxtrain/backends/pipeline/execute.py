@@ -165,7 +165,7 @@ def _parts_of_forward(model: Wrapped, rows: int) -> int:
     """Micro-batches of a forward; as many on every data rank where these gather units together."""
     data = model.ctx.axis("data")
     everywhere = {rows}
-    if model.plan.strategy.stages is not None and data.world_size > 1 and not data.comm.simulated:
+    if model.plan.strategy.stages is not None and data.world_size > 1:
         everywhere = set(ops.gather_objects(rows, data))
     most: int = model.engine.layout.parts
     return max(n for n in range(1, most + 1) if all(rows % n == 0 for rows in everywhere))
