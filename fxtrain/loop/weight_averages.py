@@ -146,15 +146,20 @@ def ema(model: Wrapped, *, decay: float = 0.999, warmup: bool = False) -> EMA:
         EMA(decay=0.9, warmup=False, updates=2)
     """
     _check(model, decay)
+    weights = {
+        name: weight
+        for name, weight in model.strategy.weights(model).items()
+        if isinstance(weight.like, nn.Parameter) and weight.like.requires_grad
+    }
+    elsewhere = any(one.together or one.place is not None for one in weights.values())
+    if elsewhere or model.ctx.mesh.pipeline > 1:
+        raise PlanError(
+            f"ema: {model.strategy.name} keeps trained values in other places than the module's "
+            f"parameters on each rank. Use Single, DDP, FSDP or TP."
+        )
     found: dict[Any, tuple[str, nn.Parameter]] = {}
-    for name, weight in model.strategy.weights(model).items():
-        if isinstance(weight.like, nn.Parameter) and weight.like.requires_grad:
-            if not weight.here or weight.together or weight.place is not None:
-                raise PlanError(
-                    f"ema: {model.strategy.name} keeps the trained values of {name!r} in another "
-                    f"place than its parameter on each rank. Use Single, DDP, FSDP or TP."
-                )
-            found.setdefault(weight.key, (name, weight.like))
+    for name, weight in weights.items():
+        found.setdefault(weight.key, (name, weight.like))
     state = {
         "updates": torch.zeros((), dtype=torch.int64),
         "weights": {name: _average_of(parameter) for name, parameter in found.values()},

@@ -9,8 +9,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
+from fxtrain.testing.training import on_mesh
+from tests.cluster._models import PIPELINES
 
 DECAY = 0.8
+RESIDENT = fx.Placement(units=(fx.state.PlacedUnit(name="", device="cpu"),))
 PLANS = {
     "single": (1, fx.Plan()),
     "ddp": (2, fx.Plan(accumulate=2)),
@@ -20,12 +23,15 @@ PLANS = {
         fx.Plan(strategy=fx.FSDP(min_params=1, mode="grads_and_optimizer")),
     ),
 }
+TENSOR = fx.TP(
+    styles=(fx.Style(modules="2", style="colwise"), fx.Style(modules="3", style="rowwise"))
+)
 ROWS = torch.randn(24, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def _net():
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3), nn.Linear(3, 1))
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 4), nn.Linear(4, 1))
     net[2].bias.requires_grad_(False)
     return net.double()
 
@@ -57,6 +63,11 @@ def _averaged(average):
         return _values(model)
 
 
+def _on_tensor_mesh(ctx, plan):
+    with on_mesh(ctx, fx.Mesh(tensor=2)) as placed:
+        return _run(placed, plan)
+
+
 def _run(ctx, plan):
     """What fx.ema has, what torch's functions make of each update's weights, and the model's."""
     model, fns, loader, average = _made(ctx, plan)
@@ -82,7 +93,15 @@ def _run(ctx, plan):
 @pytest.mark.parametrize("name", PLANS)
 def test_it_is_torchs_average_bit_for_bit(clusters, name):
     ranks, plan = PLANS[name]
-    for names, mine, theirs, before, after in clusters[ranks].run(_run, plan):
+    _check_run(clusters[ranks].run(_run, plan))
+
+
+def test_it_is_torchs_average_under_tensor_parallelism(pair):
+    _check_run(pair.run(_on_tensor_mesh, fx.Plan(strategy=fx.FSDP(tensor=TENSOR, min_params=1))))
+
+
+def _check_run(found):
+    for names, mine, theirs, before, after in found:
         assert len(names) == 7
         for key, value in before.items():
             assert torch.equal(mine[key], theirs.get(key, value)), key
@@ -191,16 +210,26 @@ def test_wrong_decays_are_named(decay):
         fx.ema(fx.wrap(nn.Linear(2, 1), ctx), decay=decay)
 
 
-def _refused(ctx, plan):
-    model = fx.wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), ctx, plan, optimizer=_adam)
-    with pytest.raises(fx.PlanError) as error:
-        fx.ema(model)
+def _refused(ctx, plan, mesh):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    with on_mesh(ctx, mesh) as placed:
+        model = fx.wrap(net, placed, plan, optimizer=_adam)
+        with pytest.raises(fx.PlanError) as error:
+            fx.ema(model)
     return str(error.value)
 
 
-def test_replicas_that_differ_are_refused(pair):
-    text = set(pair.run(_refused, fx.Plan(local=fx.LocalSGD(every=2))))
-    assert len(text) == 1 and "local=" in text.pop()
+REFUSED = [
+    ("local=", fx.Plan(local=fx.LocalSGD(every=2)), None),
+    ("Offload keeps", fx.Plan(strategy=fx.Offload(placement=RESIDENT)), None),
+    pytest.param("PP keeps", fx.Plan(strategy=fx.PP()), fx.Mesh(pipeline=2), marks=PIPELINES),
+]
+
+
+@pytest.mark.parametrize(("words", "plan", "mesh"), REFUSED)
+def test_values_in_other_places_are_refused(pair, words, plan, mesh):
+    (text,) = set(pair.run(_refused, plan, mesh))
+    assert words in text
 
 
 def _fitted(ctx, plan, folder, stop):
