@@ -112,7 +112,7 @@ def find_lr(
         of `fx.step`, one all-reduce of two numbers, and one wait for the device.
 
     Raises:
-        PlanError: an argument makes no sense.
+        PlanError: an argument makes no sense, or the strategy is DeepSpeed, PP or Offload.
         StepError: an accumulation window is open, or what `fx.step` raises; non-finite values
             end the test instead.
 
@@ -149,6 +149,12 @@ def _check(
         raise PlanError(
             f"find_lr takes a loader from fx.shard, found {type(loader).__name__}. Use loader = "
             f"fx.shard(torch_loader, ctx, plan)."
+        )
+    placed = fns.model.strategy.weights(fns.model).values()
+    if fns.model.ctx.mesh.pipeline > 1 or any(one.together or one.place for one in placed):
+        raise PlanError(
+            f"find_lr: {fns.model.strategy.name} keeps trained values in other places than the "
+            f"module's parameters on each rank. Use Single, DDP, FSDP or TP."
         )
     if fns.model.window.micro or fns.model.by_hand or loader.position.micro:
         raise StepError(

@@ -137,3 +137,14 @@ def test_an_open_window_is_refused():
         fx.step(ctx, next(iter(loader)), fns)
         with pytest.raises(fx.StepError, match="window is open"):
             fx.find_lr(ctx, fns, loader)
+
+
+def test_values_in_other_places_are_refused():
+    place = fx.Placement(units=(fx.state.PlacedUnit(name="", device="cpu"),))
+    plan = fx.Plan(strategy=fx.Offload(placement=place))
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(nn.Linear(1, 1), ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        loader = fx.shard(DataLoader(torch.ones(4, 1)), ctx, plan)
+        fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
+        with pytest.raises(fx.PlanError, match="Offload keeps"):
+            fx.find_lr(ctx, fns, loader)
