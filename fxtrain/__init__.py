@@ -39,12 +39,19 @@ if TYPE_CHECKING:
     from fxtrain.data import shard as shard
     from fxtrain.launch import given_plan as given_plan
     from fxtrain.launch import launch as launch
+    from fxtrain.loop import EMA as EMA
     from fxtrain.loop import EarlyStopping as EarlyStopping
     from fxtrain.loop import Mean as Mean
+    from fxtrain.loop import NoiseScale as NoiseScale
+    from fxtrain.loop import RateCurve as RateCurve
+    from fxtrain.loop import Released as Released
     from fxtrain.loop import StepFns as StepFns
+    from fxtrain.loop import ema as ema
     from fxtrain.loop import evaluate as evaluate
     from fxtrain.loop import find_batch_size as find_batch_size
+    from fxtrain.loop import find_lr as find_lr
     from fxtrain.loop import fit as fit
+    from fxtrain.loop import release as release
     from fxtrain.loop import step as step
     from fxtrain.loop import update as update
     from fxtrain.meters import Memory as Memory
@@ -122,7 +129,10 @@ _HOMES = {
     "fxtrain.checkpoint": "Restored Saving Verified latest merge restore save verify",
     "fxtrain.data": "Sharded shard",
     "fxtrain.launch": "given_plan launch",
-    "fxtrain.loop": "EarlyStopping Mean StepFns evaluate find_batch_size fit step update",
+    "fxtrain.loop": (
+        "EMA EarlyStopping Mean NoiseScale RateCurve Released StepFns ema evaluate find_batch_size "
+        "find_lr fit release step update"
+    ),
     "fxtrain.meters": "Memory Meter count_flops memory timed",
     "fxtrain.models": "export load_model",
     "fxtrain.ops": "close detect log preemption",

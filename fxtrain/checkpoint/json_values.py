@@ -22,7 +22,7 @@ from fxtrain.state import unstructure
 __all__ = ["decode", "encode"]
 
 _MAX_DEPTH = 64
-_Read = Callable[[str], Tensor]
+_Read = Callable[[str], Any]
 _DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -43,11 +43,11 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     return _encode(value, path, tensors, 0)
 
 
-def decode(data: Any, read: Callable[[str], Tensor]) -> Any:
+def decode(data: Any, read: _Read) -> Any:
     """Turn the output of `encode` back into values.
 
     Args:
-        read: Name → tensor.
+        read: Name → tensor, or what takes its place.
 
     Raises:
         CheckpointError: the data was not written by `encode`.

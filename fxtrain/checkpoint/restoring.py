@@ -1,5 +1,6 @@
 """Restore a checkpoint at any world size; each rank reads only what it needs."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from fxtrain.checkpoint.manifest import Manifest
 from fxtrain.checkpoint.reading import Reader, open_reader
 from fxtrain.checkpoint.rng_state import set_random_state
 from fxtrain.checkpoint.snapshot import by_name
-from fxtrain.checkpoint.templates import load_into
+from fxtrain.checkpoint.templates import load_into, saved_tensor
 from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.state import (
@@ -83,9 +84,10 @@ def restore(
         model: A model returned by `fx.wrap` that matches the saved one (its plan may differ),
             or several by name. The checkpoint may contain other models as well. A model
             without an optimizer loads only parameters and buffers.
-        extra: A tree with the structure of the saved one: tensors are filled in storage,
-            objects with `load_state_dict` are loaded, attrs records are created. Without it,
-            `restored.extra` contains plain values and new tensors on the CPU.
+        extra: A tree with the structure of the saved one: tensors are filled in storage
+            (each rank reads its part of a sharded one), objects with `load_state_dict` are loaded,
+            attrs records are created. Without it, `restored.extra` contains plain values and new
+            tensors on the CPU.
         random: Whether to restore the random generators.
 
     Effects:
@@ -176,9 +178,11 @@ def _restore(
     with open_reader(storage, manifest) as reader:
         for name, model in models.items():
             model.strategy.load_state(model, _saved(reader, name, ctx))
-        user = decode(manifest.extra, reader.once)
-        if extra is not None:
-            user = load_into(extra, user)
+        if extra is None:
+            user = decode(manifest.extra, reader.once)
+        else:
+            found = decode(manifest.extra, functools.partial(saved_tensor, reader))
+            user = load_into(extra, found)
         if random:
             seed = next(iter(models.values())).plan.seed + manifest.position.updates
             own = _own(reader, "")

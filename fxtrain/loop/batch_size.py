@@ -1,6 +1,5 @@
 """The largest batch size that fits, with the rows of an update unchanged."""
 
-import gc
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 
 from fxtrain import ops
 from fxtrain._errors import PlanError
+from fxtrain.loop.releasing import empty_cache
 from fxtrain.state import DistContext, Plan, check_connected, shown
 
 __all__ = ["find_batch_size", "is_out_of_memory"]
@@ -118,8 +118,6 @@ def _fits(ctx: DistContext, trial: Callable[[int, Plan], Any], size: int, plan: 
         traceback.clear_frames(error.__traceback__)  # whose variables hold tensors
         fits = False
         problem = None if is_out_of_memory(error) else error
-    gc.collect()
-    if ctx.device.type not in ("cpu", "meta", "xla"):
-        torch.get_device_module(ctx.device).empty_cache()
+    empty_cache(ctx.device)
     ops.raise_together(problem, ctx)
     return ops.all_ranks(fits, ctx)

@@ -144,9 +144,9 @@ class Wrapped(ModuleNames[M_co]):
         bare: () → function: removes from the module what wrapping added, until the returned
             function is called, which restores everything. Values are not changed.
         formats: By name, the original dtypes of parameters and buffers.
-        closed: Why the handle cannot be used: empty while it can, then "unwrap" for good, or
-            "gathered" during a block of `fx.gathered`. The one mutable state of this record, and
-            a list, because the handle and its copies with other fields (`StepFns`,
+        closed: Why the handle cannot be used: empty while it can, then "unwrap" or "release" for
+            good, or "gathered" during a block of `fx.gathered`. The one mutable state of this
+            record, and a list, because the handle and its copies with other fields (`StepFns`,
             `attrs.evolve`) share one module and must all see it.
         strategy_state: What only this strategy keeps, as a record of its own type: a `Round`
             under `Plan.local`, the config of DeepSpeed's engine, XLA's count of compilations;

@@ -133,7 +133,7 @@ class ModuleNames(Generic[M_co]):
 
 
 def check_open(model: ModuleNames[Any], call: str, kind: type[FxError] = StepError) -> None:
-    """Refuse a handle whose module was unwrapped or is inside `fx.gathered`.
+    """Refuse a handle whose module was unwrapped or released, or is inside `fx.gathered`.
 
     Raises:
         FxError: of this type, with what to do.
@@ -149,6 +149,11 @@ def check_open(model: ModuleNames[Any], call: str, kind: type[FxError] = StepErr
             f"{call}: this model was unwrapped, which closed its handle. To continue training, "
             f"wrap the module again. To get full weights during training, use fx.weights(model) or "
             f"`with fx.gathered(model) as net:` instead of fx.unwrap."
+        )
+    if "release" in model.closed:
+        raise kind(
+            f"{call}: fx.release has freed this model and its optimizers. Build the module again, "
+            f"and wrap it."
         )
     if model.closed:
         raise kind(

@@ -1,0 +1,151 @@
+"""Free the memory of models and optimizers that are no longer needed."""
+
+import gc
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from fxtrain._errors import PlanError
+from fxtrain.backends.core.optimizers import local_optimizer
+from fxtrain.meters import Memory, memory
+from fxtrain.state import DistContext, Wrapped, check_open
+
+__all__ = ["Released", "empty_cache", "release"]
+
+
+@attrs.frozen(kw_only=True)
+class Released:
+    """Memory of this rank before and after `fx.release`.
+
+    Attributes:
+        before: When it was called.
+        after: When it returned.
+    """
+
+    before: Memory
+    after: Memory
+
+    @property
+    def freed(self) -> int:
+        """Bytes fewer in use afterwards."""
+        return self.before.now - self.after.now
+
+
+def release(*objects: Wrapped | nn.Module | torch.optim.Optimizer) -> Released:
+    """Free what models and optimizers hold in memory on this rank.
+
+    An optimizer loses its states, its parameter groups and the gradients of its parameters. A
+    module loses its gradients, and its parameters and buffers are replaced by tensors on the meta
+    device. A wrapped model loses both, and its handle is closed. None of them can be used
+    afterwards.
+
+    Not freed are tensors to which something else refers: another model with the same parameters,
+    a variable such as the last output or loss (whose graph holds activations), an exception's
+    traceback. FSDP's shards, DDP's buckets and DeepSpeed's engine belong to the handle: drop your
+    own names, `del model, net`, and call `fx.release()` again.
+
+    Args:
+        objects: Models from `fx.wrap`, modules and optimizers; without any, only garbage is
+            collected and caches are emptied.
+
+    Returns:
+        Memory before and after: torch's allocations on an accelerator, the resident memory of the
+        process on a CPU.
+
+    Effects:
+        Collects garbage and empties the cache of the device. No traffic; ranks may call it apart.
+
+    Raises:
+        PlanError: an object is something else, or inside `fx.gathered`; nothing was freed then.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     net = torch.nn.Linear(2, 1)
+        ...     model = fx.wrap(net, ctx)
+        ...     released = fx.release(model)
+        >>> released.before.now > 0, net.weight.device
+        (True, device(type='meta'))
+    """
+    for one in objects:
+        if not isinstance(one, Wrapped | nn.Module | torch.optim.Optimizer):
+            raise PlanError(
+                f"release takes wrapped models, modules and optimizers, found "
+                f"{type(one).__name__}. A tensor is freed when nothing refers to it: use del."
+            )
+        if isinstance(one, Wrapped) and "gathered" in one.closed:
+            check_open(one, "release", PlanError)
+    ctx = _context(objects)
+    before = memory(ctx)
+    for one in objects:
+        _release(one)
+    empty_cache(ctx.device)
+    return Released(before=before, after=memory(ctx))
+
+
+def empty_cache(device: torch.device) -> None:
+    """Collect garbage, and return memory that torch's allocator keeps to the device."""
+    gc.collect()
+    if device.type not in ("cpu", "meta", "xla"):
+        torch.get_device_module(device).empty_cache()
+
+
+def _context(objects: tuple[Any, ...]) -> DistContext:
+    """The context of the first wrapped model, or one of the device of the first parameter."""
+    for one in objects:
+        if isinstance(one, Wrapped):
+            return one.ctx
+    for one in objects:
+        for parameter in _parameters(one):
+            if not parameter.is_meta:
+                return DistContext(device=parameter.device)
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return DistContext(device=device or torch.device("cpu"))
+
+
+def _parameters(one: nn.Module | torch.optim.Optimizer) -> list[Any]:
+    if isinstance(one, nn.Module):
+        return list(one.parameters())
+    return [parameter for group in one.param_groups for parameter in group["params"]]
+
+
+def _release(one: Any) -> None:
+    if isinstance(one, Wrapped):
+        if "release" not in one.closed:
+            one.closed.append("release")
+        for optimizer in one.optimizers:
+            _empty_optimizer(optimizer)
+        _empty_module(one.module)
+    elif isinstance(one, nn.Module):
+        _empty_module(one)
+    else:
+        _empty_optimizer(one)
+
+
+def _empty_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    for part in (optimizer, local_optimizer(optimizer)):
+        for parameter in _parameters(part):
+            parameter.grad = None
+        part.state.clear()
+        for group in part.param_groups:
+            group["params"] = []
+
+
+@torch.no_grad()
+def _empty_module(module: nn.Module) -> None:
+    made: dict[int, Any] = {}  # tied tensors stay tied
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    tensor.grad = None
+                    held[name] = made.setdefault(id(tensor), _meta(tensor))
+
+
+def _meta(tensor: Any) -> Any:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty

@@ -1,0 +1,192 @@
+"""Exponential moving averages of a model's parameters, under every strategy of torch's."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from fxtrain._errors import PlanError
+from fxtrain.ops.whole_tensors import is_sharded
+from fxtrain.state import Report, Wrapped, check_open, round_of, shown
+
+__all__ = ["EMA", "ema"]
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@attrs.frozen(kw_only=True, eq=False, repr=False)
+class EMA:
+    """An exponential moving average of a model's parameters; made by `fx.ema`.
+
+    Equality and hash are by identity: the tensors change in place.
+
+    Attributes:
+        model: The model that trains.
+        decay: Weight of the average so far, in each update.
+        warmup: Whether the decay of early updates is smaller.
+        state: What a checkpoint stores, as live tensors: "updates", the number of updates in the
+            average (int64 on the CPU), and "weights", the averages by name, sharded as the
+            parameters are; fp32 for parameters in half precision.
+    """
+
+    model: Wrapped
+    decay: float
+    warmup: bool
+    state: Mapping[str, Any]
+    _parameters: tuple[nn.Parameter, ...] = attrs.field(alias="parameters")
+
+    def __repr__(self) -> str:
+        return f"EMA(decay={self.decay}, warmup={self.warmup}, updates={self.updates})"
+
+    @property
+    def updates(self) -> int:
+        """The number of updates in the average."""
+        return int(self.state["updates"])
+
+    def decay_of(self, update: int) -> float:
+        """The decay of an update, from 0; with warm-up min(decay, (1 + n) / (10 + n))."""
+        return min(self.decay, (1 + update) / (10 + update)) if self.warmup else self.decay
+
+    @torch.no_grad()
+    def update(self, report: Report) -> None:
+        """Add the current parameters to the average, if the step has updated them.
+
+        Call it after every `fx.step` or `fx.update`. The first call copies the parameters, as
+        torch's `AveragedModel` does.
+
+        Effects:
+            Changes `state` in place. No traffic; waits for no device.
+        """
+        if not report.applied:
+            return
+        averages = self._local_averages()
+        now = [
+            local if local.dtype == average.dtype else local.to(average.dtype)
+            for local, average in zip(map(_local, self._parameters), averages, strict=True)
+        ]
+        if not averages:
+            pass
+        elif self.updates == 0:
+            torch._foreach_copy_(averages, now)
+        else:
+            torch._foreach_lerp_(averages, now, 1 - self.decay_of(self.updates))
+        self.state["updates"].add_(1)
+
+    @contextmanager
+    def applied(self) -> Iterator[Wrapped]:
+        """Give the model the averaged parameters for a block; its own return at the end.
+
+        Inside, evaluate or export the model. Buffers, such as the statistics of BatchNorm, are
+        those of the model. The model must not train in the block.
+
+        Effects:
+            Memory for another copy of this rank's parameters. No traffic. Before the first
+            update, the average is the model's initial parameters.
+
+        Example:
+            >>> import fxtrain as fx, torch
+            >>> with fx.detect(env={}, device="cpu") as ctx:
+            ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
+            ...     average = fx.ema(model)
+            ...     with average.applied(), torch.no_grad():
+            ...         model(torch.ones(3, 2)).shape
+            torch.Size([3, 1])
+        """
+        check_open(self.model, "EMA.applied", PlanError)
+        held = [_local(one).clone() for one in self._parameters]
+        try:
+            self._set(self._local_averages())
+            yield self.model
+        finally:
+            self._set(held)
+
+    def _local_averages(self) -> list[Tensor]:
+        return [_local(one) for one in self.state["weights"].values()]
+
+    @torch.no_grad()
+    def _set(self, values: list[Tensor]) -> None:
+        """Write this rank's parts of the parameters."""
+        # FSDP frees the full parameters of a forward, which would have the old values.
+        self.model.strategy.weights(self.model)
+        for parameter, value in zip(self._parameters, values, strict=True):
+            _local(parameter).copy_(value)
+
+
+def ema(model: Wrapped, *, decay: float = 0.999, warmup: bool = False) -> EMA:
+    """Average a model's parameters over the updates, with exponentially falling weights.
+
+    Args:
+        model: From `fx.wrap`. Parameters that require grad now are averaged, on this rank as the
+            strategy shards them.
+        decay: Weight of the average so far, in each update: from 0 to less than 1.
+        warmup: Use min(decay, (1 + n) / (10 + n)) in update n, so that the average forgets the
+            initial parameters sooner.
+
+    Effects:
+        Memory for a copy of this rank's parameters.
+
+    Raises:
+        PlanError: an argument makes no sense, or the strategy does not keep the trained values in
+            the module's parameters on every rank: DeepSpeed, PP, Offload and `Plan.local`.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> from torch.utils.data import DataLoader
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(1, 1), ctx,
+        ...                     optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        ...     fns = fx.StepFns(model=model, loss=lambda model, x: model(x.data).square().mean())
+        ...     average = fx.ema(model, decay=0.9)
+        ...     for batch in fx.shard(DataLoader(torch.ones(4, 1), batch_size=2), ctx):
+        ...         average.update(fx.step(ctx, batch, fns))
+        ...     average
+        EMA(decay=0.9, warmup=False, updates=2)
+    """
+    _check(model, decay)
+    weights = {
+        name: weight
+        for name, weight in model.strategy.weights(model).items()
+        if isinstance(weight.like, nn.Parameter) and weight.like.requires_grad
+    }
+    elsewhere = any(one.together or one.place is not None for one in weights.values())
+    if elsewhere or model.ctx.mesh.pipeline > 1:
+        raise PlanError(
+            f"ema: {model.strategy.name} keeps trained values in other places than the module's "
+            f"parameters on each rank. Use Single, DDP, FSDP or TP."
+        )
+    found: dict[Any, tuple[str, nn.Parameter]] = {}
+    for name, weight in weights.items():
+        found.setdefault(weight.key, (name, weight.like))
+    state = {
+        "updates": torch.zeros((), dtype=torch.int64),
+        "weights": {name: _average_of(parameter) for name, parameter in found.values()},
+    }
+    parameters = tuple(parameter for _, parameter in found.values())
+    return EMA(model=model, decay=float(decay), warmup=warmup, state=state, parameters=parameters)
+
+
+def _check(model: Any, decay: Any) -> None:
+    if not isinstance(model, Wrapped):
+        raise PlanError(f"ema takes a model from fx.wrap, found {type(model).__name__}.")
+    check_open(model, "ema", PlanError)
+    if not isinstance(decay, int | float) or not 0 <= decay < 1:
+        raise PlanError(f"ema(decay={shown(decay)}): choose a number from 0 to less than 1.")
+    if round_of(model) is not None:
+        raise PlanError(
+            "ema: with Plan(local=...), replicas have different parameters between averages. "
+            "Train without local."
+        )
+
+
+@torch.no_grad()
+def _average_of(parameter: nn.Parameter) -> Tensor:
+    dtype = torch.float32 if parameter.dtype in _HALF else parameter.dtype
+    return parameter.detach().to(dtype, copy=True)
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's part, sharing memory."""
+    return tensor.detach().to_local() if is_sharded(tensor) else tensor.detach()

@@ -1,0 +1,95 @@
+"""Freed memory of models and optimizers, and what they are afterwards."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fxtrain as fx
+from fxtrain.backends.core.optimizers import local_optimizer
+
+WIDTH = 1600  # 10 MB of weights
+
+
+def _trained(ctx, plan, width=WIDTH):
+    net = nn.Sequential(nn.Linear(width, width, bias=False), nn.BatchNorm1d(width))
+    model = fx.wrap(net, ctx, plan, optimizer=torch.optim.Adam)
+    loader = fx.shard(DataLoader(torch.ones(4, width), batch_size=2), ctx, plan)
+    fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).square().mean())
+    for batch in loader:
+        fx.step(ctx, batch, fns)
+    return model
+
+
+def test_memory_is_smaller_afterwards():
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = _trained(ctx, fx.Plan())
+        optimizer, net = model.optimizer, model.module
+        held = weakref.ref(net[0].weight)
+        states = [weakref.ref(one) for one in optimizer.state[net[0].weight].values()]
+        assert len(states) == 3
+        gc.disable()
+        try:
+            released = fx.release(model)
+        finally:
+            gc.enable()
+        assert held() is None and not any(one() is not None for one in states)
+        assert released.freed == released.before.now - released.after.now
+        assert released.freed > 15_000_000  # of 30 MB: weights and two states
+        assert {one.device.type for one in net.state_dict().values()} == {"meta"}
+        with pytest.raises(fx.StepError, match=r"fx\.release"):
+            model(torch.ones(2, WIDTH))
+        again = fx.release(model)
+        assert again.after.now > 0
+    assert fx.release().before.now > 0
+
+
+def test_tied_weights_stay_tied_and_other_references_live():
+    net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    net[1].weight = net[0].weight
+    mine = net[0].weight
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    mine.sum().backward()
+    optimizer.step()
+    fx.release(optimizer)
+    assert mine.grad is None and not optimizer.state and not optimizer.param_groups[0]["params"]
+    assert net[0].weight is mine
+    fx.release(net)
+    assert net[0].weight is net[1].weight and net[0].weight.is_meta
+    assert mine.tolist()  # a variable of the caller
+
+
+def _on_ranks(ctx, plan):
+    model = _trained(ctx, plan, width=8)
+    states = [
+        weakref.ref(value)
+        for one in model.optimizers
+        for state in local_optimizer(one).state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    assert states
+    fx.release(model)
+    held = weakref.ref(model.module)
+    alive = sum(one() is not None for one in states)
+    del model
+    fx.release()
+    return alive, held() is None
+
+
+@pytest.mark.parametrize(
+    "strategy", [fx.DDP(), fx.DDP(shard_optimizer=True), fx.FSDP(min_params=1)]
+)
+def test_optimizer_states_are_freed_under_every_strategy(pair, strategy):
+    assert pair.run(_on_ranks, fx.Plan(strategy=strategy)) == [(0, True)] * 2
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2), [nn.Linear(1, 1)], None])
+def test_other_objects_are_refused_before_anything_is_freed(wrong):
+    net = nn.Linear(1, 1)
+    with pytest.raises(fx.PlanError, match="release takes"):
+        fx.release(net, wrong)
+    assert not net.weight.is_meta

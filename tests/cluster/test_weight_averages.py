@@ -1,0 +1,254 @@
+"""Averages of weights: torch's own, under every strategy, and in runs that resume."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fxtrain as fx
+from fxtrain.testing.training import on_mesh
+from tests.cluster._models import PIPELINES
+
+DECAY = 0.8
+RESIDENT = fx.Placement(units=(fx.state.PlacedUnit(name="", device="cpu"),))
+PLANS = {
+    "single": (1, fx.Plan()),
+    "ddp": (2, fx.Plan(accumulate=2)),
+    "fsdp": (2, fx.Plan(strategy=fx.FSDP(min_params=1), accumulate=2)),
+    "fsdp, whole until backward": (
+        2,
+        fx.Plan(strategy=fx.FSDP(min_params=1, mode="grads_and_optimizer")),
+    ),
+}
+TENSOR = fx.TP(
+    styles=(fx.Style(modules="2", style="colwise"), fx.Style(modules="3", style="rowwise"))
+)
+ROWS = torch.randn(24, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def _net():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 4), nn.Linear(4, 1))
+    net[2].bias.requires_grad_(False)
+    return net.double()
+
+
+def _adam(params):
+    return torch.optim.Adam(params, lr=1e-2)
+
+
+def _loss(model, batch):
+    return model(batch[0]).square().mean()
+
+
+def _batches(loader):
+    return (batch for epoch in loader.epochs(2) for batch in epoch)
+
+
+def _made(ctx, plan, **how):
+    model = fx.wrap(_net(), ctx, plan, optimizer=_adam)
+    loader = fx.shard(DataLoader(TensorDataset(ROWS), batch_size=3, shuffle=True), ctx, plan)
+    return model, fx.StepFns(model=model, loss=_loss), loader, fx.ema(model, decay=DECAY, **how)
+
+
+def _values(model):
+    return {name: value for name, value in fx.weights(model, device="cpu")}
+
+
+def _averaged(average):
+    with average.applied() as model:
+        return _values(model)
+
+
+def _on_tensor_mesh(ctx, plan):
+    with on_mesh(ctx, fx.Mesh(tensor=2)) as placed:
+        return _run(placed, plan)
+
+
+def _run(ctx, plan):
+    """What fx.ema has, what torch's functions make of each update's weights, and the model's."""
+    model, fns, loader, average = _made(ctx, plan)
+    names = [name for name, one in model.module.named_parameters() if one.requires_grad]
+    lerp, theirs = get_ema_multi_avg_fn(DECAY), None
+    for batch in _batches(loader):
+        report = fx.step(ctx, batch, fns)
+        average.update(report)
+        if report.applied:
+            found = [one for name, one in _values(model).items() if name in names]
+            if theirs is None:
+                theirs = found
+            else:
+                lerp(theirs, found, None)
+    before, mine = _values(model), _averaged(average)
+    with pytest.raises(KeyError), average.applied():
+        with torch.no_grad():
+            model.eval()(ROWS)
+        raise KeyError
+    return names, mine, dict(zip(names, theirs, strict=True)), before, _values(model)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_it_is_torchs_average_bit_for_bit(clusters, name):
+    ranks, plan = PLANS[name]
+    _check_run(clusters[ranks].run(_run, plan))
+
+
+def test_it_is_torchs_average_under_tensor_parallelism(pair):
+    _check_run(pair.run(_on_tensor_mesh, fx.Plan(strategy=fx.FSDP(tensor=TENSOR, min_params=1))))
+
+
+def _check_run(found):
+    for names, mine, theirs, before, after in found:
+        assert len(names) == 7
+        for key, value in before.items():
+            assert torch.equal(mine[key], theirs.get(key, value)), key
+            assert torch.equal(after[key], value), key
+        assert not any(torch.equal(mine[key], before[key]) for key in names)
+
+
+def test_it_is_an_averaged_model_in_one_process():
+    net = _net()
+    theirs = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(net, ctx, optimizer=_adam)
+        fns, average = fx.StepFns(model=model, loss=_loss), fx.ema(model, decay=DECAY)
+        loader = fx.shard(DataLoader(TensorDataset(ROWS), batch_size=4), ctx)
+        for batch in _batches(loader):
+            average.update(fx.step(ctx, batch, fns))
+            theirs.update_parameters(net)
+        with average.applied():
+            for mine, one in zip(net.parameters(), theirs.module.parameters(), strict=True):
+                assert torch.equal(mine, one)
+
+
+def _uninterrupted(ctx, plan):
+    _, fns, loader, average = _made(ctx, plan, warmup=True)
+    for batch in _batches(loader):
+        average.update(fx.step(ctx, batch, fns))
+    return _averaged(average), average.updates
+
+
+def _interrupted(ctx, plan, folder):
+    """The same, saved and restored into other objects."""
+    model, fns, loader, average = _made(ctx, plan, warmup=True)
+    for batch in itertools.islice(_batches(loader), 4):
+        average.update(fx.step(ctx, batch, fns))
+    fx.save(folder, ctx, model, position=batch.position, extra={"ema": average.state})
+    model, fns, loader, average = _made(ctx, plan, warmup=True)
+    restored = fx.restore(folder, ctx, model, extra={"ema": average.state})
+    for batch in _batches(loader.at(restored.position)):
+        average.update(fx.step(ctx, batch, fns))
+    return _averaged(average), average.updates
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp"])
+def test_a_resumed_average_is_the_uninterrupted_one(clusters, name, tmp_path):
+    ranks, plan = PLANS[name]
+    wanted = clusters[ranks].run(_uninterrupted, plan)
+    found = clusters[ranks].run(_interrupted, plan, str(tmp_path))
+    for (mine, count), (theirs, updates) in zip(found, wanted, strict=True):
+        assert count == updates >= 4
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def _restored(ctx, plan, folder):
+    model, _, _, average = _made(ctx, plan)
+    fx.restore(folder, ctx, model, extra={"ema": average.state})
+    return _averaged(average)
+
+
+def test_an_average_is_restored_under_another_strategy(clusters, pair, tmp_path):
+    wanted = pair.run(_interrupted_only, PLANS["fsdp"][1], str(tmp_path))[0]
+    (found,) = clusters[1].run(_restored, fx.Plan(), str(tmp_path))
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def _interrupted_only(ctx, plan, folder):
+    model, fns, loader, average = _made(ctx, plan)
+    for batch in itertools.islice(_batches(loader), 4):
+        average.update(fx.step(ctx, batch, fns))
+    fx.save(folder, ctx, model, position=batch.position, extra={"ema": average.state})
+    return _averaged(average)
+
+
+def test_half_precision_is_averaged_in_fp32():
+    with fx.detect(env={}, device="cpu") as ctx:
+        net = nn.Linear(2, 1, bias=False).bfloat16()
+        model = fx.wrap(net, ctx)
+        average = fx.ema(model, decay=0.999)
+        report = fx.Report(loss=torch.zeros(()), weight=1, applied=True, position=fx.Position())
+        net.weight.data.fill_(1.0)
+        average.update(report)
+        net.weight.data.fill_(2.0)
+        for _ in range(100):
+            average.update(report)
+        wanted = 2 - 0.999**100
+        torch.testing.assert_close(
+            average.state["weights"]["weight"], torch.full((1, 2), wanted), rtol=1e-5, atol=0
+        )
+        with average.applied():
+            assert torch.equal(net.weight, torch.full((1, 2), wanted).bfloat16())
+
+
+def test_warmup_and_skipped_updates():
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(nn.Linear(2, 1), ctx)
+        average = fx.ema(model, decay=0.99, warmup=True)
+        assert [average.decay_of(n) for n in (0, 8, 10_000)] == [0.1, 0.5, 0.99]
+        report = fx.Report(loss=torch.zeros(()), weight=1, applied=False, position=fx.Position())
+        average.update(report)
+        assert average.updates == 0
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1, "0.9", float("nan")])
+def test_wrong_decays_are_named(decay):
+    with fx.detect(env={}, device="cpu") as ctx, pytest.raises(fx.PlanError, match=r"ema\(decay="):
+        fx.ema(fx.wrap(nn.Linear(2, 1), ctx), decay=decay)
+
+
+def _refused(ctx, plan, mesh):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    with on_mesh(ctx, mesh) as placed:
+        model = fx.wrap(net, placed, plan, optimizer=_adam)
+        with pytest.raises(fx.PlanError) as error:
+            fx.ema(model)
+    return str(error.value)
+
+
+REFUSED = [
+    ("local=", fx.Plan(local=fx.LocalSGD(every=2)), None),
+    ("Offload keeps", fx.Plan(strategy=fx.Offload(placement=RESIDENT)), None),
+    pytest.param("PP keeps", fx.Plan(strategy=fx.PP()), fx.Mesh(pipeline=2), marks=PIPELINES),
+]
+
+
+@pytest.mark.parametrize(("words", "plan", "mesh"), REFUSED)
+def test_values_in_other_places_are_refused(pair, words, plan, mesh):
+    (text,) = set(pair.run(_refused, plan, mesh))
+    assert words in text
+
+
+def _fitted(ctx, plan, folder, stop):
+    """A run of `fit` in two pieces."""
+    for until in (stop, None):
+        _, fns, loader, average = _made(ctx, plan)
+        how = {"epochs": 2, "show": False, "extra": {"ema": average.state}}
+        for report in fx.fit(ctx, fns, loader, folder, **how):
+            average.update(report)
+            if report.position.updates == until:
+                break
+    return _averaged(average), average.updates
+
+
+def test_fit_saves_and_restores_it(pair, tmp_path):
+    plan = fx.Plan(strategy=fx.FSDP(min_params=1))
+    for stop in (3, 4):  # within an epoch, and at the end of one
+        found = pair.run(_fitted, plan, str(tmp_path / str(stop)), stop)
+        wanted = pair.run(_run, plan)
+        for (mine, updates), (_, theirs, *_) in zip(found, wanted, strict=True):
+            assert updates == 8
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
