@@ -68,6 +68,11 @@ COMMANDS: tuple[CommandEntry, ...] = (
     CommandEntry(
         "plan", "fxtrain.cli.plan_command:PLAN", "show what a script would need on many ranks"
     ),
+    CommandEntry(
+        "profile",
+        "fxtrain.cli.inspect.profile_command:PROFILE",
+        "show where the time of a step went, from traces",
+    ),
     CommandEntry("completion", "fxtrain.cli.completion:COMPLETION", "print shell completion"),
 )
 

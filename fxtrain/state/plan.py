@@ -8,6 +8,7 @@ from fxtrain._record import above, at_least, canonical, closest, record
 from fxtrain.state.context_parallel import CP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD
 from fxtrain.state.precision import FORMATS, Precision, precision_of
+from fxtrain.state.profiling.profile import Profile
 from fxtrain.state.registry import BUILT_IN, kind_of
 from fxtrain.state.strategy_configs import DDP
 
@@ -126,6 +127,7 @@ class Plan:
         context: How to split sequences over the mesh's context axis; None does not split them.
         local: Train replicas independently for a number of updates, then average them; None
             makes every update together.
+        profile: Which steps `fx.profile(ctx, plan)` records; None for none.
 
     Example:
         >>> import fxtrain as fx
@@ -164,3 +166,4 @@ class Plan:
     compile: Compile | None = attrs.field(default=None, converter=_compile_of)
     context: CP | None = None
     local: LocalSGD | DiLoCo | None = None
+    profile: Profile | None = None
