@@ -71,16 +71,18 @@ class Trace:
     def _act(self) -> None:
         action, recording = self._next.action, self._recording
         self._plan_next()
+        conflict = None if action == "mark" else self._conflict(action)
+        if action == "stop":
+            # Before the exchange: its event must not be open when the profiler stops.
+            self._stop(complete=True)
         if action != "mark":
-            ops.raise_together(self._conflict(action), self.ctx)
+            ops.raise_together(conflict, self.ctx)
         if action == "prepare":
             self._recording = self._prepare()
         elif recording is not None and action == "start":
             recording.start()
         elif recording is not None and action == "mark":
             recording.next_step()
-        elif action == "stop":
-            self._stop(complete=True)
 
     def _prepare(self) -> Recording | None:
         spec = self._profile

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,17 @@ from fxtrain.state import DistContext, Profile
 
 __all__ = ["Recording", "activities_of", "is_profiling", "trace_path"]
 
+_TORCH: Any = torch._C  # parts of it have no type stubs
 _CHUNK = 1 << 20
+# gloo's threads end the event of a collective shortly after `wait` has returned. torch's profiler
+# crashes the process, at once or later, if it stops in the meantime.
+_SETTLE_S = 0.02
 _SNAPSHOT_EVENTS = 100_000  # a torch default of 2**63 could fill the host's memory
 
 
 def is_profiling() -> bool:
     """Whether a profiler of torch is running; a process can have only one."""
-    return bool(torch._C._autograd._profiler_enabled())
+    return bool(_TORCH._autograd._profiler_enabled())
 
 
 def trace_path(profile: Profile, cycle: int, rank: int) -> Path:
@@ -66,7 +71,7 @@ class Recording:
     @classmethod
     def prepare(cls, profile: Profile, ctx: DistContext) -> "Recording":
         """Start to warm up."""
-        verbose = torch._C._profiler._ExperimentalConfig(verbose=True)  # else stacks are empty
+        verbose = _TORCH._profiler._ExperimentalConfig(verbose=True)  # else stacks are empty
         profiler = torch.profiler.profile(
             activities=activities_of(profile, ctx),
             record_shapes=profile.shapes,
@@ -103,6 +108,8 @@ class Recording:
         """
         self._close_step()
         self.steps += complete
+        if self.ctx.world_size > 1:
+            time.sleep(_SETTLE_S)
         if not self._started:
             self.profiler.start_trace()  # torch ends a warm-up only this way
         self.profiler.stop_trace()
@@ -136,7 +143,10 @@ class Recording:
             os.replace(part, file.with_name(name))
 
     def close(self) -> None:
-        """Stop recording the allocator's history."""
+        """Free what was recorded, and stop recording the allocator's history."""
+        # torch's profiler is part of a reference cycle. If Python's collector frees its events
+        # later, while the next cycle runs, kineto crashes the process.
+        self.profiler.profiler = None
         if self.ctx.device.type == "cuda" and self.profile.memory:
             torch.cuda.memory._record_memory_history(enabled=None)
 
