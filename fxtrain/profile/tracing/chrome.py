@@ -157,13 +157,15 @@ class _Lanes:
 def _walk(events: list[_Event], lanes: _Lanes, *, on_device: bool) -> None:
     """Assign the events of one thread, which are nested, to phases."""
     events.sort(key=lambda one: (one.begin, -one.end))
-    outermost: Phase = "forward"
     around: list[tuple[int, Phase]] = []  # ends and phases of the events around this one
     for index, event in enumerate(events):
         while around and around[-1][0] <= event.begin:
             around.pop()
-        own = next((to for name, to in _STARTS.items() if event.name.startswith(name)), None)
-        phase = own or (around[-1][1] if around else outermost)
+        own: Phase | None = next(
+            (to for name, to in _STARTS.items() if event.name.startswith(name)), None
+        )
+        inherited: Phase = around[-1][1] if around else "forward"
+        phase: Phase = own or inherited
         around.append((event.end, phase))
         if event.correlation is not None:
             lanes.launched[event.correlation] = phase

@@ -21,7 +21,7 @@ _TORCH: Any = torch._C  # parts of it have no type stubs
 _CHUNK = 1 << 20
 # gloo's threads end the event of a collective shortly after `wait` has returned. torch's profiler
 # crashes the process, at once or later, if it stops in the meantime.
-_SETTLE_S = 0.02
+_SETTLE_S = 0.05
 _SNAPSHOT_EVENTS = 100_000  # a torch default of 2**63 could fill the host's memory
 
 
