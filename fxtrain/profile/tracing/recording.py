@@ -41,8 +41,9 @@ def activities_of(profile: Profile, ctx: DistContext) -> list[ProfilerActivity]:
     Raises:
         PlanError: torch cannot record one of them on this machine.
     """
-    names = profile.activities or ("cpu", ctx.device.type)
     found = {one.name.lower(): one for one in torch.profiler.supported_activities()}
+    default = tuple(name for name in ("cpu", ctx.device.type) if name in found)
+    names = profile.activities or default
     missing = [name for name in names if name not in found]
     if missing:
         raise PlanError(
