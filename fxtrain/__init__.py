@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from fxtrain.ops import log as log
     from fxtrain.ops import preemption as preemption
     from fxtrain.profile import dry_run as dry_run
+    from fxtrain.profile import profile as profile
     from fxtrain.state import CP as CP
     from fxtrain.state import DDP as DDP
     from fxtrain.state import FSDP as FSDP
@@ -99,6 +100,7 @@ if TYPE_CHECKING:
     from fxtrain.state import Position as Position
     from fxtrain.state import PowerSGD as PowerSGD
     from fxtrain.state import Precision as Precision
+    from fxtrain.state import Profile as Profile
     from fxtrain.state import Report as Report
     from fxtrain.state import Single as Single
     from fxtrain.state import Style as Style
@@ -136,14 +138,13 @@ _HOMES = {
     "fxtrain.meters": "Memory Meter count_flops memory timed",
     "fxtrain.models": "export load_model",
     "fxtrain.ops": "close detect log preemption",
-    "fxtrain.profile": "dry_run",
+    "fxtrain.profile": "dry_run profile",
     "fxtrain.state": (
         "Aim Batch Bnb4 Bnb8 CP Change ClearML Comet CommHook Compile DDP DVCLive Data DeepSpeed "
         "DiLoCo DistContext DryRun FSDP FromConfig JsonLines LocalSGD LossScale MLflow Mesh "
-        "Offload PP Placement Plan Position PowerSGD Precision Report Single Style SwanLab TP "
-        "TensorBoard Terminal Torchao Trackio WandB Weighted Wrapped XLA diff dumps fingerprint "
-        "from_config loads "
-        "read_plan write_plan"
+        "Offload PP Placement Plan Position PowerSGD Precision Profile Report Single Style SwanLab "
+        "TP TensorBoard Terminal Torchao Trackio WandB Weighted Wrapped XLA diff dumps fingerprint "
+        "from_config loads read_plan write_plan"
     ),
     "fxtrain.track": "Run track",
 }

@@ -66,7 +66,7 @@ def test_what_a_package_exports_does_not_hide_its_modules(path):
     """`fxtrain.ops.gather` is the function: a module of that name would be lost behind it."""
     module = importlib.import_module(".".join(path.parent.relative_to(ROOT).parts))
     modules = {found.stem for found in path.parent.iterdir() if (found.suffix or ".py") == ".py"}
-    callable_package = {"launch", "track"} if path.parent.name == "fxtrain" else set()
+    callable_package = {"launch", "profile", "track"} if path.parent.name == "fxtrain" else set()
     assert modules & set(module.__all__) - {"ops", "state"} == callable_package
 
 
@@ -117,6 +117,8 @@ MUTABLE = {
     "fxtrain.data.sharded_loader._Iteration": "how far iterators over one loader got",
     "fxtrain.backends.xla.recompilations.RecompilationLog": "counts compilations of one model",
     "fxtrain.backends.pipeline.schedules.PreparedSchedule": "its results are described once",
+    "fxtrain.profile.tracing.opening.Trace": "how far a schedule got",
+    "fxtrain.profile.tracing.recording.Recording": "one cycle of torch's profiler",
     "fxtrain.backends.pipeline.execute._GivenOutputs": "whether the loss has called the model",
 }
 

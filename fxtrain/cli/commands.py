@@ -77,6 +77,11 @@ COMMANDS: tuple[CommandEntry, ...] = (
         "fxtrain.cli.inspect.compare_command:COMPARE",
         "compare what a model computes under several plans",
     ),
+    CommandEntry(
+        "profile",
+        "fxtrain.cli.inspect.profile_command:PROFILE",
+        "show where the time of a step went, from traces",
+    ),
     CommandEntry("completion", "fxtrain.cli.completion:COMPLETION", "print shell completion"),
 )
 

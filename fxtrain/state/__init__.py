@@ -40,6 +40,7 @@ from fxtrain.state.placement.placement import (
 from fxtrain.state.plan import Compile, Data, Plan
 from fxtrain.state.position import Position
 from fxtrain.state.precision import LossScale, Precision
+from fxtrain.state.profiling.profile import Profile
 from fxtrain.state.registry import installed_configs, installed_strategies
 from fxtrain.state.strategy import (
     Round,
@@ -119,6 +120,7 @@ __all__ = [
     "PowerSGD",
     "Precision",
     "Problem",
+    "Profile",
     "Quantize",
     "Report",
     "Room",

@@ -10,6 +10,7 @@ from fxtrain.state.context_parallel import CP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD
 from fxtrain.state.low_precision.quantized_weights import Bnb4, Bnb8, Torchao, quantize_of
 from fxtrain.state.precision import FORMATS, Precision, precision_of
+from fxtrain.state.profiling.profile import Profile
 from fxtrain.state.registry import BUILT_IN, kind_of
 from fxtrain.state.strategy_configs import DDP
 
@@ -135,6 +136,7 @@ class Plan:
         frozen: What checkpoints store of parameters that do not require grad: their values, or
             digests, with which a restore compares the model's own. Digests suit adapters over a
             base model that is loaded before.
+        profile: Which steps `fx.profile(ctx, plan)` records; None for none.
 
     Example:
         >>> import fxtrain as fx
@@ -175,3 +177,4 @@ class Plan:
     local: LocalSGD | DiLoCo | None = None
     frozen: Literal["values", "digests"] = "values"
     quantize: Bnb8 | Bnb4 | Torchao | None = attrs.field(default=None, converter=quantize_of)
+    profile: Profile | None = None

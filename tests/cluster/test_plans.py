@@ -32,6 +32,7 @@ CHANGES = {
     "compile": fx.Compile(backend="eager"),
     "context": fx.CP(),
     "local": fx.LocalSGD(every=2),
+    "profile": fx.Profile(),
 }
 
 

@@ -1,0 +1,172 @@
+"""One cycle of torch's profiler on one rank, and the file that it writes."""
+
+import gzip
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch.profiler import ProfilerActivity, record_function
+
+from fxtrain._errors import PlanError
+from fxtrain.state import DistContext, Profile
+
+__all__ = ["Recording", "activities_of", "is_profiling", "trace_path"]
+
+_TORCH: Any = torch._C  # parts of it have no type stubs
+_CHUNK = 1 << 20
+# gloo's threads end the event of a collective shortly after `wait` has returned. torch's profiler
+# crashes the process, at once or later, if it stops in the meantime.
+_SETTLE_S = 0.05
+_SNAPSHOT_EVENTS = 100_000  # a torch default of 2**63 could fill the host's memory
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch is running; a process can have only one."""
+    return bool(_TORCH._autograd._profiler_enabled())
+
+
+def trace_path(profile: Profile, cycle: int, rank: int) -> Path:
+    """The file of one rank in one cycle."""
+    return Path(profile.folder) / f"cycle-{cycle:03}" / f"rank-{rank:05}.json.gz"
+
+
+def activities_of(profile: Profile, ctx: DistContext) -> list[ProfilerActivity]:
+    """The devices to record.
+
+    Raises:
+        PlanError: torch cannot record one of them on this machine.
+    """
+    found = {one.name.lower(): one for one in torch.profiler.supported_activities()}
+    default = tuple(name for name in ("cpu", ctx.device.type) if name in found)
+    names = profile.activities or default
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise PlanError(
+            f"profile(activities={names}): torch cannot record {', '.join(missing)} on this "
+            f"machine; it can record {', '.join(sorted(found))}. Choose among these."
+        )
+    return [found[name] for name in dict.fromkeys(names)]
+
+
+@attrs.define(eq=False)
+class Recording:
+    """One cycle on this rank.
+
+    Attributes:
+        profiler: torch's.
+        steps: Recorded steps that are complete.
+    """
+
+    profile: Profile
+    ctx: DistContext
+    profiler: Any
+    steps: int = 0
+    _started: bool = False
+    _mark: Any = None
+
+    @classmethod
+    def prepare(cls, profile: Profile, ctx: DistContext) -> "Recording":
+        """Start to warm up."""
+        verbose = _TORCH._profiler._ExperimentalConfig(verbose=True)  # else stacks are empty
+        profiler = torch.profiler.profile(
+            activities=activities_of(profile, ctx),
+            record_shapes=profile.shapes,
+            profile_memory=profile.memory,
+            with_stack=profile.stacks,
+            with_flops=profile.flops,
+            with_modules=profile.modules,
+            experimental_config=verbose if profile.stacks else None,
+        )
+        profiler.prepare_trace()
+        return cls(profile, ctx, profiler)
+
+    def start(self) -> None:
+        """Start to record; the next step begins."""
+        if self.ctx.device.type == "cuda":
+            torch.cuda.synchronize(self.ctx.device)
+            if self.profile.memory:
+                torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS)
+        self.profiler.start_trace()
+        self._started = True
+        self._open_step()
+
+    def next_step(self) -> None:
+        """A step ends, and the next one begins."""
+        self._close_step()
+        self.steps += 1
+        self._open_step()
+
+    def stop(self, *, complete: bool) -> None:
+        """Stop recording.
+
+        Args:
+            complete: Whether the last step that began is complete.
+        """
+        self._close_step()
+        self.steps += complete
+        if self.ctx.world_size > 1:
+            time.sleep(_SETTLE_S)
+        if not self._started:
+            self.profiler.start_trace()  # torch ends a warm-up only this way
+        self.profiler.stop_trace()
+
+    def save(self, file: Path, cycle: int) -> None:
+        """Write the trace: completely or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part, packed = (file.with_name(f".{file.name}.{end}") for end in ("part", "packed"))
+        flops = sum(one.flops for one in self.profiler.events()) if self.profile.flops else None
+        about = {
+            "rank": self.ctx.rank,
+            "world_size": self.ctx.world_size,
+            "cycle": cycle,
+            "steps": self.steps,
+            "flops": flops,
+        }
+        try:
+            self.profiler.export_chrome_trace(str(part))
+            _pack(part, packed, about)
+            os.replace(packed, file)
+        finally:
+            part.unlink(missing_ok=True)
+            packed.unlink(missing_ok=True)
+        if self.ctx.device.type == "cuda" and self.profile.memory:
+            name = file.name.replace(".json.gz", ".pickle")
+            torch.cuda.memory._dump_snapshot(str(part))
+            os.replace(part, file.with_name(name))
+
+    def close(self) -> None:
+        """Free what was recorded, and stop recording the allocator's history."""
+        # torch's profiler is part of a reference cycle. If Python's collector frees its events
+        # later, while the next cycle runs, kineto crashes the process.
+        self.profiler.profiler = None
+        if self.ctx.device.type == "cuda" and self.profile.memory:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _open_step(self) -> None:
+        self._mark = record_function(f"ProfilerStep#{self.steps}")
+        self._mark.__enter__()
+
+    def _close_step(self) -> None:
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
+
+
+def _pack(source: Path, target: Path, about: dict[str, Any]) -> None:
+    """Compress a trace, with what is known about it as its first entry."""
+    with source.open("rb") as trace, gzip.open(target, "wb", compresslevel=3) as packed:
+        if not trace.readline().strip().startswith(b"{"):
+            raise OSError(f"torch wrote a trace that is not a JSON object: {source}")
+        trace.seek(0)
+        packed.write(b'{"fxtrain": ' + json.dumps(about).encode() + b",")
+        packed.write(trace.readline().lstrip()[1:])
+        shutil.copyfileobj(trace, packed, _CHUNK)

@@ -1,0 +1,90 @@
+"""Profiles of several ranks: one trace per rank, and which rank the others wait for."""
+
+import time
+
+import attrs
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fxtrain as fx
+from fxtrain.profile import summary
+
+NAP_S = 0.02
+
+
+def _loss_of(ctx, slow):
+    def loss(model, x):
+        if ctx.rank == slow:
+            time.sleep(NAP_S)
+        return model(x.data).square().mean()
+
+    return loss
+
+
+def _train(ctx, spec, slow=None):
+    torch.manual_seed(0)
+    net, plan = nn.Linear(4, 4), fx.Plan(profile=spec)
+    model = fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    fns = fx.StepFns(model=model, loss=_loss_of(ctx, slow))
+    loader = fx.shard(DataLoader(torch.randn(16, 4), batch_size=1), ctx, plan)
+    with fx.profile(ctx, plan) as trace:
+        for batch in loader:
+            fx.step(ctx, batch, fns)
+            trace.step()
+    return trace.files, trace.summary, net.weight.detach().clone()
+
+
+def test_ranks_are_summarized_and_the_slowest_is_named(pair, tmp_path):
+    spec = fx.Profile(folder=str(tmp_path / "p"), wait=1, warmup=1, active=2, repeat=2)
+    plain = pair.run(_train, None, 1)
+    found = pair.run(_train, spec, 1)
+    for (files, together, weight), (_, nothing, unprofiled) in zip(found, plain, strict=True):
+        assert nothing is None
+        assert torch.equal(weight, unprofiled)
+        assert together == found[0][1] == summary(spec.folder)
+        assert len(files) == 2
+    names = sorted(
+        path.relative_to(spec.folder).as_posix() for files, *_ in found for path in files
+    )
+    assert names == [f"cycle-00{c}/rank-0000{r}.json.gz" for c in (0, 1) for r in (0, 1)]
+    together = found[0][1]
+    fast, slow = together.ranks
+    assert (fast.rank, slow.rank, together.slowest) == (0, 1, 1)
+    assert len(fast.steps) == len(slow.steps) == 4
+    assert slow.total.idle_ns >= 4 * NAP_S * 0.9e9
+    assert fast.total.communication_ns > slow.total.communication_ns
+
+
+def _refusals(ctx, specs):
+    """What `fx.profile` says to different settings by rank."""
+    found = []
+    for mine in specs:
+        try:
+            with fx.profile(ctx, mine[ctx.rank]):
+                found.append("nothing")
+        except fx.FxError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_ranks_refuse_together(pair, tmp_path):
+    (tmp_path / "file").write_text("")
+    spec = fx.Profile(folder=str(tmp_path / "p"))
+    taken = attrs.evolve(spec, folder=str(tmp_path / "file"))
+    specs = [(spec, attrs.evolve(spec, wait=7)), (spec, None), (taken, taken)]
+    left, right = pair.run(_refusals, specs)
+    assert left == right
+    words = ["profile.wait", "profile", "cannot write there"]
+    for text, word in zip(left, words, strict=True):
+        assert word in text, text
+
+
+def test_only_the_chosen_ranks_are_profiled(pair, tmp_path):
+    spec = fx.Profile(folder=str(tmp_path / "p"), wait=0, warmup=0, active=2, ranks=(1,))
+    (none, seen, _), (files, together, _) = pair.run(_train, spec)
+    assert none == ()
+    assert [file.name for file in files] == ["rank-00001.json.gz"]
+    assert seen == together
+    assert [one.rank for one in together.ranks] == [1]
+    assert together.slowest is None
