@@ -19,8 +19,8 @@ __all__ = ["Recording", "activities_of", "is_profiling", "trace_path"]
 
 _TORCH: Any = torch._C  # parts of it have no type stubs
 _CHUNK = 1 << 20
-# torch's profiler has crashed processes that stopped it right after a collective of gloo; why is not
-# known. With this wait, DDP on two ranks did not crash.
+# torch's profiler has crashed processes that stopped it right after a collective of gloo, for an
+# unknown reason. With this wait, DDP on two ranks did not crash.
 _SETTLE_S = 0.05
 _SNAPSHOT_EVENTS = 100_000  # a torch default of 2**63 could fill the host's memory
 
