@@ -21,7 +21,7 @@ __all__ = [
 
 
 class OtherName(NamedTuple):
-    """What is said of a name that another library has.
+    """The hint for a name from another library.
 
     Attributes:
         use: What to write in a script, or on the command line for what a launch decides.
