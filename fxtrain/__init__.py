@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fxtrain.checkpoint import merge as merge
     from fxtrain.checkpoint import restore as restore
     from fxtrain.checkpoint import save as save
+    from fxtrain.checkpoint import saved_weights as saved_weights
     from fxtrain.checkpoint import verify as verify
     from fxtrain.data import Sharded as Sharded
     from fxtrain.data import shard as shard
@@ -128,7 +129,7 @@ _HOMES = {
         "MissingPackageError PlanError StepError"
     ),
     "fxtrain.backends": "deepspeed_config gathered unwrap weights wrap zero_init",
-    "fxtrain.checkpoint": "Restored Saving Verified latest merge restore save verify",
+    "fxtrain.checkpoint": "Restored Saving Verified latest merge restore save saved_weights verify",
     "fxtrain.data": "Sharded shard",
     "fxtrain.launch": "given_plan launch",
     "fxtrain.loop": (

@@ -3,7 +3,7 @@
 from fxtrain.checkpoint.async_save import Saving
 from fxtrain.checkpoint.comparison import Difference, compare, count_leaves
 from fxtrain.checkpoint.folders import before, latest
-from fxtrain.checkpoint.merging import merge
+from fxtrain.checkpoint.merging import merge, saved_weights
 from fxtrain.checkpoint.restoring import Restored, restore
 from fxtrain.checkpoint.saving import save
 from fxtrain.checkpoint.verification import Verified, verify
@@ -20,5 +20,6 @@ __all__ = [
     "merge",
     "restore",
     "save",
+    "saved_weights",
     "verify",
 ]

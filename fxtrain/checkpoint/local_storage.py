@@ -24,7 +24,7 @@ from fxtrain.checkpoint.remote_storage import RemoteStorage
 from fxtrain.checkpoint.storage import CompleteWriter as _Whole
 from fxtrain.checkpoint.storage import Storage, UnreadableError, Writer, reading
 
-__all__ = ["Storage", "UnreadableError", "open_storage"]
+__all__ = ["LocalStorage", "Storage", "UnreadableError", "open_storage"]
 
 _TEMPORARY = ".partial-"
 _LOCK, _OWNER = ".lock-", "owner.json"

@@ -1,14 +1,20 @@
-"""Merge a checkpoint, saved by any number of ranks, into the files of one model."""
+"""The weights in a checkpoint, saved by any number of ranks: loaded, or merged into model files."""
 
+import functools
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import attrs
+from torch import Tensor
 
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import path_problem
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
-from fxtrain.checkpoint.local_storage import Storage
+from fxtrain.checkpoint.local_storage import LocalStorage, Storage
 from fxtrain.checkpoint.manifest import Manifest
 from fxtrain.checkpoint.reading import open_reader
 from fxtrain.models.folder import (
@@ -20,8 +26,11 @@ from fxtrain.models.folder import (
 )
 from fxtrain.models.safetensors_files import Entry, writing
 from fxtrain.models.tensor_bytes import DTYPES
+from fxtrain.models.tensor_sources import Source, WeightSource, read_hull
+from fxtrain.state import Location
+from fxtrain.state import Part as RowsByDim
 
-__all__ = ["merge"]
+__all__ = ["merge", "saved_weights"]
 
 _PARAMETERS = "module."
 
@@ -60,32 +69,127 @@ def merge(
         ...     [file.name for file in fx.merge(saving.path, tempfile.mkdtemp())]
         ['model.safetensors']
     """
+    found = _find_weights(path, model)
+    _check(found)
+    files = split(list(found.entries.values()), parse_size(max_shard), found.others)
+    if problem := path_problem(folder):
+        raise CheckpointError(f"merge(folder=...): {problem}.")
+    target = Path(folder).absolute()
+    with open_reader(found.storage, found.manifest) as reader, staging(target) as source:
+        for file in files:
+            with writing(source / file.name, file.entries, file.metadata) as put:
+                for entry in file.entries:
+                    put(reader.new(found.prefix + entry.name))
+        write_index(source, files)
+        commit(source, target)
+    return tuple(target / file.name for file in files)
+
+
+def saved_weights(path: Any, *, model: str | None = None) -> WeightSource:
+    """The weights in a checkpoint, for `load_model`: no optimizer, no position, no files in between.
+
+    Args:
+        path: A checkpoint, or the folder of a run, whose latest checkpoint is used.
+        model: Name of the model, if the checkpoint contains several.
+
+    Returns:
+        What `load_model` reads. The files are open only while it does. Each rank reads what it
+        holds, and verifies what it reads; a unit that `fx.Offload` has on disk is used where it is
+        in the checkpoint if it was saved by one rank, without verifying it.
+
+    Effects:
+        Reads the manifest.
+
+    Raises:
+        CheckpointError: the checkpoint or the model does not exist, or is damaged.
+
+    Example:
+        >>> import fxtrain as fx, tempfile, torch
+        >>> net, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     saving = fx.save(tempfile.mkdtemp(), ctx, fx.wrap(net, ctx))
+        >>> fx.load_model(fx.saved_weights(saving.path), other)
+        Loaded(missing=(), unexpected=())
+        >>> torch.equal(net.weight, other.weight)
+        True
+    """
+    found = _find_weights(path, model)
+    return WeightSource(what=str(found.storage), open=functools.partial(_open, found))
+
+
+@attrs.frozen(kw_only=True)
+class _Weights:
+    """The weights of one model in a checkpoint.
+
+    Attributes:
+        storage: The checkpoint.
+        manifest: Its manifest.
+        prefix: Of the names of its tensors there.
+        entries: Its tensors by name, without the prefix.
+        others: More names of tied tensors, each with the name in `entries`.
+    """
+
+    storage: Storage
+    manifest: Manifest
+    prefix: str
+    entries: dict[str, Entry]
+    others: dict[str, str]
+
+
+def _find_weights(path: Any, model: str | None) -> _Weights:
     storage = checkpoint_at(path)
     manifest = read_manifest(storage)
     prefix = f"{_chosen(manifest, model, storage)}/{_PARAMETERS}"
-    entries = [
-        Entry(name=name.removeprefix(prefix), dtype=DTYPES[one.dtype], shape=one.shape)
+    entries = {
+        name.removeprefix(prefix): Entry(
+            name=name.removeprefix(prefix), dtype=DTYPES[one.dtype], shape=one.shape
+        )
         for name, one in manifest.tensors.items()
         if name.startswith(prefix)
-    ]
-    _check(entries, storage)
+    }
     others = {
         name.removeprefix(prefix): kept.removeprefix(prefix)
         for name, kept in manifest.aliases.items()
         if name.startswith(prefix)
     }
-    files = split(entries, parse_size(max_shard), others)
-    if problem := path_problem(folder):
-        raise CheckpointError(f"merge(folder=...): {problem}.")
-    target = Path(folder).absolute()
-    with open_reader(storage, manifest) as reader, staging(target) as source:
-        for file in files:
-            with writing(source / file.name, file.entries, file.metadata) as put:
-                for entry in file.entries:
-                    put(reader.new(prefix + entry.name))
-        write_index(source, files)
-        commit(source, target)
-    return tuple(target / file.name for file in files)
+    return _Weights(
+        storage=storage, manifest=manifest, prefix=prefix, entries=entries, others=others
+    )
+
+
+@contextmanager
+def _open(found: _Weights) -> Iterator[Source]:
+    with open_reader(found.storage, found.manifest) as reader:
+
+        def read(name: str, part: RowsByDim | None) -> Tensor:
+            entry, saved = found.entries[name], found.prefix + name
+            if part is None or not part:
+                return reader.new(saved)
+            return read_hull(part, entry.dtype, functools.partial(reader.box, saved))
+
+        yield Source(
+            what=str(found.storage),
+            entries=found.entries,
+            others=found.others,
+            read=read,
+            locate=functools.partial(_locate, found),
+        )
+
+
+def _locate(found: _Weights, name: str) -> Location | None:
+    """Where a tensor is in a file, if one local file contains all of it."""
+    saved = found.manifest.tensors[found.prefix + name]
+    if len(saved.parts) != 1 or not isinstance(found.storage, LocalStorage):
+        return None
+    entry = found.entries[name]
+    (part,) = saved.parts
+    return Location(
+        path=Path(found.storage.path) / part.file,
+        start=part.offset,
+        nbytes=math.prod(entry.shape) * entry.dtype.itemsize,
+        dtype=entry.dtype,
+        shape=entry.shape,
+    )
 
 
 def _chosen(manifest: Manifest, requested: str | None, storage: Storage) -> str:
@@ -98,10 +202,10 @@ def _chosen(manifest: Manifest, requested: str | None, storage: Storage) -> str:
     return requested
 
 
-def _check(entries: Sequence[Entry], storage: Storage) -> None:
-    complex_ones = [entry.name for entry in entries if entry.dtype.is_complex]
+def _check(found: _Weights) -> None:
+    complex_ones = [name for name, entry in found.entries.items() if entry.dtype.is_complex]
     if complex_ones:
         raise CheckpointError(
-            f"{storage} cannot be merged: safetensors does not support complex tensors such as "
+            f"{found.storage} cannot be merged: safetensors does not support complex tensors such as "
             f"{complex_ones[0]}. Save them as real tensors (torch.view_as_real)."
         )

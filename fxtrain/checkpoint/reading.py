@@ -80,6 +80,13 @@ class Reader:
         """Read a full tensor."""
         return self.new_entry(self.entry(name), name)
 
+    def box(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        """Read a box of a tensor: a range per dimension."""
+        entry = self.entry(name)
+        made = torch.empty([one.stop - one.start for one in box], dtype=DTYPES[entry.dtype])
+        self._fill_box(entry, name, tuple(one.start for one in box), made)
+        return made
+
     def once(self, name: str) -> Tensor:
         """Read a full tensor once; aliases share it, as they did when it was saved."""
         found = self.manifest.aliases.get(name, name)

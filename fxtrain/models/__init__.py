@@ -2,5 +2,6 @@
 
 from fxtrain.models.exporting import export
 from fxtrain.models.loading import Loaded, load_model
+from fxtrain.models.tensor_sources import WeightSource
 
-__all__ = ["Loaded", "export", "load_model"]
+__all__ = ["Loaded", "WeightSource", "export", "load_model"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fxtrain._errors import CheckpointError
 from fxtrain.models.quantized_loading import prepare_layers
-from fxtrain.models.tensor_sources import Source, open_source, renamed
+from fxtrain.models.tensor_sources import Source, WeightSource, open_source, renamed
 from fxtrain.models.tensors import context_of, module_of, weights_by_name
 from fxtrain.ops.same_errors import fail_together, raise_on_all_ranks
 from fxtrain.ops.whole_tensors import part_of, plain_name
@@ -56,7 +56,7 @@ class _NameMatch:
 
 
 def load_model(
-    source: str | os.PathLike[str] | Mapping[str, Tensor],
+    source: str | os.PathLike[str] | Mapping[str, Tensor] | WeightSource,
     model: Wrapped | nn.Module,
     *,
     strict: bool = True,
@@ -71,7 +71,8 @@ def load_model(
 
     Args:
         source: A safetensors file, an index over several, a folder with either, or tensors
-            by name. A file of `torch.save` is read with `weights_only=True`.
+            by name. A file of `torch.save` is read with `weights_only=True`. For a checkpoint
+            of `fx.save`, `fx.saved_weights(path)`.
         model: A model from `wrap`, or a module.
         strict: Raise if names in the source and in the model differ.
         cast: Convert dtypes that differ, instead of raising.

@@ -20,10 +20,13 @@ from fxtrain.models.stored_layers import StoredLayer, stored_layers
 from fxtrain.ops.whole_tensors import is_sharded
 from fxtrain.state import Location, Part, shown
 
-__all__ = ["Source", "inside", "open_source", "renamed", "with_layers"]
+__all__ = [
+    "Source", "WeightSource", "inside", "open_source", "read_hull", "renamed", "with_layers",
+]  # fmt: skip
 
 _PICKLES = (".bin", ".pt", ".pth")
 _MODEL_SUFFIXES = (".safetensors", *_PICKLES)
+_CHECKPOINT = "manifest.json"
 _PICKLE_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 Read = Callable[[str, Part | None], Tensor]
@@ -54,9 +57,22 @@ class Source:
     layers: Mapping[str, StoredLayer] = attrs.Factory(dict)
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class WeightSource:
+    """Weights of a model that `load_model` can read, in another format than model files.
+
+    Attributes:
+        what: Description for messages.
+        open: () → context manager of the opened tensors.
+    """
+
+    what: str
+    open: Callable[[], contextlib.AbstractContextManager[Source]] = attrs.field(repr=False)
+
+
 @contextlib.contextmanager
 def open_source(source: Any) -> Iterator[Source]:
-    """Open a file, an index, a folder or a mapping of tensors.
+    """Open a file, an index, a folder, a mapping of tensors or a `WeightSource`.
 
     Raises:
         CheckpointError: the source is none of these, or is damaged.
@@ -64,9 +80,13 @@ def open_source(source: Any) -> Iterator[Source]:
     if isinstance(source, Mapping):
         yield with_layers(_of_tensors(dict(source), "the state dict"))
         return
+    if isinstance(source, WeightSource):
+        with source.open() as opened:
+            yield with_layers(opened)
+        return
     if not isinstance(source, str | os.PathLike):
         raise CheckpointError(
-            f"load_model reads a file, a folder or a dict of tensors, found "
+            f"load_model reads a file, a folder, a dict of tensors or fx.saved_weights(...), found "
             f"{type(source).__name__}."
         )
     if problem := path_problem(source):
@@ -172,6 +192,11 @@ def _in_folder(folder: Path) -> Path:
     for name in (SINGLE, INDEX, *_PICKLE_NAMES):
         if (folder / name).exists() or (folder / name).is_symlink():
             return inside(folder, name)
+    if any(folder.glob(_CHECKPOINT)) or any(folder.glob(f"*/{_CHECKPOINT}")):
+        raise CheckpointError(
+            f"{folder} contains a checkpoint and no model files. Load its weights with "
+            f"fx.load_model(fx.saved_weights({str(folder)!r}), model)."
+        )
     found = sorted(path.name for path in folder.iterdir())[:10]
     raise CheckpointError(
         f"{folder} contains no {SINGLE} and no {INDEX}, but "
@@ -249,14 +274,10 @@ def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
 
     def read(name: str, part: Part | None) -> Tensor:
         entry = header.entries[name]
-        if part is None or not entry.nbytes:
+        if part is None or not part or not entry.nbytes:
             full = file.get_tensor(name)
             return full if part is None else _select(full, part)
-        hull = tuple(_hull(rows) for rows in part)
-        if any(rows.start == rows.stop for rows in hull):
-            return torch.empty([rows.stop - rows.start for rows in hull], dtype=entry.dtype)
-        found = file.get_slice(name)[hull] if hull else file.get_tensor(name)
-        return _select(found, tuple(_within(rows) for rows in part))
+        return read_hull(part, entry.dtype, lambda hull: file.get_slice(name)[hull])
 
     def locate(name: str) -> Location:
         entry = header.entries[name]
@@ -323,6 +344,16 @@ def _join(what: str, files: list[Source]) -> Source:
         locate=lambda name: homes[name].locate(name),
         metadata={key: text for file in files for key, text in file.metadata.items()},
     )
+
+
+def read_hull(
+    part: Part, dtype: torch.dtype, read: Callable[[tuple[slice, ...]], Tensor]
+) -> Tensor:
+    """Read a part of a tensor as the smallest box that contains it, and select from that."""
+    hull = tuple(_hull(rows) for rows in part)
+    if any(rows.start == rows.stop for rows in hull):
+        return torch.empty([rows.stop - rows.start for rows in hull], dtype=dtype)
+    return _select(read(hull), tuple(_within(rows) for rows in part))
 
 
 def _hull(rows: slice | Tensor) -> slice:

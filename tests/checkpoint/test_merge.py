@@ -54,6 +54,53 @@ def test_a_model_of_several_is_chosen(tmp_path):
         fx.merge(tmp_path / "elsewhere", tmp_path / "out")
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_of_a_checkpoint_are_loaded(pair, sharded, tmp_path):
+    pair.run(_save, str(tmp_path / "runs"), sharded)
+    wanted, net = (_net() if not sharded else _net()[1:2] for _ in range(2))
+    for parameter in net.parameters():
+        nn.init.zeros_(parameter)
+    assert fx.load_model(fx.saved_weights(tmp_path / "runs"), net) == fx.models.Loaded()
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(net.state_dict()[name], tensor), name
+    with pytest.raises(fx.CheckpointError, match=r"fx\.load_model\(fx\.saved_weights"):
+        fx.load_model(tmp_path / "runs", net)
+
+
+def _load_shards(ctx, path):
+    """Load a checkpoint into a sharded model; returns its whole weights and the bytes read."""
+    plan = fx.Plan(strategy=fx.FSDP(wrap=("Linear",)))
+    model = fx.wrap(nn.Sequential(nn.Linear(8, 8)), ctx, plan)
+    fx.load_model(fx.saved_weights(path, model="net"), model)
+    return {name: weight.tolist() for name, weight in fx.weights(model)}
+
+
+def test_ranks_load_their_shards_of_a_checkpoint(pair, tmp_path):
+    with fx.detect(env={}, device="cpu") as ctx:
+        net = nn.Sequential(nn.Linear(8, 8))
+        path = fx.save(tmp_path, ctx, {"net": fx.wrap(net, ctx), "b": fx.wrap(_net(), ctx)}).path
+    wanted = {name: tensor.tolist() for name, tensor in net.state_dict().items()}
+    assert pair.run(_load_shards, path) == [wanted, wanted]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_is_streamed(pair, sharded, tmp_path):
+    pair.run(_save, str(tmp_path / "runs"), sharded)
+    wanted = _net() if not sharded else _net()[1:2]
+    row = torch.tensor([1, 2]) if not sharded else torch.eye(8)
+    on_disk = fx.Placement(units=(fx.state.PlacedUnit(name="", device="disk"),))
+    config = fx.Offload(placement=on_disk, offload_folder=str(tmp_path / "units"))
+    with fx.detect(env={}, device="cpu") as ctx:
+        net = _net() if not sharded else _net()[1:2]
+        for parameter in net.parameters():
+            nn.init.zeros_(parameter)
+        model = fx.wrap(net.to("meta"), ctx, fx.Plan(strategy=config))
+        fx.load_model(fx.saved_weights(tmp_path / "runs"), model)
+        assert torch.equal(model.module(row), wanted(row))
+        # What one rank saved whole is used where it is.
+        assert bool(list((tmp_path / "units").glob("*"))) == sharded
+
+
 def test_the_commands(tmp_path, capsys):
     with fx.detect(env={}, device="cpu") as ctx:
         saving = fx.save(tmp_path / "runs", ctx, fx.wrap(_net(), ctx))
