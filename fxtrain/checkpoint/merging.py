@@ -86,7 +86,7 @@ def merge(
 
 
 def saved_weights(path: Any, *, model: str | None = None) -> WeightSource:
-    """The weights in a checkpoint, for `load_model`: no optimizer, no position, no files in between.
+    """The weights in a checkpoint, as a source for `load_model`.
 
     Args:
         path: A checkpoint, or the folder of a run, whose latest checkpoint is used.
@@ -206,6 +206,6 @@ def _check(found: _Weights) -> None:
     complex_ones = [name for name, entry in found.entries.items() if entry.dtype.is_complex]
     if complex_ones:
         raise CheckpointError(
-            f"{found.storage} cannot be merged: safetensors does not support complex tensors such as "
+            f"{found.storage} cannot be merged: safetensors cannot hold complex tensors, such as "
             f"{complex_ones[0]}. Save them as real tensors (torch.view_as_real)."
         )
