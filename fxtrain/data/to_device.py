@@ -32,7 +32,34 @@ def on_device(
     depth = plan.data.ahead if ahead and ctx.device.type == "xla" else 0
     if depth:
         return _moved_ahead(loaded, ctx, plan, depth)
+    if ctx.device.type == "cuda":
+        return _on_copy_stream(loaded, ctx, plan)
     return ((step, (_to_device(data[0], ctx, plan),)) for step, data in loaded)
+
+
+def _on_copy_stream(
+    loaded: Iterator[tuple[S, Sequence[Any]]], ctx: DistContext, plan: Plan
+) -> Iterator[tuple[S, Sequence[Any]]]:
+    """Copy to a GPU on a stream of its own: during the kernels of earlier steps, not after them.
+
+    A copy from pageable memory makes the host wait for that stream alone.
+    """
+    stream = torch.cuda.Stream(ctx.device)
+    lazily = plan.data.non_blocking
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.device.type != "cpu":
+            return leaf.to(ctx.device) if isinstance(leaf, Tensor) else leaf
+        with torch.cuda.stream(stream):
+            copy = leaf.to(ctx.device, non_blocking=lazily and leaf.is_pinned())
+        # Its memory belongs to the copy stream: not reused before the kernels that read it end.
+        copy.record_stream(torch.cuda.current_stream(ctx.device))
+        return copy
+
+    for step, data in loaded:
+        moved = _tree.map_leaves(move, data[0])
+        torch.cuda.current_stream(ctx.device).wait_stream(stream)
+        yield step, (moved,)
 
 
 def _moved_ahead(

@@ -148,6 +148,29 @@ def _exhausted(ctx):
     return False
 
 
+def _copies(ctx, pin):
+    """Read batches while kernels run: the longest wait for one, and whether all are right."""
+    rows = torch.arange(64.0).view(16, 4)
+    loader = fx.shard(DataLoader(rows, batch_size=4, pin_memory=pin), ctx)
+    tuple(loader)
+    longest, right = 0.0, True
+    batches = iter(loader)
+    for number in range(4):
+        torch.cuda._sleep(2_000_000_000)  # cycles, so about a second
+        begin = time.perf_counter()
+        batch = next(batches)
+        longest = max(longest, time.perf_counter() - begin)
+        right &= torch.equal((batch.data * 2).cpu(), rows[4 * number : 4 * number + 4] * 2)
+    return longest, right
+
+
+@pytest.mark.parametrize("pin", [False, True])
+def test_batches_are_copied_while_kernels_run(nccl, pin):
+    ((longest, right),) = nccl.run(_copies, pin)
+    assert right
+    assert longest < 0.5
+
+
 def test_running_out_of_memory_is_torchs_error(one):
     assert one.run(_exhausted) == [True]
 

@@ -1,6 +1,7 @@
 """The ranks as torch's DeviceMesh, over the process groups that the context has open."""
 
 import math
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
 
     Args:
         shard: Ranks of one replica; divides the data ranks.
-        shard: Ranks of one copy; divides the data ranks.
 
     Effects:
         Opens the groups that the context lacks, on every rank: those of `replicate` and
@@ -95,8 +95,10 @@ def _group(
 
 
 def _opened(ctx: DistContext, size: int, lines: torch.Tensor) -> Any:
+    wait = timedelta(seconds=ctx.comm.timeout_s)
     if size == 1:
-        return dist.new_group([ctx.rank], use_local_synchronization=True)
+        return dist.new_group([ctx.rank], timeout=wait, use_local_synchronization=True)
+    ranks = lines.flatten(0, -2).tolist()
     backend = "fake" if ctx.comm.simulated else None
-    group, _ = dist.new_subgroups_by_enumeration(lines.flatten(0, -2).tolist(), backend=backend)
+    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=wait, backend=backend)
     return group
