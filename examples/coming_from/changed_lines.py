@@ -9,14 +9,25 @@ from pathlib import Path
 
 TASKS = {
     "text": "fine-tuning a transformer",
+    "images": "image classification",
+    "digits": "handwritten digits, as MNIST",
     "accumulation": "accumulating gradients",
     "checkpoints": "checkpoints and resuming",
+    "tracking": "tracking with TensorBoard",
+    "early_stopping": "early stopping",
+    "batch_size": "search for the largest batch size",
+    "local_sgd": "Local SGD",
+    "comm_hooks": "gradients in half precision",
+    "profiler": "profiling",
+    "fsdp": "FSDP, with the peak of memory",
+    "cross_validation": "cross validation",
+    "inference": "inference on several ranks",
 }
 
 
 def counts(task: str, library: str) -> tuple[int, int]:
     """Lines that the library's version adds or changes, and lines of the raw one that it drops."""
-    folder = Path(__file__).parent
+    folder = Path(__file__).parent / task
     raw, ported = (
         [line for line in (folder / f"{task}_{one}.py").read_text().splitlines() if line.strip()]
         for one in ("raw", library)

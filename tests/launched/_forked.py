@@ -33,7 +33,14 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 from fxtrain.testing.starting import starter
 
 # What launchers and scripts of tests import.
-_LOADED = ("torch.distributed.run", "fxtrain.cli.launch_command", "sklearn.datasets")
+_LOADED = (
+    "torch.distributed.run",
+    "fxtrain.cli.launch_command",
+    "sklearn.datasets",
+    "sklearn.model_selection",
+    "transformers.models.bert.modeling_bert",
+    "accelerate",
+)
 # Processes that a program keeps ready to become ranks: as many as any test starts.
 _SPARES = 8
 _ORDER_BYTES = 1 << 17

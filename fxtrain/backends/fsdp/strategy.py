@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import attrs
@@ -22,6 +23,9 @@ from fxtrain.backends.tensor.layer_plan import split_problems
 from fxtrain.state import FSDP, DistContext, ModelState, Plan, Strategy, Wrapped
 
 __all__ = ["FSDP_STRATEGY", "loss_on_parts", "shard_size", "sharding_problems", "splits_logits"]
+
+# Whether the caller is inside `loss_on_parts`.
+_ON_PARTS = ContextVar("fxtrain.loss_on_parts", default=False)
 
 
 def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
@@ -149,11 +153,22 @@ def splits_logits(ctx: DistContext, config: FSDP | None) -> bool:
 
 @contextmanager
 def loss_on_parts(inner: AbstractContextManager[None]) -> Iterator[None]:
-    """The region of forward and backward in which cross-entropy accepts sharded logits."""
+    """The region of forward and backward in which cross-entropy accepts sharded logits.
+
+    Regions nest, as where `fx.update` is called inside `ops.sync`; torch's end with the inner one.
+    """
     from torch.distributed.tensor.parallel import loss_parallel
 
-    with inner, loss_parallel():
-        yield
+    if _ON_PARTS.get():
+        with inner:
+            yield
+        return
+    token = _ON_PARTS.set(True)
+    try:
+        with inner, loss_parallel():
+            yield
+    finally:
+        _ON_PARTS.reset(token)
 
 
 def _sync_data(model: Wrapped, *, enabled: bool) -> AbstractContextManager[None]:

@@ -1,0 +1,21 @@
+"""Classify images; on several ranks, replicas train independently between averages."""
+
+import torch
+import torch.nn.functional as F
+from shared import OPTIONS, SHUFFLE, convolutions, images, norms
+from torch.utils.data import DataLoader
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+model = convolutions()
+model.to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+train = DataLoader(images(), batch_size=OPTIONS.size, shuffle=SHUFFLE)
+
+for epoch in range(OPTIONS.epochs):
+    for batch in train:
+        inputs, targets = batch[0].to(device), batch[1].to(device)
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print(norms(model.parameters()))
