@@ -20,6 +20,8 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+os.environ["TQDM_DISABLE"] = "1"  # before tqdm is imported: Accelerate draws a bar per file
+
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -45,7 +47,6 @@ MB = 1e6
 def main(folder: str | None = None) -> None:
     """Print the tables."""
     warnings.filterwarnings("ignore")
-    os.environ["TQDM_DISABLE"] = "1"  # before Accelerate is imported
     torch.set_num_threads(1)
     at = Path(tempfile.mkdtemp(dir=folder))
     try:
