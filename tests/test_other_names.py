@@ -36,7 +36,7 @@ def _at(data, path):
 def _function(node):
     """What a dotted name of an expression is."""
     if isinstance(node, ast.Name):
-        return {"fx": fx, "torch": torch, "loader": fx.Sharded}[node.id]
+        return {"fx": fx, "torch": torch, "loader": fx.Sharded, "run": fx.Run}[node.id]
     return getattr(_function(node.value), node.attr)
 
 
@@ -188,9 +188,8 @@ def test_a_function_that_a_hint_names_exists(use):
     for part in use.split(" and "):
         node = ast.parse(part, mode="eval").body
         if not isinstance(node, ast.Call):
-            assert hasattr(fx.DistContext, node.attr) or node.attr in attrs.fields_dict(
-                fx.DistContext
-            )
+            record = {"ctx": fx.DistContext, "report": fx.Report}[node.value.id]
+            assert hasattr(record, node.attr) or node.attr in attrs.fields_dict(record)
             continue
         inspect.signature(_function(node.func)).bind_partial(
             *node.args, **{word.arg: 0 for word in node.keywords}

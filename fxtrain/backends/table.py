@@ -233,8 +233,11 @@ def _row_problems(strategy: Strategy, plan: Plan) -> tuple[str, ...]:
 def _check_types(model: Any, ctx: Any, plan: Any, strategy: Any) -> None:
     if isinstance(model, Wrapped):
         raise PlanError("wrap: this model is wrapped already. Pass fx.unwrap(model).")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise PlanError("wrap: pass the module itself, not torch's DDP around it: ddp.module.")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise PlanError(
+            f"wrap: the model is inside torch's {type(model).__name__}, which fx.wrap takes the "
+            f"place of. Pass model.module."
+        )
     if not isinstance(model, nn.Module):
         raise PlanError(
             f"wrap takes a torch.nn.Module, found {type(model).__name__}. "

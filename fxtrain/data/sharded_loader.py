@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fxtrain import _tree
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import DataError
+from fxtrain._other_names import call_hint
 from fxtrain.data.already_sharded import presharded_source
 from fxtrain.data.dispatch import dispatch_source
 from fxtrain.data.rank_slices import Layout
@@ -180,6 +181,12 @@ class Sharded:
         # A position does not record what a window contains that was opened elsewhere.
         held = 0 if position.micro == 0 else None
         return attrs.evolve(self, trail=_Iteration(Cursor(position, held)))
+
+    if not TYPE_CHECKING:  # for a type checker, every name would exist
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = "" if name.startswith("_") else call_hint(name)
+            raise AttributeError(f"A sharded loader has no attribute {name!r}.{hint}")
 
     def __len__(self) -> int:
         """Batches left in this epoch, the same on every rank."""

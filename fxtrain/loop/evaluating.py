@@ -13,6 +13,7 @@ from fxtrain._errors import DataError, PlanError
 from fxtrain.data import Sharded, every_row
 from fxtrain.loop.means import Mean
 from fxtrain.loop.metric_objects import compute_metric, local_metric, update_metric
+from fxtrain.loop.stepping import check_no_criterion
 from fxtrain.state import (
     PP,
     Batch,
@@ -67,7 +68,7 @@ def evaluate(
         DataError: the data has no row, the loader leaves rows out (`drop_last=True`), or `fn`
             returns something else.
         PlanError: the strategy gives outputs to some ranks only.
-        StepError: the model was unwrapped.
+        StepError: the model was unwrapped, or `fn` is a loss of torch's, which takes no model.
         CollectiveError: the ranks return different structures, or a rank never joins.
 
     Example:
@@ -93,6 +94,11 @@ def evaluate(
         for batch in rows:
             values = _update_metrics(fn(model, batch), objects, batch, ctx)
             leaves, found = _tree.flatten(values, _is_value)
+            if not leaves and not objects:
+                raise DataError(
+                    f"evaluate: fn returned {shown(values)}, which has no values. Return a number, "
+                    f"an entry per row, or a tuple or dict of these."
+                )
             if means is None:
                 means, shape = [Mean()] * len(leaves), found
             _check_shape(found, shape)
@@ -120,6 +126,7 @@ def _check(ctx: Any, model: Any, loader: Any, fn: Any) -> None:
             f"evaluate takes a loader from fx.shard or a torch DataLoader, found "
             f"{type(loader).__name__}."
         )
+    check_no_criterion("evaluate(fn={})", fn)
     if not callable(fn):
         raise DataError(
             f"evaluate(fn={shown(fn)}): pass a function (model, batch) → values, such as "

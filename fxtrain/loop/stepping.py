@@ -30,10 +30,11 @@ from fxtrain.state import (
     shown,
 )
 
-__all__ = ["StepFns", "check_ready", "step"]
+__all__ = ["StepFns", "check_no_criterion", "check_ready", "step"]
 
 # Plan fields that decide how a loader forms windows and sequences, on which a step relies.
 _SHARED = ("accumulate", "flush", "context")
+_FUNCTIONS = "torch.nn.functional"
 _NO_UPDATE = UpdateResult(applied=False)
 
 
@@ -52,10 +53,9 @@ def _check_model(_: Any, __: Any, model: Any) -> None:
 
 
 def _check_loss_fn(_: Any, __: Any, loss: Any) -> None:
-    if isinstance(loss, _Loss):
-        _refuse_criterion(f"nn.{type(loss).__name__}()", "criterion")
-    if getattr(loss, "__module__", "") == "torch.nn.functional":
-        _refuse_criterion(f"F.{loss.__name__}", f"F.{loss.__name__}")
+    # Checked here first, since a call less is a call less in each `fx.update`.
+    if isinstance(loss, (_Loss, type)) or getattr(loss, "__module__", "") == _FUNCTIONS:
+        check_no_criterion("StepFns(loss={})", loss)
     if not callable(loss):
         raise StepError(
             f"StepFns(loss=...) takes a function, found {type(loss).__name__}. For example: "
@@ -63,11 +63,28 @@ def _check_loss_fn(_: Any, __: Any, loss: Any) -> None:
         )
 
 
-def _refuse_criterion(given: str, call: str) -> NoReturn:
+def check_no_criterion(call: str, fn: Any) -> None:
+    """Refuse a loss of torch's, such as `nn.CrossEntropyLoss()`, as a function of model and batch.
+
+    Args:
+        call: What was asked, with braces for the loss.
+
+    Raises:
+        StepError: with the function that it should be.
+    """
+    given, criterion = "", "criterion"
+    if isinstance(fn, _Loss):
+        given = f"nn.{type(fn).__name__}()"
+    elif isinstance(fn, type) and issubclass(fn, _Loss):
+        given = f"nn.{fn.__name__}"
+    elif getattr(fn, "__module__", "") == _FUNCTIONS:
+        given = criterion = f"F.{fn.__name__}"
+    if not given:
+        return
+    where = "" if criterion == given else f", where {criterion} = {given.removesuffix('()')}()"
     raise StepError(
-        f"StepFns(loss={given}): a loss takes (model, batch), and {given} takes outputs and "
-        f"targets. Use loss=lambda model, batch: {call}(model(batch[0]), batch[1])"
-        f"{f', where {call} = {given}' if call not in given else ''}."
+        f"{call.format(given)}: this function takes (model, batch), and {given} takes outputs and "
+        f"targets. Use lambda model, batch: {criterion}(model(batch[0]), batch[1]){where}."
     )
 
 
@@ -181,7 +198,7 @@ def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
         ...     report.applied, report.position.updates
         (True, 2)
     """
-    model = fns.model
+    model = fns.model if isinstance(fns, StepFns) else _refuse_arguments(ctx, batch, fns)
     fits = type(batch) is Batch and batch.plan is model.plan and model.optimizers
     if not fits or model.closed or ctx.comm.state.closed:
         check_ready("step", ctx, batch, model)
@@ -217,6 +234,14 @@ def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
         skipped=due and not outcome.applied,
         position=position,
         aux=None if weighted.aux is None else _tree.map_leaves(_detach, weighted.aux),
+    )
+
+
+def _refuse_arguments(*given: Any) -> NoReturn:
+    raise StepError(
+        f"step(ctx, batch, fns) takes a context, a batch and a model with its loss; found "
+        f"{', '.join(type(one).__name__ for one in given)}. Use "
+        f"fx.step(ctx, batch, fx.StepFns(model, loss))."
     )
 
 

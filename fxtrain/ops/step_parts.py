@@ -57,7 +57,7 @@ def sync(model: Wrapped, *, enabled: bool = True) -> AbstractContextManager[None
         ...     with fx.ops.sync(model, enabled=False):
         ...         fx.ops.backward(model(torch.ones(1, 2)).sum(), model)
     """
-    if model.closed:
+    if not isinstance(model, Wrapped) or model.closed:
         check_open(model, "ops.sync")
     return model.strategy.sync(model, enabled)
 
@@ -102,7 +102,7 @@ def backward(loss: Tensor, model: Wrapped) -> None:
         ...     model.module.weight.grad
         tensor([[1., 1.]])
     """
-    if model.closed:
+    if not isinstance(model, Wrapped) or model.closed:
         check_open(model, "ops.backward")
     check_loss(loss)
     if not model.by_hand:
@@ -122,7 +122,7 @@ def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
         ...     model.module.weight.grad
         tensor([[0.5000, 0.5000]])
     """
-    if model.closed:
+    if not isinstance(model, Wrapped) or model.closed:
         check_open(model, "ops.scale_grads")
     model.strategy.scale_grads(model, factor)
 
@@ -143,7 +143,7 @@ def clip_norm(model: Wrapped, max_norm: float) -> Tensor:
         ...     fx.ops.clip_norm(model, 1.0)
         tensor(2.)
     """
-    if model.closed:
+    if not isinstance(model, Wrapped) or model.closed:
         check_open(model, "ops.clip_norm")
     return model.strategy.clip_norm(model, max_norm)
 
@@ -160,7 +160,7 @@ def clip_value(model: Wrapped, max_value: float) -> None:
         ...     model.module.weight.grad
         tensor([[0.2500, 0.2500]])
     """
-    if model.closed:
+    if not isinstance(model, Wrapped) or model.closed:
         check_open(model, "ops.clip_value")
     model.strategy.clip_value(model, max_value)
 
@@ -186,7 +186,7 @@ def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  #
         ...     fx.ops.apply(model).applied
         True
     """
-    if model.closed:
+    if not isinstance(model, Wrapped) or model.closed:
         check_open(model, "ops.apply")
     if not model.optimizers:
         raise StepError(
@@ -216,7 +216,7 @@ def average(model: Wrapped, position: Position | None = None) -> None:
         ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx, fx.Plan(local=fx.LocalSGD(every=8)))
         ...     fx.ops.average(model, fx.Position(updates=8))
     """
-    if model.closed:
+    if not isinstance(model, Wrapped) or model.closed:
         check_open(model, "ops.average")
     if round_of(model) is not None:
         model.strategy.average(model, position)
@@ -248,7 +248,7 @@ def schedule(metric: float | Tensor, model: Wrapped) -> None:
         ...     model.optimizer.param_groups[0]["lr"]
         0.05
     """
-    if model.closed:
+    if not isinstance(model, Wrapped) or model.closed:
         check_open(model, "ops.schedule")
     waiting = waiting_schedulers(model)
     if not waiting:

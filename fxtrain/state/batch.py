@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
@@ -78,6 +78,20 @@ class Batch:
     def items(self) -> ItemsView[Any, Any]:
         """The (key, value) pairs of the data."""
         return self._mapping("items").items()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The value of a key of the data, or a default."""
+        return self._mapping("get").get(key, default)
+
+    if not TYPE_CHECKING:  # for a type checker, every name would exist
+
+        def __getattr__(self, name: str) -> NoReturn:
+            other = ""
+            if not name.startswith("_"):
+                keyed = isinstance(self.data, Mapping) and name in self.data
+                other = f" Use batch[{name!r}]." if keyed else f" Use batch.data.{name}, if the "
+                other += "" if keyed else f"data, a {type(self.data).__name__}, has it."
+            raise AttributeError(f"A batch has no attribute {name!r}.{other}")
 
     def to(
         self, target: torch.device | str | int | torch.dtype, *, non_blocking: bool = False

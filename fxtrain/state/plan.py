@@ -12,7 +12,8 @@ from fxtrain.state.low_precision.quantized_weights import Bnb4, Bnb8, Torchao, q
 from fxtrain.state.precision import FORMATS, Precision, precision_of
 from fxtrain.state.profiling.profile import Profile
 from fxtrain.state.registry import BUILT_IN, kind_of
-from fxtrain.state.strategy_configs import DDP
+from fxtrain.state.strategy_configs import DDP, CommHook
+from fxtrain.state.tensor_parallel import TP
 
 __all__ = ["Compile", "Data", "Plan"]
 
@@ -58,6 +59,15 @@ class Data:
     ahead: int = attrs.field(default=2, validator=at_least(0))
 
 
+# Configs that are taken for strategies, and the field that each belongs to.
+_OTHER_FIELDS = {
+    LocalSGD: "local=fx.{}(...)",
+    DiLoCo: "local=fx.{}(...)",
+    CP: "context=fx.{}(...)",
+    TP: "strategy=fx.FSDP(tensor=fx.{}(...))",
+    CommHook: "strategy=fx.DDP(hook=fx.{}(...))",
+    Compile: "compile=fx.{}(...)",
+}
 _BY_KIND = {str(kind_of(config)): config for config in BUILT_IN}
 
 
@@ -86,6 +96,9 @@ def _is_strategy(_: Any, __: Any, value: Any) -> None:
             f"{', '.join(map(repr, _BY_KIND))}."
             f"{value_hint('strategy', value) or closest(value, _BY_KIND)}"
         )
+    if type(value) in _OTHER_FIELDS:
+        use = _OTHER_FIELDS[type(value)].format(type(value).__name__)
+        raise ValueError(f"choose a strategy config, such as fx.DDP(). Use Plan({use}).")
     named = isinstance(getattr(value, "kind", None), str)
     if isinstance(value, type) or not attrs.has(type(value)) or not named:
         raise ValueError("choose a strategy config, such as fx.DDP() or fx.Single().")

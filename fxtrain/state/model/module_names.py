@@ -135,6 +135,8 @@ class ModuleNames(Generic[M_co]):
 def check_open(model: ModuleNames[Any], call: str, kind: type[FxError] = StepError) -> None:
     """Refuse a handle whose module was unwrapped or released, or is inside `fx.gathered`.
 
+    Anything else than a handle is refused too.
+
     Raises:
         FxError: of this type, with what to do.
 
@@ -144,6 +146,11 @@ def check_open(model: ModuleNames[Any], call: str, kind: type[FxError] = StepErr
         ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
         ...     fx.state.check_open(model, "step")
     """
+    if not isinstance(model, ModuleNames):
+        raise kind(
+            f"{call} takes a wrapped model, found {type(model).__name__}. Use "
+            f"model = fx.wrap(net, ctx, plan, optimizer=...)."
+        )
     if "unwrap" in model.closed:
         raise kind(
             f"{call}: this model was unwrapped, which closed its handle. To continue training, "
