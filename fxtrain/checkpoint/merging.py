@@ -3,10 +3,10 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import CheckpointError
-from fxtrain._reading import path_problem
+from fxtrain._reading import StrPath, path_problem
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
 from fxtrain.checkpoint.local_storage import Storage
 from fxtrain.checkpoint.manifest import Manifest
@@ -26,8 +26,9 @@ __all__ = ["merge"]
 _PARAMETERS = "module."
 
 
+@known_arguments(CheckpointError)
 def merge(
-    path: Any,
+    path: StrPath,
     folder: str | os.PathLike[str],
     *,
     model: str | None = None,
