@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TRACKERS := .venv-trackers
 
-.PHONY: demo docs docs-serve gpu-bundle test test-deepspeed test-gpu test-shadow test-trackers test-xla lint bench clean
+.PHONY: demo docs docs-serve gpu-bundle test test-deepspeed test-gpu test-newest test-shadow test-trackers test-xla lint bench clean
 
 demo: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/fxtrain launch --ranks 2 examples/digits.py
@@ -49,10 +49,16 @@ test-trackers: $(TRACKERS)/.done
 test-xla:
 	CI=$(CI) PYTHON=$(PYTHON) .ci/xla
 
+# An environment of its own with the newest torch that pip offers, not the one above.
+test-newest:
+	CI=$(CI) PYTHON=$(PYTHON) JOBS=$(JOBS) .ci/newest
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/pyright --project examples/pyrightconfig.json
+	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 # Into build/docs. Every warning is an error, and all of them are shown.
@@ -100,4 +106,4 @@ $(VENV)/.bench: $(VENV)/.test
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TRACKERS) .venv-xla .shadow build dist docs/reference runs
+	rm -rf $(VENV) $(TRACKERS) .venv-newest .venv-xla .shadow build dist docs/reference runs

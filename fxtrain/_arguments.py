@@ -2,11 +2,14 @@
 
 import difflib
 import functools
+import inspect
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from fxtrain._errors import (
+    CheckpointError,
+    CollectiveError,
     ContextError,
     DataError,
     FxError,
@@ -18,7 +21,7 @@ from fxtrain._other_names import field_hint
 
 __all__ = ["closest", "known_arguments", "unknown_name", "with_known_arguments"]
 
-P = ParamSpec("P")
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 _MAX_COMPARED = 200  # letters: the time grows with their square
 
@@ -43,6 +46,14 @@ class _ContextArgumentError(ContextError, TypeError):
     """An unknown argument of what makes a context."""
 
 
+class _CollectiveArgumentError(CollectiveError, TypeError):
+    """An unknown argument of a function of `fxtrain.ops`."""
+
+
+class _CheckpointArgumentError(CheckpointError, TypeError):
+    """An unknown argument of what saves or restores."""
+
+
 _ARGUMENT_ERRORS: Mapping[type[FxError], type[FxError]] = types.MappingProxyType(
     {
         PlanError: _PlanArgumentError,
@@ -50,11 +61,13 @@ _ARGUMENT_ERRORS: Mapping[type[FxError], type[FxError]] = types.MappingProxyType
         StepError: _StepArgumentError,
         DataError: _DataArgumentError,
         ContextError: _ContextArgumentError,
+        CollectiveError: _CollectiveArgumentError,
+        CheckpointError: _CheckpointArgumentError,
     }
 )
 
 
-def known_arguments(error: type[FxError]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def known_arguments(error: type[FxError]) -> Callable[[F], F]:
     """A decorator: an argument that a function does not have is an error that says what to use.
 
     Args:
@@ -62,16 +75,16 @@ def known_arguments(error: type[FxError]) -> Callable[[Callable[P, T]], Callable
     """
     raised = _ARGUMENT_ERRORS[error]
 
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+    def decorate(function: F) -> F:
         # An `__init__` has the name of its class before the last dot.
         call = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
-        code: Any = function.__code__  # pyright: ignore[reportFunctionMemberAccess]
+        code: Any = cast(Any, inspect.unwrap(function)).__code__
         most = code.co_argcount
         names = code.co_varnames[: most + code.co_kwonlyargcount]
         known = dict.fromkeys(name for name in names if name != "self").keys()
 
         @functools.wraps(function)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        def checked(*args: Any, **kwargs: Any) -> Any:
             if not kwargs.keys() <= known:
                 name = next(name for name in kwargs if name not in known)
                 raise raised(unknown_name(call, name, known))
@@ -83,7 +96,7 @@ def known_arguments(error: type[FxError]) -> Callable[[Callable[P, T]], Callable
                 )
             return function(*args, **kwargs)
 
-        return checked
+        return cast(F, checked)
 
     return decorate
 

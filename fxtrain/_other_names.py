@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 __all__ = [
+    "OTHER_ARGUMENTS",
     "OTHER_CALLS",
     "OTHER_NAMES",
     "OTHER_VALUES",
@@ -234,6 +235,36 @@ OTHER_CALLS: Mapping[str, str] = MappingProxyType(
     {name: use for use, names in _CALLS for name in names.split()}
 )
 
+# Arguments of functions, and what other libraries and torch.distributed call them.
+_ARGUMENTS = (
+    ("broadcast", "src=0", "from_process root group_src"),
+    ("broadcast_object", "src=0", "from_process root group_src"),
+    ("clip_norm", "max_norm=1.0", "max_grad_norm clip_norm gradient_clip_val"),
+    ("clip_value", "max_value=1.0", "clip_value max_grad_value"),
+    ("evaluate", "metrics={...}", "metric compute_metrics"),
+    ("gather", 'ctx=ctx.axis("data")', "group process_group"),
+    ("map", "batch=8", "batch_size"),
+    ("pad", "value=0", "pad_index padding_value pad_value"),
+    ("pad", "dim=0", "axis"),
+    ("reduce", 'op="mean"', "reduction reduce_op"),
+    ("reduce", 'ctx=ctx.axis("data")', "group process_group"),
+    ("restore", "extra={...}", "custom_objects state extra_state"),
+    ("restore", "random=False", "load_rng rng_state load_rng_state"),
+    ("save", "background=True", "async_save is_async non_blocking"),
+    ("save", "extra={...}", "custom_objects state extra_state"),
+    ("save", "metric=0.5", "score monitor"),
+    ("save", "position=batch.position", "step global_step epoch"),
+    ("say", "everyone=True", "main_process_only all_processes"),
+    ("scatter", "src=0", "from_process root group_src"),
+    ("split", "pad=True", "apply_padding"),
+    ("track", 'name="mine"', "run_name project_name experiment_name"),
+    ("track", "settings={...}", "config hparams params init_kwargs"),
+    ("track", "to=(fx.TensorBoard(),)", "log_with report_to logger loggers trackers"),
+)
+OTHER_ARGUMENTS: Mapping[tuple[str, str], str] = MappingProxyType(
+    {(call, name): use for call, use, names in _ARGUMENTS for name in names.split()}
+)
+
 # Values of the fields of a plan in other libraries, by field.
 OTHER_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -296,7 +327,11 @@ def field_hint(owner: str, name: str, known: Collection[str]) -> str:
         ' Use DDP(unused_parameters=...).'
         >>> field_hint("DDP", "max_grad_norm", ["bucket_mib", "unused_parameters"])
         ' Use fx.Plan(clip_norm=1.0).'
+        >>> field_hint("reduce", "reduction", ["tree", "ctx", "op"])
+        ' Use reduce(op="mean").'
     """
+    if use := OTHER_ARGUMENTS.get((owner, name)):
+        return f" Use {owner}({use})."
     found = _other_name(name)
     field = found.path.rpartition(".")[2] if found else ""
     return f" Use {owner}({field}=...)." if field in known and owner != "Plan" else hint(name)

@@ -6,7 +6,9 @@ import os
 import stat
 from typing import Any, BinaryIO
 
-__all__ = ["open_file", "path_problem", "read_file", "read_text"]
+__all__ = ["StrPath", "open_file", "path_problem", "read_file", "read_text"]
+
+StrPath = str | os.PathLike[str]
 
 _MAX_TEXT_BYTES = 16 << 20  # bytes of a settings file
 _READ_BYTES = 1 << 20  # bytes

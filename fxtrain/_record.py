@@ -3,7 +3,7 @@
 import math
 import reprlib
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import (
     Any,
     Literal,
@@ -17,6 +17,7 @@ from typing import (
 import attrs
 
 from fxtrain._arguments import closest, with_known_arguments
+from fxtrain._display import html_table
 from fxtrain._errors import FxError, PlanError
 from fxtrain._other_names import value_hint
 
@@ -39,6 +40,7 @@ T = TypeVar("T")
 _Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 _INT64 = range(-(1 << 63), 1 << 63)
 _MAX_SHOWN = 200  # characters of a value
+_MAX_ENTRIES = 12  # of a tuple in a repr
 _MAX_LINES = 20  # lines of a message: an unrelated file may have any number of problems
 _MAX_LINE_LENGTH = 1000  # characters
 _EXACT_FLOATS = range(-(1 << 53), (1 << 53) + 1)  # integers that a float represents exactly
@@ -54,12 +56,12 @@ def record(
     """A frozen keyword-only attrs class whose annotations are checked at construction.
 
     Checked types are bool, int (of 64 bits), float (finite; an int is converted), str, Literal,
-    tuples of one type (a list is converted), other records, and unions of these with None. Any is
-    not checked. A field's validator is called with values of the right type that are not None,
-    without the instance; it raises a ValueError that says what to choose. Fields that depend on
-    each other are checked in `__attrs_post_init__`. `choose` in the metadata of a field replaces
-    the description of its type in messages. A field that is not in the `repr` may be a secret, so
-    its value is never in a message.
+    tuples of one type (a list is converted), other records, and unions of these with None. Any
+    and protocols are not checked. A field's validator is called with values of the right type that
+    are not None, without the instance; it raises a ValueError that says what to choose. Fields
+    that depend on each other are checked in `__attrs_post_init__`. `choose` in the metadata of a
+    field replaces the description of its type in messages. A field that is not in the `repr` may
+    be a secret, so its value is never in a message.
 
     Args:
         cls: The class.
@@ -70,8 +72,51 @@ def record(
     def checked(_: type, fields: list["attrs.Attribute[Any]"]) -> list["attrs.Attribute[Any]"]:
         return [_with_check(cls.__name__, field, error, is_text or _is_text) for field in fields]
 
-    made = attrs.frozen(kw_only=True, field_transformer=checked)(cls)
+    made: Any = attrs.frozen(kw_only=True, field_transformer=checked, repr=False)(cls)
+    for name, function in _DISPLAY.items():
+        if name not in cls.__dict__:
+            setattr(made, name, function)
     return with_known_arguments(error)(made)
+
+
+def _repr(self: Any) -> str:
+    given = [f"{name}={text}" for name, text, default in _shown_fields(self) if not default]
+    return f"{type(self).__name__}({', '.join(given)})"
+
+
+def _rich_repr(self: Any) -> Iterator[tuple[str, Any]]:
+    given = {name for name, _, default in _shown_fields(self) if not default}
+    for field in attrs.fields(type(self)):
+        if field.alias in given:
+            yield field.alias, getattr(self, field.name)
+
+
+def _html(self: Any) -> str:
+    rows = [(name, text) for name, text, default in _shown_fields(self) if not default]
+    return html_table(type(self).__name__, rows)
+
+
+_DISPLAY = {"__repr__": _repr, "__rich_repr__": _rich_repr, "_repr_html_": _html}
+
+
+def _shown_fields(self: Any) -> Iterator[tuple[str, str, bool]]:
+    """Name and value of each field, and whether the value is the default."""
+    for field in attrs.fields(type(self)):
+        if not (field.repr and field.init):
+            continue
+        value: Any = getattr(self, field.name)
+        default: Any = field.default
+        if hasattr(default, "takes_self"):
+            default = default.factory(self) if default.takes_self else default.factory()
+        text = str(field.repr(value)) if callable(field.repr) else _entries(value)
+        yield field.alias, text, type(value) is type(default) and value == default
+
+
+def _entries(value: Any) -> str:
+    """A value as Python writes it; of a long tuple, the first entries."""
+    if type(value) is not tuple or len(value) <= _MAX_ENTRIES:
+        return repr(value)
+    return f"({', '.join(map(repr, value[:3]))}, ... {len(value) - 3} more)"
 
 
 @attrs.frozen
@@ -179,7 +224,7 @@ def canonical(kind: Any) -> Callable[[Any], Any] | None:
     return to_float if float in kinds and int not in kinds else None
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value for a message, truncated: values in a file may be large, or contain themselves."""
     text = _Short().repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
@@ -225,7 +270,7 @@ def _test(kinds: tuple[Any, ...], is_text: Callable[[str], bool]) -> Callable[[A
 
 
 def _type_test(kind: Any, is_text: Callable[[str], bool]) -> Callable[[Any], bool]:
-    if kind is Any or kind is None:
+    if kind is Any or kind is None or getattr(kind, "_is_protocol", False):
         return lambda value: True
     if kind is type(None):
         return lambda value: value is None

@@ -1,5 +1,6 @@
 """From a plan's strategy to the functions that carry it out."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import attrs
@@ -9,6 +10,7 @@ from torch import nn
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.backends.core.module_changes import model_signature
+from fxtrain.backends.core.optimizers import Optimizers, Params, Schedulers
 from fxtrain.backends.core.quantized_models import quantized_as_planned, quantized_problems
 from fxtrain.backends.core.ready_made import as_factories, described
 from fxtrain.backends.core.undo import record_module
@@ -25,6 +27,7 @@ from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.ops.whole_tensors import plain_name
 from fxtrain.state import (
     DistContext,
+    FromConfig,
     Plan,
     Strategy,
     Wrapped,
@@ -36,6 +39,7 @@ from fxtrain.state import (
 __all__ = ["STRATEGIES", "problems_of", "strategies", "unwrap", "wrap"]
 
 N = TypeVar("N", bound=nn.Module)
+O = TypeVar("O", bound=Optimizers | FromConfig)  # noqa: E741
 
 STRATEGIES = (
     SINGLE,
@@ -76,8 +80,8 @@ def wrap(
     ctx: DistContext,
     plan: Plan | None = None,
     *,
-    optimizer: Any = None,
-    scheduler: Any = None,
+    optimizer: Callable[[Params], O] | O | None = None,
+    scheduler: Callable[[O], Schedulers] | Schedulers | FromConfig | None = None,
     strategy: Strategy | None = None,
 ) -> Wrapped[N]:
     """Make a model ready to train or run under a plan.

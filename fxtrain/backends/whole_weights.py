@@ -2,8 +2,8 @@
 
 import fnmatch
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from fxtrain.state import DistContext, Weight, Wrapped, check_open
 
 __all__ = ["gathered", "weights"]
 
+N = TypeVar("N", bound=nn.Module)
 _Ranks = Literal["all", "main"]
 _STAYS, _LEAVES = "takes the next tensor", "has left its loop"
 
@@ -75,8 +76,12 @@ def weights(
     return _one_by_one(model, chosen, where, ranks)
 
 
+@overload
+def gathered(model: Wrapped[N], *, ranks: Literal["all"] = "all") -> AbstractContextManager[N]: ...
+@overload
+def gathered(model: Wrapped[N], *, ranks: Literal["main"]) -> AbstractContextManager[N | None]: ...
 @contextmanager
-def gathered(model: Wrapped, *, ranks: _Ranks = "all") -> Iterator[Any]:
+def gathered(model: Wrapped[Any], *, ranks: _Ranks = "all") -> Iterator[Any]:
     """Lend the user's module with full, plain weights: for `generate` or `save_pretrained`.
 
     Inside the block the module is as it was before wrapping, without the strategy's hooks, and its

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -22,6 +22,9 @@ _CGROUPS = (  # limit and use of a container's memory
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
+
+
+K = TypeVar("K", bound="int | str | torch.device")
 
 
 @record
@@ -62,7 +65,9 @@ class Budget:
 
 
 def budget(
-    limits: Mapping[Any, int | str] | Iterable[Limit] | None = None, *, keep_free: float = 0.1
+    limits: Mapping[K, int | str] | Iterable[Limit] | None = None,
+    *,
+    keep_free: float = 0.1,
 ) -> Budget:
     """The memory that a model may take.
 
@@ -93,7 +98,8 @@ def budget(
             for device in (*_accelerators(), "cpu")
         ]
     else:
-        given = limits_of(limits if isinstance(limits, Mapping) else tuple(limits))
+        listed: Any = limits if isinstance(limits, Mapping) else tuple(limits)
+        given = limits_of(listed)
         rooms = [_resolved(attrs.evolve(one, device=device_name(one.device))) for one in given]
     return Budget(rooms=tuple(sorted(rooms, key=_order)))
 

@@ -66,9 +66,8 @@ def sizes(
         >>> fx.big.sizes(net, dtype="bfloat16").bytes
         60
     """
-    rules: tuple[DtypeRule, ...] = rules_of(
-        dtypes if isinstance(dtypes, Mapping) else tuple(dtypes)
-    )
+    listed: Any = dtypes if isinstance(dtypes, Mapping) else tuple(dtypes)
+    rules = rules_of(listed)
     found, files, what = _open(model)
     parts = [] if found is None else [part for _, part in _walk(found)]
     if dtype is not None:

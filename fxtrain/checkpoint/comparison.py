@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folders import read_manifest
 from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.checkpoint.manifest import Entry
@@ -31,7 +32,7 @@ class Difference:
     right: str
 
 
-def compare(left: Any, right: Any) -> Iterator[Difference]:
+def compare(left: StrPath, right: StrPath) -> Iterator[Difference]:
     """Yield every leaf in which two checkpoints differ in any bit.
 
     Yields differences in the position, user state, plans and plain values first, then in
@@ -69,7 +70,7 @@ def compare(left: Any, right: Any) -> Iterator[Difference]:
             yield from _tables(f"rank {rank}: ", ours, theirs, first, second)
 
 
-def count_leaves(path: Any) -> int:
+def count_leaves(path: StrPath) -> int:
     """Number of tensors and plain values in a checkpoint."""
     found = read_manifest(open_storage(path))
     plain = sum(1 for _ in _leaves([found.extra, found.models, unstructure(found.position)]))

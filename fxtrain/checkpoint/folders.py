@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from fxtrain._errors import CheckpointError
+from fxtrain._reading import StrPath
 from fxtrain.checkpoint.local_storage import Storage, UnreadableError, open_storage
 from fxtrain.checkpoint.manifest import (
     HIGHEST,
@@ -53,7 +54,7 @@ class Found:
         return _numbers(self.name)[0]
 
 
-def latest(path: Any) -> str | None:
+def latest(path: StrPath) -> str | None:
     """The newest complete checkpoint in a folder: the one committed last.
 
     If a run resumed from an earlier update, this is the newest checkpoint saved since, not the
@@ -82,7 +83,7 @@ def latest(path: Any) -> str | None:
     return _first_whole(folder, reversed(list_checkpoints(folder)))
 
 
-def before(path: Any, update: int) -> str | None:
+def before(path: StrPath, update: int) -> str | None:
     """The complete checkpoint with the most optimizer updates below `update`; None if none exists.
 
     Of several with the same number of updates, the newest.

@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import attrs
 from torch import Tensor
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import CheckpointError
-from fxtrain._reading import path_problem
+from fxtrain._reading import StrPath, path_problem
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
 from fxtrain.checkpoint.local_storage import LocalStorage, Storage
 from fxtrain.checkpoint.manifest import Manifest
@@ -35,8 +35,9 @@ __all__ = ["merge", "saved_weights"]
 _PARAMETERS = "module."
 
 
+@known_arguments(CheckpointError)
 def merge(
-    path: Any,
+    path: StrPath,
     folder: str | os.PathLike[str],
     *,
     model: str | None = None,
@@ -85,7 +86,7 @@ def merge(
     return tuple(target / file.name for file in files)
 
 
-def saved_weights(path: Any, *, model: str | None = None) -> WeightSource:
+def saved_weights(path: StrPath, *, model: str | None = None) -> WeightSource:
     """The weights in a checkpoint, as a source for `load_model`.
 
     Args:
@@ -136,7 +137,7 @@ class _Weights:
     others: dict[str, str]
 
 
-def _find_weights(path: Any, model: str | None) -> _Weights:
+def _find_weights(path: StrPath, model: str | None) -> _Weights:
     storage = checkpoint_at(path)
     manifest = read_manifest(storage)
     prefix = f"{_chosen(manifest, model, storage)}/{_PARAMETERS}"

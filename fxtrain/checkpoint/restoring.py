@@ -8,7 +8,10 @@ import attrs
 from torch import Tensor
 
 from fxtrain import ops
+from fxtrain._arguments import known_arguments
+from fxtrain._display import describe
 from fxtrain._errors import CheckpointError, CollectiveError, FxError
+from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
 from fxtrain.checkpoint.json_values import decode
 from fxtrain.checkpoint.local_storage import open_storage
@@ -46,7 +49,7 @@ class Restored:
 
     path: str
     position: Position
-    extra: Any
+    extra: Any = attrs.field(repr=describe)
     world_size: int
     fingerprints: Mapping[str, str]
     _plans: Mapping[str, Any] = attrs.field(alias="plans", repr=False)
@@ -65,12 +68,13 @@ class Restored:
         return structure(self._plans[name], Plan)
 
 
+@known_arguments(CheckpointError)
 def restore(
-    path: Any,
+    path: StrPath,
     ctx: DistContext,
     model: Wrapped | Mapping[str, Wrapped],
     *,
-    extra: Any = None,
+    extra: object = None,
     random: bool = True,
 ) -> Restored:
     """Load a checkpoint into models, and restore the random generators.
@@ -116,7 +120,8 @@ def restore(
     earlier = state.restored_from
     _finish_background_copies(ctx, models)
     try:
-        chosen = ops.broadcast_object(_choose_checkpoint(path) if ctx.is_main else None, ctx)
+        mine: Any = _choose_checkpoint(path) if ctx.is_main else None
+        chosen = ops.broadcast_object(mine, ctx)
         if isinstance(chosen, BaseException):
             raise chosen
         state.restored_from = open_storage(chosen).key()  # before it is read: no save removes it

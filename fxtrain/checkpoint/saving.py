@@ -9,7 +9,9 @@ import attrs
 import torch
 
 from fxtrain import ops
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import CheckpointError, CollectiveError, FxError
+from fxtrain._reading import StrPath
 from fxtrain._version import __version__
 from fxtrain.checkpoint.async_save import Saving, start_background, wait_for_earlier
 from fxtrain.checkpoint.data_files import Written, tables, write_file
@@ -31,13 +33,14 @@ from fxtrain.state import CommState, DistContext, Position, Wrapped, check_conne
 __all__ = ["save", "save_alone"]
 
 
+@known_arguments(CheckpointError)
 def save(
-    path: Any,
+    path: StrPath,
     ctx: DistContext,
     model: Wrapped | Mapping[str, Wrapped],
     *,
     position: Position = Position(),  # noqa: B008 - a frozen value
-    extra: Any = None,
+    extra: object = None,
     metric: float | None = None,
     keep_last: int | None = None,
     keep_every: int | None = None,

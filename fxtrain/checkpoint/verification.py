@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from fxtrain._errors import CheckpointError
+from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
 from fxtrain.checkpoint.local_storage import Storage, UnreadableError
 from fxtrain.checkpoint.manifest import CHUNK, MANIFEST, Entry, Manifest, Part, digest_of
@@ -39,7 +40,7 @@ class Verified:
     world_size: int
 
 
-def verify(path: Any) -> Verified:
+def verify(path: StrPath) -> Verified:
     """Compare every byte of a checkpoint with its digest.
 
     Args:

@@ -67,7 +67,7 @@ def _broadcast_layout(
             facts = {"layout": layout, "length": source.length()}
         except Exception as error:
             problem, facts = error, {"failed": error_text(error)}
-    found = ops.gather_objects((digest_of_plan(plan, {}), facts), ctx)
+    found: list[Any] = ops.gather_objects((digest_of_plan(plan, {}), facts), ctx)
     if any(digest != found[0][0] for digest, _ in found):
         raise_plan_differences("shard", ctx, plan, {})
     facts = found[0][1]

@@ -1,8 +1,8 @@
 """The sharded loader that users hold."""
 
 import warnings
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 
 import attrs
 from torch import Tensor
@@ -10,10 +10,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fxtrain import _tree
 from fxtrain._arguments import known_arguments
+from fxtrain._display import Displayed
 from fxtrain._errors import DataError
 from fxtrain._other_names import call_hint
 from fxtrain.data.already_sharded import presharded_source
 from fxtrain.data.dispatch import dispatch_source
+from fxtrain.data.passes import Iteration
 from fxtrain.data.rank_slices import Layout
 from fxtrain.data.sequence_slices import make_splitter
 from fxtrain.data.sources import RowSlots, Source, row_source, stream_source
@@ -22,52 +24,23 @@ from fxtrain.data.user_loader import read_loader
 from fxtrain.data.windows import Cursor, Step, to_epoch
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.state import Batch, DistContext, Plan, Position, check_connected
+from fxtrain.state.batch import Data_co
+from fxtrain.state.position import position_words
 
 __all__ = ["Sharded", "every_row", "shard"]
+
+K = TypeVar("K")
+T = TypeVar("T")
+# What torch's default collate function makes a tensor of, in a row that is a tuple or a dict.
+_Column = Tensor | int | float
 
 
 class _NoLengthError(DataError, TypeError):
     """`list(loader)` asks for a length first, and does without one after a TypeError."""
 
 
-@attrs.define(eq=False)
-class _Iteration:
-    """How far iteration got: mutable, as an iterator is.
-
-    Attributes:
-        start: The cursor of the first batch; for a later epoch, only its number counts.
-        before: The iteration of the epoch before, which decides where a later epoch starts;
-            None once this one has begun.
-        passes: Passes that got further than one batch.
-        reached: The cursor after the last batch that was yielded.
-    """
-
-    start: Cursor
-    before: "_Iteration | None" = None
-    passes: int = 0
-    reached: Cursor | None = None
-
-    def cursor(self) -> Cursor:
-        """Where the epoch starts, given what has been seen of those before it."""
-        if self.before is None:
-            return self.start
-        return to_epoch(self.before.end(), self.start.position.epoch)
-
-    def begin(self) -> Cursor:
-        """Fix where the epoch starts, whatever happens to those before it afterwards."""
-        self.start, self.before = self.cursor(), None
-        return self.start
-
-    def end(self) -> Cursor:
-        """Where iteration got to; for an epoch that did not run, where the one before it got to."""
-        trail = self
-        while trail.reached is None and trail.before is not None:
-            trail = trail.before
-        return trail.reached or trail.start
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Sharded:
+@attrs.frozen(kw_only=True, eq=False, repr=False)
+class Sharded(Displayed, Generic[Data_co]):
     """A loader that yields this rank's part of every global batch; see `shard`.
 
     Equality and hash are by identity, since the loader inside is torch's.
@@ -77,13 +50,29 @@ class Sharded:
         plan: The plan that it follows.
     """
 
-    ctx: DistContext = attrs.field(repr=False)
-    plan: Plan = attrs.field(repr=False)
-    _source: Source = attrs.field(repr=False, alias="source")
-    _layout: Layout = attrs.field(repr=False, alias="layout")
-    _loader: DataLoader[Any] = attrs.field(repr=False, alias="loader")
-    _split: Callable[[Any], Any] | None = attrs.field(default=None, repr=False, alias="cut")
-    _trail: _Iteration = attrs.field(factory=lambda: _Iteration(Cursor(Position())), alias="trail")
+    ctx: DistContext
+    plan: Plan
+    _source: Source = attrs.field(alias="source")
+    _layout: Layout = attrs.field(alias="layout")
+    _loader: DataLoader[Any] = attrs.field(alias="loader")
+    _split: Callable[[Any], Any] | None = attrs.field(default=None, alias="cut")
+    _trail: Iteration = attrs.field(factory=lambda: Iteration(Cursor(Position())), alias="trail")
+
+    def __repr__(self) -> str:
+        return f"Sharded({', '.join(text for _, text in self._details())})"
+
+    def _details(self) -> tuple[tuple[str, str], ...]:
+        try:
+            batches = f"{len(self)} batches left"
+        except DataError:
+            batches = "unknown length"
+        size = "" if self.batch_size is None else f" of {self.batch_size} rows per rank"
+        return (
+            ("dataset", type(self.dataset).__name__),
+            ("batches", f"{batches}{size}"),
+            ("position", position_words(self.position)),
+            ("ranks", f"rank {self.ctx.rank} of {self.ctx.world_size} on {self.ctx.device}"),
+        )
 
     @property
     def dataset(self) -> Any:
@@ -132,7 +121,7 @@ class Sharded:
         """
         return self._trail.cursor().position
 
-    def epochs(self, n: int) -> Iterator["Sharded"]:
+    def epochs(self, n: int) -> Iterator["Sharded[Data_co]"]:
         """One loader per epoch: the rest of this one, then the others up to epoch n.
 
         A loop that leaves an epoch early (`break`), or skips it, continues with the next one;
@@ -153,15 +142,15 @@ class Sharded:
         _check_epochs("epochs", n)
         return self._epochs(n)
 
-    def _epochs(self, n: int) -> Iterator["Sharded"]:
+    def _epochs(self, n: int) -> Iterator["Sharded[Data_co]"]:
         cursor, trail = self._trail.cursor(), None
         if self._is_over():
             cursor = to_epoch(cursor, cursor.position.epoch + 1)
         for number in range(cursor.position.epoch, n):
-            trail = _Iteration(to_epoch(cursor, number) if trail else cursor, trail)
+            trail = Iteration(to_epoch(cursor, number) if trail else cursor, trail)
             yield attrs.evolve(self, trail=trail)
 
-    def at(self, position: Position) -> "Sharded":
+    def at(self, position: Position) -> "Sharded[Data_co]":
         """The same loader from a cursor on; the cursor may come from another world size.
 
         Example:
@@ -180,7 +169,7 @@ class Sharded:
             )
         # A position does not record what a window contains that was opened elsewhere.
         held = 0 if position.micro == 0 else None
-        return attrs.evolve(self, trail=_Iteration(Cursor(position, held)))
+        return attrs.evolve(self, trail=Iteration(Cursor(position, held)))
 
     if not TYPE_CHECKING:  # for a type checker, every name would exist
 
@@ -201,7 +190,7 @@ class Sharded:
             )
         return 0 if self.position.is_last else self._layout.count(left)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch[Data_co]]:
         if self._trail.passes == 1 and self._source.shuffled():
             warnings.warn(
                 f"This is a second pass over epoch {self.position.epoch}, in the same shuffled "
@@ -210,7 +199,7 @@ class Sharded:
             )
         return self._batches()
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[Batch[Data_co]]:
         check_connected("iterating", self.ctx)
         if self.position.is_last:
             return
@@ -230,7 +219,7 @@ class Sharded:
         if seen == 1:
             self._trail.passes += 1
 
-    def _batch(self, step: Step, data: Any, masks: dict[tuple[int, int], Tensor]) -> Batch:
+    def _batch(self, step: Step, data: Any, masks: dict[tuple[int, int], Tensor]) -> Batch[Data_co]:
         slot, rank = step.slot, self.ctx.rank
         # A rank without a row gets placeholders of size 0, so that it can take part.
         size = slot.sizes[rank] or _tree.row_count(data) or self._layout.per_rank
@@ -279,8 +268,23 @@ def _check_epochs(call: str, n: Any) -> None:
         raise DataError(f"{call}({n!r}): pass the number of epochs of the run, 0 or more.")
 
 
+# A `DataLoader` has the type of a row of its dataset, and these what torch collates rows to.
+@overload
+def shard(
+    loader: DataLoader[Tensor], ctx: DistContext, plan: Plan | None = None
+) -> Sharded[Tensor]: ...
+@overload
+def shard(
+    loader: DataLoader[tuple[_Column, ...]], ctx: DistContext, plan: Plan | None = None
+) -> Sharded[list[Tensor]]: ...
+@overload
+def shard(
+    loader: DataLoader[Mapping[K, _Column]], ctx: DistContext, plan: Plan | None = None
+) -> Sharded[dict[K, Tensor]]: ...
+@overload
+def shard(loader: DataLoader[T], ctx: DistContext, plan: Plan | None = None) -> Sharded[T]: ...
 @known_arguments(DataError)
-def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan | None = None) -> Sharded:
+def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan | None = None) -> Sharded[Any]:
     """Split a loader over the ranks.
 
     Order, rows and cursor do not depend on the world size: global batch k of W ranks contains
@@ -321,7 +325,7 @@ def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan | None = None) -
     return _shard(loader, ctx, plan_for("shard", ctx, plan))
 
 
-def every_row(loader: Sharded | DataLoader[Any], ctx: DistContext, plan: Plan) -> Sharded:
+def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) -> Sharded[T]:
     """A loader that yields every row of the data once, without padding: for metrics.
 
     A rank without a row in a global batch gets a stand-in of size 0, as under `even="uneven"`.

@@ -136,7 +136,8 @@ def _seek(
     most = ops.gather_objects(local.most, ctx)
     while seen < wanted:
         # As many steps as cannot overshoot, so that one exchange covers many.
-        least = 1 if None in most else max(1, (wanted - seen) // sum(most))
+        known = [steps for steps in most if steps is not None]
+        least = max(1, (wanted - seen) // sum(known)) if len(known) == len(most) else 1
         mine, problem = _take(source, least)
         ops.raise_together(problem, ctx)
         units += sum(found[1] for found in mine)

@@ -9,8 +9,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from fxtrain._display import describe
 from fxtrain._errors import CheckpointError
 from fxtrain._optional import optional
+from fxtrain._reading import StrPath
 from fxtrain.interop.dcp_checkpoints import read_dcp, tree_of
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.tensor_sources import inside, open_source
@@ -40,17 +42,17 @@ class AcceleratorState:
         custom: State dicts of objects registered for checkpointing.
     """
 
-    models: tuple[Mapping[str, Tensor], ...]
-    optimizers: tuple[Mapping[str, Any], ...]
-    schedulers: tuple[Mapping[str, Any], ...]
-    loaders: Mapping[int, Mapping[str, Any]]
-    scaler: Mapping[str, Any] | None
-    random: Mapping[int, Mapping[str, Any]]
+    models: tuple[Mapping[str, Tensor], ...] = attrs.field(repr=describe)
+    optimizers: tuple[Mapping[str, Any], ...] = attrs.field(repr=describe)
+    schedulers: tuple[Mapping[str, Any], ...] = attrs.field(repr=describe)
+    loaders: Mapping[int, Mapping[str, Any]] = attrs.field(repr=describe)
+    scaler: Mapping[str, Any] | None = attrs.field(repr=describe)
+    random: Mapping[int, Mapping[str, Any]] = attrs.field(repr=describe)
     step: int | None
-    custom: tuple[Any, ...]
+    custom: tuple[Any, ...] = attrs.field(repr=describe)
 
 
-def read_accelerate(folder: Any) -> AcceleratorState:
+def read_accelerate(folder: StrPath) -> AcceleratorState:
     """Read a folder that `Accelerator.save_state` wrote.
 
     Reads models from safetensors, and everything else with `weights_only=True`. Also reads the

@@ -53,7 +53,7 @@ class Note:
     """
 
     key: str
-    value: Any
+    value: object
     text: str
 
 
@@ -70,7 +70,7 @@ class Converted:
     notes: tuple[Note, ...] = ()
 
 
-def convert_accelerate(data: Any) -> Converted:
+def convert_accelerate(data: object) -> Converted:
     """Convert an Accelerate config, of the current or an earlier version, to a launch file.
 
     Args:

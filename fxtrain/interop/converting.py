@@ -9,6 +9,7 @@ import attrs
 from torch import Tensor, nn
 
 from fxtrain._errors import CheckpointError
+from fxtrain._reading import StrPath
 from fxtrain.checkpoint.json_values import encode
 from fxtrain.checkpoint.saving import save_alone
 from fxtrain.checkpoint.snapshot import MODEL, Snapshot
@@ -32,8 +33,8 @@ class _Found:
 
 
 def import_checkpoint(
-    source: Any,
-    folder: Any,
+    source: StrPath,
+    folder: StrPath,
     *,
     module: nn.Module | None = None,
     position: Position = Position(),  # noqa: B008 - a frozen value

@@ -18,8 +18,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from fxtrain._display import describe
 from fxtrain._errors import CheckpointError
-from fxtrain._reading import open_file, read_file
+from fxtrain._reading import StrPath, open_file, read_file
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.tensor_sources import inside
 from fxtrain.state import shown
@@ -54,10 +55,10 @@ class DcpState:
         refused: Values that torch rejects with `weights_only=True`, each with the reason.
     """
 
-    tensors: Mapping[str, Tensor]
-    values: Mapping[str, Any]
-    paths: Mapping[str, tuple[str | int, ...]]
-    refused: Mapping[str, str]
+    tensors: Mapping[str, Tensor] = attrs.field(repr=describe)
+    values: Mapping[str, Any] = attrs.field(repr=describe)
+    paths: Mapping[str, tuple[str | int, ...]] = attrs.field(repr=describe)
+    refused: Mapping[str, str] = attrs.field(repr=describe)
 
 
 @attrs.frozen(kw_only=True)
@@ -72,7 +73,7 @@ class _Chunk:
 
 
 def read_dcp(
-    folder: Any, *, only: Callable[[str], bool] | None = None, strict: bool = True
+    folder: StrPath, *, only: Callable[[str], bool] | None = None, strict: bool = True
 ) -> DcpState:
     """Read a folder that `torch.distributed.checkpoint.save` wrote, at any number of ranks.
 

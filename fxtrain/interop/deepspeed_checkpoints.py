@@ -14,8 +14,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from fxtrain._display import describe
 from fxtrain._errors import CheckpointError
-from fxtrain._reading import read_text
+from fxtrain._reading import StrPath, read_text
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.tensor_sources import inside
 from fxtrain.state import shown
@@ -48,10 +49,10 @@ class DeepSpeedState:
     stage: int
     ranks: int
     updates: int
-    tensors: Mapping[str, Tensor]
-    tied: Mapping[str, str]
-    optimizer: Mapping[str, Any] | None
-    scheduler: Mapping[str, Any] | None
+    tensors: Mapping[str, Tensor] = attrs.field(repr=describe)
+    tied: Mapping[str, str] = attrs.field(repr=describe)
+    optimizer: Mapping[str, Any] | None = attrs.field(repr=describe)
+    scheduler: Mapping[str, Any] | None = attrs.field(repr=describe)
 
 
 @attrs.frozen
@@ -86,7 +87,7 @@ def is_deepspeed(folder: Path) -> bool:
     return (folder / "zero_to_fp32.py").exists() or any(folder.glob("**/*mp_rank_*_states.pt"))
 
 
-def read_deepspeed(folder: Any, *, optimizer: bool = True) -> DeepSpeedState:
+def read_deepspeed(folder: StrPath, *, optimizer: bool = True) -> DeepSpeedState:
     """Read a folder that DeepSpeed's `engine.save_checkpoint` wrote, at any number of ranks.
 
     Args:

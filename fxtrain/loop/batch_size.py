@@ -2,7 +2,6 @@
 
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 import attrs
 import torch
@@ -28,7 +27,7 @@ _WORDS = (
 
 def find_batch_size(
     ctx: DistContext,
-    trial: Callable[[int, Plan], Any],
+    trial: Callable[[int, Plan], object],
     start: int,
     plan: Plan | None = None,
     *,
@@ -109,7 +108,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def _fits(ctx: DistContext, trial: Callable[[int, Plan], Any], size: int, plan: Plan) -> bool:
+def _fits(ctx: DistContext, trial: Callable[[int, Plan], object], size: int, plan: Plan) -> bool:
     """Whether a size fits on every rank; nothing of the trial is left."""
     fits, problem = True, None
     try:

@@ -1,7 +1,7 @@
 """When to stop training: a record that the loop updates with each metric."""
 
 import math
-from typing import Any, Literal
+from typing import Literal, SupportsFloat
 
 import attrs
 
@@ -40,7 +40,7 @@ class EarlyStopping:
     value: float | None = None
     waited: int = attrs.field(default=0, validator=at_least(0))
 
-    def update(self, metric: Any) -> "EarlyStopping":
+    def update(self, metric: SupportsFloat) -> "EarlyStopping":
         """Return the record after one more metric.
 
         Args:

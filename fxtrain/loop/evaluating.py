@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fxtrain import _tree, ops
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import DataError, PlanError
 from fxtrain.data import Sharded, every_row
 from fxtrain.loop.means import Mean
@@ -27,14 +28,18 @@ from fxtrain.state import (
 
 __all__ = ["evaluate"]
 
+M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 
+
+@known_arguments(PlanError)
 def evaluate(
     ctx: DistContext,
-    model: Wrapped,
-    loader: Sharded | DataLoader[Any],
-    fn: Callable[[Wrapped, Batch], Any],
+    model: Wrapped[M],
+    loader: Sharded[T] | DataLoader[T],
+    fn: Callable[[Wrapped[M], Batch[T]], object],
     *,
-    metrics: Any = None,
+    metrics: object = None,
 ) -> Any:
     """Compute metrics of a model over exactly the rows of the data, once each.
 

@@ -4,12 +4,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat, TypeVar, cast
 
 import attrs
+from torch import nn
 
 from fxtrain import ops
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import DataError, FxError, PlanError
+from fxtrain._reading import StrPath
 from fxtrain._record import above, at_least, record
 from fxtrain.checkpoint import Restored, Saving, latest, restore, save
 from fxtrain.data import Sharded
@@ -18,9 +21,11 @@ from fxtrain.loop.progress import progress
 from fxtrain.loop.stepping import StepFns, step
 from fxtrain.meters import memory
 from fxtrain.state import DistContext, JsonLines, Position, Report, Wrapped, shown
-from fxtrain.track import Run, track
+from fxtrain.track import Run, Target, track
 
 __all__ = ["fit"]
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @record
@@ -49,11 +54,12 @@ class _Rules:
     check_every: int = attrs.field(validator=at_least(1))
 
 
+@known_arguments(PlanError)
 def fit(
     ctx: DistContext,
-    fns: StepFns,
-    loader: Sharded,
-    path: Any,
+    fns: StepFns[M],
+    loader: Sharded[Any],
+    path: StrPath,
     *,
     epochs: int,
     resume: bool = True,
@@ -64,14 +70,14 @@ def fit(
     keep_best: int | None = None,
     metric: str | None = None,
     best: Literal["min", "max"] = "min",
-    evaluate: Callable[[], Any] | None = None,
+    evaluate: Callable[[], SupportsFloat | Mapping[str, SupportsFloat]] | None = None,
     evaluate_every: int | None = None,
-    to: Sequence[Any] = (JsonLines(),),
-    settings: Mapping[str, Any] | None = None,
+    to: Target | Sequence[Target] = (JsonLines(),),  # noqa: B008 - a frozen value
+    settings: Mapping[str, object] | None = None,
     log_every: int = 10,
     show: bool = True,
     extra: MutableMapping[str, Any] | None = None,
-    checkpoints: Any = None,
+    checkpoints: StrPath | None = None,
     signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
     check_every: int = 1,
 ) -> Iterator[Report]:
@@ -151,7 +157,7 @@ def fit(
         best=best,
         evaluate=evaluate,
         evaluate_every=evaluate_every,
-        to=(to,) if attrs.has(type(to)) else tuple(to),
+        to=(to,) if attrs.has(type(to)) else tuple(cast(Sequence[Target], to)),
         settings=settings,
         log_every=log_every,
         show=show,

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import attrs
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxtrain._errors import PlanError, StepError
 from fxtrain._record import record, shown
@@ -16,6 +17,7 @@ from fxtrain.state import Batch, DistContext, Wrapped, check_connected
 
 __all__ = ["RateCurve", "find_lr"]
 
+M = TypeVar("M", bound=nn.Module)
 _MEMORY = 0.9
 _NOISY = 0.1  # share of the curve, at its beginning, whose slopes are mostly noise
 _ENDLESS = 1 << 62  # epochs
@@ -79,8 +81,8 @@ class RateCurve:
 
 def find_lr(
     ctx: DistContext,
-    fns: StepFns,
-    loader: Sharded,
+    fns: StepFns[M],
+    loader: Sharded[Any],
     *,
     start: float = 1e-7,
     stop: float = 10.0,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fxtrain import ops
+from fxtrain._display import number
 from fxtrain._errors import DataError
 from fxtrain.state import DistContext, Report, Weighted, shown
 
@@ -35,10 +36,12 @@ class Mean:
         2.0
     """
 
-    total: Tensor | float = 0.0
-    weight: Tensor | float = 0.0
+    total: Tensor | float = attrs.field(default=0.0, repr=number)
+    weight: Tensor | float = attrs.field(default=0.0, repr=number)
 
-    def update(self, value: Any, weight: Any = 1) -> "Mean":
+    def update(
+        self, value: Tensor | float | Weighted | Report, weight: Tensor | float = 1
+    ) -> "Mean":
         """The mean after one more value.
 
         Args:

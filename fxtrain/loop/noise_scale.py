@@ -43,7 +43,9 @@ class NoiseScale:
     signal: float = 0.0
     updates: int = attrs.field(default=0, validator=at_least(0))
 
-    def update(self, small: tuple[Any, float], large: tuple[Any, float]) -> "NoiseScale":
+    def update(
+        self, small: tuple[Tensor | float, float], large: tuple[Tensor | float, float]
+    ) -> "NoiseScale":
         """Return the record after one more update.
 
         Args:

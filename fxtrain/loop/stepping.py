@@ -1,12 +1,13 @@
 """One micro-batch: forward, backward and, at the end of a window, the update."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
+from typing_extensions import TypeVar
 
 from fxtrain import _tree, ops
 from fxtrain._arguments import with_known_arguments
@@ -31,6 +32,9 @@ from fxtrain.state import (
 )
 
 __all__ = ["StepFns", "check_no_criterion", "check_ready", "step"]
+
+M = TypeVar("M", bound=nn.Module, default=Any)
+Loss = Tensor | Weighted
 
 # Plan fields that decide how a loader forms windows and sequences, on which a step relies.
 _SHARED = ("accumulate", "flush", "context")
@@ -96,7 +100,7 @@ def _default_update(model: Any) -> UpdateSpec:
 
 
 def _make_compute_loss(
-    loss_fn: Callable[[Wrapped, Batch], Any], model: Any, *, independent: bool
+    loss_fn: Callable[[Any, Any], Any], model: Any, *, independent: bool
 ) -> Callable[[Wrapped, Batch], WeightedLoss]:
     """The loss function that strategies call: the user's, with its result checked and weighted."""
     if not isinstance(model, Wrapped):
@@ -120,7 +124,7 @@ def _make_compute_loss(
 
 @with_known_arguments(StepError)
 @attrs.frozen
-class StepFns:
+class StepFns(Generic[M]):
     """What a step runs.
 
     Attributes:
@@ -135,8 +139,10 @@ class StepFns:
         >>> fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch[0]).mean())
     """
 
-    model: Wrapped = attrs.field(validator=_check_model)
-    loss: Callable[[Wrapped, Batch], Any] = attrs.field(validator=_check_loss_fn)
+    model: Wrapped[M] = attrs.field(validator=_check_model)
+    loss: Callable[[Wrapped[M], Batch[Any]], Loss | tuple[Loss, object]] = attrs.field(
+        validator=_check_loss_fn
+    )
     _update_spec: UpdateSpec = attrs.field(
         init=False,
         repr=False,
@@ -161,7 +167,7 @@ class StepFns:
     )
 
 
-def step(ctx: DistContext, batch: Batch, fns: StepFns) -> Report:
+def step(ctx: DistContext, batch: Batch[Any], fns: StepFns[M]) -> Report:
     """Train on one micro-batch.
 
     An update is due when `batch.position.micro` is 0; until then, gradients accumulate. The

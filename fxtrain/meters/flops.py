@@ -1,7 +1,6 @@
 """Floating-point operations: what a function needs, and what a device can do."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -28,7 +27,7 @@ _PEAKS: tuple[tuple[str, dict[str, float | None]], ...] = (
 )
 
 
-def count_flops(fn: Callable[[], Any]) -> int:
+def count_flops(fn: Callable[[], object]) -> int:
     """Floating-point operations of one call, on this rank, by torch's own counter.
 
     It counts products of matrices, convolutions and attention, forward and backward, as the

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain import ops
-from fxtrain._errors import CheckpointError
+from fxtrain._arguments import known_arguments
+from fxtrain._errors import CheckpointError, PlanError
 from fxtrain._reading import path_problem
 from fxtrain.models.folder import (
     ModelFile,
@@ -60,6 +61,7 @@ class _Job:
     files: tuple[ModelFile, ...]
 
 
+@known_arguments(PlanError)
 def export(
     model: Wrapped | nn.Module | Mapping[str, Tensor],
     folder: str | os.PathLike[str],

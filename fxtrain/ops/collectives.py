@@ -1,11 +1,13 @@
 """Collectives over trees: gather, reduce, broadcast."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from fxtrain._arguments import known_arguments
+from fxtrain._errors import CollectiveError
 from fxtrain._words import canonical_text
 from fxtrain.ops.reduction import all_reduce, check_reducible, fold
 from fxtrain.ops.transport.exchange import (
@@ -32,11 +34,13 @@ from fxtrain.state import DistContext
 
 __all__ = ["broadcast", "broadcast_packed", "gather", "gather_packed", "reduce"]
 
+T = TypeVar("T")
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 _MAX_BODY_BYTES = 1 << 20  # of the tensors of a gather that follow the packet at once
 
 
-def gather(tree: Any, ctx: DistContext) -> Any:
+@known_arguments(CollectiveError)
+def gather(tree: T, ctx: DistContext) -> T:
     """Concatenate every rank's tensors along their first dimension.
 
     Args:
@@ -90,9 +94,10 @@ def gather_packed(name: str, packed: Packed, ctx: DistContext) -> Any:
     return packed.rebuild(leaves)
 
 
+@known_arguments(CollectiveError)
 def reduce(
-    tree: Any, ctx: DistContext, op: Literal["mean", "sum", "max", "min", "product"] = "mean"
-) -> Any:
+    tree: T, ctx: DistContext, op: Literal["mean", "sum", "max", "min", "product"] = "mean"
+) -> T:
     """Combine every rank's tensors and numbers, entry by entry.
 
     Args:
@@ -148,7 +153,8 @@ def reduce(
     return packed.rebuild(packed.others | dict(zip(packed.tensors, done, strict=True)))
 
 
-def broadcast(tree: Any, ctx: DistContext, src: int = 0) -> Any:
+@known_arguments(CollectiveError)
+def broadcast(tree: T, ctx: DistContext, src: int = 0) -> T:
     """Send the tensors and other leaves of one rank to every rank.
 
     Args:

@@ -7,6 +7,8 @@ import attrs
 import torch
 from torch import distributed as dist
 
+from fxtrain._arguments import known_arguments
+from fxtrain._errors import CollectiveError
 from fxtrain.ops.transport.exchange import rank_loss_guard, wait_pending_check
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packets import packets_of
@@ -15,6 +17,7 @@ from fxtrain.state import Comm, CommState, DistContext
 __all__ = ["duplicate"]
 
 
+@known_arguments(CollectiveError)
 def duplicate(ctx: DistContext) -> DistContext:
     """Make a context over the same ranks with a separate group, for another thread.
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import MutableMapping
 from typing import Any
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import ContextError
 from fxtrain.state import DistContext, shown
 
@@ -37,6 +38,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         return msg, kwargs
 
 
+@known_arguments(ContextError)
 def log(ctx: DistContext, name: str = "fxtrain.run") -> RankLogger:
     """A logger for this rank, which logs on rank 0 unless a call asks for other ranks.
 

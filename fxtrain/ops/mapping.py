@@ -1,9 +1,13 @@
 """Apply a function to items that ranks share out among themselves."""
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, overload
 
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import CollectiveError, DataError, FxError
 from fxtrain.ops.objects import agree, gather_objects
 from fxtrain.ops.same_errors import raise_together
@@ -15,8 +19,49 @@ __all__ = ["map"]
 
 _POLL_S = 0.02
 _Places = list[int]
+K = TypeVar("K")
+R = TypeVar("R")
+T = TypeVar("T")
+_Items = Sequence[T] | Dataset[T]
 
 
+@overload
+def map(
+    fn: Callable[[T], R],
+    items: _Items[T],
+    ctx: DistContext,
+    *,
+    batch: None = None,
+    order: Literal["static", "dynamic"] = "static",
+) -> list[R]: ...
+@overload
+def map(
+    fn: Callable[[Tensor], R],
+    items: Tensor,
+    ctx: DistContext,
+    *,
+    batch: None = None,
+    order: Literal["static", "dynamic"] = "static",
+) -> list[R]: ...
+@overload
+def map(
+    fn: Callable[[dict[K, Any]], R],
+    items: Mapping[K, object],
+    ctx: DistContext,
+    *,
+    batch: None = None,
+    order: Literal["static", "dynamic"] = "static",
+) -> list[R]: ...
+@overload
+def map(
+    fn: Callable[[T], Sequence[R]],
+    items: T,
+    ctx: DistContext,
+    *,
+    batch: int,
+    order: Literal["static", "dynamic"] = "static",
+) -> list[R]: ...
+@known_arguments(CollectiveError)
 def map(
     fn: Callable[[Any], Any],
     items: Any,

@@ -1,9 +1,10 @@
 """Objects, barriers and agreement."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import CollectiveError
 from fxtrain._tree import TreeSpec
 from fxtrain._words import canonical_text
@@ -23,6 +24,8 @@ __all__ = [
     "gather_objects",
 ]
 
+T = TypeVar("T")
+
 
 class Opaque:
     """Hides the contents of an object from tree walking: it is sent as one leaf."""
@@ -31,7 +34,8 @@ class Opaque:
         self.value = value
 
 
-def gather_objects(obj: Any, ctx: DistContext) -> list[Any]:
+@known_arguments(CollectiveError)
+def gather_objects(obj: T, ctx: DistContext) -> list[T]:
     """Gather one object per rank into a list on every rank, in rank order.
 
     Args:
@@ -56,7 +60,8 @@ def gather_objects(obj: Any, ctx: DistContext) -> list[Any]:
     return gather_packed("gather_objects", _as_leaf(obj), ctx)
 
 
-def broadcast_object(obj: Any, ctx: DistContext, src: int = 0) -> Any:
+@known_arguments(CollectiveError)
+def broadcast_object(obj: T, ctx: DistContext, src: int = 0) -> T:
     """Send the object of one rank to every rank; the objects of other ranks are ignored.
 
     Effects:
@@ -81,6 +86,7 @@ def _as_leaf(obj: Any) -> Packed:
     return Packed(shape=TreeSpec("*"), tensors={}, others={0: obj}, back={})
 
 
+@known_arguments(CollectiveError)
 def barrier(ctx: DistContext) -> None:
     """Wait until every rank has called `barrier`.
 
@@ -100,7 +106,8 @@ def barrier(ctx: DistContext) -> None:
         exchange_payloads(ctx, ("barrier", ""), torch.empty(0, dtype=torch.uint8))
 
 
-def agree(value: Any, ctx: DistContext, name: str = "value") -> Any:
+@known_arguments(CollectiveError)
+def agree(value: T, ctx: DistContext, name: str = "value") -> T:
     """Check that every rank has the same value.
 
     Args:
@@ -129,7 +136,8 @@ def agree(value: Any, ctx: DistContext, name: str = "value") -> Any:
     return value
 
 
-def any_rank(flag: Any, ctx: DistContext) -> bool:
+@known_arguments(CollectiveError)
+def any_rank(flag: object, ctx: DistContext) -> bool:
     """Whether a flag is true on at least one rank, for example to stop early.
 
     Args:
@@ -151,7 +159,8 @@ def any_rank(flag: Any, ctx: DistContext) -> bool:
     return any(_flags("any_rank", flag, ctx))
 
 
-def all_ranks(flag: Any, ctx: DistContext) -> bool:
+@known_arguments(CollectiveError)
+def all_ranks(flag: object, ctx: DistContext) -> bool:
     """Whether a flag is true on every rank.
 
     Args:
@@ -173,7 +182,7 @@ def all_ranks(flag: Any, ctx: DistContext) -> bool:
     return all(_flags("all_ranks", flag, ctx))
 
 
-def _flags(op: str, flag: Any, ctx: DistContext) -> list[bool]:
+def _flags(op: str, flag: object, ctx: DistContext) -> list[bool]:
     check_is_context(op, ctx)
     mine, unclear = False, None
     try:

@@ -1,13 +1,15 @@
 """Padding ragged tensors."""
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxtrain._errors import DataError
+from fxtrain._arguments import known_arguments
+from fxtrain._display import describe
+from fxtrain._errors import CollectiveError, DataError
 from fxtrain.ops.transport.exchange import exchange_payloads
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packing import pack
@@ -16,10 +18,11 @@ from fxtrain.state import DistContext
 __all__ = ["Padded", "extend", "pad", "unpad"]
 
 _STATIC = {"static": True}
+T = TypeVar("T")
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Padded:
+class Padded(Generic[T]):
     """A tree whose tensors were padded to the same length on every rank; itself a tree.
 
     Compared and hashed by identity, since comparing tensors does not give a single bool.
@@ -32,13 +35,14 @@ class Padded:
         dim: The dimension that was padded.
     """
 
-    data: Any
+    data: T = attrs.field(repr=describe)
     lengths: tuple[tuple[int, ...], ...] = attrs.field(metadata=_STATIC)
     heads: tuple[int, ...] = attrs.field(metadata=_STATIC)
     dim: int = attrs.field(metadata=_STATIC)
 
 
-def pad(tree: Any, ctx: DistContext, dim: int = 0, value: float = 0) -> Padded:
+@known_arguments(CollectiveError)
+def pad(tree: T, ctx: DistContext, dim: int = 0, value: float = 0) -> Padded[T]:
     """Pad tensors to the same length on every rank, at the end of one dimension.
 
     Args:
@@ -88,7 +92,8 @@ def pad(tree: Any, ctx: DistContext, dim: int = 0, value: float = 0) -> Padded:
     return Padded(data=packed.rebuild(leaves), lengths=lengths, heads=heads, dim=dim)
 
 
-def unpad(padded: Padded, ctx: DistContext) -> Any:
+@known_arguments(CollectiveError)
+def unpad(padded: Padded[T], ctx: DistContext) -> T:
     """Remove the padding, before or after a gather.
 
     Args:
@@ -140,7 +145,7 @@ def extend(tensor: Tensor, dim: int, length: int, value: float) -> Tensor:
     return F.pad(tensor, (0, 0) * behind + (0, gap), value=value)
 
 
-def _unpad_leaf(tensor: Tensor, padded: Padded, index: int, ctx: DistContext) -> Tensor:
+def _unpad_leaf(tensor: Tensor, padded: Padded[Any], index: int, ctx: DistContext) -> Tensor:
     lengths, head, dim = padded.lengths[index], padded.heads[index], padded.dim
     world_size = len(lengths)
     if tensor.shape[0] == head:

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import ContextError
 from fxtrain.ops.objects import any_rank
 from fxtrain.state import DistContext, Position
@@ -58,6 +59,7 @@ class Preemption:
         return self._agreed.is_set()
 
 
+@known_arguments(ContextError)
 @contextmanager
 def preemption(
     ctx: DistContext, *, signals: Sequence[str] = _DEFAULT_SIGNALS, every: int = 1

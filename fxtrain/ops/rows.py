@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Sized
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fxtrain import _tree
-from fxtrain._errors import DataError
+from fxtrain._arguments import known_arguments
+from fxtrain._errors import CollectiveError, DataError
 from fxtrain.ops.collectives import gather_packed
 from fxtrain.ops.padding import extend
 from fxtrain.ops.same_errors import raise_together
@@ -19,13 +20,16 @@ from fxtrain.state import Batch, DistContext
 
 __all__ = ["gather_valid"]
 
+T = TypeVar("T")
+
 _HINT = (
     "Put one entry per row into a list; put columns, and values of the batch, into a tuple or "
     "a dict."
 )
 
 
-def gather_valid(tree: Any, batch: Batch, ctx: DistContext) -> Any:
+@known_arguments(CollectiveError)
+def gather_valid(tree: T, batch: Batch, ctx: DistContext) -> T:
     """Gather per-row results of a batch, without padding rows.
 
     Over an epoch this returns exactly the rows of the data, once each, in order. Whether a value

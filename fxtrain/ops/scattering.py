@@ -2,13 +2,14 @@
 
 import pickle
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from fxtrain import _tree
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import CollectiveError
 from fxtrain.ops.transport.arrays import Back
 from fxtrain.ops.transport.exchange import Call, exchange_payloads, rank_loss_guard
@@ -27,6 +28,7 @@ from fxtrain.state import DistContext
 
 __all__ = ["scatter"]
 
+T = TypeVar("T")
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
@@ -43,7 +45,8 @@ class _Slot:
         self.back = back
 
 
-def scatter(values: Sequence[Any] | None, ctx: DistContext, src: int = 0) -> Any:
+@known_arguments(CollectiveError)
+def scatter(values: Sequence[T] | None, ctx: DistContext, src: int = 0) -> T:
     """Send a different tree from one rank to each rank.
 
     Args:

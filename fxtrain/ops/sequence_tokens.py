@@ -1,18 +1,22 @@
 """Positions of a rank's tokens under context parallelism, and gathering them in order."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fxtrain import _tree
-from fxtrain._errors import StepError
+from fxtrain._arguments import known_arguments
+from fxtrain._errors import CollectiveError, StepError
 from fxtrain.ops.collectives import gather
 from fxtrain.state import DistContext, Plan, Wrapped, token_ranges
 
 __all__ = ["join_tokens", "positions_of", "token_positions"]
 
+T = TypeVar("T")
 
+
+@known_arguments(CollectiveError)
 def token_positions(count: int, model: Wrapped) -> Tensor:
     """The positions of this rank's tokens in their sequence.
 
@@ -35,7 +39,8 @@ def token_positions(count: int, model: Wrapped) -> Tensor:
     return positions_of(count, model.ctx, model.plan)
 
 
-def join_tokens(tree: Any, model: Wrapped, *, dim: int = 1) -> Any:
+@known_arguments(CollectiveError)
+def join_tokens(tree: T, model: Wrapped, *, dim: int = 1) -> T:
     """Gather the tokens of all ranks of the context axis, in the order of the full sequence.
 
     Args:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import StepError
 from fxtrain.ops.collectives import reduce
 from fxtrain.ops.devices import as_scalar
@@ -62,7 +63,7 @@ def sync(model: Wrapped, *, enabled: bool = True) -> AbstractContextManager[None
     return model.strategy.sync(model, enabled)
 
 
-def autocast(model: Wrapped) -> AbstractContextManager[Any]:
+def autocast(model: Wrapped) -> AbstractContextManager[object]:
     """Run a block under autocast, with the dtype of the model's plan.
 
     The model's forward does this itself; use it for a loss computed outside.
@@ -127,6 +128,7 @@ def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
     model.strategy.scale_grads(model, factor)
 
 
+@known_arguments(StepError)
 def clip_norm(model: Wrapped, max_norm: float) -> Tensor:
     """Scale gradients so that their total norm is at most `max_norm`.
 
@@ -148,6 +150,7 @@ def clip_norm(model: Wrapped, max_norm: float) -> Tensor:
     return model.strategy.clip_norm(model, max_norm)
 
 
+@known_arguments(StepError)
 def clip_value(model: Wrapped, max_value: float) -> None:
     """Clamp every gradient entry to ±`max_value`, unscaled first under fp16.
 
@@ -197,6 +200,7 @@ def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  #
     return model.strategy.apply(model, update)
 
 
+@known_arguments(StepError)
 def average(model: Wrapped, position: Position | None = None) -> None:
     """Average replicas that train independently (`Plan.local`), at the end of a round.
 
@@ -222,6 +226,7 @@ def average(model: Wrapped, position: Position | None = None) -> None:
         model.strategy.average(model, position)
 
 
+@known_arguments(StepError)
 def schedule(metric: float | Tensor, model: Wrapped) -> None:
     """Step the model's schedulers that follow a metric (`ReduceLROnPlateau`): once per epoch.
 

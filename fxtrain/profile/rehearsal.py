@@ -26,7 +26,7 @@ _MOMENTS = 240
 
 
 def dry_run(
-    fn: Callable[[DistContext], Any],
+    fn: Callable[[DistContext], object],
     *,
     world: int,
     rank: int = 0,

@@ -7,6 +7,8 @@ from typing import Any, Literal
 import attrs
 from torch import Tensor, nn
 
+from fxtrain._display import describe
+
 __all__ = ["Case", "Compared", "Comparison", "LayerError", "error_of"]
 
 
@@ -27,7 +29,7 @@ class Case:
     """
 
     build: Callable[[], nn.Module]
-    batches: Sequence[Any]
+    batches: Sequence[Any] = attrs.field(repr=describe)
     forward: Callable[[Any, Any], Tensor] | None = None
     outputs: Literal["values", "logits", "embeddings"] = "values"
     loss: Callable[[Any, Any], Any] | None = None

@@ -41,7 +41,7 @@ from fxtrain.state.plan import Compile, Data, Plan
 from fxtrain.state.position import Position
 from fxtrain.state.precision import LossScale, Precision
 from fxtrain.state.profiling.profile import Profile
-from fxtrain.state.registry import installed_configs, installed_strategies
+from fxtrain.state.registry import Config, installed_configs, installed_strategies
 from fxtrain.state.strategy import (
     Round,
     Strategy,
@@ -87,6 +87,7 @@ __all__ = [
     "CommHook",
     "CommState",
     "Compile",
+    "Config",
     "DDP",
     "DVCLive",
     "Data",

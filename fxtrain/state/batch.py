@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Protocol, overload
 
 import attrs
+from typing_extensions import TypeVar
 
+from fxtrain._display import Displayed, describe, number
 from fxtrain._errors import DataError
 from fxtrain.state.plan import Plan
-from fxtrain.state.position import Position
+from fxtrain.state.position import Position, position_words
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Batch", "Report", "Weighted"]
+__all__ = ["Batch", "Data_co", "Report", "Weighted"]
+
+Data_co = TypeVar("Data_co", default=Any, covariant=True)
+K = TypeVar("K")
+V = TypeVar("V")
+W = TypeVar("W")
+_Key = TypeVar("_Key", contravariant=True)
+_Value = TypeVar("_Value", covariant=True)
 
 _STATIC = {"static": True}
+
+
+class _Indexed(Protocol[_Key, _Value]):
+    """Data with entries, by key or by number."""
+
+    def __getitem__(self, key: _Key, /) -> _Value: ...
 
 
 class _NoMapping(DataError, TypeError):
     """A batch was used as a mapping, but its data is not one."""
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class Batch:
+@attrs.frozen(kw_only=True, eq=False, repr=False)
+class Batch(Displayed, Generic[Data_co]):
     """This rank's part of one global batch; unpacks and indexes like its data.
 
     A batch whose data is a mapping is a mapping itself: `model(**batch)`.
@@ -48,38 +63,64 @@ class Batch:
         parts: The number of micro-batches.
     """
 
-    data: Any
+    data: Data_co
     position: Position = attrs.field(metadata=_STATIC)
     valid: torch.Tensor
     rows: tuple[int, ...] = attrs.field(metadata=_STATIC)
     sizes: tuple[int, ...] = attrs.field(metadata=_STATIC)
     window_rows: int | None = attrs.field(default=None, metadata=_STATIC)
-    plan: Plan | None = attrs.field(default=None, metadata=_STATIC, repr=False)
-    part: int = attrs.field(default=0, metadata=_STATIC, repr=False)
-    parts: int = attrs.field(default=1, metadata=_STATIC, repr=False)
+    plan: Plan | None = attrs.field(default=None, metadata=_STATIC)
+    part: int = attrs.field(default=0, metadata=_STATIC)
+    parts: int = attrs.field(default=1, metadata=_STATIC)
 
+    def __repr__(self) -> str:
+        data, rows, device, where = (text for _, text in self._details())
+        return f"Batch({data}, {rows} on {device}, {where})"
+
+    def _details(self) -> tuple[tuple[str, str], ...]:
+        real, padding = sum(self.rows), sum(self.sizes) - sum(self.rows)
+        ranks = f" of {len(self.sizes)} ranks" if len(self.sizes) > 1 else ""
+        return (
+            ("data", describe(self.data)),
+            ("rows", f"{real} rows{ranks}{f' and {padding} of padding' if padding else ''}"),
+            ("device", str(self.valid.device)),
+            ("position", position_words(self.position)),
+        )
+
+    @overload
+    def __getitem__(self: Batch[tuple[V, *tuple[Any, ...]]], key: Literal[0]) -> V: ...
+    @overload
+    def __getitem__(self: Batch[tuple[Any, V, *tuple[Any, ...]]], key: Literal[1]) -> V: ...
+    @overload
+    def __getitem__(self: Batch[_Indexed[K, V]], key: K) -> V: ...
     def __getitem__(self, key: Any) -> Any:
-        return self.data[key]
+        data: Any = self.data
+        return data[key]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self: Batch[Iterable[V]]) -> Iterator[V]:
         return iter(self.data)
 
     def __len__(self) -> int:
-        return len(self.data)
+        data: Any = self.data
+        return len(data)
 
-    def keys(self) -> KeysView[Any]:
+    def keys(self: Batch[Mapping[K, V]]) -> KeysView[K]:
         """The keys of the data, so that `model(**batch)` works."""
         return self._mapping("keys").keys()
 
-    def values(self) -> ValuesView[Any]:
+    def values(self: Batch[Mapping[K, V]]) -> ValuesView[V]:
         """The values of the data."""
         return self._mapping("values").values()
 
-    def items(self) -> ItemsView[Any, Any]:
+    def items(self: Batch[Mapping[K, V]]) -> ItemsView[K, V]:
         """The (key, value) pairs of the data."""
         return self._mapping("items").items()
 
-    def get(self, key: Any, default: Any = None) -> Any:
+    @overload
+    def get(self: Batch[Mapping[K, V]], key: K) -> V | None: ...
+    @overload
+    def get(self: Batch[Mapping[K, V]], key: K, default: W) -> V | W: ...
+    def get(self: Batch[Mapping[Any, Any]], key: Any, default: Any = None) -> Any:
         """The value of a key of the data, or a default."""
         return self._mapping("get").get(key, default)
 
@@ -95,7 +136,7 @@ class Batch:
 
     def to(
         self, target: torch.device | str | int | torch.dtype, *, non_blocking: bool = False
-    ) -> Batch:
+    ) -> Batch[Data_co]:
         """The same batch on another device, or with its floating-point tensors in another dtype."""
         import torch  # already imported by the batch's creator; records are imported without it
 
@@ -110,7 +151,7 @@ class Batch:
         data, valid = _tree.map_leaves(moved, self.data), moved(self.valid)
         return attrs.evolve(self, data=data, valid=valid)
 
-    def _mapping(self, call: str) -> Mapping[Any, Any]:
+    def _mapping(self: Batch[Mapping[K, V]], call: str) -> Mapping[K, V]:
         if not isinstance(self.data, Mapping):
             raise _NoMapping(
                 f"batch.{call}(), or **batch: the data of this batch is a "
@@ -119,8 +160,8 @@ class Batch:
         return self.data
 
 
-@attrs.frozen
-class Weighted:
+@attrs.frozen(repr=False)
+class Weighted(Displayed):
     """A loss that is exact over ranks and micro-batches of different weights.
 
     The gradient of an update is that of `sum(total) / sum(weight)` over every rank and
@@ -134,9 +175,15 @@ class Weighted:
     total: torch.Tensor = attrs.field(eq=False)
     weight: torch.Tensor | float = attrs.field(eq=False)
 
+    def __repr__(self) -> str:
+        return f"Weighted(total={number(self.total)}, weight={number(self.weight)})"
 
-@attrs.frozen(kw_only=True, eq=False)
-class Report:
+    def _details(self) -> tuple[tuple[str, str], ...]:
+        return (("total", number(self.total)), ("weight", number(self.weight)))
+
+
+@attrs.frozen(kw_only=True, eq=False, repr=False)
+class Report(Displayed):
     """The result of one step. Tensors stay on the device; reading one there synchronizes.
 
     Equality and hash are by identity, since tensors do not compare to a single truth value.
@@ -163,3 +210,19 @@ class Report:
     position: Position
     aux: Any = None
     metrics: Any = None
+
+    def __repr__(self) -> str:
+        return f"Report({', '.join(f'{name} {text}' for name, text in self._details())})"
+
+    def _details(self) -> tuple[tuple[str, str], ...]:
+        update = "applied" if self.applied else "skipped" if self.skipped else "not due"
+        optional = {"aux": self.aux, "metrics": self.metrics}
+        norm = () if self.grad_norm is None else (("grad_norm", number(self.grad_norm)),)
+        return (
+            ("loss", number(self.loss)),
+            ("weight", number(self.weight)),
+            *norm,
+            ("update", update),
+            ("at", position_words(self.position)),
+            *((name, describe(value)) for name, value in optional.items() if value is not None),
+        )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
+from fxtrain._display import Displayed
 from fxtrain._errors import ContextError, MeshError
 from fxtrain._other_names import call_hint
 from fxtrain.state.mesh import Mesh
@@ -139,7 +140,7 @@ def _cpu() -> torch.device:
 
 
 @attrs.frozen(kw_only=True, repr=False)
-class DistContext:
+class DistContext(Displayed):
     """This rank in the run, detected once and passed to every function.
 
     Attributes:
@@ -181,6 +182,18 @@ class DistContext:
         parts += [f"node {self.node_rank} of {self.num_nodes}"] if self.num_nodes > 1 else []
         parts += ["closed"] if self.comm.state.closed else []
         return f"DistContext({', '.join(parts)})"
+
+    def _details(self) -> tuple[tuple[str, str], ...]:
+        return (
+            ("rank", f"{self.rank} of {self.world_size}"),
+            ("local_rank", f"{self.local_rank} of {self.local_world_size}"),
+            ("node", f"{self.node_rank} of {self.num_nodes}"),
+            ("device", str(self.device)),
+            ("mesh", repr(self.mesh)),
+            ("launcher", self.launcher),
+            ("given_plan", "none" if self.given_plan is None else repr(self.given_plan)),
+            ("closed", "yes" if self.comm.state.closed else "no"),
+        )
 
     @property
     def is_main(self) -> bool:

@@ -29,7 +29,7 @@ _SCALARS = {kind: check_of(kind, "") for kind in (bool, int, float, str)}
 _WRONG = (FxError, ValueError, cattrs.BaseValidationError, cattrs.StructureHandlerNotFoundError)
 
 
-def unstructure(record: Any) -> dict[str, Any]:
+def unstructure(record: object) -> dict[str, Any]:
     """A record as dicts, lists, strings, numbers and None; other values are unchanged.
 
     Raises:
@@ -50,7 +50,7 @@ def unstructure(record: Any) -> dict[str, Any]:
         raise PlanError(f"This {name} is nested too deeply, or contains itself.") from None
 
 
-def structure(data: Any, cls: type[T], configs: tuple[type, ...] | None = None) -> T:
+def structure(data: object, cls: type[T], configs: tuple[type, ...] | None = None) -> T:
     """A record from plain data.
 
     Args:
@@ -82,7 +82,7 @@ def structure(data: Any, cls: type[T], configs: tuple[type, ...] | None = None) 
     raise PlanError("\n".join(lines))
 
 
-def fingerprint(record: Any) -> str:
+def fingerprint(record: object) -> str:
     """A digest of all values of a record: equal for equal records, on every machine.
 
     Raises:

@@ -17,7 +17,7 @@ _COUNT = validators.optional(validators.ge(0))
 _SIZE = validators.optional(validators.ge(1))
 
 
-def _canonical(value: Any) -> Any:
+def _canonical(value: str | Mapping[str, Any] | None) -> str | None:
     """JSON text in canonical form, so that equal configs make equal plans; a path unchanged."""
     if isinstance(value, Mapping):
         return _one_form(value)
@@ -141,7 +141,7 @@ class FromConfig:
         )
 
 
-def from_config(made_for: Any = None, **values: Any) -> FromConfig:
+def from_config(made_for: object = None, **values: Any) -> FromConfig:
     """Take the optimizer or the scheduler from the DeepSpeed config of the plan.
 
     Args:

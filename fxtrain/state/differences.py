@@ -21,11 +21,11 @@ class Change:
     """
 
     path: str
-    left: Any
-    right: Any
+    left: object
+    right: object
 
 
-def diff(left: Any, right: Any) -> tuple[Change, ...]:
+def diff(left: object, right: object) -> tuple[Change, ...]:
     """The fields in which two records differ, by path, in the order of the fields.
 
     Two strategies of different kind differ in `kind` and in the fields that only one has. Records

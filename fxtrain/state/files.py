@@ -28,7 +28,7 @@ _SUFFIXES: dict[str, Format] = {
 }
 
 
-def dumps(record: Any, format: Format = "json") -> str:
+def dumps(record: object, format: Format = "json") -> str:
     """A record as text.
 
     TOML has no null, so fields that are None are omitted there; their default is None.
@@ -79,7 +79,7 @@ def read_record(path: str | Path, cls: type[T]) -> T:
     return _read(path, cls, "read_record")
 
 
-def write_record(record: Any, path: str | Path) -> None:
+def write_record(record: object, path: str | Path) -> None:
     """Write a record to a .json, .toml, .yaml or .yml file.
 
     Effects:

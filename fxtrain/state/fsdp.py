@@ -1,7 +1,8 @@
 """The config of sharded data parallelism. Data only."""
 
 import re
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, cast
 
 import attrs
 
@@ -13,10 +14,10 @@ __all__ = ["FSDP"]
 _PATH = re.compile(r"[^\W\d]\w*(\.\w+)*:[^\W\d]\w*(\.\w+)*")
 
 
-def _path_of(value: Any) -> Any:
+def _path_of(value: str | Callable[..., bool] | None) -> str | None:
     """The path of a function, if it has one; any other value unchanged."""
     path = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
-    return path if callable(value) and _PATH.fullmatch(path) else value
+    return path if callable(value) and _PATH.fullmatch(path) else cast(str | None, value)
 
 
 def _is_path(_: Any, __: Any, value: str) -> None:

@@ -1,6 +1,7 @@
 """The plan: all settings of a run, as one value."""
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import attrs
 
@@ -8,10 +9,16 @@ from fxtrain._other_names import value_hint
 from fxtrain._record import above, at_least, canonical, closest, record
 from fxtrain.state.context_parallel import CP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD
-from fxtrain.state.low_precision.quantized_weights import Bnb4, Bnb8, Torchao, quantize_of
-from fxtrain.state.precision import FORMATS, Precision, precision_of
+from fxtrain.state.low_precision.quantized_weights import (
+    Bnb4,
+    Bnb8,
+    QuantizeKind,
+    Torchao,
+    quantize_of,
+)
+from fxtrain.state.precision import FORMATS, Compute, Precision, precision_of
 from fxtrain.state.profiling.profile import Profile
-from fxtrain.state.registry import BUILT_IN, kind_of
+from fxtrain.state.registry import BUILT_IN, Config, kind_of
 from fxtrain.state.strategy_configs import DDP, CommHook
 from fxtrain.state.tensor_parallel import TP
 
@@ -68,20 +75,22 @@ _OTHER_FIELDS = {
     CommHook: "strategy=fx.DDP(hook=fx.{}(...))",
     Compile: "compile=fx.{}(...)",
 }
+StrategyKind = Literal["ddp", "deepspeed", "fsdp", "offload", "pp", "single", "xla"]
 _BY_KIND = {str(kind_of(config)): config for config in BUILT_IN}
 
 
-def _strategy_of(value: Any) -> Any:
+def _strategy_of(value: Config | StrategyKind) -> Config:
     """The config of a strategy given by its kind; any other value unchanged."""
-    return _BY_KIND[value]() if isinstance(value, str) and value in _BY_KIND else value
+    made = _BY_KIND[value]() if isinstance(value, str) and value in _BY_KIND else value
+    return cast(Config, made)  # the plan's check refuses anything else
 
 
-def _compile_of(value: Any) -> Any:
+def _compile_of(value: Compile | bool | None) -> Compile | None:  # noqa: FBT001 - a converter
     """Whether to compile, as a record; any other value unchanged."""
     return {True: Compile(), False: None}[value] if isinstance(value, bool) else value
 
 
-def _names_of(value: Any) -> Any:
+def _names_of(value: str | Sequence[str]) -> tuple[str, ...]:
     """One name as a tuple; a list as a tuple."""
     return (value,) if isinstance(value, str) else _to_names(value)
 
@@ -191,3 +200,32 @@ class Plan:
     frozen: Literal["values", "digests"] = "values"
     quantize: Bnb8 | Bnb4 | Torchao | None = attrs.field(default=None, converter=quantize_of)
     profile: Profile | None = None
+
+    if TYPE_CHECKING:  # mypy does not see the short forms that converters take
+
+        def __init__(
+            self,
+            *,
+            strategy: Config | StrategyKind = ...,
+            precision: Precision | Compute = ...,
+            accumulate: int = 1,
+            flush: bool = True,
+            sync_each: bool = False,
+            clip_norm: float | None = None,
+            clip_value: float | None = None,
+            nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
+            schedule: Literal["update", "samples"] = "update",
+            batch: Literal["per_rank", "global"] = "per_rank",
+            even: Literal["pad", "drop", "uneven"] = "pad",
+            data: Data = ...,
+            seed: int = 0,
+            recompute: str | Sequence[str] = (),
+            recompute_every: int = 1,
+            recompute_keep: Sequence[Literal["matmul", "attention"]] = (),
+            compile: Compile | bool | None = None,
+            context: CP | None = None,
+            local: LocalSGD | DiLoCo | None = None,
+            frozen: Literal["values", "digests"] = "values",
+            quantize: Bnb8 | Bnb4 | Torchao | QuantizeKind | None = None,
+            profile: Profile | None = None,
+        ) -> None: ...

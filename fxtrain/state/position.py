@@ -2,7 +2,7 @@
 
 import attrs
 
-__all__ = ["Position"]
+__all__ = ["Position", "position_words"]
 
 
 @attrs.frozen(kw_only=True)
@@ -29,3 +29,15 @@ class Position:
     updates: int = 0
     micro: int = 0
     is_last: bool = False
+
+
+def position_words(position: Position) -> str:
+    """A cursor in words, for what records print.
+
+    Example:
+        >>> from fxtrain.state.position import Position, position_words
+        >>> position_words(Position(epoch=1, index=8, samples=24, updates=3, is_last=True))
+        'epoch 1, index 8, update 3, end of the epoch'
+    """
+    end = ", end of the epoch" if position.is_last else ""
+    return f"epoch {position.epoch}, index {position.index}, update {position.updates}{end}"

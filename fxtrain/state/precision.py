@@ -1,14 +1,17 @@
 """The dtypes of a plan."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 
 from fxtrain._record import above, at_least, between, record
 
-__all__ = ["FORMATS", "LossScale", "Precision", "precision_of"]
+__all__ = ["FORMATS", "Compute", "LossScale", "Precision", "precision_of"]
 
 FORMATS = ("fp32", "bf16", "fp16")
+
+
+Compute = Literal["fp32", "bf16", "fp16"]
 
 
 @record
@@ -38,13 +41,13 @@ class Precision:
         scale: Loss scale, used with fp16 only.
     """
 
-    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
+    compute: Compute = "fp32"
     output: Literal["fp32"] | None = None
     scale: LossScale = LossScale()
 
 
-def precision_of(value: Any) -> Any:
+def precision_of(value: Precision | Compute) -> Precision:
     """Turn the short form of a precision into the record; leave other values unchanged."""
     if isinstance(value, str) and value in FORMATS:
-        return Precision(compute=value)  # type: ignore[arg-type]
+        return Precision(compute=value)
     return value

@@ -1,6 +1,6 @@
 """The available strategies: fxtrain's configs, and the entries of installed packages."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
@@ -15,10 +15,17 @@ from fxtrain.state.strategy_configs import DDP, XLA, Single
 if TYPE_CHECKING:
     from fxtrain.state.strategy import Strategy
 
-__all__ = ["BUILT_IN", "GROUP", "installed_configs", "installed_strategies", "kind_of"]
+__all__ = ["BUILT_IN", "GROUP", "Config", "installed_configs", "installed_strategies", "kind_of"]
 
 BUILT_IN: tuple[type, ...] = (Single, DDP, FSDP, DeepSpeed, PP, XLA, Offload)
 GROUP = "fxtrain.strategies"
+
+
+class Config(Protocol):
+    """A frozen attrs record with a string `kind`, by which files name its type."""
+
+    @property
+    def kind(self) -> str: ...
 
 
 def kind_of(config: type) -> str | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
+from fxtrain._display import describe, number
 from fxtrain._errors import PlanError
 from fxtrain.state.batch import Batch
 from fxtrain.state.context import DistContext
@@ -47,7 +48,7 @@ class UpdateSpec:
             independently (`Plan.local`) and had no rows.
     """
 
-    scale: Any = attrs.field(default=None, eq=False)
+    scale: torch.Tensor | float | None = attrs.field(default=None, eq=False, repr=number)
     clip_norm: float | None = None
     clip_value: float | None = None
     skip: bool = False
@@ -64,7 +65,7 @@ class UpdateResult:
     """
 
     applied: bool
-    grad_norm: torch.Tensor | None = None
+    grad_norm: torch.Tensor | None = attrs.field(default=None, repr=number)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -112,10 +113,10 @@ class WeightedLoss:
             corrected by the weight of the window when it closes.
     """
 
-    loss: torch.Tensor
-    mean: torch.Tensor
-    weight: Any
-    aux: Any = None
+    loss: torch.Tensor = attrs.field(repr=number)
+    mean: torch.Tensor = attrs.field(repr=number)
+    weight: torch.Tensor | float = attrs.field(repr=number)
+    aux: Any = attrs.field(default=None, repr=describe)
     provisional: bool = False
 
 
@@ -160,7 +161,7 @@ class Wrapped(ModuleNames[M_co]):
     optimizer: Any = None
     scheduler: Any = None
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
-    schedulers: tuple[Any, ...] = ()
+    schedulers: tuple[torch.optim.lr_scheduler.LRScheduler, ...] = ()
     scaler: torch.amp.GradScaler | None = None
     ctx: DistContext
     plan: Plan
@@ -242,7 +243,7 @@ class Strategy:
     run: Callable[[Wrapped, Batch, Callable[[Wrapped, Batch], WeightedLoss], bool], WeightedLoss]
     clip_norm: Callable[[Wrapped, float], torch.Tensor]
     clip_value: Callable[[Wrapped, float], None]
-    scale_grads: Callable[[Wrapped, Any], None]
+    scale_grads: Callable[[Wrapped, torch.Tensor | float], None]
     finite: Callable[[Wrapped], bool]
     apply: Callable[[Wrapped, UpdateSpec], UpdateResult]
     state: Callable[[Wrapped], ModelState]

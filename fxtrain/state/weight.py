@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from fxtrain._display import describe
+
 if TYPE_CHECKING:
     import torch
 
@@ -60,7 +62,7 @@ class Weight:
         stored: Whether the module's state dict contains it.
     """
 
-    like: Any
+    like: Any = attrs.field(repr=describe)
     shape: tuple[int, ...]
     dtype: torch.dtype
     key: Hashable

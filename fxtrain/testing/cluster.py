@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
@@ -28,6 +28,9 @@ _ENDED, _RAISED, _SILENT, _ECHO = range(4)
 
 class RankFailure(Exception):
     """A rank of a pool ended, did not answer in time, or returned a value that does not pickle."""
+
+
+T = TypeVar("T")
 
 
 @attrs.frozen(kw_only=True)
@@ -87,7 +90,7 @@ class Cluster:
         self._calls = LOADED
         self._workers: list[tuple[Any, Connection]] = []
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, fn: Callable[..., T], *args: object) -> list[T]:
         """Call `fn(ctx, *args)` on every rank and return the results by rank.
 
         Raises:
@@ -107,7 +110,7 @@ class Cluster:
                 error.add_note(f"Also, on rank {rank} of {self.n}: {outcomes[rank].words}")
         raise error
 
-    def outcomes(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    def outcomes(self, fn: Callable[..., object], *args: object) -> list[Any]:
         """Like `run`, but the result of a failed rank is its exception."""
         return [outcome.value for outcome in self._call(fn, args)]
 

@@ -103,7 +103,7 @@ class Run:
     seen: dict[str, Tensor] = attrs.field(factory=dict)
 
 
-def on_ranks(ctx: Any, task: Task) -> Run:
+def on_ranks(ctx: DistContext, task: Task) -> Run:
     """Train under the task's plan; call it on every rank of a pool."""
     with on_mesh(ctx, task.mesh) as placed:
         return trained(placed, ctx.rank, task)

@@ -15,7 +15,7 @@ from fxtrain.track.opening import track
 from fxtrain.track.reading_runs import RunLog, read_run
 from fxtrain.track.run import Run
 from fxtrain.track.table import TRACKERS, trackers
-from fxtrain.track.tracker import At, Start, Tracker
+from fxtrain.track.tracker import At, Start, Target, Tracker
 from fxtrain.track.writer import Patience
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "RunLog",
     "Start",
     "TRACKERS",
+    "Target",
     "Tracker",
     "read_run",
     "track",

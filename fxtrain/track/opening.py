@@ -11,14 +11,16 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain import ops
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import FxError, MissingPackageError, PlanError
+from fxtrain._reading import StrPath
 from fxtrain.state import DistContext, JsonLines, Plan, Position, check_connected, shown
 from fxtrain.track.entries import Entry
 from fxtrain.track.hyperparameters import about_context, about_plan, flat
 from fxtrain.track.run import Run
 from fxtrain.track.run_folder import Identity, claim, folder_of, write_identity
 from fxtrain.track.table import find
-from fxtrain.track.tracker import Start, Tracker
+from fxtrain.track.tracker import Start, Target, Tracker
 from fxtrain.track.writer import Patience, Warn, Writer, start_writer
 
 __all__ = ["track"]
@@ -27,15 +29,16 @@ _LOG = logging.getLogger("fxtrain.track")
 _ERRORS = {"MissingPackageError": MissingPackageError}
 
 
+@known_arguments(PlanError)
 def track(
-    path: Any,
+    path: StrPath,
     ctx: DistContext,
-    to: Sequence[Any] = (JsonLines(),),
+    to: Target | Sequence[Target] = (JsonLines(),),  # noqa: B008 - a frozen value
     *,
     plan: Plan | None = None,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, object] | None = None,
     name: str | None = None,
-    resume: Mapping[str, Any] | Literal["folder"] | None = None,
+    resume: Mapping[str, object] | Literal["folder"] | None = None,
     position: Position | None = None,
     ranks: Literal["main", "all"] = "main",
     patience: Patience = Patience(),  # noqa: B008 - a frozen value

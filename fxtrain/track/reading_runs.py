@@ -5,8 +5,9 @@ from typing import Any
 
 import attrs
 
+from fxtrain._display import describe
 from fxtrain._errors import PlanError
-from fxtrain._reading import open_file
+from fxtrain._reading import StrPath, open_file
 from fxtrain.track.json_lines import file_name
 from fxtrain.track.run_folder import folder_of, read_identity
 
@@ -27,8 +28,8 @@ class RunLog:
     """
 
     id: str
-    starts: tuple[dict[str, Any], ...]
-    entries: tuple[dict[str, Any], ...]
+    starts: tuple[dict[str, Any], ...] = attrs.field(repr=describe)
+    entries: tuple[dict[str, Any], ...] = attrs.field(repr=describe)
     damaged: int = 0
 
     def curve(self, name: str, over: str = "step") -> list[tuple[float, float]]:
@@ -44,7 +45,7 @@ class RunLog:
         ]
 
 
-def read_run(path: Any, *, file: str = "metrics.jsonl", rank: int = 0) -> RunLog:
+def read_run(path: StrPath, *, file: str = "metrics.jsonl", rank: int = 0) -> RunLog:
     """Read the run in a folder.
 
     Args:

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from fxtrain._errors import PlanError
+from fxtrain._reading import StrPath
 from fxtrain.state import Position, shown
 from fxtrain.track.entries import Entry, artifact_of, at, hold, image_of, table_of
 from fxtrain.track.tracker import At, Tracker
@@ -44,7 +45,7 @@ class Run:
     _process: int = attrs.field(factory=os.getpid, init=False, repr=False)
     _closed: list[bool] = attrs.field(factory=list, init=False, repr=False)
 
-    def log(self, values: Mapping[str, Any], step: Position | int) -> None:
+    def log(self, values: Mapping[str, object], step: Position | int) -> None:
         """Log numbers by name.
 
         Args:
@@ -81,7 +82,7 @@ class Run:
         here = self._at("text", step)
         self._put("text", lambda: (str(name), str(text), here))
 
-    def image(self, name: str, image: Any, step: Position | int) -> None:
+    def image(self, name: str, image: object, step: Position | int) -> None:
         """Log an image.
 
         Args:
@@ -96,7 +97,7 @@ class Run:
             read = self._taken("image", image_of, image)
             self._put("image", lambda: (str(name), read(), here))
 
-    def table(self, name: str, columns: Mapping[str, Any], step: Position | int) -> None:
+    def table(self, name: str, columns: Mapping[str, object], step: Position | int) -> None:
         """Log a table.
 
         Args:
@@ -110,7 +111,7 @@ class Run:
             read = self._taken("table", table_of, columns)
             self._put("table", lambda: (str(name), *read(), here))
 
-    def artifact(self, name: str, path: Any, step: Position | int) -> None:
+    def artifact(self, name: str, path: StrPath, step: Position | int) -> None:
         """Log a file or folder, which must exist until the run is closed or flushed.
 
         Raises:
@@ -120,7 +121,7 @@ class Run:
         read = artifact_of(path)
         self._put("artifact", lambda: (str(name), read(), here))
 
-    def native(self, config: Any) -> Any:
+    def native(self, config: object) -> Any:
         """The library's own object, for features that the methods here do not cover.
 
         Args:

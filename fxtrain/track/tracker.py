@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 import attrs
 from torch import Tensor
 
-from fxtrain.state import DistContext, Plan, Position
+from fxtrain.state import Config, DistContext, Plan, Position
 
-__all__ = ["At", "Start", "Tracker", "Unsupported", "nothing"]
+__all__ = ["At", "Start", "Target", "Tracker", "Unsupported", "nothing"]
 
 
 def nothing(*_: Any) -> None:
@@ -144,3 +144,7 @@ class Tracker:
     flush: Callable[[Any], None] = nothing
     close: Callable[[Any, bool], None] = nothing
     closed_by_caller: bool = False
+
+
+# What a run is logged to: the config of a tracker, or a tracker.
+Target = Config | Tracker

@@ -12,13 +12,20 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from fxtrain._errors import PlanError
 
 __all__ = [
+    "Optimizers",
     "Params",
+    "Schedulers",
     "disable_foreach",
     "local_optimizer",
     "make_optimizers",
     "make_schedulers",
     "refuse_closures",
 ]
+
+Optimizers = (
+    torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
+)
+Schedulers = LRScheduler | Sequence[LRScheduler] | Mapping[str, LRScheduler]
 
 _FACTORY = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
 _SCHEDULER = "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"

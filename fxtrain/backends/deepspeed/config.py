@@ -5,7 +5,7 @@ such files know from other libraries.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -88,7 +88,7 @@ def read_config(config: DeepSpeed) -> dict[str, Any]:
 def deepspeed_config(
     plan: Plan,
     model: nn.Module | None = None,
-    loader: Any = None,
+    loader: Iterable[object] | None = None,
     *,
     ranks: int = 1,
     values: FromConfig | None = None,

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, TypeVar
 
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import LaunchError
@@ -41,11 +41,13 @@ _NOT_STARTED = (
 # Time for ranks that have answered to exit by themselves.
 _LEAVE_S = 10.0
 
+T = TypeVar("T")
+
 
 @known_arguments(LaunchError)
 def launch(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
+    fn: Callable[..., T],
+    args: Sequence[object] = (),
     *,
     ranks: int = 2,
     timeout_s: float | None = None,
@@ -55,7 +57,7 @@ def launch(
     main_address: str = "",
     main_port: int = 0,
     connect_timeout_s: float = 600.0,
-) -> list[Any]:
+) -> list[T]:
     """Call a function on several ranks of this machine, each in its own process.
 
     In `fn`, `fx.detect()` finds the rank. Processes start from scratch, so a script must call

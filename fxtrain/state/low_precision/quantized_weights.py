@@ -1,18 +1,20 @@
 """Formats of quantised weights, one record for each group of layers of a library."""
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, cast
 
 import attrs
 
 from fxtrain._errors import PlanError
 from fxtrain._record import at_least, canonical, record
 
-__all__ = ["QUANTIZE", "Bnb4", "Bnb8", "Quantize", "Torchao", "quantize_of"]
+__all__ = ["QUANTIZE", "Bnb4", "Bnb8", "Quantize", "QuantizeKind", "Torchao", "quantize_of"]
 
+QuantizeKind = Literal["bnb8", "bnb4", "torchao"]
 _to_names: Any = canonical(tuple[str, ...])
 
 
-def _names_of(value: Any) -> Any:
+def _names_of(value: str | Sequence[str]) -> tuple[str, ...]:
     """One name as a tuple of it; a list as a tuple."""
     return (value,) if isinstance(value, str) else _to_names(value)
 
@@ -102,6 +104,9 @@ QUANTIZE: tuple[type, ...] = (Bnb8, Bnb4, Torchao)
 _BY_KIND = {"bnb8": Bnb8, "bnb4": Bnb4, "torchao": Torchao}
 
 
-def quantize_of(value: Any) -> Any:
+def quantize_of(
+    value: Bnb8 | Bnb4 | Torchao | QuantizeKind | None,
+) -> Bnb8 | Bnb4 | Torchao | None:
     """The record of a kind of quantisation; everything else as it is."""
-    return _BY_KIND[value]() if isinstance(value, str) and value in _BY_KIND else value
+    made = _BY_KIND[value]() if isinstance(value, str) and value in _BY_KIND else value
+    return cast(Quantize | None, made)  # the plan's check refuses anything else

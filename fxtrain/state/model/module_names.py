@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self
 
 from typing_extensions import TypeVar
 
+from fxtrain._display import Displayed
 from fxtrain._errors import FxError, StepError
 from fxtrain.state.model.attributes import (
     check_copy,
@@ -27,7 +28,7 @@ __all__ = ["M_co", "ModuleNames", "check_open"]
 M_co = TypeVar("M_co", bound="nn.Module", default="nn.Module", covariant=True)
 
 
-class ModuleNames(Generic[M_co]):
+class ModuleNames(Displayed, Generic[M_co]):
     """Methods and properties of a wrapped model that are those of its module."""
 
     __slots__ = ()
@@ -55,6 +56,21 @@ class ModuleNames(Generic[M_co]):
         where = f"rank {self.ctx.rank} of {self.ctx.world_size} on {self.ctx.device}"
         closed = [f"closed by fx.{word}" for word in self.closed]
         return f"Wrapped({', '.join([*parts, where, *closed])})"
+
+    def _details(self) -> tuple[tuple[str, str], ...]:
+        trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        every = sum(p.numel() for p in self.module.parameters())
+        optimizers = ", ".join(type(one).__name__ for one in self.optimizers)
+        return (
+            ("module", type(self.module).__name__),
+            ("parameters", f"{every:,} on this rank, {trained:,} of them require grad"),
+            ("strategy", self.strategy.name),
+            ("precision", self.plan.precision.compute),
+            ("optimizer", optimizers or "none"),
+            ("context", repr(self.ctx)),
+            ("plan", repr(self.plan)),
+            ("closed", ", ".join(self.closed) or "no"),
+        )
 
     def train(self) -> Self:
         """Put the module into training mode and return this handle."""

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from fxtrain._display import describe
+
 if TYPE_CHECKING:
     import torch
 
@@ -27,7 +29,7 @@ class FlatShard:
 
     shape: tuple[int, ...]
     start: int
-    values: torch.Tensor
+    values: torch.Tensor = attrs.field(repr=describe)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -47,9 +49,9 @@ class ModelState:
             so that they may be copied until then.
     """
 
-    tensors: Mapping[str, torch.Tensor | FlatShard]
-    own: Mapping[str, torch.Tensor]
-    values: Any
+    tensors: Mapping[str, torch.Tensor | FlatShard] = attrs.field(repr=describe)
+    own: Mapping[str, torch.Tensor] = attrs.field(repr=describe)
+    values: Any = attrs.field(repr=describe)
     varies_by_rank: frozenset[str] = frozenset()
     constant_between_steps: frozenset[str] = frozenset()
 
@@ -68,9 +70,9 @@ class StateReader:
         loading_ranks: Number of ranks that load.
     """
 
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = attrs.field(repr=describe)
     fill: Callable[[str, torch.Tensor | FlatShard], None]
-    values: Any
+    values: Any = attrs.field(repr=describe)
     own: Callable[[str, int], torch.Tensor | None]
     ranks: int
     rank: int

@@ -1,7 +1,7 @@
 """The config of running a model that is larger than the memory of its device. Data only."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -51,14 +51,16 @@ def share_of(value: int | str) -> float | None:
     return None if percent is None else float(percent[1]) / 100
 
 
-def limits_of(value: Any) -> Any:
+def limits_of(
+    value: Mapping[str, int | str] | Sequence[Limit],
+) -> tuple[Limit, ...]:
     """A mapping from devices to bytes as limits; anything else as it is."""
     if isinstance(value, Mapping):
         return tuple(Limit(device=str(device), bytes=size) for device, size in value.items())
     return _to_tuple(value)
 
 
-def rules_of(value: Any) -> Any:
+def rules_of(value: Mapping[str, str] | Sequence[DtypeRule]) -> tuple[DtypeRule, ...]:
     """A mapping from patterns to dtypes as rules; anything else as it is."""
     if isinstance(value, Mapping):
         return tuple(DtypeRule(match=match, dtype=dtype) for match, dtype in value.items())

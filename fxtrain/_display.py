@@ -1,0 +1,109 @@
+"""How records print: one line by default, more in terminals with rich and in notebooks."""
+
+import html
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["Displayed", "describe", "html_table", "number"]
+
+_MAX_ENTRIES = 6
+_MAX_DEPTH = 3
+
+
+class Displayed:
+    """A class with a one-line `repr`, and details for rich and for notebooks."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        def _details(self) -> Iterable[tuple[str, object]]:
+            """The (name, value) pairs that are shown; a value may be described as a string."""
+            ...
+
+    def __rich_repr__(self) -> Iterator[tuple[str, object]]:
+        for name, value in self._details():
+            yield name, _Words(value) if isinstance(value, str) else value
+
+    def _repr_html_(self) -> str:
+        return html_table(type(self).__name__, self._details())
+
+
+class _Words(str):
+    """A string that is shown without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def describe(value: object, depth: int = 0) -> str:
+    """A value in a few words: dtypes and shapes in place of the contents of tensors.
+
+    Example:
+        >>> import torch
+        >>> from fxtrain._display import describe
+        >>> describe({"x": torch.zeros(8, 3), "name": "a", "more": [1, torch.tensor(True)]})
+        "{x: float32[8, 3], name: 'a', more: [1, bool[]]}"
+    """
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        kind, shape = str(getattr(value, "dtype")), getattr(value, "shape")  # noqa: B009
+        return f"{kind.removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+    if isinstance(value, Mapping) or type(value) in (list, tuple):
+        return _container(value, depth)
+    if value is None or isinstance(value, bool | int | float | str):
+        return reprlib.repr(value)
+    return getattr(type(value), "__name__", "object")
+
+
+def number(value: object) -> str:
+    """A number, or a tensor of one element, which is read; anything else as `describe` has it.
+
+    A tensor without values, on the meta device or in a dry run, is described.
+
+    Example:
+        >>> import torch
+        >>> from fxtrain._display import number
+        >>> number(torch.tensor(0.25)), number(3), number(torch.zeros(2))
+        ('0.25', '3', 'float32[2]')
+    """
+    if getattr(value, "shape", None) == () and type(value).__module__ in ("torch", "numpy"):
+        value = _read(value)
+    return f"{value:.4g}" if isinstance(value, float) else describe(value)
+
+
+def html_table(title: str, rows: Iterable[tuple[str, object]]) -> str:
+    """A small table for a notebook: names and values, escaped."""
+    lines = [
+        f"<tr><th style='text-align: left'>{html.escape(name)}</th>"
+        f"<td style='text-align: left'>{html.escape(_cell(value))}</td></tr>"
+        for name, value in rows
+    ]
+    return f"<table><caption>{html.escape(title)}</caption>{''.join(lines)}</table>"
+
+
+def _cell(value: object) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def _read(scalar: Any) -> object:
+    try:
+        return scalar.item()
+    except RuntimeError:  # no values, or a device that has failed
+        return scalar
+
+
+def _container(value: Any, depth: int) -> str:
+    left, right = (
+        ("{", "}") if isinstance(value, Mapping) else "[]" if type(value) is list else "()"
+    )
+    if depth == _MAX_DEPTH and value:
+        return f"{left}...{right}"
+    pairs = value.items() if isinstance(value, Mapping) else ((None, one) for one in value)
+    shown = []
+    for (key, one), _ in zip(pairs, range(_MAX_ENTRIES), strict=False):
+        shown.append(f"{'' if key is None else f'{key}: '}{describe(one, depth + 1)}")
+    more = len(value) - len(shown)
+    return f"{left}{', '.join([*shown, *([f'{more} more'] if more else [])])}{right}"
