@@ -181,50 +181,57 @@ def _weigh_explicit(
     """
     losses = _group(model, independent=independent)
     window = model.window
-    weight = as_scalar(loss.weight, window.sums)
-    if weight.numel() != 1:
-        raise StepError(
-            f"Weighted(total, weight): the weight has shape {list(weight.shape)}. Reduce it to one "
-            f"number, the count of items that the total adds up."
-        )
-    weight = weight.reshape(()) * present
+    weight = _number(loss, window.sums) * present
     dtype = loss.total.dtype
     mean = loss.total.detach() / torch.where(weight == 0, 1.0, weight).to(dtype)
     mean = mean if present else torch.zeros_like(mean)
-    spans = batch.parts > 1 or window_has_more(batch, model)
-    waits = not _exchanged_in_backward(model, losses)
+    late = _exchanged_in_backward(model, losses)
+    # A dry run has no values, and exchanges when the window closes.
+    held = batch.parts > 1 or window_has_more(batch, model) or (late and losses.comm.simulated)
+    scale: Tensor | float
     factor = None
-    if spans:
+    if held:
         if window.micro <= 1 and batch.part == 0:
             micro = model.plan.accumulate * batch.parts
             window.scale.fill_(
-                _provisional_scale(weight, micro, losses) if waits else _scale_of_rows(batch, model)
+                _scale_of_rows(batch, model) if late else _provisional_scale(weight, micro, losses)
             )
         window.weight.add_(weight)
         scale = window.scale
-    elif waits:
+    elif late:
+        scale = _scale_of_rows(batch, model)
+    else:
         total = ops.reduce(weight, losses, op="sum")
         scale = torch.where(total > 0, losses.world_size / total, 0.0)
-    else:
-        scale = weight.new_full((), _scale_of_rows(batch, model))
-    part = loss.total * (scale * present).to(dtype)
-    if not waits and batch.position.micro == 0:
-        factor = _start_factor(window.weight if spans else weight, scale, losses)
+    by = scale * present
+    part = loss.total * (by.to(dtype) if isinstance(by, Tensor) else by)
+    if late and batch.position.micro == 0 and not losses.comm.simulated:
+        factor = _start_factor(window.weight if held else weight, scale, losses)
     return WeightedLoss(
         loss=part,
         mean=mean,
         weight=loss.weight if present else weight,
         aux=aux,
-        provisional=spans or not waits,
+        provisional=held or late,
         factor=factor,
     )
+
+
+def _number(loss: Weighted, like: Tensor) -> Tensor:
+    weight = as_scalar(loss.weight, like)
+    if weight.numel() != 1:
+        raise StepError(
+            f"Weighted(total, weight): the weight has shape {list(weight.shape)}. Reduce it to one "
+            f"number, the count of items that the total adds up."
+        )
+    return weight.reshape(())
 
 
 def _exchanged_in_backward(model: Wrapped, losses: DistContext) -> bool:
     """Whether ranks exchange weights during backward; the host waits for no device."""
     if not (model.strategy.weights_in_backward and model.window.sums.is_cpu):
         return False
-    if losses.world_size == 1 or losses.comm.simulated:
+    if losses.world_size == 1:
         return False
     config: Any = model.plan.strategy
     reduced = getattr(config, "reduce_dtype", None), getattr(config, "param_dtype", None)
@@ -233,7 +240,9 @@ def _exchanged_in_backward(model: Wrapped, losses: DistContext) -> bool:
     return not half and (hook is None or hook.name == "none")
 
 
-def _start_factor(weight: Tensor, scale: Tensor, losses: DistContext) -> Callable[[], float]:
+def _start_factor(
+    weight: Tensor, scale: Tensor | float, losses: DistContext
+) -> Callable[[], float]:
     """Start to exchange the weights of a window; the function waits for its correction."""
     total, scaled = start_sum(float(weight), losses), float(scale)
 

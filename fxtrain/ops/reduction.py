@@ -99,9 +99,8 @@ def start_sum(value: float, ctx: DistContext) -> Callable[[], float]:
     pending = start_exchange(ctx, ("reduce", "float64[], sum"), struct.pack("d", value))
 
     def wait() -> float:
-        if pending.payloads is None:
+        if not pending.payloads:  # no later call has waited for them
             wait_pending(ctx)
-        assert pending.payloads is not None  # or the wait has raised
         return sum([struct.unpack("d", payload)[0] for payload in pending.payloads])
 
     return wait

@@ -58,7 +58,7 @@ _UNCHECKED = bytes(16)  # digest of packets that say what each rank called
 Call = tuple[str, str] | tuple[str, str, str]
 
 
-@attrs.define(eq=False)
+@attrs.frozen(eq=False)
 class PendingExchange:
     """An exchange whose packets were sent, and which a later call completes.
 
@@ -66,13 +66,13 @@ class PendingExchange:
         packets: Its buffers.
         call: What ranks compare.
         site: File and line of the call.
-        payloads: By rank; None until it is complete.
+        payloads: By rank; empty until it is complete.
     """
 
     packets: Packets
     call: Call
     site: str
-    payloads: list[bytes] | None = None
+    payloads: list[bytes] = attrs.field(factory=list)
 
 
 def exchange_payloads(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
@@ -184,7 +184,7 @@ def wait_pending(ctx: DistContext) -> None:
     state.pending = None
     with rank_loss_guard(ctx, pending.call, pending.site):
         arrived = wait_packets(ctx.comm, pending.packets)
-    pending.payloads = _payloads(arrived)
+    pending.payloads.extend(_payloads(arrived))
     _check_headers(ctx, pending.call, arrived.headers, pending.site)
 
 
