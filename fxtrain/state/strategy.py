@@ -142,7 +142,8 @@ class Wrapped(ModuleNames[M_co]):
         plan: The plan it was wrapped under.
         strategy: The functions that carry the plan out.
         window: Sums over the micro-batches of the open accumulation window.
-        undo: Reverts what wrapping did to the module.
+        undo: Reverts what wrapping did to the module; a strategy gives what reverts values, and
+            `fx.wrap` adds classes, hooks and attributes.
         bare: () → function: removes from the module what wrapping added, until the returned
             function is called, which restores everything. Values are not changed.
         formats: By name, the original dtypes of parameters and buffers.
