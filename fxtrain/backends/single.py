@@ -1,7 +1,6 @@
 """One rank: the module as it is."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -29,6 +28,10 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
     return tuple(problems)
 
 
+def _nothing() -> None:
+    pass
+
+
 def wrap_without_engine(
     strategy: Strategy,
     module: nn.Module,
@@ -41,12 +44,9 @@ def wrap_without_engine(
 ) -> Wrapped:
     """Wrap a module that is its own engine; `change` replaces each optimizer."""
     move_module(module, ctx.device)
-    undo = ExitStack()
-    undo.callback(expose_positions(module, ctx, plan))
-    undo.callback(prepare_module(module, plan, ctx))
-    return make_handle(
-        strategy, module, ctx, plan, optimizer, scheduler, undo=undo.close, change=change
-    )
+    expose_positions(module, ctx, plan)
+    prepare_module(module, plan, ctx)
+    return make_handle(strategy, module, ctx, plan, optimizer, scheduler, change=change)
 
 
 def make_handle(
@@ -57,10 +57,15 @@ def make_handle(
     optimizer: Any,
     scheduler: Any,
     *,
-    undo: Callable[[], None],
+    undo: Callable[[], None] = _nothing,
     change: Any = None,
 ) -> Wrapped:
-    """Call the factories on a module in its final form, and build the handle."""
+    """Call the factories on a module in its final form, and build the handle.
+
+    Args:
+        undo: Reverts what wrapping did to the values of the module.
+        change: Replaces each optimizer.
+    """
     made, optimizers = make_optimizers(optimizer, module, change)
     planned, schedulers = make_schedulers(scheduler, made)
     return Wrapped(

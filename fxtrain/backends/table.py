@@ -105,7 +105,7 @@ def wrap(
         Moves the module to the context's device in place, and quantises its frozen linear layers
         if the plan says so; unwrapping leaves those quantised. Compares plan and model between the
         ranks, in one exchange of packets, and sends rank 0's values to the other ranks of the
-        data axis.
+        data axis. If it fails, the module is as before, except for its device.
 
     Raises:
         PlanError: the plan does not fit the model or the context, or the ranks pass different
@@ -137,10 +137,20 @@ def wrap(
     optimizer, scheduler = as_factories(optimizer, scheduler, model)
     with quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
         before, formats = record_module(model), _formats(model)
-        made: Any = row.wrap(row, model, ctx, plan, optimizer, scheduler)
+        try:
+            made: Any = row.wrap(row, model, ctx, plan, optimizer, scheduler)
+        except BaseException:
+            before.changes().undo()
+            raise
+    changes = before.changes()
+
+    def undo() -> None:
+        made.undo()
+        changes.undo()
+
     if plan.precision.compute == "fp16" and ctx.device.type == "cpu":
         log(ctx, "fxtrain.plan").warning(_SLOW_FP16)
-    return attrs.evolve(made, bare=before.changes().hide, formats=formats)
+    return attrs.evolve(made, undo=undo, bare=changes.hide, formats=formats)
 
 
 def unwrap(model: Wrapped[N]) -> N:

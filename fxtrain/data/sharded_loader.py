@@ -21,7 +21,7 @@ from fxtrain.data.sequence_slices import make_splitter
 from fxtrain.data.sources import RowSlots, Source, row_source, stream_source
 from fxtrain.data.to_device import on_device, valid_mask
 from fxtrain.data.user_loader import read_loader
-from fxtrain.data.windows import Cursor, Step, to_epoch
+from fxtrain.data.windows import Cursor, to_epoch
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.state import Batch, DistContext, Plan, Position, check_connected
 from fxtrain.state.batch import Data_co
@@ -204,38 +204,34 @@ class Sharded(Displayed, Generic[Data_co]):
         if self.position.is_last:
             return
         self._agree()
-        cursor = self._trail.begin()
+        trail, plan, rank = self._trail, self.plan, self.ctx.rank
+        cursor = trail.begin()
         masks: dict[tuple[int, int], Tensor] = {}
         loaded, split, seen = self._source.run(cursor), self._split, 0
         if split is not None:
             loaded = ((step, (split(found[0]),)) for step, found in loaded)
-        for step, found in on_device(loaded, self.ctx, self.plan, ahead=self._source.apart):
-            batch = self._batch(step, found[0], masks)
-            self._trail.reached = cursor = cursor.after(step)
+        for step, found in on_device(loaded, self.ctx, plan, ahead=self._source.apart):
+            slot, data = step.slot, found[0]
+            # A rank without a row gets placeholders of size 0, so that it can take part.
+            size = slot.sizes[rank] or _tree.row_count(data) or self._layout.per_rank
+            shape = size, slot.rows[rank]
+            if shape not in masks:
+                masks[shape] = valid_mask(*shape, self.ctx, plan)
+            trail.reached = cursor = cursor.after(step)
             seen += 1
             if seen == 2:  # looking at the first batch only is not a pass
-                self._trail.passes += 1
-            yield batch
+                trail.passes += 1
+            yield Batch(
+                data=data,
+                position=step.position,
+                valid=masks[shape],
+                rows=slot.rows,
+                sizes=slot.sizes,
+                window_rows=step.window_rows,
+                plan=plan,
+            )
         if seen == 1:
-            self._trail.passes += 1
-
-    def _batch(self, step: Step, data: Any, masks: dict[tuple[int, int], Tensor]) -> Batch[Data_co]:
-        slot, rank = step.slot, self.ctx.rank
-        # A rank without a row gets placeholders of size 0, so that it can take part.
-        size = slot.sizes[rank] or _tree.row_count(data) or self._layout.per_rank
-        shape = size, slot.rows[rank]
-        valid = masks.get(shape)
-        if valid is None:
-            valid = masks[shape] = valid_mask(*shape, self.ctx, self.plan)
-        return Batch(
-            data=data,
-            position=step.position,
-            valid=valid,
-            rows=slot.rows,
-            sizes=slot.sizes,
-            window_rows=step.window_rows,
-            plan=self.plan,
-        )
+            trail.passes += 1
 
     def _left(self) -> int | None:
         """Units from here to the end of the epoch; None if only reading tells."""

@@ -24,7 +24,7 @@ from fxtrain.data.order import CustomOrder, EpochOrder, find_order, length_of
 from fxtrain.data.permutation import hash_key
 from fxtrain.data.rank_slices import Layout, Slot, slots_of_order, slots_of_stream
 from fxtrain.data.user_loader import FedSampler, LoaderSpec, rebuild
-from fxtrain.data.windows import Cursor, Step, advance, assign_windows, totals
+from fxtrain.data.windows import Cursor, Step, advance, assign_windows, in_blocks, totals
 from fxtrain.state import Plan, Position
 
 __all__ = ["RowSlots", "Source", "row_source", "stream_source"]
@@ -83,6 +83,11 @@ class RowSlots:
             return iter(())
         return itertools.chain.from_iterable(totals(layout, length) for _ in itertools.count())
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether the latest order comes from arithmetic: reading it ahead has no effect."""
+        return isinstance(self._latest, EpochOrder)
+
     def shuffled(self) -> bool:
         """Whether another epoch has another order, as far as is known so far."""
         return self._latest is not None and self._latest.shuffled
@@ -109,7 +114,9 @@ def row_source(
         made: deque[Step] = deque()
 
         def indices() -> Iterator[Any]:
-            for step in assign_windows(found, cursor, plan, slots.later):
+            steps = assign_windows(found, cursor, plan, slots.later)
+            # A custom sampler is read no further ahead than necessary.
+            for step in in_blocks(steps) if slots.is_computed else steps:
                 made.append(step)
                 yield ask(step.slot, epoch) if asks else step.slot.keys[0]
 

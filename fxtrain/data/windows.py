@@ -9,7 +9,9 @@ import attrs
 from fxtrain.data.rank_slices import Layout, Slot
 from fxtrain.state import Plan, Position
 
-__all__ = ["Cursor", "Step", "advance", "assign_windows", "to_epoch", "totals"]
+__all__ = ["Cursor", "Step", "advance", "assign_windows", "in_blocks", "to_epoch", "totals"]
+
+_BLOCK = 32  # steps made at a time
 
 
 class Step(NamedTuple):
@@ -101,6 +103,16 @@ def assign_windows(
             yield Step(inside, position, rows)
         window.clear()
         held = 0
+
+
+def in_blocks(steps: Iterator[Step]) -> Iterator[Step]:
+    """The same steps, made several at a time.
+
+    Between batches, the data and the training step displace this code from the caches, which makes
+    it several times slower.
+    """
+    while block := list(itertools.islice(steps, _BLOCK)):
+        yield from block
 
 
 def totals(layout: Layout, length: int) -> Iterator[int]:

@@ -114,8 +114,8 @@ def _group(func: Any, args: tuple[Any, ...]) -> tuple[tuple[int, ...], str]:
 
 
 def _bytes(value: Any) -> int:
-    return sum(
-        leaf.numel() * leaf.element_size()
-        for leaf in tree_leaves(value)
-        if isinstance(leaf, Tensor)
-    )
+    leaves = tree_leaves(value)
+    # The parts that a simulated rank scatters are one tensor, many times.
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    sizes = {key: leaf.numel() * leaf.element_size() for key, leaf in tensors.items()}
+    return sum(sizes.get(id(leaf), 0) for leaf in leaves)

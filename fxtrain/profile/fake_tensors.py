@@ -54,12 +54,15 @@ class FakeValuesMode(TorchDispatchMode):
     Attributes:
         peeks: Reads of unknown values.
         fakes: torch's mode of all fake tensors.
+        record: (operator, args, kwargs, result) → None: called after each operator. A second mode
+            would cost as much as this one.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.peeks: list[ValueRead] = []
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self.record: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None] = _nothing
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -73,20 +76,26 @@ class FakeValuesMode(TorchDispatchMode):
             return args[0].device if known else func(*args, **kwargs)
         if active_fake_mode() is not None:
             return func(*args, **kwargs)
-        special = _SPECIAL.get(func)
-        if special is not None:
-            return special(self, func, args, kwargs)
-        if func.namespace == "c10d":
-            return self.travel(func, args, kwargs)
-        return self.usual(func, args, kwargs)
+        run = _SPECIAL.get(func)
+        if run is None:
+            c10d = func.namespace == "c10d"
+            run = FakeValuesMode.travel if c10d else FakeValuesMode.usual
+        out = run(self, func, args, kwargs)
+        self.record(func, args, kwargs, out)
+        return out
 
     def usual(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator with values if they are integers, and without values otherwise."""
         leaves = tree_leaves((args, kwargs))
+        floats = False
         for leaf in leaves:
-            if isinstance(leaf, FakeTensor) and leaf.fake_mode is not self.fakes:
-                with leaf.fake_mode:  # from code that only computes shapes
-                    return func(*args, **kwargs)
+            if isinstance(leaf, FakeTensor):
+                if leaf.fake_mode is not self.fakes:
+                    with leaf.fake_mode:  # from code that only computes shapes
+                        return func(*args, **kwargs)
+                floats = True
+        if floats:  # most operators
+            return self.fake(func, args, kwargs)
         if _is_integer_op(func, leaves, kwargs) and self._is_small(func, args, kwargs):
             return tree_map_only(Tensor, self._forget, func(*args, **kwargs))
         return self.fake(func, args, kwargs)
@@ -97,8 +106,8 @@ class FakeValuesMode(TorchDispatchMode):
 
     def fake(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator for shapes only."""
-        with self.fakes:
-            out = func(*args, **kwargs)
+        # As `with self.fakes: func(*args, **kwargs)`, without a second way through the dispatcher.
+        out: Any = self.fakes.dispatch(func, (), args, kwargs)
         if isinstance(out, Tensor) and out.dtype == torch.bool and out.numel() == 1:
             out._fxtrain_answer = _answer(func, args)  # type: ignore[attr-defined]
         return out
@@ -157,15 +166,13 @@ class FakeValuesMode(TorchDispatchMode):
     def scatter(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a scatter, whose root passes a tensor for each rank.
 
-        The group gets meta tensors, one for all tensors of the same shape, because processing a
-        separate fake tensor for each rank is slow.
+        The group gets meta tensors, because processing fake ones is slow.
         """
-        tensors = [leaf for leaf in tree_leaves(args[:2]) if isinstance(leaf, Tensor)]
-        if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
+        tensors = {id(t): t for row in (args[0], *args[1]) for t in row}
+        if not all(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
             return self.travel(func, args, kwargs)
-        kinds = {(t.shape, t.dtype) for t in tensors}
-        metas = {kind: torch.empty(kind[0], dtype=kind[1], device="meta") for kind in kinds}
-        outputs, inputs = tree_map_only(Tensor, lambda t: metas[t.shape, t.dtype], args[:2])
+        metas = {key: torch.empty_like(t, device="meta") for key, t in tensors.items()}
+        outputs, *inputs = [[metas[id(t)] for t in row] for row in (args[0], *args[1])]
         _, work = func(outputs, inputs, *args[2:], **kwargs)
         return args[0], work
 
@@ -216,6 +223,10 @@ def _is_integer_op(func: Any, leaves: list[Any], kwargs: dict[str, Any]) -> bool
     if not all(map(_is_integer, dtypes)) or any(device.type != "cpu" for device in devices):
         return False
     return bool(tensors or dtypes) or func.overloadpacket in _INTEGER_FACTORIES
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def _answer(func: Any, args: tuple[Any, ...]) -> bool:

@@ -99,7 +99,7 @@ def rehearse(
     ended: BaseException | None = None
     patches = (load_in_process(watch), swappable(fakes), lazy_chunks(), formattable())
     with ExitStack() as stack:
-        for one in (fake_group(variables), *patches, fakes, recording(watch)):
+        for one in (fake_group(variables), *patches, fakes, recording(watch, fakes)):
             stack.enter_context(one)
         try:
             call()

@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import nn
 from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as registry
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fxtrain.profile.dispatched_traffic import Collective, collectives
+from fxtrain.profile.fake_tensors import FakeValuesMode
 from fxtrain.profile.memory_log import MemoryLog
 from fxtrain.state import Wrapped
 
@@ -78,23 +79,23 @@ class LoopRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is _DEVICE and type(args[0]) is FakeTensor:
-            # Half of all calls; a fake tensor has its device without any mode.
-            return args[0].device
         # DTensors are unwrapped first; their local tensors are dispatched here later.
         # Operations inside another fake mode only compute shapes.
         if any(not _is_plain(kind) for kind in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        if func is _DEVICE or active_fake_mode() is not None:
-            return out
+        if func is not _DEVICE and active_fake_mode() is None:
+            self.record(func, args, kwargs or {}, out)
+        return out
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Record an operator and its result."""
         if self._loads:
             self.memory.leave_out(tree_leaves((args, kwargs)))
         self.traffic.extend(collectives(func, args))
-        for leaf in tree_leaves(out):
+        for leaf in [out] if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.memory.see(leaf)
-        return out
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -159,8 +160,11 @@ class LoopRecorder(TorchDispatchMode):
 
 
 @contextmanager
-def recording(watch: LoopRecorder) -> Iterator[LoopRecorder]:
+def recording(watch: LoopRecorder, fakes: FakeValuesMode | None = None) -> Iterator[LoopRecorder]:
     """Record what happens inside the block.
+
+    Args:
+        fakes: The active mode that runs all operators, if there is one.
 
     Effects:
         Registers torch's global hooks of modules and optimizers; removes them at the end.
@@ -185,7 +189,10 @@ def recording(watch: LoopRecorder) -> Iterator[LoopRecorder]:
         # FSDP2 frees gathered parameters this way; torch's memory tracker also hooks it.
         stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
-        stack.enter_context(watch)
+        if fakes is None:
+            stack.enter_context(watch)
+        else:
+            fakes.record = watch.record
         yield watch
 
 

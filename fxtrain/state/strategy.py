@@ -111,6 +111,7 @@ class WeightedLoss:
         aux: The loss function's aux metrics.
         provisional: Whether the loss was scaled by an estimate, so that gradients have to be
             corrected by the weight of the window when it closes.
+        factor: () → that correction, if the ranks have started to exchange their weights.
     """
 
     loss: torch.Tensor = attrs.field(repr=number)
@@ -118,6 +119,7 @@ class WeightedLoss:
     weight: torch.Tensor | float = attrs.field(repr=number)
     aux: Any = attrs.field(default=None, repr=describe)
     provisional: bool = False
+    factor: Callable[[], float] | None = None
 
 
 @attrs.frozen(kw_only=True, eq=False, repr=False)
@@ -141,7 +143,8 @@ class Wrapped(ModuleNames[M_co]):
         plan: The plan it was wrapped under.
         strategy: The functions that carry the plan out.
         window: Sums over the micro-batches of the open accumulation window.
-        undo: Reverts what wrapping did to the module.
+        undo: Reverts what wrapping did to the module; a strategy gives what reverts values, and
+            `fx.wrap` adds classes, hooks and attributes.
         bare: () → function: removes from the module what wrapping added, until the returned
             function is called, which restores everything. Values are not changed.
         formats: By name, the original dtypes of parameters and buffers.
@@ -224,6 +227,9 @@ class Strategy:
         cuts_sequences: Whether it supports `Plan.context`.
         full_parameters: Whether each rank holds full parameters, so that they may be quantised,
             and compared by their digests.
+        weights_in_backward: Whether ranks may exchange the weights of `Weighted` losses during
+            backward and correct gradients afterwards, unless the plan has fp16 or a communication
+            hook, with which the scale of a loss changes how gradients are rounded.
         average: (model, position) → None: with independent replicas, ends the round that ends
             at a position, or begins the first; at None ends one. Only called if the model has a
             `Round`.
@@ -252,6 +258,7 @@ class Strategy:
     unwrap: Callable[[Wrapped], nn.Module]
     cuts_sequences: bool = False
     full_parameters: bool = False
+    weights_in_backward: bool = False
     average: Callable[[Wrapped, Position | None], None] = attrs.Factory(
         lambda: unsupported("average", by="This strategy")
     )

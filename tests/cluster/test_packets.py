@@ -13,7 +13,7 @@ from fxtrain.ops.transport.packets import packets_of, send, wait_packets
 from fxtrain.state import Comm
 
 
-@attrs.define
+@attrs.define(slots=False)
 class _Work:
     log: list
     name: str
@@ -94,6 +94,26 @@ def test_a_rank_that_left_matters_once_more_is_expected_of_it():
     send(comm, packets)
     with pytest.raises(RuntimeError, match="closed by peer 1"):
         wait_packets(comm, packets)
+
+
+class _Gathering(_Group):
+    """Fills the packets only once its all-gather is awaited."""
+
+    def _allgather_base(self, packets, mine):
+        def fill(_):
+            packets.view(9, -1)[:] = mine
+
+        work = _Work(self.log, "all-gather")
+        work.wait = fill
+        return work
+
+
+def test_many_ranks_read_packets_once_they_are_gathered():
+    comm = Comm(control=_Gathering(), ranks=tuple(range(9)), timeout_s=7.0)
+    packets = packets_of(comm, 3)
+    packets.buffer[3, :32] = torch.arange(32, dtype=torch.uint8)
+    send(comm, packets)
+    assert wait_packets(comm, packets).headers == [bytes(range(32))] * 9
 
 
 class _Enough(Exception):

@@ -4,14 +4,12 @@ import fnmatch
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
 
 from fxtrain import _tree
 from fxtrain._errors import StepError
-from fxtrain.backends.core.module_changes import put_forward
 from fxtrain.ops.sequence_tokens import positions_of
 from fxtrain.state import CP, DistContext, Plan
 
@@ -28,30 +26,25 @@ def tables(module: nn.Module) -> list[str]:
     return [name for name, tensor in named if tensor.ndim]
 
 
-def expose_positions(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[], None]:
+def expose_positions(module: nn.Module, ctx: DistContext, plan: Plan) -> None:
     """Make forward use the table rows and the positions of this rank's tokens.
 
     Call it before blocks are recomputed, so that recomputation sees the same rows.
 
     Effects:
         Sets `forward` on the modules that own the tables, and on the module itself.
-
-    Returns:
-        A function that reverts this.
     """
-    undo = ExitStack()
     if plan.context is None or ctx.mesh.context == 1:
-        return undo.close
+        return
     config: CP = plan.context
     seen, takes = [0], list(_arguments(module))
     for owner, names in _owners(module, config):
-        rows = functools.partial(_with_rows, owner, names, seen, ctx, plan, owner.forward)
-        undo.callback(put_forward(owner, rows))
+        owner.forward = functools.partial(_with_rows, owner, names, seen, ctx, plan, owner.forward)
     for part in _masked(module, config):
-        undo.callback(put_forward(part, _maskless(part)))
-    noting = functools.partial(_recording_positions, module, seen, ctx, plan, takes, module.forward)
-    undo.callback(put_forward(module, noting))
-    return undo.close
+        part.forward = _maskless(part)
+    module.forward = functools.partial(
+        _recording_positions, module, seen, ctx, plan, takes, module.forward
+    )
 
 
 def _owners(module: nn.Module, config: CP) -> list[tuple[nn.Module, list[str]]]:

@@ -1,9 +1,7 @@
 """torch.compile, applied to modules as a plan says, with a log of the graphs it produced."""
 
-import functools
 import types
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ __all__ = ["compile_parts"]
 
 def compile_parts(
     parts: Sequence[nn.Module], config: Compile, ctx: DistContext, *, hooked: bool
-) -> Callable[[], None]:
+) -> None:
     """Compile the calls of some modules, in place.
 
     Args:
@@ -26,16 +24,12 @@ def compile_parts(
     Effects:
         Sets torch's compiled call on them and, with `hooked`, `forward` on torch's own modules
         inside. Each call that creates graphs logs their number, on rank 0.
-
-    Returns:
-        A function that reverts all of it.
     """
-    undo = ExitStack()
     told = _CompilationCounter(ctx)
     for part in parts:
         for inner in part.modules():
             if hooked and _needs_own_frame(inner):
-                undo.callback(_wrap_forward(inner))
+                _wrap_forward(inner)
         # What nn.Module.compile sets. But that silently leaves torch's own modules, such as
         # nn.Sequential, uncompiled: torch traces nothing that starts in its own code.
         compiled: Any = torch.compile(
@@ -46,8 +40,6 @@ def compile_parts(
             dynamic=config.dynamic,
         )
         part._compiled_call_impl = told.watched(compiled, type(part).__name__)
-        undo.callback(vars(part).pop, "_compiled_call_impl", None)
-    return undo.close
 
 
 class _CompilationCounter:
@@ -105,9 +97,7 @@ def _wrapped_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(self).forward(self, *args, **kwargs)
 
 
-def _wrap_forward(module: nn.Module) -> Callable[[], None]:
+def _wrap_forward(module: nn.Module) -> None:
     """Start a module's forward in a frame that torch traces, one for all modules."""
-    if "forward" in vars(module):
-        return lambda: None
-    module.forward = types.MethodType(_wrapped_forward, module)
-    return functools.partial(vars(module).pop, "forward", None)
+    if "forward" not in vars(module):
+        module.forward = types.MethodType(_wrapped_forward, module)

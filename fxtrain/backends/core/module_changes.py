@@ -1,9 +1,8 @@
-"""Changes to a module that a plan asks for, and undoing them."""
+"""Changes to a module that a plan asks for; `fx.unwrap` reverts them (`undo.py`)."""
 
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ __all__ = [
     "model_signature",
     "model_values",
     "prepare_module",
-    "put_forward",
     "send_values",
     "unmatched_names",
     "xla_problems",
@@ -63,20 +61,6 @@ def xla_problems(ctx: DistContext, name: str) -> tuple[str, ...]:
     )
 
 
-def put_forward(part: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Set a module's own forward; return the function that reverts it."""
-    before = part.__dict__.get("forward")
-    part.forward = forward
-
-    def undo() -> None:
-        if before is None:
-            del part.forward
-        else:
-            part.forward = before
-
-    return undo
-
-
 def model_signature(module: nn.Module) -> str:
     """Names, shapes and dtypes of a model as a digest, which must be equal on all replicas."""
     lines = [
@@ -104,8 +88,8 @@ def prepare_module(
     again: Checkpointer = checkpointed,
     *,
     hooked: bool = False,
-) -> Callable[[], None]:
-    """Recompute activations and compile, as the plan says; return the function that undoes it.
+) -> None:
+    """Recompute activations and compile, as the plan says.
 
     Args:
         again: From a forward and operators to keep, to a forward that recomputes.
@@ -116,13 +100,11 @@ def prepare_module(
         parameter names stay as they are.
     """
     chosen = _named(module, plan.recompute)[:: plan.recompute_every]
-    undo = ExitStack()
     for part in chosen:
-        undo.callback(put_forward(part, again(part.forward, plan.recompute_keep)))
+        part.forward = again(part.forward, plan.recompute_keep)
     if plan.compile is not None:
         blocks = _named(module, plan.compile.blocks) if plan.compile.blocks else [module]
-        undo.callback(compile_parts(blocks, plan.compile, ctx, hooked=hooked))
-    return undo.close
+        compile_parts(blocks, plan.compile, ctx, hooked=hooked)
 
 
 def model_values(module: nn.Module) -> tuple[Tensor, ...]:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxtrain.backends.core.module_changes import put_forward
 from fxtrain.ops.step_parts import DTYPES
 from fxtrain.state import Plan
 
@@ -56,18 +55,15 @@ def _hook_keys(part: nn.Module) -> dict[str, set[Any]]:
     return {name: set(getattr(part, name)) for name in _HOOKS}
 
 
-def autocast_inside(module: nn.Module, plan: Plan, device: str) -> Callable[[], None]:
+def autocast_inside(module: nn.Module, plan: Plan, device: str) -> None:
     """Run a module's forward under autocast, inside what the engine puts around it.
-
-    Return the function that reverts it.
 
     DeepSpeed disables an autocast region that it finds around an engine. Over weights in the same
     dtype, autocast only affects the inputs.
     """
-    if plan.precision.compute == "fp32":
-        return lambda: None
-    dtype = DTYPES[plan.precision.compute]
-    return put_forward(module, functools.partial(_under_autocast, module.forward, device, dtype))
+    if plan.precision.compute != "fp32":
+        dtype = DTYPES[plan.precision.compute]
+        module.forward = functools.partial(_under_autocast, module.forward, device, dtype)
 
 
 def _under_autocast(

@@ -1,7 +1,6 @@
 """From a user's module to a wrapped one under DeepSpeed."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -84,8 +83,10 @@ def wrap_engine(
         plan=plan,
         strategy=strategy,
         window=step_functions.new_window(ctx),
-        undo=_prepare(module, ctx, plan),
+        undo=record_changes(module),
     )
+    prepare_module(module, plan, ctx)
+    autocast_inside(module, plan, ctx.device.type)
     if optimizer is None and config[ZERO]["stage"] < 3:
         # Nothing to shard at these stages.
         move_module(module, ctx.device)
@@ -118,15 +119,6 @@ def _resolved_config(
     if problems:
         raise PlanError("\n".join(problems))
     return config
-
-
-def _prepare(module: nn.Module, ctx: DistContext, plan: Plan) -> Callable[[], None]:
-    """Apply the plan's changes to the module; return the undo of those and of the engine's."""
-    undo = ExitStack()
-    undo.callback(record_changes(module))
-    undo.callback(prepare_module(module, plan, ctx))
-    undo.callback(autocast_inside(module, plan, ctx.device.type))
-    return undo.close
 
 
 def _with_engine(

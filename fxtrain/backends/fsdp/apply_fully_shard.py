@@ -20,7 +20,6 @@ from fxtrain.backends.context.positions import expose_positions
 from fxtrain.backends.core.device_mesh import device_mesh
 from fxtrain.backends.core.initial_values import fill_sharded, record_initial_values
 from fxtrain.backends.core.module_changes import prepare_module
-from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.core.wrap_units import ignored_names, units
 from fxtrain.backends.tensor.parallelize import split_layers
 from fxtrain.ops.step_parts import DTYPES
@@ -36,33 +35,24 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
         Replaces parameters by their shards and adds torch's hooks, in place.
 
     Returns:
-        A function that undoes it; it gathers full parameters, on all ranks at once.
+        A function that gathers full parameters, on all ranks at once, and puts them back.
     """
     config: FSDP = plan.strategy
     start = record_initial_values(module, ctx)
     mesh = device_mesh(ctx, size)
-    unsplit = record_module(module)
     if config.tensor is not None:
         split_layers(module, mesh["tensor"], config.tensor)
-    split = unsplit.changes()
-    undo_rows = expose_positions(module, ctx, plan)
-    undo_blocks = prepare_module(module, plan, ctx, hooked=True)
-    unsharded = record_module(module)
+    expose_positions(module, ctx, plan)
+    prepare_module(module, plan, ctx, hooked=True)
     if ctx.axis("loss").world_size > 1:
         _apply(module, mesh, ctx, plan)
-    sharded = unsharded.changes()
     fill_sharded(module, start, ctx, offload=config.offload, seed=plan.seed)
 
     def undo() -> None:
-        whole = _gathered(module, ctx.device)
-        sharded.undo()
+        for part, name, parameter in _gathered(module, ctx.device):
+            part._parameters[name] = parameter
         for part in module.modules():
             _composable_state._module_state_mapping.pop(part, None)
-        for part, name, parameter in whole:
-            part.register_parameter(name, parameter)
-        undo_blocks()
-        undo_rows()
-        split.undo()
 
     return undo
 

@@ -1,6 +1,6 @@
 """Parameters sharded over ranks, by torch's fully_shard (FSDP2)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -134,10 +134,36 @@ def _wrap(
 
     size = shard_size(ctx, plan.strategy)
     undo = shard_module(module, ctx, plan, size)
-    model = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo)
+    model = _undone_together(
+        lambda: make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo), undo, ctx
+    )
     for one in model.optimizers:
         disable_foreach(one)
     return attrs.evolve(model, strategy_state=new_round(module, ctx, plan, size))
+
+
+def _undone_together(
+    make: Callable[[], Wrapped], undo: Callable[[], None], ctx: DistContext
+) -> Wrapped:
+    """Build the handle; if that fails on a rank, all of them gather the parameters again.
+
+    Raises:
+        Exception: this rank's own.
+        CollectiveError: another rank's failed.
+    """
+    made, problem = None, None
+    try:
+        made = make()
+    except Exception as error:
+        problem = error
+    try:
+        ops.raise_together(problem, ctx)
+    except Exception:
+        if ctx.comm.state.failure is None:  # otherwise a rank is gone
+            undo()
+        raise
+    assert made is not None
+    return made
 
 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
@@ -229,5 +255,6 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     apply=buffers.apply,
     state=_state,
     cuts_sequences=True,
+    weights_in_backward=True,
     average=average,
 )

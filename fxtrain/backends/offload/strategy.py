@@ -134,7 +134,7 @@ def wrap_streamed(
         undo.append(_freeze(tensors))
         _hold(streaming, placement, filled_later=config.source is not None)
         _send(streaming, ctx)
-        undo.append(prepare_module(module, plan, ctx, hooked=True))
+        prepare_module(module, plan, ctx, hooked=True)
         undo.append(attach(module, streaming, backward=optimizer is not None))
         made = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo_all)
         made = attrs.evolve(made, strategy_state=streaming)

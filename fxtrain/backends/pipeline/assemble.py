@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -10,7 +9,6 @@ from torch import distributed as dist
 
 from fxtrain._errors import StepError
 from fxtrain.backends.core.initial_values import fill_full, record_initial_values
-from fxtrain.backends.core.module_changes import put_forward
 from fxtrain.backends.pipeline.partition import Layout, layout_of
 from fxtrain.backends.pipeline.schedules import Pipeline
 from fxtrain.backends.pipeline.sharded_stages import make_stages, reshard_stage
@@ -57,12 +55,11 @@ def split_into_stages(
         places=places,
     )
     engine.train(module.training)
-    undo_forward = _refuse_forward(module, engine)
+    _refuse_forward(module, engine)
 
     def undo() -> None:
         for stage in stages.values():
             reshard_stage(stage)
-        undo_forward()
         _restore_full_tensors(engine, ctx)
         for group in opened:
             dist.destroy_process_group(group)
@@ -97,15 +94,13 @@ def _restore_full_tensors(engine: Pipeline, ctx: DistContext) -> None:
         place.held[place.key] = done[id(place.like)]
 
 
-def _refuse_forward(module: nn.Module, engine: Pipeline) -> Callable[[], None]:
-    """Make modules without their parameters raise when called; return the undo function."""
+def _refuse_forward(module: nn.Module, engine: Pipeline) -> None:
+    """Make modules without their parameters raise when called."""
     lacking = {place.path for place in engine.places if place.held[place.key] is None}
     parts = {path: module.get_submodule(path) for path in lacking | {""}}
-    undo = ExitStack()
     for path, part in parts.items():
-        refuse = functools.wraps(part.forward)(functools.partial(_refuse, engine, path))
-        undo.callback(put_forward(part, refuse))
-    return undo.close
+        refuse = functools.partial(_refuse, engine, path)
+        part.forward = functools.wraps(part.forward)(refuse)
 
 
 def _refuse(engine: Pipeline, path: str, *_: Any, **__: Any) -> NoReturn:

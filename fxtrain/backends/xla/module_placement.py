@@ -37,9 +37,9 @@ def move_to_device(module: nn.Module, ctx: DistContext, *, downcast: bool) -> Un
     return undo if downcast else _nothing
 
 
-def recompute(module: nn.Module, plan: Plan, ctx: DistContext) -> Undo:
+def recompute(module: nn.Module, plan: Plan, ctx: DistContext) -> None:
     """Recompute activations with torch_xla's functions, and compile, as the plan says."""
-    return prepare_module(module, plan, ctx, _checkpointed)
+    prepare_module(module, plan, ctx, _checkpointed)
 
 
 def shard_parameters(

@@ -94,7 +94,7 @@ def _wrap(
     undos.callback(move_to_device(module, ctx, downcast=config.downcast))
     if data.world_size > 1:
         send_values((*module.parameters(), *module.buffers()), data)
-    undos.callback(recompute(module, plan, ctx))
+    recompute(module, plan, ctx)
     engine = module
     if ctx.devices > 1 and ctx.mesh.shard > 1:
         engine, undo = shard_parameters(module, ctx, config.blocks or block_names(module))

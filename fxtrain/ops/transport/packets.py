@@ -207,12 +207,13 @@ def wait_packets(comm: Comm, packets: Packets) -> Arrived:
     if comm.simulated:  # every rank sends what this rank does
         with _disable_current_modes():
             packets.buffer[:] = packets.buffer[packets.rank].clone()
+    if not packets.is_direct:
+        _wait_sends(packets, until)  # the all-gather, which fills the buffer
     headers = _headers(packets.buffer)
     sizes = [int.from_bytes(header[16:24], "little") for header in headers]
     if packets.is_direct and max(sizes) > capacity(len(sizes)):
         _receive_bodies(comm, packets, sizes, until)
-    while packets.sends:
-        packets.sends.pop().wait(_remaining(until))
+    _wait_sends(packets, until)
     packets.current = 1 - index
     packets.in_flight = False
     return Arrived(packets.buffers[index], headers, sizes, packets.bodies)
@@ -251,6 +252,11 @@ def _receive_bodies(comm: Comm, packets: Packets, sizes: list[int], until: float
             packets.body_receives[rank] = comm.control.recv([row], rank, packets.body_tag)
     for work in packets.body_receives.values():
         work.wait(_remaining(until))
+
+
+def _wait_sends(packets: Packets, until: float) -> None:
+    while packets.sends:
+        packets.sends.pop().wait(_remaining(until))
 
 
 def _wait_receives(packets: Packets, ranks: range, until: float) -> None:
