@@ -14,6 +14,7 @@ from fxtrain._errors import DataError
 from fxtrain._other_names import call_hint
 from fxtrain.data.already_sharded import presharded_source
 from fxtrain.data.dispatch import dispatch_source
+from fxtrain.data.iterations import Iteration
 from fxtrain.data.rank_slices import Layout
 from fxtrain.data.sequence_slices import make_splitter
 from fxtrain.data.sources import RowSlots, Source, row_source, stream_source
@@ -28,42 +29,6 @@ __all__ = ["Sharded", "every_row", "shard"]
 
 class _NoLengthError(DataError, TypeError):
     """`list(loader)` asks for a length first, and does without one after a TypeError."""
-
-
-@attrs.define(eq=False)
-class _Iteration:
-    """How far iteration got: mutable, as an iterator is.
-
-    Attributes:
-        start: The cursor of the first batch; for a later epoch, only its number counts.
-        before: The iteration of the epoch before, which decides where a later epoch starts;
-            None once this one has begun.
-        passes: Passes that got further than one batch.
-        reached: The cursor after the last batch that was yielded.
-    """
-
-    start: Cursor
-    before: "_Iteration | None" = None
-    passes: int = 0
-    reached: Cursor | None = None
-
-    def cursor(self) -> Cursor:
-        """Where the epoch starts, given what has been seen of those before it."""
-        if self.before is None:
-            return self.start
-        return to_epoch(self.before.end(), self.start.position.epoch)
-
-    def begin(self) -> Cursor:
-        """Fix where the epoch starts, whatever happens to those before it afterwards."""
-        self.start, self.before = self.cursor(), None
-        return self.start
-
-    def end(self) -> Cursor:
-        """Where iteration got to; for an epoch that did not run, where the one before it got to."""
-        trail = self
-        while trail.reached is None and trail.before is not None:
-            trail = trail.before
-        return trail.reached or trail.start
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -83,7 +48,7 @@ class Sharded:
     _layout: Layout = attrs.field(repr=False, alias="layout")
     _loader: DataLoader[Any] = attrs.field(repr=False, alias="loader")
     _split: Callable[[Any], Any] | None = attrs.field(default=None, repr=False, alias="cut")
-    _trail: _Iteration = attrs.field(factory=lambda: _Iteration(Cursor(Position())), alias="trail")
+    _trail: Iteration = attrs.field(factory=lambda: Iteration(Cursor(Position())), alias="trail")
 
     @property
     def dataset(self) -> Any:
@@ -99,6 +64,28 @@ class Sharded:
     def number(self) -> int:
         """The number of this epoch, from 0."""
         return self.position.epoch
+
+    @property
+    def batch(self) -> Batch:
+        """The batch that iteration yielded last, for a loop that unpacks it.
+
+        Raises:
+            DataError: there was none yet.
+
+        Example:
+            >>> import fxtrain as fx, torch
+            >>> from torch.utils.data import DataLoader, TensorDataset
+            >>> table = TensorDataset(torch.arange(4), torch.ones(4))
+            >>> with fx.detect(env={}, device="cpu") as ctx:
+            ...     loader = fx.shard(DataLoader(table, batch_size=2), ctx)
+            ...     for inputs, targets in loader:
+            ...         inputs.tolist(), loader.batch.position.samples
+            ([0, 1], 2)
+            ([2, 3], 4)
+        """
+        if self._trail.batch is None:
+            raise DataError("batch: this loader has yielded no batch yet. Iterate it first.")
+        return self._trail.batch
 
     def total_updates(self, n: int) -> int:
         """Optimizer updates in n whole epochs of the run, for schedulers and progress bars.
@@ -158,7 +145,7 @@ class Sharded:
         if self._is_over():
             cursor = to_epoch(cursor, cursor.position.epoch + 1)
         for number in range(cursor.position.epoch, n):
-            trail = _Iteration(to_epoch(cursor, number) if trail else cursor, trail)
+            trail = Iteration(to_epoch(cursor, number) if trail else cursor, trail)
             yield attrs.evolve(self, trail=trail)
 
     def at(self, position: Position) -> "Sharded":
@@ -180,7 +167,7 @@ class Sharded:
             )
         # A position does not record what a window contains that was opened elsewhere.
         held = 0 if position.micro == 0 else None
-        return attrs.evolve(self, trail=_Iteration(Cursor(position, held)))
+        return attrs.evolve(self, trail=Iteration(Cursor(position, held)))
 
     if not TYPE_CHECKING:  # for a type checker, every name would exist
 
@@ -223,6 +210,7 @@ class Sharded:
         for step, found in on_device(loaded, self.ctx, self.plan, ahead=self._source.apart):
             batch = self._batch(step, found[0], masks)
             self._trail.reached = cursor = cursor.after(step)
+            self._trail.batch = batch
             seen += 1
             if seen == 2:  # looking at the first batch only is not a pass
                 self._trail.passes += 1
