@@ -10,9 +10,12 @@ from fxtrain.testing import Cluster
 # What ranks and launched programs of the whole suite load. A test by itself rarely needs it.
 _OFTEN = (
     "transformers.models.llama.modeling_llama",
+    "transformers.models.bert.modeling_bert",
+    "accelerate",
     "torch.distributed.run",
     "fxtrain.cli.launch_command",
     "sklearn.datasets",
+    "sklearn.model_selection",
 )
 
 

@@ -288,7 +288,7 @@ def _deepspeed() -> dict[str, Rule]:
         "deepspeed.gradient_clipping": of("plan.clip_norm", number),
         "deepspeed.zero3_save_16bit_model": when({f"{_S}.gather_16bit_weights": True}),
         "deepspeed.zero3_init_flag": when(
-            {}, note="create the model in a block with fx.zero_init(ctx, plan):"
+            {}, note="create the model inside `with fx.zero_init(ctx, plan):`"
         ),
         "deepspeed.deepspeed_moe_layer_cls_names": of(f"{_S}.leaf_modules", words),
         "deepspeed.deepspeed_multinode_launcher": among(

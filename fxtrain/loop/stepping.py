@@ -12,6 +12,7 @@ from typing_extensions import TypeVar
 from fxtrain import _tree, ops
 from fxtrain._arguments import with_known_arguments
 from fxtrain._errors import CollectiveError, StepError
+from fxtrain.data import Sharded
 from fxtrain.loop import weighting
 from fxtrain.ops.step_parts import check_loss, waiting_schedulers
 from fxtrain.ops.transport.exchange import rank_loss_guard
@@ -188,8 +189,9 @@ def step(ctx: DistContext, batch: Batch[Any], fns: StepFns[M]) -> Report:
 
     Raises:
         StepError: the loss is not a scalar that requires grad, the model has no optimizer or was
-            unwrapped, the loader's plan has other windows or sequences than the model's, or a
-            value is non-finite under `nonfinite="raise"`.
+            unwrapped, the loader's plan has other windows or sequences than the model's, the loop
+            advanced a scheduler of the model itself, or a value is non-finite under
+            `nonfinite="raise"`.
         ContextError: the context is closed.
         CollectiveError: a rank never joins.
 
@@ -258,6 +260,11 @@ def check_ready(call: str, ctx: DistContext, batch: Any, model: Wrapped) -> None
     Raises:
         FxError: what `step` raises before it runs anything.
     """
+    if isinstance(batch, Sharded):
+        raise StepError(
+            f"{call} takes a Batch, found its loader. Use loader.batch, which is the batch that "
+            f"the loop has reached."
+        )
     if type(batch) is not Batch:
         raise StepError(
             f"{call} takes a Batch, found {type(batch).__name__}. Iterate a loader that "
@@ -340,12 +347,27 @@ def _update(
     model.by_hand.clear()
     by_rows = plan.schedule == "samples"
     rows = weighting.end_window(model) if by_rows or spans else 0
-    if outcome.applied:
-        times = rows if by_rows else 1
-        for scheduler in model.schedulers:
-            for _ in range(times):
-                scheduler.step()
+    if outcome.applied and model.schedulers:
+        _advance(model, batch, rows if by_rows else 1)
     return outcome
+
+
+def _advance(model: Wrapped, batch: Batch, times: int) -> None:
+    """Advance the schedulers, which the loop has left alone since the last update."""
+    update, counts = model.advanced or (None, ())
+    if update == batch.position.updates - 1:
+        for scheduler, count in zip(model.schedulers, counts, strict=True):
+            if getattr(scheduler, "last_epoch", 0) > count:
+                raise StepError(
+                    f"The loop called {type(scheduler).__name__}.step() after update {update}, and "
+                    f"a step of fxtrain advances this scheduler after every update. Remove the "
+                    f"call. A scheduler that advances once per epoch is not passed to fx.wrap."
+                )
+    for scheduler in model.schedulers:
+        for _ in range(times):
+            scheduler.step()
+    counts = [getattr(scheduler, "last_epoch", 0) for scheduler in model.schedulers]
+    model.advanced[:] = batch.position.updates, counts
 
 
 def _nonfinite(ctx: DistContext, batch: Batch, model: Wrapped) -> bool:

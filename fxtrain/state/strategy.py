@@ -157,6 +157,8 @@ class Wrapped(ModuleNames[M_co]):
             None if there is nothing.
         by_hand: Empty, or "ops.backward" while there are gradients that this call added: the
             next step adds to them. A list for the same reason.
+        advanced: Empty, or the number of the last update that advanced the schedulers, and what
+            each had counted then: by these a step notices that the loop advanced them as well.
     """
 
     module: M_co
@@ -176,6 +178,7 @@ class Wrapped(ModuleNames[M_co]):
     formats: Mapping[str, torch.dtype] = attrs.field(factory=dict, repr=False)
     closed: list[str] = attrs.field(factory=list)
     by_hand: list[str] = attrs.field(factory=list, repr=False)
+    advanced: list[Any] = attrs.field(factory=list, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.closed:

@@ -193,3 +193,38 @@ def test_a_loss_outside_of_autocast_is_refused_with_the_lines_that_do_it(ctx, co
     with pytest.raises(fx.StepError, match=f"precision='{compute}'"):
         fx.update(ctx, batch, model, fx.Weighted(total, len(batch[1])))
     assert fx.update(ctx, batch, model, F.cross_entropy(model(batch[0]).float(), batch[1]))
+
+
+def _with_own_calls(ctx, call):
+    """Train under a scheduler that the loop advances as well; the error on this rank."""
+    plan = fx.Plan(accumulate=2)
+    net = _net()
+    optimizer = SGD(net.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    model = fx.wrap(net, ctx, plan, optimizer=optimizer, scheduler=scheduler)
+    loader = fx.shard(DataLoader(_table(), batch_size=1), ctx, plan)
+    try:
+        for epoch in loader.epochs(2):
+            for inputs, targets in epoch:
+                fx.update(ctx, epoch.batch, model, F.cross_entropy(model(inputs), targets))
+                if call == "each update" and epoch.batch.position.micro == 0:
+                    scheduler.step()
+            if call == "each epoch":
+                scheduler.step()
+            if call == "restored":
+                scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 0})
+    except fx.StepError as error:
+        return str(error)
+    return scheduler.last_epoch
+
+
+@pytest.mark.parametrize(
+    ("call", "update"), [("each update", 1), ("each epoch", 2), ("none", None), ("restored", None)]
+)
+def test_a_scheduler_that_the_loop_advances_too_is_an_error_on_every_rank(pair, call, update):
+    first, second = pair.run(_with_own_calls, call)
+    assert first == second
+    if update is None:
+        assert first == (4 if call == "none" else 0)
+    else:
+        assert first.startswith(f"The loop called ExponentialLR.step() after update {update}, and")

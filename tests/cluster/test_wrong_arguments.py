@@ -32,6 +32,14 @@ WRONG = {
         lambda ctx, model, loader, batch: fx.step(ctx, batch, model),
         "found DistContext, Batch, Wrapped. Use fx.step(ctx, batch, fx.StepFns(model, loss)).",
     ),
+    "update, the loader": (
+        lambda ctx, model, loader, batch: fx.update(ctx, loader, model, _loss(model, batch)),
+        "StepError: update takes a Batch, found its loader. Use loader.batch, which is the batch",
+    ),
+    "batch, too early": (
+        lambda ctx, model, loader, batch: loader.at(batch.position).batch,
+        "DataError: batch: this loader has yielded no batch yet. Iterate it first.",
+    ),
     "schedule, swapped": (
         lambda ctx, model, loader, batch: fx.ops.schedule(model, 0.5),
         "StepError: ops.schedule takes a wrapped model, found float. Use model = fx.wrap(",
@@ -130,6 +138,13 @@ def test_a_batch_is_a_mapping_with_get(ctx_of_one):
     (batch,) = fx.shard(DataLoader(torch.ones(2, 2), batch_size=2), ctx_of_one)
     with pytest.raises(TypeError, match=r"batch\.get\(\), or \*\*batch: the data of this batch"):
         batch.get("x")
+
+
+def test_a_loader_has_the_batch_that_it_yielded_last(ctx_of_one):
+    loader = fx.shard(DataLoader(torch.arange(10), batch_size=4), ctx_of_one)
+    for epoch in loader.epochs(2):
+        assert all(batch is epoch.batch for batch in epoch)
+        assert epoch.batch.position.is_last
 
 
 @pytest.fixture

@@ -41,7 +41,8 @@ _LOADED = (
     "transformers.models.bert.modeling_bert",
     "accelerate",
 )
-# Processes that a program keeps ready to become ranks: as many as any test starts.
+_LAUNCHERS = ("torch.distributed.run", "fxtrain.cli")
+# Processes that a launcher keeps ready to become ranks: as many as any test starts.
 _SPARES = 8
 _ORDER_BYTES = 1 << 17
 
@@ -92,8 +93,9 @@ def _program(words: Sequence[str], cwd: str, variables: dict[str, str], files: l
         with open(name, "ab") as file:
             os.dup2(file.fileno(), number)
     os.chdir(cwd)
-    spares = [_Spare() for _ in range(_SPARES)]
-    subprocess_handler.Popen = lambda **order: _Rank(spares.pop(0), **order)
+    if any(word in _LAUNCHERS for word in words):
+        spares = [_Spare() for _ in range(_SPARES)]
+        subprocess_handler.Popen = lambda **order: _Rank(spares.pop(0), **order)
     _run(words, variables)
 
 

@@ -14,8 +14,7 @@ train = DataLoader(images(), batch_size=OPTIONS.size, shuffle=SHUFFLE)
 model, optimizer, train = accelerator.prepare(model, optimizer, train)
 
 for epoch in range(OPTIONS.epochs):
-    for batch in train:
-        inputs, targets = batch
+    for inputs, targets in train:
         loss = F.cross_entropy(model(inputs), targets)
         accelerator.backward(loss)
         optimizer.step()

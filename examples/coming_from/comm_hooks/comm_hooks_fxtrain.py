@@ -14,8 +14,7 @@ train = DataLoader(images(), batch_size=OPTIONS.size, shuffle=SHUFFLE)
 model = fx.wrap(model, ctx, plan, optimizer=optimizer)
 
 for train in fx.shard(train, ctx, plan).epochs(OPTIONS.epochs):
-    for batch in train:
-        inputs, targets = batch
+    for inputs, targets in train:
         loss = F.cross_entropy(model(inputs), targets)
-        fx.update(ctx, batch, model, loss)
+        fx.update(ctx, train.batch, model, loss)
 fx.ops.say(norms(model.parameters()), ctx)

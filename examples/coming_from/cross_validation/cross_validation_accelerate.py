@@ -8,7 +8,6 @@ from sklearn.model_selection import KFold
 from torch.utils.data import DataLoader, Subset
 
 accelerator = Accelerator()
-device = accelerator.device
 rows, scores = images(), []
 
 for fit_rows, test_rows in KFold(4).split(range(len(rows))):
@@ -18,8 +17,7 @@ for fit_rows, test_rows in KFold(4).split(range(len(rows))):
     tests = DataLoader(Subset(rows, test_rows), batch_size=24)
     model, optimizer, train, tests = accelerator.prepare(model, optimizer, train, tests)
     for epoch in range(OPTIONS.epochs):
-        for batch in train:
-            inputs, targets = batch[0].to(device), batch[1].to(device)
+        for inputs, targets in train:
             loss = F.cross_entropy(model(inputs), targets)
             accelerator.backward(loss)
             optimizer.step()
@@ -27,8 +25,7 @@ for fit_rows, test_rows in KFold(4).split(range(len(rows))):
     model.eval()
     right = 0
     with torch.no_grad():
-        for batch in tests:
-            inputs, targets = batch[0].to(device), batch[1].to(device)
+        for inputs, targets in tests:
             predictions = model(inputs).argmax(1)
             predictions, targets = accelerator.gather_for_metrics((predictions, targets))
             right += (predictions == targets).sum().item()

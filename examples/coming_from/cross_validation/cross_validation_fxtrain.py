@@ -18,9 +18,8 @@ for fit_rows, test_rows in KFold(4).split(range(len(rows))):
     tests = DataLoader(Subset(rows, test_rows), batch_size=24)
     model = fx.wrap(model, ctx, optimizer=optimizer)
     for train in fx.shard(train, ctx).epochs(OPTIONS.epochs):
-        for batch in train:
-            inputs, targets = batch
+        for inputs, targets in train:
             loss = F.cross_entropy(model(inputs), targets)
-            fx.update(ctx, batch, model, loss)
+            fx.update(ctx, train.batch, model, loss)
     scores.append(fx.evaluate(ctx, model, tests, lambda model, b: model(b[0]).argmax(1) == b[1]))
 fx.ops.say([sum(scores) / len(scores), *scores], ctx)

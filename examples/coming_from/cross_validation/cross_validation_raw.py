@@ -16,8 +16,8 @@ for fit_rows, test_rows in KFold(4).split(range(len(rows))):
     train = DataLoader(Subset(rows, fit_rows), batch_size=OPTIONS.size, shuffle=SHUFFLE)
     tests = DataLoader(Subset(rows, test_rows), batch_size=24)
     for epoch in range(OPTIONS.epochs):
-        for batch in train:
-            inputs, targets = batch[0].to(device), batch[1].to(device)
+        for inputs, targets in train:
+            inputs, targets = inputs.to(device), targets.to(device)
             loss = F.cross_entropy(model(inputs), targets)
             loss.backward()
             optimizer.step()
@@ -25,8 +25,8 @@ for fit_rows, test_rows in KFold(4).split(range(len(rows))):
     model.eval()
     right = 0
     with torch.no_grad():
-        for batch in tests:
-            inputs, targets = batch[0].to(device), batch[1].to(device)
+        for inputs, targets in tests:
+            inputs, targets = inputs.to(device), targets.to(device)
             predictions = model(inputs).argmax(1)
             right += (predictions == targets).sum().item()
     scores.append(right / len(test_rows))

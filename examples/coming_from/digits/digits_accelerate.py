@@ -7,7 +7,6 @@ from shared import OPTIONS, SHUFFLE, convolutions, held_out, images, norms
 from torch.utils.data import DataLoader
 
 accelerator = Accelerator()
-device = accelerator.device
 model = convolutions()
 optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
@@ -17,8 +16,7 @@ model, optimizer, train, tests = accelerator.prepare(model, optimizer, train, te
 
 for epoch in range(OPTIONS.epochs):
     model.train()
-    for batch in train:
-        inputs, targets = batch[0].to(device), batch[1].to(device)
+    for inputs, targets in train:
         loss = F.cross_entropy(model(inputs), targets)
         accelerator.backward(loss)
         optimizer.step()
@@ -28,8 +26,7 @@ for epoch in range(OPTIONS.epochs):
 model.eval()
 right = 0
 with torch.no_grad():
-    for batch in tests:
-        inputs, targets = batch[0].to(device), batch[1].to(device)
+    for inputs, targets in tests:
         predictions = model(inputs).argmax(1)
         predictions, targets = accelerator.gather_for_metrics((predictions, targets))
         right += (predictions == targets).sum().item()

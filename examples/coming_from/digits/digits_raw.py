@@ -17,8 +17,8 @@ tests = DataLoader(held_out(), batch_size=64)
 
 for epoch in range(OPTIONS.epochs):
     model.train()
-    for batch in train:
-        inputs, targets = batch[0].to(device), batch[1].to(device)
+    for inputs, targets in train:
+        inputs, targets = inputs.to(device), targets.to(device)
         loss = F.cross_entropy(model(inputs), targets)
         loss.backward()
         optimizer.step()
@@ -28,8 +28,8 @@ for epoch in range(OPTIONS.epochs):
 model.eval()
 right = 0
 with torch.no_grad():
-    for batch in tests:
-        inputs, targets = batch[0].to(device), batch[1].to(device)
+    for inputs, targets in tests:
+        inputs, targets = inputs.to(device), targets.to(device)
         predictions = model(inputs).argmax(1)
         right += (predictions == targets).sum().item()
 accuracy = right / len(tests.dataset)

@@ -7,7 +7,6 @@ from shared import OPTIONS, SHUFFLE, convolutions, held_out, images, norms
 from torch.utils.data import DataLoader
 
 accelerator = Accelerator()
-device = accelerator.device
 model = convolutions()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 train = DataLoader(images(), batch_size=OPTIONS.size, shuffle=SHUFFLE)
@@ -17,8 +16,7 @@ model, optimizer, train, tests = accelerator.prepare(model, optimizer, train, te
 best, waited = float("inf"), 0
 for epoch in range(50):
     model.train()
-    for batch in train:
-        inputs, targets = batch[0].to(device), batch[1].to(device)
+    for inputs, targets in train:
         loss = F.cross_entropy(model(inputs), targets)
         accelerator.backward(loss)
         optimizer.step()
@@ -26,8 +24,7 @@ for epoch in range(50):
     model.eval()
     total = 0.0
     with torch.no_grad():
-        for batch in tests:
-            inputs, targets = batch[0].to(device), batch[1].to(device)
+        for inputs, targets in tests:
             outputs, targets = accelerator.gather_for_metrics((model(inputs), targets))
             total += F.cross_entropy(outputs, targets, reduction="sum").item()
     loss = total / len(tests.dataset)

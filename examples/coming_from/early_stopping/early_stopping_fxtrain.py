@@ -17,10 +17,9 @@ model = fx.wrap(model, ctx, optimizer=optimizer)
 best, waited = float("inf"), 0
 for train in fx.shard(train, ctx).epochs(50):
     model.train()
-    for batch in train:
-        inputs, targets = batch
+    for inputs, targets in train:
         loss = F.cross_entropy(model(inputs), targets)
-        fx.update(ctx, batch, model, loss)
+        fx.update(ctx, train.batch, model, loss)
     loss = fx.evaluate(ctx, model, tests, lambda model, b: F.cross_entropy(model(b[0]), b[1]))
     best, waited = (loss, 0) if loss < best else (best, waited + 1)
     if waited == 2:

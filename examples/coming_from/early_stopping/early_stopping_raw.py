@@ -15,8 +15,8 @@ tests = DataLoader(held_out(), batch_size=64)
 best, waited = float("inf"), 0
 for epoch in range(50):
     model.train()
-    for batch in train:
-        inputs, targets = batch[0].to(device), batch[1].to(device)
+    for inputs, targets in train:
+        inputs, targets = inputs.to(device), targets.to(device)
         loss = F.cross_entropy(model(inputs), targets)
         loss.backward()
         optimizer.step()
@@ -24,8 +24,8 @@ for epoch in range(50):
     model.eval()
     total = 0.0
     with torch.no_grad():
-        for batch in tests:
-            inputs, targets = batch[0].to(device), batch[1].to(device)
+        for inputs, targets in tests:
+            inputs, targets = inputs.to(device), targets.to(device)
             total += F.cross_entropy(model(inputs), targets, reduction="sum").item()
     loss = total / len(tests.dataset)
     best, waited = (loss, 0) if loss < best else (best, waited + 1)

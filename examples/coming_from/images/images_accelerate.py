@@ -7,7 +7,6 @@ from shared import OPTIONS, SHUFFLE, convolutions, held_out, images, norms
 from torch.utils.data import DataLoader
 
 accelerator = Accelerator()
-device = accelerator.device
 model = convolutions()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, OPTIONS.epochs)
@@ -17,8 +16,7 @@ model, optimizer, train, tests = accelerator.prepare(model, optimizer, train, te
 
 for epoch in range(OPTIONS.epochs):
     model.train()
-    for batch in train:
-        inputs, targets = batch[0].to(device), batch[1].to(device)
+    for inputs, targets in train:
         loss = F.cross_entropy(model(inputs), targets, label_smoothing=0.1)
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -27,8 +25,7 @@ for epoch in range(OPTIONS.epochs):
     scheduler.step()
     model.eval()
     right = 0
-    for batch in tests:
-        inputs, targets = batch[0].to(device), batch[1].to(device)
+    for inputs, targets in tests:
         with torch.no_grad():
             predictions = model(inputs).argmax(1)
         predictions, targets = accelerator.gather_for_metrics((predictions, targets))

@@ -17,10 +17,9 @@ model = fx.wrap(model, ctx, plan, optimizer=optimizer)
 
 for train in fx.shard(train, ctx, plan).epochs(OPTIONS.epochs):
     model.train()
-    for batch in train:
-        inputs, targets = batch
+    for inputs, targets in train:
         loss = F.cross_entropy(model(inputs), targets, label_smoothing=0.1)
-        fx.update(ctx, batch, model, loss)
+        fx.update(ctx, train.batch, model, loss)
     scheduler.step()
     accuracy = fx.evaluate(ctx, model, tests, lambda model, b: model(b[0]).argmax(1) == b[1])
     fx.ops.say(f"epoch {train.number}: accuracy {accuracy:.3f}", ctx)

@@ -15,8 +15,8 @@ tests = DataLoader(held_out(), batch_size=64)
 
 for epoch in range(OPTIONS.epochs):
     model.train()
-    for batch in train:
-        inputs, targets = batch[0].to(device), batch[1].to(device)
+    for inputs, targets in train:
+        inputs, targets = inputs.to(device), targets.to(device)
         loss = F.cross_entropy(model(inputs), targets, label_smoothing=0.1)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -25,8 +25,8 @@ for epoch in range(OPTIONS.epochs):
     scheduler.step()
     model.eval()
     right = 0
-    for batch in tests:
-        inputs, targets = batch[0].to(device), batch[1].to(device)
+    for inputs, targets in tests:
+        inputs, targets = inputs.to(device), targets.to(device)
         with torch.no_grad():
             predictions = model(inputs).argmax(1)
         right += (predictions == targets).sum().item()

@@ -12,8 +12,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 train = DataLoader(images(), batch_size=OPTIONS.size, shuffle=SHUFFLE)
 
 for epoch in range(OPTIONS.epochs):
-    for batch in train:
-        inputs, targets = batch[0].to(device), batch[1].to(device)
+    for inputs, targets in train:
+        inputs, targets = inputs.to(device), targets.to(device)
         loss = F.cross_entropy(model(inputs), targets)
         loss.backward()
         optimizer.step()

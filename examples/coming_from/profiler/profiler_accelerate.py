@@ -18,8 +18,7 @@ model, optimizer, train = accelerator.prepare(model, optimizer, train)
 
 with accelerator.profile() as trace:
     for epoch in range(OPTIONS.epochs):
-        for batch in train:
-            inputs, targets = batch
+        for inputs, targets in train:
             loss = F.cross_entropy(model(inputs), targets)
             accelerator.backward(loss)
             optimizer.step()

@@ -15,9 +15,8 @@ model = fx.wrap(model, ctx, optimizer=optimizer)
 
 with fx.profile(ctx, fx.Profile(folder=OPTIONS.folder, active=2)) as trace:
     for train in fx.shard(train, ctx).epochs(OPTIONS.epochs):
-        for batch in train:
-            inputs, targets = batch
+        for inputs, targets in train:
             loss = F.cross_entropy(model(inputs), targets)
-            fx.update(ctx, batch, model, loss)
+            fx.update(ctx, train.batch, model, loss)
             trace.step()
 fx.ops.say(norms(model.parameters()), ctx)

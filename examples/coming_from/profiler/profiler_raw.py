@@ -15,8 +15,8 @@ train = DataLoader(images(), batch_size=OPTIONS.size, shuffle=SHUFFLE)
 steps = schedule(wait=1, warmup=1, active=2, repeat=1)
 with profile(schedule=steps, on_trace_ready=tensorboard_trace_handler(OPTIONS.folder)) as trace:
     for epoch in range(OPTIONS.epochs):
-        for batch in train:
-            inputs, targets = batch[0].to(device), batch[1].to(device)
+        for inputs, targets in train:
+            inputs, targets = inputs.to(device), targets.to(device)
             loss = F.cross_entropy(model(inputs), targets)
             loss.backward()
             optimizer.step()

@@ -7,7 +7,6 @@ from shared import OPTIONS, SHUFFLE, convolutions, images, norms
 from torch.utils.data import DataLoader
 
 accelerator = Accelerator(log_with="tensorboard", project_dir=OPTIONS.folder)
-device = accelerator.device
 model = convolutions()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 train = DataLoader(images(), batch_size=OPTIONS.size, shuffle=SHUFFLE)
@@ -16,8 +15,7 @@ accelerator.init_trackers("images")
 
 for epoch in range(OPTIONS.epochs):
     total = 0.0
-    for batch in train:
-        inputs, targets = batch[0].to(device), batch[1].to(device)
+    for inputs, targets in train:
         loss = F.cross_entropy(model(inputs), targets)
         total += loss.detach()
         accelerator.backward(loss)

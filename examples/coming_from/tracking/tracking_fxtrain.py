@@ -16,10 +16,9 @@ writer = fx.track(OPTIONS.folder, ctx, [fx.TensorBoard()])
 
 for train in fx.shard(train, ctx).epochs(OPTIONS.epochs):
     mean = fx.Mean()
-    for batch in train:
-        inputs, targets = batch
+    for inputs, targets in train:
         loss = F.cross_entropy(model(inputs), targets)
-        mean = mean.update(fx.update(ctx, batch, model, loss))
+        mean = mean.update(fx.update(ctx, train.batch, model, loss))
     writer.log({"loss": mean.reduce(ctx)}, train.number)
 writer.close()
 fx.ops.say(norms(model.parameters()), ctx)

@@ -15,8 +15,8 @@ writer = SummaryWriter(OPTIONS.folder)
 
 for epoch in range(OPTIONS.epochs):
     total = 0.0
-    for batch in train:
-        inputs, targets = batch[0].to(device), batch[1].to(device)
+    for inputs, targets in train:
+        inputs, targets = inputs.to(device), targets.to(device)
         loss = F.cross_entropy(model(inputs), targets)
         total += loss.detach()
         loss.backward()

@@ -102,6 +102,7 @@ def load_schedulers(model: Wrapped, saved: StateReader) -> None:
         )
     for scheduler, state in zip(schedulers, states, strict=True):
         scheduler.load_state_dict(state)
+    model.advanced.clear()
 
 
 def as_bytes(states: Mapping[str, Any], prefix: str) -> Tensor:

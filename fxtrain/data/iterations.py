@@ -1,8 +1,9 @@
-"""How far iteration over a sharded loader got."""
+"""How far a loop got in each epoch."""
 
 import attrs
 
 from fxtrain.data.windows import Cursor, to_epoch
+from fxtrain.state import Batch
 
 __all__ = ["Iteration"]
 
@@ -17,12 +18,14 @@ class Iteration:
             None once this one has begun.
         passes: Passes that got further than one batch.
         reached: The cursor after the last batch that was yielded.
+        batch: That batch.
     """
 
     start: Cursor
     before: "Iteration | None" = None
     passes: int = 0
     reached: Cursor | None = None
+    batch: Batch | None = None
 
     def cursor(self) -> Cursor:
         """Where the epoch starts, given what has been seen of those before it."""

@@ -1,0 +1,154 @@
+"""Splitting a loader over the ranks."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, overload
+
+import attrs
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from fxtrain._arguments import known_arguments
+from fxtrain._errors import DataError
+from fxtrain.data.already_sharded import presharded_source
+from fxtrain.data.dispatch import dispatch_source
+from fxtrain.data.rank_slices import Layout
+from fxtrain.data.sequence_slices import make_splitter
+from fxtrain.data.sharded_loader import Sharded
+from fxtrain.data.sources import RowSlots, Source, row_source, stream_source
+from fxtrain.data.user_loader import read_loader
+from fxtrain.ops.plan_agreement import plan_for
+from fxtrain.state import DistContext, Plan, check_connected
+
+__all__ = ["every_row", "shard"]
+
+T = TypeVar("T")
+K = TypeVar("K")
+# What torch's default collate function makes a tensor of, in a row that is a tuple or a dict.
+_Column = Tensor | int | float
+
+
+# A `DataLoader` has the type of a row of its dataset, and these what torch collates rows to.
+@overload
+def shard(
+    loader: DataLoader[Tensor], ctx: DistContext, plan: Plan | None = None
+) -> Sharded[Tensor]: ...
+@overload
+def shard(
+    loader: DataLoader[tuple[_Column, ...]], ctx: DistContext, plan: Plan | None = None
+) -> Sharded[list[Tensor]]: ...
+@overload
+def shard(
+    loader: DataLoader[Mapping[K, _Column]], ctx: DistContext, plan: Plan | None = None
+) -> Sharded[dict[K, Tensor]]: ...
+@overload
+def shard(loader: DataLoader[T], ctx: DistContext, plan: Plan | None = None) -> Sharded[T]: ...
+@known_arguments(DataError)
+def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan | None = None) -> Sharded[Any]:
+    """Split a loader over the ranks.
+
+    Order, rows and cursor do not depend on the world size: global batch k of W ranks contains
+    the next W · batch size rows of the epoch's order, and rank r gets its r-th part. The order is
+    a function of the plan's seed and the epoch; a `generator` of the loader is not used.
+
+    Args:
+        loader: Any torch DataLoader: map-style or iterable, with any sampler or batch sampler.
+            Workers, collate function, pinning and all other settings are kept;
+            `drop_last=True` acts as `even="drop"`.
+        ctx: The ranks; data is split over `ctx.axis("data")`, and sequences over the context
+            axis where the plan says so.
+        plan: `batch`, `even`, `seed`, `accumulate`, `flush`, `data` and `context` are used; by
+            default the plan of the launch, or else `fx.Plan()`.
+
+    Effects:
+        None here, except one broadcast with `Data(source="dispatch")`. Iterating starts the
+        loader's workers and, once per epoch, compares the plans and what the ranks are about to
+        read; dispatched and already sharded data exchange one message per global batch.
+
+    Raises:
+        DataError: the loader, or its batch size, cannot be split as requested; on every rank.
+            While iterating: a sequence not divisible by the context ranks, on all of those.
+        PlanError: the ranks pass different plans; on every rank, when iterating starts or, with
+            `Data(source="dispatch")`, here.
+        CollectiveError: the ranks differ in rows, layout or position; likewise.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> from torch.utils.data import DataLoader
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     for batch in fx.shard(DataLoader(torch.arange(3), batch_size=2), ctx):
+        ...         batch.data.tolist(), batch.position.index
+        ([0, 1], 2)
+        ([2], 3)
+    """
+    _check_types(loader, ctx, plan)
+    return _shard(loader, ctx, plan_for("shard", ctx, plan))
+
+
+def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) -> Sharded[T]:
+    """A loader that yields every row of the data once, without padding: for metrics.
+
+    A rank without a row in a global batch gets a stand-in of size 0, as under `even="uneven"`.
+
+    Args:
+        loader: A sharded loader, whose own plan and position count, or a torch DataLoader.
+        plan: For a torch DataLoader.
+
+    Raises:
+        DataError: the loader cannot be split, or it drops the last batch.
+    """
+    sharded = isinstance(loader, Sharded)
+    given, plan = (loader._loader, loader.plan) if sharded else (loader, plan)
+    _check_types(given, ctx, plan)
+    found = _shard(given, ctx, attrs.evolve(plan, even="uneven"))
+    if found._layout.even == "drop":
+        raise DataError(
+            "evaluate: a metric is computed over every row of the data, and this loader leaves "
+            "rows out (drop_last=True). Use DataLoader(..., drop_last=False)."
+        )
+    return found.at(loader.position) if sharded else found
+
+
+def _shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan) -> Sharded:
+    data = ctx.axis("data")
+    everyone = range(data.world_size)
+    if plan.data.source == "dispatch" and data.world_size > 1:
+        source, layout = dispatch_source(
+            lambda: _source(loader, data.world_size, plan, everyone), data, plan
+        )
+    elif plan.data.source == "sharded":
+        source, layout = presharded_source(loader, data, plan)
+    else:
+        source, layout = _source(loader, data.world_size, plan, everyone[data.rank : data.rank + 1])
+    cut = make_splitter(ctx, plan)
+    return Sharded(ctx=data, plan=plan, source=source, layout=layout, loader=loader, cut=cut)
+
+
+def _source(
+    loader: DataLoader[Any], world_size: int, plan: Plan, ranks: range
+) -> tuple[Source, Layout]:
+    """A loader read for some of the ranks."""
+    reading = read_loader(loader, world_size, plan)
+    if isinstance(loader.dataset, IterableDataset):
+        return stream_source(loader, reading.layout, plan, ranks), reading.layout
+    return row_source(loader, RowSlots(reading, plan.seed), plan, ranks), reading.layout
+
+
+def _check_types(loader: Any, ctx: Any, plan: Any) -> None:
+    if isinstance(loader, Sharded):
+        raise DataError("shard: this loader is sharded already. Pass the DataLoader itself.")
+    if not isinstance(loader, DataLoader):
+        raise DataError(
+            f"shard takes a torch DataLoader, found {type(loader).__name__}. For example: "
+            f"fx.shard(DataLoader(dataset, batch_size=32, shuffle=True), ctx, plan)."
+        )
+    if not isinstance(ctx, DistContext):
+        raise DataError(
+            f"shard: ctx is a {type(ctx).__name__}, not a context from fx.detect(). The order "
+            f"is fx.shard(loader, ctx, plan)."
+        )
+    if plan is not None and not isinstance(plan, Plan):
+        raise DataError(
+            f"shard: plan is a {type(plan).__name__}, not an fx.Plan. For example: "
+            f"fx.shard(loader, ctx, fx.Plan(seed=7))."
+        )
+    check_connected("shard", ctx)
