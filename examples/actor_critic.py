@@ -8,15 +8,17 @@ parameters are from those of a raw loop on torch alone.
 """
 
 import json
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain import ops
 
+Model = nn.Module | fx.Wrapped
 EPOCHS, ROWS, BATCH = 30, 512, 64  # of all ranks together
 
 
@@ -27,7 +29,7 @@ class Critic(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1))
 
-    def forward(self, state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+    def forward(self, state: Tensor, action: Tensor) -> Tensor:
         return self.layers(torch.cat([state, action], dim=1))
 
 
@@ -39,7 +41,7 @@ def networks() -> tuple[nn.Module, nn.Module]:
         return actor.double(), Critic().double()
 
 
-def reward(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+def reward(state: Tensor, action: Tensor) -> Tensor:
     return -(action - state.mean(1, keepdim=True)).square()
 
 
@@ -51,19 +53,19 @@ def data() -> TensorDataset:
     return TensorDataset(state, action, reward(state, action))
 
 
-def adam(params):
+def adam(params: Iterable[nn.Parameter]) -> torch.optim.Adam:
     return torch.optim.Adam(params, lr=1e-2)
 
 
-def critic_loss(critic, state, action, earned):
+def critic_loss(critic: Model, state: Tensor, action: Tensor, earned: Tensor) -> Tensor:
     return F.mse_loss(critic(state, action), earned)
 
 
-def actor_loss(actor, critic, state):
+def actor_loss(actor: Model, critic: Model, state: Tensor) -> Tensor:
     return -critic(state, actor(state)).mean()
 
 
-def raw() -> list[torch.Tensor]:
+def raw() -> list[Tensor]:
     """The loop on torch alone, over the batches of all ranks."""
     actor, critic = networks()
     of_actor, of_critic = adam(actor.parameters()), adam(critic.parameters())

@@ -27,12 +27,12 @@ class Adapted(nn.Module):
         self.frozen = frozen.requires_grad_(requires_grad=False)
         self.adapters = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(6))
         for adapter in self.adapters:
-            nn.init.zeros_(adapter.weight)
+            nn.init.zeros_(adapter.get_parameter("weight"))
         self.head = nn.Linear(256, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.pad(x, (0, 192))
-        for layer, adapter in zip(self.frozen, self.adapters, strict=True):
+        for layer, adapter in zip(self.frozen.children(), self.adapters, strict=True):
             x = torch.relu(layer(x) + adapter(x))
         return self.head(x)
 
@@ -60,8 +60,8 @@ def main(ctx: fx.DistContext, folder: str) -> None:
     )
     fx.load_model(folder, model, strict=False, rename=lambda name: f"frozen.{name}")
 
-    x, y = load_digits(return_X_y=True)
-    x, y = torch.tensor(x).float() / 16, torch.tensor(y)
+    columns = load_digits(return_X_y=True)
+    x, y = torch.tensor(columns[0]).float() / 16, torch.tensor(columns[1])
     loader = fx.shard(DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True), ctx, plan)
     fns = fx.StepFns(model=model, loss=loss)
     for epoch in loader.epochs(8):

@@ -102,7 +102,8 @@ def main() -> None:
         loader = fx.shard(DataLoader(data, batch_size=16, shuffle=True), ctx, plan)
         fns = fx.StepFns(model=model, loss=token_loss)
         quiet = not (ctx.is_main and console.is_terminal)
-        first, recent = math.nan, []
+        first = math.nan
+        recent: list[Tensor] = []
         batches = (batch for epoch in loader.epochs(100) for batch in epoch)
         for batch in track(
             batches, "training", total=options.updates, console=console, disable=quiet

@@ -10,6 +10,7 @@ Ends with one JSON line from rank 0.
 import argparse
 import json
 import tempfile
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +86,7 @@ def train(ctx: fx.DistContext, plan: fx.Plan, folder: str, epochs: int) -> float
     fns = fx.StepFns(model=model, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
 
     table = Table("epoch", "updates", "loss", "accuracy", title=f"digits, {ctx.world_size} ranks")
-    found = {}
+    found: dict[str, Any] = {}
     for report in fx.fit(
         ctx,
         fns,

@@ -40,7 +40,7 @@ def train(name: str, fns: fx.StepFns, loader: fx.Sharded, ctx: fx.DistContext, e
 
 
 def accuracy(model: fx.Wrapped, loader: fx.Sharded, ctx: fx.DistContext) -> float:
-    found = []
+    found: list[torch.Tensor] = []
     with torch.no_grad():
         for batch in loader:
             hits = model(batch[0]).argmax(-1) == batch[1]

@@ -8,15 +8,17 @@ trained parameters with those of such a loop on torch alone.
 """
 
 import json
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain import ops
 
+Model = nn.Module | fx.Wrapped
 EPOCHS, ROWS, BATCH = 20, 512, 64  # of all ranks together
 
 
@@ -37,20 +39,20 @@ def data() -> TensorDataset:
     return TensorDataset(noise, torch.stack([angle.cos(), angle.sin()], dim=1))
 
 
-def adam(params):
+def adam(params: Iterable[nn.Parameter]) -> torch.optim.Adam:
     return torch.optim.Adam(params, lr=1e-3, betas=(0.5, 0.9))
 
 
-def d_loss(generator, discriminator, noise, real):
+def d_loss(generator: Model, discriminator: Model, noise: Tensor, real: Tensor) -> Tensor:
     fake = generator(noise).detach()
     return F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(fake)).mean()
 
 
-def g_loss(generator, discriminator, noise):
+def g_loss(generator: Model, discriminator: Model, noise: Tensor) -> Tensor:
     return F.softplus(-discriminator(generator(noise))).mean()
 
 
-def raw() -> list[torch.Tensor]:
+def raw() -> list[Tensor]:
     """The loop on torch alone, over the batches of all ranks."""
     generator, discriminator = networks()
     g_adam, d_adam = adam(generator.parameters()), adam(discriminator.parameters())
@@ -73,14 +75,15 @@ def main() -> None:
         discriminator = fx.wrap(d_net, ctx, plan, optimizer=adam)
         d_fns = fx.StepFns(model=discriminator, loss=lambda d, batch: d_loss(generator, d, *batch))
         g_fns = fx.StepFns(model=generator, loss=lambda g, b: g_loss(g, discriminator, b[0]))
+        updates = 0
         for epoch in fx.shard(DataLoader(data(), batch_size=BATCH), ctx, plan).epochs(EPOCHS):
             for batch in epoch:
                 fx.step(ctx, batch, d_fns)
-                report = fx.step(ctx, batch, g_fns)
+                updates = fx.step(ctx, batch, g_fns).position.updates
         ours = [*generator.parameters(), *discriminator.parameters()]
         pairs = zip(ours, raw(), strict=True)
         apart = max((a - b).detach().abs().max().item() for a, b in pairs)
-        told = {"ranks": ctx.world_size, "updates": report.position.updates, "apart": apart}
+        told = {"ranks": ctx.world_size, "updates": updates, "apart": apart}
         ops.say(json.dumps(told), ctx)
 
 

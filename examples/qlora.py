@@ -71,7 +71,10 @@ def adapted(net: nn.Sequential, *, peft: bool) -> nn.Module:
         from peft import LoraConfig, get_peft_model
 
         return get_peft_model(net, LoraConfig(r=8, target_modules=["0", "2"]))
-    net[0], net[2] = LoRA(net[0]), LoRA(net[2])
+    for number in (0, 2):
+        layer = net[number]
+        assert isinstance(layer, nn.Linear)  # quantised ones are, too
+        net[number] = LoRA(layer)
     return net
 
 

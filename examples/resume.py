@@ -10,6 +10,7 @@ Ends with one JSON line from rank 0.
 
 import argparse
 import json
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,7 @@ def main() -> None:
     with fx.detect() as ctx, fx.preemption(ctx) as notice:
         model, loader = start(ctx, options.folder)
         fns = fx.StepFns(model=model, loss=loss)
-        told = {"updates": loader.position.updates, "left": False, "accuracy": None}
+        told: dict[str, Any] = {"updates": loader.position.updates, "left": False, "accuracy": None}
         for batch in (batch for epoch in loader.epochs(options.epochs) for batch in epoch):
             report = fx.step(ctx, batch, fns)
             place = report.position

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 
 import attrs
 import click
@@ -11,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain._other_names import OTHER_CALLS, OTHER_NAMES, OTHER_VALUES, hint
+from fxtrain._other_names import OTHER_ARGUMENTS, OTHER_CALLS, OTHER_NAMES, OTHER_VALUES, hint
 from fxtrain.cli import main
 from fxtrain.cli.launch_command import LAUNCH
 from fxtrain.launch import FLAGS, LaunchSpec
@@ -221,3 +222,40 @@ def test_aliases_are_the_functions_and_a_star_import_keeps_print():
     assert fx.ops.print is fx.ops.say
     for module in (fx, fx.ops):
         assert "print" not in module.__all__
+
+
+def _callable(name):
+    return getattr(fx.ops, name, None) or getattr(fx, name)
+
+
+@pytest.mark.parametrize(("call", "name"), sorted(OTHER_ARGUMENTS))
+def test_an_argument_of_another_library_is_answered_with_the_one_here(call, name):
+    function = getattr(_callable(call), call, _callable(call))  # a package may be the function
+    use = OTHER_ARGUMENTS[call, name]
+    parameters = inspect.signature(function).parameters
+    assert name not in parameters
+    (given,) = ast.parse(f"f({use})", mode="eval").body.keywords
+    assert given.arg in parameters
+    with pytest.raises(fx.FxError, match=f"^{re.escape(call)}\\({name}=") as caught:
+        function(**{name: 1})
+    assert isinstance(caught.value, TypeError)
+    assert str(caught.value).endswith(f" Use {call}({use}).")
+
+
+HINTED = (
+    "agree all_ranks any_rank barrier broadcast broadcast_object clip_norm clip_value duplicate "
+    "fork_rng gather gather_objects gather_valid join_tokens log main_first map on_main on_rank "
+    "pad preemption reduce say scatter seed split unpad evaluate export fit load_model merge "
+    "restore save shard track wrap"
+)
+
+
+@pytest.mark.parametrize("call", HINTED.split())
+def test_a_misspelt_argument_is_answered_with_the_nearest(call):
+    function = getattr(_callable(call), call, _callable(call))
+    name = list(inspect.signature(function).parameters)[-1]
+    wrong = f"{name}x"
+    with pytest.raises(fx.FxError) as caught:
+        function(**{wrong: 1})
+    assert isinstance(caught.value, TypeError)
+    assert str(caught.value) == f"{call}({wrong}=...): no such argument. Did you mean {name!r}?"

@@ -133,7 +133,7 @@ def _seek(
         return opened, 0
     source = local.sizes(epoch) if local.sizes else ((rows, rows) for rows, _ in opened or ())
     units = seen = behind = 0
-    most = ops.gather_objects(local.most, ctx)
+    most: list[Any] = ops.gather_objects(local.most, ctx)
     while seen < wanted:
         # As many steps as cannot overshoot, so that one exchange covers many.
         known = [steps for steps in most if steps is not None]

@@ -58,7 +58,7 @@ class _Rules:
 def fit(
     ctx: DistContext,
     fns: StepFns[M],
-    loader: Sharded[Any],
+    loader: Sharded[object],
     path: StrPath,
     *,
     epochs: int,

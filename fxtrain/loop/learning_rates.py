@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import attrs
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ class RateCurve:
 def find_lr(
     ctx: DistContext,
     fns: StepFns[M],
-    loader: Sharded[Any],
+    loader: Sharded[object],
     *,
     start: float = 1e-7,
     stop: float = 10.0,

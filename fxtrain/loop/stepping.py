@@ -168,7 +168,7 @@ class StepFns(Generic[M]):
     )
 
 
-def step(ctx: DistContext, batch: Batch[Any], fns: StepFns[M]) -> Report:
+def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
     """Train on one micro-batch.
 
     An update is due when `batch.position.micro` is 0; until then, gradients accumulate. The

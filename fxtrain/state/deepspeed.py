@@ -17,7 +17,7 @@ _COUNT = validators.optional(validators.ge(0))
 _SIZE = validators.optional(validators.ge(1))
 
 
-def _canonical(value: str | Mapping[str, Any] | None) -> str | None:
+def _canonical(value: str | Mapping[str, object] | None) -> str | None:
     """JSON text in canonical form, so that equal configs make equal plans; a path unchanged."""
     if isinstance(value, Mapping):
         return _one_form(value)

@@ -32,7 +32,7 @@ from fxtrain.state import DeepSpeed, DistContext, Plan, Strategy, Wrapped
 __all__ = ["wrap_engine", "zero_init"]
 
 
-def zero_init(ctx: DistContext, plan: Plan) -> AbstractContextManager[Any]:
+def zero_init(ctx: DistContext, plan: Plan) -> AbstractContextManager[object]:
     """Build a model inside this region without any rank ever holding all of it.
 
     Under `DeepSpeed(stage=3)`, parameters are sharded as they are created. Under any other plan,

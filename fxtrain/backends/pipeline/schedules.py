@@ -197,7 +197,7 @@ def _prepared(model: Wrapped, calls: Sequence[Call], *, train: bool) -> Prepared
     ]
     for stage in stages:
         stage.stage_index_to_group_rank = dict(enumerate(engine.layout.ranks))
-        vote = getattr(stage, "_warmup_backward_result", None)  # in newer versions of torch
+        vote = getattr(stage, "_warmup_backward_result", None)  # in torch 2.13, not in 2.15
         if vote is not None and model.ctx.comm.simulated:
             stage._warmup_backward_result = functools.partial(_all_stages_ready, vote)
     return PreparedSchedule(

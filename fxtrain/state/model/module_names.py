@@ -148,7 +148,7 @@ class ModuleNames(Displayed, Generic[M_co]):
             raise AttributeError(missing_attribute(self, name))
 
 
-def check_open(model: ModuleNames[Any], call: str, kind: type[FxError] = StepError) -> None:
+def check_open(model: ModuleNames[nn.Module], call: str, kind: type[FxError] = StepError) -> None:
     """Refuse a handle whose module was unwrapped or released, or is inside `fx.gathered`.
 
     Anything else than a handle is refused too.
