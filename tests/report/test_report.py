@@ -229,6 +229,19 @@ def test_values_that_are_no_numbers_are_not_drawn(tmp_path):
     assert "Not finite" in page_of([run])
 
 
+def test_both_parsers_read_the_same(tmp_path, monkeypatch):
+    pytest.importorskip("orjson", reason='needs orjson: pip install "fxtrain[report]"')
+    values = '"loss":%s,"other":0.1234567890123456789'
+    odd = ("1e999", "NaN", str(10**400), "-0.0", "5e-324", '"\\ud800"', str(2**70), "0.1", "01")
+    lines = [f'{{"step":{at},"values":{{{values % one}}}}}\n' for at, one in enumerate(odd)]
+    _written(tmp_path, [*lines, '{"step":NaN}\n', '{"step":3.0,"values":{}}\n', "\n", "{\n"])
+    fast = read_curves([tmp_path])[0]
+    monkeypatch.setattr("fxtrain.report.lines._parse", json.loads)
+    slow = read_curves([tmp_path])[0]
+    assert repr(fast) == repr(slow)
+    assert fast.curves["loss"].count > 4
+
+
 def test_an_empty_run_has_a_page(tmp_path):
     _written(tmp_path, [])
     page = _Page(page_of(read_curves([tmp_path])))
