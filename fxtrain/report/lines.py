@@ -13,8 +13,8 @@ import attrs
 from fxtrain._reading import open_file
 from fxtrain.report.curves import Curve, downsample
 
-try:
-    from orjson import loads as _parse  # four times as fast as Python's own
+try:  # four times as fast as Python's own
+    from orjson import loads as _parse  # pyright: ignore[reportMissingImports]
 except ImportError:
     from json import loads as _parse
 
