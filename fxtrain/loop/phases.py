@@ -13,7 +13,7 @@ from fxtrain.state import Batch, DistContext, Report, Wrapped
 __all__ = ["PhaseClock", "phase_clock"]
 
 
-@attrs.define(eq=False)
+@attrs.frozen(eq=False)
 class PhaseClock:
     """Steps that are timed.
 
