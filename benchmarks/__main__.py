@@ -11,6 +11,7 @@ from benchmarks import (
     loader,
     offload,
     placement,
+    report,
     startup,
     step,
 )
@@ -29,5 +30,6 @@ if __name__ == "__main__":
         growth,
         faults,
         placement,
+        report,
     ):
         each.main()

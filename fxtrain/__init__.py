@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from fxtrain.loop import find_batch_size as find_batch_size
     from fxtrain.loop import find_lr as find_lr
     from fxtrain.loop import fit as fit
+    from fxtrain.loop import predict_batch_size as predict_batch_size
     from fxtrain.loop import release as release
     from fxtrain.loop import step as step
     from fxtrain.loop import update as update
@@ -134,7 +135,7 @@ _HOMES = {
     "fxtrain.launch": "given_plan launch",
     "fxtrain.loop": (
         "EMA EarlyStopping Mean NoiseScale RateCurve Released StepFns ema evaluate find_batch_size "
-        "find_lr fit release step update"
+        "find_lr fit predict_batch_size release step update"
     ),
     "fxtrain.meters": "Memory Meter count_flops memory timed",
     "fxtrain.models": "export load_model",

@@ -119,6 +119,7 @@ MUTABLE = {
     "fxtrain.backends.pipeline.schedules.PreparedSchedule": "its results are described once",
     "fxtrain.profile.tracing.opening.Trace": "how far a schedule got",
     "fxtrain.profile.tracing.recording.Recording": "one cycle of torch's profiler",
+    "fxtrain.loop.fit_entries.Entries": "what fit measured since the last entry of its trackers",
     "fxtrain.backends.pipeline.execute._GivenOutputs": "whether the loss has called the model",
 }
 

@@ -1,6 +1,6 @@
 """Training loops: a step, an update, a whole run, metrics, running means, and when to stop."""
 
-from fxtrain.loop.batch_size import find_batch_size
+from fxtrain.loop.batch_size import find_batch_size, predict_batch_size
 from fxtrain.loop.early_stopping import EarlyStopping
 from fxtrain.loop.evaluating import evaluate
 from fxtrain.loop.fitting import fit
@@ -25,6 +25,7 @@ __all__ = [
     "find_batch_size",
     "find_lr",
     "fit",
+    "predict_batch_size",
     "release",
     "step",
     "update",

@@ -1,7 +1,8 @@
 """The largest batch size that fits, with the rows of an update unchanged."""
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import attrs
 import torch
@@ -9,9 +10,10 @@ import torch
 from fxtrain import ops
 from fxtrain._errors import PlanError
 from fxtrain.loop.releasing import empty_cache
-from fxtrain.state import DistContext, Plan, check_connected, shown
+from fxtrain.profile import dry_run
+from fxtrain.state import DistContext, Mesh, Plan, check_connected, shown
 
-__all__ = ["find_batch_size", "is_out_of_memory"]
+__all__ = ["find_batch_size", "is_out_of_memory", "predict_batch_size"]
 
 # What allocators raise as a plain RuntimeError: CPU, MPS, CUDA libraries, XPU, NPU, XLA.
 _WORDS = (
@@ -41,9 +43,8 @@ def find_batch_size(
     Args:
         ctx: The ranks that must agree.
         trial: (batch size, plan) → anything. It builds what training needs and runs a few steps of
-            that size; an out-of-memory error, or the result False, means that it does not fit. So a
-            trial may also answer from a dry run, without running anything. What it allocates is
-            freed afterwards if it keeps no reference.
+            that size; an out-of-memory error, or the result False, means that it does not fit. What
+            it allocates is freed afterwards if it keeps no reference.
         start: The largest batch size.
         plan: `accumulate` is read; by default `fx.Plan()`.
         shrink: The next size is at most this times the last one: 0.5 or 0.9.
@@ -72,21 +73,99 @@ def find_batch_size(
         (8, 8)
     """
     check_connected("find_batch_size", ctx)
+    _check("find_batch_size", start, shrink)
+    for size, candidate in _candidates(start, plan, shrink):
+        if _fits(ctx, trial, size, candidate):
+            return size, candidate
+    raise _nothing_fits("find_batch_size", start)
+
+
+def predict_batch_size(
+    train: Callable[[DistContext, int, Plan], Any],
+    start: int,
+    plan: Plan | None = None,
+    *,
+    world: int,
+    device_memory: int | str,
+    mesh: Mesh | None = None,
+    shrink: float = 0.5,
+) -> tuple[int, Plan]:
+    """Like `find_batch_size`, from dry runs: nothing is computed, and no device is needed.
+
+    Args:
+        train: (context, batch size, plan) → anything. It builds the model and trains with batches
+            of that size, as in `fx.dry_run`, which ends it.
+        start: The largest batch size.
+        plan: `accumulate` is read; by default `fx.Plan()`.
+        world: World size to simulate.
+        device_memory: Memory of one device: bytes, or text such as "80GB" or "24GiB". A dry run
+            does not know what CUDA, allocators and NCCL take, so leave them a tenth.
+        mesh: Ranks per axis; all ranks replicate by default.
+        shrink: The next size is at most this times the last one: 0.5 or 0.9.
+
+    Returns:
+        The batch size, and the plan with `accumulate` scaled.
+
+    Effects:
+        The same as `fx.dry_run`, once for each size.
+
+    Raises:
+        PlanError: nothing fits, a dry run ends with another problem, or an argument makes no sense.
+        ContextError: the mesh does not fit the world size, or a process group is open.
+
+    Example:
+        >>> import fxtrain as fx, torch
+        >>> rows = torch.ones(8000, 100)
+        >>> def train(ctx, size, plan):
+        ...     net = torch.nn.Linear(100, 1)
+        ...     model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        ...     loader = torch.utils.data.DataLoader(rows, batch_size=size)
+        ...     fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
+        ...     for batch in fx.shard(loader, ctx, plan):
+        ...         fx.step(ctx, batch, fns)
+        >>> size, plan = fx.predict_batch_size(train, 64, world=8, device_memory="150kB")
+        >>> size, plan.accumulate
+        (16, 4)
+    """
+    _check("predict_batch_size", start, shrink)
+    for size, candidate in _candidates(start, plan, shrink):
+        run = dry_run(
+            lambda ctx, size=size, candidate=candidate: train(ctx, size, candidate),
+            world=world,
+            mesh=mesh,
+            device_memory=device_memory,
+        )
+        if others := [one.text for one in run.problems if one.fatal and one.kind != "memory"]:
+            raise PlanError(
+                f"predict_batch_size: the dry run of batch size {size} ends with a problem:\n"
+                + "\n".join(others)
+            )
+        if not any(one.kind == "memory" for one in run.problems):
+            return size, candidate
+    raise _nothing_fits("predict_batch_size", start)
+
+
+def _check(call: str, start: Any, shrink: Any) -> None:
     if type(start) is not int or start < 1 or not 0 < shrink < 1:
         raise PlanError(
-            f"find_batch_size(start={shown(start)}, shrink={shown(shrink)}): start is the largest "
+            f"{call}(start={shown(start)}, shrink={shown(shrink)}): start is the largest "
             f"batch size, 1 or more, and shrink is between 0 and 1, such as 0.5."
         )
+
+
+def _candidates(start: int, plan: Plan | None, shrink: float) -> Iterator[tuple[int, Plan]]:
+    """Batch sizes downwards, each with the plan that keeps the rows of an update."""
     plan = Plan() if plan is None else plan
     rows, size = start * plan.accumulate, start
     while size:
-        candidate = attrs.evolve(plan, accumulate=rows // size)
-        if _fits(ctx, trial, size, candidate):
-            return size, candidate
+        yield size, attrs.evolve(plan, accumulate=rows // size)
         most = int(size * shrink)
         size = next((n for n in range(most, 0, -1) if rows % n == 0), 0)
-    raise PlanError(
-        f"find_batch_size: no batch size from {start} down to 1 fits into memory. Use recompute, "
+
+
+def _nothing_fits(call: str, start: int) -> PlanError:
+    return PlanError(
+        f"{call}: no batch size from {start} down to 1 fits into memory. Use recompute, "
         f"a lower precision, FSDP or more ranks."
     )
 

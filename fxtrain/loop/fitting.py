@@ -16,10 +16,11 @@ from fxtrain._reading import StrPath
 from fxtrain._record import above, at_least, record
 from fxtrain.checkpoint import Restored, Saving, latest, restore, save
 from fxtrain.data import Sharded
-from fxtrain.loop.means import Mean, finite_number
+from fxtrain.loop.fit_entries import Entries, entries_after
+from fxtrain.loop.means import finite_number
 from fxtrain.loop.progress import progress
-from fxtrain.loop.stepping import StepFns, step
-from fxtrain.meters import memory
+from fxtrain.loop.stepping import StepFns
+from fxtrain.profile import profile
 from fxtrain.state import DistContext, JsonLines, Position, Report, Wrapped, shown
 from fxtrain.track import Run, Target, track
 
@@ -202,6 +203,7 @@ class _Loop:
     run: Run
     notice: ops.Preemption | None
     restored: Restored | None
+    entries: Entries
 
 
 @contextmanager
@@ -219,37 +221,42 @@ def _opened(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> I
         resume=known,
         position=position,
     )
-    with run, _signals(ctx, rules.signals) as notice:
-        yield _Loop(ctx, fns.model, loader.at(position), rules, run, notice, restored)
+    recorded = fns.model.plan.profile if restored is None else None
+    recording = nullcontext() if recorded is None else profile(ctx, recorded)
+    with run, _signals(ctx, rules.signals) as notice, recording as trace:
+        entries = entries_after(
+            restored, position, ctx, run, fns=fns, every=rules.log_every, trace=trace
+        )
+        yield _Loop(ctx, fns.model, loader.at(position), rules, run, notice, restored, entries)
 
 
 def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> Iterator[Report]:
     with _opened(ctx, fns, loader, rules) as loop:
-        mean = _mean_of(loop.restored, ctx)
         saved = None if loop.restored is None else loop.restored.position
-        report, saving, left = None, None, False
+        report, saving, left, entries = None, None, False, loop.entries
         clock = time.monotonic()
-        since = (clock, loop.loader.position.samples)
         for batch in chain.from_iterable(loop.loader.epochs(rules.epochs)):
-            report = step(ctx, batch, fns)
-            position, mean = report.position, mean.update(report)
-            if not position.micro:
-                report, mean, since = _tracked(loop, report, mean, since)
+            report = entries.step(batch)
+            position = report.position
+            if entries.due or (rules.evaluate and not position.micro):
+                report = _tracked(loop, report)
             if not left:
                 try:
                     yield report
                 except GeneratorExit:
                     left = True
+            entries.asked_s = time.monotonic()
             if position.micro:
                 continue
             stop, due = _agreed(loop, position, clock, left=left)
             if stop:
                 break
             if due:
-                saving, saved = _save(loop, report, mean), position
+                saving, saved = _save(loop, report), position
                 clock = time.monotonic()
+            entries.asked_s = time.monotonic()
         if report is not None and report.position != saved:
-            saving = _save(loop, report, mean, last=True)
+            saving = _save(loop, report, last=True)
         if saving is not None:
             saving.result()
 
@@ -276,45 +283,22 @@ def _restored(ctx: DistContext, model: Wrapped, rules: _Rules) -> Restored | Non
     ops.raise_together(problem, ctx)
     if (found := ops.broadcast_object(found, ctx)) is None:
         return None
-    template = {"run": None, "loss": None, "user": dict(rules.extra)}
+    template = {"run": None, "loss": None, "skipped": None, "user": dict(rules.extra)}
     restored = restore(found, ctx, model, extra=template)
     rules.extra.update(restored.extra["user"])
     return restored
 
 
-def _mean_of(restored: Restored | None, ctx: DistContext) -> Mean:
-    """The losses since the last entry of this rank; at another world size, those of all on one."""
-    if restored is None:
-        return Mean()
-    ranks, pairs = ctx.axis("loss"), restored.extra["loss"].to(ctx.device)
-    if len(pairs) == ranks.world_size:
-        return Mean(*pairs[ranks.rank])
-    return Mean() if ranks.rank else Mean(*pairs.sum(0))
-
-
-def _tracked(
-    loop: _Loop, report: Report, mean: Mean, since: tuple[float, int]
-) -> tuple[Report, Mean, tuple[float, int]]:
-    """Evaluate and write an entry where they are due; a new mean begins after an entry."""
+def _tracked(loop: _Loop, report: Report) -> Report:
+    """Evaluate and write an entry where they are due."""
     rules, position = loop.rules, report.position
     every = rules.evaluate_every
     if rules.evaluate and not (position.updates % every if every else not position.is_last):
         report = attrs.evolve(report, metrics=_evaluated(rules))
         loop.run.log({"eval": report.metrics}, position)
-    if position.updates % rules.log_every and not position.is_last:
-        return report, mean, since
-    now = (time.monotonic(), position.samples)
-    ranks, pair = loop.ctx.axis("loss"), mean.pair(loop.ctx)
-    total, weight = pair if ranks.world_size == 1 else ops.reduce(pair, ranks, op="sum")
-    values = {
-        "loss": total / weight,
-        "grad_norm": report.grad_norm,
-        "lr": loop.model.optimizers[0].param_groups[0]["lr"],
-        "rows_per_s": (now[1] - since[1]) / max(now[0] - since[0], 1e-9),
-        "memory_gib": memory(loop.ctx).now / 2**30,
-    }
-    loop.run.log(values, position)
-    return report, Mean(), now
+    if loop.entries.due:
+        loop.entries.write(report)
+    return report
 
 
 def _evaluated(rules: _Rules) -> Any:
@@ -352,18 +336,17 @@ def _agreed(loop: _Loop, position: Position, clock: float, *, left: bool) -> tup
     return any(one or two for one, two, _ in found), bool(due or found[0][2])
 
 
-def _save(loop: _Loop, report: Report, mean: Mean, *, last: bool = False) -> Saving:
+def _save(loop: _Loop, report: Report, *, last: bool = False) -> Saving:
     rules, ctx, found = loop.rules, loop.ctx, report.metrics
     found = found.get(rules.metric) if isinstance(found, Mapping) else found
     score = finite_number(found)
     pruned = rules.keep_best is None or score is not None
-    losses = ops.gather(mean.pair(ctx)[None], ctx.axis("loss"))
     return save(
         rules.checkpoints,
         ctx,
         loop.model,
         position=report.position,
-        extra={"run": loop.run.state(), "loss": losses, "user": dict(rules.extra)},
+        extra={"run": loop.run.state(), **loop.entries.state(), "user": dict(rules.extra)},
         metric=score,
         keep_last=rules.keep_last if pruned else None,
         keep_best=rules.keep_best if pruned else None,

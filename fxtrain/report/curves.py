@@ -68,8 +68,7 @@ def downsample(values: Sequence[float], limit: int) -> list[int]:
         part = values[start : (bucket + 1) * count // buckets]
         finite = part if everything_finite else [one for one in part if math.isfinite(one)]
         if finite:
-            kept.add(start + part.index(min(finite)))
-            kept.add(start + part.index(max(finite)))
+            kept.update((start + part.index(min(finite)), start + part.index(max(finite))))
         if len(finite) < len(part):
             kept.add(start + next(i for i, one in enumerate(part) if not math.isfinite(one)))
     return sorted(kept)

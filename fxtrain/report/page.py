@@ -19,7 +19,19 @@ __all__ = ["page_of"]
 _ASSETS = files("fxtrain.report") / "assets"
 
 # Metrics that `fx.fit` logs first, in this order; then all others as they were logged.
-_FIRST = ("loss", "eval", "grad_norm", "skipped", "lr", "rows_per_s", "tokens_per_s", "memory_gib")
+_FIRST = (
+    "loss",
+    "eval",
+    "grad_norm",
+    "skipped",
+    "lr",
+    "rows_per_s",
+    "tokens_per_s",
+    "waiting",
+    "time",
+    "memory_gib",
+    "memory_peak_gib",
+)
 
 _PAGE = """<!doctype html>
 <html lang="en">

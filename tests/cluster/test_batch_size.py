@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain.loop.batch_size import is_out_of_memory
@@ -98,12 +99,64 @@ def test_nothing_is_left_of_a_try():
     assert len(held) == 3
 
 
-def test_a_dry_run_can_answer():
+def test_a_trial_that_answers_no_does_not_fit():
     def trial(size, plan):
         return size * 4000 <= 20_000
 
     size, plan = fx.find_batch_size(fx.DistContext(), trial, 16)
     assert (size, plan.accumulate) == (4, 4)
+
+
+def _predicted(memory, train=None, **how):
+    rows = torch.ones(4000, 100)
+
+    def default(ctx, size, plan):
+        net = torch.nn.Linear(100, 1)
+        model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
+        for batch in fx.shard(DataLoader(rows, batch_size=size), ctx, plan):
+            fx.step(ctx, batch, fns)
+
+    return fx.predict_batch_size(train or default, 64, world=4, device_memory=memory, **how)
+
+
+def test_dry_runs_predict_what_fits():
+    sizes = [_predicted(memory)[0] for memory in ("75kB", "85kB", "1GB")]
+    assert sizes == [8, 16, 64]
+    size, plan = _predicted("85kB", plan=fx.Plan(accumulate=2))
+    assert size * plan.accumulate == 128 and size < 64
+
+
+def test_nothing_that_fits_is_an_error():
+    with pytest.raises(fx.PlanError, match="no batch size from 64 down to 1"):
+        _predicted(1000, shrink=0.1)
+
+
+def test_a_dry_run_that_ends_otherwise_is_an_error():
+    def train(ctx, size, plan):
+        raise fx.PlanError("not this one")
+
+    with pytest.raises(fx.PlanError, match=r"dry run of batch size 64 ends(.|\n)*not this one"):
+        _predicted("1GB", train)
+
+
+def _one_rank_runs_out(ctx):
+    """One rank has no memory left before a collective of the trial; the other waits in it."""
+
+    def trial(size, plan):
+        if size > 2 and ctx.is_last:
+            raise MemoryError
+        fx.ops.reduce(torch.ones(3), ctx, op="sum")
+
+    try:
+        return fx.find_batch_size(ctx, trial, 8)[0]
+    except fx.CollectiveError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_ranks_do_not_hang_if_one_runs_out_before_a_collective(pair):
+    found = pair.run(_one_rank_runs_out)
+    assert all("CollectiveError" in one for one in found), found
 
 
 ERRORS = {

@@ -145,7 +145,7 @@ WAYS = ("break", "raises", "closes", "signal", "one breaks", "fails")
 
 def _curves(folder):
     log = read_run(folder)
-    names = ("loss", "lr", "grad_norm", "eval/score")
+    names = ("loss", "lr", "grad_norm", "skipped", "eval/score")
     return {name: log.curve(name) for name in names}, {e["rows"] for e in log.entries}
 
 

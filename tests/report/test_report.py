@@ -229,6 +229,19 @@ def test_values_that_are_no_numbers_are_not_drawn(tmp_path):
     assert "Not finite" in page_of([run])
 
 
+def test_both_parsers_read_the_same(tmp_path, monkeypatch):
+    pytest.importorskip("orjson", reason='needs orjson: pip install "fxtrain[report]"')
+    values = '"loss":%s,"other":0.1234567890123456789'
+    odd = ("1e999", "NaN", str(10**400), "-0.0", "5e-324", '"\\ud800"', str(2**70), "0.1", "01")
+    lines = [f'{{"step":{at},"values":{{{values % one}}}}}\n' for at, one in enumerate(odd)]
+    _written(tmp_path, [*lines, '{"step":NaN}\n', '{"step":3.0,"values":{}}\n', "\n", "{\n"])
+    fast = read_curves([tmp_path])[0]
+    monkeypatch.setattr("fxtrain.report.lines._parse", json.loads)
+    slow = read_curves([tmp_path])[0]
+    assert repr(fast) == repr(slow)
+    assert fast.curves["loss"].count > 4
+
+
 def test_an_empty_run_has_a_page(tmp_path):
     _written(tmp_path, [])
     page = _Page(page_of(read_curves([tmp_path])))
@@ -275,19 +288,29 @@ BROWSER = (
 )
 
 
+# Colours of the first two runs and of the paper, as page.css has them.
+LIGHT = ((11, 98, 196), (179, 66, 10)), (255, 255, 255)
+DARK = ((108, 178, 255), (255, 157, 92)), (20, 23, 27)
+
+
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
-def test_a_browser_draws_the_curves_and_has_nothing_to_say(two_runs, tmp_path):
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
+def test_a_browser_draws_the_curves_and_has_nothing_to_say(two_runs, tmp_path, width, scheme):
     from matplotlib.image import imread
 
     page, shot = tmp_path / "page.html", tmp_path / "shot.png"
     page.write_text(page_of(read_curves(two_runs)), encoding="utf-8")
     done = subprocess.run(
         [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-         f"--user-data-dir={tmp_path}/user", "--window-size=390,2400",
+         f"--user-data-dir={tmp_path}/user", f"--window-size={width},2400",
+         f"--blink-settings=preferredColorScheme={int(scheme is LIGHT)}",
          "--virtual-time-budget=4000", f"--screenshot={shot}", page.as_uri()],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert "CONSOLE" not in done.stderr
     pixels = (imread(shot)[..., :3] * 255).round().astype(int)
-    for colour in ((11, 98, 196), (179, 66, 10)):  # those of the first two runs
+    colours, paper = scheme
+    for colour in colours:
         assert (abs(pixels - colour).sum(-1) < 8).sum() > 500
+    assert (abs(pixels - paper).sum(-1) < 8).mean() > 0.2

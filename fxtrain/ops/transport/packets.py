@@ -13,8 +13,9 @@ point to point: whoever reads the header knows how long the body is, and posts i
 
 import ctypes
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -41,6 +42,7 @@ _MAX_TOTAL_BYTES = 1 << 19  # bytes that arrive at each rank in one exchange, at
 _MAX_DIRECT_RANKS = 8  # ranks that send point to point
 _TAG = 1  # of packets; `scatter` sends its trees with 0
 _FIRST_BODY_TAG = 2  # of bodies: one for each call, so that none is taken for a later one
+_TORCH: Any = torch._C  # parts of it have no type stubs
 
 
 class Arrived(NamedTuple):
@@ -180,8 +182,8 @@ def send(
     # Methods of the group cost a quarter less than the functions of torch.distributed.
     if not packets.is_direct:
         assert comm.control is not None  # a communicator of several ranks has one
-        work = comm.control._allgather_base(packets.buffer.view(-1), rows[packets.rank])
-        packets.sends.append(work)
+        mine = packets.buffer.view(-1), rows[packets.rank]
+        packets.sends.append(_unrecorded(comm.control._allgather_base, *mine))
         return
     packets.deferred_sends = [*packets.lower, *packets.higher]
     while packets.deferred_sends and (at_once or packets.deferred_sends[0] < packets.rank):
@@ -199,21 +201,23 @@ def wait_packets(comm: Comm, packets: Packets) -> Arrived:
     """
     index = packets.current
     until = time.monotonic() + comm.timeout_s
-    for ranks in (packets.higher, packets.lower):
-        _wait_receives(packets, ranks, until)
-        _post_receives(comm, packets, ranks, 1 - index)
-        while packets.deferred_sends:
-            _post_sends(comm, packets)
-    if comm.simulated:  # every rank sends what this rank does
-        with _disable_current_modes():
-            packets.buffer[:] = packets.buffer[packets.rank].clone()
-    if not packets.is_direct:
-        _wait_sends(packets, until)  # the all-gather, which fills the buffer
-    headers = _headers(packets.buffer)
-    sizes = [int.from_bytes(header[16:24], "little") for header in headers]
-    if packets.is_direct and max(sizes) > capacity(len(sizes)):
-        _receive_bodies(comm, packets, sizes, until)
-    _wait_sends(packets, until)
+    # Its messages are not recorded, so this is what a trace shows of an exchange.
+    with _TORCH._profiler._RecordFunctionFast("fxtrain::exchange"):
+        for ranks in (packets.higher, packets.lower):
+            _wait_receives(packets, ranks, until)
+            _post_receives(comm, packets, ranks, 1 - index)
+            while packets.deferred_sends:
+                _post_sends(comm, packets)
+        if comm.simulated:  # every rank sends what this rank does
+            with _disable_current_modes():
+                packets.buffer[:] = packets.buffer[packets.rank].clone()
+        if not packets.is_direct:
+            _wait_sends(packets, until)  # the all-gather, which fills the buffer
+        headers = _headers(packets.buffer)
+        sizes = [int.from_bytes(header[16:24], "little") for header in headers]
+        if packets.is_direct and max(sizes) > capacity(len(sizes)):
+            _receive_bodies(comm, packets, sizes, until)
+        _wait_sends(packets, until)
     packets.current = 1 - index
     packets.in_flight = False
     return Arrived(packets.buffers[index], headers, sizes, packets.bodies)
@@ -229,9 +233,10 @@ def _post_sends(comm: Comm, packets: Packets) -> None:
     assert comm.control is not None  # a communicator of several ranks has one
     mine = packets.buffer_rows[packets.current][packets.rank]
     rank = packets.deferred_sends.pop(0)
-    packets.sends.append(comm.control.send([mine], rank, _TAG))
+    packets.sends.append(_unrecorded(comm.control.send, [mine], rank, _TAG))
     if packets.body is not None:
-        packets.sends.append(comm.control.send([packets.body], rank, packets.body_tag))
+        sent = _unrecorded(comm.control.send, [packets.body], rank, packets.body_tag)
+        packets.sends.append(sent)
 
 
 def _receive_bodies(comm: Comm, packets: Packets, sizes: list[int], until: float) -> None:
@@ -249,7 +254,8 @@ def _receive_bodies(comm: Comm, packets: Packets, sizes: list[int], until: float
     for rank, size in enumerate(sizes):
         if size > limit and rank not in (packets.rank, *packets.body_receives):
             row = packets.bodies[rank, :size]
-            packets.body_receives[rank] = comm.control.recv([row], rank, packets.body_tag)
+            work = _unrecorded(comm.control.recv, [row], rank, packets.body_tag)
+            packets.body_receives[rank] = work
     for work in packets.body_receives.values():
         work.wait(_remaining(until))
 
@@ -283,7 +289,24 @@ def _post_receives(comm: Comm, packets: Packets, ranks: range, index: int) -> No
     for rank in ranks:
         if rank in receives:
             continue
+        row = [packets.buffer_rows[index][rank]]
         try:
-            receives[rank] = comm.control.recv([packets.buffer_rows[index][rank]], rank, _TAG)
+            receives[rank] = _unrecorded(comm.control.recv, row, rank, _TAG)
         except RuntimeError as error:  # the rank left; it matters only if a call waits for it
             receives[rank] = error
+
+
+def _unrecorded(post: Callable[..., dist.Work], *arguments: Any) -> dist.Work:
+    """Post a message that torch's profiler does not record.
+
+    Messages are in flight between calls, and so when a profiler stops. An event of gloo that ends
+    after that is written into freed memory (torch 2.13): docs/profiling.md.
+    """
+    if not _TORCH._autograd._profiler_enabled():
+        return post(*arguments)
+    record = _TORCH._autograd._enable_record_function
+    record(False)  # noqa: FBT003 - torch takes no keyword
+    try:
+        return post(*arguments)
+    finally:
+        record(True)  # noqa: FBT003

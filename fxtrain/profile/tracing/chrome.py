@@ -28,7 +28,7 @@ _STARTS: Mapping[str, Phase] = {
     "autograd::engine::evaluate_function": "backward",
 }
 _COLLECTIVE = re.compile(
-    r"c10d::|_?c10d_functional|(gloo|nccl|mpi|ucc|xccl|hccl):|record_param_comms"
+    r"c10d::|_?c10d_functional|(gloo|nccl|mpi|ucc|xccl|hccl):|record_param_comms|fxtrain::exchange"
 )
 _COLLECTIVE_KERNEL = re.compile(r"(nccl|rccl|oneccl)", re.IGNORECASE)
 _HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "xpu_runtime")

@@ -1,9 +1,11 @@
 """One cycle of torch's profiler on one rank, and the file that it writes."""
 
+import contextlib
 import gzip
 import json
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,8 @@ __all__ = ["Recording", "activities_of", "is_profiling", "trace_path"]
 
 _TORCH: Any = torch._C  # parts of it have no type stubs
 _CHUNK = 1 << 20
-# torch's profiler has crashed processes that stopped it right after a collective of gloo, for an
-# unknown reason. With this wait, DDP on two ranks did not crash.
-_SETTLE_S = 0.05
+_SETTLE_S = 0.02  # for the threads of gloo where the operating system does not say what they do
+_SETTLE_AT_MOST_S = 2.0
 _SNAPSHOT_EVENTS = 100_000  # a torch default of 2**63 could fill the host's memory
 
 
@@ -110,7 +111,7 @@ class Recording:
         self._close_step()
         self.steps += complete
         if self.ctx.world_size > 1:
-            time.sleep(_SETTLE_S)
+            _settle()
         if not self._started:
             self.profiler.start_trace()  # torch ends a warm-up only this way
         self.profiler.stop_trace()
@@ -145,8 +146,7 @@ class Recording:
 
     def close(self) -> None:
         """Free what was recorded, and stop recording the allocator's history."""
-        # torch's profiler is part of a reference cycle. kineto has crashed where Python's collector
-        # freed its events later.
+        # torch's profiler is part of a reference cycle, which Python's collector may free late.
         self.profiler.profiler = None
         if self.ctx.device.type == "cuda" and self.profile.memory:
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -159,6 +159,29 @@ class Recording:
         if self._mark is not None:
             self._mark.__exit__(None, None, None)
             self._mark = None
+
+
+def _settle() -> None:
+    """Wait until no other thread of this process runs.
+
+    A thread of gloo first completes the future of a collective, which DDP waits for, and then ends
+    its event. Once the profiler has stopped, that would write into freed memory.
+    """
+    until = time.monotonic() + _SETTLE_AT_MOST_S
+    time.sleep(_SETTLE_S)
+    while _others_run() and time.monotonic() < until:
+        time.sleep(_SETTLE_S / 10)
+
+
+def _others_run() -> bool:
+    """Whether another thread of this process runs or waits for a processor; False if unknown."""
+    mine = str(threading.get_native_id())
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # a thread that has ended
+            state = (task / "stat").read_bytes().rpartition(b")")[2].split()[0]
+            if state == b"R" and task.name != mine:
+                return True
+    return False
 
 
 def _pack(source: Path, target: Path, about: dict[str, Any]) -> None:

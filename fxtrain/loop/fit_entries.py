@@ -1,0 +1,117 @@
+"""What `fit` measures between two entries of its trackers."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from fxtrain import ops
+from fxtrain.checkpoint import Restored
+from fxtrain.loop.means import Mean
+from fxtrain.loop.phases import PhaseClock, phase_clock
+from fxtrain.loop.stepping import StepFns, step
+from fxtrain.meters import memory
+from fxtrain.profile import Trace
+from fxtrain.state import Batch, DistContext, Position, Report
+from fxtrain.track import Run
+
+__all__ = ["Entries", "entries_after"]
+
+
+@attrs.define(eq=False)
+class Entries:
+    """The values of the next entry so far.
+
+    Attributes:
+        mean: The losses since the last entry, of this rank.
+        skipped: Updates skipped since then.
+        rows: Rows until then.
+        due: Whether an entry follows the last step.
+        asked_s: When the loop asked for the current batch.
+    """
+
+    ctx: DistContext
+    run: Run
+    fns: StepFns
+    every: int
+    trace: Trace | None
+    clock: PhaseClock | None
+    mean: Mean
+    skipped: int
+    rows: int
+    due: bool = False
+    asked_s: float = attrs.field(factory=time.monotonic)
+    _started_s: float = attrs.field(factory=time.monotonic)
+    _waited_s: float = 0.0
+    _phases: Mapping[str, float] = attrs.field(factory=dict)
+
+    def step(self, batch: Batch) -> Report:
+        """A step; the last one before an entry is timed by phase."""
+        self._waited_s += time.monotonic() - self.asked_s
+        position, clock = batch.position, self.clock
+        self.due = not position.micro and (position.is_last or not position.updates % self.every)
+        if not self.due or clock is None:
+            report = step(self.ctx, batch, self.fns)
+        else:
+            report, self._phases = clock.step(self.ctx, batch)
+        self.mean = self.mean.update(report)
+        self.skipped += report.skipped
+        if self.trace is not None:
+            self.trace.step()
+        return report
+
+    def write(self, report: Report) -> None:
+        """Write the entry; the next one begins."""
+        ctx, position = self.ctx, report.position
+        seconds = max(time.monotonic() - self._started_s, 1e-9)
+        ranks, pair = ctx.axis("loss"), self.mean.pair(ctx)
+        total, weight = pair if ranks.world_size == 1 else ops.reduce(pair, ranks, op="sum")
+        rates = [group["lr"] for one in self.fns.model.optimizers for group in one.param_groups]
+        used = memory(ctx)
+        values = {
+            "loss": total / weight,
+            "grad_norm": report.grad_norm,
+            "skipped": self.skipped,
+            "lr": rates[0] if len(rates) == 1 else dict(enumerate(rates)),
+            "rows_per_s": (position.samples - self.rows) / seconds,
+            "waiting": self._waited_s / seconds,
+            "memory_gib": used.now / 2**30,
+            "memory_peak_gib": used.peak / 2**30,
+            **self._phases,
+        }
+        self.run.log(values, position)
+        self.mean, self.skipped, self.rows = Mean(), 0, position.samples
+        self._started_s, self._waited_s = time.monotonic(), 0.0
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs to continue the open entry, of all ranks."""
+        losses = ops.gather(self.mean.pair(self.ctx)[None], self.ctx.axis("loss"))
+        return {"loss": losses, "skipped": self.skipped}
+
+
+def entries_after(
+    restored: Restored | None,
+    position: Position,
+    ctx: DistContext,
+    run: Run,
+    *,
+    fns: StepFns,
+    every: int,
+    trace: Trace | None,
+) -> Entries:
+    """The entry that is open where a run starts or resumes.
+
+    At another world size, rank 0 has the losses of all ranks.
+    """
+    mean, skipped = Mean(), 0
+    if restored is not None:
+        ranks, pairs = ctx.axis("loss"), restored.extra["loss"].to(ctx.device)
+        skipped = int(restored.extra["skipped"])
+        if len(pairs) == ranks.world_size:
+            mean = Mean(*pairs[ranks.rank])
+        elif not ranks.rank:
+            mean = Mean(*torch.sum(pairs, 0))
+    clock = phase_clock(ctx, fns)
+    return Entries(ctx, run, fns, every, trace, clock, mean, skipped, position.samples)
