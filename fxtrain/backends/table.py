@@ -1,5 +1,6 @@
 """From a plan's strategy to the functions that carry it out."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import attrs
@@ -8,6 +9,7 @@ from torch import nn
 
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
+from fxtrain.backends.core.converted_layers import converted_as_planned, recipe_problems
 from fxtrain.backends.core.module_changes import model_signature
 from fxtrain.backends.core.quantized_models import quantized_as_planned, quantized_problems
 from fxtrain.backends.core.ready_made import as_factories, described
@@ -133,10 +135,12 @@ def wrap(
     optimizer, scheduler = as_factories(optimizer, scheduler, model)
     with quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
         before, formats = record_module(model), _formats(model)
-        made: Any = row.wrap(row, model, ctx, plan, optimizer, scheduler)
+        with converted_as_planned(model, ctx, plan) as undo_layers:
+            made: Any = row.wrap(row, model, ctx, plan, optimizer, scheduler)
     if plan.precision.compute == "fp16" and ctx.device.type == "cpu":
         log(ctx, "fxtrain.plan").warning(_SLOW_FP16)
-    return attrs.evolve(made, bare=before.changes().hide, formats=formats)
+    made = attrs.evolve(made, bare=before.changes().hide, formats=formats)
+    return made if undo_layers is None else attrs.evolve(made, undo=_both(made.undo, undo_layers))
 
 
 def unwrap(model: Wrapped[N]) -> N:
@@ -171,6 +175,14 @@ def unwrap(model: Wrapped[N]) -> N:
     return module
 
 
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
 def _formats(module: nn.Module) -> dict[str, torch.dtype]:
     tensors = (
         *module.named_parameters(remove_duplicate=False),
@@ -202,6 +214,7 @@ def problems_of(
         return told
     found = (*strategy.check(ctx, plan, module), *_wrap_error(strategy, ctx, plan))
     found = (*found, *quantized_problems(strategy, ctx, plan, module))
+    found = (*found, *recipe_problems(strategy, ctx, plan, module))
     return (*found, *local_problems(ctx, plan))
 
 

@@ -21,6 +21,7 @@ from fxtrain.state.files import (
 from fxtrain.state.fsdp import FSDP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD, is_alone, round_begins, round_ends
 from fxtrain.state.low_precision.quantized_weights import Bnb4, Bnb8, Quantize, Torchao
+from fxtrain.state.low_precision.recipes import MX, TE, Float8, Recipe
 from fxtrain.state.mesh import AXES, Mesh, axis_groups, read_mesh, resolve_mesh
 from fxtrain.state.model.module_names import check_open
 from fxtrain.state.model.stored_state import FlatShard, ModelState, StateReader
@@ -96,6 +97,7 @@ __all__ = [
     "DryRun",
     "DtypeRule",
     "FSDP",
+    "Float8",
     "FlatShard",
     "Format",
     "FromConfig",
@@ -105,6 +107,7 @@ __all__ = [
     "Location",
     "LossScale",
     "MLflow",
+    "MX",
     "Memory",
     "Mesh",
     "ModelState",
@@ -122,6 +125,7 @@ __all__ = [
     "Problem",
     "Profile",
     "Quantize",
+    "Recipe",
     "Report",
     "Room",
     "Round",
@@ -130,6 +134,7 @@ __all__ = [
     "Strategy",
     "Style",
     "SwanLab",
+    "TE",
     "TP",
     "TensorBoard",
     "Terminal",

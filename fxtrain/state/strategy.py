@@ -221,6 +221,8 @@ class Strategy:
             traffic.
         unwrap: (model) → the original user's module, with full weights.
         cuts_sequences: Whether it supports `Plan.context`.
+        converts_layers: Whether it supports precision="fp8": it runs the user's module, some
+            layers of which were converted before.
         full_parameters: Whether each rank holds full parameters, so that they may be quantised,
             and compared by their digests.
         average: (model, position) → None: with independent replicas, ends the round that ends
@@ -250,6 +252,7 @@ class Strategy:
     weights: Callable[[Wrapped], dict[str, Weight]]
     unwrap: Callable[[Wrapped], nn.Module]
     cuts_sequences: bool = False
+    converts_layers: bool = False
     full_parameters: bool = False
     average: Callable[[Wrapped, Position | None], None] = attrs.Factory(
         lambda: unsupported("average", by="This strategy")
