@@ -13,7 +13,7 @@ from torch import nn
 
 from fxtrain._errors import PlanError
 from fxtrain.precision.layer_format import LayerFormat
-from fxtrain.precision.targets import Targets, choose_linears
+from fxtrain.precision.targets import Targets, all_named, choose_linears
 from fxtrain.precision.torchao_recipes import FLOAT8_LAYERS, MX_LAYERS
 from fxtrain.precision.transformer_engine import TE_LAYERS
 from fxtrain.state import MX, TE, Float8, Recipe
@@ -64,7 +64,7 @@ def recipe_targets(module: nn.Module, recipe: Recipe) -> Targets:
         return None
 
     found = choose_linears(module, recipe, reason)
-    if not found.names:
+    if not found.names and not all_named(found.skipped, recipe):
         raise PlanError(_nothing_left(module, recipe, found.skipped))
     return found
 

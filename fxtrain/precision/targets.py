@@ -11,7 +11,7 @@ from torch import nn
 from fxtrain._errors import PlanError
 from fxtrain.state import Quantize, Recipe, Torchao
 
-__all__ = ["Targets", "choose_layers", "choose_linears", "matches", "modules_to_keep"]
+__all__ = ["Targets", "all_named", "choose_layers", "choose_linears", "matches", "modules_to_keep"]
 
 _MAX_SHOWN = 5
 _NAMED = "named in the plan"
@@ -45,7 +45,7 @@ def choose_layers(module: nn.Module, record: Quantize, *, trains: bool) -> Targe
     linears = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
     skipped = _reasons(module, linears, record, trains=trains)
     names = tuple(name for name in linears if name not in skipped)
-    if not names and not _all_named(skipped, record):
+    if not names and not all_named(skipped, record):
         raise PlanError(_nothing_left(module, record, skipped))
     if isinstance(record, Torchao) and record.weights == "int4":
         _check_groups(linears, names, record.group)
@@ -94,7 +94,7 @@ def modules_to_keep(module: nn.Module, record: Quantize) -> tuple[nn.Module, ...
     return tuple(p for name, p in named if any(matches(one, name) for one in record.keep_fp32))
 
 
-def _all_named(skipped: Mapping[str, str], record: Quantize) -> bool:
+def all_named(skipped: Mapping[str, str], record: Quantize | Recipe) -> bool:
     """Whether the record itself skips every layer, which changes nothing, as asked."""
     return bool(skipped) and all(
         why == _NAMED or why.removeprefix("inside a ") in record.skip_classes
