@@ -51,7 +51,7 @@ def recipe_targets(module: nn.Module, recipe: Recipe) -> Targets:
         >>> from fxtrain.precision import recipe_targets
         >>> net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 2))
         >>> recipe_targets(net, fx.Float8(head=True))
-        Targets(names=('0',), skipped={'1': 'its size (32, 2) is not divisible by 16'})
+        Targets(names=('0',), skipped={'1': 'its size (32, 2) is below min_features=16'})
     """
     unit = _BY_RECORD[type(recipe)].multiple(recipe)
 

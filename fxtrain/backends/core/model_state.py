@@ -55,8 +55,7 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
     optimizers: list[Any] = []
     trained, now = _trained(model), round_of(model)
     steady = {name for name, tensor in tensors.items() if id(tensor) in trained}
-    own = window_state(model.window)
-    scales = _scales(model)
+    own, scales = window_state(model.window), _scales(model)
     tensors |= scales
     for index, optimizer in enumerate(model.optimizers):
         held, values = optimizer_state(optimizer, f"optimizer.{index}", names_of(model.module))
