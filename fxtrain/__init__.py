@@ -72,7 +72,9 @@ if TYPE_CHECKING:
     from fxtrain.state import CP as CP
     from fxtrain.state import DDP as DDP
     from fxtrain.state import FSDP as FSDP
+    from fxtrain.state import MX as MX
     from fxtrain.state import PP as PP
+    from fxtrain.state import TE as TE
     from fxtrain.state import TP as TP
     from fxtrain.state import XLA as XLA
     from fxtrain.state import Aim as Aim
@@ -90,6 +92,7 @@ if TYPE_CHECKING:
     from fxtrain.state import DistContext as DistContext
     from fxtrain.state import DryRun as DryRun
     from fxtrain.state import DVCLive as DVCLive
+    from fxtrain.state import Float8 as Float8
     from fxtrain.state import FromConfig as FromConfig
     from fxtrain.state import JsonLines as JsonLines
     from fxtrain.state import LocalSGD as LocalSGD
@@ -143,10 +146,10 @@ _HOMES = {
     "fxtrain.profile": "dry_run profile",
     "fxtrain.state": (
         "Aim Batch Bnb4 Bnb8 CP Change ClearML Comet CommHook Compile DDP DVCLive Data DeepSpeed "
-        "DiLoCo DistContext DryRun FSDP FromConfig JsonLines LocalSGD LossScale MLflow Mesh "
-        "Offload PP Placement Plan Position PowerSGD Precision Profile Report Single Style SwanLab "
-        "TP TensorBoard Terminal Torchao Trackio WandB Weighted Wrapped XLA diff dumps fingerprint "
-        "from_config loads read_plan write_plan"
+        "DiLoCo DistContext DryRun FSDP Float8 FromConfig JsonLines LocalSGD LossScale MLflow MX "
+        "Mesh Offload PP Placement Plan Position PowerSGD Precision Profile Report Single Style "
+        "SwanLab TE TP TensorBoard Terminal Torchao Trackio WandB Weighted Wrapped XLA diff dumps "
+        "fingerprint from_config loads read_plan write_plan"
     ),
     "fxtrain.track": "Run track",
 }

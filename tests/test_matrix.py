@@ -24,7 +24,7 @@ BEGIN, END = "<!-- matrix: made by tests/test_matrix.py -->", "<!-- end of matri
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
 
 
 class Net(nn.Module):
@@ -67,6 +67,7 @@ ROWS = {
     '`even="uneven"`': ({"even": "uneven"}, {}),
     '`precision="bf16"`': ({"precision": "bf16"}, {}),
     '`precision="fp16"`': ({"precision": "fp16"}, {}),
+    '`precision="fp8"`': ({"precision": "fp8"}, {}),
     "`recompute`": ({"recompute": ("Block",)}, {}),
     "`recompute_keep`": ({"recompute": ("Block",), "recompute_keep": ("matmul",)}, {}),
     "`compile`": ({"compile": fx.Compile()}, {}),

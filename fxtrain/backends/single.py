@@ -109,5 +109,6 @@ SINGLE = Strategy(
     weights=torch_weights,
     unwrap=_unwrap,
     full_parameters=True,
+    converts_layers=True,
     average=unsupported("averaging of replicas", by="Single, which has only one,"),
 )

@@ -9,6 +9,7 @@ from torch import nn
 
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
+from fxtrain.backends.core.converted_layers import convert_as_planned, recipe_problems
 from fxtrain.backends.core.module_changes import model_signature
 from fxtrain.backends.core.optimizers import Optimizers, Params, Schedulers
 from fxtrain.backends.core.quantized_models import quantized_as_planned, quantized_problems
@@ -138,6 +139,7 @@ def wrap(
     with quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
         before, formats = record_module(model), _formats(model)
         try:
+            convert_as_planned(model, ctx, plan)
             made: Any = row.wrap(row, model, ctx, plan, optimizer, scheduler)
         except BaseException:
             before.changes().undo()
@@ -216,6 +218,7 @@ def problems_of(
         return told
     found = (*strategy.check(ctx, plan, module), *_wrap_error(strategy, ctx, plan))
     found = (*found, *quantized_problems(strategy, ctx, plan, module))
+    found = (*found, *recipe_problems(strategy, ctx, plan, module))
     return (*found, *local_problems(ctx, plan))
 
 

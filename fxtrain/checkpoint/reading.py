@@ -15,6 +15,7 @@ from fxtrain.checkpoint.local_storage import Storage
 from fxtrain.checkpoint.manifest import CHUNK, Entry, File, Manifest, Part, digest_of
 from fxtrain.checkpoint.write_plan import box_of, boxes_in
 from fxtrain.models.tensor_bytes import DTYPES, memory_of
+from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import FlatShard
 
 __all__ = ["Reader", "file_problems", "files_of", "header_of", "open_reader"]
@@ -68,11 +69,10 @@ class Reader:
             return
         if isinstance(tensor, DTensor):
             start, _ = box_of(tensor)
-            local = tensor.to_local()
         else:
-            start, local = (0,) * tensor.ndim, tensor
+            start = (0,) * tensor.ndim
         with torch.no_grad():
-            self._fill_box(entry, name, start, local.detach())
+            self._fill_box(entry, name, start, local_values(tensor))
         # The bytes were written without torch noticing.
         torch.autograd.graph.increment_version(tensor)
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fxtrain._errors import CheckpointError
 from fxtrain.models.tensor_bytes import dtype_name
+from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import FlatShard
 
 __all__ = [
@@ -161,7 +162,7 @@ def _dtensor_chunks(name: str, tensor: DTensor) -> TensorChunk | None:
     if tensor.device_mesh.get_coordinate() is None:
         return None
     start, shape = box_of(tensor)
-    local = tensor.to_local().detach()
+    local = local_values(tensor)
     if 0 in shape:
         return None
     return TensorChunk(

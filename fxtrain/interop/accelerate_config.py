@@ -7,6 +7,7 @@ import attrs
 
 from fxtrain._errors import PlanError
 from fxtrain.backends import strategies
+from fxtrain.interop.accelerate_fp8 import fp8_rules
 from fxtrain.interop.accelerate_notes import FP8
 from fxtrain.interop.accelerate_rules import Facts, KeyOutcome, megatron, rules
 from fxtrain.launch import LAUNCHERS
@@ -99,7 +100,9 @@ def translate(data: Any) -> Converted:
         PlanError: as `convert_accelerate`.
     """
     facts, kind = _facts(data)
-    table, notes, problems = rules(), [], []
+    table = {**rules(), **fp8_rules(kind)}
+    notes: list[Note] = []
+    problems: list[str] = []
     sagemaker = str(facts.pop("compute_environment", "")).upper() == "AMAZON_SAGEMAKER"
     found = put({}, "launch.launcher", "sagemaker") if sagemaker else {}
     for key, value in facts.items():

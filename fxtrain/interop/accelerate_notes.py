@@ -2,9 +2,13 @@
 
 __all__ = ["FP8", "IPEX", "MSAMP"]
 
-FP8 = "plans have no fp8; bf16 is used instead"
+FP8 = (
+    "used with mixed_precision: fp8 and the backend that has this setting only; see fx.Float8 and "
+    "fx.TE. DeepSpeed computes in bf16 instead"
+)
 MSAMP = (
-    "MS-AMP is no longer maintained; bf16 is used instead. For 8-bit optimizer states, pass "
+    "MS-AMP is no longer maintained; torchao's float8 (fx.Float8) is used instead, which keeps "
+    "weights and optimizer states in their own dtypes. For 8-bit optimizer states, pass "
     "torchao.optim.AdamWFp8 or AdamW8bit as the optimizer"
 )
 IPEX = (

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from fxtrain.interop.accelerate_notes import FP8, IPEX, MSAMP
+from fxtrain.interop.accelerate_notes import IPEX
 from fxtrain.state import shown
 
 __all__ = ["Facts", "KeyOutcome", "Rule", "megatron", "none", "of", "rules"]
@@ -144,22 +144,10 @@ def _frame() -> dict[str, Rule]:
         "gpu_ids": lambda value, _: (
             gpus.get(text(value).upper()) or KeyOutcome(sets={"launch.gpus": words(value)})
         ),
-        "mixed_precision": among(
-            {
-                "NO": KeyOutcome(sets={"plan.precision": "fp32"}),
-                "FP16": KeyOutcome(sets={"plan.precision": "fp16"}),
-                "BF16": KeyOutcome(sets={"plan.precision": "bf16"}),
-                "FP8": KeyOutcome(sets={"plan.precision": "bf16"}, note=FP8),
-            },
-            unknown="unknown precision; plan.precision is one of fp32, bf16, fp16",
-        ),
         "fp16": when({"plan.precision": "fp16"}),
         "use_cpu": when({"launch.cpu": True}),
         "debug": when({}, note="fx.detect always checks collectives"),
         "enable_cpu_affinity": when({"launch.bind": "node"}),
-        "fp8.backend": lambda value, _: KeyOutcome(
-            note=MSAMP if text(value).upper() == "MSAMP" else FP8
-        ),
         "ipex.ipex": when({}, note=IPEX),
         "ipex.use_xpu": when({}, note=IPEX),
         "main_training_function": lambda value, _: KeyOutcome(

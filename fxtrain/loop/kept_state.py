@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxtrain import ops
-from fxtrain.ops.whole_tensors import is_sharded
+from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import DistContext, FlatShard, StateReader, Wrapped
 
 __all__ = ["kept_state"]
@@ -64,5 +64,4 @@ def _local(tensor: Any) -> Tensor:
     """This rank's values, sharing memory."""
     if isinstance(tensor, FlatShard):
         return tensor.values
-    tensor = tensor.detach()
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    return local_values(tensor)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain._errors import PlanError
-from fxtrain.ops.whole_tensors import is_sharded
+from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import Report, Wrapped, check_open, round_of, shown
 
 __all__ = ["EMA", "ema"]
@@ -65,7 +65,7 @@ class EMA:
         averages = self._local_averages()
         now = [
             local if local.dtype == average.dtype else local.to(average.dtype)
-            for local, average in zip(map(_local, self._parameters), averages, strict=True)
+            for local, average in zip(map(local_values, self._parameters), averages, strict=True)
         ]
         if not averages:
             pass
@@ -96,7 +96,7 @@ class EMA:
             torch.Size([3, 1])
         """
         check_open(self.model, "EMA.applied", PlanError)
-        held = [_local(one).clone() for one in self._parameters]
+        held = [local_values(one).clone() for one in self._parameters]
         try:
             self._set(self._local_averages())
             yield self.model
@@ -104,7 +104,7 @@ class EMA:
             self._set(held)
 
     def _local_averages(self) -> list[Tensor]:
-        return [_local(one) for one in self.state["weights"].values()]
+        return [local_values(one) for one in self.state["weights"].values()]
 
     @torch.no_grad()
     def _set(self, values: list[Tensor]) -> None:
@@ -112,7 +112,7 @@ class EMA:
         # FSDP frees the full parameters of a forward, which would have the old values.
         self.model.strategy.weights(self.model)
         for parameter, value in zip(self._parameters, values, strict=True):
-            _local(parameter).copy_(value)
+            local_values(parameter).copy_(value)
 
 
 def ema(model: Wrapped, *, decay: float = 0.999, warmup: bool = False) -> EMA:
@@ -185,8 +185,3 @@ def _check(model: Any, decay: Any) -> None:
 def _average_of(parameter: nn.Parameter) -> Tensor:
     dtype = torch.float32 if parameter.dtype in _HALF else parameter.dtype
     return parameter.detach().to(dtype, copy=True)
-
-
-def _local(tensor: Any) -> Tensor:
-    """This rank's part, sharing memory."""
-    return tensor.detach().to_local() if is_sharded(tensor) else tensor.detach()

@@ -76,10 +76,10 @@ def autocast(model: Wrapped) -> AbstractContextManager[object]:
         ...         (torch.ones(1, 2) @ torch.ones(2, 1)).dtype
         torch.bfloat16
     """
-    compute = model.plan.precision.compute
-    if compute == "fp32":
+    dtype = model.plan.precision.dtype
+    if dtype == "fp32":
         return nullcontext()
-    return torch.autocast(model.ctx.device.type, dtype=DTYPES[compute])
+    return torch.autocast(model.ctx.device.type, dtype=DTYPES[dtype])
 
 
 def backward(loss: Tensor, model: Wrapped) -> None:

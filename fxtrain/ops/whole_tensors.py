@@ -14,7 +14,15 @@ from fxtrain._errors import CheckpointError
 from fxtrain.precision import quantized_layers, stored_tensors
 from fxtrain.state import Part, Weight
 
-__all__ = ["identity", "is_sharded", "part_of", "plain_name", "weight_of", "weights_of"]
+__all__ = [
+    "identity",
+    "is_sharded",
+    "local_values",
+    "part_of",
+    "plain_name",
+    "weight_of",
+    "weights_of",
+]
 
 
 def weights_of(module: nn.Module) -> dict[str, Weight]:
@@ -57,6 +65,18 @@ def plain_name(name: str) -> str:
 def is_sharded(value: Any) -> bool:
     """Whether a tensor is a DTensor, without importing the package that defines it."""
     return hasattr(value, "placements") and hasattr(value, "full_tensor")
+
+
+def local_values(tensor: Any) -> Tensor:
+    """This rank's part of a tensor that may be a DTensor, sharing memory, without a gradient.
+
+    Effects:
+        No traffic.
+    """
+    local: Any = (tensor.to_local() if is_sharded(tensor) else tensor).detach()
+    # torchao's weights that are gathered in float8 have no memory of their own.
+    casts = type(local).__name__ == "WeightWithDynamicFloat8CastTensor"
+    return local._tensor if casts else local
 
 
 def identity(tensor: Tensor) -> Hashable:
@@ -113,4 +133,4 @@ def _full_tensor(tensor: Any) -> Tensor:
 @torch.no_grad()
 def _fill(tensor: Any, read: Callable[[Part | None], Tensor]) -> None:
     value = read(part_of(tensor))
-    (tensor.to_local() if is_sharded(tensor) else tensor).copy_(value)
+    local_values(tensor).copy_(value)

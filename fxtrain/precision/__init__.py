@@ -1,4 +1,4 @@
-"""Quantised weights: choosing layers, converting them, and their tensors by name."""
+"""Quantised weights and layers that compute in float8: choosing, converting, tensors by name."""
 
 from fxtrain.precision.bnb_layers import BNB4, BNB8
 from fxtrain.precision.library import Library
@@ -18,16 +18,23 @@ from fxtrain.precision.quantizing import (
     put_layers,
     quantize_layers,
 )
+from fxtrain.precision.recipe_layers import Converted, convert_layers, recipe_targets
 from fxtrain.precision.torchao_layers import TORCHAO
+from fxtrain.precision.torchao_recipes import gather_in_float8
+from fxtrain.precision.transformer_engine import engine_region, scaling_state
 
 __all__ = [
     "BNB4",
     "BNB8",
+    "Converted",
     "Library",
     "Quantized",
     "TORCHAO",
     "allocate",
+    "convert_layers",
     "converted_to_fp32",
+    "engine_region",
+    "gather_in_float8",
     "is_quantized",
     "library_of",
     "planned_layers",
@@ -36,5 +43,7 @@ __all__ = [
     "quantized_facts",
     "quantized_layers",
     "quantized_tensors",
+    "recipe_targets",
+    "scaling_state",
     "stored_tensors",
 ]

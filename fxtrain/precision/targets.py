@@ -2,15 +2,16 @@
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import attrs
 from torch import nn
 
 from fxtrain._errors import PlanError
-from fxtrain.state import Quantize, Torchao
+from fxtrain.state import Quantize, Recipe, Torchao
 
-__all__ = ["Targets", "choose_layers", "matches", "modules_to_keep"]
+__all__ = ["Targets", "all_named", "choose_layers", "choose_linears", "matches", "modules_to_keep"]
 
 _MAX_SHOWN = 5
 _NAMED = "named in the plan"
@@ -44,10 +45,29 @@ def choose_layers(module: nn.Module, record: Quantize, *, trains: bool) -> Targe
     linears = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
     skipped = _reasons(module, linears, record, trains=trains)
     names = tuple(name for name in linears if name not in skipped)
-    if not names and not _all_named(skipped, record):
+    if not names and not all_named(skipped, record):
         raise PlanError(_nothing_left(module, record, skipped))
     if isinstance(record, Torchao) and record.weights == "int4":
         _check_groups(linears, names, record.group)
+    return Targets(names=names, skipped=skipped)
+
+
+def choose_linears(
+    module: nn.Module, recipe: Recipe, reason: Callable[[nn.Linear], str | None]
+) -> Targets:
+    """Choose the layers of class `nn.Linear` whose products a recipe changes.
+
+    Args:
+        reason: (layer) → why the format does not fit it, or None.
+
+    Raises:
+        PlanError: a pattern or class name matches nothing.
+    """
+    linears = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
+    skipped = _reasons(module, linears, recipe, trains=False)
+    misfits = {name: why for name, part in linears.items() if (why := reason(part))}
+    skipped = {**misfits, **skipped}
+    names = tuple(name for name in linears if name not in skipped)
     return Targets(names=names, skipped=skipped)
 
 
@@ -74,7 +94,7 @@ def modules_to_keep(module: nn.Module, record: Quantize) -> tuple[nn.Module, ...
     return tuple(p for name, p in named if any(matches(one, name) for one in record.keep_fp32))
 
 
-def _all_named(skipped: Mapping[str, str], record: Quantize) -> bool:
+def all_named(skipped: Mapping[str, str], record: Quantize | Recipe) -> bool:
     """Whether the record itself skips every layer, which changes nothing, as asked."""
     return bool(skipped) and all(
         why == _NAMED or why.removeprefix("inside a ") in record.skip_classes
@@ -83,15 +103,20 @@ def _all_named(skipped: Mapping[str, str], record: Quantize) -> bool:
 
 
 def _reasons(
-    module: nn.Module, linears: Mapping[str, nn.Linear], record: Quantize, *, trains: bool
+    module: nn.Module,
+    linears: Mapping[str, nn.Linear],
+    record: Quantize | Recipe,
+    *,
+    trains: bool,
 ) -> dict[str, str]:
     _check_names(module, record)
+    named = (*record.skip, *getattr(record, "keep_fp32", ()))
     inside = _inside(module, record.skip_classes)
     heads = () if record.head else _heads(module, linears)
     shared = _shared_weights(module)
     found: dict[str, str] = {}
     for name, part in linears.items():
-        if any(matches(one, name) for one in (*record.skip, *record.keep_fp32)):
+        if any(matches(one, name) for one in named):
             found[name] = _NAMED
         elif name in inside:
             found[name] = f"inside a {inside[name]}"
@@ -147,10 +172,10 @@ def _shared_weights(module: nn.Module) -> set[int]:
     return {key for key, count in owners.items() if count > 1}
 
 
-def _check_names(module: nn.Module, record: Quantize) -> None:
+def _check_names(module: nn.Module, record: Quantize | Recipe) -> None:
     names = [name for name, _ in module.named_modules() if name]
     for field in ("skip", "keep_fp32"):
-        for pattern in getattr(record, field):
+        for pattern in getattr(record, field, ()):
             if not any(matches(pattern, name) for name in names):
                 raise PlanError(_unmatched(record, field, pattern, names, "module"))
     classes = {type(part).__name__ for part in module.modules()}
@@ -159,7 +184,7 @@ def _check_names(module: nn.Module, record: Quantize) -> None:
             raise PlanError(_unmatched(record, "skip_classes", name, classes, "class"))
 
 
-def _unmatched(record: Quantize, field: str, wanted: str, known: Iterable[str], what: str) -> str:
+def _unmatched(record: Any, field: str, wanted: str, known: Iterable[str], what: str) -> str:
     near = difflib.get_close_matches(wanted, list(known), n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     whole = " Patterns match whole components of dotted names." if what == "module" else ""

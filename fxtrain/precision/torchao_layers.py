@@ -14,11 +14,11 @@ from fxtrain.precision.library import Library, Tensors, quiet
 from fxtrain.state import Quantize
 from fxtrain.state import Torchao as Record
 
-__all__ = ["TORCHAO", "import_torchao"]
+__all__ = ["LOGGERS", "TORCHAO", "has_float8", "import_torchao"]
 
 _OPAQUE = "Int4OpaqueTensor"
 # torchao and torch report kernels for other devices, and a decorator, when torchao is imported.
-_LOGGERS = ("torchao", "torch.utils._pytree")
+LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 def import_torchao(needed_by: str) -> Any:
@@ -27,7 +27,7 @@ def import_torchao(needed_by: str) -> Any:
     Raises:
         MissingPackageError: it is not installed.
     """
-    with quiet(*_LOGGERS):
+    with quiet(*LOGGERS):
         found = optional("torchao", extra="quant", needed_by=needed_by)
         importlib.import_module("torchao.quantization")
     return found
@@ -45,7 +45,7 @@ def _owns(part: nn.Module) -> bool:
 def _check(record: Record, device: torch.device) -> str | None:
     import_torchao("Plan(quantize=fx.Torchao(...))")
     call = f"Torchao(weights={record.weights!r}, activations={record.activations!r})"
-    if record.weights == "float8" and record.activations and not _has_float8(device):
+    if record.weights == "float8" and record.activations and not has_float8(device):
         return (
             f"{call} needs a GPU with float8 matrix products: CUDA 8.9 or newer (L4, H100, "
             f"B200), MI300 or an Intel GPU; this device is {device.type}. Leave activations out: "
@@ -56,7 +56,8 @@ def _check(record: Record, device: torch.device) -> str | None:
     return None
 
 
-def _has_float8(device: torch.device) -> bool:
+def has_float8(device: torch.device) -> bool:
+    """Whether a device has float8 matrix products."""
     if device.type == "xpu":
         return True
     if device.type != "cuda":
@@ -77,7 +78,7 @@ def _config(record: Record, device: torch.device) -> Any:
             else api.Float8WeightOnlyConfig()
         )
     if device.type == "cpu":
-        with quiet(*_LOGGERS):
+        with quiet(*LOGGERS):
             prototype = importlib.import_module("torchao.prototype.quantization.int4")
         return prototype.PrototypeInt4WeightOnlyConfig(group_size=record.group)
     return api.Int4WeightOnlyConfig(group_size=record.group)
@@ -109,7 +110,7 @@ def _frozen(weight: Tensor) -> nn.Parameter:
 def _meta_int4(weight: Tensor, group: int) -> Tensor:
     """What the prototype for CPUs makes of a weight; itself, it takes CPU tensors only."""
     rows, columns = weight.shape
-    with quiet(*_LOGGERS):
+    with quiet(*LOGGERS):
         prototype = importlib.import_module("torchao.prototype.quantization.int4")
     return prototype.Int4OpaqueTensor(
         torch.empty(rows, columns // 2, dtype=torch.uint8, device="meta"),
@@ -143,7 +144,7 @@ def _facts(part: nn.Module) -> dict[str, Any]:
 
 
 def _safetensors() -> Any:
-    with quiet(*_LOGGERS):
+    with quiet(*LOGGERS):
         return importlib.import_module("torchao.prototype.safetensors.safetensors_utils")
 
 
@@ -154,7 +155,7 @@ def _build(
     inner = {name.removeprefix("_weight_"): one for name, one in tensors.items()}
     made = _plain_layer(like)
     if facts["_type"] == _OPAQUE:
-        with quiet(*_LOGGERS):
+        with quiet(*LOGGERS):
             prototype = importlib.import_module("torchao.prototype.quantization.int4")
         data = facts["_data"]
         weight = prototype.Int4OpaqueTensor(

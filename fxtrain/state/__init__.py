@@ -21,6 +21,7 @@ from fxtrain.state.files import (
 from fxtrain.state.fsdp import FSDP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD, is_alone, round_begins, round_ends
 from fxtrain.state.low_precision.quantized_weights import Bnb4, Bnb8, Quantize, Torchao
+from fxtrain.state.low_precision.recipes import MX, TE, Float8, Recipe
 from fxtrain.state.mesh import AXES, Mesh, axis_groups, read_mesh, resolve_mesh
 from fxtrain.state.model.module_names import check_open
 from fxtrain.state.model.stored_state import FlatShard, ModelState, StateReader
@@ -97,6 +98,7 @@ __all__ = [
     "DryRun",
     "DtypeRule",
     "FSDP",
+    "Float8",
     "FlatShard",
     "Format",
     "FromConfig",
@@ -106,6 +108,7 @@ __all__ = [
     "Location",
     "LossScale",
     "MLflow",
+    "MX",
     "Memory",
     "Mesh",
     "ModelState",
@@ -123,6 +126,7 @@ __all__ = [
     "Problem",
     "Profile",
     "Quantize",
+    "Recipe",
     "Report",
     "Room",
     "Round",
@@ -131,6 +135,7 @@ __all__ = [
     "Strategy",
     "Style",
     "SwanLab",
+    "TE",
     "TP",
     "TensorBoard",
     "Terminal",

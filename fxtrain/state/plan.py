@@ -128,7 +128,7 @@ class Plan:
         strategy: How the model is distributed over ranks: one of fxtrain's configs, or a third
             party's: a frozen attrs record with a string `kind`. For fxtrain's, the bare kind
             also works: "ddp", "fsdp", "deepspeed", "pp", "single", "xla".
-        precision: Dtypes, or the bare name fp32, bf16 or fp16.
+        precision: Dtypes, or the bare name fp32, bf16, fp16 or fp8.
         accumulate: Micro-batches per optimizer update.
         flush: Close the accumulation window at the end of an epoch even if it is short.
         sync_each: Reduce gradients after every micro-batch, which costs traffic and saves
@@ -191,7 +191,7 @@ class Plan:
     even: Literal["pad", "drop", "uneven"] = "pad"
     data: Data = Data()
     seed: int = 0
-    recompute: tuple[str, ...] = attrs.field(default=(), converter=_names_of)
+    recompute: tuple[str, ...] = attrs.field(default=(), converter=names_of)
     recompute_every: int = attrs.field(default=1, validator=at_least(1))
     recompute_keep: tuple[Literal["matmul", "attention"], ...] = ()
     compile: Compile | None = attrs.field(default=None, converter=_compile_of)

@@ -4,14 +4,16 @@ from typing import Literal
 
 import attrs
 
+from fxtrain._errors import PlanError
 from fxtrain._record import above, at_least, between, record
+from fxtrain.state.low_precision.recipes import MX, TE, Float8, recipe_of
 
 __all__ = ["FORMATS", "Compute", "LossScale", "Precision", "precision_of"]
 
-FORMATS = ("fp32", "bf16", "fp16")
+FORMATS = ("fp32", "bf16", "fp16", "fp8")
 
 
-Compute = Literal["fp32", "bf16", "fp16"]
+Compute = Literal["fp32", "bf16", "fp16", "fp8"]
 
 
 @record
@@ -36,14 +38,35 @@ class Precision:
     """The dtypes in which a model computes. A plan also takes the bare name: `"bf16"`.
 
     Attributes:
-        compute: Dtype of autocast regions; fp32 means no autocast.
+        compute: Dtype of autocast regions; fp32 means no autocast. fp8 means autocast to bf16,
+            with linear layers that compute as `recipe` says.
+        recipe: With fp8 only: fx.Float8(), the default, fx.MX() or fx.TE(), or a short form: the
+            scaling of a Float8, such as "rowwise", the format of an MX, such as "mxfp8", or "te".
         output: Dtype of the model's floating-point outputs; None leaves them unchanged.
         scale: Loss scale, used with fp16 only.
     """
 
     compute: Compute = "fp32"
+    recipe: Float8 | MX | TE | None = attrs.field(
+        default=attrs.Factory(
+            lambda self: Float8() if self.compute == "fp8" else None, takes_self=True
+        ),
+        converter=recipe_of,
+    )
     output: Literal["fp32"] | None = None
     scale: LossScale = LossScale()
+
+    def __attrs_post_init__(self) -> None:
+        if (self.recipe is not None) != (self.compute == "fp8"):
+            raise PlanError(
+                f"Precision(compute={self.compute!r}, recipe={self.recipe!r}): a recipe says how "
+                f"layers compute in fp8. Use compute='fp8', or leave recipe out."
+            )
+
+    @property
+    def dtype(self) -> Literal["fp32", "bf16", "fp16"]:
+        """The dtype of autocast regions, and of what no recipe converts."""
+        return "bf16" if self.compute == "fp8" else self.compute
 
 
 def precision_of(value: Precision | Compute) -> Precision:

@@ -228,6 +228,8 @@ class Strategy:
             traffic.
         unwrap: (model) → the original user's module, with full weights.
         cuts_sequences: Whether it supports `Plan.context`.
+        converts_layers: Whether it supports precision="fp8": it runs the user's module, some
+            layers of which were converted before.
         full_parameters: Whether each rank holds full parameters, so that they may be quantised,
             and compared by their digests.
         weights_in_backward: Whether ranks may exchange the weights of `Weighted` losses during
@@ -260,6 +262,7 @@ class Strategy:
     weights: Callable[[Wrapped], dict[str, Weight]]
     unwrap: Callable[[Wrapped], nn.Module]
     cuts_sequences: bool = False
+    converts_layers: bool = False
     full_parameters: bool = False
     weights_in_backward: bool = False
     average: Callable[[Wrapped, Position | None], None] = attrs.Factory(

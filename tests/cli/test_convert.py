@@ -10,6 +10,7 @@ import fxtrain as fx
 from fxtrain.backends import strategies
 from fxtrain.cli import Exit, main
 from fxtrain.interop.accelerate_config import _SECTIONS, convert_accelerate, translate
+from fxtrain.interop.accelerate_fp8 import fp8_rules
 from fxtrain.interop.accelerate_rules import rules
 from fxtrain.launch.config import read_launch_file
 
@@ -96,16 +97,17 @@ CASES = [
                 "dynamo_use_fullgraph": True, "dynamo_use_dynamic": False,
                 "dynamo_use_regional_compilation": True,
             },
-            "fp8_config": {"backend": "TE", "margin": 0, "amax_history_length": 1024},
+            "fp8_config": {
+                "backend": "TE", "margin": 0, "amax_history_length": 1024, "pad_inner_dim": True,
+            },
         },
         plan={
-            "precision": "bf16",
+            "precision": {
+                "compute": "fp8", "recipe": {"kind": "te", "margin": 0, "history": 1024},
+            },
             "compile": {"backend": "inductor", "mode": "max-autotune", "fullgraph": True},
         },
-        noted=(
-            "mixed_precision", "dynamo.use_regional_compilation", "fp8.backend", "fp8.margin",
-            "fp8.amax_history_length",
-        ),
+        noted=("dynamo.use_regional_compilation", "fp8.pad_inner_dim"),
     ),
     Case(
         name="libraries without maintenance",
@@ -114,8 +116,31 @@ CASES = [
             "fp8_config": {"backend": "MSAMP", "opt_level": "O2"},
             "ipex_config": {"ipex": True, "use_xpu": False},
         },
-        plan={"precision": "bf16"},
-        noted=("mixed_precision", "fp8.backend", "fp8.opt_level", "ipex.ipex"),
+        plan={"precision": {"compute": "fp8", "recipe": {"kind": "float8"}}},
+        noted=("fp8.backend", "fp8.opt_level", "ipex.ipex"),
+    ),
+    Case(
+        name="float8 of torchao",
+        old={
+            **ONE, "distributed_type": "FSDP", "mixed_precision": "fp8",
+            "fp8_config": {
+                "backend": "AO", "enable_fsdp_float8_all_gather": True, "fp8_margin": 1,
+            },
+        },
+        plan={
+            "precision": {"compute": "fp8", "recipe": {"kind": "float8", "gather": "fp8"}},
+            "strategy": {"kind": "fsdp"},
+        },
+        noted=("fp8.margin",),
+    ),
+    Case(
+        name="float8 under DeepSpeed",
+        old={
+            **ONE, "distributed_type": "DEEPSPEED", "mixed_precision": "fp8",
+            "deepspeed_config": {"zero_stage": 2}, "fp8_config": {"backend": "TE"},
+        },
+        plan={"precision": "bf16", "strategy": {"kind": "deepspeed", "stage": 2}},
+        noted=("mixed_precision", "fp8.backend"),
     ),
     Case(
         name="Megatron",
@@ -329,7 +354,7 @@ def test_every_key_of_accelerate_is_known():
     args = pytest.importorskip(
         "accelerate.commands.config.config_args", reason="accelerate is not installed"
     )
-    table = rules()
+    table = {**rules(), **fp8_rules("NO")}
     known = {*table, *_SECTIONS, "distributed_type", "compute_environment"}
     for config in (args.ClusterConfig, args.SageMakerConfig):
         assert set(config.__dataclass_fields__) <= known
@@ -386,5 +411,6 @@ def test_what_replaces_libraries_without_maintenance():
     sections = {"fp8_config": {"backend": "MSAMP"}, "ipex_config": {"ipex": True}}
     old = {**ONE, "distributed_type": "NO", **sections}
     notes = {note.key: note.text for note in convert_accelerate(old).notes}
+    assert "fx.Float8" in notes["fp8.backend"]
     assert "torchao.optim.AdamWFp8" in notes["fp8.backend"]
     assert "Use torch itself" in notes["ipex.ipex"]

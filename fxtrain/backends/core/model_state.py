@@ -28,8 +28,16 @@ from fxtrain.backends.local.averaging_state import (
 )
 from fxtrain.models.tensor_bytes import contiguous, memory_of
 from fxtrain.ops.whole_tensors import plain_name
-from fxtrain.precision import quantized_facts, quantized_tensors, stored_tensors
-from fxtrain.state import AccumulationWindow, ModelState, StateReader, Wrapped, round_of, window_in
+from fxtrain.precision import quantized_facts, quantized_tensors, scaling_state, stored_tensors
+from fxtrain.state import (
+    TE,
+    AccumulationWindow,
+    ModelState,
+    StateReader,
+    Wrapped,
+    round_of,
+    window_in,
+)
 
 __all__ = ["load_extra", "load_state", "saved_windows", "state_of", "window_state"]
 
@@ -47,7 +55,8 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
     optimizers: list[Any] = []
     trained, now = _trained(model), round_of(model)
     steady = {name for name, tensor in tensors.items() if id(tensor) in trained}
-    own = window_state(model.window)
+    own, scales = window_state(model.window), _scales(model)
+    tensors |= scales
     for index, optimizer in enumerate(model.optimizers):
         held, values = optimizer_state(optimizer, f"optimizer.{index}", names_of(model.module))
         tensors.update(held)
@@ -66,6 +75,7 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
         **frozen,
     }
     drifting = {f"module.{name}" for name, _ in model.module.named_buffers()} & tensors.keys()
+    drifting |= scales.keys()
     if now is not None:
         drifting, steady = set(tensors), set()  # the end of an averaging round changes parameters
         values["copy"] = len(now.peers)  # its ranks
@@ -79,6 +89,15 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
         varies_by_rank=frozenset(drifting),
         constant_between_steps=frozenset(steady),
     )
+
+
+def _scales(model: Wrapped, *, create: bool = False) -> dict[str, Tensor]:
+    """The scales and histories of layers that compute with those of earlier steps."""
+    recipe = model.plan.precision.recipe
+    if not isinstance(recipe, TE):
+        return {}
+    found = scaling_state(model.module, recipe, create=create)
+    return {f"fp8.{name}": tensor for name, tensor in found.items()}
 
 
 def _add_gradients(module: nn.Module, tensors: dict[str, Tensor], own: dict[str, Tensor]) -> None:
@@ -138,6 +157,10 @@ def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()
         elif same and (drifted := saved.own(name, saved.rank)) is not None:
             local_part(tensor.detach()).copy_(drifted)
     load_extra(model.module, saved.values["module"])
+    if any(name.startswith("fp8.") for name in saved.shapes):
+        for name, tensor in _scales(model, create=True).items():
+            if name in saved.shapes:
+                saved.fill(name, tensor)
     if model.optimizers:
         load_optimizers(model, saved, tensors.values())
     if now is not None:

@@ -21,8 +21,10 @@ from fxtrain.backends.core.device_mesh import device_mesh
 from fxtrain.backends.core.initial_values import fill_sharded, record_initial_values
 from fxtrain.backends.core.module_changes import prepare_module
 from fxtrain.backends.core.wrap_units import ignored_names, units
+from fxtrain.backends.fsdp.float8_gathers import gathered_in_float8, scale_before_forward
 from fxtrain.backends.tensor.parallelize import split_layers
 from fxtrain.ops.step_parts import DTYPES
+from fxtrain.precision import gather_in_float8
 from fxtrain.state import FSDP, DistContext, Plan
 
 __all__ = ["gather_precision", "shard_module", "shard_parts"]
@@ -40,6 +42,8 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
     config: FSDP = plan.strategy
     start = record_initial_values(module, ctx)
     mesh = device_mesh(ctx, size)
+    if (float8 := gathered_in_float8(plan)) is not None:
+        gather_in_float8(module, float8)
     if config.tensor is not None:
         split_layers(module, mesh["tensor"], config.tensor)
     expose_positions(module, ctx, plan)
@@ -65,6 +69,8 @@ def _apply(module: nn.Module, mesh: DeviceMesh, ctx: DistContext, plan: Plan) ->
         if not parameter.is_meta:
             parameter.data = parameter.data.to(ctx.device)
     shard_parts(module, units(module, plan.strategy), ignored, mesh, ctx, plan)
+    if gathered_in_float8(plan) is not None:
+        scale_before_forward(module)
 
 
 def shard_parts(
@@ -105,7 +111,7 @@ def shard_parts(
 def gather_precision(plan: Plan) -> MixedPrecisionPolicy:
     """The dtypes in which parameters are gathered and gradients are reduced."""
     config: FSDP = plan.strategy
-    named = plan.precision.compute if config.param_dtype == "plan" else config.param_dtype
+    named = plan.precision.dtype if config.param_dtype == "plan" else config.param_dtype
     if plan.precision.compute == "fp32" and config.param_dtype == "plan":
         return MixedPrecisionPolicy(cast_forward_inputs=config.cast_inputs)
     return MixedPrecisionPolicy(

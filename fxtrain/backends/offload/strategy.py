@@ -269,4 +269,5 @@ OFFLOAD = attrs.evolve(
     load_state=load_trained,
     weights=_weights,
     unwrap=_unwrap,
+    converts_layers=False,
 )

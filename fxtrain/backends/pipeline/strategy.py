@@ -134,6 +134,7 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     name="PP",
     config=PP,
     full_parameters=False,
+    converts_layers=False,
     check=_check,
     wrap=_wrap,
     forward=forward,

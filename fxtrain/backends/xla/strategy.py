@@ -160,6 +160,7 @@ XLA_STRATEGY: Strategy = attrs.evolve(
     name="XLA",
     config=XLA,
     full_parameters=False,
+    converts_layers=False,
     check=_check,
     wrap=_wrap,
     sync=_sync,

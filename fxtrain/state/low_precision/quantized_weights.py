@@ -8,13 +8,15 @@ import attrs
 from fxtrain._errors import PlanError
 from fxtrain._record import at_least, canonical, record
 
-__all__ = ["QUANTIZE", "Bnb4", "Bnb8", "Quantize", "QuantizeKind", "Torchao", "quantize_of"]
+__all__ = [
+    "QUANTIZE", "Bnb4", "Bnb8", "Quantize", "QuantizeKind", "Torchao", "names_of", "quantize_of",
+]  # fmt: skip
 
 QuantizeKind = Literal["bnb8", "bnb4", "torchao"]
 _to_names: Any = canonical(tuple[str, ...])
 
 
-def _names_of(value: str | Sequence[str]) -> tuple[str, ...]:
+def names_of(value: str | Sequence[str]) -> tuple[str, ...]:
     """One name as a tuple of it; a list as a tuple."""
     return (value,) if isinstance(value, str) else _to_names(value)
 
@@ -35,9 +37,9 @@ class Bnb8:
 
     kind: Literal["bnb8"] = attrs.field(default="bnb8", init=False)
     threshold: float = attrs.field(default=6.0, validator=at_least(0))
-    skip: tuple[str, ...] = attrs.field(default=(), converter=_names_of)
-    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=_names_of)
-    keep_fp32: tuple[str, ...] = attrs.field(default=(), converter=_names_of)
+    skip: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    keep_fp32: tuple[str, ...] = attrs.field(default=(), converter=names_of)
     head: bool = False
 
 
@@ -61,9 +63,9 @@ class Bnb4:
     double: bool = True
     block: Literal[64, 128, 256, 512, 1024, 2048, 4096] = 64
     compute: Literal["fp32", "bf16", "fp16"] | None = "bf16"
-    skip: tuple[str, ...] = attrs.field(default=(), converter=_names_of)
-    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=_names_of)
-    keep_fp32: tuple[str, ...] = attrs.field(default=(), converter=_names_of)
+    skip: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    keep_fp32: tuple[str, ...] = attrs.field(default=(), converter=names_of)
     head: bool = False
 
 
@@ -86,9 +88,9 @@ class Torchao:
     weights: Literal["int8", "int4", "float8"] = "int8"
     activations: Literal["int8", "float8"] | None = None
     group: Literal[32, 64, 128, 256] = 128
-    skip: tuple[str, ...] = attrs.field(default=(), converter=_names_of)
-    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=_names_of)
-    keep_fp32: tuple[str, ...] = attrs.field(default=(), converter=_names_of)
+    skip: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    skip_classes: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    keep_fp32: tuple[str, ...] = attrs.field(default=(), converter=names_of)
     head: bool = False
 
     def __attrs_post_init__(self) -> None:
