@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain import ops
 
-EPOCHS, ROWS, ACCUMULATE, SIZE, LR = 4, 32, 2, 16, 1e-2
+EPOCHS, ROWS, ACCUMULATE, SIZE, LR = 8, 32, 2, 16, 1e-2
 
 
 def data() -> tuple[DataLoader, DataLoader]:

@@ -60,6 +60,7 @@ ZOO = (
         path="walkthrough/images",
         holds=lambda told: _equal_loops(told) and told["raw"] > 0.75,
         differs=("kept_apart", "fitted_apart"),
+        often=False,
     ),
     Example(
         path="walkthrough/pairs",
