@@ -23,8 +23,14 @@ CONFIG = {
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "zero_optimization": {"stage": 2},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 1}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 1e-2, "weight_decay": 0.0, "torch_adam": True},
+    },
+    "scheduler": {
+        "type": "WarmupLR",  # from 0.01 to 0.01, so that DDP needs none
+        "params": {"warmup_min_lr": 1e-2, "warmup_max_lr": 1e-2},
+    },
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.launched._run import ROOT
 
-__all__ = ["RECIPES", "ZOO", "Example", "agree", "call", "params"]
+__all__ = ["DEEPSPEED", "RECIPES", "ZOO", "Example", "on_pools", "params"]
 
 
 @attrs.frozen(kw_only=True)
@@ -223,3 +223,13 @@ def agree(example: Example, one: Any, other: Any) -> None:
         assert other == pytest.approx(one, rel=2e-3, abs=1e-9), example.path
     else:
         assert one == other, example.path
+
+
+def on_pools(clusters, example: Example, *, patient: bool = False) -> None:
+    """Run an example on its numbers of ranks; `patient` ignores the warnings of other libraries."""
+    results = [clusters[world].run(call, example.script, patient) for world in example.worlds]
+    first, *others = (ranks[0] for ranks in results)
+    assert example.holds(first), first
+    for other in others:
+        assert example.holds(other), other
+        agree(example, first, other)

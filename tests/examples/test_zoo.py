@@ -8,38 +8,21 @@ import json
 
 import pytest
 
-from tests.examples._cases import DEEPSPEED, RECIPES, ZOO, agree, call, params
+from tests.examples._cases import RECIPES, ZOO, on_pools, params
 from tests.launched._run import FXTRAIN, run_fork
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def _on_pools(clusters, example, *, patient=False):
-    """`patient` ignores the warnings of other libraries."""
-    results = [clusters[world].run(call, example.script, patient) for world in example.worlds]
-    first, *others = (ranks[0] for ranks in results)
-    assert example.holds(first), first
-    for other in others:
-        assert example.holds(other), other
-        agree(example, first, other)
-
-
 @pytest.mark.parametrize("example", params(tuple(one for one in ZOO if one.often)))
 def test_values_are_the_same_on_any_number_of_ranks(clusters, example):
-    _on_pools(clusters, example)
+    on_pools(clusters, example)
 
 
 @pytest.mark.recipes
 @pytest.mark.parametrize("example", params(RECIPES))
 def test_recipes_give_the_same_on_any_number_of_ranks(clusters, example):
-    _on_pools(clusters, example, patient=True)
-
-
-@pytest.mark.deepspeed
-@pytest.mark.filterwarnings("default")  # DeepSpeed's own
-@pytest.mark.parametrize("example", params((DEEPSPEED,)))
-def test_deepspeed_trains_as_torch_does(clusters, example):
-    _on_pools(clusters, example, patient=True)
+    on_pools(clusters, example, patient=True)
 
 
 SCRIPTS = [
