@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 
 from tests.launched._run import ROOT
 
@@ -206,7 +207,8 @@ def params(examples: tuple[Example, ...]) -> list[Any]:
 
 def call(ctx, script, patient):
     """What `main` of a file returns, on one rank of a pool; patient with others' warnings."""
-    with warnings.catch_warnings():
+    # torchao compiles its update, for ten seconds and more; the same code runs without.
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         if patient:
             warnings.simplefilter("ignore")
         return runpy.run_path(script)["main"](ctx)
