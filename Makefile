@@ -12,8 +12,9 @@ DOCS_PORT ?= 8000
 VENV := .venv
 BIN := $(VENV)/bin
 TRACKERS := .venv-trackers
+RECIPES := .venv-recipes
 
-.PHONY: demo docs docs-serve gpu-bundle test test-deepspeed test-gpu test-newest test-shadow test-trackers test-xla lint bench clean
+.PHONY: demo docs docs-serve examples gpu-bundle test test-deepspeed test-gpu test-newest test-recipes test-shadow test-trackers test-xla lint bench clean
 
 demo: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/fxtrain launch --ranks 2 examples/digits.py
@@ -44,6 +45,14 @@ gpu-bundle:
 # An environment of its own over that of the tests, since trackers bring 200 packages, some older.
 test-trackers: $(TRACKERS)/.done
 	CI=$(CI) OMP_NUM_THREADS=1 $(TRACKERS)/bin/python -m pytest -m trackers tests/track
+
+# Every example as a script, on one rank and on several, and a table of what each ends with.
+examples: $(VENV)/.test
+	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not recipes and not deepspeed" --numprocesses $(JOBS) --dist worksteal tests/examples tests/launched/test_examples.py tests/launched/test_coming_from.py
+
+# The recipes and the notebook, in an environment of their own over that of the tests.
+test-recipes: $(RECIPES)/.done
+	CI=$(CI) HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RECIPES)/bin/python -m pytest -m recipes tests/examples
 
 # An environment of its own, since torch_xla works with one torch only.
 test-xla:
@@ -90,6 +99,13 @@ $(TRACKERS)/.done: $(VENV)/.test
 	$(TRACKERS)/bin/pip install --quiet "$(TORCH)" --editable ".[test,trackers]"
 	touch $@
 
+$(RECIPES)/.done: $(VENV)/.test
+	test -x $(RECIPES)/bin/python || $(PYTHON) -m venv $(RECIPES)
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > $(RECIPES)/tests.pth
+	mv $(RECIPES)/tests.pth "$$($(RECIPES)/bin/python -c 'import site; print(site.getsitepackages()[0])')"
+	$(RECIPES)/bin/pip install --quiet "$(TORCH)" --editable ".[test-quant,recipes]"
+	touch $@
+
 $(VENV)/.dev: $(VENV)/.test
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
@@ -106,4 +122,4 @@ $(VENV)/.bench: $(VENV)/.test
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TRACKERS) .venv-newest .venv-xla .shadow build dist docs/reference runs
+	rm -rf $(VENV) $(RECIPES) $(TRACKERS) .venv-newest .venv-xla .shadow build dist docs/reference runs

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fxtrain.checkpoint import Restored as Restored
     from fxtrain.checkpoint import Saving as Saving
     from fxtrain.checkpoint import Verified as Verified
+    from fxtrain.checkpoint import best as best
     from fxtrain.checkpoint import latest as latest
     from fxtrain.checkpoint import merge as merge
     from fxtrain.checkpoint import restore as restore
@@ -133,7 +134,9 @@ _HOMES = {
         "MissingPackageError PlanError StepError"
     ),
     "fxtrain.backends": "deepspeed_config gathered unwrap weights wrap zero_init",
-    "fxtrain.checkpoint": "Restored Saving Verified latest merge restore save saved_weights verify",
+    "fxtrain.checkpoint": (
+        "Restored Saving Verified best latest merge restore save saved_weights verify"
+    ),
     "fxtrain.data": "Sharded shard",
     "fxtrain.launch": "given_plan launch",
     "fxtrain.loop": (

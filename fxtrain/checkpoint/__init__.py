@@ -2,7 +2,7 @@
 
 from fxtrain.checkpoint.async_save import Saving
 from fxtrain.checkpoint.comparison import Difference, compare, count_leaves
-from fxtrain.checkpoint.folders import before, latest
+from fxtrain.checkpoint.folders import before, best, latest
 from fxtrain.checkpoint.merging import merge, saved_weights
 from fxtrain.checkpoint.restoring import Restored, restore
 from fxtrain.checkpoint.saving import save
@@ -14,6 +14,7 @@ __all__ = [
     "Saving",
     "Verified",
     "before",
+    "best",
     "compare",
     "count_leaves",
     "latest",

@@ -4,7 +4,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
@@ -21,7 +21,7 @@ from fxtrain.checkpoint.manifest import (
 from fxtrain.checkpoint.owner import Owner
 from fxtrain.checkpoint.reading import file_problems
 
-__all__ = ["Found", "before", "checkpoint_at", "checkpoints", "latest", "new_name"]
+__all__ = ["Found", "before", "best", "checkpoint_at", "checkpoints", "latest", "new_name"]
 __all__ += ["list_checkpoints", "next_order", "read_manifest"]
 
 _NAME = re.compile(r"update-(\d{10,18})(?:\.(\d{1,9}))?")
@@ -81,6 +81,39 @@ def latest(path: StrPath) -> str | None:
     """
     folder = open_storage(path)
     return _first_whole(folder, reversed(list_checkpoints(folder)))
+
+
+def best(path: StrPath, mode: Literal["min", "max"] = "min") -> str | None:
+    """The complete checkpoint with the best metric in a folder; of equal ones, the newest.
+
+    The metric is that of `save(metric=...)`, which `keep_best` compares.
+
+    Args:
+        path: A folder into which `save` writes, or an fsspec URL.
+        mode: Whether the smallest or the largest metric is the best.
+
+    Returns:
+        The path of the checkpoint; None if none has a metric.
+
+    Raises:
+        CheckpointError: `mode` is another word, or a checkpoint cannot be read, as in `latest`.
+
+    Example:
+        >>> import fxtrain as fx, tempfile, torch
+        >>> folder = tempfile.mkdtemp()
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     model = fx.wrap(torch.nn.Linear(1, 1), ctx)
+        ...     for updates, loss in enumerate([3.0, 1.0, 2.0]):
+        ...         position = fx.Position(updates=updates)
+        ...         _ = fx.save(folder, ctx, model, position=position, metric=loss)
+        >>> fx.best(folder).split("/")[-1]
+        'update-0000000001'
+    """
+    if mode not in ("min", "max"):
+        raise CheckpointError(f"best(mode={mode!r}): choose 'min' or 'max'.")
+    folder, sign = open_storage(path), 1 if mode == "min" else -1
+    found = [one for one in reversed(list_checkpoints(folder)) if one.metric is not None]
+    return _first_whole(folder, sorted(found, key=lambda one: sign * (one.metric or 0)))
 
 
 def before(path: StrPath, update: int) -> str | None:

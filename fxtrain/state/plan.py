@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import attrs
 
 from fxtrain._other_names import value_hint
-from fxtrain._record import above, at_least, canonical, closest, record
+from fxtrain._record import above, at_least, closest, record
 from fxtrain.state.context_parallel import CP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD
 from fxtrain.state.low_precision.quantized_weights import (
@@ -14,6 +14,7 @@ from fxtrain.state.low_precision.quantized_weights import (
     Bnb8,
     QuantizeKind,
     Torchao,
+    names_of,
     quantize_of,
 )
 from fxtrain.state.precision import FORMATS, Compute, Precision, precision_of
@@ -88,14 +89,6 @@ def _strategy_of(value: Config | StrategyKind) -> Config:
 def _compile_of(value: Compile | bool | None) -> Compile | None:  # noqa: FBT001 - a converter
     """Whether to compile, as a record; any other value unchanged."""
     return {True: Compile(), False: None}[value] if isinstance(value, bool) else value
-
-
-def _names_of(value: str | Sequence[str]) -> tuple[str, ...]:
-    """One name as a tuple; a list as a tuple."""
-    return (value,) if isinstance(value, str) else _to_names(value)
-
-
-_to_names: Any = canonical(tuple[str, ...])
 
 
 def _is_strategy(_: Any, __: Any, value: Any) -> None:

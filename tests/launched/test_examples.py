@@ -66,11 +66,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("words", "ranks", "check"), CASES)
-def test_example(words, ranks, check):
+def test_example(words, ranks, check, record_property):
     name, *options = words.split()
     script = str(ROOT / "examples" / f"{name}.py")
     ended = run_fork(*FXTRAIN, "launch", "--ranks", str(ranks), script, *options, timeout_s=300)
     assert ended.code == 0, ended.err
     told = json.loads(ended.out.strip().splitlines()[-1])
+    record_property("example", f"{words.replace(' ', ':')} {json.dumps(told)}")
     assert told["ranks"] == ranks
     check(told)

