@@ -12,7 +12,7 @@ from docs._sphinx import site_pages, site_reference
 from fxtrain.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
-PAGES = {path.stem: path for path in sorted((ROOT / "docs").glob("*.md"))}
+PAGES = site_pages.written_pages(ROOT / "docs")
 LINKED = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 
 
@@ -44,7 +44,7 @@ def _broken(path: Path) -> Iterator[str]:
             yield link
 
 
-@pytest.mark.parametrize("path", [*PAGES.values(), *LINKED], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*PAGES.values(), *LINKED], ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path):
     assert list(_broken(path)) == []
 
@@ -119,6 +119,6 @@ def test_llms_text_lists_every_page_with_its_source():
     texts = {name: path.read_text() for name, path in PAGES.items()}
     texts["changelog"] = (ROOT / "CHANGELOG.md").read_text()
     text = site_pages.llms_text("fxtrain", "About.", _index(), texts)
-    linked = re.findall(r"\(_sources/(\w+)\.md\.txt\)", text)
+    linked = re.findall(r"\(_sources/([\w/]+)\.md\.txt\)", text)
     assert sorted([*linked, "index"]) == sorted(PAGES)
     assert text.startswith("# fxtrain\n\n> About.\n\n## Start\n\n- [Install](")

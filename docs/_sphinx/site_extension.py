@@ -7,7 +7,10 @@ from typing import Any
 
 import attrs
 from docutils import nodes
-from site_pages import llms_text, with_every_page
+from docutils.parsers.rst import Directive
+from site_drawing import svg_of
+from site_pages import llms_text, with_every_page, written_pages
+from site_pictures import PICTURES
 from site_reference import generated_pages, public_names, record_signature
 from sphinx import addnodes
 from sphinx.application import Sphinx
@@ -19,8 +22,21 @@ _PUBLIC = public_names()
 _NO_LINKS = nodes.title | nodes.reference | addnodes.pending_xref | addnodes.download_reference
 
 
+class Picture(Directive):
+    """A picture of `site_pictures`, with its description as the content."""
+
+    required_arguments = 1
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        name = self.arguments[0]
+        text = "\n".join(self.content)
+        return [nodes.raw("", svg_of(PICTURES[name](), text, f"picture-{name}"), format="html")]
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
+    app.add_directive("picture", Picture)
     app.connect("builder-inited", _write_pages)
     app.connect("source-read", _complete_source)
     app.connect("autodoc-process-signature", _shorten_signature)
@@ -44,15 +60,21 @@ def _write_pages(app: Sphinx) -> None:
 
 
 def _written_pages(app: Sphinx) -> dict[str, str]:
-    """Pages that are not generated, by name."""
-    return {path.stem: path.read_text() for path in Path(app.srcdir).glob("*.md")}
+    """Pages that are not generated, by their path relative to docs/ and without suffix."""
+    return {name: path.read_text() for name, path in written_pages(Path(app.srcdir)).items()}
 
 
 def _complete_source(app: Sphinx, page: str, source: list[str]) -> None:
     """Every page in the navigation, and Markdown outside docs/ as a download."""
     if page == "index":
         source[0] = with_every_page(source[0], _written_pages(app))
-    source[0] = re.sub(r"\]\((\.\./[^)#]*\.md)\)", r"](path:\1)", source[0])
+    folder = (Path(app.srcdir) / page).parent
+
+    def link(found: re.Match[str]) -> str:
+        inside = (folder / found[1]).resolve().is_relative_to(Path(app.srcdir).resolve())
+        return found[0] if inside else f"](path:{found[1]})"
+
+    source[0] = re.sub(r"\]\((\.\./[^)#]*\.md)\)", link, source[0])
 
 
 def _shorten_signature(

@@ -5,11 +5,18 @@ Needs no Sphinx, so that a test can call it.
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
-__all__ = ["llms_text", "sections", "summary_of", "title_of", "with_every_page"]
+__all__ = ["llms_text", "sections", "summary_of", "title_of", "with_every_page", "written_pages"]
 
 _TOCTREE = re.compile(r"```\{toctree\}\n(?P<body>.*?)```", re.DOTALL)
 _REST = "How to"  # where a page goes that the index does not list
+
+
+def written_pages(docs: Path) -> dict[str, Path]:
+    """The pages that are not generated, by their path relative to docs/ and without suffix."""
+    found = {path.relative_to(docs).with_suffix("").as_posix(): path for path in docs.rglob("*.md")}
+    return {name: found[name] for name in sorted(found) if not name.startswith(("_", "reference/"))}
 
 
 def sections(index: str) -> dict[str, list[str]]:

@@ -142,7 +142,12 @@ def _first_line(value: Any) -> str:
 
 
 def record_signature(kind: type) -> str:
-    """How a frozen record is constructed, with short defaults: `DDP()`, not all fields of it."""
+    """How a frozen record is constructed, with short defaults: `DDP()`, not all fields of it.
+
+    Empty for records with fields of their own use, which functions construct and users do not.
+    """
+    if any(field.name.startswith("_") or field.repr is False for field in attrs.fields(kind)):
+        return ""
     public = public_names()
     given: list[str] = []
     for field in attrs.fields(kind):
@@ -195,7 +200,8 @@ def _plan_page() -> str:
         page += ["", "| Field | Type | Default | Meaning |", "|---|---|---|---|"]
         for field in attrs.fields(kind):
             cells = (f"`{field.name}`", _code(_short(_type_of(field))), _code(_default_of(field)))
-            page.append(f"| {' | '.join(cells)} | {_cell(texts.get(field.name, ''))} |")
+            meaning = texts.get(field.name, "Which record it is, in a file." * (field.name == "kind"))
+            page.append(f"| {' | '.join(cells)} | {_cell(meaning)} |")
         page.append("")
     return "\n".join(page)
 
