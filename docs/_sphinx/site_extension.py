@@ -9,7 +9,8 @@ import attrs
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from site_drawing import svg_of
-from site_pages import llms_text, with_every_page, written_pages
+from site_links import address_of
+from site_pages import errors_of, llms_text, with_every_page, written_pages
 from site_pictures import PICTURES
 from site_reference import generated_pages, public_names, record_signature
 from sphinx import addnodes
@@ -49,7 +50,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 def _write_pages(app: Sphinx) -> None:
     """Write generated pages beside the others, and remove those that are no longer generated."""
-    pages = {app.srcdir / f"{name}.md": text for name, text in generated_pages().items()}
+    pages = {app.srcdir / f"{name}.md": text for name, text in _generated(app).items()}
     for path in (app.srcdir / "reference").glob("*.md"):
         if path not in pages:
             path.unlink()
@@ -57,6 +58,10 @@ def _write_pages(app: Sphinx) -> None:
         path.parent.mkdir(exist_ok=True)
         if not path.exists() or path.read_text() != text:  # an unchanged page is not built again
             path.write_text(text)
+
+
+def _generated(app: Sphinx) -> dict[str, str]:
+    return generated_pages(errors_of(_written_pages(app)))
 
 
 def _written_pages(app: Sphinx) -> dict[str, str]:
@@ -84,15 +89,26 @@ def _shorten_signature(
 
 
 def _link_code(app: Sphinx, doctree: nodes.document) -> None:
-    """Inline code that names something public becomes a link to its description."""
+    """Inline code that names something public, or of torch, becomes a link to its description."""
     for literal in list(doctree.findall(nodes.literal)):
         name = _PUBLIC.get(literal.astext().partition("(")[0])
-        if name is None or isinstance(literal.parent, _NO_LINKS):
+        if isinstance(literal.parent, _NO_LINKS):
+            continue
+        if name is None:
+            _link_torch(literal)
             continue
         link = addnodes.pending_xref(
             "", refdomain="py", reftype="obj", reftarget=name, refdoc=app.env.docname,
             refexplicit=True, refwarn=False,
         )  # fmt: skip
+        literal.replace_self(link)
+        link += literal
+
+
+def _link_torch(literal: nodes.literal) -> None:
+    address = address_of(literal.astext())
+    if address is not None:
+        link = nodes.reference("", "", refuri=address)
         literal.replace_self(link)
         link += literal
 
@@ -110,8 +126,11 @@ def _resolve(
 ) -> nodes.Element | None:
     """Names as the code has them, such as those in annotations, as the site has them."""
     name = _PUBLIC.get(node.get("reftarget", "").partition("(")[0])
-    if name is None or node.get("refdomain") != "py":
+    if node.get("refdomain") != "py":
         return None
+    if name is None:
+        address = address_of(node["reftarget"])
+        return None if address is None else nodes.reference("", "", shown, refuri=address)
     domain = env.get_domain("py")
     return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, shown)
 
@@ -121,6 +140,6 @@ def _write_llms_text(app: Sphinx, error: Exception | None) -> None:
         return
     pages = _written_pages(app)
     index = with_every_page(pages["index"], pages)
-    texts = {**pages, **generated_pages()}
+    texts = {**pages, **_generated(app)}
     texts["changelog"] = (app.srcdir.parent / "CHANGELOG.md").read_text()
     (app.outdir / "llms.txt").write_text(llms_text("fxtrain", ABOUT, index, texts))

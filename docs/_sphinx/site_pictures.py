@@ -1,7 +1,7 @@
 """The pictures of the site, drawn when it is built from what fxtrain computes.
 
-Ranks of a mesh, rows of a loader, chunks of a checkpoint, the order of a pipeline and bytes of a
-dry run are asked for here, so a picture changes with the code.
+Ranks of a mesh, rows of a loader, chunks of a tensor and bytes of dry runs are asked for here, so a
+picture changes with the code.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,13 +9,12 @@ from types import MappingProxyType
 
 import torch
 from site_drawing import Drawing, arrow, bar, box, label
-from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain.testing import fake_world
 
-__all__ = ["PICTURES", "rows_of_ranks", "train_blocks"]
+__all__ = ["PICTURES", "rows_of_ranks", "stage_orders", "start_times", "train_blocks"]
 
 
 def _batch() -> Drawing:
@@ -53,8 +52,7 @@ def _mesh() -> Drawing:
             shapes.append(arrow((x + 80, 82 + 80 * at["shard"]), (x + 110, 82 + 80 * at["shard"])))
         if at["shard"] == 0:
             shapes.append(arrow((x + 40, 104), (x + 40, 140)))
-    for number in range(2):
-        shapes.append(label(165 + 300 * number, 40, f"replica {number}", "middle"))
+    shapes += [label(165 + 300 * n, 40, f"replica {n}", "middle") for n in range(2)]
     shapes.append(arrow((260, 122), (368, 122)))
     shapes.append(label(314, 114, "replicate", "middle", small=True))
     shapes.append(label(165, 76, "tensor", "middle", small=True))
@@ -80,10 +78,14 @@ def _window() -> Drawing:
     for rank, batches in enumerate(ranks):
         shapes.append(label(10, 68 + 60 * rank, f"rank {rank}"))
         for number, batch in enumerate(batches):
-            kept = [str(int(row)) for row, real in zip(batch.data, batch.valid, strict=True) if real]
+            kept = [
+                str(int(row)) for row, real in zip(batch.data, batch.valid, strict=True) if real
+            ]
             window = sum(one.position.micro == 0 for one in batches[:number])
             shapes.append(
-                box(start + 130 * number, 42 + 60 * rank, 116, 44, " ".join(kept) or "-", 1 + window)
+                box(
+                    start + 130 * number, 42 + 60 * rank, 116, 44, " ".join(kept) or "-", 1 + window
+                )
             )
     first = 0
     for number, batch in enumerate(ranks[0]):
@@ -122,54 +124,70 @@ def _reshard() -> Drawing:
                 text = f"{shared[0]}-{shared[-1]}" if len(shared) > 1 else str(shared[0])
                 shapes += [arrow((x, 62), (x, 158)), label(x + 5, 115, text, small=True)]
     return Drawing(
-        title="A checkpoint of four ranks, read by three", shapes=tuple(shapes), width=640, height=210
+        title="A checkpoint of four ranks, read by three",
+        shapes=tuple(shapes),
+        width=640,
+        height=210,
     )
 
 
-_SCHEDULES = (("GPipe", "GPipe", 1), ("Interleaved1F1B", "1F1B", 1))
+def stage_orders(schedule: str, stages: int, microbatches: int) -> list[list[tuple[str, int]]]:
+    """Forwards ("F") and backwards ("B") of each stage in order, with their micro-batch.
+
+    Source:
+        ScheduleGPipe and Schedule1F1B of torch.distributed.pipelining.
+    """
+    forward = [("F", number) for number in range(microbatches)]
+    backward = [("B", number) for number in range(microbatches)]
+    if schedule == "gpipe":
+        return [[*forward, *backward]] * stages
+    orders = []
+    for stage in range(stages):
+        first = min(microbatches, stages - stage)
+        turns = zip(backward, forward[first:], strict=False)
+        steady = [one for turn in turns for one in turn]
+        orders.append([*forward[:first], *steady, *backward[microbatches - first :]])
+    return orders
+
+
+def start_times(orders: list[list[tuple[str, int]]]) -> list[dict[int, tuple[str, int]]]:
+    """What each stage starts at each time, if a backward takes twice as long as a forward."""
+    queues, free = [list(order) for order in orders], [0] * len(orders)
+    found: list[dict[int, tuple[str, int]]] = [{} for _ in orders]
+    done: dict[tuple[int, str, int], int] = {(-1, "F", n): 0 for _, n in orders[0]}
+    while any(queues):
+        for stage, queue in enumerate(queues):
+            while queue:
+                kind, number = queue[0]
+                last = kind == "B" and stage == len(orders) - 1
+                needs = stage if last else stage + (1 if kind == "B" else -1)
+                ready = done.get((needs, "F" if last else kind, number))
+                if ready is None:
+                    break
+                start = max(free[stage], ready)
+                found[stage][start] = queue.pop(0)
+                free[stage] = done[stage, kind, number] = start + (1 if kind == "F" else 2)
+    return found
 
 
 def _pipeline() -> Drawing:
-    """What each of four stages does in a step, by torch's schedules."""
-    shapes, y = [], 20
-    for schedule, name, per_rank in _SCHEDULES:
-        ranks = _timed(get_schedule_ops(schedule, 4, 8, per_rank))
-        shapes.append(label(10, y + 12, name))
+    """What each of four stages does in a step, under two schedules."""
+    shapes, y, end = [], 20, 0
+    for schedule in ("gpipe", "1f1b"):
+        shapes.append(label(10, y + 12, f'schedule="{schedule}"'))
         y += 22
-        for rank, actions in enumerate(ranks):
-            shapes.append(label(10, y + 15, f"stage {rank}", small=True))
-            for at, (text, kind, length) in actions.items():
-                shapes.append(box(64 + 20 * at, y, 20 * length - 2, 20, text, kind))
+        for stage, starts in enumerate(start_times(stage_orders(schedule, 4, 8))):
+            shapes.append(label(10, y + 15, f"stage {stage}", small=True))
+            for at, (kind, number) in starts.items():
+                width, colour = (20, 1) if kind == "F" else (40, 2)
+                shapes.append(box(64 + 20 * at, y, width - 2, 20, str(number), colour))
+                end = max(end, 64 + 20 * at + width)
             y += 24
         y += 18
-    return Drawing(
-        title="Two pipeline schedules", shapes=tuple(shapes), width=64 + 20 * 34, height=y
-    )
-
-
-def _timed(ranks: list[list[object]]) -> list[dict[int, tuple[str, int, int]]]:
-    """When each forward and backward starts, if a backward takes twice as long as a forward."""
-    queues = [[one for one in actions if one and str(one)[1] in "FB"] for actions in ranks]
-    found: list[dict[int, tuple[str, int, int]]] = [{} for _ in ranks]
-    done: dict[tuple[int, str, str], int] = {}
-    free = [0] * len(ranks)
-    while any(queues):
-        for rank, queue in enumerate(queues):
-            while queue:
-                kind, number = str(queue[0])[1], str(queue[0])[2:]
-                before = (rank - 1, "F", number) if kind == "F" else (rank + 1, "B", number)
-                last = len(ranks) - 1
-                if not (0 <= before[0] <= last):
-                    before = (rank, "F", number)
-                first = kind == "F" and rank == 0
-                if not first and before not in done:
-                    break
-                start = max(free[rank], 0 if first else done[before])
-                length = 1 if kind == "F" else 2
-                free[rank] = done[rank, kind, number] = start + length
-                found[rank][start] = (number, 1 if kind == "F" else 2, length)
-                queue.pop(0)
-    return found
+    shapes += [box(64, y, 14, 14, "", 1), label(84, y + 12, "forward", small=True)]
+    shapes += [box(164, y, 14, 14, "", 2), label(184, y + 12, "backward", small=True)]
+    title = "Two pipeline schedules"
+    return Drawing(title=title, shapes=tuple(shapes), width=end + 10, height=y + 24)
 
 
 class _Block(torch.nn.Module):

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import textwrap
 import traceback
 import warnings
@@ -53,58 +54,66 @@ class Problem:
 
 def problems_of(blocks: list[Block], folder: Path, pair: Cluster) -> Iterator[Problem]:
     """Run the blocks of a page in a folder; those for two ranks in a pool."""
-    names: dict[str, Any] = {**_NAMES, "__name__": "page"}
-    setups: list[str] = []
-    following = {block: after for block, after in zip(blocks, blocks[1:], strict=False)}
-    with contextlib.chdir(folder), warnings.catch_warnings(), fx.detect() as ctx:
-        for block in blocks:
+    with _imports_from(folder), warnings.catch_warnings(), fx.detect() as ctx:
+        names: dict[str, Any] = {**_NAMES, "__name__": "page"}
+        for number, block in enumerate(blocks):
             if block.kind == "file":
                 Path(block.detail).write_text(block.text)
-                continue
-            if block.kind == "shell":
+            elif block.kind == "shell":
                 yield from _shell_problems(block, folder)
-                continue
-            if block.language != "python" or block.kind == "not run":
-                continue
-            setups += [block.text] if block.kind == "setup" else []
-            names = names if block.kind == "example" else {"ctx": ctx, **names}
-            own = {"__name__": "__main__"} if block.kind == "example" else names
-            if block.ranks == 1:
-                printed, error = _run(block, own)
-            else:
-                code = "".join([*setups, *([] if block.kind == "setup" else [block.text])])
-                printed, error = pair.run(_run_on_rank, code, str(folder))[0]
-            yield from _compared(block, following.get(block), printed, error)
+            elif block.language == "python" and block.kind != "not run":
+                if block.ranks > 1:
+                    setups = [one.text for one in blocks[:number] if one.kind == "setup"]
+                    code = "".join([*setups, block.text])
+                    result = pair.run(_run_on_rank, code, str(folder))[0]
+                elif block.kind == "example":
+                    result = _run_code(block.text, {"__name__": "__main__"}, f"line {block.line}")
+                else:
+                    names.setdefault("ctx", ctx)
+                    result = _run_code(block.text, names, f"line {block.line}")
+                yield from _compared(block, blocks[number + 1 : number + 2], *result)
+
+
+@contextlib.contextmanager
+def _imports_from(folder: Path) -> Iterator[None]:
+    """Work in a folder, and import modules from it only meanwhile."""
+    sys.path.insert(0, str(folder))
+    try:
+        with contextlib.chdir(folder):
+            yield
+    finally:
+        sys.path.remove(str(folder))
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", None)).startswith(str(folder)):
+                del sys.modules[name]
 
 
 def _compared(
-    block: Block, after: Block | None, printed: str, error: tuple[str, str] | None
+    block: Block, after: list[Block], printed: str, error: tuple[str, str] | None
 ) -> Iterator[Problem]:
     if (error is not None) != (block.kind == "raises"):
         yield Problem(block=block, text=error[1] if error else "no error")
     elif block.kind in ("prints", "raises"):
-        assert after is not None, f"line {block.line}: no block follows with the output"
+        assert after, f"line {block.line}: no block follows with the output"
         found = printed if error is None else f"{error[0]}\n"
-        if not _same(after.text, found):
-            yield Problem(block=after, text=f"found:\n{found}", found=found)
+        found = found.replace(f"{Path.cwd()}/", "")
+        if not _same(after[0].text, found):
+            yield Problem(block=after[0], text=f"found:\n{found}", found=found)
 
 
 def _same(said: str, found: str) -> bool:
     return doctest.OutputChecker().check_output(said.rstrip() + "\n", found.rstrip() + "\n", _SAME)
 
 
-def _run(block: Block, names: dict[str, Any]) -> tuple[str, tuple[str, str] | None]:
-    """What code prints, and its error: as it is shown, and with its traceback."""
-    return _run_code(block.text, names, f"line {block.line}")
-
-
 def _run_code(code: str, names: dict[str, Any], at: str) -> tuple[str, tuple[str, str] | None]:
+    """What code prints, and its error: as it is shown, and with its traceback."""
     out = io.StringIO()
     try:
         with contextlib.redirect_stdout(out):
             exec(compile(code, at, "exec"), names)
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
+        kind = next(one for one in type(error).__mro__ if not one.__name__.startswith("_"))
+        text = f"{kind.__name__}: {error}"
         return out.getvalue(), (text, "".join(traceback.format_exception(error)))
     return out.getvalue(), None
 
