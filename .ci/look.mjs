@@ -1,6 +1,7 @@
 // Opens every page of build/docs in headless Chromium: wide and narrow, light and dark.
 // Fails on messages in the console, pages wider than the window, findings of axe-core, and a
-// search that finds nothing. Started by .ci/site; --pictures FOLDER writes a picture of each page.
+// search that finds nothing. Started by .ci/site, which passes options on: --pictures FOLDER writes
+// a picture of each page, and --pages TEXT looks only at pages whose names contain it.
 import fs from "node:fs";
 import http from "node:http";
 import path from "node:path";
@@ -10,7 +11,8 @@ const [root, tools, ...options] = process.argv.slice(2);
 const load = createRequire(path.join(path.resolve(tools), "package.json"));
 const puppeteer = load("puppeteer-core");
 const axe = fs.readFileSync(load.resolve("axe-core/axe.min.js"), "utf8");
-const pictures = options[0] === "--pictures" ? options[1] : "";
+const option = (name) => (options.includes(name) ? options[options.indexOf(name) + 1] : "");
+const pictures = option("--pictures");
 const types = { ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml" };
 
 const server = http.createServer((request, response) => {
@@ -24,6 +26,7 @@ const address = `http://127.0.0.1:${server.address().port}`;
 const pages = fs
   .readdirSync(root, { recursive: true })
   .filter((name) => name.endsWith(".html") && !name.startsWith("_") && !/^(genindex|py-modindex)/.test(name))
+  .filter((name) => name.includes(option("--pages")))
   .sort();
 const browser = await puppeteer.launch({
   executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium",
@@ -70,7 +73,8 @@ for (const name of pages) {
   await look(name, 1280, "light");
   await look(name, 390, "dark");
 }
-for (const name of ["index.html", "concepts/overview.html", "reference/fxtrain.html"]) {
+const others = ["index.html", "concepts/overview.html", "reference/fxtrain.html"];
+for (const name of others.filter((name) => pages.includes(name))) {
   await look(name, 1280, "dark");
   await look(name, 390, "light");
 }

@@ -2,6 +2,7 @@
 
 import builtins
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("doctree-read", _link_code)
     app.connect("doctree-read", _unlink_builtins)
     app.connect("missing-reference", _resolve)
+    app.connect("html-page-context", _make_accessible, priority=900)  # after the theme's
     app.connect("build-finished", _write_llms_text)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
@@ -92,7 +94,7 @@ def _link_code(app: Sphinx, doctree: nodes.document) -> None:
     """Inline code that names something public, or of torch, becomes a link to its description."""
     for literal in list(doctree.findall(nodes.literal)):
         name = _PUBLIC.get(literal.astext().partition("(")[0])
-        if isinstance(literal.parent, _NO_LINKS):
+        if any(isinstance(one, _NO_LINKS) for one in _ancestors(literal)):
             continue
         if name is None:
             _link_torch(literal)
@@ -103,6 +105,12 @@ def _link_code(app: Sphinx, doctree: nodes.document) -> None:
         )  # fmt: skip
         literal.replace_self(link)
         link += literal
+
+
+def _ancestors(node: nodes.Node) -> Iterator[nodes.Node]:
+    while node.parent is not None:
+        node = node.parent
+        yield node
 
 
 def _link_torch(literal: nodes.literal) -> None:
@@ -133,6 +141,17 @@ def _resolve(
         return None if address is None else nodes.reference("", "", shown, refuri=address)
     domain = env.get_domain("py")
     return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, shown)
+
+
+def _make_accessible(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None
+) -> None:
+    """What axe-core misses in the theme: levels of headings, code that scrolls by keyboard."""
+    tree = context.get("furo_navigation_tree", "")
+    context["furo_navigation_tree"] = tree.replace(
+        'role="heading"', 'role="heading" aria-level="2"'
+    )
+    context["body"] = context.get("body", "").replace("<pre>", '<pre tabindex="0">')
 
 
 def _write_llms_text(app: Sphinx, error: Exception | None) -> None:

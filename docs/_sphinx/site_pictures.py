@@ -24,7 +24,7 @@ def _batch() -> Drawing:
     shapes += [arrow((140 + 150 * n, 40), (170 + 150 * n, 40)) for n in range(2)]
     shapes.append(label(445, 44, "rows of this rank, and a cursor", small=True))
     shapes.append('<rect x="10" y="90" width="640" height="150" rx="6" class="frame"/>')
-    shapes.append(label(24, 110, "fx.step(ctx, batch, fns)"))
+    shapes.append(label(636, 110, "fx.step(ctx, batch, fns)", "end"))
     forward = ["forward", "loss", "weight", "backward"]
     shapes += [box(24 + 156 * n, 122, 120, 36, text, 2) for n, text in enumerate(forward)]
     shapes += [arrow((144 + 156 * n, 140), (180 + 156 * n, 140)) for n in range(3)]
@@ -36,8 +36,8 @@ def _batch() -> Drawing:
     shapes += [arrow((380, 60), (380, 76), (84, 76), (84, 122)), arrow((552, 226), (552, 262))]
     shapes.append(box(492, 262, 120, 36, "Report", 4))
     shapes += [box(320, 262, 130, 36, "fx.save", 4), arrow((492, 280), (450, 280))]
-    shapes.append(label(306, 284, "position, losses, norms", "end", small=True))
-    return Drawing(title="A batch through a step", shapes=tuple(shapes), width=660, height=310)
+    shapes.append(label(620, 284, "losses, norms, position", small=True))
+    return Drawing(title="A batch through a step", shapes=tuple(shapes), width=770, height=310)
 
 
 def _mesh() -> Drawing:
@@ -46,16 +46,16 @@ def _mesh() -> Drawing:
     for rank in range(8):
         with fake_world(8, rank=rank, mesh=mesh) as ctx:
             at = {name: ctx.axis(name).rank for name in ("replicate", "shard", "tensor")}
-        x = 70 + 300 * at["replicate"] + 110 * at["tensor"]
+        x = 70 + 340 * at["replicate"] + 140 * at["tensor"]
         shapes.append(box(x, 60 + 80 * at["shard"], 80, 44, f"rank {rank}", 1 + at["shard"]))
         if at["tensor"] == 0:
-            shapes.append(arrow((x + 80, 82 + 80 * at["shard"]), (x + 110, 82 + 80 * at["shard"])))
+            shapes.append(arrow((x + 80, 82 + 80 * at["shard"]), (x + 140, 82 + 80 * at["shard"])))
         if at["shard"] == 0:
             shapes.append(arrow((x + 40, 104), (x + 40, 140)))
-    shapes += [label(165 + 300 * n, 40, f"replica {n}", "middle") for n in range(2)]
-    shapes.append(arrow((260, 122), (368, 122)))
-    shapes.append(label(314, 114, "replicate", "middle", small=True))
-    shapes.append(label(165, 76, "tensor", "middle", small=True))
+    shapes += [label(180 + 340 * n, 40, f"replica {n}", "middle") for n in range(2)]
+    shapes.append(arrow((290, 122), (408, 122)))
+    shapes.append(label(350, 114, "replicate", "middle", small=True))
+    shapes.append(label(180, 76, "tensor", "middle", small=True))
     shapes.append(label(104, 126, "shard", "end", small=True))
     return Drawing(title="Eight ranks on three axes", shapes=tuple(shapes), width=640, height=210)
 
@@ -93,9 +93,9 @@ def _window() -> Drawing:
             rows = sum(int(one.valid.sum()) for own in ranks for one in own[first : number + 1])
             left, right = start + 130 * first, start + 130 * number + 116
             shapes.append(f'<path d="M{left} 160v8H{right}v-8" class="line"/>')
-            shapes.append(
-                label((left + right) / 2, 186, f"one update: the mean of {rows} rows", "middle")
-            )
+            middle = (left + right) / 2
+            shapes.append(label(middle, 186, "one update:", "middle", small=True))
+            shapes.append(label(middle, 202, f"mean of {rows} rows", "middle", small=True))
             first = number + 1
     shapes += [
         label(start + 130 * number + 58, 30, f"micro-batch {number}", "middle", small=True)
@@ -103,7 +103,7 @@ def _window() -> Drawing:
     ]
     width = int(start + 130 * count)
     return Drawing(
-        title="Accumulation windows over two ranks", shapes=tuple(shapes), width=width, height=200
+        title="Accumulation windows over two ranks", shapes=tuple(shapes), width=width, height=210
     )
 
 
