@@ -54,6 +54,7 @@ class Problem:
 
 def problems_of(blocks: list[Block], folder: Path, pair: Cluster) -> Iterator[Problem]:
     """Run the blocks of a page in a folder; those for two ranks in a pool."""
+    torch.manual_seed(0)  # what a page says of values then holds every time
     with _imports_from(folder), warnings.catch_warnings(), fx.detect() as ctx:
         names: dict[str, Any] = {**_NAMES, "__name__": "page"}
         for number, block in enumerate(blocks):
