@@ -16,6 +16,7 @@ const pictures = option("--pictures");
 const types = { ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml" };
 
 const server = http.createServer((request, response) => {
+  if (request.url === "/favicon.ico") return response.writeHead(204).end();
   const file = path.join(root, decodeURIComponent(new URL(request.url, "http://x").pathname));
   if (!fs.existsSync(file) || !fs.statSync(file).isFile()) return response.writeHead(404).end();
   response.writeHead(200, { "content-type": types[path.extname(file)] ?? "text/plain" });
@@ -33,7 +34,7 @@ const browser = await puppeteer.launch({
   args: ["--no-sandbox", "--disable-gpu"],
   protocolTimeout: 600_000,
 });
-const problems = [];
+const problems = { count: 0, push: (text) => console.log(text, `(${(problems.count += 1)})`) };
 
 async function look(name, width, theme) {
   const page = await browser.newPage();
@@ -82,6 +83,5 @@ await search("accumulate");
 await search("find_batch_size");
 await browser.close();
 server.close();
-console.log(`${pages.length} pages, ${problems.length} problems`);
-problems.forEach((problem) => console.log(problem));
-process.exitCode = problems.length ? 1 : 0;
+console.log(`${pages.length} pages, ${problems.count} problems`);
+process.exitCode = problems.count ? 1 : 0;
