@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 TRACKERS := .venv-trackers
 RECIPES := .venv-recipes
 
-.PHONY: demo docs docs-serve examples gpu-bundle test test-deepspeed test-gpu test-newest test-recipes test-shadow test-trackers test-xla lint bench clean
+.PHONY: demo docs docs-look docs-serve examples gpu-bundle test test-deepspeed test-gpu test-newest test-recipes test-shadow test-trackers test-xla lint bench clean
 
 demo: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/fxtrain launch --ranks 2 examples/digits.py
@@ -77,6 +77,10 @@ docs: $(VENV)/.docs
 
 docs-serve: docs
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs $(DOCS_PORT)
+
+# Every page in headless Chromium, where that and node are installed.
+docs-look:
+	.ci/site
 
 bench: $(VENV)/.bench
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks

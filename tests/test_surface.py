@@ -1,4 +1,4 @@
-"""What `import fxtrain` gives: the names, what they cost, and what the README says of them."""
+"""What `import fxtrain` gives: the names, what they cost, and what pages say of them."""
 
 import ast
 import importlib.metadata
@@ -17,6 +17,8 @@ from tests.launched._run import PYTHON, run_fork
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+NAMES = (ROOT / "docs" / "public_names.md").read_text()
+RAW_LOOP = (ROOT / "docs" / "start" / "from_raw_loop.md").read_text()
 
 # Each error also is the builtin that it resembles.
 BUILTINS = {
@@ -109,8 +111,8 @@ def test_the_package_says_that_it_is_typed():
 
 
 def _table(heading: str, column: int) -> set[str]:
-    """Names in backticks in one column of the README's table that starts with a heading."""
-    lines = README.splitlines()
+    """Names in backticks in one column of the table of public names that starts with a heading."""
+    lines = NAMES.splitlines()
     start = lines.index(heading) + 2
     rows = []
     for line in lines[start:]:
@@ -132,17 +134,18 @@ def test_public_functions_have_examples(package):
     assert bare == []
 
 
-def test_the_readme_lists_exactly_the_public_names():
+def test_a_page_lists_exactly_the_public_names():
     assert _table("| Name | Is |", 0) == set(fx.__all__)
     assert _table("| `fx.ops` for | Names |", 1) == set(ops.__all__)
 
 
 def _example(name: str) -> str:
-    return re.search(rf"<!-- example: {name} -->\n```python\n(.*?)```", README, re.DOTALL)[1]
+    page = README if name == "ten_lines" else RAW_LOOP
+    return re.search(rf"<!-- example: {name} -->\n```python\n(.*?)```", page, re.DOTALL)[1]
 
 
 @pytest.mark.parametrize("name", ["ten_lines", "raw", "with_fxtrain"])
-def test_examples_of_the_readme_run(name, tmp_path):
+def test_the_examples_run(name, tmp_path):
     script = tmp_path / f"{name}.py"
     script.write_text(f"import torch\ntorch.manual_seed(0)\n{_example(name)}")  # else it may vary
     done = run_fork(*PYTHON, "-W", "error", str(script))
@@ -155,7 +158,7 @@ def test_the_ten_lines_are_ten():
     assert len([line for line in _example("ten_lines").splitlines() if line.strip()]) == 10
 
 
-def test_the_readme_marks_every_changed_line():
+def test_every_changed_line_is_marked():
     raw = set(_example("raw").splitlines())
     for line in _example("with_fxtrain").splitlines():
         assert line.endswith("# *") == (line not in raw), line

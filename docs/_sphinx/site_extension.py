@@ -2,12 +2,17 @@
 
 import builtins
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import attrs
 from docutils import nodes
-from site_pages import llms_text, with_every_page
+from docutils.parsers.rst import Directive
+from site_drawing import svg_of
+from site_links import address_of
+from site_pages import errors_of, llms_text, with_every_page, written_pages
+from site_pictures import PICTURES
 from site_reference import generated_pages, public_names, record_signature
 from sphinx import addnodes
 from sphinx.application import Sphinx
@@ -19,21 +24,35 @@ _PUBLIC = public_names()
 _NO_LINKS = nodes.title | nodes.reference | addnodes.pending_xref | addnodes.download_reference
 
 
+class Picture(Directive):
+    """A picture of `site_pictures`, with its description as the content."""
+
+    required_arguments = 1
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        name = self.arguments[0]
+        text = "\n".join(self.content)
+        return [nodes.raw("", svg_of(PICTURES[name](), text, f"picture-{name}"), format="html")]
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
+    app.add_directive("picture", Picture)
     app.connect("builder-inited", _write_pages)
     app.connect("source-read", _complete_source)
     app.connect("autodoc-process-signature", _shorten_signature)
     app.connect("doctree-read", _link_code)
     app.connect("doctree-read", _unlink_builtins)
     app.connect("missing-reference", _resolve)
+    app.connect("html-page-context", _make_accessible, priority=900)  # after the theme's
     app.connect("build-finished", _write_llms_text)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
 def _write_pages(app: Sphinx) -> None:
     """Write generated pages beside the others, and remove those that are no longer generated."""
-    pages = {app.srcdir / f"{name}.md": text for name, text in generated_pages().items()}
+    pages = {app.srcdir / f"{name}.md": text for name, text in _generated(app).items()}
     for path in (app.srcdir / "reference").glob("*.md"):
         if path not in pages:
             path.unlink()
@@ -43,16 +62,26 @@ def _write_pages(app: Sphinx) -> None:
             path.write_text(text)
 
 
+def _generated(app: Sphinx) -> dict[str, str]:
+    return generated_pages(errors_of(_written_pages(app)))
+
+
 def _written_pages(app: Sphinx) -> dict[str, str]:
-    """Pages that are not generated, by name."""
-    return {path.stem: path.read_text() for path in Path(app.srcdir).glob("*.md")}
+    """Pages that are not generated, by their path relative to docs/ and without suffix."""
+    return {name: path.read_text() for name, path in written_pages(Path(app.srcdir)).items()}
 
 
 def _complete_source(app: Sphinx, page: str, source: list[str]) -> None:
     """Every page in the navigation, and Markdown outside docs/ as a download."""
     if page == "index":
         source[0] = with_every_page(source[0], _written_pages(app))
-    source[0] = re.sub(r"\]\((\.\./[^)#]*\.md)\)", r"](path:\1)", source[0])
+    folder = (Path(app.srcdir) / page).parent
+
+    def link(found: re.Match[str]) -> str:
+        inside = (folder / found[1]).resolve().is_relative_to(Path(app.srcdir).resolve())
+        return found[0] if inside else f"](path:{found[1]})"
+
+    source[0] = re.sub(r"\]\((\.\./[^)#]*\.md)\)", link, source[0])
 
 
 def _shorten_signature(
@@ -62,15 +91,32 @@ def _shorten_signature(
 
 
 def _link_code(app: Sphinx, doctree: nodes.document) -> None:
-    """Inline code that names something public becomes a link to its description."""
+    """Inline code that names something public, or of torch, becomes a link to its description."""
     for literal in list(doctree.findall(nodes.literal)):
         name = _PUBLIC.get(literal.astext().partition("(")[0])
-        if name is None or isinstance(literal.parent, _NO_LINKS):
+        if any(isinstance(one, _NO_LINKS) for one in _ancestors(literal)):
+            continue
+        if name is None:
+            _link_torch(literal)
             continue
         link = addnodes.pending_xref(
             "", refdomain="py", reftype="obj", reftarget=name, refdoc=app.env.docname,
             refexplicit=True, refwarn=False,
         )  # fmt: skip
+        literal.replace_self(link)
+        link += literal
+
+
+def _ancestors(node: nodes.Node) -> Iterator[nodes.Node]:
+    while node.parent is not None:
+        node = node.parent
+        yield node
+
+
+def _link_torch(literal: nodes.literal) -> None:
+    address = address_of(literal.astext())
+    if address is not None:
+        link = nodes.reference("", "", refuri=address)
         literal.replace_self(link)
         link += literal
 
@@ -88,10 +134,24 @@ def _resolve(
 ) -> nodes.Element | None:
     """Names as the code has them, such as those in annotations, as the site has them."""
     name = _PUBLIC.get(node.get("reftarget", "").partition("(")[0])
-    if name is None or node.get("refdomain") != "py":
+    if node.get("refdomain") != "py":
         return None
+    if name is None:
+        address = address_of(node["reftarget"])
+        return None if address is None else nodes.reference("", "", shown, refuri=address)
     domain = env.get_domain("py")
     return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, shown)
+
+
+def _make_accessible(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None
+) -> None:
+    """What axe-core misses in the theme: levels of headings, code that scrolls by keyboard."""
+    tree = context.get("furo_navigation_tree", "")
+    context["furo_navigation_tree"] = tree.replace(
+        'role="heading"', 'role="heading" aria-level="2"'
+    )
+    context["body"] = context.get("body", "").replace("<pre>", '<pre tabindex="0">')
 
 
 def _write_llms_text(app: Sphinx, error: Exception | None) -> None:
@@ -99,6 +159,6 @@ def _write_llms_text(app: Sphinx, error: Exception | None) -> None:
         return
     pages = _written_pages(app)
     index = with_every_page(pages["index"], pages)
-    texts = {**pages, **generated_pages()}
+    texts = {**pages, **_generated(app)}
     texts["changelog"] = (app.srcdir.parent / "CHANGELOG.md").read_text()
     (app.outdir / "llms.txt").write_text(llms_text("fxtrain", ABOUT, index, texts))

@@ -4,12 +4,27 @@ Needs no Sphinx, so that a test can call it.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["llms_text", "sections", "summary_of", "title_of", "with_every_page"]
+__all__ = [
+    "ShownError", "errors_of", "llms_text", "sections", "summary_of", "title_of", "with_every_page",
+    "written_pages",
+]  # fmt: skip
+_RAISED = re.compile(
+    r"^<!-- raises.*? -->\n```python\n.*?^```\n\n```text\n(\w+): (.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
 
 _TOCTREE = re.compile(r"```\{toctree\}\n(?P<body>.*?)```", re.DOTALL)
 _REST = "How to"  # where a page goes that the index does not list
+
+
+def written_pages(docs: Path) -> dict[str, Path]:
+    """The pages that are not generated, by their path relative to docs/ and without suffix."""
+    found = {path.relative_to(docs).with_suffix("").as_posix(): path for path in docs.rglob("*.md")}
+    return {name: found[name] for name in sorted(found) if not name.startswith(("_", "reference/"))}
 
 
 def sections(index: str) -> dict[str, list[str]]:
@@ -42,6 +57,37 @@ def with_every_page(index: str, pages: Iterable[str]) -> str:
     start = index.index(f":caption: {_REST}\n")
     end = index.index("```", start)
     return index[:end] + "".join(f"{page}\n" for page in rest) + index[end:]
+
+
+class ShownError(NamedTuple):
+    """An error that a page shows and explains.
+
+    Attributes:
+        kind: Name of its class.
+        message: The first line of its message.
+        page: Name of the page.
+        anchor: The heading above it, as an anchor.
+    """
+
+    kind: str
+    message: str
+    page: str
+    anchor: str
+
+
+def errors_of(pages: Mapping[str, str]) -> list[ShownError]:
+    """The errors that pages show, which a test raises again, in the order of the pages.
+
+    Args:
+        pages: Markdown of the pages by name.
+    """
+    found = []
+    for page, text in pages.items():
+        for raised in _RAISED.finditer(text):
+            heading = re.findall(r"^#+ (.*)$", text[: raised.start()], re.MULTILINE)[-1]
+            anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+            found.append(ShownError(raised[1], raised[2].partition("\n")[0], page, anchor))
+    return found
 
 
 def title_of(page: str) -> str:

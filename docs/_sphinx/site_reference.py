@@ -9,7 +9,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from types import ModuleType
 from typing import Any, get_args
 
@@ -28,14 +28,18 @@ _ROLE = "{py:obj}"
 _WRITABLE = (bool, int, float, str, bytes, tuple, frozenset, list, dict)
 
 
-def generated_pages() -> dict[str, str]:
-    """Markdown of the generated pages by their name relative to docs/."""
+def generated_pages(shown: Iterable[tuple[str, str, str, str]] = ()) -> dict[str, str]:
+    """Markdown of the generated pages by their name relative to docs/.
+
+    Args:
+        shown: Errors that other pages explain: the class, a message, the page and an anchor on it.
+    """
     modules = {f"reference/{module.__name__}": _module_page(module) for module in _modules()}
     return {
         **modules,
         "reference/modules": _list_of_modules(),
         "reference/plan_fields": _plan_page(),
-        "reference/errors": _error_page(),
+        "reference/errors": _error_page(list(shown)),
         "reference/command_line": _command_page(),
     }
 
@@ -142,7 +146,12 @@ def _first_line(value: Any) -> str:
 
 
 def record_signature(kind: type) -> str:
-    """How a frozen record is constructed, with short defaults: `DDP()`, not all fields of it."""
+    """How a frozen record is constructed, with short defaults: `DDP()`, not all fields of it.
+
+    Empty for records with fields of their own use, which functions construct and users do not.
+    """
+    if any(field.name.startswith("_") or field.repr is False for field in attrs.fields(kind)):
+        return ""
     public = public_names()
     given: list[str] = []
     for field in attrs.fields(kind):
@@ -195,7 +204,10 @@ def _plan_page() -> str:
         page += ["", "| Field | Type | Default | Meaning |", "|---|---|---|---|"]
         for field in attrs.fields(kind):
             cells = (f"`{field.name}`", _code(_short(_type_of(field))), _code(_default_of(field)))
-            page.append(f"| {' | '.join(cells)} | {_cell(texts.get(field.name, ''))} |")
+            meaning = texts.get(
+                field.name, "Which record it is, in a file." * (field.name == "kind")
+            )
+            page.append(f"| {' | '.join(cells)} | {_cell(meaning)} |")
         page.append("")
     return "\n".join(page)
 
@@ -258,14 +270,16 @@ def _code(text: str) -> str:
     return f"`{_cell(text)}`" if text else ""
 
 
-def _error_page() -> str:
-    """Every error: what it means, what Python's own class it is, and what raises it."""
+def _error_page(shown: list[tuple[str, str, str, str]]) -> str:
+    """Every error: what it means, messages and where they are explained, and what raises it."""
     raised = _raised_by()
     page = [
         "# Errors",
         "",
         "Every error that fxtrain raises on purpose is an `FxError`. Its message says what was "
-        "asked, what was found and what to do, and it is the same on every rank.",
+        "asked, what was found and what to do, and it is the same on every rank. The name of the "
+        "class, with which a traceback ends, is the anchor of its section here; the tables show "
+        "messages that other pages explain.",
         "",
     ]
     for name, value in _members(fxtrain):
@@ -273,6 +287,14 @@ def _error_page() -> str:
             continue
         directive = f".. autoexception:: fxtrain.{name}\n   :show-inheritance:\n"
         page += [f"## {name}", "", _described(directive)]
+        messages = [one for one in shown if one[0] == name]
+        if messages:
+            page += ["| Message | Explained in |", "|---|---|"]
+            page += [
+                f"| {_code(text[:160])} | [{at.rpartition('/')[2]}](../{at}.md#{anchor}) |"
+                for _, text, at, anchor in messages
+            ]
+            page.append("")
         causes = raised.get(name, [])
         if causes:
             page += ["Raised by:", ""]

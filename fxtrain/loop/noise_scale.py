@@ -16,16 +16,16 @@ __all__ = ["NoiseScale"]
 class NoiseScale:
     """The simple noise scale of McCandlish et al. 2018, from gradients of two batch sizes.
 
-    The squared norm of a gradient over B rows is on average |G|² + tr(Σ) / B, with the gradient G
+    The squared norm of a gradient over B rows is on average ‖G‖² + tr(Σ) / B, with the gradient G
     of all data and the covariance Σ of gradients of single rows. Two batch sizes give both terms;
-    `value` is tr(Σ) / |G|². Far below that batch size, twice the rows halve the updates needed; far
+    `value` is tr(Σ) / ‖G‖². Far below that batch size, twice the rows halve the updates needed; far
     above it, they add little. A plain value, so a checkpoint can store it.
 
     Attributes:
         decay: Weight of earlier updates in the moving averages of both terms; 0 uses the last
             update only.
         noise: Moving average of tr(Σ), without correction for its beginning.
-        signal: Moving average of |G|², without correction for its beginning.
+        signal: Moving average of ‖G‖², without correction for its beginning.
         updates: Updates so far.
 
     Source:
@@ -82,7 +82,7 @@ class NoiseScale:
 
     @property
     def value(self) -> float | None:
-        """The noise scale in rows; None while there is no positive estimate of |G|²."""
+        """The noise scale in rows; None while there is no positive estimate of ‖G‖²."""
         return max(self.noise, 0.0) / self.signal if self.signal > 0 else None
 
 

@@ -58,6 +58,8 @@ class Data:
         reseed_workers: Seed the random generators of worker processes for every batch, from
             (seed, epoch, row), so that random augmentation does not depend on the number
             of workers or on restarts.
+        ahead: Batches that a thread moves to an XLA device before they are used; 0 moves each
+            when it is used. Other devices ignore it.
     """
 
     source: Literal["shard", "dispatch", "sharded"] = "shard"
