@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +23,7 @@ def test_logging_knows_its_rank(ctx, caplog):
         fx.log(attrs.evolve(ctx, rank=1)).info("hidden")
         fx.log(attrs.evolve(ctx, rank=1)).info("loud", everyone=True)
     assert [r.getMessage() for r in caplog.records] == ["main 1", "[rank 1] loud"]
-    assert caplog.records[0].filename == "test_step.py"
+    assert caplog.records[0].filename == Path(__file__).name
 
 
 @pytest.mark.parametrize("wrong", [{"loss": 1}, None, "loss"])
