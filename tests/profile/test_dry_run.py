@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 import fxtrain as fx
 from fxtrain.state import Traffic
 from fxtrain.testing import fake_world
+from tests.profile import _dry_runs
 from tests.profile._dry_runs import dry_linear, train_linear
 from tests.profile._loops import by_steps
 
@@ -56,7 +57,7 @@ def test_a_refused_plan_is_a_problem():
     (problem,) = run.problems
     assert problem.kind == "plan" and problem.fatal
     assert "Single() trains on one rank" in problem.text
-    assert __file__ in problem.where
+    assert _dry_runs.__file__ in problem.where
     assert (run.updates, run.step) == (0, ())
 
 
