@@ -1,22 +1,45 @@
 """Pools of real ranks, shared by every test of a session."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from fxtrain.testing import Cluster
+# The process of pytest-xdist that hands out the tests runs none, and does without torch.
+if TYPE_CHECKING:
+    from fxtrain.testing import Cluster
 
 # What ranks and launched programs of the whole suite load. A test by itself rarely needs it.
 _OFTEN = (
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.bert.modeling_bert",
     "accelerate",
-    "torch.distributed.run",
+    "bitsandbytes",
     "fxtrain.cli.launch_command",
+    "hypothesis.strategies",
+    "peft",
+    "pytest",
     "sklearn.datasets",
     "sklearn.model_selection",
+    "torch.distributed.checkpoint",
+    "torch.distributed.optim",
+    "torch.distributed.pipelining",
+    "torch.distributed.run",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.llama.modeling_llama",
 )
+
+
+_LIBRARY = Path(__file__).with_name("fxtrain")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leaves out modules of the library without examples, which need not be imported for it."""
+    if collection_path.suffix != ".py" or not collection_path.is_relative_to(_LIBRARY):
+        return None
+    return True if ">>>" not in collection_path.read_text() else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -57,6 +80,8 @@ def _patience() -> float:
 @pytest.fixture(scope="session")
 def clusters() -> Iterator[dict[int, Cluster]]:
     """One pool per world size; its workers start with the first call."""
+    from fxtrain.testing import Cluster
+
     patience = _patience()
     times = {"timeout_s": 5.0 * patience, "call_s": 40.0 * patience}
     preload = _OFTEN if "PYTEST_XDIST_WORKER" in os.environ else ()

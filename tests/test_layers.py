@@ -12,8 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "fxtrain").rglob("*.py"))
 PACKAGES = [path for path in SOURCES if path.name == "__init__.py"]
+TESTS = sorted(path for name in ("tests", "property_tests") for path in (ROOT / name).rglob("*.py"))
 
 FILE_LINES = 400
+TEST_FILE_LINES = 300
 FOLDER_FILES = 25
 FUNCTION_LINES = 40
 
@@ -43,6 +45,12 @@ def _body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def test_a_file_is_short(path):
     lines = len(path.read_text().splitlines())
     assert lines <= FILE_LINES, f"{_name(path)} has {lines} lines: split it by what it does"
+
+
+def test_test_files_are_short():
+    sizes = {_name(path): len(path.read_text().splitlines()) for path in TESTS}
+    long = {name: lines for name, lines in sizes.items() if lines > TEST_FILE_LINES}
+    assert long == {}, "split these files by subject; what both parts need goes into a _helper.py"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=_name)

@@ -49,6 +49,11 @@ class CommState:
         in_main_first: Whether this rank is inside a block of `ops.main_first`.
         submesh_groups: Groups opened for models that split ranks differently from the mesh, by
             how they split them.
+        device_meshes: torch's meshes of these ranks, by the context's mesh and the number of ranks
+            that share a replica.
+        at_close: Functions that closing calls, after no more calls are accepted.
+        mesh_context: The context of these ranks with another mesh that `fxtrain.testing` opened
+            last, for the next call with that mesh.
         packets: Buffers for small exchanges between the ranks.
         routes: Cached routes of small calls, by their form.
         opened_groups: Process groups that were opened for this context, to be closed with it.
@@ -68,6 +73,9 @@ class CommState:
     restored_from: str | None = None
     in_main_first: bool = False
     submesh_groups: dict[str, Any] = attrs.field(factory=dict)
+    device_meshes: dict[tuple[Mesh, int], Any] = attrs.field(factory=dict)
+    at_close: list[Callable[[], None]] = attrs.field(factory=list)
+    mesh_context: tuple[Mesh, DistContext] | None = None
     packets: Any = None
     routes: dict[Any, Any] = attrs.field(factory=dict)
     opened_groups: list[Any] = attrs.field(factory=list)
@@ -80,6 +88,8 @@ class CommState:
         self.closed = True
         for part in self.children:
             part.close()
+        while self.at_close:
+            self.at_close.pop()()
 
 
 def _nothing(error: BaseException | None) -> None:

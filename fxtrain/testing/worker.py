@@ -73,7 +73,7 @@ def work(
             before = _groups()
             answer = _answer(ctx, request)
             if not keep_groups:
-                _close_others(before, ctx.comm.state.opened_groups)
+                _close_others(before, _kept_groups(ctx))
             pipe.send_bytes(answer)
 
 
@@ -110,6 +110,14 @@ def _groups() -> tuple[int, list[Any]]:
     return _world.group_count, list(_world.pg_map)
 
 
+def _kept_groups(ctx: Any) -> list[Any]:
+    """The groups of the pool's context, and of the last one with a mesh."""
+    state = ctx.comm.state
+    if state.mesh_context is None:
+        return state.opened_groups
+    return state.opened_groups + state.mesh_context[1].comm.state.opened_groups
+
+
 def _close_others(before: tuple[int, list[Any]], own: list[Any]) -> None:
     """Close groups that a call left open: each gloo group has a thread that wakes 100 times a
     second. Groups that the pool's context opened stay open for later calls.
@@ -122,10 +130,11 @@ def _close_others(before: tuple[int, list[Any]], own: list[Any]) -> None:
     from fxtrain.backends.core.device_mesh import clear_sharding_caches
 
     kept = {id(group) for group in (*before[1], *own)}
-    for group in groups:
-        if id(group) not in kept:
-            dist.destroy_process_group(group)
-    clear_sharding_caches()
+    others = [group for group in groups if id(group) not in kept]
+    for group in others:
+        dist.destroy_process_group(group)
+    if others:
+        clear_sharding_caches()
     gc.collect()  # reference cycles keep closed groups and their threads alive
 
 

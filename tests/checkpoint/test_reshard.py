@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain.testing import Transformer
+from fxtrain.testing.training import on_mesh
 
 SPLIT = fx.TP(
     styles=(
@@ -27,12 +28,6 @@ PLACES = {
     "replicas": (fx.DDP(), fx.Mesh(context=2)),
     "both": (fx.FSDP(wrap=("Block",), tensor=SPLIT), fx.Mesh(shard=2, tensor=2)),
 }
-
-
-def _place(ctx, name):
-    """The context of these ranks under the mesh of a place."""
-    mesh = PLACES[name][1]
-    return ctx if mesh is None else fx.detect(device="cpu", mesh=mesh, timeout_s=20)
 
 
 def _model(ctx, name):
@@ -65,21 +60,21 @@ def _train(ctx, model, steps):
 
 
 def _save(ctx, folder, name):
-    ctx = _place(ctx, name)
-    model = _model(ctx, name)
-    _train(ctx, model, 2)
-    fx.save(folder, ctx, model, position=fx.Position(updates=2))
-    return _whole(model)
+    with on_mesh(ctx, PLACES[name][1]) as placed:
+        model = _model(placed, name)
+        _train(placed, model, 2)
+        fx.save(folder, placed, model, position=fx.Position(updates=2))
+        return _whole(model)
 
 
 def _restore(ctx, folder, name):
-    ctx = _place(ctx, name)
-    model = _model(ctx, name)
-    _train(ctx, model, 1)
-    fx.restore(folder, ctx, model)
-    found = _whole(model)
-    _train(ctx, model, 1)  # and it trains on
-    return found
+    with on_mesh(ctx, PLACES[name][1]) as placed:
+        model = _model(placed, name)
+        _train(placed, model, 1)
+        fx.restore(folder, placed, model)
+        found = _whole(model)
+        _train(placed, model, 1)  # and it trains on
+        return found
 
 
 @pytest.mark.parametrize(

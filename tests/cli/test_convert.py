@@ -7,14 +7,12 @@ import pytest
 import yaml
 
 import fxtrain as fx
-from fxtrain.backends import strategies
 from fxtrain.cli import Exit, main
-from fxtrain.interop.accelerate_config import _SECTIONS, convert_accelerate, translate
+from fxtrain.interop.accelerate_config import _SECTIONS, convert_accelerate
 from fxtrain.interop.accelerate_fp8 import fp8_rules
 from fxtrain.interop.accelerate_rules import rules
 from fxtrain.launch.config import read_launch_file
-
-KINDS = {attrs.fields_dict(config)["kind"].default for config in strategies()}
+from tests.cli._accelerate_configs import DEEPSPEED, ONE
 
 
 @attrs.frozen(kw_only=True)
@@ -28,13 +26,6 @@ class Case:
     noted: tuple = ()
 
 
-ONE = {
-    "compute_environment": "LOCAL_MACHINE", "debug": False, "downcast_bf16": "no",
-    "enable_cpu_affinity": False, "gpu_ids": "all", "machine_rank": 0,
-    "main_training_function": "main", "mixed_precision": "no", "num_machines": 1,
-    "num_processes": 1, "rdzv_backend": "static", "tpu_env": [], "tpu_use_cluster": False,
-    "tpu_use_sudo": False, "use_cpu": False,
-}  # fmt: skip
 BASE = {"nodes": 1, "node_rank": 0, "ranks": 1}
 
 CASES = [
@@ -235,100 +226,6 @@ def test_a_config_becomes_a_launch_file(case):
     assert converted.section.plan == case.plan
     assert {note.key for note in converted.notes} == set(case.noted)
     assert all(note.text for note in converted.notes)
-
-
-FSDP = {
-    **ONE, "distributed_type": "FSDP", "num_processes": 8,
-    "fsdp_config": {
-        "fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": True,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_transformer_layer_cls_to_wrap": "Block,Head", "fsdp_activation_checkpointing": True,
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": True,
-    },
-    "parallelism_config": {
-        "parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 4,
-        "parallelism_config_tp_size": 1, "parallelism_config_cp_comm_strategy": "allgather",
-    },
-}  # fmt: skip
-DEEPSPEED = {
-    **ONE, "distributed_type": "DEEPSPEED", "num_processes": 8,
-    "deepspeed_config": {
-        "zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "none",
-        "gradient_accumulation_steps": 2, "gradient_clipping": 1.0, "zero3_init_flag": True,
-        "zero3_save_16bit_model": True, "deepspeed_multinode_launcher": "pdsh",
-        "deepspeed_hostfile": "/hosts", "deepspeed_moe_layer_cls_names": "Experts",
-    },
-}  # fmt: skip
-
-
-def test_fsdp():
-    converted = translate(FSDP)
-    assert converted.section.plan == {
-        "precision": "fp32",
-        "recompute": ["Block", "Head"],
-        "strategy": {
-            "kind": "fsdp", "mode": "full", "offload": True, "wrap": ["Block", "Head"], "shard": 4,
-        },
-    }  # fmt: skip
-    assert {note.key for note in converted.notes} == {
-        "fsdp.state_dict_type", "fsdp.cpu_ram_efficient_loading",
-        "parallelism.dp_replicate_size", "parallelism.cp_comm_strategy",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("strategy", "mode"),
-    [("FULL_SHARD", "full"), ("SHARD_GRAD_OP", "grads_and_optimizer"), ("NO_SHARD", "none"),
-     (1, "full"), ("HYBRID_SHARD_ZERO2", "grads_and_optimizer")],
-)  # fmt: skip
-def test_first_versions_of_fsdp(strategy, mode):
-    section = {"fsdp_version": 1, "fsdp_sharding_strategy": strategy, "fsdp_min_num_params": 1e6}
-    converted = translate({"distributed_type": "FSDP", "fsdp_config": section})
-    assert converted.section.plan["strategy"] == {
-        "kind": "fsdp", "mode": mode, "min_params": 1_000_000,
-    }  # fmt: skip
-    assert "fsdp.version" in {note.key for note in converted.notes}
-
-
-def test_deepspeed():
-    converted = translate(DEEPSPEED)
-    assert converted.section.plan == {
-        "precision": "fp32", "accumulate": 2, "clip_norm": 1.0,
-        "strategy": {
-            "kind": "deepspeed", "stage": 3, "offload_optimizer": "cpu",
-            "gather_16bit_weights": True, "leaf_modules": ["Experts"],
-        },
-    }  # fmt: skip
-    assert {note.key for note in converted.notes} == {
-        "deepspeed.zero3_init_flag", "deepspeed.deepspeed_multinode_launcher",
-        "deepspeed.deepspeed_hostfile",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("old", [FSDP, DEEPSPEED], ids=["fsdp", "deepspeed"])
-def test_a_strategy_is_said_or_noted(old):
-    """Each field is in the plan where this version has the strategy, and noted where not."""
-    said = translate(old).section.plan["strategy"]
-    converted = convert_accelerate(old)
-    kept = converted.section.plan.get("strategy", {})
-    noted = {note.key.removeprefix("plan.strategy.") for note in converted.notes}
-    assert bool(kept) == (said["kind"] in KINDS)
-    assert all((name in kept) != (name in noted) for name in said)
-
-
-def test_sections_of_another_type_do_not_count():
-    old = {**ONE, "distributed_type": "MULTI_GPU", "fsdp_config": FSDP["fsdp_config"]}
-    converted = convert_accelerate(old)
-    assert "strategy" not in converted.section.plan and "recompute" not in converted.section.plan
-    assert {note.text for note in converted.notes} == {"not used under MULTI_GPU"}
-
-
-def test_ranks_that_do_not_divide_are_noted():
-    converted = convert_accelerate(
-        {"distributed_type": "MULTI_GPU", "num_processes": 5, "num_machines": 2}
-    )
-    assert converted.section.launch["ranks"] == 3
-    assert [note.key for note in converted.notes] == ["num_processes"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
-from fxtrain.backends.pipeline.partition import layout_of, pipeline_problems
+from fxtrain.backends.pipeline.partition import layout_of
 from fxtrain.backends.pipeline.stage import TensorMeta, as_sent
 from fxtrain.testing import (
     LAWS,
@@ -17,18 +17,15 @@ from fxtrain.testing import (
     Transformer,
     all_at_once,
     count_collectives,
-    fake_world,
     on_ranks,
 )
-from fxtrain.testing.training import backward_once, by_hand
-from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP, gpt2, synced_each, t5
+from fxtrain.testing.training import by_hand
+from tests.cluster._models import PIPELINES, synced_each
+from tests.cluster._pipelines import FOUR
 
 pytestmark = PIPELINES
 
 NAMES = [law.__name__ for law in LAWS]
-FOUR = ("blocks.0", "blocks.1", "norm")
-SHARDS = fx.Mesh(pipeline=2, shard=2)
-SPLITS = fx.Mesh(pipeline=2, tensor=2)
 
 
 @pytest.mark.parametrize("law", LAWS, ids=NAMES)
@@ -76,86 +73,6 @@ def test_every_schedule_trains_as_one_process(clusters, name):
             torch.testing.assert_close(run.parameters[key], value, rtol=1e-9, atol=1e-11)
 
 
-# Plans and models that do not fit.
-
-
-def _held(**options):
-    return fx.PP(stages=fx.FSDP(**options))
-
-
-BAD = {
-    "axis": (fx.Mesh(), fx.PP(), {}, "has one rank. Use more"),
-    "context": (fx.Mesh(pipeline=2, context=2), fx.PP(), {}, "context=2, which PP does not use"),
-    "shard": (
-        fx.Mesh(pipeline=2, shard=2),
-        fx.PP(),
-        {},
-        r"Use PP\(stages=fx\.FSDP\(\)\) .* or fx\.Mesh\(replicate=2, pipeline=2",
-    ),
-    "tensor": (fx.Mesh(pipeline=2, tensor=2), fx.PP(), {}, r"Use PP\(stages=fx\.FSDP\(tensor="),
-    "silent": (fx.Mesh(pipeline=2, tensor=2), _held(), {}, r"Use FSDP\(tensor=fx\.TP"),
-    "no tensor": (SHARDS, _held(tensor=fx.TP(styles=(UP, DOWN))), {}, "tensor axis, which has one"),
-    "wrap": (SHARDS, _held(wrap=("Blok",)), {}, "Did you mean Block"),
-    "zero bubble": (
-        SHARDS,
-        fx.PP(schedule="zbv_zero_bubble", split=FOUR, stages=fx.FSDP()),
-        {},
-        r"Use stages=FSDP\(mode='grads_and_optimizer'",
-    ),
-    "sequence": (
-        SPLITS,
-        fx.PP(
-            split=("blocks.1.norm_2",),
-            stages=fx.FSDP(tensor=fx.TP(styles=(UP, DOWN, *ATTENTION), sequence=True)),
-        ),
-        {},
-        r"before blocks\.1\.norm_2, inside blocks\.1, but TP\(sequence=True\)",
-    ),
-    "name": (None, fx.PP(split=("block.1", "x", "y")), {}, r"'block\.1'. Did you mean blocks\.1"),
-    "list": (
-        None,
-        fx.PP(split=("blocks", "norm", "head")),
-        {},
-        "ModuleList, which is never called",
-    ),
-    "order": (None, fx.PP(split=("norm", "blocks.1", "head")), {}, "in the order of"),
-    "inside": (None, fx.PP(split=("blocks.0", "blocks.0.up", "head")), {}, "none inside another"),
-    "number": (None, fx.PP(split=("blocks.1",)), {}, "makes 2 stages, but 4 pipeline ranks"),
-    "layers": (None, fx.PP(), {}, r"into 4 stages, but it has 2 blocks \(blocks\.0, blocks\.1"),
-    "parts": (None, fx.PP(split=FOUR, microbatches=3), {}, "at least one micro-batch per stage"),
-    "rounds": (
-        fx.Mesh(pipeline=2),
-        fx.PP(schedule="interleaved_1f1b", split=FOUR, microbatches=7),
-        {},
-        "in 3 rounds, so their number must be a multiple of that. Use a multiple of the 2 pipeline "
-        "ranks, such as 6",
-    ),
-    "each": (None, fx.PP(stages_per_rank=2), {}, "this schedule needs exactly 1 per rank"),
-    "shared": (None, fx.PP(split=FOUR, shared=("heads",)), {}, "no parameter matches 'heads'"),
-    "compile": (None, fx.PP(split=FOUR), {"compile": fx.Compile()}, "Compile blocks"),
-    "middle": (
-        fx.Mesh(pipeline=2),
-        fx.PP(split=("blocks.0.norm_2",)),
-        {"recompute": ("Block",)},
-        r"before blocks\.0\.norm_2, which is inside blocks\.0, a Block that Plan\.recompute",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_plan_that_does_not_fit_is_refused_once_plans_are_compared(name):
-    mesh, config, fields, words = BAD[name]
-    told = set()
-    for rank in (0, 3):
-        with fake_world(4, rank=rank, mesh=mesh or fx.Mesh(pipeline=4)) as ctx:
-            calls = ctx.comm.state.call_count
-            with pytest.raises(fx.PlanError, match=words) as error:
-                fx.wrap(Transformer(), ctx, fx.Plan(strategy=config, **fields))
-            assert ctx.comm.state.call_count == calls + 1
-            told.add(str(error.value))
-    assert len(told) == 1
-
-
 def test_stages_are_balanced_and_tied_parameters_are_on_both_ends():
     net = nn.Sequential(*(nn.Linear(n, 1, bias=False) for n in (9, 1, 1, 1, 5, 4)))
     layout = layout_of(net, fx.PP(), 3)
@@ -165,14 +82,6 @@ def test_stages_are_balanced_and_tied_parameters_are_on_both_ends():
     assert layout.stages["head.weight"] == layout.stages["embed.weight"] == {0, 3}
     assert layout.holders("head.weight") == (0,) and layout.holders("gain") == (0, 1)
     assert layout.stages["blocks.1.up.bias"] == {2}
-
-
-def test_a_stage_with_nothing_to_train_is_refused():
-    net = Transformer(tied=False)
-    for name, parameter in net.named_parameters():
-        parameter.requires_grad_(name.startswith("blocks.1"))
-    (problem,) = pipeline_problems(net, fx.Plan(strategy=fx.PP()), 2)
-    assert "begins with the model's first module, on pipeline rank 0, has no" in problem
 
 
 class Net(nn.Module):
@@ -301,59 +210,8 @@ def test_models_of_other_shapes_train(pair):
         torch.testing.assert_close(got, wanted)
 
 
-# Models of transformers, aux, evaluation, traffic, checkpoints.
-
-
-MODELS = {"gpt2": gpt2, "t5": t5}
-
-
-def _tokens():
-    return torch.arange(64).reshape(8, 8) * 7 % 23 + 1
-
-
-def _model_loss(model, batch):
-    out = model(input_ids=batch[0], labels=batch[0])
-    right = out.logits.argmax(-1) == batch[0]
-    return out.loss, {"right": right.sum(), "rows": out.logits[:, 0, 0], "mean": out.loss}
-
-
 def _sgd(params):
     return torch.optim.SGD(params, lr=0.3)
-
-
-def _transformers(ctx, name, split):
-    placed = fx.detect({}, device="cpu", mesh=fx.Mesh(pipeline=2), timeout_s=60)
-    plan = fx.Plan(strategy=fx.PP(split=split), clip_norm=0.5)
-    model = fx.wrap(MODELS[name](), placed, plan, optimizer=_sgd)
-    loader = fx.shard(DataLoader(TensorDataset(_tokens()), batch_size=4), placed, plan)
-    fns = fx.StepFns(model=model, loss=_model_loss)
-    reports = [fx.step(placed, batch, fns) for epoch in loader.epochs(2) for batch in epoch]
-    told = [(float(r.loss), float(r.grad_norm), r.aux) for r in reports]
-    with torch.no_grad():
-        logits = model.eval()(input_ids=_tokens()[:3], labels=_tokens()[:3]).logits
-    return told, logits, {n: p.detach() for n, p in fx.unwrap(model).named_parameters()}
-
-
-@pytest.mark.parametrize(("name", "split"), [("gpt2", ()), ("t5", ("decoder.block.0",))])
-def test_models_of_transformers_train_as_in_one_process(pair, name, split):
-    net, wanted = MODELS[name](), []
-    optimizer = _sgd(net.parameters())
-    for _ in range(2):
-        for part in _tokens().split(4):
-            loss, aux = _model_loss(net, [part])
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            wanted.append(
-                (float(loss.detach()), float(norm), {k: v.detach() for k, v in aux.items()})
-            )
-            optimizer.step()
-            optimizer.zero_grad()
-    with torch.no_grad():
-        out = net(input_ids=_tokens()[:3], labels=_tokens()[:3]).logits
-    for told, logits, parameters in pair.run(_transformers, name, split):
-        torch.testing.assert_close(told, wanted, rtol=1e-6, atol=1e-8)  # a loss in fp32
-        torch.testing.assert_close(logits, out, rtol=1e-6, atol=1e-8)
-        torch.testing.assert_close(parameters, dict(net.named_parameters()), rtol=1e-6, atol=1e-8)
 
 
 def _evaluated(ctx, schedule, outputs):
@@ -418,66 +276,3 @@ def test_a_step_sends_activations_and_their_gradients(pair):
     for counts, sent in pair.run(_traffic):
         assert counts == {"send": 4, "recv": 4, "broadcast": 1, "all_reduce": 1}
         assert sent == {"send": activations, "recv": activations, "broadcast": 32, "all_reduce": 8}
-
-
-PLACES = {
-    "ddp": (fx.DDP(), None),
-    "fsdp": (fx.FSDP(), None),
-    "pp": (fx.PP(), fx.Mesh(pipeline=2)),
-    "loop": (
-        fx.PP(schedule="interleaved_1f1b", microbatches=2, split=FOUR),
-        fx.Mesh(pipeline=2),
-    ),
-    "four": (fx.PP(schedule="gpipe", split=FOUR), fx.Mesh(pipeline=4)),
-    "shards": (_held(), SHARDS),
-    "parts": (_held(tensor=fx.TP(styles=(UP, DOWN))), SPLITS),
-}
-
-
-def _saved(ctx, folder, name, first):
-    """Train, save or restore, train on; every tensor that the next update depends on."""
-    config, mesh = PLACES[name]
-    placed = ctx if mesh is None else fx.detect({}, device="cpu", mesh=mesh, timeout_s=20)
-    model = fx.wrap(Transformer(), placed, fx.Plan(strategy=config), optimizer=torch.optim.AdamW)
-    backward_once(placed, model)
-    fx.ops.apply(model)
-    if first:
-        fx.save(folder, placed, model, position=fx.Position(updates=1))
-    else:
-        backward_once(placed, model)
-        fx.ops.apply(model)
-        fx.restore(folder, placed, model)
-    state = model.strategy.state(model)
-    found = {
-        key: (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().clone()
-        for key, one in state.tensors.items()
-    }
-    if not first:
-        backward_once(placed, model)
-        fx.ops.apply(model)
-    return found, state.values["optimizers"]
-
-
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        ((2, "pp"), (1, "ddp")),
-        ((1, "ddp"), (2, "loop")),
-        ((2, "loop"), (4, "four")),
-        ((4, "four"), (2, "fsdp")),
-        ((2, "fsdp"), (4, "shards")),
-        ((4, "shards"), (4, "parts")),
-        ((4, "parts"), (1, "ddp")),
-    ],
-)
-def test_saved_at_one_mesh_and_restored_at_another(clusters, first, then, tmp_path):
-    saved = clusters[first[0]].run(_saved, str(tmp_path), first[1], True)
-    wanted = {key: one for found, _ in saved for key, one in found.items()}
-    assert "module.blocks.1.up.bias" in wanted and "optimizer.0.embed.weight.exp_avg" in wanted
-    restored = clusters[then[0]].run(_saved, str(tmp_path), then[1], False)
-    together = {key: one for found, _ in restored for key, one in found.items()}
-    assert together.keys() == wanted.keys()
-    for found, values in restored:
-        assert values == saved[0][1]
-        for key, one in found.items():
-            assert torch.equal(one, wanted[key]), key

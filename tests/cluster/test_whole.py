@@ -6,131 +6,16 @@ import gc
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain.testing import Transformer
 from fxtrain.testing.training import on_mesh
+from tests.cluster._handles import FSDP, adam, new_handle, sequential
 from tests.cluster._models import PIPELINES
-
-FSDP = fx.FSDP(min_params=1)
-
-
-def _net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
-
-
-def _adam(params):
-    return torch.optim.AdamW(params, lr=0.01)
-
-
-def _made(ctx, strategy, net=None, **options):
-    plan = fx.Plan(strategy=strategy, **options)
-    model = fx.wrap(_net() if net is None else net, ctx, plan, optimizer=_adam)
-    fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch[0]).square().mean())
-    rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
-    return model, fns, fx.shard(DataLoader(TensorDataset(rows), batch_size=4), ctx, plan)
-
-
-CALLS = {
-    "step": lambda ctx, model, fns, batch, folder: fx.step(ctx, batch, fns),
-    "calling the model": lambda ctx, model, fns, batch, folder: model(batch[0]),
-    "train": lambda ctx, model, fns, batch, folder: model.train(),
-    "eval": lambda ctx, model, fns, batch, folder: model.eval(),
-    "parameters": lambda ctx, model, fns, batch, folder: model.parameters(),
-    "save": lambda ctx, model, fns, batch, folder: fx.save(folder, ctx, model),
-    "restore": lambda ctx, model, fns, batch, folder: fx.restore(folder, ctx, model),
-    "export": lambda ctx, model, fns, batch, folder: fx.export(model, folder),
-    "load_model": lambda ctx, model, fns, batch, folder: fx.load_model({}, model),
-    "weights": lambda ctx, model, fns, batch, folder: fx.weights(model),
-    "gathered": lambda ctx, model, fns, batch, folder: fx.gathered(model).__enter__(),
-    "unwrap": lambda ctx, model, fns, batch, folder: fx.unwrap(model),
-    "ops.sync": lambda ctx, model, fns, batch, folder: fx.ops.sync(model),
-    "ops.backward": lambda ctx, model, fns, batch, folder: fx.ops.backward(
-        torch.ones((), requires_grad=True), model
-    ),
-    "ops.clip_norm": lambda ctx, model, fns, batch, folder: fx.ops.clip_norm(model, 1.0),
-    "ops.clip_value": lambda ctx, model, fns, batch, folder: fx.ops.clip_value(model, 1.0),
-    "ops.scale_grads": lambda ctx, model, fns, batch, folder: fx.ops.scale_grads(model, 1.0),
-    "ops.apply": lambda ctx, model, fns, batch, folder: fx.ops.apply(model),
-    "ops.average": lambda ctx, model, fns, batch, folder: fx.ops.average(model),
-}
-
-
-def _refusals(*given):
-    """What each call says of the handle; None where it is silent."""
-    found = {}
-    for name, call in CALLS.items():
-        try:
-            call(*given)
-            found[name] = None
-        except fx.FxError as error:
-            found[name] = str(error)
-    return found
-
-
-def _closed(ctx, strategy, folder):
-    model, fns, loader = _made(ctx, strategy)
-    batch = next(iter(loader))
-    fx.step(ctx, batch, fns)
-    with fx.gathered(model):
-        lent = _refusals(ctx, model, fns, batch, folder)
-    fx.step(ctx, batch, fns)
-    fx.unwrap(model)
-    return lent, _refusals(ctx, model, fns, batch, folder)
-
-
-@pytest.mark.parametrize(
-    ("n", "strategy"),
-    [(1, fx.Single()), (1, FSDP), (2, fx.DDP()), (2, fx.DDP(shard_optimizer=True)), (2, FSDP)],
-    ids=lambda one: type(one).__name__ if not isinstance(one, int) else str(one),
-)
-def test_a_closed_handle_says_what_to_do(clusters, tmp_path, n, strategy):
-    for lent, spent in clusters[n].run(_closed, strategy, str(tmp_path / "a")):
-        for name in CALLS:
-            assert "inside fx.gathered, which puts full weights" in lent[name], (name, lent[name])
-            assert "this model was unwrapped" in spent[name], (name, spent[name])
-            assert "fx.weights(model)" in spent[name]
-            assert name.split(".")[-1] in spent[name].split(":")[0]
-    assert not (tmp_path / "a").exists()
-
-
-def _copy_of_handle(ctx):
-    import attrs
-
-    model, _, _ = _made(ctx, fx.Single())
-    other = attrs.evolve(model, scheduler=None)
-    fx.unwrap(model)
-    other(torch.ones(2, 8))
-
-
-def test_a_copy_of_the_handle_is_closed_too(clusters):
-    with pytest.raises(fx.StepError, match=r"this model was unwrapped"):
-        clusters[1].run(_copy_of_handle)
-
-
-def _unwrapped_in_a_window(ctx, strategy):
-    model, fns, loader = _made(ctx, strategy, accumulate=2)
-    applied = fx.step(ctx, next(iter(loader)), fns).applied
-    wanted = dict(fx.weights(model))
-    net = fx.unwrap(model)
-    grads = [parameter.grad for parameter in net.parameters()]
-    same = all(torch.equal(value, wanted[name]) for name, value in net.state_dict().items())
-    return applied, same or ctx.rank, grads
-
-
-@pytest.mark.parametrize("strategy", [fx.DDP(), FSDP], ids=["DDP", "FSDP"])
-@pytest.mark.parametrize("n", [1, 2])
-def test_unwrap_drops_an_open_window(clusters, n, strategy):
-    for applied, same, grads in clusters[n].run(_unwrapped_in_a_window, strategy):
-        assert not applied
-        assert same
-        assert grads == [None] * len(grads)
 
 
 def _chosen(ctx, strategy):
-    model, _, _ = _made(ctx, strategy)
+    model, _, _ = new_handle(ctx, strategy)
     state = model.module.state_dict()
     some = {name: t.tolist() for name, t in fx.weights(model, names=["3.*", "1.running_mean"])}
     cast = {t.device.type for _, t in fx.weights(model, device="cpu")}
@@ -147,15 +32,15 @@ def test_weights_by_name_and_rank(clusters, n, strategy):
     for rank, found in enumerate(clusters[n].run(_chosen, strategy)):
         some, cast, mine, names, kept = found
         assert list(some) == ["1.running_mean", "3.weight", "3.bias"]
-        assert some["3.weight"] == _net()[3].weight.tolist()
+        assert some["3.weight"] == sequential()[3].weight.tolist()
         assert cast == {"cpu"}
-        assert names == list(_net().state_dict())
+        assert names == list(sequential().state_dict())
         assert mine == (names if rank == 0 else [])
         assert kept
 
 
 def _wrong(ctx, names, ranks):
-    model, _, _ = _made(ctx, FSDP)
+    model, _, _ = new_handle(ctx, FSDP)
     names = names[ctx.rank] if isinstance(names, tuple) else names
     list(fx.weights(model, names=names, ranks=ranks))
 
@@ -186,7 +71,7 @@ def test_what_is_not_wrapped_has_a_state_dict():
 
 def _left_early(ctx, stops, ranks):
     """Leave the loop on some ranks after a tensor; then see that ranks still work together."""
-    model, _, _ = _made(ctx, FSDP)
+    model, _, _ = new_handle(ctx, FSDP)
     seen, words = [], ""
     try:
         for name, _ in fx.weights(model, ranks=ranks):
@@ -211,7 +96,7 @@ def test_a_loop_that_one_rank_leaves_ends_on_all(pair, stops, ranks, seen):
 
 
 def _left_at_the_end(ctx):
-    model, _, _ = _made(ctx, FSDP)
+    model, _, _ = new_handle(ctx, FSDP)
     names = list(model.module.state_dict())
     for name, _ in fx.weights(model):
         if ctx.rank == 0 and name == names[-1]:
@@ -224,8 +109,10 @@ def test_a_rank_may_leave_the_loop_at_the_last_tensor(pair):
 
 
 def _anchored(ctx):
-    model = fx.wrap(_net(), ctx, fx.Plan(local=fx.DiLoCo(every=2)), optimizer=_adam)
-    fx.load_model({name: torch.ones_like(t) for name, t in _net().state_dict().items()}, model)
+    model = fx.wrap(sequential(), ctx, fx.Plan(local=fx.DiLoCo(every=2)), optimizer=adam)
+    fx.load_model(
+        {name: torch.ones_like(t) for name, t in sequential().state_dict().items()}, model
+    )
     return [bool((anchor == 1).all()) for anchor in model.strategy_state.anchor.values()]
 
 
@@ -235,7 +122,7 @@ def test_an_outer_optimizer_starts_from_what_is_loaded(pair):
 
 
 def _failed_inside(ctx, fails, ranks):
-    model, fns, loader = _made(ctx, FSDP)
+    model, fns, loader = new_handle(ctx, FSDP)
     words = None
     try:
         with fx.gathered(model, ranks=ranks) as net:
@@ -261,8 +148,8 @@ def test_a_block_that_fails_on_one_rank_fails_on_all(pair, fails, ranks):
 
 def _spoilt(ctx, strategy):
     """Bits of everything before and after a block that changes what it can."""
-    net = _net()
-    model, fns, loader = _made(ctx, strategy, net, accumulate=2)
+    net = sequential()
+    model, fns, loader = new_handle(ctx, strategy, net, accumulate=2)
     batches = iter(loader)
     fx.step(ctx, next(batches), fns)  # leaves a window open
     before = _anatomy(model)
@@ -308,7 +195,7 @@ def test_nothing_of_a_block_is_left(clusters, n, strategy):
 
 def _drifted(ctx, plan):
     """Weights and buffers of copies that differ: those of the first one, on every rank."""
-    model = fx.wrap(_net(), ctx, plan, optimizer=_adam)
+    model = fx.wrap(sequential(), ctx, plan, optimizer=adam)
     with torch.no_grad():
         for tensor in model.module.state_dict().values():
             if tensor.is_floating_point() and (plan.local or tensor.ndim == 1):

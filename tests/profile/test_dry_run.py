@@ -1,48 +1,21 @@
 """Dry runs in this process: figures, problems, and what is left behind."""
 
-import functools
-import io
-import xml.etree.ElementTree as ET
-
-import attrs
 import pytest
 import torch
-from rich.console import Console
 from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
-from fxtrain.profile import plot, read_bytes, show_bytes, table
-from fxtrain.state import PARTS, Memory, Traffic
+from fxtrain.state import Traffic
 from fxtrain.testing import fake_world
+from tests.profile import _dry_runs
+from tests.profile._dry_runs import dry_linear, train_linear
 from tests.profile._loops import by_steps
-
-_PLAN = fx.Plan()
-
-
-def _linear(ctx, *, width=100, plan=_PLAN, after=None, workers=0):
-    """An endless loop over one square matrix."""
-    net = nn.Linear(width, width, bias=False)
-    model = fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.Adam(params))
-    fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
-    loader = DataLoader(
-        torch.ones(1, width).expand(99_999, width), batch_size=4, num_workers=workers
-    )
-    while True:
-        for batch in fx.shard(loader, ctx, plan):
-            report = fx.step(ctx, batch, fns)
-            if after is not None:
-                after(model, report)
-
-
-def _dry(fn=_linear, *, world=8, mesh=None, device_memory=None, **changes):
-    call = functools.partial(fn, **changes)
-    return fx.dry_run(call, world=world, mesh=mesh, device_memory=device_memory)
 
 
 def test_figures_of_an_endless_loop():
-    run = _dry(world=1024)
+    run = dry_linear(world=1024)
     size = 100 * 100 * 4
     assert (run.memory.parameters, run.memory.gradients) == (size, size)
     assert run.memory.optimizer == 2 * size + 4  # two moments, and the number of updates
@@ -55,7 +28,9 @@ def test_figures_of_an_endless_loop():
 
 
 def test_a_model_larger_than_this_machine_takes_no_memory():
-    run = _dry(width=2_000_000, device_memory="80GB", plan=fx.Plan(strategy=fx.Single()), world=1)
+    run = dry_linear(
+        width=2_000_000, device_memory="80GB", plan=fx.Plan(strategy=fx.Single()), world=1
+    )
     assert run.memory.parameters == 16 * 10**12
     (problem,) = run.problems
     assert problem.kind == "memory" and problem.fatal and not run.fits
@@ -78,11 +53,11 @@ def test_a_run_that_fits_only_later_says_so():
 
 
 def test_a_refused_plan_is_a_problem():
-    run = _dry(plan=fx.Plan(strategy=fx.Single()))
+    run = dry_linear(plan=fx.Plan(strategy=fx.Single()))
     (problem,) = run.problems
     assert problem.kind == "plan" and problem.fatal
     assert "Single() trains on one rank" in problem.text
-    assert __file__ in problem.where
+    assert _dry_runs.__file__ in problem.where
     assert (run.updates, run.step) == (0, ())
 
 
@@ -93,7 +68,7 @@ def test_a_look_at_a_value_is_told_with_its_line():
         seen.append(report.loss.item())
         seen.append(f"{report.loss:.2f}")
 
-    run = _dry(after=look)
+    run = dry_linear(after=look)
     assert {problem.kind for problem in run.problems} == {"value"} and run.fits
     assert len({problem.where for problem in run.problems}) == 2
     assert all(problem.where.startswith(__file__) for problem in run.problems)
@@ -116,7 +91,7 @@ def test_finite_numbers_are_assumed():
             )
         )
 
-    _dry(after=look)
+    dry_linear(after=look)
     assert set(answers) == {(True, True, False, False, False, 0.0)}
 
 
@@ -130,7 +105,7 @@ def test_finite_numbers_are_assumed():
     ids=["nonzero", "mask", "numpy"],
 )
 def test_what_needs_values_ends_the_run_with_its_line(line, kind, says):
-    run = _dry(after=lambda model, _: line(model.module.weight))
+    run = dry_linear(after=lambda model, _: line(model.module.weight))
     (problem, *_) = run.problems
     assert (problem.kind, problem.fatal) == (kind, True)
     assert says in problem.text and problem.where.startswith(__file__)
@@ -141,7 +116,7 @@ def test_an_operator_without_a_rule_for_shapes():
     with torch.library._scoped_library("fxtrain_test", "FRAGMENT") as library:
         library.define("mystery(Tensor x) -> Tensor")
         library.impl("mystery", torch.clone, "CPU")
-        run = _dry(after=lambda model, _: torch.ops.fxtrain_test.mystery(model.module.weight))
+        run = dry_linear(after=lambda model, _: torch.ops.fxtrain_test.mystery(model.module.weight))
     assert run.problems[0].kind == "unsupported"
     assert "register_fake" in run.problems[0].text
 
@@ -173,13 +148,13 @@ def test_programming_errors_are_not_findings():
 
 
 def test_workers_are_not_started():
-    assert _dry(workers=2).memory == _dry().memory
+    assert dry_linear(workers=2).memory == dry_linear().memory
 
 
 def test_compiled_models_run_as_they_are():
-    compiled = _dry(plan=fx.Plan(compile=fx.Compile(backend="eager")))
-    assert compiled.memory.parameters == _dry().memory.parameters
-    assert compiled.step == _dry().step and compiled.problems == ()
+    compiled = dry_linear(plan=fx.Plan(compile=fx.Compile(backend="eager")))
+    assert compiled.memory.parameters == dry_linear().memory.parameters
+    assert compiled.step == dry_linear().step and compiled.problems == ()
 
 
 def test_modules_move_and_change_their_dtype():
@@ -226,114 +201,22 @@ def test_a_function_that_never_trains_is_an_error():
 )
 def test_impossible_worlds_are_refused(changes, error, says):
     with pytest.raises(error, match=says):
-        fx.dry_run(_linear, **changes)
+        fx.dry_run(train_linear, **changes)
     assert not dist.is_initialized()
 
 
 def test_a_rank_of_a_real_group_cannot_pretend():
     with fake_world(2), pytest.raises(fx.ContextError, match="fxtrain plan"):
-        fx.dry_run(_linear, world=4)
+        fx.dry_run(train_linear, world=4)
 
 
 def test_torch_is_left_as_it_was():
     owners = {DataLoader: "_get_iterator", torch.utils: "swap_tensors", torch.Tensor: "__format__"}
     before = [getattr(owner, name) for owner, name in owners.items()]
     before.append(torch.UntypedStorage.resize_)
-    _dry(plan=fx.Plan(strategy=fx.Single()))  # ends with an error
-    _dry()
+    dry_linear(plan=fx.Plan(strategy=fx.Single()))  # ends with an error
+    dry_linear()
     after = [getattr(owner, name) for owner, name in owners.items()]
     assert [*after, torch.UntypedStorage.resize_] == before
     assert not dist.is_initialized()
     assert type(torch.ones(2)) is torch.Tensor
-
-
-def test_traffic_is_told_by_axis():
-    mesh = fx.Mesh(replicate=4, shard=2, tensor=2)
-
-    def loop(ctx):
-        weight = nn.Parameter(torch.ones(25))
-        optimizer = torch.optim.SGD([weight])
-        while True:
-            weight.sum().backward()
-            for axis in ("tensor", "shard", "data"):
-                dist.all_reduce(weight.grad, group=ctx.axis(axis).comm.group)
-            dist.all_reduce(weight.grad)
-            optimizer.step()
-
-    run = fx.dry_run(loop, world=16, rank=5, mesh=mesh)
-    found = {row.axis: (row.ranks, row.count, row.bytes) for row in run.step}
-    assert found == {
-        "tensor": (2, 1, 100),
-        "shard": (2, 1, 100),
-        "data": (8, 1, 100),
-        "world": (16, 1, 100),
-    }
-
-
-def test_another_mesh_than_asked_is_told():
-    def loop(ctx):
-        with fx.detect(mesh=fx.Mesh(shard=2)) as own:
-            by_steps(own, fx.Plan())
-
-    run = fx.dry_run(loop, world=4, mesh=fx.Mesh(tensor=2))
-    assert run.mesh == fx.Mesh(replicate=2, shard=2)
-    (problem,) = run.problems
-    assert problem.kind == "mesh" and "shard=2" in problem.text and "tensor=2" in problem.text
-
-
-def test_a_run_is_a_value():
-    run = _dry(device_memory="1GB")
-    text = fx.dumps(run)
-    assert fx.loads(text, fx.DryRun) == run
-    assert hash(run) == hash(fx.loads(text, fx.DryRun))
-    with pytest.raises(fx.PlanError, match="unknown key 'gradient'"):
-        fx.loads(text.replace('"gradients"', '"gradient"', 1), fx.DryRun)
-    with pytest.raises(fx.PlanError, match="whole number"):
-        fx.loads(text.replace('"world": 8', '"world": 8.0'), fx.DryRun)
-
-
-def test_two_plans_side_by_side():
-    one, two = _dry(), _dry(plan=fx.Plan(accumulate=4), world=64, device_memory="24GiB")
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(table(one, two))
-    lines = [line.split() for line in console.export_text().splitlines()]
-    assert ["parameters", "40.0", "kB", "40.0", "kB"] in lines
-    assert ["accumulate", "1", "4"] in lines
-    assert ["device", "not", "set", "25.8", "GB"] in lines
-    assert [line[-8:] for line in lines if line[:1] == ["all_reduce"]] == [
-        ["1", "x", "40.0", "kB", "1", "x", "40.0", "kB"]
-    ]
-
-
-def test_a_picture_shows_every_part_and_the_device(tmp_path):
-    run = _dry(device_memory=200_000)
-    (axes,) = plot(run).axes
-    held = [part for part in PARTS if any(getattr(m, part) for m in run.timeline)]
-    assert axes.get_legend_handles_labels()[1] == [*held, "device, 200 kB"]
-    assert show_bytes(run.peak) in axes.get_title(loc="left")
-    heights = [path.vertices[:, 1].max() for area in axes.collections for path in area.get_paths()]
-    assert max(heights) == run.peak
-    far = plot(attrs.evolve(run, device_memory=10**12))  # would leave nothing to see
-    assert far.axes[0].get_legend_handles_labels()[1] == held
-    for odd in (
-        attrs.evolve(run, timeline=(Memory(),), name="<&>$x"),
-        attrs.evolve(run, timeline=()),
-    ):
-        plot(odd).savefig(tmp_path / "odd.svg")
-        assert ET.parse(tmp_path / "odd.svg").getroot().tag.endswith("svg")
-
-
-@pytest.mark.parametrize(
-    ("size", "bytes_"),
-    [("80GB", 80 * 10**9), ("24 GiB", 24 * 2**30), ("1.5kb", 1500), (7, 7), ("2e3", 2000)],
-)
-def test_sizes_are_read(size, bytes_):
-    assert read_bytes(size) == bytes_
-
-
-@pytest.mark.parametrize(
-    "size", ["", "GB", "1.2.3GB", "80 XB", 0, -4, True, "-4GB", "inf", "1e999"]
-)
-def test_what_is_no_size_is_refused(size):
-    with pytest.raises(fx.PlanError, match="device_memory="):
-        read_bytes(size)

@@ -27,10 +27,21 @@ def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
     Args:
         shard: Ranks of one replica; divides the data ranks.
 
+    Returns:
+        The same mesh for every model of a context, so that torch's caches serve all of them.
+
     Effects:
         Opens the groups that the context lacks, on every rank: those of `replicate` and
         `shard` where the context's own mesh splits the data ranks differently.
     """
+    state = ctx.comm.state
+    if (ctx.mesh, shard) not in state.device_meshes:
+        state.device_meshes[ctx.mesh, shard] = _new_mesh(ctx, shard)
+        state.at_close.append(clear_sharding_caches)
+    return state.device_meshes[ctx.mesh, shard]
+
+
+def _new_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
     sizes = {axis: ctx.mesh.sizes[axis] for axis in AXES}
     data = sizes["replicate"] * sizes["shard"] * sizes["context"]
     split = {**sizes, "replicate": data // shard, "shard": shard, "context": 1}

@@ -1,0 +1,137 @@
+"""What cannot be saved or restored, and which ranks raise."""
+
+import errno
+import os
+from contextlib import nullcontext
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fxtrain as fx
+from fxtrain.checkpoint import saving
+from tests.checkpoint import _runs
+
+
+@pytest.mark.parametrize(
+    "extra, message",
+    [
+        ({"a": [1, object()]}, r"extra\.a\.1 is a builtins\.object"),
+        ({"fn": len}, r"extra\.fn is a builtins\.builtin_function_or_method"),
+        (torch.eye(2).to_sparse(), "extra is a torch.sparse_coo tensor"),
+        (np.array(["text"]), "extra is a NumPy value of dtype"),
+        (torch.empty(2, device="meta"), "extra is on the meta device"),
+        (nn.Linear, "extra is a builtins.type"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(extra, message, tmp_path):
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(nn.Linear(2, 2), ctx)
+        with pytest.raises(fx.CheckpointError, match=message):
+            fx.save(tmp_path, ctx, model, extra=extra)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_value_that_holds_itself(tmp_path):
+    loop = []
+    loop.append(loop)
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(nn.Linear(2, 2), ctx)
+        with pytest.raises(fx.CheckpointError, match="nested more than"):
+            fx.save(tmp_path, ctx, model, extra=loop)
+
+
+@pytest.mark.parametrize(
+    "keywords, message",
+    [
+        ({"keep_last": 0}, "keep_last=0"),
+        ({"keep_every": 2.0}, r"keep_every=2\.0"),
+        ({"keep_best": 1}, "pass metric="),
+        ({"metric": float("nan"), "keep_best": 1}, "finite number"),
+        ({"best": "most"}, "'min' or 'max'"),
+        ({"busy": "maybe"}, "'wait' or 'skip'"),
+        ({"position": 3}, "takes a Position"),
+    ],
+)
+def test_wrong_arguments(keywords, message, tmp_path):
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(nn.Linear(2, 2), ctx)
+        with pytest.raises(fx.CheckpointError, match=message):
+            fx.save(tmp_path, ctx, model, **keywords)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(1, 1), {}, {"a/b": None}, None])
+def test_wrong_models(model, tmp_path):
+    with fx.detect(env={}, device="cpu") as ctx, pytest.raises(fx.CheckpointError):
+        fx.save(tmp_path, ctx, model)
+
+
+def _one_rank_fails(ctx, folder, where):
+    model = fx.wrap(nn.Linear(2, 2), ctx)
+    fx.save(folder, ctx, model, position=fx.Position(updates=1))
+    extra = object() if where == "values" and ctx.rank == 1 else None
+    full = OSError(errno.ENOSPC, "No space left on device")
+    fails = where == "file" and ctx.rank == 1
+    position = fx.Position(updates=2 + ctx.rank) if where == "position" else fx.Position(updates=2)
+    try:
+        with mock.patch.object(saving, "write_file", side_effect=full) if fails else nullcontext():
+            fx.save(folder, ctx, model, position=position, extra=extra)
+    except fx.CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "where, word",
+    [
+        ("values", "rank 1: CheckpointError: extra is"),
+        ("file", "rank 1: OSError: [Errno 28]"),
+        ("position", "different positions"),
+    ],
+)
+def test_a_rank_that_fails_is_heard_on_all(pair, where, word, tmp_path):
+    told = pair.run(_one_rank_fails, str(tmp_path), where)
+    assert all(text and word in text for text in told)
+    assert fx.latest(tmp_path) == str(tmp_path / "update-0000000001")
+    fx.verify(tmp_path)
+    left = [name for name in os.listdir(tmp_path) if name not in ("blocked", "update-0000000001")]
+    assert left == []
+
+
+def _wrong_model(ctx, folder, change):
+    model = _runs.start(ctx, "plain", fx.Plan())[0]
+    fx.save(folder, ctx, model)
+    net = _runs.net()
+    if change == "shape":
+        net[4] = nn.Linear(8, 3)
+    if change == "names":
+        net.append(nn.Linear(2, 2))
+    if change == "dtype":
+        net.double()
+    optimizer = torch.optim.SGD if change == "kind" else torch.optim.AdamW
+    other = fx.wrap(
+        net, ctx, optimizer=lambda p: optimizer(p if change != "order" else p[::-1], lr=0.1)
+    )
+    try:
+        fx.restore(folder, ctx, other)
+    except fx.CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ("shape", "4.weight is torch.float32 [2, 8] in the checkpoint, but torch.float32 [3, 8]"),
+        ("names", "5.weight is not in the checkpoint"),
+        ("dtype", "torch.float64"),
+        ("kind", "is a SGD here, and was saved as a AdamW"),
+        ("order", "group 0 has 4.bias here, and 0.weight in the checkpoint"),
+    ],
+)
+def test_another_model_is_told_apart(pair, change, message, tmp_path):
+    told = pair.run(_wrong_model, str(tmp_path), change)
+    assert told[0] == told[1]
+    assert message in told[0]

@@ -1,0 +1,95 @@
+"""Compiled modules and blocks on ranks: what is compiled, and what is logged."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxtrain as fx
+from tests.cluster._small_nets import train_small
+
+
+@pytest.fixture
+def ctx():
+    with fx.detect({}, device="cpu") as found:
+        yield found
+
+
+def test_modules_of_torch_itself_are_compiled_too(ctx):
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    net = nn.Sequential(nn.Linear(2, 2), nn.GELU())
+    fx.wrap(net, ctx, fx.Plan(compile=fx.Compile(backend="eager")))(torch.ones(1, 2))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+class _Blocks(nn.Module):
+    """Of torch's modules, in a loop that torch leaves at the first hook inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+COMPILED = {
+    "a Sequential": (lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2)), ()),
+    "a module": (_Blocks, ()),
+    "blocks": (_Blocks, ("Sequential",)),
+}
+
+
+def _compiled(ctx, name, strategy):
+    from torch._dynamo.utils import counters
+
+    make, blocks = COMPILED[name]
+    torch.compiler.reset()
+    counters.clear()
+    compile_ = fx.Compile(backend="eager", blocks=blocks)
+    losses = {}
+    for plan in (fx.Plan(strategy=strategy), fx.Plan(strategy=strategy, compile=compile_)):
+        torch.manual_seed(0)
+        net = make()
+        before = {path: "forward" in vars(part) for path, part in net.named_modules()}
+        model, reports = train_small(ctx, plan, net=net, epochs=1)
+        losses[plan] = [float(report.loss) for report in reports]
+    fx.unwrap(model)
+    undone = before == {path: "forward" in vars(part) for path, part in net.named_modules()}
+    return [*losses.values()], counters["stats"]["calls_captured"], undone
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("strategy", [fx.FSDP(), fx.FSDP(wrap=("Linear",))], ids=["", "linear"])
+@pytest.mark.filterwarnings("ignore:.*FSDP.*:UserWarning")
+def test_what_stands_behind_hooks_of_fsdp_is_compiled(pair, name, strategy):
+    for (plain, compiled), calls, undone in pair.run(_compiled, name, strategy):
+        assert compiled == pytest.approx(plain, rel=1e-5)
+        assert calls >= 2 and undone
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_fp16_on_a_cpu_is_advised_against_once(ctx, compute, caplog):
+    net = torch.nn.Linear(2, 1)
+    model = fx.wrap(net, ctx, fx.Plan(precision=compute))
+    model(torch.ones(1, 2))
+    found = [one.message for one in caplog.records if 'Use precision="bf16"' in one.message]
+    assert len(found) == (compute == "fp16")
+
+
+def test_it_is_told_how_many_graphs_were_compiled(ctx, caplog):
+    plan = fx.Plan(compile=fx.Compile(backend="eager"))
+    with caplog.at_level("INFO", logger="fxtrain.compile"):
+        model = fx.wrap(nn.Sequential(nn.Linear(2, 2)), ctx, plan)
+        model(torch.ones(1, 2)), model(torch.ones(1, 2))
+    assert [one.message for one in caplog.records] == [
+        "torch.compile created 1 graphs of Sequential, 1 so far"
+    ]
+    caplog.clear()
+    left = torch.compiler.disable(nn.Linear(2, 2))
+    fx.wrap(nn.Sequential(left), ctx, plan)(torch.ones(1, 2))
+    assert "created no graph of Sequential" in caplog.text

@@ -1,0 +1,59 @@
+"""Loggers of ranks: which rank is heard, and without a setup of logging."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fxtrain as fx
+
+
+@pytest.fixture
+def ctx():
+    with fx.detect({}, device="cpu") as found:
+        yield found
+
+
+def test_logging_knows_its_rank(ctx, caplog):
+    import attrs
+
+    with caplog.at_level("INFO"):
+        fx.log(ctx).info("main %d", 1)
+        fx.log(attrs.evolve(ctx, rank=1)).info("hidden")
+        fx.log(attrs.evolve(ctx, rank=1)).info("loud", everyone=True)
+    assert [r.getMessage() for r in caplog.records] == ["main 1", "[rank 1] loud"]
+    assert caplog.records[0].filename == Path(__file__).name
+
+
+@pytest.mark.parametrize("wrong", [{"loss": 1}, None, "loss"])
+def test_a_logger_wants_a_context(wrong):
+    with pytest.raises(fx.ContextError, match=r"log takes a context, found .*fx\.log\(ctx\)\.info"):
+        fx.log(wrong)
+
+
+def test_a_logger_wants_a_name(ctx):
+    with pytest.raises(fx.ContextError, match=r"name=3"):
+        fx.log(ctx, 3)
+
+
+SPEAKING = """
+import logging, sys, attrs, fxtrain as fx
+with fx.detect(env={}, device="cpu") as ctx:
+    fx.log(ctx).info("main %d", 1)
+    fx.log(ctx).debug("detail")
+    other = attrs.evolve(ctx, rank=1)
+    fx.log(other).info("silent")
+    fx.log(other).info("asked", everyone=True)
+    logging.getLogger("fxtrain").setLevel("ERROR")
+    fx.log(ctx).warning("below the user's level")
+    logging.basicConfig(format="user: %(message)s", level="INFO")
+    fx.log(ctx, "mine").info("by the user's handler")
+"""
+
+
+def test_the_main_rank_is_heard_without_a_setup_of_logging():
+    done = subprocess.run(
+        [sys.executable, "-c", SPEAKING], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stderr.splitlines() == ["main 1", "[rank 1] asked", "user: by the user's handler"]

@@ -1,0 +1,116 @@
+"""Streamed models: files that change, disks that fail, folders that cannot be written."""
+
+import errno
+import os
+import threading
+
+import pytest
+import torch
+
+import fxtrain as fx
+from fxtrain.backends.offload import mapped_files
+from fxtrain.backends.offload.strategy import OFFLOAD
+from fxtrain.testing import Transformer
+from tests.offload._streamed import BLOCKS, COPIES, TOKENS, streamed
+
+
+@pytest.fixture
+def ctx():
+    with fx.detect(env={}, device="cpu") as made:
+        yield made
+
+
+@pytest.fixture
+def folder(tmp_path):
+    fx.export(Transformer(), tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def threads():
+    """A function that lists the threads that were started since."""
+    before = threading.enumerate()
+    return lambda: [one for one in threading.enumerate() if one not in before]
+
+
+def _truncated(path):
+    os.truncate(path, path.stat().st_size - 8)
+
+
+def _rewritten(path):
+    data = path.read_bytes()
+    os.utime(path, ns=(0, path.stat().st_mtime_ns))
+    path.write_bytes(data[:-8] + bytes(8))
+
+
+def _replaced(path):
+    fx.export(Transformer(seed=1), path.parent)
+
+
+DAMAGES = {
+    "truncated": (_truncated, "the file had .* bytes when it was opened"),
+    "rewritten": (_rewritten, "was written to since"),
+    "replaced": (_replaced, "another file has taken its place"),
+    "deleted": (os.remove, "No such file"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("row", [OFFLOAD, COPIES], ids=["in place", "copied"])
+def test_a_file_that_changes_is_an_error_with_tensor_and_offset(ctx, folder, damage, row):
+    model = streamed(ctx, folder, row=row)
+    model(TOKENS)
+    act, words = DAMAGES[damage]
+    act(folder / "model.safetensors")
+    with pytest.raises(fx.CheckpointError, match=words) as error:
+        model(TOKENS)
+    assert "model.safetensors: the tensor 'blocks." in str(error.value)
+    assert "at offset" in str(error.value)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_disk_that_fails_is_an_error_with_tensor_and_offset(ctx, folder, monkeypatch, ahead):
+    model = streamed(ctx, folder, ahead=ahead)
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(mapped_files, "_populate", lambda *_: False)
+    assert torch.equal(model(TOKENS), Transformer()(TOKENS))  # read by way of a buffer
+    model.strategy_state.cached.clear()
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(fx.CheckpointError, match=r"tensor 'blocks.*Input/output error"):
+        model(TOKENS)
+    monkeypatch.setattr(os, "pread", lambda *_: b"short")
+    with pytest.raises(fx.CheckpointError, match=r"5 of .* bytes could be read"):
+        model(TOKENS)
+
+
+def test_a_full_disk_leaves_nothing_behind(ctx, tmp_path, monkeypatch, threads):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    config = fx.Offload(placement=BLOCKS, offload_folder=str(tmp_path / "offload"))
+    net = Transformer()
+    with pytest.raises(fx.CheckpointError, match=r"No space left on device\. Free some space"):
+        fx.wrap(net, ctx, fx.Plan(strategy=config))
+    assert not (tmp_path / "offload").exists() and not threads()
+    assert torch.equal(net(TOKENS), Transformer()(TOKENS))
+    assert all(parameter.requires_grad for parameter in net.parameters())
+
+
+def test_a_folder_that_cannot_be_written(ctx, tmp_path):
+    (tmp_path / "file").write_text("")
+    config = fx.Offload(placement=BLOCKS, offload_folder=str(tmp_path / "file" / "offload"))
+    with pytest.raises(fx.CheckpointError, match="Choose a folder that this process can write"):
+        fx.wrap(Transformer(), ctx, fx.Plan(strategy=config))
+
+
+def test_half_a_checkpoint_and_a_wrong_model(ctx, folder, tmp_path, threads):
+    state = Transformer().state_dict()
+    fx.export({name: state[name] for name in list(state)[:9]}, tmp_path / "half")
+    for source in (tmp_path / "half", tmp_path / "none"):
+        with pytest.raises(fx.CheckpointError):
+            streamed(ctx, source)
+    assert not threads()
