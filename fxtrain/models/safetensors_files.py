@@ -29,6 +29,7 @@ _MAX_BYTES = 100_000_000  # bytes of a header, the limit of the safetensors pack
 _MAX_DEPTH = 64  # dimensions, torch's own limit
 _MOST = 1 << 63  # limit of a size or an offset
 _METADATA = "__metadata__"
+_ALIGNMENT = 64  # bytes; where memory is mapped, some products round differently at other addresses
 _WORD = 200  # characters of a name in a message
 
 
@@ -174,7 +175,7 @@ def to_header(
         ends.append(stop)
         start = stop
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text, ends
 
 

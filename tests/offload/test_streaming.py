@@ -6,6 +6,7 @@ import threading
 import attrs
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -84,6 +85,21 @@ def test_a_dropped_model_ends_its_threads(ctx, folder, threads):
     for one in threads():
         one.join(10)
     assert not threads()
+
+
+def test_tensors_that_are_not_aligned_are_written_once(ctx, tmp_path):
+    file, at = tmp_path / "model.safetensors", tmp_path / "units"
+    values = Transformer().state_dict()
+    save_file({name: one for name, one in values.items() if name != "head.weight"}, file)
+    raw = file.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = raw[8 : 8 + size].rstrip()
+    header += b" " * (-len(header) % 16)  # so the values begin at 8 bytes after a multiple of 16
+    file.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + size :])
+    config = fx.Offload(placement=BLOCKS, source=str(file), offload_folder=str(at))
+    model = fx.wrap(empty(), ctx, fx.Plan(strategy=config))
+    assert torch.equal(model(TOKENS), Transformer()(TOKENS))
+    assert list(at.iterdir())
 
 
 def test_two_models_of_one_folder(ctx, folder):

@@ -32,7 +32,7 @@ __all__ = [
 _POPULATE_READ = 22  # madvise: read pages and map them; an error is returned, not a signal
 _PIECE = 1 << 20  # bytes read at once
 _MEMORY_SPEED = 8e9  # bytes per second that no disk reaches
-_ALIGNMENT = 8  # bytes; safetensors aligns headers to as many
+_ALIGNMENT = 16  # bytes; on some CPUs, products with a matrix at other addresses round differently
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -86,10 +86,14 @@ def map_file(path: Path) -> MappedFile:
     return MappedFile(path=path, status=status, memory=memory, address=address)
 
 
-def fits(location: Location, dtype: torch.dtype) -> bool:
-    """Whether a tensor can be used where it is: dtype and alignment are as torch needs them."""
-    aligned = location.start % min(location.dtype.itemsize, _ALIGNMENT) == 0
-    return location.dtype == dtype and aligned
+def fits(location: Location, dtype: torch.dtype, *, exact: bool) -> bool:
+    """Whether a tensor can be used where it is: dtype and alignment are as torch needs them.
+
+    Args:
+        exact: Require the alignment with which products have the bits of those in torch's memory.
+    """
+    needed = _ALIGNMENT if exact else min(location.dtype.itemsize, 8)
+    return location.dtype == dtype and location.start % needed == 0
 
 
 def mapped(file: MappedFile, location: Location) -> Tensor:

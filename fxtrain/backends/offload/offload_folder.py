@@ -42,7 +42,8 @@ def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Locatio
         descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".", suffix=".part")
         os.close(descriptor)
         os.unlink(temporary)  # `writing` creates it
-        ordered = dict(sorted(tensors.items(), key=lambda one: -one[1].dtype.itemsize))
+        # Those that leave the next one aligned come first.
+        ordered = dict(sorted(tensors.items(), key=lambda one: -(one[1].nbytes & -one[1].nbytes)))
         entries = [
             Entry(name=name, dtype=one.dtype, shape=tuple(one.shape))
             for name, one in ordered.items()

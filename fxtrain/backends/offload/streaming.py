@@ -205,7 +205,8 @@ def place(streaming: Streaming, name: str, read: _Read, location: Location | Non
     """
     one = streaming.tensors[name]
     dtype = one.tensors[0].dtype
-    if one.held == DISK and location is not None and fits(location, dtype):
+    exact = streaming.folder is not None and streaming.copies is None
+    if one.held == DISK and location is not None and fits(location, dtype, exact=exact):
         _link(streaming, one, location)
     elif one.held == DISK:
         keep_for_folder(streaming, one, read(None).to(dtype))

@@ -91,8 +91,8 @@ class Offload:
         dtypes: The dtypes in which to hold parameters, by patterns: `{"*norm*": "float32"}`.
         source: Where values come from: a model file, an index or a folder, as for
             `fx.load_model`. None takes those of the module.
-        offload_folder: Where streamed units are written that are in no safetensors file yet; they
-            are used again if they are still the same.
+        offload_folder: Where streamed units are written that are in no safetensors file yet, or not
+            aligned to 16 bytes there; they are used again if they are still the same.
         pin: Keep units on the CPU in pinned memory, where an accelerator reads them.
 
     Example:
