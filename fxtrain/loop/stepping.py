@@ -14,6 +14,7 @@ from fxtrain._arguments import with_known_arguments
 from fxtrain._errors import CollectiveError, StepError
 from fxtrain.data import Sharded
 from fxtrain.loop import weighting
+from fxtrain.loop.nonfinite import found_nonfinite
 from fxtrain.ops.step_parts import check_loss, waiting_schedulers
 from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.state import (
@@ -336,7 +337,7 @@ def _update(
     scale = None
     if spans or weighted.provisional:
         scale = weighting.close_window(weighted, model, independent=independent)
-    skip = plan.nonfinite != "ignore" and _nonfinite(ctx, batch, model)
+    skip = plan.nonfinite != "ignore" and found_nonfinite(ctx, batch, model)
     update_spec = fns._update_spec
     keep_parameters = independent and weighting.is_empty(batch, model)
     if scale is not None or skip or keep_parameters:
@@ -368,35 +369,6 @@ def _advance(model: Wrapped, batch: Batch, times: int) -> None:
             scheduler.step()
     counts = [getattr(scheduler, "last_epoch", 0) for scheduler in model.schedulers]
     model.advanced[:] = batch.position.updates, counts
-
-
-def _nonfinite(ctx: DistContext, batch: Batch, model: Wrapped) -> bool:
-    """Whether any rank has a non-finite loss or gradient; the same answer on every rank."""
-    bad_grads = not model.strategy.finite(model)
-    bad_losses = int(model.window.bad_losses)
-    model.window.bad_losses.zero_()
-    found = ops.gather_objects((bad_losses, bad_grads), ctx)
-    if not any(losses or grads for losses, grads in found):
-        return False
-    if model.plan.nonfinite == "skip":
-        return True
-    model.strategy.apply(model, UpdateSpec(skip=True))
-    lines = [
-        f"  rank {rank}: {losses} non-finite loss{'' if losses == 1 else 'es'}; "
-        f"gradients are {'non-finite' if grads else 'finite'}"
-        for rank, (losses, grads) in enumerate(found)
-        if losses or grads
-    ]
-    raise StepError(
-        "\n".join(
-            [
-                f"Non-finite values before update {batch.position.updates} "
-                f"(epoch {batch.position.epoch}, index {batch.position.index}):",
-                *lines,
-                'Update skipped. Use Plan(nonfinite="skip") to continue without raising.',
-            ]
-        )
-    )
 
 
 def _with_rank_named(ctx: DistContext, error: RuntimeError) -> RuntimeError:

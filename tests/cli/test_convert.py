@@ -12,7 +12,7 @@ from fxtrain.interop.accelerate_config import _SECTIONS, convert_accelerate
 from fxtrain.interop.accelerate_fp8 import fp8_rules
 from fxtrain.interop.accelerate_rules import rules
 from fxtrain.launch.config import read_launch_file
-from tests.cli._accelerate_configs import DEEPSPEED, ONE
+from tests.cli._accelerate_configs import ONE
 
 
 @attrs.frozen(kw_only=True)
@@ -284,30 +284,3 @@ def test_a_brief_file_has_the_converted_values_and_nothing_else(tmp_path, monkey
         section = convert_accelerate(CASES[1].old).section
         assert "#" not in (tmp_path / name).read_text()
         assert read_launch_file(name).common == section
-
-
-def test_a_stage_3_config_names_the_block_in_which_a_model_is_made():
-    (note,) = [
-        note for note in convert_accelerate(DEEPSPEED).notes if note.key.endswith("zero3_init_flag")
-    ]
-    assert "with fx.zero_init(ctx, plan)" in note.text
-
-
-def test_without_a_source_it_is_the_one_that_accelerate_wrote(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    assert main(["config", "convert"]) == Exit.WRONG
-    assert "hf/accelerate/default_config.yaml" in capsys.readouterr().err
-    (tmp_path / "hf" / "accelerate").mkdir(parents=True)
-    (tmp_path / "hf" / "accelerate" / "default_config.yaml").write_text(json.dumps(DEEPSPEED))
-    assert main(["config", "convert"]) == Exit.WELL
-    assert read_launch_file("fxtrain.toml").common.plan["accumulate"] == 2
-
-
-def test_what_replaces_libraries_without_maintenance():
-    sections = {"fp8_config": {"backend": "MSAMP"}, "ipex_config": {"ipex": True}}
-    old = {**ONE, "distributed_type": "NO", **sections}
-    notes = {note.key: note.text for note in convert_accelerate(old).notes}
-    assert "fx.Float8" in notes["fp8.backend"]
-    assert "torchao.optim.AdamWFp8" in notes["fp8.backend"]
-    assert "Use torch itself" in notes["ipex.ipex"]

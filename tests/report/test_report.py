@@ -1,7 +1,6 @@
 """What a report contains: every extreme of every curve, and no text that a browser runs."""
 
 import json
-import math
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -14,10 +13,10 @@ from hypothesis import strategies as st
 import fxtrain as fx
 from fxtrain._errors import PlanError
 from fxtrain.cli import main
-from fxtrain.report import downsample, page_of, picture_of, read_curves
-from fxtrain.report.lines import read_piece
+from fxtrain.report import page_of, picture_of, read_curves
 from fxtrain.report.packing import unpacked
 from fxtrain.track import read_run
+from tests.report._runs import written
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\u2028"
 
@@ -49,18 +48,6 @@ class _Page(HTMLParser):
     @property
     def data(self):
         return json.loads(self.kept["data"])
-
-
-def _written(folder, lines, name="a"):
-    folder.mkdir(parents=True, exist_ok=True)
-    start = {"step": 0, "time": 100.0, "start": {"id": "1", "name": name, "params": {"lr": 0.1}}}
-    text = "".join(json.dumps(one) + "\n" if type(one) is dict else one for one in (start, *lines))
-    (folder / "metrics.jsonl").write_bytes(text.encode("utf-8", "surrogateescape"))
-    return folder
-
-
-def _same(left, right):
-    return all(a == b or (a != a and b != b) for a, b in zip(left, right, strict=True))
 
 
 @pytest.fixture
@@ -118,7 +105,7 @@ def test_the_plan_table_marks_what_diff_finds(two_runs):
 @settings(max_examples=60)
 def test_no_text_of_a_run_becomes_an_element(tmp_path_factory, name, value):
     folder = tmp_path_factory.mktemp("run")
-    _written(folder, [{"step": 1, "values": {name: 1.0}}], name=value)
+    written(folder, [{"step": 1, "values": {name: 1.0}}], name=value)
     runs = [attrs.evolve(run, params={name: value}) for run in read_curves([folder])]
     page = _Page(page_of(runs))
     plain = [attrs.evolve(run, label="a", params={"a": "a"}) for run in runs]
@@ -130,120 +117,8 @@ def test_no_text_of_a_run_becomes_an_element(tmp_path_factory, name, value):
     assert page.data["runs"][0]["label"] == (value or folder.name)
 
 
-@given(
-    values=st.lists(st.floats(width=32), max_size=300),
-    limit=st.integers(5, 60),
-)
-def test_downsampling_keeps_the_extremes_of_each_bucket(values, limit):
-    kept = downsample(values, limit)
-    assert kept == sorted(set(kept)) and len(kept) <= max(limit, 5)
-    if len(values) <= limit:
-        assert kept == list(range(len(values)))
-        return
-    assert kept[0] == 0 and kept[-1] == len(values) - 1
-    finite = math.isfinite(sum(values))
-    buckets = max(1, (limit - 2) // (2 if finite else 3))
-    for bucket in range(buckets):
-        where = range(bucket * len(values) // buckets, (bucket + 1) * len(values) // buckets)
-        part = [values[at] for at in where if math.isfinite(values[at])]
-        found = [values[at] for at in kept if at in where and math.isfinite(values[at])]
-        assert not part or (min(part), max(part)) == (min(found), max(found))
-        bad = [at for at in where if not math.isfinite(values[at])]
-        assert not bad or bad[0] in kept
-
-
-_NUMBERS = st.one_of(
-    st.floats(allow_nan=False, allow_infinity=False), st.sampled_from(["nan", "inf", "-inf"])
-)
-_LINES = st.one_of(
-    st.builds(
-        lambda step, values, rows: {"step": step, **rows, "time": 1.5, "values": values},
-        st.integers(0, 2**40),
-        st.dictionaries(st.sampled_from(["loss", "lr", "ü"]), _NUMBERS, max_size=3),
-        st.sampled_from([{}, {"rows": 7}]),
-    ),
-    st.sampled_from(
-        [
-            "\n",
-            '{"step":1,"val\n',
-            "[1]\n",
-            '{"a":{}\n',
-            "1],[2\n",
-            "\udcff\n",
-            '{"step":"x"}\n',
-            ' {"step":3,"values":{"loss":1.0}} \r\n',
-            "[" * 3000 + "\n",
-        ]
-    ),
-)
-
-
-@given(lines=st.lists(_LINES, max_size=12), cuts=st.lists(st.integers(0, 2000), max_size=3))
-@settings(max_examples=60)
-def test_parts_of_a_file_are_the_whole(tmp_path_factory, lines, cuts):
-    folder = _written(tmp_path_factory.mktemp("run"), lines)
-    (folder / "run.json").write_text(json.dumps({"format": 1, "id": "0" * 32, "identities": []}))
-    log, path = read_run(folder), folder / "metrics.jsonl"
-    size = path.stat().st_size
-    edges = [0, *sorted({min(cut, size) for cut in cuts}), size]
-    parts = [read_piece(str(path), *edges[at : at + 2], 100) for at in range(len(edges) - 1)]
-    assert sum(part.damaged for part in parts) == log.damaged
-    for name in ("loss", "lr", "ü"):
-        curves = [part.curves[name] for part in parts if name in part.curves]
-        expected = log.curve(name)
-        assert [x for curve in curves for x in curve.steps] == [x for x, _ in expected]
-        assert _same([y for curve in curves for y in curve.values], [y for _, y in expected])
-
-
-def test_a_long_run_is_small_and_keeps_its_spikes(tmp_path, monkeypatch):
-    monkeypatch.setattr("fxtrain.report.reading._PIECE_BYTES", 1 << 20)
-    spikes = {10_000: 99.0, 33_333: -99.0, 20_000: "nan"}
-    lines = [
-        {
-            "step": at,
-            "values": {
-                "loss": spikes.get(at, math.sin(at)),
-                **{f"m{number}": (at * 7919 + number) % 1000 / 7 for number in range(5)},
-            },
-        }
-        for at in range(1, 40_001)
-    ]
-    _written(tmp_path, lines)
-    alone = read_curves([tmp_path])[0]
-    page = page_of([alone])
-    assert page == page_of(read_curves([tmp_path], processes=2))
-    assert 3e6 < len(page) < 5e6
-    curve = alone.curves["loss"]
-    assert (curve.count, curve.nonfinite) == (40_000, 1)
-    assert len(curve.values) <= 15_000
-    at = dict(zip(curve.steps, curve.values, strict=True))
-    assert (at[10_000], at[33_333]) == (99.0, -99.0) and math.isnan(at[20_000])
-    assert (curve.steps[0], curve.steps[-1]) == (1, 40_000)
-
-
-def test_values_that_are_no_numbers_are_not_drawn(tmp_path):
-    lines = [{"step": 1, "values": {"loss": one}} for one in (None, "x", [], 10**400, {}, 2, True)]
-    _written(tmp_path, [*lines, {"step": 2, "values": 3}, {"step": 10**30, "values": {}}])
-    run = read_curves([tmp_path])[0]
-    assert run.curves["loss"].values == (2.0, 1.0) and run.damaged == 1
-    assert "Not finite" in page_of([run])
-
-
-def test_both_parsers_read_the_same(tmp_path, monkeypatch):
-    pytest.importorskip("orjson", reason='needs orjson: pip install "fxtrain[report]"')
-    values = '"loss":%s,"other":0.1234567890123456789'
-    odd = ("1e999", "NaN", str(10**400), "-0.0", "5e-324", '"\\ud800"', str(2**70), "0.1", "01")
-    lines = [f'{{"step":{at},"values":{{{values % one}}}}}\n' for at, one in enumerate(odd)]
-    _written(tmp_path, [*lines, '{"step":NaN}\n', '{"step":3.0,"values":{}}\n', "\n", "{\n"])
-    fast = read_curves([tmp_path])[0]
-    monkeypatch.setattr("fxtrain.report.lines._parse", json.loads)
-    slow = read_curves([tmp_path])[0]
-    assert repr(fast) == repr(slow)
-    assert fast.curves["loss"].count > 4
-
-
 def test_an_empty_run_has_a_page(tmp_path):
-    _written(tmp_path, [])
+    written(tmp_path, [])
     page = _Page(page_of(read_curves([tmp_path])))
     assert page.data["metrics"] == [] and "No metric has been logged." in page.cells
 
