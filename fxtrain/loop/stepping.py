@@ -184,9 +184,8 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
 
     Effects:
         Updates parameters, optimizers, schedulers and gradients in place. Communicates as the
-        strategy does; `Weighted` adds one exchange of one number per update, during backward with
-        DDP and FSDP on the CPU, and before it elsewhere (there, two with accumulation);
-        `nonfinite` other than "ignore" adds one exchange of flags.
+        strategy does; `Weighted` adds one all-reduce of one number per update (two with
+        accumulation), and `nonfinite` other than "ignore" one exchange of flags.
 
     Raises:
         StepError: the loss is not a scalar that requires grad, the model has no optimizer or was

@@ -7,15 +7,9 @@ window are weighted by what the window is expected to contain when it opens. If 
 contain something else, one factor corrects the gradients when it closes. This happens where the
 end of the data is not known in advance, and where a loop leaves an epoch early.
 
-With `Weighted`, only the ranks together know the total. On the CPU, where a rank would have to wait
-for the others between forward and backward, they exchange their weights during the last backward of
-the window, whose losses are scaled by a power of two until then: its correction is exact.
-
 For replicas that train independently (`Plan.local`), "all ranks" are the ranks of one replica.
 """
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +18,6 @@ from torch import Tensor
 from fxtrain import ops
 from fxtrain._errors import StepError
 from fxtrain.ops.devices import as_scalar
-from fxtrain.ops.reduction import start_sum
 from fxtrain.state import (
     Batch,
     DistContext,
@@ -103,9 +96,6 @@ def close_window(
 
     Not called for windows of one micro-batch whose loss was already weighted exactly.
     """
-    if weighted.factor is not None:
-        torch._foreach_zero_([model.window.scale, model.window.weight])
-        return weighted.factor()
     if weighted.provisional:
         losses, window = _group(model, independent=independent), model.window
         total = ops.reduce(window.weight, losses, op="sum")
@@ -181,84 +171,32 @@ def _weigh_explicit(
     """
     losses = _group(model, independent=independent)
     window = model.window
-    weight = _number(loss, window.sums) * present
-    dtype = loss.total.dtype
-    mean = loss.total.detach() / torch.where(weight == 0, 1.0, weight).to(dtype)
-    mean = mean if present else torch.zeros_like(mean)
-    late = _exchanged_in_backward(model, losses)
-    # A dry run has no values, and exchanges when the window closes.
-    held = batch.parts > 1 or window_has_more(batch, model) or (late and losses.comm.simulated)
-    scale: Tensor | float
-    factor = None
-    if held:
-        if window.micro <= 1 and batch.part == 0:
-            micro = model.plan.accumulate * batch.parts
-            window.scale.fill_(
-                _scale_of_rows(batch, model) if late else _provisional_scale(weight, micro, losses)
-            )
-        window.weight.add_(weight)
-        scale = window.scale
-    elif late:
-        scale = _scale_of_rows(batch, model)
-    else:
-        total = ops.reduce(weight, losses, op="sum")
-        scale = torch.where(total > 0, losses.world_size / total, 0.0)
-    by = scale * present
-    part = loss.total * (by.to(dtype) if isinstance(by, Tensor) else by)
-    if late and batch.position.micro == 0 and not losses.comm.simulated:
-        factor = _start_factor(window.weight if held else weight, scale, losses)
-    return WeightedLoss(
-        loss=part,
-        mean=mean,
-        weight=loss.weight if present else weight,
-        aux=aux,
-        provisional=held or late,
-        factor=factor,
-    )
-
-
-def _number(loss: Weighted, like: Tensor) -> Tensor:
-    weight = as_scalar(loss.weight, like)
+    weight = as_scalar(loss.weight, window.sums)
     if weight.numel() != 1:
         raise StepError(
             f"Weighted(total, weight): the weight has shape {list(weight.shape)}. Reduce it to one "
             f"number, the count of items that the total adds up."
         )
-    return weight.reshape(())
-
-
-def _exchanged_in_backward(model: Wrapped, losses: DistContext) -> bool:
-    """Whether ranks exchange weights during backward; the host waits for no device."""
-    if not (model.strategy.weights_in_backward and model.window.sums.is_cpu):
-        return False
-    if losses.world_size == 1:
-        return False
-    config: Any = model.plan.strategy
-    reduced = getattr(config, "reduce_dtype", None), getattr(config, "param_dtype", None)
-    hook = getattr(config, "hook", None)
-    half = "fp16" in (model.plan.precision.compute, *reduced)
-    return not half and (hook is None or hook.name == "none")
-
-
-def _start_factor(
-    weight: Tensor, scale: Tensor | float, losses: DistContext
-) -> Callable[[], float]:
-    """Start to exchange the weights of a window; the function waits for its correction."""
-    total, scaled = start_sum(float(weight), losses), float(scale)
-
-    def factor() -> float:
-        return losses.world_size / (scaled * found) if (found := total()) > 0 else 0.0
-
-    return factor
+    weight = weight.reshape(()) * present
+    dtype = loss.total.dtype
+    mean = loss.total.detach() / torch.where(weight == 0, 1.0, weight).to(dtype)
+    mean = mean if present else torch.zeros_like(mean)
+    provisional = batch.parts > 1 or window_has_more(batch, model)
+    if not provisional:
+        total = ops.reduce(weight, losses, op="sum")
+        scale = torch.where(total > 0, losses.world_size / total, 0.0)
+    else:
+        if window.micro <= 1 and batch.part == 0:
+            micro = model.plan.accumulate * batch.parts
+            window.scale.copy_(_provisional_scale(weight, micro, losses))
+        window.weight.add_(weight)
+        scale = window.scale
+    part = loss.total * (scale * present).to(dtype)
+    shown = loss.weight if present else weight
+    return WeightedLoss(loss=part, mean=mean, weight=shown, aux=aux, provisional=provisional)
 
 
 def _provisional_scale(weight: Tensor, micro: int, losses: DistContext) -> Tensor:
     """A power of two near the final scale: exact to multiply by, and no overflow in fp16."""
     total = ops.reduce(weight, losses, op="sum").clamp(min=1.0) * micro
     return torch.exp2(torch.round(torch.log2(losses.world_size / total)))
-
-
-def _scale_of_rows(batch: Batch, model: Wrapped) -> float:
-    """A power of two near the final scale if each row weighs 1; equal on every rank."""
-    rows = max(sum(batch.sizes), 1) * model.plan.accumulate
-    return 2.0 ** round(math.log2(len(batch.sizes) / rows))

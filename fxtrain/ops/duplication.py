@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import CollectiveError
-from fxtrain.ops.transport.exchange import rank_loss_guard, wait_pending
+from fxtrain.ops.transport.exchange import rank_loss_guard, wait_pending_check
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packets import packets_of
 from fxtrain.state import Comm, CommState, DistContext
@@ -43,7 +43,7 @@ def duplicate(ctx: DistContext) -> DistContext:
     comm.state.children.add(fresh)
     if ctx.world_size == 1 or comm.simulated:
         return attrs.evolve(ctx, comm=attrs.evolve(comm, close=Comm().close, state=fresh))
-    wait_pending(ctx)
+    wait_pending_check(ctx)
     # Equal on every rank, since all have made the same calls and opened the same groups.
     name = f"{comm.name}+{comm.state.call_count}.{len(comm.state.opened_groups)}"
     with rank_loss_guard(ctx, ("duplicate", "")):

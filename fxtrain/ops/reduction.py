@@ -1,6 +1,5 @@
 """The arithmetic of `reduce`: combining gathered rows, or one all-reduce per dtype."""
 
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,10 +9,10 @@ from torch import distributed as dist
 
 from fxtrain._errors import CollectiveError
 from fxtrain.ops.transport.arrays import combinable
-from fxtrain.ops.transport.exchange import Call, rank_loss_guard, start_exchange, wait_pending
+from fxtrain.ops.transport.exchange import Call, rank_loss_guard
 from fxtrain.state import DistContext
 
-__all__ = ["all_reduce", "check_reducible", "fold", "start_sum"]
+__all__ = ["all_reduce", "check_reducible", "fold"]
 
 _OPS = {
     "mean": dist.ReduceOp.SUM,
@@ -79,31 +78,6 @@ def all_reduce(ctx: DistContext, call: Call, tensors: list[Tensor], op: str) -> 
             shaped = part.view(tensors[place].shape)
             out[place] = _narrow(shaped, dtype, op, ctx.world_size).contiguous()
     return [tensor for tensor in out if tensor is not None]
-
-
-def start_sum(value: float, ctx: DistContext) -> Callable[[], float]:
-    """Start to add a number over ranks, for a caller with other work until the sum is needed.
-
-    Args:
-        ctx: Of several ranks, not simulated.
-
-    Returns:
-        A function that waits for the other ranks and returns the sum, equal on every rank.
-
-    Effects:
-        One exchange of packets, which any later call on this context completes.
-
-    Raises:
-        CollectiveError: the calls differ or a rank never joined; on every rank.
-    """
-    pending = start_exchange(ctx, ("reduce", "float64[], sum"), struct.pack("d", value))
-
-    def wait() -> float:
-        if not pending.payloads:  # no later call has waited for them
-            wait_pending(ctx)
-        return sum([struct.unpack("d", payload)[0] for payload in pending.payloads])
-
-    return wait
 
 
 def _all_reduce_flat(

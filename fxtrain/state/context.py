@@ -30,7 +30,7 @@ class CommState:
 
     The one mutable part of a context, like the sequence number of a process group. It decides
     whether a call is allowed at all (`thread`, `closed`, `failure`), which calls are
-    compared between ranks (`verified_calls`, `pending`), and what closing and saving must
+    compared between ranks (`verified_calls`, `pending_check`), and what closing and saving must
     wait for, keep or release (`background_tasks`, `restored_from`, the groups and buffers).
     Equality and hash are by identity.
 
@@ -39,7 +39,7 @@ class CommState:
             communicator that was made for another thread.
         call_count: Collectives started on this communicator.
         verified_calls: Digests of call signatures on which all ranks agreed.
-        pending: The exchange that the last call started and did not wait for.
+        pending_check: The check of the last device collective, not yet awaited.
         failure: Message of the failure that made the communicator unusable.
         background_tasks: Background work that still needs the ranks, with a `result()`; closing
             waits for it.
@@ -65,7 +65,7 @@ class CommState:
     thread: int | None = attrs.field(factory=threading.get_ident)
     call_count: int = 0
     verified_calls: set[bytes] = attrs.field(factory=set)
-    pending: Any = None
+    pending_check: Any = None
     failure: str | None = None
     background_tasks: list[Any] = attrs.field(factory=list)
     save_context: DistContext | None = None

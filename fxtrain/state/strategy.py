@@ -111,7 +111,6 @@ class WeightedLoss:
         aux: The loss function's aux metrics.
         provisional: Whether the loss was scaled by an estimate, so that gradients have to be
             corrected by the weight of the window when it closes.
-        factor: () → that correction, if the ranks have started to exchange their weights.
     """
 
     loss: torch.Tensor = attrs.field(repr=number)
@@ -119,7 +118,6 @@ class WeightedLoss:
     weight: torch.Tensor | float = attrs.field(repr=number)
     aux: Any = attrs.field(default=None, repr=describe)
     provisional: bool = False
-    factor: Callable[[], float] | None = None
 
 
 @attrs.frozen(kw_only=True, eq=False, repr=False)
@@ -232,9 +230,6 @@ class Strategy:
             layers of which were converted before.
         full_parameters: Whether each rank holds full parameters, so that they may be quantised,
             and compared by their digests.
-        weights_in_backward: Whether ranks may exchange the weights of `Weighted` losses during
-            backward and correct gradients afterwards, unless the plan has fp16 or a communication
-            hook, with which the scale of a loss changes how gradients are rounded.
         average: (model, position) → None: with independent replicas, ends the round that ends
             at a position, or begins the first; at None ends one. Only called if the model has a
             `Round`.
@@ -264,7 +259,6 @@ class Strategy:
     cuts_sequences: bool = False
     converts_layers: bool = False
     full_parameters: bool = False
-    weights_in_backward: bool = False
     average: Callable[[Wrapped, Position | None], None] = attrs.Factory(
         lambda: unsupported("average", by="This strategy")
     )

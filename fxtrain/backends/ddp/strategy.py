@@ -375,6 +375,5 @@ DDP_STRATEGY: Strategy = attrs.evolve(
     state=power_sgd_state,
     load_state=load_power_sgd,
     cuts_sequences=True,
-    weights_in_backward=True,
     average=average,
 )

@@ -255,6 +255,5 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     apply=buffers.apply,
     state=_state,
     cuts_sequences=True,
-    weights_in_backward=True,
     average=average,
 )

@@ -13,7 +13,6 @@ import ctypes
 import hashlib
 import time
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -38,7 +37,6 @@ from fxtrain.state import DistContext
 
 __all__ = [
     "Call",
-    "PendingExchange",
     "compare",
     "digest_of",
     "exchange_headers",
@@ -47,8 +45,7 @@ __all__ = [
     "next_packets",
     "payload_in",
     "rank_loss_guard",
-    "start_exchange",
-    "wait_pending",
+    "wait_pending_check",
 ]
 
 _UNCHECKED = bytes(16)  # digest of packets that say what each rank called
@@ -56,23 +53,6 @@ _UNCHECKED = bytes(16)  # digest of packets that say what each rank called
 # Name of the op; its arguments as text, equal on ranks whose calls match; optionally a third
 # text that is only shown if the ranks differ.
 Call = tuple[str, str] | tuple[str, str, str]
-
-
-@attrs.frozen(eq=False)
-class PendingExchange:
-    """An exchange whose packets were sent, and which a later call completes.
-
-    Attributes:
-        packets: Its buffers.
-        call: What ranks compare.
-        site: File and line of the call.
-        payloads: By rank; empty until it is complete.
-    """
-
-    packets: Packets
-    call: Call
-    site: str
-    payloads: list[bytes] = attrs.field(factory=list)
 
 
 def exchange_payloads(ctx: DistContext, call: Call, payload: Tensor) -> list[Tensor]:
@@ -146,29 +126,15 @@ def compare(ctx: DistContext, call: Call, *, wait: bool = True) -> None:
         exchange_headers(ctx, call, digest, 0, next_packets(ctx, call))
         comm.state.verified_calls.add(digest)
         return
-    start_exchange(ctx, call, b"")
-
-
-def start_exchange(ctx: DistContext, call: Call, payload: bytes) -> PendingExchange:
-    """Send a packet with a small payload; `wait_pending`, or the next call, waits for the others.
-
-    Args:
-        payload: Fits in a packet.
-
-    Raises:
-        CollectiveError: as `next_packets`.
-    """
     packets = next_packets(ctx, call)
-    _write_header(ctx, packets, digest_of(call), len(payload), payload)
+    _write_header(ctx, packets, digest, 0)
     with rank_loss_guard(ctx, call):
-        send(ctx.comm, packets, at_once=True)
-    pending = PendingExchange(packets, call, call_site())
-    ctx.comm.state.pending = pending
-    return pending
+        send(comm, packets, at_once=True)
+    comm.state.pending_check = (packets, call, call_site())
 
 
-def wait_pending(ctx: DistContext) -> None:
-    """Wait for the exchange that an earlier call started, if there is one.
+def wait_pending_check(ctx: DistContext) -> None:
+    """Wait for the comparison that the last device collective deferred.
 
     Raises:
         CollectiveError: the calls differed or a rank never joined; on every rank. Or as
@@ -178,24 +144,23 @@ def wait_pending(ctx: DistContext) -> None:
     check_thread(ctx)
     if state.failure is not None:
         raise CollectiveError(unusable_message(ctx))
-    pending = state.pending
-    if pending is None:
+    if state.pending_check is None:
         return
-    state.pending = None
-    with rank_loss_guard(ctx, pending.call, pending.site):
-        arrived = wait_packets(ctx.comm, pending.packets)
-    pending.payloads.extend(_payloads(arrived))
-    _check_headers(ctx, pending.call, arrived.headers, pending.site)
+    packets, call, site = state.pending_check
+    state.pending_check = None
+    with rank_loss_guard(ctx, call, site):
+        arrived = wait_packets(ctx.comm, packets)
+    _check_headers(ctx, call, arrived.headers, site)
 
 
 def next_packets(ctx: DistContext, call: Call) -> Packets:
     """Buffers for the packets of a call, once all earlier calls have completed.
 
     Raises:
-        CollectiveError: as `wait_pending`; or an earlier call was interrupted, and a rank
+        CollectiveError: as `wait_pending_check`; or an earlier call was interrupted, and a rank
             never joined it.
     """
-    wait_pending(ctx)
+    wait_pending_check(ctx)
     with rank_loss_guard(ctx, call):
         return packets_of(ctx.comm, ctx.rank)
 
@@ -269,20 +234,11 @@ def payload_in(packets: Tensor) -> Tensor:
     return packets[..., HEADER:]
 
 
-def _write_header(
-    ctx: DistContext, packets: Packets, digest: bytes, size: int, payload: bytes = b""
-) -> None:
+def _write_header(ctx: DistContext, packets: Packets, digest: bytes, size: int) -> None:
     ctx.comm.state.call_count += 1
     head = digest + size.to_bytes(8, "little") + ctx.comm.state.call_count.to_bytes(8, "little")
     # As raw memory: torch's views cost 60 us per call.
-    start = packets.buffer_rows[packets.current][ctx.rank].data_ptr()
-    ctypes.memmove(start, head + payload, HEADER + len(payload))
-
-
-def _payloads(arrived: Arrived) -> list[bytes]:
-    """Small payloads as bytes, read as raw memory."""
-    start, step = arrived.packets.data_ptr() + HEADER, arrived.packets.stride(0)
-    return [ctypes.string_at(start + i * step, size) for i, size in enumerate(arrived.sizes)]
+    ctypes.memmove(packets.buffer_rows[packets.current][ctx.rank].data_ptr(), head, HEADER)
 
 
 def _all_gather(ctx: DistContext, call: Call, payload: Tensor, size: int) -> Tensor:
