@@ -51,9 +51,10 @@ _PLACES = {
     ),
     _RECORD: "Plan.strategy from_config.values",
     _INNER: (
-        "Comm.store CommState.background_tasks CommState.opened_groups CommState.packets "
+        "Comm.store CommState.background_tasks CommState.device_meshes CommState.opened_groups "
+        "CommState.packets "
         "CommState.pending_check CommState.routes CommState.submesh_groups Strategy.fused "
-        "Strategy.wrap Weight.like Wrapped.strategy_state"
+        "Strategy.wrap Weight.like Wrapped.advanced Wrapped.strategy_state"
     ),
 }
 ALLOWED = {place: reason for reason, places in _PLACES.items() for place in places.split()}

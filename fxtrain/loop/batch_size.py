@@ -81,7 +81,7 @@ def find_batch_size(
 
 
 def predict_batch_size(
-    train: Callable[[DistContext, int, Plan], Any],
+    train: Callable[[DistContext, int, Plan], object],
     start: int,
     plan: Plan | None = None,
     *,

@@ -38,7 +38,7 @@ def test_every_problem_of_every_field_is_told_with_its_path():
         "accumulat": 2,
         "clip_norm": 0,
         "data": {"source": "dispach", "to_device": 1},
-        "precision": {"compute": "fp8", "scale": {"backoff": 1.5}},
+        "precision": {"compute": "x", "scale": {"backoff": 1.5}},
         "strategy": {"kind": "ddp", "hook": {"power_sgd": {"rank": "1"}}},
     }
     lines = _problems(data)
@@ -50,7 +50,7 @@ def test_every_problem_of_every_field_is_told_with_its_path():
         "plan.data.source: found 'dispach'; choose one of 'shard', 'dispatch', 'sharded'. "
         "Did you mean 'dispatch'?",
         "plan.data.to_device: found 1; choose true or false.",
-        "plan.precision.compute: found 'fp8'; choose one of 'fp32', 'bf16', 'fp16'.",
+        "plan.precision.compute: found 'x'; choose one of 'fp32', 'bf16', 'fp16', 'fp8'.",
         "plan.precision.scale.backoff: found 1.5; choose a number above 0 and below 1.",
         "plan.strategy.hook.power_sgd.rank: found '1'; choose a whole number.",
     ]
@@ -108,7 +108,10 @@ def test_a_message_is_short_whatever_the_data():
     [
         (lambda: fx.Plan(accumulate=0), "Plan(accumulate=0): choose a number of at least 1."),
         (lambda: fx.Plan(seed=10**6000), "Plan(seed=<a number of 19932 bits, more than 64>): "),
-        (lambda: fx.Plan(precision="bf6"), "choose one of 'fp32', 'bf16', 'fp16', or an fx.Prec"),
+        (
+            lambda: fx.Plan(precision="bf6"),
+            "'bf16', 'fp16', 'fp8', or an fx.Prec",
+        ),
         (lambda: fx.Plan(data={}), "Plan(data={}): choose an fx.Data(...)."),
         (lambda: fx.Plan(strategy=fx.DDP), "choose a strategy config, such as fx.DDP()"),
         (lambda: fx.CommHook(name="fp61"), "Did you mean 'fp16'?"),

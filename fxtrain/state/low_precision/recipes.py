@@ -1,6 +1,6 @@
 """How layers compute in float8 and smaller formats during training: one record per library."""
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import attrs
 
@@ -133,7 +133,7 @@ _SHORT: dict[str, Any] = {
 }
 
 
-def recipe_of(value: Any) -> Any:
+def recipe_of(value: Recipe | str | None) -> Recipe | None:
     """The recipe of a short form, such as "rowwise" or "mxfp8"; everything else as it is.
 
     Example:
@@ -142,6 +142,6 @@ def recipe_of(value: Any) -> Any:
         'mxfp4'
     """
     if not isinstance(value, str) or value not in _SHORT:
-        return value
+        return cast(Recipe | None, value)  # checked as the field is
     kind, fields = _SHORT[value]
     return kind(**fields)
