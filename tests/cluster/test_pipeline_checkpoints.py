@@ -8,8 +8,10 @@ from fxtrain.testing import (
     Transformer,
 )
 from fxtrain.testing.training import backward_once
-from tests.cluster._models import DOWN, UP
+from tests.cluster._models import DOWN, PIPELINES, UP
 from tests.cluster._pipelines import FOUR, SHARDS, SPLITS, held
+
+pytestmark = PIPELINES
 
 PLACES = {
     "ddp": (fx.DDP(), None),

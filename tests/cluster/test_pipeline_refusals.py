@@ -8,8 +8,10 @@ from fxtrain.testing import (
     Transformer,
     fake_world,
 )
-from tests.cluster._models import ATTENTION, DOWN, UP
+from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP
 from tests.cluster._pipelines import FOUR, SHARDS, SPLITS, held
+
+pytestmark = PIPELINES
 
 BAD = {
     "axis": (fx.Mesh(), fx.PP(), {}, "has one rank. Use more"),

@@ -6,7 +6,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
-from tests.cluster._models import gpt2, t5
+from tests.cluster._models import PIPELINES, gpt2, t5
+
+pytestmark = PIPELINES
 
 # Models of transformers, aux, evaluation, traffic, checkpoints.
 

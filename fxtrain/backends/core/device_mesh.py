@@ -38,6 +38,8 @@ def device_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
     if (ctx.mesh, shard) not in state.device_meshes:
         state.device_meshes[ctx.mesh, shard] = _new_mesh(ctx, shard)
         state.at_close.append(clear_sharding_caches)
+    elif not hasattr(debug, "_clear_sharding_prop_cache"):  # torch 2.9 fails on what it has cached
+        clear_sharding_caches()
     return state.device_meshes[ctx.mesh, shard]
 
 
