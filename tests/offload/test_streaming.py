@@ -1,7 +1,6 @@
 """Streamed models: what is shared, what changes behind their back, and what is left behind."""
 
 import gc
-import threading
 
 import attrs
 import pytest
@@ -16,25 +15,6 @@ from fxtrain.backends.offload.strategy import OFFLOAD
 from fxtrain.state import DtypeRule, PlacedUnit
 from fxtrain.testing import Transformer
 from tests.offload._streamed import BLOCKS, COPIES, TOKENS, empty, placement, streamed
-
-
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as made:
-        yield made
-
-
-@pytest.fixture
-def folder(tmp_path):
-    fx.export(Transformer(), tmp_path / "model")
-    return tmp_path / "model"
-
-
-@pytest.fixture
-def threads():
-    """A function that lists the threads that were started since."""
-    before = threading.enumerate()
-    return lambda: [one for one in threading.enumerate() if one not in before]
 
 
 def test_an_empty_model_is_filled_by_load_model(ctx, folder):

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import threading
 
 import pytest
 import torch
@@ -12,25 +11,6 @@ from fxtrain.backends.offload import mapped_files
 from fxtrain.backends.offload.strategy import OFFLOAD
 from fxtrain.testing import Transformer
 from tests.offload._streamed import BLOCKS, COPIES, TOKENS, streamed
-
-
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as made:
-        yield made
-
-
-@pytest.fixture
-def folder(tmp_path):
-    fx.export(Transformer(), tmp_path / "model")
-    return tmp_path / "model"
-
-
-@pytest.fixture
-def threads():
-    """A function that lists the threads that were started since."""
-    before = threading.enumerate()
-    return lambda: [one for one in threading.enumerate() if one not in before]
 
 
 def _truncated(path):
