@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 TRACKERS := .venv-trackers
 RECIPES := .venv-recipes
 
-.PHONY: demo docs docs-look docs-serve examples gpu-bundle test test-deepspeed test-gpu test-newest test-recipes test-shadow test-trackers test-xla lint bench clean
+.PHONY: demo docs docs-look docs-serve examples gpu-bundle test test-deepspeed test-gpu test-newest test-recipes test-shadow test-slow test-trackers test-xla lint bench clean
 
 demo: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/fxtrain launch --ranks 2 examples/digits.py
@@ -23,6 +23,11 @@ demo: $(VENV)/.test
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.test
 	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
+
+# Programs, launchers and meshes of four ranks, each of which takes seconds.
+test-slow: export PYTHONDONTWRITEBYTECODE :=
+test-slow: $(VENV)/.test
+	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder tests property_tests
 
 # The CPU Adam operator is compiled first, since that takes longer than a test may.
 test-deepspeed: export PATH := $(CURDIR)/$(BIN):$(PATH)
