@@ -126,4 +126,4 @@ $(VENV)/.bench: $(VENV)/.test
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(RECIPES) $(TRACKERS) .venv-newest .venv-xla .shadow build dist docs/reference runs
+	rm -rf $(VENV) $(RECIPES) $(TRACKERS) .venv-newest .venv-xla .shadow build dist docs/reference docs/examples runs
