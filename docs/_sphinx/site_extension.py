@@ -149,12 +149,14 @@ def _resolve(
 def _make_accessible(
     app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None
 ) -> None:
-    """What axe-core misses in the theme: levels of headings, code that scrolls by keyboard."""
+    """What axe-core misses in the theme: levels of headings, what scrolls by keyboard."""
     tree = context.get("furo_navigation_tree", "")
     context["furo_navigation_tree"] = tree.replace(
         'role="heading"', 'role="heading" aria-level="2"'
     )
-    context["body"] = context.get("body", "").replace("<pre>", '<pre tabindex="0">')
+    body = context.get("body", "").replace("<pre>", '<pre tabindex="0">')
+    table = '<div class="table-wrapper'
+    context["body"] = body.replace(table, table.replace("<div", '<div tabindex="0"'))
 
 
 def _write_llms_text(app: Sphinx, error: Exception | None) -> None:
