@@ -150,7 +150,7 @@ def test_an_error_that_a_page_shows_is_in_the_reference():
     shown = site_pages.errors_of({"how_to/x": page})
     assert shown == [("PlanError", "a | b", "how_to/x", "b-c")]
     errors = site_reference.generated_pages(shown)["reference/errors"]
-    assert "| `a \\| b` | [x](../how_to/x.md#b-c) |" in errors
+    assert "- `` a | b `` ([x](../how_to/x.md#b-c))" in errors
 
 
 def test_llms_text_lists_every_page_with_its_source():

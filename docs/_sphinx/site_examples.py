@@ -82,15 +82,14 @@ def _linked(text: str, page: str) -> Iterator[str]:
 
 def _script_page(path: Path) -> str:
     about, code = _parts(path)
-    title = path.relative_to(_EXAMPLES).as_posix()
-    return "\n".join([f"# {title}", "", _prose(about), _source(path, code)])
+    return "\n".join([f"# {_title(about)}", "", _prose(about), _source(path, code)])
 
 
 def _task_page(folder: Path) -> str:
     """The three versions of a script, one below the other."""
     found = {one: folder / f"{folder.name}_{one}.py" for one in _VERSIONS}
     about, _ = _parts(found["raw"])
-    page = [f"# coming_from/{folder.name}", "", _prose(about)]
+    page = [f"# {_title(about)}", "", _prose(about.partition("\n\n")[2])]
     for version, path in found.items():
         page += [f"## {_VERSIONS[version]}", "", _source(path, _parts(path)[1])]
     return "\n".join(page)
@@ -120,6 +119,12 @@ def _parts(path: Path) -> tuple[str, str]:
     lines = path.read_text().splitlines()
     first = tree.body[0].end_lineno or 0
     return ast.get_docstring(tree) or "", "\n".join(lines[first:]).strip()
+
+
+def _title(docstring: str) -> str:
+    """What the first sentence of a docstring is about: what is before its colon, or all of it."""
+    sentence = " ".join(docstring.partition("\n\n")[0].split())
+    return re.split(r": ", sentence, maxsplit=1)[0].rstrip(".")
 
 
 def _prose(docstring: str) -> str:
