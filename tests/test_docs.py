@@ -75,6 +75,13 @@ def test_every_page_is_in_one_section():
     assert shown == Counter([*PAGES, *generated])
 
 
+def test_every_tutorial_says_what_goes_wrong():
+    for name, path in PAGES.items():
+        if name.startswith("tutorials/"):
+            wrong = path.read_text().partition("## When it goes wrong")[2]
+            assert wrong.count("<!-- raises") >= 2, name
+
+
 def test_a_new_page_is_shown_at_the_end_of_how_to():
     before = site_pages.sections(PAGES["index"].read_text())
     after = site_pages.sections(
