@@ -1,12 +1,16 @@
 """Strategies beyond those of test_laws.py: stages, streamed weights, hooks, several contexts."""
 
 import importlib.util
+from contextlib import nullcontext
 
 import attrs
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import distributed as dist
 
 import fxtrain as fx
+from fxtrain.backends.context.ring_attention import Ring, RingAttention
 from fxtrain.testing import LAWS, Terms, Transformer, all_at_once
 from tests.cluster._models import PIPELINES
 from tests.cluster.test_laws import CUTS, ROWS
@@ -38,6 +42,36 @@ def test_stages_on_two_devices(pair_of_gpus, law):
 def test_attention_over_two_devices(pair_of_gpus, balance, terms):
     plan = fx.Plan(strategy=fx.DDP(), context=fx.CP(tables=ROWS, balance=balance))
     all_at_once(pair_of_gpus, plan, fx.Mesh(context=2), terms=terms)
+
+
+def _ring(ctx, dtype, size, causal):
+    """The largest error of outputs and gradients of a ring of one rank, and of torch's own."""
+    torch.manual_seed(0)
+    made = [torch.randn(2, 4, 40, size, dtype=dtype, device=ctx.device) for _ in range(4)]
+    ring = RingAttention(Ring(group=dist.group.WORLD, config=fx.CP(balance=False)))
+
+    def results(mode, kind):
+        *leaves, weight = [one.detach().to(**kind).requires_grad_() for one in made]
+        with mode:
+            out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
+            out.backward(weight.detach())
+        return [one.detach().double().cpu() for one in (out, *(leaf.grad for leaf in leaves))]
+
+    exact = results(nullcontext(), {"dtype": torch.float64, "device": "cpu"})
+    found = results(ring, {"dtype": dtype})
+    assert ring.calls == 1
+    return max(float((a - b).abs().max()) for a, b in zip(found, exact, strict=True))
+
+
+PRECISE = {torch.float64: 1e-12, torch.float32: 1e-2, torch.bfloat16: 0.1, torch.float16: 0.02}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [32, 20, 264], ids=["aligned", "not aligned", "large"])
+@pytest.mark.parametrize("dtype", PRECISE, ids=str)
+def test_kernels_of_ring_attention(nccl, dtype, size, causal):
+    (error,) = nccl.run(_ring, dtype, size, causal)
+    assert error < PRECISE[dtype]
 
 
 def test_tensor_parallelism_on_two_devices(pair_of_gpus):
@@ -97,7 +131,7 @@ TOKENS = torch.arange(6)[None]
 def _streamed(ctx, folder):
     """Outputs of a streamed model and of one that is on the device, and what the first holds."""
     fx.export(Transformer(), folder)
-    placed = placement("blocks.0", "blocks.1")
+    placed = placement("blocks.0", "blocks.1", device=str(ctx.device))
     with torch.device("meta"):
         empty = Transformer()
     config = fx.Offload(placement=placed, source=folder)

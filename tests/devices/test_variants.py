@@ -67,7 +67,7 @@ def _tf32(ctx, precision):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            wanted.append(float(loss))
+            wanted.append(float(loss.detach()))
         kept = torch.get_float32_matmul_precision() == precision
         x = torch.randn(1024, 1024, device=ctx.device)
         exact = (x.double() @ x.double()).float()
