@@ -108,8 +108,7 @@ def wrap_streamed(
     config: Offload = plan.strategy
     with fail_together(ctx if ctx.world_size > 1 else None, "wrap"):
         placement = config.placement or _compute_placement(config, module, ctx)
-    if any(torch.device(one).type != "cpu" for one in placement.devices if one != DISK):
-        _refuse_packed(module, trains=optimizer is not None)
+    _refuse_packed(module, placement, trains=optimizer is not None)
     tensors = placed_tensors(module, placement)
     if optimizer is not None:
         _refuse_training(tensors)
@@ -137,14 +136,19 @@ def wrap_streamed(
         made = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo_all)
         made = attrs.evolve(made, strategy_state=streaming)
         if config.source is not None:
-            source: Any = config.source
-            if plan.quantize is not None:
-                source = quantized_source(config.source, module, plan.quantize)
-            load_model(source, made, cast=bool(placement.dtypes))
+            _load(config.source, made, cast=bool(placement.dtypes))
     except BaseException:
         undo_all()
         raise
     return made
+
+
+def _load(path: str, model: Wrapped, *, cast: bool) -> None:
+    """Fill a model, and quantise what the plan says as it is read."""
+    source: Any = path
+    if model.plan.quantize is not None:
+        source = quantized_source(path, model.module, model.plan.quantize)
+    load_model(source, model, cast=cast)
 
 
 def _compute_placement(config: Offload, module: nn.Module, ctx: DistContext) -> Placement:
@@ -176,8 +180,10 @@ def _refuse_training(tensors: tuple[PlacedTensor, ...]) -> None:
         )
 
 
-def _refuse_packed(module: nn.Module, *, trains: bool) -> None:
+def _refuse_packed(module: nn.Module, placement: Placement, *, trains: bool) -> None:
     """Quantised weights that cannot stream to an accelerator."""
+    if all(torch.device(one).type == "cpu" for one in placement.devices if one != DISK):
+        return
     libraries = {library.name for _, _, library in quantized_layers(module)}
     if "torchao" in libraries:
         raise PlanError(
