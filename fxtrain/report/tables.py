@@ -25,7 +25,7 @@ _CONTROLS = """<section aria-labelledby="h-curves">
 <output for="smoothing" id="smoothed">0</output></label>
 <label>Metrics <input id="filter" type="search" placeholder="part of a name" \
 autocomplete="off"></label>
-<label><input id="logarithmic" type="checkbox"> logarithmic</label>
+<label><input id="logarithmic" type="checkbox"> Logarithmic</label>
 <button type="button" id="reset">Reset zoom</button>
 </form>
 <p class="quiet" id="keys" hidden>Drag to zoom, double-click to reset. With a chart in focus: \
