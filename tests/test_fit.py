@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import fxtrain as fx
 from fxtrain.loop import fitting
 from fxtrain.loop.progress import progress
+from fxtrain.report import read_curves
 from fxtrain.track import read_run
 
 
@@ -284,4 +285,8 @@ def test_the_profile_of_the_plan_is_recorded_once(ctx, tmp_path):
         return len(list(fx.fit(ctx, fns, loader, tmp_path / "run", epochs=epochs, show=False)))
 
     assert (run(1), run(2)) == (5, 5)
-    assert len(fx.profile.summary(spec.folder).ranks[0].steps) == 2
+    summary = fx.profile.summary(spec.folder)
+    assert len(summary.ranks[0].steps) == 2
+    table = read_curves([tmp_path / "run"])[0].tables["ms per step by phase"]
+    assert list(table.columns) == list(summary.columns)
+    assert table.rows == [[one for (one,) in summary.columns.values()]]

@@ -224,11 +224,13 @@ def _opened(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> I
     )
     recorded = fns.model.plan.profile if restored is None else None
     recording = nullcontext() if recorded is None else profile(ctx, recorded)
-    with run, _signals(ctx, rules.signals) as notice, recording as trace:
-        entries = entries_after(
-            restored, position, ctx, run, fns=fns, every=rules.log_every, trace=trace
-        )
-        yield _Loop(ctx, fns.model, loader.at(position), rules, run, notice, restored, entries)
+    with run, _signals(ctx, rules.signals) as notice:
+        with recording as trace:
+            entries = entries_after(
+                restored, position, ctx, run, fns=fns, every=rules.log_every, trace=trace
+            )
+            yield _Loop(ctx, fns.model, loader.at(position), rules, run, notice, restored, entries)
+        entries.write_profile()
 
 
 def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> Iterator[Report]:
