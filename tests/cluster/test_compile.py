@@ -105,3 +105,14 @@ def test_it_is_told_how_many_graphs_were_compiled(ctx, caplog):
     left = torch.compiler.disable(nn.Linear(2, 2))
     fx.wrap(nn.Sequential(left), ctx, plan)(torch.ones(1, 2))
     assert "created no graph of Sequential" in caplog.text
+
+
+def test_graphs_of_an_equal_module_are_used_again(ctx, caplog):
+    from torch._dynamo.utils import counters
+
+    plan = fx.Plan(compile=fx.Compile(backend="eager"))
+    fx.wrap(_Blocks(), ctx, plan)(torch.ones(1, 8))
+    before = counters["stats"]["unique_graphs"]
+    fx.wrap(_Blocks(), ctx, plan)(torch.ones(1, 8))
+    assert counters["stats"]["unique_graphs"] == before
+    assert "created no graph" not in caplog.text
