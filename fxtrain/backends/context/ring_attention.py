@@ -128,12 +128,12 @@ def _attention_override(
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     heads = query.shape[1] // key.shape[1] if enable_gqa else 1
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = query.shape[-1] ** -0.5 if scale is None else scale
     # Zeros change neither the products nor the rest of the outputs.
     features, size = value.shape[-1], padded_size(query, value)
     query, key, value = (_widened(x, size) for x in (query, key, value))
     kernel = mode.ring.kernel or choose_kernel(query)
-    turn = _AttentionCall(mode.ring, kernel, causal=causal, scale=scale, heads=heads)
+    turn = _AttentionCall(mode.ring, kernel, causal=causal, scale=factor, heads=heads)
     out: Tensor = _Attention.apply(query, key, value, turn)  # type: ignore[assignment]
     return out if size == features else out[..., :features]
 
