@@ -55,10 +55,12 @@ def test_it_keeps_the_last_and_the_best(ctx, tmp_path):
     assert read_run(tmp_path).curve("eval/s")[1] == (8, 1.0)
 
 
-def test_what_is_not_asked_for_is_not_saved(ctx, tmp_path):
+def test_what_is_not_asked_for_is_not_saved(ctx, tmp_path, caplog):
     _fit(ctx, tmp_path, save_epochs=False)
     assert _kept(tmp_path) == [12]
-    assert _fit(ctx, tmp_path, save_epochs=False) == []  # it is over
+    with caplog.at_level("INFO"):
+        assert _fit(ctx, tmp_path, save_epochs=False) == []  # it is complete
+    assert "at update 12, which is the end of epochs=3" in caplog.text
     assert _kept(tmp_path) == [12]
     assert len(_fit(ctx, tmp_path, epochs=4)) == 4
     _fit(ctx, tmp_path / "by the clock", save_epochs=False, save_minutes=1e-9)

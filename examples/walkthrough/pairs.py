@@ -55,7 +55,7 @@ def pairs() -> list[tuple[str, str, float]]:
 
 
 def data() -> tuple[DataLoader, DataLoader]:
-    """Batches of encoded pairs: the first 64 to train on, the others to test on."""
+    """Batches of encoded pairs: 64 to train on, and 64 to test on."""
     tokenizer = AutoTokenizer.from_pretrained(encoder())
 
     def collate(rows: list[tuple[str, str, float]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,7 +65,7 @@ def data() -> tuple[DataLoader, DataLoader]:
         return tokens[: len(rows)], tokens[len(rows) :], torch.tensor(same)
 
     found, form = pairs(), {"batch_size": ROWS, "collate_fn": collate}
-    return DataLoader(found[:64], **form), DataLoader(found[64:], **form)
+    return DataLoader(found[:64], **form), DataLoader(found[64:128], **form)
 
 
 class Cosines(nn.Module):

@@ -89,7 +89,8 @@ def fit(
     curve. The iteration ends after the last epoch, or after an update at which a rank received a
     signal or left its loop (`break`, an error in the body, closing the iterator): then all ranks
     stop, and the state after that update is saved. Inside an accumulation window, a rank that left
-    its loop trains to the end of the window first.
+    its loop trains to the end of the window first. A run that is already complete is restored
+    and yields no report, so code after the loop must not rely on one.
 
     Args:
         ctx: The context for which the model was wrapped.
@@ -255,10 +256,25 @@ def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> It
                 saving, saved = _save(loop, report), position
                 clock = time.monotonic()
             entries.asked_s = time.monotonic()
-        if report is not None and report.position != saved:
-            saving = _save(loop, report, last=True)
-        if saving is not None:
-            saving.result()
+        _finish(loop, report, saved, saving)
+
+
+def _finish(
+    loop: _Loop, report: Report | None, saved: Position | None, saving: Saving | None
+) -> None:
+    """Save the state after the last update, unless that is done, and wait until it is written."""
+    if report is None:
+        ops.log(loop.ctx).info(
+            "fit: nothing to train: the run in %s is at update %d, which is the end of epochs=%d. "
+            "To continue it, pass more epochs.",
+            loop.rules.path,
+            loop.loader.position.updates,
+            loop.rules.epochs,
+        )
+    elif report.position != saved:
+        saving = _save(loop, report, last=True)
+    if saving is not None:
+        saving.result()
 
 
 def _signals(ctx: DistContext, names: tuple[str, ...]) -> AbstractContextManager[Any]:

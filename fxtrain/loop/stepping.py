@@ -175,7 +175,7 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
     An update is due when `batch.position.micro` is 0; until then, gradients accumulate. The
     gradient of an update is that of the mean over all rows (with `Weighted`, over the total
     weight) of the window on all ranks. Gradients left in this model by another model's backward
-    are dropped when a window begins; those of `ops.backward` are kept.
+    are dropped; those of `ops.backward` are kept.
 
     Args:
         ctx: The context for which the model was wrapped.

@@ -108,7 +108,11 @@ def backward(loss: Tensor, model: Wrapped) -> None:
     check_loss(loss)
     if not model.by_hand:
         model.by_hand.append("ops.backward")
-    model.strategy.backward(loss, model)
+    model.own_backward.append("ops.backward")
+    try:
+        model.strategy.backward(loss, model)
+    finally:
+        model.own_backward.clear()
 
 
 def scale_grads(model: Wrapped, factor: float | Tensor) -> None:

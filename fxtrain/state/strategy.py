@@ -155,6 +155,10 @@ class Wrapped(ModuleNames[M_co]):
             None if there is nothing.
         by_hand: Empty, or "ops.backward" while there are gradients that this call added: the
             next step adds to them. A list for the same reason.
+        own_backward: Empty, or the call that computes gradients of this model now: a backward that
+            reaches it otherwise is that of another model.
+        put_aside: Gradients of the open window while another model's backward runs: (holder,
+            attribute, gradient).
         advanced: Empty, or the number of the last update that advanced the schedulers, and what
             each had counted then: by these a step notices that the loop advanced them as well.
     """
@@ -176,6 +180,8 @@ class Wrapped(ModuleNames[M_co]):
     formats: Mapping[str, torch.dtype] = attrs.field(factory=dict, repr=False)
     closed: list[str] = attrs.field(factory=list)
     by_hand: list[str] = attrs.field(factory=list, repr=False)
+    own_backward: list[str] = attrs.field(factory=list, repr=False)
+    put_aside: list[tuple[Any, str, Any]] = attrs.field(factory=list, repr=False)
     advanced: list[Any] = attrs.field(factory=list, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,13 +9,23 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain import ops
 
-EPOCHS, ROWS, GLOBAL = 2, 24, 8  # rows of the data, and of a batch over all ranks
+EPOCHS, ROWS, GLOBAL = 2, 48, 8  # rows of the data, and of a batch over all ranks
 
 PLANS = {
     "ddp": fx.Plan(),
     "ddp, optimizer sharded": fx.Plan(strategy=fx.DDP(shard_optimizer=True)),
     "fsdp": fx.Plan(strategy=fx.FSDP(min_params=1)),
     "clipped": fx.Plan(clip_norm=0.05),
+}
+WINDOWS = {
+    "ddp": fx.Plan(accumulate=3),
+    "ddp, reduced each": fx.Plan(accumulate=2, sync_each=True),
+    "ddp, unused": fx.Plan(strategy=fx.DDP(unused_parameters=True), accumulate=2),
+    "fsdp": fx.Plan(strategy=fx.FSDP(min_params=1), accumulate=3),
+    "fsdp, reduced each": fx.Plan(strategy=fx.FSDP(min_params=1), accumulate=2, sync_each=True),
+    "fsdp, kept whole": fx.Plan(
+        strategy=fx.FSDP(min_params=1, mode="grads_and_optimizer"), accumulate=2, clip_norm=0.05
+    ),
 }
 
 
@@ -47,7 +57,7 @@ def _makers_loss(judge, maker, noise):
     return F.softplus(-judge(maker(noise))).mean()
 
 
-def _adversaries(ctx, plan):
+def _adversaries(ctx, plan, way="step"):
     """Parameters of both models after training under a plan."""
     maker, judge = (fx.wrap(net, ctx, plan, optimizer=_sgd) for net in _nets())
     size = GLOBAL // ctx.axis("data").world_size
@@ -56,8 +66,15 @@ def _adversaries(ctx, plan):
     of_maker = fx.StepFns(model=maker, loss=lambda m, b: _makers_loss(judge, m, b[0]))
     for epoch in loader.epochs(EPOCHS):
         for batch in epoch:
-            fx.step(ctx, batch, of_judge)
-            fx.step(ctx, batch, of_maker)
+            if way == "step":
+                fx.step(ctx, batch, of_judge)
+                fx.step(ctx, batch, of_maker)
+                continue
+            of_both = _judges_loss(judge, maker, *batch), _makers_loss(judge, maker, batch[0])
+            fx.update(ctx, batch, judge, of_both[0])
+            if batch.position.micro == 0:  # the judge was updated
+                of_both = None, _makers_loss(judge, maker, batch[0])
+            fx.update(ctx, batch, maker, of_both[1])
     return [p.detach().clone() for m in (maker, judge) for p in fx.unwrap(m).parameters()]
 
 
@@ -65,17 +82,26 @@ def _adversaries_by_hand(plan):
     maker, judge = _nets()
     optimizers = [_sgd(net.parameters()) for net in (maker, judge)]
     for _ in range(EPOCHS):
-        for noise, real in DataLoader(_data(), batch_size=GLOBAL):
+        for index, (noise, real) in enumerate(DataLoader(_data(), batch_size=GLOBAL), 1):
             for net, optimizer, loss in (
                 (judge, optimizers[1], lambda: _judges_loss(judge, maker, noise, real)),  # noqa: B023
                 (maker, optimizers[0], lambda: _makers_loss(judge, maker, noise)),  # noqa: B023
             ):
-                optimizer.zero_grad()
-                loss().backward()
+                others = [p.requires_grad_(p in {*net.parameters()}) for p in _both(maker, judge)]
+                (loss() / plan.accumulate).backward()
+                for p in others:
+                    p.requires_grad_(True)
+                if index % plan.accumulate:
+                    continue
                 if plan.clip_norm is not None:
                     nn.utils.clip_grad_norm_(net.parameters(), plan.clip_norm)
                 optimizer.step()
-    return [p.detach() for net in (maker, judge) for p in net.parameters()]
+                optimizer.zero_grad()
+    return [p.detach() for p in _both(maker, judge)]
+
+
+def _both(maker, judge):
+    return [*maker.parameters(), *judge.parameters()]
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -85,6 +111,17 @@ def test_adversaries_equal_the_raw_loop(cluster, name):
     for got in cluster.run(_adversaries, plan):
         for a, b in zip(got, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("way", ["step", "update"])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_an_open_window_is_kept_apart_from_the_other_models_backward(clusters, name, way):
+    plan = WINDOWS[name]
+    wanted = _adversaries_by_hand(plan)
+    for pool in (clusters[1], clusters[2]):
+        for got in pool.run(_adversaries, plan, way):
+            for a, b in zip(got, wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
 def _left_behind(ctx, by_hand):

@@ -77,3 +77,23 @@ def test_adversaries_equal_the_raw_loop(pair, name):
     for got in pair.run(_adversaries, PLANS[name]):
         for a, b in zip(got, _by_hand(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@on_rank
+def _inside_a_window(ctx):
+    plan = fx.Plan(strategy=fx.DeepSpeed(stage=1), accumulate=2)
+    maker, judge = (fx.wrap(net, ctx, plan, optimizer=sgd) for net in _nets())
+    of_judge = fx.StepFns(model=judge, loss=lambda m, b: _judges_loss(m, maker, *b))
+    of_maker = fx.StepFns(model=maker, loss=lambda m, b: _makers_loss(judge, m, b[0]))
+    batch = next(iter(fx.shard(DataLoader(_data(), batch_size=4), ctx, plan)))
+    fx.step(ctx, batch, of_judge)
+    try:
+        fx.step(ctx, batch, of_maker)
+    except fx.StepError as error:
+        return str(error)
+    return None
+
+
+def test_another_models_backward_inside_a_window_is_refused(pair):
+    for words in pair.run(_inside_a_window):
+        assert words.startswith("The backward of another model's loss reached this Sequential")

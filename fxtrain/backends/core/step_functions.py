@@ -18,6 +18,7 @@ from fxtrain.backends.core.gradients import (
     total_norm,
     unscale_local,
 )
+from fxtrain.backends.core.kept_apart import put_back, watch_outputs
 from fxtrain.ops import autocast
 from fxtrain.state import (
     AccumulationWindow,
@@ -70,14 +71,17 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     run = model.engine
     precision = model.plan.precision
     device = model.ctx.device.type
-    if precision.compute == "fp32":
-        if not torch.is_autocast_enabled(device):
-            return run(*args, **kwargs)
+    if precision.compute != "fp32":
+        with autocast(model):
+            out = run(*args, **kwargs)
+    elif torch.is_autocast_enabled(device):
         # Inside the autocast region of another model.
         with torch.autocast(device, enabled=False):
-            return run(*args, **kwargs)
-    with autocast(model):
+            out = run(*args, **kwargs)
+    else:
         out = run(*args, **kwargs)
+    if model.plan.accumulate > 1 and not model.own_backward and torch.is_grad_enabled():
+        watch_outputs(out, model)
     return _tree.map_leaves(to_float, out) if precision.output == "fp32" else out
 
 
@@ -115,9 +119,15 @@ def run(
 ) -> WeightedLoss:
     """Forward, loss, backward."""
     strategy = model.strategy
-    with strategy.sync(model, reduce):
-        weighted = compute_loss(model, batch)
-        strategy.backward(weighted.loss, model)
+    if model.put_aside:  # the backward of another model raised an error
+        put_back(model)
+    model.own_backward.append("step")
+    try:
+        with strategy.sync(model, reduce):
+            weighted = compute_loss(model, batch)
+            strategy.backward(weighted.loss, model)
+    finally:
+        model.own_backward.clear()
     return weighted
 
 

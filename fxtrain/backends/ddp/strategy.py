@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import attrs
@@ -17,6 +18,7 @@ from fxtrain import _tree
 from fxtrain._errors import StepError
 from fxtrain.backends.context.split_sequences import sequence_problems
 from fxtrain.backends.core import step_functions
+from fxtrain.backends.core.kept_apart import is_foreign
 from fxtrain.backends.core.module_changes import (
     model_values,
     send_values,
@@ -125,6 +127,7 @@ def _wrap(
         send_values(model_values(module), data)
         return attrs.evolve(plain, strategy_state=new_round(module, ctx, plan))
     engine = _replicate(module, ctx, data, plan.strategy)
+    engine.in_foreign_backward = partial(is_foreign, plain)
     return attrs.evolve(plain, engine=engine, strategy_state=new_round(module, ctx, plan))
 
 
@@ -141,7 +144,7 @@ def _data_parallel_options(
 
 def _replicate(
     module: nn.Module, ctx: DistContext, data: DistContext, config: DDP
-) -> DistributedDataParallel:
+) -> "_StableBucketsDDP":
     # torch 2.13 renamed the option and warns about the older name.
     newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     buffers: dict[str, Any] = {
@@ -194,6 +197,7 @@ class _StableBucketsDDP(DistributedDataParallel):
     """
 
     hook_state: Any = None  # of the communication hook
+    in_foreign_backward: Callable[[], bool] = bool
     in_block = False  # whether inside an `ops.sync` that reduces
     _uses_all = False  # whether every backward has to reach all parameters
     _expects = False  # whether the reducer expects a backward
@@ -239,7 +243,8 @@ class _StableBucketsDDP(DistributedDataParallel):
         roots = list(outputs) if self.find_unused_parameters else []
 
         def begins(_: Tensor) -> None:
-            if self._undecided and self.require_backward_grad_sync:
+            decides = self._undecided and self.require_backward_grad_sync
+            if decides and not self.in_foreign_backward():
                 self._expect(roots)
             self._undecided = False
             roots.clear()  # they hold this function

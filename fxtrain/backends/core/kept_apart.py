@@ -1,0 +1,74 @@
+"""Keeps the gradients of an open accumulation window apart from those of other models.
+
+The loss of another model that calls this one, as a generator's calls its discriminator, leaves
+gradients in this model too. Between windows the next one drops them. Inside a window they would be
+added to its sum, so they are dropped as soon as that backward ends.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxtrain import _tree
+from fxtrain.state import Wrapped
+
+__all__ = ["is_foreign", "keep_apart", "put_back", "watch_outputs"]
+
+
+def is_foreign(model: Wrapped) -> bool:
+    """Whether a backward that runs now is another model's, while this one's window is open."""
+    return not model.own_backward and bool(model.window.micro)
+
+
+def watch_outputs(out: Any, model: Wrapped, found: Callable[[Wrapped], None] | None = None) -> None:
+    """Call a function at the start of each backward of another model through these outputs.
+
+    Args:
+        out: What forward returned; only tensors that `_tree.flatten` finds are watched.
+        found: (model) → None; `keep_apart` by default.
+    """
+
+    def begins(_: Tensor) -> None:
+        if is_foreign(model):
+            (found or keep_apart)(model)
+
+    for leaf in _tree.flatten(out)[0]:
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            leaf.register_hook(begins)
+
+
+def keep_apart(model: Wrapped) -> None:
+    """Put the window's gradients aside until the backward that runs now has ended."""
+    if model.put_aside:  # by an earlier output
+        return
+    for holder, name in _places(model.module):
+        model.put_aside.append((holder, name, getattr(holder, name)))
+        setattr(holder, name, None)
+    torch.autograd.Variable._execution_engine.queue_callback(lambda: put_back(model))
+
+
+def put_back(model: Wrapped) -> None:
+    """Drop what was added since `keep_apart`, and restore the window's gradients."""
+    for holder, name, value in reversed(model.put_aside):  # some were listed twice
+        setattr(holder, name, value)
+    model.put_aside.clear()
+
+
+def _places(module: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Every attribute that holds a gradient of a parameter, or the sum that FSDP keeps of it."""
+    for parameter in module.parameters():
+        yield parameter, "grad"
+    part: Any
+    for part in module.modules():
+        if not hasattr(part, "_get_fsdp_state"):
+            continue
+        state = part._get_fsdp_state()
+        several = hasattr(state, "_fsdp_param_groups")  # since torch 2.13
+        for group in state._fsdp_param_groups if several else [state._fsdp_param_group]:
+            for one in () if group is None else group.fsdp_params:
+                yield one.sharded_param, "grad"
+                yield one, "unsharded_accumulated_grad"
+                if hasattr(one, "_unsharded_param"):  # gathered before
+                    yield one._unsharded_param, "grad"
