@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fxtrain.testing import Cluster
-from tests.devices._device import DEVICE, LIBRARIES, STAND_IN
+from tests.devices._device import DEVICE, LIBRARIES, STAND_IN, gpus
 
 # Importing it makes its device the accelerator of the process; only ranks do. The other one is a
 # program.
@@ -27,7 +27,6 @@ DEVICES = [
 # Names of tests that passed, where a run of limited length is continued by the next one.
 _PASSED = os.environ.get("FXTRAIN_GPU_PASSED", "")
 _ON_GPUS = {"gpu", "nccl", "pair_of_gpus"}
-GPUS = 2 if STAND_IN else torch.cuda.device_count()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -55,7 +54,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def _pool(n: int, device: str, library: str | None = None) -> Iterator[Cluster]:
     preload = ("tests.devices.shadow",) if device == "shadow" else ()
-    if device == "cuda" and torch.cuda.device_count() < n:
+    if device == "cuda" and gpus() < n:
         library = "gloo"
     pool = Cluster(n, timeout_s=30.0, call_s=120.0, device=device, preload=preload, library=library)
     yield pool
@@ -89,6 +88,6 @@ def nccl() -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def pair_of_gpus() -> Iterator[Cluster]:
     """Two ranks with a GPU each: gloo sends tensors of a GPU in some collectives only."""
-    if GPUS < 2:
+    if gpus() < 2:
         pytest.skip("torch sees fewer than two CUDA devices")
     yield from _pool(2, DEVICE)

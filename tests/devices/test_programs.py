@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.devices._device import STAND_IN
-from tests.devices.conftest import GPUS
+from tests.devices._device import STAND_IN, gpus
 from tests.launched._run import FXTRAIN, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -40,7 +39,7 @@ def test_env_shows_the_device():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_configured_setup_is_tested_on_the_device(ranks):
-    if ranks > GPUS:
+    if ranks > gpus():
         pytest.skip("torch sees fewer than two CUDA devices")
     ended = run(
         *FXTRAIN, "test", "--json", "--ranks", str(ranks), "--mib", "1", timeout_s=240,
@@ -64,7 +63,7 @@ def test_a_rank_is_bound_to_cores_of_its_device(mode):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_rank_restarts_and_resumes_bit_for_bit(tmp_path, ranks):
-    if ranks > GPUS:
+    if ranks > gpus():
         pytest.skip("torch sees fewer than two CUDA devices")
     whole = _launch(PROGRAM, "killed", WHERE, str(tmp_path / "whole"), "no", ranks=ranks)
     assert whole.code == 0, whole.err
@@ -78,7 +77,7 @@ def test_a_killed_rank_restarts_and_resumes_bit_for_bit(tmp_path, ranks):
 
 def test_a_rank_that_never_joins_an_update_ends_the_launch(tmp_path):
     """Under NCCL the watchdog ends the ranks that wait, and the launcher says which."""
-    if GPUS < 2:
+    if gpus() < 2:
         pytest.skip("torch sees fewer than two CUDA devices")
     begin = time.monotonic()
     ended = _launch(PROGRAM, "absent", WHERE, ranks=2)

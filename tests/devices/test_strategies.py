@@ -148,8 +148,8 @@ def _streamed(ctx, folder):
     return same, close, outputs[0].device == ctx.device, held <= {"cpu", ctx.device.type}
 
 
-def test_streamed_weights_give_the_outputs_of_resident_ones(one, tmp_path):
-    assert one.run(_streamed, str(tmp_path / "model")) == [(True, True, True, True)]
+def test_streamed_weights_give_the_outputs_of_resident_ones(gpu, tmp_path):
+    assert gpu.run(_streamed, str(tmp_path / "model")) == [(True, True, True, True)]
 
 
 def _apart(ctx):
