@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any
 from fxtrain._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from fxtrain import big as big
+    from fxtrain import checkpoint as checkpoint
+    from fxtrain import interop as interop
+    from fxtrain import meters as meters
     from fxtrain import ops as ops
+    from fxtrain import quality as quality
     from fxtrain import state as state
+    from fxtrain import testing as testing
     from fxtrain._errors import CheckpointError as CheckpointError
     from fxtrain._errors import CollectiveError as CollectiveError
     from fxtrain._errors import ContextError as ContextError
@@ -162,14 +168,16 @@ _MODULES = ("big", "checkpoint", "interop", "meters", "ops", "quality", "state",
 __all__ = sorted([*_HOME, "ops", "state"])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"fxtrain.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module 'fxtrain' has no attribute {name!r}{_instead_of(name)}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value  # found once; later look-ups cost nothing
-    return value
+if not TYPE_CHECKING:  # a type checker would take any name
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f"fxtrain.{name}")
+        if name not in _HOME:
+            raise AttributeError(f"module 'fxtrain' has no attribute {name!r}{_instead_of(name)}")
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value  # found once; later look-ups cost nothing
+        return value
 
 
 def _instead_of(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Keyword arguments that a record or a function does not have: an error that says what to use."""
+"""Arguments that a call lacks, or that nothing has: an error that says what to use."""
 
 import difflib
 import functools
@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
+from fxtrain._display import counted
 from fxtrain._errors import (
     CheckpointError,
     CollectiveError,
@@ -68,7 +69,7 @@ _ARGUMENT_ERRORS: Mapping[type[FxError], type[FxError]] = types.MappingProxyType
 
 
 def known_arguments(error: type[FxError]) -> Callable[[F], F]:
-    """A decorator: an argument that a function does not have is an error that says what to use.
+    """A decorator: an unknown or missing argument is an error that says what to use.
 
     Args:
         error: What is raised, which is a TypeError too.
@@ -82,6 +83,7 @@ def known_arguments(error: type[FxError]) -> Callable[[F], F]:
         most = code.co_argcount
         names = code.co_varnames[: most + code.co_kwonlyargcount]
         known = dict.fromkeys(name for name in names if name != "self").keys()
+        needed = _needed(function, known)
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -91,10 +93,16 @@ def known_arguments(error: type[FxError]) -> Callable[[F], F]:
             if len(args) > most:
                 first = names[most] if len(names) > most else ""
                 raise raised(
-                    f"{call}: {len(args) - most} positional arguments too many. "
+                    f"{call}: {counted(len(args) - most, 'positional argument')} too many. "
                     + (f"Pass {call}({first}=...) and what follows by name." if first else "")
                 )
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except TypeError:
+                missing = needed.keys() - kwargs.keys() - {*names[: len(args)]}
+                if not missing:
+                    raise
+            raise raised(_missing_words(call, needed, missing))
 
         return cast(F, checked)
 
@@ -110,6 +118,24 @@ def with_known_arguments(error: type[FxError]) -> Callable[[type[T]], type[T]]:
         return cls
 
     return decorate
+
+
+def _needed(function: Callable[..., Any], known: Collection[str]) -> dict[str, str]:
+    """The arguments without a default, each as it is written in a call."""
+    kinds = inspect.signature(function).parameters.values()
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    return {
+        one.name: f"{one.name}=..." if one.kind is by_name else one.name
+        for one in kinds
+        if one.name in known and one.default is one.empty
+    }
+
+
+def _missing_words(call: str, needed: Mapping[str, str], missing: Collection[str]) -> str:
+    """What to say of arguments that a call lacks."""
+    lacks = " and ".join(name for name in needed if name in missing)
+    are = "is" if len(missing) == 1 else "are"
+    return f"{call}: {lacks} {are} missing. Use {call}({', '.join(needed.values())})."
 
 
 def unknown_name(owner: str, name: str, known: Collection[str]) -> str:

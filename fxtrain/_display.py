@@ -5,10 +5,22 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Displayed", "describe", "html_table", "number"]
+__all__ = ["Displayed", "counted", "describe", "html_table", "number"]
 
 _MAX_ENTRIES = 6
 _MAX_DEPTH = 3
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural unless it is 1.
+
+    Example:
+        >>> from fxtrain._display import counted
+        >>> counted(1, "rank"), counted(2, "rank"), counted(3, "batch")
+        ('1 rank', '2 ranks', '3 batches')
+    """
+    ending = "es" if noun.endswith(("ch", "ss", "x")) else "s"
+    return f"{number} {noun}{'' if number == 1 else ending}"
 
 
 class Displayed:

@@ -273,6 +273,12 @@ OTHER_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             **dict.fromkeys(("bf16-mixed", "bf16-true", "bfloat16", "bf16_mixed"), '"bf16"'),
             **dict.fromkeys(("16", "16-mixed", "16-true", "float16", "half"), '"fp16"'),
         },
+        "compile": {
+            **dict.fromkeys(("inductor", "default"), "True"),
+            **dict.fromkeys(("eager", "aot_eager"), 'fx.Compile(backend="eager")'),
+            "reduce-overhead": 'fx.Compile(mode="reduce-overhead")',
+            "max-autotune": 'fx.Compile(mode="max-autotune")',
+        },
         "strategy": {
             **dict.fromkeys(("dp", "ddp_spawn", "ddp_notebook", "multi_gpu", "auto"), '"ddp"'),
             "ddp_find_unused_parameters_true": "fx.DDP(unused_parameters=True)",
@@ -357,7 +363,8 @@ def value_hint(field: str, value: object) -> str:
         ' Use precision="bf16".'
     """
     known = OTHER_VALUES.get(field, {})
-    word = str(value).lower() if isinstance(value, str) or value in (16, 32) else ""
+    plain = isinstance(value, str) or type(value).__name__ == "dtype" or value in (16, 32)
+    word = str(value).lower().removeprefix("torch.") if plain else ""
     return f" Use {field}={known[word]}." if word in known else ""
 
 

@@ -19,10 +19,12 @@ import random
 import re
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import attrs
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForSequenceClassification,
@@ -32,6 +34,7 @@ from transformers import (
 
 import fxtrain as fx
 from fxtrain import ops
+from fxtrain.backends import Params
 
 CHAPTERS = ("types", "debugger", "string-methods", "compound", "formatstrings", "typesseq")
 TRACKERS = {
@@ -79,7 +82,7 @@ def sentences(count: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]
             for one in re.split(r"(?<=\.) +(?=[A-Z])", " ".join(paragraph.split())):
                 if re.fullmatch(r"[A-Z].{38,158}\.", one):
                     found.setdefault(one, set()).add(number)
-    rows = sorted((one, *numbers) for one, numbers in found.items() if len(numbers) == 1)
+    rows = sorted((one, min(numbers)) for one, numbers in found.items() if len(numbers) == 1)
     random.Random(0).shuffle(rows)
     return rows[96:][:count], rows[:96]
 
@@ -92,7 +95,7 @@ def packaged_encoder() -> str:
     return str(Path(found.origin).parent / "model")
 
 
-def adamw(params, settings: Settings) -> torch.optim.Optimizer:
+def adamw(params: Params, settings: Settings) -> torch.optim.Optimizer:
     """AdamW whose weight decay leaves out biases and norms."""
     decay = [p for _, p in params.named() if p.ndim > 1]
     rest = [p for _, p in params.named() if p.ndim <= 1]
@@ -100,7 +103,7 @@ def adamw(params, settings: Settings) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=settings.lr, weight_decay=settings.weight_decay)
 
 
-def measures(model: fx.Wrapped, batch: fx.Batch) -> dict[str, torch.Tensor]:
+def measures(model: fx.Wrapped, batch: fx.Batch[Any]) -> dict[str, Tensor]:
     """Loss and hit of each sentence."""
     logits = model(**batch).logits
     return {
@@ -109,17 +112,20 @@ def measures(model: fx.Wrapped, batch: fx.Batch) -> dict[str, torch.Tensor]:
     }
 
 
-def export(ctx: fx.DistContext, model: fx.Wrapped, tokenizer, inputs, folder: str) -> float:
+def export(
+    ctx: fx.DistContext, model: fx.Wrapped, tokenizer: Any, inputs: dict[str, Tensor], folder: str
+) -> float:
     """Write model and tokenizer; how far the outputs are from those of plain transformers."""
     fx.export(model, folder)
     with fx.gathered(model, ranks="main") as net, torch.no_grad():  # net is None on other ranks
-        apart = None
+        apart = 0.0
         if net is not None:
             tokenizer.save_pretrained(folder)
             plain = AutoModelForSequenceClassification.from_pretrained(folder).eval()
             inputs = {name: tensor.to(ctx.device) for name, tensor in inputs.items()}
-            apart = net.eval()(**inputs).logits - plain.to(ctx.device)(**inputs).logits
-    return ops.broadcast_object(None if apart is None else apart.abs().max().item(), ctx)
+            ours, theirs = net.eval()(**inputs).logits, plain.to(ctx.device)(**inputs).logits
+            apart = (ours - theirs).abs().max().item()
+    return ops.broadcast_object(apart, ctx)
 
 
 def main(ctx: fx.DistContext, settings: Settings) -> dict[str, float]:
@@ -129,16 +135,17 @@ def main(ctx: fx.DistContext, settings: Settings) -> dict[str, float]:
     ops.seed(plan.seed, ctx)
     net = AutoModelForSequenceClassification.from_pretrained(source, num_labels=len(CHAPTERS))
 
-    def collate(rows: list[tuple[str, int]]) -> dict[str, torch.Tensor]:
+    def collate(rows: list[tuple[str, int]]) -> dict[str, Tensor]:
         texts, labels = zip(*rows, strict=True)
         cut = {"truncation": True, "max_length": settings.max_tokens, "padding": True}
         encoded = tokenizer(list(texts), return_tensors="pt", **cut)
         return {**encoded, "labels": torch.tensor(labels)}
 
+    def batches(rows: Any, *, shuffle: bool = False) -> DataLoader[Any]:
+        return DataLoader(rows, settings.batch, shuffle=shuffle, collate_fn=collate)
+
     seen, unseen = sentences(settings.sentences)
-    rows = {"batch_size": settings.batch, "collate_fn": collate}
-    loader = fx.shard(DataLoader(seen, shuffle=True, **rows), ctx, plan)
-    held_out = DataLoader(unseen, **rows)
+    loader, held_out = fx.shard(batches(seen, shuffle=True), ctx, plan), batches(unseen)
     updates = loader.total_updates(settings.epochs)
     model = fx.wrap(
         net,
@@ -170,7 +177,7 @@ def main(ctx: fx.DistContext, settings: Settings) -> dict[str, float]:
     if report is not None and report.position.updates < updates:
         return {"updates": report.position.updates}  # preempted; the next start resumes
 
-    fx.restore(fx.best(settings.folder, "max"), ctx, model)
+    fx.restore(fx.best(settings.folder, "max") or settings.folder, ctx, model)
     found = fx.evaluate(ctx, model, held_out, measures)
     apart = export(ctx, model, tokenizer, collate(unseen[:16]), f"{settings.folder}/model")
     return {"updates": updates, **found, "apart": apart}

@@ -10,7 +10,9 @@ process, with weights and without.
 """
 
 import json
+from collections.abc import Callable, Iterable
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +24,18 @@ from fxtrain import ops
 
 WINDOW, UPDATES, PADDING = 16, 6, -100
 TEXTS = [text.encode()[: 8 + 5 * n % 60] for n, text in enumerate(topics.values())]
+Model = nn.Module | fx.Wrapped
+TextBatch = fx.Batch[dict[str, Tensor]]
+Loss = Callable[[fx.Wrapped, TextBatch], Tensor | fx.Weighted]
 
 
 def collate(texts: list[bytes]) -> dict[str, Tensor]:
     """Bytes of (rows, time), padded to the longest, and the next byte of each."""
     rows = [torch.tensor(list(text)) for text in texts]
     inputs = nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True)
-    form = {"batch_first": True, "padding_value": PADDING}
-    return {"inputs": inputs, "targets": nn.utils.rnn.pad_sequence([r[1:] for r in rows], **form)}
+    wanted = [row[1:] for row in rows]
+    targets = nn.utils.rnn.pad_sequence(wanted, batch_first=True, padding_value=PADDING)
+    return {"inputs": inputs, "targets": targets}
 
 
 def network() -> nn.Module:
@@ -38,11 +44,11 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Embedding(256, 16), nn.Tanh(), nn.Linear(16, 256)).double()
 
 
-def adam(params) -> torch.optim.Optimizer:
+def adam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=1e-2)
 
 
-def losses(model, batch) -> tuple[Tensor, Tensor]:
+def losses(model: Model, batch: TextBatch | dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """The sum of the losses of all tokens, and how many tokens that is."""
     targets = batch["targets"]
     logits = model(batch["inputs"]).flatten(0, 1)
@@ -50,21 +56,21 @@ def losses(model, batch) -> tuple[Tensor, Tensor]:
     return total, (targets != PADDING).sum()
 
 
-def by_tokens(model: fx.Wrapped, batch: fx.Batch) -> fx.Weighted:
+def by_tokens(model: fx.Wrapped, batch: TextBatch) -> fx.Weighted:
     return fx.Weighted(*losses(model, batch))
 
 
-def by_batches(model: fx.Wrapped, batch: fx.Batch) -> Tensor:
+def by_batches(model: fx.Wrapped, batch: TextBatch) -> Tensor:
     total, count = losses(model, batch)
     return total / count
 
 
-def train(ctx: fx.DistContext, loss) -> list[Tensor]:
+def train(ctx: fx.DistContext, loss: Loss) -> list[Tensor]:
     """Four micro-batches of four rows of all ranks to an update."""
     plan = fx.Plan(accumulate=4, batch="global")
     model = fx.wrap(network(), ctx, plan, optimizer=adam)
     fns = fx.StepFns(model=model, loss=loss)
-    data = TEXTS[:WINDOW] * UPDATES
+    data: Any = TEXTS[:WINDOW] * UPDATES  # any sequence; torch's annotation says Dataset
     for batch in fx.shard(DataLoader(data, batch_size=4, collate_fn=collate), ctx, plan):
         fx.step(ctx, batch, fns)
     return [parameter.detach() for parameter in model.parameters()]
@@ -83,7 +89,7 @@ def raw() -> list[Tensor]:
 
 
 def main(ctx: fx.DistContext) -> dict[str, float]:
-    def apart(loss) -> float:
+    def apart(loss: Loss) -> float:
         pairs = zip(train(ctx, loss), raw(), strict=True)
         return max((a.cpu() - b).abs().max().item() for a, b in pairs)
 

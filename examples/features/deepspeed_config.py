@@ -9,7 +9,9 @@ DDP with the same settings, and the entries that "auto" became.
 """
 
 import json
+from typing import Any
 
+import attrs
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain import ops
+from fxtrain.backends import Params
 
 CONFIG = {
     "gradient_accumulation_steps": "auto",
@@ -34,12 +37,18 @@ CONFIG = {
 }
 
 
-def train(ctx: fx.DistContext, plan: fx.Plan, **optimizer) -> tuple[fx.Wrapped, float]:
+def adamw(params: Params) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.0)
+
+
+def train(
+    ctx: fx.DistContext, plan: fx.Plan, optimizer: Any, scheduler: Any = None
+) -> tuple[fx.Wrapped, float]:
     x, y = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(x[:512]).float() / 16, torch.tensor(y[:512]))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-    model = fx.wrap(net, ctx, plan, **optimizer)
+    model = fx.wrap(net, ctx, plan, optimizer=optimizer, scheduler=scheduler)
     fns = fx.StepFns(model=model, loss=lambda model, b: F.cross_entropy(model(b[0]), b[1]))
     for epoch in fx.shard(DataLoader(data, batch_size=32), ctx, plan).epochs(2):
         for batch in epoch:
@@ -47,15 +56,11 @@ def train(ctx: fx.DistContext, plan: fx.Plan, **optimizer) -> tuple[fx.Wrapped, 
     return model, fx.evaluate(ctx, model, DataLoader(data, batch_size=256), fns.loss)
 
 
-def main(ctx: fx.DistContext) -> dict:
-    settings = {"accumulate": 2, "clip_norm": 1.0, "batch": "global"}
-    plan = fx.Plan(strategy=fx.DeepSpeed(config=CONFIG), **settings)
-    model, loss = train(ctx, plan, optimizer=fx.from_config, scheduler=fx.from_config)
-    _, ddp = train(
-        ctx,
-        fx.Plan(**settings),
-        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.0),
-    )
+def main(ctx: fx.DistContext) -> dict[str, Any]:
+    plan = fx.Plan(accumulate=2, clip_norm=1.0, batch="global")
+    deepspeed = attrs.evolve(plan, strategy=fx.DeepSpeed(config=CONFIG))
+    model, loss = train(ctx, deepspeed, optimizer=fx.from_config, scheduler=fx.from_config)
+    _, ddp = train(ctx, plan, optimizer=adamw)
     values = model.strategy_state.values
     auto = {name: values[name] for name, value in CONFIG.items() if value == "auto"}
     return {"deepspeed": loss, "ddp": ddp, **auto}

@@ -9,6 +9,7 @@ are equal at the end.
 """
 
 import json
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +45,7 @@ def train(ctx: fx.DistContext, plan: fx.Plan) -> tuple[fx.Wrapped, dict[str, flo
     return model, {"accuracy": hits, "kib_sent": sent / 1024}
 
 
-def main(ctx: fx.DistContext) -> dict:
+def main(ctx: fx.DistContext) -> dict[str, Any]:
     _, ddp = train(ctx, PLANS["ddp"])
     model, diloco = train(ctx, PLANS["diloco"])
     total = sum(parameter.detach().double().sum() for parameter in model.parameters())

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
@@ -58,20 +59,20 @@ def train(ctx: fx.DistContext, plan: fx.Plan) -> tuple[fx.Wrapped, torch.Tensor]
     for batch in fx.shard(DataLoader(data, batch_size=64), ctx, plan):
         report = fx.step(ctx, batch, fns)
         if report.position.updates == 8:
-            break
-    return model, report.loss
+            return model, report.loss
+    raise SystemExit("the data ends before update 8")
 
 
 def held(model: fx.Wrapped) -> int:
     """Bytes of parameters and optimizer states on this rank."""
     states = [v for s in model.optimizer.state.values() for v in s.values()]
     tensors = [v for v in (*model.parameters(), *states) if isinstance(v, torch.Tensor)]
-    local = [v.to_local() if hasattr(v, "to_local") else v for v in tensors]
+    local = [v.to_local() if isinstance(v, DTensor) else v for v in tensors]
     return sum(v.numel() * v.element_size() for v in local)
 
 
 def main(ctx: fx.DistContext) -> dict[str, dict[str, float]]:
-    told = {}
+    told: dict[str, dict[str, float]] = {}
     for name, plan in PLANS.items():
         model, loss = train(ctx, plan)
         told[name] = {"loss": float(ops.reduce(loss, ctx)), "held_mib": held(model) / MIB}

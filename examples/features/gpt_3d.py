@@ -11,11 +11,12 @@ which is the same for any number of ranks.
 
 import json
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain import ops
@@ -78,21 +79,22 @@ def axes(ranks: int) -> tuple[fx.Mesh, fx.PP | fx.DDP]:
     return mesh, fx.PP(microbatches=2, stages=SHARDED)
 
 
-def windows() -> Tensor:
+def windows() -> TensorDataset:
     """(windows, LENGTH + 1) bytes of the manual, without overlap."""
     text = torch.tensor(list("\n".join(topics.values()).encode()))
-    return text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
+    whole = len(text) // (LENGTH + 1) * (LENGTH + 1)
+    return TensorDataset(text[:whole].view(-1, LENGTH + 1))
 
 
-def loss(model: fx.Wrapped, batch: fx.Batch) -> Tensor:
-    logits = model(batch.data[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), batch.data[:, 1:].flatten())
+def loss(model: fx.Wrapped, batch: fx.Batch[Any]) -> Tensor:
+    logits = model(batch[0][:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten())
 
 
-def main(ctx: fx.DistContext) -> dict:
+def main(ctx: fx.DistContext) -> dict[str, Any]:
     mesh, strategy = axes(ctx.world_size)
     plan = fx.Plan(strategy=strategy, batch="global", clip_norm=1.0, seed=4)
-    losses = []
+    losses: list[float] = []
     with fx.detect(mesh=mesh, device=ctx.device) as placed:
         torch.manual_seed(0)
         model = fx.wrap(

@@ -10,6 +10,7 @@ the metrics, and whether a loop with `ops.gather_valid` finds the same predictio
 """
 
 import json
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,7 @@ class F1:
         return float(f1_score(labels, guesses, average="macro"))
 
 
-def measures(model: fx.Wrapped, batch: fx.Batch) -> dict:
+def measures(model: fx.Wrapped, batch: fx.Batch) -> dict[str, Any]:
     """Values per row, and the arguments of the object with the same name."""
     logits = model(batch[0])
     guesses = logits.argmax(1)

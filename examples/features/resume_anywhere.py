@@ -11,18 +11,26 @@ whether the first is equal, how far the second is from the run that never stoppe
 
 import json
 import tempfile
+from typing import TypedDict
 
 import attrs
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain import ops
 
 STOP = 7
+
+
+class Trained(TypedDict):
+    loss: float
+    weights: dict[str, Tensor]
+
+
 PLAN = fx.Plan(strategy=fx.DDP(), batch="global", clip_norm=1.0, seed=5)
 
 
@@ -42,7 +50,7 @@ def objects(ctx: fx.DistContext, plan: fx.Plan) -> tuple[fx.StepFns, fx.Sharded]
     return fns, fx.shard(DataLoader(data, batch_size=32, shuffle=True), ctx, plan)
 
 
-def train(ctx: fx.DistContext, fns: fx.StepFns, loader: fx.Sharded, folder: str = "") -> dict:
+def train(ctx: fx.DistContext, fns: fx.StepFns, loader: fx.Sharded, folder: str = "") -> Trained:
     """Two epochs, from the loader's position on; saves on the way if there is a folder."""
     for epoch in loader.epochs(2):
         for batch in epoch:
@@ -53,14 +61,14 @@ def train(ctx: fx.DistContext, fns: fx.StepFns, loader: fx.Sharded, folder: str 
     return {"loss": loss, "weights": dict(fx.weights(fns.model, device="cpu"))}
 
 
-def resumed(ctx: fx.DistContext, plan: fx.Plan, folder: str) -> dict:
+def resumed(ctx: fx.DistContext, plan: fx.Plan, folder: str) -> Trained:
     """Continue from the checkpoint with new objects."""
     fns, loader = objects(ctx, plan)
     restored = fx.restore(folder, ctx, fns.model)
     return train(ctx, fns, loader.at(restored.position))
 
 
-def apart(one: dict, other: dict) -> float:
+def apart(one: Trained, other: Trained) -> float:
     return max(
         (one["weights"][name] - w).abs().max().item() for name, w in other["weights"].items()
     )

@@ -11,6 +11,7 @@ and whether the JSON lines tracker has the same curve.
 import json
 import sqlite3
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -20,23 +21,23 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain import ops
-from fxtrain.track import Tracker, read_run
+from fxtrain.track import At, Start, Tracker, read_run
 
 
-def begin(config, start) -> sqlite3.Connection:
+def begin(config: object, start: Start) -> sqlite3.Connection:
     """Open the table in the folder of the run."""
     base = sqlite3.connect(start.folder / "run.sqlite", check_same_thread=False)
     base.execute("create table if not exists entries (step integer, name text, value real)")
     return base
 
 
-def write(base: sqlite3.Connection, values, at) -> None:
+def write(base: sqlite3.Connection, values: Mapping[str, float], at: At) -> None:
     base.executemany(
         "insert into entries values (?, ?, ?)", [(at.step, *pair) for pair in values.items()]
     )
 
 
-def end(base: sqlite3.Connection, failed) -> None:
+def end(base: sqlite3.Connection, failed: object) -> None:
     base.commit()
     base.close()
 
@@ -59,7 +60,7 @@ def main(ctx: fx.DistContext) -> dict[str, float | bool]:
             for batch in loader:
                 report = fx.step(ctx, batch, fns)
                 run.log({"loss": ops.reduce(report.loss, ctx)}, report.position)
-        told = None
+        told: dict[str, float | bool] = {}
         if ctx.is_main:
             base = sqlite3.connect(Path(folder) / "run.sqlite")
             rows = base.execute("select step, value from entries where name = 'loss'").fetchall()

@@ -14,16 +14,17 @@ import tempfile
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain import ops
 
 EPOCHS = 3
+Batches = DataLoader[tuple[Tensor, ...]]
 
 
-def data() -> tuple[DataLoader, DataLoader]:
+def data() -> tuple[Batches, Batches]:
     """1504 rows to train on, in a fixed order, and 293 to test on."""
     x, y = load_digits(return_X_y=True)
     x, y = torch.tensor(x, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(y)

@@ -12,11 +12,12 @@ and many updates amplify the rounding of sums that ranks add in another order.
 
 import json
 import tempfile
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_sample_images
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,11 +25,13 @@ import fxtrain as fx
 from fxtrain import ops
 
 EPOCHS, ROWS, ACCUMULATE, SIZE, LR = 5, 32, 2, 16, 1e-2
+Batches = DataLoader[tuple[Tensor, ...]]
 
 
-def data() -> tuple[DataLoader, DataLoader]:
+def data() -> tuple[Batches, Batches]:
     """Batches to train on and to test on: crops of (1, 16, 16) without their mean brightness."""
-    images, labels = [], []
+    images: list[Tensor] = []
+    labels: list[Tensor] = []
     for label, photograph in enumerate(load_sample_images().images):
         grey = torch.tensor(photograph).double().mean(-1)[:416]
         tiles = grey.unfold(0, SIZE, SIZE).unfold(1, SIZE, SIZE).reshape(-1, 1, SIZE, SIZE)
@@ -71,7 +74,7 @@ def raw() -> tuple[nn.Module, float]:
     return net, torch.cat(hits).float().mean().item()
 
 
-def hits(net, batch) -> torch.Tensor:
+def hits(net: fx.Wrapped, batch: fx.Batch[Any]) -> Tensor:
     """Which crops are classified correctly."""
     return net(batch[0]).argmax(1) == batch[1]
 
@@ -119,7 +122,7 @@ def fitted(ctx: fx.DistContext, folder: str) -> tuple[fx.Wrapped, float]:
             state["stopping"] = state["stopping"].update(report.metrics)
             if state["stopping"].due:
                 break
-    return net, report.metrics
+    return net, fx.evaluate(ctx, net, tests, hits)
 
 
 def main(ctx: fx.DistContext) -> dict[str, float]:

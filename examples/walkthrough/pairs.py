@@ -13,8 +13,10 @@ import importlib.util
 import json
 import re
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +42,7 @@ def encoder() -> str:
 
 def pairs() -> list[tuple[str, str, float]]:
     """Neighbouring sentences of each topic, and one of them with a sentence of the next topic."""
-    found = []
+    found: list[tuple[str, str]] = []
     for text in topics.values():
         split = re.split(r"(?<=\.) +(?=[A-Z])", " ".join(text.split()))
         whole = [one for one in split if re.fullmatch(r"[A-Z][^=<>_|]{30,120}\.", one)]
@@ -54,7 +56,7 @@ def pairs() -> list[tuple[str, str, float]]:
     ]
 
 
-def data() -> tuple[DataLoader, DataLoader]:
+def data() -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Batches of encoded pairs: 64 to train on, and 64 to test on."""
     tokenizer = AutoTokenizer.from_pretrained(encoder())
 
@@ -64,8 +66,9 @@ def data() -> tuple[DataLoader, DataLoader]:
         tokens = torch.tensor(tokenizer([*left, *right], **form)["input_ids"])
         return tokens[: len(rows)], tokens[len(rows) :], torch.tensor(same)
 
-    found, form = pairs(), {"batch_size": ROWS, "collate_fn": collate}
-    return DataLoader(found[:64], **form), DataLoader(found[64:128], **form)
+    found: Any = pairs()  # any sequence; torch's annotation says Dataset
+    train, tests = found[:64], found[64:128]
+    return DataLoader(train, ROWS, collate_fn=collate), DataLoader(tests, ROWS, collate_fn=collate)
 
 
 class Cosines(nn.Module):
@@ -84,7 +87,7 @@ class Cosines(nn.Module):
         return (embedded[: len(left)] * embedded[len(left) :]).sum(1)
 
 
-def measure(model, batch) -> Tensor:
+def measure(model: nn.Module | fx.Wrapped, batch: Iterable[Tensor]) -> Tensor:
     """The loss of each pair."""
     left, right, same = batch
     return F.binary_cross_entropy_with_logits(6 * model(left, right) - 2, same, reduction="none")
@@ -139,7 +142,7 @@ def fitted(ctx: fx.DistContext, folder: str) -> tuple[fx.Wrapped, float]:
     ):
         if report.metrics is not None:
             ops.say(f"epoch {report.position.epoch}: held-out loss {report.metrics:.3f}", ctx)
-    return net, report.metrics
+    return net, fx.evaluate(ctx, net, tests, measure)
 
 
 def main(ctx: fx.DistContext) -> dict[str, float]:

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 import xxhash
 
+from fxtrain._display import counted
 from fxtrain._errors import CheckpointError, PlanError
 from fxtrain.checkpoint.owner import Owner, owner_from
 from fxtrain.models.tensor_bytes import DTYPES
@@ -224,7 +225,7 @@ def _manifest(data: dict[str, Any]) -> Manifest:
     if data["topology"].get("saver") is not None:
         owner_from(data["topology"]["saver"])
     if not ranks or ranks != len(own):
-        raise ValueError(f"{ranks} ranks saved, but there are states of {len(own)}")
+        raise ValueError(f"{counted(ranks, 'rank')} saved, but there are states of {len(own)}")
     try:
         position = structure(data["position"], Position, ())
     except PlanError as error:

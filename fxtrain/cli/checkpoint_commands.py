@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from fxtrain._display import counted
 from fxtrain._errors import LaunchError
 from fxtrain.cli.exit_codes import Exit
 from fxtrain.cli.output import as_json, print_json, say, warn
@@ -47,8 +48,9 @@ def VERIFY(path: str, json_: bool) -> int:  # noqa: FBT001
         )
     else:
         say(
-            f"{found.path} is intact: update {found.position.updates}, {found.tensors} tensors, "
-            f"{found.size / 1e6:.1f} MB, saved by {found.world_size} ranks."
+            f"{found.path} is intact: update {found.position.updates}, "
+            f"{counted(found.tensors, 'tensor')}, {found.size / 1e6:.1f} MB, saved by "
+            f"{counted(found.world_size, 'rank')}."
         )
     return Exit.WELL
 

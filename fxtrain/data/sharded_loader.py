@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fxtrain import _tree
-from fxtrain._display import Displayed
+from fxtrain._display import Displayed, counted
 from fxtrain._errors import DataError
 from fxtrain._other_names import call_hint
 from fxtrain.data.iterations import Iteration
@@ -53,10 +53,10 @@ class Sharded(Displayed, Generic[Data_co]):
 
     def _details(self) -> tuple[tuple[str, str], ...]:
         try:
-            batches = f"{len(self)} batches left"
+            batches = f"{counted(len(self), 'batch')} left"
         except DataError:
             batches = "unknown length"
-        size = "" if self.batch_size is None else f" of {self.batch_size} rows per rank"
+        size = "" if self.batch_size is None else f" of {counted(self.batch_size, 'row')} per rank"
         return (
             ("dataset", type(self.dataset).__name__),
             ("batches", f"{batches}{size}"),

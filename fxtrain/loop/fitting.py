@@ -148,7 +148,7 @@ def fit(
         2
     """
     _check(ctx, fns, loader, evaluate, extra, keep_best)
-    rules = _Rules(
+    rules = _rules(
         path=path,
         epochs=epochs,
         resume=resume,
@@ -171,6 +171,13 @@ def fit(
         check_every=check_every,
     )
     return _train(ctx, fns, loader, rules)
+
+
+def _rules(**given: Any) -> _Rules:
+    try:
+        return _Rules(**given)
+    except PlanError as error:
+        raise PlanError(str(error).replace("_Rules(", "fit(", 1)) from None
 
 
 def _check(ctx: Any, fns: Any, loader: Any, evaluate: Any, extra: Any, keep_best: Any) -> None:

@@ -209,7 +209,7 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
     """
     model = fns.model if isinstance(fns, StepFns) else _refuse_arguments(ctx, batch, fns)
     fits = type(batch) is Batch and batch.plan is model.plan and model.optimizers
-    if not fits or model.closed or ctx.comm.state.closed:
+    if not fits or model.closed or type(ctx) is not DistContext or ctx.comm.state.closed:
         check_ready("step", ctx, batch, model)
     plan, strategy, position = model.plan, model.strategy, batch.position
     independent = plan.local is not None and weighting.is_independent(model, position)

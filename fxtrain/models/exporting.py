@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fxtrain import ops
 from fxtrain._arguments import known_arguments
+from fxtrain._display import counted
 from fxtrain._errors import CheckpointError, PlanError
 from fxtrain._reading import path_problem
 from fxtrain.models.folder import (
@@ -197,7 +198,8 @@ def _job_digest(job: _Job) -> str:
         for one in file.entries
     ]
     digest = hashlib.blake2b("\n".join(lines).encode("utf-8", "backslashreplace"), digest_size=6)
-    return f"{len(lines)} tensors in {len(job.files)} files, {digest.hexdigest()}"
+    sizes = f"{counted(len(lines), 'tensor')} in {counted(len(job.files), 'file')}"
+    return f"{sizes}, {digest.hexdigest()}"
 
 
 def _write(job: _Job, source: Path, ctx: DistContext | None, action: str, *, sharded: bool) -> None:

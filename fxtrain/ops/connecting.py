@@ -93,6 +93,7 @@ def detect(
         ...     ctx.rank, ctx.world_size, ctx.device.type, ctx.launcher
         (0, 1, 'cpu', 'none')
     """
+    _check_kinds(env, mesh)
     variables = os.environ if env is None else env
     key = derive_key(variables.get(SECRET, ""))
     if timeout_s is not None and not _is_timeout(timeout_s):
@@ -121,6 +122,19 @@ def detect(
     store = open_store(topology, wait_s, key=key)
     ctx = _connect_ranks(topology, found, mesh, wait_s, checks=checks, store=store, key=key)
     return with_plan(ctx, given)
+
+
+def _check_kinds(env: object, mesh: object) -> None:
+    if not (env is None or isinstance(env, Mapping)):
+        raise ContextError(
+            f"detect(env={env!r}): not a mapping of environment variables. Name the device as "
+            f'fx.detect(device="cpu").'
+        )
+    if not (mesh is None or isinstance(mesh, Mesh)):
+        raise ContextError(
+            f"detect(mesh={mesh!r}): not an fx.Mesh. For example: "
+            f"fx.detect(mesh=fx.Mesh(tensor=2))."
+        )
 
 
 def launched_plan(env: Mapping[str, str] | None = None) -> Plan | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from fxtrain._display import counted
 from fxtrain._errors import ContextError
 from fxtrain.ops import xla_runtime
 from fxtrain.state import DistContext, Topology
@@ -56,8 +57,9 @@ def _pick_device(requested: str | torch.device | None, topology: Topology) -> to
     if index >= count:
         raise ContextError(
             f"Rank {topology.rank} (local rank {topology.local_rank}) needs "
-            f"{wanted.type}:{index}, but this node has {count} {wanted.type} devices. "
-            f"Launch at most {count} ranks per node."
+            f"{wanted.type}:{index}, but this node has "
+            f"{counted(count, f'{wanted.type} device')}. Launch at most {counted(count, 'rank')} "
+            f"per node."
         )
     torch.accelerator.set_device_index(index)
     return torch.device(wanted.type, index)

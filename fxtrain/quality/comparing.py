@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fxtrain import _tree, ops
+from fxtrain._display import counted
 from fxtrain._errors import DataError, PlanError
 from fxtrain.backends import unwrap, wrap
 from fxtrain.data import shard
@@ -121,8 +122,8 @@ def _check(case: Any, plans: Any, ctx: Any, reference: Any, updates: Any) -> Non
     ranks = ctx.axis("data").world_size
     if len(case.batches) < ranks:
         raise DataError(
-            f"quality.compare: {len(case.batches)} batches for {ranks} data ranks. Pass at least "
-            f"one batch for each."
+            f"quality.compare: {counted(len(case.batches), 'batch')} for "
+            f"{counted(ranks, 'data rank')}. Pass at least one batch for each."
         )
 
 

@@ -282,6 +282,15 @@ def with_plan(ctx: DistContext, plan: Plan | None) -> DistContext:
     return attrs.evolve(ctx, given_plan=plan, axes=MappingProxyType(axes))
 
 
+_CALLS: Mapping[str, str] = MappingProxyType(
+    {
+        "step": "Use fx.step(ctx, batch, fns)",
+        "save": "Use fx.save(folder, ctx, model, position=batch.position)",
+        "restore": "Use fx.restore(folder, ctx, model)",
+    }
+)
+
+
 def check_connected(call: str, ctx: DistContext) -> None:
     """Refuse a context that was closed.
 
@@ -293,6 +302,11 @@ def check_connected(call: str, ctx: DistContext) -> None:
         >>> with fx.detect(env={}, device="cpu") as ctx:
         ...     fx.state.check_connected("step", ctx)
     """
+    if not isinstance(ctx, DistContext):
+        raise ContextError(
+            f"{call}: ctx is a {type(ctx).__name__}, not a context from fx.detect(). "
+            f"{_CALLS.get(call, 'Use ctx = fx.detect()')}."
+        )
     if ctx.comm.state.closed:
         raise ContextError(
             f"{call}: this context is closed; call fx.detect() again. fx.close(ctx), or the end of "

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from fxtrain._display import counted
 from fxtrain._errors import escape_unprintable
 from fxtrain.state import Terminal
 from fxtrain.track.tracker import At, Start, Tracker
@@ -62,7 +63,9 @@ def _image(shown: Shown, name: str, image: Tensor, at: At) -> None:
 def _table(
     shown: Shown, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], at: At
 ) -> None:
-    _say(shown, f"{_place(at)}  {name}: a table of {len(rows)} rows: {', '.join(columns)}")
+    _say(
+        shown, f"{_place(at)}  {name}: a table of {counted(len(rows), 'row')}: {', '.join(columns)}"
+    )
 
 
 def _artifact(shown: Shown, name: str, path: Path, at: At) -> None:

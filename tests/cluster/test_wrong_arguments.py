@@ -91,6 +91,53 @@ WRONG = {
         lambda ctx, model, loader, batch: fx.detect(cpu=True),
         'detect(cpu=...): no such argument. Use fx.detect(device="cpu").',
     ),
+    "detect, a device": (
+        lambda ctx, model, loader, batch: fx.detect("cpu"),
+        "ContextError: detect(env='cpu'): not a mapping of environment variables. Name the device "
+        'as fx.detect(device="cpu").',
+    ),
+    "detect, a dict": (
+        lambda ctx, model, loader, batch: fx.detect(mesh={"tensor": 2}),
+        "For example: fx.detect(mesh=fx.Mesh(tensor=2)).",
+    ),
+    "wrap, no context": (
+        lambda ctx, model, loader, batch: fx.wrap(nn.Linear(2, 2)),
+        "wrap: ctx is missing. Use wrap(model, ctx).",
+    ),
+    "StepFns, no loss": (
+        lambda ctx, model, loader, batch: fx.StepFns(model),
+        "StepFns: loss is missing. Use StepFns(model, loss).",
+    ),
+    "fit, no epochs": (
+        lambda ctx, model, loader, batch: fx.fit(ctx, fx.StepFns(model, _loss), loader),
+        "fit: path and epochs are missing. Use fit(ctx, fns, loader, path, epochs=...).",
+    ),
+    "fit, epochs as text": (
+        lambda ctx, model, loader, batch: next(
+            fx.fit(ctx, fx.StepFns(model, _loss), loader, "runs/none", epochs="1")
+        ),
+        "PlanError: fit(epochs='1'): choose a whole number.",
+    ),
+    "step, no context": (
+        lambda ctx, model, loader, batch: fx.step(None, batch, fx.StepFns(model, _loss)),
+        "ContextError: step: ctx is a NoneType, not a context from fx.detect(). Use fx.step(ctx,",
+    ),
+    "save, swapped": (
+        lambda ctx, model, loader, batch: fx.save(ctx, "runs/none", model),
+        "ContextError: save: ctx is a str, not a context from fx.detect(). Use fx.save(folder, ctx",
+    ),
+    "one argument too many": (
+        lambda ctx, model, loader, batch: fx.Plan("bf16"),
+        "Plan: 1 positional argument too many. Pass Plan(strategy=...) and what follows by name.",
+    ),
+    "precision, torch's": (
+        lambda ctx, model, loader, batch: fx.Plan(precision=torch.bfloat16),
+        'or an fx.Precision(...). Use precision="bf16".',
+    ),
+    "compile, a mode": (
+        lambda ctx, model, loader, batch: fx.Plan(compile="max-autotune"),
+        'Use compile=fx.Compile(mode="max-autotune").',
+    ),
     "set_epoch": (
         lambda ctx, model, loader, batch: loader.sampler.set_epoch(1),
         "AttributeError: A sharded loader has no attribute 'sampler'. Use loader.epochs(3).",

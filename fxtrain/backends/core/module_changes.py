@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fxtrain import ops
+from fxtrain._display import counted
 from fxtrain.backends.core.compilation import compile_parts
 from fxtrain.backends.core.name_checks import unknown_classes
 from fxtrain.precision import quantized_layers, quantized_tensors
@@ -69,7 +70,8 @@ def model_signature(module: nn.Module) -> str:
     ]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=6).hexdigest()
     count = sum(parameter.numel() for parameter in module.parameters())
-    return f"{type(module).__name__} with {count} parameters in {len(lines)} tensors, {digest}"
+    sizes = f"{counted(count, 'parameter')} in {counted(len(lines), 'tensor')}"
+    return f"{type(module).__name__} with {sizes}, {digest}"
 
 
 def checkpointed(forward: Callable[..., Any], keep: tuple[str, ...]) -> Callable[..., Any]:

@@ -193,7 +193,7 @@ def _checked_list(made: Any, kind: type, what: str, example: str) -> tuple[Any, 
     wrong = [type(one).__name__ for one in found if not isinstance(one, kind)]
     if wrong or not found:
         raise PlanError(
-            f"The {what} factory returned {', '.join(wrong) or 'nothing'}; it should return a "
-            f"{kind.__name__}, or a list or dict of them. For example: {example}"
+            f"The {what} factory returned {', '.join(wrong) or 'nothing'}; it should return "
+            f"one {kind.__name__}, or a list or dict of them. For example: {example}"
         )
     return tuple(found)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import attrs
 
+from fxtrain._display import counted
 from fxtrain._errors import ContextError
 from fxtrain.state.topology.detection import Topology
 
@@ -112,7 +113,9 @@ def _contradictions(t: Topology, env: Mapping[str, str]) -> list[str]:
     if t.launcher not in ("torchrun", "plain"):
         other = read_number(env, "WORLD_SIZE", least=1, default=t.world_size)
         if other != t.world_size:
-            problems.append(f"WORLD_SIZE={other}, but {t.launcher} started {t.world_size} ranks")
+            problems.append(
+                f"WORLD_SIZE={other}, but {t.launcher} started {counted(t.world_size, 'rank')}"
+            )
     return problems
 
 

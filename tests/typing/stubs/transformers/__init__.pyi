@@ -1,0 +1,13 @@
+# What examples use of transformers, whose own types are incomplete.
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+AutoModel: Any
+AutoModelForSequenceClassification: Any
+AutoTokenizer: Any
+
+def get_linear_schedule_with_warmup(
+    optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int
+) -> LambdaLR: ...
