@@ -22,6 +22,7 @@ from sphinx.util.nodes import find_pending_xref_condition
 
 ABOUT = "Distributed PyTorch training loops made of values and functions."
 _PUBLIC = public_names()
+_LONG_SIGNATURE = re.compile(r"<dl>\s*((?:<dd><em class=\"sig-param\">.*?</dd>\s*)+)</dl>")
 _NO_LINKS = nodes.title | nodes.reference | addnodes.pending_xref | addnodes.download_reference
 
 
@@ -155,8 +156,14 @@ def _make_accessible(
         'role="heading"', 'role="heading" aria-level="2"'
     )
     body = context.get("body", "").replace("<pre>", '<pre tabindex="0">')
-    table = '<div class="table-wrapper'
-    context["body"] = body.replace(table, table.replace("<div", '<div tabindex="0"'))
+    body = body.replace('<div class="table-wrapper', '<div tabindex="0" class="table-wrapper')
+    context["body"] = _LONG_SIGNATURE.sub(_as_lines, body)
+
+
+def _as_lines(signature: re.Match[str]) -> str:
+    """The arguments of a long signature, which Sphinx writes as definitions without terms."""
+    lines = signature[1].replace("<dd>", "<div>").replace("</dd>", "</div>")
+    return f'<div class="sig-lines">{lines}</div>'
 
 
 def _write_llms_text(app: Sphinx, error: Exception | None) -> None:

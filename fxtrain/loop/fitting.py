@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any, Literal, SupportsFloat, TypeVar, cast
+from typing import Any, ClassVar, Literal, SupportsFloat, TypeVar
 
 import attrs
 from torch import nn
@@ -32,6 +32,8 @@ M = TypeVar("M", bound=nn.Module)
 @record
 class _Rules:
     """What `fit` was asked for."""
+
+    OWNER: ClassVar[str] = "fit"
 
     path: Any
     epochs: int = attrs.field(validator=at_least(0))
@@ -159,7 +161,7 @@ def fit(
         best=best,
         evaluate=evaluate,
         evaluate_every=evaluate_every,
-        to=(to,) if attrs.has(type(to)) else tuple(cast(Sequence[Target], to)),
+        to=tuple(to) if isinstance(to, Sequence) and not isinstance(to, str) else (to,),
         settings=settings,
         log_every=log_every,
         show=show,
@@ -224,11 +226,13 @@ def _opened(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> I
     )
     recorded = fns.model.plan.profile if restored is None else None
     recording = nullcontext() if recorded is None else profile(ctx, recorded)
-    with run, _signals(ctx, rules.signals) as notice, recording as trace:
-        entries = entries_after(
-            restored, position, ctx, run, fns=fns, every=rules.log_every, trace=trace
-        )
-        yield _Loop(ctx, fns.model, loader.at(position), rules, run, notice, restored, entries)
+    with run, _signals(ctx, rules.signals) as notice:
+        with recording as trace:
+            entries = entries_after(
+                restored, position, ctx, run, fns=fns, every=rules.log_every, trace=trace
+            )
+            yield _Loop(ctx, fns.model, loader.at(position), rules, run, notice, restored, entries)
+        entries.write_profile()
 
 
 def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> Iterator[Report]:

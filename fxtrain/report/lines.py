@@ -18,11 +18,29 @@ try:  # four times as fast as Python's own
 except ImportError:
     from json import loads as _parse
 
-__all__ = ["Piece", "joined", "parse_lines", "ranges", "read_piece"]
+__all__ = ["LoggedTable", "Piece", "joined", "parse_lines", "ranges", "read_piece"]
 
+_TABLE_ROWS = 100
 _BLOCK_BYTES = 1 << 19
 _BLOCK_POINTS = 64  # at least, of one curve in one block
 _LARGEST = 2**53  # the largest whole number that a float represents exactly
+
+
+@attrs.frozen(kw_only=True)
+class LoggedTable:
+    """A table of `run.table`.
+
+    Attributes:
+        step: The update at which it was logged.
+        columns: Their names.
+        rows: The first ones.
+        count: The number of all rows.
+    """
+
+    step: int
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    count: int
 
 
 @attrs.frozen(kw_only=True)
@@ -33,12 +51,14 @@ class Piece:
         curves: By name of the metric.
         starts: The lines that were written when the run was opened or resumed.
         artifacts: Paths of logged files, by name.
+        tables: The tables that were logged last, by name.
         damaged: Number of invalid lines.
     """
 
     curves: Mapping[str, Curve]
     starts: Sequence[Mapping[str, Any]]
     artifacts: Mapping[str, str]
+    tables: Mapping[str, "LoggedTable"]
     damaged: int
 
 
@@ -90,6 +110,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         },
         starts=[start for piece in pieces for start in piece.starts],
         artifacts={name: path for piece in pieces for name, path in piece.artifacts.items()},
+        tables={name: table for piece in pieces for name, table in piece.tables.items()},
         damaged=sum(piece.damaged for piece in pieces),
     )
 
@@ -104,15 +125,16 @@ def _blocks(data: bytes) -> Iterator[bytes]:
 
 
 def _piece(data: bytes, points: int) -> Piece:
-    found = _parsed(data)
+    lines = _parsed(data)
     entries = [
         one
-        for one in found
+        for one in lines
         if type(one) is dict and type(one.get("step")) is int and 0 <= one["step"] < _LARGEST
     ]
     logged = [one for one in entries if "values" in one]
     starts: list[dict[str, Any]] = []
     artifacts: dict[str, str] = {}
+    tables: dict[str, LoggedTable] = {}
     for entry in entries if len(logged) < len(entries) else ():
         if "values" in entry:
             continue
@@ -120,12 +142,25 @@ def _piece(data: bytes, points: int) -> Piece:
             starts.append({"time": entry.get("time"), **entry["start"]})
         elif type(entry.get("artifact")) is dict:
             artifacts |= {name: str(one) for name, one in entry["artifact"].items()}
+        elif type(entry.get("table")) is dict:
+            found = {name: _table(one, entry["step"]) for name, one in entry["table"].items()}
+            tables |= {name: one for name, one in found.items() if one is not None}
     return Piece(
         curves=_curves(logged, points),
         starts=starts,
         artifacts=artifacts,
-        damaged=len(found) - len(entries),
+        tables=tables,
+        damaged=len(lines) - len(entries),
     )
+
+
+def _table(table: Any, step: int) -> LoggedTable | None:
+    """A table as the tracker writes it; None for anything else."""
+    columns, rows = (table.get(one) if type(table) is dict else None for one in ("columns", "rows"))
+    if type(columns) is not list or type(rows) is not list or not columns:
+        return None
+    shown = [row for row in rows[:_TABLE_ROWS] if type(row) is list and len(row) == len(columns)]
+    return LoggedTable(step=step, columns=columns, rows=shown, count=len(rows))
 
 
 def _parsed(data: bytes) -> list[Any]:

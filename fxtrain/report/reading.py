@@ -13,7 +13,7 @@ import attrs
 from fxtrain._errors import PlanError
 from fxtrain._reading import path_problem
 from fxtrain.report.curves import Curve
-from fxtrain.report.lines import Piece, joined, ranges, read_piece
+from fxtrain.report.lines import LoggedTable, Piece, joined, ranges, read_piece
 
 __all__ = ["RunCurves", "file_of", "read_curves"]
 
@@ -37,6 +37,7 @@ class RunCurves:
         resumed: How often the run was resumed.
         checkpoints: Paths of its checkpoints, by updates.
         artifacts: Paths of logged files, by name.
+        tables: Tables that were logged last, by name.
         damaged: Number of invalid lines that were skipped.
     """
 
@@ -48,6 +49,7 @@ class RunCurves:
     resumed: int = 0
     checkpoints: tuple[Path, ...] = ()
     artifacts: Mapping[str, str] = attrs.field(factory=dict)
+    tables: Mapping[str, LoggedTable] = attrs.field(factory=dict)
     damaged: int = 0
 
 
@@ -150,6 +152,7 @@ def _run(path: Path, pieces: Sequence[Piece]) -> RunCurves:
             one for one in sorted(folder.glob("update-[0-9]*")) if (one / "manifest.json").is_file()
         ),
         artifacts=found.artifacts,
+        tables=found.tables,
         damaged=found.damaged,
     )
 

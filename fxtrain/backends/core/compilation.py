@@ -38,6 +38,7 @@ def compile_parts(
             mode=config.mode,
             fullgraph=config.fullgraph,
             dynamic=config.dynamic,
+            options={"freezing": True} if config.prepack else None,
         )
         part._compiled_call_impl = told.watched(compiled, type(part).__name__)
 

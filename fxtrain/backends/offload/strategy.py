@@ -65,16 +65,16 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             f"Offload(placement=...): {type(module).__name__} has no module or tensor "
             f"{', '.join(map(repr, unknown[:5]))}. The placement was made for another model."
         )
-    return (*problems, *_device_problems(ctx, config.placement))
+    return (*problems, *_device_problems(ctx, config.placement, "placement"))
 
 
-def _device_problems(ctx: DistContext, placement: Placement) -> tuple[str, ...]:
+def _device_problems(ctx: DistContext, placement: Placement, field: str) -> tuple[str, ...]:
     problems: list[str] = []
     main = torch.device(placement.device)
     if main.type != ctx.device.type or main.index not in (None, ctx.device.index):
         problems.append(
-            f"Offload(placement=...): it computes on {placement.device!r}, and this context on "
-            f"{str(ctx.device)!r}. Compute a placement for this device, or use "
+            f"Offload({field}=...): it computes on {placement.device!r}, and this context on "
+            f"{str(ctx.device)!r}. Name this device in {field}, or use "
             f"fx.detect(device={placement.device!r})."
         )
     for name in placement.devices:
@@ -84,8 +84,8 @@ def _device_problems(ctx: DistContext, placement: Placement) -> tuple[str, ...]:
         there = getattr(torch, kind).device_count() if hasattr(torch, kind) else 0
         if index >= there:
             problems.append(
-                f"Offload(placement=...): it places units on {name!r}, and this machine has "
-                f"{there} devices of that kind. Compute a placement for this machine."
+                f"Offload({field}=...): it places units on {name!r}, and this machine has "
+                f"{there} devices of that kind. Name devices of this machine."
             )
     return tuple(problems)
 
@@ -157,7 +157,7 @@ def _compute_placement(config: Offload, module: nn.Module, ctx: DistContext) -> 
     if memory is None and ctx.world_size > 1:  # other ranks use the other devices
         share = f"{90 // ctx.local_world_size}%"
         memory = {"cpu": share} if ctx.device.type == "cpu" else {ctx.device: "90%", "cpu": share}
-    return big.place(
+    found = big.place(
         big.sizes(module, no_split=config.no_split, dtypes=config.dtypes),
         big.budget(memory),
         policy=config.policy,
@@ -167,6 +167,9 @@ def _compute_placement(config: Offload, module: nn.Module, ctx: DistContext) -> 
         batch=config.batch,
         tokens=config.tokens,
     )
+    if problems := _device_problems(ctx, found, "memory"):
+        raise PlanError("\n".join(problems))
+    return found
 
 
 def _refuse_training(tensors: tuple[PlacedTensor, ...]) -> None:
