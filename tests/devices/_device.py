@@ -35,7 +35,9 @@ def is_gpu(ctx):
 
 
 def expect_warnings():
-    """Let pass, until the end of a call of a pool, what torch says about CUDA."""
+    """Let pass, until the end of a call of a pool, what torch says about CUDA and about itself."""
+    # Compiling imports parts of torch that torch itself advises against.
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
     for message in EXPECTED:
         warnings.filterwarnings("ignore", message=f".*{message}")
 
