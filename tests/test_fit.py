@@ -61,7 +61,7 @@ def test_what_is_not_asked_for_is_not_saved(ctx, tmp_path, caplog):
     assert _kept(tmp_path) == [12]
     with caplog.at_level("INFO"):
         assert _fit(ctx, tmp_path, save_epochs=False) == []  # it is complete
-    assert "at update 12, which is the end of epochs=3" in caplog.text
+    assert "ended at update 12. Continue with epochs > 3." in caplog.text
     assert _kept(tmp_path) == [12]
     assert len(_fit(ctx, tmp_path, epochs=4)) == 4
     _fit(ctx, tmp_path / "by the clock", save_epochs=False, save_minutes=1e-9)

@@ -276,8 +276,7 @@ def _finish(
     """Save the state after the last update, unless that is done, and wait until it is written."""
     if report is None:
         ops.log(loop.ctx).info(
-            "fit: nothing to train: the run in %s is at update %d, which is the end of epochs=%d. "
-            "To continue it, pass more epochs.",
+            "fit: nothing to train: the run in %s ended at update %d. Continue with epochs > %d.",
             loop.rules.path,
             loop.loader.position.updates,
             loop.rules.epochs,
