@@ -13,13 +13,13 @@ import fxtrain as fx
 from benchmarks._common import interleaved, show
 
 ROUNDS = 7
+_PREPACKED = fx.Compile(prepack=True)
 PLANS = {
     "fp32": fx.Plan(),
     "bf16": fx.Plan(precision="bf16"),
-    "fp32, compiled": fx.Plan(compile=fx.Compile()),
-    "fp32, compiled, prepacked": fx.Plan(compile=fx.Compile(prepack=True)),
-    "bf16, compiled": fx.Plan(precision="bf16", compile=fx.Compile()),
-    "bf16, compiled, prepacked": fx.Plan(precision="bf16", compile=fx.Compile(prepack=True)),
+    "fp32, compiled": fx.Plan(compile=True),
+    "fp32, compiled, prepacked": fx.Plan(compile=_PREPACKED),
+    "bf16, compiled, prepacked": fx.Plan(precision="bf16", compile=_PREPACKED),
 }
 
 
@@ -42,7 +42,7 @@ def main() -> None:
     with fx.detect(env={}, device="cpu") as ctx, torch.no_grad():
         runs = {}
         for name, plan in PLANS.items():
-            for form in ("", ", channels-last"):
+            for form in ("", ", channels-last") if plan.compile is None else ("",):
                 net, x = _convolutions().eval(), images
                 if form:
                     net, x = (one.to(memory_format=torch.channels_last) for one in (net, x))
