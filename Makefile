@@ -12,9 +12,8 @@ DOCS_PORT ?= 8000
 VENV := .venv
 BIN := $(VENV)/bin
 TRACKERS := .venv-trackers
-RECIPES := .venv-recipes
 
-.PHONY: demo docs docs-look docs-serve examples gpu-bundle test test-deepspeed test-gpu test-newest test-recipes test-shadow test-trackers test-xla lint bench clean
+.PHONY: demo docs docs-look docs-serve examples gpu-bundle test test-deepspeed test-gpu test-newest test-recipes test-shadow test-slow test-trackers test-xla lint bench clean
 
 demo: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/fxtrain launch --ranks 2 examples/digits.py
@@ -23,6 +22,11 @@ demo: $(VENV)/.test
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.test
 	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
+
+# Programs, launchers and meshes of four ranks, each of which takes seconds.
+test-slow: export PYTHONDONTWRITEBYTECODE :=
+test-slow: $(VENV)/.test
+	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder tests property_tests
 
 # The CPU Adam operator is compiled first, since that takes longer than a test may.
 test-deepspeed: export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -48,11 +52,11 @@ test-trackers: $(TRACKERS)/.done
 
 # Every example as a script, on one rank and on several, and a table of what each ends with.
 examples: $(VENV)/.test
-	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not recipes and not deepspeed" --numprocesses $(JOBS) --dist worksteal tests/examples tests/launched/test_examples.py tests/launched/test_coming_from.py
+	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m examples --numprocesses $(JOBS) --dist worksteal tests/examples/test_zoo.py tests/examples/test_complete.py tests/launched/test_coming_from.py
 
 # The recipes and the notebook, in an environment of their own over that of the tests.
-test-recipes: $(RECIPES)/.done
-	CI=$(CI) HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RECIPES)/bin/python -m pytest -m recipes tests/examples
+test-recipes: $(VENV)/.test
+	CI=$(CI) PYTHON=$(PYTHON) TORCH="$(TORCH)" .ci/recipes
 
 # An environment of its own, since torch_xla works with one torch only.
 test-xla:
@@ -103,13 +107,6 @@ $(TRACKERS)/.done: $(VENV)/.test
 	$(TRACKERS)/bin/pip install --quiet "$(TORCH)" --editable ".[test,trackers]"
 	touch $@
 
-$(RECIPES)/.done: $(VENV)/.test
-	test -x $(RECIPES)/bin/python || $(PYTHON) -m venv $(RECIPES)
-	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > $(RECIPES)/tests.pth
-	mv $(RECIPES)/tests.pth "$$($(RECIPES)/bin/python -c 'import site; print(site.getsitepackages()[0])')"
-	$(RECIPES)/bin/pip install --quiet "$(TORCH)" --editable ".[test-quant,recipes]"
-	touch $@
-
 $(VENV)/.dev: $(VENV)/.test
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
@@ -126,4 +123,4 @@ $(VENV)/.bench: $(VENV)/.test
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(RECIPES) $(TRACKERS) .venv-newest .venv-xla .shadow build dist docs/reference runs
+	rm -rf $(VENV) .venv-recipes $(TRACKERS) .venv-newest .venv-xla .shadow build dist docs/reference docs/examples runs

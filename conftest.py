@@ -42,6 +42,13 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if ">>>" not in collection_path.read_text() else None
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks as slow what runs on four ranks, where the same test runs on two as well."""
+    given = getattr(getattr(item, "callspec", None), "params", {})
+    if given.get("n") == 4 and item.location[0].startswith("tests/cluster"):
+        item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What pytest-xdist keeps together, so that each of two processes starts every pool once.

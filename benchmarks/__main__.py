@@ -4,6 +4,7 @@ from benchmarks import (
     checkpoint,
     ddp,
     faults,
+    fit,
     fsdp,
     gather,
     growth,
@@ -19,6 +20,7 @@ from benchmarks import (
 if __name__ == "__main__":
     for each in (
         step,
+        fit,
         loader,
         gather,
         ddp,

@@ -1,12 +1,15 @@
 """One GPU: steps, a transformer in bf16, FSDP at one rank, the loader, saving, gathering.
 
 Prints tables, and writes their numbers to gpu.json in the current folder. Parts may be named, so
-that a run of limited length can continue where another ended.
+that a run of limited length can continue where another ended. With FXTRAIN_GPU_TESTS_ON=cpu, tiny
+versions run on the CPU, to find mistakes before a GPU is at hand; nothing is written.
 
-python -m benchmarks.gpu [step] [transformer] [fsdp] [loader] [save]
+python -m benchmarks.gpu [step] [transformer] [fsdp] [loader] [save] [gather]
 """
 
+import importlib.util
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -22,23 +25,38 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from benchmarks._common import by_hand, show
+from fxtrain import ops
+from fxtrain.testing import Cluster
 
 RESULTS = Path("gpu.json")
+DEVICE = os.environ.get("FXTRAIN_GPU_TESTS_ON") or "cuda"
+SMALL = DEVICE != "cuda"
+ROWS, LENGTH = (2, 16) if SMALL else (16, 1024)
+
+
+def synchronize():
+    if DEVICE != "cpu":
+        torch.accelerator.synchronize()
+
+
+def detect():
+    return fx.detect({}, device=DEVICE)
 
 
 def timed(runs, *, rounds, each):
     """Median seconds a call; runs take turns, and each waits for the device at its end."""
+    rounds, each = (1, 1) if SMALL else (rounds, each)
     times = {name: [] for name in runs}
     for run in runs.values():
         for _ in range(5):
             run()
     for _ in range(rounds):
         for name, run in runs.items():
-            torch.cuda.synchronize()
+            synchronize()
             started = time.perf_counter()
             for _ in range(each):
                 run()
-            torch.cuda.synchronize()
+            synchronize()
             times[name].append((time.perf_counter() - started) / each)
     return {name: statistics.median(taken) for name, taken in times.items()}
 
@@ -48,6 +66,8 @@ def report(part, title, times):
     first = next(iter(times.values()))
     rows = [[name, f"{1e6 * t:.0f}", f"{first / t:.3f}"] for name, t in times.items()]
     show(title, ["loop", "µs", "speed of the first"], rows)
+    if SMALL:
+        return
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     known[part] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, **times}
     RESULTS.write_text(json.dumps(known, indent=1))
@@ -63,45 +83,58 @@ def small():
 
 def step():
     """The overhead of a step: a network so small that the host is the limit."""
-    x, y = torch.randn(32, 64).cuda(), torch.randint(0, 10, (32,)).cuda()
-    net = small().cuda()
+    x, y = torch.randn(32, 64, device=DEVICE), torch.randint(0, 10, (32,), device=DEVICE)
+    net = small().to(DEVICE)
     runs = {"by hand": by_hand(net, adam(net.parameters()), x, y)}
-    ctx, plan = fx.detect({}), fx.Plan(clip_norm=1.0)
+    ctx, plan = detect(), fx.Plan(clip_norm=1.0)
     model = fx.wrap(small(), ctx, plan, optimizer=adam)
     batch = next(iter(fx.shard(DataLoader(TensorDataset(x, y), batch_size=32), ctx, plan)))
     fns = fx.StepFns(model=model, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
     runs["fxtrain"] = lambda: fx.step(ctx, batch, fns)
-    runs |= _peers(x, y)
+    runs |= _peers(small, lambda m: F.cross_entropy(m(x), y), half=False)
     report("step", "A small network, 32 rows", timed(runs, rounds=50, each=20))
 
 
-def _peers(x, y):
+def _peers(build, loss, *, half):
+    """The same step with Accelerate and Fabric, those that are installed."""
+    runs = {}
+    if importlib.util.find_spec("accelerate"):
+        runs["Accelerate"] = _accelerate(build(), loss, half=half)
+    if importlib.util.find_spec("lightning_fabric"):
+        runs["Fabric"] = _fabric(build(), loss, half=half)
+    return runs
+
+
+def _accelerate(net, loss, *, half):
     from accelerate import Accelerator
-    from lightning_fabric import Fabric
 
-    accelerator = Accelerator()
-    model, optimizer = accelerator.prepare(net := small(), adam(net.parameters()))
+    accelerator = Accelerator(mixed_precision="bf16" if half else "no", cpu=SMALL)
+    model, optimizer = accelerator.prepare(net, adam(net.parameters()))
 
-    def accelerated():
+    def run():
         with accelerator.accumulate(model):
-            accelerator.backward(F.cross_entropy(model(x), y))
+            accelerator.backward(loss(model))
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
 
-    runner = Fabric(accelerator="cuda", devices=1)
-    engine, stepper = runner.setup(net := small(), adam(net.parameters()))
-
-    def fabric():
-        runner.backward(F.cross_entropy(engine(x), y))
-        runner.clip_gradients(engine, stepper, max_norm=1.0)
-        stepper.step()
-        stepper.zero_grad()
-
-    return {"Accelerate": accelerated, "Fabric": fabric}
+    return run
 
 
-ROWS, LENGTH = 16, 1024
+def _fabric(net, loss, *, half):
+    from lightning_fabric import Fabric
+
+    precision = "bf16-mixed" if half else "32-true"
+    runner = Fabric(accelerator=DEVICE, devices=1, precision=precision)
+    model, optimizer = runner.setup(net, adam(net.parameters()))
+
+    def run():
+        runner.backward(loss(model))
+        runner.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
 
 
 def gpt():
@@ -109,14 +142,18 @@ def gpt():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa", use_cache=False))
+    tiny = {"n_layer": 2, "n_embd": 32, "n_head": 2} if SMALL else {}
+    # Without dropout, whose kernels torch.compile fuses: throughput of the products.
+    still = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    config = GPT2Config(attn_implementation="sdpa", use_cache=False, **still, **tiny)
+    return GPT2LMHeadModel(config)
 
 
 def _by_hand(model, tokens):
     optimizer = adam(model.parameters())
 
     def run():
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             loss = model(tokens, labels=tokens).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -136,40 +173,57 @@ def _by_plan(ctx, plan, tokens):
 def transformer():
     """Throughput of a transformer in bf16, compiled and not."""
     tokens = torch.randint(0, 50257, (ROWS, LENGTH))
+    there = tokens.to(DEVICE)
     bf16 = fx.Plan(precision=fx.Precision(compute="bf16"), clip_norm=1.0)
     compiled = fx.Plan(precision=bf16.precision, clip_norm=1.0, compile=True)
-    ctx = fx.detect({})
+    ctx = detect()
     runs = {
-        "by hand": _by_hand(gpt().cuda(), tokens.cuda()),
+        "by hand": _by_hand(gpt().to(DEVICE), there),
         "fxtrain": _by_plan(ctx, bf16, tokens),
-        "by hand, compiled": _by_hand(torch.compile(gpt().cuda()), tokens.cuda()),
+        **_peers(gpt, lambda m: m(there, labels=there).loss, half=True),
+        "by hand, compiled": _by_hand(torch.compile(gpt().to(DEVICE)), there),
         "fxtrain, compiled": _by_plan(ctx, compiled, tokens),
     }
     times = timed(runs, rounds=8, each=3)
     report("transformer", f"GPT-2 124M in bf16, {ROWS} rows of {LENGTH} tokens", times)
-    per_token = 6 * sum(p.numel() for p in gpt().parameters())
-    rows = [
-        [name, f"{ROWS * LENGTH / t:,.0f}", f"{per_token * ROWS * LENGTH / t / 1e12:.0f}"]
+    show("Throughput", ["loop", "tokens/s", "TFLOP/s", "MFU"], _throughput(times, ctx, tokens))
+
+
+def _throughput(times, ctx, tokens):
+    """Products as torch counts them, and their share of what the device can do."""
+    model = gpt().to(DEVICE)
+    there = tokens[:1].to(DEVICE)
+    flops = ROWS * fx.count_flops(lambda: model(there, labels=there).loss.backward())
+    peak = fx.meters.peak_flops(ctx, "bf16")
+    return [
+        [
+            name,
+            f"{tokens.numel() / t:,.0f}",
+            f"{flops / t / 1e12:.0f}",
+            "unknown" if peak is None else f"{flops / t / peak:.1%}",
+        ]
         for name, t in times.items()
     ]
-    show("Throughput", ["loop", "tokens/s", "TFLOP/s (6 N per token)"], rows)
 
 
 def fsdp():
     """FSDP at one rank over NCCL against fully_shard by hand."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    ctx = fx.detect({})
+    library = "gloo" if SMALL else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(library, store=dist.HashStore(), rank=0, world_size=1)
+    ctx = detect()
     tokens = torch.randint(0, 50257, (ROWS, LENGTH))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = gpt().cuda()
+    model = gpt().to(DEVICE)
+    mesh = init_device_mesh(DEVICE, (1,))
     for block in model.transformer.h:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     plan = fx.Plan(strategy=fx.FSDP(), precision=fx.Precision(compute="bf16"), clip_norm=1.0)
     runs = {
-        "by hand": _by_hand(model, tokens.cuda()),
+        "by hand": _by_hand(model, tokens.to(DEVICE)),
         "fxtrain": _by_plan(ctx, plan, tokens),
     }
     report("fsdp", "FSDP at one rank, GPT-2 124M", timed(runs, rounds=8, each=3))
@@ -179,12 +233,12 @@ def fsdp():
 def loader():
     """An epoch of pinned batches on the device, against torch's loader and a copy by hand."""
     data = TensorDataset(torch.randn(8192, 256), torch.randint(0, 10, (8192,)))
-    base = DataLoader(data, batch_size=64, pin_memory=True)
-    sharded = fx.shard(base, fx.detect({}), fx.Plan())
+    base = DataLoader(data, batch_size=64, pin_memory=not SMALL)
+    sharded = fx.shard(base, detect(), fx.Plan())
 
     def plain():
         for x, y in base:
-            x.cuda(non_blocking=True), y.cuda(non_blocking=True)
+            x.to(DEVICE, non_blocking=True), y.to(DEVICE, non_blocking=True)
 
     def ours():
         for _ in sharded:
@@ -198,35 +252,75 @@ def loader():
 
 
 def save():
-    """How long saving 1.5 GB keeps the loop waiting."""
-    ctx, folder = fx.detect({}), tempfile.mkdtemp()
+    """How long saving 1.5 GB keeps the loop waiting, and a step that follows."""
+    ctx, folder = detect(), tempfile.mkdtemp()
     plan = fx.Plan(precision=fx.Precision(compute="bf16"))
-    run = _by_plan(ctx, plan, torch.randint(0, 50257, (ROWS, LENGTH)))
     model = fx.wrap(gpt(), ctx, plan, optimizer=adam)
-    (optimizer,) = model.optimizers
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    run()
+    tokens = torch.randint(0, 50257, (ROWS, LENGTH))
+    batch = next(iter(fx.shard(DataLoader(tokens, batch_size=ROWS), ctx, plan)))
+    fns = fx.StepFns(model=model, loss=lambda m, b: m(b.data, labels=b.data).loss)
     times = {}
-    for name, background in (("save", False), ("background", True), ("background again", True)):
-        torch.cuda.synchronize()
+    for name, background in (
+        ("first save", False),
+        ("save", False),
+        ("first in the background", True),
+        ("in the background", True),
+    ):
+        fx.step(ctx, batch, fns)
+        synchronize()
         started = time.perf_counter()
         saving = fx.save(folder, ctx, model, background=background)
         times[name] = time.perf_counter() - started
+        started = time.perf_counter()
+        fx.step(ctx, batch, fns)
+        synchronize()
+        times[f"{name}: the next step"] = time.perf_counter() - started
         if background:
             saving.result()
-    report("save", "GPT-2 124M with AdamW: seconds until save returns", times)
+    report("save", "GPT-2 124M with AdamW: until save returns", times)
     shutil.rmtree(folder)
 
 
-PARTS = {"step": step, "transformer": transformer, "fsdp": fsdp, "loader": loader, "save": save}
+def gather():
+    """A tree of 16 leaves at two ranks, over NCCL with two GPUs and over gloo with one."""
+    alone = SMALL or torch.cuda.device_count() < 2
+    ranks = Cluster(2, device=DEVICE, library="gloo" if alone else None, call_s=300)
+    times = ranks.run(_gather_times)[0]
+    ranks.close()
+    report("gather", f"A tree of 16 leaves over {'gloo' if alone else 'NCCL'}, two ranks", times)
+
+
+def _gather_times(ctx):
+    tree = {f"leaf{i}": torch.randn(8, 4, device=ctx.device) for i in range(16)}
+
+    def collect(x):
+        dist.all_gather([torch.empty_like(x) for _ in range(2)], x)
+
+    def each():
+        for leaf in tree.values():
+            collect(leaf)
+
+    runs = {
+        "leaf by leaf": each,
+        "one collective": lambda: collect(torch.cat([x.view(-1) for x in tree.values()])),
+        "fxtrain": lambda: ops.gather(tree, ctx),
+    }
+    return timed(runs, rounds=30, each=20)
+
+
+PARTS = {
+    "step": step,
+    "transformer": transformer,
+    "loader": loader,
+    "save": save,
+    "gather": gather,
+    "fsdp": fsdp,
+}
 
 
 def main(names=()):
     """Run the named parts, or all of them."""
-    if not torch.cuda.is_available():
+    if not SMALL and not torch.cuda.is_available():
         print("benchmarks.gpu needs a CUDA device; torch sees none.")
         return
     for name in names or PARTS:

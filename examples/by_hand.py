@@ -19,7 +19,7 @@ import fxtrain as fx
 from fxtrain import ops
 
 console = Console(stderr=True)
-PLAN = fx.Plan(accumulate=3, clip_norm=0.5, precision="bf16", seed=5)
+PLAN = fx.Plan(accumulate=3, batch="global", clip_norm=0.5, precision="bf16", seed=5)
 
 
 def fresh_model(ctx: fx.DistContext) -> fx.Wrapped:

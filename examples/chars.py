@@ -90,7 +90,9 @@ def main() -> None:
     numbers = {char: i for i, char in enumerate(alphabet)}
     codes = torch.tensor([numbers[char] for char in text])
     with fx.detect() as ctx:
-        plan = fx.Plan(precision="bf16", clip_norm=1.0, seed=3, recompute=("Block",))
+        plan = fx.Plan(
+            batch="global", precision="bf16", clip_norm=1.0, seed=3, recompute=("Block",)
+        )
         ops.seed(plan.seed, ctx)
         model = fx.wrap(
             Model(len(alphabet), options.length),

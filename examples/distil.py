@@ -20,8 +20,8 @@ import fxtrain as fx
 from fxtrain import ops
 
 console = Console(stderr=True)
-TEACHER = fx.Plan(precision="bf16", clip_norm=1.0, seed=1)
-STUDENT = fx.Plan(accumulate=2, seed=2)
+TEACHER = fx.Plan(batch="global", precision="bf16", clip_norm=1.0, seed=1)
+STUDENT = fx.Plan(batch="global", accumulate=2, seed=2)
 
 
 def mlp(width: int) -> nn.Module:
@@ -51,8 +51,8 @@ def accuracy(model: fx.Wrapped, loader: fx.Sharded, ctx: fx.DistContext) -> floa
 def main() -> None:
     x, y = load_digits(return_X_y=True)
     images, labels = torch.tensor(x, dtype=torch.float32) / 16, torch.tensor(y)
-    learn = TensorDataset(images[:1400], labels[:1400])
-    test = TensorDataset(images[1400:], labels[1400:])
+    learn = TensorDataset(images[:1408], labels[:1408])
+    test = TensorDataset(images[1408:], labels[1408:])
     with fx.detect() as ctx:
         ops.seed(0, ctx)
         teacher = fx.wrap(mlp(256), ctx, TEACHER, optimizer=adam)

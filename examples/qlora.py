@@ -44,11 +44,9 @@ def network() -> nn.Sequential:
 
 
 def digits(*, turned: bool) -> TensorDataset:
-    x, y = load_digits(return_X_y=True)
-    images = torch.tensor(x, dtype=torch.float32).view(-1, 8, 8) / 16
-    return TensorDataset(
-        (images.rot90(1, (1, 2)) if turned else images).flatten(1), torch.tensor(y)
-    )
+    x, y = (torch.tensor(column[:1792]) for column in load_digits(return_X_y=True))
+    images = x.float().view(-1, 8, 8) / 16
+    return TensorDataset((images.rot90(1, (1, 2)) if turned else images).flatten(1), y)
 
 
 def train(model: fx.Wrapped, ctx: fx.DistContext, data: TensorDataset, epochs: int) -> float:
@@ -89,17 +87,17 @@ def main() -> None:
 
     with fx.detect(device="cpu") as ctx, tempfile.TemporaryDirectory() as own:
         folder = ops.broadcast_object(own, ctx)
-        base = fx.wrap(network(), ctx, fx.Plan(), optimizer=adamw)
+        base = fx.wrap(network(), ctx, fx.Plan(batch="global"), optimizer=adamw)
         upright = train(base, ctx, digits(turned=False), epochs=6)
         fx.export(base, folder)
 
         with torch.device("meta"):
             net = network().requires_grad_(requires_grad=False)
         fx.load_model(folder, net, quantize=fx.Bnb4(), ctx=ctx)
-        plan = fx.Plan(quantize=fx.Bnb4(), frozen="digests")
+        plan = fx.Plan(quantize=fx.Bnb4(), frozen="digests", batch="global")
         model = fx.wrap(adapted(net, peft=use_peft), ctx, plan, optimizer=adamw)
         before = train(model, ctx, digits(turned=True), epochs=0)
-        after = train(model, ctx, digits(turned=True), epochs=14)
+        after = train(model, ctx, digits(turned=True), epochs=8)
 
         fx.save(f"{folder}/runs", ctx, model)
         fx.restore(f"{folder}/runs", ctx, model)

@@ -1,10 +1,10 @@
-"""Train digits in pieces: save and leave in order when told to, and go on where it stopped.
+"""Train digits in pieces: save and stop at a signal, and resume in the next process.
 
     python examples/resume.py --folder runs/digits     # until: kill -USR1 PROCESS
-    python examples/resume.py --folder runs/digits     # goes on
+    python examples/resume.py --folder runs/digits     # resumes
 
-On a SLURM cluster the signal comes from `#SBATCH --signal=USR1@60` and the second start from
-`--requeue`. `fxtrain verify-resume examples/resume.py` shows that a restart is exact.
+On a SLURM cluster the signal comes from `#SBATCH --signal=USR1@60`, and the second start from
+`--requeue`. `fxtrain verify-resume examples/resume.py` checks that a restart is exact.
 Ends with one JSON line from rank 0.
 """
 
@@ -44,7 +44,7 @@ def start(ctx: fx.DistContext, folder: str) -> tuple[fx.Wrapped, fx.Sharded]:
     ops.seed(plan.seed, ctx, per_rank=True)  # dropout differs between ranks
     if fx.latest(folder):
         restored = fx.restore(folder, ctx, model)
-        ops.say(f"going on from {restored.path}", ctx)
+        ops.say(f"resumed from {restored.path}", ctx)
         loader = loader.at(restored.position)
     return model, loader
 

@@ -61,7 +61,7 @@ def record(
     are not None, without the instance; it raises a ValueError that says what to choose. Fields
     that depend on each other are checked in `__attrs_post_init__`. `choose` in the metadata of a
     field replaces the description of its type in messages. A field that is not in the `repr` may
-    be a secret, so its value is never in a message.
+    be a secret, so its value is never in a message. Messages name the class, or its `OWNER`.
 
     Args:
         cls: The class.
@@ -69,8 +69,10 @@ def record(
         is_text: Which strings are allowed; by default those that can be written to a file.
     """
 
+    owner = cls.__dict__.get("OWNER", cls.__name__)
+
     def checked(_: type, fields: list["attrs.Attribute[Any]"]) -> list["attrs.Attribute[Any]"]:
-        return [_with_check(cls.__name__, field, error, is_text or _is_text) for field in fields]
+        return [_with_check(owner, field, error, is_text or _is_text) for field in fields]
 
     made: Any = attrs.frozen(kw_only=True, field_transformer=checked, repr=False)(cls)
     for name, function in _DISPLAY.items():

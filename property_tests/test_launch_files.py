@@ -6,7 +6,7 @@ import string
 import attrs
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
@@ -143,6 +143,7 @@ MACHINES = st.builds(
 )
 
 
+@settings(max_examples=25)
 @given(machine=MACHINES, data=st.data())
 def test_any_answers_lead_to_a_file_in_order(machine, data):
     """Each question comes once, and what comes out is accepted by the reader."""

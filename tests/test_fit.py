@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import fxtrain as fx
 from fxtrain.loop import fitting
 from fxtrain.loop.progress import progress
+from fxtrain.report import read_curves
 from fxtrain.track import read_run
 
 
@@ -55,10 +56,12 @@ def test_it_keeps_the_last_and_the_best(ctx, tmp_path):
     assert read_run(tmp_path).curve("eval/s")[1] == (8, 1.0)
 
 
-def test_what_is_not_asked_for_is_not_saved(ctx, tmp_path):
+def test_what_is_not_asked_for_is_not_saved(ctx, tmp_path, caplog):
     _fit(ctx, tmp_path, save_epochs=False)
     assert _kept(tmp_path) == [12]
-    assert _fit(ctx, tmp_path, save_epochs=False) == []  # it is over
+    with caplog.at_level("INFO"):
+        assert _fit(ctx, tmp_path, save_epochs=False) == []  # it is complete
+    assert "at update 12, which is the end of epochs=3" in caplog.text
     assert _kept(tmp_path) == [12]
     assert len(_fit(ctx, tmp_path, epochs=4)) == 4
     _fit(ctx, tmp_path / "by the clock", save_epochs=False, save_minutes=1e-9)
@@ -89,15 +92,17 @@ def test_an_iterator_that_is_dropped_has_saved(ctx, tmp_path):
 
 
 BAD = {
-    "epochs": ({"epochs": "3"}, r"epochs='3'"),
-    "save": ({"save_every": 0}, "save_every=0"),
+    "epochs": ({"epochs": "3"}, r"^fit\(epochs='3'\)"),
+    "save": ({"save_every": 0}, r"^fit\(save_every=0\)"),
     "evaluate": ({"evaluate": 3}, "evaluate is 3; pass a function"),
     "extra": ({"extra": [1]}, r"extra is \[1\]; pass a dict"),
     "metric": ({"metric": "a", "evaluate": lambda: {"b": 1.0}}, "name of one of its values: b"),
     "no metric": ({"keep_best": 1, "evaluate": lambda: {"b": 1.0}}, "one of its values: b"),
     "no evaluation": ({"keep_best": 1}, "pass evaluate too"),
     "signal": ({"signals": "SIGNOTHING"}, "not a signal"),
-    "tracker": ({"to": ["tensorbord"]}, "tensorbord"),
+    "tracker": ({"to": ["tensorbord"]}, r"'tensorbord'.*Did you mean fx\.TensorBoard"),
+    "one tracker": ({"to": "wandbb"}, r"'wandbb'.*Did you mean fx\.WandB"),
+    "no tracker": ({"to": 3}, "no tracker is registered for 3"),
 }
 
 
@@ -282,4 +287,8 @@ def test_the_profile_of_the_plan_is_recorded_once(ctx, tmp_path):
         return len(list(fx.fit(ctx, fns, loader, tmp_path / "run", epochs=epochs, show=False)))
 
     assert (run(1), run(2)) == (5, 5)
-    assert len(fx.profile.summary(spec.folder).ranks[0].steps) == 2
+    summary = fx.profile.summary(spec.folder)
+    assert len(summary.ranks[0].steps) == 2
+    table = read_curves([tmp_path / "run"])[0].tables["ms per step by phase"]
+    assert list(table.columns) == list(summary.columns)
+    assert table.rows == [[one for (one,) in summary.columns.values()]]

@@ -1,10 +1,12 @@
 """The shape of the code itself: small functions, small files, sorted surfaces, no shortcuts."""
 
 import ast
+import functools
 import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import attrs
 import pytest
@@ -12,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "fxtrain").rglob("*.py"))
 PACKAGES = [path for path in SOURCES if path.name == "__init__.py"]
+PACKAGE = ROOT / "fxtrain" / "__init__.py"
 TESTS = sorted(path for name in ("tests", "property_tests") for path in (ROOT / name).rglob("*.py"))
 
 FILE_LINES = 400
@@ -24,8 +27,14 @@ def _name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@functools.cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
+
+
+def _module(path: Path) -> ModuleType:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return importlib.import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
 
 
 def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -41,26 +50,23 @@ def _body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return body[-1].end_lineno - body[0].lineno + 1 if body else 0
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=_name)
-def test_a_file_is_short(path):
-    lines = len(path.read_text().splitlines())
-    assert lines <= FILE_LINES, f"{_name(path)} has {lines} lines: split it by what it does"
+@pytest.mark.parametrize(
+    ("paths", "most"), [(SOURCES, FILE_LINES), (TESTS, TEST_FILE_LINES)], ids=["library", "tests"]
+)
+def test_files_are_short(paths, most):
+    sizes = {_name(path): len(path.read_text().splitlines()) for path in paths}
+    long = {name: lines for name, lines in sizes.items() if lines > most}
+    assert long == {}, "split these files by subject; what both parts need goes into a helper"
 
 
-def test_test_files_are_short():
-    sizes = {_name(path): len(path.read_text().splitlines()) for path in TESTS}
-    long = {name: lines for name, lines in sizes.items() if lines > TEST_FILE_LINES}
-    assert long == {}, "split these files by subject; what both parts need goes into a _helper.py"
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=_name)
-def test_functions_are_short(path):
+def test_functions_are_short():
     long = {
         f"{_name(path)}:{function.lineno} {function.name}": _body_lines(function)
+        for path in SOURCES
         for function in _functions(_tree(path))
         if _body_lines(function) >= FUNCTION_LINES
     }
-    assert not long
+    assert long == {}
 
 
 def test_a_folder_is_small():
@@ -69,46 +75,51 @@ def test_a_folder_is_small():
     assert {name: files for name, files in sizes.items() if files > FOLDER_FILES} == {}
 
 
-@pytest.mark.parametrize("path", PACKAGES, ids=_name)
-def test_what_a_package_exports_does_not_hide_its_modules(path):
+def test_what_a_package_exports_does_not_hide_its_modules():
     """`fxtrain.ops.gather` is the function: a module of that name would be lost behind it."""
-    module = importlib.import_module(".".join(path.parent.relative_to(ROOT).parts))
-    modules = {found.stem for found in path.parent.iterdir() if (found.suffix or ".py") == ".py"}
-    callable_package = {"launch", "profile", "track"} if path.parent.name == "fxtrain" else set()
-    assert modules & set(module.__all__) - {"ops", "state"} == callable_package
+    for path in PACKAGES:
+        found = path.parent.iterdir()
+        modules = {one.stem for one in found if (one.suffix or ".py") == ".py"}
+        hidden = modules & set(_module(path).__all__) - {"ops", "state"}
+        callable_packages = {"launch", "profile", "track"} if path == PACKAGE else set()
+        assert hidden == callable_packages, _name(path)
 
 
-@pytest.mark.parametrize("path", [p for p in PACKAGES if p.parent.name != "fxtrain"], ids=_name)
-def test_a_package_only_re_exports(path):
+def test_a_package_only_re_exports():
     defined = [
-        node.name
+        f"{_name(path)}:{node.lineno} {node.name}"
+        for path in PACKAGES
+        if path != PACKAGE
         for node in ast.walk(_tree(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     ]
-    assert not defined
+    assert defined == []
 
 
-@pytest.mark.parametrize("path", PACKAGES, ids=_name)
-def test_a_surface_is_sorted_and_there(path):
-    module = importlib.import_module(".".join(path.parent.relative_to(ROOT).parts))
-    names = module.__all__
-    assert list(names) == sorted(set(names))
-    assert [name for name in names if not hasattr(module, name)] == []
+def test_a_surface_is_sorted_and_there():
+    for path in PACKAGES:
+        module = _module(path)
+        names = module.__all__
+        assert list(names) == sorted(set(names)), _name(path)
+        assert [name for name in names if not hasattr(module, name)] == [], _name(path)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=_name)
-def test_nothing_is_put_off_or_swallowed(path):
-    text = path.read_text()
+def test_nothing_is_put_off():
     # In two halves, so that a search for these words finds only real ones.
-    assert not re.search("TO" + r"DO\b|FIX" + "ME|NotImplemented" + "Error", text)
+    words = re.compile("TO" + r"DO\b|FIX" + "ME|NotImplemented" + "Error")
+    assert [_name(path) for path in SOURCES if words.search(path.read_text())] == []
+
+
+def test_nothing_is_swallowed():
     swallowed = [
-        handler.lineno
-        for handler in ast.walk(ast.parse(text))
+        f"{_name(path)}:{handler.lineno}"
+        for path in SOURCES
+        for handler in ast.walk(_tree(path))
         if isinstance(handler, ast.ExceptHandler)
         and all(isinstance(statement, ast.Pass) for statement in handler.body)
         and _is_broad(handler.type)
     ]
-    assert not swallowed
+    assert swallowed == []
 
 
 def _is_broad(kind: ast.expr | None) -> bool:
@@ -132,36 +143,38 @@ MUTABLE = {
 }
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=_name)
-def test_records_are_frozen(path):
-    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    loose = [
+def test_records_are_frozen():
+    loose = {
         f"{module.__name__}.{name}"
+        for module in map(_module, SOURCES)
         for name, value in vars(module).items()
         if isinstance(value, type)
         and value.__module__ == module.__name__
         and attrs.has(value)
         and value.__setattr__ is object.__setattr__
-    ]
-    assert [name for name in loose if name not in MUTABLE] == []
+    }
+    assert loose == set(MUTABLE)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=_name)
-def test_no_mutable_state_at_module_level(path):
+def test_no_mutable_state_at_module_level():
     """A container that nothing changes is a constant; what changes it is the mistake."""
-    tree = _tree(path)
-    constants = {
+    changes = [
+        f"{_name(path)}:{node.lineno} {name}"
+        for path in SOURCES
+        for node in ast.walk(_tree(path))
+        if (name := _changed(node)) in _constants(path)
+    ]
+    assert changes == []
+
+
+@functools.cache
+def _constants(path: Path) -> set[str]:
+    return {
         target.id
-        for node in tree.body
+        for node in _tree(path).body
         for target in _targets(node)
         if isinstance(target, ast.Name) and not target.id.startswith("__")
     }
-    changes = [
-        f"{_name(path)}:{node.lineno} {name}"
-        for node in ast.walk(tree)
-        if (name := _changed(node)) in constants
-    ]
-    assert not changes
 
 
 def _targets(node: ast.stmt) -> list[ast.expr]:
@@ -187,10 +200,10 @@ GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 WALKED = re.findall(r"^\| `(fxtrain/[\w/]+\.py)` \| (`.*?`) \|", GUIDE, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("path", "names"), WALKED, ids=[path for path, _ in WALKED])
-def test_a_walk_names_what_is_there(path, names):
-    functions = {function.name for function in _functions(_tree(ROOT / path))}
-    assert set(re.findall(r"`(\w+)`", names)) <= functions
+def test_a_walk_names_what_is_there():
+    for path, names in WALKED:
+        functions = {function.name for function in _functions(_tree(ROOT / path))}
+        assert set(re.findall(r"`(\w+)`", names)) - functions == set(), path
 
 
 def test_the_guide_names_files_that_are_there():

@@ -54,7 +54,8 @@ _PLACES = {
         "Comm.store CommState.background_tasks CommState.device_meshes CommState.opened_groups "
         "CommState.packets "
         "CommState.pending_check CommState.routes CommState.submesh_groups Strategy.fused "
-        "Strategy.wrap Weight.like Wrapped.advanced Wrapped.strategy_state"
+        "Strategy.wrap Weight.like Wrapped.advanced Wrapped.put_aside "
+        "Wrapped.strategy_state"
     ),
 }
 ALLOWED = {place: reason for reason, places in _PLACES.items() for place in places.split()}

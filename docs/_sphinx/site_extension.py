@@ -10,8 +10,9 @@ import attrs
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from site_drawing import svg_of
+from site_examples import example_pages, link_from
 from site_links import address_of
-from site_pages import errors_of, llms_text, with_every_page, written_pages
+from site_pages import GENERATED, errors_of, llms_text, with_every_page, written_pages
 from site_pictures import PICTURES
 from site_reference import generated_pages, public_names, record_signature
 from sphinx import addnodes
@@ -21,6 +22,7 @@ from sphinx.util.nodes import find_pending_xref_condition
 
 ABOUT = "Distributed PyTorch training loops made of values and functions."
 _PUBLIC = public_names()
+_LONG_SIGNATURE = re.compile(r"<dl>\s*((?:<dd><em class=\"sig-param\">.*?</dd>\s*)+)</dl>")
 _NO_LINKS = nodes.title | nodes.reference | addnodes.pending_xref | addnodes.download_reference
 
 
@@ -53,17 +55,17 @@ def setup(app: Sphinx) -> dict[str, Any]:
 def _write_pages(app: Sphinx) -> None:
     """Write generated pages beside the others, and remove those that are no longer generated."""
     pages = {app.srcdir / f"{name}.md": text for name, text in _generated(app).items()}
-    for path in (app.srcdir / "reference").glob("*.md"):
+    for path in [path for folder in GENERATED for path in (app.srcdir / folder).rglob("*.md")]:
         if path not in pages:
             path.unlink()
     for path, text in pages.items():
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         if not path.exists() or path.read_text() != text:  # an unchanged page is not built again
             path.write_text(text)
 
 
 def _generated(app: Sphinx) -> dict[str, str]:
-    return generated_pages(errors_of(_written_pages(app)))
+    return generated_pages(errors_of(_written_pages(app))) | example_pages()
 
 
 def _written_pages(app: Sphinx) -> dict[str, str]:
@@ -72,16 +74,18 @@ def _written_pages(app: Sphinx) -> dict[str, str]:
 
 
 def _complete_source(app: Sphinx, page: str, source: list[str]) -> None:
-    """Every page in the navigation, and Markdown outside docs/ as a download."""
+    """Every page in the navigation; examples as pages, other files as downloads."""
     if page == "index":
         source[0] = with_every_page(source[0], _written_pages(app))
     folder = (Path(app.srcdir) / page).parent
 
     def link(found: re.Match[str]) -> str:
-        inside = (folder / found[1]).resolve().is_relative_to(Path(app.srcdir).resolve())
-        return found[0] if inside else f"](path:{found[1]})"
+        path = (folder / found[1]).resolve()
+        inside = path.is_relative_to(Path(app.srcdir).resolve())
+        return found[0] if inside else f"]({link_from(page, path)}{found[2] or ''})"
 
-    source[0] = re.sub(r"\]\((\.\./[^)#]*\.md)\)", link, source[0])
+    if not page.startswith(GENERATED):
+        source[0] = re.sub(r"\]\((\.\./[^)#]*)(#[^)]*)?\)", link, source[0])
 
 
 def _shorten_signature(
@@ -146,12 +150,20 @@ def _resolve(
 def _make_accessible(
     app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None
 ) -> None:
-    """What axe-core misses in the theme: levels of headings, code that scrolls by keyboard."""
+    """What axe-core misses in the theme: levels of headings, what scrolls by keyboard."""
     tree = context.get("furo_navigation_tree", "")
     context["furo_navigation_tree"] = tree.replace(
         'role="heading"', 'role="heading" aria-level="2"'
     )
-    context["body"] = context.get("body", "").replace("<pre>", '<pre tabindex="0">')
+    body = context.get("body", "").replace("<pre>", '<pre tabindex="0">')
+    body = body.replace('<div class="table-wrapper', '<div tabindex="0" class="table-wrapper')
+    context["body"] = _LONG_SIGNATURE.sub(_as_lines, body)
+
+
+def _as_lines(signature: re.Match[str]) -> str:
+    """The arguments of a long signature, which Sphinx writes as definitions without terms."""
+    lines = signature[1].replace("<dd>", "<div>").replace("</dd>", "</div>")
+    return f'<div class="sig-lines">{lines}</div>'
 
 
 def _write_llms_text(app: Sphinx, error: Exception | None) -> None:

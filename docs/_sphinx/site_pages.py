@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 __all__ = [
-    "ShownError", "errors_of", "llms_text", "sections", "summary_of", "title_of", "with_every_page",
-    "written_pages",
+    "GENERATED", "ShownError", "errors_of", "llms_text", "sections", "summary_of", "title_of",
+    "with_every_page", "written_pages",
 ]  # fmt: skip
+# Folders of docs/ that `make docs` writes.
+GENERATED = ("reference/", "examples/")
 _RAISED = re.compile(
     r"^<!-- raises.*? -->\n```python\n.*?^```\n\n```text\n(\w+): (.*?)^```$",
     re.DOTALL | re.MULTILINE,
@@ -24,7 +26,7 @@ _REST = "How to"  # where a page goes that the index does not list
 def written_pages(docs: Path) -> dict[str, Path]:
     """The pages that are not generated, by their path relative to docs/ and without suffix."""
     found = {path.relative_to(docs).with_suffix("").as_posix(): path for path in docs.rglob("*.md")}
-    return {name: found[name] for name in sorted(found) if not name.startswith(("_", "reference/"))}
+    return {name: found[name] for name in sorted(found) if not name.startswith(("_", *GENERATED))}
 
 
 def sections(index: str) -> dict[str, list[str]]:
@@ -120,7 +122,7 @@ def llms_text(name: str, about: str, index: str, texts: dict[str, str]) -> str:
         lines += ["", f"## {caption}", ""]
         for page in (page for page in pages if page in texts):
             summary = summary_of(texts[page])
-            generated = page.startswith("reference/")
+            generated = page.startswith(GENERATED)
             at = f"{page}.html" if generated else f"_sources/{page}.md.txt"
             link = f"- [{title_of(texts[page])}]({at})"
             lines.append(f"{link}: {summary}" if summary else link)

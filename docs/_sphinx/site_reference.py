@@ -278,8 +278,8 @@ def _error_page(shown: list[tuple[str, str, str, str]]) -> str:
         "",
         "Every error that fxtrain raises on purpose is an `FxError`. Its message says what was "
         "asked, what was found and what to do, and it is the same on every rank. The name of the "
-        "class, with which a traceback ends, is the anchor of its section here; the tables show "
-        "messages that other pages explain.",
+        "class, in the last line of a traceback, is the anchor of its section here, which lists "
+        "messages that pages explain, and what raises it.",
         "",
     ]
     for name, value in _members(fxtrain):
@@ -289,9 +289,9 @@ def _error_page(shown: list[tuple[str, str, str, str]]) -> str:
         page += [f"## {name}", "", _described(directive)]
         messages = [one for one in shown if one[0] == name]
         if messages:
-            page += ["| Message | Explained in |", "|---|---|"]
+            page += ["Messages, and where they are explained:", ""]
             page += [
-                f"| {_code(text[:160])} | [{at.rpartition('/')[2]}](../{at}.md#{anchor}) |"
+                f"- `` {text} `` ([{at.rpartition('/')[2].replace('_', ' ')}](../{at}.md#{anchor}))"
                 for _, text, at, anchor in messages
             ]
             page.append("")

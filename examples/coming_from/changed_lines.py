@@ -1,6 +1,6 @@
 """Count the lines that a script has and its raw version has not: a table in Markdown.
 
-python examples/coming_from/changed_lines.py
+Start it with `python examples/coming_from/changed_lines.py`.
 """
 
 import difflib
@@ -42,7 +42,10 @@ def table() -> str:
     sums = [sum(column) for column in zip(*rows.values(), strict=True)]
     told = [
         f"| {name} | {row[0]} ({row[1]}) | {row[2]} ({row[3]}) |"
-        for name, row in [*((TASKS[task], row) for task, row in rows.items()), ("all", sums)]
+        for name, row in [
+            *((f"[{TASKS[task]}]({task})", row) for task, row in rows.items()),
+            ("all", sums),
+        ]
     ]
     return "\n".join(["| Task | Accelerate | fxtrain |", "|---|---|---|", *told])
 

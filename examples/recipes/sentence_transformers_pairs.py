@@ -43,7 +43,9 @@ def main(ctx: fx.DistContext) -> dict[str, float]:
         return F.mse_loss(F.cosine_similarity(left, right), batch["same"], reduction="none")
 
     rows = [(pair, 1.0) for pair in SAME] + [(pair, 0.0) for pair in OTHER]
-    plan = fx.Plan(batch="global", clip_norm=1.0)
+    # The encoder has a pooler, which takes no part in the mean over tokens.
+    strategy = fx.DDP(unused_parameters=True)
+    plan = fx.Plan(strategy=strategy, batch="global", clip_norm=1.0)
     model = fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params, lr=5e-5))
     fns = fx.StepFns(model=model, loss=lambda model, batch: loss(model, batch).mean())
     loader = DataLoader(rows, batch_size=6, collate_fn=collate)

@@ -57,7 +57,7 @@ def pairs() -> list[tuple[str, str, float]]:
 
 
 def data() -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Batches of encoded pairs: the first 64 to train on, the others to test on."""
+    """Batches of encoded pairs: 64 to train on, and 64 to test on."""
     tokenizer = AutoTokenizer.from_pretrained(encoder())
 
     def collate(rows: list[tuple[str, str, float]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +67,7 @@ def data() -> tuple[DataLoader[Any], DataLoader[Any]]:
         return tokens[: len(rows)], tokens[len(rows) :], torch.tensor(same)
 
     found: Any = pairs()  # any sequence; torch's annotation says Dataset
-    train, tests = found[:64], found[64:]
+    train, tests = found[:64], found[64:128]
     return DataLoader(train, ROWS, collate_fn=collate), DataLoader(tests, ROWS, collate_fn=collate)
 
 

@@ -125,6 +125,7 @@ def wrap(
     _check_types(model, ctx, plan, strategy)
     check_connected("wrap", ctx)
     plan = plan_for("wrap", ctx, plan)
+    _refuse_constants(plan, trains=optimizer is not None)
     if ctx.world_size > 1:
         given = {
             "optimizer": described(optimizer, model),
@@ -245,6 +246,15 @@ def _row_problems(strategy: Strategy, plan: Plan) -> tuple[str, ...]:
         for name, function in strategy.fused
         if getattr(strategy, name) is not function
     )
+
+
+def _refuse_constants(plan: Plan, *, trains: bool) -> None:
+    if trains and plan.compile is not None and plan.compile.prepack:
+        raise PlanError(
+            "wrap(optimizer=...) with Plan(compile=fx.Compile(prepack=True)): prepacked weights "
+            "are constants, and an update would not reach them. Leave prepack out for training, "
+            "or wrap the model without an optimizer."
+        )
 
 
 def _check_types(model: Any, ctx: Any, plan: Any, strategy: Any) -> None:

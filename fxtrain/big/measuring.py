@@ -12,10 +12,12 @@ from fxtrain._errors import MissingPackageError, PlanError
 from fxtrain.big.unit_sizes import Sizes, Tally
 from fxtrain.models.block_names import names_among, own_names
 from fxtrain.models.memory_estimates import layer_of
+from fxtrain.models.quantized_loading import put_stored_layers
 from fxtrain.models.safetensors_files import Entry
 from fxtrain.models.tensor_sources import Source, open_source
 from fxtrain.models.weight_list import build_on_meta, cache_of, read_json
-from fxtrain.state import DtypeRule
+from fxtrain.precision import live_tensors, quantize_on_meta
+from fxtrain.state import DtypeRule, Quantize
 from fxtrain.state.placement.offload import rules_of
 
 __all__ = ["sizes"]
@@ -32,6 +34,7 @@ def sizes(
     dtype: str | None = None,
     dtypes: Mapping[str, str] | Iterable[DtypeRule] = (),
     special: Mapping[str, float | str] | None = None,
+    quantize: Quantize | None = None,
 ) -> Sizes:
     """Measure the units of a model, without reading values.
 
@@ -50,6 +53,8 @@ def sizes(
             counts.
         special: Bytes per element by patterns of names, for parameters that will be quantised:
             a number, or "int8" or "int4".
+        quantize: Measure linear layers as this record quantises them: `fx.Bnb4()`. Those that
+            are quantised already, in the module or in the files, are measured so in any case.
 
     Effects:
         Reads headers of files. For configs and functions, imports and runs that code.
@@ -77,17 +82,24 @@ def sizes(
     tally = Tally(rules, special)
     stored = {} if files is None else files.entries
     if found is None:
-        if no_split:
+        if no_split or quantize is not None:
+            field = "no_split" if no_split else "quantize"
             raise PlanError(
-                f"sizes(no_split=...): {what} has names of tensors but no classes. Omit "
-                f"no_split: the layers of numbered sequences are not split."
+                f"sizes({field}=...): {what} has names of tensors but no classes. Omit {field}, "
+                f"or pass the model's config or code. The layers of numbered sequences are not "
+                f"split."
             )
         _count_files(stored, tally)
         return tally.sizes(what, None)
     kinds = set(names_among(parts) if no_split is None else no_split)
     if no_split is not None:
         _check_kinds(kinds, parts)
-    _count_module(found, kinds, stored, tally)
+    undo = None if quantize is None else quantize_on_meta(found, quantize)
+    try:
+        _count_module(found, kinds, stored, tally)
+    finally:
+        if undo is not None:
+            undo()
     config: Any = getattr(found, "config", None)
     return tally.sizes(what, cache_of(config.to_dict()) if hasattr(config, "to_dict") else None)
 
@@ -103,7 +115,10 @@ def _open(model: Any) -> tuple[nn.Module | None, Source | None, str]:
         if not is_file and not (path.is_dir() and any(path.glob("*.safetensors*"))):
             return build_on_meta(str(model)), None, str(model)
         with open_source(model) as source:  # its entries stay valid when it is closed
-            return _built(folder / _CONFIG), source, str(model)
+            built = _built(folder / _CONFIG)
+            if built is not None and source.layers:
+                put_stored_layers(model, source, built)
+            return built, source, str(model)
     if not callable(model):
         raise PlanError(
             f"sizes: found a {type(model).__name__}. Pass a module, a function that builds one, a "
@@ -169,10 +184,21 @@ def _count_module(
                     tally.open(path)
                 dtype = tensor.dtype if path not in stored else stored[path].dtype
                 plain, numel = type(tensor) in _PLAIN, tensor.numel()
+                if not plain and (packed := live_tensors(part)):
+                    start = f"{name}." if name else ""
+                    _count_packed(start, packed, tally)
+                    continue
                 size = numel * dtype.itemsize if plain or path in stored else _nbytes(tensor)
                 identity = _identity(tensor, numel) if plain and numel else id(tensor)
                 tally.add(path, identity, dtype, numel, size, buffer=buffer)
     tally.close()
+
+
+def _count_packed(start: str, packed: Mapping[str, Tensor], tally: Tally) -> None:
+    """Count the tensors of a quantised weight, whose dtypes no rule changes."""
+    for key, tensor in packed.items():
+        size = tensor.numel() * tensor.element_size()
+        tally.add(start + key, id(tensor), torch.uint8, size, size, buffer=False)
 
 
 def _nbytes(tensor: Tensor) -> int:

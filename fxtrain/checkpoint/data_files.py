@@ -8,7 +8,7 @@ import attrs
 from fxtrain.checkpoint.local_storage import Storage
 from fxtrain.checkpoint.manifest import CHUNK, Entry, File, Part, digest_of
 from fxtrain.checkpoint.write_plan import TensorChunk
-from fxtrain.models.safetensors_files import to_header
+from fxtrain.models.safetensors_files import aligned_first, to_header
 from fxtrain.models.tensor_bytes import STORED_DTYPES, contiguous, memory_of
 
 __all__ = ["Written", "file_name", "tables", "write_file"]
@@ -43,8 +43,7 @@ def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Wr
     """
     if not chunks:
         return Written(rank=rank)
-    # Wide numbers first keeps every tensor aligned.
-    ordered = sorted(chunks, key=lambda piece: -piece.tensor.element_size())
+    ordered = sorted(chunks, key=lambda piece: aligned_first(piece.size))
     header, ends = to_header(_row(rank, piece) for piece in ordered)
     name = file_name(rank)
     storage.make()

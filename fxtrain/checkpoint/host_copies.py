@@ -6,11 +6,11 @@ torch's version counters detect other changes; samples of the values detect writ
 counters miss.
 """
 
+import contextlib
 import logging
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -83,7 +83,7 @@ class Staging:
     _changed: list[str] = attrs.field(factory=list, init=False)
     _checked: threading.Event = attrs.field(factory=threading.Event, init=False)
 
-    @contextmanager
+    @contextlib.contextmanager
     def making(self) -> Iterator[None]:
         """Make the deferred copies in the calling thread; the block may use them.
 
@@ -258,9 +258,16 @@ def _pinned(buffer: Tensor, device_type: str) -> Tensor:
     address = buffer.data_ptr()
     refused = runtime.cudaHostRegister(address, buffer.numel(), 0)
     if int(refused):
+        _forget_error()
         return _pageable(buffer, f"CUDA error {int(refused)}")
     weakref.finalize(buffer, runtime.cudaHostUnregister, address)
     return buffer
+
+
+def _forget_error() -> None:
+    """Take CUDA's record of a refused call, which torch would raise at its next kernel."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _pageable(buffer: Tensor, reason: str) -> Tensor:

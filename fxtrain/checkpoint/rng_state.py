@@ -1,5 +1,6 @@
 """Convert the random generators of a rank to tensors and back."""
 
+import math
 import random
 import sys
 from collections.abc import Callable
@@ -24,7 +25,7 @@ def random_state(ctx: DistContext) -> dict[str, Tensor]:
     _, words, gauss = random.getstate()
     states = {
         _PYTHON: torch.tensor(words, dtype=torch.int64),
-        _GAUSS: torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        _GAUSS: torch.tensor([math.nan if gauss is None else gauss], dtype=torch.float64),
         _TORCH: torch.get_rng_state(),
     }
     if numpy := sys.modules.get("numpy"):
@@ -52,7 +53,9 @@ def set_random_state(
         return
     words, gauss = own(_PYTHON, ctx.rank), own(_GAUSS, ctx.rank)
     if words is not None and gauss is not None:
-        random.setstate((3, tuple(words.tolist()), next(iter(gauss.tolist()), None)))
+        # Earlier versions saved no value at all instead of NaN.
+        spare = next((value for value in gauss.tolist() if not math.isnan(value)), None)
+        random.setstate((3, tuple(words.tolist()), spare))
     state = own(_TORCH, ctx.rank)
     if state is not None:
         torch.set_rng_state(state)

@@ -1,7 +1,7 @@
 """Moves batches to the device."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -45,19 +45,19 @@ def _on_copy_stream(
     A copy from pageable memory makes the host wait for that stream alone.
     """
     stream = torch.cuda.Stream(ctx.device)
-    lazily = plan.data.non_blocking
 
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.device.type != "cpu":
-            return leaf.to(ctx.device) if isinstance(leaf, Tensor) else leaf
+    def move(leaf: Tensor) -> Tensor:
+        current = torch.cuda.current_stream(ctx.device)
+        if leaf.device.type != "cpu":  # what the loader computed on the device, on this stream
+            return _moved(leaf, ctx, plan)
         with torch.cuda.stream(stream):
-            copy = leaf.to(ctx.device, non_blocking=lazily and leaf.is_pinned())
+            copy = _moved(leaf, ctx, plan)
         # Its memory belongs to the copy stream: not reused before the kernels that read it end.
-        copy.record_stream(torch.cuda.current_stream(ctx.device))
+        copy.record_stream(current)
         return copy
 
     for step, data in loaded:
-        moved = _tree.map_leaves(move, data[0])
+        moved = _map_tensors(move, data[0])
         torch.cuda.current_stream(ctx.device).wait_stream(stream)
         yield step, (moved,)
 
@@ -83,17 +83,18 @@ def _to_device(data: Any, ctx: DistContext, plan: Plan) -> Any:
         One copy per tensor, non-blocking from pinned memory; none on the CPU or with
         `to_device=False`, where the result is the same object.
     """
-    device = ctx.device
-    if device.type == "xla":
+    if ctx.device.type == "xla":
         return xla_runtime.to_device(data, ctx)
-    lazily = plan.data.non_blocking
+    return _map_tensors(lambda leaf: _moved(leaf, ctx, plan), data)
 
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.to(device, non_blocking=lazily and leaf.is_pinned())
 
-    return _tree.map_leaves(move, data)
+def _map_tensors(change: Callable[[Tensor], Tensor], data: Any) -> Any:
+    return _tree.map_leaves(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, data)
+
+
+def _moved(leaf: Tensor, ctx: DistContext, plan: Plan) -> Tensor:
+    lazily = plan.data.non_blocking and leaf.is_pinned()
+    return leaf.to(ctx.device, non_blocking=lazily)
 
 
 def valid_mask(size: int, real: int, ctx: DistContext, plan: Plan) -> Tensor:

@@ -29,6 +29,7 @@ class Entries:
         skipped: Updates skipped since then.
         rows: Rows until then.
         due: Whether an entry follows the last step.
+        position: After the last step; None before the first.
         asked_s: When the loop asked for the current batch.
     """
 
@@ -42,6 +43,7 @@ class Entries:
     skipped: int
     rows: int
     due: bool = False
+    position: Position | None = None
     asked_s: float = attrs.field(factory=time.monotonic)
     _started_s: float = attrs.field(factory=time.monotonic)
     _waited_s: float = 0.0
@@ -50,7 +52,8 @@ class Entries:
     def step(self, batch: Batch) -> Report:
         """A step; the last one before an entry is timed by phase."""
         self._waited_s += time.monotonic() - self.asked_s
-        position, clock = batch.position, self.clock
+        self.position = position = batch.position
+        clock = self.clock
         self.due = not position.micro and (position.is_last or not position.updates % self.every)
         if not self.due or clock is None:
             report = step(self.ctx, batch, self.fns)
@@ -84,6 +87,12 @@ class Entries:
         self.run.log(values, position)
         self.mean, self.skipped, self.rows = Mean(), 0, position.samples
         self._started_s, self._waited_s = time.monotonic(), 0.0
+
+    def write_profile(self) -> None:
+        """Write the table of a profile that has ended."""
+        summary = None if self.trace is None else self.trace.summary
+        if summary is not None and self.position is not None:
+            self.run.table("ms per step by phase", summary.columns, self.position)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs to continue the open entry, of all ranks."""

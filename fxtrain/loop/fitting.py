@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any, Literal, SupportsFloat, TypeVar, cast
+from typing import Any, ClassVar, Literal, SupportsFloat, TypeVar
 
 import attrs
 from torch import nn
@@ -32,6 +32,8 @@ M = TypeVar("M", bound=nn.Module)
 @record
 class _Rules:
     """What `fit` was asked for."""
+
+    OWNER: ClassVar[str] = "fit"
 
     path: Any
     epochs: int = attrs.field(validator=at_least(0))
@@ -89,7 +91,8 @@ def fit(
     curve. The iteration ends after the last epoch, or after an update at which a rank received a
     signal or left its loop (`break`, an error in the body, closing the iterator): then all ranks
     stop, and the state after that update is saved. Inside an accumulation window, a rank that left
-    its loop trains to the end of the window first.
+    its loop trains to the end of the window first. A run that is already complete is restored
+    and yields no report, so code after the loop must not rely on one.
 
     Args:
         ctx: The context for which the model was wrapped.
@@ -158,7 +161,7 @@ def fit(
         best=best,
         evaluate=evaluate,
         evaluate_every=evaluate_every,
-        to=(to,) if attrs.has(type(to)) else tuple(cast(Sequence[Target], to)),
+        to=tuple(to) if isinstance(to, Sequence) and not isinstance(to, str) else (to,),
         settings=settings,
         log_every=log_every,
         show=show,
@@ -230,11 +233,13 @@ def _opened(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> I
     )
     recorded = fns.model.plan.profile if restored is None else None
     recording = nullcontext() if recorded is None else profile(ctx, recorded)
-    with run, _signals(ctx, rules.signals) as notice, recording as trace:
-        entries = entries_after(
-            restored, position, ctx, run, fns=fns, every=rules.log_every, trace=trace
-        )
-        yield _Loop(ctx, fns.model, loader.at(position), rules, run, notice, restored, entries)
+    with run, _signals(ctx, rules.signals) as notice:
+        with recording as trace:
+            entries = entries_after(
+                restored, position, ctx, run, fns=fns, every=rules.log_every, trace=trace
+            )
+            yield _Loop(ctx, fns.model, loader.at(position), rules, run, notice, restored, entries)
+        entries.write_profile()
 
 
 def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> Iterator[Report]:
@@ -262,10 +267,25 @@ def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> It
                 saving, saved = _save(loop, report), position
                 clock = time.monotonic()
             entries.asked_s = time.monotonic()
-        if report is not None and report.position != saved:
-            saving = _save(loop, report, last=True)
-        if saving is not None:
-            saving.result()
+        _finish(loop, report, saved, saving)
+
+
+def _finish(
+    loop: _Loop, report: Report | None, saved: Position | None, saving: Saving | None
+) -> None:
+    """Save the state after the last update, unless that is done, and wait until it is written."""
+    if report is None:
+        ops.log(loop.ctx).info(
+            "fit: nothing to train: the run in %s is at update %d, which is the end of epochs=%d. "
+            "To continue it, pass more epochs.",
+            loop.rules.path,
+            loop.loader.position.updates,
+            loop.rules.epochs,
+        )
+    elif report.position != saved:
+        saving = _save(loop, report, last=True)
+    if saving is not None:
+        saving.result()
 
 
 def _signals(ctx: DistContext, names: tuple[str, ...]) -> AbstractContextManager[Any]:

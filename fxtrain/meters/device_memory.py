@@ -65,6 +65,6 @@ def _process_memory() -> Memory:
     peak = most if sys.platform == "darwin" else most << 10  # there it is in bytes
     if sys.platform != "linux":
         return Memory(now=peak, peak=peak)
-    with open("/proc/self/statm", "rb") as file:
+    with open("/proc/self/statm", "rb", buffering=0) as file:
         now = int(file.read().split()[1]) * resource.getpagesize()
     return Memory(now=now, peak=max(now, peak))

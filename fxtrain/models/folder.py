@@ -18,7 +18,7 @@ import attrs
 
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import read_file
-from fxtrain.models.safetensors_files import Entry, parse_json
+from fxtrain.models.safetensors_files import Entry, aligned_first, parse_json
 
 __all__ = [
     "INDEX",
@@ -105,8 +105,7 @@ def split(entries: Sequence[Entry], limit: int, others: Mapping[str, str]) -> tu
     for name, group in zip([SINGLE] if count == 1 else names, groups, strict=True):
         stored = {entry.name for entry in group}
         known_as = {other: kept for other, kept in others.items() if kept in stored}
-        # Descending item size keeps every tensor aligned.
-        ordered = sorted(group, key=lambda entry: -entry.dtype.itemsize)
+        ordered = sorted(group, key=lambda entry: aligned_first(entry.nbytes))
         files.append(
             ModelFile(name=name, entries=tuple(ordered), metadata=known_as | {"format": "pt"})
         )

@@ -1,8 +1,9 @@
 """Quantised layers while a model is loaded: those of the source, and those to make."""
 
+import contextlib
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import read_file
-from fxtrain.models.safetensors_files import parse_json
+from fxtrain.models.safetensors_files import Entry, parse_json
 from fxtrain.models.stored_layers import StoredLayer, record_of
-from fxtrain.models.tensor_sources import Source
+from fxtrain.models.tensor_sources import Source, WeightSource, open_source
 from fxtrain.precision import (
     converted_to_fp32,
     is_quantized,
@@ -23,9 +24,16 @@ from fxtrain.precision import (
     put_layers,
     quantized_layers,
 )
-from fxtrain.state import Quantize, Wrapped
+from fxtrain.state import Part, Quantize, Wrapped
 
-__all__ = ["LayersToLoad", "prepare_layers", "transformers_config", "warn_of_readers"]
+__all__ = [
+    "LayersToLoad",
+    "prepare_layers",
+    "put_stored_layers",
+    "quantized_source",
+    "transformers_config",
+    "warn_of_readers",
+]
 
 _LARGEST_CONFIG = 10_000_000  # bytes
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: "float32"}
@@ -85,8 +93,7 @@ def prepare_layers(
         assert record is not None
         return _layers_to_quantize(found, module, record, device)
     _check_format(found.layers, record)
-    described = record or record_of(found.layers, found.metadata, _config_of(source))
-    return _layers_of_source(found, module, described)
+    return _layers_of_source(source, found, module, record)
 
 
 def transformers_config(module: Any) -> dict[str, Any] | None:
@@ -162,7 +169,21 @@ def _check_format(layers: Mapping[str, StoredLayer], record: Quantize | None) ->
             )
 
 
-def _layers_of_source(found: Source, module: nn.Module, record: Quantize | None) -> LayersToLoad:
+def put_stored_layers(
+    source: Any, found: Source, module: nn.Module, record: Quantize | None = None
+) -> Callable[[], None]:
+    """Replace layers that are quantised in a source by such layers on the meta device.
+
+    Args:
+        source: What was opened, beside which there may be a config.json.
+
+    Returns:
+        What puts the replaced layers back.
+
+    Raises:
+        CheckpointError: they do not fit the model.
+    """
+    described = record or record_of(found.layers, found.metadata, _config_of(source))
     made: dict[str, nn.Module] = {}
     for name, stored in found.layers.items():
         part = _part(module, name)
@@ -176,8 +197,79 @@ def _layers_of_source(found: Source, module: nn.Module, record: Quantize | None)
         for key in stored.keys:
             entry = found.entries[f"{name}.{key}"]
             tensors[key] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        made[name] = _built(name, part, tensors, stored, record)
-    undo = put_layers(module, made)
+        made[name] = _built(name, part, tensors, stored, described)
+    return put_layers(module, made)
+
+
+def quantized_source(source: Any, module: nn.Module, record: Quantize) -> WeightSource:
+    """A source whose weights are quantised as they are read, one layer at a time.
+
+    Args:
+        module: A model that is quantised as the record says.
+    """
+
+    @contextlib.contextmanager
+    def opened() -> Iterator[Source]:
+        with open_source(source) as found:
+            yield found if found.layers else _quantizing(found, module, record)
+
+    return WeightSource(what=str(source), open=opened)
+
+
+def _quantizing(found: Source, module: nn.Module, record: Quantize) -> Source:
+    library = library_of(record)
+    parts = {name: part for name, part, _ in quantized_layers(module)}
+    owners: dict[str, tuple[str, str]] = {}
+    entries = dict(found.entries)
+    layers: dict[str, StoredLayer] = {}
+    for layer, part in parts.items():
+        if entries.pop(f"{layer}.weight", None) is None:
+            continue
+        tensors = library.tensors(part)
+        layers[layer] = StoredLayer(library=library, keys=tuple(tensors), facts=library.facts(part))
+        for key, one in tensors.items():
+            name = f"{layer}.{key}"
+            owners[name] = layer, key
+            entries[name] = Entry(name=name, dtype=one.dtype, shape=tuple(one.shape))
+    last: dict[str, Mapping[str, Tensor]] = {}
+
+    def read(name: str, part: Part | None) -> Tensor:
+        if name not in owners:
+            return found.read(name, part)
+        layer, key = owners[name]
+        if layer not in last:
+            last.clear()
+            made = library.quantize(
+                _linear(parts[layer], found.read(f"{layer}.weight", None)), record
+            )
+            last[layer] = library.tensors(made)
+        value = last[layer][key]
+        return value if part is None else value[part]
+
+    return attrs.evolve(
+        found,
+        entries=entries,
+        read=read,
+        locate=lambda name: None if name in owners else found.locate(name),
+        layers=layers,
+    )
+
+
+def _linear(part: Any, value: Tensor) -> nn.Linear:
+    """The layer that a quantised one replaces, with a weight in the dtype that it had."""
+    made = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
+    state = getattr(part, "quant_state", None)
+    dtype = part.weight.dtype if state is None else state.dtype
+    made.weight = nn.Parameter(
+        value.to(dtype) if dtype.is_floating_point else value, requires_grad=False
+    )
+    return made
+
+
+def _layers_of_source(
+    source: Any, found: Source, module: nn.Module, record: Quantize | None
+) -> LayersToLoad:
+    undo = put_stored_layers(source, found, module, record)
     finished: list[bool] = []
     return LayersToLoad(
         finish=lambda: finished.append(True), undo=lambda: None if finished else undo()

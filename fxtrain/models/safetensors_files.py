@@ -23,7 +23,15 @@ from fxtrain.models.tensor_bytes import DTYPE_NAMES, WRITABLE_DTYPES, contiguous
 from fxtrain.state import parse_json as parse
 from fxtrain.state import shown
 
-__all__ = ["Entry", "Header", "parse_json", "read_header", "to_header", "writing"]
+__all__ = [
+    "Entry",
+    "Header",
+    "aligned_first",
+    "parse_json",
+    "read_header",
+    "to_header",
+    "writing",
+]
 
 _MAX_BYTES = 100_000_000  # bytes of a header, the limit of the safetensors package
 _MAX_DEPTH = 64  # dimensions, torch's own limit
@@ -146,6 +154,15 @@ def parse_json(raw: bytes, path: Path) -> dict[str, Any]:
         raise _damaged(path, "invalid JSON: nested too deeply") from None
     except ValueError as error:
         raise _damaged(path, f"invalid JSON: {str(error)[:500]}") from None
+
+
+def aligned_first(nbytes: int) -> int:
+    """A key for sorting the tensors of a file so that each one's start is aligned.
+
+    A tensor starts at a multiple of the largest power of two that divides its size in bytes, since
+    that power divides the sizes of all tensors before it too.
+    """
+    return -(nbytes & -nbytes)
 
 
 def to_header(

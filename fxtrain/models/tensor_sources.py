@@ -179,7 +179,10 @@ def with_layers(source: Source) -> Source:
     def read(name: str, part: Part | None) -> Tensor:
         return offsets[name] if name in offsets else source.read(name, part)
 
-    return attrs.evolve(source, entries=entries, read=read, layers=layers)
+    def locate(name: str) -> Location | None:
+        return None if name in offsets else source.locate(name)
+
+    return attrs.evolve(source, entries=entries, read=read, locate=locate, layers=layers)
 
 
 def _in_folder(folder: Path) -> Path:

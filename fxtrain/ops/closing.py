@@ -3,7 +3,7 @@
 import atexit
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +31,7 @@ def make_close(
         if error is None:
             dist.destroy_process_group()
         else:
-            _abort_groups(patience_s)
+            _abort_groups([world], patience_s)
 
     def close_at_exit() -> None:
         # Python sets it before the functions of atexit run, if an exception ends the script.
@@ -42,29 +42,37 @@ def make_close(
     return close_groups
 
 
-def make_part_close(state: CommState) -> Callable[[BaseException | None], None]:
+def make_part_close(state: CommState, timeout_s: float) -> Callable[[BaseException | None], None]:
     """A function that closes what was opened in addition to an existing process group."""
     world = dist.group.WORLD
 
-    def close_groups(_: BaseException | None) -> None:
+    def close_groups(error: BaseException | None) -> None:
         if not dist.is_initialized() or dist.group.WORLD is not world:
             return  # closed with that group
-        while state.opened_groups:
-            dist.destroy_process_group(state.opened_groups.pop())
+        opened = [state.opened_groups.pop() for _ in range(len(state.opened_groups))]
+        if error is not None:
+            _abort_groups(opened, min(_LONGEST_CLOSE_S, timeout_s))
+            return
+        for group in opened:
+            dist.destroy_process_group(group)
 
     return close_groups
 
 
-def _abort_groups(patience_s: float) -> None:
-    """Give up what the groups are doing; returns after `patience_s` at the latest.
+def _abort_groups(groups: Sequence[Any], patience_s: float) -> None:
+    """Give up what groups are doing; returns after `patience_s` at the latest.
 
     `destroy_process_group` is a collective under NCCL, and waits for kernels in flight: a rank
     that leaves with an error would wait for peers that wait for it.
     """
-    if "nccl" in dist.get_backend_config():
-        leave = dist.distributed_c10d._abort_process_group
-    else:
-        leave = dist.destroy_process_group
+
+    def leave() -> None:
+        for group in groups:
+            if "nccl" in dist.get_backend_config(group):
+                dist.distributed_c10d._abort_process_group(group)
+            else:
+                dist.destroy_process_group(group)
+
     # A daemon, so that a library that never returns does not keep the process from ending.
     thread = threading.Thread(target=leave, name="fxtrain-abort", daemon=True)
     thread.start()

@@ -236,7 +236,9 @@ def _connect_ranks(
         timeout_s=timeout_s,
         checks=checks,
         simulated=simulated,
-        close=make_close(launched, store, timeout_s) if owned else make_part_close(state),
+        close=make_close(launched, store, timeout_s)
+        if owned
+        else make_part_close(state, timeout_s),
         state=state,
         key=key,
     )

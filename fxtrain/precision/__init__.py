@@ -4,11 +4,15 @@ from fxtrain.precision.bnb_layers import BNB4, BNB8
 from fxtrain.precision.library import Library
 from fxtrain.precision.plain_tensors import (
     allocate,
+    has_no_memory,
     is_quantized,
+    live_tensors,
     quantized_facts,
     quantized_layers,
     quantized_tensors,
+    quantized_weight,
     stored_tensors,
+    stream_later,
 )
 from fxtrain.precision.quantizing import (
     Quantized,
@@ -17,6 +21,7 @@ from fxtrain.precision.quantizing import (
     planned_layers,
     put_layers,
     quantize_layers,
+    quantize_on_meta,
 )
 from fxtrain.precision.recipe_layers import Converted, convert_layers, recipe_targets
 from fxtrain.precision.torchao_layers import TORCHAO
@@ -35,15 +40,20 @@ __all__ = [
     "converted_to_fp32",
     "engine_region",
     "gather_in_float8",
+    "has_no_memory",
     "is_quantized",
     "library_of",
+    "live_tensors",
     "planned_layers",
     "put_layers",
     "quantize_layers",
+    "quantize_on_meta",
     "quantized_facts",
     "quantized_layers",
     "quantized_tensors",
+    "quantized_weight",
     "recipe_targets",
     "scaling_state",
     "stored_tensors",
+    "stream_later",
 ]

@@ -49,8 +49,17 @@ def _with_bias(made: nn.Module, like: nn.Linear) -> nn.Module:
 # Four bits.
 
 
+def _state4(part: Any) -> Any:
+    """How the weight is packed; None before it is quantised.
+
+    Moving a module in a dry run replaces parameters without their attributes.
+    """
+    found = getattr(part.weight, "quant_state", None)
+    return getattr(part, "quant_state", None) if found is None else found
+
+
 def _owns4(part: nn.Module) -> bool:
-    return _is_class(part, "Linear4bit") and getattr(part.weight, "quant_state", None) is not None
+    return _is_class(part, "Linear4bit") and _state4(part) is not None
 
 
 def _layer4(like: nn.Linear, compute: torch.dtype | None) -> Any:
@@ -65,8 +74,8 @@ def _quantize4(like: nn.Linear, record: Bnb4) -> nn.Module:
     made = _layer4(like, _COMPUTE[record.compute])
     weight = like.weight.detach()
     functional = importlib.import_module("bitsandbytes.functional")
-    if weight.is_meta:
-        _put4(made, _meta4(weight, record), facts=_facts_of(weight, record))
+    if _has_no_values(weight):
+        _put4(made, _empty4(weight, record), facts=_facts_of(weight, record))
         return made
     packed, state = functional.quantize_4bit(
         weight.contiguous(),
@@ -81,7 +90,7 @@ def _quantize4(like: nn.Linear, record: Bnb4) -> nn.Module:
     return made
 
 
-def _meta4(weight: Tensor, record: Bnb4) -> dict[str, Tensor]:
+def _empty4(weight: Tensor, record: Bnb4) -> dict[str, Tensor]:
     blocks = -(-weight.numel() // record.block)
     scale = torch.uint8 if record.double else torch.float32
     sizes = {
@@ -93,7 +102,7 @@ def _meta4(weight: Tensor, record: Bnb4) -> dict[str, Tensor]:
         sizes["weight.nested_absmax"] = ((-(-blocks // _NESTED_BLOCK),), torch.float32)
         sizes["weight.nested_quant_map"] = ((256,), torch.float32)
         sizes["weight.nested_offset"] = ((), torch.float32)
-    return {k: torch.empty(size, dtype=kind, device="meta") for k, (size, kind) in sizes.items()}
+    return {name: weight.new_empty(size, dtype=kind) for name, (size, kind) in sizes.items()}
 
 
 def _facts_of(weight: Tensor, record: Bnb4) -> dict[str, Any]:
@@ -118,13 +127,14 @@ def _of_state(state: Any) -> dict[str, Tensor]:
 
 def _tensors4(part: nn.Module) -> dict[str, Tensor]:
     weight: Any = part.weight
-    if getattr(weight.quant_state, "packing_format_for_cpu", False):
+    state = _state4(part)
+    if getattr(state, "packing_format_for_cpu", False):
         raise CheckpointError(
             "bitsandbytes packed the weights of this model for the CPU in an evaluation, which "
             "loses bits. Quantise with fx.load_model(..., quantize=fx.Bnb4()), whose layers "
             "stay as they are, or save before the first evaluation."
         )
-    return {"weight": _plain(weight), **_of_state(weight.quant_state)}
+    return {"weight": _plain(weight), **_of_state(state)}
 
 
 def _plain(weight: Tensor) -> Tensor:
@@ -135,6 +145,14 @@ def _plain(weight: Tensor) -> Tensor:
 def _is_fake(tensor: Tensor) -> bool:
     """Whether it is a tensor of a dry run; what defines those takes a while to import."""
     return type(tensor).__name__ == "FakeTensor"
+
+
+def _has_no_values(weight: Tensor) -> bool:
+    """Whether it is on the meta device or of a dry run.
+
+    The library computes its tables with the first weight, and would keep ones without values.
+    """
+    return weight.is_meta or _is_fake(weight)
 
 
 def _fake(weight: Tensor, **attributes: Any) -> nn.Parameter:
@@ -184,7 +202,7 @@ def _put4(part: nn.Module, tensors: Tensors, facts: Mapping[str, Any] | None = N
 
 
 def _facts4(part: nn.Module) -> dict[str, Any]:
-    state: Any = part.weight.quant_state  # pyright: ignore[reportAttributeAccessIssue]
+    state = _state4(part)
     facts = {
         "quant_type": state.quant_type,
         "blocksize": state.blocksize,
@@ -227,8 +245,14 @@ def _owns8(part: nn.Module) -> bool:
 
 def _quantize8(like: nn.Linear, record: Bnb8) -> nn.Module:
     made = _layer8(like, record)
+    weight = like.weight.detach()
+    if _has_no_values(weight):
+        packed = weight.new_empty(weight.shape, dtype=torch.int8)
+        scales = weight.new_empty(len(weight), dtype=torch.float32)
+        _put8(made, {"weight": packed, "SCB": scales})
+        return made
     functional = importlib.import_module("bitsandbytes.functional")
-    packed, scales, _ = functional.int8_vectorwise_quant(like.weight.detach().half().contiguous())
+    packed, scales, _ = functional.int8_vectorwise_quant(weight.half().contiguous())
     _put8(made, {"weight": packed, "SCB": scales})
     return made
 

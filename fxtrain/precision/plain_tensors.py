@@ -1,6 +1,6 @@
 """The tensors of a model by name, where those of quantised weights are plain ones."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,11 +13,15 @@ from fxtrain.precision.torchao_layers import TORCHAO
 __all__ = [
     "LIBRARIES",
     "allocate",
+    "has_no_memory",
     "is_quantized",
+    "live_tensors",
     "quantized_facts",
     "quantized_layers",
     "quantized_tensors",
+    "quantized_weight",
     "stored_tensors",
+    "stream_later",
 ]
 
 LIBRARIES = (BNB4, BNB8, TORCHAO)
@@ -56,6 +60,12 @@ def quantized_tensors(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def quantized_weight(part: nn.Module) -> dict[str, Tensor]:
+    """The live tensors of the quantised weight of one layer; none of any other module."""
+    library = next((one for one in LIBRARIES if one.owns(part)), None)
+    return {} if library is None else library.tensors(part)
+
+
 def quantized_facts(module: nn.Module) -> dict[str, dict[str, Any]]:
     """What there is to say of each quantised weight beside its tensors, by layer."""
     return {
@@ -80,6 +90,47 @@ def stored_tensors(module: nn.Module) -> dict[str, Any]:
             del found[key]
         found |= {_join(name, key): one for key, one in library.tensors(part).items()}
     return found
+
+
+def stream_later(module: nn.Module, device: torch.device) -> Callable[[], None]:
+    """Put quantised weights on the meta device onto another, without memory.
+
+    Their tensors get memory one by one, where a strategy holds them.
+
+    Returns:
+        What puts them back onto the meta device.
+    """
+    before: list[tuple[Library, nn.Module, dict[str, Tensor]]] = []
+    for _, part, library in quantized_layers(module):
+        tensors = library.tensors(part)
+        if any(one.is_meta for one in tensors.values()):
+            before.append((library, part, tensors))
+            library.put(part, {name: _unfilled(one, device) for name, one in tensors.items()})
+
+    def undo() -> None:
+        for library, part, tensors in before:
+            library.put(part, tensors)
+
+    return undo
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has no values: it is on the meta device, or of `stream_later`."""
+    return tensor.is_meta or (tensor.numel() > 0 and not tensor.untyped_storage().nbytes())
+
+
+def live_tensors(part: nn.Module) -> dict[str, Tensor]:
+    """The tensor objects of a quantised weight, whose `.data` a strategy may replace."""
+    found = quantized_weight(part)
+    if "weight" in found:  # bitsandbytes' parameter, of which this is another object
+        found["weight"] = part.get_parameter("weight")
+    return found
+
+
+def _unfilled(like: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty_like(like, device=device)
+    made.untyped_storage().resize_(0)
+    return made
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "planned_layers",
     "put_layers",
     "quantize_layers",
+    "quantize_on_meta",
 ]
 
 _BY_RECORD: dict[type, Library] = {Bnb4: BNB4, Bnb8: BNB8, Torchao: TORCHAO}
@@ -109,6 +110,41 @@ def quantize_layers(
         undo_kept()
 
     return Quantized(layers=targets.names, undo=undo)
+
+
+def quantize_on_meta(
+    module: nn.Module, record: Quantize, *, trains: bool = False
+) -> Callable[[], None]:
+    """Replace layers of a model by quantised ones without values, to measure it.
+
+    Sizes do not depend on the device, so one that cannot compute in the format is not refused.
+
+    Returns:
+        What puts the old layers back.
+
+    Raises:
+        PlanError: as `planned_layers`, except for the device.
+    """
+    if isinstance(record, Torchao):
+        record = attrs.evolve(record, activations=None)
+    targets = planned_layers(module, record, torch.device("meta"), trains=trains)
+    library = library_of(record)
+    made: dict[str, nn.Module] = {}
+    for name in targets.names:
+        part = module.get_submodule(name)
+        assert isinstance(part, nn.Linear)
+        like = nn.Linear(
+            part.in_features, part.out_features, bias=False, device="meta", dtype=part.weight.dtype
+        )
+        like.bias = part.bias
+        made[name] = library.quantize(like, record)
+    undo_layers, undo_kept = put_layers(module, made), converted_to_fp32(module, record)
+
+    def undo() -> None:
+        undo_layers()
+        undo_kept()
+
+    return undo
 
 
 def _no_gradient(record: Quantize) -> str | None:

@@ -25,7 +25,12 @@ _DEVICE = torch.ops.prim.device.default
 _LARGEST = 1 << 26  # bytes of integers that keep their values
 _SURELY_SMALL = 1 << 12  # bytes of inputs below which the size of the output is not checked
 # Libraries whose frames are not the user's code.
-_LIBRARIES = ("torch", "fxtrain", "contextlib", "runpy", "importlib", "_pytest", "pluggy")
+_LIBRARIES = (
+    "torch", "torchao", "bitsandbytes", "fxtrain", "contextlib", "runpy", "importlib", "_pytest",
+    "pluggy",
+)  # fmt: skip
+# The function of torchao and of bitsandbytes that computes a table of constants for their states.
+_TABLES = "create_dynamic_map"
 # Predicates of unknown values that are false, as they are for finite numbers.
 _NO = {"ne", "eq", "lt", "gt", "le", "ge", "isnan", "isinf", "any"}
 
@@ -194,6 +199,8 @@ def user_place() -> str:
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if name.startswith("fxtrain.") and not name.startswith("fxtrain.profile."):
+            return ""
+        if frame.f_code.co_name == _TABLES and is_library(name):
             return ""
         if not is_library(name):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -12,6 +12,7 @@ from fxtrain.profile.axes import axis_namer
 from fxtrain.profile.dispatched_traffic import Collective, summary
 from fxtrain.profile.fake_ranks import fake_group, place
 from fxtrain.profile.fake_tensors import FakeValuesMode
+from fxtrain.profile.library_tables import real_tables
 from fxtrain.profile.problems import ends_the_run, find_problems
 from fxtrain.profile.torch_patches import formattable, lazy_chunks, load_in_process, swappable
 from fxtrain.profile.watching import LoopRecorder, Mark, StepsConverged, recording
@@ -97,7 +98,9 @@ def rehearse(
     fakes = FakeValuesMode()
     watch = LoopRecorder(most=_MOST_UPDATES, fakes=fakes.fakes)
     ended: BaseException | None = None
-    patches = (load_in_process(watch), swappable(fakes), lazy_chunks(), formattable())
+    patches = (
+        real_tables(), load_in_process(watch), swappable(fakes), lazy_chunks(), formattable(),
+    )  # fmt: skip
     with ExitStack() as stack:
         for one in (fake_group(variables), *patches, fakes, recording(watch, fakes)):
             stack.enter_context(one)

@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fxtrain.precision import quantized_weight
 from fxtrain.profile.dispatched_traffic import Collective, collectives
 from fxtrain.profile.fake_tensors import FakeValuesMode
 from fxtrain.profile.memory_log import MemoryLog
@@ -31,7 +32,7 @@ from fxtrain.state import Wrapped
 
 __all__ = ["LoopRecorder", "Mark", "StepsConverged", "recording"]
 
-_PLAIN = (torch.Tensor, nn.Parameter)
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl  # pyright: ignore
 _DEVICE = torch.ops.prim.device.default  # without effect
 
 
@@ -127,6 +128,8 @@ class LoopRecorder(TorchDispatchMode):
             self.memory.hold("parameters", own)
             self.memory.hold("gradients", [p.grad for p in own if p is not None])
             self.memory.hold("buffers", module._buffers.values())
+        for module in tuple(self._modules):  # scales that are no parameters
+            self.memory.hold("parameters", quantized_weight(module).values())
 
     def after_update(self, optimizer: Optimizer, *_: Any) -> None:
         """Called after an update, when the optimizer has its state."""
@@ -204,5 +207,6 @@ def _holder(optimizer: Optimizer) -> Wrapped | None:
     return None
 
 
-def _is_plain(kind: type) -> bool:
-    return kind in _PLAIN or kind.__name__ == "FakeTensor"
+def _is_plain(kind: Any) -> bool:
+    """Whether tensors of a class have memory of their own and no dispatch of their own."""
+    return kind.__torch_dispatch__ is _NO_DISPATCH or kind.__name__ == "FakeTensor"

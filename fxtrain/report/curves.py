@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import attrs
 
@@ -77,11 +78,14 @@ def downsample(values: Sequence[float], limit: int) -> list[int]:
 def join(parts: Iterable[Curve]) -> Curve:
     """Curves of consecutive parts of a run as one curve."""
     found = list(parts)
+    if len(found) == 1:
+        return found[0]
+    columns = {
+        name: tuple(chain.from_iterable(getattr(part, name) for part in found))
+        for name in ("steps", "rows", "times", "values")
+    }
     return Curve(
-        steps=tuple(one for part in found for one in part.steps),
-        rows=tuple(one for part in found for one in part.rows),
-        times=tuple(one for part in found for one in part.times),
-        values=tuple(one for part in found for one in part.values),
+        **columns,
         count=sum(part.count for part in found),
         nonfinite=sum(part.nonfinite for part in found),
     )

@@ -1,26 +1,46 @@
 """Reads a part of a file of the JSON lines tracker; several processes read several parts."""
 
+import contextlib
 import gc
 import json
 import math
 import os
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from fxtrain._reading import open_file
-from fxtrain.report.curves import Curve, downsample
+from fxtrain.report.curves import Curve, downsample, join
 
 try:  # four times as fast as Python's own
     from orjson import loads as _parse  # pyright: ignore[reportMissingImports]
 except ImportError:
     from json import loads as _parse
 
-__all__ = ["Piece", "parse_lines", "ranges", "read_piece"]
+__all__ = ["LoggedTable", "Piece", "joined", "parse_lines", "ranges", "read_piece"]
 
+_TABLE_ROWS = 100
+_BLOCK_BYTES = 1 << 19
+_BLOCK_POINTS = 64  # at least, of one curve in one block
 _LARGEST = 2**53  # the largest whole number that a float represents exactly
+
+
+@attrs.frozen(kw_only=True)
+class LoggedTable:
+    """A table of `run.table`.
+
+    Attributes:
+        step: The update at which it was logged.
+        columns: Their names.
+        rows: The first ones.
+        count: The number of all rows.
+    """
+
+    step: int
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    count: int
 
 
 @attrs.frozen(kw_only=True)
@@ -31,12 +51,14 @@ class Piece:
         curves: By name of the metric.
         starts: The lines that were written when the run was opened or resumed.
         artifacts: Paths of logged files, by name.
+        tables: The tables that were logged last, by name.
         damaged: Number of invalid lines.
     """
 
     curves: Mapping[str, Curve]
     starts: Sequence[Mapping[str, Any]]
     artifacts: Mapping[str, str]
+    tables: Mapping[str, "LoggedTable"]
     damaged: int
 
 
@@ -44,7 +66,7 @@ def read_piece(path: str, start: int, end: int, points: int) -> Piece:
     """Read the lines that begin in a range of bytes.
 
     Args:
-        points: How many points of a curve to keep: see `downsample`.
+        points: About how many points of a curve to keep: see `parse_lines`.
 
     Raises:
         OSError: the file cannot be read.
@@ -65,67 +87,110 @@ def parse_lines(data: bytes, points: int) -> Piece:
 
     Args:
         data: Lines of the tracker, the last of which may be incomplete.
-        points: How many points of a curve to keep: see `downsample`.
+        points: About how many points of a curve to keep. Each block of 512 KiB keeps its share, and
+            at least 64, by `downsample`.
     """
+    kept = max(_BLOCK_POINTS, points * _BLOCK_BYTES // max(len(data), 1))
     collects = gc.isenabled()
     gc.disable()  # it would visit every entry repeatedly, which doubles the time
     try:
-        return _piece(data, points)
+        return joined([_piece(block, min(kept, points)) for block in _blocks(data)])
     finally:
         if collects:
             gc.enable()
 
 
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Consecutive parts of a file as one."""
+    names = dict.fromkeys(name for piece in pieces for name in piece.curves)
+    return Piece(
+        curves={
+            name: join(piece.curves[name] for piece in pieces if name in piece.curves)
+            for name in names
+        },
+        starts=[start for piece in pieces for start in piece.starts],
+        artifacts={name: path for piece in pieces for name, path in piece.artifacts.items()},
+        tables={name: table for piece in pieces for name, table in piece.tables.items()},
+        damaged=sum(piece.damaged for piece in pieces),
+    )
+
+
+def _blocks(data: bytes) -> Iterator[bytes]:
+    """Whole lines, of so few bytes that what is parsed of them fits the processor's cache."""
+    start = 0
+    while start < len(data):
+        end = data.find(b"\n", start + _BLOCK_BYTES) + 1 or len(data)
+        yield data[start:end]
+        start = end
+
+
 def _piece(data: bytes, points: int) -> Piece:
-    entries: list[dict[str, Any]] = []
+    lines = _parsed(data)
+    entries = [
+        one
+        for one in lines
+        if type(one) is dict and type(one.get("step")) is int and 0 <= one["step"] < _LARGEST
+    ]
+    logged = [one for one in entries if "values" in one]
     starts: list[dict[str, Any]] = []
     artifacts: dict[str, str] = {}
-    damaged = 0
-    for entry in _entries(data):
-        if entry is None:
-            damaged += 1
-        elif "values" in entry:
-            entries.append(entry)
-        elif type(entry.get("start")) is dict:
+    tables: dict[str, LoggedTable] = {}
+    for entry in entries if len(logged) < len(entries) else ():
+        if "values" in entry:
+            continue
+        if type(entry.get("start")) is dict:
             starts.append({"time": entry.get("time"), **entry["start"]})
         elif type(entry.get("artifact")) is dict:
             artifacts |= {name: str(one) for name, one in entry["artifact"].items()}
-    curves = _curves(entries, points)
-    return Piece(curves=curves, starts=starts, artifacts=artifacts, damaged=damaged)
+        elif type(entry.get("table")) is dict:
+            found = {name: _table(one, entry["step"]) for name, one in entry["table"].items()}
+            tables |= {name: one for name, one in found.items() if one is not None}
+    return Piece(
+        curves=_curves(logged, points),
+        starts=starts,
+        artifacts=artifacts,
+        tables=tables,
+        damaged=len(lines) - len(entries),
+    )
 
 
-def _entries(data: bytes) -> Iterator[dict[str, Any] | None]:
-    lines = data.split(b"\n")
-    for line in lines if lines[-1] else lines[:-1]:
-        try:
-            found = _parse(line)
-        except (ValueError, RecursionError):
-            found = _parsed_by_python(line)
-        step = found.get("step") if type(found) is dict else None
-        yield found if type(step) is int and 0 <= step < _LARGEST else None
-
-
-def _parsed_by_python(line: bytes) -> Any:
-    """A line that orjson may have refused for a number or a character that Python accepts."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
+def _table(table: Any, step: int) -> LoggedTable | None:
+    """A table as the tracker writes it; None for anything else."""
+    columns, rows = (table.get(one) if type(table) is dict else None for one in ("columns", "rows"))
+    if type(columns) is not list or type(rows) is not list or not columns:
         return None
+    shown = [row for row in rows[:_TABLE_ROWS] if type(row) is list and len(row) == len(columns)]
+    return LoggedTable(step=step, columns=columns, rows=shown, count=len(rows))
+
+
+def _parsed(data: bytes) -> list[Any]:
+    """Each line as what it contains; None if it is no JSON."""
+    lines = data.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    try:
+        return list(map(_parse, lines))
+    except (ValueError, RecursionError):
+        return [_parsed_line(line) for line in lines]
+
+
+def _parsed_line(line: bytes) -> Any:
+    # Python accepts numbers and characters that orjson refuses.
+    for parse in (_parse, json.loads):
+        with contextlib.suppress(ValueError, RecursionError):
+            return parse(line)
+    return None
 
 
 def _curves(entries: Sequence[Mapping[str, Any]], points: int) -> dict[str, Curve]:
-    # Entries with the same names are transposed together, which is fast.
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for position, entry in enumerate(entries):
-        if type(entry["values"]) is dict:
-            groups.setdefault(tuple(entry["values"]), []).append(position)
-    columns: dict[str, tuple[list[int], array[float]]] = {}
-    for names, positions in groups.items():
+    columns: dict[str, tuple[Sequence[int], Sequence[float]]] = {}
+    for names, positions in _groups([entry["values"] for entry in entries]):
+        # Entries with the same names are transposed together, which is fast.
         rows = zip(*(entries[one]["values"].values() for one in positions), strict=True)
         for name, column in zip(names, rows, strict=True):
             where, values = _numbers(positions, column)
             if name in columns:
-                where, values = columns[name][0] + where, columns[name][1] + values
+                where, values = (*columns[name][0], *where), (*columns[name][1], *values)
             columns[name] = where, values
     return {
         name: _curve(entries, where, values, points)
@@ -134,32 +199,49 @@ def _curves(entries: Sequence[Mapping[str, Any]], points: int) -> dict[str, Curv
     }
 
 
-def _numbers(where: list[int], values: Sequence[Any]) -> "tuple[list[int], array[float]]":
+def _groups(logged: Sequence[Any]) -> Iterable[tuple[tuple[str, ...], Sequence[int]]]:
+    """Names of metrics, and the positions of the entries that have these, in this order."""
+    kinds = set(map(type, logged))
+    if kinds == {dict}:
+        names = tuple(logged[0])
+        if all(map(names.__eq__, map(tuple, logged))):
+            return [(names, range(len(logged)))]
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for position, values in enumerate(logged):
+        if type(values) is dict:
+            groups.setdefault(tuple(values), []).append(position)
+    return groups.items()
+
+
+def _numbers(where: Sequence[int], values: Sequence[Any]) -> tuple[Sequence[int], Sequence[float]]:
     """Those of the values that are numbers, and their positions."""
     try:
-        return where, array("d", values)
+        math.isfinite(sum(values))
+        return where, values
     except (TypeError, OverflowError):
         numbers = [_number(one) for one in values]
     found = [at for at, one in zip(where, numbers, strict=True) if one is not None]
-    return found, array("d", [one for one in numbers if one is not None])
+    return found, [one for one in numbers if one is not None]
 
 
 def _curve(
-    entries: Sequence[Mapping[str, Any]], where: list[int], values: "array[float]", points: int
+    entries: Sequence[Mapping[str, Any]],
+    where: Sequence[int],
+    values: Sequence[float],
+    points: int,
 ) -> Curve:
-    if where != sorted(where):
+    if type(where) is tuple:  # of several groups
         order = sorted(range(len(where)), key=where.__getitem__)
-        where, values = [where[one] for one in order], array("d", [values[one] for one in order])
-    finite = math.isfinite(sum(values))
+        where, values = [where[one] for one in order], [values[one] for one in order]
     kept = downsample(values, points)
     found = [entries[where[one]] for one in kept]
     return Curve(
         steps=_floats([entry["step"] for entry in found]),
         rows=_floats([entry.get("rows") for entry in found]),
         times=_floats([entry.get("time") for entry in found]),
-        values=tuple([values[one] for one in kept]),
+        values=tuple([float(values[one]) for one in kept]),
         count=len(values),
-        nonfinite=0 if finite else sum(not math.isfinite(one) for one in values),
+        nonfinite=0 if math.isfinite(sum(values)) else sum(not math.isfinite(v) for v in values),
     )
 
 

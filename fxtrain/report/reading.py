@@ -12,8 +12,8 @@ import attrs
 
 from fxtrain._errors import PlanError
 from fxtrain._reading import path_problem
-from fxtrain.report.curves import Curve, join
-from fxtrain.report.lines import Piece, ranges, read_piece
+from fxtrain.report.curves import Curve
+from fxtrain.report.lines import LoggedTable, Piece, joined, ranges, read_piece
 
 __all__ = ["RunCurves", "file_of", "read_curves"]
 
@@ -37,6 +37,7 @@ class RunCurves:
         resumed: How often the run was resumed.
         checkpoints: Paths of its checkpoints, by updates.
         artifacts: Paths of logged files, by name.
+        tables: Tables that were logged last, by name.
         damaged: Number of invalid lines that were skipped.
     """
 
@@ -48,6 +49,7 @@ class RunCurves:
     resumed: int = 0
     checkpoints: tuple[Path, ...] = ()
     artifacts: Mapping[str, str] = attrs.field(factory=dict)
+    tables: Mapping[str, LoggedTable] = attrs.field(factory=dict)
     damaged: int = 0
 
 
@@ -131,30 +133,27 @@ def _pool(processes: int, paths: Sequence[Path]) -> Iterator[Any]:
 
 
 def _run(path: Path, pieces: Sequence[Piece]) -> RunCurves:
-    starts = [start for piece in pieces for start in piece.starts]
-    if not starts:
+    found = joined(pieces)
+    if not found.starts:
         raise PlanError(
             f"report: {path} has no line that starts a run, so fx.JsonLines() did not write it. "
             f"Pass the folder of a run."
         )
-    names = list(dict.fromkeys(name for piece in pieces for name in piece.curves))
-    time, params = starts[0].get("time"), starts[-1].get("params")
+    time, params = found.starts[0].get("time"), found.starts[-1].get("params")
     folder = path.parent
     return RunCurves(
-        label=str(starts[-1].get("name") or folder.name),
+        label=str(found.starts[-1].get("name") or folder.name),
         folder=folder,
-        curves={
-            name: join(piece.curves[name] for piece in pieces if name in piece.curves)
-            for name in names
-        },
+        curves=found.curves,
         params=params if isinstance(params, dict) else {},
         started=float(time) if isinstance(time, int | float) else None,
-        resumed=len(starts) - 1,
+        resumed=len(found.starts) - 1,
         checkpoints=tuple(
             one for one in sorted(folder.glob("update-[0-9]*")) if (one / "manifest.json").is_file()
         ),
-        artifacts={name: one for piece in pieces for name, one in piece.artifacts.items()},
-        damaged=sum(piece.damaged for piece in pieces),
+        artifacts=found.artifacts,
+        tables=found.tables,
+        damaged=found.damaged,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from fxtrain._errors import escape_unprintable
 from fxtrain.report.curves import Curve
+from fxtrain.report.lines import LoggedTable
 from fxtrain.report.reading import RunCurves
 
 __all__ = ["tables_of", "text_of"]
@@ -25,7 +26,7 @@ _CONTROLS = """<section aria-labelledby="h-curves">
 <output for="smoothing" id="smoothed">0</output></label>
 <label>Metrics <input id="filter" type="search" placeholder="part of a name" \
 autocomplete="off"></label>
-<label><input id="logarithmic" type="checkbox"> logarithmic</label>
+<label><input id="logarithmic" type="checkbox"> Logarithmic</label>
 <button type="button" id="reset">Reset zoom</button>
 </form>
 <p class="quiet" id="keys" hidden>Drag to zoom, double-click to reset. With a chart in focus: \
@@ -43,6 +44,7 @@ def tables_of(runs: Sequence[RunCurves], metrics: Sequence[str]) -> str:
             _section("Runs", _runs(runs)),
             _CONTROLS,
             _section("Values", _values(runs, metrics)),
+            *_logged(runs),
             _section("Plan", _compared(runs, plan)),
             _section("Hyperparameters", _compared(runs, settings)),
             _section("Environment", _compared(runs, context)),
@@ -127,6 +129,28 @@ def _facts(curve: Curve) -> tuple[str, ...]:
     finite = [one for one in curve.values if math.isfinite(one)]
     low, high = (f"{min(finite):.6g}", f"{max(finite):.6g}") if finite else ("-", "-")
     return f"{curve.values[-1]:.6g}", low, high, _count(curve.count), _count(curve.nonfinite)
+
+
+def _logged(runs: Sequence[RunCurves]) -> list[str]:
+    """The tables that runs have logged, such as that of a profile."""
+    names = dict.fromkeys(name for run in runs for name in run.tables)
+    parts = [
+        _logged_table(name, run.label, run.tables[name])
+        for name in names
+        for run in runs
+        if name in run.tables
+    ]
+    return [_section("Tables", "\n".join(parts))] if parts else []
+
+
+def _logged_table(name: str, label: str, table: LoggedTable) -> str:
+    rows = (_row(text_of(first), map(str, rest)) for first, *rest in table.rows)
+    left = table.count - len(table.rows)
+    return (
+        f"<h3>{text_of(name)}: {text_of(label)}, update {table.step:,}</h3>\n"
+        + _table(f"{name}: {label}", table.columns, rows)
+        + (f"\n<p>{left:,} more rows are not shown.</p>" if left else "")
+    )
 
 
 def _settings(runs: Sequence[RunCurves]) -> tuple[list[str], list[str], list[str]]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import attrs
 
+from fxtrain._errors import PlanError
 from fxtrain._other_names import value_hint
 from fxtrain._record import above, at_least, closest, record
 from fxtrain.state.context_parallel import CP
@@ -37,6 +38,9 @@ class Compile:
         mode: torch.compile's mode; None for its default.
         fullgraph: Fail on a graph break.
         dynamic: Whether shapes are dynamic; None lets torch decide.
+        prepack: For inference on a CPU: inductor lays weights out as its kernels read them
+            (`freezing`), under `torch.no_grad()`. They become constants, so that a weight that
+            changes later has no effect.
     """
 
     blocks: tuple[str, ...] = ()
@@ -44,6 +48,15 @@ class Compile:
     mode: str | None = None
     fullgraph: bool = False
     dynamic: bool | None = None
+    prepack: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        if self.prepack and (self.backend != "inductor" or self.mode is not None):
+            raise PlanError(
+                f"Compile(prepack=True, backend={self.backend!r}, mode={self.mode!r}): only "
+                f"inductor prepacks weights, and torch.compile takes either a mode or such "
+                f"options. Leave backend and mode out."
+            )
 
 
 @record

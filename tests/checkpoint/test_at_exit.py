@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 import fxtrain as fx
 
 # Imports torch once, and tries each way to end in a fork.
@@ -63,6 +65,7 @@ WAYS = {  # the code, how often the error is shown
 }
 
 
+@pytest.mark.slow
 def test_the_end_waits_for_a_save_and_tells_of_its_failure(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), *WAYS],

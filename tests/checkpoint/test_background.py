@@ -13,7 +13,6 @@ import fxtrain as fx
 from fxtrain.checkpoint import host_copies
 from fxtrain.checkpoint import saving as implementation
 from fxtrain.checkpoint.write_plan import writable_chunks
-from fxtrain.state import DistContext
 from tests.checkpoint import _runs
 
 
@@ -188,26 +187,6 @@ def test_accelerators_copy_on_a_stream_of_their_own(ctx, monkeypatch):
     with staging.making():
         pass
     assert told[6:] == ["synchronize"]
-
-
-@pytest.mark.parametrize("refused", [0, 2])
-def test_the_buffer_of_cuda_is_pinned_where_it_is(refused, monkeypatch, caplog):
-    calls = []
-    runtime = SimpleNamespace(
-        cudaHostRegister=lambda *place: calls.append(("register", *place)) or refused,
-        cudaHostUnregister=lambda address: calls.append(("unregister", address)),
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(host_copies, "_accelerated", lambda _: True)
-    ctx = DistContext(device=torch.device("cuda", 0))
-    buffer = host_copies._buffer(ctx, 3 << 20)
-    address = buffer.data_ptr()
-    assert host_copies._buffer(ctx, 1 << 20) is buffer  # used again
-    assert calls == [("register", address, 3 << 20, 0)]
-    del buffer
-    ctx.comm.state.save_buffer = None
-    assert calls[1:] == ([] if refused else [("unregister", address)])
-    assert ("3 MiB of host memory could not be pinned" in caplog.text) == bool(refused)
 
 
 def _slow(ctx, folder):

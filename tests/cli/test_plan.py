@@ -63,6 +63,7 @@ def here(monkeypatch):
     monkeypatch.setattr("fxtrain.cli.plan_command.subprocess", types.SimpleNamespace(run=_run_here))
 
 
+@pytest.mark.slow
 def test_a_script_runs_unchanged_as_one_rank(script, tmp_path):
     saved, picture = tmp_path / "run.json", tmp_path / "run.svg"
     ended = _plan(

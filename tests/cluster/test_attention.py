@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import fxtrain as fx
 from fxtrain import ops
+from fxtrain.backends.context.attention_kernels import PLAIN
 from fxtrain.backends.context.ring_attention import Ring, RingAttention
 from fxtrain.data.sequence_slices import make_splitter
 from fxtrain.ops.sequence_tokens import positions_of
@@ -29,11 +30,17 @@ CASES = {
     "groups": ({"is_causal": True, "enable_gqa": True}, {}, 2, 8),
     "all causal": ({}, {"causal": True}, 4, 8),
 }
+# Sizes of heads of keys and of values.
+SIZES = {name: (8, 8) for name in CASES} | {"narrow values": (8, 3), "wide values": (5, 7)}
+CASES["narrow values"] = CASES["wide values"] = CASES["causal"]
 
 
-def _inputs(heads, keys):
+def _inputs(heads, keys, key_size, value_size):
     torch.manual_seed(0)
-    shapes = [(2, 4, 8, 8), (2, heads, keys, 8), (2, heads, keys, 8), (2, 4, 8, 8)]
+    shapes = [
+        *((2, 4, 8, key_size), (2, heads, keys, key_size)),
+        *((2, heads, keys, value_size), (2, 4, 8, value_size)),
+    ]
     return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
 
 
@@ -44,7 +51,7 @@ def _attention(parts, options):
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def _around(ctx):
+def _around(ctx, kernel):
     placed = fx.detect({}, device="cpu", mesh=fx.Mesh(context=ctx.world_size), timeout_s=60)
     axis = placed.axis("context")
     found = {}
@@ -55,18 +62,20 @@ def _around(ctx):
             count = x.shape[2] // axis.world_size
             return x[:, :, positions_of(count, placed, fx.Plan(context=config))]
 
-        ring = RingAttention(Ring(group=axis.comm.group, config=config))
+        ring = RingAttention(Ring(group=axis.comm.group, config=config, kernel=kernel))
+        inputs = _inputs(heads, keys, *SIZES[name])
         with ring:
-            got = _attention([mine(x) for x in _inputs(heads, keys)], options)
+            got = _attention([mine(x) for x in inputs], options)
         whole = {**options, "is_causal": True} if config.causal else options
-        wanted = [mine(x) for x in _attention(_inputs(heads, keys), whole)]
+        wanted = [mine(x) for x in _attention(inputs, whole)]
         found[name] = max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True))
     return found
 
 
+@pytest.mark.parametrize("kernel", [None, PLAIN], ids=["CPU", "plain"])
 @pytest.mark.parametrize("n", [2, 4])
-def test_attention_over_ranks_is_that_of_whole_sequences(clusters, n):
-    for found in clusters[n].run(_around):
+def test_attention_over_ranks_is_that_of_whole_sequences(clusters, n, kernel):
+    for found in clusters[n].run(_around, kernel):
         assert max(found.values()) < 1e-12, found
 
 

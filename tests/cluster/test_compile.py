@@ -23,6 +23,18 @@ def test_modules_of_torch_itself_are_compiled_too(ctx):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_weights_are_prepacked_for_inference_only(ctx, monkeypatch):
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda call, **options: given.append(options) or call)
+    plan = fx.Plan(compile=fx.Compile(prepack=True))
+    fx.wrap(nn.Linear(2, 1), ctx, plan)
+    assert given[0]["options"] == {"freezing": True}
+    with pytest.raises(fx.PlanError, match="prepacked weights are constants"):
+        fx.wrap(nn.Linear(2, 1), ctx, plan, optimizer=torch.optim.AdamW)
+    with pytest.raises(fx.PlanError, match="Leave backend and mode out"):
+        fx.Compile(prepack=True, mode="max-autotune")
+
+
 class _Blocks(nn.Module):
     """Of torch's modules, in a loop that torch leaves at the first hook inside."""
 
@@ -93,3 +105,14 @@ def test_it_is_told_how_many_graphs_were_compiled(ctx, caplog):
     left = torch.compiler.disable(nn.Linear(2, 2))
     fx.wrap(nn.Sequential(left), ctx, plan)(torch.ones(1, 2))
     assert "created no graph of Sequential" in caplog.text
+
+
+def test_graphs_of_an_equal_module_are_used_again(ctx, caplog):
+    from torch._dynamo.utils import counters
+
+    plan = fx.Plan(compile=fx.Compile(backend="eager"))
+    fx.wrap(_Blocks(), ctx, plan)(torch.ones(1, 8))
+    before = counters["stats"]["unique_graphs"]
+    fx.wrap(_Blocks(), ctx, plan)(torch.ones(1, 8))
+    assert counters["stats"]["unique_graphs"] == before
+    assert "created no graph" not in caplog.text

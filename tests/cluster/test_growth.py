@@ -6,6 +6,8 @@ import fxtrain as fx
 from fxtrain.testing import grows_linearly
 from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP
 
+pytestmark = pytest.mark.slow
+
 TENSOR = fx.TP(styles=(*ATTENTION, UP, DOWN))
 
 PLANS = {

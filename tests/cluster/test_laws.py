@@ -184,6 +184,7 @@ def test_context_parallel(clusters, name, law):
     law(clusters[n], fx.Plan(strategy=strategy, context=fx.CP(tables=ROWS, **options)), mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CP_PLANS)
 def test_context_parallel_clips_and_weighs_tokens(clusters, name):
     n, strategy, options, mesh = CP_PLANS[name]

@@ -8,7 +8,7 @@ from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxtrain.ops import closing
-from fxtrain.state import Topology
+from fxtrain.state import CommState, Topology
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def group():
 def stuck(monkeypatch):
     """A `destroy_process_group` that waits for peers, as NCCL's does."""
     released, destroy = threading.Event(), dist.destroy_process_group
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: released.wait(60) and destroy())
+    monkeypatch.setattr(dist, "destroy_process_group", lambda *_: released.wait(60) and destroy())
     yield
     released.set()
     monkeypatch.undo()
@@ -43,14 +43,41 @@ def test_a_rank_that_leaves_with_an_error_gives_up_waiting(group, stuck):
     assert time.monotonic() - started < 30
 
 
-def test_a_group_of_nccl_is_aborted(group, monkeypatch):
-    aborted = []
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(
-        dist.distributed_c10d, "_abort_process_group", lambda: aborted.append("abort")
-    )
+@pytest.fixture
+def aborted(monkeypatch):
+    """Groups that were aborted, as if all of them were of NCCL."""
+    groups = []
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", groups.append)
+    return groups
+
+
+def test_a_group_of_nccl_is_aborted(group, aborted):
     _close()(ValueError("bad"))
-    assert aborted == ["abort"] and dist.is_initialized()
+    assert aborted == [dist.group.WORLD] and dist.is_initialized()
+
+
+def _opened():
+    """Two groups that a context opened beside one that existed."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    state = CommState()
+    state.opened_groups.extend(groups)
+    return groups, state
+
+
+def test_groups_beside_an_existing_one_are_aborted_too(group, aborted, stuck):
+    groups, state = _opened()
+    started = time.monotonic()
+    closing.make_part_close(state, 0.2)(ValueError("bad"))
+    assert aborted == groups[::-1] and not state.opened_groups
+    assert time.monotonic() - started < 30
+
+
+def test_groups_beside_an_existing_one_are_destroyed_without_an_error(group):
+    groups, state = _opened()
+    closing.make_part_close(state, 0.2)(None)
+    assert dist.is_initialized() and not state.opened_groups
+    assert all(one not in dist.distributed_c10d._world.pg_map for one in groups)
 
 
 def test_a_rank_that_leaves_without_an_error_destroys_its_groups(group):

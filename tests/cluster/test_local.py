@@ -30,6 +30,7 @@ def test_an_outer_optimizer_may_jump_and_a_warm_up_is_ddp(pair):
             law(pair, fx.Plan(local=fx.LocalSGD(every=3, warmup=4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", HOLD, ids=lambda law: law.__name__)
 def test_copies_may_be_sharded(clusters, law):
     plan = fx.Plan(strategy=fx.FSDP(), local=fx.LocalSGD(every=1))
@@ -219,6 +220,7 @@ def _restore(ctx, folder, plan, mesh, count):
         return found, _state(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["two copies", "sharded copies"])
 def test_an_open_round_goes_on_here_and_elsewhere(clusters, first, tmp_path):
     n, strategy, mesh = PLACES[first]

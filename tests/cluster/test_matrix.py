@@ -71,7 +71,16 @@ def truth(clusters, other, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[PIPELINES] if row.says == PP else []) for name, row in ROWS.items()],
+    [
+        pytest.param(
+            name,
+            marks=[
+                *([PIPELINES] if row.says == PP else []),
+                *([pytest.mark.slow] if row.n > 2 else []),
+            ],
+        )
+        for name, row in ROWS.items()
+    ],
 )
 def test_a_strategy_does_everything(clusters, truth, other, tmp_path, name):
     row = ROWS[name]

@@ -33,6 +33,7 @@ def test_laws(pair, law):
     law(pair, fx.Plan(strategy=fx.PP()), fx.Mesh(pipeline=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", [all_at_once, synced_each, *LAWS[4:]], ids=lambda law: law.__name__)
 def test_laws_of_stages_in_a_loop_and_copies(clusters, law):
     config = fx.PP(schedule="interleaved_1f1b", microbatches=2, split=FOUR)

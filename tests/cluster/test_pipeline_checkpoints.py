@@ -11,7 +11,7 @@ from fxtrain.testing.training import backward_once
 from tests.cluster._models import DOWN, PIPELINES, UP
 from tests.cluster._pipelines import FOUR, SHARDS, SPLITS, held
 
-pytestmark = PIPELINES
+pytestmark = [PIPELINES, pytest.mark.slow]
 
 PLACES = {
     "ddp": (fx.DDP(), None),

@@ -15,7 +15,7 @@ from fxtrain.testing import LAWS, Task, Transformer, all_at_once, count_collecti
 from fxtrain.testing.training import backward_once, by_hand, on_mesh
 from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP, synced_each
 
-pytestmark = PIPELINES
+pytestmark = [PIPELINES, pytest.mark.slow]
 
 FOUR = ("blocks.0", "blocks.1", "norm")
 COPIES = fx.Mesh(pipeline=2)

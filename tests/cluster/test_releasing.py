@@ -93,3 +93,13 @@ def test_other_objects_are_refused_before_anything_is_freed(wrong):
     with pytest.raises(fx.PlanError, match="release takes"):
         fx.release(net, wrong)
     assert not net.weight.is_meta
+
+
+def test_memory_in_the_heap_is_returned_too():
+    with fx.detect(env={}, device="cpu") as ctx:
+        kept, freed = [], [torch.ones(1 << 16) for _ in range(400)]  # 100 MB
+        before = fx.memory(ctx).now
+        while freed:
+            freed.pop()
+            kept.append(torch.ones(16))  # between them, so that the heap does not shrink by itself
+        assert before - fx.release().after.now > 80_000_000

@@ -124,23 +124,93 @@ def test_states_are_small(ctx, name):
     assert size < 0.6 * 2 * 4 * model.module[0].weight.numel()
 
 
-def _wrapped_in_shards(ctx):
+SHARDED = [name for name in OPTIMIZERS if "torchao" in name]
+
+
+def _full_states(model):
+    """Every state as full, plain values, by parameter and key."""
     found = {}
-    for name in OPTIMIZERS:
-        try:
-            fx.wrap(_net(), ctx, fx.Plan(strategy=fx.FSDP()), optimizer=_factory(name))
-        except fx.PlanError as error:
-            found[name] = str(error)
+    for name, parameter in model.module.named_parameters():
+        for key, value in model.optimizer.state[parameter].items():
+            local = getattr(value, "_local_tensor", value)
+            plain = local.dequantize() if hasattr(local, "tensor_attrs") else local.clone()
+            if hasattr(value, "device_mesh"):
+                like = {"shape": value.shape, "stride": value.stride(), "run_check": False}
+                plain = (
+                    type(value)
+                    .from_local(plain.contiguous(), value.device_mesh, value.placements, **like)
+                    .full_tensor()
+                )
+            found[f"{name}.{key}"] = plain
     return found
 
 
-def test_shards_are_refused_before_training(pair):
-    one, other = pair.run(_wrapped_in_shards)
-    assert one == other and one.keys() == OPTIMIZERS.keys()
-    for name, text in one.items():
-        library, optimizer = name.split()
-        assert f"{library}'s {optimizer} over sharded parameters" in text
-        assert "Use it with Single or DDP" in text
+def _resharded(ctx, name, folder, act):
+    """Save under FSDP, or restore what others saved; states, and losses of two more updates."""
+    plan = fx.Plan(strategy=fx.FSDP() if ctx.world_size > 1 else fx.Single())
+    model = fx.wrap(_net(), ctx, plan, optimizer=_factory(name))
+    batches = list(_batches(ctx, plan))
+    if act == "save":
+        _train(ctx, model, batches[:3])
+        fx.save(folder, ctx, model)
+    else:
+        fx.restore(folder, ctx, model)
+    kinds = {
+        type(getattr(value, "_local_tensor", value)).__name__
+        for state in model.optimizer.state.values() for value in state.values()
+    }  # fmt: skip
+    states = _full_states(model)
+    return states, kinds, _train(ctx, model, batches[3:5]), _full_states(model)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_states_resume_and_reshard_bit_for_bit(pair, ctx, name, tmp_path):
+    folder = str(tmp_path / "two")
+    (states, kinds, losses, after), _ = pair.run(_resharded, name, folder, "save")
+    assert any(kind.startswith("OptimState") for kind in kinds)
+    again, _ = pair.run(_resharded, name, folder, "restore")
+    assert again[2] == losses
+    alone = _resharded(ctx, name, folder, "restore")
+    for other, wanted in ((again[0], states), (again[3], after), (alone[0], states)):
+        assert other.keys() == wanted.keys()
+        assert all(torch.equal(other[key], wanted[key]) for key in wanted)
+    assert alone[1] == kinds
+    whole = str(tmp_path / "one")
+    states = _resharded(ctx, name, whole, "save")[0]
+    spread, _ = pair.run(_resharded, name, whole, "restore")
+    assert all(torch.equal(spread[0][key], states[key]) for key in states)
+
+
+def _refused_in_shards(ctx):
+    found = []
+    nets = [("bitsandbytes AdamW8bit", _net()), ("torchao AdamW4bit", nn.Linear(128, 65))]
+    for name, net in nets:
+        try:
+            fx.wrap(net, ctx, fx.Plan(strategy=fx.FSDP()), optimizer=_factory(name))
+        except fx.PlanError as error:
+            found.append(str(error))
+    return found
+
+
+def test_shards_that_cannot_be_resharded_are_refused_before_training(pair):
+    one, other = pair.run(_refused_in_shards)
+    assert one == other
+    assert "bitsandbytes's AdamW8bit over sharded parameters" in one[0]
+    assert "AdamW4bit, but weight has 65 rows, which 2 shards do not divide" in one[1]
+    assert all("Single or DDP" in text for text in one)
+
+
+def test_states_on_the_host_are_refused(ctx):
+    """The library's class, without the accelerator that its constructor needs."""
+    library = importlib.import_module("torchao.optim")
+
+    class Offloaded(library.CPUOffloadOptimizer):
+        def __init__(self, params):
+            self.optim_dict, self.d_opt, self.d_param_groups = {}, None, []
+
+    Offloaded.__module__ = library.CPUOffloadOptimizer.__module__
+    with pytest.raises(fx.PlanError, match="keeps copies of the parameters on the host"):
+        fx.wrap(_net(), ctx, optimizer=Offloaded)
 
 
 def test_a_state_of_an_unknown_class_is_refused():

@@ -8,4 +8,4 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
 
 
 def test_it_trains_as_torch_does_on_any_number_of_ranks(clusters):
-    on_pools(clusters, DEEPSPEED, patient=True)
+    on_pools(clusters, DEEPSPEED)

@@ -28,6 +28,6 @@ def rows(rows=256):
 
 def parts(ctx, plan, *, optimizer=adam, module=None):
     """A loader over pinned memory, and functions that train a small network."""
-    loader = DataLoader(rows(), batch_size=32, pin_memory=True)
+    loader = DataLoader(rows(), batch_size=32, pin_memory=ctx.device.type != "cpu")
     model = fx.wrap(module or net(), ctx, plan, optimizer=optimizer)
     return fx.shard(loader, ctx, plan), fx.StepFns(model=model, loss=loss_of)

@@ -1,39 +1,61 @@
 """Pools of ranks on devices that are not the CPU.
 
 "shadow" is compiled for these tests (shadow.cpp) and runs anywhere: a tensor that was left on the
-CPU is an error there, as on a GPU. "cuda" needs a GPU. Two ranks use NCCL where there are two GPUs,
-and share one through gloo otherwise, since NCCL refuses that.
+CPU is an error there, as on a GPU. "cuda" needs a GPU, or takes the device that the variable
+FXTRAIN_GPU_TESTS_ON names in its place. Two ranks use NCCL where there are two GPUs, and share one
+through gloo otherwise, since NCCL refuses that.
 """
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from fxtrain.testing import Cluster
+from tests.devices._device import DEVICE, LIBRARIES, STAND_IN, gpus
 
-# Importing it makes its device the accelerator of the process; only ranks do.
-collect_ignore = ["shadow.py"]
+# Importing it makes its device the accelerator of the process; only ranks do. The other one is a
+# program.
+collect_ignore = ["shadow.py", "program.py"]
 
 DEVICES = [
     pytest.param("shadow", marks=pytest.mark.shadow),
-    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param(DEVICE, marks=pytest.mark.gpu, id="cuda"),
 ]
+# Names of tests that passed, where a run of limited length is continued by the next one.
+_PASSED = os.environ.get("FXTRAIN_GPU_PASSED", "")
+_ON_GPUS = {"gpu", "nccl", "pair_of_gpus"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
-    if torch.cuda.is_available():
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none, and leave out what has passed before."""
+    for item in items:
+        if _ON_GPUS & {*getattr(item, "fixturenames", ())}:
+            item.add_marker(pytest.mark.gpu)
+    passed = set(Path(_PASSED).read_text().splitlines()) if os.path.exists(_PASSED) else set()
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+    items[:] = [item for item in items if item.nodeid not in passed]
+    if torch.cuda.is_available() or STAND_IN:
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
 
 
-def _pool(n: int, device: str) -> Iterator[Cluster]:
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note down what passed."""
+    if _PASSED and report.when == "call" and report.passed:
+        with open(_PASSED, "a") as file:
+            file.write(f"{report.nodeid}\n")
+
+
+def _pool(n: int, device: str, library: str | None = None) -> Iterator[Cluster]:
     preload = ("tests.devices.shadow",) if device == "shadow" else ()
-    shared = device == "cuda" and torch.cuda.device_count() < n
-    library = "gloo" if shared else None
+    if device == "cuda" and gpus() < n:
+        library = "gloo"
     pool = Cluster(n, timeout_s=30.0, call_s=120.0, device=device, preload=preload, library=library)
     yield pool
     pool.close()
@@ -52,8 +74,20 @@ def two(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
+def gpu() -> Iterator[Cluster]:
+    """One rank on a GPU, for what no other device has."""
+    yield from _pool(1, DEVICE)
+
+
+@pytest.fixture(scope="session")
 def nccl() -> Iterator[Cluster]:
     """One rank in a group of NCCL, which a context of one rank does not open."""
-    pool = Cluster(1, timeout_s=30.0, call_s=120.0, device="cuda", library="cpu:gloo,cuda:nccl")
-    yield pool
-    pool.close()
+    yield from _pool(1, DEVICE, LIBRARIES[DEVICE])
+
+
+@pytest.fixture(scope="session")
+def pair_of_gpus() -> Iterator[Cluster]:
+    """Two ranks with a GPU each: gloo sends tensors of a GPU in some collectives only."""
+    if gpus() < 2:
+        pytest.skip("torch sees fewer than two CUDA devices")
+    yield from _pool(2, DEVICE)

@@ -25,9 +25,9 @@ def _collectives(ctx):
     part = ops.split(torch.arange(5, device=ctx.device), ctx)
     stays = {
         "gathered": gathered["device"].device == ctx.device,
-        "gathered host": gathered["host"].device == ctx.device,
+        "gathered host": gathered["host"].device.type == "cpu",
         "reduced": total["device"].device == ctx.device,
-        "reduced host": total["host"].device == ctx.device,
+        "reduced host": total["host"].device.type == "cpu",
         "sent": sent["device"].device == ctx.device,
         "padded": padded.data.device == ctx.device,
         "part": part.device == ctx.device,
@@ -46,15 +46,7 @@ def _collectives(ctx):
 
 def test_collectives_keep_tensors_where_they_are(two):
     for stays, values, parts in two.run(_collectives):
-        assert stays == {
-            "gathered": True,
-            "gathered host": False,
-            "reduced": True,
-            "reduced host": False,
-            "sent": True,
-            "padded": True,
-            "part": True,
-        }
+        assert all(stays.values()), stays
         assert values == (
             [0, 1, 2, 1, 2, 3],
             [0, 0, 1, 1],

@@ -14,9 +14,10 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "docs" / "_sphinx"))
 
 from site_drawing import Drawing, box, svg_of  # noqa: E402
+from site_pages import written_pages  # noqa: E402
 from site_pictures import PICTURES, rows_of_ranks, stage_orders, start_times  # noqa: E402
 
-PAGES = [path for path in (ROOT / "docs").rglob("*.md") if "reference" not in path.parts]
+PAGES = list(written_pages(ROOT / "docs").values())
 USED = [name for path in PAGES for name in re.findall(r"```\{picture\} (\w+)", path.read_text())]
 QUICK = sorted(set(PICTURES) - {"memory"})  # which takes four dry runs
 

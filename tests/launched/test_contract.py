@@ -54,7 +54,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case.name in ("python", "launch 2") else [pytest.mark.slow])
+        for case in CASES
+    ],
+    ids=lambda case: case.name,
+)
 def test_digits(case):
     script = str(CONTRACT / "train_digits.py")
     ended = case.run(*case.command, script, str(case.accumulate), str(case.epochs), timeout_s=300)

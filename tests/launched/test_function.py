@@ -42,6 +42,7 @@ def _generator():
     return (x for x in range(3))
 
 
+@pytest.mark.slow
 def test_values_come_back_by_rank(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = dict(os.environ)
@@ -145,17 +146,20 @@ print("fine", results[0][2])
 WITHOUT = "import sys; sys.modules['cloudpickle'] = None\n"
 
 
+@pytest.mark.slow
 def test_functions_of_a_session_go_by_value():
     ended = run_text(CELLS + CALLS)
     assert (ended.code, ended.out) == (0, "fine 1\n"), ended.err
 
 
+@pytest.mark.slow
 def test_without_cloudpickle_a_session_forks():
     # Two threads: torch in a fork waits forever for the threads of its parent.
     ended = run_text(WITHOUT + CELLS + CALLS, OMP_NUM_THREADS="2")
     assert (ended.code, ended.out) == (0, "fine 1\n"), ended.err
 
 
+@pytest.mark.slow
 def test_a_session_that_uses_an_accelerator_does_not_fork():
     ended = run_text(WITHOUT + CELLS + "torch.cuda.is_initialized = lambda: True" + CALLS)
     assert ended.code == 1
@@ -165,12 +169,14 @@ def test_a_session_that_uses_an_accelerator_does_not_fork():
     assert "pip install 'fxtrain[notebook]'" in last
 
 
+@pytest.mark.slow
 def test_script_without_a_guard_is_told_so():
     ended = run(*PYTHON, str(SCRIPTS / "unguarded.py"), UNGUARDED="1")
     assert ended.code == 1
     assert 'under `if __name__ == "__main__":`' in ended.err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_ranks_end_with_their_parent(tmp_path):
     text = CELLS + (
         "import os, signal, time\n"

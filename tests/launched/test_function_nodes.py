@@ -11,7 +11,7 @@ import fxtrain as fx
 from fxtrain import LaunchError
 from tests.launched._run import PYTHON, finish, start_fork
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 NODE = """
 import json, os, sys

@@ -111,6 +111,7 @@ def _plan_of_rehearsal(ctx):
         fx.step(ctx, batch, fns)
 
 
+@pytest.mark.slow
 def test_a_dry_run_uses_it(monkeypatch):
     ((name, value),) = _variables(GIVEN).items()
     monkeypatch.setenv(name, value)

@@ -25,6 +25,7 @@ def _free_port():
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [(), ("--nodes=2", "--main-address=127.0.0.1", "--min-nodes=1", "--rendezvous=c10d")],

@@ -10,7 +10,7 @@ import pytest
 
 from tests.launched._run import FXTRAIN, SCRIPTS, finish, run, start, start_fork
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 RANKS = str(SCRIPTS / "ranks.py")
 
 

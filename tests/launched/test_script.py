@@ -42,6 +42,7 @@ def test_module():
     assert json.loads(ended.out)["path"] == str(SCRIPTS.parent)
 
 
+@pytest.mark.slow
 def test_main_module_is_the_script():
     ended = _launch(RANKS, "main_module", ranks=1)
     assert (ended.code, ended.out) == (0, "[2, 4]\n"), ended.err
@@ -95,6 +96,7 @@ raise KeyError("the cause")
 """
 
 
+@pytest.mark.slow
 def test_an_abort_in_python_s_last_moments_does_not_hide_the_error(tmp_path):
     """As a gloo thread does that releases a tensor when the interpreter shuts down."""
     (tmp_path / "fails.py").write_text(FAILS_AND_ABORTS)
@@ -110,6 +112,7 @@ def test_restart(tmp_path):
     assert (ended.code, ended.out) == (0, "second attempt"), ended.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
 def test_signals_reach_the_ranks(number):
     process = start(*FXTRAIN, "launch", "--ranks", "2", RANKS, "wait")
@@ -121,6 +124,7 @@ def test_signals_reach_the_ranks(number):
     _wait_for_end(pids)
 
 
+@pytest.mark.slow
 def test_ranks_do_not_outlive_a_killed_launcher():
     process = start(*FXTRAIN, "launch", "--ranks", "2", RANKS, "wait")
     pids = [int(process.stdout.readline()) for _ in range(2)]

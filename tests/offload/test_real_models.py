@@ -43,6 +43,7 @@ def streamed(ctx, folder, build, policy, rooms=None, **fields):
     return model, placed
 
 
+@pytest.mark.slow
 def test_smollm2_continues_as_the_resident_model_does(ctx, smollm2):
     config = transformers.AutoConfig.from_pretrained(smollm2)
 

@@ -28,6 +28,14 @@ def test_an_empty_model_is_filled_by_load_model(ctx, folder):
     assert model.module.head.weight is model.module.embed.weight
 
 
+def test_a_model_that_is_wholly_resident_has_no_hooks(ctx, folder):
+    model = streamed(ctx, folder, placed=placement())
+    assert torch.equal(model(TOKENS), Transformer()(TOKENS))
+    assert not any(
+        part._forward_pre_hooks or part._forward_hooks for part in model.module.modules()
+    )
+
+
 @pytest.mark.parametrize("row", [OFFLOAD, COPIES], ids=["in place", "copied"])
 def test_unwrap_ends_threads_and_gives_back_a_whole_module(ctx, folder, row, threads):
     net = Transformer()
@@ -181,6 +189,12 @@ def test_placements_that_do_not_fit_the_model_or_the_machine(ctx):
     assert "it computes on 'cuda:3'" in refusal(attrs.evolve(BLOCKS, device="cuda:3"))
     units = (PlacedUnit(name="", device="cuda:7"),)
     assert "places units on 'cuda:7', and this machine has" in refusal(fx.Placement(units=units))
+
+
+def test_memory_of_a_device_that_is_not_there(ctx, folder):
+    config = fx.Offload(memory={"cuda:7": "1GiB", "cpu": "1GiB"}, source=str(folder))
+    with pytest.raises(fx.PlanError, match=r"Offload\(memory=.*on 'cuda:7'"):
+        fx.wrap(empty(), ctx, fx.Plan(strategy=config))
 
 
 def test_copies_are_bounded_also_while_gradients_are_computed(ctx, folder, monkeypatch):

@@ -175,6 +175,7 @@ def test_the_rank_that_sends_values_is_predicted(clusters):
     assert told.setup_peak == pytest.approx(got["setup_peak"], rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_split_layers_are_predicted_exactly(accumulate, clusters):
     styles = (
@@ -189,6 +190,7 @@ def test_split_layers_are_predicted_exactly(accumulate, clusters):
     assert _peaks_agree(told.peak, got["peak"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
 def test_attention_over_ranks_is_predicted_exactly(rotate, clusters):
     plan = fx.Plan(context=fx.CP(tables=("position",), rotate=rotate), recompute=("Block",))
@@ -216,6 +218,7 @@ STAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STAGES)
 def test_stages_are_predicted_exactly(name, clusters):
     config, mesh = STAGES[name]

@@ -179,6 +179,21 @@ def test_the_command(tmp_path, capsys):
     assert "that returns an fx.quality.Case" in capsys.readouterr().err
 
 
+def test_the_command_knows_names_of_formats_and_recipes(capsys):
+    pytest.importorskip("torchao", reason="needs fxtrain[quant]")
+    words = ["compare-precision", "tests.quality.test_compare:example", "--json"]
+    names = ("bf16", "torchao", "rowwise", "mxfp8")
+    assert main([*words, "--emulate", *(w for n in names for w in ("--plan", n))]) == Exit.WELL
+    found = json.loads(capsys.readouterr().out)
+    errors = {one["name"]: one["outputs"]["relative"] for one in found["plans"]}
+    assert set(errors) == set(names) and all(0 < error < 0.1 for error in errors.values())
+    assert main([*words, "--plan", "rowwise"]) == Exit.WRONG
+    assert "Float8(emulate=True)" in capsys.readouterr().err
+    assert main([*words, "--plan", "te", "--emulate"]) == Exit.WRONG
+    assert main([*words, "--plan", "rowise"]) == Exit.WRONG
+    assert "rowise" in capsys.readouterr().err
+
+
 def test_the_table_shows_the_largest_errors(ctx):
     found = fx.quality.compare(CASE, BF16, ctx)
     console = Console(width=100)

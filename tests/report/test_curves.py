@@ -2,6 +2,7 @@
 
 import json
 import math
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -65,15 +66,20 @@ _LINES = st.one_of(
 )
 
 
-@given(lines=st.lists(_LINES, max_size=12), cuts=st.lists(st.integers(0, 2000), max_size=3))
+@given(
+    lines=st.lists(_LINES, max_size=12),
+    cuts=st.lists(st.integers(0, 2000), max_size=3),
+    block=st.integers(1, 2000),
+)
 @settings(max_examples=60)
-def test_parts_of_a_file_are_the_whole(tmp_path_factory, lines, cuts):
+def test_parts_of_a_file_are_the_whole(tmp_path_factory, lines, cuts, block):
     folder = written(tmp_path_factory.mktemp("run"), lines)
     (folder / "run.json").write_text(json.dumps({"format": 1, "id": "0" * 32, "identities": []}))
     log, path = read_run(folder), folder / "metrics.jsonl"
     size = path.stat().st_size
     edges = [0, *sorted({min(cut, size) for cut in cuts}), size]
-    parts = [read_piece(str(path), *edges[at : at + 2], 100) for at in range(len(edges) - 1)]
+    with mock.patch("fxtrain.report.lines._BLOCK_BYTES", block):
+        parts = [read_piece(str(path), *edges[at : at + 2], 100) for at in range(len(edges) - 1)]
     assert sum(part.damaged for part in parts) == log.damaged
     for name in ("loss", "lr", "ü"):
         curves = [part.curves[name] for part in parts if name in part.curves]

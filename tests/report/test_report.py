@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain._errors import PlanError
+from fxtrain._errors import PlanError, escape_unprintable
 from fxtrain.cli import main
 from fxtrain.report import page_of, picture_of, read_curves
 from fxtrain.report.packing import unpacked
@@ -115,6 +115,25 @@ def test_no_text_of_a_run_becomes_an_element(tmp_path_factory, name, value):
     assert [list(one) for _, one in page.tags] == [list(one) for _, one in expected.tags]
     assert page.data["metrics"][0]["name"] == name
     assert page.data["runs"][0]["label"] == (value or folder.name)
+
+
+@given(name=st.text(max_size=20), cell=st.one_of(st.text(max_size=20), st.none(), st.floats()))
+@settings(max_examples=40)
+def test_logged_tables_are_shown_as_text(tmp_path_factory, name, cell):
+    folder = tmp_path_factory.mktemp("run")
+    tables = [
+        {name: {"columns": ["rank", name], "rows": [[1, one], [2, "x"]]}} for one in (3, cell)
+    ]
+    odd = [{name: one} for one in (None, {"columns": 1, "rows": []}, {"columns": [], "rows": []})]
+    rows = [[at, at] for at in range(150)]
+    long = [{"long": {"columns": ["a", "b"], "rows": [*rows, [1]]}}]
+    lines = [{"step": 7, "table": one} for one in (*tables, *odd, *long)]
+    page = _Page(page_of(read_curves([written(folder, lines)])))
+    assert [tag for tag, _ in page.tags].count("h3") == (1 if name == "long" else 2)
+    shown = escape_unprintable(str(None if cell is None else cell))
+    assert name == "long" or shown in "\0".join(page.cells).replace("\r", "\n")
+    assert "51 more rows are not shown." in page.cells
+    assert "".join(page.kept.values()).count("<td>") == 0
 
 
 def test_an_empty_run_has_a_page(tmp_path):

@@ -22,6 +22,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from fxtrain._errors import StepError
+from fxtrain.backends.context.attention_kernels import AttentionKernel, choose_kernel, padded_size
 from fxtrain.state import CP
 
 __all__ = ["Ring", "RingAttention"]
@@ -35,7 +36,6 @@ _ROTATE = {
     "allgather": theirs._RotateMethod.ALL_GATHER,
     "alltoall": theirs._RotateMethod.ALL_TO_ALL,
 }
-_aten = torch.ops.aten
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -45,10 +45,12 @@ class Ring:
     Attributes:
         group: torch's process group.
         config: The plan's settings.
+        kernel: What computes attention on each of them; by default what fits the queries.
     """
 
     group: Any
     config: CP
+    kernel: AttentionKernel | None = None
 
 
 class RingAttention(TorchFunctionMode):
@@ -126,8 +128,18 @@ def _attention_override(
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     heads = query.shape[1] // key.shape[1] if enable_gqa else 1
-    turn = _AttentionCall(mode.ring, causal=causal, scale=scale, heads=heads)
-    return _Attention.apply(query, key, value, turn)  # type: ignore[no-any-return]
+    factor: float = query.shape[-1] ** -0.5 if scale is None else scale
+    # Zeros change neither the products nor the rest of the outputs.
+    features, size = value.shape[-1], padded_size(query, value)
+    query, key, value = (_widened(x, size) for x in (query, key, value))
+    kernel = mode.ring.kernel or choose_kernel(query)
+    turn = _AttentionCall(mode.ring, kernel, causal=causal, scale=factor, heads=heads)
+    out: Tensor = _Attention.apply(query, key, value, turn)  # type: ignore[assignment]
+    return out if size == features else out[..., :features]
+
+
+def _widened(x: Tensor, size: int) -> Tensor:
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
 # Compiled code calls this function without tracing it.
@@ -158,66 +170,17 @@ class _AttentionCall(NamedTuple):
 
     Attributes:
         ring: The ranks over which it is computed.
+        kernel: Forward and backward on each of them.
         causal: Whether queries attend only to the keys before them.
-        scale: Scale of the products; None for torch's default.
+        scale: Scale of the products.
         heads: Query heads that share one head of keys and values.
     """
 
     ring: Ring
+    kernel: AttentionKernel
     causal: bool
-    scale: float | None
+    scale: float
     heads: int
-
-
-class _Kernel(NamedTuple):
-    """The two halves of a kernel, with the signatures that torch's loops expect.
-
-    Attributes:
-        forward: (query, key, value, is_causal=…) → out, logsumexp, what backward needs.
-        backward: → gradients of query, key and value.
-        grad: Name of backward's first argument.
-        given: Further arguments of forward.
-        kept: Names under which backward takes the other results of forward, in order.
-        back: Further arguments of backward.
-    """
-
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    grad: str
-    given: dict[str, Any]
-    kept: tuple[str, ...]
-    back: dict[str, Any]
-
-
-def _kernel(query: Tensor) -> _Kernel:
-    plain: dict[str, Any] = {"dropout_p": 0.0}
-    if query.device.type == "cpu":
-        return _Kernel(
-            _aten._scaled_dot_product_flash_attention_for_cpu.default,
-            _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-            "grad_out",
-            plain,
-            (),
-            plain,
-        )
-    if query.dtype in (torch.float16, torch.bfloat16):
-        seeds = ("philox_seed", "philox_offset")
-        return _Kernel(
-            _aten._scaled_dot_product_flash_attention.default,
-            _aten._scaled_dot_product_flash_attention_backward.default,
-            "grad_out",
-            plain,
-            ("cum_seq_q", "cum_seq_k", "max_q", "max_k", *seeds),
-            plain,
-        )
-    return _Kernel(
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_efficient_attention_backward.default,
-        "grad_out_",
-        {**plain, "attn_bias": None, "compute_log_sumexp": True},
-        ("philox_seed", "philox_offset"),
-        {**plain, "attn_bias": None, "grad_input_mask": (True, True, True, False)},
-    )
 
 
 class _Attention(torch.autograd.Function):
@@ -227,7 +190,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, turn: _AttentionCall
     ) -> Tensor:
-        kernel = _kernel(query)
+        kernel = turn.kernel
         op: Any = functools.partial(_many_heads, kernel.forward, turn.heads)
         with _torch_options(turn, query.dtype):
             out, sums, *rest = theirs._templated_ring_attention(
@@ -250,7 +213,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         turn: _AttentionCall = ctx.turn
         query, key, value, out, sums = ctx.saved_tensors
-        kernel = _kernel(query)
+        kernel = turn.kernel
         op: Any = functools.partial(_many_heads_back, kernel.backward, turn.heads)
         with _torch_options(turn, query.dtype):
             grads = theirs._templated_ring_attention_backward(

@@ -38,6 +38,7 @@ def compile_parts(
             mode=config.mode,
             fullgraph=config.fullgraph,
             dynamic=config.dynamic,
+            options={"freezing": True} if config.prepack else None,
         )
         part._compiled_call_impl = told.watched(compiled, type(part).__name__)
 
@@ -57,14 +58,19 @@ class _CompilationCounter:
         """A compiled call that logs when it creates graphs, or when the first one creates none."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            before = self._counters["stats"]["unique_graphs"]
+            before, frames = self._made_so_far()
             out = compiled(*args, **kwargs)
-            made = self._counters["stats"]["unique_graphs"] - before
-            if made or not self._called:
-                self._tell(made, name)
+            now, looked_at = self._made_so_far()
+            # torch uses graphs of an equal module again, without a look at the call.
+            if now > before or (not self._called and looked_at > frames):
+                self._tell(now - before, name)
             return out
 
         return call
+
+    def _made_so_far(self) -> tuple[int, int]:
+        """Graphs that torch created, and calls that it tried to compile."""
+        return self._counters["stats"]["unique_graphs"], self._counters["frames"]["total"]
 
     def _tell(self, made: int, name: str) -> None:
         self._made += made

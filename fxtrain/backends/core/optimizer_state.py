@@ -177,17 +177,21 @@ def _load_optimizer(
             old = part.state.get(parameter, {})
             read = _reader(parameter, old, saved, taken, fast=fast, mine=mine)
             part.state[parameter] = {
-                key: _read_value(state, key, partial(read, f"{prefix}.{name}"))
+                key: _read_value(state, key, partial(read, f"{prefix}.{name}"), parameter)
                 for key in state["keys"]
             }
 
 
-def _read_value(state: Mapping[str, Any], key: str, read: Callable[[str], Tensor]) -> Any:
+def _read_value(
+    state: Mapping[str, Any], key: str, read: Callable[[str], Tensor], parameter: Tensor
+) -> Any:
     """One entry of a parameter's state, as it was saved."""
     if key in state["plain"]:
         return state["plain"][key]
     packed = state.get("packed", {})
-    return unpack(packed[key], lambda name: read(f"{key}.{name}")) if key in packed else read(key)
+    if key not in packed:
+        return read(key)
+    return unpack(packed[key], lambda name: read(f"{key}.{name}"), parameter)
 
 
 def _states(

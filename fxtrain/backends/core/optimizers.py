@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fxtrain._errors import PlanError
+from fxtrain.backends.core.packed_states import shard_problem
 
 __all__ = [
     "Optimizers",
@@ -29,9 +30,6 @@ Schedulers = LRScheduler | Sequence[LRScheduler] | Mapping[str, LRScheduler]
 
 _FACTORY = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
 _SCHEDULER = "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"
-
-# Libraries of optimizers whose states have a scale per block of a whole parameter.
-_SMALL_STATES = ("bitsandbytes", "torchao")
 
 
 class Params(list[nn.Parameter]):
@@ -85,7 +83,7 @@ def make_optimizers(
     made = factory(params)
     found = _checked_list(made, torch.optim.Optimizer, "optimizer", _FACTORY)
     refuse_closures(found)
-    _refuse_shards(found)
+    _refuse_states(module, found)
     if change is None:
         return made, found
     if isinstance(made, Mapping):
@@ -95,17 +93,32 @@ def make_optimizers(
     return (every if isinstance(made, list | tuple) else every[0]), every
 
 
-def _refuse_shards(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuse small states over sharded parameters: their scales belong to blocks of one rank."""
+def _refuse_states(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse small and offloaded states that could not be saved, or not resharded."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     for one in optimizers:
         library = type(one).__module__.partition(".")[0]
-        sharded = any(isinstance(p, DTensor) for group in one.param_groups for p in group["params"])
-        if library in _SMALL_STATES and sharded:
+        what = f"wrap(optimizer=...): asked for {library}'s {type(one).__name__}"
+        if library == "torchao" and hasattr(one, "optim_dict"):
             raise PlanError(
-                f"wrap(optimizer=...): asked for {library}'s {type(one).__name__} over sharded "
-                f"parameters. Its states cannot be saved and resharded. Use it with "
-                f"Single or DDP, or an optimizer of torch."
+                f"{what}, which keeps copies of the parameters on the host that a restored "
+                f"checkpoint would not reach. Use torchao's AdamW8bit, or DeepSpeed's offload of "
+                f"optimizer states."
             )
+        sharded = [p for g in one.param_groups for p in g["params"] if isinstance(p, DTensor)]
+        if library == "bitsandbytes" and sharded:
+            raise PlanError(
+                f"{what} over sharded parameters. Its states cannot be saved and resharded. Use "
+                f"it with Single or DDP, or torchao's AdamW8bit, or an optimizer of torch."
+            )
+        for parameter in sharded if library == "torchao" else ():
+            if (problem := shard_problem(parameter)) is not None:
+                name = names.get(id(parameter), "a parameter")
+                raise PlanError(
+                    f"{what}, but {name} {problem}. Its states, which have a scale per block of "
+                    f"values, could not be resharded. Use it with Single or DDP, or an optimizer "
+                    f"of torch."
+                )
 
 
 def make_schedulers(factory: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -1,4 +1,8 @@
-"""Optimizer states of torchao, each a tensor that holds packed values and their scales."""
+"""Optimizer states of torchao, each a tensor that holds packed values and their scales.
+
+Of a sharded parameter it is a DTensor over such tensors. A scale belongs to a block of consecutive
+values, so that equal shards of whole blocks can be resharded bit for bit.
+"""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -6,12 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fxtrain._errors import CheckpointError
 
-__all__ = ["is_packed", "pack", "unpack"]
+__all__ = ["is_packed", "pack", "shard_problem", "unpack"]
+
+_SMALLEST = 4096  # values of a local part below which torchao's states are plain
 
 # A checkpoint names a class of this table, never one to import.
+_TABLE = "qmap"  # equal on all ranks
 _CLASSES = {
     "OptimState4bit": "torchao.optim.subclass_4bit",
     "OptimState8bit": "torchao.optim.subclass_8bit",
@@ -21,29 +29,78 @@ _CLASSES = {
 
 def is_packed(value: Any) -> bool:
     """Whether a state is such a tensor, which has no memory of its own."""
+    value = value._local_tensor if isinstance(value, DTensor) else value
     return _CLASSES.get(type(value).__name__) == type(value).__module__
 
 
 def pack(value: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors inside a state, live, and what else describes it, as plain values."""
-    names, attributes = value.__tensor_flatten__()
-    tensors = {name: getattr(value, name) for name in names}
+    sharded = isinstance(value, DTensor)
+    held: Any = value._local_tensor if sharded else value
+    names, attributes = held.__tensor_flatten__()
+    tensors = {name: getattr(held, name) for name in names}
+    if sharded:
+        attributes = [value.shape if isinstance(a, torch.Size) else a for a in attributes]
+        tensors = {
+            name: one if name == _TABLE else _over_ranks(one, value)
+            for name, one in tensors.items()
+        }
     return tensors, {
-        "class": type(value).__name__,
+        "class": type(held).__name__,
         "tensors": list(names),
         "attributes": [_plain(one) for one in attributes],
     }
 
 
-def unpack(facts: Mapping[str, Any], read: Callable[[str], Tensor]) -> Tensor:
+def shard_problem(parameter: Tensor) -> str | None:
+    """Why the states of a parameter could not be saved and resharded; None if they can.
+
+    All ranks have to keep states of the same kind, which they do for equal shards.
+    """
+    if not isinstance(parameter, DTensor):
+        return None
+    count = _shards(parameter)
+    if count is None:
+        return f"is sharded as {parameter.placements}, and not along its first dim only"
+    rows = parameter.shape[0] if parameter.ndim else 1
+    largest = -(-rows // count) * parameter.shape[1:].numel()
+    if rows % count and largest >= _SMALLEST:
+        return f"has {rows} rows, which {count} shards do not divide"
+    return None
+
+
+def _shards(parameter: DTensor) -> int | None:
+    """Among how many ranks a parameter is split along its first dim; None if otherwise."""
+    split = [dim for dim, one in enumerate(parameter.placements) if not one.is_replicate()]
+    if any(parameter.placements[dim] != Shard(0) for dim in split) or len(split) > 1:
+        return None
+    return parameter.device_mesh.size(split[0]) if split else 1
+
+
+def _over_ranks(local: Tensor, like: DTensor) -> Tensor:
+    """The parts of all ranks as one tensor, sharded as a state is."""
+    count = _shards(like) or 1
+    shape, stride = like.shape, like.stride()
+    if local.shape != like._local_tensor.shape:  # one entry per block, or several values in one
+        shape, stride = torch.Size([count * local.numel()]), (1,)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def unpack(
+    facts: Mapping[str, Any], read: Callable[[str], Tensor], parameter: Tensor | None = None
+) -> Tensor:
     """A state from the values of a checkpoint.
 
     Args:
         facts: What `pack` returned beside the tensors.
-        read: (name) → the tensor of that name.
+        read: (name) → the full tensor of that name, or one sharded as the parameter.
+        parameter: Whose state it is.
 
     Raises:
-        CheckpointError: the checkpoint has a state of another class.
+        CheckpointError: the checkpoint has a state of another class, or the parameter's shards
+            would cut blocks.
     """
     home = _CLASSES.get(facts["class"])
     if home is None:
@@ -53,7 +110,46 @@ def unpack(facts: Mapping[str, Any], read: Callable[[str], Tensor]) -> Tensor:
         )
     kind = getattr(importlib.import_module(home), facts["class"])
     tensors = {name: read(name) for name in facts["tensors"]}
-    return kind.__tensor_unflatten__(tensors, [_value(one) for one in facts["attributes"]])
+    attributes = [_value(one) for one in facts["attributes"]]
+    if not isinstance(parameter, DTensor):
+        return kind.__tensor_unflatten__(tensors, attributes)
+    _check_blocks(parameter, parameter.numel() // tensors["scale"].numel())
+    local = {
+        name: one if name == _TABLE else _of_rank(one, parameter) for name, one in tensors.items()
+    }
+    shape = parameter._local_tensor.shape
+    attributes = [shape if isinstance(one, torch.Size) else one for one in attributes]
+    return DTensor.from_local(
+        kind.__tensor_unflatten__(local, attributes),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _check_blocks(parameter: DTensor, block: int) -> None:
+    problem, count = shard_problem(parameter), _shards(parameter) or 1
+    if problem is None and parameter.numel() // count % block:
+        problem = f"has {parameter.numel()} values, of which {count} shards cut blocks of {block}"
+    if problem is not None:
+        raise CheckpointError(
+            f"This checkpoint has optimizer states in blocks with a common scale, and a parameter "
+            f"of this model {problem}. Restore at another world size, or without sharding."
+        )
+
+
+def _of_rank(tensor: Tensor, like: DTensor) -> Tensor:
+    """This rank's part of a tensor."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    dims = [dim for dim, one in enumerate(like.placements) if not one.is_replicate()]
+    if not dims:
+        return tensor
+    length = tensor.numel() // like.device_mesh.size(dims[0])
+    start = like.device_mesh.get_local_rank(dims[0]) * length
+    return tensor[start : start + length].clone()
 
 
 def _plain(value: Any) -> Any:

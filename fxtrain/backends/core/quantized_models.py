@@ -1,13 +1,16 @@
 """Models with quantised weights: what a strategy can carry, and quantising as a plan says."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
+from fxtrain.models.quantized_loading import put_stored_layers
+from fxtrain.models.tensor_sources import open_source
 from fxtrain.ops.same_errors import raise_together
-from fxtrain.precision import Quantized, is_quantized, quantize_layers
-from fxtrain.state import DistContext, Plan, Strategy
+from fxtrain.precision import is_quantized, quantize_layers, stream_later
+from fxtrain.state import DistContext, Offload, Plan, Strategy
 
 __all__ = ["quantized_as_planned", "quantized_problems"]
 
@@ -46,22 +49,33 @@ def quantized_as_planned(
 ) -> Iterator[None]:
     """Around wrapping: quantise what the plan says, and undo that if wrapping fails.
 
+    A streamed model gets quantised layers without memory: those of the plan, if its weights are
+    on the meta device, and those of its files.
+
     Raises:
         PlanError: as `quantize_layers`, on every rank.
+        CheckpointError: the quantised layers of the files do not fit the model, on every rank.
     """
-    if plan.quantize is None:
+    config = plan.strategy
+    if plan.quantize is None and not isinstance(config, Offload):
         yield
         return
-    found: Quantized | None = None
+    undo: list[Callable[[], None]] = []
     problem: Exception | None = None
     try:
-        found = quantize_layers(module, plan.quantize, ctx.device, trains=trains)
+        if plan.quantize is not None:
+            undo.append(quantize_layers(module, plan.quantize, ctx.device, trains=trains).undo)
+        if isinstance(config, Offload):
+            if config.source is not None and not is_quantized(module):
+                with open_source(config.source) as found:
+                    undo.append(put_stored_layers(config.source, found, module))
+            undo.append(stream_later(module, torch.device("cpu")))
     except Exception as error:
         problem = error
     try:
         raise_together(problem, ctx)
         yield
     except BaseException:
-        if found is not None:
-            found.undo()
+        for take_back in reversed(undo):
+            take_back()
         raise

@@ -25,7 +25,7 @@ def attach(module: nn.Module, streaming: Streaming, *, backward: bool) -> _Undo:
         backward: Units are needed in backward, too.
     """
     undo: list[_Undo] = []
-    undo.append(module.register_forward_pre_hook(functools.partial(_ready, streaming)).remove)
+    undo.append(_check_values(module, streaming))
     devices = {one.device for one in streaming.tensors.values()}
     if any(device.type != "cpu" for device in devices):
         undo += _move_values(module, streaming)
@@ -49,9 +49,18 @@ def attach(module: nn.Module, streaming: Streaming, *, backward: bool) -> _Undo:
     return undo_all
 
 
+def _check_values(module: nn.Module, streaming: Streaming) -> _Undo:
+    """Check before each forward that there are values; once, if nothing streams."""
+    hooks: list[Any] = []
+    hooks.append(module.register_forward_pre_hook(functools.partial(_ready, streaming, hooks)))
+    return hooks[0].remove
+
+
 @torch.compiler.disable
-def _ready(streaming: Streaming, module: nn.Module, args: Any) -> None:
+def _ready(streaming: Streaming, hooks: list[Any], module: nn.Module, args: Any) -> None:
     streaming.ready()
+    if not streaming.units:
+        hooks[0].remove()
 
 
 @torch.compiler.disable
@@ -167,6 +176,8 @@ def _move_values(module: nn.Module, streaming: Streaming) -> list[_Undo]:
         module.register_forward_pre_hook(enter, with_kwargs=True).remove,
         module.register_forward_hook(leave, always_call=True).remove,
     ]
+    if len({one.device for one in streaming.tensors.values()}) == 1:
+        return undo
     owners: dict[int, tuple[nn.Module, torch.device]] = {}
     places = {name: one for one in streaming.tensors.values() for name in one.names}
     for path, part in module.named_modules():

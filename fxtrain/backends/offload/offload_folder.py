@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import open_file
-from fxtrain.models.safetensors_files import Entry, read_header, writing
+from fxtrain.models.safetensors_files import Entry, aligned_first, read_header, writing
 from fxtrain.state import Location
 
 __all__ = ["digest_of", "located", "write_unit"]
@@ -42,8 +42,7 @@ def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Locatio
         descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".", suffix=".part")
         os.close(descriptor)
         os.unlink(temporary)  # `writing` creates it
-        # Those that leave the next one aligned come first.
-        ordered = dict(sorted(tensors.items(), key=lambda one: -(one[1].nbytes & -one[1].nbytes)))
+        ordered = dict(sorted(tensors.items(), key=lambda one: aligned_first(one[1].nbytes)))
         entries = [
             Entry(name=name, dtype=one.dtype, shape=tuple(one.shape))
             for name, one in ordered.items()

@@ -33,8 +33,9 @@ from fxtrain.backends.offload.streaming import (
 from fxtrain.backends.offload.units import PlacedTensor, placed_tensors, streamed_units
 from fxtrain.backends.single import SINGLE, make_handle
 from fxtrain.models import load_model
+from fxtrain.models.quantized_loading import quantized_source
 from fxtrain.ops.same_errors import fail_together
-from fxtrain.precision import is_quantized
+from fxtrain.precision import quantized_layers
 from fxtrain.state import DistContext, Offload, Placement, Plan, Strategy, Weight, Wrapped
 from fxtrain.state.placement.placement import DISK, dtype_of
 
@@ -49,11 +50,6 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
         for axis in ("tensor", "pipeline")
         if ctx.mesh.sizes[axis] > 1
     ]
-    if plan.quantize is not None or is_quantized(module):
-        problems.append(
-            "Offload() streams weights as their files contain them, and cannot stream quantised "
-            "ones. Use Single() or DDP() with Plan(quantize=...), or leave quantize out."
-        )
     config: Offload = plan.strategy
     if config.placement is None:
         return tuple(problems)
@@ -69,16 +65,16 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             f"Offload(placement=...): {type(module).__name__} has no module or tensor "
             f"{', '.join(map(repr, unknown[:5]))}. The placement was made for another model."
         )
-    return (*problems, *_device_problems(ctx, config.placement))
+    return (*problems, *_device_problems(ctx, config.placement, "placement"))
 
 
-def _device_problems(ctx: DistContext, placement: Placement) -> tuple[str, ...]:
+def _device_problems(ctx: DistContext, placement: Placement, field: str) -> tuple[str, ...]:
     problems: list[str] = []
     main = torch.device(placement.device)
     if main.type != ctx.device.type or main.index not in (None, ctx.device.index):
         problems.append(
-            f"Offload(placement=...): it computes on {placement.device!r}, and this context on "
-            f"{str(ctx.device)!r}. Compute a placement for this device, or use "
+            f"Offload({field}=...): it computes on {placement.device!r}, and this context on "
+            f"{str(ctx.device)!r}. Name this device in {field}, or use "
             f"fx.detect(device={placement.device!r})."
         )
     for name in placement.devices:
@@ -88,8 +84,8 @@ def _device_problems(ctx: DistContext, placement: Placement) -> tuple[str, ...]:
         there = getattr(torch, kind).device_count() if hasattr(torch, kind) else 0
         if index >= there:
             problems.append(
-                f"Offload(placement=...): it places units on {name!r}, and this machine has "
-                f"{there} devices of that kind. Compute a placement for this machine."
+                f"Offload({field}=...): it places units on {name!r}, and this machine has "
+                f"{there} devices of that kind. Name devices of this machine."
             )
     return tuple(problems)
 
@@ -112,6 +108,7 @@ def wrap_streamed(
     config: Offload = plan.strategy
     with fail_together(ctx if ctx.world_size > 1 else None, "wrap"):
         placement = config.placement or _compute_placement(config, module, ctx)
+    _refuse_packed(module, placement, trains=optimizer is not None)
     tensors = placed_tensors(module, placement)
     if optimizer is not None:
         _refuse_training(tensors)
@@ -139,11 +136,19 @@ def wrap_streamed(
         made = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo_all)
         made = attrs.evolve(made, strategy_state=streaming)
         if config.source is not None:
-            load_model(config.source, made, cast=bool(placement.dtypes))
+            _load(config.source, made, cast=bool(placement.dtypes))
     except BaseException:
         undo_all()
         raise
     return made
+
+
+def _load(path: str, model: Wrapped, *, cast: bool) -> None:
+    """Fill a model, and quantise what the plan says as it is read."""
+    source: Any = path
+    if model.plan.quantize is not None:
+        source = quantized_source(path, model.module, model.plan.quantize)
+    load_model(source, model, cast=cast)
 
 
 def _compute_placement(config: Offload, module: nn.Module, ctx: DistContext) -> Placement:
@@ -152,7 +157,7 @@ def _compute_placement(config: Offload, module: nn.Module, ctx: DistContext) -> 
     if memory is None and ctx.world_size > 1:  # other ranks use the other devices
         share = f"{90 // ctx.local_world_size}%"
         memory = {"cpu": share} if ctx.device.type == "cpu" else {ctx.device: "90%", "cpu": share}
-    return big.place(
+    found = big.place(
         big.sizes(module, no_split=config.no_split, dtypes=config.dtypes),
         big.budget(memory),
         policy=config.policy,
@@ -162,6 +167,9 @@ def _compute_placement(config: Offload, module: nn.Module, ctx: DistContext) -> 
         batch=config.batch,
         tokens=config.tokens,
     )
+    if problems := _device_problems(ctx, found, "memory"):
+        raise PlanError("\n".join(problems))
+    return found
 
 
 def _refuse_training(tensors: tuple[PlacedTensor, ...]) -> None:
@@ -172,6 +180,25 @@ def _refuse_training(tensors: tuple[PlacedTensor, ...]) -> None:
             f"wrap(optimizer=...): these parameters require a gradient, and the placement streams "
             f"them: {', '.join(trained[:5])}{more}. Only parameters that stay on their device can "
             f"be trained: freeze these with requires_grad_(False), or place them on a device."
+        )
+
+
+def _refuse_packed(module: nn.Module, placement: Placement, *, trains: bool) -> None:
+    """Quantised weights that cannot stream to an accelerator."""
+    if all(torch.device(one).type == "cpu" for one in placement.devices if one != DISK):
+        return
+    libraries = {library.name for _, _, library in quantized_layers(module)}
+    if "torchao" in libraries:
+        raise PlanError(
+            "Offload(placement=...): the placement uses an accelerator, and the model has weights "
+            "of torchao, which cannot be moved between devices in place. Use fx.Bnb4() or "
+            "fx.Bnb8(), or a placement on the CPU and the disk."
+        )
+    if libraries and trains:
+        raise PlanError(
+            "wrap(optimizer=...): backward through quantised weights that stream to an "
+            "accelerator is not supported. Use Single() or DDP() with Plan(quantize=...), or "
+            "train on the CPU."
         )
 
 
@@ -202,7 +229,7 @@ def _hold(streaming: Streaming, placement: Placement, *, filled_later: bool) -> 
             floating = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
             if floating and wanted not in (None, tensor.dtype):
                 set_values(tensor, tensor.detach().to(wanted))
-        if one.tensors[0].is_meta:
+        if name in streaming.empty:
             continue
         if one.held == DISK and filled_later:
             streaming.empty.add(name)
@@ -210,7 +237,7 @@ def _hold(streaming: Streaming, placement: Placement, *, filled_later: bool) -> 
             keep_for_folder(streaming, one, one.tensors[0])
         else:
             for tensor in one.tensors:
-                set_values(tensor, tensor.detach().to(one.held))
+                set_values(tensor, tensor.data.to(one.held))
 
 
 def _send(streaming: Streaming, ctx: DistContext) -> None:
@@ -220,7 +247,7 @@ def _send(streaming: Streaming, ctx: DistContext) -> None:
     kept = [
         one.tensors[0]
         for one in streaming.tensors.values()
-        if not one.streamed and not one.tensors[0].is_meta
+        if not one.streamed and one.names[0] not in streaming.empty
     ]
     send_values(kept, ctx.axis("loss"))
 

@@ -25,6 +25,7 @@ from fxtrain.backends.offload.mapped_files import (
 from fxtrain.backends.offload.offload_folder import write_unit
 from fxtrain.backends.offload.read_ahead import ReadAhead, start
 from fxtrain.backends.offload.units import PlacedTensor, StreamedUnit
+from fxtrain.precision import has_no_memory
 from fxtrain.state import Location, Part
 from fxtrain.state.placement.placement import DISK
 
@@ -164,7 +165,7 @@ def new_streaming(
         users=users,
         folder=folder,
         spans=spans,
-        empty={name for name, one in table.items() if one.tensors[0].is_meta},
+        empty={name for name, one in table.items() if has_no_memory(one.tensors[0])},
         cached=cached,
         copies=copies,
         reader=start(functools.partial(_work, spans, cached, copies), len(units), ahead),
@@ -229,7 +230,7 @@ def keep_for_folder(streaming: Streaming, one: PlacedTensor, value: Tensor) -> N
         )
     unit = streaming.users[one.names[0]][0]
     waiting = streaming.waiting.setdefault(unit, {})
-    waiting[one.names[0]] = value.detach()
+    waiting[one.names[0]] = value.data
     missing = (other.names[0] for other in streaming.units[unit].tensors)
     if all(name in waiting or name in streaming.locations for name in missing):
         _write(streaming, unit)
@@ -257,8 +258,8 @@ def _link(streaming: Streaming, one: PlacedTensor, location: Location) -> None:
 
 @torch.no_grad()
 def _fill(tensor: Tensor, read: _Read, device: torch.device) -> None:
-    if tensor.is_meta:
-        set_values(tensor, torch.empty_like(tensor, device=device))
+    if has_no_memory(tensor):
+        set_values(tensor, torch.empty_like(tensor.data, device=device))
     tensor.copy_(read(None))
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain.ops.whole_tensors import identity
+from fxtrain.precision import live_tensors
 from fxtrain.state import PlacedUnit, Placement, owner_of, units_by_name
 from fxtrain.state.placement.placement import DISK
 
@@ -66,9 +67,13 @@ def placed_tensors(module: nn.Module, placement: Placement) -> tuple[PlacedTenso
     """
     units = units_by_name(placement)
     groups: dict[Hashable, list[tuple[str, Tensor, PlacedUnit]]] = {}
-    for name, _, tensor in _tensors(module):
-        groups.setdefault(identity(tensor), []).append((name, tensor, owner_of(units, name)))
-    return tuple(_placed(group, placement) for group in groups.values())
+    packed: set[Hashable] = set()
+    for name, part, tensor in _tensors(module):
+        key = identity(tensor)
+        groups.setdefault(key, []).append((name, tensor, owner_of(units, name)))
+        if not isinstance(tensor, nn.Parameter) and name.rpartition(".")[2] not in part._buffers:
+            packed.add(key)
+    return tuple(_placed(group, placement, packed=key in packed) for key, group in groups.items())
 
 
 def streamed_units(
@@ -97,24 +102,36 @@ def streamed_units(
     )
 
 
-def _placed(group: list[tuple[str, Tensor, PlacedUnit]], placement: Placement) -> PlacedTensor:
+def _placed(
+    group: list[tuple[str, Tensor, PlacedUnit]], placement: Placement, *, packed: bool
+) -> PlacedTensor:
+    """Where a tensor is held.
+
+    Args:
+        packed: It belongs to a quantised weight. A number among those, which files hold as text,
+            stays on the device.
+    """
     _, tensor, unit = group[0]
     device = placement.computes_on(unit)
-    parameter = any(isinstance(one, nn.Parameter) for _, one, _ in group)
+    parameter = packed or any(isinstance(one, nn.Parameter) for _, one, _ in group)
+    streams = (parameter or placement.offload_buffers) and not (packed and tensor.ndim == 0)
     return PlacedTensor(
         names=tuple(name for name, _, _ in group),
         tensors=tuple({id(one): one for _, one, _ in group}.values()),
         units=tuple(dict.fromkeys(unit.name for _, _, unit in group)),
-        held=unit.device if parameter or placement.offload_buffers else device,
+        held=unit.device if streams else device,
         device=torch.device(device),
         trained=not parameter or tensor.requires_grad,
     )
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """(name, its module, tensor) of every parameter and buffer."""
+    """(name, its module, tensor) of every parameter and buffer, and of quantised weights."""
     for path, part in module.named_modules(remove_duplicate=False):
-        for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+        own: dict[str, Tensor | None] = {**part._parameters, **part._buffers}
+        if packed := live_tensors(part):
+            own = {**packed, **{key: one for key, one in own.items() if key != "weight"}}
+        for key, tensor in own.items():
             if tensor is not None:
                 yield f"{path}.{key}" if path else key, part, tensor
 

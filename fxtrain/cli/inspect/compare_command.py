@@ -13,7 +13,10 @@ from fxtrain._errors import PlanError
 from fxtrain._optional import optional
 from fxtrain.cli.output import as_json, print_renderable
 from fxtrain.models.weight_list import import_function
-from fxtrain.state import Plan, read_plan
+from fxtrain.state import TE, Plan, Precision, read_plan
+from fxtrain.state.low_precision.quantized_weights import quantize_of
+from fxtrain.state.low_precision.recipes import recipe_of
+from fxtrain.state.precision import FORMATS
 
 __all__ = ["COMPARE"]
 
@@ -23,8 +26,11 @@ _PICTURES = (".svg", ".png", ".pdf")
 @click.command("compare-precision")
 @click.argument("case", metavar="MODULE:FUNCTION")
 @click.option(
-    "--plan", "plans", multiple=True, required=True, metavar="FILE", help="a plan to compare"
-)
+    "--plan", "plans", multiple=True, required=True, metavar="FILE|NAME",
+    help="a plan to compare: a file, a dtype such as bf16, a recipe of float8 such as rowwise or "
+    "mxfp8, or a format of weights: bnb8, bnb4, torchao",
+)  # fmt: skip
+@click.option("--emulate", is_flag=True, help="emulate recipes of float8 that are named, slowly")
 @click.option("--reference", metavar="FILE", help="the plan to compare with; fp32 by default")
 @click.option(
     "--updates", type=click.IntRange(min=0), default=0, metavar="N", help="also train N updates"
@@ -37,6 +43,7 @@ _PICTURES = (".svg", ".png", ".pdf")
 def COMPARE(
     case: str,
     plans: tuple[str, ...],
+    emulate: bool,  # noqa: FBT001
     reference: str | None,
     updates: int,
     layers: int,
@@ -51,7 +58,7 @@ def COMPARE(
     """
     if picture is not None:
         _check_picture(picture)
-    named = {path: read_plan(path) for path in plans}
+    named = {word: _plan_of(word, emulate=emulate) for word in plans}
     base = Plan() if reference is None else read_plan(reference)
     quality = importlib.import_module("fxtrain.quality")
     function = import_function(case, returns="an fx.quality.Case")
@@ -69,6 +76,27 @@ def COMPARE(
         click.echo(json.dumps(_finite(attrs.asdict(found)), indent=2))
     else:
         print_renderable(quality.table(found, layers=layers))
+
+
+def _plan_of(word: str, *, emulate: bool) -> Plan:
+    """The plan in a file, or what the short name of a dtype, a recipe or a format stands for."""
+    if Path(word).exists():
+        return read_plan(word)
+    if word in FORMATS:
+        made = Plan(precision=word)  # type: ignore[arg-type]
+    elif not isinstance(quantize_of(word), str):  # type: ignore[arg-type]
+        made = Plan(quantize=word)  # type: ignore[arg-type]
+    elif not isinstance(recipe := recipe_of(word), str):
+        made = Plan(precision=Precision(compute="fp8", recipe=recipe))
+    else:
+        return read_plan(word)
+    recipe = made.precision.recipe
+    if not emulate or recipe is None:
+        return made
+    if isinstance(recipe, TE):
+        raise PlanError(f"--plan {word} --emulate: Transformer Engine cannot be emulated.")
+    chosen = attrs.evolve(recipe, emulate=True)
+    return Plan(precision=attrs.evolve(made.precision, recipe=chosen))
 
 
 def _check_picture(path: str) -> None:

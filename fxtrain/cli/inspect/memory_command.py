@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import click
 
+from fxtrain._errors import PlanError
 from fxtrain.cli.output import as_json, print_json, print_table, say
 from fxtrain.models.hub import read_hub
 from fxtrain.models.memory_estimates import (
@@ -18,7 +19,9 @@ from fxtrain.models.memory_estimates import (
     inference,
     training,
 )
+from fxtrain.models.planned_weights import plan_weights
 from fxtrain.models.weight_list import Weights, read_weights
+from fxtrain.state import Plan, read_plan
 
 __all__ = ["ESTIMATE"]
 
@@ -27,7 +30,7 @@ _WORDS = {
     "gradients": "gradients (fp32)",
     "optimizer": "optimizer state",
     "working": "copies in the compute dtype",
-    "buffers": "other tensors",
+    "buffers": "quantised weights and other tensors",
 }
 
 
@@ -39,9 +42,9 @@ _WORDS = {
 @click.option(
     "--precision",
     type=click.Choice(list(BYTES)),
-    default="bf16",
     help="dtype of autocast, or of the weights in inference; bf16 by default",
 )
+@click.option("--plan", metavar="FILE", help="a plan: its precision and its quantised weights")
 @click.option(
     "--sharding",
     type=click.Choice(SHARDING),
@@ -57,18 +60,36 @@ _WORDS = {
 )
 @click.option("--download", is_flag=True, help="fetch the headers of MODEL from Hugging Face")
 @as_json
-def ESTIMATE(model: str, json_: bool, download: bool, **chosen: Any) -> None:  # noqa: FBT001
+def ESTIMATE(
+    model: str,
+    json_: bool,  # noqa: FBT001
+    download: bool,  # noqa: FBT001
+    plan: str | None,
+    precision: str | None,
+    **chosen: Any,
+) -> None:
     """Estimate the memory of a model in training and inference.
 
     MODEL is a .safetensors file or its index, a folder with one, a config.json of transformers
     or a folder with one, MODULE:FUNCTION that builds a model, or the name of a timm model.
     Only headers and code are read, never tensors, and nothing is downloaded. With --download,
-    MODEL may be OWNER/NAME on the Hugging Face hub, whose config and headers are fetched.
+    MODEL may be OWNER/NAME on the Hugging Face hub, whose config and headers are fetched. With
+    --plan, MODEL has to be a config, a function or a name, whose layers are known.
     """
     if not download:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when the model's library is imported
     away = download and not Path(model).exists()
-    report = _report(read_hub(model) if away else read_weights(model), **chosen)
+    if plan is not None:
+        if precision is not None or away:
+            other = "--download" if away else "--precision"
+            raise PlanError(
+                f"estimate-memory: --plan and {other} were passed. --plan sets the dtypes, and "
+                f"builds the model from code that is here. Omit {other}."
+            )
+        report = _planned_report(model, read_plan(plan), **chosen)
+    else:
+        found = read_hub(model) if away else read_weights(model)
+        report = _report(found, precision=precision or "bf16", **chosen)
     if json_:
         print_json(report)
     else:
@@ -76,21 +97,32 @@ def ESTIMATE(model: str, json_: bool, download: bool, **chosen: Any) -> None:  #
 
 
 def _report(
-    weights: Weights,
-    *,
-    optimizer: str,
-    precision: str,
-    sharding: str,
-    ranks: int,
-    batch: int,
-    tokens: int,
+    weights: Weights, *, precision: str, batch: int, tokens: int, **chosen: Any
 ) -> dict[str, Any]:
-    about = estimate(weights)
-    compute = precision if precision in ("fp32", "bf16", "fp16") else "bf16"
+    compute: Any = precision if precision in ("fp32", "bf16", "fp16") else "bf16"
     held, cache = inference(weights, precision=precision, batch=batch, tokens=tokens)
-    trained = training(
-        weights, optimizer=optimizer, precision=compute, sharding=sharding, ranks=ranks
-    )
+    trained = training(weights, precision=compute, **chosen)
+    return _numbers(weights, compute, precision, trained, held, cache)
+
+
+def _planned_report(
+    model: str, plan: Plan, *, batch: int, tokens: int, **chosen: Any
+) -> dict[str, Any]:
+    """Weights in inference are as stored: autocast makes its copies for each call."""
+    found = plan_weights(model, plan)
+    word = plan.precision.compute
+    compute = "bf16" if word == "fp8" else word
+    _, cache = inference(found.weights, precision=compute, batch=batch, tokens=tokens)
+    held = estimate(found.weights).nbytes
+    trained = found.training(precision=compute, **chosen)
+    return _numbers(found.weights, word, "as stored", trained, held, cache)
+
+
+def _numbers(
+    weights: Weights, compute: str, held_as: str, trained: Training, held: float,
+    cache: float | None,
+) -> dict[str, Any]:  # fmt: skip
+    about = estimate(weights)
     return {
         "source": weights.source,
         "parameters": about.numel,
@@ -107,6 +139,7 @@ def _report(
             "weights": round(held),
             "cache": None if cache is None else round(cache),
         },
+        "inference_precision": held_as,
     }
 
 
@@ -133,7 +166,7 @@ def _print(report: dict[str, Any], chosen: dict[str, Any]) -> None:
     )
     held, cache = report["inference_bytes"]["weights"], report["inference_bytes"]["cache"]
     rows = [
-        [f"weights ({chosen['precision']})", _size(held)],
+        [f"weights ({report['inference_precision']})", _size(held)],
         [
             f"keys and values of {chosen['batch']} x {chosen['tokens']} tokens",
             "unknown shape" if cache is None else _size(cache),

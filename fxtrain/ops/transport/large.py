@@ -13,6 +13,10 @@ from fxtrain.ops.transport.packing import from_bytes, to_bytes, unpack_ranks
 
 __all__ = ["broadcast_all", "broadcast_values", "gather_all", "gather_values"]
 
+# NCCL receives a list of tensors in a buffer of its own, and copies them from there. torch 2.13
+# renamed the function that does without, and warns about the older name.
+_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def gather_all(tensors: list[Tensor], ranks: int, group: Any, *, joined: bool) -> list[Tensor]:
     """Each tensor of all ranks, as `unpack_ranks` gives it; all on one device."""
@@ -20,7 +24,10 @@ def gather_all(tensors: list[Tensor], ranks: int, group: Any, *, joined: bool) -
         return gather_values(tensors, ranks, group, joined=joined)
     flat = to_bytes(tensors)
     rows = flat.new_empty((ranks, flat.numel()))
-    dist.all_gather(list(rows), flat, group=group)
+    if flat.is_cpu:
+        dist.all_gather(list(rows), flat, group=group)
+    else:
+        _gather_into(rows.view(-1), flat, group=group)
     return unpack_ranks(rows, tensors, joined=joined)
 
 

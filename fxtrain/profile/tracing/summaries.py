@@ -94,6 +94,16 @@ class Summary:
             return None
         return max(self.ranks, key=_own_per_step).rank
 
+    @property
+    def columns(self) -> dict[str, list[float]]:
+        """Milliseconds per step by column, with an entry for each rank: for `run.table`."""
+        sums = [(one.total, len(one.steps)) for one in self.ranks]
+        times = {
+            name: [round(getattr(total, field) / steps / 1e6, 3) for total, steps in sums]
+            for name, field in zip(_COLUMNS, _FIELDS, strict=True)
+        }
+        return {"rank": [one.rank for one in self.ranks], **times}
+
     def __rich__(self) -> RenderableType:
         """A table of milliseconds per step."""
         grid = Table("rank", box=box.SIMPLE_HEAD, pad_edge=False, title="ms per step")

@@ -1,0 +1,103 @@
+"""What tests ask of a GPU, and what takes its place on a device that stands in for one.
+
+`FXTRAIN_GPU_TESTS_ON=cpu` (or `shadow`) runs the tests marked `gpu` on that device, so that their
+code has run before a GPU is at hand. What only CUDA can measure is then replaced or left out.
+"""
+
+import os
+import warnings
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+STAND_IN = os.environ.get("FXTRAIN_GPU_TESTS_ON", "")
+DEVICE = STAND_IN or "cuda"
+LIBRARIES = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo", "shadow": "cpu:gloo,shadow:hostgloo"}
+CYCLES = 2_000_000_000  # of a GPU in a second, about
+
+# Messages of torch that are no fault here: the pools make every warning an error.
+EXPECTED = (
+    "Synchronization debug mode is a prototype",
+    "TensorFloat32 tensor cores",
+    "Not enough SMs to use max_autotune",
+    "Online softmax is disabled",
+)
+
+
+def gpus():
+    """How many GPUs there are; a device that stands in for them is there as often as asked for."""
+    return 8 if STAND_IN else torch.cuda.device_count()
+
+
+def is_gpu(ctx):
+    return ctx.device.type == "cuda"
+
+
+def expect_warnings():
+    """Let pass, until the end of a call of a pool, what torch says about CUDA."""
+    for message in EXPECTED:
+        warnings.filterwarnings("ignore", message=f".*{message}")
+
+
+def synchronize(ctx):
+    if ctx.device.type != "cpu":
+        torch.accelerator.synchronize(ctx.device)
+
+
+def keep_busy(ctx, seconds):
+    """Start a kernel that runs for some seconds; returns at once."""
+    if is_gpu(ctx):
+        torch.cuda._sleep(int(seconds * CYCLES))
+
+
+@contextmanager
+def no_waits(ctx):
+    """A block in which it is an error that the host waits for the device."""
+    if not is_gpu(ctx):
+        yield
+        return
+    expect_warnings()
+    torch.cuda.synchronize(ctx.device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators that compute; views launch no kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view and func is not torch.ops.aten.detach.default
+        return func(*args, **(kwargs or {}))
+
+
+def kernels(ctx, run):
+    """How many kernels a call launches; without a GPU, how many operators compute in it."""
+    run()
+    if not is_gpu(ctx):
+        with _Operators() as seen:
+            run()
+        return seen.count
+    synchronize(ctx)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        run()
+        synchronize(ctx)
+    events = [one for one in trace.events() if one.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(not one.name.startswith(("Memcpy", "Memset")) for one in events)
+
+
+def allocations(ctx, run):
+    """How many blocks of device memory a call takes from torch's allocator."""
+    if not is_gpu(ctx):
+        return 0
+    run()
+    before = torch.cuda.memory_stats(ctx.device)["allocation.all.allocated"]
+    run()
+    return torch.cuda.memory_stats(ctx.device)["allocation.all.allocated"] - before
