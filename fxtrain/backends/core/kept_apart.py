@@ -69,6 +69,7 @@ def _places(module: nn.Module) -> Iterator[tuple[Any, str]]:
         for group in state._fsdp_param_groups if several else [state._fsdp_param_group]:
             for one in () if group is None else group.fsdp_params:
                 yield one.sharded_param, "grad"
-                yield one, "unsharded_accumulated_grad"
+                if "unsharded_accumulated_grad" in vars(one):  # until torch 2.13
+                    yield one, "unsharded_accumulated_grad"
                 if hasattr(one, "_unsharded_param"):  # gathered before
                     yield one._unsharded_param, "grad"
