@@ -78,7 +78,17 @@ def record(
     for name, function in _DISPLAY.items():
         if name not in cls.__dict__:
             setattr(made, name, function)
+    made.__setattr__ = _refuse_change
     return with_known_arguments(error)(made)
+
+
+def _refuse_change(self: Any, name: str, value: object) -> None:
+    kind = type(self).__name__
+    known = name in {field.alias for field in attrs.fields(type(self))}
+    use = f"attrs.evolve({kind.lower()}, {name}=...)" if known else "attrs.evolve"
+    error = attrs.exceptions.FrozenInstanceError()  # takes no text
+    error.add_note(f"A {kind} cannot be changed. For another one, use {use}.")
+    raise error
 
 
 def _repr(self: Any) -> str:

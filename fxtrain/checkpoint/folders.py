@@ -136,6 +136,11 @@ def checkpoint_at(path: Any) -> Storage:
     storage = open_storage(path)
     try:
         newest = str(storage) if MANIFEST in storage.files() else latest(path)
+    except NotADirectoryError as error:
+        raise CheckpointError(
+            f"{path} is a file, and a checkpoint is a folder that fx.save wrote. Model files are "
+            f"read by fx.load_model, checkpoints of other libraries by fxtrain import."
+        ) from error
     except OSError as error:
         raise CheckpointError(f"No checkpoint at {path}: {error}") from error
     if newest is None:

@@ -136,6 +136,13 @@ def test_a_path_that_is_none(ctx, path, what, tmp_path):
         READERS[what](ctx, path, path, str(tmp_path / "out"))
 
 
+def test_a_file_in_place_of_a_checkpoint_says_who_reads_it(ctx, tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save({}, path)
+    with pytest.raises(fx.CheckpointError, match=r"is a file.*fx\.load_model"):
+        fx.restore(path, ctx, fx.wrap(torch.nn.Linear(1, 1), ctx))
+
+
 def _rewrite(path, change):
     file = os.path.join(path, MANIFEST)
     with open(file, "rb") as stream:

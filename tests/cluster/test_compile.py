@@ -99,7 +99,7 @@ def test_it_is_told_how_many_graphs_were_compiled(ctx, caplog):
         model = fx.wrap(nn.Sequential(nn.Linear(2, 2)), ctx, plan)
         model(torch.ones(1, 2)), model(torch.ones(1, 2))
     assert [one.message for one in caplog.records] == [
-        "torch.compile created 1 graphs of Sequential, 1 so far"
+        "torch.compile created 1 graph of Sequential, 1 so far"
     ]
     caplog.clear()
     left = torch.compiler.disable(nn.Linear(2, 2))

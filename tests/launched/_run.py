@@ -1,5 +1,6 @@
 """Run a program in a session of its own, with a hard time limit that ends all of it."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -68,7 +69,8 @@ def finish(process, *, timeout_s: float = 90.0, text: str | None = None) -> Fini
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGABRT)
         time.sleep(2)
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # they may have ended
+            os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
         raise AssertionError(f"Not done after {timeout_s} s.\n{out}\n{err}") from None
     return Finished(code=process.returncode, out=out, err=err)

@@ -123,3 +123,9 @@ def test_other_values_are_no_short_forms(wrong):
     for make in (lambda: fx.Plan(**wrong), lambda: fx.loads(json.dumps(wrong))):
         with pytest.raises(fx.PlanError, match=next(iter(wrong))):
             make()
+
+
+def test_setting_a_field_says_how_to_make_another_plan():
+    with pytest.raises(AttributeError) as caught:
+        fx.Plan().accumulate = 2
+    assert "attrs.evolve(plan, accumulate=...)" in caught.value.__notes__[0]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fxtrain import ops
+from fxtrain._display import counted
 from fxtrain.state import Compile, DistContext
 
 __all__ = ["compile_parts"]
@@ -75,9 +76,8 @@ class _CompilationCounter:
     def _tell(self, made: int, name: str) -> None:
         self._made += made
         if made:
-            self._log.info(
-                "torch.compile created %d graphs of %s, %d so far", made, name, self._made
-            )
+            graphs = counted(made, "graph")
+            self._log.info("torch.compile created %s of %s, %d so far", graphs, name, self._made)
         else:
             self._log.warning(
                 "torch.compile created no graph of %s, which runs uncompiled. Run with "
