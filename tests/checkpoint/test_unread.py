@@ -6,6 +6,7 @@ import json
 import os
 
 import pytest
+import torch
 from torch import nn
 
 import fxtrain as fx
