@@ -1,5 +1,6 @@
 """What `fx.step` adds to a loop written by hand, in Python calls: exact, whatever the machine."""
 
+import gc
 import sys
 
 import torch
@@ -34,11 +35,14 @@ def _calls(run):
             names.append(f"{frame.f_code.co_filename}:{frame.f_code.co_name}")
 
     run()
+    gc.collect()
+    gc.disable()  # what other tests left would be finalized, and counted, here
     sys.setprofile(note)
     try:
         run()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return names
 
 
