@@ -47,12 +47,12 @@ def test_a_run_saves_and_leaves_when_told_and_goes_on(tmp_path):
     words = (*PYTHON, EXAMPLE, "--folder", str(tmp_path), "--every", "10")
     _, first, name = _told_to_leave(signal.SIGTERM, words, tmp_path)
     said, second, last = _told_to_leave(signal.SIGUSR1, words, tmp_path)
-    assert f"going on from {tmp_path / name}" in said and second > first
+    assert f"resumed from {tmp_path / name}" in said and second > first
 
     epochs = second // 57 + 2
     again = run_fork(*words, "--epochs", str(epochs))
     assert again.code == 0, again.err
-    assert f"going on from {tmp_path / last}" in again.out
+    assert f"resumed from {tmp_path / last}" in again.out
     told = _last(again)
     assert told["left"] is False and told["updates"] == 57 * epochs
 
