@@ -6,7 +6,7 @@ import attrs
 from torch import nn
 
 from fxtrain.models.memory_estimates import Training, training
-from fxtrain.models.weight_list import Weight, Weights, build_on_meta, cache_of
+from fxtrain.models.weight_list import Weight, Weights, build_on_meta, cache_of, weights_of
 from fxtrain.precision import (
     quantize_on_meta,
     quantized_layers,
@@ -82,17 +82,7 @@ def plan_weights(source: str, plan: Plan) -> PlannedWeights:
 def _tensors(module: nn.Module) -> tuple[Weight, ...]:
     hidden = {id(part.weight) for _, part, _ in quantized_layers(module)}
     own = (*module.named_parameters(), *module.named_buffers())
-    plain = tuple(
-        Weight(
-            name=name,
-            numel=tensor.numel(),
-            nbytes=tensor.numel() * tensor.element_size(),
-            trained=tensor.requires_grad,
-            floating=tensor.is_floating_point(),
-        )
-        for name, tensor in own
-        if id(tensor) not in hidden
-    )
+    plain = weights_of((name, tensor) for name, tensor in own if id(tensor) not in hidden)
     packed = tuple(
         Weight(
             name=name,

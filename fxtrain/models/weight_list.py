@@ -6,7 +6,7 @@ import math
 import os
 import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from fxtrain.state import parse_json, shown
 
 __all__ = [
     "KvCache", "Weight", "Weights", "build_on_meta", "cache_of", "import_function", "read_json",
-    "read_weights", "stored_weight",
+    "read_weights", "stored_weight", "weights_of",
 ]  # fmt: skip
 
 # The limit of the safetensors package; a longer header means a damaged file.
@@ -143,7 +143,7 @@ def _code(source: str) -> Weights:
     config: Any = getattr(model, "config", None)
     known = config.to_dict() if hasattr(config, "to_dict") else {}
     what = source if ":" in source else f"timm {source}"
-    return Weights(source=what, tensors=_tensors(model), cache=cache_of(known))
+    return Weights(source=what, tensors=_all_of(model), cache=cache_of(known))
 
 
 def _folder(path: Path) -> Weights:
@@ -246,7 +246,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _transformers(path: Path) -> Weights:
     model = _build_transformers(path)
-    return Weights(source=str(path), tensors=_tensors(model), cache=cache_of(read_json(path)))
+    return Weights(source=str(path), tensors=_all_of(model), cache=cache_of(read_json(path)))
 
 
 def _build_transformers(path: Path) -> Any:
@@ -330,8 +330,12 @@ def _on_meta(build: Any) -> Any:
         return build()
 
 
-def _tensors(model: Any) -> tuple[Weight, ...]:
-    named = [*model.named_parameters(), *model.named_buffers()]
+def _all_of(model: Any) -> tuple[Weight, ...]:
+    return weights_of([*model.named_parameters(), *model.named_buffers()])
+
+
+def weights_of(named: Iterable[tuple[str, Any]]) -> tuple[Weight, ...]:
+    """Sizes of tensors by name."""
     return tuple(
         Weight(
             name=name,
