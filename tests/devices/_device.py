@@ -1,4 +1,4 @@
-"""What tests ask of a GPU, and what takes its place on a device that stands in for one.
+"""Measurements that tests make on a GPU, and their replacements on another device.
 
 `FXTRAIN_GPU_TESTS_ON=cpu` (or `shadow`) runs the tests marked `gpu` on that device, so that their
 code has run before a GPU is at hand. What only CUDA can measure is then replaced or left out.
@@ -26,7 +26,7 @@ EXPECTED = (
 
 
 def gpus():
-    """How many GPUs there are; a device that stands in for them is there as often as asked for."""
+    """The number of GPUs; 8 where another device replaces them."""
     return 8 if STAND_IN else torch.cuda.device_count()
 
 

@@ -90,18 +90,6 @@ def _trained(model):
     }
 
 
-@pytest.fixture
-def ctx():
-    with fx.detect(env={}, device="cpu") as made:
-        yield made
-
-
-@pytest.fixture
-def folder(tmp_path):
-    fx.export(Transformer(), tmp_path / "model")
-    return tmp_path / "model"
-
-
 @pytest.mark.parametrize("plan", [{}, {"recompute": ("Block",)}], ids=["plain", "recompute"])
 def test_steps_equal_those_of_the_resident_model(ctx, folder, plan):
     found, wanted = _streamed(ctx, folder, **plan), _resident(ctx, **plan)
