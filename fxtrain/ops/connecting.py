@@ -378,5 +378,6 @@ def _open_group(topology: Topology, device: torch.device, store: Any, wait: time
     except (RuntimeError, ValueError) as error:
         raise ContextError(
             f"Rank {topology.rank} of {topology.world_size} could not open the process group "
-            f"{backend!r}: {first_line(error)}"
+            f"{backend!r}: {first_line(error)}",
+            code="FX102",
         ) from error

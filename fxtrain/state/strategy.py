@@ -295,10 +295,10 @@ def unsupported(what: str, *, by: str) -> Callable[..., NoReturn]:
         >>> from fxtrain.state import unsupported
         >>> unsupported("clip_value", by="XLA")()
         Traceback (most recent call last):
-        fxtrain._errors.PlanError: XLA does not support clip_value.
+        fxtrain._errors.PlanError: XLA does not support clip_value. [FX202]
     """
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise PlanError(f"{by} does not support {what}.")
+        raise PlanError(f"{by} does not support {what}.", code="FX202")
 
     return refuse

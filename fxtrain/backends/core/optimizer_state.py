@@ -77,7 +77,8 @@ def load_optimizers(model: Wrapped, saved: StateReader, kept: Iterable[Tensor]) 
     if len(found) != len(model.optimizers):
         raise CheckpointError(
             f"The model has {len(model.optimizers)} optimizers, and the checkpoint {len(found)}. "
-            f"Wrap the model with the same optimizers, or with none to only run it."
+            f"Wrap the model with the same optimizers, or with none to only run it.",
+            code="FX603",
         )
     names = names_of(model.module)
     taken = {_data_pointer(tensor) for tensor in kept}
@@ -98,7 +99,8 @@ def load_schedulers(model: Wrapped, saved: StateReader) -> None:
     if len(schedulers) != len(states):
         raise CheckpointError(
             f"The model has {len(schedulers)} schedulers, and the checkpoint {len(states)}. Wrap "
-            f"the model with the same schedulers."
+            f"the model with the same schedulers.",
+            code="FX603",
         )
     for scheduler, state in zip(schedulers, states, strict=True):
         scheduler.load_state_dict(state)
@@ -162,7 +164,8 @@ def _load_optimizer(
         detail = f": {_first_difference(own, theirs)}" if same else ""
         raise CheckpointError(
             f"{prefix} is a {kind} here, and was saved as a {values['kind']} or with other "
-            f"parameters or groups{detail}. Build it as it was when the checkpoint was saved."
+            f"parameters or groups{detail}. Build it as it was when the checkpoint was saved.",
+            code="FX603",
         )
     for (group, named), options in zip(groups, values["groups"], strict=True):
         for key, value in options.items():
