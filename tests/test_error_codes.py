@@ -70,7 +70,7 @@ def test_a_code_is_found_as_it_is_copied(word, capsys):
 
 
 @pytest.mark.parametrize(
-    ("word", "nearest"), [("FX609", "FX607"), ("99999999999", "FX800"), ("Planerror", "PlanError")]
+    ("word", "nearest"), [("FX609", "FX607"), ("99999999999", "FX800"), ("Planerro", "PlanError")]
 )
 def test_an_unknown_code_names_the_nearest(word, nearest, capsys):
     assert main(["explain", word]) == Exit.WRONG

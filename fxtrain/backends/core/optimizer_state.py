@@ -161,10 +161,12 @@ def _load_optimizer(
     kind = type(part).__name__
     same = values["kind"] in (kind, "")  # checkpoints of other libraries do not name it
     if not same or own != theirs:
-        detail = f": {_first_difference(own, theirs)}" if same else ""
+        saved = f"as {values['kind']}"
+        if same:
+            saved = f"with other parameters or groups: {_first_difference(own, theirs)}"
         raise CheckpointError(
-            f"{prefix} is a {kind} here, and was saved as a {values['kind']} or with other "
-            f"parameters or groups{detail}. Build it as it was when the checkpoint was saved.",
+            f"{prefix} is {kind} here, and was saved {saved}. Build it as it was when the "
+            f"checkpoint was saved.",
             code="FX603",
         )
     for (group, named), options in zip(groups, values["groups"], strict=True):
