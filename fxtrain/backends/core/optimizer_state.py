@@ -161,11 +161,11 @@ def _load_optimizer(
     kind = type(part).__name__
     same = values["kind"] in (kind, "")  # checkpoints of other libraries do not name it
     if not same or own != theirs:
-        saved = f"as {values['kind']}"
+        was = f"as {values['kind']}"
         if same:
-            saved = f"with other parameters or groups: {_first_difference(own, theirs)}"
+            was = f"with other parameters or groups: {_first_difference(own, theirs)}"
         raise CheckpointError(
-            f"{prefix} is {kind} here, and was saved {saved}. Build it as it was when the "
+            f"{prefix} is {kind} here, and was saved {was}. Build it as it was when the "
             f"checkpoint was saved.",
             code="FX603",
         )
