@@ -32,7 +32,7 @@ class ErrorCode(NamedTuple):
 ERROR_CODES = (
     ErrorCode(
         "FX001", "FxError", "", "concepts/errors",
-        "The base class of all errors of fxtrain. Every error of its own has a class below.",
+        "This is the base class of all errors of fxtrain.",
         "Catch it to handle every error that fxtrain raises on purpose: `except fx.FxError`.",
     ),
     ErrorCode(

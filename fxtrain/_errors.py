@@ -47,7 +47,7 @@ class FxError(Exception):
 
     Attributes:
         code: What `fxtrain explain` explains, such as "FX602": that of the class, or a more precise
-            one that the code which raises it passes.
+            one that is passed where the error is raised.
 
     Example:
         >>> import fxtrain as fx
