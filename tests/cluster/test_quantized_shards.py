@@ -1,5 +1,7 @@
 """Quantised weights that FSDP splits over ranks: they compute and train as replicas do."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain.precision import stored_tensors
 from fxtrain.testing import Transformer
+from tests.cluster._models import UP
 from tests.precision._records import RECORDS, marked
 
 SPLIT = marked(["bnb8", "nf4", "fp4"])
@@ -20,8 +23,8 @@ def _net(seed=0, **options):
     return net
 
 
-def _plan(strategy, name):
-    return fx.Plan(strategy=strategy, quantize=RECORDS[name])
+def _plan(strategy, name, **fields):
+    return fx.Plan(strategy=strategy, quantize=RECORDS[name], **fields)
 
 
 def _wrapped(ctx, plan, seed=0, net=None):
@@ -62,10 +65,14 @@ def _run(ctx, strategy, name, folder):
     after = _bytes(fx.weights(model))
     with torch.no_grad():
         wanted = model(TOKENS)
+        with fx.gathered(model) as lent:
+            equal = torch.equal(lent(TOKENS), wanted)
+        equal = equal and torch.equal(model(TOKENS), wanted)
         module = fx.unwrap(model)
-        equal = torch.equal(module(TOKENS), wanted)
+        equal = equal and torch.equal(module(TOKENS), wanted)
     kinds = sorted({type(part.weight).__name__ for part in module.modules() if _packs(part)})
-    return before, losses, after, same and equal, held, kinds, _bytes(stored_tensors(module).items())
+    given_back = _bytes(stored_tensors(module).items())
+    return before, losses, after, same and equal, held, kinds, given_back
 
 
 def _packs(part):
@@ -93,3 +100,110 @@ def test_shards_compute_and_train_as_replicas_do(pair, name, mode, tmp_path):
     with fx.detect(env={}, device="cpu") as ctx:  # one rank, from the checkpoint of two
         alone = _wrapped(ctx, _plan(fx.Single(), name), seed=3)
         fx.restore(tmp_path / "fsdp" / "run", ctx, alone)
+        read = _bytes(stored_tensors(alone.module).items())
+    assert all(torch.equal(read[key], found[0][6][key]) for key in read.keys() - {"position"})
+
+
+def _digests(ctx, name, folder):
+    """What a checkpoint takes, and what a model over another base says to it."""
+    plan = _plan(fx.FSDP(), name, frozen="digests")
+    model = _wrapped(ctx, plan)
+    _train(ctx, model)
+    fx.save(folder, ctx, model)
+    other = _wrapped(ctx, plan)
+    fx.restore(folder, ctx, other)
+    same = _train(ctx, other) == _train(ctx, model)
+    with pytest.raises(fx.CheckpointError, match="tensors of this model differ") as found:
+        fx.restore(folder, ctx, _wrapped(ctx, plan, seed=1))
+    return same, str(found.value)
+
+
+@pytest.mark.parametrize("name", marked(["nf4"]))
+def test_a_checkpoint_of_shards_may_hold_digests_of_the_base(pair, name, tmp_path):
+    (one, told), (other, also) = pair.run(_digests, name, str(tmp_path))
+    assert one and other and told == also and "up.bias" in told
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    assert size < 40_000  # of which random states take most; the base takes 27,000
+    with fx.detect(env={}, device="cpu") as ctx:
+        alone = _wrapped(ctx, _plan(fx.Single(), name, frozen="digests"))
+        fx.restore(tmp_path, ctx, alone)
+
+
+def _rehearsed(plan, ctx):
+    model = _wrapped(ctx, plan)
+    fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
+    for batch in fx.shard(torch.utils.data.DataLoader(TOKENS.repeat(16, 1)), ctx, plan):
+        fx.step(ctx, batch, fns)
+
+
+def _held(ctx, plan):
+    tensors = stored_tensors(_wrapped(ctx, plan).module).values()
+    kept = {id(one): getattr(one, "_local_tensor", one).nbytes for one in tensors}
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("name", marked(["bnb8", "nf4"]))
+def test_a_dry_run_counts_what_a_rank_holds(pair, name):
+    plan = _plan(fx.FSDP(), name)
+    told = fx.dry_run(functools.partial(_rehearsed, plan), world=2)
+    assert told.problems == () and told.memory.parameters == pair.run(_held, plan)[0]
+
+
+def _offloaded(ctx, name, folder):
+    """Shards in host memory, filled from files after wrapping."""
+    model = _wrapped(ctx, _plan(fx.FSDP(offload=True), name), seed=4)
+    fx.load_model(folder, model)
+    with torch.no_grad():
+        before = model(TOKENS)
+    return before, _train(ctx, model)
+
+
+@pytest.mark.parametrize("name", marked(["nf4"]))
+def test_shards_in_host_memory_are_filled_from_files(pair, name, tmp_path):
+    with fx.detect(env={}, device="cpu") as ctx:
+        alone = _wrapped(ctx, _plan(fx.Single(), name))
+        fx.export(alone, tmp_path)
+        wanted = alone(TOKENS)
+    (one, losses), (other, _) = pair.run(_offloaded, name, str(tmp_path))
+    assert torch.equal(one, wanted) and torch.equal(other, wanted) and losses[-1] < losses[0]
+
+
+def _refused(ctx, mesh, make):
+    with fx.detect({}, device="cpu", mesh=mesh, timeout_s=60) as placed:
+        net = make()
+        parts = [(id(part), type(part)) for part in net.modules()]
+        tensor = fx.TP(styles=(UP,)) if mesh.tensor > 1 else None
+        with pytest.raises(fx.PlanError) as found:
+            _wrapped(placed, _plan(fx.FSDP(tensor=tensor), "nf4"), net=net)
+        assert parts == [(id(part), type(part)) for part in net.modules()]
+        return str(found.value)
+
+
+def _on_meta():
+    with torch.device("meta"):
+        return _net()
+
+
+def _of_the_library():
+    """A layer as bitsandbytes' users make it."""
+    import bitsandbytes
+
+    layer = bitsandbytes.nn.Linear4bit(32, 32, quant_type="nf4", compute_dtype=torch.bfloat16)
+    net = nn.ModuleDict({"layer": layer.to("cpu"), "head": nn.Linear(32, 4)}).requires_grad_(False)
+    net["head"].requires_grad_(True)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("mesh", "make", "words"),
+    [
+        (fx.Mesh(), _on_meta, "Fill it before fx.wrap, with fx.load_model"),
+        (fx.Mesh(), _of_the_library, "layer was quantised by another library"),
+        (fx.Mesh(tensor=2), _net, "Leave tensor out of fx.Mesh"),
+    ],
+    ids=["meta", "library", "tensor"],
+)
+@pytest.mark.parametrize("name", marked(["nf4"]))
+def test_what_cannot_be_split_is_refused_before_anything_changes(pair, mesh, make, words, name):
+    one, other = pair.run(_refused, mesh, make)
+    assert one == other and words in one

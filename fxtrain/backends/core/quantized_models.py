@@ -20,7 +20,7 @@ def quantized_problems(
 ) -> list[str]:
     """What does not fit of a plan and a model with quantised or frozen weights."""
     problems: list[str] = []
-    if plan.frozen == "digests" and not strategy.full_parameters:
+    if plan.frozen == "digests" and not (strategy.full_parameters or strategy.splits_quantized):
         problems.append(
             f"Plan(frozen='digests') compares full parameters, and {strategy.name} may hold parts "
             f"of them. Use frozen='values', DDP() or Single()."

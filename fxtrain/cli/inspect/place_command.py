@@ -95,7 +95,9 @@ def _quantize(word: str | None) -> Quantize | None:
         )
     found = read_plan(made).quantize
     if found is None:
-        raise PlanError(f"--quantize {made}: this plan has no quantize. Set it, or omit --quantize.")
+        raise PlanError(
+            f"--quantize {made}: this plan has no quantize. Set it, or omit --quantize."
+        )
     return found
 
 
