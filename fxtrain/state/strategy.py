@@ -236,6 +236,8 @@ class Strategy:
             layers of which were converted before.
         full_parameters: Whether each rank holds full parameters, so that they may be quantised,
             and compared by their digests.
+        splits_quantized: Whether it splits quantised weights over ranks, of libraries that
+            compute with them.
         average: (model, position) → None: with independent replicas, ends the round that ends
             at a position, or begins the first; at None ends one. Only called if the model has a
             `Round`.
@@ -265,6 +267,7 @@ class Strategy:
     cuts_sequences: bool = False
     converts_layers: bool = False
     full_parameters: bool = False
+    splits_quantized: bool = False
     average: Callable[[Wrapped, Position | None], None] = attrs.Factory(
         lambda: unsupported("average", by="This strategy")
     )

@@ -27,7 +27,7 @@ from fxtrain.backends.local.averaging_state import (
     weighted_mean,
 )
 from fxtrain.models.tensor_bytes import contiguous, memory_of
-from fxtrain.ops.whole_tensors import plain_name
+from fxtrain.ops.whole_tensors import is_sharded, plain_name
 from fxtrain.precision import quantized_facts, quantized_tensors, scaling_state, stored_tensors
 from fxtrain.state import (
     TE,
@@ -195,9 +195,11 @@ def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return found
 
 
-def _digest(tensor: Tensor) -> str:
-    kind = f"{tensor.dtype} {list(tensor.shape)} "
-    return kind + xxhash.xxh3_128_hexdigest(memory_of(contiguous(tensor)))
+def _digest(tensor: Any) -> str:
+    """Of the full tensor, which all ranks gather if it is sharded."""
+    full = tensor.detach().full_tensor() if is_sharded(tensor) else tensor
+    kind = f"{full.dtype} {list(full.shape)} "
+    return kind + xxhash.xxh3_128_hexdigest(memory_of(contiguous(full)))
 
 
 def _check_base(tensors: dict[str, Tensor], base: Mapping[str, str]) -> None:

@@ -54,10 +54,11 @@ def _frozen(streaming: Streaming) -> frozenset[str]:
 
 
 def _from_files(streaming: Streaming) -> list[str]:
+    """Parameters that stay as the files have them; a forward may change any buffer."""
     return [
         name
         for name in streaming.sources
-        if streaming.tensors[name].streamed or not streaming.tensors[name].trained
+        if not (one := streaming.tensors[name]).is_buffer and (one.streamed or not one.trained)
     ]
 
 

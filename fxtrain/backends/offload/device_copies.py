@@ -64,6 +64,7 @@ class DeviceCopies:
     _layouts: dict[int, _Layout] = attrs.field(factory=dict, init=False)
     _loaded: dict[int, Fetched] = attrs.field(factory=dict, init=False)
     _active: dict[int, int] = attrs.field(factory=dict, init=False)
+    _trained: set[int] = attrs.field(factory=set, init=False)
     _streams: dict[torch.device, Any] = attrs.field(factory=dict, init=False)
     _staging: "queue.SimpleQueue[tuple[Tensor, Any]]" = attrs.field(
         factory=queue.SimpleQueue, init=False
@@ -119,6 +120,9 @@ class DeviceCopies:
             fetched.flat.record_stream(stream)
         self._loaded[unit] = fetched
         self._point(unit, self._views(unit))
+        if unit in self._trained:  # a thread may have copied it before it was changed
+            for here, home in self._buffers(unit):
+                here.copy_(home)
 
     def has(self, unit: int) -> bool:
         """Whether a unit is on its device now."""
@@ -127,10 +131,19 @@ class DeviceCopies:
     def begin(self, unit: int) -> None:
         """Keep a unit on its device until `end`."""
         self._active[unit] = self._active.get(unit, 0) + 1
+        if any(part.training for part in self.units[unit].owners):
+            self._trained.add(unit)
 
     def end(self, unit: int) -> None:
-        """The unit may leave its device when another one comes."""
+        """The unit may leave its device when another one comes.
+
+        What training changes in a forward, such as running statistics, is written to where it is
+        held: torch counts no version of what batch normalization updates.
+        """
         self._active[unit] -= 1
+        if unit in self._trained and unit in self._loaded and not self._active[unit]:
+            for here, home in self._buffers(unit):
+                home.copy_(here)
 
     def find(self, tensor: Tensor) -> tuple[int, int] | None:
         """The unit in whose copy a tensor is, and the offset of its storage's first byte there."""
@@ -161,6 +174,11 @@ class DeviceCopies:
         for other in self._loaded if shared else ():
             if self.units[other].name in shared:
                 self._point(other, self._views(other))
+
+    def _buffers(self, unit: int) -> list[tuple[Tensor, Tensor]]:
+        """The buffers of a unit that is on its device, and where each is held."""
+        pairs = zip(self.units[unit].tensors, self._homes[unit], strict=True)
+        return [(one.tensors[0].data, home) for one, home in pairs if one.is_buffer]
 
     def _point(self, unit: int, values: Sequence[Tensor]) -> None:
         for one, value in zip(self.units[unit].tensors, values, strict=True):
