@@ -11,7 +11,7 @@ import attrs
 
 from fxtrain.state import shown
 from fxtrain.track.entries import Entry
-from fxtrain.track.tracker import Tracker, Unsupported
+from fxtrain.track.tracker import Start, Tracker, Unsupported
 
 __all__ = ["Patience", "Warn", "Writer", "start_writer"]
 
@@ -55,13 +55,13 @@ class Writer:
     Attributes:
         tracker: Its functions.
         native: The result of its `open`.
-        resumed: Whether the tracker has opened this run before.
+        start: What it was opened with.
         patience: How long others wait for it.
     """
 
     tracker: Tracker
     native: Any
-    resumed: bool = False
+    start: Start
     patience: Patience = Patience()
     _queue: "queue.Queue[Any]" = attrs.field(
         default=attrs.Factory(lambda self: queue.Queue(self.patience.entries), takes_self=True),
@@ -117,7 +117,7 @@ class Writer:
 
     def work(self) -> None:
         """Write entries in order until the end."""
-        if self.resumed:
+        if self.start.resumed:
             self._recall()
         while True:
             entry = self._queue.get()
@@ -135,7 +135,7 @@ class Writer:
     def _recall(self) -> None:
         """Find out which entries the library has already, if it cannot remove them."""
         try:
-            self._last_steps.update(self.tracker.last_steps(self.native))
+            self._last_steps.update(self.tracker.last_steps(self.native, self.start))
         except BaseException as error:  # any error of a library: training continues
             self._warn(
                 "last_steps",
@@ -226,9 +226,9 @@ class _End:
     failed: bool
 
 
-def start_writer(tracker: Tracker, native: Any, patience: Patience, *, resumed: bool) -> Writer:
+def start_writer(tracker: Tracker, native: Any, start: Start, patience: Patience) -> Writer:
     """A writer with a running thread."""
-    writer = Writer(tracker=tracker, native=native, resumed=resumed, patience=patience)
+    writer = Writer(tracker=tracker, native=native, start=start, patience=patience)
     # A daemon: a tracker that hangs must not keep the process from exiting.
     threading.Thread(target=writer.work, name=f"fxtrain {tracker.name}", daemon=True).start()
     return writer

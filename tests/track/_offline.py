@@ -2,12 +2,15 @@
 
     python -m tests.track._offline NAME FOLDER
 
-It logs a run, continues it in the middle, and prints as JSON what the library gives back.
+It logs a run, continues it in the middle, and prints as JSON what the library gives back. With a
+third word, "killed", a process of its own logs the first part and is killed.
 """
 
 import glob
 import json
+import os
 import random
+import signal
 import sqlite3
 import struct
 import subprocess
@@ -75,6 +78,37 @@ def write(name, folder):
     # Nothing that this library did has changed the random numbers of the training.
     assert drawn == (torch.rand(1).item(), random.random())
     return {"state": state, "again": again}
+
+
+def write_and_die(name, folder):
+    """Log steps 1 to 3, of which a checkpoint would know 1 and 2, and end without closing."""
+    ctx = fx.detect(env={}, device="cpu")
+    run = fx.track(folder, ctx, [fx.JsonLines(), CONFIGS[name]])
+    _log(run, [1, 2])
+    Path(folder, "state.json").write_text(json.dumps(run.state()))
+    _log(run, [3])
+    run.table("rows", {"a": [1, 2]}, _position(3))
+    run.text("note", "hello", _position(3))
+    run.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_killed(name, folder):
+    """Continue a run that was killed, from step 2."""
+    command = [sys.executable, "-m", "tests.track._offline", name, folder, "die"]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    state = json.loads(Path(folder, "state.json").read_text())
+    to = [fx.JsonLines(), CONFIGS[name]]
+    with (
+        fx.detect(env={}, device="cpu") as ctx,
+        fx.track(folder, ctx, to, resume=state, position=_position(2)) as run,
+    ):
+        for steps in ([3], [4]):
+            _log(run, steps)
+            if steps == [3]:
+                run.table("rows", {"a": [1, 2]}, _position(3))
+                run.text("note", "hello", _position(3))
+        return {"state": state, "again": run.state()}
 
 
 def _tensorboard(folder):
@@ -157,6 +191,7 @@ def _trackio(folder):
     found = [(step, json.loads(text)) for _, step, text in rows]
     return {
         "losses": [(step, one["loss"]) for step, one in found if "loss" in one],
+        "tables": sum("rows" in one for _, one in found),
         "names": sorted({name for _, one in found for name in one}),
         "runs": sorted({run for run, _, _ in rows}),
     }
@@ -223,8 +258,10 @@ def _mlflow(folder):
     run = json.loads(Path(folder, "run.json").read_text())["identities"][0]["mlflow"]
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{Path(folder).resolve()}/mlflow.db")
     found = client.get_run(run)
+    table = json.loads(Path(client.download_artifacts(run, "rows-3.json")).read_text())
     return {
         "losses": [(m.step, m.value) for m in client.get_metric_history(run, "loss")],
+        "table": table["data"],
         "params": found.data.params,
         "metrics": sorted(found.data.metrics),
         "artifacts": sorted(a.path for a in client.list_artifacts(run)),
@@ -281,7 +318,9 @@ READERS = {
 
 
 if __name__ == "__main__":
-    name, folder = sys.argv[1:]
-    written = write(name, folder)
+    name, folder, *how = sys.argv[1:]
+    if how == ["die"]:
+        write_and_die(name, folder)
+    written = (write_killed if how else write)(name, folder)
     found = READERS[name](folder)
     sys.stdout.write("\n" + json.dumps({**written, **found}) + "\n")

@@ -63,7 +63,7 @@ def _refuses(name: str) -> str:
     return "MLflow accepts letters, digits, _ - . : / and spaces, at most 250"
 
 
-def _last_steps(native: Client) -> dict[str, int]:
+def _last_steps(native: Client, start: Start) -> dict[str, int]:
     # The last value of each metric; `data.metrics` has them without their steps.
     found = native.client.get_run(native.run).data.to_proto().metrics
     return {one.key: one.step for one in found}
