@@ -323,7 +323,7 @@ def _open_axis(
     device: torch.device,
     owned: bool,  # noqa: FBT001 - internal
 ) -> Comm:
-    group, _ = dist.new_subgroups_by_enumeration(parts, timeout=wait)
+    group: Any = dist.new_subgroups_by_enumeration(parts, timeout=wait)[0]
     control = group if comm.simulated else _open_control(parts, mine, wait, owned=owned)
     comm.state.opened_groups += [group] if comm.simulated else [group, control]
     if device.type == "xla":
