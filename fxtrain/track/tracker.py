@@ -117,7 +117,7 @@ class Tracker:
             if it does.
         last_steps: (native, Start) → by name, the last step that the library has of a resumed run,
             if it cannot remove entries. Entries up to that step are not written again. Called once,
-            before anything is written; names without an entry after `Start.position` may be missing.
+            before anything is written; names with nothing after `Start.position` may be missing.
         params: (native, Start) → None; writes the hyperparameters.
         log: (native, values, At) → None; numbers by name.
         text: (native, name, text, At) → None.
