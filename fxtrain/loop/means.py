@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fxtrain import ops
+from fxtrain._arguments import known_arguments
 from fxtrain._display import number
-from fxtrain._errors import DataError
+from fxtrain._errors import DataError, PlanError
 from fxtrain.state import DistContext, Report, Weighted, shown
 
 __all__ = ["Mean", "finite_number", "total_of"]
@@ -60,6 +61,7 @@ class Mean:
             weight = total_of(weight)
         return Mean(self.total + total_of(value) * weight, self.weight + weight)
 
+    @known_arguments(PlanError, owner="mean")
     def reduce(self, ctx: DistContext) -> float:
         """The mean of all ranks together, which is the same on every rank; NaN without values.
 
