@@ -303,5 +303,7 @@ def _plan_hint(owner: str, name: str) -> str:
 def closest(value: Any, choices: Iterable[str]) -> str:
     """A question after the choice that is spelt most like a value; empty without one."""
     word = value[:_MAX_COMPARED] if isinstance(value, str) else ""
+    choices = list(choices)
     near = difflib.get_close_matches(word, choices, n=1)
+    near = near or difflib.get_close_matches(word.lower(), choices, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -116,7 +116,7 @@ _STRATEGIES = (
 )  # fmt: skip
 _LAUNCH = (
     ("fxtrain launch --ranks 2 train.py", "launch.ranks",
-     "num_processes nproc_per_node nprocs n_procs num_gpus gpus_per_node devices world_size "
+     "num_processes nproc_per_node np nprocs n_procs num_gpus gpus_per_node devices world_size "
      "multi_gpu standalone"),
     ("fxtrain launch --nodes 2 train.py", "launch.nodes", "num_machines nnodes num_nodes"),
     ("fxtrain launch --node-rank 1 train.py", "launch.node_rank", "machine_rank"),
@@ -143,7 +143,10 @@ _LAUNCH = (
      "num_cpu_threads_per_process omp_num_threads"),
     ("fxtrain launch --no-python train", "launch.executable", "no_python"),
     ("fxtrain launch --launcher mpi train.py", "launch.launcher", "use_mpirun"),
+    ("fxtrain launch --launcher slurm --option partition=gpu train.py", "",
+     "partition account qos"),
     ("fxtrain launch --launcher tpu train.py", "launch.launcher", "tpu tpu_cluster"),
+    ("fxtrain launch -m package.train", "launch.module", "module"),
     ("fxtrain launch --config fxtrain.toml train.py", "",
      "config_file default_config_file"),
 )  # fmt: skip
@@ -152,7 +155,7 @@ _SCRIPT = (
     ("fx.detect(timeout_s=600.0)", "", "ddp_timeout process_group_timeout"),
     ("fx.detect(mesh=fx.Mesh(replicate=2))", "", "dp_replicate_size"),
     ("fx.detect(mesh=fx.Mesh(shard=2))", "",
-     "dp_shard_size parallelism_config device_mesh hsdp"),
+     "dp_shard_size parallelism_config device_mesh hsdp mesh"),
     ("fx.detect(mesh=fx.Mesh(tensor=2))", "",
      "tp_size tp_degree tensor_parallel_size torch_tp_plugin"),
     ("fx.detect(mesh=fx.Mesh(context=2))", "",
@@ -249,11 +252,9 @@ _ARGUMENTS = (
         "eval_fn validate validation eval_loader val_loader val_dataloaders eval_dataset",
     ),
     ("fit", "evaluate_every=100", "eval_steps val_check_interval eval_every"),
-    ("fit", "keep_best=1", "save_top_k load_best_model_at_end"),
     ("fit", "keep_last=3", "save_total_limit total_limit"),
     ("fit", "log_every=10", "logging_steps log_every_n_steps"),
     ("fit", 'metric="loss"', "monitor metric_for_best_model"),
-    ("fit", "resume=True", "resume_from_checkpoint ckpt_path"),
     ("fit", "save_every=100", "save_steps every_n_train_steps"),
     ("fit", "to=(fx.TensorBoard(),)", "log_with report_to logger loggers trackers"),
     ("gather", 'ctx=ctx.axis("data")', "group process_group"),
@@ -291,6 +292,13 @@ OTHER_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             **dict.fromkeys(("no", "32", "32-true", "float32", "64-true"), '"fp32"'),
             **dict.fromkeys(("bf16-mixed", "bf16-true", "bfloat16", "bf16_mixed"), '"bf16"'),
             **dict.fromkeys(("16", "16-mixed", "16-true", "float16", "half"), '"fp16"'),
+        },
+        "batch": {"per_device": '"per_rank"', "split": '"global"', "total": '"global"'},
+        "data": {"dispatch": 'fx.Data(source="dispatch")'},
+        "even": {"drop_last": '"drop"', "even_batches": '"pad"', "join": '"uneven"'},
+        "quantize": {
+            **dict.fromkeys(("4bit", "nf4", "int4", "load_in_4bit"), "fx.Bnb4()"),
+            **dict.fromkeys(("8bit", "int8", "load_in_8bit"), "fx.Bnb8()"),
         },
         "compile": {
             **dict.fromkeys(("inductor", "default"), "True"),
