@@ -26,7 +26,7 @@ test: $(VENV)/.test
 # Programs, launchers and meshes of four ranks, each of which takes seconds.
 test-slow: export PYTHONDONTWRITEBYTECODE :=
 test-slow: $(VENV)/.test
-	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder tests property_tests
+	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow and not deepspeed' --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder tests property_tests
 
 # The CPU Adam operator is compiled first, since that takes longer than a test may.
 test-deepspeed: export PATH := $(CURDIR)/$(BIN):$(PATH)

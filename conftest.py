@@ -42,10 +42,15 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if ">>>" not in collection_path.read_text() else None
 
 
+# Names of parameters that are a number of ranks, or begin with one.
+_RANKS = ("cluster", "first", "n", "ranks", "then", "world")
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks as slow what runs on four ranks, where the same test runs on two as well."""
     given = getattr(getattr(item, "callspec", None), "params", {})
-    if given.get("n") == 4 and item.location[0].startswith("tests/cluster"):
+    counts = [given[name] for name in _RANKS if name in given]
+    if 4 in [count[0] if isinstance(count, tuple) else count for count in counts]:
         item.add_marker(pytest.mark.slow)
 
 

@@ -60,6 +60,7 @@ def test_a_damaged_plan_is_read_or_refused(folder, form, data):
     only(fx.PlanError, fx.read_plan, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["toml", "yaml"])
 @given(data=st.data())
 def test_a_damaged_launch_file_is_read_or_refused(folder, form, data):
@@ -70,6 +71,7 @@ def test_a_damaged_launch_file_is_read_or_refused(folder, form, data):
     _main("config", "check", str(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["bytes", "values"])
 @given(data=st.data())
 def test_a_damaged_config_of_accelerate_is_converted_or_refused(folder, how, data):

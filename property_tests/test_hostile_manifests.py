@@ -114,6 +114,7 @@ def _with(folder, body):
         file.write(file_bytes(body))
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(data=st.data())
 def test_restoring_what_a_stranger_wrote(pair, saved, data):

@@ -143,6 +143,7 @@ MACHINES = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(machine=MACHINES, data=st.data())
 def test_any_answers_lead_to_a_file_in_order(machine, data):

@@ -24,6 +24,7 @@ def test_what_was_written_is_read(saved):
     assert not check_refused(file_bytes(saved[1]))
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(data=st.data())
 def test_changed_structure_is_refused_or_holds_together(saved, data):

@@ -160,6 +160,7 @@ def test_one_wrong_field_is_one_line_with_its_path(plan, data):
     assert f"plan.{name}" in line
 
 
+@pytest.mark.slow
 @given(value=json_like)
 def test_values_made_in_python_and_read_from_files_get_the_same_checks(value):
     for name in attrs.fields_dict(fx.PowerSGD):

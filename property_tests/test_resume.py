@@ -3,6 +3,7 @@
 import random
 import tempfile
 
+import pytest
 import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
@@ -101,6 +102,7 @@ def _part(ctx, folder, kind, accumulate, size, steps, save):
     return rows, [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 @settings(ON_RANKS, max_examples=12)
 @given(
     ranks=st.permutations([1, 2, 4]),

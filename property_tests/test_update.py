@@ -1,5 +1,6 @@
 """A law: `fx.update` is `fx.step` in every bit, under any plan and strategy, for any data."""
 
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -39,6 +40,7 @@ def test_an_update_is_a_step_in_every_bit_on_one_rank(clusters, data):
     _check(clusters[1], data)
 
 
+@pytest.mark.slow
 @ON_RANKS
 @given(data=st.data())
 def test_an_update_is_a_step_in_every_bit_on_two_ranks(clusters, data):

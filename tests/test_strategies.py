@@ -133,6 +133,7 @@ META = {
 }
 
 
+@pytest.mark.slow
 def test_the_laws_hold_a_third_partys_row(tmp_path, monkeypatch):
     """As of an installed package, which the ranks of a pool find by themselves."""
     (tmp_path / "theirs_row.py").write_text(THEIRS)

@@ -86,6 +86,7 @@ def test_errors_are_one_tree(name):
     assert set(BUILTINS) | {"FxError"} == {n for n in fx.__all__ if n.endswith("Error")}
 
 
+@pytest.mark.slow
 def test_the_library_loads_nothing_optional():
     program = """
 import json, sys

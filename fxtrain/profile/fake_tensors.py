@@ -176,7 +176,10 @@ class FakeValuesMode(TorchDispatchMode):
         tensors = {id(t): t for row in (args[0], *args[1]) for t in row}
         if not all(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
             return self.travel(func, args, kwargs)
-        metas = {key: torch.empty_like(t, device="meta") for key, t in tensors.items()}
+        metas = {
+            key: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+            for key, t in tensors.items()
+        }
         outputs, *inputs = [[metas[id(t)] for t in row] for row in (args[0], *args[1])]
         _, work = func(outputs, inputs, *args[2:], **kwargs)
         return args[0], work

@@ -117,6 +117,7 @@ def _export_sharded(ctx, folder):
     return _logits(other)
 
 
+@pytest.mark.slow
 def test_a_model_under_fsdp2_is_one_for_from_pretrained(pair, tmp_path):
     found = ready(pair).run(_export_sharded, tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

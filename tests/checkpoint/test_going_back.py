@@ -134,6 +134,7 @@ class History:
                 fx.verify(path)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(steps=st.lists(STEPS, min_size=2, max_size=12))
 def test_after_any_history_what_must_be_there_is_there(steps):

@@ -239,6 +239,7 @@ def test_a_rank_that_dies_while_it_writes(pair, rank, where, background, tmp_pat
     fx.verify(tmp_path)
 
 
+@pytest.mark.slow
 def test_one_of_four_ranks_is_gone_before_a_save(clusters, tmp_path):
     found = clusters[4].outcomes(_die, str(tmp_path), 2, "first", False)
     assert all(isinstance(found[rank], fx.CheckpointError) for rank in (0, 1, 3))

@@ -58,6 +58,7 @@ torch.save({"nets": [n.state_dict() for n in nets], "opts": [o.state_dict() for 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["safe", "pickle"])
 def test_a_folder_of_accelerate_is_read(tmp_path, kind):
     pytest.importorskip("accelerate", reason="needs the package accelerate (extra bench)")

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 import fxtrain as fx
 from fxtrain.testing import Transformer
 from fxtrain.testing.training import on_mesh
+from tests._slow import slow_after
 
 SPLIT = fx.TP(
     styles=(
@@ -79,23 +80,26 @@ def _restore(ctx, folder, name):
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [
-        ((2, "ddp"), (2, "fsdp")),
-        ((2, "fsdp"), (2, "ddp")),
-        ((2, "fsdp"), (4, "fsdp")),
-        ((4, "hybrid"), (2, "zero2")),
-        ((4, "fsdp"), (1, "ddp")),
-        ((1, "ddp"), (4, "hybrid")),
-        ((2, "tensor"), (1, "ddp")),
-        ((2, "ddp"), (4, "both")),
-        ((4, "both"), (2, "fsdp")),
-        ((4, "context"), (2, "replicas")),
-        ((2, "replicas"), (4, "context")),
-        ((2, "zero1"), (4, "zero1")),
-        ((2, "zero1"), (1, "zero1")),
-        ((2, "zero1"), (2, "ddp")),
-        ((2, "fsdp"), (2, "zero1")),
-    ],
+    slow_after(
+        2,
+        [
+            ((2, "ddp"), (2, "fsdp")),
+            ((2, "fsdp"), (2, "ddp")),
+            ((2, "fsdp"), (4, "fsdp")),
+            ((4, "hybrid"), (2, "zero2")),
+            ((4, "fsdp"), (1, "ddp")),
+            ((1, "ddp"), (4, "hybrid")),
+            ((2, "tensor"), (1, "ddp")),
+            ((2, "ddp"), (4, "both")),
+            ((4, "both"), (2, "fsdp")),
+            ((4, "context"), (2, "replicas")),
+            ((2, "replicas"), (4, "context")),
+            ((2, "zero1"), (4, "zero1")),
+            ((2, "zero1"), (1, "zero1")),
+            ((2, "zero1"), (2, "ddp")),
+            ((2, "fsdp"), (2, "zero1")),
+        ],
+    ),
 )
 def test_another_strategy_and_number_of_ranks(clusters, first, then, tmp_path):
     saved = clusters[first[0]].run(_save, str(tmp_path), first[1])

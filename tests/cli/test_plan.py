@@ -189,6 +189,7 @@ def test_a_mistake_is_told_before_the_script_runs(
     assert told.out == "" and says in told.err and told.err.startswith("fxtrain plan: ")
 
 
+@pytest.mark.slow
 def test_an_example_runs_as_it_is(tmp_path, capsys, here):
     saved = tmp_path / "run.json"
     words = ["plan", "--world", "16", "--save", str(saved), str(ROOT / "examples" / "chars.py")]

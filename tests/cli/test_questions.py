@@ -248,6 +248,7 @@ class _Terminal:
         return code
 
 
+@pytest.mark.slow
 def test_a_terminal_has_arrow_keys_and_colour(tmp_path):
     terminal = _Terminal(*FXTRAIN, "config", cwd=tmp_path)
     terminal.wait_for("Which launcher starts the ranks?")

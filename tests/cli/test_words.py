@@ -51,6 +51,7 @@ def _options(command):
     return [one for one in command.params if isinstance(one, click.Option) and not one.is_flag]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_no_word_ends_in_a_traceback(data, tmp_path_factory):

@@ -100,6 +100,7 @@ def test_outputs_are_put_together_in_order(pair):
         assert counts == {"all_gather": 2}  # keys and values together, once a layer
 
 
+@pytest.mark.slow
 def test_blocks_may_be_compiled(pair):
     plan = fx.Plan(
         context=fx.CP(tables=("position",)),

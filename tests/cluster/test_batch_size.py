@@ -120,6 +120,7 @@ def _predicted(memory, train=None, **how):
     return fx.predict_batch_size(train or default, 64, world=4, device_memory=memory, **how)
 
 
+@pytest.mark.slow
 def test_dry_runs_predict_what_fits():
     sizes = [_predicted(memory)[0] for memory in ("75kB", "85kB", "1GB")]
     assert sizes == [8, 16, 64]

@@ -84,6 +84,7 @@ def test_every_rank_evaluates_as_torchs_ddp_does(pair, name):
         assert all(map(torch.equal, found, runs[0][0])) and len(found) >= 4
 
 
+@pytest.mark.slow
 @PIPELINES
 def test_replicas_of_stages_evaluate_alike(clusters):
     plan = fx.Plan(strategy=fx.PP(split=("2",), microbatches=2))
@@ -98,6 +99,7 @@ def _sharded_copies(ctx):
         return _trained(meshed, plan, compared=False)[0]
 
 
+@pytest.mark.slow
 def test_ranks_of_a_copy_evaluate_alike_and_copies_where_a_round_ends(clusters):
     runs = clusters[4].run(_sharded_copies)
     assert torch.equal(runs[0][1], runs[1][1]) and not torch.equal(runs[0][1], runs[2][1])

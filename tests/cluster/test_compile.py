@@ -75,6 +75,7 @@ def _compiled(ctx, name, strategy):
     return [*losses.values()], counters["stats"]["calls_captured"], undone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize("strategy", [fx.FSDP(), fx.FSDP(wrap=("Linear",))], ids=["", "linear"])
 @pytest.mark.filterwarnings("ignore:.*FSDP.*:UserWarning")

@@ -84,6 +84,7 @@ def _axes(ctx):
     )
 
 
+@pytest.mark.slow
 def test_ops_work_along_every_axis(clusters):
     found = clusters[4].run(_axes)
     assert [tensor for tensor, _, _ in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
@@ -98,6 +99,7 @@ def _wrong_on_an_axis(ctx):
     return "fine"
 
 
+@pytest.mark.slow
 def test_an_error_on_one_axis_stays_on_its_ranks(clusters):
     found = clusters[4].outcomes(_wrong_on_an_axis)
     assert [type(one).__name__ for one in found] == ["CollectiveError"] * 2 + ["str"] * 2
@@ -120,6 +122,7 @@ def _groups_in(ctx):
     return [*counts, len(distributed_c10d._world.pg_map), ops.reduce(1, ctx, op="sum")]
 
 
+@pytest.mark.slow
 def test_what_a_context_opens_is_shared_by_models_and_closes_with_it(clusters):
     for before, inside, between, one, two, after, ranks in clusters[4].run(_groups_in):
         assert inside == before + 5  # for control, and a pair for each of two axes
@@ -135,6 +138,7 @@ def _closed_at_once(ctx):
     return ops.reduce(1, ctx, op="sum")
 
 
+@pytest.mark.slow
 def test_a_duplicate_may_be_closed_at_once(clusters):
     assert clusters[4].run(_closed_at_once) == [4] * 4
 

@@ -164,6 +164,7 @@ def _check_pieces(pool, folder, strategy, accumulate, stops):
             assert [one for piece in seen for one in piece] == all_seen
 
 
+@pytest.mark.slow
 @ON_RANKS
 @given(
     stops=st.lists(
@@ -183,6 +184,7 @@ def test_every_way_to_stop_is_continued(pair, tmp_path, way):
     _check_pieces(pair, tmp_path, DDP, 1, [(7, way)])
 
 
+@pytest.mark.slow
 def test_shards_and_one_process_continue_too(clusters, tmp_path):
     _check_pieces(clusters[2], tmp_path / "shards", FSDP, 2, [(3, "break")])
     _check_pieces(clusters[1], tmp_path / "one", DDP, 1, [(7, "signal"), (8, "break")])

@@ -9,6 +9,7 @@ import fxtrain as fx
 from fxtrain.testing import Transformer
 from fxtrain.testing.training import on_mesh, token_rows
 from fxtrain.track import read_run
+from tests._slow import slow_after
 from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP
 
 CASES = {
@@ -56,7 +57,8 @@ def _trained(ctx, mesh, options, folder, stop):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=PIPELINES if name == "PP" else ()) for name in CASES]
+    "name",
+    slow_after(1, [pytest.param(name, marks=PIPELINES if name == "PP" else ()) for name in CASES]),
 )
 def test_a_run_in_two_pieces_is_the_hand_written_loop(pair, tmp_path, name):
     mesh, options = CASES[name]

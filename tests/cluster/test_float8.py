@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fxtrain as fx
+from tests._slow import slow_after
 from tests.cluster._float8 import RECIPES, batches, kinds, net, plan_of, train, wrapped
 from tests.cluster._models import ATTENTION, DOWN, UP
 
@@ -47,7 +48,7 @@ def _near(losses, wanted):
     assert all(abs(one / other - 1) < 0.03 for one, other in zip(losses, wanted, strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_after(1, CASES))
 def test_ranks_follow_bf16_and_resume_bit_for_bit(pair, name, tmp_path):
     recipe, strategy = CASES[name]
     folder = str(tmp_path / "checkpoint")
@@ -105,6 +106,7 @@ def _split(ctx, plan):
         return losses, kinds(fx.unwrap(model)) == kinds(net())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
 def test_layers_split_over_the_tensor_axis(pair, name):
     tensor = fx.FSDP(mode="none", tensor=fx.TP(styles=(UP, DOWN, *ATTENTION)))

@@ -6,6 +6,7 @@ import torch
 import fxtrain as fx
 from fxtrain.testing import LAWS, Transformer, all_at_once
 from fxtrain.testing.training import backward_once, on_mesh, token_rows
+from tests._slow import slow_after
 from tests.cluster._laws import LAW
 from tests.cluster._models import PIPELINES, is_block
 
@@ -27,7 +28,12 @@ REST = (
 
 def cases(laws):
     """Number of ranks, name of a plan and name of a law, from names of laws by the first two."""
-    return [(*row, law) for row, names in laws.items() for law in names]
+    first = next(name for _, name in laws)
+    return [
+        pytest.param(*row, law, marks=[pytest.mark.slow] if row[1] != first else [])
+        for row, names in laws.items()
+        for law in names
+    ]
 
 
 DDP_PLANS = {
@@ -115,6 +121,7 @@ EXTRAS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", UNITS)
 @pytest.mark.parametrize("name", EXTRAS)
 def test_fsdp_of_recomputed_and_compiled_blocks(pair, name, law):
@@ -178,7 +185,7 @@ CP_PLANS = {
 
 
 @pytest.mark.parametrize("law", LAWS, ids=NAMES)
-@pytest.mark.parametrize("name", ["shards", "and data"])
+@pytest.mark.parametrize("name", slow_after(1, ["shards", "and data"]))
 def test_context_parallel(clusters, name, law):
     n, strategy, options, mesh = CP_PLANS[name]
     law(clusters[n], fx.Plan(strategy=strategy, context=fx.CP(tables=ROWS, **options)), mesh)
@@ -241,8 +248,14 @@ def _one_update(ctx, strategy, mesh):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[PIPELINES] if isinstance(strategy, fx.PP) else [])
-        for name, (_, strategy, _) in UNUSED.items()
+        pytest.param(
+            name,
+            marks=[
+                *([PIPELINES] if isinstance(strategy, fx.PP) else []),
+                *([pytest.mark.slow] if n > 2 else []),
+            ],
+        )
+        for name, (n, strategy, _) in UNUSED.items()
     ],
 )
 def test_a_parameter_without_gradient_counts_for_nothing(clusters, name):

@@ -62,6 +62,7 @@ def _break_second(model, batch):
     return _loss(model, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_a_run_is_the_same_with_it_and_without(clusters, name):
     ranks, plan = PLANS[name]

@@ -52,6 +52,7 @@ with fx.detect(env={}, device="cpu") as ctx:
 """
 
 
+@pytest.mark.slow
 def test_the_main_rank_is_heard_without_a_setup_of_logging():
     done = subprocess.run(
         [sys.executable, "-c", SPEAKING], capture_output=True, text=True, timeout=100, check=True

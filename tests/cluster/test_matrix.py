@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import fxtrain as fx
+from tests._slow import slow_after
 from tests.cluster._matrix import compare, compare_files, everything, write_halves
 from tests.cluster._models import PIPELINES
 
@@ -71,16 +72,13 @@ def truth(clusters, other, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name,
-            marks=[
-                *([PIPELINES] if row.says == PP else []),
-                *([pytest.mark.slow] if row.n > 2 else []),
-            ],
-        )
-        for name, row in ROWS.items()
-    ],
+    slow_after(
+        3,
+        [
+            pytest.param(name, marks=[PIPELINES] if row.says == PP else [])
+            for name, row in ROWS.items()
+        ],
+    ),
 )
 def test_a_strategy_does_everything(clusters, truth, other, tmp_path, name):
     row = ROWS[name]

@@ -40,6 +40,7 @@ def test_laws_of_stages_in_a_loop_and_copies(clusters, law):
     law(clusters[4], fx.Plan(strategy=config), fx.Mesh(pipeline=2))
 
 
+@pytest.mark.slow
 def test_recomputed_and_compiled_blocks(pair):
     # Whatever happens at a split is outside of a block's one graph.
     compiled = fx.Compile(backend="eager", blocks=("Block",), fullgraph=True)
@@ -61,6 +62,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_trains_as_one_process(clusters, name):
     n, config = SCHEDULES[name]

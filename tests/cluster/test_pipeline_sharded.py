@@ -36,16 +36,19 @@ REST = [all_at_once, synced_each, *(law for law in LAWS if law.__name__ in NAMES
 FINITE = [law for law in LAWS if law.__name__ == "non_finite_skips_everywhere"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", [*REST, *FINITE], ids=lambda law: law.__name__)
 def test_laws_of_shards(clusters, law):
     law(clusters[4], fx.Plan(strategy=fx.PP(stages=fx.FSDP())), SHARDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", REST, ids=lambda law: law.__name__)
 def test_laws_of_split_layers(clusters, law):
     law(clusters[4], fx.Plan(strategy=fx.PP(stages=SPLIT)), SPLITS)
 
 
+@pytest.mark.slow
 def test_weights_apart_from_inputs_may_be_frozen_and_tied(clusters):
     stages = fx.FSDP(mode="grads_and_optimizer")
     config = fx.PP(schedule="zbv_zero_bubble", microbatches=2, split=FOUR, stages=stages)
@@ -82,6 +85,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_stages_train_as_one_process(clusters, name):
     config, mesh = OTHERS[name]
@@ -136,6 +140,7 @@ def _square(way, model, batch):
     return model(batch[0], way).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="newer torch needed"
 )
@@ -147,6 +152,7 @@ def test_stages_of_different_ranks_may_leave_out_different_parameters(clusters):
         torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.slow
 def test_an_overflow_where_numbers_of_two_formats_meet(clusters):
     # The positions belong to two stages of a rank: whole, in fp32, and added to an fp16 embedding.
     LAWS[5](clusters[4], fx.Plan(strategy=OTHERS["shards in a loop"][0]), SHARDS)
@@ -172,6 +178,7 @@ def _held(ctx, config, mesh):
         return {name: tuple(one.shape) for name, one in held.items()}, size, grads
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_shard_of_its_stage(clusters):
     whole = {n: tuple(p.shape) for n, p in Transformer(tied=False).named_parameters()}
     found = clusters[4].run(_held, fx.PP(stages=fx.FSDP()), SHARDS)
@@ -202,6 +209,7 @@ def _some(shape):
     return torch.arange(shape[0] * shape[1]).reshape(shape) % 24
 
 
+@pytest.mark.slow
 def test_a_forward_alone_gathers_what_parameters_are_now(clusters):
     net, wanted = Transformer(), []
     with torch.no_grad():

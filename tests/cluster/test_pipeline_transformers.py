@@ -43,6 +43,7 @@ def _transformers(ctx, name, split):
     return told, logits, {n: p.detach() for n, p in fx.unwrap(model).named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "split"), [("gpt2", ()), ("t5", ("decoder.block.0",))])
 def test_models_of_transformers_train_as_in_one_process(pair, name, split):
     net, wanted = MODELS[name](), []

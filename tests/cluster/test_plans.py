@@ -81,6 +81,7 @@ class _Odd:
     kind: str = "odd"
 
 
+@pytest.mark.slow
 def test_ranks_with_one_plan_are_named_together(clusters):
     plans = [fx.Plan(), fx.Plan(seed=1), fx.Plan(seed=1), fx.Plan(strategy=_Odd())]
     for error in clusters[4].outcomes(_wrap, plans):

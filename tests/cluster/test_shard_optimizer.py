@@ -1,5 +1,6 @@
 """Optimizer states shared out over replicas: what a rank holds, what is sent, any optimizer."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -83,6 +84,7 @@ def test_half_of_the_states_and_the_same_bits(pair):
             assert storage == {0}, "unwrapped parameters stay in buckets"
 
 
+@pytest.mark.slow
 def test_parameters_of_two_formats_and_fewer_than_ranks(clusters):
     for net in (_mixed, _lone):
         wanted = clusters[4].run(_train, fx.DDP(), "list", net)[0][0]

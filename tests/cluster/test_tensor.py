@@ -172,6 +172,7 @@ def _by_hand(name, clip):
         return norms, net(_tokens()[:4]).logits, dict(net.named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "n", "mesh", "options"),
     [
@@ -220,6 +221,7 @@ def _train_by(ctx, way):
     return [weight for _, weight in fx.weights(model)]
 
 
+@pytest.mark.slow
 def test_split_logits_and_a_loss_of_the_loop_are_a_step_in_every_bit(pair):
     wanted = pair.run(_train_by, "step")
     for way in ("block around the loss", "block around both"):

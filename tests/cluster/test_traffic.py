@@ -1,5 +1,6 @@
 """How many collectives a call makes, and of how many bytes."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -29,6 +30,7 @@ SMALL = ("gather", "reduce", "broadcast", "any_rank", "barrier")
 PACKET = {"send": 1, "recv": 1}  # of two ranks
 
 
+@pytest.mark.slow
 def test_small_trees_of_any_dtypes_take_one_packet(clusters):
     for name in SMALL:
         assert clusters[2].run(_count, name, 8) == [PACKET] * 2
@@ -48,6 +50,7 @@ def test_large_trees_take_the_check_and_one_collective_per_dtype_at_most(pair):
     assert pair.run(_count, "reduce", 9000) == [PACKET | {"all_reduce": 4}] * 2
 
 
+@pytest.mark.slow
 def test_a_gather_of_up_to_a_mebibyte_follows_its_packet(clusters):
     assert clusters[2].run(_count, "gather", 9000) == [{"send": 2, "recv": 2}] * 2
     assert clusters[4].run(_count, "gather", 9000) == [{"send": 6, "recv": 6}] * 4

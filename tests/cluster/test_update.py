@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
+from tests._slow import slow_after
 from tests.cluster._both_ways import Case, both_ways, check_equal
 from tests.cluster._models import PIPELINES
 
@@ -27,7 +28,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", slow_after(1, STRATEGIES))
 def test_an_update_is_a_step_in_every_bit(clusters, name):
     n, plan, mesh = STRATEGIES[name]
     accumulated = attrs.evolve(plan, accumulate=3, clip_norm=0.1, precision="bf16")

@@ -96,6 +96,7 @@ def test_it_is_torchs_average_bit_for_bit(clusters, name):
     _check_run(clusters[ranks].run(_run, plan))
 
 
+@pytest.mark.slow
 def test_it_is_torchs_average_under_tensor_parallelism(pair):
     _check_run(pair.run(_on_tensor_mesh, fx.Plan(strategy=fx.FSDP(tensor=TENSOR, min_params=1))))
 
@@ -244,6 +245,7 @@ def _fitted(ctx, plan, folder, stop):
     return _averaged(average), average.updates
 
 
+@pytest.mark.slow
 def test_fit_saves_and_restores_it(pair, tmp_path):
     plan = fx.Plan(strategy=fx.FSDP(min_params=1))
     for stop in (3, 4):  # within an epoch, and at the end of one

@@ -141,6 +141,7 @@ def tell(worker):
     info.dataset.told = (worker, info.num_workers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_start_as_they_would_without_us(context):
     loader = DataLoader(

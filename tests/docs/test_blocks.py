@@ -36,7 +36,14 @@ def _with_code(name: str) -> bool:
     return any(block.language == "python" for block in blocks_of(PAGES[name].read_text()))
 
 
-@pytest.mark.parametrize("name", [one for one in PAGES if one not in ELSEWHERE and _with_code(one)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one, marks=[pytest.mark.slow] if one.startswith("tutorials") else [])
+        for one in PAGES
+        if one not in ELSEWHERE and _with_code(one)
+    ],
+)
 def test_the_blocks_of_a_page_run(name, tmp_path, pair):
     for package in packages_of(PAGES[name].read_text()):
         if find_spec(package) is None:

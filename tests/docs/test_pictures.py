@@ -69,6 +69,7 @@ def test_a_stage_keeps_as_many_activations_as_its_schedule_says():
         assert max(ends) == (8 + 3) * 3  # (M + S - 1) micro-batches of length 3, with the bubble
 
 
+@pytest.mark.slow
 def test_a_memory_bar_shrinks_with_each_strategy():
     text = svg_of(PICTURES["memory"](), "x", "memory")
     shown = [float(one) for one in re.findall(r">(\d+) MiB<", text)]

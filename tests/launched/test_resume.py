@@ -66,6 +66,7 @@ def test_one_rank_that_hears_it_is_enough(tmp_path):
     assert {one["left_at"] for one in told} == {5}
 
 
+@pytest.mark.slow
 def test_verify_resume_says_that_a_script_is_exact():
     done = run_fork(
         *FXTRAIN, "verify-resume", "--ranks", "2", "--json", EXAMPLE, "--every", "10", timeout_s=240
@@ -110,6 +111,7 @@ def test_verify_resume_of_a_script_that_is_not_there(tmp_path, capsys):
     assert "train.py" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_replay_runs_an_update_again(tmp_path, capsys):
     words = (EXAMPLE, "--folder", str(tmp_path), "--every", "10", "--epochs", "1")
     done = run_fork(*PYTHON, *words)

@@ -20,6 +20,7 @@ def _launch_fork(*args):
     return run_fork(*FXTRAIN, "launch", "--ranks", "2", *args)
 
 
+@pytest.mark.slow
 def test_script_finds_its_arguments_and_place():
     ended = run(
         *FXTRAIN, "launch", "--ranks", "2", "ranks.py", "say", "--lr", "$$1", "${local_rank}",
@@ -67,6 +68,7 @@ def test_one_traceback_when_all_fail():
     assert "KeyError: 'everywhere'" in ended.err
 
 
+@pytest.mark.slow
 def test_exit_code_is_handed_on_and_nothing_is_left_behind(tmp_path):
     ended = _launch(RANKS, "leave", "200", TMPDIR=str(tmp_path))
     assert ended.code == 200

@@ -13,6 +13,7 @@ from fxtrain.profile.torch_patches import load_in_process
 from fxtrain.profile.watching import LoopRecorder, StepsConverged, recording
 from fxtrain.state import resolve_mesh
 from fxtrain.testing import count_collectives
+from tests._slow import slow_after
 from tests.profile._loops import (
     by_steps,
     on_context_mesh,
@@ -108,7 +109,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", slow_after(5, PLANS))
 def test_ddp_is_predicted_exactly(name, pair):
     told, got = _compare(pair, by_steps, PLANS[name])
     assert told.step == got["step"] and told.setup == got["setup"]
@@ -116,6 +117,7 @@ def test_ddp_is_predicted_exactly(name, pair):
     assert told.memory.optimizer > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "windows"])
 def test_weights_travel_as_predicted(name, clusters):
     """Reduced over ranks with the checks and packets that fxtrain adds."""
@@ -135,6 +137,7 @@ def _peaks_agree(told, got):
     return told / 1.15 <= got <= told * 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 1), (4, 2)])
 def test_sharding_by_hand_is_predicted_exactly(world, replicas, clusters):
     mesh = fx.Mesh(replicate=replicas, shard=world // replicas)
@@ -159,6 +162,7 @@ SHARDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
 def test_fsdp_is_predicted_exactly(name, clusters):
     told, got = _compare(clusters[4], by_steps, SHARDED[name])
@@ -169,6 +173,7 @@ def test_fsdp_is_predicted_exactly(name, clusters):
     assert told.memory.optimizer < whole.optimizer
 
 
+@pytest.mark.slow
 def test_the_rank_that_sends_values_is_predicted(clusters):
     told, got = _compare(clusters[4], by_steps, SHARDED["full"], rank=0)
     assert told.setup == got["setup"] and "scatter" in {row.kind for row in told.setup}

@@ -28,6 +28,7 @@ def _parts(kind, shard):
     )
 
 
+@pytest.mark.slow
 def test_work_does_not_grow_with_the_shard_axis(monkeypatch):
     made = []
     see = MemoryLog.see
@@ -75,6 +76,7 @@ def test_one_chunk_is_that_of_torch(rows, n, dim):
             assert found.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
+@pytest.mark.slow
 def test_optimizers_are_shared_out_over_64_ranks():
     """Whole parameters are dealt out, so the last ranks get none."""
     plan = fx.Plan(strategy=fx.DDP(shard_optimizer=True), clip_norm=1.0)
@@ -87,6 +89,7 @@ def test_optimizers_are_shared_out_over_64_ranks():
     assert held[1] == 0 and 2 * largest <= held[0] < 2.1 * largest
 
 
+@pytest.mark.slow
 def test_copies_of_8_of_64_ranks_train_alone():
     plan = attrs.evolve(_PLAN, local=fx.DiLoCo(every=1000))
     run = fx.dry_run(

@@ -88,6 +88,7 @@ def test_parts_of_a_file_are_the_whole(tmp_path_factory, lines, cuts, block):
         assert _same([y for curve in curves for y in curve.values], [y for _, y in expected])
 
 
+@pytest.mark.slow
 def test_a_long_run_is_small_and_keeps_its_spikes(tmp_path, monkeypatch):
     monkeypatch.setattr("fxtrain.report.reading._PIECE_BYTES", 1 << 20)
     spikes = {10_000: 99.0, 33_333: -99.0, 20_000: "nan"}

@@ -16,6 +16,7 @@ from fxtrain.cli import main
 from fxtrain.report import page_of, picture_of, read_curves
 from fxtrain.report.packing import unpacked
 from fxtrain.track import read_run
+from tests._slow import slow_after
 from tests.report._runs import written
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\u2028"
@@ -188,8 +189,11 @@ DARK = ((108, 178, 255), (255, 157, 92)), (20, 23, 27)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
-@pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
+@pytest.mark.parametrize("width", slow_after(1, [390, 1280]))
+@pytest.mark.parametrize(
+    "scheme",
+    slow_after(1, [pytest.param(LIGHT, id="light"), pytest.param(DARK, id="dark")]),
+)
 def test_a_browser_draws_the_curves_and_has_nothing_to_say(two_runs, tmp_path, width, scheme):
     from matplotlib.image import imread
 

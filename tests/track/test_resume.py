@@ -108,6 +108,7 @@ def _killed(folder, stop):
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_and_continued_has_the_same_curve(tmp_path, monkeypatch):
     for stop in (3, 13):  # before the first checkpoint, and between two
         _killed(tmp_path / "killed", stop)
