@@ -156,6 +156,7 @@ def wrap(
     return attrs.evolve(made, undo=undo, bare=changes.hide, formats=formats)
 
 
+@known_arguments(PlanError)
 def unwrap(model: Wrapped[N]) -> N:
     """Return the user's module, without the changes of wrapping. Call it at the end of training.
 

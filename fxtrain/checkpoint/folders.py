@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import attrs
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.local_storage import Storage, UnreadableError, open_storage
@@ -54,6 +55,7 @@ class Found:
         return _numbers(self.name)[0]
 
 
+@known_arguments(CheckpointError)
 def latest(path: StrPath) -> str | None:
     """The newest complete checkpoint in a folder: the one committed last.
 
@@ -83,6 +85,7 @@ def latest(path: StrPath) -> str | None:
     return _first_whole(folder, reversed(list_checkpoints(folder)))
 
 
+@known_arguments(CheckpointError)
 def best(path: StrPath, mode: Literal["min", "max"] = "min") -> str | None:
     """The complete checkpoint with the best metric in a folder; of equal ones, the newest.
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fxtrain import ops
+from fxtrain._arguments import known_arguments
 from fxtrain._display import number
-from fxtrain._errors import DataError
+from fxtrain._errors import DataError, PlanError
 from fxtrain.ops.devices import as_scalar
 from fxtrain.state import DistContext, Report, Weighted, shown
 
@@ -61,6 +62,7 @@ class Mean:
             weight = total_of(weight)
         return Mean(self.total + total_of(value) * weight, self.weight + weight)
 
+    @known_arguments(PlanError, owner="mean")
     def reduce(self, ctx: DistContext) -> float:
         """The mean of all ranks together, which is the same on every rank; NaN without values.
 

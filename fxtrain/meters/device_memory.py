@@ -6,6 +6,8 @@ from typing import Any
 import attrs
 import torch
 
+from fxtrain._arguments import known_arguments
+from fxtrain._errors import ContextError
 from fxtrain.state import DistContext
 
 if sys.platform == "win32":
@@ -32,6 +34,7 @@ class Memory:
     total: int | None = None
 
 
+@known_arguments(ContextError)
 def memory(ctx: DistContext) -> Memory:
     """How much memory this rank uses. Waits for no device.
 

@@ -150,6 +150,7 @@ def launched_plan(env: Mapping[str, str] | None = None) -> Plan | None:
     return plan_in(os.environ if env is None else env)
 
 
+@known_arguments(ContextError)
 def close(ctx: DistContext) -> None:
     """Close the process groups that `detect` opened for this context. Safe to call twice.
 

@@ -184,6 +184,8 @@ class Wrapped(ModuleNames[M_co]):
     put_aside: list[tuple[Any, str, Any]] = attrs.field(factory=list, repr=False)
     advanced: list[Any] = attrs.field(factory=list, repr=False)
 
+    # As torch has it for `nn.Module`, whose type says nothing of `forward`: a protocol with its
+    # parameters is no `nn.Module`, and the strategy may change the outputs.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.closed:
             check_open(self, "calling the model")

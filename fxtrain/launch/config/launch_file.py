@@ -9,7 +9,7 @@ import attrs
 from fxtrain._errors import LaunchError, PlanError
 from fxtrain._other_names import hint
 from fxtrain._reading import read_text
-from fxtrain.launch import LaunchSpec, find_launcher, options_from
+from fxtrain.launch import LAUNCHERS, LaunchSpec, find_launcher, options_from
 from fxtrain.launch.config.overlay import merge, near
 from fxtrain.state import Format, Plan, few, installed_configs, parse_text, shown, structure
 
@@ -154,6 +154,12 @@ def problems_of(
     told: list[str] = []
     more = installed_configs() if more is None else more
     launch = {"target": NO_TARGET, **section.launch}
+    for name in _options_beside(launch):
+        launch.pop(name)
+        told.append(
+            f"{at + '.' if at else ''}launch: unknown key {shown(name)}. Options of the "
+            f"launcher {launch['launcher']} belong in launch.options."
+        )
     for name, data, cls in (("launch", launch, LaunchSpec), ("plan", section.plan, Plan)):
         where = f"{at}.{name}" if at else name
         try:
@@ -163,6 +169,14 @@ def problems_of(
         else:
             told += _launcher_problems(made, where) if isinstance(made, LaunchSpec) else []
     return told
+
+
+def _options_beside(launch: Mapping[str, Any]) -> list[str]:
+    """Options of a launch's own launcher that are written beside its common fields."""
+    row = LAUNCHERS.get(str(launch.get("launcher")))
+    options = () if row is None or row.options is None else attrs.fields_dict(row.options)
+    names = attrs.fields_dict(LaunchSpec)
+    return [name for name in launch if name in options and name not in names]
 
 
 def _launcher_problems(spec: LaunchSpec, where: str) -> list[str]:
@@ -233,9 +247,32 @@ def _table(data: Any, known: tuple[str, ...], at: str, told: list[str]) -> Mappi
         told.append(f"{where}: expected a table of {', '.join(known)}, found {shown(data)}")
         return {}
     has = ", ".join(known)
+    if not at and (foreign := _foreign(data)):
+        told.append(foreign)
+        return {}
     for key in data:
         if key not in known:
-            other = hint(key, at="file")
-            rest = f".{other}" if other else f"{near(key, known)}; known are {has}"
+            close = near(key, known)
+            other = hint(key, at="file") or ("" if close else _own_field(key, at))
+            rest = f".{other}" if other else f"{close}; known are {has}"
             told.append(f"{where}: unknown key {shown(key)}{rest}")
     return data
+
+
+def _own_field(key: Any, at: str) -> str:
+    """Where a field of a plan or a launch belongs that is written beside both."""
+    owners = (("plan", Plan), ("launch", LaunchSpec))
+    found = next((name for name, cls in owners if key in attrs.fields_dict(cls)), "")
+    return f" Use {at + '.' if at else ''}{found}.{key}." if found else ""
+
+
+def _foreign(data: Mapping[Any, Any]) -> str:
+    """What to do with a config file of another library."""
+    if "compute_environment" in data:
+        return "This is a config of Accelerate. Convert it with `fxtrain config convert FILE`."
+    if not data.keys().isdisjoint(("zero_optimization", "train_micro_batch_size_per_gpu")):
+        return (
+            "This is a config of DeepSpeed. Name it in the plan of a launch file: "
+            "plan.strategy.kind = 'deepspeed' and plan.strategy.config = 'FILE'."
+        )
+    return ""
