@@ -52,6 +52,8 @@ class CommState:
         device_meshes: torch's meshes of these ranks, by the context's mesh and the number of ranks
             that share a replica.
         at_close: Functions that closing calls, after no more calls are accepted.
+        mesh_context: The context of these ranks with another mesh that `fxtrain.testing` opened
+            last, for the next call with that mesh.
         packets: Buffers for small exchanges between the ranks.
         routes: Cached routes of small calls, by their form.
         opened_groups: Process groups that were opened for this context, to be closed with it.
@@ -73,6 +75,7 @@ class CommState:
     submesh_groups: dict[str, Any] = attrs.field(factory=dict)
     device_meshes: dict[tuple[Mesh, int], Any] = attrs.field(factory=dict)
     at_close: list[Callable[[], None]] = attrs.field(factory=list)
+    mesh_context: tuple[Mesh, DistContext] | None = None
     packets: Any = None
     routes: dict[Any, Any] = attrs.field(factory=dict)
     opened_groups: list[Any] = attrs.field(factory=list)

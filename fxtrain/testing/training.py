@@ -1,6 +1,7 @@
 """Runs of the small transformer that laws compare: on ranks under a plan, and a reference."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import attrs
@@ -16,6 +17,7 @@ from fxtrain.data import shard
 from fxtrain.loop import StepFns, step
 from fxtrain.state import (
     Batch,
+    CommState,
     DistContext,
     Mesh,
     Plan,
@@ -25,7 +27,6 @@ from fxtrain.state import (
     WeightedLoss,
     Wrapped,
 )
-from fxtrain.testing.meshes import on_mesh
 from fxtrain.testing.transformer import Transformer
 
 __all__ = [
@@ -230,6 +231,42 @@ def by_hand(task: Task, data_ranks: int) -> Run:
         losses.append(float(loss.detach()))
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     return Run(losses=losses, norms=norms, applied=applied, parameters=parameters)
+
+
+@contextmanager
+def on_mesh(ctx: Any, mesh: Mesh | None) -> Iterator[DistContext]:
+    """A context of the same ranks with a mesh.
+
+    The last one stays open for the next block with the same mesh, and so do torch's caches for
+    it. After an error it is closed.
+    """
+    if mesh is None:
+        yield ctx
+        return
+    state = ctx.comm.state
+    last, placed = state.mesh_context or (None, None)
+    if placed is None or last != mesh or not _works(placed):
+        _close_last(state)
+        kind, wait_s = ctx.device.type, ctx.comm.timeout_s
+        placed = ops.detect({}, device=kind, mesh=mesh, timeout_s=wait_s)
+    state.mesh_context = None
+    with ExitStack() as closing:
+        closing.enter_context(placed)
+        yield placed
+        closing.pop_all()
+    state.mesh_context = (mesh, placed)
+
+
+def _works(placed: DistContext) -> bool:
+    state = placed.comm.state
+    return not any(one.closed or one.failure for one in (state, *state.children))
+
+
+def _close_last(state: CommState) -> None:
+    """Close the context of the last mesh, since its groups cost time while they are open."""
+    if state.mesh_context is not None:
+        state.mesh_context[1].comm.finish(None)
+        state.mesh_context = None
 
 
 def new_model(task: Task) -> Transformer:

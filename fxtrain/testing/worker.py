@@ -41,7 +41,6 @@ def work(
     import torch
 
     from fxtrain import ops
-    from fxtrain.testing.meshes import groups_of
 
     torch.set_num_threads(1)
     if numpy := sys.modules.get("numpy"):  # forks share its state
@@ -74,7 +73,7 @@ def work(
             before = _groups()
             answer = _answer(ctx, request)
             if not keep_groups:
-                _close_others(before, groups_of(ctx))
+                _close_others(before, _kept_groups(ctx))
             pipe.send_bytes(answer)
 
 
@@ -109,6 +108,14 @@ def _groups() -> tuple[int, list[Any]]:
     from torch.distributed.distributed_c10d import _world
 
     return _world.group_count, list(_world.pg_map)
+
+
+def _kept_groups(ctx: Any) -> list[Any]:
+    """The groups of the pool's context, and of the last one with a mesh."""
+    state = ctx.comm.state
+    if state.mesh_context is None:
+        return state.opened_groups
+    return state.opened_groups + state.mesh_context[1].comm.state.opened_groups
 
 
 def _close_others(before: tuple[int, list[Any]], own: list[Any]) -> None:
