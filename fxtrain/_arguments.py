@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast
@@ -20,7 +21,16 @@ from fxtrain._errors import (
 )
 from fxtrain._other_names import field_hint
 
-__all__ = ["closest", "known_arguments", "unknown_name", "with_known_arguments"]
+__all__ = [
+    "MISSING",
+    "call_problem",
+    "closest",
+    "hot_arguments",
+    "known_arguments",
+    "types_given",
+    "unknown_name",
+    "with_known_arguments",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -30,29 +40,43 @@ _MAX_COMPARED = 200  # letters: the time grows with their square
 class _PlanArgumentError(PlanError, TypeError):
     """An unknown argument of a plan, a config, or a function that takes them."""
 
+    code = "FX002"
+
 
 class _LaunchArgumentError(LaunchError, TypeError):
     """An unknown argument of a launch."""
+
+    code = "FX002"
 
 
 class _StepArgumentError(StepError, TypeError):
     """An unknown argument of what makes a step."""
 
+    code = "FX002"
+
 
 class _DataArgumentError(DataError, TypeError):
     """An unknown argument of what splits data."""
+
+    code = "FX002"
 
 
 class _ContextArgumentError(ContextError, TypeError):
     """An unknown argument of what makes a context."""
 
+    code = "FX002"
+
 
 class _CollectiveArgumentError(CollectiveError, TypeError):
     """An unknown argument of a function of `fxtrain.ops`."""
 
+    code = "FX002"
+
 
 class _CheckpointArgumentError(CheckpointError, TypeError):
     """An unknown argument of what saves or restores."""
+
+    code = "FX002"
 
 
 _ARGUMENT_ERRORS: Mapping[type[FxError], type[FxError]] = types.MappingProxyType(
@@ -68,45 +92,190 @@ _ARGUMENT_ERRORS: Mapping[type[FxError], type[FxError]] = types.MappingProxyType
 )
 
 
-def known_arguments(error: type[FxError]) -> Callable[[F], F]:
-    """A decorator: an unknown or missing argument is an error that says what to use.
+class nothing:
+    """The type of `MISSING`."""
+
+
+MISSING: Any = nothing()  # what an argument that was left out is, in a function for the hot path
+
+# Types of arguments, by the name that every function has for them.
+_KINDS = {
+    "ctx": ("DistContext",),
+    "plan": ("Plan",),
+    "batch": ("Batch",),
+    "fns": ("StepFns",),
+    "model": ("Wrapped",),
+    "loader": ("Sharded", "DataLoader"),
+}
+# What takes nothing but its type, and what to say of it.
+_ONLY = {
+    "ctx": "a context from fx.detect()",
+    "plan": "an fx.Plan",
+    "batch": "a batch of a loader that fx.shard made",
+    "fns": "fx.StepFns(model, loss)",
+}
+
+_WRITTEN = {"fns": "fx.StepFns(model, loss)"}  # in a line to write
+
+
+class _Form:
+    """How a function is called, for messages."""
+
+    def __init__(self, function: Callable[..., Any], owner: str) -> None:
+        # An `__init__` has the name of its class before the last dot.
+        self.call = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+        code: Any = cast(Any, inspect.unwrap(function)).__code__
+        self.names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        self.bound = int("self" in self.names[:1])  # one argument that a caller does not write
+        self.most = sys.maxsize if code.co_flags & inspect.CO_VARARGS else code.co_argcount
+        self.known = dict.fromkeys(name for name in self.names if name != "self").keys()
+        self.needed = _needed(function, self.known)
+        self.owner, self.module = owner, function.__module__
+
+    def problem(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, types: bool) -> str:
+        """What is wrong with a call; empty if its arguments fit.
+
+        Args:
+            types: Whether to name an argument that is of another type than its name says.
+        """
+        unknown = next((name for name in kwargs if name not in self.known), None)
+        if unknown is not None:
+            return unknown_name(self.call, unknown, self.known)
+        if len(args) > self.most:
+            first = self.names[self.most] if len(self.names) > self.most else ""
+            many = counted(len(args) - self.most, "positional argument")
+            by_name = f"Pass {self.call}({first}=...) and what follows by name."
+            return f"{self.call}: {many} too many. {by_name if first else self._line()}"
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        given.pop("self", None)
+        kinds = {name: _kind_of(value) for name, value in given.items()}
+        moved = [kind for name, kind in kinds.items() if kind in self.known and kind != name]
+        moved = [kind for kind in moved if kinds.get(kind) != kind]
+        missing = self._missing(given, kinds)
+        if missing:
+            are = "is" if len(missing) == 1 else "are"
+            line = self._line(moved)
+            line = f"{line[:-1]}, with ctx = fx.detect()." if "ctx" in missing else line
+            return f"{self.call}: {' and '.join(missing)} {are} missing. {line}"
+        if moved:
+            found = ", ".join(type(value).__name__ for value in args[self.bound :])
+            return f"{self.call}: arguments in the wrong order, found {found}. {self._line(moved)}"
+        for name, wanted in _ONLY.items() if types and self.call[0].islower() else ():
+            wrong = kinds.get(name, name) != name and given[name] is not None
+            if wrong and (name in self.needed or name in ("ctx", "plan")):
+                found = type(given[name]).__name__
+                return f"{self.call}: {name} is {wanted}, found {found}. {self._line()}"
+        return ""
+
+    def _missing(self, given: Mapping[str, Any], kinds: Mapping[str, str]) -> list[str]:
+        """Needed arguments for which nothing was given, wherever what was given is written."""
+        found = {kind for kind in kinds.values() if kind in self.known}
+        missing = [name for name in self.needed if name not in found]
+        places = [name for name in self.names[: self.most] if name in given]
+        places += [name for name in self.needed if name in given and name not in places]
+        # Values whose type says nothing of what they are meant for.
+        loose = [name for name in places if kinds[name] not in self.known]
+        here = [name for name in missing if name in loose and name not in _ONLY]
+        maybe = [name for name in missing if name not in here and name not in _ONLY]
+        at_last = [name for name in missing if name in loose and kinds[name] == ""]
+        filled = [*here, *maybe, *[name for name in at_last if name in _ONLY]][: len(loose)]
+        return [name for name in missing if name not in filled]
+
+    def _line(self, moved: Collection[str] = ()) -> str:
+        """The line to write."""
+        shown = [_WRITTEN.get(name, text) for name, text in self.needed.items()]
+        shown += [name for name in self.names if name in moved and name not in self.needed]
+        return f"Use {self._home()}{self.call}({', '.join(shown)})."
+
+    def _home(self) -> str:
+        """What stands before the name of the function in a script."""
+        if self.owner:
+            return f"{self.owner}."
+        if self.call in sys.modules["fxtrain"].__all__:
+            return "fx."
+        package = next((one for one in _PACKAGES if self.module.startswith(f"fxtrain.{one}.")), "")
+        return f"fx.{package}." if package else ""
+
+
+_PACKAGES = ("ops", "big", "checkpoint", "meters", "quality", "interop")
+
+
+def _kind_of(value: Any) -> str:
+    """The name that every function has for values of this type; empty for other types."""
+    types = {one.__name__ for one in type(value).__mro__}
+    return next((name for name, kinds in _KINDS.items() if not types.isdisjoint(kinds)), "")
+
+
+def known_arguments(error: type[FxError], *, owner: str = "") -> Callable[[F], F]:
+    """A decorator: an argument that is unknown, missing or misplaced is an error with the line.
 
     Args:
         error: What is raised, which is a TypeError too.
+        owner: For a method, the name that an object has in the line to write.
     """
     raised = _ARGUMENT_ERRORS[error]
 
     def decorate(function: F) -> F:
-        # An `__init__` has the name of its class before the last dot.
-        call = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
-        code: Any = cast(Any, inspect.unwrap(function)).__code__
-        most = code.co_argcount
-        names = code.co_varnames[: most + code.co_kwonlyargcount]
-        known = dict.fromkeys(name for name in names if name != "self").keys()
-        needed = _needed(function, known)
+        form = _Form(function, owner)
+        known, most = form.known, form.most
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            if not kwargs.keys() <= known:
-                name = next(name for name in kwargs if name not in known)
-                raise raised(unknown_name(call, name, known))
-            if len(args) > most:
-                first = names[most] if len(names) > most else ""
-                raise raised(
-                    f"{call}: {counted(len(args) - most, 'positional argument')} too many. "
-                    + (f"Pass {call}({first}=...) and what follows by name." if first else "")
-                )
+            if not kwargs.keys() <= known or len(args) > most:
+                raise raised(form.problem(args, kwargs, types=False))
             try:
                 return function(*args, **kwargs)
-            except TypeError:
-                missing = needed.keys() - kwargs.keys() - {*names[: len(args)]}
-                if not missing:
+            except Exception as error:
+                problem = form.problem(args, kwargs, types=not isinstance(error, FxError))
+                if not problem:
                     raise
-            raise raised(_missing_words(call, needed, missing))
+            raise raised(problem)
 
         return cast(F, checked)
 
     return decorate
+
+
+def hot_arguments(function: F) -> F:
+    """A decorator as `known_arguments`, which adds no call to each call of the function.
+
+    An argument that was left out arrives as `MISSING`. The function ends its arguments with
+    `*more: Never, **unknown: Never`, of which a type checker lets nobody pass any, and refuses
+    them itself; neither is part of the signature that `inspect` and the documentation show.
+    """
+    plain = cast(types.FunctionType, function)
+    signature = inspect.signature(plain)
+    kept = [one for one in signature.parameters.values() if one.kind not in _COLLECTORS]
+    cast(Any, plain).__signature__ = signature.replace(parameters=kept)
+    plain.__defaults__ = (MISSING,) * plain.__code__.co_argcount
+    return function
+
+
+_COLLECTORS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def types_given(args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+    """The types of the arguments of a call, for a message."""
+    shown = [type(one).__name__ for one in args if one is not MISSING]
+    shown += [f"{name}={type(one).__name__}" for name, one in kwargs.items()]
+    return ", ".join(shown) or "nothing"
+
+
+def call_problem(fn: Callable[..., object], *names: str) -> str:
+    """Why a function that a user passes cannot be called with these arguments; empty if it can.
+
+    Example:
+        >>> from fxtrain._arguments import call_problem
+        >>> call_problem(lambda batch: 0, "model", "batch")
+        'it is called with (model, batch): too many positional arguments'
+    """
+    try:
+        inspect.signature(fn).bind(*names)
+    except TypeError as error:
+        return f"it is called with ({', '.join(names)}): {error}"
+    except ValueError:  # written in C, without a signature
+        return ""
+    return ""
 
 
 def with_known_arguments(error: type[FxError]) -> Callable[[type[T]], type[T]]:
@@ -131,22 +300,24 @@ def _needed(function: Callable[..., Any], known: Collection[str]) -> dict[str, s
     }
 
 
-def _missing_words(call: str, needed: Mapping[str, str], missing: Collection[str]) -> str:
-    """What to say of arguments that a call lacks."""
-    lacks = " and ".join(name for name in needed if name in missing)
-    are = "is" if len(missing) == 1 else "are"
-    return f"{call}: {lacks} {are} missing. Use {call}({', '.join(needed.values())})."
-
-
 def unknown_name(owner: str, name: str, known: Collection[str]) -> str:
     """What to say of an argument that a record or a function does not have."""
-    found = field_hint(owner, name, known) or closest(name, known)
+    found = field_hint(owner, name, known) or _plan_hint(owner, name) or closest(name, known)
     listed = "" if found else f" It has {', '.join(known)}."
     return f"{owner}({name}=...): no such argument.{found}{listed}"
+
+
+def _plan_hint(owner: str, name: str) -> str:
+    """Where a field of a plan belongs, if it is given to a function instead."""
+    if not owner[0].islower() or name not in sys.modules["fxtrain"].Plan.__slots__:
+        return ""
+    return f" It is a field of the plan: use fx.Plan({name}=...)."
 
 
 def closest(value: Any, choices: Iterable[str]) -> str:
     """A question after the choice that is spelt most like a value; empty without one."""
     word = value[:_MAX_COMPARED] if isinstance(value, str) else ""
+    choices = list(choices)
     near = difflib.get_close_matches(word, choices, n=1)
+    near = near or difflib.get_close_matches(word.lower(), choices, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,6 +1,8 @@
 """Records that validate their fields: a wrong value is an error that names the valid ones."""
 
+import contextlib
 import math
+import re
 import reprlib
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +41,7 @@ __all__ = [
 T = TypeVar("T")
 _Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 _INT64 = range(-(1 << 63), 1 << 63)
+_UNITS = {"_s": "seconds", "_mib": "MiB", "_gib": "GiB"}
 _MAX_SHOWN = 200  # characters of a value
 _MAX_ENTRIES = 12  # of a tuple in a repr
 _MAX_LINES = 20  # lines of a message: an unrelated file may have any number of problems
@@ -161,13 +164,43 @@ class Check:
         """What to choose instead of this value; None if it is valid."""
         if not self.fits(value):
             other = value_hint(attribute.name, value)
-            return f"choose {self.wanted}.{other or closest(value, self.choices)}"
+            written = _as_written(value, self.fits) if attribute.repr else ""
+            written = written or _in_units(attribute.name, value)
+            return f"choose {self.wanted}.{other or written or closest(value, self.choices)}"
         if self.also is not None and value is not None:
             try:
                 self.also(None, attribute, value)
             except (ValueError, TypeError) as error:
                 return str(error.args[0]) if error.args else type(error).__name__
         return None
+
+
+def _in_units(name: str, value: Any) -> str:
+    """The unit of a number that was written with one, by the end of its name."""
+    unit = next((word for end, word in _UNITS.items() if name.endswith(end)), "")
+    with_unit = isinstance(value, str) and re.fullmatch(r"[\d.]+ *[A-Za-z]+", value)
+    return f" Write the number of {unit} alone." if unit and with_unit else ""
+
+
+def _as_written(value: Any, fits: Callable[[Any], bool]) -> str:
+    """How to write what a value of another type probably means; empty if nothing fits."""
+    if isinstance(value, str):
+        for kind in (int, float):
+            with contextlib.suppress(ValueError, OverflowError):
+                if fits(made := kind(value)):
+                    return f" Write {made}, without quotes."
+        words = {"true": True, "yes": True, "false": False, "no": False}
+        if value.lower() in words and fits(words[value.lower()]):
+            return f" Write {str(words[value.lower()]).lower()}, without quotes."
+    parts = value.split(",") if isinstance(value, str) else value
+    several = parts if isinstance(parts, list | tuple) else [parts]
+    plain = all(type(one) is str or (type(one) is int and one in _INT64) for one in several)
+    listed = tuple(str(one).strip() for one in several) if plain else ()
+    return (
+        f" Write {list(listed)}."
+        if len(listed) < _MAX_ENTRIES and fits(listed) and any(listed)
+        else ""
+    )
 
 
 def at_least(low: float, most: float = math.inf) -> _Validator:
@@ -341,7 +374,7 @@ def _type_name(kind: Any) -> str:
         return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
     if get_origin(kind) is tuple:
         words = [_type_names(one) for one in get_args(kind) if one is not ...]
-        return f"a tuple or list, {'each ' if ... in get_args(kind) else ''}{', '.join(words)}"
+        return f"a list or tuple, {'each ' if ... in get_args(kind) else ''}{', '.join(words)}"
     if kind in _WORDS:
         return _WORDS[kind]
     name = getattr(kind, "__name__", str(kind))

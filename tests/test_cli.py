@@ -123,6 +123,23 @@ def test_a_line_that_cannot_be_read_is_a_mistake(words, capsys):
     assert told.err.startswith(("Usage: fxtrain", "Error: Option"))
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("run train.py", "Use fxtrain launch --ranks 2 train.py."),
+        (
+            "launch --accumulate 4 train.py",
+            "Use fx.Plan(accumulate=...) in the script, or plan.acc",
+        ),
+        ("launch --plan.clip-norm 1 train.py", "or plan.clip_norm in a launch file."),
+        ("launch --partition gpu train.py", "--launcher slurm --option partition=gpu train.py."),
+    ],
+)
+def test_what_belongs_elsewhere_is_told_with_its_place(words, says, capsys):
+    assert main(words.split()) == Exit.WRONG
+    assert says in capsys.readouterr().err.replace("\n", " ")
+
+
 def test_a_misspelt_command_is_told_with_the_closest(capsys):
     assert main(["lanuch", "train.py"]) == Exit.WRONG
     assert "launch" in capsys.readouterr().err

@@ -86,6 +86,7 @@ def merge(
     return tuple(target / file.name for file in files)
 
 
+@known_arguments(CheckpointError)
 def saved_weights(path: StrPath, *, model: str | None = None) -> WeightSource:
     """The weights in a checkpoint, as a source for `load_model`.
 

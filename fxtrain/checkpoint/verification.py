@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
@@ -40,6 +41,7 @@ class Verified:
     world_size: int
 
 
+@known_arguments(CheckpointError)
 def verify(path: StrPath) -> Verified:
     """Compare every byte of a checkpoint with its digest.
 
@@ -71,7 +73,7 @@ def verify(path: StrPath) -> Verified:
     if not problems:
         problems = list(_changes(storage, manifest))
     if problems:
-        raise CheckpointError("\n".join([f"{storage} is damaged:", *problems]))
+        raise CheckpointError("\n".join([f"{storage} is damaged:", *problems]), code="FX602")
     return Verified(
         path=str(storage),
         position=manifest.position,

@@ -71,12 +71,27 @@ def program() -> click.Group:
     )  # fmt: skip
 
 
+# What other programs call `launch`.
+_LAUNCH = ("run", "train", "start", "exec", "torchrun", "notebook-launcher")
+
+
+def _plan_hint(option: str) -> str:
+    """Where a field of a plan is written that was typed as an option."""
+    field = option.lstrip("-").removeprefix("plan.").replace("-", "_")
+    if field not in import_module("fxtrain.state").Plan.__slots__:
+        return ""
+    return f" Use fx.Plan({field}=...) in the script, or plan.{field} in a launch file."
+
+
 class _Program(click.Group):
     """Commands by name; only the requested one is imported."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] in _LAUNCH:
+            words = f"No such command {args[0]!r}. Use fxtrain launch --ranks 2 train.py."
+            raise click.UsageError(words, ctx)
         name, known, rest = super().resolve_command(ctx, args)
         rows = {row.name: row for row in COMMANDS}
         return name, known and load(rows[str(name)]), rest
@@ -85,7 +100,7 @@ class _Program(click.Group):
         try:
             return super().invoke(ctx)
         except click.NoSuchOption as error:
-            other = hint(error.option_name, at="command")
+            other = hint(error.option_name, at="command") or _plan_hint(error.option_name)
             if not other or ctx.invoked_subcommand != "launch":
                 raise
             words = f"No such option {error.option_name!r}.{other}"

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fxtrain import _tree
+from fxtrain._arguments import known_arguments
 from fxtrain._display import Displayed, counted
 from fxtrain._errors import DataError
 from fxtrain._other_names import call_hint
@@ -101,6 +102,7 @@ class Sharded(Displayed, Generic[Data_co]):
             raise DataError("batch: this loader has yielded no batch yet. Iterate it first.")
         return self._trail.batch
 
+    @known_arguments(DataError, owner="loader")
     def total_updates(self, n: int) -> int:
         """Optimizer updates in n whole epochs of the run, for schedulers and progress bars.
 
@@ -133,6 +135,7 @@ class Sharded(Displayed, Generic[Data_co]):
         """
         return self._trail.cursor().position
 
+    @known_arguments(DataError, owner="loader")
     def epochs(self, n: int) -> Iterator["Sharded[Data_co]"]:
         """One loader per epoch: the rest of this one, then the others up to epoch n.
 
@@ -162,6 +165,7 @@ class Sharded(Displayed, Generic[Data_co]):
             trail = Iteration(to_epoch(cursor, number) if trail else cursor, trail)
             yield attrs.evolve(self, trail=trail)
 
+    @known_arguments(DataError, owner="loader")
     def at(self, position: Position) -> "Sharded[Data_co]":
         """The same loader from a cursor on; the cursor may come from another world size.
 
@@ -184,6 +188,12 @@ class Sharded(Displayed, Generic[Data_co]):
         return attrs.evolve(self, trail=Iteration(Cursor(position, held)))
 
     if not TYPE_CHECKING:  # for a type checker, every name would exist
+
+        def __getitem__(self, key: object) -> NoReturn:
+            raise DataError(
+                f"loader[{key!r}]: a loader has batches, and this is not one. Use "
+                f"`for epoch in loader.epochs(n): for batch in epoch: batch[{key!r}]`."
+            )
 
         def __getattr__(self, name: str) -> NoReturn:
             hint = "" if name.startswith("_") else call_hint(name)

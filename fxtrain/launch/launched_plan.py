@@ -6,12 +6,16 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from fxtrain._arguments import known_arguments
+from fxtrain._errors import PlanError
+
 if TYPE_CHECKING:
     from fxtrain.state import Plan
 
 __all__ = ["given_plan", "plan_variable"]
 
 
+@known_arguments(PlanError)
 def given_plan(default: "Plan | None" = None, *, env: Mapping[str, str] | None = None) -> "Plan":
     """The plan that `fxtrain launch` read from a launch file, its profile and the environment.
 

@@ -60,6 +60,20 @@ def known_launchers() -> dict[str, Launcher]:
     }
 
 
+# By the names of other programs; "native" starts ranks with torch's own launcher.
+_OTHER = {
+    **dict.fromkeys(("torchrun", "elastic", "standard", "local", "torch", "accelerate"), "native"),
+    **dict.fromkeys(("mpirun", "mpiexec", "openmpi", "mpich"), "mpi"),
+    **dict.fromkeys(("srun", "sbatch", "submitit"), "slurm"),
+    **dict.fromkeys(("pdsh", "standard-deepspeed"), "deepspeed"),
+    **dict.fromkeys(("k8s", "kubectl", "kubeflow"), "kubernetes"),
+}
+
+
+def _other_launcher(name: str) -> str:
+    return f" Use launcher={_OTHER[name.lower()]!r}." if name.lower() in _OTHER else ""
+
+
 def find_launcher(spec: LaunchSpec) -> Launcher:
     """The entry of a spec's launcher.
 
@@ -73,9 +87,9 @@ def find_launcher(spec: LaunchSpec) -> Launcher:
     if row is None:
         known = known_launchers()
         if spec.launcher not in known:
+            near = _other_launcher(spec.launcher) or closest(spec.launcher, known)
             raise LaunchError(
-                f"No launcher {spec.launcher!r}."
-                f"{closest(spec.launcher, known)} Available: {', '.join(known)}. "
+                f"No launcher {spec.launcher!r}.{near} Available: {', '.join(known)}. "
                 f"Choose one of them, or install the package that provides it."
             )
         row = known[spec.launcher]

@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from fxtrain import ops
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.loop.releasing import empty_cache
 from fxtrain.profile import dry_run
@@ -27,6 +28,7 @@ _WORDS = (
 )
 
 
+@known_arguments(PlanError)
 def find_batch_size(
     ctx: DistContext,
     trial: Callable[[int, Plan], object],
@@ -80,6 +82,7 @@ def find_batch_size(
     raise _nothing_fits("find_batch_size", start)
 
 
+@known_arguments(PlanError)
 def predict_batch_size(
     train: Callable[[DistContext, int, Plan], object],
     start: int,

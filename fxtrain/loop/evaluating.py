@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fxtrain import _tree, ops
-from fxtrain._arguments import known_arguments
+from fxtrain._arguments import call_problem, known_arguments
 from fxtrain._errors import DataError, PlanError
 from fxtrain.data import Sharded, every_row
 from fxtrain.loop.means import Mean
@@ -29,6 +29,7 @@ from fxtrain.state import (
 __all__ = ["evaluate"]
 
 M = TypeVar("M", bound=nn.Module)
+_FN = "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 T = TypeVar("T")
 
 
@@ -129,14 +130,16 @@ def _check(ctx: Any, model: Any, loader: Any, fn: Any) -> None:
     if not isinstance(loader, Sharded | DataLoader):
         raise DataError(
             f"evaluate takes a loader from fx.shard or a torch DataLoader, found "
-            f"{type(loader).__name__}."
+            f"{type(loader).__name__}. For example: fx.evaluate(ctx, model, "
+            f"DataLoader(dataset, batch_size=64), fn)."
         )
     check_no_criterion("evaluate(fn={})", fn)
     if not callable(fn):
         raise DataError(
-            f"evaluate(fn={shown(fn)}): pass a function (model, batch) → values, such as "
-            f"lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])."
+            f"evaluate(fn={shown(fn)}): pass a function (model, batch) → values, such as {_FN}."
         )
+    if problem := call_problem(fn, "model", "batch"):
+        raise DataError(f"evaluate(fn=...) takes a function; {problem}. For example: {_FN}.")
     strategy = model.plan.strategy
     if isinstance(strategy, PP) and strategy.outputs == "last" and ctx.mesh.pipeline > 1:
         raise PlanError(

@@ -7,6 +7,7 @@ from typing import TypeVar
 import attrs
 from torch import Tensor, nn
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError, StepError
 from fxtrain._record import record, shown
 from fxtrain.data import Sharded
@@ -79,6 +80,7 @@ class RateCurve:
         return self.steepest
 
 
+@known_arguments(PlanError)
 def find_lr(
     ctx: DistContext,
     fns: StepFns[M],

@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import nn
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.meters import Memory, memory
@@ -34,6 +35,7 @@ class Released:
         return self.before.now - self.after.now
 
 
+@known_arguments(PlanError)
 def release(*objects: Wrapped | nn.Module | torch.optim.Optimizer) -> Released:
     """Free what models and optimizers hold in memory on this rank.
 

@@ -1,7 +1,7 @@
 """One micro-batch: forward, backward and, at the end of a window, the update."""
 
-from collections.abc import Callable
-from typing import Any, Generic, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Never, NoReturn
 
 import attrs
 import torch
@@ -10,36 +10,31 @@ from torch.nn.modules.loss import _Loss
 from typing_extensions import TypeVar
 
 from fxtrain import _tree, ops
-from fxtrain._arguments import with_known_arguments
+from fxtrain._arguments import call_problem, hot_arguments, types_given, with_known_arguments
 from fxtrain._errors import CollectiveError, StepError
-from fxtrain.data import Sharded
 from fxtrain.loop import weighting
+from fxtrain.loop.batch_checks import check_ready
 from fxtrain.loop.nonfinite import found_nonfinite
 from fxtrain.ops.step_parts import check_loss, waiting_schedulers
 from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.state import (
     Batch,
     DistContext,
-    Plan,
     Report,
     UpdateResult,
     UpdateSpec,
     Weighted,
     WeightedLoss,
     Wrapped,
-    check_connected,
-    check_open,
     round_of,
-    shown,
 )
 
-__all__ = ["StepFns", "check_no_criterion", "check_ready", "step"]
+__all__ = ["StepFns", "check_no_criterion", "step"]
 
 M = TypeVar("M", bound=nn.Module, default=Any)
 Loss = Tensor | Weighted
 
-# Plan fields that decide how a loader forms windows and sequences, on which a step relies.
-_SHARED = ("accumulate", "flush", "context")
+_LOSS = "loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 _FUNCTIONS = "torch.nn.functional"
 _NO_UPDATE = UpdateResult(applied=False)
 
@@ -65,7 +60,7 @@ def _check_loss_fn(_: Any, __: Any, loss: Any) -> None:
     if not callable(loss):
         raise StepError(
             f"StepFns(loss=...) takes a function, found {type(loss).__name__}. For example: "
-            f"loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])."
+            f"{_LOSS}."
         )
 
 
@@ -169,7 +164,10 @@ class StepFns(Generic[M]):
     )
 
 
-def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
+@hot_arguments
+def step(
+    ctx: DistContext, batch: Batch[object], fns: StepFns[M], *more: Never, **unknown: Never
+) -> Report:
     """Train on one micro-batch.
 
     An update is due when `batch.position.micro` is 0; until then, gradients accumulate. The
@@ -207,7 +205,8 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
         ...     report.applied, report.position.updates
         (True, 2)
     """
-    model = fns.model if isinstance(fns, StepFns) else _refuse_arguments(ctx, batch, fns)
+    fits = isinstance(fns, StepFns) and not more and not unknown
+    model = fns.model if fits else _refuse_arguments((ctx, batch, fns, *more), unknown)
     fits = type(batch) is Batch and batch.plan is model.plan and model.optimizers
     if not fits or model.closed or type(ctx) is not DistContext or ctx.comm.state.closed:
         check_ready("step", ctx, batch, model)
@@ -231,8 +230,8 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
             outcome = _update(ctx, batch, fns, weighted, independent=independent, spans=spans)
         if plan.local is not None and round_of(model) is not None:
             strategy.average(model, position)
-    except RuntimeError as error:
-        raise _with_rank_named(ctx, error) from error
+    except (RuntimeError, TypeError) as error:
+        raise _explained(ctx, fns, error) from error
     if position.is_last and position.epoch and model.scheduler is not None:
         _remind(ctx, model)
     return Report(
@@ -246,55 +245,11 @@ def step(ctx: DistContext, batch: Batch[object], fns: StepFns[M]) -> Report:
     )
 
 
-def _refuse_arguments(*given: Any) -> NoReturn:
+def _refuse_arguments(given: tuple[object, ...], unknown: Mapping[str, object]) -> NoReturn:
     raise StepError(
         f"step(ctx, batch, fns) takes a context, a batch and a model with its loss; found "
-        f"{', '.join(type(one).__name__ for one in given)}. Use "
-        f"fx.step(ctx, batch, fx.StepFns(model, loss))."
+        f"{types_given(given, unknown)}. Use fx.step(ctx, batch, fx.StepFns(model, loss))."
     )
-
-
-def check_ready(call: str, ctx: DistContext, batch: Any, model: Wrapped) -> None:
-    """Refuse what a micro-batch cannot be trained with.
-
-    Raises:
-        FxError: what `step` raises before it runs anything.
-    """
-    if isinstance(batch, Sharded):
-        raise StepError(
-            f"{call} takes a Batch, found its loader. Use loader.batch, which is the batch that "
-            f"the loop has reached."
-        )
-    if type(batch) is not Batch:
-        raise StepError(
-            f"{call} takes a Batch, found {type(batch).__name__}. Iterate a loader that "
-            f"fx.shard(loader, ctx, plan) made."
-        )
-    check_open(model, call)
-    check_connected(call, ctx)
-    _check_plans(call, batch.plan, model.plan)
-    if not model.optimizers:
-        raise StepError(
-            f"{call}: this model has no optimizer. Wrap it with one: fx.wrap(net, ctx, plan, "
-            f"optimizer=lambda params: torch.optim.AdamW(params))."
-        )
-
-
-def _check_plans(call: str, loader: Plan | None, model: Plan) -> None:
-    """Refuse a batch whose loader follows a different plan from the model's."""
-    if loader is None or loader is model or loader == model:
-        return
-    differ = [
-        f"{name} is {shown(getattr(model, name))} in fx.wrap and {shown(getattr(loader, name))} "
-        f"in fx.shard"
-        for name in _SHARED
-        if getattr(loader, name) != getattr(model, name)
-    ]
-    if differ:
-        raise StepError(
-            f"{call}: the model and its loader follow different plans: {'; '.join(differ)}. Pass "
-            f"the same plan to both: fx.wrap(net, ctx, plan, ...) and fx.shard(loader, ctx, plan)."
-        )
 
 
 def _remind(ctx: DistContext, model: Wrapped) -> None:
@@ -370,8 +325,12 @@ def _advance(model: Wrapped, batch: Batch, times: int) -> None:
     model.advanced[:] = batch.position.updates, counts
 
 
-def _with_rank_named(ctx: DistContext, error: RuntimeError) -> RuntimeError:
-    """Name the lost rank if torch's error is about one; return any other error unchanged."""
+def _explained(ctx: DistContext, fns: StepFns, error: Exception) -> Exception:
+    """Name the lost rank, or the arguments of a loss; return any other error unchanged."""
+    if isinstance(error, TypeError):
+        problem = call_problem(fns.loss, "model", "batch")
+        words = f"StepFns(loss=...) takes a function; {problem}. For example: {_LOSS}."
+        return StepError(words) if problem else error
     text = str(error)
     if isinstance(error, CollectiveError | StepError) or not any(
         word in text for word in ("gloo", "NCCL", "Connection closed", "ProcessGroup")

@@ -1,12 +1,14 @@
 """The update of a loop that computes its loss itself."""
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
+from fxtrain._arguments import MISSING, hot_arguments, types_given
 from fxtrain._errors import StepError
-from fxtrain.loop.stepping import StepFns, check_ready, step
+from fxtrain.loop.batch_checks import check_ready
+from fxtrain.loop.stepping import StepFns, step
 from fxtrain.state import Batch, DistContext, Report, Weighted, Wrapped
 
 __all__ = ["update"]
@@ -14,7 +16,15 @@ __all__ = ["update"]
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def update(ctx: DistContext, batch: Batch, model: Wrapped, loss: Tensor | Weighted) -> Report:
+@hot_arguments
+def update(
+    ctx: DistContext,
+    batch: Batch,
+    model: Wrapped,
+    loss: Tensor | Weighted,
+    *more: Never,
+    **unknown: Never,
+) -> Report:
     """Train on the loss of one micro-batch, which the loop has computed itself.
 
     Takes the place of `loss.backward()`, `optimizer.step()`, `scheduler.step()` and
@@ -53,11 +63,13 @@ def update(ctx: DistContext, batch: Batch, model: Wrapped, loss: Tensor | Weight
         ...     report.applied, report.position.updates
         (True, 2)
     """
-    if not (isinstance(ctx, DistContext) and isinstance(model, Wrapped)):
+    fits = isinstance(ctx, DistContext) and isinstance(model, Wrapped) and loss is not MISSING
+    if more or unknown or not fits:
         raise StepError(
             f"update(ctx, batch, model, loss) takes a context, a batch, a wrapped model and its "
-            f"loss; found {', '.join(type(one).__name__ for one in (ctx, batch, model, loss))}. "
-            f"Use model = fx.wrap(net, ctx, plan, optimizer=...)."
+            f"loss; found {types_given((ctx, batch, model, loss, *more), unknown)}. Use "
+            f"fx.update(ctx, batch, model, loss), where model = fx.wrap(net, ctx, plan, "
+            f"optimizer=...)."
         )
     fits = type(batch) is Batch and batch.plan is model.plan and model.optimizers
     if not fits or model.closed or ctx.comm.state.closed:
@@ -72,7 +84,8 @@ def update(ctx: DistContext, batch: Batch, model: Wrapped, loss: Tensor | Weight
         raise StepError(
             "update: backward has already run on this loss, by loss.backward() or an earlier "
             "fx.update. Remove loss.backward(), which fx.update calls itself, and compute a new "
-            "loss for each batch."
+            "loss for each batch.",
+            code="FX502",
         ) from error
 
 
@@ -85,5 +98,6 @@ def _check_dtype(loss: Any, model: Wrapped) -> None:
             f"update: the loss is {dtype}, since it was computed outside of autocast, under a "
             f"plan with precision={compute!r}. Compute it as fx.step does: `with "
             f"fx.ops.autocast(model): loss = ...`, or from outputs in fp32 (outputs.float(), or "
-            f"Plan(precision=fx.Precision(compute={compute!r}, output='fp32')))."
+            f"Plan(precision=fx.Precision(compute={compute!r}, output='fp32'))).",
+            code="FX502",
         )

@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.ops.whole_tensors import local_values
 from fxtrain.state import Report, Wrapped, check_open, round_of, shown
@@ -115,6 +116,7 @@ class EMA:
             local_values(parameter).copy_(value)
 
 
+@known_arguments(PlanError)
 def ema(model: Wrapped, *, decay: float = 0.999, warmup: bool = False) -> EMA:
     """Average a model's parameters over the updates, with exponentially falling weights.
 

@@ -6,6 +6,8 @@ from typing import Any
 import attrs
 import torch
 
+from fxtrain._arguments import known_arguments
+from fxtrain._errors import ContextError
 from fxtrain.state import DistContext
 
 if sys.platform == "win32":
@@ -32,6 +34,7 @@ class Memory:
     total: int | None = None
 
 
+@known_arguments(ContextError)
 def memory(ctx: DistContext) -> Memory:
     """How much memory this rank uses. Waits for no device.
 
@@ -48,6 +51,8 @@ def memory(ctx: DistContext) -> Memory:
     if kind in ("meta", "xla"):
         return Memory(now=0, peak=0)
     device: Any = torch.get_device_module(ctx.device)
+    if not hasattr(device, "memory_allocated") and kind != "mps":  # a device of another package
+        return Memory(now=0, peak=0)
     if kind == "mps":
         now = device.current_allocated_memory()
         return Memory(now=now, peak=max(now, device.driver_allocated_memory()))

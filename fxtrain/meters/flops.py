@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from fxtrain._arguments import known_arguments
+from fxtrain._errors import PlanError
 from fxtrain.state import DistContext
 
 __all__ = ["count_flops", "peak_flops"]
@@ -27,6 +29,7 @@ _PEAKS: tuple[tuple[str, dict[str, float | None]], ...] = (
 )
 
 
+@known_arguments(PlanError)
 def count_flops(fn: Callable[[], object]) -> int:
     """Floating-point operations of one call, on this rank, by torch's own counter.
 

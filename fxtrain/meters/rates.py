@@ -8,6 +8,8 @@ import attrs
 import torch
 
 from fxtrain import ops
+from fxtrain._arguments import known_arguments
+from fxtrain._errors import DataError
 from fxtrain.state import Batch, DistContext
 
 __all__ = ["Meter", "timed"]
@@ -93,6 +95,7 @@ class Meter:
         return found
 
 
+@known_arguments(DataError)
 def timed(batches: Iterable[T]) -> Iterator[tuple[T, float]]:
     """Each batch, with the seconds for which its reader waited for it.
 

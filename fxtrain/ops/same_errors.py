@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import CheckpointError, CollectiveError
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.transport.exchange import exchange_payloads
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 
+@known_arguments(CollectiveError)
 def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
     """Raise on every rank if any rank has a problem, and on none otherwise.
 
@@ -46,7 +48,7 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
         found = gather_errors("raise_together", "" if problem is None else error_text(problem), ctx)
         if problem is None and any(found):
             lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
-            raise CollectiveError("\n".join(["Another rank failed:", *lines]))
+            raise CollectiveError("\n".join(["Another rank failed:", *lines]), code="FX303")
     if problem is not None:
         raise problem
 

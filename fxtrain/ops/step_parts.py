@@ -6,13 +6,13 @@ Each calls the function of the same name of the model's strategy.
 import numbers
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fxtrain._arguments import known_arguments
+from fxtrain._arguments import hot_arguments, known_arguments, types_given
 from fxtrain._errors import StepError
 from fxtrain.ops.collectives import reduce
 from fxtrain.ops.devices import as_scalar
@@ -44,6 +44,7 @@ __all__ = [
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@known_arguments(StepError)
 def sync(model: Wrapped, *, enabled: bool = True) -> AbstractContextManager[None]:
     """A block for forward and backward of a micro-batch, in which gradients are reduced or not.
 
@@ -63,7 +64,8 @@ def sync(model: Wrapped, *, enabled: bool = True) -> AbstractContextManager[None
     return model.strategy.sync(model, enabled)
 
 
-def autocast(model: Wrapped) -> AbstractContextManager[object]:
+@hot_arguments
+def autocast(model: Wrapped, *more: Never, **unknown: Never) -> AbstractContextManager[object]:
     """Run a block under autocast, with the dtype of the model's plan.
 
     The model's forward does this itself; use it for a loss computed outside.
@@ -76,12 +78,19 @@ def autocast(model: Wrapped) -> AbstractContextManager[object]:
         ...         (torch.ones(1, 2) @ torch.ones(2, 1)).dtype
         torch.bfloat16
     """
+    if more or unknown or not isinstance(model, Wrapped):
+        raise StepError(
+            f"ops.autocast(model) takes a wrapped model, whose plan has the dtype; found "
+            f"{types_given((model, *more), unknown)}. Use fx.ops.autocast(model), where model = "
+            f"fx.wrap(net, ctx, fx.Plan(precision='bf16'), optimizer=...)."
+        )
     dtype = model.plan.precision.dtype
     if dtype == "fp32":
         return nullcontext()
     return torch.autocast(model.ctx.device.type, dtype=DTYPES[dtype])
 
 
+@known_arguments(StepError)
 def backward(loss: Tensor, model: Wrapped) -> None:
     """Compute gradients of a scalar loss, under the model's loss scale if it has one.
 
@@ -115,6 +124,7 @@ def backward(loss: Tensor, model: Wrapped) -> None:
         model.own_backward.clear()
 
 
+@known_arguments(StepError)
 def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
     """Multiply every gradient by a factor, in place.
 
@@ -172,6 +182,7 @@ def clip_value(model: Wrapped, max_value: float) -> None:
     model.strategy.clip_value(model, max_value)
 
 
+@known_arguments(StepError)
 def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  # noqa: B008 - a frozen value
     """Run the optimizers, update the loss scale and zero the gradients.
 
@@ -198,7 +209,8 @@ def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  #
     if not model.optimizers:
         raise StepError(
             "This model has no optimizer to apply. Wrap it with one: "
-            "fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params))."
+            "fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params)).",
+            code="FX504",
         )
     model.by_hand.clear()
     return model.strategy.apply(model, update)
@@ -292,15 +304,18 @@ def check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor):
         raise StepError(
             f"The loss is a {type(loss).__name__}, not a tensor. Return a scalar tensor, "
-            f"fx.Weighted(total, weight), or a pair of either and aux metrics."
+            f"fx.Weighted(total, weight), or a pair of either and aux metrics.",
+            code="FX502",
         )
     if loss.numel() != 1:
         raise StepError(
             f"The loss has shape {list(loss.shape)}. Return a scalar: reduce it with "
-            f".mean(), or use fx.Weighted(losses.sum(), losses.numel())."
+            f".mean(), or use fx.Weighted(losses.sum(), losses.numel()).",
+            code="FX502",
         )
     if not loss.requires_grad:
         raise StepError(
             "The loss does not require grad. Compute it from parameters that require grad, "
-            "outside torch.no_grad, and do not detach it."
+            "outside torch.no_grad, and do not detach it.",
+            code="FX502",
         )

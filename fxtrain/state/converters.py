@@ -10,6 +10,7 @@ import attrs
 import cattrs
 from cattrs.errors import AttributeValidationNote, IterableValidationNote
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import FxError, PlanError
 from fxtrain._other_names import hint, value_hint
 from fxtrain._record import Check, canonical, check_of, closest, few, members, shown, to_float
@@ -70,7 +71,7 @@ def structure(data: object, cls: type[T], configs: tuple[type, ...] | None = Non
         >>> structure({"even": "padd", "seed": "7"}, fx.Plan)
         Traceback (most recent call last):
         fxtrain._errors.PlanError: plan.even: found 'padd'; choose one of ... Did you mean 'pad'?
-        plan.seed: found '7'; choose a whole number.
+        plan.seed: found '7'; choose a whole number. [FX200]
     """
     if not (isinstance(cls, type) and attrs.has(cls)):
         raise PlanError(f"structure creates records, such as fx.Plan; found {shown(cls)}.")
@@ -82,6 +83,7 @@ def structure(data: object, cls: type[T], configs: tuple[type, ...] | None = Non
     raise PlanError("\n".join(lines))
 
 
+@known_arguments(PlanError)
 def fingerprint(record: object) -> str:
     """A digest of all values of a record: equal for equal records, on every machine.
 
@@ -236,12 +238,23 @@ def _field_hook(
         value = data if convert is None else convert(data)  # type: ignore[operator]
         problem = check.problem(field, value)
         if problem is not None:
-            table = " In a file, use a table." if inner else ""
+            table = _table_words(inner, problem)
             told = shown(data) if field.repr else "a value"
             raise ValueError(f"found {told}; {problem}{table}")
         return value
 
     return build
+
+
+def _table_words(inner: list[Any], problem: str) -> str:
+    """What a file has in place of a record; nothing where a short form was named."""
+    if not inner or ('="' in problem and "=fx." not in problem):
+        return ""
+    if len(inner) > 1:
+        kinds = ", ".join(repr(str(kind_of(one))) for one in inner)
+        return f" In a file, use a table with a `kind`: one of {kinds}."
+    fields = ", ".join(field.alias for field in attrs.fields(inner[0]) if field.init)
+    return f" In a file, use a table of {fields}."
 
 
 def _holds_records(kind: Any) -> bool:
@@ -257,7 +270,9 @@ def _tagged(data: Any, converter: cattrs.Converter, known: Mapping[str, type]) -
             f"found {shown(data)}; choose one of {kinds}, or a table with a `kind`."
             f"{value_hint('strategy', data) or closest(data, known)}"
         )
-    kind = data.get("kind")
+    if "kind" not in data:
+        raise ValueError(f"`kind` is missing in this table; choose one of {kinds}.")
+    kind = data["kind"]
     if not isinstance(kind, str) or kind not in known:
         near = value_hint("strategy", kind) or closest(kind, known)
         problem = ValueError(f"found {shown(kind)}; choose one of {kinds}.{near}")

@@ -5,16 +5,15 @@ from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
 
 import attrs
-from attrs import validators
 
 from fxtrain._errors import PlanError
-from fxtrain._record import record
+from fxtrain._record import at_least, record
 from fxtrain.state.parsing import parse_json
 
 __all__ = ["DeepSpeed", "FromConfig", "from_config"]
 
-_COUNT = validators.optional(validators.ge(0))
-_SIZE = validators.optional(validators.ge(1))
+_COUNT = at_least(0)
+_SIZE = at_least(1)
 
 
 def _canonical(value: str | Mapping[str, object] | None) -> str | None:
@@ -86,9 +85,7 @@ class DeepSpeed:
     """
 
     kind: Literal["deepspeed"] = attrs.field(default="deepspeed", init=False)
-    stage: int | None = attrs.field(
-        default=None, validator=validators.optional(validators.in_((0, 1, 2, 3)))
-    )
+    stage: int | None = attrs.field(default=None, validator=at_least(0, 3))
     config: str | None = attrs.field(default=None, converter=_canonical)
     offload_optimizer: Literal["cpu", "nvme"] | None = None
     offload_parameters: Literal["cpu", "nvme"] | None = None

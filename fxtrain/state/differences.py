@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 
 __all__ = ["Change", "diff"]
@@ -25,6 +26,7 @@ class Change:
     right: object
 
 
+@known_arguments(PlanError)
 def diff(left: object, right: object) -> tuple[Change, ...]:
     """The fields in which two records differ, by path, in the order of the fields.
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain._optional import optional
 from fxtrain._reading import path_problem, read_text
@@ -28,6 +29,7 @@ _SUFFIXES: dict[str, Format] = {
 }
 
 
+@known_arguments(PlanError)
 def dumps(record: object, format: Format = "json") -> str:
     """A record as text.
 
@@ -51,9 +53,10 @@ def dumps(record: object, format: Format = "json") -> str:
     if format == "yaml":
         yaml = optional("yaml", extra="files", needed_by=needed_by)
         return yaml.safe_dump(data, sort_keys=False)
-    raise PlanError(f"format={format!r}: choose one of json, toml, yaml.")
+    raise PlanError(f"format={format!r}: choose one of json, toml, yaml.", code="FX201")
 
 
+@known_arguments(PlanError)
 def loads(text: str, cls: type[T] = Plan, format: Format = "json") -> T:
     """A record from text.
 
@@ -91,6 +94,7 @@ def write_record(record: object, path: str | Path) -> None:
     _write(record, path, "write_record")
 
 
+@known_arguments(PlanError)
 def read_plan(path: str | Path) -> Plan:
     """A plan from a .json, .toml, .yaml or .yml file.
 
@@ -100,6 +104,7 @@ def read_plan(path: str | Path) -> Plan:
     return _read(path, Plan, "read_plan")
 
 
+@known_arguments(PlanError)
 def write_plan(plan: Plan, path: str | Path) -> None:
     """Write a plan to a .json, .toml, .yaml or .yml file.
 
@@ -117,7 +122,7 @@ def _read(path: str | Path, cls: type[T], call: str) -> T:
     try:
         text = read_text(path)
     except OSError as error:
-        raise PlanError(f"{call}({str(path)!r}): {error}.") from error
+        raise PlanError(f"{call}({str(path)!r}): {error}.", code="FX201") from error
     try:
         return loads(text, cls, form)
     except PlanError as error:
@@ -129,7 +134,7 @@ def _write(record: Any, path: str | Path, call: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise PlanError(f"{call}({str(path)!r}): {error}.") from error
+        raise PlanError(f"{call}({str(path)!r}): {error}.", code="FX201") from error
 
 
 def _format_of(path: str | Path) -> Format:
@@ -137,7 +142,9 @@ def _format_of(path: str | Path) -> Format:
         raise PlanError(f"The path of a plan: {problem}.")
     suffix = Path(path).suffix.lower()
     if suffix not in _SUFFIXES:
-        raise PlanError(f"{str(path)!r}: the name of a plan file ends in {', '.join(_SUFFIXES)}.")
+        raise PlanError(
+            f"{str(path)!r}: the name of a plan file ends in {', '.join(_SUFFIXES)}.", code="FX201"
+        )
     return _SUFFIXES[suffix]
 
 

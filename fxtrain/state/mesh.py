@@ -7,7 +7,8 @@ import re
 
 import attrs
 
-from fxtrain._errors import MeshError
+from fxtrain._arguments import with_known_arguments
+from fxtrain._errors import ContextError, MeshError
 
 __all__ = ["AXES", "Mesh", "axis_groups", "read_mesh", "resolve_mesh"]
 
@@ -15,6 +16,7 @@ __all__ = ["AXES", "Mesh", "axis_groups", "read_mesh", "resolve_mesh"]
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 
+@with_known_arguments(ContextError)
 @attrs.frozen(kw_only=True)
 class Mesh:
     """Ranks per axis; one axis may be -1, for all remaining ranks.

@@ -199,10 +199,16 @@ class Plan:
     even: Literal["pad", "drop", "uneven"] = "pad"
     data: Data = Data()
     seed: int = 0
-    recompute: tuple[str, ...] = attrs.field(default=(), converter=names_of)
+    recompute: tuple[str, ...] = attrs.field(
+        default=(),
+        converter=names_of,
+        metadata={"choose": "the class names of modules, such as ['Block']"},
+    )
     recompute_every: int = attrs.field(default=1, validator=at_least(1))
     recompute_keep: tuple[Literal["matmul", "attention"], ...] = ()
-    compile: Compile | None = attrs.field(default=None, converter=_compile_of)
+    compile: Compile | None = attrs.field(
+        default=None, converter=_compile_of, metadata={"choose": "true, an fx.Compile(...) or None"}
+    )
     context: CP | None = None
     local: LocalSGD | DiLoCo | None = None
     frozen: Literal["values", "digests"] = "values"

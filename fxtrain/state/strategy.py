@@ -184,6 +184,8 @@ class Wrapped(ModuleNames[M_co]):
     put_aside: list[tuple[Any, str, Any]] = attrs.field(factory=list, repr=False)
     advanced: list[Any] = attrs.field(factory=list, repr=False)
 
+    # As torch has it for `nn.Module`, whose type says nothing of `forward`: a protocol with its
+    # parameters is no `nn.Module`, and the strategy may change the outputs.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.closed:
             check_open(self, "calling the model")
@@ -298,10 +300,10 @@ def unsupported(what: str, *, by: str) -> Callable[..., NoReturn]:
         >>> from fxtrain.state import unsupported
         >>> unsupported("clip_value", by="XLA")()
         Traceback (most recent call last):
-        fxtrain._errors.PlanError: XLA does not support clip_value.
+        fxtrain._errors.PlanError: XLA does not support clip_value. [FX202]
     """
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise PlanError(f"{by} does not support {what}.")
+        raise PlanError(f"{by} does not support {what}.", code="FX202")
 
     return refuse

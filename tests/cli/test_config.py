@@ -67,6 +67,29 @@ MISTAKES = [
         text='[launch]\nlauncher = "tpu"\nrole = "x"',
         says="launch: The launcher tpu does not support role='x'",
     ),
+    Mistake(text='[launch]\nlauncher = "torchrun"', says="Use launcher='native'."),
+    Mistake(
+        text='[launch]\nlauncher = "slurm"\npartition = "x"',
+        says="launch: unknown key 'partition'. Options of the launcher slurm belong in launch.opt",
+    ),
+    Mistake(text='[launch]\ngpus = "0,1"', says="launch.gpus: found '0,1'; choose a list or tuple"),
+    Mistake(text="[launch]\ngpus = [0, 1]", says="each a string. Write ['0', '1']."),
+    Mistake(text='[launch]\nconnect_timeout_s = "30s"', says="Write the number of seconds alone."),
+    Mistake(
+        text='precision = "bf16"', says="the file: unknown key 'precision'. Use plan.precision."
+    ),
+    Mistake(text="ranks = 2", says="the file: unknown key 'ranks'. Use launch.ranks."),
+    Mistake(text="[mesh]\nshard = 2", says="Use fx.detect(mesh=fx.Mesh(shard=2)) in the script."),
+    Mistake(
+        text="compute_environment: LOCAL_MACHINE\nnum_processes: 2",
+        says="This is a config of Accelerate. Convert it with `fxtrain config convert FILE`.",
+        form="yaml",
+    ),
+    Mistake(
+        text="zero_optimization: {stage: 2}",
+        says="This is a config of DeepSpeed. Name it in the plan of a launch file: plan.strategy",
+        form="yaml",
+    ),
     Mistake(text="launch = 3", says="launch: expected a table, found 3"),
     Mistake(text='default = "a"', says="default: no profile 'a'; the file has none"),
     Mistake(text="default = 1", says="default: expected the name of a profile, found 1"),
@@ -166,7 +189,7 @@ def test_nothing_at_all_is_the_defaults(tmp_path, monkeypatch):
 def test_a_wrong_value_is_told_with_its_origin(good):
     with pytest.raises(fx.PlanError) as told:
         resolve(env={"FXTRAIN_PLAN__EVEN": "dorp"}, flags=from_flags(["launch.ranks=two"]))
-    first, second = str(told.value).splitlines()
+    first, second = told.value.message.splitlines()
     assert first.startswith("launch.ranks: found 'two'") and first.endswith(" (flag)")
     assert second.startswith("plan.even: found 'dorp'")
     assert second.endswith("(environment FXTRAIN_PLAN__EVEN)")

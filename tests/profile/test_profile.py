@@ -211,7 +211,7 @@ def test_a_nested_profiler_is_refused(ctx, tmp_path):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"activities": ("cdua",)}, r"choose a tuple or list, each one of 'cpu', 'cuda'"),
+        ({"activities": ("cdua",)}, r"choose a list or tuple, each one of 'cpu', 'cuda'"),
         ({"active": 0}, "of at least 1"),
         ({"ranks": ()}, "None for all"),
         ({"ranks": (0, 0)}, "different ranks"),

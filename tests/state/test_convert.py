@@ -30,7 +30,7 @@ class Mine:
 def _problems(data, kind=fx.Plan, configs=()):
     with pytest.raises(fx.PlanError) as caught:
         structure(data, kind, configs)
-    return str(caught.value).splitlines()
+    return caught.value.message.splitlines()
 
 
 def test_every_problem_of_every_field_is_told_with_its_path():
@@ -52,7 +52,8 @@ def test_every_problem_of_every_field_is_told_with_its_path():
         "plan.data.to_device: found 1; choose true or false.",
         "plan.precision.compute: found 'x'; choose one of 'fp32', 'bf16', 'fp16', 'fp8'.",
         "plan.precision.scale.backoff: found 1.5; choose a number above 0 and below 1.",
-        "plan.strategy.hook.power_sgd.rank: found '1'; choose a whole number.",
+        "plan.strategy.hook.power_sgd.rank: found '1'; choose a whole number. Write 1, without "
+        "quotes.",
     ]
 
 
@@ -60,7 +61,7 @@ WRONG = {
     "no table": ([1], "found [1]; choose a table of strategy, precision, accumulate"),
     "no kind": (
         {"strategy": {}},
-        "found None; choose one of 'ddp', ",
+        "plan.strategy: `kind` is missing in this table; choose one of 'ddp', ",
     ),
     "other kind": ({"strategy": {"kind": "ddpp"}}, "Did you mean 'ddp'?"),
     "bare kind": ({"strategy": "dpp"}, "found 'dpp'; choose one of 'ddp', 'deepspeed', 'fsdp'"),
@@ -71,10 +72,32 @@ WRONG = {
     "nan": ({"clip_norm": math.nan}, "found nan; choose a finite number or None."),
     "text as list": (
         {"strategy": {"kind": "fsdp", "ignore": "abc"}},
-        "found 'abc'; choose a tuple",
+        "found 'abc'; choose a list or tuple, each a string. Write ['abc'].",
     ),
-    "half a letter": ({"recompute": ["\ud800"]}, "choose a tuple or list, each a string."),
-    "number as table": ({"data": 4}, "found 4; choose an fx.Data(...). In a file, use a table."),
+    "half a letter": (
+        {"recompute": ["\ud800"]},
+        "choose the class names of modules, such as ['Block'].",
+    ),
+    "number as table": (
+        {"data": 4},
+        "choose an fx.Data(...). In a file, use a table of source, to",
+    ),
+    "number as text": ({"accumulate": "4"}, "choose a whole number. Write 4, without quotes."),
+    "YAML's 1e-3": ({"clip_norm": "1e-3"}, "or None. Write 0.001, without quotes."),
+    "yes": ({"flush": "yes"}, "choose true or false. Write true, without quotes."),
+    "with a unit": (
+        {"strategy": {"kind": "ddp", "bucket_mib": "25 MB"}},
+        "choose a finite number. Write the number of MiB alone.",
+    ),
+    "capitals": ({"strategy": "FSDP"}, "Did you mean 'fsdp'?"),
+    "a capital key": ({"Precision": "bf16"}, "unknown key 'Precision' (did you mean 'precision'?)"),
+    "a stage too many": (
+        {"strategy": {"kind": "deepspeed", "stage": 4}},
+        "plan.strategy.stage: found 4; choose a number from 0 to 3.",
+    ),
+    "several tables": ({"local": 8}, "use a table with a `kind`: one of 'local_sgd', 'diloco'."),
+    "a short form exists": ({"precision": "bf16-mixed"}, 'Use precision="bf16".'),
+    "compile as text": ({"compile": "true"}, "choose true, an fx.Compile(...) or None."),
     "many bits": ({"seed": 10**6000}, "found <a number of 19932 bits, more than 64>; choose a"),
     "no exact float": ({"clip_norm": 2**53 + 1}, "found 9007199254740993; choose a finite number"),
     "key of another type": ({1: 2}, "unknown key 1; Plan has strategy"),
@@ -157,7 +180,8 @@ def test_a_third_party_s_config_is_checked_and_round_trips():
     assert _problems(wrong, configs=(Mine,))[:3] == [
         "plan.strategy.rate: found 'a'; choose a finite number.",
         "plan.strategy.mode: found 'fst'; choose one of 'fast', 'slow'. Did you mean 'fast'?",
-        "plan.strategy.names: found ['a', 4]; choose a tuple or list, each a string.",
+        "plan.strategy.names: found ['a', 4]; choose a list or tuple, each a string. Write ['a', "
+        "'4'].",
     ]
     assert _problems({"strategy": {"kind": "mine"}}, configs=(Mine,)) == [
         "plan.strategy.rate: is missing."
@@ -200,11 +224,11 @@ def test_fields_of_every_kind_that_files_hold():
     assert structure(unstructure(many), Many) == many
     wrong = {"betas": [0.5], "stage": True, "either": 0.5, "weights": ["x"]}
     assert _problems({**wrong, "groups": [{}, {"size": "2"}, 3]}, Many) == [
-        "many.betas: found [0.5]; choose a tuple or list, a finite number, a finite number.",
+        "many.betas: found [0.5]; choose a list or tuple, a finite number, a finite number.",
         "many.stage: found True; choose one of 1, 2, 3.",
         "many.either: found 0.5; choose a whole number or a string.",
-        "many.weights: found ['x']; choose a tuple or list, each a finite number or None.",
-        "many.groups[1].size: found '2'; choose a whole number.",
+        "many.weights: found ['x']; choose a list or tuple, each a finite number or None.",
+        "many.groups[1].size: found '2'; choose a whole number. Write 2, without quotes.",
         "many.groups[2]: found 3; choose a table of size.",
     ]
 

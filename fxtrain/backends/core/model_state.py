@@ -220,7 +220,8 @@ def _check_base(tensors: dict[str, Tensor], base: Mapping[str, str]) -> None:
                     *problems[:10],
                     *more,
                 ]
-            )
+            ),
+            code="FX603",
         )
 
 
@@ -232,7 +233,8 @@ def _check_formats(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
             how = ", with other settings" if found[0] == found[1] else ""
             raise CheckpointError(
                 f"{name} is {found[0]} in the checkpoint, and {found[1]} in the model{how}. Wrap "
-                f"the model with the Plan(quantize=...) that it was saved with."
+                f"the model with the Plan(quantize=...) that it was saved with.",
+                code="FX603",
             )
 
 
@@ -251,7 +253,9 @@ def _check_names(tensors: Mapping[str, Tensor], saved: StateReader) -> None:
     if problems:
         shown = sorted(problems)[:40]
         more = [f"  and {len(problems) - 40} more"] if len(problems) > 40 else []
-        raise CheckpointError("\n".join(["The checkpoint is of a different model:", *shown, *more]))
+        raise CheckpointError(
+            "\n".join(["The checkpoint is of a different model:", *shown, *more]), code="FX603"
+        )
 
 
 def load_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:

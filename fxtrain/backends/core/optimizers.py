@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from fxtrain._arguments import call_problem
 from fxtrain._errors import PlanError
 from fxtrain.backends.core.packed_states import shard_problem
 
@@ -74,6 +75,8 @@ def make_optimizers(
             f"wrap(optimizer=...) takes a factory or an optimizer, found {type(factory).__name__}. "
             f"For example: {_FACTORY}"
         )
+    if problem := call_problem(factory, "params"):
+        raise PlanError(f"wrap(optimizer=...) takes a factory; {problem}. For example: {_FACTORY}")
     params = Params((name, p) for name, p in module.named_parameters() if p.requires_grad)
     if not params:
         raise PlanError(
@@ -138,6 +141,10 @@ def make_schedulers(factory: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]
         raise PlanError(
             f"wrap(scheduler=...) takes a factory or a scheduler, found {type(factory).__name__}. "
             f"For example: {_SCHEDULER}"
+        )
+    if problem := call_problem(factory, "optimizer"):
+        raise PlanError(
+            f"wrap(scheduler=...) takes a factory; {problem}. For example: {_SCHEDULER}"
         )
     made = factory(optimizer)
     every = _checked_list(made, LRScheduler, "scheduler", _SCHEDULER)

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 from torch import nn
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain._reading import read_text
 from fxtrain.backends.deepspeed.config_entries import (
@@ -85,6 +86,7 @@ def read_config(config: DeepSpeed) -> dict[str, Any]:
     return data
 
 
+@known_arguments(PlanError)
 def deepspeed_config(
     plan: Plan,
     model: nn.Module | None = None,

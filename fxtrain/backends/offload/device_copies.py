@@ -1,6 +1,7 @@
 """Copies of units on an accelerator, made on a stream of their own while others compute."""
 
 import contextlib
+import logging
 import queue
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +10,13 @@ import attrs
 import torch
 from torch import Tensor
 
+from fxtrain._host_memory import pinned_buffer
 from fxtrain.backends.offload.units import StreamedUnit
 from fxtrain.state.placement.placement import DISK
 
 __all__ = ["DeviceCopies", "Fetched"]
 
+_LOG = logging.getLogger(__name__)
 _ALIGNMENT = 256  # bytes between the starts of tensors, as torch allocates them
 
 
@@ -66,6 +69,7 @@ class DeviceCopies:
     _active: dict[int, int] = attrs.field(factory=dict, init=False)
     _trained: set[int] = attrs.field(factory=set, init=False)
     _streams: dict[torch.device, Any] = attrs.field(factory=dict, init=False)
+    _refused: list[str] = attrs.field(factory=list, init=False)
     _staging: "queue.SimpleQueue[tuple[Tensor, Any]]" = attrs.field(
         factory=queue.SimpleQueue, init=False
     )
@@ -163,6 +167,8 @@ class DeviceCopies:
         """Point all parameters to where they are held; give up the copies."""
         for unit in list(self._loaded):
             self._release(unit)
+        for stream in self._streams.values():
+            stream.synchronize()  # copies that nobody waited for read the buffers
         self._hosts.clear()
 
     def _release(self, unit: int) -> None:
@@ -209,8 +215,18 @@ class DeviceCopies:
         return host
 
     def _host_buffer(self, nbytes: int) -> Tensor:
-        pin = self.pin and bool(self._streams)
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
+        pin = self.pin and self._streams and not self._refused
+        buffer, refused = pinned_buffer(nbytes, "cuda" if pin else "cpu")
+        if refused:
+            self._refused.append(refused)
+            _LOG.warning(
+                "Offload(pin=True): %d MiB of host memory could not be pinned (%s), so units that "
+                "follow are in pageable memory, from which copies are slower. Raise the limit of "
+                "locked memory (ulimit -l), or pass pin=False.",
+                nbytes >> 20,
+                refused,
+            )
+        return buffer
 
 
 def _layout(tensors: tuple[Tensor, ...]) -> _Layout:

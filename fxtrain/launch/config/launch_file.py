@@ -9,7 +9,7 @@ import attrs
 from fxtrain._errors import LaunchError, PlanError
 from fxtrain._other_names import hint
 from fxtrain._reading import read_text
-from fxtrain.launch import LaunchSpec, find_launcher, options_from
+from fxtrain.launch import LAUNCHERS, LaunchSpec, find_launcher, options_from
 from fxtrain.launch.config.overlay import merge, near
 from fxtrain.state import Format, Plan, few, installed_configs, parse_text, shown, structure
 
@@ -85,7 +85,9 @@ def read_launch_file(path: str | Path) -> LaunchFile:
     """
     form = FORMATS.get(Path(path).suffix.lower())
     if form is None:
-        raise PlanError(f"{path}: the name of a launch file ends in {', '.join(FORMATS)}.")
+        raise PlanError(
+            f"{path}: the name of a launch file ends in {', '.join(FORMATS)}.", code="FX201"
+        )
     text = _text(path)
     try:
         return attrs.evolve(parse(text, form), path=str(path))
@@ -107,7 +109,8 @@ def _text(path: str | Path) -> str:
         return read_text(path)
     except OSError as error:
         raise PlanError(
-            f"{path}: cannot read the launch file: {error}. Create one with `fxtrain config`."
+            f"{path}: cannot read the launch file: {error}. Create one with `fxtrain config`.",
+            code="FX201",
         ) from error
 
 
@@ -130,7 +133,9 @@ def parse(text: str, form: Format) -> LaunchFile:
                 at = f"profiles.{name}" if name else ""
                 told += problems_of(file.section(name), at=at, more=more)
     except RecursionError:
-        raise PlanError("The file is nested too deeply, or contains itself.") from None
+        raise PlanError(
+            "The file is nested too deeply, or contains itself.", code="FX201"
+        ) from None
     if told:
         raise PlanError("\n".join(few(told)))
     return file
@@ -149,15 +154,29 @@ def problems_of(
     told: list[str] = []
     more = installed_configs() if more is None else more
     launch = {"target": NO_TARGET, **section.launch}
+    for name in _options_beside(launch):
+        launch.pop(name)
+        told.append(
+            f"{at + '.' if at else ''}launch: unknown key {shown(name)}. Options of the "
+            f"launcher {launch['launcher']} belong in launch.options."
+        )
     for name, data, cls in (("launch", launch, LaunchSpec), ("plan", section.plan, Plan)):
         where = f"{at}.{name}" if at else name
         try:
             made = structure(dict(data), cls, more)
         except (PlanError, LaunchError) as error:
-            told += [_placed(line, cls, where) for line in str(error).splitlines()]
+            told += [_placed(line, cls, where) for line in error.message.splitlines()]
         else:
             told += _launcher_problems(made, where) if isinstance(made, LaunchSpec) else []
     return told
+
+
+def _options_beside(launch: Mapping[str, Any]) -> list[str]:
+    """Options of a launch's own launcher that are written beside its common fields."""
+    row = LAUNCHERS.get(str(launch.get("launcher")))
+    options = () if row is None or row.options is None else attrs.fields_dict(row.options)
+    names = attrs.fields_dict(LaunchSpec)
+    return [name for name in launch if name in options and name not in names]
 
 
 def _launcher_problems(spec: LaunchSpec, where: str) -> list[str]:
@@ -165,14 +184,14 @@ def _launcher_problems(spec: LaunchSpec, where: str) -> list[str]:
     try:
         row = find_launcher(spec)
     except LaunchError as error:
-        return [f"{where}: {error}"]
+        return [f"{where}: {error.message}"]
     options = {} if spec.options is None else spec.options
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         return [f"{where}.options: expected a table, found {shown(options)}"]
     try:
         options_from(row.options, options, launcher=row.name)
     except LaunchError as error:
-        return [f"{where}.options: {error}"]
+        return [f"{where}.options: {error.message}"]
     return []
 
 
@@ -228,9 +247,32 @@ def _table(data: Any, known: tuple[str, ...], at: str, told: list[str]) -> Mappi
         told.append(f"{where}: expected a table of {', '.join(known)}, found {shown(data)}")
         return {}
     has = ", ".join(known)
+    if not at and (foreign := _foreign(data)):
+        told.append(foreign)
+        return {}
     for key in data:
         if key not in known:
-            other = hint(key, at="file")
-            rest = f".{other}" if other else f"{near(key, known)}; known are {has}"
+            close = near(key, known)
+            other = hint(key, at="file") or ("" if close else _own_field(key, at))
+            rest = f".{other}" if other else f"{close}; known are {has}"
             told.append(f"{where}: unknown key {shown(key)}{rest}")
     return data
+
+
+def _own_field(key: Any, at: str) -> str:
+    """Where a field of a plan or a launch belongs that is written beside both."""
+    owners = (("plan", Plan), ("launch", LaunchSpec))
+    found = next((name for name, cls in owners if key in attrs.fields_dict(cls)), "")
+    return f" Use {at + '.' if at else ''}{found}.{key}." if found else ""
+
+
+def _foreign(data: Mapping[Any, Any]) -> str:
+    """What to do with a config file of another library."""
+    if "compute_environment" in data:
+        return "This is a config of Accelerate. Convert it with `fxtrain config convert FILE`."
+    if not data.keys().isdisjoint(("zero_optimization", "train_micro_batch_size_per_gpu")):
+        return (
+            "This is a config of DeepSpeed. Name it in the plan of a launch file: "
+            "plan.strategy.kind = 'deepspeed' and plan.strategy.config = 'FILE'."
+        )
+    return ""

@@ -8,6 +8,7 @@ from pathlib import Path
 import attrs
 
 from fxtrain import ops
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import FxError, PlanError, StepError
 from fxtrain.ops.plan_agreement import check_same_plan
 from fxtrain.ops.same_errors import gather_with_errors
@@ -167,6 +168,7 @@ class Trace:
             )
 
 
+@known_arguments(PlanError)
 @contextlib.contextmanager
 def profile(ctx: DistContext, what: Plan | Profile) -> Iterator[Trace]:
     """Record steps of a loop with torch's profiler, and compute where their time goes.
