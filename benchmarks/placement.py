@@ -12,7 +12,7 @@ import time
 import torch
 from torch import nn
 
-from benchmarks._common import show
+from benchmarks._common import show, tell
 from fxtrain import big
 
 BLOCKS, EXPERTS = 60, 2885
@@ -65,9 +65,14 @@ def _accelerate(net):
 
 
 def main():
+    tell("1 of 3: the model, on the meta device")
     with torch.device("meta"):
         net = _Net()
+    tell("2 of 3: fxtrain")
     rows = [_rows(net, None, "blocks whole"), _rows(net, (), "every module")]
+    for what, *seconds in rows:
+        tell(f"{what}: {' s, '.join(seconds)} s")
+    tell("3 of 3: Accelerate, which takes a minute or more")
     if importlib.util.find_spec("accelerate"):
         rows.append(
             ["Accelerate's infer_auto_device_map, blocks whole", "", f"{_accelerate(net):.3f}", ""]

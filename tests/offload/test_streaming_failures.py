@@ -18,9 +18,11 @@ def _truncated(path):
 
 
 def _rewritten(path):
-    data = path.read_bytes()
+    # In place: a thread that reads ahead from a mapped file dies where the file ends earlier.
     os.utime(path, ns=(0, path.stat().st_mtime_ns))
-    path.write_bytes(data[:-8] + bytes(8))
+    with path.open("r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(bytes(8))
 
 
 def _replaced(path):
