@@ -28,6 +28,20 @@ def interleaved(
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
+def for_seconds(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Median seconds per call of runs that take turns for about so long.
+
+    Three turns at least, but one where that takes longer.
+    """
+    for run in runs.values():
+        run()  # the first call compiles, packs and allocates
+    started = time.perf_counter()
+    first = interleaved(runs, rounds=1, each=1)
+    each = time.perf_counter() - started
+    rounds = max(3, min(25, int(seconds / each)))
+    return interleaved(runs, rounds=rounds, each=1) if each < seconds else first
+
+
 def by_hand(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Callable[[], None]:
     """A training step with clipping, on torch alone."""
 
@@ -55,6 +69,11 @@ def python_calls(run: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
     return count
+
+
+def tell(text: str) -> None:
+    """Say what runs next, for benchmarks of minutes; on standard error, beside the table."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def show(title: str, columns: list[str], rows: list[list[str]]) -> None:

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fxtrain as fx
-from benchmarks._common import interleaved, show
+from benchmarks._common import interleaved, show, tell
 from fxtrain.state import PlacedUnit
 
 LAYERS, WIDTH, ROWS = 24, 2048, 16
@@ -51,8 +51,11 @@ def main(folder: str | None = None) -> None:
     at = Path(tempfile.mkdtemp(dir=folder))
     try:
         with fx.detect(env={}, device="cpu") as ctx, torch.no_grad():
+            tell("1 of 3: 24 layers of 0.4 GB")
             _linears(ctx, at / "linears")
+            tell("2 of 3: SmolLM2-135M")
             _smollm2(ctx, at / "smollm2")
+            tell("3 of 3: a decoder of 2 GB, which is written first")
             _two_gb(ctx, at / "decoder")
     finally:
         shutil.rmtree(at)
@@ -155,7 +158,7 @@ def _two_gb(ctx, at):
     ]
     assert placed is not None
     show("A decoder of 2 GB, a quarter resident", ["", "MB"], rows)
-    resident = _decoder(TWO_GB)
+    resident = fx.big.empty(lambda: _decoder(TWO_GB), device="cpu")
     fx.load_model(at, resident)
     _generate_table("The same, warm", prompt, resident, ours.module, None)
     fx.unwrap(ours)

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import fxtrain as fx
-from benchmarks._common import interleaved, show
+from benchmarks._common import for_seconds, interleaved, show, tell
 from tests._packaged_models import minilm_folder
 
 PLANS = {
@@ -207,34 +207,39 @@ def decoder() -> None:
 
     torch.manual_seed(0)
     base = LlamaForCausalLM(LlamaConfig(**_DECODER)).eval()
-    prompt = torch.arange(16)[None]
-    options = {"max_new_tokens": _NEW, "min_new_tokens": _NEW, "pad_token_id": 2}
     plans = {"fp32": fx.Plan(), **PLANS, "Torchao int4": fx.Plan(quantize=_INT4)}
     hands = {"fp32": lambda model: model, **_BY_HAND, "Torchao int4": _torchao("int4")}
-    table = []
+    rows = []
     with fx.detect() as ctx, torch.no_grad():
-        for name, by_hand in hands.items():
+        for number, (name, by_hand) in enumerate(hands.items(), 1):
+            tell(f"{number} of {len(hands)}: {name}, about {_SECONDS} s")
             model = fx.wrap(copy.deepcopy(base), ctx, plans[name])
-            net, autocast = copy.deepcopy(base), name == "bf16 autocast"
-            other = net if autocast else by_hand(net)
-
-            def ours(model: Any = model, net: Any = model.module) -> None:
-                with fx.ops.autocast(model):
-                    net.generate(prompt, do_sample=False, **options)
-
-            def theirs(other: Any = other, autocast: bool = autocast) -> None:  # noqa: FBT001
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    other.generate(prompt, do_sample=False, **options)
-
-            ours(), theirs()
-            times = interleaved({"fxtrain": ours, "by hand": theirs}, rounds=9, each=1)
-            rates = [_NEW / times[which] for which in ("fxtrain", "by hand")]
-            sizes = [_megabytes(one) for one in (model.module, other)]
-            table.append(
-                [name, *(f"{one:.1f}" for one in (*rates, *sizes)), f"{rates[0] / rates[1]:.3f}"]
-            )
+            rows.append([name, *_decoded(model, copy.deepcopy(base), by_hand, name)])
+            fx.unwrap(model)
     columns = ["format", "fxtrain", "by hand", "fxtrain, MB", "by hand, MB", "ratio of speeds"]
-    show("A decoder of 52 million parameters: tokens per second", columns, table)
+    count = sum(one.numel() for one in base.parameters())
+    show(f"A decoder of {count / 1e6:.0f} million parameters: tokens per second", columns, rows)
+
+
+def _decoded(model: Any, net: nn.Module, by_hand: Callable[[nn.Module], Any], name: str) -> Any:
+    """Tokens per second, megabytes, and the ratio of speeds, of fxtrain and a library."""
+    prompt = torch.arange(16)[None]
+    options = {"max_new_tokens": _NEW, "min_new_tokens": _NEW, "pad_token_id": 2}
+    autocast = name == "bf16 autocast"  # its region is entered around `generate`
+    other: Any = net if autocast else by_hand(net)
+
+    def ours() -> None:
+        with fx.ops.autocast(model):
+            model.module.generate(prompt, do_sample=False, **options)
+
+    def theirs() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            other.generate(prompt, do_sample=False, **options)
+
+    times = for_seconds({"fxtrain": ours, "by hand": theirs}, _SECONDS)
+    rates = [_NEW / times[which] for which in ("fxtrain", "by hand")]
+    sizes = [_megabytes(one) for one in (model.module, other)]
+    return [*(f"{one:.1f}" for one in (*rates, *sizes)), f"{rates[0] / rates[1]:.3f}"]
 
 
 def _megabytes(module: nn.Module) -> float:
@@ -243,11 +248,12 @@ def _megabytes(module: nn.Module) -> float:
     return sum({id(one): one.nbytes for one in stored_tensors(module).values()}.values()) / 1e6
 
 
-_NEW = 16
+_NEW = 8
+_SECONDS = 20  # for each format
 _INT4 = fx.Torchao(weights="int4", group=64)
 _DECODER = {
-    "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6,
-    "num_attention_heads": 12, "num_key_value_heads": 12, "tie_word_embeddings": False,
+    "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False,
 }  # fmt: skip
 _BY_HAND = {
     "bf16 autocast": _autocast(torch.bfloat16),

@@ -40,29 +40,43 @@ _MAX_COMPARED = 200  # letters: the time grows with their square
 class _PlanArgumentError(PlanError, TypeError):
     """An unknown argument of a plan, a config, or a function that takes them."""
 
+    code = "FX002"
+
 
 class _LaunchArgumentError(LaunchError, TypeError):
     """An unknown argument of a launch."""
+
+    code = "FX002"
 
 
 class _StepArgumentError(StepError, TypeError):
     """An unknown argument of what makes a step."""
 
+    code = "FX002"
+
 
 class _DataArgumentError(DataError, TypeError):
     """An unknown argument of what splits data."""
+
+    code = "FX002"
 
 
 class _ContextArgumentError(ContextError, TypeError):
     """An unknown argument of what makes a context."""
 
+    code = "FX002"
+
 
 class _CollectiveArgumentError(CollectiveError, TypeError):
     """An unknown argument of a function of `fxtrain.ops`."""
 
+    code = "FX002"
+
 
 class _CheckpointArgumentError(CheckpointError, TypeError):
     """An unknown argument of what saves or restores."""
+
+    code = "FX002"
 
 
 _ARGUMENT_ERRORS: Mapping[type[FxError], type[FxError]] = types.MappingProxyType(

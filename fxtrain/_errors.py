@@ -1,4 +1,9 @@
-"""The error tree. A message says what was asked, what was found and what to do."""
+"""The error tree. A message says what was asked, what was found and what to do.
+
+It ends with a code, whose cause and cure are in `fxtrain._error_codes`.
+"""
+
+import re
 
 __all__ = [
     "CheckpointError",
@@ -30,26 +35,63 @@ def escape_unprintable(text: str) -> str:
     )
 
 
+_QUOTED_CODE = re.compile(r" \[(FX\d{3})\]")
+
+
 class FxError(Exception):
     """Base of every error that fxtrain raises on purpose.
 
-    Its text contains no control characters, wherever it comes from.
+    Its text contains no control characters, wherever it comes from, and ends with its code. An
+    error whose message quotes another error, such as that of another rank, has the code of that
+    one, which is the cause.
+
+    Attributes:
+        code: What `fxtrain explain` explains, such as "FX602": that of the class, or a more precise
+            one that is passed where the error is raised.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> cause = fx.DataError("Row 7 is empty. Remove it.")
+        >>> str(cause), cause.message
+        ('Row 7 is empty. Remove it. [FX400]', 'Row 7 is empty. Remove it.')
+        >>> str(fx.CollectiveError(f"Another rank failed: {cause}"))
+        'Another rank failed: Row 7 is empty. Remove it. [FX400]'
     """
 
+    code: str = "FX001"
+
+    def __init__(self, *args: object, code: str | None = None) -> None:
+        super().__init__(*args)
+        if code is not None:
+            self.code = code
+
+    @property
+    def message(self) -> str:
+        """The text without its code, for a message that quotes it."""
+        return _QUOTED_CODE.sub("", escape_unprintable(super().__str__()))
+
     def __str__(self) -> str:
-        return escape_unprintable(super().__str__())
+        quoted = _QUOTED_CODE.search(super().__str__())
+        code = self.code if quoted is None else quoted[1]
+        return f"{self.message} [{code}]" if self.message else ""
 
 
 class ContextError(FxError, RuntimeError):
     """The environment does not describe one set of ranks, or they could not be connected."""
 
+    code = "FX100"
+
 
 class PlanError(FxError, ValueError):
     """A plan, or a value for a plan, is invalid or inconsistent."""
 
+    code = "FX200"
+
 
 class MeshError(ContextError, PlanError):
     """A mesh does not match the number of ranks, or lacks the requested axis."""
+
+    code = "FX110"
 
 
 class CollectiveError(FxError, RuntimeError):
@@ -58,22 +100,38 @@ class CollectiveError(FxError, RuntimeError):
     Raised on every rank, with each rank's view of the call.
     """
 
+    code = "FX300"
+
 
 class DataError(FxError, ValueError):
     """A loader or a batch cannot be split over the ranks as requested."""
+
+    code = "FX400"
 
 
 class StepError(FxError, RuntimeError):
     """A training step received something that it cannot train on."""
 
+    code = "FX500"
+
 
 class CheckpointError(FxError, RuntimeError):
     """A checkpoint is incomplete, damaged or does not match the model."""
+
+    code = "FX600"
 
 
 class LaunchError(FxError, RuntimeError):
     """The ranks could not be started, or one of them failed."""
 
+    code = "FX700"
+
 
 class MissingPackageError(FxError, ImportError):
     """An optional package is needed and not installed."""
+
+    code = "FX800"
+
+    def __init__(self, *args: object, name: str | None = None, code: str | None = None) -> None:
+        super().__init__(*args, code=code)
+        self.name = name

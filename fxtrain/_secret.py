@@ -36,7 +36,8 @@ def derive_key(secret: str) -> bytes:
     if len(secret) < _MIN_BYTES:
         raise ContextError(
             f"{SECRET} has {len(secret)} characters, but the secret of a run needs at least "
-            f"{_MIN_BYTES}. Create one with `openssl rand -hex 32`, the same for every rank."
+            f"{_MIN_BYTES}. Create one with `openssl rand -hex 32`, the same for every rank.",
+            code="FX103",
         )
     return hashlib.sha256(secret.encode()).digest()
 

@@ -83,10 +83,10 @@ def test_a_name_is_answered_wherever_it_is_typed(name, capsys):
     with pytest.raises(fx.PlanError) as caught:
         fx.Plan(**{name: 1})
     assert isinstance(caught.value, TypeError)
-    assert str(caught.value) == f"Plan({name}=...): no such argument. Use {use}."
+    assert caught.value.message == f"Plan({name}=...): no such argument. Use {use}."
     with pytest.raises(fx.PlanError) as caught:
         parse(f"[plan]\n{name} = 1\n", "toml")
-    assert str(caught.value) == f"plan: unknown key {name!r}.{hint(name, at='file')}"
+    assert caught.value.message == f"plan: unknown key {name!r}.{hint(name, at='file')}"
     assert (path or use) in str(caught.value)
     flags = {word for parameter in LAUNCH.params for word in parameter.opts}
     for flag in (f"--{name}", f"--{name.replace('_', '-')}"):
@@ -102,7 +102,7 @@ def test_a_value_is_answered(field, value):
     assert eval(f"fx.Plan({field}={said})", {"fx": fx})
     with pytest.raises(fx.PlanError, match="Use ") as caught:
         fx.Plan(**{field: value})
-    assert str(caught.value).endswith(f"Use {field}={said}.")
+    assert caught.value.message.endswith(f"Use {field}={said}.")
     with pytest.raises(fx.PlanError) as caught:
         structure({field: value}, fx.Plan)
     assert f"Use {field}={said}." in str(caught.value)
@@ -158,7 +158,7 @@ def test_functions_answer_too():
 def test_a_launch_file_that_is_another_librarys(tmp_path):
     with pytest.raises(fx.PlanError) as caught:
         parse("num_processes = 2\nmixed_precision = 'bf16'\nprofile = 1\n", "toml")
-    assert str(caught.value).splitlines() == [
+    assert caught.value.message.splitlines() == [
         "the file: unknown key 'num_processes'. Use launch.ranks.",
         "the file: unknown key 'mixed_precision'. Use plan.precision.",
         "the file: unknown key 'profile' (did you mean 'profiles'?); known are default, launch, "
@@ -239,7 +239,7 @@ def test_an_argument_of_another_library_is_answered_with_the_one_here(call, name
     with pytest.raises(fx.FxError, match=f"^{re.escape(call)}\\({name}=") as caught:
         function(**{name: 1})
     assert isinstance(caught.value, TypeError)
-    assert str(caught.value).endswith(f" Use {call}({use}).")
+    assert caught.value.message.endswith(f" Use {call}({use}).")
 
 
 HINTED = (
@@ -258,4 +258,4 @@ def test_a_misspelt_argument_is_answered_with_the_nearest(call):
     with pytest.raises(fx.FxError) as caught:
         function(**{wrong: 1})
     assert isinstance(caught.value, TypeError)
-    assert str(caught.value) == f"{call}({wrong}=...): no such argument. Did you mean {name!r}?"
+    assert caught.value.message == f"{call}({wrong}=...): no such argument. Did you mean {name!r}?"

@@ -91,6 +91,8 @@ def _complete_source(app: Sphinx, page: str, source: list[str]) -> None:
 def _shorten_signature(
     app: Sphinx, what: str, name: str, value: Any, options: Any, *signature: str | None
 ) -> tuple[str, None] | None:
+    if what == "exception":
+        return "", None
     return (record_signature(value), None) if what == "class" and attrs.has(value) else None
 
 

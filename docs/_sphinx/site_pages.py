@@ -15,7 +15,7 @@ __all__ = [
 # Folders of docs/ that `make docs` writes.
 GENERATED = ("reference/", "examples/")
 _RAISED = re.compile(
-    r"^<!-- raises.*? -->\n```python\n.*?^```\n\n```text\n(\w+): (.*?)^```$",
+    r"^<!-- raises.*? -->\n```python\n.*?^```\n\n```text\n\w+: (.*?) \[(FX\d{3})\]\n```$",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -65,13 +65,13 @@ class ShownError(NamedTuple):
     """An error that a page shows and explains.
 
     Attributes:
-        kind: Name of its class.
-        message: The first line of its message.
+        code: The code with which it ends.
+        message: The first line of its message, without the code.
         page: Name of the page.
         anchor: The heading above it, as an anchor.
     """
 
-    kind: str
+    code: str
     message: str
     page: str
     anchor: str
@@ -88,7 +88,7 @@ def errors_of(pages: Mapping[str, str]) -> list[ShownError]:
         for raised in _RAISED.finditer(text):
             heading = re.findall(r"^#+ (.*)$", text[: raised.start()], re.MULTILINE)[-1]
             anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-            found.append(ShownError(raised[1], raised[2].partition("\n")[0], page, anchor))
+            found.append(ShownError(raised[2], raised[1].partition("\n")[0], page, anchor))
     return found
 
 

@@ -17,6 +17,7 @@ import attrs
 import click
 
 import fxtrain
+from fxtrain._error_codes import ERROR_CODES
 from fxtrain.cli import COMMANDS
 from fxtrain.cli.commands import load
 from fxtrain.state.registry import BUILT_IN
@@ -32,7 +33,7 @@ def generated_pages(shown: Iterable[tuple[str, str, str, str]] = ()) -> dict[str
     """Markdown of the generated pages by their name relative to docs/.
 
     Args:
-        shown: Errors that other pages explain: the class, a message, the page and an anchor on it.
+        shown: Errors that other pages explain: the code, a message, the page and an anchor on it.
     """
     modules = {f"reference/{module.__name__}": _module_page(module) for module in _modules()}
     return {
@@ -271,36 +272,50 @@ def _code(text: str) -> str:
 
 
 def _error_page(shown: list[tuple[str, str, str, str]]) -> str:
-    """Every error: what it means, messages and where they are explained, and what raises it."""
+    """Every code of errors: cause, cure, messages and where they are explained, what raises it."""
     raised = _raised_by()
     page = [
         "# Errors",
         "",
         "Every error that fxtrain raises on purpose is an `FxError`. Its message says what was "
-        "asked, what was found and what to do, and it is the same on every rank. The name of the "
-        "class, in the last line of a traceback, is the anchor of its section here, which lists "
-        "messages that pages explain, and what raises it.",
+        "asked, what was found and what to do, and it is the same on every rank. It ends with a "
+        "code, such as `[FX602]`, which is an anchor of this page: each section has the cause and "
+        "the cure. `fxtrain explain FX602` prints the section in a terminal. An error that quotes "
+        "another one has the code of that one.",
         "",
     ]
-    for name, value in _members(fxtrain):
-        if not _is_error(value):
-            continue
-        directive = f".. autoexception:: fxtrain.{name}\n   :show-inheritance:\n"
-        page += [f"## {name}", "", _described(directive)]
-        messages = [one for one in shown if one[0] == name]
+    for one in ERROR_CODES:
+        level, name = ("###", f"{one.code}: {one.title}") if one.title else ("##", one.error)
+        page += [f"({one.code.lower()})=", f"{level} {name}", ""]
+        if not one.title:
+            directive = f".. autoexception:: fxtrain.{one.error}\n   :show-inheritance:\n"
+            page += [f"Code: `{one.code}`", "", _described(directive)]
+        see = f" See [{_page_name(one.see)}](../{_with_suffix(one.see)})." if one.see else ""
+        page += [f"**Cause:** {one.cause}", "", f"**Cure:** {one.cure}{see}", ""]
+        messages = [message for message in shown if message[0] == one.code]
         if messages:
             page += ["Messages, and where they are explained:", ""]
             page += [
-                f"- `` {text} `` ([{at.rpartition('/')[2].replace('_', ' ')}](../{at}.md#{anchor}))"
+                f"- `` {text} `` ([{_page_name(at)}](../{at}.md#{anchor}))"
                 for _, text, at, anchor in messages
             ]
             page.append("")
-        causes = raised.get(name, [])
+        causes = [] if one.title else raised.get(one.error, [])
         if causes:
             page += ["Raised by:", ""]
             page += [f"- {_ROLE}`{at}`: {when}" for at, when in causes]
             page.append("")
     return "\n".join(page)
+
+
+def _page_name(at: str) -> str:
+    return at.partition("#")[0].rpartition("/")[2].replace("_", " ")
+
+
+def _with_suffix(at: str) -> str:
+    """The file of a page, before the anchor if there is one."""
+    page, mark, anchor = at.partition("#")
+    return f"{page}.md{mark}{anchor}"
 
 
 def _raised_by() -> dict[str, list[tuple[str, str]]]:

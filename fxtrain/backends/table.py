@@ -135,7 +135,7 @@ def wrap(
         check_same_plan("wrap", ctx, plan, {"model": model_signature(model), **given})
     row = _strategy_of(plan) if strategy is None else strategy
     if problems := problems_of(row, ctx, plan, model):
-        raise PlanError("\n".join(problems))
+        raise PlanError("\n".join(problems), code="FX202")
     optimizer, scheduler = as_factories(optimizer, scheduler, model)
     with quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
         before, formats = record_module(model), _formats(model)

@@ -154,7 +154,7 @@ def start_background(
         try:
             state.save_context = ops.duplicate(ctx)
         except RuntimeError as error:  # from torch, if a rank has exited
-            raise CheckpointError(f"{path} was not saved: {error}") from error
+            raise CheckpointError(f"{path} was not saved: {error}", code="FX606") from error
     future: Future[None] = Future()
     own = state.save_context
     saving = Saving(path=path, future=future, staging=staging)

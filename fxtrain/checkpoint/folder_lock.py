@@ -59,7 +59,8 @@ class Lock:
             raise CheckpointError(
                 f"Another run took over the lock of {self.folder}, because this process sent no "
                 f"heartbeat for {STALE_S:.0f} s. Checkpoints of the other run were not changed. "
-                f"Save again."
+                f"Save again.",
+                code="FX605",
             )
 
     def release(self) -> None:
@@ -173,7 +174,8 @@ def _busy(folder: Storage, name: str) -> CheckpointError:
         who += ", this process"
     return CheckpointError(
         f"{folder} is being written by {who}. One run at a time can save into a folder: use a "
-        f"folder per run, or wait until the other save ends."
+        f"folder per run, or wait until the other save ends.",
+        code="FX605",
     )
 
 

@@ -142,12 +142,13 @@ def checkpoint_at(path: Any) -> Storage:
     except NotADirectoryError as error:
         raise CheckpointError(
             f"{path} is a file, and a checkpoint is a folder that fx.save wrote. Model files are "
-            f"read by fx.load_model, checkpoints of other libraries by fxtrain import."
+            f"read by fx.load_model, checkpoints of other libraries by fxtrain import.",
+            code="FX601",
         ) from error
     except OSError as error:
-        raise CheckpointError(f"No checkpoint at {path}: {error}") from error
+        raise CheckpointError(f"No checkpoint at {path}: {error}", code="FX601") from error
     if newest is None:
-        raise CheckpointError(f"No complete checkpoint in {storage}.")
+        raise CheckpointError(f"No complete checkpoint in {storage}.", code="FX601")
     return open_storage(newest)
 
 
@@ -219,7 +220,8 @@ def read_manifest(storage: Storage) -> Manifest:
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{storage} is not a checkpoint: it has no {MANIFEST}. Pass a folder that fx.save "
-            f"writes to, or one of its update-… folders."
+            f"writes to, or one of its update-… folders.",
+            code="FX601",
         ) from error
     except OSError as error:
         raise CheckpointError(f"{storage}/{MANIFEST} cannot be read: {error}.") from error

@@ -9,7 +9,6 @@ counters miss.
 import contextlib
 import logging
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fxtrain._errors import CheckpointError
+from fxtrain._host_memory import pinned_buffer
 from fxtrain.checkpoint.write_plan import TensorChunk
 from fxtrain.state import DistContext
 
@@ -235,50 +235,18 @@ def _buffer(ctx: DistContext, size: int) -> Tensor:
     state = ctx.comm.state
     if state.save_buffer is None or state.save_buffer.numel() < size:
         state.save_buffer = None  # freed before the larger one is made
-        state.save_buffer = torch.empty(size, dtype=torch.uint8)
-        if _accelerated(ctx):
-            state.save_buffer = _pinned(state.save_buffer, ctx.device.type)
+        state.save_buffer, refused = pinned_buffer(
+            size, ctx.device.type if _accelerated(ctx) else "cpu"
+        )
+        if refused:
+            _LOG.warning(
+                "save(background=True): %d MiB of host memory could not be pinned (%s), so this "
+                "rank copies its state before save returns. Raise the limit of locked memory "
+                "(ulimit -l) to copy it while training continues.",
+                size >> 20,
+                refused,
+            )
     return state.save_buffer
-
-
-def _pinned(buffer: Tensor, device_type: str) -> Tensor:
-    """The buffer in page-locked memory; as it is where the system refuses to lock that much.
-
-    torch's allocator of pinned memory rounds sizes up to a power of two and keeps what it freed,
-    which may be twice the state, so CUDA locks the pages of the buffer itself.
-    """
-    if device_type == "mps" or not buffer.numel():
-        return buffer
-    if device_type != "cuda":
-        try:
-            return buffer.pin_memory()
-        except RuntimeError as error:
-            return _pageable(buffer, str(error))
-    runtime: Any = torch.cuda.cudart()
-    address = buffer.data_ptr()
-    refused = runtime.cudaHostRegister(address, buffer.numel(), 0)
-    if int(refused):
-        _forget_error()
-        return _pageable(buffer, f"CUDA error {int(refused)}")
-    weakref.finalize(buffer, runtime.cudaHostUnregister, address)
-    return buffer
-
-
-def _forget_error() -> None:
-    """Take CUDA's record of a refused call, which torch would raise at its next kernel."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
-
-
-def _pageable(buffer: Tensor, reason: str) -> Tensor:
-    _LOG.warning(
-        "save(background=True): %d MiB of host memory could not be pinned (%s), so this rank "
-        "copies its state before save returns. Raise the limit of locked memory (ulimit -l) to "
-        "copy it while training continues.",
-        buffer.numel() >> 20,
-        reason,
-    )
-    return buffer
 
 
 def _accelerated(ctx: DistContext) -> bool:

@@ -57,7 +57,7 @@ def decode(data: Any, read: _Read) -> Any:
 
 def _decode(data: Any, read: _Read, depth: int) -> Any:
     if depth > _MAX_DEPTH:
-        raise CheckpointError("A value in the manifest is nested too deeply.")
+        raise CheckpointError("A value in the manifest is nested too deeply.", code="FX602")
     if isinstance(data, list):
         return [_decode(one, read, depth + 1) for one in data]
     if not isinstance(data, dict):
@@ -66,7 +66,9 @@ def _decode(data: Any, read: _Read, depth: int) -> Any:
         return {key: _decode(one, read, depth + 1) for key, one in data.items()}
     kind = data["$"] if isinstance(data["$"], str) else type(data["$"]).__name__
     if kind not in _READERS:
-        raise CheckpointError(f"A value in the manifest has an unknown type {kind[:80]!r}.")
+        raise CheckpointError(
+            f"A value in the manifest has an unknown type {kind[:80]!r}.", code="FX602"
+        )
     keys, reader = _READERS[kind]
     try:
         if data.keys() != {"$", *keys}:
@@ -76,7 +78,8 @@ def _decode(data: Any, read: _Read, depth: int) -> Any:
         raise
     except (LookupError, ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(
-            f"A value of type {kind!r} in the manifest is malformed: {str(error)[:500]}."
+            f"A value of type {kind!r} in the manifest is malformed: {str(error)[:500]}.",
+            code="FX602",
         ) from error
 
 

@@ -135,7 +135,9 @@ class LocalStorage:
                 with reading(os.path.join(self.path, name)):
                     got = os.preadv(descriptor, [buffer[done:]], offset + done)
                 if not got:
-                    raise CheckpointError(f"{self.path}: {name} ends early, at {offset + done}.")
+                    raise CheckpointError(
+                        f"{self.path}: {name} ends early, at {offset + done}.", code="FX602"
+                    )
                 done += got
 
         try:

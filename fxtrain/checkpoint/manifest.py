@@ -39,6 +39,8 @@ _HEAD, _MIDDLE, _TAIL = b'{"digest":"', b'","manifest":', b"}\n"
 class NewerFormatError(CheckpointError):
     """A newer fxtrain wrote the checkpoint, so this version cannot check it."""
 
+    code = "FX604"
+
 
 @attrs.frozen(kw_only=True)
 class Part:
@@ -156,14 +158,18 @@ def load_manifest(raw: bytes) -> Manifest:
     try:
         return _manifest(data)
     except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
-        raise CheckpointError(f"The manifest is malformed: {str(error)[:500]}.") from error
+        raise CheckpointError(
+            f"The manifest is malformed: {str(error)[:500]}.", code="FX602"
+        ) from error
 
 
 def _check_format(data: Mapping[str, Any]) -> None:
     """Check the format first: the other fields of a newer format are unknown."""
     found = data.get("format")
     if type(found) is not int or found < 1:
-        raise CheckpointError(f"The manifest is malformed: its format is {str(found)[:80]!r}.")
+        raise CheckpointError(
+            f"The manifest is malformed: its format is {str(found)[:80]!r}.", code="FX602"
+        )
     if found > FORMAT:
         raise NewerFormatError(
             f"It was written by a newer fxtrain (format {str(found)[:80]}; this version reads "
@@ -182,14 +188,16 @@ def _body(raw: bytes) -> memoryview:
     )
     if not framed:
         raise CheckpointError(
-            f"{MANIFEST} ({len(raw)} bytes) is not a manifest, or was truncated or changed."
+            f"{MANIFEST} ({len(raw)} bytes) is not a manifest, or was truncated or changed.",
+            code="FX602",
         )
     body = view[middle + len(_MIDDLE) : -len(_TAIL)]
     found = digest_of(body)
     if view[start:middle] != found.encode():
         raise CheckpointError(
             f"{MANIFEST} was changed: its digest is {found}, but it records "
-            f"{bytes(view[start:middle])!r}."
+            f"{bytes(view[start:middle])!r}.",
+            code="FX602",
         )
     return body
 
@@ -198,11 +206,13 @@ def _parse(body: memoryview) -> dict[str, Any]:
     try:
         data = parse_json(bytes(body))
     except RecursionError:
-        raise CheckpointError("The manifest is nested too deeply.") from None
+        raise CheckpointError("The manifest is nested too deeply.", code="FX602") from None
     except ValueError as error:
-        raise CheckpointError(f"The manifest is not JSON: {str(error).rstrip('.')}.") from error
+        raise CheckpointError(
+            f"The manifest is not JSON: {str(error).rstrip('.')}.", code="FX602"
+        ) from error
     if not isinstance(data, dict):
-        raise CheckpointError("The manifest is not a JSON object.")
+        raise CheckpointError("The manifest is not a JSON object.", code="FX602")
     return data
 
 
@@ -354,7 +364,8 @@ def _keys(data: Any, wanted: set[str], what: str) -> None:
         found = sorted(data) if isinstance(data, dict) else type(data).__name__
         raise CheckpointError(
             f"The manifest is malformed: {what[:200]} should have the keys {sorted(wanted)}, "
-            f"found {str(found)[:500]}."
+            f"found {str(found)[:500]}.",
+            code="FX602",
         )
 
 

@@ -61,7 +61,8 @@ class Reader:
             raise CheckpointError(
                 f"{name} has dtype {entry.dtype} and shape {list(entry.shape)} in the checkpoint, "
                 f"but {str(dtype).removeprefix('torch.')} and {list(tensor.shape)} in this "
-                f"process. Restore into the model that was saved."
+                f"process. Restore into the model that was saved.",
+                code="FX603",
             )
         if isinstance(tensor, FlatShard):
             for start, box in boxes_in(tensor):
@@ -151,7 +152,8 @@ class Reader:
                 raise CheckpointError(
                     f"{self.storage}: {name} was changed after it was written: the digest of bytes "
                     f"{part.offset + low} to {part.offset + high} of {part.file} does not match. "
-                    f"Restore an earlier checkpoint."
+                    f"Restore an earlier checkpoint.",
+                    code="FX602",
                 )
             if not fits:
                 a, b = max(low, begin), min(high, end)
@@ -174,7 +176,7 @@ def open_reader(storage: Storage, manifest: Manifest) -> Iterator[Reader]:
     """
     problems = file_problems(files_of(storage), manifest)
     if problems:
-        raise CheckpointError("\n".join([f"{storage} is damaged:", *problems]))
+        raise CheckpointError("\n".join([f"{storage} is damaged:", *problems]), code="FX602")
     reader = Reader(storage=storage, manifest=manifest)
     with reader.stack:
         yield reader
@@ -189,7 +191,7 @@ def header_of(read: Any, name: str, file: File) -> bytes:
     header = bytearray(file.header)
     read(0, memoryview(header))
     if digest_of(header) != file.digest:
-        raise CheckpointError(f"The header of {name} was changed.")
+        raise CheckpointError(f"The header of {name} was changed.", code="FX602")
     return bytes(header)
 
 

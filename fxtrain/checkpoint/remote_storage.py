@@ -98,7 +98,9 @@ class RemoteStorage:
             except OSError as error:
                 raise CheckpointError(f"{self.url}: {name}: {error}.") from error
             if len(data) != len(buffer):
-                raise CheckpointError(f"{self.url}: {name} ends early, at {offset + len(data)}.")
+                raise CheckpointError(
+                    f"{self.url}: {name} ends early, at {offset + len(data)}.", code="FX602"
+                )
             buffer[:] = data
 
         yield fill

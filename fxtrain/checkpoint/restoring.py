@@ -63,7 +63,8 @@ class Restored:
         """
         if name not in self._plans:
             raise CheckpointError(
-                f"No model {name!r} in {self.path}; it contains {', '.join(self._plans)}."
+                f"No model {name!r} in {self.path}; it contains {', '.join(self._plans)}.",
+                code="FX603",
             )
         return structure(self._plans[name], Plan)
 
@@ -178,7 +179,8 @@ def _restore(
     if missing:
         raise CheckpointError(
             f"No model {', '.join(missing)} in this checkpoint; it contains "
-            f"{', '.join(manifest.models)}."
+            f"{', '.join(manifest.models)}.",
+            code="FX603",
         )
     with open_reader(storage, manifest) as reader:
         for name, model in models.items():

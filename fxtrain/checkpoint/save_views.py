@@ -95,15 +95,17 @@ def compare_proposals(
     views, lines = gather_with_errors(mine, problem, ctx)
     if lines:
         raise CheckpointError(
-            "\n".join([f"Nothing was saved in {views[0].path}:", *lines])
+            "\n".join([f"Nothing was saved in {views[0].path}:", *lines]), code="FX606"
         ) from problem
     first = views[0].must_match
     unequal = [name for name in first if any(one.must_match[name] != first[name] for one in views)]
     if unequal:
-        raise CheckpointError(_unequal(views, unequal))
+        raise CheckpointError(_unequal(views, unequal), code="FX606")
     if len({view.position for view in views}) > 1:
         lines = [f"  rank {rank}: {view.position}" for rank, view in enumerate(views)]
-        raise CheckpointError("\n".join(["save: the ranks are at different positions:", *lines]))
+        raise CheckpointError(
+            "\n".join(["save: the ranks are at different positions:", *lines]), code="FX606"
+        )
     return views
 
 

@@ -151,7 +151,8 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
     except CollectiveError as error:
         raise CheckpointError(
             f"{what}: nothing was saved, or a rank failed before all ranks could confirm the "
-            f"commit. Earlier checkpoints are intact. {error}"
+            f"commit. Earlier checkpoints are intact. {error}",
+            code="FX606",
         ) from error
 
 
@@ -288,7 +289,7 @@ class _Job:
             if committed
             else f"{self.final} was not saved. Earlier checkpoints are intact."
         )
-        raise CheckpointError("\n".join([head, *lines]))
+        raise CheckpointError("\n".join([head, *lines]), code="FX606")
 
 
 def _prepare(

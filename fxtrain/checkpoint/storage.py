@@ -18,6 +18,8 @@ _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, 
 class UnreadableError(CheckpointError):
     """Reading was refused or failed; the stored data may be intact."""
 
+    code = "FX607"
+
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:

@@ -70,7 +70,8 @@ def load_into(template: Any, found: Any, path: str = "extra") -> Any:
             what = list(found.shape) if isinstance(found, SavedTensor) else type(found).__name__
             raise CheckpointError(
                 f"{path} is a tensor of shape {list(template.shape)} in the template, but was "
-                f"saved as {what}. Pass a template with the structure that was saved."
+                f"saved as {what}. Pass a template with the structure that was saved.",
+                code="FX603",
             )
         return found.fill(template)
     if attrs.has(type(template)):
@@ -83,14 +84,16 @@ def load_into(template: Any, found: Any, path: str = "extra") -> Any:
             keys = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
             raise CheckpointError(
                 f"{path} has the keys {sorted(map(str, template))} in the template, but was saved "
-                f"with {keys}. Pass a template with the keys that were saved."
+                f"with {keys}. Pass a template with the keys that were saved.",
+                code="FX603",
             )
         return {key: load_into(one, found[key], f"{path}.{key}") for key, one in template.items()}
     if isinstance(template, list | tuple) and isinstance(found, list | tuple):
         if len(template) != len(found):
             raise CheckpointError(
                 f"{path} has {len(template)} items in the template, but was saved with "
-                f"{len(found)}. Pass a template with the items that were saved."
+                f"{len(found)}. Pass a template with the items that were saved.",
+                code="FX603",
             )
         return type(found)(
             load_into(one, saved, f"{path}.{i}")

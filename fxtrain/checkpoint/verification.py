@@ -73,7 +73,7 @@ def verify(path: StrPath) -> Verified:
     if not problems:
         problems = list(_changes(storage, manifest))
     if problems:
-        raise CheckpointError("\n".join([f"{storage} is damaged:", *problems]))
+        raise CheckpointError("\n".join([f"{storage} is damaged:", *problems]), code="FX602")
     return Verified(
         path=str(storage),
         position=manifest.position,

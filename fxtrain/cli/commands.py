@@ -61,6 +61,11 @@ COMMANDS: tuple[CommandEntry, ...] = (
         "convert a checkpoint of another library",
     ),
     CommandEntry("replay", "fxtrain.cli.resume_command:REPLAY", "run one update of a run again"),
+    CommandEntry(
+        "explain",
+        "fxtrain.cli.inspect.explain_command:EXPLAIN",
+        "explain the code at the end of an error",
+    ),
     CommandEntry("test", "fxtrain.cli.inspect.test_command:TEST", "test the configured setup"),
     CommandEntry(
         "tpu-config", "fxtrain.cli.inspect.tpu_command:TPU", "prepare the hosts of a TPU pod"

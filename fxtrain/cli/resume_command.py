@@ -136,5 +136,7 @@ def _nearest(folder: str, update: int) -> str:
 
     found = before(folder, update)
     if found is None:
-        raise CheckpointError(f"No complete checkpoint before update {update} in {folder}.")
+        raise CheckpointError(
+            f"No complete checkpoint before update {update} in {folder}.", code="FX601"
+        )
     return found

@@ -95,4 +95,4 @@ def _messages(
 
 
 def _failed(words: str) -> DataError:
-    return DataError(f"Rank 0 failed while reading the data for all ranks: {words}")
+    return DataError(f"Rank 0 failed while reading the data for all ranks: {words}", code="FX402")

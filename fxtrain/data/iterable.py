@@ -87,7 +87,8 @@ class StreamReader:
                 if self._place < start:
                     raise DataError(
                         f"The position has index {start}, but the stream ends at "
-                        f"{self._place}: the position was made with other data."
+                        f"{self._place}: the position was made with other data.",
+                        code="FX401",
                     )
                 break
             if self._place == 0:

@@ -45,7 +45,8 @@ def reading(
             f"iterating: a worker process of this DataLoader (num_workers={loader.num_workers}) "
             f"ended while reading ({type(error).__name__}: {_first(error)}). The system kills "
             f"workers when memory runs out, and a crash in native code ends them: use fewer "
-            f"workers or smaller batches, or num_workers=0 to see the crash in this process."
+            f"workers or smaller batches, or num_workers=0 to see the crash in this process.",
+            code="FX402",
         ) from error
 
 

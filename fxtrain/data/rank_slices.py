@@ -200,7 +200,8 @@ def _key(layout: Layout, found: list[Any]) -> Any:
 def _beyond(start: int, length: int) -> DataError:
     return DataError(
         f"The position has index {start}, but an epoch of this loader ends at {length}: the "
-        f"position was made with other data. Pass the loader that it was made with."
+        f"position was made with other data. Pass the loader that it was made with.",
+        code="FX401",
     )
 
 

@@ -150,7 +150,8 @@ def _seek(
         raise DataError(
             f"The position has index {wanted}, which is not a boundary between two global batches "
             f'of these loaders. Data(source="sharded") can only resume with the world size, batch '
-            f"size and data with which the position was made."
+            f"size and data with which the position was made.",
+            code="FX401",
         )
     return (local.open(epoch, units) if opened is None else opened), behind
 

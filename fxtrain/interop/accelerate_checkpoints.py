@@ -92,7 +92,8 @@ def read_accelerate(folder: StrPath) -> AcceleratorState:
         raise CheckpointError(
             f"{root} contains no model of Accelerate: no model.safetensors, pytorch_model.bin or "
             f"pytorch_model_fsdp_0, but {', '.join(names[:10]) or 'nothing else'}. Pass the "
-            f"folder that was passed to save_state."
+            f"folder that was passed to save_state.",
+            code="FX601",
         )
     random = {
         rank: _mapping(state, root / f"random_states_{rank}.pkl")

@@ -70,7 +70,7 @@ def import_checkpoint(
         >>> import fxtrain as fx
         >>> fx.interop.import_checkpoint("runs/nowhere", "runs/a")
         Traceback (most recent call last):
-        fxtrain._errors.CheckpointError: No folder runs/nowhere.
+        fxtrain._errors.CheckpointError: No folder runs/nowhere. [FX601]
     """
     found = _read(Path(source), optimizer=optimizer)
     aliases = {**found.tied, **_tied(found.tensors, module)}
@@ -104,7 +104,7 @@ def import_checkpoint(
 
 def _read(root: Path, *, optimizer: bool) -> _Found:
     if not root.is_dir():
-        raise CheckpointError(f"No folder {root}.")
+        raise CheckpointError(f"No folder {root}.", code="FX601")
     if (root / ".metadata").exists():
         return _from_dcp(root, optimizer=optimizer)
     if is_deepspeed(root):

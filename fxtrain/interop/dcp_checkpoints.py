@@ -100,7 +100,8 @@ def read_dcp(
     if not (root / _METADATA).is_file():
         raise CheckpointError(
             f"{root} contains no {_METADATA}, which torch.distributed.checkpoint writes last: the "
-            f"checkpoint has another format or is incomplete. Pass a complete one."
+            f"checkpoint has another format or is incomplete. Pass a complete one.",
+            code="FX601",
         )
     path = inside(root, _METADATA)
     index = _read_index(path)
@@ -357,4 +358,4 @@ def _counts(value: Any) -> TypeGuard[tuple[int, ...]]:
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged, or is not a valid checkpoint: {why}.")
+    return CheckpointError(f"{path} is damaged, or is not a valid checkpoint: {why}.", code="FX602")

@@ -134,7 +134,8 @@ def _tagged(root: Path) -> Path:
         return root
     raise CheckpointError(
         f"{root} is not a DeepSpeed checkpoint: it contains neither a file 'latest' nor "
-        f"*_model_states.pt. Pass the folder that was passed to save_checkpoint."
+        f"*_model_states.pt. Pass the folder that was passed to save_checkpoint.",
+        code="FX601",
     )
 
 

@@ -45,7 +45,8 @@ def run_program(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
     if program is None:
         raise LaunchError(
             f"The launcher {spec.launcher} runs {invocation.argv[0]!r}, which is not installed "
-            f"here or not on the PATH. Use --dry to show what it would do."
+            f"here or not on the PATH. Use --dry to show what it would do.",
+            code="FX702",
         )
     write_files(invocation)
     before = count_kills()

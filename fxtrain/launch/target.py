@@ -25,7 +25,8 @@ def check_target(spec: LaunchSpec) -> None:
     """
     if "\0" in spec.target:
         raise LaunchError(
-            "The name of the program contains a null character, which no file can have."
+            "The name of the program contains a null character, which no file can have.",
+            code="FX702",
         )
     if spec.executable:
         _check_executable(spec.target)
@@ -41,13 +42,15 @@ def _check_script(path: Path) -> None:
     if path.is_dir():
         raise LaunchError(
             f"{path} is a folder without a __main__.py. Name a script in it: "
-            f"{_list(sorted(str(found) for found in path.glob('*.py')))}."
+            f"{_list(sorted(str(found) for found in path.glob('*.py')))}.",
+            code="FX702",
         )
     folder = path.parent
     if not folder.is_dir():
         raise LaunchError(
             f"{path}: neither this script nor its folder exists. The current folder is "
-            f"{Path.cwd()}."
+            f"{Path.cwd()}.",
+            code="FX702",
         )
     names = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".py")
     close = get_close_matches(path.name, names, n=3, cutoff=0.5)
@@ -56,17 +59,20 @@ def _check_script(path: Path) -> None:
         if close
         else f"The Python files in {folder.resolve()} are {_list(names)}."
     )
-    raise LaunchError(f"{path}: no such script. {advice}")
+    raise LaunchError(f"{path}: no such script. {advice}", code="FX702")
 
 
 def _check_executable(name: str) -> None:
     if shutil.which(name) is not None:
         return
     if Path(name).is_file():
-        raise LaunchError(f"{name} is not executable. Allow it with: chmod +x {shlex.quote(name)}")
+        raise LaunchError(
+            f"{name} is not executable. Allow it with: chmod +x {shlex.quote(name)}", code="FX702"
+        )
     raise LaunchError(
         f"{name}: no such program, neither as a path nor on the PATH. Launch a Python script "
-        f"without --no-python."
+        f"without --no-python.",
+        code="FX702",
     )
 
 
@@ -76,12 +82,14 @@ def _check_module(name: str) -> None:
         sys.path.insert(0, here)  # as `python -m` does, and as the ranks will
     if name.endswith(".py") or "/" in name:
         raise LaunchError(
-            f"-m {name}: this is a path, not a module. Omit -m, or write it with dots."
+            f"-m {name}: this is a path, not a module. Omit -m, or write it with dots.",
+            code="FX702",
         )
     if not all(part.isidentifier() for part in name.split(".")):
         raise LaunchError(
             f"-m {_shortened(name)}: not a valid module name, which is words separated by dots, "
-            f"such as package.module. Launch a script without -m."
+            f"such as package.module. Launch a script without -m.",
+            code="FX702",
         )
     parent, _, last = name.rpartition(".")
     if _found(name):
@@ -91,7 +99,9 @@ def _check_module(name: str) -> None:
     close = get_close_matches(last, _modules(list(where)), n=3, cutoff=0.5)
     prefix = f"{parent}." if parent else ""
     advice = f" Did you mean {_list([prefix + found for found in close])}?" if close else ""
-    raise LaunchError(f"-m {name}: no such module on the path that starts in {here}.{advice}")
+    raise LaunchError(
+        f"-m {name}: no such module on the path that starts in {here}.{advice}", code="FX702"
+    )
 
 
 def _found(name: str) -> bool:
@@ -113,7 +123,8 @@ def _found(name: str) -> bool:
     raise LaunchError(
         f"-m {name}: importing its parent package failed with {type(problem).__name__}: "
         f"{_shortened(str(problem))}. See the whole traceback with: python -c 'import "
-        f"{name.rpartition('.')[0]}'"
+        f"{name.rpartition('.')[0]}'",
+        code="FX702",
     ) from problem
 
 

@@ -34,7 +34,8 @@ def check_ready(call: str, ctx: DistContext, batch: Any, model: Wrapped) -> None
     if not model.optimizers:
         raise StepError(
             f"{call}: this model has no optimizer. Wrap it with one: fx.wrap(net, ctx, plan, "
-            f"optimizer=lambda params: torch.optim.AdamW(params))."
+            f"optimizer=lambda params: torch.optim.AdamW(params)).",
+            code="FX504",
         )
 
 

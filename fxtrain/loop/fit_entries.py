@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from fxtrain import ops
 from fxtrain.checkpoint import Restored
@@ -28,6 +29,8 @@ class Entries:
         mean: The losses since the last entry, of this rank.
         skipped: Updates skipped since then.
         rows: Rows until then.
+        carried: Whether it contains losses from before a restart.
+        by_tokens: Whether losses are weighted by something other than rows.
         due: Whether an entry follows the last step.
         position: After the last step; None before the first.
         asked_s: When the loop asked for the current batch.
@@ -42,6 +45,8 @@ class Entries:
     mean: Mean
     skipped: int
     rows: int
+    carried: bool = False
+    by_tokens: bool = False
     due: bool = False
     position: Position | None = None
     asked_s: float = attrs.field(factory=time.monotonic)
@@ -59,6 +64,9 @@ class Entries:
             report = step(self.ctx, batch, self.fns)
         else:
             report, self._phases = clock.step(self.ctx, batch)
+        if self.due:
+            rows = batch.rows[self.ctx.axis("data").rank]
+            self.by_tokens = isinstance(report.weight, Tensor) or report.weight != rows
         self.mean = self.mean.update(report)
         self.skipped += report.skipped
         if self.trace is not None:
@@ -79,6 +87,7 @@ class Entries:
             "skipped": self.skipped,
             "lr": rates[0] if len(rates) == 1 else dict(enumerate(rates)),
             "rows_per_s": (position.samples - self.rows) / seconds,
+            "tokens_per_s": weight / seconds if self.by_tokens and not self.carried else None,
             "waiting": self._waited_s / seconds,
             "memory_gib": used.now / 2**30,
             "memory_peak_gib": used.peak / 2**30,
@@ -86,7 +95,7 @@ class Entries:
         }
         self.run.log(values, position)
         self.mean, self.skipped, self.rows = Mean(), 0, position.samples
-        self._started_s, self._waited_s = time.monotonic(), 0.0
+        self._started_s, self._waited_s, self.carried = time.monotonic(), 0.0, False
 
     def write_profile(self) -> None:
         """Write the table of a profile that has ended."""
@@ -123,4 +132,5 @@ def entries_after(
         elif not ranks.rank:
             mean = Mean(*torch.sum(pairs, 0))
     clock = phase_clock(ctx, fns)
-    return Entries(ctx, run, fns, every, trace, clock, mean, skipped, position.samples)
+    carried = restored is not None
+    return Entries(ctx, run, fns, every, trace, clock, mean, skipped, position.samples, carried)

@@ -11,6 +11,7 @@ from fxtrain import ops
 from fxtrain._arguments import known_arguments
 from fxtrain._display import number
 from fxtrain._errors import DataError, PlanError
+from fxtrain.ops.devices import as_scalar
 from fxtrain.state import DistContext, Report, Weighted, shown
 
 __all__ = ["Mean", "finite_number", "total_of"]
@@ -77,9 +78,10 @@ class Mean:
         """Total and weight of this rank, shape (2,), on the device: to reduce several at once."""
         wide = torch.float32 if ctx.device.type == "mps" else torch.float64
         both = (self.total, self.weight)
-        if type(self.total) is type(self.weight) is float:
-            return torch.tensor(both, dtype=wide, device=ctx.device)
-        return torch.stack([torch.as_tensor(one, dtype=wide, device=ctx.device) for one in both])
+        if ctx.device.type == "cpu" and type(self.total) is type(self.weight) is float:
+            return torch.tensor(both, dtype=wide)
+        like = torch.empty((), dtype=wide, device=ctx.device)
+        return torch.stack([as_scalar(one, like) for one in both])  # waits for no device
 
 
 def total_of(value: Any) -> Tensor | float:

@@ -36,5 +36,6 @@ def found_nonfinite(ctx: DistContext, batch: Batch, model: Wrapped) -> bool:
                 *lines,
                 'Update skipped. Use Plan(nonfinite="skip") to continue without raising.',
             ]
-        )
+        ),
+        code="FX501",
     )

@@ -84,7 +84,8 @@ def update(
         raise StepError(
             "update: backward has already run on this loss, by loss.backward() or an earlier "
             "fx.update. Remove loss.backward(), which fx.update calls itself, and compute a new "
-            "loss for each batch."
+            "loss for each batch.",
+            code="FX502",
         ) from error
 
 
@@ -97,5 +98,6 @@ def _check_dtype(loss: Any, model: Wrapped) -> None:
             f"update: the loss is {dtype}, since it was computed outside of autocast, under a "
             f"plan with precision={compute!r}. Compute it as fx.step does: `with "
             f"fx.ops.autocast(model): loss = ...`, or from outputs in fp32 (outputs.float(), or "
-            f"Plan(precision=fx.Precision(compute={compute!r}, output='fp32')))."
+            f"Plan(precision=fx.Precision(compute={compute!r}, output='fp32'))).",
+            code="FX502",
         )

@@ -175,7 +175,8 @@ def _weigh_explicit(
     if weight.numel() != 1:
         raise StepError(
             f"Weighted(total, weight): the weight has shape {list(weight.shape)}. Reduce it to one "
-            f"number, the count of items that the total adds up."
+            f"number, the count of items that the total adds up.",
+            code="FX502",
         )
     weight = weight.reshape(()) * present
     dtype = loss.total.dtype

@@ -51,6 +51,8 @@ def memory(ctx: DistContext) -> Memory:
     if kind in ("meta", "xla"):
         return Memory(now=0, peak=0)
     device: Any = torch.get_device_module(ctx.device)
+    if not hasattr(device, "memory_allocated") and kind != "mps":  # a device of another package
+        return Memory(now=0, peak=0)
     if kind == "mps":
         now = device.current_allocated_memory()
         return Memory(now=now, peak=max(now, device.driver_allocated_memory()))

@@ -211,7 +211,8 @@ def _refuse(
     if problems:
         raise CheckpointError(
             f"load_model: {source.what} does not match {type(module).__name__}.\n"
-            + "\n".join(problems)
+            + "\n".join(problems),
+            code="FX603",
         )
 
 

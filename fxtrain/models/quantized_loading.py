@@ -291,7 +291,8 @@ def _built(
     except (KeyError, ValueError, TypeError, AssertionError) as error:
         raise CheckpointError(
             f"load_model: the description of the quantised layer {name} is damaged: "
-            f"{type(error).__name__}: {str(error)[:200]}."
+            f"{type(error).__name__}: {str(error)[:200]}.",
+            code="FX602",
         ) from error
     weight: Any = made.weight
     shape = tuple(stored.facts.get("shape") or weight.shape)

@@ -254,4 +254,6 @@ def _mapping(value: Any, path: Path, what: str) -> dict[str, Any]:
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged, or is not a safetensors file or index: {why}.")
+    return CheckpointError(
+        f"{path} is damaged, or is not a safetensors file or index: {why}.", code="FX602"
+    )

@@ -98,7 +98,7 @@ def record_of(
             return Bnb4(compute=words[config["bnb_4bit_compute_dtype"]])  # type: ignore[arg-type]
     except (ValueError, KeyError, TypeError, FxError) as error:
         raise CheckpointError(
-            f"The description of quantised weights is damaged: {str(error)[:200]}."
+            f"The description of quantised weights is damaged: {str(error)[:200]}.", code="FX602"
         ) from error
     return None
 
@@ -155,7 +155,8 @@ def _stored4(
     except (ValueError, TypeError) as error:
         raise CheckpointError(
             f"{name} should describe a four-bit layer of bitsandbytes, and is damaged: "
-            f"{str(error)[:200]}. Export or download the model again."
+            f"{str(error)[:200]}. Export or download the model again.",
+            code="FX602",
         ) from error
     stored = ("weight", "weight.absmax", "weight.quant_map")
     nested = ("weight.nested_absmax", "weight.nested_quant_map") if values else ()
@@ -190,7 +191,8 @@ def _stored_torchao(
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"The metadata of torchao's tensors is damaged: {str(error)[:200]}. Export or "
-            f"download the model again."
+            f"download the model again.",
+            code="FX602",
         ) from error
     return found
 

@@ -97,7 +97,8 @@ def open_source(source: Any) -> Iterator[Source]:
     if not os.path.exists(path):
         raise CheckpointError(
             f"load_model: {shown(str(source))} is neither a file nor a folder. Download a model "
-            f"from a hub first."
+            f"from a hub first.",
+            code="FX601",
         )
     files = _read_index(path) if path.suffix == ".json" else {path: None}
     with contextlib.ExitStack() as stack:
@@ -198,12 +199,14 @@ def _in_folder(folder: Path) -> Path:
     if any(folder.glob(_CHECKPOINT)) or any(folder.glob(f"*/{_CHECKPOINT}")):
         raise CheckpointError(
             f"{folder} contains a checkpoint and no model files. Load its weights with "
-            f"fx.load_model(fx.saved_weights({str(folder)!r}), model)."
+            f"fx.load_model(fx.saved_weights({str(folder)!r}), model).",
+            code="FX601",
         )
     found = sorted(path.name for path in folder.iterdir())[:10]
     raise CheckpointError(
         f"{folder} contains no {SINGLE} and no {INDEX}, but "
-        f"{', '.join(found) or 'nothing else'}. Pass the path of a model file."
+        f"{', '.join(found) or 'nothing else'}. Pass the path of a model file.",
+        code="FX601",
     )
 
 
@@ -273,7 +276,9 @@ def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
     try:
         file = stack.enter_context(safe_open(path, framework="pt"))
     except SafetensorError as error:
-        raise CheckpointError(f"{path}: safetensors cannot read this file: {error}.") from error
+        raise CheckpointError(
+            f"{path}: safetensors cannot read this file: {error}.", code="FX602"
+        ) from error
 
     def read(name: str, part: Part | None) -> Tensor:
         entry = header.entries[name]

@@ -194,7 +194,9 @@ def _header(path: Path) -> Iterator[Weight]:
             start = file.read(8)
             (length,) = struct.unpack("<Q", start) if len(start) == 8 else (size,)
             if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
-                raise CheckpointError(f"{path} is truncated, or is not a safetensors file.")
+                raise CheckpointError(
+                    f"{path} is truncated, or is not a safetensors file.", code="FX602"
+                )
             header = parse_json(file.read(length))
         for name, about in header.items():
             if name != "__metadata__":
@@ -203,7 +205,9 @@ def _header(path: Path) -> Iterator[Weight]:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     except _MALFORMED as error:
         reason = f"{type(error).__name__}: {str(error)[:_MAX_REASON_LENGTH]}"
-        raise CheckpointError(f"{path} has no valid safetensors header: {reason}.") from error
+        raise CheckpointError(
+            f"{path} has no valid safetensors header: {reason}.", code="FX602"
+        ) from error
 
 
 def _entry(path: Path, name: str, about: Mapping[str, Any], room: int) -> Weight:
@@ -211,7 +215,9 @@ def _entry(path: Path, name: str, about: Mapping[str, Any], room: int) -> Weight
     if not isinstance(dtype, str) or not all(type(n) is int for n in (begin, end, *shape)):
         raise TypeError(f"{shown(name)} has no dtype, or sizes that are not integers")
     if not 0 <= begin <= end <= room:
-        raise CheckpointError(f"{path}: the tensor {shown(name)} is past the end of the file.")
+        raise CheckpointError(
+            f"{path}: the tensor {shown(name)} is past the end of the file.", code="FX602"
+        )
     return stored_weight(name, dtype, shape, (begin, end))
 
 

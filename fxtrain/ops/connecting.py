@@ -40,6 +40,7 @@ __all__ = ["close", "detect", "launched_plan"]
 DEFAULT_TIMEOUT_S = 600.0
 LONGEST_S = 1e6  # milliseconds must fit into 31 bits
 _MESH = "FXTRAIN_MESH"
+_CONTROL = "fxtrain control"
 
 
 def _is_timeout(value: Any) -> bool:
@@ -245,7 +246,9 @@ def _connect_ranks(
     )
     state.opened_groups.append(comm.control)
     packets_of(comm, topology.rank)  # posts receives, so that other ranks can send
-    axes = _open_axes(comm, shape, topology.rank, wait, device) if mesh is not None else {}
+    axes: dict[str, tuple[int, Comm]] = {}
+    if mesh is not None:
+        axes = _open_axes(comm, shape, topology.rank, wait, device, owned=owned)
     return _context(topology, device, comm, shape, axes)
 
 
@@ -282,7 +285,7 @@ def _context(
 
 
 def _open_axes(
-    comm: Comm, mesh: Mesh, rank: int, wait: timedelta, device: torch.device
+    comm: Comm, mesh: Mesh, rank: int, wait: timedelta, device: torch.device, *, owned: bool
 ) -> dict[str, tuple[int, Comm]]:
     """One communicator per axis; every rank opens all of them, in the same order."""
     spans: dict[str, tuple[str, ...]] = {
@@ -304,7 +307,7 @@ def _open_axes(
         elif real in opened:  # data over the replicate axis only is replicate
             part = opened[real]
         else:
-            part = opened[real] = _open_axis(comm, name, parts, mine, wait, device)
+            part = opened[real] = _open_axis(comm, name, parts, mine, wait, device, owned)
             packets_of(part, mine.index(rank))
         if part is not comm:
             comm.state.children.add(part.state)
@@ -319,18 +322,16 @@ def _open_axis(
     mine: list[int],
     wait: timedelta,
     device: torch.device,
+    owned: bool,  # noqa: FBT001 - internal
 ) -> Comm:
-    def open_all(backend: str | None) -> Any:
-        group, _ = dist.new_subgroups_by_enumeration(parts, timeout=wait, backend=backend)
-        comm.state.opened_groups.append(group)
-        return group
-
-    group = open_all(None)
+    group: Any = dist.new_subgroups_by_enumeration(parts, timeout=wait)[0]
+    control = group if comm.simulated else _open_control(parts, mine, wait, owned=owned)
+    comm.state.opened_groups += [group] if comm.simulated else [group, control]
     if device.type == "xla":
         xla_runtime.register_subgroups(group, device, parts)
     return Comm(
         group=group,
-        control=group if comm.simulated else open_all("gloo"),
+        control=control,
         store=comm.store,
         name=f"{name}{mine[0]}",
         ranks=tuple(mine),
@@ -341,11 +342,26 @@ def _open_axis(
     )
 
 
+def _open_control(parts: list[list[int]], mine: list[int], wait: timedelta, *, owned: bool) -> Any:
+    """The gloo group of this rank's part of an axis.
+
+    Where the default group has a device, torch splits its NCCL communicator on ranks that open a
+    group without being in it, even one of gloo. So only members open it, if `detect` opened the
+    default group: torch then names it by the groups of this process, which are equal on all ranks
+    unless a user has opened some.
+    """
+    new_group = dist.distributed_c10d.new_group
+    gloo = functools.partial(new_group, timeout=wait, backend="gloo", group_desc=_CONTROL)
+    if owned:
+        return gloo(mine, use_local_synchronization=True)
+    return next(group for group, part in [(gloo(part), part) for part in parts] if part == mine)
+
+
 def _new_group(ranks: list[int] | None, *, wait: timedelta, simulated: bool) -> Any:
     backend = "fake" if simulated else "gloo"
     # torch_xla replaces torch.distributed.new_group with one that takes fewer arguments.
     new_group = dist.distributed_c10d.new_group
-    return new_group(ranks, timeout=wait, backend=backend, group_desc="fxtrain control")
+    return new_group(ranks, timeout=wait, backend=backend, group_desc=_CONTROL)
 
 
 def _group_store() -> Any:
@@ -379,5 +395,6 @@ def _open_group(topology: Topology, device: torch.device, store: Any, wait: time
     except (RuntimeError, ValueError) as error:
         raise ContextError(
             f"Rank {topology.rank} of {topology.world_size} could not open the process group "
-            f"{backend!r}: {first_line(error)}"
+            f"{backend!r}: {first_line(error)}",
+            code="FX102",
         ) from error

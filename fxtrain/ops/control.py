@@ -74,7 +74,7 @@ def _release_others(problem: BaseException | None, ctx: DistContext) -> None:
         f"rank {rank} failed inside the block: {text}" for rank, text in enumerate(found) if text
     ]
     if failed and problem is None:
-        raise CollectiveError("\n".join([f"main_first: {failed[0]}", *failed[1:]]))
+        raise CollectiveError("\n".join([f"main_first: {failed[0]}", *failed[1:]]), code="FX303")
 
 
 @known_arguments(CollectiveError)

@@ -40,7 +40,9 @@ def _pick_device(requested: str | torch.device | None, topology: Topology) -> to
     try:
         wanted = torch.device(requested) if requested is not None else accelerator
     except RuntimeError as error:
-        raise ContextError(f"detect(device={requested!r}): not a device. {error}") from error
+        raise ContextError(
+            f"detect(device={requested!r}): not a device. {error}", code="FX104"
+        ) from error
     assert wanted is not None
     if wanted.type in ("cpu", "meta"):
         return torch.device(wanted.type)
@@ -48,7 +50,8 @@ def _pick_device(requested: str | torch.device | None, topology: Topology) -> to
         available = "only the CPU" if accelerator is None else f"{accelerator.type} and the CPU"
         raise ContextError(
             f"detect(device={str(wanted)!r}): torch finds {available} on this machine. Omit device "
-            f"to use what is available, or check the driver and the build of torch."
+            f"to use what is available, or check the driver and the build of torch.",
+            code="FX104",
         )
     if wanted.type == "mps":
         return wanted
@@ -59,7 +62,8 @@ def _pick_device(requested: str | torch.device | None, topology: Topology) -> to
             f"Rank {topology.rank} (local rank {topology.local_rank}) needs "
             f"{wanted.type}:{index}, but this node has "
             f"{counted(count, f'{wanted.type} device')}. Launch at most {counted(count, 'rank')} "
-            f"per node."
+            f"per node.",
+            code="FX104",
         )
     torch.accelerator.set_device_index(index)
     return torch.device(wanted.type, index)
@@ -104,7 +108,8 @@ def check_own_device(
         raise ContextError(
             f"Ranks {', '.join(map(str, same))} of this node use the same device {device} "
             f"({mine}), and NCCL needs one device per rank. Launch one rank per visible device, "
-            f"or make one device visible to each rank (CUDA_VISIBLE_DEVICES)."
+            f"or make one device visible to each rank (CUDA_VISIBLE_DEVICES).",
+            code="FX104",
         )
 
 

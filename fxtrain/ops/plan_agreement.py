@@ -119,7 +119,8 @@ def raise_plan_differences(
                 *by_rank(enumerate(shown)),
                 f"Every rank must pass the same {' and the same '.join(names)}.",
             ]
-        )
+        ),
+        code="FX301",
     )
 
 

@@ -51,24 +51,26 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
             f"{me} could not reach the main address {where} within {timeout_s:g} s: "
             f"{first_line(error)} Check that rank 0 runs there, that no other program uses the "
             f"port and no firewall blocks it, and that every rank has the same MASTER_ADDR and "
-            f"MASTER_PORT."
+            f"MASTER_PORT.",
+            code="FX102",
         ) from error
     keys = {rank: f"hello/{rank}" for rank in range(topology.world_size)}
     try:
         store.wait(list(keys.values()), timedelta(seconds=timeout_s))
         others = _ranks_with_other_secret(topology, store, key)
     except RuntimeError as error:
-        missing = _missing(store, keys)
         raise ContextError(
             f"{me} waited {timeout_s:g} s at {where}, and these ranks never joined: "
-            f"{', '.join(map(str, missing)) or 'none, the last one joined too late'}. Check their "
-            f"output, or raise detect(timeout_s=...)."
+            f"{_missing(store, keys) or 'none, the last one joined too late'}. Check their "
+            f"output, or raise detect(timeout_s=...).",
+            code="FX102",
         ) from error
     if others:
         raise ContextError(
             f"{me}: {SECRET} on this rank differs from that on ranks "
             f"{', '.join(map(str, others))}, or is set on one side only. Set the variable to the "
-            f"same secret on every rank, or on none."
+            f"same secret on every rank, or on none.",
+            code="FX103",
         )
     return store
 
@@ -120,12 +122,12 @@ def _ranks_with_other_secret(topology: Topology, store: Any, key: bytes) -> list
     return found
 
 
-def _missing(store: Any, keys: Mapping[int, str]) -> list[int]:
+def _missing(store: Any, keys: Mapping[int, str]) -> str:
     """The ranks that never joined; rank 0 if the store is gone, so the others are unknown."""
     try:
-        return [rank for rank, key in keys.items() if not store.check([key])]
+        return ", ".join(str(rank) for rank, key in keys.items() if not store.check([key]))
     except RuntimeError:
-        return [0]
+        return "0"
 
 
 def first_line(error: BaseException) -> str:

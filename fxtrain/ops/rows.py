@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fxtrain import _tree
 from fxtrain._arguments import known_arguments
+from fxtrain._display import counted
 from fxtrain._errors import CollectiveError, DataError
 from fxtrain.ops.collectives import gather_packed
 from fxtrain.ops.padding import extend
@@ -118,7 +119,7 @@ def _is_rows(node: Any) -> bool:
 
 def _leaf_problem(leaf: Any, size: int) -> str | None:
     """Why a leaf is neither per row nor a value of the batch; None if it is either."""
-    here = f"the batch has {size} rows on this rank."
+    here = f"the batch has {counted(size, 'row')} on this rank."
     if isinstance(leaf, Tensor) or is_array(leaf):
         fits = not leaf.ndim or leaf.shape[0] == size
         kind = "a tensor" if isinstance(leaf, Tensor) else "an array"

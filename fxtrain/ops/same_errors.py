@@ -48,7 +48,7 @@ def raise_together(problem: BaseException | None, ctx: DistContext) -> None:
         found = gather_errors("raise_together", "" if problem is None else error_text(problem), ctx)
         if problem is None and any(found):
             lines = [f"  rank {rank}: {text}" for rank, text in enumerate(found) if text]
-            raise CollectiveError("\n".join(["Another rank failed:", *lines]))
+            raise CollectiveError("\n".join(["Another rank failed:", *lines]), code="FX303")
     if problem is not None:
         raise problem
 

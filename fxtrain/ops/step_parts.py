@@ -209,7 +209,8 @@ def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  #
     if not model.optimizers:
         raise StepError(
             "This model has no optimizer to apply. Wrap it with one: "
-            "fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params))."
+            "fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params)).",
+            code="FX504",
         )
     model.by_hand.clear()
     return model.strategy.apply(model, update)
@@ -303,15 +304,18 @@ def check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor):
         raise StepError(
             f"The loss is a {type(loss).__name__}, not a tensor. Return a scalar tensor, "
-            f"fx.Weighted(total, weight), or a pair of either and aux metrics."
+            f"fx.Weighted(total, weight), or a pair of either and aux metrics.",
+            code="FX502",
         )
     if loss.numel() != 1:
         raise StepError(
             f"The loss has shape {list(loss.shape)}. Return a scalar: reduce it with "
-            f".mean(), or use fx.Weighted(losses.sum(), losses.numel())."
+            f".mean(), or use fx.Weighted(losses.sum(), losses.numel()).",
+            code="FX502",
         )
     if not loss.requires_grad:
         raise StepError(
             "The loss does not require grad. Compute it from parameters that require grad, "
-            "outside torch.no_grad, and do not detach it."
+            "outside torch.no_grad, and do not detach it.",
+            code="FX502",
         )

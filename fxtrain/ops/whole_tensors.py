@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fxtrain._errors import CheckpointError
-from fxtrain.precision import quantized_layers, stored_tensors
+from fxtrain.precision import is_sharded, quantized_layers, stored_tensors
 from fxtrain.state import Part, Weight
 
 __all__ = [
@@ -60,11 +60,6 @@ def weight_of(tensor: Any) -> Weight:
 def plain_name(name: str) -> str:
     """A name without the prefixes that compiling a submodule adds."""
     return name.replace("_orig_mod.", "")
-
-
-def is_sharded(value: Any) -> bool:
-    """Whether a tensor is a DTensor, without importing the package that defines it."""
-    return hasattr(value, "placements") and hasattr(value, "full_tensor")
 
 
 def local_values(tensor: Any) -> Tensor:

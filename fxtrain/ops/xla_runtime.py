@@ -17,6 +17,7 @@ from torch import Tensor
 from fxtrain import _tree
 from fxtrain._errors import ContextError, MissingPackageError
 from fxtrain._optional import optional
+from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.state import DistContext, Mesh, Topology
 
 __all__ = [
@@ -98,15 +99,16 @@ def start_runtime(
             runtime.set_device_type(env[_DEVICES])
         count = runtime.addressable_runtime_device_count()
     except RuntimeError as error:
-        first = str(error).strip().splitlines()[0]
         raise ContextError(
             f"detect: torch_xla has no device for {_DEVICES}={env.get(_DEVICES, 'unset')}: "
-            f"{first} Set {_DEVICES} to TPU or CPU before the process starts."
+            f"{first_line(error)} Set {_DEVICES} to TPU or CPU before the process starts.",
+            code="FX104",
         ) from error
     if index is not None and index >= count:
         raise ContextError(
             f"detect(device={str(requested)!r}): this process has {count} XLA devices, numbered "
-            f"from xla:0. Omit the number to use all of them."
+            f"from xla:0. Omit the number to use all of them.",
+            code="FX104",
         )
     if runtime.process_count() > 1 and topology.world_size == 1:
         raise ContextError(

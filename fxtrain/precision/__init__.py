@@ -1,7 +1,7 @@
 """Quantised weights and layers that compute in float8: choosing, converting, tensors by name."""
 
 from fxtrain.precision.bnb_layers import BNB4, BNB8
-from fxtrain.precision.library import Library
+from fxtrain.precision.library import Library, is_sharded
 from fxtrain.precision.plain_tensors import (
     allocate,
     has_no_memory,
@@ -24,6 +24,7 @@ from fxtrain.precision.quantizing import (
     quantize_on_meta,
 )
 from fxtrain.precision.recipe_layers import Converted, convert_layers, recipe_targets
+from fxtrain.precision.sharded_weights import companions, hold_as_parameters, sharding_problem
 from fxtrain.precision.torchao_layers import TORCHAO
 from fxtrain.precision.torchao_recipes import gather_in_float8
 from fxtrain.precision.transformer_engine import engine_region, scaling_state
@@ -36,12 +37,15 @@ __all__ = [
     "Quantized",
     "TORCHAO",
     "allocate",
+    "companions",
     "convert_layers",
     "converted_to_fp32",
     "engine_region",
     "gather_in_float8",
     "has_no_memory",
+    "hold_as_parameters",
     "is_quantized",
+    "is_sharded",
     "library_of",
     "live_tensors",
     "planned_layers",
@@ -54,6 +58,7 @@ __all__ = [
     "quantized_weight",
     "recipe_targets",
     "scaling_state",
+    "sharding_problem",
     "stored_tensors",
     "stream_later",
 ]

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fxtrain._errors import CheckpointError
 from fxtrain._optional import optional
-from fxtrain.precision.library import Library, Tensors, quiet
+from fxtrain.precision.library import Library, Tensors, is_sharded, quiet
 from fxtrain.state import Bnb4, Bnb8, Quantize
 
 __all__ = ["BNB4", "BNB8"]
@@ -138,8 +138,9 @@ def _tensors4(part: nn.Module) -> dict[str, Tensor]:
 
 
 def _plain(weight: Tensor) -> Tensor:
-    """The same memory as a plain tensor."""
-    return weight.detach().as_subclass(Tensor)
+    """The same memory as a plain tensor, or as a DTensor."""
+    found = weight.detach()
+    return found if is_sharded(found) else found.as_subclass(Tensor)
 
 
 def _is_fake(tensor: Tensor) -> bool:
@@ -223,6 +224,13 @@ def _build4(
     return made
 
 
+def _split4(part: Any, device: torch.device) -> None:
+    state = _state4(part)
+    state.to(device)
+    part.quant_state = state
+    part.weight = nn.Parameter(_plain(part.weight), requires_grad=False)
+
+
 def _settings4(part: nn.Module) -> dict[str, Any]:
     dtype: Any = part.compute_dtype
     names = {value: name for name, value in _COMPUTE.items()}
@@ -290,6 +298,12 @@ def _put8(part: nn.Module, tensors: Tensors) -> None:
     )
 
 
+def _split8(part: Any, device: torch.device) -> None:
+    found = _tensors8(part)
+    part.state.CB, part.state.SCB = None, found["SCB"].to(device)
+    part.weight = nn.Parameter(found["weight"], requires_grad=False)
+
+
 def _build8(
     like: nn.Linear, tensors: Tensors, facts: Mapping[str, Any], record: Quantize | None
 ) -> nn.Module:
@@ -310,6 +324,7 @@ BNB4 = Library(
     settings=_settings4,
     format=lambda part: f"bitsandbytes {_facts4(part)['quant_type']}",
     planned=lambda record: f"bitsandbytes {record.format}",
+    split=_split4,
 )
 BNB8 = Library(
     name="bitsandbytes",
@@ -323,4 +338,5 @@ BNB8 = Library(
     settings=lambda part: {"kind": "bnb8", "threshold": float(_state8(part).threshold)},
     format=lambda part: "bitsandbytes int8",
     planned=lambda record: "bitsandbytes int8",
+    split=_split8,
 )

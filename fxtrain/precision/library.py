@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxtrain.state import Quantize
 
-__all__ = ["Library", "Tensors", "like_on", "quiet"]
+__all__ = ["Library", "Tensors", "is_sharded", "like_on", "quiet"]
 
 # Tensors of one layer, by their names below the layer's.
 Tensors = Mapping[str, Tensor]
@@ -33,6 +33,9 @@ class Library:
         settings: (layer) → fields of a record that the tensors do not tell.
         format: (layer) → library and format of its weight, in words.
         planned: (record) → the same of what a record quantises to.
+        split: (layer, device) → None: holds its weight as a plain parameter, whose rows may be
+            split over ranks, and its other tensors at the layer, on the device. None if the
+            library does not compute with such a weight.
     """
 
     name: str
@@ -46,6 +49,12 @@ class Library:
     settings: Callable[[nn.Module], dict[str, Any]]
     format: Callable[[nn.Module], str]
     planned: Callable[[Any], str]
+    split: Callable[[Any, torch.device], None] | None = None
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether a tensor is a DTensor, without importing the package that defines it."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "full_tensor")
 
 
 def like_on(tensors: Tensors, device: torch.device) -> dict[str, Tensor]:

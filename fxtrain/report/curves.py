@@ -45,7 +45,7 @@ class Curve:
         return {"updates": self.steps, "rows": self.rows, "time": self.times}[over]
 
 
-def downsample(values: Sequence[float], limit: int) -> list[int]:
+def downsample(values: Sequence[float], limit: int, *, finite: bool | None = None) -> list[int]:
     """The positions of the values to keep, in order.
 
     Values are divided into buckets of equal counts. Each keeps its minimum, its maximum and its
@@ -53,6 +53,7 @@ def downsample(values: Sequence[float], limit: int) -> list[int]:
 
     Args:
         limit: Number of positions, at least 5.
+        finite: Whether all values are finite, if known.
 
     Example:
         >>> downsample([0.0, 1.0, 9.0, 1.0, 2.0, 1.0, -7.0, 1.0, 0.0, 3.0], 6)
@@ -61,16 +62,16 @@ def downsample(values: Sequence[float], limit: int) -> list[int]:
     count = len(values)
     if count <= limit:
         return list(range(count))
-    everything_finite = math.isfinite(sum(values))
+    everything_finite = math.isfinite(sum(values)) if finite is None else finite
     buckets = max(1, (limit - 2) // (2 if everything_finite else 3))
     kept = {0, count - 1}
     for bucket in range(buckets):
         start = bucket * count // buckets
         part = values[start : (bucket + 1) * count // buckets]
-        finite = part if everything_finite else [one for one in part if math.isfinite(one)]
-        if finite:
-            kept.update((start + part.index(min(finite)), start + part.index(max(finite))))
-        if len(finite) < len(part):
+        real = part if everything_finite else [one for one in part if math.isfinite(one)]
+        if real:
+            kept.update((start + part.index(min(real)), start + part.index(max(real))))
+        if len(real) < len(part):
             kept.add(start + next(i for i, one in enumerate(part) if not math.isfinite(one)))
     return sorted(kept)
 

@@ -22,7 +22,7 @@ __all__ = ["LoggedTable", "Piece", "joined", "parse_lines", "ranges", "read_piec
 
 _TABLE_ROWS = 100
 _BLOCK_BYTES = 1 << 19
-_BLOCK_POINTS = 64  # at least, of one curve in one block
+_BLOCK_POINTS = 16  # at least, of one curve in one block
 _LARGEST = 2**53  # the largest whole number that a float represents exactly
 
 
@@ -62,11 +62,12 @@ class Piece:
     damaged: int
 
 
-def read_piece(path: str, start: int, end: int, points: int) -> Piece:
+def read_piece(path: str, start: int, end: int, points: int, total: int) -> Piece:
     """Read the lines that begin in a range of bytes.
 
     Args:
         points: About how many points of a curve to keep: see `parse_lines`.
+        total: About how many points of all curves to keep.
 
     Raises:
         OSError: the file cannot be read.
@@ -79,22 +80,23 @@ def read_piece(path: str, start: int, end: int, points: int) -> Piece:
         data = file.read(max(end - begin, 0))
         if begin < end:
             data += file.readline() if not data.endswith(b"\n") else b""
-    return parse_lines(data, points)
+    return parse_lines(data, points, total)
 
 
-def parse_lines(data: bytes, points: int) -> Piece:
+def parse_lines(data: bytes, points: int, total: float = math.inf) -> Piece:
     """What some lines contain.
 
     Args:
         data: Lines of the tracker, the last of which may be incomplete.
         points: About how many points of a curve to keep. Each block of 512 KiB keeps its share, and
-            at least 64, by `downsample`.
+            at least 16, by `downsample`.
+        total: About how many points of all curves to keep, if that is less.
     """
-    kept = max(_BLOCK_POINTS, points * _BLOCK_BYTES // max(len(data), 1))
+    share = min(1.0, _BLOCK_BYTES / max(len(data), 1))
     collects = gc.isenabled()
     gc.disable()  # it would visit every entry repeatedly, which doubles the time
     try:
-        return joined([_piece(block, min(kept, points)) for block in _blocks(data)])
+        return joined([_piece(block, points * share, total * share) for block in _blocks(data)])
     finally:
         if collects:
             gc.enable()
@@ -124,7 +126,7 @@ def _blocks(data: bytes) -> Iterator[bytes]:
         start = end
 
 
-def _piece(data: bytes, points: int) -> Piece:
+def _piece(data: bytes, points: float, total: float) -> Piece:
     lines = _parsed(data)
     entries = [
         one
@@ -146,7 +148,7 @@ def _piece(data: bytes, points: int) -> Piece:
             found = {name: _table(one, entry["step"]) for name, one in entry["table"].items()}
             tables |= {name: one for name, one in found.items() if one is not None}
     return Piece(
-        curves=_curves(logged, points),
+        curves=_curves(logged, points, total),
         starts=starts,
         artifacts=artifacts,
         tables=tables,
@@ -165,13 +167,14 @@ def _table(table: Any, step: int) -> LoggedTable | None:
 
 def _parsed(data: bytes) -> list[Any]:
     """Each line as what it contains; None if it is no JSON."""
-    lines = data.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
+    text = data.removesuffix(b"\n")
     try:
-        return list(map(_parse, lines))
+        found = _parse(b"[%b]" % text.replace(b"\n", b","))
     except (ValueError, RecursionError):
-        return [_parsed_line(line) for line in lines]
+        found = ()
+    if len(found) == text.count(b"\n") + 1:
+        return list(found)
+    return [_parsed_line(line) for line in text.split(b"\n")]
 
 
 def _parsed_line(line: bytes) -> Any:
@@ -182,7 +185,7 @@ def _parsed_line(line: bytes) -> Any:
     return None
 
 
-def _curves(entries: Sequence[Mapping[str, Any]], points: int) -> dict[str, Curve]:
+def _curves(entries: Sequence[Mapping[str, Any]], points: float, total: float) -> dict[str, Curve]:
     columns: dict[str, tuple[Sequence[int], Sequence[float]]] = {}
     for names, positions in _groups([entry["values"] for entry in entries]):
         # Entries with the same names are transposed together, which is fast.
@@ -192,8 +195,9 @@ def _curves(entries: Sequence[Mapping[str, Any]], points: int) -> dict[str, Curv
             if name in columns:
                 where, values = (*columns[name][0], *where), (*columns[name][1], *values)
             columns[name] = where, values
+    kept = max(_BLOCK_POINTS, int(min(points, total / max(len(columns), 1))))
     return {
-        name: _curve(entries, where, values, points)
+        name: _curve(entries, where, values, kept)
         for name, (where, values) in columns.items()
         if where
     }
@@ -233,7 +237,8 @@ def _curve(
     if type(where) is tuple:  # of several groups
         order = sorted(range(len(where)), key=where.__getitem__)
         where, values = [where[one] for one in order], [values[one] for one in order]
-    kept = downsample(values, points)
+    finite = math.isfinite(sum(values))
+    kept = downsample(values, points, finite=finite)
     found = [entries[where[one]] for one in kept]
     return Curve(
         steps=_floats([entry["step"] for entry in found]),
@@ -241,7 +246,7 @@ def _curve(
         times=_floats([entry.get("time") for entry in found]),
         values=tuple([float(values[one]) for one in kept]),
         count=len(values),
-        nonfinite=0 if math.isfinite(sum(values)) else sum(not math.isfinite(v) for v in values),
+        nonfinite=0 if finite else sum(not math.isfinite(v) for v in values),
     )
 
 

@@ -21,6 +21,7 @@ _PIECE_BYTES = 16 << 20
 _CURVE_POINTS = 20_000  # of one curve
 _PIECE_POINTS = 1000  # at least, of one curve in one part of a file
 _ALL_POINTS = 90_000  # of all curves together: 4 MB in a page
+_KEPT = (_CURVE_POINTS, _ALL_POINTS)
 _FEWEST = 8
 
 
@@ -89,8 +90,8 @@ def read_curves(
 def _begin(pool: Any, path: str) -> list[Any]:
     """Begin to read each part of a file; parts keep twice the points that a page has."""
     found = ranges(path, _PIECE_BYTES)
-    points = max(_PIECE_POINTS, 2 * _CURVE_POINTS // max(len(found), 1))
-    return [pool(path, *one, points) for one in found]
+    points, total = (max(_PIECE_POINTS, 2 * n // max(len(found), 1)) for n in _KEPT)
+    return [pool(path, *one, points, total) for one in found]
 
 
 def file_of(folder: Any, file: str) -> Path:

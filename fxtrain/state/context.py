@@ -307,5 +307,6 @@ def check_connected(call: str, ctx: DistContext) -> None:
     if ctx.comm.state.closed:
         raise ContextError(
             f"{call}: this context is closed; call fx.detect() again. fx.close(ctx), or the end of "
-            f"a `with` block of the context, closed it."
+            f"a `with` block of the context, closed it.",
+            code="FX105",
         )

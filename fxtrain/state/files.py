@@ -53,7 +53,7 @@ def dumps(record: object, format: Format = "json") -> str:
     if format == "yaml":
         yaml = optional("yaml", extra="files", needed_by=needed_by)
         return yaml.safe_dump(data, sort_keys=False)
-    raise PlanError(f"format={format!r}: choose one of json, toml, yaml.")
+    raise PlanError(f"format={format!r}: choose one of json, toml, yaml.", code="FX201")
 
 
 @known_arguments(PlanError)
@@ -122,7 +122,7 @@ def _read(path: str | Path, cls: type[T], call: str) -> T:
     try:
         text = read_text(path)
     except OSError as error:
-        raise PlanError(f"{call}({str(path)!r}): {error}.") from error
+        raise PlanError(f"{call}({str(path)!r}): {error}.", code="FX201") from error
     try:
         return loads(text, cls, form)
     except PlanError as error:
@@ -134,7 +134,7 @@ def _write(record: Any, path: str | Path, call: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise PlanError(f"{call}({str(path)!r}): {error}.") from error
+        raise PlanError(f"{call}({str(path)!r}): {error}.", code="FX201") from error
 
 
 def _format_of(path: str | Path) -> Format:
@@ -142,7 +142,9 @@ def _format_of(path: str | Path) -> Format:
         raise PlanError(f"The path of a plan: {problem}.")
     suffix = Path(path).suffix.lower()
     if suffix not in _SUFFIXES:
-        raise PlanError(f"{str(path)!r}: the name of a plan file ends in {', '.join(_SUFFIXES)}.")
+        raise PlanError(
+            f"{str(path)!r}: the name of a plan file ends in {', '.join(_SUFFIXES)}.", code="FX201"
+        )
     return _SUFFIXES[suffix]
 
 

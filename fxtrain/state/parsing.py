@@ -29,13 +29,17 @@ def parse_text(text: str, format: Format) -> Any:
         {'ranks': 2}
     """
     if format not in _FORMATS:
-        raise PlanError(f"format={format!r}: choose one of {', '.join(_FORMATS)}.")
+        raise PlanError(f"format={format!r}: choose one of {', '.join(_FORMATS)}.", code="FX201")
     try:
         return _FORMATS[format](text)
     except RecursionError:
-        raise PlanError(f"Invalid {format.upper()}: it is nested too deeply.") from None
+        raise PlanError(
+            f"Invalid {format.upper()}: it is nested too deeply.", code="FX201"
+        ) from None
     except ValueError as error:
-        raise PlanError(f"Invalid {format.upper()}: {str(error)[:_MAX_REASON_LENGTH]}") from None
+        raise PlanError(
+            f"Invalid {format.upper()}: {str(error)[:_MAX_REASON_LENGTH]}", code="FX201"
+        ) from None
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -238,6 +238,8 @@ class Strategy:
             layers of which were converted before.
         full_parameters: Whether each rank holds full parameters, so that they may be quantised,
             and compared by their digests.
+        splits_quantized: Whether it splits quantised weights over ranks, of libraries that
+            compute with them.
         average: (model, position) → None: with independent replicas, ends the round that ends
             at a position, or begins the first; at None ends one. Only called if the model has a
             `Round`.
@@ -267,6 +269,7 @@ class Strategy:
     cuts_sequences: bool = False
     converts_layers: bool = False
     full_parameters: bool = False
+    splits_quantized: bool = False
     average: Callable[[Wrapped, Position | None], None] = attrs.Factory(
         lambda: unsupported("average", by="This strategy")
     )
@@ -297,10 +300,10 @@ def unsupported(what: str, *, by: str) -> Callable[..., NoReturn]:
         >>> from fxtrain.state import unsupported
         >>> unsupported("clip_value", by="XLA")()
         Traceback (most recent call last):
-        fxtrain._errors.PlanError: XLA does not support clip_value.
+        fxtrain._errors.PlanError: XLA does not support clip_value. [FX202]
     """
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise PlanError(f"{by} does not support {what}.")
+        raise PlanError(f"{by} does not support {what}.", code="FX202")
 
     return refuse

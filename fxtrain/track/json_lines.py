@@ -24,6 +24,7 @@ __all__ = ["JSON_LINES", "file_name"]
 # How every line begins, so that a long file can be truncated without parsing it.
 _HEAD = re.compile(rb'\{"step":(\d+)(?:,"rows":(\d+))?[,}]')
 _LONGEST_NAME = 200  # of a file, in bytes
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -84,8 +85,8 @@ def _stays(line: bytes, position: Position) -> bool:
 
 
 def _write(lines: Lines, at: At, **values: Any) -> None:
-    place = {name: one for name, one in attrs.asdict(at).items() if one is not None}
-    text = json.dumps({**place, **values}, separators=(",", ":"), allow_nan=False)
+    place = {"step": at.step, "rows": at.rows, "epoch": at.epoch, "time": at.time}
+    text = _encode({**{name: one for name, one in place.items() if one is not None}, **values})
     data = memoryview(f"{text}\n".encode())
     end = lines.file.seek(0, os.SEEK_END)
     try:

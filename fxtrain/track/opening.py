@@ -217,7 +217,7 @@ def _open_all(
                     f"continues without it, and the other trackers are not affected.",
                 )
                 continue
-            writer = start_writer(row, native, patience)
+            writer = start_writer(row, native, start, patience)
             opened[key] = (writer, called)
             writer.put(Entry("params", lambda start=start: (start,), warn))
     except BaseException:

@@ -115,6 +115,9 @@ class Tracker:
         identity: (native) → the library's id of this run, passed to `open` when it is resumed.
         refuses: (name) → why the library does not accept this name of a metric, image, ...; empty
             if it does.
+        last_steps: (native, Start) → by name, the last step that the library has of a resumed run,
+            if it cannot remove entries. Entries up to that step are not written again. Called once,
+            before anything is written; names with nothing after `Start.position` may be missing.
         params: (native, Start) → None; writes the hyperparameters.
         log: (native, values, At) → None; numbers by name.
         text: (native, name, text, At) → None.
@@ -133,6 +136,7 @@ class Tracker:
     open: Callable[[Any, Start], Any] = _open
     identity: Callable[[Any], str] = lambda native: "same"
     refuses: Callable[[str], str] = lambda name: ""
+    last_steps: Callable[[Any, Start], Mapping[str, int]] = lambda native, start: {}
     params: Callable[[Any, Start], None] = nothing
     log: Callable[[Any, Mapping[str, float], At], None] = attrs.field(default=_lacks("log"))
     text: Callable[[Any, str, str, At], None] = attrs.field(default=_lacks("text"))

@@ -11,7 +11,7 @@ import attrs
 
 from fxtrain.state import shown
 from fxtrain.track.entries import Entry
-from fxtrain.track.tracker import Tracker, Unsupported
+from fxtrain.track.tracker import Start, Tracker, Unsupported
 
 __all__ = ["Patience", "Warn", "Writer", "start_writer"]
 
@@ -55,11 +55,13 @@ class Writer:
     Attributes:
         tracker: Its functions.
         native: The result of its `open`.
+        start: What it was opened with.
         patience: How long others wait for it.
     """
 
     tracker: Tracker
     native: Any
+    start: Start
     patience: Patience = Patience()
     _queue: "queue.Queue[Any]" = attrs.field(
         default=attrs.Factory(lambda self: queue.Queue(self.patience.entries), takes_self=True),
@@ -69,6 +71,7 @@ class Writer:
     _ended: threading.Event = attrs.field(factory=threading.Event, init=False)
     _warn: Warn = attrs.field(factory=Warn, init=False)
     _lost: "Counter[str]" = attrs.field(factory=Counter, init=False)
+    _last_steps: dict[str, int] = attrs.field(factory=dict, init=False)
 
     def put(self, entry: Any) -> bool:
         """Queue an entry; whether there was room for it."""
@@ -114,6 +117,8 @@ class Writer:
 
     def work(self) -> None:
         """Write entries in order until the end."""
+        if self.start.resumed:
+            self._recall()
         while True:
             entry = self._queue.get()
             if isinstance(entry, Entry):
@@ -126,6 +131,18 @@ class Writer:
                     self._call("close", self.tracker.close, self.native, entry.failed)
                 self._ended.set()
                 return
+
+    def _recall(self) -> None:
+        """Find out which entries the library has already, if it cannot remove them."""
+        try:
+            self._last_steps.update(self.tracker.last_steps(self.native, self.start))
+        except BaseException as error:  # any error of a library: training continues
+            self._warn(
+                "last_steps",
+                f"{self.tracker.name} cannot tell which entries it has of this run: "
+                f"{type(error).__name__}: {error}. Those after the position where the run resumed "
+                f"may appear twice there.",
+            )
 
     def _wait(self, entry: Any) -> bool:
         """Wait for room, but not a second time for a tracker that made none."""
@@ -165,11 +182,19 @@ class Writer:
             return None
         if entry.kind == "log":
             values, at = found
-            taken = {name: value for name, value in values.items() if self._takes(name)}
+            taken = {name: value for name, value in values.items() if self._takes(name, at.step)}
             return (taken, at) if taken else None
-        return found if entry.kind == "params" or self._takes(found[0]) else None
+        return found if entry.kind == "params" or self._takes(found[0], found[-1].step) else None
 
-    def _takes(self, name: str) -> bool:
+    def _takes(self, name: str, step: int) -> bool:
+        if step <= self._last_steps.get(name, -1):
+            self._warn(
+                "repeated",
+                f"{self.tracker.name} cannot remove the entries after the position where the run "
+                f"resumed, so it keeps those that it has, up to step "
+                f"{max(self._last_steps.values())}. They are not written to it again.",
+            )
+            return False
         why = self.tracker.refuses(name)
         if why:
             self._warn(
@@ -201,9 +226,9 @@ class _End:
     failed: bool
 
 
-def start_writer(tracker: Tracker, native: Any, patience: Patience) -> Writer:
+def start_writer(tracker: Tracker, native: Any, start: Start, patience: Patience) -> Writer:
     """A writer with a running thread."""
-    writer = Writer(tracker=tracker, native=native, patience=patience)
+    writer = Writer(tracker=tracker, native=native, start=start, patience=patience)
     # A daemon: a tracker that hangs must not keep the process from exiting.
     threading.Thread(target=writer.work, name=f"fxtrain {tracker.name}", daemon=True).start()
     return writer

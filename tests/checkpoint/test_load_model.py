@@ -26,7 +26,7 @@ def test_names_shapes_and_dtypes_that_do_not_fit_are_listed(tmp_path):
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     with pytest.raises(fx.CheckpointError) as caught:
         load_model(tmp_path, net)
-    assert str(caught.value).splitlines() == [
+    assert caught.value.message.splitlines() == [
         f"load_model: {tmp_path} does not match Sequential.",
         "  1 missing from the source:",
         "    1.running_mean (nearest: 1.runing_mean)",

@@ -127,7 +127,7 @@ def _wrong_model(ctx, folder, change):
         ("shape", "4.weight is torch.float32 [2, 8] in the checkpoint, but torch.float32 [3, 8]"),
         ("names", "5.weight is not in the checkpoint"),
         ("dtype", "torch.float64"),
-        ("kind", "is a SGD here, and was saved as a AdamW"),
+        ("kind", "is SGD here, and was saved as AdamW"),
         ("order", "group 0 has 4.bias here, and 0.weight in the checkpoint"),
     ],
 )

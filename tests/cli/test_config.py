@@ -189,7 +189,7 @@ def test_nothing_at_all_is_the_defaults(tmp_path, monkeypatch):
 def test_a_wrong_value_is_told_with_its_origin(good):
     with pytest.raises(fx.PlanError) as told:
         resolve(env={"FXTRAIN_PLAN__EVEN": "dorp"}, flags=from_flags(["launch.ranks=two"]))
-    first, second = str(told.value).splitlines()
+    first, second = told.value.message.splitlines()
     assert first.startswith("launch.ranks: found 'two'") and first.endswith(" (flag)")
     assert second.startswith("plan.even: found 'dorp'")
     assert second.endswith("(environment FXTRAIN_PLAN__EVEN)")

@@ -9,6 +9,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain.cli import Exit, main
 from fxtrain.state import read_record
+from tests.precision._records import RECORDS, marked, mlp
 
 
 @pytest.fixture
@@ -45,6 +46,27 @@ def test_code_is_placed_by_hand(capsys):
     assert unit["device"] == "cpu" and unit["bytes"] == 4
 
 
+def build():
+    return mlp(width=256)
+
+
+@pytest.mark.parametrize("form", marked(["nf4"]))
+def test_quantised_layers_are_measured_as_such(form, tmp_path, capsys):
+    wanted = fx.big.sizes(build, quantize=RECORDS[form])
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("quantize:\n  kind: bnb4\n")
+    at = tmp_path / "placement.json"
+    for asked in ("bnb4", str(plan)):
+        words = ["place", f"{__name__}:build", "--memory", "cpu=1GiB", "--quantize", asked]
+        assert main([*words, "-o", str(at)]) == Exit.WELL
+        placement = read_record(at, fx.Placement)
+        assert placement.bytes_on("cpu") == wanted.bytes < 0.3 * fx.big.sizes(build).bytes
+    with fx.detect(env={}, device="cpu") as ctx:
+        strategy = fx.Offload(placement=placement)
+        model = fx.wrap(build().eval(), ctx, fx.Plan(strategy=strategy, quantize="bnb4"))
+        assert fx.big.sizes(model.module).bytes == wanted.bytes
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -52,6 +74,8 @@ def test_code_is_placed_by_hand(capsys):
         (["--memory", "cpu=1GB", "--memory", "cpu=2GB"], "given twice"),
         (["--memory", "cpu=1kB"], "Allow at least"),
         (["--memory", "gpu=1GB"], "not a device"),
+        (["--quantize", "nf5"], "Choose bnb8, bnb4 or torchao"),
+        (["--quantize", "bnb4"], "no classes"),
     ],
 )
 def test_what_is_refused_is_told(folder, words, told, capsys):

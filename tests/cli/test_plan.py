@@ -155,7 +155,7 @@ def test_a_script_that_never_steps_is_an_error(tmp_path, capsys, here):
         "",
         "fxtrain plan: StepError: The dry run of idle.py recorded no update: it ended without a "
         "call of an optimizer's step(). Train at least one batch; check that neither an "
-        "argument nor `if __name__ == ...` skips the training.\n",
+        "argument nor `if __name__ == ...` skips the training. [FX500]\n",
     )
 
 

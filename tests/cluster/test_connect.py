@@ -74,6 +74,45 @@ def test_a_process_can_connect_close_and_connect_again():
         assert worker.exitcode == 0
 
 
+def _open_a_mesh(rank, port, answers):
+    """Ranks that torch asks for a control group of which they are no member, and sums along axes.
+
+    Each of these would be a split of NCCL's communicator.
+    """
+    torch.set_num_threads(1)
+    real, asked = distributed_c10d._new_process_group_helper, []
+
+    def helper(size, place, ranks, *args, **settings):
+        if ranks and rank not in ranks and settings.get("group_desc") == "fxtrain control":
+            asked.append(ranks)
+        return real(size, place, ranks, *args, **settings)
+
+    distributed_c10d._new_process_group_helper = helper
+    sums = []
+    for _ in range(2):  # a second connection finds no addresses of the first
+        mesh = fx.Mesh(replicate=2, tensor=2)
+        with fx.detect(_env(rank, 4, port), device="cpu", mesh=mesh, timeout_s=20) as ctx:
+            sums += [ops.reduce(rank, ctx.axis(axis), op="sum") for axis in ("tensor", "replicate")]
+            sums.append(ops.gather_objects(rank, ctx.axis("tensor")))
+        fx.close(ctx)
+    answers.put((rank, asked, sums))
+
+
+def test_only_members_open_the_control_group_of_an_axis():
+    forks = starter()
+    answers, port = forks.Queue(), free_port()
+    workers = [forks.Process(target=_open_a_mesh, args=(r, port, answers)) for r in range(4)]
+    for worker in workers:
+        worker.start()
+    found = sorted(answers.get(timeout=60) for _ in workers)
+    for worker in workers:
+        worker.join(20)
+    for rank, asked, sums in found:
+        row, column = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        assert asked == []
+        assert sums == [sum(row), sum(column), row] * 2
+
+
 def _axes(ctx):
     """Traffic along the axes of a mesh over groups that are there already."""
     meshed = fx.detect({}, device="cpu", mesh=fx.Mesh(replicate=2, tensor=2), timeout_s=5)
@@ -162,4 +201,4 @@ def test_a_store_that_died_is_rank_0_that_is_gone():
         def check(self, keys):
             raise RuntimeError("Failed to recv, got 0 bytes.")
 
-    assert rendezvous_store._missing(Dead(), {0: "hello/0", 1: "hello/1"}) == [0]
+    assert rendezvous_store._missing(Dead(), {0: "hello/0", 1: "hello/1"}) == "0"

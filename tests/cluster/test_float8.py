@@ -63,6 +63,15 @@ def test_ranks_follow_bf16_and_resume_bit_for_bit(pair, name, tmp_path):
         fx.restore(folder, ctx, alone)
 
 
+@pytest.mark.slow
+def test_compiled_shards_train_alike(pair):
+    """Hooks of FSDP, layers of torchao and torch's compiler together."""
+    compiled = fx.Compile(backend="aot_eager", blocks=("Block",))
+    plans = [plan_of(GATHERED, fx.FSDP(), compile=one) for one in (None, compiled)]
+    plain, other = [pair.run(_curve, plan)[0] for plan in plans]
+    assert other == pytest.approx(plain, rel=1e-3)
+
+
 def _gathered(ctx):
     """For each converted weight: the values that FSDP gathers, and those cast after gathering."""
     from torchao.float8.config import e4m3_dtype

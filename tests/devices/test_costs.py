@@ -1,5 +1,8 @@
 """What a step costs beyond the loop by hand: waits of the host, kernels, allocations, memory."""
 
+import importlib.util
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
+from fxtrain.track import read_run
 from tests.devices._device import allocations, expect_warnings, is_gpu, kernels, no_waits
 from tests.devices._training import adam, loss_of, net, parts, rows
 
@@ -52,6 +56,26 @@ def _trained_without_waits(ctx, name, plan):
 def test_a_step_never_waits_for_the_device(nccl, name):
     (loss,) = nccl.run(_trained_without_waits, name, PLANS[name])
     assert 0 < loss < 10
+
+
+def _fitted_without_waits(ctx, folder):
+    """Losses in the log of updates during which every wait is an error."""
+    expect_warnings()
+    loader, fns = parts(ctx, fx.Plan(clip_norm=1.0))
+    to = [fx.JsonLines()]
+    if importlib.util.find_spec("tensorboard"):
+        to.append(fx.TensorBoard())
+    how = {"epochs": 4, "save_epochs": False, "log_every": 1, "to": to}
+    reports = fx.fit(ctx, fns, loader, folder, **how)
+    seen = len([*itertools.islice(reports, 4)])
+    with no_waits(ctx):
+        seen += len([*itertools.islice(reports, 6)])
+    reports.close()
+    return [step for step, loss in read_run(folder).curve("loss") if 0 < loss < 10][:seen]
+
+
+def test_trackers_and_progress_never_wait_for_the_device(nccl, tmp_path):
+    assert nccl.run(_fitted_without_waits, str(tmp_path)) == [list(range(1, 11))]
 
 
 def _waits(ctx, plan):

@@ -115,6 +115,13 @@ ZOO = (
         path="features/resume_anywhere",
         holds=lambda told: told["equal"] and told["fsdp_apart"] < 1e-12,
     ),
+    Example(
+        path="features/float8",
+        holds=lambda told: max(told["rowwise_apart"], told["mxfp8_apart"]) < 0.05,
+        differs=("rowwise_apart", "mxfp8_apart"),
+        needs="torchao",
+        within=0.03,
+    ),
     Example(path="features/metrics", holds=lambda told: told["same"] and told["accuracy"] > 0.75),
     Example(
         path="features/diloco",

@@ -15,6 +15,7 @@ from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.state import PlacedUnit
 from fxtrain.testing import Transformer
 from fxtrain.testing.training import on_mesh
+from tests.offload._streamed import COPIES, placement
 
 UNITS = ("net.blocks.0", "net.blocks.1", "net.embed")
 PLACED = fx.Placement(
@@ -141,3 +142,41 @@ def test_ranks_average_what_they_train(pair, ctx, folder):
     for _, found in pair.run(_on_rank, str(folder)):
         for name, value in _trained(wanted).items():
             torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11)
+
+
+class Normed(nn.Module):
+    """Frozen layers with running statistics, and a gain that trains."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        parts = (nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(3))
+        self.layers = nn.ModuleList(parts).requires_grad_(False)
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.gain
+
+
+@pytest.mark.parametrize("row", [None, COPIES], ids=["in place", "copied"])
+def test_running_statistics_that_stream_are_updated_and_saved(ctx, row, tmp_path):
+    fx.export(Normed(), tmp_path / "model")
+    placed = placement("layers.0", "layers.1", "layers.2", offload_buffers=True)
+    plan = fx.Plan(strategy=fx.Offload(placement=placed, source=str(tmp_path / "model")))
+
+    def wrapped():
+        sgd = lambda some: torch.optim.SGD(some, lr=0.1)  # noqa: E731
+        return fx.wrap(Normed(), ctx, plan, optimizer=sgd, strategy=row)
+
+    model, resident, x = wrapped(), Normed(), torch.randn(5, 6)
+    for _ in range(3):
+        assert torch.equal(model(x), resident(x))
+    fx.save(tmp_path / "run", ctx, model)
+    again = wrapped()
+    fx.restore(tmp_path / "run", ctx, again)
+    resident.eval()
+    for one in (model, again):
+        one.eval()
+        assert torch.equal(one(x), resident(x))

@@ -51,6 +51,18 @@ def test_training_follows_bf16(ctx, curve, name):
 
 
 @needs_torchao
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # in tracing
+def test_compiled_blocks_train_alike(ctx):
+    """Traced and differentiated by torch's compiler, without its code generation."""
+    losses = []
+    for compiled in (None, fx.Compile(backend="aot_eager", blocks=("Block",))):
+        plan = plan_of(RECIPES["rowwise"], fx.Single(), compile=compiled)
+        losses.append(train(ctx, wrapped(ctx, plan), batches(ctx, plan, 3)))
+    assert losses[0] == losses[1]
+
+
+@needs_torchao
 def test_a_model_keeps_its_layers_hooks_and_parameters(ctx):
     module, seen = net(), []
     layer = module.blocks[0].up

@@ -79,7 +79,9 @@ def test_parts_of_a_file_are_the_whole(tmp_path_factory, lines, cuts, block):
     size = path.stat().st_size
     edges = [0, *sorted({min(cut, size) for cut in cuts}), size]
     with mock.patch("fxtrain.report.lines._BLOCK_BYTES", block):
-        parts = [read_piece(str(path), *edges[at : at + 2], 100) for at in range(len(edges) - 1)]
+        parts = [
+            read_piece(str(path), *edges[at : at + 2], 100, 10**6) for at in range(len(edges) - 1)
+        ]
     assert sum(part.damaged for part in parts) == log.damaged
     for name in ("loss", "lr", "ü"):
         curves = [part.curves[name] for part in parts if name in part.curves]

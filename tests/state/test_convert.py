@@ -30,7 +30,7 @@ class Mine:
 def _problems(data, kind=fx.Plan, configs=()):
     with pytest.raises(fx.PlanError) as caught:
         structure(data, kind, configs)
-    return str(caught.value).splitlines()
+    return caught.value.message.splitlines()
 
 
 def test_every_problem_of_every_field_is_told_with_its_path():

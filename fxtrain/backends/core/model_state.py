@@ -27,7 +27,7 @@ from fxtrain.backends.local.averaging_state import (
     weighted_mean,
 )
 from fxtrain.models.tensor_bytes import contiguous, memory_of
-from fxtrain.ops.whole_tensors import plain_name
+from fxtrain.ops.whole_tensors import is_sharded, plain_name
 from fxtrain.precision import quantized_facts, quantized_tensors, scaling_state, stored_tensors
 from fxtrain.state import (
     TE,
@@ -195,9 +195,11 @@ def _take_frozen(model: Wrapped, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return found
 
 
-def _digest(tensor: Tensor) -> str:
-    kind = f"{tensor.dtype} {list(tensor.shape)} "
-    return kind + xxhash.xxh3_128_hexdigest(memory_of(contiguous(tensor)))
+def _digest(tensor: Any) -> str:
+    """Of the full tensor, which all ranks gather if it is sharded."""
+    full = tensor.detach().full_tensor() if is_sharded(tensor) else tensor
+    kind = f"{full.dtype} {list(full.shape)} "
+    return kind + xxhash.xxh3_128_hexdigest(memory_of(contiguous(full)))
 
 
 def _check_base(tensors: dict[str, Tensor], base: Mapping[str, str]) -> None:
@@ -218,7 +220,8 @@ def _check_base(tensors: dict[str, Tensor], base: Mapping[str, str]) -> None:
                     *problems[:10],
                     *more,
                 ]
-            )
+            ),
+            code="FX603",
         )
 
 
@@ -230,7 +233,8 @@ def _check_formats(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
             how = ", with other settings" if found[0] == found[1] else ""
             raise CheckpointError(
                 f"{name} is {found[0]} in the checkpoint, and {found[1]} in the model{how}. Wrap "
-                f"the model with the Plan(quantize=...) that it was saved with."
+                f"the model with the Plan(quantize=...) that it was saved with.",
+                code="FX603",
             )
 
 
@@ -249,7 +253,9 @@ def _check_names(tensors: Mapping[str, Tensor], saved: StateReader) -> None:
     if problems:
         shown = sorted(problems)[:40]
         more = [f"  and {len(problems) - 40} more"] if len(problems) > 40 else []
-        raise CheckpointError("\n".join(["The checkpoint is of a different model:", *shown, *more]))
+        raise CheckpointError(
+            "\n".join(["The checkpoint is of a different model:", *shown, *more]), code="FX603"
+        )
 
 
 def load_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:

@@ -77,7 +77,8 @@ def load_optimizers(model: Wrapped, saved: StateReader, kept: Iterable[Tensor]) 
     if len(found) != len(model.optimizers):
         raise CheckpointError(
             f"The model has {len(model.optimizers)} optimizers, and the checkpoint {len(found)}. "
-            f"Wrap the model with the same optimizers, or with none to only run it."
+            f"Wrap the model with the same optimizers, or with none to only run it.",
+            code="FX603",
         )
     names = names_of(model.module)
     taken = {_data_pointer(tensor) for tensor in kept}
@@ -98,7 +99,8 @@ def load_schedulers(model: Wrapped, saved: StateReader) -> None:
     if len(schedulers) != len(states):
         raise CheckpointError(
             f"The model has {len(schedulers)} schedulers, and the checkpoint {len(states)}. Wrap "
-            f"the model with the same schedulers."
+            f"the model with the same schedulers.",
+            code="FX603",
         )
     for scheduler, state in zip(schedulers, states, strict=True):
         scheduler.load_state_dict(state)
@@ -159,10 +161,13 @@ def _load_optimizer(
     kind = type(part).__name__
     same = values["kind"] in (kind, "")  # checkpoints of other libraries do not name it
     if not same or own != theirs:
-        detail = f": {_first_difference(own, theirs)}" if same else ""
+        was = f"as {values['kind']}"
+        if same:
+            was = f"with other parameters or groups: {_first_difference(own, theirs)}"
         raise CheckpointError(
-            f"{prefix} is a {kind} here, and was saved as a {values['kind']} or with other "
-            f"parameters or groups{detail}. Build it as it was when the checkpoint was saved."
+            f"{prefix} is {kind} here, and was saved {was}. Build it as it was when the "
+            f"checkpoint was saved.",
+            code="FX603",
         )
     for (group, named), options in zip(groups, values["groups"], strict=True):
         for key, value in options.items():

@@ -9,8 +9,8 @@ from torch import nn
 from fxtrain.models.quantized_loading import put_stored_layers
 from fxtrain.models.tensor_sources import open_source
 from fxtrain.ops.same_errors import raise_together
-from fxtrain.precision import is_quantized, quantize_layers, stream_later
-from fxtrain.state import DistContext, Offload, Plan, Strategy
+from fxtrain.precision import is_quantized, quantize_layers, sharding_problem, stream_later
+from fxtrain.state import FSDP, DistContext, Offload, Plan, Strategy
 
 __all__ = ["quantized_as_planned", "quantized_problems"]
 
@@ -20,7 +20,7 @@ def quantized_problems(
 ) -> list[str]:
     """What does not fit of a plan and a model with quantised or frozen weights."""
     problems: list[str] = []
-    if plan.frozen == "digests" and not strategy.full_parameters:
+    if plan.frozen == "digests" and not (strategy.full_parameters or strategy.splits_quantized):
         problems.append(
             f"Plan(frozen='digests') compares full parameters, and {strategy.name} may hold parts "
             f"of them. Use frozen='values', DDP() or Single()."
@@ -30,7 +30,9 @@ def quantized_problems(
     what = "A model with quantised weights"
     if plan.quantize is not None:
         what = f"Plan(quantize=fx.{type(plan.quantize).__name__}(...))"
-    if not strategy.full_parameters:
+    if strategy.splits_quantized:
+        problems += _split_problems(strategy, ctx, plan, module, what)
+    elif not strategy.full_parameters:
         problems.append(
             f"{what}: {strategy.name} cannot hold quantised weights on {ctx.world_size} ranks: "
             f"they cannot be split. Use DDP(), with a replica of them on each rank, or Single()."
@@ -39,6 +41,22 @@ def quantized_problems(
         problems.append(
             f"{what}: replicas that train independently (Plan.local) average every parameter, "
             f"which quantised ones do not allow. Leave local out."
+        )
+    return problems
+
+
+def _split_problems(
+    strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module, what: str
+) -> list[str]:
+    """What does not fit where quantised weights are split over ranks."""
+    if ctx.world_size == 1:
+        return []
+    found = sharding_problem(module, plan.quantize)
+    problems = [] if found is None else [f"{what} under {strategy.name}: {found}."]
+    if ctx.mesh.tensor > 1:
+        problems.append(
+            f"{what} under {strategy.name}: layers cannot be split over the mesh's tensor axis as "
+            f"well. Leave tensor out of fx.Mesh(...)."
         )
     return problems
 
@@ -64,7 +82,10 @@ def quantized_as_planned(
     problem: Exception | None = None
     try:
         if plan.quantize is not None:
-            undo.append(quantize_layers(module, plan.quantize, ctx.device, trains=trains).undo)
+            # Shards move to the device one unit at a time; the whole model may not fit there.
+            split = isinstance(config, FSDP) and ctx.world_size > 1
+            device = torch.device("cpu") if split else ctx.device
+            undo.append(quantize_layers(module, plan.quantize, device, trains=trains).undo)
         if isinstance(config, Offload):
             if config.source is not None and not is_quantized(module):
                 with open_source(config.source) as found:

@@ -305,7 +305,8 @@ def _not_reduced(module: nn.Module, torch_says: str) -> StepError:
         f"DDP averages the gradients of all parameters, but this backward reached "
         f"{len(names) - len(unused) if unused else 'only some'} of {len(names)}. Without "
         f"gradient: {', '.join(unused[::-1][:10]) or 'unknown'}. Use "
-        f"fx.DDP(unused_parameters=True), or requires_grad_(False) on those that no loss uses."
+        f"fx.DDP(unused_parameters=True), or requires_grad_(False) on those that no loss uses.",
+        code="FX503",
     )
 
 

@@ -234,7 +234,8 @@ def _load_module(model: Wrapped, saved: StateReader) -> None:
     )
     if wrong:
         raise CheckpointError(
-            f"The checkpoint is of a different model: it differs in {', '.join(wrong[:40])}."
+            f"The checkpoint is of a different model: it differs in {', '.join(wrong[:40])}.",
+            code="FX603",
         )
     for name in sorted(wanted):
         shape, dtype = saved.shapes[f"module.{name}"]
@@ -280,9 +281,11 @@ def _load_optimizer(model: Wrapped, saved: StateReader) -> None:
     # Checkpoints of other libraries do not name the optimizer.
     if len(found) != 1 or found[0]["kind"] not in (kind, ""):
         kinds = ", ".join(one["kind"] for one in found) or "no optimizer"
-        raise CheckpointError(f"The model has a {kind}, but the checkpoint {kinds}.")
+        raise CheckpointError(f"The model has a {kind}, but the checkpoint {kinds}.", code="FX603")
     if members != [set(group["params"]) for group in found[0]["groups"]]:
-        raise CheckpointError(f"The groups of this {kind} have other parameters than those saved.")
+        raise CheckpointError(
+            f"The groups of this {kind} have other parameters than those saved.", code="FX603"
+        )
     for group, options in zip(optimizer.param_groups, found[0]["groups"], strict=True):
         group.update({key: value for key, value in options.items() if key != "params"})
     _make_states(optimizer, trained, found[0]["state"], saved)

@@ -112,7 +112,8 @@ def _backward(loss: Tensor, model: Wrapped) -> None:
     if not model.optimizers:
         raise StepError(
             "DeepSpeed has no backward without an optimizer. Wrap the model with one: "
-            "fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params))."
+            "fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params)).",
+            code="FX504",
         )
     if (parts := model.ctx.mesh.context) > 1:
         loss = loss / parts  # DeepSpeed sums over the ranks of a sequence

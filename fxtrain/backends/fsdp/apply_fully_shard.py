@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from fxtrain.backends.context.positions import expose_positions
 from fxtrain.backends.core.device_mesh import device_mesh
 from fxtrain.backends.core.initial_values import fill_sharded, record_initial_values
-from fxtrain.backends.core.module_changes import prepare_module
+from fxtrain.backends.core.module_changes import prepare_module, send_values
 from fxtrain.backends.core.wrap_units import ignored_names, units
 from fxtrain.backends.fsdp.float8_gathers import gathered_in_float8, scale_before_forward
 from fxtrain.backends.tensor.parallelize import split_layers
 from fxtrain.ops.step_parts import DTYPES
-from fxtrain.precision import gather_in_float8
+from fxtrain.precision import companions, gather_in_float8
 from fxtrain.state import FSDP, DistContext, Plan
 
 __all__ = ["gather_precision", "shard_module", "shard_parts"]
@@ -51,6 +51,7 @@ def shard_module(module: nn.Module, ctx: DistContext, plan: Plan, size: int) -> 
     if ctx.axis("loss").world_size > 1:
         _apply(module, mesh, ctx, plan)
     fill_sharded(module, start, ctx, offload=config.offload, seed=plan.seed)
+    send_values(companions(module), ctx)
 
     def undo() -> None:
         for part, name, parameter in _gathered(module, ctx.device):

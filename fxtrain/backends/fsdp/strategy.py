@@ -20,6 +20,7 @@ from fxtrain.backends.core.wrap_units import unit_problems
 from fxtrain.backends.local.averaging import average, new_round
 from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor.layer_plan import split_problems
+from fxtrain.precision import hold_as_parameters
 from fxtrain.state import FSDP, DistContext, ModelState, Plan, Strategy, Wrapped
 
 __all__ = ["FSDP_STRATEGY", "loss_on_parts", "shard_size", "sharding_problems", "splits_logits"]
@@ -133,7 +134,17 @@ def _wrap(
     from fxtrain.backends.fsdp.apply_fully_shard import shard_module
 
     size = shard_size(ctx, plan.strategy)
-    undo = shard_module(module, ctx, plan, size)
+    put_back = hold_as_parameters(module, ctx.device)
+    try:
+        gather = shard_module(module, ctx, plan, size)
+    except BaseException:
+        put_back()
+        raise
+
+    def undo() -> None:
+        gather()
+        put_back()
+
     model = _undone_together(
         lambda: make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo), undo, ctx
     )
@@ -249,6 +260,7 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     name="FSDP",
     config=FSDP,
     full_parameters=False,
+    splits_quantized=True,
     check=_check,
     wrap=_wrap,
     sync=_sync,

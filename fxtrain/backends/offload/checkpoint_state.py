@@ -41,7 +41,8 @@ def load_trained(model: Wrapped, saved: StateReader) -> None:
             f"The checkpoint belongs to frozen parameters in {', '.join(wanted) or 'no file'}, "
             f"and this model has them from {', '.join(found) or 'no file'}"
             f"{f': {others[0]} has another digest' if others else ''}. Load the files with which "
-            f"the checkpoint was saved."
+            f"the checkpoint was saved.",
+            code="FX603",
         )
     load_state(model, saved, omit=_frozen(model.strategy_state))
 
@@ -53,10 +54,11 @@ def _frozen(streaming: Streaming) -> frozenset[str]:
 
 
 def _from_files(streaming: Streaming) -> list[str]:
+    """Parameters that stay as the files have them; a forward may change any buffer."""
     return [
         name
         for name in streaming.sources
-        if streaming.tensors[name].streamed or not streaming.tensors[name].trained
+        if not (one := streaming.tensors[name]).is_buffer and (one.streamed or not one.trained)
     ]
 
 

@@ -1,6 +1,7 @@
 """Copies of units on an accelerator, made on a stream of their own while others compute."""
 
 import contextlib
+import logging
 import queue
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +10,13 @@ import attrs
 import torch
 from torch import Tensor
 
+from fxtrain._host_memory import pinned_buffer
 from fxtrain.backends.offload.units import StreamedUnit
 from fxtrain.state.placement.placement import DISK
 
 __all__ = ["DeviceCopies", "Fetched"]
 
+_LOG = logging.getLogger(__name__)
 _ALIGNMENT = 256  # bytes between the starts of tensors, as torch allocates them
 
 
@@ -64,7 +67,9 @@ class DeviceCopies:
     _layouts: dict[int, _Layout] = attrs.field(factory=dict, init=False)
     _loaded: dict[int, Fetched] = attrs.field(factory=dict, init=False)
     _active: dict[int, int] = attrs.field(factory=dict, init=False)
+    _trained: set[int] = attrs.field(factory=set, init=False)
     _streams: dict[torch.device, Any] = attrs.field(factory=dict, init=False)
+    _refused: list[str] = attrs.field(factory=list, init=False)
     _staging: "queue.SimpleQueue[tuple[Tensor, Any]]" = attrs.field(
         factory=queue.SimpleQueue, init=False
     )
@@ -119,6 +124,9 @@ class DeviceCopies:
             fetched.flat.record_stream(stream)
         self._loaded[unit] = fetched
         self._point(unit, self._views(unit))
+        if unit in self._trained:  # a thread may have copied it before it was changed
+            for here, home in self._buffers(unit):
+                here.copy_(home)
 
     def has(self, unit: int) -> bool:
         """Whether a unit is on its device now."""
@@ -127,10 +135,19 @@ class DeviceCopies:
     def begin(self, unit: int) -> None:
         """Keep a unit on its device until `end`."""
         self._active[unit] = self._active.get(unit, 0) + 1
+        if any(part.training for part in self.units[unit].owners):
+            self._trained.add(unit)
 
     def end(self, unit: int) -> None:
-        """The unit may leave its device when another one comes."""
+        """The unit may leave its device when another one comes.
+
+        What training changes in a forward, such as running statistics, is written to where it is
+        held: torch counts no version of what batch normalization updates.
+        """
         self._active[unit] -= 1
+        if unit in self._trained and unit in self._loaded and not self._active[unit]:
+            for here, home in self._buffers(unit):
+                home.copy_(here)
 
     def find(self, tensor: Tensor) -> tuple[int, int] | None:
         """The unit in whose copy a tensor is, and the offset of its storage's first byte there."""
@@ -150,6 +167,8 @@ class DeviceCopies:
         """Point all parameters to where they are held; give up the copies."""
         for unit in list(self._loaded):
             self._release(unit)
+        for stream in self._streams.values():
+            stream.synchronize()  # copies that nobody waited for read the buffers
         self._hosts.clear()
 
     def _release(self, unit: int) -> None:
@@ -161,6 +180,11 @@ class DeviceCopies:
         for other in self._loaded if shared else ():
             if self.units[other].name in shared:
                 self._point(other, self._views(other))
+
+    def _buffers(self, unit: int) -> list[tuple[Tensor, Tensor]]:
+        """The buffers of a unit that is on its device, and where each is held."""
+        pairs = zip(self.units[unit].tensors, self._homes[unit], strict=True)
+        return [(one.tensors[0].data, home) for one, home in pairs if one.is_buffer]
 
     def _point(self, unit: int, values: Sequence[Tensor]) -> None:
         for one, value in zip(self.units[unit].tensors, values, strict=True):
@@ -191,8 +215,18 @@ class DeviceCopies:
         return host
 
     def _host_buffer(self, nbytes: int) -> Tensor:
-        pin = self.pin and bool(self._streams)
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
+        pin = self.pin and self._streams and not self._refused
+        buffer, refused = pinned_buffer(nbytes, "cuda" if pin else "cpu")
+        if refused:
+            self._refused.append(refused)
+            _LOG.warning(
+                "Offload(pin=True): %d MiB of host memory could not be pinned (%s), so units that "
+                "follow are in pageable memory, from which copies are slower. Raise the limit of "
+                "locked memory (ulimit -l), or pass pin=False.",
+                nbytes >> 20,
+                refused,
+            )
+        return buffer
 
 
 def _layout(tensors: tuple[Tensor, ...]) -> _Layout:

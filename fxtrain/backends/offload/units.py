@@ -39,6 +39,11 @@ class PlacedTensor:
         """Whether it is held elsewhere than where it is used."""
         return self.held == DISK or torch.device(self.held) != self.device
 
+    @property
+    def is_buffer(self) -> bool:
+        """Whether a forward may change it: it is neither a parameter nor of a quantised weight."""
+        return self.trained and not isinstance(self.tensors[0], nn.Parameter)
+
 
 @attrs.frozen(kw_only=True, eq=False)
 class StreamedUnit:

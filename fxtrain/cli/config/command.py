@@ -103,7 +103,7 @@ def check(path: str, json_: bool) -> int:  # noqa: FBT001
     try:
         profiles = list(read_launch_file(found).profiles)
     except PlanError as error:
-        problems = [line for line in str(error).splitlines() if line != f"{found}:"]
+        problems = [line for line in error.message.splitlines() if line != f"{found}:"]
     if json_:
         print_json({"file": found, "profiles": profiles, "problems": problems})
     else:

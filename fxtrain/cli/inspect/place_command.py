@@ -12,7 +12,8 @@ from fxtrain import big
 from fxtrain._byte_units import read_bytes
 from fxtrain._errors import PlanError
 from fxtrain.cli.output import as_json, print_json, print_renderable, warn
-from fxtrain.state import Placement, unstructure, write_record
+from fxtrain.state import Placement, Quantize, read_plan, unstructure, write_record
+from fxtrain.state.low_precision.quantized_weights import quantize_of
 
 __all__ = ["PLACE"]
 
@@ -37,6 +38,11 @@ _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 )
 @click.option("--no-split", multiple=True, metavar="CLASS", help="modules that stay whole")
 @click.option("--dtype", metavar="DTYPE", help="hold parameters in this dtype, as bfloat16")
+@click.option(
+    "--quantize",
+    metavar="FORMAT|FILE",
+    help="measure layers as bnb8, bnb4 or torchao quantises them, or as a plan in FILE does",
+)
 @click.option("--ahead", type=click.IntRange(min=0), help="units to read ahead; 1 by default")
 @click.option("--offload-buffers", is_flag=True, help="stream buffers with parameters")
 @click.option("--activations", default="0", metavar="SIZE", help="room for activations, as 2GiB")
@@ -53,7 +59,12 @@ def PLACE(model: str, json_: bool, output: str | None, **chosen: Any) -> None:  
     model is held on disk, up to 256 MiB of its files are read to measure the speed of the disk.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read once, by the import of a model's own library
-    sizes = big.sizes(model, no_split=chosen["no_split"] or None, dtype=chosen["dtype"])
+    sizes = big.sizes(
+        model,
+        no_split=chosen["no_split"] or None,
+        dtype=chosen["dtype"],
+        quantize=_quantize(chosen["quantize"]),
+    )
     limits = _pairs("--memory", chosen["memory"], "cuda:0=10GiB")
     hands = _pairs("--device", chosen["by_hand"], "model.layers.3=disk")
     budget = big.budget(limits) if limits or not hands else None
@@ -70,6 +81,24 @@ def PLACE(model: str, json_: bool, output: str | None, **chosen: Any) -> None:  
         print_json(_report(placement, speeds))
     else:
         print_renderable(big.table(placement, budget=budget, speeds=speeds))
+
+
+def _quantize(word: str | None) -> Quantize | None:
+    """The record of a format that is named, or that of a plan in a file."""
+    made = None if word is None else quantize_of(word)  # type: ignore[arg-type]
+    if not isinstance(made, str):
+        return made
+    if not Path(made).exists():
+        raise PlanError(
+            f"--quantize {made}: neither a format nor a file. Choose bnb8, bnb4 or torchao, or "
+            f"name a file with a plan."
+        )
+    found = read_plan(made).quantize
+    if found is None:
+        raise PlanError(
+            f"--quantize {made}: this plan has no quantize. Set it, or omit --quantize."
+        )
+    return found
 
 
 def _pairs(option: str, words: Sequence[str], example: str) -> dict[str, str]:

@@ -85,7 +85,9 @@ def read_launch_file(path: str | Path) -> LaunchFile:
     """
     form = FORMATS.get(Path(path).suffix.lower())
     if form is None:
-        raise PlanError(f"{path}: the name of a launch file ends in {', '.join(FORMATS)}.")
+        raise PlanError(
+            f"{path}: the name of a launch file ends in {', '.join(FORMATS)}.", code="FX201"
+        )
     text = _text(path)
     try:
         return attrs.evolve(parse(text, form), path=str(path))
@@ -107,7 +109,8 @@ def _text(path: str | Path) -> str:
         return read_text(path)
     except OSError as error:
         raise PlanError(
-            f"{path}: cannot read the launch file: {error}. Create one with `fxtrain config`."
+            f"{path}: cannot read the launch file: {error}. Create one with `fxtrain config`.",
+            code="FX201",
         ) from error
 
 
@@ -130,7 +133,9 @@ def parse(text: str, form: Format) -> LaunchFile:
                 at = f"profiles.{name}" if name else ""
                 told += problems_of(file.section(name), at=at, more=more)
     except RecursionError:
-        raise PlanError("The file is nested too deeply, or contains itself.") from None
+        raise PlanError(
+            "The file is nested too deeply, or contains itself.", code="FX201"
+        ) from None
     if told:
         raise PlanError("\n".join(few(told)))
     return file
@@ -160,7 +165,7 @@ def problems_of(
         try:
             made = structure(dict(data), cls, more)
         except (PlanError, LaunchError) as error:
-            told += [_placed(line, cls, where) for line in str(error).splitlines()]
+            told += [_placed(line, cls, where) for line in error.message.splitlines()]
         else:
             told += _launcher_problems(made, where) if isinstance(made, LaunchSpec) else []
     return told
@@ -179,14 +184,14 @@ def _launcher_problems(spec: LaunchSpec, where: str) -> list[str]:
     try:
         row = find_launcher(spec)
     except LaunchError as error:
-        return [f"{where}: {error}"]
+        return [f"{where}: {error.message}"]
     options = {} if spec.options is None else spec.options
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         return [f"{where}.options: expected a table, found {shown(options)}"]
     try:
         options_from(row.options, options, launcher=row.name)
     except LaunchError as error:
-        return [f"{where}.options: {error}"]
+        return [f"{where}.options: {error.message}"]
     return []
 
 

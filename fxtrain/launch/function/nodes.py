@@ -66,7 +66,8 @@ def connect_nodes(count: int, rank: int, address: str, port: int, *, timeout_s: 
     except RuntimeError as error:
         raise LaunchError(
             f"Node {rank} of {count} could not open the store at {place}:{where}: {error}. Check "
-            f"that the port is free and not blocked by a firewall."
+            f"that the port is free and not blocked by a firewall.",
+            code="FX701",
         ) from error
     return Nodes(count=count, rank=rank, address=place, port=where, store=store)
 

@@ -143,7 +143,7 @@ def wait_pending_check(ctx: DistContext) -> None:
     state = ctx.comm.state
     check_thread(ctx)
     if state.failure is not None:
-        raise CollectiveError(unusable_message(ctx))
+        raise CollectiveError(unusable_message(ctx), code="FX302")
     if state.pending_check is None:
         return
     packets, call, site = state.pending_check

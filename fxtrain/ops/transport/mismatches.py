@@ -77,7 +77,7 @@ def mismatch_error(ctx: DistContext, texts: list[str]) -> CollectiveError:
         )
     shown = [f"{op}({args}) at {site}" for op, args, site in (_parse_view(v) for v in views)]
     lines = by_rank(enumerate(shown))
-    return CollectiveError("\n".join([f"{summary} ({_where(ctx)}).", *lines, advice]))
+    return CollectiveError("\n".join([f"{summary} ({_where(ctx)}).", *lines, advice]), code="FX301")
 
 
 def _parse_view(view: list[str]) -> tuple[str, str, str]:
@@ -119,7 +119,7 @@ def lost_rank_error(
         ]
     )
     ctx.comm.state.failure = message
-    return CollectiveError(message)
+    return CollectiveError(message, code="FX302")
 
 
 def unusable_message(ctx: DistContext) -> str:

@@ -92,7 +92,8 @@ def pickled(op: str, rank: int, blob: Tensor, ctx: DistContext) -> memoryview:
     if (reason := pickling_error(blob)) is not None:
         raise CollectiveError(
             f"{op}: rank {rank} passed a value that cannot be sent: {reason}. Send tensors, or "
-            f"objects that pickle."
+            f"objects that pickle.",
+            code="FX304",
         )
     signed = memoryview(ctypes.string_at(blob.data_ptr(), blob.numel()))[1:]
     found = verified(signed, ctx.comm.key)
@@ -100,7 +101,8 @@ def pickled(op: str, rank: int, blob: Tensor, ctx: DistContext) -> memoryview:
         raise CollectiveError(
             f"{op}: the object from rank {rank} is not signed with this run's secret, so it was "
             f"not unpickled. Either {SECRET} differs between ranks, or another program sent the "
-            f"object: check who can reach the ports of the ranks."
+            f"object: check who can reach the ports of the ranks.",
+            code="FX103",
         )
     return found
 
@@ -165,7 +167,8 @@ def raise_unpickling_errors(op: str, problem: str | None, ctx: DistContext) -> N
     if lines:
         raise CollectiveError(
             f"{op}: {'; '.join(lines)}. Send plain values or tensors, or make the same version "
-            f"of the class importable on every rank."
+            f"of the class importable on every rank.",
+            code="FX304",
         )
 
 

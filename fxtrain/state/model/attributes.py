@@ -61,6 +61,8 @@ INSTEAD: Mapping[str, str] = {
 class CopyError(FxError, TypeError):
     """A wrapped model was to be copied or pickled."""
 
+    code = "FX003"
+
 
 def missing_attribute(model: ModuleNames[Any], name: str) -> str:
     """What an attribute error says of a name that a wrapped model does not have.

@@ -37,14 +37,16 @@ def read_number(
         if default is None:
             raise ContextError(
                 f"{' or '.join(names)} is not set, but {_found(env)}. Set it for every process, "
-                f"or unset the others to run alone."
+                f"or unset the others to run alone.",
+                code="FX101",
             )
         return default
     text = env[name]
     if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text) or not least <= int(text) <= most:
         raise ContextError(
             f"{name}={_short(text)!r}: expected a whole number from {least} to {most}. Set "
-            f"it for every process, or unset it and the others of its launcher to run alone."
+            f"it for every process, or unset it and the others of its launcher to run alone.",
+            code="FX101",
         )
     return int(text)
 
@@ -74,7 +76,8 @@ def checked_topology(topology: Topology, env: Mapping[str, str]) -> Topology:
         raise ContextError(
             f"The variables of {topology.launcher} contradict each other: {'; '.join(problems)}. "
             f"Found {_found(env)}. Start every rank with the same launcher, or unset the "
-            f"variables of other launchers."
+            f"variables of other launchers.",
+            code="FX101",
         )
     here = "127.0.0.1" if topology.num_nodes == 1 else ""
     address = env.get("MASTER_ADDR", "").strip() or topology.main_address or here
@@ -88,7 +91,8 @@ def checked_topology(topology: Topology, env: Mapping[str, str]) -> Topology:
         raise ContextError(
             f"{topology.launcher}: {topology.world_size} ranks need {missing} to connect. Found "
             f"{_found(env)}. Set the host name of rank 0 and a free port on it for every rank, "
-            f"or use torchrun or `fxtrain launch`."
+            f"or use torchrun or `fxtrain launch`.",
+            code="FX101",
         )
     return attrs.evolve(topology, main_address=address or "127.0.0.1", main_port=port)
 

@@ -132,7 +132,8 @@ def _pjrt(env: _Env) -> Topology:
     if slices > 1:
         raise ContextError(
             f"MEGASCALE_NUM_SLICES={slices}: PJRT's variables describe one slice only. Set RANK, "
-            f"WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process of all slices."
+            f"WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every process of all slices.",
+            code="FX101",
         )
     names = ("PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT")
     both = None if any(name in env for name in names) else 1

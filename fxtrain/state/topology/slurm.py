@@ -47,7 +47,8 @@ def read_slurm(env: Mapping[str, str]) -> Topology:
     if node_rank >= len(tasks):
         raise ContextError(
             f"SLURM_NODEID={node_rank}, but the step has {len(tasks)} nodes (SLURM_STEP_NUM_NODES, "
-            f"SLURM_STEP_TASKS_PER_NODE). Start the ranks with one srun."
+            f"SLURM_STEP_TASKS_PER_NODE). Start the ranks with one srun.",
+            code="FX101",
         )
     return Topology(
         rank=rank,
@@ -82,7 +83,8 @@ def _tasks_per_node(env: Mapping[str, str], world_size: int) -> list[int]:
             raise ContextError(
                 f"{world_size} tasks (SLURM_NTASKS) are not {each} on each of {num_nodes} nodes "
                 f"(SLURM_NNODES), and SLURM_STEP_TASKS_PER_NODE is not set. Start the ranks "
-                f"with srun."
+                f"with srun.",
+                code="FX101",
             )
         return [each] * num_nodes
     tasks = _expand(name, env[name])
@@ -91,7 +93,8 @@ def _tasks_per_node(env: Mapping[str, str], world_size: int) -> list[int]:
         raise ContextError(
             f"{name}={env[name]!r} describes {sum(tasks)} tasks on {len(tasks)} nodes, but the "
             f"step has {world_size} on {nodes} (SLURM_STEP_NUM_TASKS or SLURM_NTASKS, "
-            f"SLURM_STEP_NUM_NODES). Start the ranks with one srun."
+            f"SLURM_STEP_NUM_NODES). Start the ranks with one srun.",
+            code="FX101",
         )
     return tasks
 
@@ -104,7 +107,8 @@ def _expand(name: str, text: str) -> list[int]:
         if not found or len(tasks) > _MOST_NODES:
             raise ContextError(
                 f"{name}={text[:60]!r}: expected numbers of tasks such as 2(x3),1. Start the "
-                f"ranks with srun, which sets it."
+                f"ranks with srun, which sets it.",
+                code="FX101",
             )
         tasks += [int(found[1])] * int(found[2] or 1)
     return tasks
@@ -122,6 +126,7 @@ def _main_address(env: Mapping[str, str]) -> str:
     if not host or "[" in host:
         raise ContextError(
             f"{name}={env[name][:60]!r}: expected a list of hosts such as n[001-003,7],x1. Set "
-            f"MASTER_ADDR to the host name of rank 0."
+            f"MASTER_ADDR to the host name of rank 0.",
+            code="FX101",
         )
     return host

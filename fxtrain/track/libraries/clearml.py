@@ -24,17 +24,21 @@ def _open(config: ClearML, start: Start) -> Any:
         )
     if not config.online:
         task.set_offline(True)
-    return task.init(
+    continued = start.resumed and config.online
+    opened = task.init(
         project_name=config.project,
         task_name=start.name,
         tags=list(config.tags) or None,
         reuse_last_task_id=False,
-        continue_last_task=start.identity if start.resumed and config.online else False,
+        continue_last_task=start.identity if continued else False,
         auto_connect_arg_parser=False,
         auto_connect_frameworks=False,
         auto_resource_monitoring=False,
         auto_connect_streams=False,
     )
+    if continued:  # ClearML would add the last iteration of the task to every step
+        opened.set_initial_iteration(0)
+    return opened
 
 
 def _params(native: Any, start: Start) -> None:

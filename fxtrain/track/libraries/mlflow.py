@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
@@ -63,6 +63,12 @@ def _refuses(name: str) -> str:
     return "MLflow accepts letters, digits, _ - . : / and spaces, at most 250"
 
 
+def _last_steps(native: Client, start: Start) -> dict[str, int]:
+    # The last value of each metric; `data.metrics` has them without their steps.
+    found = native.client.get_run(native.run).data.to_proto().metrics
+    return {one.key: one.step for one in found}
+
+
 def _params(native: Client, start: Start) -> None:
     # Existing hyperparameters of a resumed run cannot be changed.
     known = native.client.get_run(native.run).data.params
@@ -94,8 +100,12 @@ def _image(native: Client, name: str, image: Tensor, at: At) -> None:
 def _table(
     native: Client, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], at: At
 ) -> None:
-    data = {column: [row[place] for row in rows] for place, column in enumerate(columns)}
-    native.client.log_table(native.run, data, f"{_file(name)}-{at.step}.json")
+    file = f"{_file(name)}-{at.step}.json"
+    folder = str(PurePosixPath(file).parent)
+    known = native.client.list_artifacts(native.run, None if folder == "." else folder)
+    if file not in [one.path for one in known]:  # MLflow would append the rows again
+        data = {column: [row[place] for row in rows] for place, column in enumerate(columns)}
+        native.client.log_table(native.run, data, file)
 
 
 def _artifact(native: Client, name: str, path: Path, at: At) -> None:
@@ -116,6 +126,7 @@ MLFLOW = Tracker(
     open=_open,
     identity=lambda native: native.run,
     refuses=_refuses,
+    last_steps=_last_steps,
     params=_params,
     log=_log,
     text=_text,

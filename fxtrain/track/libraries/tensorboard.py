@@ -35,8 +35,13 @@ def _params(native: Any, start: Start) -> None:
 
 
 def _log(native: Any, values: Mapping[str, float], at: At) -> None:
-    for name, value in values.items():
-        native.add_scalar(name, value, at.step, walltime=at.time)
+    # One event for all values: `add_scalar` makes one for each, which takes five times as long.
+    proto = optional(
+        "tensorboard.compat.proto.summary_pb2", extra="tensorboard", needed_by=_NEEDED_BY
+    )
+    value = proto.Summary.Value
+    found = [value(tag=name, simple_value=one) for name, one in values.items()]
+    native.file_writer.add_summary(proto.Summary(value=found), at.step, at.time)
 
 
 def _text(native: Any, name: str, text: str, at: At) -> None:

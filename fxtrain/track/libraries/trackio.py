@@ -12,8 +12,11 @@ from fxtrain.track.tracker import At, Start, Tracker
 __all__ = ["TRACKIO"]
 
 
+_NEEDED_BY = "fx.Trackio(...)"
+
+
 def _library() -> Any:
-    return optional("trackio", extra="trackio", needed_by="fx.Trackio(...)")
+    return optional("trackio", extra="trackio", needed_by=_NEEDED_BY)
 
 
 def _open(config: Trackio, start: Start) -> Any:
@@ -31,6 +34,18 @@ def _open(config: Trackio, start: Start) -> Any:
     )
 
 
+def _last_steps(native: Any, start: Start) -> dict[str, int]:
+    """From the database on this machine; a Space has its own, which cannot be asked."""
+    storage = optional("trackio.sqlite_storage", extra="trackio", needed_by=_NEEDED_BY)
+    run = {"project": native.project, "run": native.name, "run_id": native.id}
+    last = storage.SQLiteStorage.get_last_step(**run)
+    more = 0 if last is None else last - start.position.updates
+    if more <= 0:
+        return {}
+    found = storage.SQLiteStorage.get_snapshot(**run, around_step=last, window=more - 1)
+    return {name: max(one["step"] for one in entries) for name, entries in found.items()}
+
+
 def _log(native: Any, values: Mapping[str, float], at: At) -> None:
     native.log(dict(values), step=at.step)
 
@@ -43,6 +58,13 @@ def _artifact(native: Any, name: str, path: Path, at: At) -> None:
     native.log_artifact(str(path), name=name)
 
 
+def _flush(native: Any) -> None:
+    # Its thread writes every half a second, and has no public way to be asked earlier.
+    if native._is_local:
+        with native._client_lock:
+            native._flush_queues_inline()
+
+
 def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
     native.finish()
 
@@ -52,10 +74,12 @@ TRACKIO = Tracker(
     config=Trackio,
     open=_open,
     identity=lambda native: native.name,
+    last_steps=_last_steps,
     log=_log,
     text=_text,
     image=log_image(_library),
     table=log_table(_library),
     artifact=_artifact,
+    flush=_flush,
     close=_close,
 )

@@ -110,7 +110,8 @@ def _open_rendezvous(spec: LaunchSpec) -> socket.socket | None:
             if error.errno != errno.EADDRINUSE:
                 raise LaunchError(
                     f"Cannot listen on port {spec.port}: {error.strerror}. Choose another "
-                    f"main_port."
+                    f"main_port.",
+                    code="FX701",
                 ) from error
     who = f"Node {spec.node_rank} of {spec.nodes}"
     reach(host, spec.port, who=who, timeout_s=spec.connect_timeout_s)

@@ -44,7 +44,8 @@ def reach(address: str, port: int, *, who: str, timeout_s: float) -> None:
                 f"{who} could not reach the main address {address}:{port} (attempts: {tries}, over "
                 f"{time.monotonic() - start:.0f} s; last error: {last}). Check that node 0 was "
                 f"started with the same main address and port, and that no firewall blocks it, or "
-                f"allow more time with connect_timeout_s."
+                f"allow more time with connect_timeout_s.",
+                code="FX701",
             )
         time.sleep(_PAUSE_S)
 
@@ -66,10 +67,12 @@ def serve(address: str, port: int) -> socket.socket:
             raise LaunchError(
                 f"Port {port} of this machine is in use by another program, so the ranks cannot "
                 f"connect through it. Choose another main_port, the same on every node, or find "
-                f"that program with: ss -ltnp 'sport = :{port}'"
+                f"that program with: ss -ltnp 'sport = :{port}'",
+                code="FX701",
             ) from error
         raise LaunchError(
-            f"Cannot listen on port {port}: {error.strerror}. Choose another main_port."
+            f"Cannot listen on port {port}: {error.strerror}. Choose another main_port.",
+            code="FX701",
         ) from error
 
 

@@ -1,0 +1,117 @@
+"""The entries that `fit` writes: what they contain, and what they count across a restart."""
+
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import fxtrain as fx
+from fxtrain.report import read_curves
+from fxtrain.track import read_run
+
+
+@pytest.fixture
+def ctx():
+    with fx.detect(env={}, device="cpu") as found:
+        yield found
+
+
+def _made(ctx, rows=8):
+    torch.manual_seed(0)
+    model = fx.wrap(torch.nn.Linear(1, 1), ctx, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).square().mean())
+    return fns, fx.shard(DataLoader(torch.ones(rows, 1), batch_size=2), ctx)
+
+
+def _entries(folder):
+    return [entry["values"] for entry in read_run(folder).entries]
+
+
+def test_an_entry_has_what_a_report_shows(ctx, tmp_path):
+    fns, loader = _made(ctx, 40)
+    list(fx.fit(ctx, fns, loader, tmp_path, epochs=1, show=False))
+    for values in _entries(tmp_path):
+        assert set(values) >= {
+            *("loss", "skipped", "lr", "rows_per_s", "waiting", "memory_gib", "memory_peak_gib"),
+            *("time/forward_ms", "time/backward_ms", "time/optimizer_ms"),
+        }
+        assert values["skipped"] == 0 and 0 <= values["waiting"] < 1
+        assert 0 < values["memory_gib"] <= values["memory_peak_gib"]
+
+
+def test_tokens_are_counted_where_they_weigh_the_loss(ctx, tmp_path):
+    fns, loader = _made(ctx, 8)
+    for name, weight in (("rows", 2), ("number", 10), ("tensor", torch.tensor(10))):
+        given = fx.StepFns(
+            model=fns.model,
+            loss=lambda m, b, w=weight: fx.Weighted(m(b.data).square().mean() * w, w),
+        )
+        list(fx.fit(ctx, given, loader, tmp_path / name, epochs=1, log_every=2, show=False))
+        for values in _entries(tmp_path / name):
+            speeds = values["rows_per_s"], values.get("tokens_per_s")
+            assert (
+                speeds[1] is None if name == "rows" else speeds[1] == pytest.approx(5 * speeds[0])
+            )
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+def test_time_is_counted_in_its_phase(ctx, tmp_path, phase):
+    nap_s = 0.05
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure=None):
+            time.sleep(nap_s if phase == "optimizer" else 0)
+            return super().step(closure)
+
+    def loss(model, batch):
+        time.sleep(nap_s if phase == "forward" else 0)
+        out = model(batch.data)
+        if phase == "backward":
+            out.register_hook(lambda _: time.sleep(nap_s))
+        return out.mean()
+
+    model = fx.wrap(torch.nn.Linear(1, 1), ctx, optimizer=lambda params: Slow(params, lr=0.1))
+    loader = fx.shard(DataLoader(torch.ones(2, 1), batch_size=1), ctx)
+    fns = fx.StepFns(model=model, loss=loss)
+    list(fx.fit(ctx, fns, loader, tmp_path, epochs=1, log_every=1, show=False))
+    for values in _entries(tmp_path):
+        assert values[f"time/{phase}_ms"] >= 900 * nap_s
+
+
+def test_skipped_updates_are_counted_across_a_restart(ctx, tmp_path):
+    plan = fx.Plan(nonfinite="skip")
+
+    def run(stop):
+        net = torch.nn.Linear(1, 1)
+        model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        rows = torch.ones(10, 1)
+        rows[[1, 3, 7]] = torch.nan
+        loader = fx.shard(DataLoader(rows, batch_size=1), ctx, plan)
+        fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
+        for report in fx.fit(ctx, fns, loader, tmp_path, epochs=1, log_every=5, show=False):
+            if report.position.updates == stop:
+                break
+
+    run(3)
+    run(None)
+    assert [values["skipped"] for values in _entries(tmp_path)] == [2, 1]
+
+
+def test_the_profile_of_the_plan_is_recorded_once(ctx, tmp_path):
+    spec = fx.Profile(folder=str(tmp_path / "profile"), wait=0, warmup=1, active=2)
+    plan = fx.Plan(profile=spec)
+
+    def run(epochs):
+        net = torch.nn.Linear(1, 1)
+        model = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        loader = fx.shard(DataLoader(torch.ones(5, 1), batch_size=1), ctx, plan)
+        fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
+        return len(list(fx.fit(ctx, fns, loader, tmp_path / "run", epochs=epochs, show=False)))
+
+    assert (run(1), run(2)) == (5, 5)
+    summary = fx.profile.summary(spec.folder)
+    assert len(summary.ranks[0].steps) == 2
+    table = read_curves([tmp_path / "run"])[0].tables["ms per step by phase"]
+    assert list(table.columns) == list(summary.columns)
+    assert table.rows == [[one for (one,) in summary.columns.values()]]
