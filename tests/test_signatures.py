@@ -48,8 +48,8 @@ _PLACES = {
     _NATIVE: (
         "Case.optimizer Run.native.return Sharded.dataset.return Tracker.artifact Tracker.close "
         "Tracker.flush Tracker.identity Tracker.image Tracker.last_steps Tracker.log Tracker.open "
-        "Tracker.params Tracker.table Tracker.text Wrapped.engine Wrapped.optimizer Wrapped.scheduler "
-        "plot.return"
+        "Tracker.params Tracker.table Tracker.text Wrapped.engine Wrapped.optimizer "
+        "Wrapped.scheduler plot.return"
     ),
     _RECORD: "Plan.strategy from_config.values",
     _INNER: (

@@ -71,7 +71,7 @@ def structure(data: object, cls: type[T], configs: tuple[type, ...] | None = Non
         >>> structure({"even": "padd", "seed": "7"}, fx.Plan)
         Traceback (most recent call last):
         fxtrain._errors.PlanError: plan.even: found 'padd'; choose one of ... Did you mean 'pad'?
-        plan.seed: found '7'; choose a whole number. [FX200]
+        plan.seed: found '7'; choose a whole number. Write 7, without quotes. [FX200]
     """
     if not (isinstance(cls, type) and attrs.has(cls)):
         raise PlanError(f"structure creates records, such as fx.Plan; found {shown(cls)}.")
