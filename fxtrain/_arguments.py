@@ -37,43 +37,43 @@ T = TypeVar("T")
 _MAX_COMPARED = 200  # letters: the time grows with their square
 
 
-class _PlanArgumentError(PlanError, TypeError):
+class PlanArgumentError(PlanError, TypeError):
     """An unknown argument of a plan, a config, or a function that takes them."""
 
     code = "FX002"
 
 
-class _LaunchArgumentError(LaunchError, TypeError):
+class LaunchArgumentError(LaunchError, TypeError):
     """An unknown argument of a launch."""
 
     code = "FX002"
 
 
-class _StepArgumentError(StepError, TypeError):
+class StepArgumentError(StepError, TypeError):
     """An unknown argument of what makes a step."""
 
     code = "FX002"
 
 
-class _DataArgumentError(DataError, TypeError):
+class DataArgumentError(DataError, TypeError):
     """An unknown argument of what splits data."""
 
     code = "FX002"
 
 
-class _ContextArgumentError(ContextError, TypeError):
+class ContextArgumentError(ContextError, TypeError):
     """An unknown argument of what makes a context."""
 
     code = "FX002"
 
 
-class _CollectiveArgumentError(CollectiveError, TypeError):
+class CollectiveArgumentError(CollectiveError, TypeError):
     """An unknown argument of a function of `fxtrain.ops`."""
 
     code = "FX002"
 
 
-class _CheckpointArgumentError(CheckpointError, TypeError):
+class CheckpointArgumentError(CheckpointError, TypeError):
     """An unknown argument of what saves or restores."""
 
     code = "FX002"
@@ -81,13 +81,13 @@ class _CheckpointArgumentError(CheckpointError, TypeError):
 
 _ARGUMENT_ERRORS: Mapping[type[FxError], type[FxError]] = types.MappingProxyType(
     {
-        PlanError: _PlanArgumentError,
-        LaunchError: _LaunchArgumentError,
-        StepError: _StepArgumentError,
-        DataError: _DataArgumentError,
-        ContextError: _ContextArgumentError,
-        CollectiveError: _CollectiveArgumentError,
-        CheckpointError: _CheckpointArgumentError,
+        PlanError: PlanArgumentError,
+        LaunchError: LaunchArgumentError,
+        StepError: StepArgumentError,
+        DataError: DataArgumentError,
+        ContextError: ContextArgumentError,
+        CollectiveError: CollectiveArgumentError,
+        CheckpointError: CheckpointArgumentError,
     }
 )
 

@@ -11,7 +11,7 @@ import attrs
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import ContextError
 from fxtrain.ops.objects import any_rank
-from fxtrain.state import DistContext, Position
+from fxtrain.state import DistContext, Position, check_connected
 
 __all__ = ["Preemption", "preemption"]
 
@@ -79,7 +79,8 @@ def preemption(
         the end of the block.
 
     Raises:
-        ContextError: called outside the main thread, or a signal does not exist.
+        ContextError: called outside the main thread, without an open context, or a signal does not
+            exist.
 
     Example:
         >>> import fxtrain as fx
@@ -87,6 +88,7 @@ def preemption(
         ...     notice.due(fx.Position(updates=1))
         False
     """
+    check_connected("preemption", ctx)
     numbers = [_number(name) for name in signals]
     if type(every) is not int or every < 1:
         raise ContextError(

@@ -95,7 +95,15 @@ class Batch(Displayed, Generic[Data_co]):
     def __getitem__(self: Batch[_Indexed[K, V]], key: K) -> V: ...
     def __getitem__(self, key: Any) -> Any:
         data: Any = self.data
-        return data[key]
+        try:
+            return data[key]
+        except TypeError as error:
+            if not isinstance(key, str):
+                raise
+            raise _NoMapping(
+                f"batch[{key!r}]: the data of this batch is a {type(data).__name__}, not a "
+                f"mapping. Use batch[0], *batch or batch.data."
+            ) from error
 
     def __iter__(self: Batch[Iterable[V]]) -> Iterator[V]:
         return iter(self.data)

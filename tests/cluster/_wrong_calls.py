@@ -105,6 +105,10 @@ WRONG = {
         lambda ctx, model, loader, batch: fx.wrap(nn.Linear(2, 2)),
         "wrap: ctx is missing. Use fx.wrap(model, ctx), with ctx = fx.detect().",
     ),
+    "preemption, a model": (
+        lambda ctx, model, loader, batch: fx.preemption(model).__enter__(),
+        "ContextError: preemption: ctx is a Wrapped, not a context from fx.detect().",
+    ),
     "StepFns, no loss": (
         lambda ctx, model, loader, batch: fx.StepFns(model),
         "StepFns: loss is missing. Use fx.StepFns(model, loss).",

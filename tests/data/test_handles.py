@@ -31,6 +31,8 @@ def test_a_batch_of_no_mapping_says_what_to_write(call):
         getattr(batch, call)()
     with pytest.raises(TypeError, match="not a mapping"):
         dict(**batch)
+    with pytest.raises(fx.DataError, match=r"batch\['x'\].*Tensor, not a mapping.*batch\[0\]"):
+        batch["x"]
 
 
 def test_a_batch_is_cast_and_moved_like_a_tensor():
