@@ -71,6 +71,8 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/pyright --project examples/pyrightconfig.json
+	$(BIN)/python -m tests.docs.typed_blocks build/blocks
+	$(BIN)/pyright build/blocks/*.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

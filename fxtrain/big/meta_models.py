@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,16 @@ from fxtrain.big.deferred_ops import DeferredOps, ReadValues
 
 __all__ = ["empty"]
 
+N = TypeVar("N", bound=nn.Module)
+
 
 def empty(
-    build: Callable[[], nn.Module],
+    build: Callable[[], N],
     *,
     buffers: Literal["real", "meta"] = "real",
     device: str | torch.device = "meta",
     dtype: torch.dtype | None = None,
-) -> nn.Module:
+) -> N:
     """Build a model whose parameters have no values, and mostly no memory.
 
     The code of the model runs on the meta device. Buffers, and tensors that are plain attributes

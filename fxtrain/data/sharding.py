@@ -27,7 +27,15 @@ K = TypeVar("K")
 _Column = Tensor | int | float
 
 
+class _Unknown:
+    """A type of rows that no dataset has: only `DataLoader[Any]` is one of them."""
+
+
 # A `DataLoader` has the type of a row of its dataset, and these what torch collates rows to.
+@overload
+def shard(
+    loader: DataLoader[_Unknown], ctx: DistContext, plan: Plan | None = None
+) -> Sharded[Any]: ...
 @overload
 def shard(
     loader: DataLoader[Tensor], ctx: DistContext, plan: Plan | None = None

@@ -8,7 +8,7 @@
 | `<!-- prints: 2 ranks -->` | the same on two ranks, as rank 0 prints it |
 | `<!-- file: name -->` | is written to a file of that name |
 | `<!-- shell -->` | commands after `$ `, each with its output in the lines below |
-| `<!-- not run: reason -->` | is compiled, and the names of fxtrain in it exist |
+| `<!-- not run: reason -->` | is compiled; `make lint` checks its types |
 
 A comment that starts with `setup` holds code that runs before the next block and is not shown;
 `<!-- setup training -->` stands for a small model, its data and one step.

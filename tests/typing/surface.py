@@ -80,10 +80,21 @@ def ready_made(ctx: fx.DistContext) -> None:
     fx.wrap(net, ctx, optimizer=fx.from_config(lr=1e-3))
 
 
+class Named(dict[str, Tensor]):
+    """What a collate function of the user's returns."""
+
+
+def named(rows: list[tuple[Tensor, Tensor]]) -> Named:
+    """Collate rows."""
+    return Named(x=torch.stack([x for x, _ in rows]))
+
+
 def loaders(ctx: fx.DistContext) -> None:
     """A batch knows its data: what torch makes of the rows of a dataset."""
     pairs = fx.shard(DataLoader(Pairs(), batch_size=2), ctx)
     assert_type(pairs, fx.Sharded[list[Tensor]])
+    own: fx.Sharded[Named] = fx.shard(DataLoader[Any](Pairs(), collate_fn=named), ctx)
+    assert_type(next(iter(own)).data, Named)
     for epoch in pairs.epochs(2):
         assert_type(epoch, fx.Sharded[list[Tensor]])
         for batch in epoch:

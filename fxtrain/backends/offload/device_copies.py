@@ -125,7 +125,7 @@ class DeviceCopies:
         self._loaded[unit] = fetched
         self._point(unit, self._views(unit))
         if unit in self._trained:  # a thread may have copied it before it was changed
-            for here, home in self._buffers(unit):
+            for here, home in self._unit_buffers(unit):
                 here.copy_(home)
 
     def has(self, unit: int) -> bool:
@@ -146,7 +146,7 @@ class DeviceCopies:
         """
         self._active[unit] -= 1
         if unit in self._trained and unit in self._loaded and not self._active[unit]:
-            for here, home in self._buffers(unit):
+            for here, home in self._unit_buffers(unit):
                 home.copy_(here)
 
     def find(self, tensor: Tensor) -> tuple[int, int] | None:
@@ -181,7 +181,7 @@ class DeviceCopies:
             if self.units[other].name in shared:
                 self._point(other, self._views(other))
 
-    def _buffers(self, unit: int) -> list[tuple[Tensor, Tensor]]:
+    def _unit_buffers(self, unit: int) -> list[tuple[Tensor, Tensor]]:
         """The buffers of a unit that is on its device, and where each is held."""
         pairs = zip(self.units[unit].tensors, self._homes[unit], strict=True)
         return [(one.tensors[0].data, home) for one, home in pairs if one.is_buffer]
