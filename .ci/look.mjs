@@ -71,13 +71,10 @@ async function search(words) {
 }
 
 for (const name of pages) {
-  await look(name, 1280, "light");
-  await look(name, 390, "dark");
-}
-const others = ["index.html", "concepts/overview.html", "reference/fxtrain.html"];
-for (const name of others.filter((name) => pages.includes(name))) {
-  await look(name, 1280, "dark");
-  await look(name, 390, "light");
+  for (const width of [1280, 390]) {
+    await look(name, width, "light");
+    await look(name, width, "dark");
+  }
 }
 await search("accumulate");
 await search("find_batch_size");
