@@ -25,6 +25,7 @@ _JSON = "plain data, as the json module has it"
 _STATE = "state dicts of other libraries"
 _NATIVE = "an object of another library, or of the user's class"
 _RECORD = "fields that differ from one config of a package to another"
+_UNTYPED = "the batches of a DataLoader[Any]"
 _INNER = "what one strategy, or torch, keeps for itself"
 
 _PLACES = {
@@ -51,6 +52,7 @@ _PLACES = {
         "Tracker.params Tracker.table Tracker.text Wrapped.engine Wrapped.optimizer "
         "Wrapped.scheduler plot.return"
     ),
+    _UNTYPED: "shard.return",
     _RECORD: "Plan.strategy from_config.values",
     _INNER: (
         "Comm.store CommState.background_tasks CommState.device_meshes CommState.opened_groups "
