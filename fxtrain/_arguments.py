@@ -93,10 +93,10 @@ _ARGUMENT_ERRORS: Mapping[type[FxError], type[FxError]] = types.MappingProxyType
 
 
 class nothing:
-    """The type of `MISSING`."""
+    """The type of `MISSING`, whose name messages show."""
 
 
-MISSING: Any = nothing()  # what an argument that was left out is, in a function for the hot path
+MISSING: Any = nothing()  # the default of required arguments of a function on the hot path
 
 # Types of arguments, by the name that every function has for them.
 _KINDS = {
@@ -239,9 +239,9 @@ def known_arguments(error: type[FxError], *, owner: str = "") -> Callable[[F], F
 def hot_arguments(function: F) -> F:
     """A decorator as `known_arguments`, which adds no call to each call of the function.
 
-    An argument that was left out arrives as `MISSING`. The function ends its arguments with
-    `*more: Never, **unknown: Never`, of which a type checker lets nobody pass any, and refuses
-    them itself; neither is part of the signature that `inspect` and the documentation show.
+    Required arguments get the default `MISSING`, and the function itself refuses calls without
+    them. Its last parameters are `*more: Never, **unknown: Never`, to which a type checker allows
+    no arguments; `inspect` and the documentation do not show them.
     """
     plain = cast(types.FunctionType, function)
     signature = inspect.signature(plain)
