@@ -17,8 +17,8 @@ from fxtrain._secret import SECRET, derive_key
 from fxtrain.ops import xla_runtime
 from fxtrain.ops.closing import make_close, make_part_close
 from fxtrain.ops.devices import check_own_device, find_device
-from fxtrain.ops.member_groups import open_by_members
 from fxtrain.ops.rendezvous_store import first_line, open_store
+from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.ops.transport.packets import packets_of
 from fxtrain.state import (
     AXES,

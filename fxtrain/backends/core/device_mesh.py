@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, _redistribute, debug, distribute_tensor
 
-from fxtrain.ops.member_groups import open_by_members
+from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.state import AXES, DistContext
 
 __all__ = ["DistributedParameters", "clear_sharding_caches", "device_mesh", "distribute_parameter"]

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 from torch import distributed as dist
 
-from fxtrain.ops.member_groups import open_by_members
+from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.state import DistContext
 
 __all__ = ["SequenceGroups", "release_groups", "sequence_groups"]
