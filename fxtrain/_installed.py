@@ -1,8 +1,11 @@
 """Records that installed packages add to a table, by entry points."""
 
+import functools
 import importlib
-from collections.abc import Callable, Collection, Hashable
-from typing import TypeVar
+import os
+import sys
+from collections.abc import Callable, Collection, Hashable, Iterable
+from typing import Any, TypeVar
 
 from fxtrain._errors import FxError
 
@@ -37,7 +40,7 @@ def installed_rows(
     """
     table: dict[K, R] = {}
     metadata = importlib.import_module("importlib.metadata")  # slow, and few commands need it
-    for entry in metadata.entry_points(group=group):
+    for entry in _entries(metadata.entry_points, group, _folders()):
         row = entry.load()
         named = f"The entry point {entry.name} = {entry.value} in {group}"
         if not isinstance(row, kind):
@@ -53,3 +56,27 @@ def installed_rows(
             )
         table[key(row)] = row
     return table
+
+
+@functools.lru_cache(maxsize=16)
+def _entries(
+    find: Callable[..., Iterable[Any]], group: str, folders: tuple[tuple[str, int], ...]
+) -> tuple[Any, ...]:
+    """The entry points of a group.
+
+    Cached, since the search reads a file of every installed package. `folders` says when to
+    search again: installing or removing a package changes the time of its folder.
+    """
+    return tuple(find(group=group))
+
+
+def _folders() -> tuple[tuple[str, int], ...]:
+    """The folders in which Python looks for packages, with the times of their last change."""
+    return tuple((path, _changed_ns(path)) for path in sys.path)
+
+
+def _changed_ns(path: str) -> int:
+    try:
+        return os.stat(path or ".").st_mtime_ns
+    except OSError:  # Python skips what is not there
+        return 0

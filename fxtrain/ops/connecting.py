@@ -18,6 +18,7 @@ from fxtrain.ops import xla_runtime
 from fxtrain.ops.closing import make_close, make_part_close
 from fxtrain.ops.devices import check_own_device, find_device
 from fxtrain.ops.rendezvous_store import first_line, open_store
+from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.ops.transport.packets import packets_of
 from fxtrain.state import (
     AXES,
@@ -347,14 +348,13 @@ def _open_control(parts: list[list[int]], mine: list[int], wait: timedelta, *, o
 
     Where the default group has a device, torch splits its NCCL communicator on ranks that open a
     group without being in it, even one of gloo. So only members open it, if `detect` opened the
-    default group: torch then names it by the groups of this process, which are equal on all ranks
-    unless a user has opened some.
+    default group: its name then depends on the groups of this process, equal on all ranks.
     """
-    new_group = dist.distributed_c10d.new_group
-    gloo = functools.partial(new_group, timeout=wait, backend="gloo", group_desc=_CONTROL)
+    options: dict[str, Any] = {"timeout": wait, "backend": "gloo", "group_desc": _CONTROL}
     if owned:
-        return gloo(mine, use_local_synchronization=True)
-    return next(group for group, part in [(gloo(part), part) for part in parts] if part == mine)
+        return open_by_members(mine, **options)
+    groups = [dist.distributed_c10d.new_group(part, **options) for part in parts]
+    return groups[parts.index(mine)]
 
 
 def _new_group(ranks: list[int] | None, *, wait: timedelta, simulated: bool) -> Any:

@@ -29,7 +29,7 @@ from fxtrain.testing.transformer import Transformer
 __all__ = ["OPERATIONS", "Cost", "costs_of", "grows_linearly"]
 
 OPERATIONS = ("wrap", "step", "save", "restore", "export", "load_model")
-_BLOCKS = (2, 4, 6)  # models that differ in the number of parameters
+_BLOCKS = (2, 3, 4)  # models that differ in the number of parameters
 _WIDTHS = (64, 96, 128)  # models that differ in the size of each parameter
 _SLACK = 1.1
 # Buffers of a manifest that no longer fits in a packet, and is gathered as well.

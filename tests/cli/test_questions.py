@@ -229,7 +229,7 @@ class _Terminal:
         os.close(own)
         self.shown = ""
 
-    def wait_for(self, text, *, timeout_s=30.0):
+    def wait_for(self, text, *, timeout_s=90.0):
         """Read until a text was shown; what comes after it is left for the next call."""
         limit = time.monotonic() + timeout_s
         while text not in self.shown:

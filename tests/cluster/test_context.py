@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -199,3 +200,21 @@ def test_a_transformers_model_trains_as_in_one_process(clusters):
         torch.testing.assert_close(norms, wanted_norms, rtol=1e-8, atol=0)
         for name, value in wanted.items():
             torch.testing.assert_close(parameters[name], value, rtol=1e-7, atol=1e-9)
+
+
+def _two_contexts(ctx, mesh):
+    """Shapes of outputs under two contexts; a group is closed between the first and the second."""
+    spare = dist.new_group()
+    plan = fx.Plan(strategy=fx.FSDP(mode="none"))
+    first, second = (
+        fx.detect({}, device="cpu", timeout_s=ctx.comm.timeout_s, mesh=mesh) for _ in range(2)
+    )
+    with first, second:
+        one = fx.wrap(torch.nn.Linear(2, 3), first, plan)
+        dist.destroy_process_group(spare)  # torch now counts as many groups as before `one`
+        other = fx.wrap(torch.nn.Linear(2, 3), second, plan)
+        return [tuple(model(torch.ones(1, 2)).shape) for model in (one, other)]
+
+
+def test_groups_have_new_names_whatever_was_closed(pair):
+    assert pair.run(_two_contexts, fx.Mesh(replicate=2)) == [[(1, 3)] * 2] * 2

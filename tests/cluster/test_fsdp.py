@@ -138,7 +138,7 @@ def _halves(ctx, compute, reduce):
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[0].flatten())
 
     fns = fx.StepFns(model=model, loss=loss)
-    reports = [fx.step(ctx, batch, fns) for epoch in loader.epochs(12) for batch in epoch]
+    reports = [fx.step(ctx, batch, fns) for epoch in loader.epochs(6) for batch in epoch]
     parameters = {p.dtype for p in model.parameters()} | {p.grad for p in model.parameters()}
     losses = [float(fx.ops.reduce(r.loss, ctx, op="mean")) for r in reports if r.applied]
     return losses, seen, parameters

@@ -36,7 +36,6 @@ ROWS = {
     ),
     "FSDP, zero-2": Row(options={"strategy": fx.FSDP(mode="grads_and_optimizer")}),
     "FSDP, copies": Row(n=4, options={"strategy": fx.FSDP(shard=2)}),
-    "TP": Row(options={"strategy": fx.FSDP(mode="none", tensor=fx.TP())}, mesh=fx.Mesh(tensor=2)),
     "FSDP and TP": Row(
         n=4, options={"strategy": fx.FSDP(tensor=fx.TP())}, mesh=fx.Mesh(shard=2, tensor=2)
     ),

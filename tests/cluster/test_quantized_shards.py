@@ -10,10 +10,16 @@ from torch import nn
 import fxtrain as fx
 from fxtrain.precision import stored_tensors
 from fxtrain.testing import Transformer
+from tests._slow import slow_after
 from tests.cluster._models import UP
 from tests.precision._records import RECORDS, marked
 
-SPLIT = marked(["bnb8", "nf4", "fp4"])
+MODES = {"full": ["bnb8", "nf4", "fp4"], "grads_and_optimizer": ["bnb8", "nf4"]}
+SPLIT = [
+    pytest.param(mode, *one.values, marks=one.marks)
+    for mode, names in MODES.items()
+    for one in marked(names)
+]
 TOKENS = torch.arange(32).view(4, 8) % 24
 
 
@@ -79,8 +85,7 @@ def _packs(part):
     return isinstance(part, nn.Linear) and not part.weight.is_floating_point()
 
 
-@pytest.mark.parametrize("name", SPLIT)
-@pytest.mark.parametrize("mode", ["full", "grads_and_optimizer"])
+@pytest.mark.parametrize(("mode", "name"), slow_after(2, SPLIT))
 def test_shards_compute_and_train_as_replicas_do(pair, name, mode, tmp_path):
     wanted = pair.run(_run, fx.DDP(), name, str(tmp_path / "ddp"))
     found = pair.run(_run, fx.FSDP(mode=mode), name, str(tmp_path / "fsdp"))

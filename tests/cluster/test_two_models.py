@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain import ops
 
-EPOCHS, ROWS, GLOBAL = 2, 48, 8  # rows of the data, and of a batch over all ranks
+EPOCHS, ROWS, GLOBAL = 1, 48, 8  # rows of the data, and of a batch over all ranks
 
 PLANS = {
     "ddp": fx.Plan(),

@@ -1,5 +1,6 @@
 """What goes wrong while a loader reads is a DataError that says what to do."""
 
+import gc
 import os
 import signal
 
@@ -10,6 +11,16 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain.state import DistContext
+
+
+@pytest.fixture(autouse=True)
+def ended_workers(monkeypatch):
+    """Ends the workers of loaders that failed here, for which torch waits 5 s in whatever test
+    happens to collect garbage.
+    """
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+    yield
+    gc.collect()
 
 
 class Claims(Dataset):

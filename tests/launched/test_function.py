@@ -46,7 +46,7 @@ def _generator():
 def test_values_come_back_by_rank(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = dict(os.environ)
-    results = fx.launch(_meet, (1, 2), ranks=2, timeout_s=60)
+    results = fx.launch(_meet, (1, 2), ranks=2, timeout_s=100)
     everyone = [(0, 0, 0), (1, 1, 0)]
     assert [(total, seen) for total, seen, _, _ in results] == [(3, everyone)] * 2
     assert [value.tolist() for _, _, value, _ in results] == [[0.0, 0.0], [1.0, 1.0]]
@@ -136,11 +136,10 @@ a = torch.randn(300, 300, requires_grad=True)
 (a @ a).sum().backward()
 """
 CALLS = """
-for ranks in (2, 1):
-    results = fx.launch(train, (5,), ranks=ranks, timeout_s=60)
-    assert [total for total, _, _ in results] == [[5, 6][:ranks]] * ranks, results
-    assert all(type(net) is Net for _, net, _ in results)
-    assert __file__ == "<stdin>"
+results = fx.launch(train, (5,), ranks=2, timeout_s=80)
+assert [total for total, _, _ in results] == [[5, 6]] * 2, results
+assert all(type(net) is Net for _, net, _ in results)
+assert __file__ == "<stdin>"
 print("fine", results[0][2])
 """
 WITHOUT = "import sys; sys.modules['cloudpickle'] = None\n"

@@ -8,7 +8,7 @@ import pytest
 
 from tests.launched._run import FXTRAIN, SCRIPTS, finish, run, start
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.launchers, pytest.mark.timeout(120)]
 RANKS = str(SCRIPTS / "ranks.py")
 # Debian's names, with which both can be installed at once.
 PROGRAMS = {"openmpi": ("mpirun.openmpi", "mpirun"), "mpich": ("mpirun.mpich", "mpirun")}

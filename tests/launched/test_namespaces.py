@@ -11,7 +11,7 @@ import pytest
 from tests.launched._run import FXTRAIN, SCRIPTS, finish, start
 from tests.launched._sockets import addresses_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.launchers, pytest.mark.timeout(120)]
 RANKS = str(SCRIPTS / "ranks.py")
 NAMES = ("fxtrain-a", "fxtrain-b")
 ADDRESSES = ("10.77.31.1", "10.77.31.2")

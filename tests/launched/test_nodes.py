@@ -102,14 +102,14 @@ def test_a_node_that_was_killed_is_started_again(tmp_path):
         "--rendezvous-option=keep_alive_max_attempt=10",
         RANKS, "come_back", str(tmp_path),
     )  # fmt: skip
-    stays = _node(0, port, *words, begin=start_fork)
+    stays = _node(0, port, *words, wait_s=150, begin=start_fork)
     _wait_for(lambda: _listens(port))  # so it serves the meeting place
-    goes = _node(0, port, *words)
+    goes = _node(0, port, *words, wait_s=150)
     _wait_for(lambda: len(list(tmp_path.glob("here*"))) == 4, timeout_s=120.0)
     (tmp_path / "killed").touch()
     goes.send_signal(signal.SIGKILL)
     finish(goes, timeout_s=30)
-    again = _node(0, port, *words, begin=start_fork)
+    again = _node(0, port, *words, wait_s=150, begin=start_fork)
     ended = [finish(process, timeout_s=200) for process in (stays, again)]
     assert [end.code for end in ended] == [0, 0], [end.err for end in ended]
     said = sorted(line for end in ended for line in end.out.splitlines())

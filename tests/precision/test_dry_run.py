@@ -14,6 +14,7 @@ from fxtrain.profile.rehearsal import figures
 from fxtrain.profile.torch_patches import load_in_process
 from fxtrain.profile.watching import LoopRecorder, StepsConverged, recording
 from fxtrain.state import resolve_mesh
+from tests._slow import slow_after
 from tests.cluster._float8 import RECIPES, loss, net, plan_of
 from tests.cluster.test_small_optimizers import OPTIMIZERS, _factory, _net
 from tests.precision._records import RECORDS, TRAINABLE, frozen_mlp, marked, mlp
@@ -68,7 +69,7 @@ def test_quantised_weights_take_what_was_predicted(name):
     assert told.memory.parameters == sum(one.nbytes for one in stored_tensors(wrapped).values())
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "mxfp8"])
+@pytest.mark.parametrize("name", slow_after(1, ["rowwise", "tensorwise", "mxfp8"]))
 def test_layers_in_float8_take_what_was_predicted(name):
     pytest.importorskip("torchao", reason="needs fxtrain[quant]")
     loop = functools.partial(_transformer, plan_of(RECIPES[name], fx.Single()))
@@ -87,7 +88,7 @@ def test_a_dry_run_keeps_the_tables_of_bitsandbytes(monkeypatch):
     assert all(type(one) in plain for one in stored_tensors(real).values())
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", slow_after(2, OPTIMIZERS))
 def test_a_dry_run_of_small_states_leaves_no_trace(name):
     """Libraries keep tables, which must not be those without values."""
     pytest.importorskip("bitsandbytes", reason="needs fxtrain[quant]")

@@ -21,14 +21,16 @@ def _private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
-def _trees() -> list[ast.Module]:
-    return [ast.parse(file.read_text()) for file in sorted((ROOT / "fxtrain").rglob("*.py"))]
+def _files() -> list[list[ast.AST]]:
+    """The nodes of every file."""
+    files = sorted((ROOT / "fxtrain").rglob("*.py"))
+    return [list(ast.walk(ast.parse(file.read_text()))) for file in files]
 
 
-def _defined(trees: list[ast.Module]) -> set[str]:
+def _defined(files: list[list[ast.AST]]) -> set[str]:
     """Names that fxtrain itself defines or assigns somewhere."""
     found: set[str] = set()
-    for node in (node for tree in trees for node in ast.walk(tree)):
+    for node in (node for nodes in files for node in nodes):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -43,10 +45,10 @@ def _defined(trees: list[ast.Module]) -> set[str]:
     return found
 
 
-def _imports(tree: ast.Module) -> dict[str, str]:
+def _imports(nodes: list[ast.AST]) -> dict[str, str]:
     """What each name in a file stands for, of torch."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for one in node.names:
                 if one.name.partition(".")[0] == "torch":
@@ -69,15 +71,15 @@ def _dotted(node: ast.AST, names: dict[str, str]) -> str:
 
 def used() -> tuple[set[str], set[str]]:
     """Private names by path, and private attributes of objects, that the source uses."""
-    trees = _trees()
-    own = _defined(trees)
+    files = _files()
+    own = _defined(files)
     names: set[str] = set()
     attributes: set[str] = set()
-    for tree in trees:
-        imported = _imports(tree)
+    for nodes in files:
+        imported = _imports(nodes)
         names |= set(filter(_private, imported.values()))
-        inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        for node in ast.walk(tree):
+        inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+        for node in nodes:
             if isinstance(node, ast.Attribute):
                 path = _dotted(node, imported)
                 if path and _private(path) and id(node) not in inner:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, _redistribute, debug, distribute_tensor
 
+from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.state import AXES, DistContext
 
 __all__ = ["DistributedParameters", "clear_sharding_caches", "device_mesh", "distribute_parameter"]
@@ -110,7 +111,7 @@ def _group(
 def _opened(ctx: DistContext, size: int, lines: torch.Tensor) -> Any:
     wait = timedelta(seconds=ctx.comm.timeout_s)
     if size == 1:
-        return dist.new_group([ctx.rank], timeout=wait, use_local_synchronization=True)
+        return open_by_members([ctx.rank], timeout=wait)
     ranks = lines.flatten(0, -2).tolist()
     backend = "fake" if ctx.comm.simulated else None
     group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=wait, backend=backend)

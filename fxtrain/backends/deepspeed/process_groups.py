@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 from torch import distributed as dist
 
+from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.state import DistContext
 
 __all__ = ["SequenceGroups", "release_groups", "sequence_groups"]
@@ -72,7 +73,7 @@ def sequence_groups(library: ModuleType, ctx: DistContext) -> SequenceGroups | N
     """
     if ctx.axis("context").world_size == 1:
         return None
-    alone = dist.new_group([ctx.rank], use_local_synchronization=True)
+    alone = open_by_members([ctx.rank])
     return SequenceGroups(ctx, library.utils.groups._clone_world_group(), alone)
 
 

@@ -1,3 +1,3 @@
-"""How trees are sent in collectives: packets, exchanges and cached layouts."""
+"""How trees are sent in collectives: packets, exchanges, cached layouts and groups of ranks."""
 
 __all__: list[str] = []
