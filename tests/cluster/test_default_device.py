@@ -50,12 +50,12 @@ def _train_and_communicate(ctx, options, default):
 
 def _saved_and_restored(ctx, default, folder):
     plan = fx.Plan()
-    batches, model = list(fx.shard(data(), ctx, plan)), fx.wrap(net(), ctx, plan, optimizer=adamw)
+    batches, nets = list(fx.shard(data(), ctx, plan)), (net(), net())
     with _default_device(default):
+        model, other = (fx.wrap(one, ctx, plan, optimizer=adamw) for one in nets)
         fns = fx.StepFns(model, _loss)
         reports = [fx.step(ctx, batch, fns) for batch in batches]
         fx.save(folder, ctx, model, position=reports[-1].position)
-        other = fx.wrap(net(), ctx, plan, optimizer=adamw)
         fx.restore(folder, ctx, other)
         fx.export(model, f"{folder}/weights.safetensors")
         fx.load_model(f"{folder}/weights.safetensors", other)
