@@ -29,9 +29,9 @@ def pinned_buffer(nbytes: int, device_type: str) -> tuple[Tensor, str]:
         nothing was to be locked.
     """
     if device_type in ("cpu", "mps") or not nbytes:
-        return torch.empty(nbytes, dtype=torch.uint8), ""
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu"), ""
     if device_type != "cuda":
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         try:
             return buffer.pin_memory(), ""
         except RuntimeError as error:
@@ -39,7 +39,7 @@ def pinned_buffer(nbytes: int, device_type: str) -> tuple[Tensor, str]:
     # Whole pages, so that no other memory is in a page that is locked here.
     page = mmap.PAGESIZE
     size = -(-nbytes // page) * page
-    space = torch.empty(size + page, dtype=torch.uint8)
+    space = torch.empty(size + page, dtype=torch.uint8, device="cpu")
     start = -space.data_ptr() % page
     buffer = space[start : start + nbytes]
     runtime: Any = torch.cuda.cudart()

@@ -21,6 +21,11 @@ FILE_LINES = 400
 TEST_FILE_LINES = 300
 FOLDER_FILES = 25
 FUNCTION_LINES = 40
+_FACTORIES = {
+    *("arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "logspace", "ones"),
+    *("rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices"),
+    *("triu_indices", "zeros"),
+}  # of torch, on the default device
 
 
 def _name(path: Path) -> str:
@@ -108,6 +113,21 @@ def test_nothing_is_put_off():
     # In two halves, so that a search for these words finds only real ones.
     words = re.compile("TO" + r"DO\b|FIX" + "ME|NotImplemented" + "Error")
     assert [_name(path) for path in SOURCES if words.search(path.read_text())] == []
+
+
+def test_a_tensor_of_the_library_names_its_device():
+    """So that `torch.set_default_device("cuda")` moves the user's tensors only."""
+    bare = [
+        f"{_name(path)}:{node.lineno}"
+        for path in SOURCES
+        if path.relative_to(ROOT).parts[1] != "testing"  # has models, as users write them
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).removeprefix("torch.") in _FACTORIES
+        and ast.unparse(node.func).startswith("torch.")
+        and not {"device", "out", None} & {one.arg for one in node.keywords}
+    ]
+    assert bare == []
 
 
 def test_nothing_is_swallowed():

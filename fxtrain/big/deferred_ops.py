@@ -102,7 +102,7 @@ class DeferredOps(TorchDispatchMode):
         found = op.func(*args, **kwargs)
         for meta, value in zip(_tensors(op.out), _tensors(found), strict=True):
             if _storage(meta) not in real:
-                home = torch.empty(meta.untyped_storage().nbytes(), dtype=torch.uint8)
+                home = torch.empty(meta.untyped_storage().nbytes(), dtype=torch.uint8, device="cpu")
                 real[_storage(meta)] = home.untyped_storage()
                 _view(meta, real).copy_(value)
 
@@ -145,5 +145,5 @@ def _view(tensor: Tensor, real: dict[int, torch.UntypedStorage]) -> Tensor:
     """The tensor with values; a constant has them."""
     if not tensor.is_meta:
         return tensor
-    made = torch.empty(0, dtype=tensor.dtype)
+    made = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return made.set_(real[_storage(tensor)], tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -120,7 +120,7 @@ def _encode_numpy(value: Any, path: str, tensors: dict[str, Tensor], depth: int)
         raise CheckpointError(
             f"{path} is a NumPy value of dtype {value.dtype}. Save numbers or booleans."
         )
-    name = _put(torch.as_tensor(value.copy()), path, tensors)
+    name = _put(torch.as_tensor(value.copy(), device="cpu"), path, tensors)
     return {"$": "numpy", "name": name, "scalar": not hasattr(value, "__setitem__")}
 
 

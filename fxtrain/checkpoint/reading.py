@@ -84,7 +84,9 @@ class Reader:
     def box(self, name: str, box: tuple[slice, ...]) -> Tensor:
         """Read a box of a tensor: a range per dimension."""
         entry = self.entry(name)
-        made = torch.empty([one.stop - one.start for one in box], dtype=DTYPES[entry.dtype])
+        made = torch.empty(
+            [one.stop - one.start for one in box], dtype=DTYPES[entry.dtype], device="cpu"
+        )
         self._fill_box(entry, name, tuple(one.start for one in box), made)
         return made
 
@@ -97,13 +99,13 @@ class Reader:
 
     def new_entry(self, entry: Entry, name: str) -> Tensor:
         """Like `new`, for the entry of a per-rank tensor."""
-        made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
         self.fill_entry(entry, name, made)
         return made
 
     def _fill_box(self, entry: Entry, name: str, start: tuple[int, ...], out: Tensor) -> None:
         direct = out.device.type == "cpu" and out.is_contiguous()
-        target = out if direct else torch.empty(out.shape, dtype=out.dtype)
+        target = out if direct else torch.empty(out.shape, dtype=out.dtype, device="cpu")
         for part in entry.parts:
             overlap = _overlap(start, tuple(out.shape), part.start, part.shape)
             if overlap is not None:
@@ -134,7 +136,7 @@ class Reader:
         step = max(1, _BLOCK // row)
         for at in range(0, rows, step):
             count = min(step, rows - at)
-            block = torch.empty((count, *part.shape[1:]), dtype=target.dtype)
+            block = torch.empty((count, *part.shape[1:]), dtype=target.dtype, device="cpu")
             self._fetch(name, part, entry, (first + at) * row, memory_of(block))
             goal[at : at + count].copy_(block[(slice(None), *inner)])
 

@@ -24,14 +24,18 @@ def random_state(ctx: DistContext) -> dict[str, Tensor]:
     """The state of Python's, NumPy's (if imported), torch's and the device's generators."""
     _, words, gauss = random.getstate()
     states = {
-        _PYTHON: torch.tensor(words, dtype=torch.int64),
-        _GAUSS: torch.tensor([math.nan if gauss is None else gauss], dtype=torch.float64),
+        _PYTHON: torch.tensor(words, dtype=torch.int64, device="cpu"),
+        _GAUSS: torch.tensor(
+            [math.nan if gauss is None else gauss], dtype=torch.float64, device="cpu"
+        ),
         _TORCH: torch.get_rng_state(),
     }
     if numpy := sys.modules.get("numpy"):
         _, key, index, has_gauss, cached = numpy.random.get_state(legacy=True)
-        states[_NUMPY] = torch.tensor([*key.tolist(), index, has_gauss], dtype=torch.int64)
-        states[_NUMPY_GAUSS] = torch.tensor([cached], dtype=torch.float64)
+        states[_NUMPY] = torch.tensor(
+            [*key.tolist(), index, has_gauss], dtype=torch.int64, device="cpu"
+        )
+        states[_NUMPY_GAUSS] = torch.tensor([cached], dtype=torch.float64, device="cpu")
     device = device_random_state(ctx)
     if device is not None:
         states[_DEVICE] = device

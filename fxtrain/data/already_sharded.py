@@ -106,7 +106,7 @@ class _Dataset(IterableDataset[Any]):
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self.epoch = torch.zeros(1, dtype=torch.int64)
+        self.epoch = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     def __iter__(self) -> Iterator[Any]:
         call_set_epoch(self.dataset, int(self.epoch))

@@ -59,7 +59,8 @@ def permutation(n: int, keys: Keys) -> Callable[[Tensor], Tensor]:
     """
     if n <= _TABLE:
         # Half the rounds: keys for sorting need not be a good permutation themselves.
-        table = _network(torch.arange(n), _MASK + 1, _MASK + 1, keys[: _ROUNDS // 2]).sort().indices
+        places = torch.arange(n, device="cpu")
+        table = _network(places, _MASK + 1, _MASK + 1, keys[: _ROUNDS // 2]).sort().indices
         return lambda place: table[place]
     columns = math.isqrt(n - 1) + 1
     rows = -(-n // columns)

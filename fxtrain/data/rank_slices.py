@@ -95,8 +95,8 @@ def slots_of_order(
     yield from _full(layout, order, start, whole, ranks)
     first = start + whole * stride
     if rest and layout.even != "drop":
-        units = order.take(torch.arange(first, order.length))
-        head = order.take(torch.arange(min(stride, order.length))) if ranks else units
+        units = order.take(torch.arange(first, order.length, device="cpu"))
+        head = order.take(torch.arange(min(stride, order.length), device="cpu")) if ranks else units
         yield slot_of(layout, first, units, head, ranks)
 
 
@@ -150,11 +150,11 @@ def _full(
     """Each full global batch, with keys for the served ranks, computed in blocks."""
     size, stride = layout.per_rank, layout.stride
     sizes, by_row = (size,) * layout.ranks, layout.unit == "row"
-    across = torch.arange(size)
+    across = torch.arange(size, device="cpu")
     low, length = 0, _FIRST_BLOCK  # small at first, for a fast first batch
     while low < whole:
         steps = max(1, length // (size * max(1, len(ranks))))
-        block = torch.arange(low, min(low + steps, whole))
+        block = torch.arange(low, min(low + steps, whole), device="cpu")
         places = start + block[:, None] * stride + across
         found = [order.take((places + rank * size).view(-1)) for rank in ranks]
         for number in range(len(block)):

@@ -101,4 +101,4 @@ def valid_mask(size: int, real: int, ctx: DistContext, plan: Plan) -> Tensor:
     """Which rows are real, as a mask on the device of the data; padding is at the end."""
     device = ctx.device if plan.data.to_device else torch.device("cpu")
     # Compared on the host: XLA would compile a new graph for each number of real rows.
-    return (torch.arange(size) < real).to(device, non_blocking=device.type != "cpu")
+    return (torch.arange(size, device="cpu") < real).to(device, non_blocking=device.type != "cpu")

@@ -179,7 +179,7 @@ def _gather_sizes(
     """
     digest = b"" if plan is None else digest_of_plan(plan, {})
     # One column per byte: no integer type of torch holds them all.
-    mine = torch.tensor([[turn.state, turn.size, *digest]])
+    mine = torch.tensor([[turn.state, turn.size, *digest]], device="cpu")
     table: list[list[int]] = ops.gather(mine, ctx).tolist()
     if plan is not None and any(row[2:] != table[0][2:] for row in table):
         raise_plan_differences("iterating", ctx, plan, {})

@@ -142,8 +142,8 @@ def _synchronize(ctx: DistContext) -> None:
 def train(ctx: DistContext, plan: Plan) -> dict[str, Any]:
     """Fit a line with a plan's strategy and precision; the loss must decrease on every rank."""
     torch.manual_seed(0)
-    x = torch.randn(256, 8)
-    data = TensorDataset(x, x @ torch.randn(8, 1))
+    x = torch.randn(256, 8, device="cpu")
+    data = TensorDataset(x, x @ torch.randn(8, 1, device="cpu"))
     loader = fx.shard(DataLoader(data, batch_size=8, shuffle=True), ctx, plan)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     model = fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))

@@ -173,7 +173,7 @@ def _tensors(tree: Any, array: type) -> Any:
     if isinstance(tree, array):
         if tree.dtype.kind not in "biuf" or not hasattr(torch, str(tree.dtype)):
             raise CheckpointError(f"The random states contain a non-numeric array ({tree.dtype}).")
-        return torch.tensor(tree.tolist(), dtype=getattr(torch, str(tree.dtype)))  # type: ignore[attr-defined]
+        return torch.tensor(tree.tolist(), dtype=getattr(torch, str(tree.dtype)), device="cpu")  # type: ignore[attr-defined]
     if isinstance(tree, dict):
         return {key: _tensors(value, array) for key, value in tree.items()}
     if type(tree) in (list, tuple):

@@ -236,7 +236,7 @@ def _tensor(root: Path, name: str, record: _Record, chunks: list[_Chunk]) -> Ten
     if math.prod(size) * dtype.itemsize > sum(chunk.length for chunk in chunks):
         raise _damaged(root, f"{shown(name)} is larger in the index than its parts in the files")
     data = {offsets: _bytes(root, chunk) for offsets, chunk in by_offsets.items()}
-    full = torch.empty(size, dtype=dtype)
+    full = torch.empty(size, dtype=dtype, device="cpu")
     for offsets, extent in sizes.items():
         part = load_weights_only(io.BytesIO(data.pop(offsets)), f"{root}: {name}")
         kind = (getattr(part, "dtype", None), tuple(getattr(part, "shape", ())))

@@ -206,7 +206,8 @@ def _with_batch(mean: Mean, leaf: Any, batch: Batch, ctx: DistContext) -> Mean:
 
 def _column(leaf: Any) -> Tensor:
     try:
-        column = torch.as_tensor(leaf).detach()
+        column = leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf, device="cpu")
+        column = column.detach()
     except (TypeError, ValueError, RuntimeError):
         column = None
     if column is None or column.is_complex() or not column.numel():

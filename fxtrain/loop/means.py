@@ -79,7 +79,7 @@ class Mean:
         wide = torch.float32 if ctx.device.type == "mps" else torch.float64
         both = (self.total, self.weight)
         if ctx.device.type == "cpu" and type(self.total) is type(self.weight) is float:
-            return torch.tensor(both, dtype=wide)
+            return torch.tensor(both, dtype=wide, device="cpu")
         like = torch.empty((), dtype=wide, device=ctx.device)
         return torch.stack([as_scalar(one, like) for one in both])  # waits for no device
 

@@ -163,7 +163,7 @@ def ema(model: Wrapped, *, decay: float = 0.999, warmup: bool = False) -> EMA:
     for name, weight in weights.items():
         found.setdefault(weight.key, (name, weight.like))
     state = {
-        "updates": torch.zeros((), dtype=torch.int64),
+        "updates": torch.zeros((), dtype=torch.int64, device="cpu"),
         "weights": {name: _average_of(parameter) for name, parameter in found.values()},
     }
     parameters = tuple(parameter for _, parameter in found.values())

@@ -156,10 +156,13 @@ def _count_for_average(
     now = _round(model)
     if type(loss) is Weighted:
         if present:
-            now.open_weight.add_(torch.as_tensor(loss.weight).detach().reshape(()))
+            weight = loss.weight
+            if not isinstance(weight, Tensor):
+                weight = torch.tensor(weight, device="cpu")
+            now.open_weight.add_(weight.detach().reshape(()))
         now.open_rows[2] += 1
     else:
-        now.open_rows[:2] += torch.tensor([sum(sizes), sum(batch.sizes)])
+        now.open_rows[:2] += torch.tensor([sum(sizes), sum(batch.sizes)], device="cpu")
 
 
 def _weigh_explicit(

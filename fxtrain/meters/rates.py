@@ -75,8 +75,8 @@ class Meter:
         seconds = time.perf_counter() - self.started_s
         # Tensor and pipeline ranks have the same tokens, which count once.
         tokens = self.tokens * ctx.axis("loss").world_size / ctx.world_size
-        mine = torch.tensor([tokens, self.flops, self.waited_s], dtype=torch.float64)
-        slowest = torch.tensor(seconds, dtype=torch.float64)
+        mine = torch.tensor([tokens, self.flops, self.waited_s], dtype=torch.float64, device="cpu")
+        slowest = torch.tensor(seconds, dtype=torch.float64, device="cpu")
         if ctx.world_size > 1:
             mine = ops.reduce(mine, ctx, op="sum")
             slowest = ops.reduce(slowest, ctx, op="max")

@@ -314,7 +314,7 @@ def _read_by_all(
     """A function that reads a tensor, and raises on every rank if a rank fails to read it."""
 
     def read(part: Part | None) -> Tensor:
-        value, problem = torch.empty(0), None
+        value, problem = torch.empty(0, device="cpu"), None
         try:
             value = source.read(name, part)
         except Exception as error:

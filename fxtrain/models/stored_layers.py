@@ -118,7 +118,7 @@ def file_weights(module: nn.Module, weights: Mapping[str, Weight]) -> dict[str, 
             found[summary] = _constant(text, summary)
         elif library is BNB8:
             row = f"{prefix}weight_format"
-            found[row] = _constant(torch.zeros((), dtype=torch.uint8), row)
+            found[row] = _constant(torch.zeros((), dtype=torch.uint8, device="cpu"), row)
     return found
 
 
@@ -151,7 +151,7 @@ def _stored4(
         if missing or not hasattr(torch, facts["dtype"]) or facts["quant_type"] not in name:
             raise ValueError(f"{missing or facts['dtype']!r}")
         offset = facts.get("nested_offset")
-        values = {} if offset is None else {_OFFSET: torch.tensor(float(offset))}
+        values = {} if offset is None else {_OFFSET: torch.tensor(float(offset), device="cpu")}
     except (ValueError, TypeError) as error:
         raise CheckpointError(
             f"{name} should describe a four-bit layer of bitsandbytes, and is damaged: "

@@ -360,7 +360,7 @@ def read_hull(
     """Read a part of a tensor as the smallest box that contains it, and select from that."""
     hull = tuple(_hull(rows) for rows in part)
     if any(rows.start == rows.stop for rows in hull):
-        return torch.empty([rows.stop - rows.start for rows in hull], dtype=dtype)
+        return torch.empty([rows.stop - rows.start for rows in hull], dtype=dtype, device="cpu")
     return _select(read(hull), tuple(_within(rows) for rows in part))
 
 

@@ -35,7 +35,7 @@ from fxtrain.state import DistContext
 __all__ = ["broadcast", "broadcast_packed", "gather", "gather_packed", "reduce"]
 
 T = TypeVar("T")
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _MAX_BODY_BYTES = 1 << 20  # of the tensors of a gather that follow the packet at once
 
 

@@ -119,7 +119,10 @@ def as_scalar(value: Any, like: Tensor) -> Tensor:
     The host does not wait for the device. The number is copied, since XLA would compile a new graph
     for each value of a number that a kernel writes.
     """
-    found = torch.as_tensor(value, dtype=like.dtype).detach()
+    if isinstance(value, Tensor):
+        found = value.detach().to(like.dtype)
+    else:
+        found = torch.tensor(value, dtype=like.dtype, device="cpu")
     return found.to(like.device, non_blocking=like.device.type != "cpu")
 
 
@@ -132,7 +135,8 @@ def device_random_state(ctx: DistContext) -> Tensor | None:
         return None
     if ctx.device.type == "xla":
         state = xla_runtime.random_state(ctx)
-        return torch.tensor(state - (1 << 64) if state >> 63 else state)  # the same 64 bits
+        signed = state - (1 << 64) if state >> 63 else state  # the same 64 bits
+        return torch.tensor(signed, device="cpu")
     return _module(ctx).get_rng_state(ctx.device).cpu()
 
 

@@ -103,7 +103,7 @@ def barrier(ctx: DistContext) -> None:
     """
     check_is_context("barrier", ctx)
     if ctx.world_size > 1:
-        exchange_payloads(ctx, ("barrier", ""), torch.empty(0, dtype=torch.uint8))
+        exchange_payloads(ctx, ("barrier", ""), torch.empty(0, dtype=torch.uint8, device="cpu"))
 
 
 @known_arguments(CollectiveError)
@@ -189,7 +189,7 @@ def _flags(op: str, flag: object, ctx: DistContext) -> list[bool]:
         mine = bool(flag)
     except Exception as error:  # a tensor of several entries, or an error of the flag's __bool__
         unclear = error
-    payload = torch.tensor([mine, unclear is not None]).view(torch.uint8)
+    payload = torch.tensor([mine, unclear is not None], device="cpu").view(torch.uint8)
     rows = exchange_payloads(ctx, (op, ""), payload)
     found = [(bool(row[0]), bool(row[1])) for row in rows]
     if wrong := [str(rank) for rank, (_, is_unclear) in enumerate(found) if is_unclear]:

@@ -75,7 +75,7 @@ def pad(tree: T, ctx: DistContext, dim: int = 0, value: float = 0) -> Padded[T]:
     mine = [t.shape[dim] if _has_dim(t, dim) else -1 for t in tensors]
     ranks = [mine]
     if ctx.world_size > 1:
-        payload = torch.tensor(mine, dtype=torch.int64).view(torch.uint8)
+        payload = torch.tensor(mine, dtype=torch.int64, device="cpu").view(torch.uint8)
         call = (
             "pad",
             f"{packed.shape.text} {[_signature_without_dim(t, dim) for t in tensors]}, dim={dim}",

@@ -29,7 +29,7 @@ from fxtrain.state import DistContext
 __all__ = ["scatter"]
 
 T = TypeVar("T")
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class _Slot:
@@ -95,7 +95,7 @@ def scatter(values: Sequence[T] | None, ctx: DistContext, src: int = 0) -> T:
         _send_trees(ctx, call, payloads)
         payload_bytes = payloads[src]
     else:
-        payload_bytes = torch.empty(sizes[ctx.rank], dtype=torch.uint8)
+        payload_bytes = torch.empty(sizes[ctx.rank], dtype=torch.uint8, device="cpu")
         with rank_loss_guard(ctx, call):
             dist.recv(payload_bytes, src=ctx.comm.ranks[src], group=ctx.comm.control)
     return _deserialized_tree(payload_bytes, ctx, src, sure=sure)
@@ -123,9 +123,9 @@ def _serialized_trees(values: Any, ctx: DistContext) -> tuple[list[Tensor], bool
         if reason := pickling_error(head):
             return [], True, _unsendable(reason)
         sure = sure and unpickles_anywhere(head)
-        size = torch.tensor([head.numel()]).view(torch.uint8)
+        size = torch.tensor([head.numel()], device="cpu").view(torch.uint8)
         body = to_bytes([tensor.cpu() for tensor in packed.tensors.values()])
-        gap = torch.empty(-(8 + head.numel()) % 16, dtype=torch.uint8)
+        gap = torch.empty(-(8 + head.numel()) % 16, dtype=torch.uint8, device="cpu")
         payloads.append(torch.cat([size, head, gap, body]))
     return payloads, sure, None
 

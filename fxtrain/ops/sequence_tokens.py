@@ -96,5 +96,5 @@ def positions_of(count: int, ctx: DistContext, plan: Plan, *, rank: int | None =
             f"Each rank has two chunks of equal length of every sequence, but found {count} "
             f"tokens. Split batches with fx.shard(loader, ctx, plan) and the model's plan."
         )
-    parts = [torch.arange(start, start + size) for start, size in ranges]
+    parts = [torch.arange(start, start + size, device="cpu") for start, size in ranges]
     return torch.cat(parts).to(ctx.device)

@@ -113,7 +113,9 @@ def _rows(tensor: Any, dim: int, package: Any) -> slice | Tensor:
     ]
     if all(one.is_replicate() for one in along):
         return slice(0, size)
-    numbers = torch.arange(size).reshape([-1 if d == dim else 1 for d in range(tensor.ndim)])
+    numbers = torch.arange(size, device="cpu").reshape(
+        [-1 if d == dim else 1 for d in range(tensor.ndim)]
+    )
     laid = package.distribute_tensor(numbers, tensor.device_mesh, along, src_data_rank=None)
     mine = laid.to_local().flatten().cpu()
     start, stop = (int(mine[0]), int(mine[-1]) + 1) if len(mine) else (0, 0)

@@ -98,14 +98,14 @@ def _like_mx(part: nn.Linear, recipe: MX, device: torch.device, seed: int) -> nn
             high_precision=recipe.grad_weight == "bf16", emulate=recipe.emulate,
         )  # fmt: skip
     draws = torch.Generator().manual_seed(seed)
-    signs = (torch.randint(0, 2, (16,), generator=draws) * 2 - 1).tolist()
+    signs = (torch.randint(0, 2, (16,), generator=draws, device="cpu") * 2 - 1).tolist()
     home = importlib.import_module("torchao.prototype.moe_training.nvfp4_training.nvfp4_training")
     made = home.NVFP4Linear(
         part.in_features, part.out_features, bias=part.bias is not None,
         device=device, rht_sign_vector=signs,
     )  # fmt: skip
     # As attributes, not as buffers, which would be in checkpoints: the seed gives the same values.
-    key = torch.randint(2**62, (1,), generator=draws).to(device)
+    key = torch.randint(2**62, (1,), generator=draws, device="cpu").to(device)
     vars(made).update(_sr_seed=key, _rht_sign_vector=made._rht_sign_vector)
     return made
 

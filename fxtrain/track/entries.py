@@ -134,7 +134,7 @@ def image_of(image: Any) -> Callable[[], Tensor]:
         image: Tensor or array of shape (channels, height, width) or (height, width); floats from
             0 to 1, or uint8.
     """
-    tensor = image if isinstance(image, Tensor) else torch.as_tensor(image)
+    tensor = image if isinstance(image, Tensor) else torch.as_tensor(image, device="cpu")
     tensor = tensor.detach().clone()
 
     def read() -> Tensor:
@@ -209,7 +209,7 @@ def _copy(value: Tensor, events: dict[torch.device, Any]) -> Tensor:
         value = value.to_local()  # pyright: ignore[reportAttributeAccessIssue]
     if value.is_cuda:
         events[value.device] = None
-        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True, device="cpu")
         return host.copy_(value, non_blocking=True)
     if value.device.type == "xla":  # a copy would be one more operation in the next graph
         return value

@@ -49,7 +49,7 @@ def _new_mesh(ctx: DistContext, shard: int) -> DeviceMesh:
     data = sizes["replicate"] * sizes["shard"] * sizes["context"]
     split = {**sizes, "replicate": data // shard, "shard": shard, "context": 1}
     shown = {axis: n for axis, n in split.items() if n > 1 or (axis == "shard" and data > 1)}
-    layout = torch.arange(math.prod(shown.values())).view(*shown.values())
+    layout = torch.arange(math.prod(shown.values()), device="cpu").view(*shown.values())
     groups = [_group(ctx, axis, list(shown).index(axis), split, layout) for axis in shown]
     clear_sharding_caches()
     kind = ctx.device.type

@@ -280,7 +280,7 @@ def _data_pointer(tensor: Tensor) -> int:
 def _like(value: Any, old: Any) -> Any:
     """A saved hyperparameter in place of the old one: a tensor is filled, not replaced."""
     if isinstance(old, Tensor):
-        return old.copy_(torch.as_tensor(value))
+        return old.copy_(torch.as_tensor(value, device=old.device))
     return value
 
 

@@ -213,7 +213,7 @@ def new_window(ctx: DistContext) -> AccumulationWindow:
     """An empty accumulation window; MPS has no float64."""
     dtype = torch.float32 if ctx.device.type == "mps" else torch.float64
     sums = torch.zeros(4, dtype=dtype, device=ctx.device)
-    return window_in(sums, torch.zeros(5, dtype=torch.int64))
+    return window_in(sums, torch.zeros(5, dtype=torch.int64, device="cpu"))
 
 
 def _unscale(model: Wrapped) -> None:

@@ -33,7 +33,7 @@ def power_sgd_state(model: Wrapped) -> ModelState:
     _, key, place, has_gauss, cached = hook.rng.get_state(legacy=True)
     values = {
         "counts": {name: getattr(hook, name) for name in _COUNTS},
-        "random": [torch.tensor(key.tolist()), place, has_gauss, cached],
+        "random": [torch.tensor(key.tolist(), device="cpu"), place, has_gauss, cached],
         "p": dict(hook.p_memory_dict),
         "q": dict(hook.q_memory_dict),
         "buckets": _buckets(model),

@@ -100,7 +100,7 @@ def _hook_problems(ctx: DistContext, config: DDP, module: nn.Module) -> list[str
 
 def _batched_power_sgd_works() -> bool:
     try:
-        powerSGD_hook._orthogonalize(torch.eye(2))
+        powerSGD_hook._orthogonalize(torch.eye(2, device="cpu"))
     except AssertionError:
         return False
     return True

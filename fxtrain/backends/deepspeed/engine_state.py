@@ -239,7 +239,7 @@ def _load_module(model: Wrapped, saved: StateReader) -> None:
         )
     for name in sorted(wanted):
         shape, dtype = saved.shapes[f"module.{name}"]
-        value = torch.empty(shape, dtype=dtype)
+        value = torch.empty(shape, dtype=dtype, device="cpu")
         saved.fill(f"module.{name}", value)
         drifted = (
             saved.own(f"module.{name}", saved.rank) if saved.ranks == saved.loading_ranks else None
@@ -329,7 +329,7 @@ def _place(one: _TrainedParameter, key: str) -> str:
 
 def _read(one: _TrainedParameter, key: str, saved: StateReader) -> Tensor:
     shape, dtype = saved.shapes[_place(one, key)]
-    value = torch.empty(shape, dtype=dtype)
+    value = torch.empty(shape, dtype=dtype, device="cpu")
     saved.fill(_place(one, key), value)
     return value
 

@@ -37,7 +37,8 @@ def fill_local(
 ) -> None:
     """Let `fill` set this rank's part of a sharded parameter's master, or of a state of it."""
     if hasattr(parameter, "ds_id"):
-        values, utils = torch.zeros(parameter.partition_numel(), dtype=dtype), load().utils
+        utils = load().utils
+        values = torch.zeros(parameter.partition_numel(), dtype=dtype, device="cpu")
         fill(_part(parameter, values))
         if key is None:
             utils.safe_set_local_fp32_param(parameter, values)
@@ -45,7 +46,8 @@ def fill_local(
             utils.safe_set_local_optimizer_state(parameter, values, key)
     elif (mapping := parameter._hp_mapping) is not None:
         held = mapping.get_hp_fragment(key)
-        values, start = torch.empty(held.shape, dtype=dtype), mapping.lp_fragment_address.start
+        values = torch.empty(held.shape, dtype=dtype, device="cpu")
+        start = mapping.lp_fragment_address.start
         fill(FlatShard(shape=tuple(parameter.shape), start=start, values=values))
         held.data.copy_(values)
 
@@ -83,7 +85,7 @@ def _fragment(parameter: Any, key: str | None = None) -> FlatShard:
     """At stages 1 and 2, where a rank may have no part of a parameter."""
     mapping, shape = parameter._hp_mapping, tuple(parameter.shape)
     if mapping is None:
-        return FlatShard(shape=shape, start=0, values=torch.empty(0))
+        return FlatShard(shape=shape, start=0, values=torch.empty(0, device="cpu"))
     values = mapping.get_hp_fragment(key)
     values = values.float() if key is None else values
     return FlatShard(shape=shape, start=mapping.lp_fragment_address.start, values=values.cpu())

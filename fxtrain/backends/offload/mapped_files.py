@@ -99,7 +99,7 @@ def fits(location: Location, dtype: torch.dtype, *, exact: bool) -> bool:
 def mapped(file: MappedFile, location: Location) -> Tensor:
     """The tensor at a location of a file, on the CPU, without a copy."""
     if not location.nbytes:
-        return torch.empty(location.shape, dtype=location.dtype)
+        return torch.empty(location.shape, dtype=location.dtype, device="cpu")
     flat = torch.frombuffer(
         file.memory, dtype=torch.uint8, count=location.nbytes, offset=location.start
     )

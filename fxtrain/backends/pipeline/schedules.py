@@ -91,7 +91,7 @@ class Pipeline:
 
     def run(self, ready: PreparedSchedule, job: StageTask) -> None:
         """Run a job on every micro-batch of every stage of this rank, in the schedule's order."""
-        index = torch.arange(ready.parts)
+        index = torch.arange(ready.parts, device="cpu")
         with self._working(job):
             kwargs = {} if ready.schedule._loss_fn is None else {"target": index}
             try:

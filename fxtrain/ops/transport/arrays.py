@@ -51,9 +51,10 @@ def number_as_tensor(leaf: Any) -> tuple[Tensor, Back] | None:
     """A Python number as a 64-bit tensor, 128-bit if complex; None for other leaves."""
     kind = type(leaf)
     if kind is float or (kind is int and leaf in _INT64):
-        return torch.tensor(leaf, dtype=torch.float64 if kind is float else torch.int64), _number
+        dtype = torch.float64 if kind is float else torch.int64
+        return torch.tensor(leaf, dtype=dtype, device="cpu"), _number
     if kind is complex:
-        return torch.tensor(leaf, dtype=torch.complex128), _number
+        return torch.tensor(leaf, dtype=torch.complex128, device="cpu"), _number
     return None
 
 

@@ -244,8 +244,8 @@ def _write_header(ctx: DistContext, packets: Packets, digest: bytes, size: int) 
 def _all_gather(ctx: DistContext, call: Call, payload: Tensor, size: int) -> Tensor:
     group = ctx.comm.control
     assert group is not None  # a context of several ranks has one
-    rows = torch.empty((ctx.world_size, size), dtype=torch.uint8)
-    mine = torch.empty(size, dtype=torch.uint8)
+    rows = torch.empty((ctx.world_size, size), dtype=torch.uint8, device="cpu")
+    mine = torch.empty(size, dtype=torch.uint8, device="cpu")
     mine[: payload.numel()] = payload
     with rank_loss_guard(ctx, call):
         group._allgather_base(rows.view(-1), mine).wait()

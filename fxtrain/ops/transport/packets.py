@@ -150,7 +150,7 @@ def _new_packets(comm: Comm, rank: int) -> Packets:
     shape = (len(comm.ranks), HEADER + capacity(len(comm.ranks)))
     # Later calls use them too, so they are made outside any dispatch mode or traffic count.
     with _disable_current_modes(), torch.inference_mode(mode=False):
-        one, two = (torch.zeros(shape, dtype=torch.uint8) for _ in "12")
+        one, two = (torch.zeros(shape, dtype=torch.uint8, device="cpu") for _ in "12")
         packets = Packets(buffers=(one, two), buffer_rows=(one.unbind(), two.unbind()), rank=rank)
         _post_receives(comm, packets, packets.lower, 0)
         _post_receives(comm, packets, packets.higher, 0)
@@ -248,7 +248,7 @@ def _receive_bodies(comm: Comm, packets: Packets, sizes: list[int], until: float
     assert comm.control is not None  # a communicator of several ranks has one
     limit = capacity(len(sizes))
     if packets.bodies is None:
-        packets.bodies = torch.empty((len(sizes), max(sizes)), dtype=torch.uint8)
+        packets.bodies = torch.empty((len(sizes), max(sizes)), dtype=torch.uint8, device="cpu")
         if packets.body is not None:
             packets.bodies[packets.rank, : len(packets.body)] = packets.body
     for rank, size in enumerate(sizes):

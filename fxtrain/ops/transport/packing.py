@@ -101,7 +101,7 @@ def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
             parts.append(flat.new_empty(gap))
     if len(parts) == 1:
         return parts[0]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def byte_layout(

@@ -178,4 +178,6 @@ def error_text(error: BaseException) -> str:
 
 
 def _bytes(data: bytearray) -> Tensor:
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(data, dtype=torch.uint8)

@@ -153,7 +153,7 @@ def _make_layout(
 
 def _order(entries: Tensor, first: int, counts: list[int]) -> Tensor:
     """Indices of the tensors' entries in the arriving packets: by tensor, then by rank."""
-    numbers = torch.arange(entries.numel(), dtype=torch.int32).view(entries.shape)
+    numbers = torch.arange(entries.numel(), dtype=torch.int32, device="cpu").view(entries.shape)
     parts = numbers[:, first : first + sum(counts)].split(counts, dim=1)
     return torch.cat([part.reshape(-1) for part in parts])
 
