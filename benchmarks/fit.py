@@ -104,6 +104,7 @@ def main() -> None:
             name: python_calls(functools.partial(_steps, one)) / STEPS
             for name, one in loops.items()
         }
+        time.sleep(_DRAINED_S)
         behind = {name: _in_background(one) for name, one in loops.items()}
         for one in loops.values():  # entries are written in the middle of a round
             _ = list(itertools.islice(one, STEPS // 2))
