@@ -83,6 +83,7 @@ def _linears(ctx, at):
     assert torch.equal(ours(x), resident(x)) and torch.equal(theirs(x), resident(x))
     runs = {
         "resident": lambda: resident(x),
+        "the module of the next row": lambda: held.module(x),
         "fxtrain, all resident": lambda: held(x),
         "fxtrain, on disk": lambda: ours(x),
         "Accelerate, on disk": lambda: theirs(x),

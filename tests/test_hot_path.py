@@ -1,6 +1,7 @@
-"""What `fx.step` adds to a loop written by hand, in Python calls: exact, whatever the machine."""
+"""What steps and loaders add to a loop by hand, in Python calls: exact, whatever the machine."""
 
 import gc
+import itertools
 import sys
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 
 LIMIT = 20  # of Python functions entered
+FIT_LIMIT, LOADER_LIMIT = 9, 15  # the same, per step and per batch
 X, Y = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
 
 
@@ -84,3 +86,42 @@ def test_a_step_adds_few_python_calls():
         ours = _calls(_with_step(plan))
         added = len(ours) - len(_calls(_by_hand(plan.clip_norm)))
         assert 0 < added <= LIMIT, [name for name in ours if "fxtrain" in name]
+
+
+def test_fit_adds_few_calls_to_a_loop_of_steps(tmp_path):
+    net = nn.Linear(4, 1)
+    rows = torch.randn(200, 4)
+    with fx.detect({}, device="cpu") as ctx:
+        model = fx.wrap(net, ctx, optimizer=_sgd)
+        fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean())
+
+        def loop():
+            for batch in fx.shard(DataLoader(rows, batch_size=2), ctx):
+                yield fx.step(ctx, batch, fns)
+
+        def fitted():
+            loader = fx.shard(DataLoader(rows, batch_size=2), ctx)
+            return fx.fit(
+                ctx, fns, loader, tmp_path, epochs=1, to=(), show=False, save_epochs=False
+            )
+
+        counts = []
+        for reports in (loop(), fitted()):
+            counts.append(
+                len(_calls(lambda reports=reports: next(itertools.islice(reports, 9, 10))))
+            )
+            reports.close()
+    assert counts[1] - counts[0] <= FIT_LIMIT * 10
+
+
+def test_a_loader_adds_few_calls_to_a_batch():
+    data = TensorDataset(X.repeat(50, 1))
+    with fx.detect({}, device="cpu") as ctx:
+        loader = DataLoader(data, batch_size=2, shuffle=True)
+        epochs = fx.shard(loader, ctx).epochs(9)
+        counts = [
+            # torch's own sampler is entered for every row
+            sum("sampler.py" not in name for name in _calls(lambda run=run: sum(1 for _ in run())))
+            for run in (lambda: loader, lambda: next(epochs))
+        ]
+    assert counts[1] - counts[0] <= LOADER_LIMIT * 100

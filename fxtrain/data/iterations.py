@@ -3,7 +3,7 @@
 import attrs
 
 from fxtrain.data.windows import Cursor, to_epoch
-from fxtrain.state import Batch
+from fxtrain.state import Batch, Position
 
 __all__ = ["Iteration"]
 
@@ -17,14 +17,16 @@ class Iteration:
         before: The iteration of the epoch before, which decides where a later epoch starts;
             None once this one has begun.
         passes: Passes that got further than one batch.
-        reached: The cursor after the last batch that was yielded.
+        reached: The position after the last batch that was yielded.
+        held: Rows, including padding, of the window that is open there, where known.
         batch: That batch.
     """
 
     start: Cursor
     before: "Iteration | None" = None
     passes: int = 0
-    reached: Cursor | None = None
+    reached: Position | None = None
+    held: int | None = 0
     batch: Batch | None = None
 
     def cursor(self) -> Cursor:
@@ -43,4 +45,4 @@ class Iteration:
         trail = self
         while trail.reached is None and trail.before is not None:
             trail = trail.before
-        return trail.reached or trail.start
+        return trail.start if trail.reached is None else Cursor(trail.reached, trail.held)

@@ -228,6 +228,7 @@ class Sharded(Displayed, Generic[Data_co]):
         self._agree()
         trail, plan, rank = self._trail, self.plan, self.ctx.rank
         cursor = trail.begin()
+        held = cursor.held
         masks: dict[tuple[int, int], Tensor] = {}
         loaded, split, seen = self._source.run(cursor), self._split, 0
         if split is not None:
@@ -239,13 +240,18 @@ class Sharded(Displayed, Generic[Data_co]):
             shape = size, slot.rows[rank]
             if shape not in masks:
                 masks[shape] = valid_mask(*shape, self.ctx, plan)
-            trail.reached = cursor = cursor.after(step)
+            position = step.position
+            if not position.micro:
+                held = 0
+            elif held is not None:
+                held += sum(slot.sizes)
+            trail.reached, trail.held = position, held
             seen += 1
             if seen == 2:  # looking at the first batch only is not a pass
                 trail.passes += 1
             batch = trail.batch = Batch(
                 data=data,
-                position=step.position,
+                position=position,
                 valid=masks[shape],
                 rows=slot.rows,
                 sizes=slot.sizes,

@@ -116,9 +116,10 @@ def row_source(
         def indices() -> Iterator[Any]:
             steps = assign_windows(found, cursor, plan, slots.later)
             # A custom sampler is read no further ahead than necessary.
-            for step in in_blocks(steps) if slots.is_computed else steps:
-                made.append(step)
-                yield ask(step.slot, epoch) if asks else step.slot.keys[0]
+            for block in in_blocks(steps, ahead=slots.is_computed):
+                for step in block:
+                    made.append(step)
+                    yield ask(step.slot, epoch) if asks else step.slot.keys[0]
 
         feed.give(indices())
         _seed_workers(over, plan, epoch, ranks)

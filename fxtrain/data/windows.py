@@ -39,13 +39,6 @@ class Cursor(NamedTuple):
     position: Position
     held: int | None = 0
 
-    def after(self, step: Step) -> "Cursor":
-        """The cursor just after a step."""
-        if step.position.micro == 0:
-            return Cursor(step.position)
-        held = None if self.held is None else self.held + sum(step.slot.sizes)
-        return Cursor(step.position, held)
-
 
 def advance(position: Position, slot: Slot, plan: Plan, *, is_last: bool) -> Position:
     """The position just after a global batch."""
@@ -105,14 +98,14 @@ def assign_windows(
         held = 0
 
 
-def in_blocks(steps: Iterator[Step]) -> Iterator[Step]:
-    """The same steps, made several at a time.
+def in_blocks(steps: Iterator[Step], *, ahead: bool) -> Iterator[list[Step]]:
+    """The same steps, made several at a time if they may be made ahead of their use.
 
     Between batches, the data and the training step displace this code from the caches, which makes
     it several times slower.
     """
-    while block := list(itertools.islice(steps, _BLOCK)):
-        yield from block
+    size = _BLOCK if ahead else 1
+    return iter(lambda: list(itertools.islice(steps, size)), [])
 
 
 def totals(layout: Layout, length: int) -> Iterator[int]:

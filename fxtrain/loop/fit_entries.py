@@ -1,5 +1,6 @@
 """What `fit` measures between two entries of its trackers."""
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fxtrain import ops
 from fxtrain.checkpoint import Restored
-from fxtrain.loop.means import Mean
+from fxtrain.loop.means import Mean, total_of
 from fxtrain.loop.phases import PhaseClock, phase_clock
 from fxtrain.loop.stepping import StepFns, step
 from fxtrain.meters import memory
@@ -26,7 +27,8 @@ class Entries:
     """The values of the next entry so far.
 
     Attributes:
-        mean: The losses since the last entry, of this rank.
+        total: The losses since the last entry times their weights, of this rank.
+        weight: Their weights.
         skipped: Updates skipped since then.
         rows: Rows until then.
         carried: Whether it contains losses from before a restart.
@@ -42,7 +44,8 @@ class Entries:
     every: int
     trace: Trace | None
     clock: PhaseClock | None
-    mean: Mean
+    total: Tensor | float
+    weight: Tensor | float
     skipped: int
     rows: int
     carried: bool = False
@@ -67,7 +70,9 @@ class Entries:
         if self.due:
             rows = batch.rows[self.ctx.axis("data").rank]
             self.by_tokens = isinstance(report.weight, Tensor) or report.weight != rows
-        self.mean = self.mean.update(report)
+        weight = report.weight if type(report.weight) is int else total_of(report.weight)
+        self.total = self.total + total_of(report.loss) * weight
+        self.weight = self.weight + weight
         self.skipped += report.skipped
         if self.trace is not None:
             self.trace.step()
@@ -77,12 +82,11 @@ class Entries:
         """Write the entry; the next one begins."""
         ctx, position = self.ctx, report.position
         seconds = max(time.monotonic() - self._started_s, 1e-9)
-        ranks, pair = ctx.axis("loss"), self.mean.pair(ctx)
-        total, weight = pair if ranks.world_size == 1 else ops.reduce(pair, ranks, op="sum")
+        loss, weight = self._mean()
         rates = [group["lr"] for one in self.fns.model.optimizers for group in one.param_groups]
         used = memory(ctx)
         values = {
-            "loss": total / weight,
+            "loss": loss,
             "grad_norm": report.grad_norm,
             "skipped": self.skipped,
             "lr": rates[0] if len(rates) == 1 else dict(enumerate(rates)),
@@ -94,8 +98,17 @@ class Entries:
             **self._phases,
         }
         self.run.log(values, position)
-        self.mean, self.skipped, self.rows = Mean(), 0, position.samples
+        self.total, self.weight, self.skipped, self.rows = 0.0, 0.0, 0, position.samples
         self._started_s, self._waited_s, self.carried = time.monotonic(), 0.0, False
+
+    def _mean(self) -> tuple[Tensor | float, Tensor | float]:
+        """The mean loss of all ranks, and its weight; waits for no device."""
+        ranks, total, weight = self.ctx.axis("loss"), self.total, self.weight
+        if ranks.world_size == 1 and type(total) is type(weight) is float:
+            return total / weight if weight else math.nan, weight
+        pair = Mean(total, weight).pair(self.ctx)
+        total, weight = pair if ranks.world_size == 1 else ops.reduce(pair, ranks, op="sum")
+        return total / weight, weight
 
     def write_profile(self) -> None:
         """Write the table of a profile that has ended."""
@@ -105,7 +118,9 @@ class Entries:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs to continue the open entry, of all ranks."""
-        losses = ops.gather(self.mean.pair(self.ctx)[None], self.ctx.axis("loss"))
+        losses = ops.gather(
+            Mean(self.total, self.weight).pair(self.ctx)[None], self.ctx.axis("loss")
+        )
         return {"loss": losses, "skipped": self.skipped}
 
 
@@ -123,14 +138,15 @@ def entries_after(
 
     At another world size, rank 0 has the losses of all ranks.
     """
-    mean, skipped = Mean(), 0
+    total, weight, skipped = 0.0, 0.0, 0
     if restored is not None:
         ranks, pairs = ctx.axis("loss"), restored.extra["loss"].to(ctx.device)
         skipped = int(restored.extra["skipped"])
         if len(pairs) == ranks.world_size:
-            mean = Mean(*pairs[ranks.rank])
+            total, weight = pairs[ranks.rank]
         elif not ranks.rank:
-            mean = Mean(*torch.sum(pairs, 0))
+            total, weight = torch.sum(pairs, 0)
     clock = phase_clock(ctx, fns)
     carried = restored is not None
-    return Entries(ctx, run, fns, every, trace, clock, mean, skipped, position.samples, carried)
+    rows = position.samples
+    return Entries(ctx, run, fns, every, trace, clock, total, weight, skipped, rows, carried)

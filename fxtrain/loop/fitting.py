@@ -257,8 +257,8 @@ def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> It
                     yield report
                 except GeneratorExit:
                     left = True
-            entries.asked_s = time.monotonic()
             if position.micro:
+                entries.asked_s = time.monotonic()
                 continue
             stop, due = _agreed(loop, position, clock, left=left)
             if stop:

@@ -1,5 +1,6 @@
 """Memory of a rank's device, or of its process on the CPU."""
 
+import os
 import sys
 from typing import Any
 
@@ -70,6 +71,9 @@ def _process_memory() -> Memory:
     peak = most if sys.platform == "darwin" else most << 10  # there it is in bytes
     if sys.platform != "linux":
         return Memory(now=peak, peak=peak)
-    with open("/proc/self/statm", "rb", buffering=0) as file:
-        now = int(file.read().split()[1]) * resource.getpagesize()
+    file = os.open("/proc/self/statm", os.O_RDONLY)  # `open` takes twice as long
+    try:
+        now = int(os.read(file, 256).split()[1]) * resource.getpagesize()
+    finally:
+        os.close(file)
     return Memory(now=now, peak=max(now, peak))

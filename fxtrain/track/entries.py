@@ -88,7 +88,9 @@ def hold(values: Mapping[str, Any]) -> Callable[[], tuple[dict[str, float], dict
     problems: dict[str, str] = {}
     events: dict[torch.device, Any] = {}
     for name, value in _leaves("", values, 0):
-        if isinstance(value, Tensor):
+        if type(value) is Tensor and value.is_cpu and value.numel() == 1 and not value.is_complex():
+            taken[name] = value.item()  # sooner than a copy
+        elif isinstance(value, Tensor):
             if problem := _tensor_problem(value):
                 problems[name] = problem
             else:

@@ -16,6 +16,10 @@ from fxtrain.track.tracker import Start, Tracker, Unsupported
 __all__ = ["Patience", "Warn", "Writer", "start_writer"]
 
 _LOG = logging.getLogger("fxtrain.track")
+# Between two looks at a queue that is being filled. `put` wakes a thread that waits for an entry,
+# which takes the training thread longer than all else that it does for a tracker.
+_PAUSE_S = 0.1
+_POLL_S = 0.001  # while training waits for room
 
 
 @attrs.frozen
@@ -63,10 +67,8 @@ class Writer:
     native: Any
     start: Start
     patience: Patience = Patience()
-    _queue: "queue.Queue[Any]" = attrs.field(
-        default=attrs.Factory(lambda self: queue.Queue(self.patience.entries), takes_self=True),
-        init=False,
-    )
+    _queue: "queue.SimpleQueue[Any]" = attrs.field(factory=queue.SimpleQueue, init=False)
+    _awaited: threading.Event = attrs.field(factory=threading.Event, init=False)
     _stuck: threading.Event = attrs.field(factory=threading.Event, init=False)
     _ended: threading.Event = attrs.field(factory=threading.Event, init=False)
     _warn: Warn = attrs.field(factory=Warn, init=False)
@@ -75,11 +77,10 @@ class Writer:
 
     def put(self, entry: Any) -> bool:
         """Queue an entry; whether there was room for it."""
-        try:
-            self._queue.put_nowait(entry)
-            return True
-        except queue.Full:
-            return self._wait(entry)
+        if self._queue.qsize() >= self.patience.entries and not self._wait(entry):
+            return False
+        self._queue.put(entry)
+        return True
 
     def flush(self, until: float) -> bool:
         """Wait until everything so far is written; False if that took too long.
@@ -90,6 +91,7 @@ class Writer:
         done = threading.Event()
         if self._stuck.is_set() or not self.put(done):
             return False
+        self._awaited.set()
         if done.wait(max(0.0, until - time.monotonic())):
             return True
         self._stuck.set()
@@ -104,6 +106,7 @@ class Writer:
         """Request the end: queued entries are written, then the tracker is closed."""
         if not self.put(_End(failed)):
             self._warn("close", f"{self.tracker.name} was not closed: {self._behind()}")
+        self._awaited.set()
 
     def wait(self, until: float, *, failed: bool) -> None:
         """Wait for the end, and report lost entries."""
@@ -131,6 +134,9 @@ class Writer:
                     self._call("close", self.tracker.close, self.native, entry.failed)
                 self._ended.set()
                 return
+            if self._queue.empty():
+                self._awaited.wait(_PAUSE_S)
+                self._awaited.clear()
 
     def _recall(self) -> None:
         """Find out which entries the library has already, if it cannot remove them."""
@@ -145,19 +151,21 @@ class Writer:
             )
 
     def _wait(self, entry: Any) -> bool:
-        """Wait for room, but not a second time for a tracker that made none."""
+        """Whether there is room now; nobody waits a second time for a tracker that made none."""
         if not self._stuck.is_set():
-            try:
-                self._queue.put(entry, timeout=self.patience.full_s)
-                return True
-            except queue.Full:
-                self._stuck.set()
-                self._warn(
-                    "stuck",
-                    f"{self.tracker.name} wrote none of {self.patience.entries} waiting entries "
-                    f"in {self.patience.full_s:g} s. Training continues; entries beyond these are "
-                    f"lost to this tracker. Check whether its disk or server responds.",
-                )
+            until = time.monotonic() + self.patience.full_s
+            while time.monotonic() < until:
+                self._awaited.set()
+                time.sleep(_POLL_S)
+                if self._queue.qsize() < self.patience.entries:
+                    return True
+            self._stuck.set()
+            self._warn(
+                "stuck",
+                f"{self.tracker.name} wrote none of {self.patience.entries} waiting entries "
+                f"in {self.patience.full_s:g} s. Training continues; entries beyond these are "
+                f"lost to this tracker. Check whether its disk or server responds.",
+            )
         if isinstance(entry, Entry):
             self._lost[entry.kind] += 1
         return False

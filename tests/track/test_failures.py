@@ -115,6 +115,15 @@ def test_a_slow_tracker_loses_nothing(ctx, tmp_path):
     assert kept == list(range(50))
 
 
+def test_entries_are_written_without_a_flush(ctx, tmp_path):
+    seen = [threading.Event() for _ in range(3)]
+    _, mine = own_tracker(log=lambda kept, values, at: seen[at.step].set())
+    with fx.track(tmp_path, ctx, [mine]) as run:
+        for step, written in enumerate(seen):  # each arrives while the thread pauses after the last
+            run.log({"a": 1}, step)
+            assert written.wait(30)
+
+
 def test_several_threads_may_log(ctx, tmp_path):
     def work(who):
         for step in range(100):
