@@ -56,10 +56,9 @@ def parameters_problem(call: str, argument: str, fn: Callable[..., object]) -> s
         argument: The name of the argument for the function.
 
     Example:
-        >>> parameters_problem("StepFns(loss=...)", "loss", lambda outputs, targets: 0)
-        "StepFns(loss=...) takes a function; it is called with (model, batch), and this one takes \
-(outputs, targets). For example: loss=lambda model, batch: F.cross_entropy(model(batch[0]), \
-batch[1])."
+        >>> problem = parameters_problem("StepFns(loss=...)", "loss", lambda outputs, targets: 0)
+        >>> problem.partition("; ")[2].partition(".")[0]
+        'it is called with (model, batch), and this one takes (outputs, targets)'
     """
     problem, example = call_problem(fn, "model", "batch"), EXAMPLE
     if not problem:

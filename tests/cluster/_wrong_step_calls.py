@@ -50,8 +50,8 @@ WRONG_STEPS = {
         "micro, is_last), found int. Use fx.Position(epoch=3), or the position of a batch, a ",
     ),
     "Position, another name": (
-        lambda ctx, model, loader, batch: fx.Position(epochs=3),
-        "Position(epochs=...): no such argument. Did you mean 'epoch'?",
+        lambda ctx, model, loader, batch: fx.Position(indx=3),
+        "Position(indx=...): no such argument. Did you mean 'index'?",
     ),
     "Mean.update, nothing": (
         lambda ctx, model, loader, batch: fx.Mean().update(),
