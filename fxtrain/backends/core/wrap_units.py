@@ -35,6 +35,19 @@ def unit_problems(module: nn.Module, config: FSDP) -> list[str]:
             f"FSDP cannot shard the scalar parameters {', '.join(scalars[:5])}. Give them the "
             f"shape [1], or name them in FSDP(ignore=...)."
         )
+    sparse = [
+        name
+        for name, one in module.named_modules()
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag)
+        and one.sparse
+        and one.weight.requires_grad
+        and f"{name}.weight" not in ignored
+    ]
+    if sparse:
+        problems.append(
+            f"FSDP cannot reduce sparse gradients, which {', '.join(sparse[:5])} compute with "
+            f"sparse=True. Set sparse=False, or use DDP()."
+        )
     return problems
 
 
