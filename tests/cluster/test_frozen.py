@@ -130,34 +130,3 @@ def test_ranks_that_unfreeze_different_parameters_hear_of_it(pair):
     assert any(
         "requires_grad changed: 0.weight, 0.bias" in one for one in pair.run(_unfreeze_on_rank_1)
     )
-
-
-def _sparse(ctx):
-    module = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2))
-    with pytest.raises(fx.PlanError) as caught:
-        fx.wrap(module, ctx, fx.Plan(strategy=fx.FSDP()), optimizer=adamw)
-    return str(caught.value)
-
-
-def test_fsdp_refuses_sparse_gradients_before_training(pair):
-    for told in pair.run(_sparse):
-        assert "FSDP cannot reduce sparse gradients, which 0 compute with sparse=True." in told
-
-
-def _penalty(ctx):
-    plan = fx.Plan(strategy=fx.FSDP(), batch="global")
-    model = fx.wrap(net(), ctx, plan, optimizer=adamw)
-
-    def loss(model, batch):
-        x = batch[0].clone().requires_grad_(True)
-        out = model(x).square().mean()
-        (slope,) = torch.autograd.grad(out, x, create_graph=True)
-        return out + slope.square().sum()
-
-    with pytest.raises(fx.StepError, match="needs them a second time") as caught:
-        fx.step(ctx, next(iter(fx.shard(data(), ctx, plan))), fx.StepFns(model, loss))
-    return str(caught.value)
-
-
-def test_a_second_derivative_under_fsdp_is_named(pair):
-    assert all("Use DDP() for this model." in one for one in pair.run(_penalty))
