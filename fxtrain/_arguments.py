@@ -23,9 +23,12 @@ from fxtrain._other_names import field_hint
 
 __all__ = [
     "MISSING",
+    "DataArgumentError",
+    "StepArgumentError",
     "call_problem",
     "closest",
     "hot_arguments",
+    "in_order",
     "known_arguments",
     "types_given",
     "unknown_name",
@@ -37,46 +40,38 @@ T = TypeVar("T")
 _MAX_COMPARED = 200  # letters: the time grows with their square
 
 
-class PlanArgumentError(PlanError, TypeError):
+class _OfArguments:
+    """What errors of arguments have in common: their code."""
+
+    code = "FX002"
+
+
+class PlanArgumentError(_OfArguments, PlanError, TypeError):
     """An unknown argument of a plan, a config, or a function that takes them."""
 
-    code = "FX002"
 
-
-class LaunchArgumentError(LaunchError, TypeError):
+class LaunchArgumentError(_OfArguments, LaunchError, TypeError):
     """An unknown argument of a launch."""
 
-    code = "FX002"
 
-
-class StepArgumentError(StepError, TypeError):
+class StepArgumentError(_OfArguments, StepError, TypeError):
     """An unknown argument of what makes a step."""
 
-    code = "FX002"
 
-
-class DataArgumentError(DataError, TypeError):
+class DataArgumentError(_OfArguments, DataError, TypeError):
     """An unknown argument of what splits data."""
 
-    code = "FX002"
 
-
-class ContextArgumentError(ContextError, TypeError):
+class ContextArgumentError(_OfArguments, ContextError, TypeError):
     """An unknown argument of what makes a context."""
 
-    code = "FX002"
 
-
-class CollectiveArgumentError(CollectiveError, TypeError):
+class CollectiveArgumentError(_OfArguments, CollectiveError, TypeError):
     """An unknown argument of a function of `fxtrain.ops`."""
 
-    code = "FX002"
 
-
-class CheckpointArgumentError(CheckpointError, TypeError):
+class CheckpointArgumentError(_OfArguments, CheckpointError, TypeError):
     """An unknown argument of what saves or restores."""
-
-    code = "FX002"
 
 
 _ARGUMENT_ERRORS: Mapping[type[FxError], type[FxError]] = types.MappingProxyType(
@@ -229,7 +224,9 @@ def known_arguments(error: type[FxError], *, owner: str = "") -> Callable[[F], F
                 problem = form.problem(args, kwargs, types=not isinstance(error, FxError))
                 if not problem:
                     raise
-            raise raised(problem)
+                # An error from inside the function may be that of a user's own code.
+                has_run = error.__traceback__ is not None and error.__traceback__.tb_next
+                raise raised(problem) from (error if has_run else None)
 
         return cast(F, checked)
 
@@ -239,16 +236,46 @@ def known_arguments(error: type[FxError], *, owner: str = "") -> Callable[[F], F
 def hot_arguments(function: F) -> F:
     """A decorator as `known_arguments`, which adds no call to each call of the function.
 
-    Required arguments get the default `MISSING`, and the function itself refuses calls without
-    them. Its last parameters are `*more: Never, **unknown: Never`, to which a type checker allows
-    no arguments; `inspect` and the documentation do not show them.
+    The last parameters of the function are `*more: Never, **unknown: Never`, to which a type
+    checker allows no arguments; `inspect` and the documentation do not show them. Its required
+    arguments get the default `MISSING`. The function itself refuses a call in which one of these
+    is missing or one of those has something. What is passed by name to a function that is not a
+    method is in `unknown`, since Python would raise an error of its own if such an argument were
+    there twice; `in_order` puts it in its place.
     """
     plain = cast(types.FunctionType, function)
     signature = inspect.signature(plain)
-    kept = [one for one in signature.parameters.values() if one.kind not in _COLLECTORS]
-    cast(Any, plain).__signature__ = signature.replace(parameters=kept)
-    plain.__defaults__ = (MISSING,) * plain.__code__.co_argcount
+    shown = [one for one in signature.parameters.values() if one.kind not in _COLLECTORS]
+    if len(signature.parameters) - len(shown) != len(_COLLECTORS):
+        raise TypeError(f"{plain.__qualname__} has no *more and **unknown, which it could refuse.")
+    cast(Any, plain).__signature__ = signature.replace(parameters=shown)
+    code, given = plain.__code__, plain.__defaults__ or ()
+    plain.__defaults__ = (MISSING,) * (code.co_argcount - len(given)) + given
+    if "self" not in code.co_varnames[:1]:
+        plain.__code__ = code.replace(co_posonlyargcount=code.co_argcount)
     return function
+
+
+def in_order(
+    function: Callable[..., Any], given: tuple[Any, ...], unknown: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """The arguments of a function with `hot_arguments`, of which some were passed by name.
+
+    Args:
+        given: By position, and `MISSING` for each that was not.
+
+    Returns:
+        All of them; nothing if one is missing, there twice or not known, or none was passed by
+        name.
+    """
+    names = list(inspect.signature(function).parameters)
+    by_name = dict(unknown)
+    placed = [
+        by_name.pop(name, MISSING) if one is MISSING else one
+        for name, one in zip(names, given, strict=False)
+    ]
+    fits = unknown and not by_name and len(given) == len(names)
+    return tuple(placed) if fits and all(one is not MISSING for one in placed) else ()
 
 
 _COLLECTORS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import fxtrain as fx
 from fxtrain import state
+from fxtrain.launch import plan_variable
 from fxtrain.state import structure, unstructure
 
 names = st.one_of(
@@ -82,6 +83,14 @@ def test_text_formats_are_the_identity(plan, form):
     again = fx.loads(fx.dumps(plan, form), fx.Plan, form)
     assert again == plan and hash(again) == hash(plan)
     assert fx.fingerprint(again) == fx.fingerprint(plan)
+
+
+@given(plan=plans, form=st.sampled_from(["json", "toml", "yaml"]))
+def test_a_plan_by_launch_by_file_and_by_argument_is_one_value(plan, form):
+    name, _, value = plan_variable(plan).partition("=")
+    launched = fx.given_plan(env={name: value})
+    written = fx.loads(fx.dumps(plan, form), fx.Plan, form)
+    assert launched == written == plan and len({launched, written, plan}) == 1
 
 
 @given(left=plans, right=plans)

@@ -4,7 +4,7 @@ import argparse
 import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ OPTIONS = parser.parse_args()
 SHUFFLE = not OPTIONS.in_order
 
 
-def sentences() -> list[dict[str, Tensor]]:
+def sentences() -> Any:
     """128 rows of 12 tokens, labelled by which of the first two is larger."""
     tokens = torch.randint(0, 64, (128, 12), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": (row[0] > row[1]).long()} for row in tokens]
@@ -97,6 +97,6 @@ def encoder_folder() -> Path:
     return Path(found.origin).parent / "model"
 
 
-def norms(parameters: Iterable[nn.Parameter]) -> list[float]:
+def norms(parameters: Iterable[Tensor]) -> list[float]:
     """A number for each parameter, by which runs are compared."""
     return [round(parameter.detach().norm().item(), 4) for parameter in parameters]

@@ -7,6 +7,7 @@ line: the loss after training from each, and whether all rows of both were seen 
 """
 
 import json
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ import fxtrain as fx
 from fxtrain import ops
 
 
-def train(ctx: fx.DistContext, dataset, *, shuffle: bool) -> tuple[float, bool]:
+def train(ctx: fx.DistContext, dataset: Any, *, shuffle: bool) -> tuple[float, bool]:
     """Two epochs; the loss, and whether the numbers of the rows are those of the dataset."""
     plan = fx.Plan(batch="global", seed=1)
     torch.manual_seed(0)

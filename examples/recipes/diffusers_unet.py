@@ -8,6 +8,7 @@ and the shape of samples that the trained model draws with its moving average.
 """
 
 import json
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ def rows(images: Tensor, seed: int) -> TensorDataset:
     return TensorDataset(images, noise, torch.randint(0, 100, (len(images),), generator=draw))
 
 
-def main(ctx: fx.DistContext) -> dict:
+def main(ctx: fx.DistContext) -> dict[str, Any]:
     images = torch.tensor(load_digits().images, dtype=torch.float32).unsqueeze(1) / 8 - 1
     train = DataLoader(rows(images[:256], 0), batch_size=32, shuffle=True)
     tests = DataLoader(rows(images[1000:1064], 1), batch_size=32)

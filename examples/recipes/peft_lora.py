@@ -8,6 +8,7 @@ are from those of peft's own `PeftModel.from_pretrained`.
 
 import json
 import tempfile
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -27,7 +28,7 @@ def base() -> LlamaForCausalLM:
 
 def main(ctx: fx.DistContext) -> dict[str, float]:
     rows = torch.arange(64).unsqueeze(1).add(torch.arange(8)) % 64  # each counts upwards
-    data = [{"input_ids": row, "labels": row} for row in rows]
+    data: Any = [{"input_ids": row, "labels": row} for row in rows]
     plan = fx.Plan(batch="global", clip_norm=1.0, seed=1)
     net = get_peft_model(base(), LoraConfig(r=8, target_modules="all-linear"))
     model = fx.wrap(net, ctx, plan, optimizer=lambda params: torch.optim.AdamW(params, lr=2e-2))
@@ -39,7 +40,7 @@ def main(ctx: fx.DistContext) -> dict[str, float]:
             fx.step(ctx, batch, fns)
     after = fx.evaluate(ctx, model, loader, fns.loss)
 
-    apart = None
+    apart = 0.0
     with tempfile.TemporaryDirectory() as folder, fx.gathered(model, ranks="main") as net:
         if net is not None:
             net.save_pretrained(folder)

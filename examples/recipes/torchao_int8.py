@@ -7,6 +7,7 @@ line: the accuracy after training and after quantisation, and bytes per paramete
 """
 
 import json
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ def main(ctx: fx.DistContext) -> dict[str, float]:
         for batch in epoch:
             fx.step(ctx, batch, fns)
 
-    weight = net[0].weight
+    weight: Any = net[0].weight
     states = model.optimizer.state[weight]
     held = sum(
         v.numel() if hasattr(v, "codes") else 4 * v.numel() for v in states.values() if v.ndim

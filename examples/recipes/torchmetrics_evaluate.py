@@ -7,6 +7,7 @@ the metrics, which are those of one process.
 """
 
 import json
+from typing import Any
 
 import datasets
 import evaluate
@@ -29,11 +30,11 @@ class F1(evaluate.Metric):
             description="", citation="", features=datasets.Features(kinds), inputs_description=""
         )
 
-    def _compute(self, predictions, references) -> dict[str, float]:
+    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
         return {"f1": float(f1_score(references, predictions, average="macro"))}
 
 
-def measures(model: fx.Wrapped, batch: fx.Batch) -> dict:
+def measures(model: fx.Wrapped, batch: fx.Batch) -> dict[str, Any]:
     """The arguments of each metric."""
     scores = model(batch[0]).softmax(1)
     return {
@@ -43,7 +44,7 @@ def measures(model: fx.Wrapped, batch: fx.Batch) -> dict:
     }
 
 
-def main(ctx: fx.DistContext) -> dict:
+def main(ctx: fx.DistContext) -> dict[str, Any]:
     x, y = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(x[:301], dtype=torch.float32) / 16, torch.tensor(y[:301]))
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ before and after, and how many tokens were generated.
 
 import json
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def loss(model: fx.Wrapped, batch: fx.Batch) -> fx.Weighted:
 
 
 def main(ctx: fx.DistContext) -> dict[str, float]:
-    texts = [text.encode()[: 40 + number % 24] for number, text in enumerate(topics.values())]
+    texts: Any = [text.encode()[: 40 + number % 24] for number, text in enumerate(topics.values())]
     plan = fx.Plan(batch="global", accumulate=2, clip_norm=1.0)
     torch.manual_seed(0)
     net = LlamaForCausalLM(

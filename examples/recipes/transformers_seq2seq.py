@@ -6,6 +6,7 @@ Ends with one JSON line: the loss before and after.
 """
 
 import json
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -17,7 +18,7 @@ from fxtrain import ops
 
 def main(ctx: fx.DistContext) -> dict[str, float]:
     numbers = torch.randint(2, 12, (128, 4), generator=torch.Generator().manual_seed(0))
-    rows = [{"input_ids": row, "labels": row} for row in numbers]
+    rows: Any = [{"input_ids": row, "labels": row} for row in numbers]
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
     config = T5Config(vocab_size=12, dropout_rate=0.0, decoder_start_token_id=0, **sizes)
     plan = fx.Plan(batch="global", clip_norm=1.0, seed=1)

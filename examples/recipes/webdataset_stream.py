@@ -13,6 +13,7 @@ import json
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import webdataset
 from torch.utils.data import DataLoader
@@ -36,7 +37,7 @@ def write(folder: str) -> list[str]:
     return paths
 
 
-def seen(ctx: fx.DistContext, dataset, plan: fx.Plan) -> list[list[int]]:
+def seen(ctx: fx.DistContext, dataset: Any, plan: fx.Plan) -> list[list[int]]:
     """The rows of two epochs, over all ranks."""
     loader = DataLoader(dataset.decode().to_tuple("cls"), batch_size=4)
     return [

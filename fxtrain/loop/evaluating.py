@@ -12,9 +12,9 @@ from fxtrain import _tree, ops
 from fxtrain._arguments import call_problem, known_arguments
 from fxtrain._errors import DataError, PlanError
 from fxtrain.data import Sharded, every_row
+from fxtrain.loop.loss_functions import EXAMPLE, check_no_criterion, parameters_problem
 from fxtrain.loop.means import Mean
 from fxtrain.loop.metric_objects import compute_metric, local_metric, update_metric
-from fxtrain.loop.stepping import check_no_criterion
 from fxtrain.state import (
     PP,
     Batch,
@@ -29,7 +29,6 @@ from fxtrain.state import (
 __all__ = ["evaluate"]
 
 M = TypeVar("M", bound=nn.Module)
-_FN = "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 T = TypeVar("T")
 
 
@@ -98,7 +97,7 @@ def evaluate(
         for metric in objects.values():
             during.enter_context(local_metric(metric, ctx))
         for batch in rows:
-            values = _update_metrics(fn(model, batch), objects, batch, ctx)
+            values = _update_metrics(_values(fn, model, batch), objects, batch, ctx)
             leaves, found = _tree.flatten(values, _is_value)
             if not leaves and not objects:
                 raise DataError(
@@ -115,6 +114,16 @@ def evaluate(
         result = _tree.unflatten(shape, _reduced(means, ctx))
         computed = {name: compute_metric(metric) for name, metric in objects.items()}
     return computed[""] if _is_single(metrics) else {**result, **computed} if computed else result
+
+
+def _values(fn: Callable[[Any, Any], object], model: Wrapped, batch: Batch) -> object:
+    try:
+        return fn(model, batch)
+    except (TypeError, AttributeError) as error:
+        problem = parameters_problem("evaluate(fn=...)", "fn", fn)
+        if not problem:
+            raise
+        raise DataError(problem) from error
 
 
 def _check(ctx: Any, model: Any, loader: Any, fn: Any) -> None:
@@ -136,10 +145,10 @@ def _check(ctx: Any, model: Any, loader: Any, fn: Any) -> None:
     check_no_criterion("evaluate(fn={})", fn)
     if not callable(fn):
         raise DataError(
-            f"evaluate(fn={shown(fn)}): pass a function (model, batch) → values, such as {_FN}."
+            f"evaluate(fn={shown(fn)}): pass a function (model, batch) → values, such as {EXAMPLE}."
         )
     if problem := call_problem(fn, "model", "batch"):
-        raise DataError(f"evaluate(fn=...) takes a function; {problem}. For example: {_FN}.")
+        raise DataError(f"evaluate(fn=...) takes a function; {problem}. For example: {EXAMPLE}.")
     strategy = model.plan.strategy
     if isinstance(strategy, PP) and strategy.outputs == "last" and ctx.mesh.pipeline > 1:
         raise PlanError(

@@ -1,14 +1,20 @@
 """Running means over a loop, of all ranks together."""
 
 import math
-from typing import Any
+from typing import Any, Never
 
 import attrs
 import torch
 from torch import Tensor
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments
+from fxtrain._arguments import (
+    MISSING,
+    DataArgumentError,
+    hot_arguments,
+    known_arguments,
+    types_given,
+)
 from fxtrain._display import number
 from fxtrain._errors import DataError, PlanError
 from fxtrain.ops.devices import as_scalar
@@ -41,8 +47,13 @@ class Mean:
     total: Tensor | float = attrs.field(default=0.0, repr=number)
     weight: Tensor | float = attrs.field(default=0.0, repr=number)
 
+    @hot_arguments
     def update(
-        self, value: Tensor | float | Weighted | Report, weight: Tensor | float = 1
+        self,
+        value: Tensor | float | Weighted | Report,
+        weight: Tensor | float = 1,
+        *more: Never,
+        **unknown: Never,
     ) -> "Mean":
         """The mean after one more value.
 
@@ -54,6 +65,13 @@ class Mean:
         Raises:
             DataError: it is no number.
         """
+        if value is MISSING or more or unknown:
+            raise DataArgumentError(
+                f"mean.update(value, weight=1) takes a number, a tensor of one element, "
+                f"fx.Weighted or the report of a step; found "
+                f"{types_given((value, *more), unknown)}. Use mean = mean.update(report), or "
+                f"mean = mean.update(loss, rows)."
+            )
         if type(value) is Report:
             value, weight = value.loss, value.weight
         if type(value) is Weighted:

@@ -1,7 +1,7 @@
 """One micro-batch: forward, backward and, at the end of a window, the update."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Never, NoReturn
+from typing import Any, Generic, Never
 
 import attrs
 import torch
@@ -10,10 +10,22 @@ from torch.nn.modules.loss import _Loss
 from typing_extensions import TypeVar
 
 from fxtrain import _tree, ops
-from fxtrain._arguments import call_problem, hot_arguments, types_given, with_known_arguments
+from fxtrain._arguments import (
+    StepArgumentError,
+    hot_arguments,
+    in_order,
+    types_given,
+    with_known_arguments,
+)
 from fxtrain._errors import CollectiveError, StepError
 from fxtrain.loop import weighting
 from fxtrain.loop.batch_checks import check_ready
+from fxtrain.loop.loss_functions import (
+    EXAMPLE,
+    TORCH_FUNCTIONS,
+    check_no_criterion,
+    parameters_problem,
+)
 from fxtrain.loop.nonfinite import found_nonfinite
 from fxtrain.ops.step_parts import check_loss, waiting_schedulers
 from fxtrain.ops.transport.exchange import rank_loss_guard
@@ -29,13 +41,11 @@ from fxtrain.state import (
     round_of,
 )
 
-__all__ = ["StepFns", "check_no_criterion", "step"]
+__all__ = ["StepFns", "step"]
 
 M = TypeVar("M", bound=nn.Module, default=Any)
 Loss = Tensor | Weighted
 
-_LOSS = "loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
-_FUNCTIONS = "torch.nn.functional"
 _NO_UPDATE = UpdateResult(applied=False)
 
 
@@ -55,38 +65,13 @@ def _check_model(_: Any, __: Any, model: Any) -> None:
 
 def _check_loss_fn(_: Any, __: Any, loss: Any) -> None:
     # Checked here first, since a call less is a call less in each `fx.update`.
-    if isinstance(loss, (_Loss, type)) or getattr(loss, "__module__", "") == _FUNCTIONS:
+    if isinstance(loss, (_Loss, type)) or getattr(loss, "__module__", "") == TORCH_FUNCTIONS:
         check_no_criterion("StepFns(loss={})", loss)
     if not callable(loss):
         raise StepError(
             f"StepFns(loss=...) takes a function, found {type(loss).__name__}. For example: "
-            f"{_LOSS}."
+            f"loss={EXAMPLE}."
         )
-
-
-def check_no_criterion(call: str, fn: Any) -> None:
-    """Refuse a loss of torch's, such as `nn.CrossEntropyLoss()`, as a function of model and batch.
-
-    Args:
-        call: What was asked, with braces for the loss.
-
-    Raises:
-        StepError: with the function that it should be.
-    """
-    given, criterion = "", "criterion"
-    if isinstance(fn, _Loss):
-        given = f"nn.{type(fn).__name__}()"
-    elif isinstance(fn, type) and issubclass(fn, _Loss):
-        given = f"nn.{fn.__name__}"
-    elif getattr(fn, "__module__", "") == _FUNCTIONS:
-        given = criterion = f"F.{fn.__name__}"
-    if not given:
-        return
-    where = "" if criterion == given else f", where {criterion} = {given.removesuffix('()')}()"
-    raise StepError(
-        f"{call.format(given)}: this function takes (model, batch), and {given} takes outputs and "
-        f"targets. Use lambda model, batch: {criterion}(model(batch[0]), batch[1]){where}."
-    )
 
 
 def _default_update(model: Any) -> UpdateSpec:
@@ -205,14 +190,14 @@ def step(
         ...     report.applied, report.position.updates
         (True, 2)
     """
-    fits = isinstance(fns, StepFns) and not more and not unknown
-    model = fns.model if fits else _refuse_arguments((ctx, batch, fns, *more), unknown)
-    fits = type(batch) is Batch and batch.plan is model.plan and model.optimizers
+    if more or unknown or not isinstance(fns, StepFns):
+        return step(*_arguments((ctx, batch, fns, *more), unknown))
+    model, plan, strategy = fns.model, fns.model.plan, fns.model.strategy
+    fits = type(batch) is Batch and batch.plan is plan and model.optimizers
     if not fits or model.closed or type(ctx) is not DistContext or ctx.comm.state.closed:
         check_ready("step", ctx, batch, model)
-    plan, strategy, position = model.plan, model.strategy, batch.position
+    position, due = batch.position, batch.position.micro == 0
     independent = plan.local is not None and weighting.is_independent(model, position)
-    due = position.micro == 0
     reduce = due or plan.sync_each
     spans = weighting.window_has_more(batch, model)
     outcome = _NO_UPDATE
@@ -230,8 +215,9 @@ def step(
             outcome = _update(ctx, batch, fns, weighted, independent=independent, spans=spans)
         if plan.local is not None and round_of(model) is not None:
             strategy.average(model, position)
-    except (RuntimeError, TypeError) as error:
-        raise _explained(ctx, fns, error) from error
+    except (RuntimeError, TypeError, AttributeError) as error:
+        _explain(ctx, fns, error)
+        raise
     if position.is_last and position.epoch and model.scheduler is not None:
         _remind(ctx, model)
     return Report(
@@ -245,11 +231,15 @@ def step(
     )
 
 
-def _refuse_arguments(given: tuple[object, ...], unknown: Mapping[str, object]) -> NoReturn:
-    raise StepError(
-        f"step(ctx, batch, fns) takes a context, a batch and a model with its loss; found "
-        f"{types_given(given, unknown)}. Use fx.step(ctx, batch, fx.StepFns(model, loss))."
-    )
+def _arguments(given: tuple[Any, ...], unknown: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a step, some of which were passed by name."""
+    arguments = in_order(step, given, unknown)
+    if not arguments:
+        raise StepArgumentError(
+            f"step(ctx, batch, fns) takes a context, a batch and a model with its loss; found "
+            f"{types_given(given, unknown)}. Use fx.step(ctx, batch, fx.StepFns(model, loss))."
+        )
+    return arguments
 
 
 def _remind(ctx: DistContext, model: Wrapped) -> None:
@@ -325,22 +315,22 @@ def _advance(model: Wrapped, batch: Batch, times: int) -> None:
     model.advanced[:] = batch.position.updates, counts
 
 
-def _explained(ctx: DistContext, fns: StepFns, error: Exception) -> Exception:
-    """Name the lost rank, or the arguments of a loss; return any other error unchanged."""
-    if isinstance(error, TypeError):
-        problem = call_problem(fns.loss, "model", "batch")
-        words = f"StepFns(loss=...) takes a function; {problem}. For example: {_LOSS}."
-        return StepError(words) if problem else error
-    text = str(error)
+def _explain(ctx: DistContext, fns: StepFns, error: Exception) -> None:
+    """Raise an error that names the lost rank, or the arguments of a loss, if that is the cause."""
+    if isinstance(error, (TypeError, AttributeError)):
+        problem = parameters_problem("StepFns(loss=...)", "loss", fns.loss)
+        if problem:
+            raise StepError(problem) from error
+        return
     if isinstance(error, CollectiveError | StepError) or not any(
-        word in text for word in ("gloo", "NCCL", "Connection closed", "ProcessGroup")
+        word in str(error) for word in ("gloo", "NCCL", "Connection closed", "ProcessGroup")
     ):
-        return error
+        return
     try:
         with rank_loss_guard(ctx, ("step", "forward, backward and update")):
             raise error
     except CollectiveError as named:
-        return named
+        raise named from error
 
 
 def _detach(leaf: Any) -> Any:

@@ -1,11 +1,12 @@
 """The update of a loop that computes its loss itself."""
 
+from collections.abc import Mapping
 from typing import Any, Never
 
 import torch
 from torch import Tensor
 
-from fxtrain._arguments import MISSING, hot_arguments, types_given
+from fxtrain._arguments import MISSING, StepArgumentError, hot_arguments, in_order, types_given
 from fxtrain._errors import StepError
 from fxtrain.loop.batch_checks import check_ready
 from fxtrain.loop.stepping import StepFns, step
@@ -65,12 +66,7 @@ def update(
     """
     fits = isinstance(ctx, DistContext) and isinstance(model, Wrapped) and loss is not MISSING
     if more or unknown or not fits:
-        raise StepError(
-            f"update(ctx, batch, model, loss) takes a context, a batch, a wrapped model and its "
-            f"loss; found {types_given((ctx, batch, model, loss, *more), unknown)}. Use "
-            f"fx.update(ctx, batch, model, loss), where model = fx.wrap(net, ctx, plan, "
-            f"optimizer=...)."
-        )
+        return update(*_arguments((ctx, batch, model, loss, *more), unknown))
     fits = type(batch) is Batch and batch.plan is model.plan and model.optimizers
     if not fits or model.closed or ctx.comm.state.closed:
         check_ready("update", ctx, batch, model)
@@ -87,6 +83,18 @@ def update(
             "loss for each batch.",
             code="FX502",
         ) from error
+
+
+def _arguments(given: tuple[Any, ...], unknown: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of an update, some of which were passed by name."""
+    arguments = in_order(update, given, unknown)
+    if not arguments:
+        raise StepArgumentError(
+            f"update(ctx, batch, model, loss) takes a context, a batch, a wrapped model and its "
+            f"loss; found {types_given(given, unknown)}. Use fx.update(ctx, batch, model, loss), "
+            f"where model = fx.wrap(net, ctx, plan, optimizer=...)."
+        )
+    return arguments
 
 
 def _check_dtype(loss: Any, model: Wrapped) -> None:

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fxtrain._arguments import hot_arguments, known_arguments, types_given
+from fxtrain._arguments import (
+    StepArgumentError,
+    hot_arguments,
+    in_order,
+    known_arguments,
+    types_given,
+)
 from fxtrain._errors import StepError
 from fxtrain.ops.collectives import reduce
 from fxtrain.ops.devices import as_scalar
@@ -79,7 +85,9 @@ def autocast(model: Wrapped, *more: Never, **unknown: Never) -> AbstractContextM
         torch.bfloat16
     """
     if more or unknown or not isinstance(model, Wrapped):
-        raise StepError(
+        if arguments := in_order(autocast, (model, *more), unknown):
+            return autocast(*arguments)
+        raise StepArgumentError(
             f"ops.autocast(model) takes a wrapped model, whose plan has the dtype; found "
             f"{types_given((model, *more), unknown)}. Use fx.ops.autocast(model), where model = "
             f"fx.wrap(net, ctx, fx.Plan(precision='bf16'), optimizer=...)."

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Protocol, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, Never, NoReturn, Protocol, overload
 
 import attrs
 from typing_extensions import TypeVar
 
+from fxtrain._arguments import MISSING, StepArgumentError, hot_arguments, types_given
 from fxtrain._display import Displayed, describe, number
 from fxtrain._errors import DataError
 from fxtrain.state.plan import Plan
@@ -168,7 +169,7 @@ class Batch(Displayed, Generic[Data_co]):
         return self.data
 
 
-@attrs.frozen(repr=False)
+@attrs.frozen(repr=False, init=False)
 class Weighted(Displayed):
     """A loss that is exact over ranks and micro-batches of different weights.
 
@@ -182,6 +183,19 @@ class Weighted(Displayed):
 
     total: torch.Tensor = attrs.field(eq=False)
     weight: torch.Tensor | float = attrs.field(eq=False)
+
+    @hot_arguments
+    def __init__(
+        self, total: torch.Tensor, weight: torch.Tensor | float, *more: Never, **unknown: Never
+    ) -> None:
+        if weight is MISSING or more or unknown:
+            raise StepArgumentError(
+                f"Weighted(total, weight) takes a sum of losses and the number of items that it "
+                f"sums; found {types_given((total, weight, *more), unknown)}. Use "
+                f"fx.Weighted(losses.sum(), losses.numel())."
+            )
+        object.__setattr__(self, "total", total)
+        object.__setattr__(self, "weight", weight)
 
     def __repr__(self) -> str:
         return f"Weighted(total={number(self.total)}, weight={number(self.weight)})"

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
+from tests.cluster._wrong_step_calls import WRONG_STEPS
 
 __all__ = ["WRONG", "plateau", "sgd"]
 
@@ -26,8 +27,8 @@ def plateau(optimizer):
 WRONG = {
     "step, swapped": (
         lambda ctx, model, loader, batch: fx.step(ctx, fx.StepFns(model, _loss), batch),
-        "StepError: step(ctx, batch, fns) takes a context, a batch and a model with its loss; "
-        "found DistContext, StepFns, Batch. Use fx.step(ctx, batch, fx.StepFns(model, loss)).",
+        "StepArgumentError: step(ctx, batch, fns) takes a context, a batch and a model with its "
+        "loss; found DistContext, StepFns, Batch. Use fx.step(ctx, batch, fx.StepFns(model, ",
     ),
     "step, a model": (
         lambda ctx, model, loader, batch: fx.step(ctx, batch, model),
@@ -278,4 +279,5 @@ WRONG = {
         "AttributeError: A batch has no attribute 'shape'. Use batch.data.shape, if the data, a "
         "dict, has it.",
     ),
+    **WRONG_STEPS,
 }

@@ -24,4 +24,4 @@ for train in fx.shard(train, ctx).epochs(50):
     best, waited = (loss, 0) if loss < best else (best, waited + 1)
     if waited == 2:
         break
-fx.ops.say([train.number, *norms(model.parameters())], ctx)
+fx.ops.say([train.number, *norms(model.parameters())], ctx)  # pyright: ignore

@@ -7,6 +7,11 @@ from torch.optim.lr_scheduler import LambdaLR
 AutoModel: Any
 AutoModelForSequenceClassification: Any
 AutoTokenizer: Any
+LlamaConfig: Any
+T5Config: Any
+T5ForConditionalGeneration: Any
+
+class LlamaForCausalLM(Any): ...
 
 def get_linear_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int
