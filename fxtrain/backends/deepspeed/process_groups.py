@@ -1,5 +1,6 @@
 """The ranks of a context, in the form that DeepSpeed expects."""
 
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -72,7 +73,8 @@ def sequence_groups(library: ModuleType, ctx: DistContext) -> SequenceGroups | N
     """
     if ctx.axis("context").world_size == 1:
         return None
-    alone = dist.new_group([ctx.rank], use_local_synchronization=True)
+    wait = timedelta(seconds=ctx.comm.timeout_s)
+    alone = dist.new_group([ctx.rank], timeout=wait, use_local_synchronization=True)
     return SequenceGroups(ctx, library.utils.groups._clone_world_group(), alone)
 
 
