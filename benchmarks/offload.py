@@ -176,10 +176,11 @@ def _memory(ctx, at):
 
     placed = run().plan.strategy.placement  # what is loaded on first use does not count
     gc.collect()
-    said, peak = placed.bytes_on("cpu"), peak_bytes(run)
+    said, peak = sum(unit.bytes for unit in placed.units if unit.device == "cpu"), peak_bytes(run)
     rows = [
-        ["on the CPU, by the placement", f"{said / MB:.0f}", ""],
-        ["most memory taken", f"{peak / MB:.0f}", f"{peak / said:.3f}"],
+        ["units on the CPU, by the placement", f"{said / MB:.0f}", ""],
+        ["most memory allocated", f"{peak / MB:.0f}", f"{peak / said:.3f}"],
+        ["room for units that stream, which are mapped", f"{placed.room / MB:.0f}", ""],
         ["on disk", f"{placed.bytes_on('disk') / MB:.0f}", ""],
     ]
     show("A decoder of 2 GB, a quarter resident", ["", "MB", "of the placement"], rows)
