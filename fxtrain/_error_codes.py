@@ -226,6 +226,15 @@ ERROR_CODES = (
         "torch.optim.AdamW(params))`.",
     ),
     ErrorCode(
+        "FX505", "StepError", "The trained parameters changed where they may not",
+        "steps#freezing-and-unfreezing",
+        "After `fx.wrap`, `requires_grad_` or `optimizer.add_param_group` changed which parameters "
+        "are trained, in a way that the strategy cannot follow: gradients of some parameters would "
+        "not be reduced, and the ranks would train different models.",
+        "Build the whole model before `fx.wrap`, change `requires_grad` after an update, and wrap "
+        "the model again where the message says so: `fx.wrap(fx.unwrap(model), ctx, plan, ...)`.",
+    ),
+    ErrorCode(
         "FX600", "CheckpointError", "", "checkpoints",
         "A value cannot be saved without pickle, an argument of a function of checkpoints or "
         "model files is invalid, or a folder cannot be written.",

@@ -12,6 +12,7 @@ EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", PAGE
 PRINTED = {
     "keep_your_loop": r"20 updates, loss 0\.\d+",
     "no_decay": "2 with weight decay, 4 without",
+    "unfreezing": "178 parameters in 2 groups",
 }
 
 

@@ -11,7 +11,11 @@ from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.model_state import load_state, state_of
 from fxtrain.backends.core.module_changes import prepare_module, unmatched_names, xla_problems
 from fxtrain.backends.core.moving import move_module
-from fxtrain.backends.core.optimizers import make_optimizers, make_schedulers
+from fxtrain.backends.core.optimizers import (
+    make_optimizers,
+    make_schedulers,
+    refuse_later_parameters,
+)
 from fxtrain.backends.core.weights import torch_weights
 from fxtrain.state import DistContext, Plan, Single, Strategy, Wrapped, unsupported
 
@@ -67,6 +71,7 @@ def make_handle(
         change: Replaces each optimizer.
     """
     made, optimizers = make_optimizers(optimizer, module, change)
+    refuse_later_parameters(optimizers, module, ctx)
     planned, schedulers = make_schedulers(scheduler, made)
     return Wrapped(
         module=module,

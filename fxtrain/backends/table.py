@@ -52,6 +52,7 @@ STRATEGIES = (
     OFFLOAD,
 )
 
+_SHARDED_OVER = {"replicate", "shard", "tensor"}  # axes of the meshes that `wrap` makes
 _SLOW_FP16 = (
     'Plan(precision="fp16") on a CPU: CPUs compute bf16 faster, and it needs no loss scale. Use '
     'precision="bf16".'
@@ -216,7 +217,7 @@ def problems_of(
     strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module
 ) -> tuple[str, ...]:
     """Why a plan cannot be carried out in a context; no traffic, the same on all ranks."""
-    if told := _row_problems(strategy, plan):
+    if told := _row_problems(strategy, plan) or _sharded_problems(module):
         return told
     found = (*strategy.check(ctx, plan, module), *_wrap_error(strategy, ctx, plan))
     found = (*found, *quantized_problems(strategy, ctx, plan, module))
@@ -247,6 +248,26 @@ def _row_problems(strategy: Strategy, plan: Plan) -> tuple[str, ...]:
         for name, function in strategy.fused
         if getattr(strategy, name) is not function
     )
+
+
+def _sharded_problems(module: nn.Module) -> tuple[str, ...]:
+    """What of a module is in another wrapped model, which has sharded it."""
+    names = [name for name, one in module.named_parameters() if _axes_of(one) & _SHARDED_OVER]
+    if not names:
+        return ()
+    more = f" and {len(names) - 5} more" * (len(names) > 5)
+    return (
+        f"wrap: a part of this {type(module).__name__} is sharded already, by another wrapped "
+        f"model: {', '.join(names[:5])}{more}. Make models that share a part one module, whose "
+        f"forward runs one of them, and wrap that, or use fx.DDP(). fx.unwrap(model) puts back the "
+        f"weights of a model that is no longer used.",
+    )
+
+
+def _axes_of(parameter: Any) -> set[str]:
+    """The names of the mesh axes over which a parameter is distributed."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return set() if mesh is None else set(mesh.mesh_dim_names or ())
 
 
 def _refuse_constants(plan: Plan, *, trains: bool) -> None:

@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fxtrain._arguments import call_problem
-from fxtrain._errors import PlanError
+from fxtrain._errors import PlanError, StepError
 from fxtrain.backends.core.packed_states import shard_problem
+from fxtrain.state import DistContext
 
 __all__ = [
     "Optimizers",
@@ -22,6 +23,7 @@ __all__ = [
     "make_optimizers",
     "make_schedulers",
     "refuse_closures",
+    "refuse_later_parameters",
 ]
 
 Optimizers = (
@@ -94,6 +96,40 @@ def make_optimizers(
         return changed, tuple(changed.values())
     every = tuple(change(one) for one in found)
     return (every if isinstance(made, list | tuple) else every[0]), every
+
+
+class _KnownParameters:
+    """A hook before `optimizer.step()` that refuses parameters no strategy knows of."""
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
+        self._module = type(module).__name__
+        self._parameters = list(module.parameters())
+        self._groups = groups
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        groups = optimizer.param_groups
+        if len(groups) == self._groups:
+            return
+        known = {id(one) for one in self._parameters}
+        later = [one for group in groups for one in group["params"] if id(one) not in known]
+        if later:
+            raise StepError(
+                f"{type(optimizer).__name__}.add_param_group: {len(later)} of its parameters (the "
+                f"first has the shape {list(later[0].shape)}) were not in the {self._module} when "
+                f"it was wrapped, so their gradients are not reduced over the ranks, which would "
+                f"train different models. Build the whole model before fx.wrap, with the parts to "
+                f"train later frozen by requires_grad_(False), or fx.unwrap it and wrap it again.",
+                code="FX505",
+            )
+        self._groups = len(groups)
+
+
+def refuse_later_parameters(
+    optimizers: Iterable[torch.optim.Optimizer], module: nn.Module, ctx: DistContext
+) -> None:
+    """Have optimizers of several ranks refuse parameters that are not in the wrapped module."""
+    for one in optimizers if ctx.world_size > 1 else ():
+        one.register_step_pre_hook(_KnownParameters(module, len(one.param_groups)))
 
 
 def _refuse_states(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:

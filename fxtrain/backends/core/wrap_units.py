@@ -5,6 +5,7 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxtrain.backends.core.name_checks import unknown_classes, unknown_patterns
@@ -35,7 +36,42 @@ def unit_problems(module: nn.Module, config: FSDP) -> list[str]:
             f"FSDP cannot shard the scalar parameters {', '.join(scalars[:5])}. Give them the "
             f"shape [1], or name them in FSDP(ignore=...)."
         )
-    return problems
+    sparse = [
+        name
+        for name, one in module.named_modules()
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag)
+        and one.sparse
+        and one.weight.requires_grad
+        and f"{name}.weight" not in ignored
+    ]
+    if sparse:
+        problems.append(
+            f"FSDP cannot reduce sparse gradients, which {', '.join(sparse[:5])} compute with "
+            f"sparse=True. Set sparse=False, or use DDP()."
+        )
+    return problems or _dtype_problems(module, config, ignored)
+
+
+def _dtype_problems(module: nn.Module, config: FSDP, ignored: set[str]) -> list[str]:
+    """Units whose trained parameters have several dtypes, which torch gathers in one buffer."""
+    parts = units(module, config)
+    unit_of = {id(part): unit[0] for unit in parts for part in unit}
+    owners = _unit_of_parameters(module, [part for unit in parts for part in unit])
+    named: dict[int, dict[torch.dtype, str]] = {}
+    for name, one in module.named_parameters():
+        if one.requires_grad and name not in ignored:
+            unit = unit_of.get(id(owners[id(one)][0]), module)
+            named.setdefault(id(unit), {}).setdefault(one.dtype, name)
+    mixed = [found for found in named.values() if len(found) > 1]
+    if not mixed:
+        return []
+    told = " and ".join(f"{name} in {str(dtype)[6:]}" for dtype, name in mixed[0].items())
+    return [
+        f"FSDP gathers the parameters of a unit in one buffer, so those that are trained need one "
+        f"dtype, but a unit of {type(module).__name__} has {told}. Cast them, for example by "
+        f"net.float(), with Plan(precision='bf16') to compute in bf16. Or choose smaller units by "
+        f"FSDP(wrap=...) or FSDP(min_params=...), or name the others in FSDP(ignore=...)."
+    ]
 
 
 def _function_problems(module: nn.Module, path: str) -> list[str]:

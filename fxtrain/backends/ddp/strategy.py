@@ -1,7 +1,6 @@
 """A replica on every rank, by torch's DistributedDataParallel."""
 
 import inspect
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,8 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fxtrain import _tree
-from fxtrain._errors import StepError
 from fxtrain.backends.context.split_sequences import sequence_problems
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.kept_apart import is_foreign
@@ -26,6 +23,7 @@ from fxtrain.backends.core.module_changes import (
     xla_problems,
 )
 from fxtrain.backends.core.optimizers import local_optimizer
+from fxtrain.backends.ddp.engine import Reduced, StableBucketsDDP
 from fxtrain.backends.ddp.power_sgd import load_power_sgd, power_sgd_state
 from fxtrain.backends.local.averaging import average, new_round
 from fxtrain.backends.single import SINGLE, wrap_without_engine
@@ -144,7 +142,7 @@ def _data_parallel_options(
 
 def _replicate(
     module: nn.Module, ctx: DistContext, data: DistContext, config: DDP
-) -> "_StableBucketsDDP":
+) -> StableBucketsDDP:
     # torch 2.13 renamed the option and warns about the older name.
     newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     buffers: dict[str, Any] = {
@@ -152,7 +150,7 @@ def _replicate(
     }
     send_values(quantized_tensors(module).values(), data)
     with _without_quantized(module):
-        engine = _StableBucketsDDP(
+        engine = StableBucketsDDP(
             module,
             device_ids=None if ctx.device.type in ("cpu", "mps") else [ctx.device],
             process_group=data.comm.group,
@@ -162,7 +160,10 @@ def _replicate(
             find_unused_parameters=config.unused_parameters,
             **buffers,
         )
-    _add_hook(engine, data, config.hook)
+    engine.data = data
+    if config.hook.name != "none":
+        engine.add_hook = partial(_add_hook, data=data, config=config.hook)
+        engine.add_hook(engine)
     if not config.static_graph and not config.unused_parameters:
         engine.fix_buckets()
     engine.require_forward_param_sync = False  # torch's constructor has just sent all buffers
@@ -182,137 +183,7 @@ def _without_quantized(module: Any) -> Iterator[None]:
             del module._ddp_params_and_buffers_to_ignore
 
 
-class _StableBucketsDDP(DistributedDataParallel):
-    """torch's wrapper, with buckets that a restart does not change.
-
-    After the first backward, torch rebuilds its buckets in the order in which gradients were
-    ready. The place of a gradient in its bucket decides the order in which the ranks' values are
-    added, and so its last bit: a resumed run, whose first backward would still use the old
-    buckets, would differ. Here they are sorted before the first backward, last registered first,
-    which is the order for a module that registers its parts in the order of their use.
-
-    torch decides in forward whether the backward that follows reduces gradients. Outside of
-    `ops.sync`, forward cannot know whether its micro-batch ends a window, so that there the
-    decision is made when backward begins.
-    """
-
-    hook_state: Any = None  # of the communication hook
-    in_foreign_backward: Callable[[], bool] = bool
-    in_block = False  # whether inside an `ops.sync` that reduces
-    _uses_all = False  # whether every backward has to reach all parameters
-    _expects = False  # whether the reducer expects a backward
-    _undecided = False  # whether there was a forward that the reducer does not know of
-
-    def _build_params_for_reducer(self) -> Any:
-        parameters, sparse = super()._build_params_for_reducer()
-        return parameters[::-1], sparse[::-1]
-
-    def fix_buckets(self) -> None:
-        self.reducer._push_all_rebuilt_params()
-        self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
-        self._uses_all = True
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            # Past torch's forward, in which the ranks wait for each other.
-            self.sync_buffers_once()
-            return self.module(*inputs, **kwargs)
-        self._check_reduced()
-        if self.in_block or not self.require_backward_grad_sync:
-            self._expects, self._undecided = self.in_block, False
-            return super().forward(*inputs, **kwargs)
-        with self.no_sync():
-            out = super().forward(*inputs, **kwargs)
-        self._decide_in_backward(out)
-        return out
-
-    def before_backward(self, loss: Tensor) -> None:
-        """Have the reducer expect this backward, unless forward did or nothing is reduced."""
-        if self.require_backward_grad_sync and not self._expects:
-            self._expect([loss])
-        self._expects = self._undecided = False
-
-    def _decide_in_backward(self, out: Any) -> None:
-        """See to it that a `loss.backward()`, which nobody announces, reduces gradients."""
-        leaves = _tree.flatten(out)[0]
-        outputs = [one for one in leaves if isinstance(one, Tensor) and one.grad_fn is not None]
-        self._undecided = bool(outputs)
-        if not outputs:  # that are found
-            self._expect([])
-            return
-        roots = list(outputs) if self.find_unused_parameters else []
-
-        def begins(_: Tensor) -> None:
-            decides = self._undecided and self.require_backward_grad_sync
-            if decides and not self.in_foreign_backward():
-                self._expect(roots)
-            self._undecided = False
-            roots.clear()  # they hold this function
-
-        for one in outputs:
-            one.register_hook(begins)
-
-    def _expect(self, roots: list[Tensor]) -> None:
-        self.reducer.prepare_for_forward()
-        self.require_forward_param_sync = True
-        searched = self.find_unused_parameters and not self.static_graph
-        self.reducer.prepare_for_backward(roots if searched else [])
-
-    def finish_reduction(self) -> None:
-        """End a backward: check that gradients were reduced, and send rank 0's buffers to all.
-
-        torch would send them in the next forward of any kind, on all ranks. Sent here, where all
-        ranks participate, they are also equal when one rank evaluates by itself.
-        """
-        self._check_reduced()
-        self.sync_buffers_once()
-
-    def sync_buffers_once(self) -> None:
-        """Send rank 0's buffers now, if a backward outside of fxtrain left that to do."""
-        if self.will_sync_module_buffers():
-            self._sync_buffers()
-            self.require_forward_param_sync = False
-
-    def _check_reduced(self) -> None:
-        if not self._uses_all:
-            return
-        try:
-            self.reducer._rebuild_buckets()  # done already, except for this check
-        except RuntimeError as error:
-            raise _not_reduced(self.module, str(error)) from error
-
-
-class _Reduced:
-    """The region of a forward and backward whose gradients are reduced."""
-
-    def __init__(self, engine: _StableBucketsDDP) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        self._engine.in_block = True
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._engine.in_block = False
-        if kind is None:
-            self._engine.finish_reduction()
-
-
-def _not_reduced(module: nn.Module, torch_says: str) -> StepError:
-    names = [name for name, p in module.named_parameters() if p.requires_grad][::-1]
-    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", torch_says)
-    unused = [names[int(place)] for place in found[1].split()] if found else []
-    return StepError(
-        f"DDP averages the gradients of all parameters, but this backward reached "
-        f"{len(names) - len(unused) if unused else 'only some'} of {len(names)}. Without "
-        f"gradient: {', '.join(unused[::-1][:10]) or 'unknown'}. Use "
-        f"fx.DDP(unused_parameters=True), or requires_grad_(False) on those that no loss uses.",
-        code="FX503",
-    )
-
-
-def _add_hook(engine: "_StableBucketsDDP", data: DistContext, config: CommHook) -> None:
-    if config.name == "none":
-        return
+def _add_hook(engine: StableBucketsDDP, data: DistContext, config: CommHook) -> None:
     state: Any = data.comm.group
     if config.name in ("power_sgd", "batched_power_sgd"):
         options = attrs.asdict(config.power_sgd)
@@ -340,7 +211,7 @@ def _add_hook(engine: "_StableBucketsDDP", data: DistContext, config: CommHook) 
 def _sync(model: Wrapped, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
     if model.engine is model.module:
         return step_functions.NULL_CONTEXT
-    return _Reduced(model.engine) if enabled else model.engine.no_sync()
+    return Reduced(model.engine) if enabled else model.engine.no_sync()
 
 
 def _backward(loss: Tensor, model: Wrapped) -> None:

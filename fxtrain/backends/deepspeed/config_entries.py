@@ -4,14 +4,11 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
-
 from fxtrain._errors import PlanError
 
 __all__ = [
     "AUTO",
     "ZERO",
-    "EngineConfig",
     "autocasts",
     "autos",
     "device",
@@ -23,17 +20,6 @@ __all__ = [
 
 AUTO = "auto"
 ZERO = "zero_optimization"
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class EngineConfig:
-    """What a model under DeepSpeed keeps: the config of its engine.
-
-    Attributes:
-        values: As plain data, under DeepSpeed's own names.
-    """
-
-    values: Mapping[str, Any]
 
 
 def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -1,5 +1,6 @@
 """From a user's module to a wrapped one under DeepSpeed."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.module_changes import prepare_module, send_values
 from fxtrain.backends.core.moving import move_module
 from fxtrain.backends.core.optimizers import make_optimizers, make_schedulers
+from fxtrain.backends.core.trained_parameters import TrainedParameters
 from fxtrain.backends.deepspeed import engine as engines
 from fxtrain.backends.deepspeed import optimizer as optim
 from fxtrain.backends.deepspeed.config import (
@@ -22,7 +24,7 @@ from fxtrain.backends.deepspeed.config import (
     read_config,
     resolve,
 )
-from fxtrain.backends.deepspeed.config_entries import ZERO, EngineConfig
+from fxtrain.backends.deepspeed.config_entries import ZERO
 from fxtrain.backends.deepspeed.module_cleanup import (
     autocast_inside,
     record_changes,
@@ -31,6 +33,19 @@ from fxtrain.backends.deepspeed.module_cleanup import (
 from fxtrain.state import DeepSpeed, DistContext, Plan, Strategy, Wrapped
 
 __all__ = ["wrap_engine", "zero_init"]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class EngineConfig:
+    """What a model under DeepSpeed keeps: the config of its engine, and what the engine trains.
+
+    Attributes:
+        values: As plain data, under DeepSpeed's own names.
+        trained: The parameters that the engine has flattened; None if it flattens none.
+    """
+
+    values: Mapping[str, Any]
+    trained: TrainedParameters | None = None
 
 
 @known_arguments(PlanError)
@@ -135,11 +150,12 @@ def _with_engine(
         if several:
             first = optim.single_optimizer(several)
             mine = optim.compiled_on_cpu(first, config, plan.strategy, ctx)
-            given = given if mine is first else mine
+        given = given if mine is first else mine
+    flattens = optimizer is not None and config[ZERO]["stage"] > 0
+    trained = TrainedParameters.of(module) if flattens else None
     engine = engines.start(library, module, config, mine, ctx)
-    model = attrs.evolve(
-        model, engine=engine, strategy_state=EngineConfig(values=MappingProxyType(config))
-    )
+    kept = EngineConfig(values=MappingProxyType(config), trained=trained)
+    model = attrs.evolve(model, engine=engine, strategy_state=kept)
     if optimizer is None:
         return model
     engines.clip_at_stage_0(engine)

@@ -82,7 +82,10 @@ def _leaf_problems(config: DeepSpeed, module: nn.Module) -> list[str]:
 
 def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the engine or, without gradients, the module, whose hooks gather parameters."""
-    run = model.engine if torch.is_grad_enabled() else model.module
+    run = model.module
+    if torch.is_grad_enabled():
+        run = model.engine
+        _check_trained(model)
     # The module enters autocast itself; DeepSpeed refuses a region around its engine.
     with torch.autocast(model.ctx.device.type, enabled=False):
         out = run(*args, **kwargs)
@@ -90,6 +93,18 @@ def _forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         watch_outputs(out, model, _refuse_foreign)
     wide = model.plan.precision.output == "fp32"
     return _tree.map_leaves(step_functions.to_float, out) if wide else out
+
+
+def _check_trained(model: Wrapped) -> None:
+    trained = model.strategy_state.trained
+    if trained is not None and (changed := trained.changed()):
+        raise StepError(
+            f"requires_grad of {trained.named(changed, model.module)} changed after fx.wrap. From "
+            f"stage 1 on, DeepSpeed updates the parameters that required a gradient in fx.wrap, "
+            f"and no others. Unwrap the model and wrap it again, or use DeepSpeed(stage=0), "
+            f"fx.DDP() or fx.FSDP().",
+            code="FX505",
+        )
 
 
 def _refuse_foreign(model: Wrapped) -> None:

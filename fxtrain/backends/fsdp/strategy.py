@@ -7,11 +7,11 @@ from typing import Any
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fxtrain import ops
-from fxtrain._errors import CheckpointError
+from fxtrain._errors import CheckpointError, StepError
 from fxtrain.backends.context.split_sequences import sequence_problems
 from fxtrain.backends.core import buffers, step_functions
 from fxtrain.backends.core.module_changes import unmatched_names, xla_problems
@@ -240,6 +240,19 @@ def _reduce_ignored(model: Wrapped) -> Iterator[None]:
         grad.copy_(mean)
 
 
+def _backward(loss: Tensor, model: Wrapped) -> None:
+    try:
+        step_functions.backward(loss, model)
+    except RuntimeError as error:
+        if "storage of size 0" not in str(error):
+            raise
+        raise StepError(
+            "FSDP frees the gathered weights of a layer when gradients have gone through it, and "
+            "this backward needs them a second time, as for a gradient penalty computed with "
+            "torch.autograd.grad(..., create_graph=True). Use DDP() for this model."
+        ) from error
+
+
 def _state(model: Wrapped) -> ModelState:
     """What a checkpoint stores, between windows or with gradients that are already reduced.
 
@@ -264,6 +277,7 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     check=_check,
     wrap=_wrap,
     sync=_sync,
+    backward=_backward,
     apply=buffers.apply,
     state=_state,
     cuts_sequences=True,

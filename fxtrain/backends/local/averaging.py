@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from fxtrain import ops
+from fxtrain._errors import StepError
 from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.state import (
     DDP,
@@ -149,6 +150,7 @@ def average(model: Wrapped, position: Position | None) -> None:
 
 
 def _end(model: Wrapped, now: Round, local: LocalSGD | DiLoCo) -> None:
+    _check_parameters(model, now, local)
     with torch.no_grad():
         buffers = [one for one in model.module.buffers() if one.numel()]
         floating = [one for one in buffers if _is_floating(one)]
@@ -167,6 +169,24 @@ def _end(model: Wrapped, now: Round, local: LocalSGD | DiLoCo) -> None:
             tensor.copy_(first)
     now.rows.zero_()
     now.weight.zero_()
+
+
+def _check_parameters(model: Wrapped, now: Round, local: LocalSGD | DiLoCo) -> None:
+    known = {id(one) for one in now.parameters.values()}
+    later = [
+        name
+        for name, one in model.module.named_parameters()
+        if one.requires_grad and id(one) not in known
+    ]
+    if later:
+        more = f" and {len(later) - 5} more" * (len(later) > 5)
+        raise StepError(
+            f"Plan(local={type(local).__name__}(...)) averages the parameters that required a "
+            f"gradient in fx.wrap, and {', '.join(later[:5])}{more} require one only now, so each "
+            f"replica would train them alone. Call requires_grad_() before fx.wrap, or fx.unwrap "
+            f"the model and wrap it again.",
+            code="FX505",
+        )
 
 
 def averaging_weight(rows: Tensor, weight: Tensor, copies: int) -> Tensor | float:

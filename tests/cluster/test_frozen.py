@@ -1,0 +1,132 @@
+"""Parameters that are frozen or unfrozen after `fx.wrap`: as in one process, or refused."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxtrain as fx
+from tests.cluster._frozen import adamw, by_hand, data, net, on_ranks
+
+PLANS = {
+    "ddp": {"strategy": fx.DDP()},
+    "ddp, windows": {"strategy": fx.DDP(), "accumulate": 2},
+    "ddp, clipped": {"strategy": fx.DDP(bucket_view=False), "clip_norm": 1e6},
+    "ddp, unused": {"strategy": fx.DDP(unused_parameters=True)},
+    "ddp, optimizer sharded": {"strategy": fx.DDP(shard_optimizer=True)},
+    "fsdp": {"strategy": fx.FSDP()},
+    "fsdp, blocks": {"strategy": fx.FSDP(min_params=1), "accumulate": 2},
+}
+CHANGES = {
+    "unfrozen": (False, True),
+    "frozen": (True, False),
+    "both": (True, False, True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.filterwarnings("ignore:ZeroRedundancyOptimizer detected")
+def test_a_layer_that_is_frozen_for_a_while_trains_as_in_one_process(pair, name, change):
+    truth = by_hand(CHANGES[change])
+    for found in pair.run(_on_ranks, PLANS[name], CHANGES[change]):
+        torch.testing.assert_close(found, truth, rtol=0, atol=1e-5)
+
+
+def _on_ranks(ctx, options, trained):
+    return on_ranks(ctx, trained=trained, **options)
+
+
+def test_a_communication_hook_reduces_what_was_unfrozen(pair):
+    strategy = fx.DDP(hook=fx.CommHook(name="fp16"))
+    truth = by_hand(CHANGES["both"])
+    for found in pair.run(_on_ranks, {"strategy": strategy}, CHANGES["both"]):
+        torch.testing.assert_close(found, truth, rtol=0, atol=2e-2)
+    assert torch.equal(*pair.run(_on_ranks, {"strategy": strategy}, CHANGES["both"]))
+
+
+def _refused(ctx, options, change):
+    """The error of a run in which `change(model, batch)` is called before each step."""
+    plan = fx.Plan(batch="global", **options)
+    module = net()
+    module[0].requires_grad_(False)
+    model = fx.wrap(module, ctx, plan, optimizer=adamw)
+    fns = fx.StepFns(model, lambda m, b: m(b[0]).square().mean())
+    with pytest.raises(fx.FxError) as caught:
+        for epoch in fx.shard(data(), ctx, plan).epochs(2):
+            for batch in epoch:
+                change(model, batch)
+                fx.step(ctx, batch, fns)
+    return type(caught.value), str(caught.value)
+
+
+def _unfreeze(model, _):
+    model.module[0].requires_grad_(True)
+
+
+def _freeze_the_last(model, batch):
+    if batch.position.micro == 0:
+        model.module[4].requires_grad_(False)
+
+
+def _append_a_head(model, batch):
+    if batch.position.updates == 2:
+        head = nn.Linear(2, 2)
+        model.module.append(head)
+        model.optimizer.add_param_group({"params": list(head.parameters())})
+
+
+REFUSED = {
+    "static graph": (
+        {"strategy": fx.DDP(static_graph=True)},
+        _unfreeze,
+        "requires_grad of 0.weight, 0.bias changed after fx.wrap, and DDP(static_graph=True)",
+    ),
+    "inside a window": (
+        {"strategy": fx.DDP(), "accumulate": 2},
+        _freeze_the_last,
+        "requires_grad_(False) on 4.weight, 4.bias inside an accumulation window",
+    ),
+    "local updates": (
+        {"local": fx.LocalSGD(every=2)},
+        _unfreeze,
+        "Plan(local=LocalSGD(...)) averages the parameters that required a gradient in fx.wrap, "
+        "and 0.weight, 0.bias require one only now",
+    ),
+    "a new head under DDP": (
+        {"strategy": fx.DDP()},
+        _append_a_head,
+        "AdamW.add_param_group: 2 of its parameters (the first has the shape [2, 2]) were not in "
+        "the Sequential when it was wrapped",
+    ),
+    "a new head under FSDP": (
+        {"strategy": fx.FSDP()},
+        _append_a_head,
+        "AdamW.add_param_group: 2 of its parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_change_that_a_strategy_cannot_follow_is_refused(pair, name):
+    options, change, words = REFUSED[name]
+    for kind, told in pair.run(_refused, options, change):
+        assert kind is fx.StepError and told.startswith(words) and told.endswith("[FX505]")
+
+
+def _unfreeze_on_rank_1(ctx):
+    plan = fx.Plan(batch="global")
+    module = net()
+    module[0].requires_grad_(False)
+    model = fx.wrap(module, ctx, plan, optimizer=adamw(module.parameters()))
+    fns = fx.StepFns(model, lambda m, b: m(b[0]).square().mean())
+    model.module[0].requires_grad_(ctx.rank == 1)
+    with pytest.raises(fx.CollectiveError) as caught:
+        for batch in fx.shard(data(), ctx, plan):
+            fx.step(ctx, batch, fns)
+    return str(caught.value)
+
+
+def test_ranks_that_unfreeze_different_parameters_hear_of_it(pair):
+    assert any(
+        "requires_grad changed: 0.weight, 0.bias" in one for one in pair.run(_unfreeze_on_rank_1)
+    )
