@@ -1,14 +1,15 @@
 """Models that stream from disk: against the resident model and Accelerate, warm and cold.
 
 Three tables. 24 layers of 0.4 GB; SmolLM2-135M, or a model of its shape where its package is not
-installed, generating with all layers on disk; a decoder of 2 GB with a quarter of it in memory.
+installed, generating with all layers on disk; a decoder of 2 GB with a quarter of it in memory, and
+the most memory that it takes, against what its placement says.
 All variants take turns, on one thread. "Cold" drops the files from the page cache before each
 forward, and compares with what several threads read from the same files without computing.
 
 python -m benchmarks.offload [folder]
+python -m benchmarks.offload --memory [folder]   # the last of them only
 """
 
-import ctypes
 import gc
 import os
 import shutil
@@ -29,6 +30,7 @@ from torch import nn
 import fxtrain as fx
 from benchmarks._common import interleaved, show, tell
 from fxtrain.state import PlacedUnit
+from tests.offload._memory import peak_bytes
 
 LAYERS, WIDTH, ROWS = 24, 2048, 16
 ROUNDS, TOKENS = 5, 8
@@ -44,13 +46,17 @@ PIECE = 1 << 20
 MB = 1e6
 
 
-def main(folder: str | None = None) -> None:
+def main(*words: str) -> None:
     """Print the tables."""
+    folder = next((word for word in words if word != "--memory"), None)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     at = Path(tempfile.mkdtemp(dir=folder))
     try:
         with fx.detect(env={}, device="cpu") as ctx, torch.no_grad():
+            if "--memory" in words:
+                _memory(ctx, at / "decoder")
+                return
             tell("1 of 3: 24 layers of 0.4 GB")
             _linears(ctx, at / "linears")
             tell("2 of 3: SmolLM2-135M")
@@ -142,23 +148,9 @@ def _make_smollm2(at):
 
 
 def _two_gb(ctx, at):
-    fx.export(_decoder(TWO_GB), at, max_shard="500MB")
-    layers = TWO_GB["num_hidden_layers"]
-    names = [f"model.layers.{number}" for number in range(2, layers)]
-    before = _anonymous_bytes()
+    names = _memory(ctx, at)
     ours = _streamed(ctx, fx.big.empty(lambda: _decoder(TWO_GB)), at, names)
     prompt = torch.arange(8)[None]
-    ours(prompt)
-    placed = ours.plan.strategy.placement
-    kept = sum(p.numel() * 4 for n, p in ours.module.named_parameters() if _is_kept(n, names))
-    used = _anonymous_bytes() - before
-    rows = [
-        ["parameters in memory", f"{kept / MB:.0f}"],
-        ["memory taken", f"{used / MB:.0f}"],
-        ["on disk", f"{sum(p.numel() * 4 for p in ours.module.parameters()) / MB - kept / MB:.0f}"],
-    ]
-    assert placed is not None
-    show("A decoder of 2 GB, a quarter resident", ["", "MB"], rows)
     resident = fx.big.empty(lambda: _decoder(TWO_GB), device="cpu")
     fx.load_model(at, resident)
     _generate_table("The same, warm", prompt, resident, ours.module, None)
@@ -166,6 +158,34 @@ def _two_gb(ctx, at):
     del resident, ours
     gc.collect()
     _cold_table(ctx, "The same", at, names, TWO_GB, prompt)
+
+
+def _memory(ctx, at):
+    """The most memory that filling and three forwards take; returns the units on disk."""
+    fx.export(_decoder(TWO_GB), at, max_shard="500MB")
+    names = [f"model.layers.{number}" for number in range(2, TWO_GB["num_hidden_layers"])]
+    policy = {"": "cpu"} | dict.fromkeys(names, "disk")
+    budget = fx.big.budget({"cpu": "8GiB"})
+
+    def run():
+        net = fx.big.empty(lambda: _decoder(TWO_GB))
+        placed = fx.big.place(fx.big.sizes(net), budget, policy=policy)
+        model = fx.wrap(net, ctx, fx.Plan(strategy=fx.Offload(placement=placed, source=str(at))))
+        for _ in range(3):
+            model.eval()(torch.arange(8)[None])
+        return model
+
+    placed = run().plan.strategy.placement  # what is loaded on first use does not count
+    gc.collect()
+    said, peak = sum(unit.bytes for unit in placed.units if unit.device == "cpu"), peak_bytes(run)
+    rows = [
+        ["units on the CPU, by the placement", f"{said / MB:.0f}", ""],
+        ["most memory allocated", f"{peak / MB:.0f}", f"{peak / said:.3f}"],
+        ["room for units that stream, which are mapped", f"{placed.room / MB:.0f}", ""],
+        ["on disk", f"{placed.bytes_on('disk') / MB:.0f}", ""],
+    ]
+    show("A decoder of 2 GB, a quarter resident", ["", "MB", "of the placement"], rows)
+    return names
 
 
 def _is_kept(name, disk):
@@ -273,15 +293,6 @@ def _read_speed(at):
     for file in files.values():
         os.close(file)
     return read / taken
-
-
-def _anonymous_bytes():
-    """Memory that this process has allocated and not freed; pages of files do not count."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

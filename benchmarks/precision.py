@@ -30,6 +30,8 @@ PLANS = {
     "Torchao int8": fx.Plan(quantize=fx.Torchao()),
     "Torchao int8, int8 inputs": fx.Plan(quantize=fx.Torchao(activations="int8")),
     "Torchao float8": fx.Plan(quantize=fx.Torchao(weights="float8")),
+    "Torchao int4": fx.Plan(quantize=fx.Torchao(weights="int4", group=64)),
+    "Torchao int2": fx.Plan(quantize=fx.Torchao(weights="int2", group=64)),
 }
 _THINGS = "a dog", "the old ship", "her violin", "a quantum computer", "the recipe", "my neighbour"
 _ENDS = (
@@ -207,7 +209,7 @@ def decoder() -> None:
 
     torch.manual_seed(0)
     base = LlamaForCausalLM(LlamaConfig(**_DECODER)).eval()
-    plans = {"fp32": fx.Plan(), **PLANS, "Torchao int4": fx.Plan(quantize=_INT4)}
+    plans = {"fp32": fx.Plan(), **PLANS}
     hands = {"fp32": lambda model: model, **_BY_HAND, "Torchao int4": _torchao("int4")}
     rows = []
     with fx.detect() as ctx, torch.no_grad():
@@ -250,7 +252,6 @@ def _megabytes(module: nn.Module) -> float:
 
 _NEW = 8
 _SECONDS = 20  # for each format
-_INT4 = fx.Torchao(weights="int4", group=64)
 _DECODER = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False,

@@ -123,11 +123,14 @@ def transformers_config(module: Any) -> dict[str, Any] | None:
 def warn_of_readers(module: Any) -> None:
     """Warn that plain transformers cannot read the export of a transformers model."""
     if hasattr(module, "from_pretrained") and transformers_config(module) is None:
-        name = next((name for name, _, _ in quantized_layers(module)), None)
-        if name is not None:
+        found = next(quantized_layers(module), None)
+        if found is not None:
+            name, part, library = found
+            form = library.format(part)
+            needed = "" if form == "torchao int2" else " without a TorchAoConfig"
             warnings.warn(
-                f"export: {name} and other layers are quantised by torchao, and from_pretrained "
-                f"does not read them without a TorchAoConfig; fx.load_model reads these files.",
+                f"export: {name} and other layers are {form}, and from_pretrained does not read "
+                f"them{needed}; fx.load_model reads these files.",
                 UserWarning,
                 stacklevel=3,
             )

@@ -296,10 +296,11 @@ def _gather_large(
 
 def _broadcast_large(ctx: DistContext, call: Call, tensors: list[Tensor], src: int) -> list[Tensor]:
     out: list[Any] = [None] * len(tensors)
+    sends = ctx.rank == src or ctx.comm.simulated  # a simulated world has only this rank's values
     for group, places in _by_device(ctx, tensors):
         mine = [tensors[i] for i in places]
         with rank_loss_guard(ctx, call):
-            got = broadcast_all(mine, ctx.comm.ranks[src], group)
+            got = broadcast_all(mine, ctx.comm.ranks[src], group, sends=sends)
         for i, tensor in zip(places, got, strict=True):
             out[i] = tensor
     return out

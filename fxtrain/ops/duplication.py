@@ -10,6 +10,7 @@ from torch import distributed as dist
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import CollectiveError
 from fxtrain.ops.transport.exchange import rank_loss_guard, wait_pending_check
+from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.packets import packets_of
 from fxtrain.state import Comm, CommState, DistContext
@@ -58,13 +59,11 @@ def duplicate(ctx: DistContext) -> DistContext:
 
 def _open(ctx: DistContext) -> dist.ProcessGroup:
     comm, world = ctx.comm, cast(dist.ProcessGroup, dist.group.WORLD)
-    group: Any = dist.new_group(
+    new_group = open_by_members if ctx.world_size < world.size() else dist.new_group
+    group: Any = new_group(
         list(comm.ranks),
         timeout=timedelta(seconds=comm.timeout_s),
         backend="gloo",
-        # torch names a group of some ranks after them and the number of open groups, so a later
-        # group may get the name of a closed one and find its stale addresses in the store.
-        use_local_synchronization=ctx.world_size < world.size(),
         group_desc="fxtrain duplicate",
     )
     comm.state.opened_groups.append(group)

@@ -10,6 +10,7 @@ from torch import distributed as dist
 from fxtrain._errors import CollectiveError
 from fxtrain.ops.transport.arrays import combinable
 from fxtrain.ops.transport.exchange import Call, rank_loss_guard
+from fxtrain.ops.transport.large import pieces
 from fxtrain.state import DistContext
 
 __all__ = ["all_reduce", "check_reducible", "fold"]
@@ -65,19 +66,35 @@ def fold(rows: Tensor, op: str) -> Tensor:
 
 
 def all_reduce(ctx: DistContext, call: Call, tensors: list[Tensor], op: str) -> list[Tensor]:
-    """Combine tensors over ranks with one all-reduce per dtype and device."""
+    """Combine tensors over ranks with one all-reduce per dtype and device, and each of `pieces`."""
     out: list[Tensor | None] = [None] * len(tensors)
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for place, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device.type == "cpu"), []).append(place)
-    for (dtype, on_cpu), places in kinds.items():
-        flat = torch.cat([_widen(tensors[place], op).reshape(-1) for place in places])
-        summed = _all_reduce_flat(ctx, call, flat, op, on_cpu=on_cpu)
-        parts = summed.split([tensors[place].numel() for place in places])
-        for place, part in zip(places, parts, strict=True):
-            shaped = part.view(tensors[place].shape)
-            out[place] = _narrow(shaped, dtype, op, ctx.world_size).contiguous()
+    for (_, on_cpu), places in kinds.items():
+        whole = [
+            part
+            for piece in pieces([tensors[place] for place in places])
+            for part in _reduced(ctx, call, piece, op, on_cpu=on_cpu)
+        ]
+        for place, part in zip(places, whole, strict=True):
+            out[place] = part
     return [tensor for tensor in out if tensor is not None]
+
+
+def _reduced(
+    ctx: DistContext, call: Call, piece: list[Tensor], op: str, *, on_cpu: bool
+) -> list[Tensor]:
+    """New tensors, from one buffer: `piece` has one dtype."""
+    parts = [tensor.reshape(-1) for tensor in piece]
+    flat = torch.cat(parts) if len(parts) > 1 else parts[0].resolve_conj()
+    wide = _widen(flat, op)
+    if wide is parts[0]:  # the caller's memory
+        wide = wide.clone(memory_format=torch.contiguous_format)
+    summed = _all_reduce_flat(ctx, call, wide, op, on_cpu=on_cpu)
+    done = _narrow(summed, piece[0].dtype, op, ctx.world_size)
+    sizes = [tensor.numel() for tensor in piece]
+    return [part.view(t.shape) for part, t in zip(done.split(sizes), piece, strict=True)]
 
 
 def _all_reduce_flat(
@@ -95,7 +112,7 @@ def _all_reduce_flat(
 
 
 def _widen(tensor: Tensor, op: str) -> Tensor:
-    """A new contiguous tensor in the dtype of the computation."""
+    """The tensor in the dtype of the computation; itself, if that is its own."""
     dtype = tensor.dtype
     if dtype.is_floating_point and dtype.itemsize < 4:
         return tensor.to(torch.float32)
@@ -106,15 +123,15 @@ def _widen(tensor: Tensor, op: str) -> Tensor:
     if dtype == torch.uint64 and op == "mean":
         return tensor.to(torch.float64)
     if dtype.is_complex or dtype in _NATIVE_DTYPES:
-        fresh = tensor.to(torch.float64) if _integer_mean(dtype, op) else tensor
-        return fresh.clone(memory_format=torch.contiguous_format)
+        return tensor.to(torch.float64) if _integer_mean(dtype, op) else tensor
     return tensor.to(torch.int64)
 
 
 def _narrow(wide: Tensor, dtype: torch.dtype, op: str, count: int) -> Tensor:
     if op == "mean":
-        wide = wide / count
-        return wide.to(
+        whole = not (wide.is_floating_point() or wide.is_complex())
+        mean = wide / count if whole else wide.div_(count)
+        return mean.to(
             torch.float32 if not (dtype.is_floating_point or dtype.is_complex) else dtype
         )
     if dtype == torch.bool and op in ("sum", "product"):

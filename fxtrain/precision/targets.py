@@ -47,8 +47,8 @@ def choose_layers(module: nn.Module, record: Quantize, *, trains: bool) -> Targe
     names = tuple(name for name in linears if name not in skipped)
     if not names and not all_named(skipped, record):
         raise PlanError(_nothing_left(module, record, skipped))
-    if isinstance(record, Torchao) and record.weights == "int4":
-        _check_groups(linears, names, record.group)
+    if isinstance(record, Torchao) and record.weights in ("int4", "int2"):
+        _check_groups(linears, names, record)
     return Targets(names=names, skipped=skipped)
 
 
@@ -208,7 +208,8 @@ def _nothing_left(module: nn.Module, record: Quantize, skipped: Mapping[str, str
     return f"{call} skips every linear layer of {kind}: {', '.join(shown)}{more}. {advice}"
 
 
-def _check_groups(linears: Mapping[str, nn.Linear], names: Iterable[str], group: int) -> None:
+def _check_groups(linears: Mapping[str, nn.Linear], names: Iterable[str], record: Torchao) -> None:
+    group = record.group
     widths = {name: linears[name].in_features for name in names}
     wrong = [name for name, width in widths.items() if width % group]
     if not wrong:
@@ -216,7 +217,7 @@ def _check_groups(linears: Mapping[str, nn.Linear], names: Iterable[str], group:
     fits = [one for one in (32, 64, 128, 256) if all(widths[name] % one == 0 for name in wrong)]
     advice = f"Use group={fits[-1]}, or" if fits else "Use skip=..., or"
     raise PlanError(
-        f"Torchao(weights='int4', group={group}): {wrong[0]} has {widths[wrong[0]]} input "
-        f"features, "
-        f"which {group} does not divide ({len(wrong)} such layers). {advice} weights='int8'."
+        f"Torchao(weights={record.weights!r}, group={group}): {wrong[0]} has {widths[wrong[0]]} "
+        f"input features, which {group} does not divide ({len(wrong)} such layers). {advice} "
+        f"weights='int8'."
     )

@@ -16,7 +16,12 @@ from fxtrain.state import Torchao as Record
 
 __all__ = ["LOGGERS", "TORCHAO", "has_float8", "import_torchao"]
 
-_OPAQUE = "Int4OpaqueTensor"
+_OPAQUE, _INT2 = "Int4OpaqueTensor", "Int2Tensor"
+_MODULES = (
+    "torchao.quantization",
+    "torchao.prototype.quantization",
+    "fxtrain.precision.torchao_int2",
+)
 # torchao and torch report kernels for other devices, and a decorator, when torchao is imported.
 LOGGERS = ("torchao", "torch.utils._pytree")
 
@@ -36,9 +41,7 @@ def import_torchao(needed_by: str) -> Any:
 def _owns(part: nn.Module) -> bool:
     weight = part._parameters.get("weight")
     return hasattr(weight, "__tensor_flatten__") and any(
-        kind.__module__.startswith("torchao.quantization")
-        or kind.__module__.startswith("torchao.prototype.quantization")
-        for kind in type(weight).__mro__
+        kind.__module__.startswith(_MODULES) for kind in type(weight).__mro__
     )
 
 
@@ -86,6 +89,9 @@ def _config(record: Record, device: torch.device) -> Any:
 
 def _quantize(like: nn.Linear, record: Record) -> nn.Module:
     made = _plain_layer(like)
+    if record.weights == "int2":
+        made.weight = _frozen(_int2().int2_of(like.weight.detach(), record.group))
+        return made
     if like.weight.is_meta and record.weights == "int4":
         made.weight = _frozen(_meta_int4(like.weight, record.group))
         return made
@@ -95,6 +101,11 @@ def _quantize(like: nn.Linear, record: Record) -> nn.Module:
     api.quantize_(made, _config(record, weight.device))
     made.weight = _frozen(made.weight.detach())
     return made
+
+
+def _int2() -> Any:
+    with quiet(*LOGGERS):
+        return importlib.import_module("fxtrain.precision.torchao_int2")
 
 
 def _plain_layer(like: nn.Linear) -> nn.Linear:
@@ -139,6 +150,9 @@ def _facts(part: nn.Module) -> dict[str, Any]:
     if type(weight).__name__ == _OPAQUE:
         data = {"block_size": list(weight.block_size), "shape": list(weight.shape)}
         return {"_type": _OPAQUE, "_data": data, "_tensor_data_names": ["qdata", "scale_and_zero"]}
+    if type(weight).__name__ == _INT2:
+        names = weight.tensor_data_names
+        return {"_type": _INT2, "_data": {"group": weight.group}, "_tensor_data_names": names}
     support = _safetensors()
     return json.loads(json.dumps(weight, cls=support.TensorSubclassAttributeJSONEncoder))
 
@@ -165,6 +179,8 @@ def _build(
             torch.Size(data["shape"]),
             None,
         )
+    elif facts["_type"] == _INT2:
+        weight = _int2().Int2Tensor(inner["qdata"], inner["scale"], facts["_data"]["group"])
     else:
         weight = _safetensors().object_from_dict({**facts, "_data": {**facts["_data"], **inner}})
     made.weight = _frozen(weight)

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain import ops
 from fxtrain.data.sequence_slices import make_splitter
+from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.testing import Transformer, fake_world
 from tests.cluster._models import llama
 
@@ -218,3 +219,17 @@ def _two_contexts(ctx, mesh):
 
 def test_groups_have_new_names_whatever_was_closed(pair):
     assert pair.run(_two_contexts, fx.Mesh(replicate=2)) == [[(1, 3)] * 2] * 2
+
+
+def _names_of_groups(ctx):
+    names = []
+    for _ in range(3):
+        group = open_by_members([ctx.rank])
+        names.append(group.group_name)
+        dist.destroy_process_group(group)
+    return names
+
+
+def test_a_name_of_a_closed_group_is_not_used_again(pair):
+    for names in pair.run(_names_of_groups):
+        assert len(set(names)) == 3

@@ -126,6 +126,16 @@ def test_layers_split_over_the_tensor_axis(pair, name):
     assert undone
 
 
+@pytest.mark.slow
+def test_compiled_layers_split_over_the_tensor_axis(pair):
+    """DTensors, layers of torchao and torch's compiler together."""
+    tensor = fx.FSDP(mode="none", tensor=fx.TP(styles=(UP, DOWN, *ATTENTION)))
+    compiled = fx.Compile(backend="aot_eager", blocks=("Block",))
+    plans = [plan_of(RECIPES["tensorwise"], tensor, compile=one) for one in (None, compiled)]
+    plain, other = [pair.run(_split, plan)[0] for plan in plans]
+    assert other[1] and other[0] == pytest.approx(plain[0], rel=1e-3)
+
+
 def _failed(ctx):
     """An optimizer that cannot be made leaves the model as it was."""
     module = net()

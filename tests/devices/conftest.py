@@ -34,6 +34,7 @@ _SHADOW_LACKS = {
         "test_tensor_parallelism_on_two_devices",
         "test_streamed_weights",
     ),
+    "bitsandbytes has no kernels for this device": ("test_fsdp_at_one_rank", "test_fsdp_over_two"),
     "torch's compiler generates no code for this device": (
         "test_a_step_never_waits_for_the_device[compiled",
         "test_a_step_never_waits_for_the_device[graphs",

@@ -214,9 +214,9 @@ def test_copies_are_bounded_also_while_gradients_are_computed(ctx, folder, monke
     config = fx.Offload(placement=placed, source=str(folder), ahead=1)
     model = fx.wrap(net, ctx, fx.Plan(strategy=config), optimizer=_sgd, strategy=COPIES)
     loss = model(TOKENS).sum()
-    assert len(made) >= 6 and sum(not one.expired() for one in made) <= 3
+    assert len(made) >= 6 and sum(not one.expired() for one in made) <= 2
     loss.backward()
-    assert len(made) >= 11 and sum(not one.expired() for one in made) <= 3
+    assert len(made) >= 11 and sum(not one.expired() for one in made) <= 2
     assert net.gain.grad is not None
 
 

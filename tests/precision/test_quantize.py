@@ -39,7 +39,7 @@ def test_outputs_are_near_and_forward_changes_nothing(name, dtype):
     held = _values(net)
     for mode in (net.eval, net.train):
         error = (mode()(x).float() - wanted).norm() / wanted.norm()
-        assert 0 < error < (0.15 if "4" in name else 0.05)
+        assert 0 < error < (0.6 if name == "int2" else 0.15 if "4" in name else 0.05)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         net(x)
     _same(_values(net), held)

@@ -76,6 +76,7 @@ def test_trained_layers_are_skipped():
         (nn.Sequential(nn.Linear(4, 4)), {}, "the output head.* head=True"),
         (nn.Linear(4, 4), {"head": True}, "the model itself"),
         (mlp(96), {"weights": "int4"}, "0 has 64 input features.*2 such layers[)]. Use group=32"),
+        (mlp(96), {"weights": "int2"}, "'int2', group=128[)]: 0 has 64 .* Use group=32"),
     ],
 )
 def test_what_does_not_fit_is_refused(net, options, message):

@@ -1,5 +1,6 @@
 """The ranks of a context, in the form that DeepSpeed expects."""
 
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -73,7 +74,7 @@ def sequence_groups(library: ModuleType, ctx: DistContext) -> SequenceGroups | N
     """
     if ctx.axis("context").world_size == 1:
         return None
-    alone = open_by_members([ctx.rank])
+    alone = open_by_members([ctx.rank], timeout=timedelta(seconds=ctx.comm.timeout_s))
     return SequenceGroups(ctx, library.utils.groups._clone_world_group(), alone)
 
 

@@ -69,6 +69,7 @@ class DeviceCopies:
     _active: dict[int, int] = attrs.field(factory=dict, init=False)
     _trained: set[int] = attrs.field(factory=set, init=False)
     _streams: dict[torch.device, Any] = attrs.field(factory=dict, init=False)
+    _left: dict[torch.device, Any] = attrs.field(factory=dict, init=False)  # an event on each
     _refused: list[str] = attrs.field(factory=list, init=False)
     _staging: "queue.SimpleQueue[tuple[Tensor, Any]]" = attrs.field(
         factory=queue.SimpleQueue, init=False
@@ -105,6 +106,10 @@ class DeviceCopies:
             host = buffer[: layout.nbytes]
             self._gather(unit, host)
         try:
+            if left := self._left.get(device):
+                # Kernels that wait to run still use the memory of the unit before. Without this,
+                # the host would run ahead of them, and each copy would take memory of its own.
+                left.synchronize()
             with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
                 flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
                 flat.copy_(host, non_blocking=stream is not None)
@@ -114,10 +119,19 @@ class DeviceCopies:
                 self._staging.put((buffer, None if stream is None else stream.record_event()))
         return Fetched(flat=flat, copied=copied)
 
-    def install(self, unit: int, fetched: Fetched) -> None:
-        """Point the parameters of a unit to its copy, and others back to where they are held."""
-        for other in [one for one in self._loaded if one != unit and not self._active.get(one)]:
+    def leave(self) -> None:
+        """Point the parameters of units that are not in use back to where they are held.
+
+        Call it before the next copies begin, so that there are `ahead` + 1 copies at most.
+        """
+        for other in [one for one in self._loaded if not self._active.get(one)]:
+            device, copied = self.units[other].device, self._loaded[other].copied
             self._release(other)
+            if copied is not None:
+                self._left[device] = torch.cuda.current_stream(device).record_event()
+
+    def install(self, unit: int, fetched: Fetched) -> None:
+        """Point the parameters of a unit to its copy."""
         if fetched.copied is not None:
             stream = torch.cuda.current_stream(fetched.flat.device)
             stream.wait_event(fetched.copied)

@@ -85,7 +85,9 @@ class Streaming:
         check(self.spans[unit])
         if self.copies is not None and self.copies.has(unit):
             return
-        if self.copies is None and (waits := disk_waits()) != self.waits[0]:
+        if self.copies is not None:
+            self.copies.leave()
+        elif (waits := disk_waits()) != self.waits[0]:
             self.cached.clear()  # the system has taken pages back
             self.waits[0] = waits
         prepared = self.reader.use(unit)

@@ -6,35 +6,33 @@ from torch import distributed as dist
 
 __all__ = ["open_by_members"]
 
+_MANY = 1000  # more than a process has groups open
+
 
 def open_by_members(ranks: list[int], **options: Any) -> Any:
     """Open a process group without the ranks that are not in it.
 
-    torch names such a group after its ranks and the number of open groups, and refuses a name
-    that is in use: that of an earlier group of the same ranks, if others have been closed since.
-    Placeholders in torch's table raise the number until the name is new. They are the same on all
-    members, which have opened and closed the same groups.
+    torch names such a group after its ranks and the number of open groups. Once other groups have
+    been closed, that may be the name of an earlier group of the same ranks: of one that is open,
+    which torch refuses, or of a closed one, whose addresses are still in the store. Here the
+    number counts the groups of these ranks that this rank has opened, so that no name comes twice.
 
     Args:
-        ranks: The members, of which this rank is one.
+        ranks: The members, of which this rank is one. They open the same groups in the same order.
         options: Further arguments of `torch.distributed.new_group`.
 
     Returns:
         The group.
     """
     # torch_xla replaces torch.distributed.new_group with one that takes fewer arguments.
-    new_group = dist.distributed_c10d.new_group
-    names: dict[Any, str] = dist.distributed_c10d._world.pg_names  # pyright: ignore
-    placeholders: list[object] = []
+    library: Any = dist.distributed_c10d
+    key = f"fxtrain/groups/{'_'.join(map(str, ranks))}/{library.group.WORLD.rank()}"
+    names: dict[Any, str] = library._world.pg_names
+    number = _MANY + library._get_default_store().add(key, 1)
+    placeholders = [object() for _ in range(number - len(names))]
+    names.update(dict.fromkeys(placeholders, ""))
     try:
-        while True:
-            try:
-                return new_group(ranks, use_local_synchronization=True, **options)
-            except ValueError as error:
-                if "group name" not in str(error):
-                    raise
-                placeholders.append(object())
-                names[placeholders[-1]] = ""
+        return library.new_group(ranks, use_local_synchronization=True, **options)
     finally:
         for placeholder in placeholders:
             del names[placeholder]

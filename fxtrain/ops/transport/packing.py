@@ -139,8 +139,9 @@ def unpack_ranks(rows: Tensor, like: Sequence[Tensor], *, joined: bool = False) 
             section = section.clone(memory_format=torch.contiguous_format)
         # An empty tensor cannot be viewed as a wider dtype.
         typed = section.view(dtype) if size else section.to(dtype)
-        # Joined rows are copied in any case; this is one call of torch for all tensors.
-        split: Any = torch.split_with_sizes_copy if joined else torch.split_with_sizes
+        # Joined rows of several tensors are copied in any case, by one call of torch for all.
+        copies = joined and not (len(places) == 1 and typed.is_contiguous())
+        split: Any = torch.split_with_sizes_copy if copies else torch.split_with_sizes
         for place, part, shape in zip(places, split(typed, counts, dim=1), shapes, strict=True):
             full = (ranks * shape[0], *shape[1:]) if joined and shape else (ranks, *shape)
             out[place] = part.view(full)

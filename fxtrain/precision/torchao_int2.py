@@ -1,0 +1,94 @@
+"""Weights in two bits: torchao chooses and packs the values, and its kernels unpack them.
+
+torchao has no tensor for two bits that is packed: below eight bits it holds a value per byte, or
+packs four bits for Triton kernels.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torchao.prototype.dtypes.uintx.bitpacking import pack_cpu, unpack_cpu
+from torchao.quantization.quant_primitives import dequantize_affine
+from torchao.quantization.quantize_.workflows import (
+    IntxChooseQParamsAlgorithm,
+    IntxUnpackedToInt8Tensor,
+)
+from torchao.utils import TorchAOBaseTensor
+
+__all__ = ["Int2Tensor", "int2_of"]
+
+_LOWEST, _HIGHEST = -2, 1
+
+
+class Int2Tensor(TorchAOBaseTensor):
+    """A matrix of which a byte holds four values.
+
+    Attributes:
+        qdata: uint8, (rows, columns / 4).
+        scale: (rows, columns / group), in the format of the matrix.
+        group: Values of a row with the same scale.
+    """
+
+    tensor_data_names: ClassVar = ["qdata", "scale"]
+    tensor_attribute_names: ClassVar = ["group"]
+
+    def __new__(cls, qdata: Tensor, scale: Tensor, group: int) -> "Int2Tensor":
+        """A tensor of the matrix's shape and format, without memory of its own."""
+        made = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
+        shape = (qdata.shape[0], 4 * qdata.shape[1])
+        return made(cls, shape, dtype=scale.dtype, device=qdata.device, requires_grad=False)
+
+    def __init__(self, qdata: Tensor, scale: Tensor, group: int) -> None:
+        self.qdata, self.scale, self.group = qdata, scale, group
+
+    def dequantize(self) -> Tensor:
+        """The matrix, as a plain tensor."""
+        values = unpack_cpu([self.qdata], 2).to(torch.int8) + _LOWEST
+        return dequantize_affine(
+            values,
+            (1, self.group),
+            self.scale,
+            None,
+            torch.int8,
+            _LOWEST,
+            _HIGHEST,
+            output_dtype=self.scale.dtype,
+        )
+
+
+def int2_of(weight: Tensor, group: int) -> Int2Tensor:
+    """Quantise a matrix; also on the meta device.
+
+    Args:
+        weight: (rows, columns); the columns are a multiple of `group`.
+        group: Values of a row with the same scale; a multiple of 8.
+    """
+    rows, columns = weight.shape
+    if weight.is_meta:  # the search for scales reads values
+        packed = torch.empty(rows, columns // 4, dtype=torch.uint8, device="meta")
+        return Int2Tensor(packed, weight.new_empty((rows, columns // group)), group)
+    how = IntxChooseQParamsAlgorithm.HQQ_SCALE_ONLY  # a tenth less error than from the extremes
+    # torchao types blocks of one dim only, and torch's stubs leave the small integers out.
+    quantize: Any = IntxUnpackedToInt8Tensor.from_hp
+    dtype = vars(torch)["int2"]
+    found = quantize(weight, (1, group), dtype, intx_choose_qparams_algorithm=how)
+    (packed,) = pack_cpu((found.qdata - _LOWEST).to(torch.uint8), 2)
+    return Int2Tensor(packed, found.scale, group)
+
+
+def _product(x: Tensor, weight: Int2Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight.dequantize().to(x.dtype), bias)
+
+
+@Int2Tensor.implements_torch_function(F.linear)
+def _linear(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+    x, weight = args[:2]
+    bias = args[2] if len(args) > 2 else kwargs.get("bias")
+    trained = x.requires_grad or (bias is not None and bias.requires_grad)
+    if not (trained and torch.is_grad_enabled()):
+        return _product(x, weight, bias)
+    # Unpacked again in backward, so that autograd keeps no matrix alive.
+    return checkpoint(_product, x, weight, bias, use_reentrant=False, preserve_rng_state=False)

@@ -1,0 +1,121 @@
+"""How many bytes a streamed model reads and allocates, against what its placement says."""
+
+import json
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import fxtrain as fx
+from fxtrain.backends.offload import device_copies, streaming
+from fxtrain.backends.offload.strategy import OFFLOAD
+from fxtrain.testing import Transformer
+from tests.offload._memory import peak_bytes
+from tests.offload._streamed import COPIES, TOKENS, placement, streamed
+
+MIB = 2**20
+FORWARDS = 4
+BLOCKS = tuple(f"blocks.{number}" for number in range(4))
+
+
+@pytest.fixture
+def four_blocks(tmp_path):
+    fx.export(Transformer(blocks=4), tmp_path)
+    return tmp_path
+
+
+def _ranges(folder):
+    """By name, where a tensor is in its file."""
+    raw = (folder / "model.safetensors").read_bytes()
+    first = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:first])
+    header.pop("__metadata__", None)
+    return {
+        name: range(first + one["data_offsets"][0], first + one["data_offsets"][1])
+        for name, one in header.items()
+    }
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("row", [OFFLOAD, COPIES], ids=["in place", "copied"])
+def test_a_forward_reads_streamed_bytes_once_and_no_others(
+    ctx, four_blocks, monkeypatch, row, ahead
+):
+    """Units that are read for the next forward, while one ends, are read once as well."""
+    read, counts = streaming.read, Counter()
+
+    def counted(span, start, stop):
+        counts.update(range(start, stop))
+        return read(span, start, stop)
+
+    monkeypatch.setattr(streaming, "read", counted)
+    net = Transformer(blocks=4)
+    model = streamed(ctx, four_blocks, placement(*BLOCKS[1:], ahead=ahead), row, net)
+    with torch.no_grad():
+        for _ in range(FORWARDS):
+            model(TOKENS)
+    fx.unwrap(model)
+    ranges = _ranges(four_blocks)
+    for name, offsets in ranges.items():
+        times = {counts[offset] for offset in offsets}
+        if not name.startswith(BLOCKS[1:]):
+            assert times == {0}, name
+        elif row is COPIES:
+            assert times <= {FORWARDS, FORWARDS + 1} if ahead else times == {FORWARDS}, name
+        else:  # pages that are in memory need no reading
+            assert max(times) <= FORWARDS + 1, name
+    assert counts.total() > 0
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_host_buffers_of_copied_units_are_those_of_the_placement(
+    ctx, four_blocks, monkeypatch, ahead
+):
+    sizes, make = [], device_copies.pinned_buffer
+
+    def noted(nbytes, kind):
+        sizes.append(nbytes)
+        return make(nbytes, kind)
+
+    monkeypatch.setattr(device_copies, "pinned_buffer", noted)
+    measured = fx.big.sizes(four_blocks)
+    budget = fx.big.budget({"cuda:0": "1GiB", "cpu": "1GiB"})
+    policy = {"": "cuda:0"} | dict.fromkeys(BLOCKS, "disk")
+    placed = fx.big.place(measured, budget, policy=policy, ahead=ahead)
+    largest = max(unit.bytes for unit in placed.streamed)
+    assert placed.staging == placed.room == (1 + ahead) * largest
+    names = [unit.name for unit in placed.streamed]
+    model = streamed(
+        ctx, four_blocks, placement(*names, ahead=ahead), COPIES, Transformer(blocks=4)
+    )
+    with torch.no_grad():
+        model(TOKENS)
+        model(TOKENS)
+    fx.unwrap(model)
+    assert len(sizes) == 1 + ahead
+    assert placed.staging <= sum(sizes) <= placed.staging + (1 + ahead) * 256 * 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_at_its_peak_is_what_is_resident_and_at_most_one_unit(ctx, tmp_path):
+    """Filling and two forwards of 64 MiB, of which 16 are resident."""
+    net = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+    fx.export(net, tmp_path)
+    del net
+    x = torch.randn(2, 1024)
+    placed = placement(*(str(number) for number in range(4, 16)))
+
+    def run():
+        built = fx.big.empty(
+            lambda: nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+        )
+        model = streamed(ctx, tmp_path, placed, net=built)
+        with torch.no_grad():
+            model(x)
+            return model, model(x)
+
+    run()  # what is loaded on first use
+    peak = peak_bytes(run)
+    assert 15 * MIB < peak < (16 + 4 + 3) * MIB
