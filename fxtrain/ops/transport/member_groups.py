@@ -27,7 +27,7 @@ def open_by_members(ranks: list[int], **options: Any) -> Any:
     # torch_xla replaces torch.distributed.new_group with one that takes fewer arguments.
     library: Any = dist.distributed_c10d
     key = f"fxtrain/groups/{'_'.join(map(str, ranks))}/{library.group.WORLD.rank()}"
-    names: dict[Any, str] = library._world.pg_names
+    names: dict[Any, str] = dist.distributed_c10d._world.pg_names  # pyright: ignore
     number = _MANY + library._get_default_store().add(key, 1)
     placeholders = [object() for _ in range(number - len(names))]
     names.update(dict.fromkeys(placeholders, ""))
