@@ -165,3 +165,32 @@ def _shape(spec):
     if len(spec) == 2 and isinstance(spec[1], int):
         return spec
     return ("tuple", *map(_shape, spec))
+
+
+def _gradients(ctx, shapes):
+    """Gradients of a rank's leaves, of a sum that weighs each rank's copy of the rows by itself."""
+    leaves = [torch.ones(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    found = ops.gather({"rows": leaves, "name": "a", "fixed": torch.ones(2)}, ctx, grad=True)
+    assert not found["fixed"].requires_grad and found["name"] == ["a"] * ctx.world_size
+    total = sum(
+        (whole * _weights(whole.shape, ctx.rank, n)).sum() for n, whole in enumerate(found["rows"])
+    )
+    if isinstance(total, torch.Tensor):
+        total.backward()
+    return [one.grad for one in leaves]
+
+
+def _weights(shape, rank, leaf):
+    generator = torch.Generator().manual_seed(100 * rank + leaf)
+    return torch.randint(-9, 9, shape, generator=generator).double()
+
+
+@ON_RANKS
+@given(shapes=st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=3))
+def test_gradients_of_a_gather_are_summed_over_the_losses_of_all_ranks(cluster, shapes):
+    for rank, grads in enumerate(cluster.run(_gradients, shapes)):
+        for n, (shape, grad) in enumerate(zip(shapes, grads, strict=True)):
+            rows = shape[0] if shape else 1
+            whole = (rows * cluster.n, *shape[1:])
+            total = sum(_weights(whole, one, n) for one in range(cluster.n))
+            assert torch.equal(grad, total[rank * rows : (rank + 1) * rows].reshape(shape))

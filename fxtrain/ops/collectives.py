@@ -1,11 +1,13 @@
 """Collectives over trees: gather, reduce, broadcast."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from fxtrain import _tree
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import CollectiveError
 from fxtrain._words import canonical_text
@@ -17,6 +19,7 @@ from fxtrain.ops.transport.exchange import (
     exchange_rows,
     rank_loss_guard,
 )
+from fxtrain.ops.transport.gradients import check_gradients, with_gradient
 from fxtrain.ops.transport.large import broadcast_all, gather_all
 from fxtrain.ops.transport.mismatches import check_is_context, check_source_rank
 from fxtrain.ops.transport.packets import capacity, sends_bodies
@@ -24,6 +27,7 @@ from fxtrain.ops.transport.packing import (
     Packed,
     from_bytes,
     pack,
+    packed_leaves,
     signature,
     to_bytes,
     unpack_ranks,
@@ -40,23 +44,27 @@ _MAX_BODY_BYTES = 1 << 20  # of the tensors of a gather that follow the packet a
 
 
 @known_arguments(CollectiveError)
-def gather(tree: T, ctx: DistContext) -> T:
+def gather(tree: T, ctx: DistContext, *, grad: bool = False) -> T:
     """Concatenate every rank's tensors along their first dimension.
 
     Args:
         tree: Nested containers of tensors; the same structure, shapes and dtypes on every
             rank (see `pad`). A 0-d tensor counts as one row. NumPy arrays and scalars of
             numbers are treated as tensors. Other leaves are allowed.
+        grad: Whether tensors that require a gradient still do afterwards, for losses over the
+            rows of all ranks, such as contrastive ones. Each rank gets the gradients of its own
+            rows, summed over the losses of all ranks.
 
     Returns:
         A new tree, equal on every rank: each tensor or array (r, ...) becomes
-        (world size · r, ...) in rank order, without gradient; every other leaf becomes the
-        list of all ranks' leaves.
+        (world size · r, ...) in rank order, without gradient unless `grad`; every other leaf
+        becomes the list of all ranks' leaves.
 
     Effects:
         One exchange of packets, which contains a small tree. Among up to eight ranks, a tree of
         CPU tensors of up to 1 MiB follows the packet in a message to each; any other is sent in an
-        all-gather. A second exchange if a leaf could fail to unpickle. Nothing at one rank.
+        all-gather. A second exchange if a leaf could fail to unpickle. Nothing at one rank. With
+        `grad`, backward sends one reduce-scatter per tensor; all ranks must run it.
 
     Raises:
         CollectiveError: the ranks disagree, one cannot unpickle a leaf, or one never joins;
@@ -72,26 +80,40 @@ def gather(tree: T, ctx: DistContext) -> T:
         {'loss': tensor([2.]), 'ids': [['a']]}
     """
     check_is_context("gather", ctx)
-    return gather_packed("gather", pack(tree), ctx)
+    if not grad:
+        return gather_packed("gather", pack(tree), ctx)
+    check_gradients(ctx)
+    leaves, shape = _tree.flatten(tree)
+    own = {n: one for n, one in enumerate(leaves) if isinstance(one, Tensor) and one.requires_grad}
+    name = f"gather(grad=True), with gradients of the leaves {[*own]},"
+    return gather_packed(name, packed_leaves(leaves, shape), ctx, own)
 
 
-def gather_packed(name: str, packed: Packed, ctx: DistContext) -> Any:
+def gather_packed(
+    name: str, packed: Packed, ctx: DistContext, own: Mapping[int, Tensor] = MappingProxyType({})
+) -> Any:
     """As `gather`, for a packed tree.
 
     Args:
         name: The function that was called, for messages; equal on every rank.
+        own: Leaves through which gradients flow, by place.
     """
+    leaves = _gathered_leaves(name, packed, ctx)
+    for place, one in own.items():
+        leaves[place] = with_gradient(one, leaves[place], ctx)
+    return packed.rebuild(leaves)
+
+
+def _gathered_leaves(name: str, packed: Packed, ctx: DistContext) -> dict[int, Any]:
     if not packed.others and (layout := find_layout(ctx, name, packed, joined=True)):
-        return packed.rebuild(
-            dict(zip(packed.tensors, gather_with_layout(ctx, layout, packed), strict=True))
-        )
+        return dict(zip(packed.tensors, gather_with_layout(ctx, layout, packed), strict=True))
     others = dump(list(packed.others.values()), ctx) if packed.others else _EMPTY
     call = (name, signature(packed))
     joined, found = _gather_leaves(ctx, call, packed, others, joined=True)
     leaves: dict[int, Any] = dict(zip(packed.tensors, joined, strict=True))
     for index, place in enumerate(packed.others):
         leaves[place] = [values[index] for values in found]
-    return packed.rebuild(leaves)
+    return leaves
 
 
 @known_arguments(CollectiveError)
