@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fxtrain as fx
@@ -34,6 +35,45 @@ def test_a_layer_that_is_frozen_for_a_while_trains_as_in_one_process(pair, name,
 
 def _on_ranks(ctx, options, trained):
     return on_ranks(ctx, trained=trained, **options)
+
+
+def _tied():
+    module = net()
+    module.insert(2, nn.Linear(6, 8))
+    module[2].weight = nn.Parameter(module[0].weight.detach().T.clone())
+    module.insert(3, nn.Linear(8, 6))
+    module[3].weight = module[0].weight
+    return module
+
+
+def _in_stages(ctx, trained, schedule, split):
+    """A run whose stages share a weight that is frozen for a while."""
+    mesh = fx.Mesh(pipeline=ctx.world_size)
+    strategy = fx.PP(split=split, schedule=schedule) if ctx.world_size > 1 else fx.Single()
+    plan = fx.Plan(strategy=strategy, batch="global")
+    module = _tied()
+    module[0].weight.requires_grad_(trained[0])
+    with fx.detect({}, device="cpu", timeout_s=20, mesh=mesh) as ctx:
+        model = fx.wrap(module, ctx, plan, optimizer=adamw(module.parameters()))
+        fns = fx.StepFns(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]))
+        for epoch, is_trained in zip(
+            fx.shard(data(), ctx, plan).epochs(len(trained)), trained, strict=True
+        ):
+            for part in (model.module[0], model.module[3]):
+                if part.weight is not None:  # of this rank's stage
+                    part.weight.requires_grad_(is_trained)
+            for batch in epoch:
+                fx.step(ctx, batch, fns)
+        return dict(fx.weights(model))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "split"), [("1f1b", ("3",)), ("interleaved_zero_bubble", ("3", "4", "6"))]
+)
+def test_a_weight_that_stages_share_is_frozen_for_a_while(pair, clusters, schedule, split):
+    (truth,) = clusters[1].run(_in_stages, (False, True, False), schedule, split)
+    for found in pair.run(_in_stages, (False, True, False), schedule, split):
+        torch.testing.assert_close(found, truth, rtol=0, atol=1e-5)
 
 
 def test_a_communication_hook_reduces_what_was_unfrozen(pair):

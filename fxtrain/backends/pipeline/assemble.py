@@ -40,8 +40,8 @@ def split_into_stages(
     start = record_initial_values(module, ctx)
     mine = {name for name in layout.stages if axis.rank in layout.holders(name)}
     fill_full(module, start, ctx, keep=mine, seed=plan.seed)
-    trained = [name for name, p in module.named_parameters() if p.requires_grad]
-    sums, opened = open_shared_groups(trained, layout, ctx)
+    names = [name for name, _ in module.named_parameters()]
+    sums, opened = open_shared_groups(names, layout, ctx)
     places = tensor_slots(module)
     stages, twins = make_stages(module, layout, ctx, plan)
     _keep(places, layout, stages)

@@ -144,8 +144,8 @@ class Stage(nn.Module):
         return bool(held) and not any(map(self._hollow.made, held))
 
     def show(self) -> None:
-        """Let torch see the trainable parameters: zero-bubble schedules iterate over them."""
-        self.held = nn.ParameterList(one for one in self.own() if one.requires_grad)
+        """Let torch see the parameters: zero-bubble schedules iterate over the trained ones."""
+        self.held = nn.ParameterList(self.own())
 
     def prepare(self, layout: Layout, index: int) -> None:
         """Add the hooks that reduce the forward of the whole model to this stage's part.

@@ -22,7 +22,7 @@ def open_shared_groups(
     """The groups of ranks that hold the same parameters.
 
     Args:
-        names: Of the parameters to train, in an order that all ranks share.
+        names: Of the parameters, in an order that all ranks share.
 
     Returns:
         (group, names) of this rank, and the groups that were opened for it.
@@ -64,6 +64,8 @@ def reduce_grads(model: Wrapped) -> None:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for name in names:
             parameter = named[name]
+            if not parameter.requires_grad:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             # Ranks that differ in the pipeline axis alone hold the same part of it.
