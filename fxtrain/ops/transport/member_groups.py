@@ -26,13 +26,21 @@ def open_by_members(ranks: list[int], **options: Any) -> Any:
     """
     # torch_xla replaces torch.distributed.new_group with one that takes fewer arguments.
     library: Any = dist.distributed_c10d
-    key = f"fxtrain/groups/{'_'.join(map(str, ranks))}/{library.group.WORLD.rank()}"
     names: dict[Any, str] = dist.distributed_c10d._world.pg_names  # pyright: ignore
-    number = _MANY + library._get_default_store().add(key, 1)
-    placeholders = [object() for _ in range(number - len(names))]
-    names.update(dict.fromkeys(placeholders, ""))
+    simulated = dist.get_backend() == "fake"  # its store does not count
+    key = f"fxtrain/groups/{'_'.join(map(str, ranks))}/{library.group.WORLD.rank()}"
+    number = _MANY + (0 if simulated else library._get_default_store().add(key, 1))
+    placeholders: list[object] = []
     try:
-        return library.new_group(ranks, use_local_synchronization=True, **options)
+        while True:
+            placeholders += [object() for _ in range(number - len(names))]
+            names.update(dict.fromkeys(placeholders, ""))
+            try:
+                return library.new_group(ranks, use_local_synchronization=True, **options)
+            except ValueError as error:
+                if not simulated or "group name" not in str(error):
+                    raise
+                number += 1
     finally:
         for placeholder in placeholders:
             del names[placeholder]
