@@ -150,6 +150,7 @@ def _answer(ctx: Any, request: bytes) -> bytes:
             )
             # torch.compile reads the gradients of everything that it traces.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is")
+            _drop_compiled()
             value = fn(ctx, *args)
         return _returned(number, value, healthy=ctx.comm.state.failure is None)
     except BaseException as error:
@@ -159,6 +160,12 @@ def _answer(ctx: Any, request: bytes) -> bytes:
 
         healthy = isinstance(error, CollectiveError) and ctx.comm.state.failure is None
         return _failed(number, error, healthy=healthy)
+
+
+def _drop_compiled() -> None:
+    """Start a call without compiled code: torch limits how often a function is compiled again."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"].compiler.reset()
 
 
 def _returned(number: int, value: Any, *, healthy: bool) -> bytes:
