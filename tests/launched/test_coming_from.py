@@ -55,7 +55,7 @@ def _on_ranks(task, library, ranks, folder, *options):
             variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
             variables |= {"MASTER_ADDR": "127.0.0.1"}
         started.append(start_fork(*PYTHON, *words, cwd=FOLDER, env=variables))
-    ended = [finish(program, timeout_s=300) for program in started]
+    ended = [finish(program, timeout_s=120) for program in started]
     assert all(one.code == 0 for one in ended), "\n".join(one.err for one in ended)
     return _numbers(ended[0])
 
