@@ -150,7 +150,7 @@ def _with_engine(
         if several:
             first = optim.single_optimizer(several)
             mine = optim.compiled_on_cpu(first, config, plan.strategy, ctx)
-        given = given if mine is first else mine
+            given = given if mine is first else mine
     flattens = optimizer is not None and config[ZERO]["stage"] > 0
     trained = TrainedParameters.of(module) if flattens else None
     engine = engines.start(library, module, config, mine, ctx)
