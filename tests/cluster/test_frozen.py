@@ -39,9 +39,11 @@ def _on_ranks(ctx, options, trained):
 
 def _tied():
     module = net()
-    module.insert(2, nn.Linear(6, 8))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        module.insert(2, nn.Linear(6, 8))
+        module.insert(3, nn.Linear(8, 6))
     module[2].weight = nn.Parameter(module[0].weight.detach().T.clone())
-    module.insert(3, nn.Linear(8, 6))
     module[3].weight = module[0].weight
     return module
 
