@@ -135,8 +135,8 @@ SHARED = ("accumulate", "flush", "context")
 def _step_between(ctx, wrapped, sharded):
     """What a step says to a model and a batch under two plans; its update otherwise."""
     net = nn.Linear(2, 2)
-    before = net.weight.detach().clone()
     model = fx.wrap(net, ctx, wrapped, optimizer=SGD)
+    before = net.weight.detach().clone()
     fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).square().mean())
     batch = next(iter(fx.shard(DataLoader(torch.ones(8, 2), batch_size=2), ctx, sharded)))
     try:
