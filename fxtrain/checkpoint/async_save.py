@@ -1,8 +1,6 @@
 """Background saves, written in a thread while training continues."""
 
 import atexit
-import os
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,6 +10,7 @@ import attrs
 
 from fxtrain import ops
 from fxtrain._errors import CheckpointError
+from fxtrain._exiting import exit_with
 from fxtrain.checkpoint.host_copies import Staging
 from fxtrain.state import DistContext
 
@@ -82,12 +81,7 @@ class Saving:
         return self.path
 
     def _at_exit(self) -> None:
-        """End the program as an uncaught exception does, if the error was never reported.
-
-        Once the script has ended, Python has no other way to change the exit code: it prints
-        and discards what functions of `atexit` raise. The remaining functions therefore run
-        from here, which closes process groups and trackers, and then the process exits.
-        """
+        """End the program as an uncaught exception does, if the error was never reported."""
         error = self._future.exception()
         if self._reported.is_set() or error is None:
             return
@@ -96,18 +90,7 @@ class Saving:
             "This background save failed, and the program ended without checking its result. "
             "Call result() on the handle from fx.save, or fx.close(ctx)."
         )
-        # If the script itself failed, a launcher keeps the first error that the hook received.
-        failed = getattr(sys, "last_value", None) is not None
-        try:
-            (sys.__excepthook__ if failed else sys.excepthook)(
-                type(error), error, error.__traceback__
-            )
-            atexit.unregister(self._at_exit)
-            atexit._run_exitfuncs()
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-        finally:
-            os._exit(1)
+        exit_with(error, self._at_exit)
 
 
 def wait_for_earlier(ctx: DistContext, busy: Literal["wait", "skip"]) -> Saving | None:

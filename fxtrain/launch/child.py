@@ -27,8 +27,8 @@ _PATIENCE_S = 10.0
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
-def main() -> None:
-    """Become the program that the arguments name."""
+def main() -> dict[str, object]:
+    """Become the program that the arguments name; what its names refer to at its end."""
     split = sys.argv.index("--")
     how, *options = sys.argv[1:split]
     target, *args = sys.argv[split + 1 :]
@@ -44,21 +44,20 @@ def main() -> None:
     atexit.register(_end_at_once)  # registered first, so it runs last
     sys.argv[:] = [target, *args]
     try:
-        _become(how, target)
+        return _become(how, target)
     except SystemExit as leaving:
         if folder is not None and leaving.code not in (None, 0):
             _write_code(folder, leaving.code)
         raise
 
 
-def _become(how: str, target: str) -> None:
+def _become(how: str, target: str) -> dict[str, object]:
     if how == "module":
         _set_first_path(os.getcwd())
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-    else:
-        _set_first_path(os.path.dirname(os.path.realpath(target)))
-        # Absolute, as Python itself makes `__file__` of the script it runs.
-        runpy.run_path(os.path.abspath(target), run_name="__main__")
+        return runpy.run_module(target, run_name="__main__", alter_sys=True)
+    _set_first_path(os.path.dirname(os.path.realpath(target)))
+    # Absolute, as Python itself makes `__file__` of the script it runs.
+    return runpy.run_path(os.path.abspath(target), run_name="__main__")
 
 
 def end_with_parent() -> None:
@@ -185,4 +184,4 @@ def _skip_own_frames(tb: TracebackType | None) -> TracebackType | None:
 
 
 if __name__ == "__main__":
-    main()
+    names = main()  # kept until functions of `atexit` have run, as a program keeps its names

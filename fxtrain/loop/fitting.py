@@ -1,7 +1,7 @@
 """Training as an iterator: the loop is the callback."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, ClassVar, Literal, SupportsFloat, TypeVar
@@ -18,6 +18,7 @@ from fxtrain.checkpoint import Restored, Saving, latest, restore, save
 from fxtrain.data import Sharded
 from fxtrain.loop.fit_entries import Entries, entries_after
 from fxtrain.loop.means import finite_number
+from fxtrain.loop.open_runs import ended_with
 from fxtrain.loop.progress import progress
 from fxtrain.loop.stepping import StepFns
 from fxtrain.profile import profile
@@ -91,8 +92,9 @@ def fit(
     curve. The iteration ends after the last epoch, or after an update at which a rank received a
     signal or left its loop (`break`, an error in the body, closing the iterator): then all ranks
     stop, and the state after that update is saved. Inside an accumulation window, a rank that left
-    its loop trains to the end of the window first. A run that is already complete is restored
-    and yields no report, so code after the loop must not rely on one.
+    its loop trains to the end of the window first. An iterator that has a name is still open after
+    `break`; it is closed with its context, or when the script ends. A run that is already complete
+    is restored and yields no report, so code after the loop must not rely on one.
 
     Args:
         ctx: The context for which the model was wrapped.
@@ -170,7 +172,7 @@ def fit(
         signals=(signals,) if isinstance(signals, str) else tuple(signals),
         check_every=check_every,
     )
-    return _train(ctx, fns, loader, rules)
+    return ended_with(ctx, _train(ctx, fns, loader, rules))
 
 
 def _rules(**given: Any) -> _Rules:
@@ -242,7 +244,7 @@ def _opened(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> I
         entries.write_profile()
 
 
-def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> Iterator[Report]:
+def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> Generator[Report]:
     with _opened(ctx, fns, loader, rules) as loop:
         saved = None if loop.restored is None else loop.restored.position
         report, saving, left, entries = None, None, False, loop.entries

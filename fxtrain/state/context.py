@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -43,6 +44,8 @@ class CommState:
         failure: Message of the failure that made the communicator unusable.
         background_tasks: Background work that still needs the ranks, with a `result()`; closing
             waits for it.
+        open_runs: Iterators of `fit` that have not ended; closing ends them first, since they
+            save their runs.
         save_context: The ranks over a separate group, for background saves.
         save_buffer: Host memory to which saves copy tensors, uint8, reused by the next save.
         restored_from: The checkpoint of the last restore, which no save may prune.
@@ -68,6 +71,7 @@ class CommState:
     pending_check: Any = None
     failure: str | None = None
     background_tasks: list[Any] = attrs.field(factory=list)
+    open_runs: weakref.WeakSet[Generator[object]] = attrs.field(factory=weakref.WeakSet, repr=False)
     save_context: DistContext | None = None
     save_buffer: torch.Tensor | None = attrs.field(default=None, repr=False)
     restored_from: str | None = None
@@ -90,6 +94,18 @@ class CommState:
             part.close()
         while self.at_close:
             self.at_close.pop()()
+
+    def end_runs(self) -> list[Exception]:
+        """Close every open run, unless it is in the middle of a step; the errors."""
+        errors = []
+        while self.open_runs:
+            reports = self.open_runs.pop()
+            try:
+                if inspect.getgeneratorstate(reports) != inspect.GEN_RUNNING:
+                    reports.close()
+            except Exception as error:  # any error: the caller raises it
+                errors.append(error)
+        return errors
 
 
 def _nothing(error: BaseException | None) -> None:
@@ -129,16 +145,19 @@ class Comm:
     key: bytes = attrs.field(default=b"", repr=False)
 
     def finish(self, error: BaseException | None) -> None:
-        """Wait for background work, then close; errors of that work are raised or noted."""
-        found = error
+        """End open runs, wait for background work, then close; their errors are raised or noted."""
+        errors = self.state.end_runs()
         while self.state.background_tasks:
             try:
                 self.state.background_tasks.pop(0).result()
             except Exception as failed:  # any error: the groups are closed all the same
-                if found is None:
-                    found = failed
-                else:
-                    found.add_note(f"And in the background: {failed}")
+                errors.append(failed)
+        found = error
+        for failed in errors:
+            if found is None:
+                found = failed
+            else:
+                found.add_note(f"And while the context closed: {failed}")
         self.state.close()
         self.close(found)
         if found is not None and error is None:

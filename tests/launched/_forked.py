@@ -180,6 +180,10 @@ def _run(words: Sequence[str], variables: dict[str, str]) -> None:
         os._exit(code)
 
 
+# What the script's names refer to, which a program also keeps until functions of `atexit` have run.
+_ended: list[dict[str, object]] = []
+
+
 def _main(words: list[str]) -> int:
     """Run a script or module as `__main__`; its exit code."""
     if words[0] == "-u":
@@ -193,9 +197,9 @@ def _main(words: list[str]) -> int:
     sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.realpath(words[0])))
     try:
         if is_module:
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            _ended.append(runpy.run_module(words[1], run_name="__main__", alter_sys=True))
         else:
-            runpy.run_path(words[0], run_name="__main__")
+            _ended.append(runpy.run_path(words[0], run_name="__main__"))
     except SystemExit as leaving:
         if isinstance(leaving.code, int | None):
             return leaving.code or 0
@@ -203,6 +207,7 @@ def _main(words: list[str]) -> int:
         return 1
     except BaseException as error:
         tb = error.__traceback__
+        sys.last_value = error
         sys.excepthook(type(error), error, tb and tb.tb_next)  # less this function's own frame
         return 1
     return 0

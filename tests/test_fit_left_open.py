@@ -1,0 +1,99 @@
+"""An iterator of `fit` that a name keeps open after `break` saves its run before the end."""
+
+import shutil
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import fxtrain as fx
+from tests.launched._run import FXTRAIN, PYTHON, run_fork
+
+
+def _left_open(ctx, folder, **how):
+    model = fx.wrap(torch.nn.Linear(1, 1), ctx, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    fns = fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).square().mean())
+    loader = fx.shard(DataLoader(torch.ones(16, 1), batch_size=2), ctx)
+    reports = fx.fit(ctx, fns, loader, folder, epochs=3, show=False, **how)
+    for report in reports:
+        if report.position.updates == 3:
+            break
+    return reports
+
+
+def _saved(folder):
+    return [int(path.name[-2:]) for path in sorted(folder.glob("update-*"))]
+
+
+@pytest.mark.parametrize("way", ["with", "close", "raises"])
+def test_it_ends_with_its_context(tmp_path, way):
+    ctx = fx.detect({}, device="cpu")
+    reports = _left_open(ctx, tmp_path)
+    assert not _saved(tmp_path)
+    if way == "raises":
+        with pytest.raises(KeyError), ctx:
+            raise KeyError("after the loop")
+    elif way == "with":
+        with ctx:
+            pass
+    else:
+        fx.close(ctx)
+    assert _saved(tmp_path) == [3]
+    assert list(reports) == []
+
+
+def test_a_context_that_closes_inside_the_run_leaves_it_alone(tmp_path):
+    ctx = fx.detect({}, device="cpu")
+
+    def evaluate():
+        fx.close(ctx)
+        return 1.0
+
+    with pytest.raises(fx.ContextError, match="closed"):
+        _left_open(ctx, tmp_path, evaluate=evaluate, evaluate_every=1)
+
+
+def test_an_error_of_its_last_save_is_that_of_closing(tmp_path):
+    ctx = fx.detect({}, device="cpu")
+    reports = _left_open(ctx, tmp_path / "run", to=())
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").write_text("no folder")
+    with pytest.raises(fx.CheckpointError, match="run"):
+        fx.close(ctx)
+    assert list(reports) == []
+
+
+SCRIPT = """
+import pathlib, shutil, sys
+import fxtrain as fx
+from tests.test_fit_left_open import _left_open
+
+folder, way = pathlib.Path(sys.argv[1]), sys.argv[2]
+ctx = fx.detect(device="cpu", timeout_s=30)
+reports = _left_open(ctx, folder, to=())
+if way == "fails":
+    fx.ops.barrier(ctx)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.write_text("no folder")
+if way == "raises":
+    raise ValueError("its own")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", ["ends", "fails", "raises"])
+def test_it_ends_with_the_script(tmp_path, ranks, way):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = PYTHON if ranks == 1 else (*FXTRAIN, "launch", f"--ranks={ranks}")
+    folder = tmp_path / "run"
+    ended = run_fork(*command, str(tmp_path / "script.py"), str(folder), way)
+    assert (ended.code == 0) == (way == "ends"), ended.err
+    assert ("its own" in ended.err) == (way == "raises")
+    assert "Exception ignored" not in ended.err
+    assert "SIGABRT" not in ended.err
+    if way == "fails":
+        assert "CheckpointError" in ended.err
+    else:
+        assert _saved(folder) == [3]
+        fx.verify(fx.latest(folder))
