@@ -79,6 +79,9 @@ def test_fxtrain_gives_what_the_raw_script_gives(task, ranks, result):
     assert result(task, "fxtrain", ranks) == wanted
 
 
+# torch's profiler may corrupt memory when it stops while gloo's threads run, which `fx.profile`
+# prevents and Accelerate's does not.
+@pytest.mark.flaky(reruns=3)
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="no accelerate here")
 @RANKS
 @pytest.mark.parametrize("task", TASKS)
