@@ -7,6 +7,7 @@ from torch import nn
 
 import fxtrain as fx
 from tests.cluster._frozen import adamw, by_hand, data, net, on_ranks
+from tests.cluster._models import PIPELINES
 
 PLANS = {
     "ddp": {"strategy": fx.DDP()},
@@ -69,6 +70,7 @@ def _in_stages(ctx, trained, schedule, split):
         return dict(fx.weights(model))
 
 
+@PIPELINES
 @pytest.mark.parametrize(
     ("schedule", "split"), [("1f1b", ("3",)), ("interleaved_zero_bubble", ("3", "4", "6"))]
 )
