@@ -119,6 +119,8 @@ def _directive(module: ModuleType, name: str, value: Any) -> str:
 def _module_page(module: ModuleType) -> str:
     """The docstring of a package, links to what is described elsewhere, and every other name."""
     page = [f"# {module.__name__}", "", _described(f".. automodule:: {module.__name__}")]
+    if module is fxtrain:
+        page += ["`import fxtrain as fx` has every name that a training script needs.", ""]
     elsewhere = [
         f"{_ROLE}`{name} <{_described_as(name, value)}>`"
         for name, value in _members(module)
