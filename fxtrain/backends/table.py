@@ -67,7 +67,8 @@ def strategies() -> dict[type, Strategy]:
     entry point names takes fxtrain's own from `STRATEGIES`, since this function imports it.
 
     Raises:
-        PlanError: an entry point loads something else, or a second strategy for the same config.
+        PlanError: an entry point does not load, loads something else, or loads a second strategy
+            for the same config.
 
     Example:
         >>> from fxtrain.backends import strategies
