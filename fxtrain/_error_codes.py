@@ -90,7 +90,7 @@ ERROR_CODES = (
         "devices, compare `fxtrain env` with the driver and `CUDA_VISIBLE_DEVICES`.",
     ),
     ErrorCode(
-        "FX105", "ContextError", "The context is closed", "",
+        "FX105", "ContextError", "The context is closed", "concepts/overview#the-context",
         "`fx.close(ctx)` was called, or the `with fx.detect() as ctx:` block ended, before this "
         "call. A function that ran later, such as one registered with `atexit`, uses the "
         "context.",
@@ -120,8 +120,8 @@ ERROR_CODES = (
     ErrorCode(
         "FX202", "PlanError", "The strategy does not support this plan or model",
         "strategies#which-strategy-takes-which-field",
-        "`fx.wrap` asked the strategy for problems with the plan, the mesh and the model, and "
-        "it has some: for example a field that DeepSpeed implements differently, or a pipeline "
+        "`fx.wrap` checks the plan, the mesh and the model against the strategy, and found "
+        "problems: for example a field that DeepSpeed implements differently, or a pipeline "
         "without an axis for its stages. The message lists all of them.",
         "Change each field in the list, or choose another strategy. A table shows which "
         "strategy supports which field.",
@@ -152,7 +152,7 @@ ERROR_CODES = (
     ),
     ErrorCode(
         "FX303", "CollectiveError", "Another rank failed", "concepts/errors",
-        "This rank has no problem of its own. The message has the error of each rank that does. "
+        "This rank did not fail itself. The message has the error of each rank that did. "
         "If that is an error of fxtrain, the message ends with its code and not with this one.",
         "Fix the error in the message; the output of its rank has the traceback.",
     ),

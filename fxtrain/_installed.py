@@ -36,13 +36,14 @@ def installed_rows(
         Imports the packages that have an entry point in the group.
 
     Raises:
-        FxError: of type `error`: an entry point loads something else, or two records share a key.
+        FxError: of type `error`: an entry point does not load or loads something else, or two
+            records share a key.
     """
     table: dict[K, R] = {}
     metadata = importlib.import_module("importlib.metadata")  # slow, and few commands need it
     for entry in _entries(metadata.entry_points, group, _folders()):
-        row = entry.load()
         named = f"The entry point {entry.name} = {entry.value} in {group}"
+        row = _loaded(entry, named, error)
         if not isinstance(row, kind):
             raise error(
                 f"{named} should load a {kind.__name__}, found {type(row).__name__}. Report this "
@@ -56,6 +57,18 @@ def installed_rows(
             )
         table[key(row)] = row
     return table
+
+
+def _loaded(entry: Any, named: str, error: type[FxError]) -> Any:
+    try:
+        return entry.load()
+    except FxError:  # says what is wrong, also of an entry point that the package itself looks up
+        raise
+    except Exception as problem:  # whatever the package raises while it is imported
+        raise error(
+            f"{named} cannot be loaded: {type(problem).__name__}: {problem}. Report this to the "
+            f"author of its package, or uninstall it."
+        ) from problem
 
 
 @functools.lru_cache(maxsize=16)

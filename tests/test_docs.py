@@ -171,9 +171,9 @@ def test_llms_text_lists_every_page_with_its_source():
 
 def test_the_page_of_variables_lists_those_of_fxtrain():
     source = "".join(path.read_text() for path in (ROOT / "fxtrain").rglob("*.py"))
-    found = {name.rstrip("_") for name in re.findall(r"FXTRAIN_[A-Z_]+", source)}
+    found = {name.rstrip("_") for name in re.findall(r"\b_?FXTRAIN_[A-Z_]+", source)}
     known = {name.split("__")[0] for name in found}
-    shown = re.findall(r"`(FXTRAIN_\w+)", PAGES["environment"].read_text())
+    shown = re.findall(r"`(_?FXTRAIN_\w+)", PAGES["environment"].read_text())
     assert known == {name.split("__")[0] for name in shown}
 
 

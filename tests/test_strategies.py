@@ -2,6 +2,7 @@
 
 import importlib
 import types
+from importlib.metadata import EntryPoint
 
 import attrs
 import pytest
@@ -32,6 +33,8 @@ def installed(monkeypatch):
             value = f"somewhere:{name}"
 
             def load(self):
+                if self.name == "BROKEN":
+                    raise ImportError("No module named 'gone'")
                 return {"ROW": ROW, "WRONG": WRONG, "TWICE": TWICE}[self.name]
 
         Entry.name = name
@@ -63,7 +66,14 @@ def test_a_checkpoint_gives_the_plan_of_an_installed_strategy_back(installed, tm
         assert fx.restore(tmp_path, ctx, model).plan() == plan
 
 
-@pytest.mark.parametrize(("name", "words"), [("WRONG", "found str"), ("TWICE", "second strategy")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("WRONG", "found str"),
+        ("TWICE", "second strategy"),
+        ("BROKEN", "BROKEN = somewhere:BROKEN in .* ImportError: No module named 'gone'"),
+    ],
+)
 @pytest.mark.parametrize(
     "read",
     [
@@ -79,6 +89,19 @@ def test_a_wrong_entry_point_is_named(installed, name, words, read):
     installed(name)
     with pytest.raises(fx.PlanError, match=words):
         read()
+
+
+def test_a_package_that_looks_up_its_own_entry_point_is_named_once(tmp_path, monkeypatch):
+    """As one does that evolves `strategies()[fx.DDP]` while it is imported."""
+    (tmp_path / "circular_package.py").write_text(
+        "from fxtrain.backends import strategies\nENTRY = next(iter(strategies().values()))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entry = EntryPoint("mine", "circular_package:ENTRY", "fxtrain.strategies")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry])
+    with pytest.raises(fx.PlanError, match="mine = circular_package:ENTRY") as raised:
+        strategies()
+    assert str(raised.value).count("circular_package:ENTRY") == 1
 
 
 def test_a_config_that_nobody_carries_out_is_refused():

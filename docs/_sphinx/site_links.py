@@ -21,8 +21,8 @@ _PAGES = (
     ("tensors", "torch.Tensor"),
     ("tensor_attributes", "torch.device torch.dtype"),
     ("size", "torch.Size"),
-    ("amp", "torch.autocast torch.amp.GradScaler"),
-    ("optim", "torch.optim.Optimizer torch.optim.swa_utils.AveragedModel"),
+    ("amp", "torch.autocast"),
+    ("optim", "torch.optim.Optimizer"),
     ("data", "torch.utils.data.DataLoader torch.utils.data.Dataset"),
     ("checkpoint", "torch.utils.checkpoint.checkpoint"),
     ("distributed", "torch.distributed.ProcessGroup torch.distributed.all_reduce"),
@@ -37,6 +37,9 @@ TORCH: Mapping[str, str] = MappingProxyType(
     {name: f"{_ROOT}generated/{name}.html#{name}" for name in _OWN_PAGE.split()}
     | {name: f"{_ROOT}{page}.html#{name}" for page, names in _PAGES for name in names.split()}
     | {
+        # Names without an anchor of their own.
+        "torch.amp.GradScaler": f"{_ROOT}amp.html#gradient-scaling",
+        "torch.optim.swa_utils.AveragedModel": (f"{_ROOT}optim.html#weight-averaging-swa-and-ema"),
         "torch.distributed.checkpoint": f"{_ROOT}distributed.checkpoint.html",
         "torch.distributed.pipelining": f"{_ROOT}distributed.pipelining.html",
         "torch.nn.functional": f"{_ROOT}nn.functional.html",

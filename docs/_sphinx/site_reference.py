@@ -119,6 +119,8 @@ def _directive(module: ModuleType, name: str, value: Any) -> str:
 def _module_page(module: ModuleType) -> str:
     """The docstring of a package, links to what is described elsewhere, and every other name."""
     page = [f"# {module.__name__}", "", _described(f".. automodule:: {module.__name__}")]
+    if module is fxtrain:
+        page += ["`import fxtrain as fx` has every name that a training script needs.", ""]
     elsewhere = [
         f"{_ROLE}`{name} <{_described_as(name, value)}>`"
         for name, value in _members(module)
@@ -139,7 +141,7 @@ def _list_of_modules() -> str:
         for module in _modules()[1:]
     ]
     tree = ["```{toctree}", ":hidden:", *(module.__name__ for module in _modules()[1:]), "```", ""]
-    return "\n".join(["# Packages", "", "| Package | Holds |", "|---|---|", *rows, "", *tree])
+    return "\n".join(["# Packages", "", "| Package | Contains |", "|---|---|", *rows, "", *tree])
 
 
 def _first_line(value: Any) -> str:
@@ -205,9 +207,7 @@ def _plan_page() -> str:
         page += ["", "| Field | Type | Default | Meaning |", "|---|---|---|---|"]
         for field in attrs.fields(kind):
             cells = (f"`{field.name}`", _code(_short(_type_of(field))), _code(_default_of(field)))
-            meaning = texts.get(
-                field.name, "Which record it is, in a file." * (field.name == "kind")
-            )
+            meaning = texts.get(field.name, "Tag of this record in files." * (field.name == "kind"))
             page.append(f"| {' | '.join(cells)} | {_cell(meaning)} |")
         page.append("")
     return "\n".join(page)
@@ -278,10 +278,10 @@ def _error_page(shown: list[tuple[str, str, str, str]]) -> str:
         "# Errors",
         "",
         "Every error that fxtrain raises on purpose is an `FxError`. Its message says what was "
-        "asked, what was found and what to do, and it is the same on every rank. It ends with a "
-        "code, such as `[FX602]`, which is an anchor of this page: each section has the cause and "
-        "the cure. `fxtrain explain FX602` prints the section in a terminal. An error that quotes "
-        "another one has the code of that one.",
+        "asked, what was found and what to do. It ends with a code, such as `[FX602]`, which is an "
+        "anchor of this page: each section has the cause and the cure. `fxtrain explain FX602` "
+        "prints the section in a terminal. An error that quotes another one has the code of that "
+        "one.",
         "",
     ]
     for one in ERROR_CODES:

@@ -1,4 +1,4 @@
-"""Strategies: how each kind of plan is carried out."""
+"""Strategies: the code that runs each kind of plan."""
 
 from fxtrain.backends.core.optimizers import Params
 from fxtrain.backends.deepspeed.config import deepspeed_config

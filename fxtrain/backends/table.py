@@ -63,10 +63,12 @@ def strategies() -> dict[type, Strategy]:
     """Every strategy by its config type: fxtrain's own, then those of installed packages.
 
     A package adds one with an entry point in the group `fxtrain.strategies` that loads a
-    `Strategy`. `fx.wrap(..., strategy=entry)` takes one without an entry point.
+    `Strategy`. `fx.wrap(..., strategy=entry)` takes one without an entry point. A module that an
+    entry point names takes fxtrain's own from `STRATEGIES`, since this function imports it.
 
     Raises:
-        PlanError: an entry point loads something else, or a second strategy for the same config.
+        PlanError: an entry point does not load, loads something else, or loads a second strategy
+            for the same config.
 
     Example:
         >>> from fxtrain.backends import strategies

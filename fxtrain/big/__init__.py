@@ -1,4 +1,4 @@
-"""Models that do not fit a device: their sizes, and what is placed where."""
+"""Models that do not fit on a device: their sizes and their placement."""
 
 from fxtrain.big.budgets import Budget, budget
 from fxtrain.big.measuring import sizes

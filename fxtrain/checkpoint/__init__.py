@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, checked to the last byte, and free of pickle."""
+"""Checkpoints: written atomically, verified by digests, and free of pickle."""
 
 from fxtrain.checkpoint.async_save import Saving
 from fxtrain.checkpoint.comparison import Difference, compare, count_leaves

@@ -1,4 +1,4 @@
-"""Launching: specs to arguments and environment (pure), and the code that starts processes.
+"""Launchers: pure functions from a spec to a command line, and the code that starts processes.
 
 Example:
     >>> import fxtrain as fx

@@ -1,4 +1,4 @@
-"""Quantised weights and layers that compute in float8: choosing, converting, tensors by name."""
+"""Quantised weights, and linear layers that compute in float8."""
 
 from fxtrain.precision.bnb_layers import BNB4, BNB8
 from fxtrain.precision.library import Library, is_sharded

@@ -1,4 +1,4 @@
-"""What a plan's number formats cost in accuracy: errors by layer, outputs, losses."""
+"""The accuracy that low precision costs: errors by layer, of outputs and of losses."""
 
 from fxtrain.quality.comparing import compare
 from fxtrain.quality.pictures import plot

@@ -135,7 +135,7 @@ class Plan:
     Attributes:
         strategy: How the model is distributed over ranks: one of fxtrain's configs, or a third
             party's: a frozen attrs record with a string `kind`. For fxtrain's, the bare kind
-            also works: "ddp", "fsdp", "deepspeed", "pp", "single", "xla".
+            also works: "ddp", "fsdp", "deepspeed", "pp", "single", "xla", "offload".
         precision: Dtypes, or the bare name fp32, bf16, fp16 or fp8.
         accumulate: Micro-batches per optimizer update.
         flush: Close the accumulation window at the end of an epoch even if it is short.

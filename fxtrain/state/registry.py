@@ -40,7 +40,8 @@ def installed_strategies() -> "tuple[Strategy, ...]":
     Everything that reads, checks or carries out a plan finds them here.
 
     Raises:
-        PlanError: an entry point loads something else, or a second strategy for a config.
+        PlanError: an entry point does not load, loads something else, or loads a second strategy
+            for a config.
 
     Example:
         >>> from fxtrain.state import installed_strategies

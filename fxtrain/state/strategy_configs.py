@@ -70,7 +70,8 @@ class DDP:
         bucket_view: Gradients are views into the buckets, which saves a copy of them.
         static_graph: The graph is the same in every update.
         unused_parameters: Search for parameters that the loss does not use.
-        sync_buffers: Broadcast buffers (BatchNorm statistics) from rank 0 before forward.
+        sync_buffers: Broadcast buffers (BatchNorm statistics) from rank 0 at the end of each
+            backward that reduces gradients.
         hook: How gradients are sent.
         shard_optimizer: Each rank keeps the optimizer states of some parameters only, updates
             those and sends them to the others (ZeRO-1), by torch's ZeroRedundancyOptimizer.

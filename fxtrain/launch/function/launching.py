@@ -60,7 +60,7 @@ def launch(
 ) -> list[T]:
     """Call a function on several ranks of this machine, each in its own process.
 
-    In `fn`, `fx.detect()` finds the rank. Processes start from scratch, so a script must call
+    In `fn`, `fx.detect()` finds the rank. Each process is a new interpreter, so a script must call
     `launch` under `if __name__ == "__main__":`. A function defined in a notebook cell or at a
     prompt is sent by value, which needs cloudpickle. Without it, the processes are
     single-threaded forks of this one, as long as no accelerator is in use here.
