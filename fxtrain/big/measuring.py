@@ -52,7 +52,7 @@ def sizes(
         dtypes: Exceptions by patterns of names, as `{"*norm*": "float32"}`; the first match
             counts.
         special: Bytes per element by patterns of names, for parameters that will be quantised:
-            a number, or "int8" or "int4".
+            a number, or "int8", "int4" or "int2".
         quantize: Measure linear layers as this record quantises them: `fx.Bnb4()`. Those that
             are quantised already, in the module or in the files, are measured so in any case.
 
