@@ -190,7 +190,7 @@ def _torchao(name: str) -> Callable[[nn.Module], nn.Module]:
         from torchao import quantization
 
         names, model = _targets(model), copy.deepcopy(model)
-        config = getattr(quantization, name)() if name != "int4" else _int4()
+        config = _GROUPED[name]() if name in _GROUPED else getattr(quantization, name)()
         quantization.quantize_(model, config, filter_fn=lambda part, name: name in names)
         return model
 
@@ -203,6 +203,17 @@ def _int4() -> Any:
     return PrototypeInt4WeightOnlyConfig(group_size=64)
 
 
+def _int2() -> Any:
+    """torchao's own layers of two bits hold a value per byte."""
+    from torchao.quantization import IntxWeightOnlyConfig, PerGroup
+
+    dtype = vars(torch)["int2"]  # torch's stubs leave it out
+    return IntxWeightOnlyConfig(weight_dtype=dtype, granularity=PerGroup(64))
+
+
+_GROUPED = {"int4": _int4, "int2": _int2}
+
+
 def decoder() -> None:
     """Tokens per second and memory of one decoder in each format, and of each library by hand."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -210,7 +221,8 @@ def decoder() -> None:
     torch.manual_seed(0)
     base = LlamaForCausalLM(LlamaConfig(**_DECODER)).eval()
     plans = {"fp32": fx.Plan(), **PLANS}
-    hands = {"fp32": lambda model: model, **_BY_HAND, "Torchao int4": _torchao("int4")}
+    grouped = {f"Torchao {name}": _torchao(name) for name in _GROUPED}
+    hands = {"fp32": lambda model: model, **_BY_HAND, **grouped}
     rows = []
     with fx.detect() as ctx, torch.no_grad():
         for number, (name, by_hand) in enumerate(hands.items(), 1):

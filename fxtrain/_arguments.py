@@ -22,18 +22,10 @@ from fxtrain._errors import (
 from fxtrain._other_names import field_hint
 
 __all__ = [
-    "MISSING",
-    "DataArgumentError",
-    "StepArgumentError",
-    "call_problem",
-    "closest",
-    "hot_arguments",
-    "in_order",
-    "known_arguments",
-    "types_given",
-    "unknown_name",
-    "with_known_arguments",
-]
+    "MISSING", "DataArgumentError", "PlanArgumentError", "StepArgumentError", "call_problem",
+    "closest", "hot_arguments", "in_order", "known_arguments", "record_problem", "types_given",
+    "unknown_name", "with_known_arguments",
+]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -116,16 +108,17 @@ _WRITTEN = {"fns": "fx.StepFns(model, loss)"}  # in a line to write
 class _Form:
     """How a function is called, for messages."""
 
-    def __init__(self, function: Callable[..., Any], owner: str) -> None:
+    def __init__(self, function: Callable[..., Any], owner: str, use: str) -> None:
         # An `__init__` has the name of its class before the last dot.
         self.call = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
         code: Any = cast(Any, inspect.unwrap(function)).__code__
         self.names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         self.bound = int("self" in self.names[:1])  # one argument that a caller does not write
+        self.by_position = self.names[: code.co_argcount]
         self.most = sys.maxsize if code.co_flags & inspect.CO_VARARGS else code.co_argcount
         self.known = dict.fromkeys(name for name in self.names if name != "self").keys()
         self.needed = _needed(function, self.known)
-        self.owner, self.module = owner, function.__module__
+        self.owner, self.module, self.use = owner, function.__module__, use
 
     def problem(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, types: bool) -> str:
         """What is wrong with a call; empty if its arguments fit.
@@ -133,14 +126,8 @@ class _Form:
         Args:
             types: Whether to name an argument that is of another type than its name says.
         """
-        unknown = next((name for name in kwargs if name not in self.known), None)
-        if unknown is not None:
-            return unknown_name(self.call, unknown, self.known)
-        if len(args) > self.most:
-            first = self.names[self.most] if len(self.names) > self.most else ""
-            many = counted(len(args) - self.most, "positional argument")
-            by_name = f"Pass {self.call}({first}=...) and what follows by name."
-            return f"{self.call}: {many} too many. {by_name if first else self._line()}"
+        if misplaced := self._misplaced(args, kwargs):
+            return misplaced
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         given.pop("self", None)
         kinds = {name: _kind_of(value) for name, value in given.items()}
@@ -162,6 +149,23 @@ class _Form:
                 return f"{self.call}: {name} is {wanted}, found {found}. {self._line()}"
         return ""
 
+    def _misplaced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """What is wrong with the names of a call, or with the number of its arguments."""
+        unknown = next((name for name in kwargs if name not in self.known), None)
+        if unknown is not None:
+            made = f" {self._line()}" if self.use else ""
+            return f"{unknown_name(self.call, unknown, self.known)}{made}"
+        if len(args) > self.most:
+            first = self.names[self.most] if len(self.names) > self.most else ""
+            many = counted(len(args) - self.most, "positional argument")
+            by_name = f"Pass {self.call}({first}=...) and what follows by name."
+            named = first and not self.use
+            return f"{self.call}: {many} too many. {by_name if named else self._line()}"
+        twice = next((name for name in self.by_position[: len(args)] if name in kwargs), None)
+        if twice is None:
+            return ""
+        return f"{self.call}: {twice} was passed by position and by name. {self._line()}"
+
     def _missing(self, given: Mapping[str, Any], kinds: Mapping[str, str]) -> list[str]:
         """Needed arguments for which nothing was given, wherever what was given is written."""
         found = {kind for kind in kinds.values() if kind in self.known}
@@ -178,6 +182,8 @@ class _Form:
 
     def _line(self, moved: Collection[str] = ()) -> str:
         """The line to write."""
+        if self.use:
+            return f"Use {self.use}."
         shown = [_WRITTEN.get(name, text) for name, text in self.needed.items()]
         shown += [name for name in self.names if name in moved and name not in self.needed]
         return f"Use {self._home()}{self.call}({', '.join(shown)})."
@@ -201,17 +207,18 @@ def _kind_of(value: Any) -> str:
     return next((name for name, kinds in _KINDS.items() if not types.isdisjoint(kinds)), "")
 
 
-def known_arguments(error: type[FxError], *, owner: str = "") -> Callable[[F], F]:
+def known_arguments(error: type[FxError], *, owner: str = "", use: str = "") -> Callable[[F], F]:
     """A decorator: an argument that is unknown, missing or misplaced is an error with the line.
 
     Args:
         error: What is raised, which is a TypeError too.
         owner: For a method, the name that an object has in the line to write.
+        use: The line to write, where it is another call: that which returns such a record.
     """
     raised = _ARGUMENT_ERRORS[error]
 
     def decorate(function: F) -> F:
-        form = _Form(function, owner)
+        form = _Form(function, owner, use)
         known, most = form.known, form.most
 
         @functools.wraps(function)
@@ -239,9 +246,10 @@ def hot_arguments(function: F) -> F:
     The last parameters of the function are `*more: Never, **unknown: Never`, to which a type
     checker allows no arguments; `inspect` and the documentation do not show them. Its required
     arguments get the default `MISSING`. The function itself refuses a call in which one of these
-    is missing or one of those has something. What is passed by name to a function that is not a
-    method is in `unknown`, since Python would raise an error of its own if such an argument were
-    there twice; `in_order` puts it in its place.
+    is missing or one of those has something. What is passed by name to a parameter that takes
+    arguments by position is in `unknown`, since Python would raise an error of its own if such an
+    argument were there twice; `in_order` puts it in its place. For a method, optional arguments
+    have the default `MISSING` too, so that it is known whether one was passed.
     """
     plain = cast(types.FunctionType, function)
     signature = inspect.signature(plain)
@@ -250,9 +258,13 @@ def hot_arguments(function: F) -> F:
         raise TypeError(f"{plain.__qualname__} has no *more and **unknown, which it could refuse.")
     cast(Any, plain).__signature__ = signature.replace(parameters=shown)
     code, given = plain.__code__, plain.__defaults__ or ()
-    plain.__defaults__ = (MISSING,) * (code.co_argcount - len(given)) + given
-    if "self" not in code.co_varnames[:1]:
-        plain.__code__ = code.replace(co_posonlyargcount=code.co_argcount)
+    if "self" in code.co_varnames[:1]:
+        plain.__defaults__ = (MISSING,) * (code.co_argcount - 1)
+    else:
+        plain.__defaults__ = (MISSING,) * (code.co_argcount - len(given)) + given
+    by_name = code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount]
+    plain.__kwdefaults__ = {**dict.fromkeys(by_name, MISSING), **(plain.__kwdefaults__ or {})}
+    plain.__code__ = code.replace(co_posonlyargcount=code.co_argcount)
     return function
 
 
@@ -265,16 +277,19 @@ def in_order(
         given: By position, and `MISSING` for each that was not.
 
     Returns:
-        All of them; nothing if one is missing, there twice or not known, or none was passed by
-        name.
+        All of them, optional ones with their defaults; nothing if one is missing, there twice or
+        not known, or none was passed by name.
     """
-    names = list(inspect.signature(function).parameters)
+    form = inspect.signature(function).parameters
+    defaults = {one.name: one.default for one in form.values() if one.name != "self"}
     by_name = dict(unknown)
     placed = [
-        by_name.pop(name, MISSING) if one is MISSING else one
-        for name, one in zip(names, given, strict=False)
+        by_name.pop(name, MISSING if default is inspect.Parameter.empty else default)
+        if one is MISSING
+        else one
+        for (name, default), one in zip(defaults.items(), given, strict=False)
     ]
-    fits = unknown and not by_name and len(given) == len(names)
+    fits = unknown and not by_name and len(given) == len(defaults)
     return tuple(placed) if fits and all(one is not MISSING for one in placed) else ()
 
 
@@ -305,15 +320,38 @@ def call_problem(fn: Callable[..., object], *names: str) -> str:
     return ""
 
 
-def with_known_arguments(error: type[FxError]) -> Callable[[type[T]], type[T]]:
-    """A decorator of a class made by attrs: its `__init__` gets `known_arguments`."""
+def with_known_arguments(error: type[FxError], *, use: str = "") -> Callable[[type[T]], type[T]]:
+    """A decorator of a class: its `__init__` gets `known_arguments`."""
 
     def decorate(cls: type[T]) -> type[T]:
         made: Any = cls
-        made.__init__ = known_arguments(error)(made.__init__)
+        made.__init__ = known_arguments(error, use=use)(made.__init__)
         return cls
 
     return decorate
+
+
+def record_problem(
+    cls: type,
+    fields: Mapping[str, object],
+    more: Collection[object],
+    unknown: Iterable[str],
+    use: str,
+) -> str:
+    """What is wrong with the arguments of a record with `hot_arguments` that takes names only.
+
+    Args:
+        fields: What each field was given, or `MISSING`.
+        use: The call that returns such a record.
+    """
+    name = cls.__name__
+    for one in unknown:
+        return f"{unknown_name(name, one, fields)} Use {use}."
+    if more:
+        return f"{name}: {counted(len(more), 'positional argument')} too many. Use {use}."
+    missing = [one for one, value in fields.items() if value is MISSING]
+    are = "is" if len(missing) == 1 else "are"
+    return f"{name}: {' and '.join(missing)} {are} missing. Use {use}."
 
 
 def _needed(function: Callable[..., Any], known: Collection[str]) -> dict[str, str]:
@@ -330,7 +368,8 @@ def _needed(function: Callable[..., Any], known: Collection[str]) -> dict[str, s
 def unknown_name(owner: str, name: str, known: Collection[str]) -> str:
     """What to say of an argument that a record or a function does not have."""
     found = field_hint(owner, name, known) or _plan_hint(owner, name) or closest(name, known)
-    listed = "" if found else f" It has {', '.join(known)}."
+    takes = f"It has {', '.join(known)}." if known else "It takes no arguments."
+    listed = "" if found else f" {takes}"
     return f"{owner}({name}=...): no such argument.{found}{listed}"
 
 

@@ -9,16 +9,9 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 __all__ = [
-    "OTHER_ARGUMENTS",
-    "OTHER_CALLS",
-    "OTHER_NAMES",
-    "OTHER_VALUES",
-    "OtherName",
-    "call_hint",
-    "field_hint",
-    "hint",
-    "value_hint",
-]
+    "OTHER_ARGUMENTS", "OTHER_CALLS", "OTHER_NAMES", "OTHER_VALUES", "OtherName", "call_hint",
+    "field_hint", "hint", "value_hint",
+]  # fmt: skip
 
 
 class OtherName(NamedTuple):
@@ -299,6 +292,7 @@ OTHER_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "quantize": {
             **dict.fromkeys(("4bit", "nf4", "int4", "load_in_4bit"), "fx.Bnb4()"),
             **dict.fromkeys(("8bit", "int8", "load_in_8bit"), "fx.Bnb8()"),
+            **{one: f'fx.Torchao(weights="{one}")' for one in ("int2", "float8")},
         },
         "compile": {
             **dict.fromkeys(("inductor", "default"), "True"),

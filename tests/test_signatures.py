@@ -130,8 +130,8 @@ def _functions() -> Iterator[tuple[str, Any]]:
 def test_a_call_without_arguments_shows_the_line_to_write(name: str, function: Any):
     """Every public function refuses what it cannot use by itself, before Python does."""
     parameters = inspect.signature(function).parameters.values()
-    needed = [one.name for one in parameters if one.default is one.empty and one.kind < 4]
-    needed = [one for one in needed if one not in ("objects", "texts")]  # any number of them
+    some = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # any number of them
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in some]
     for wrong in {"purple": 1}, {}:
         if not wrong and not needed:
             continue

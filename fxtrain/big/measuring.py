@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxtrain._arguments import known_arguments
 from fxtrain._errors import MissingPackageError, PlanError
 from fxtrain.big.unit_sizes import Sizes, Tally
 from fxtrain.models.block_names import names_among, own_names
@@ -27,6 +28,7 @@ _PLAIN = frozenset((Tensor, nn.Parameter))
 _IN_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # lists of transformers
 
 
+@known_arguments(PlanError)
 def sizes(
     model: nn.Module | str | os.PathLike[str] | Callable[[], nn.Module],
     *,
@@ -52,7 +54,7 @@ def sizes(
         dtypes: Exceptions by patterns of names, as `{"*norm*": "float32"}`; the first match
             counts.
         special: Bytes per element by patterns of names, for parameters that will be quantised:
-            a number, or "int8" or "int4".
+            a number, or "int8", "int4" or "int2".
         quantize: Measure linear layers as this record quantises them: `fx.Bnb4()`. Those that
             are quantised already, in the module or in the files, are measured so in any case.
 

@@ -119,6 +119,7 @@ def best(path: StrPath, mode: Literal["min", "max"] = "min") -> str | None:
     return _first_whole(folder, sorted(found, key=lambda one: sign * (one.metric or 0)))
 
 
+@known_arguments(CheckpointError)
 def before(path: StrPath, update: int) -> str | None:
     """The complete checkpoint with the most optimizer updates below `update`; None if none exists.
 

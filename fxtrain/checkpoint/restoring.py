@@ -8,7 +8,7 @@ import attrs
 from torch import Tensor
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments
+from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._display import describe
 from fxtrain._errors import CheckpointError, CollectiveError, FxError
 from fxtrain._reading import StrPath
@@ -35,6 +35,7 @@ from fxtrain.state import (
 __all__ = ["Restored", "restore"]
 
 
+@with_known_arguments(CheckpointError, use="fx.restore(path, ctx, model)")
 @attrs.frozen(kw_only=True, eq=False)
 class Restored:
     """What a checkpoint contains in addition to the models.

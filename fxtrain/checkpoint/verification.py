@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from fxtrain._arguments import known_arguments
+from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
@@ -22,6 +22,7 @@ __all__ = ["Verified", "verify"]
 _MALFORMED = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
+@with_known_arguments(CheckpointError, use="fx.verify(path)")
 @attrs.frozen(kw_only=True)
 class Verified:
     """A checkpoint whose every byte is as written.

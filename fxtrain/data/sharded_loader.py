@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fxtrain import _tree
-from fxtrain._arguments import known_arguments
+from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._display import Displayed, counted
 from fxtrain._errors import DataError
 from fxtrain._other_names import call_hint
@@ -30,6 +30,7 @@ class _NoLengthError(DataError, TypeError):
     """`list(loader)` asks for a length first, and does without one after a TypeError."""
 
 
+@with_known_arguments(DataError, use="fx.shard(loader, ctx, plan)")
 @attrs.frozen(kw_only=True, eq=False, repr=False)
 class Sharded(Displayed, Generic[Data_co]):
     """A loader that yields this rank's part of every global batch; see `shard`.

@@ -1,7 +1,8 @@
 """Running means over a loop, of all ranks together."""
 
 import math
-from typing import Any, Never
+from collections.abc import Mapping
+from typing import Any, Never, NoReturn
 
 import attrs
 import torch
@@ -12,6 +13,7 @@ from fxtrain._arguments import (
     MISSING,
     DataArgumentError,
     hot_arguments,
+    in_order,
     known_arguments,
     types_given,
 )
@@ -23,7 +25,7 @@ from fxtrain.state import DistContext, Report, Weighted, shown
 __all__ = ["Mean", "finite_number", "total_of"]
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, init=False)
 class Mean:
     """A running weighted mean over batches and ranks; a value, like everything that a loop carries.
 
@@ -48,6 +50,26 @@ class Mean:
     weight: Tensor | float = attrs.field(default=0.0, repr=number)
 
     @hot_arguments
+    def __init__(
+        self,
+        total: Tensor | float = 0.0,
+        weight: Tensor | float = 0.0,
+        *more: Never,
+        **unknown: Never,
+    ) -> None:
+        if more or unknown:
+            given = (total, weight, *more)
+            total, weight = in_order(Mean.__init__, given, unknown) or _refuse(
+                "Mean(total=0.0, weight=0.0) takes a sum and the sum of its weights",
+                "mean = fx.Mean(), and mean = mean.update(loss, rows)",
+                given,
+                unknown,
+            )
+        change = object.__setattr__
+        change(self, "total", 0.0 if total is MISSING else total)
+        change(self, "weight", 0.0 if weight is MISSING else weight)
+
+    @hot_arguments
     def update(
         self,
         value: Tensor | float | Weighted | Report,
@@ -66,12 +88,16 @@ class Mean:
             DataError: it is no number.
         """
         if value is MISSING or more or unknown:
-            raise DataArgumentError(
-                f"mean.update(value, weight=1) takes a number, a tensor of one element, "
-                f"fx.Weighted or the report of a step; found "
-                f"{types_given((value, *more), unknown)}. Use mean = mean.update(report), or "
-                f"mean = mean.update(loss, rows)."
+            given = (value, weight, *more)
+            value, weight = in_order(Mean.update, given, unknown) or _refuse(
+                "mean.update(value, weight=1) takes a number, a tensor of one element, fx.Weighted "
+                "or the report of a step",
+                "mean = mean.update(report), or mean = mean.update(loss, rows)",
+                given,
+                unknown,
             )
+        if weight is MISSING:
+            weight = 1
         if type(value) is Report:
             value, weight = value.loss, value.weight
         if type(value) is Weighted:
@@ -100,6 +126,12 @@ class Mean:
             return torch.tensor(both, dtype=wide, device="cpu")
         like = torch.empty((), dtype=wide, device=ctx.device)
         return torch.stack([as_scalar(one, like) for one in both])  # waits for no device
+
+
+def _refuse(
+    call: str, use: str, given: tuple[object, ...], unknown: Mapping[str, object]
+) -> NoReturn:
+    raise DataArgumentError(f"{call}; found {types_given(given, unknown)}. Use {use}.")
 
 
 def total_of(value: Any) -> Tensor | float:

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import nn
 
-from fxtrain._arguments import known_arguments
+from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.meters import Memory, memory
@@ -17,6 +17,7 @@ from fxtrain.state import DistContext, Wrapped, check_open
 __all__ = ["Released", "empty_cache", "release"]
 
 
+@with_known_arguments(PlanError, use="fx.release(model)")
 @attrs.frozen(kw_only=True)
 class Released:
     """Memory of this rank before and after `fx.release`.

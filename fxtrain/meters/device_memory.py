@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from fxtrain._arguments import known_arguments
+from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import ContextError
 from fxtrain.state import DistContext
 
@@ -22,6 +22,7 @@ __all__ = ["Memory", "memory"]
 _STATUS = re.compile(rb"^(VmHWM|VmRSS):\s+(\d+) kB$", re.MULTILINE)
 
 
+@with_known_arguments(ContextError, use="fx.memory(ctx)")
 @attrs.frozen(kw_only=True)
 class Memory:
     """Bytes in use on one rank.

@@ -48,6 +48,7 @@ def count_flops(fn: Callable[[], object]) -> int:
     return int(counter.get_total_flops())
 
 
+@known_arguments(PlanError)
 def peak_flops(ctx: DistContext, precision: str) -> float | None:
     """Dense operations per second that this rank's device can do; None where that is unknown.
 

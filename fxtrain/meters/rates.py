@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments
+from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import DataError
 from fxtrain.state import Batch, DistContext
 
@@ -17,6 +17,7 @@ __all__ = ["Meter", "timed"]
 T = TypeVar("T")
 
 
+@with_known_arguments(DataError)
 @attrs.frozen
 class Meter:
     """What a stretch of a run has processed; made at its start, a value like every record.

@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, float] = {
 }
 # What is sharded; each level includes those before it.
 SHARDING = ("none", "optimizer", "gradients", "parameters")
-BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "int4": 0.5}
+BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "int4": 0.5, "int2": 0.25}
 
 
 @attrs.frozen(kw_only=True)

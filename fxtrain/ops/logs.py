@@ -4,13 +4,14 @@ import logging
 from collections.abc import MutableMapping
 from typing import Any
 
-from fxtrain._arguments import known_arguments
+from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import ContextError
 from fxtrain.state import DistContext, shown
 
 __all__ = ["RankLogger", "log"]
 
 
+@with_known_arguments(ContextError, use="fx.log(ctx)")
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
     """A standard library logger that logs on rank 0 by default.
 

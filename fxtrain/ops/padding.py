@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxtrain._arguments import known_arguments
+from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._display import describe
 from fxtrain._errors import CollectiveError, DataError
 from fxtrain.ops.transport.exchange import exchange_payloads
@@ -21,6 +21,7 @@ _STATIC = {"static": True}
 T = TypeVar("T")
 
 
+@with_known_arguments(CollectiveError, use="fx.ops.pad(tree, ctx)")
 @attrs.frozen(kw_only=True, eq=False)
 class Padded(Generic[T]):
     """A tree whose tensors were padded to the same length on every rank; itself a tree.

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from fxtrain._arguments import known_arguments
+from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import ContextError
 from fxtrain.ops.objects import any_rank
 from fxtrain.state import DistContext, Position, check_connected
@@ -18,6 +18,7 @@ __all__ = ["Preemption", "preemption"]
 _DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
 
 
+@with_known_arguments(ContextError, use="fx.preemption(ctx)")
 @attrs.frozen(kw_only=True, eq=False)
 class Preemption:
     """Whether a signal has requested that this run stops; see `preemption`.

@@ -154,8 +154,8 @@ def _no_gradient(record: Quantize) -> str | None:
     call = f"Torchao(weights={record.weights!r}, activations={record.activations!r})"
     return (
         f"{call} computes without a gradient of its input, so nothing before it could train. "
-        f"Use Torchao(weights='int8'), Torchao(weights='float8'), Bnb8() or Bnb4(), or wrap the "
-        f"model without an optimizer."
+        f"Use Bnb4(), Bnb8() or Torchao with weights of 'int8', 'float8' or 'int2' and no "
+        f"activations, or wrap the model without an optimizer."
     )
 
 

@@ -128,7 +128,8 @@ def scaling_state(module: nn.Module, recipe: TE, *, create: bool = False) -> dic
         if not isinstance(getattr(part, "fp8_meta", None), dict):
             continue
         if create and not kept.fp8_meta_tensors_initialized:
-            kept.fp8_meta["recipe"] = _recipe(recipe)
+            # The forward of a linear layer sets both, and what follows needs them.
+            kept.fp8_meta |= {"recipe": _recipe(recipe), "num_gemms": 1}
             kept.init_fp8_meta_tensors(kept.fp8_meta["recipe"])
         for way in ("scaling_fwd", "scaling_bwd"):
             if way in kept.fp8_meta:

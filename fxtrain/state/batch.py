@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Never, NoReturn, Protoc
 import attrs
 from typing_extensions import TypeVar
 
-from fxtrain._arguments import MISSING, StepArgumentError, hot_arguments, types_given
+from fxtrain._arguments import (
+    MISSING,
+    DataArgumentError,
+    StepArgumentError,
+    hot_arguments,
+    in_order,
+    record_problem,
+    types_given,
+)
 from fxtrain._display import Displayed, describe, number
 from fxtrain._errors import DataError
 from fxtrain.state.plan import Plan
@@ -39,7 +47,7 @@ class _NoMapping(DataError, TypeError):
     """A batch was used as a mapping, but its data is not one."""
 
 
-@attrs.frozen(kw_only=True, eq=False, repr=False)
+@attrs.frozen(kw_only=True, eq=False, repr=False, init=False)
 class Batch(Displayed, Generic[Data_co]):
     """This rank's part of one global batch; unpacks and indexes like its data.
 
@@ -73,6 +81,45 @@ class Batch(Displayed, Generic[Data_co]):
     plan: Plan | None = attrs.field(default=None, metadata=_STATIC)
     part: int = attrs.field(default=0, metadata=_STATIC)
     parts: int = attrs.field(default=1, metadata=_STATIC)
+
+    @hot_arguments
+    def __init__(
+        self,
+        *more: Never,
+        data: Data_co,
+        position: Position,
+        valid: torch.Tensor,
+        rows: tuple[int, ...],
+        sizes: tuple[int, ...],
+        window_rows: int | None = None,
+        plan: Plan | None = None,
+        part: int = 0,
+        parts: int = 1,
+        **unknown: Never,
+    ) -> None:
+        if (
+            more
+            or unknown
+            or data is MISSING
+            or position is MISSING
+            or valid is MISSING
+            or (rows is MISSING or sizes is MISSING)
+        ):
+            fields = {"data": data, "position": position, "valid": valid, "rows": rows}
+            others = {"sizes": sizes, "window_rows": window_rows, "plan": plan, "part": part}
+            fields = {**fields, **others, "parts": parts}
+            use = "a batch of a loader that fx.shard made"
+            raise DataArgumentError(record_problem(Batch, fields, more, unknown, use))
+        change = object.__setattr__
+        change(self, "data", data)
+        change(self, "position", position)
+        change(self, "valid", valid)
+        change(self, "rows", rows)
+        change(self, "sizes", sizes)
+        change(self, "window_rows", window_rows)
+        change(self, "plan", plan)
+        change(self, "part", part)
+        change(self, "parts", parts)
 
     def __repr__(self) -> str:
         data, rows, device, where = (text for _, text in self._details())
@@ -189,9 +236,12 @@ class Weighted(Displayed):
         self, total: torch.Tensor, weight: torch.Tensor | float, *more: Never, **unknown: Never
     ) -> None:
         if weight is MISSING or more or unknown:
+            given = (total, weight, *more)
+            if arguments := in_order(Weighted.__init__, given, unknown):
+                return Weighted.__init__(self, *arguments)
             raise StepArgumentError(
                 f"Weighted(total, weight) takes a sum of losses and the number of items that it "
-                f"sums; found {types_given((total, weight, *more), unknown)}. Use "
+                f"sums; found {types_given(given, unknown)}. Use "
                 f"fx.Weighted(losses.sum(), losses.numel())."
             )
         object.__setattr__(self, "total", total)
@@ -204,7 +254,7 @@ class Weighted(Displayed):
         return (("total", number(self.total)), ("weight", number(self.weight)))
 
 
-@attrs.frozen(kw_only=True, eq=False, repr=False)
+@attrs.frozen(kw_only=True, eq=False, repr=False, init=False)
 class Report(Displayed):
     """The result of one step. Tensors stay on the device; reading one there synchronizes.
 
@@ -232,6 +282,41 @@ class Report(Displayed):
     position: Position
     aux: Any = None
     metrics: Any = None
+
+    @hot_arguments
+    def __init__(
+        self,
+        *more: Never,
+        loss: torch.Tensor,
+        weight: torch.Tensor | float,
+        grad_norm: torch.Tensor | None = None,
+        applied: bool,
+        skipped: bool = False,
+        position: Position,
+        aux: Any = None,
+        metrics: Any = None,
+        **unknown: Never,
+    ) -> None:
+        if (
+            more
+            or unknown
+            or loss is MISSING
+            or weight is MISSING
+            or (applied is MISSING or position is MISSING)
+        ):
+            fields = {"loss": loss, "weight": weight, "grad_norm": grad_norm, "applied": applied}
+            fields |= {"skipped": skipped, "position": position, "aux": aux, "metrics": metrics}
+            use = "report = fx.step(ctx, batch, fns)"
+            raise StepArgumentError(record_problem(Report, fields, more, unknown, use))
+        change = object.__setattr__
+        change(self, "loss", loss)
+        change(self, "weight", weight)
+        change(self, "grad_norm", grad_norm)
+        change(self, "applied", applied)
+        change(self, "skipped", skipped)
+        change(self, "position", position)
+        change(self, "aux", aux)
+        change(self, "metrics", metrics)
 
     def __repr__(self) -> str:
         return f"Report({', '.join(f'{name} {text}' for name, text in self._details())})"

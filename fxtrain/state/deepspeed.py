@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, Never, NoReturn
 
 import attrs
 
+from fxtrain._arguments import PlanArgumentError, unknown_name
+from fxtrain._display import counted
 from fxtrain._errors import PlanError
 from fxtrain._record import at_least, record
 from fxtrain.state.parsing import parse_json
@@ -138,7 +140,7 @@ class FromConfig:
         )
 
 
-def from_config(made_for: object = None, **values: Any) -> FromConfig:
+def from_config(made_for: object = None, /, *more: Never, **values: Any) -> FromConfig:
     """Take the optimizer or the scheduler from the DeepSpeed config of the plan.
 
     Args:
@@ -153,9 +155,14 @@ def from_config(made_for: object = None, **values: Any) -> FromConfig:
         >>> fx.from_config(lr=3e-4).lr
         0.0003
     """
-    unknown = sorted(values.keys() - attrs.fields_dict(FromConfig).keys())
-    if unknown:
-        known = ", ".join(attrs.fields_dict(FromConfig))
-        raise PlanError(f"from_config({', '.join(unknown)}=...): it takes {known}.")
+    known = attrs.fields_dict(FromConfig).keys()
+    unknown = next((name for name in values if name not in known), None)
+    if unknown is not None:
+        raise PlanArgumentError(unknown_name("from_config", unknown, known))
+    if more:
+        raise PlanArgumentError(
+            f"from_config: {counted(len(more), 'positional argument')} too many. It takes "
+            f"{', '.join(known)} by name. Use optimizer=fx.from_config(lr=3e-4)."
+        )
     asked = FromConfig(**values)
     return asked if made_for is None else asked(made_for)

@@ -5,12 +5,13 @@ from typing import Any
 
 import attrs
 
-from fxtrain._arguments import known_arguments
+from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import PlanError
 
 __all__ = ["Change", "diff"]
 
 
+@with_known_arguments(PlanError, use="fx.diff(left, right)")
 @attrs.frozen
 class Change:
     """One field in which two records differ.

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from fxtrain._arguments import with_known_arguments
 from fxtrain._errors import PlanError
 from fxtrain._reading import StrPath
 from fxtrain.state import Position, shown
@@ -20,6 +21,7 @@ from fxtrain.track.writer import Patience, Warn, Writer
 __all__ = ["Run"]
 
 
+@with_known_arguments(PlanError, use="run = fx.track(path, ctx)")
 @attrs.frozen(kw_only=True, eq=False)
 class Run:
     """A run logged by trackers; created by `fx.track`, and usable as a context manager.

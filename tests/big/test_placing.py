@@ -59,8 +59,9 @@ def test_dtypes_and_special_sizes_count():
     whole = big.sizes(Net())
     half = big.sizes(Net(), dtype="bfloat16", dtypes={"*gain": "float32"})
     assert half.bytes == (whole.bytes - 24) // 2 + 24 + 3 * 8  # buffers and gains stay
-    packed = big.sizes(Net(), special={"layers.*.inner.weight": "int4", "attention.*": 1})
-    assert packed.bytes == whole.bytes - 3 * (64 - 8) - 256 + 64
+    for form, taken in {"int4": 8, "int2": 4}.items():
+        packed = big.sizes(Net(), special={"layers.*.inner.weight": form, "attention.*": 1})
+        assert packed.bytes == whole.bytes - 3 * (64 - taken) - 256 + 64
     for wrong in ({"dtype": "bf17"}, {"special": {"*": "int3"}}, {"no_split": ("Blok",)}):
         with pytest.raises(fx.PlanError, match=r"sizes"):
             big.sizes(Net(), **wrong)

@@ -176,6 +176,7 @@ def test_inference_by_hand(tmp_path):
     assert held == 10 * 2 + 6
     assert cache == 2 * 3 * 2 * 8 * 2 * 200
     assert inference(weights, precision="int4", tokens=1)[0] == 10 / 2 + 6
+    assert inference(weights, precision="int2", tokens=1)[0] == 10 / 4 + 6
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,33 @@ def test_compiled_layers_split_over_the_tensor_axis(pair):
     assert other[1] and other[0] == pytest.approx(plain[0], rel=1e-3)
 
 
+def _split_twice(ctx, plan, shape):
+    """Losses of layers that both axes split, and whether unwrapping undoes it."""
+    mesh = fx.Mesh(shard=shape[0], tensor=shape[1])
+    with fx.detect({}, device="cpu", mesh=mesh, timeout_s=60) as placed:
+        model = wrapped(placed, plan)
+        losses = train(placed, model, batches(placed, plan, 5))
+        return losses, kinds(fx.unwrap(model)) == kinds(net())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe",
+    [RECIPES["tensorwise"], RECIPES["rowwise"], GATHERED, RECIPES["mxfp8"]],
+    ids=["tensorwise", "rowwise", "gathers float8", "mxfp8"],
+)
+def test_compiled_layers_split_by_fsdp_and_over_the_tensor_axis(clusters, recipe):
+    """FSDP and tensor parallelism on one mesh, layers of torchao and torch's compiler together."""
+    tensor = fx.FSDP(tensor=fx.TP(styles=(UP, DOWN, *ATTENTION)))
+    compiled = fx.Compile(backend="aot_eager", blocks=("Block",))
+    with fx.detect(env={}, device="cpu") as ctx:
+        wanted = train(ctx, wrapped(ctx, (plan := plan_of(None))), batches(ctx, plan, 5))
+    plans = [plan_of(recipe, tensor, compile=one) for one in (None, compiled)]
+    plain, other = [clusters[4].run(_split_twice, plan, (2, 2))[0] for plan in plans]
+    _near(plain[0], wanted)
+    assert plain[1] and other[1] and other[0] == pytest.approx(plain[0], rel=1e-3)
+
+
 def _failed(ctx):
     """An optimizer that cannot be made leaves the model as it was."""
     module = net()

@@ -35,7 +35,16 @@ class _Region:
     entered = []  # noqa: RUF012
     recipe = None
 
-    def __init__(self, *, enabled, recipe, amax_reduction_group):
+    def __init__(
+        self,
+        *,
+        enabled=True,
+        calibrating=False,
+        recipe=None,
+        amax_reduction_group=None,
+        _graph=False,
+    ):
+        assert not calibrating and not _graph
         self.given = (enabled, recipe, amax_reduction_group)
 
     def __enter__(self):
@@ -60,6 +69,9 @@ class _Linear(nn.Module):
         self.fp8_meta_tensors_initialized = False
 
     def init_fp8_meta_tensors(self, recipe):
+        assert (
+            self.fp8_meta["num_gemms"] == 1
+        )  # the library's forward sets it; its sizes depend on it
         for way in ("scaling_fwd", "scaling_bwd"):
             self.fp8_meta[way] = _Scaling(recipe)
         self.fp8_meta_tensors_initialized = True
@@ -72,6 +84,7 @@ class _Linear(nn.Module):
 
     def forward(self, x):
         if _Region.recipe is not None:
+            self.fp8_meta |= {"recipe": _Region.recipe, "num_gemms": 1}
             if not self.fp8_meta_tensors_initialized:
                 self.init_fp8_meta_tensors(_Region.recipe)
             kept = self.fp8_meta["scaling_fwd"]
