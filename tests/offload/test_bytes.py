@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 from collections import Counter
 
 import pytest
@@ -67,6 +68,33 @@ def test_a_forward_reads_streamed_bytes_once_and_no_others(
         else:  # pages that are in memory need no reading
             assert max(times) <= FORWARDS + 1, name
     assert counts.total() > 0
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts waits for the disk")
+def test_units_in_memory_are_not_read_again_while_other_threads_run(ctx, four_blocks, monkeypatch):
+    """Waiting for Python's lock is not taken for waiting for the disk."""
+    read, reads = streaming.read, []
+
+    def noted(span, start, stop):
+        reads.append((start, stop))
+        return read(span, start, stop)
+
+    monkeypatch.setattr(streaming, "read", noted)
+    model = streamed(ctx, four_blocks, placement(*BLOCKS), net=Transformer(blocks=4))
+    done = threading.Event()
+    busy = threading.Thread(target=lambda: [None for _ in iter(done.is_set, True)])
+    busy.start()
+    try:
+        with torch.no_grad():
+            model(TOKENS)
+            assert reads
+            reads.clear()
+            for _ in range(3):
+                model(TOKENS)
+    finally:
+        done.set()
+        busy.join()
+    assert not reads
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
