@@ -32,8 +32,10 @@ from fxtrain.state.placement.placement import DISK
 __all__ = ["Streaming", "keep_for_folder", "new_streaming", "place", "set_values"]
 
 _Read = Callable[[Part | None], Tensor]
-_PARTS = 4  # of a unit, read at once
-_SMALLEST = 4 << 20  # bytes of such a part
+# Parts of a unit, which threads take in order: small ones, so that what is read at the same time is
+# close together, as the system's own read-ahead expects.
+_PARTS = 64
+_SMALLEST = 1 << 20  # bytes
 
 
 @attrs.frozen(kw_only=True, eq=False)
