@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +52,13 @@ _RANKS = ("cluster", "first", "n", "ranks", "then", "world")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Marks as slow what runs on four ranks, where the same test runs on two as well."""
+    """Marks as slow what runs on four ranks, where the same test runs on two as well.
+
+    Examples of formats are skipped where their library is not installed.
+    """
+    if isinstance(item, pytest.DoctestItem) and "fxtrain.precision" in item.name:
+        absent = importlib.util.find_spec("torchao") is None
+        item.add_marker(pytest.mark.skipif(absent, reason="needs torchao"))
     given = getattr(getattr(item, "callspec", None), "params", {})
     counts = [given[name] for name in _RANKS if name in given]
     if 4 in [count[0] if isinstance(count, tuple) else count for count in counts]:

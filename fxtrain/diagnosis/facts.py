@@ -37,7 +37,7 @@ def facts_here(env: Mapping[str, str], torch: Any) -> dict[str, Any]:
         "interfaces": interfaces,
         "asked": {name: env[name] for name in _INTERFACES if env.get(name)},
         "own_address": _own_address(),
-        "device": str(torch.accelerator.current_accelerator() or "cpu"),
+        "device": str(torch.accelerator.current_accelerator(check_available=True) or "cpu"),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
         "time": time.time(),
     }

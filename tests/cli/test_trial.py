@@ -61,6 +61,14 @@ def test_a_wrong_result_of_one_rank_is_seen_by_all(pair):
 HERE = facts_here({}, torch)
 
 
+def test_a_build_for_gpus_without_a_gpu_computes_on_the_cpu(monkeypatch):
+    def current_accelerator(check_available=False):  # noqa: FBT002 - as torch's
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    assert facts_here({}, torch)["device"] == "cpu"
+
+
 def test_this_machine_has_no_problems():
     assert fact_problems([HERE, HERE], nodes=1) == []
 

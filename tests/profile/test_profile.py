@@ -105,6 +105,7 @@ def test_a_profile_has_exactly_its_cycles(ctx, tmp_path):
         assert step.communication_ns == step.hidden_ns == 0
 
 
+@pytest.mark.filterwarnings("ignore:with_modules is deprecated")  # from torch 2.15 on
 def test_parameters_are_equal_with_and_without(ctx, tmp_path):
     spec = _spec(tmp_path, shapes=True, memory=True, stacks=True, flops=True, modules=True)
     _, plain = _train(ctx, fx.Plan())

@@ -90,7 +90,7 @@ def test_a_device_is_measured_by_its_kernels(tmp_path):
     ("content", "words"),
     [
         (b"", "not a complete Chrome trace"),
-        (gzip.compress(b'{"traceEvents": []}')[:-9], "not a complete Chrome trace"),
+        (gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9], "not a complete Chrome trace"),
         (b"[]", "contains no traceEvents"),
         (b'{"traceEvents": []}', "contains no steps"),
         (b'{"traceEvents": [3]}', "an event of this trace is damaged"),
