@@ -94,6 +94,8 @@ def test_it_ends_with_the_script(tmp_path, ranks, way):
     assert "SIGABRT" not in ended.err
     if way == "fails":
         assert "CheckpointError" in ended.err
+        # A launcher has a line for each rank, and one traceback.
+        assert ended.err.count("Nothing was saved in") == (1 if ranks == 1 else 3)
     else:
         assert _saved(folder) == [3]
         fx.verify(fx.latest(folder))

@@ -5,7 +5,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 from fxtrain._exiting import exit_with
 from fxtrain.state import CommState, DistContext, Report
@@ -32,9 +32,11 @@ def _end(found: weakref.ref[CommState], process: int) -> None:
     if state is None or os.getpid() != process:  # a worker of a loader, which was forked
         return
     for error in state.end_runs():
-        fail = functools.partial(_fail, error)
-        atexit.register(fail)  # last, so it runs first
+        atexit.register(_failing(error))  # last, so it runs first
 
 
-def _fail(error: BaseException) -> None:
-    exit_with(error, lambda: None)
+def _failing(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        exit_with(error, fail)
+
+    return fail
