@@ -50,12 +50,13 @@ def _with_bias(made: nn.Module, like: nn.Linear) -> nn.Module:
 
 
 def _state4(part: Any) -> Any:
-    """How the weight is packed; None before it is quantised.
+    """How the weight is packed in files; None before it is quantised.
 
     Moving a module in a dry run replaces parameters without their attributes.
     """
-    found = getattr(part.weight, "quant_state", None)
-    return getattr(part, "quant_state", None) if found is None else found
+    found = getattr(part._parameters.get("weight"), "quant_state", None)
+    found = getattr(part, "quant_state", None) if found is None else found
+    return getattr(found, "exact", found)
 
 
 def _owns4(part: nn.Module) -> bool:
@@ -125,7 +126,13 @@ def _of_state(state: Any) -> dict[str, Tensor]:
     return found
 
 
-def _tensors4(part: nn.Module) -> dict[str, Tensor]:
+def _is_ours(part: Any) -> bool:
+    return type(part).__module__ == "fxtrain.precision.bnb_modules"
+
+
+def _tensors4(part: Any) -> dict[str, Tensor]:
+    if _is_ours(part):
+        part.restore_layout()
     weight: Any = part.weight
     state = _state4(part)
     if getattr(state, "packing_format_for_cpu", False):
@@ -224,7 +231,13 @@ def _build4(
     return made
 
 
+def _keep_layout4(part: Any) -> None:
+    if _is_ours(part):
+        part.keep_layout()
+
+
 def _split4(part: Any, device: torch.device) -> None:
+    _keep_layout4(part)
     state = _state4(part)
     state.to(device)
     part.quant_state = state
@@ -325,6 +338,7 @@ BNB4 = Library(
     format=lambda part: f"bitsandbytes {_facts4(part)['quant_type']}",
     planned=lambda record: f"bitsandbytes {record.format}",
     split=_split4,
+    keep_layout=_keep_layout4,
 )
 BNB8 = Library(
     name="bitsandbytes",

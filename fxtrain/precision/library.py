@@ -36,6 +36,8 @@ class Library:
         split: (layer, device) → None: holds its weight as a plain parameter, whose rows may be
             split over ranks, and its other tensors at the layer, on the device. None if the
             library does not compute with such a weight.
+        keep_layout: (layer) → None: never changes its tensors in forward, since a strategy
+            replaces their memory. None if the library changes them in no case.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Library:
     format: Callable[[nn.Module], str]
     planned: Callable[[Any], str]
     split: Callable[[Any, torch.device], None] | None = None
+    keep_layout: Callable[[Any], None] | None = None
 
 
 def is_sharded(tensor: object) -> bool:

@@ -93,15 +93,17 @@ def stored_tensors(module: nn.Module) -> dict[str, Any]:
 
 
 def stream_later(module: nn.Module, device: torch.device) -> Callable[[], None]:
-    """Put quantised weights on the meta device onto another, without memory.
+    """Prepare quantised weights for a strategy that gives their tensors memory one by one.
 
-    Their tensors get memory one by one, where a strategy holds them.
+    Those on the meta device move to another, without memory.
 
     Returns:
         What puts them back onto the meta device.
     """
     before: list[tuple[Library, nn.Module, dict[str, Tensor]]] = []
     for _, part, library in quantized_layers(module):
+        if library.keep_layout is not None:
+            library.keep_layout(part)
         tensors = library.tensors(part)
         if any(one.is_meta for one in tensors.values()):
             before.append((library, part, tensors))

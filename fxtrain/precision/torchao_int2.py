@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torchao.prototype.dtypes.uintx.bitpacking import pack_cpu, unpack_cpu
-from torchao.quantization.quant_primitives import dequantize_affine
+from torchao.prototype.dtypes.uintx.bitpacking import pack_cpu
 from torchao.quantization.quantize_.workflows import (
     IntxChooseQParamsAlgorithm,
     IntxUnpackedToInt8Tensor,
@@ -20,7 +19,7 @@ from torchao.utils import TorchAOBaseTensor
 
 __all__ = ["Int2Tensor", "int2_of"]
 
-_LOWEST, _HIGHEST = -2, 1
+_LOWEST = -2
 
 
 class Int2Tensor(TorchAOBaseTensor):
@@ -46,17 +45,13 @@ class Int2Tensor(TorchAOBaseTensor):
 
     def dequantize(self) -> Tensor:
         """The matrix, as a plain tensor."""
-        values = unpack_cpu([self.qdata], 2).to(torch.int8) + _LOWEST
-        return dequantize_affine(
-            values,
-            (1, self.group),
-            self.scale,
-            None,
-            torch.int8,
-            _LOWEST,
-            _HIGHEST,
-            output_dtype=self.scale.dtype,
-        )
+        rows, columns = self.shape
+        values = self.qdata.new_empty(rows, 4, columns // 4)
+        for place in range(4):  # two bits of each byte: a quarter of the row
+            torch.bitwise_and(self.qdata >> 2 * place, 3, out=values[:, place])
+        signed = values.view(torch.int8).add_(_LOWEST).to(self.scale.dtype)
+        grouped = signed.view(rows, -1, self.group).mul_(self.scale.unsqueeze(-1))
+        return grouped.view(rows, columns)
 
 
 def int2_of(weight: Tensor, group: int) -> Int2Tensor:

@@ -43,7 +43,9 @@ def test_training_follows_bf16(ctx, curve, name):
     model = wrapped(ctx, plan)
     losses = train(ctx, model, batches(ctx, plan))
     assert curve[-1] < 0.9 * curve[0]
-    assert all(abs(one / other - 1) < 0.03 for one, other in zip(losses, curve, strict=True))
+    # Four bits differed by 2.2 to 3.5 % on CPUs with and without bf16 products; eight by 1.2 %.
+    bound = 0.06 if name == "mxfp4" else 0.03
+    assert all(abs(one / other - 1) < bound for one, other in zip(losses, curve, strict=True))
     assert losses != curve
     assert list(model.module.state_dict()) == list(net().state_dict())
     assert model(torch.zeros(4, 8, dtype=torch.int64)).dtype == torch.bfloat16
