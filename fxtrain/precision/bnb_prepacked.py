@@ -44,8 +44,8 @@ def operands(layer: Any, x: Tensor) -> tuple[Tensor, QuantState]:
                 _restore(weight)
                 return _bytes(weight), exact
             if not (layer.prepacks and hasattr(weight, "quant_state")):
-                return _pack(weight, exact), _kernel_state(exact)
-            weight.data, weight.quant_state = _pack(weight, exact), _kernel_state(exact)
+                return _pack(_bytes(weight), exact), _kernel_state(exact)
+            weight.data, weight.quant_state = _pack(_bytes(weight), exact), _kernel_state(exact)
             return _bytes(weight), weight.quant_state
 
 
@@ -67,7 +67,7 @@ def _restore(weight: Any) -> bool:
     state: Any = getattr(weight, "quant_state", None)
     if not hasattr(state, "exact"):
         return False
-    weight.data, weight.quant_state = _unpack(weight, state.exact), state.exact
+    weight.data, weight.quant_state = _unpack(_bytes(weight), state.exact), state.exact
     return True
 
 
@@ -116,14 +116,14 @@ def _kernel_state(exact: Any) -> Any:
 
 
 def _bytes(weight: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():  # a plain tensor; `as_subclass` is not compiled
+    with torch._C.DisableTorchFunctionSubclass():  # a plain tensor, without the library's dispatch
         return weight.detach()
 
 
 def _pack(weight: Tensor, exact: Any) -> Tensor:
     """Bytes of two neighbours in a row → bytes of the same column in two rows, 16 rows apart."""
     rows, columns = exact.shape
-    halves = _bytes(weight).view(-1).view(torch.uint8).view(rows // _ROWS, 2, _ROWS // 2, -1)
+    halves = weight.view(-1).view(torch.uint8).view(rows // _ROWS, 2, _ROWS // 2, -1)
     upper, lower = halves.transpose(2, 3).unbind(1)
     made = halves.new_empty(rows // _ROWS, columns // 2, _ROWS // 2, 2)
     torch.bitwise_or(upper >> 4, lower & 0xF0, out=made[..., 0])
@@ -134,7 +134,7 @@ def _pack(weight: Tensor, exact: Any) -> Tensor:
 def _unpack(weight: Tensor, exact: Any) -> Tensor:
     """The inverse of `_pack`."""
     rows, columns = exact.shape
-    pairs = _bytes(weight).view(-1).view(torch.int16)
+    pairs = weight.view(-1).view(torch.int16)
     pairs = pairs.view(rows // _ROWS, columns // 2, _ROWS // 2).transpose(1, 2).contiguous()
     even, odd = pairs.view(torch.uint8).view(rows // _ROWS, _ROWS // 2, -1, 2).unbind(-1)
     made = even.new_empty(rows // _ROWS, 2, _ROWS // 2, columns // 2)
