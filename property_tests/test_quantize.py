@@ -1,5 +1,6 @@
 """Laws of quantised weights: files keep every byte, and skipped layers stay as they are."""
 
+import copy
 import itertools
 
 import pytest
@@ -89,3 +90,41 @@ def test_quantise_save_load_is_the_identity_on_bytes(data, record, max_shard, tm
     x = torch.ones(2, sizes[0][0], dtype=dtype)
     with torch.no_grad():
         torch.testing.assert_close(net.eval()(x), other.eval()(x), rtol=0, atol=0, equal_nan=True)
+
+
+ACTIONS = {
+    "evaluate": lambda net, x: net.eval()(x),
+    "train": lambda net, x: net.train()(x),
+    "copy": lambda net, x: copy.deepcopy(net).eval()(x),
+    "read": lambda net, x: net[0].weight.sum(),
+    "save": lambda net, x: net.state_dict(),
+    "move": lambda net, x: net.to("cpu"),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 4).map(lambda n: 32 * n),
+    columns=st.integers(1, 3).map(lambda n: 64 * n),
+    record=st.builds(
+        lambda form, double: fx.Bnb4(format=form, double=double, head=True),
+        st.sampled_from(["nf4", "fp4"]),
+        st.booleans(),
+    ),
+    actions=st.lists(st.sampled_from(sorted(ACTIONS)), max_size=8),
+)
+def test_no_order_of_evaluations_changes_weights_or_outputs(rows, columns, record, actions):
+    torch.manual_seed(rows + columns)
+    net = nn.Sequential(nn.Linear(columns, rows))
+    quantize_layers(net, record, CPU)
+    before = {name: one.detach().clone() for name, one in stored_tensors(net).items()}
+    x, wanted = torch.randn(3, columns), {}
+    with torch.no_grad():
+        for action in actions:
+            found = ACTIONS[action](net, x)
+            if isinstance(found, torch.Tensor):
+                kind = "evaluate" if action == "copy" else action
+                assert torch.equal(wanted.setdefault(kind, found), found)
+    after = stored_tensors(net)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(one, after[name]) for name, one in before.items())

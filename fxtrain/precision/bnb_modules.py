@@ -34,7 +34,8 @@ class Linear4bit(bnb.nn.Linear4bit):
         """The weight in the layout of files, which a layer that is read in evaluation keeps."""
         if "weight" not in self._parameters:
             raise AttributeError("weight")
-        self.prepacks = not bnb_prepacked.restore(self) and self.prepacks
+        if bnb_prepacked.restore(self):
+            self.prepacks = False
         return self._parameters["weight"]
 
     def restore_layout(self) -> None:
