@@ -13,12 +13,14 @@ from torch.utils.data import DataLoader
 import fxtrain as fx
 from fxtrain.testing import LAWS, Terms
 from tests.cluster.test_local import HOLD
+from tests.devices._device import STAND_IN
 from tests.devices._host_updates import Offloading, device_known, offload
 from tests.devices._training import loss_of, net, parts, rows
 
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="needs fxtrain[quant]"),
+    pytest.mark.skipif(STAND_IN == "cpu", reason="torchao updates parameters of accelerators"),
 ]
 TERMS = Terms(exact=False)
 CLIPPED = fx.Plan(clip_norm=0.1, accumulate=2)
@@ -219,6 +221,34 @@ def _counted(ctx, kind):
 def test_options_that_updates_change_are_kept_or_refused(one):
     (counts,), (text,) = one.run(_counted, _Counting), one.run(_counted, _CountingNorms)
     assert counts == [3] and "_CountingNorms changes options of its parameter groups" in text
+
+
+class _Failing(torch.optim.SGD):
+    """Fails once, for large gradients."""
+
+    def step(self, closure=None):
+        if any(float(p.grad.norm()) > 1e6 for group in self.param_groups for p in group["params"]):
+            raise RuntimeError("too large")
+        return super().step(closure)
+
+
+def _failed(ctx):
+    """Changes of two weights, of which the second gets a gradient in an update that fails."""
+    with device_known(ctx):
+        build = lambda p: offload(p, _Failing, lr=0.5, momentum=0.5, minimal_size=0)  # noqa: E731
+        model = fx.wrap(nn.ParameterList([torch.ones(2), torch.ones(2)]), ctx, optimizer=build)
+    first, second = model.module
+    first.grad, second.grad = torch.ones_like(first), torch.full_like(second, 1e9)
+    with pytest.raises(RuntimeError, match="too large"):
+        model.optimizer.step()
+    second.grad = None
+    model.optimizer.step()
+    return first.tolist(), second.tolist()
+
+
+def test_an_update_that_failed_leaves_nothing_behind(one):
+    (found,) = one.run(_failed)
+    assert found == ([1 - 0.5 - 0.75] * 2, [1.0, 1.0])
 
 
 def _own_groups(ctx, build):

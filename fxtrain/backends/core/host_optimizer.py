@@ -202,8 +202,10 @@ class HostOptimizer(torch.optim.Optimizer):
                 host.grad.copy_(parameter.grad, non_blocking=True)
                 stream = torch.accelerator.current_stream(parameter.device)
                 library.queue[parameter] = stream.record_event()
-        library.step()  # waits for the copies, one by one
-        self._receive()
+        try:
+            library.step()  # waits for the copies, one by one
+        finally:
+            self._receive()
         return loss
 
     def _send(self) -> None:

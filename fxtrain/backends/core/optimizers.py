@@ -164,9 +164,11 @@ def refuse_later_parameters(
 
 
 def _refuse_states(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuse small and offloaded states that could not be saved, or not resharded."""
+    """Refuse small states that could not be saved, or not resharded."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for one in optimizers:
+        if is_host_optimizer(one):
+            continue
         library = type(one).__module__.partition(".")[0]
         what = f"wrap(optimizer=...): asked for {library}'s {type(one).__name__}"
         sharded = [p for g in one.param_groups for p in g["params"] if isinstance(p, DTensor)]
