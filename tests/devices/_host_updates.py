@@ -38,6 +38,10 @@ def offload(params, kind=torch.optim.AdamW, **settings):
     return CPUOffloadOptimizer(params, kind, **settings)
 
 
+def fused(params, **settings):
+    return torch.optim.AdamW(params, lr=1e-3, fused=True, **settings)
+
+
 def _sgd(params):
     """That of the laws; parameters of more than 63 values are updated on the host."""
     return offload(params, torch.optim.SGD, lr=0.3, momentum=0.8, minimal_size=64)
@@ -60,3 +64,21 @@ class Offloading:
 
     def run(self, function, *args):
         return self.pool.run(_with_offload, function, *args)
+
+
+def values(module):
+    return [parameter.detach().cpu().clone() for parameter in module.parameters()]
+
+
+def states(model):
+    found = {}
+    for name, parameter in model.module.named_parameters():
+        for key, value in model.optimizer.state[parameter].items():
+            found[f"{name}.{key}"] = value.detach().cpu().clone()
+    return found
+
+
+def same(one, other):
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    return len(one) == len(other) and all(map(torch.equal, one, other))

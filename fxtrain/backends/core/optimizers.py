@@ -113,6 +113,8 @@ def make_optimizers(
     refuse_closures(found)
     _refuse_states(module, found)
     every = tuple(_changed(one, module, strategy, change) for one in found)
+    if all(new is old for new, old in zip(every, found, strict=True)):
+        return made, found
     if isinstance(made, Mapping):
         return dict(zip(made, every, strict=True)), every
     return (every if isinstance(made, list | tuple) else every[0]), every
