@@ -70,7 +70,7 @@ def make_handle(
         undo: Reverts what wrapping did to the values of the module.
         change: Replaces each optimizer.
     """
-    made, optimizers = make_optimizers(optimizer, module, change)
+    made, optimizers = make_optimizers(optimizer, module, strategy, change)
     refuse_later_parameters(optimizers, module, ctx)
     planned, schedulers = make_schedulers(scheduler, made)
     return Wrapped(
@@ -115,5 +115,6 @@ SINGLE = Strategy(
     unwrap=_unwrap,
     full_parameters=True,
     converts_layers=True,
+    updates_on_host=True,
     average=unsupported("averaging of replicas", by="Single, which has only one,"),
 )

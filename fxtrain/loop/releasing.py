@@ -10,6 +10,7 @@ from torch import nn
 
 from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import PlanError
+from fxtrain.backends.core.host_optimizer import HostOptimizer
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.meters import Memory, memory
 from fxtrain.state import DistContext, Wrapped, check_open
@@ -139,6 +140,8 @@ def _empty_optimizer(optimizer: torch.optim.Optimizer) -> None:
         part.state.clear()
         for group in part.param_groups:
             group["params"] = []
+        if isinstance(part, HostOptimizer):
+            part.forget()
 
 
 @torch.no_grad()

@@ -242,6 +242,8 @@ class Strategy:
             and compared by their digests.
         splits_quantized: Whether it splits quantised weights over ranks, of libraries that
             compute with them.
+        updates_on_host: Whether it supports torchao's CPUOffloadOptimizer: its parameters,
+            gradients and updates are those of the module.
         average: (model, position) → None: with independent replicas, ends the round that ends
             at a position, or begins the first; at None ends one. Only called if the model has a
             `Round`.
@@ -272,6 +274,7 @@ class Strategy:
     converts_layers: bool = False
     full_parameters: bool = False
     splits_quantized: bool = False
+    updates_on_host: bool = False
     average: Callable[[Wrapped, Position | None], None] = attrs.Factory(
         lambda: unsupported("average", by="This strategy")
     )

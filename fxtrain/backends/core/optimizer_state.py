@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxtrain._errors import CheckpointError
-from fxtrain.backends.core.optimizers import local_optimizer
+from fxtrain.backends.core.optimizers import kind_of, local_optimizer, place_of_states
 from fxtrain.backends.core.packed_states import is_packed, pack, unpack
 from fxtrain.backends.local.averaging_state import resumes_same_replicas
 from fxtrain.state import StateReader, Wrapped, round_of
@@ -44,7 +44,7 @@ def optimizer_state(
             held, values[name] = _split(state)
             tensors.update({f"{prefix}.{name}.{key}": value for key, value in held.items()})
     return tensors, {
-        "kind": type(local_optimizer(optimizer)).__name__,
+        "kind": kind_of(optimizer),
         "groups": groups,
         "state": values,
     }
@@ -158,7 +158,7 @@ def _load_optimizer(
     groups = list(_groups(optimizer, names))
     own = [[name for name, _ in named] for _, named in groups]
     theirs = [group["params"] for group in values["groups"]]
-    kind = type(part).__name__
+    kind = kind_of(optimizer)
     same = values["kind"] in (kind, "")  # checkpoints of other libraries do not name it
     if not same or own != theirs:
         was = f"as {values['kind']}"
@@ -180,7 +180,8 @@ def _load_optimizer(
                 part.state.pop(parameter, None)
                 continue
             old = part.state.get(parameter, {})
-            read = _reader(parameter, old, saved, taken, fast=fast, mine=mine)
+            place = place_of_states(optimizer, parameter)
+            read = _reader(place, old, saved, taken, fast=fast, mine=mine)
             part.state[parameter] = {
                 key: _read_value(state, key, partial(read, f"{prefix}.{name}"), parameter)
                 for key in state["keys"]

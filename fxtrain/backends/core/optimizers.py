@@ -5,23 +5,31 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fxtrain._arguments import call_problem
 from fxtrain._errors import PlanError, StepError
+from fxtrain.backends.core.host_optimizer import (
+    HostOptimizer,
+    is_host_optimizer,
+    on_host,
+    without_device_named,
+)
 from fxtrain.backends.core.packed_states import shard_problem
-from fxtrain.state import DistContext
+from fxtrain.state import DistContext, Strategy
 
 __all__ = [
     "Optimizers",
     "Params",
     "Schedulers",
     "disable_foreach",
+    "kind_of",
     "local_optimizer",
     "make_optimizers",
     "make_schedulers",
+    "place_of_states",
     "refuse_closures",
     "refuse_later_parameters",
 ]
@@ -52,9 +60,22 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return getattr(optimizer, "part_of_rank", optimizer)
 
 
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """The name of the class that computes updates."""
+    part = local_optimizer(optimizer)
+    return part.updated_by if isinstance(part, HostOptimizer) else type(part).__name__
+
+
+def place_of_states(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
+    """The tensor beside which the states of a parameter are: itself, or its copy on the host."""
+    part = local_optimizer(optimizer)
+    return part.place_of(parameter) if isinstance(part, HostOptimizer) else parameter
+
+
 def make_optimizers(
     factory: Any,
     module: nn.Module,
+    strategy: Strategy,
     change: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None = None,
 ) -> tuple[Any, tuple[torch.optim.Optimizer, ...]]:
     """Call the factory on the parameters that require grad.
@@ -62,6 +83,7 @@ def make_optimizers(
     Args:
         factory: A function of `Params` to an optimizer or to a sequence or dict of them;
             or None.
+        strategy: Under which they train.
         change: Replaces each optimizer.
 
     Returns:
@@ -85,17 +107,28 @@ def make_optimizers(
             f"wrap(optimizer=...): no parameter of {type(module).__name__} requires grad, "
             f"so there is nothing to train. Omit the optimizer, or call requires_grad_() first."
         )
-    made = factory(params)
+    with without_device_named(params):
+        made = factory(params)
     found = _checked_list(made, torch.optim.Optimizer, "optimizer", _FACTORY)
     refuse_closures(found)
     _refuse_states(module, found)
-    if change is None:
+    every = tuple(_changed(one, module, strategy, change) for one in found)
+    if all(new is old for new, old in zip(every, found, strict=True)):
         return made, found
     if isinstance(made, Mapping):
-        changed = {key: change(one) for key, one in made.items()}
-        return changed, tuple(changed.values())
-    every = tuple(change(one) for one in found)
+        return dict(zip(made, every, strict=True)), every
     return (every if isinstance(made, list | tuple) else every[0]), every
+
+
+def _changed(
+    made: torch.optim.Optimizer,
+    module: nn.Module,
+    strategy: Strategy,
+    change: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None,
+) -> torch.optim.Optimizer:
+    if is_host_optimizer(made):
+        return on_host(made, module, strategy, change)
+    return made if change is None else change(made)
 
 
 class _KnownParameters:
@@ -133,17 +166,13 @@ def refuse_later_parameters(
 
 
 def _refuse_states(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuse small and offloaded states that could not be saved, or not resharded."""
+    """Refuse small states that could not be saved, or not resharded."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for one in optimizers:
+        if is_host_optimizer(one):
+            continue
         library = type(one).__module__.partition(".")[0]
         what = f"wrap(optimizer=...): asked for {library}'s {type(one).__name__}"
-        if library == "torchao" and hasattr(one, "optim_dict"):
-            raise PlanError(
-                f"{what}, which keeps copies of the parameters on the host that a restored "
-                f"checkpoint would not reach. Use torchao's AdamW8bit, or DeepSpeed's offload of "
-                f"optimizer states."
-            )
         sharded = [p for g in one.param_groups for p in g["params"] if isinstance(p, DTensor)]
         if library == "bitsandbytes" and sharded:
             raise PlanError(

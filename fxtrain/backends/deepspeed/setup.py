@@ -146,7 +146,7 @@ def _with_engine(
     if optim.is_from_config(optimizer):
         optim.prepare_section(config, plan.strategy, ctx)
     else:
-        given, several = make_optimizers(optimizer, module)
+        given, several = make_optimizers(optimizer, module, model.strategy)
         if several:
             first = optim.single_optimizer(several)
             mine = optim.compiled_on_cpu(first, config, plan.strategy, ctx)

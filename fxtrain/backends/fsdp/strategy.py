@@ -274,6 +274,7 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     config=FSDP,
     full_parameters=False,
     splits_quantized=True,
+    updates_on_host=False,
     check=_check,
     wrap=_wrap,
     sync=_sync,

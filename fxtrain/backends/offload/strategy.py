@@ -297,4 +297,5 @@ OFFLOAD = attrs.evolve(
     weights=_weights,
     unwrap=_unwrap,
     converts_layers=False,
+    updates_on_host=False,
 )

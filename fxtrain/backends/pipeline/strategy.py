@@ -135,6 +135,7 @@ PIPELINE_STRATEGY: Strategy = attrs.evolve(
     config=PP,
     full_parameters=False,
     converts_layers=False,
+    updates_on_host=False,
     check=_check,
     wrap=_wrap,
     forward=forward,

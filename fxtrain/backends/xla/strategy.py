@@ -161,6 +161,7 @@ XLA_STRATEGY: Strategy = attrs.evolve(
     config=XLA,
     full_parameters=False,
     converts_layers=False,
+    updates_on_host=False,
     check=_check,
     wrap=_wrap,
     sync=_sync,

@@ -1,0 +1,263 @@
+"""Updates on the host, by torchao's CPUOffloadOptimizer.
+
+torchao copies a gradient to the host when backward has accumulated it. It may change after that: it
+is averaged over ranks, unscaled, corrected for weights, clipped. So may a parameter, which is
+received from another rank or restored. Here both are copied when an update begins.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fxtrain._errors import PlanError, StepError
+from fxtrain.state import Strategy
+
+__all__ = [
+    "HostOptimizer",
+    "is_host_optimizer",
+    "on_host",
+    "refuse_ready_made",
+    "without_device_named",
+]
+
+_NAME = "CPUOffloadOptimizer"
+_ASKED = f"wrap(optimizer=...): asked for torchao's {_NAME}"
+_FACTORY = (
+    f"Pass a factory that builds it: optimizer=lambda params: {_NAME}(params, torch.optim.AdamW, "
+    f"lr=3e-4)"
+)
+_INSTEAD = (
+    "Use it with Single() or DDP(), or let FSDP(offload=True) or "
+    "DeepSpeed(offload_optimizer='cpu') update on the host."
+)
+
+
+def is_host_optimizer(optimizer: Any) -> bool:
+    """Whether an optimizer is torchao's, of a class derived from it, or prepared already."""
+    return isinstance(optimizer, HostOptimizer) or any(
+        kind.__name__ == _NAME and kind.__module__.partition(".")[0] == "torchao"
+        for kind in type(optimizer).__mro__
+    )
+
+
+@contextmanager
+def without_device_named(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Around a factory: a PlanError in place of torchao's assertion that there is a device."""
+    try:
+        yield
+    except AssertionError as error:
+        if "CPU Offload" not in str(error):
+            raise
+        raise PlanError(_device_problem(parameters[0].device)) from error
+
+
+def refuse_ready_made(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse one that was built on parameters which wrapping may replace."""
+    if any(map(is_host_optimizer, optimizers)):
+        raise PlanError(f"{_ASKED}, which copies the parameters that it is built on. {_FACTORY}")
+
+
+def on_host(
+    made: torch.optim.Optimizer,
+    module: nn.Module,
+    strategy: Strategy,
+    change: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None,
+) -> "HostOptimizer":
+    """Prepare torchao's optimizer for a strategy.
+
+    Args:
+        change: How the strategy replaces optimizers.
+
+    Raises:
+        PlanError: this strategy, device or version does not support it.
+    """
+    if isinstance(made, HostOptimizer):
+        raise PlanError(f"{_ASKED} of a model that was wrapped. {_FACTORY}")
+    library: Any = made
+    freed = _take_hooks(library)  # also if it is refused: they hold memory of the host
+    if not strategy.updates_on_host:
+        raise PlanError(f"{_ASKED} under {strategy.name}, which does not support it. {_INSTEAD}")
+    if change is not None:
+        raise PlanError(
+            f"{_ASKED}, whose states are on the host, and for {strategy.name}(shard_optimizer="
+            f"True), which shards states over devices. Use one of the two."
+        )
+    places = _places(library)
+    for parameter in library.param_d2h_map:
+        if parameter.device.type != library.device:
+            raise PlanError(_device_problem(parameter.device))
+    if freed is None:
+        raise PlanError(
+            f"{_ASKED}, which does not copy gradients as that of torchao 0.18 does. Install "
+            f"torchao 0.18, or use its optimizer class itself."
+        )
+    if freed:
+        raise PlanError(
+            f"{_ASKED} with offload_gradients=True, which frees gradients on the device before "
+            f"they are accumulated, averaged over ranks or clipped. Use offload_gradients=False."
+        )
+    return HostOptimizer(library, places, module)
+
+
+def _device_problem(device: torch.device) -> str:
+    return (
+        f"{_ASKED}, which updates parameters of a CUDA or XPU device on the host; these are on "
+        f"{device.type}. Use its optimizer class itself here, such as torch.optim.AdamW, also in "
+        f"a dry run, which has no device."
+    )
+
+
+def _take_hooks(library: Any) -> bool | None:
+    """Remove the hooks that copy gradients; whether they free them, None if there are none."""
+    freed: bool | None = None if library.param_d2h_map else False
+    for parameter in library.param_d2h_map:
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        for key, hook in list(hooks.items()):
+            known = inspect.getclosurevars(hook).nonlocals if inspect.isfunction(hook) else {}
+            if known.get("self") is library and "offload_gradients" in known:
+                del hooks[key]
+                freed = bool(known["offload_gradients"])
+    return freed
+
+
+class _Place(NamedTuple):
+    """Where torchao updates a parameter."""
+
+    optimizer: Any  # an Optimizer, whose states torch types by Parameter
+    group: dict[str, Any]
+    tensor: Tensor  # on the host; the parameter itself if it is small
+
+
+def _places(library: Any) -> dict[Tensor, _Place]:
+    places = {
+        parameter: _Place(one, one.param_groups[0], library.param_d2h_map[parameter])
+        for parameter, one in library.optim_dict.items()
+    }
+    if library.d_opt is not None:
+        for group in library.d_opt.param_groups:
+            places |= {one: _Place(library.d_opt, group, one) for one in group["params"]}
+    return places
+
+
+class HostOptimizer(torch.optim.Optimizer):
+    """torchao's optimizer, with the groups and states that one of its class would have.
+
+    torchao has a group for each parameter. Here those with equal options are one group, and
+    their states are found by the parameters on the device.
+    """
+
+    def __init__(self, library: Any, places: dict[Tensor, _Place], module: nn.Module) -> None:
+        self._library, self._places = library, places
+        self._complete = False
+        first = next(iter(places.values()), None)
+        super().__init__(
+            _groups(places, module), dict(first.optimizer.defaults) if first is not None else {}
+        )
+        self._complete = True
+        self.updated_by = _NAME if first is None else type(first.optimizer).__name__
+        self._receive()  # some start with a state of zeros
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse groups that torchao does not know of.
+
+        Raises:
+            StepError: always, after construction.
+        """
+        if self._complete:
+            raise StepError(
+                f"add_param_group: torchao's {_NAME} trains the parameters that it was built on. "
+                f"fx.unwrap the model, and wrap it again with all of them.",
+                code="FX505",
+            )
+        super().add_param_group(param_group)
+
+    def place_of(self, parameter: Tensor) -> Tensor:
+        """The tensor beside which the states of a parameter are."""
+        return self._places[parameter].tensor
+
+    def forget(self) -> None:
+        """Free the memory on the host; there is nothing to update afterwards."""
+        library = self._library
+        for held in (self._places, library.optim_dict, library.param_d2h_map, library.queue):
+            held.clear()
+        library.d_opt = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Copy parameters and gradients to the host, update them, and copy parameters back."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._send()
+        library = self._library
+        library.queue.clear()  # of an update that raised an error
+        for parameter, host in library.param_d2h_map.items():
+            if parameter.grad is not None:
+                host.copy_(parameter, non_blocking=True)
+                host.grad.copy_(parameter.grad, non_blocking=True)
+                stream = torch.accelerator.current_stream(parameter.device)
+                library.queue[parameter] = stream.record_event()
+        try:
+            library.step()  # waits for the copies, one by one
+        finally:
+            self._receive()
+        return loss
+
+    def _send(self) -> None:
+        """Pass on options, which schedulers change, and states that were replaced."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                place = self._places[parameter]
+                place.group.update(_options(group))
+                state, known = self.state.get(parameter), place.optimizer.state
+                if state is None:
+                    known.pop(place.tensor, None)
+                elif state is not known.get(place.tensor):
+                    if place.tensor is not parameter:
+                        state = {key: _on_cpu(value) for key, value in state.items()}
+                    self.state[parameter] = known[place.tensor] = state
+
+    def _receive(self) -> None:
+        """Take over states, and options that an update changed."""
+        for group in self.param_groups:
+            places = {one: self._places[one] for one in group["params"]}
+            for parameter, place in places.items():
+                if place.tensor in place.optimizer.state:
+                    self.state[parameter] = place.optimizer.state[place.tensor]
+            found = [_options(place.group) for place in places.values()]
+            if any(one != found[0] for one in found[1:]):
+                raise StepError(
+                    f"{self.updated_by} changes options of its parameter groups in an update. "
+                    f"Under torchao's {_NAME} each parameter has its own, and a checkpoint stores "
+                    f"one. Use an optimizer of torch."
+                )
+            group.update(*found[:1])
+
+
+def _groups(places: Mapping[Tensor, _Place], module: nn.Module) -> list[dict[str, Any]]:
+    """Parameters with equal options, in the order of the module."""
+    order: dict[Any, int] = {
+        parameter: index for index, parameter in enumerate(module.parameters())
+    }
+    groups: list[dict[str, Any]] = []
+    for parameter in sorted(places, key=lambda one: order.get(one, len(order))):
+        options = _options(places[parameter].group)
+        same = next((one for one in groups if _options(one) == options), None)
+        if same is None:
+            groups.append({**options, "params": [parameter]})
+        else:
+            same["params"].append(parameter)
+    return groups
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
