@@ -1,21 +1,18 @@
-"""One GPU: steps, a transformer in bf16, FSDP at one rank, the loader, saving, gathering.
+"""One GPU: steps, transformers in bf16, float8 and quantised, FSDP, the loader, saving, gathering.
 
 Prints tables, and writes their numbers to gpu.json in the current folder. Parts may be named, so
 that a run of limited length can continue where another ended. With FXTRAIN_GPU_TESTS_ON=cpu, tiny
 versions run on the CPU, to find mistakes before a GPU is at hand; nothing is written.
 
-python -m benchmarks.gpu [step] [transformer] [fsdp] [loader] [save] [gather]
+python -m benchmarks.gpu [step] [transformer] [fsdp] [loader] [save] [gather] [float8]
+                         [quantized]
 """
 
 import importlib.util
-import json
-import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -25,56 +22,22 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from benchmarks._common import by_hand, show
+from benchmarks._gpu import (
+    DEVICE,
+    LENGTH,
+    ROWS,
+    SMALL,
+    adam,
+    detect,
+    loop_by_hand,
+    loop_by_plan,
+    report,
+    synchronize,
+    timed,
+)
+from benchmarks._gpu_low_precision import float8, quantized
 from fxtrain import ops
 from fxtrain.testing import Cluster
-
-RESULTS = Path("gpu.json")
-DEVICE = os.environ.get("FXTRAIN_GPU_TESTS_ON") or "cuda"
-SMALL = DEVICE != "cuda"
-ROWS, LENGTH = (2, 16) if SMALL else (16, 1024)
-
-
-def synchronize():
-    if DEVICE != "cpu":
-        torch.accelerator.synchronize()
-
-
-def detect():
-    return fx.detect({}, device=DEVICE)
-
-
-def timed(runs, *, rounds, each):
-    """Median seconds a call; runs take turns, and each waits for the device at its end."""
-    rounds, each = (1, 1) if SMALL else (rounds, each)
-    times = {name: [] for name in runs}
-    for run in runs.values():
-        for _ in range(5):
-            run()
-    for _ in range(rounds):
-        for name, run in runs.items():
-            synchronize()
-            started = time.perf_counter()
-            for _ in range(each):
-                run()
-            synchronize()
-            times[name].append((time.perf_counter() - started) / each)
-    return {name: statistics.median(taken) for name, taken in times.items()}
-
-
-def report(part, title, times):
-    """Print times against the first, and keep them."""
-    first = next(iter(times.values()))
-    rows = [[name, f"{1e6 * t:.0f}", f"{first / t:.3f}"] for name, t in times.items()]
-    show(title, ["loop", "µs", "speed of the first"], rows)
-    if SMALL:
-        return
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    known[part] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, **times}
-    RESULTS.write_text(json.dumps(known, indent=1))
-
-
-def adam(params):
-    return torch.optim.AdamW(params, lr=1e-3, fused=True)
 
 
 def small():
@@ -149,27 +112,6 @@ def gpt():
     return GPT2LMHeadModel(config)
 
 
-def _by_hand(model, tokens):
-    optimizer = adam(model.parameters())
-
-    def run():
-        with torch.autocast(DEVICE, torch.bfloat16):
-            loss = model(tokens, labels=tokens).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return run
-
-
-def _by_plan(ctx, plan, tokens):
-    model = fx.wrap(gpt(), ctx, plan, optimizer=adam)
-    batch = next(iter(fx.shard(DataLoader(tokens, batch_size=ROWS), ctx, plan)))
-    fns = fx.StepFns(model=model, loss=lambda m, b: m(b.data, labels=b.data).loss)
-    return lambda: fx.step(ctx, batch, fns)
-
-
 def transformer():
     """Throughput of a transformer in bf16, compiled and not."""
     tokens = torch.randint(0, 50257, (ROWS, LENGTH))
@@ -178,11 +120,11 @@ def transformer():
     compiled = fx.Plan(precision=bf16.precision, clip_norm=1.0, compile=True)
     ctx = detect()
     runs = {
-        "by hand": _by_hand(gpt().to(DEVICE), there),
-        "fxtrain": _by_plan(ctx, bf16, tokens),
+        "by hand": loop_by_hand(gpt().to(DEVICE), there),
+        "fxtrain": loop_by_plan(ctx, gpt(), bf16, tokens),
         **_peers(gpt, lambda m: m(there, labels=there).loss, half=True),
-        "by hand, compiled": _by_hand(torch.compile(gpt().to(DEVICE)), there),
-        "fxtrain, compiled": _by_plan(ctx, compiled, tokens),
+        "by hand, compiled": loop_by_hand(torch.compile(gpt().to(DEVICE)), there),
+        "fxtrain, compiled": loop_by_plan(ctx, gpt(), compiled, tokens),
     }
     times = timed(runs, rounds=8, each=3)
     report("transformer", f"GPT-2 124M in bf16, {ROWS} rows of {LENGTH} tokens", times)
@@ -223,8 +165,8 @@ def fsdp():
     fully_shard(model, mesh=mesh, mp_policy=policy)
     plan = fx.Plan(strategy=fx.FSDP(), precision=fx.Precision(compute="bf16"), clip_norm=1.0)
     runs = {
-        "by hand": _by_hand(model, tokens.to(DEVICE)),
-        "fxtrain": _by_plan(ctx, plan, tokens),
+        "by hand": loop_by_hand(model, tokens.to(DEVICE)),
+        "fxtrain": loop_by_plan(ctx, gpt(), plan, tokens),
     }
     report("fsdp", "FSDP at one rank, GPT-2 124M", timed(runs, rounds=8, each=3))
     dist.destroy_process_group()
@@ -315,6 +257,8 @@ PARTS = {
     "save": save,
     "gather": gather,
     "fsdp": fsdp,
+    "float8": float8,
+    "quantized": quantized,
 }
 
 
