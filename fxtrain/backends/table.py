@@ -23,6 +23,7 @@ from fxtrain.backends.offload.strategy import OFFLOAD
 from fxtrain.backends.pipeline.strategy import PIPELINE_STRATEGY
 from fxtrain.backends.single import SINGLE
 from fxtrain.backends.xla.strategy import XLA_STRATEGY
+from fxtrain.models.loading import Loaded
 from fxtrain.ops.logs import log
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.ops.whole_tensors import plain_name
@@ -290,10 +291,10 @@ def _check_types(model: Any, ctx: Any, plan: Any, strategy: Any) -> None:
             f"place of. Pass model.module."
         )
     if not isinstance(model, nn.Module):
-        raise PlanError(
-            f"wrap takes a torch.nn.Module, found {type(model).__name__}. "
-            f"For example: fx.wrap(net, ctx, plan)."
-        )
+        example = "For example: fx.wrap(net, ctx, plan)."
+        if isinstance(model, Loaded):
+            example = "fx.load_model fills its model in place: pass that model."
+        raise PlanError(f"wrap takes a torch.nn.Module, found {type(model).__name__}. {example}")
     if not isinstance(ctx, DistContext):
         raise PlanError(
             f"wrap: ctx is a {type(ctx).__name__}, not a context. Use fx.wrap(net, fx.detect())."

@@ -152,6 +152,7 @@ def test_wrap_refuses_what_it_cannot_use(ctx):
     net = small_net()
     for wrong, words in (
         (lambda: fx.wrap("net", ctx), r"torch\.nn\.Module"),
+        (lambda: fx.wrap(fx.load_model(net.state_dict(), net), ctx), "pass that model"),
         (lambda: fx.wrap(fx.wrap(net, ctx), ctx), "wrapped already"),
         (lambda: fx.wrap(net, "ctx"), "not a context"),
         (lambda: fx.wrap(net, ctx, {"accumulate": 2}), "not a Plan"),

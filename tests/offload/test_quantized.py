@@ -38,6 +38,8 @@ def test_files_of_quantised_models_stream(ctx, name, row, tmp_path):
     model = fx.wrap(net.eval(), ctx, fx.Plan(strategy=config), strategy=row)
     for _ in range(3):
         assert torch.equal(model(X), resident(X))
+        with torch.no_grad():  # by another kernel, on some CPUs
+            assert torch.equal(model(X), resident(X))
     files = {path.name for path in model.strategy_state.sources.values()}
     assert files == {"model.safetensors"} and len(model.strategy_state.locations) >= 4
     _same(_values(model.module), _values(resident))
