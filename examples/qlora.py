@@ -68,6 +68,7 @@ def adapted(net: nn.Sequential, *, peft: bool) -> nn.Module:
     if peft:
         from peft import LoraConfig, get_peft_model
 
+        vars(net)["is_loaded_in_4bit"] = True  # where peft looks, to merge adapters later
         return get_peft_model(net, LoraConfig(r=8, target_modules=["0", "2"]))
     for number in (0, 2):
         layer = net[number]
