@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from fxtrain.models.stored_layers import StoredLayer, record_of
 from fxtrain.models.tensor_sources import Source, WeightSource, open_source
 from fxtrain.precision import (
     converted_to_fp32,
+    difference,
     is_quantized,
     library_of,
     planned_layers,
@@ -31,12 +31,10 @@ __all__ = [
     "prepare_layers",
     "put_stored_layers",
     "quantized_source",
-    "transformers_config",
-    "warn_of_readers",
 ]
 
+_CONV1D = " Read this model with from_pretrained of transformers, and pass it to fx.wrap."
 _LARGEST_CONFIG = 10_000_000  # bytes
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: "float32"}
 
 
 def _nothing(*_: Any) -> None:
@@ -94,46 +92,6 @@ def prepare_layers(
         return _layers_to_quantize(found, module, record, device)
     _check_format(found.layers, record)
     return _layers_of_source(source, found, module, record)
-
-
-def transformers_config(module: Any) -> dict[str, Any] | None:
-    """What the config.json of a transformers model says of its layers of bitsandbytes."""
-    layers = [one for one in quantized_layers(module) if one[2].name == "bitsandbytes"]
-    if not layers:
-        return None
-    _, first, library = layers[0]
-    settings, facts = library.settings(first), library.facts(first)
-    plain = [name for name, part in module.named_modules() if type(part) is nn.Linear]
-    found: dict[str, Any] = {
-        "quant_method": "bitsandbytes",
-        "load_in_4bit": settings["kind"] == "bnb4",
-        "load_in_8bit": settings["kind"] == "bnb8",
-        "llm_int8_skip_modules": plain or None,
-    }
-    if settings["kind"] == "bnb8":
-        return found | {"llm_int8_threshold": settings["threshold"]}
-    return found | {
-        "bnb_4bit_quant_type": facts["quant_type"],
-        "bnb_4bit_use_double_quant": "nested_blocksize" in facts,
-        "bnb_4bit_compute_dtype": _DTYPES[settings["compute"]],
-        "bnb_4bit_quant_storage": "uint8",
-    }
-
-
-def warn_of_readers(module: Any) -> None:
-    """Warn that plain transformers cannot read the export of a transformers model."""
-    if hasattr(module, "from_pretrained") and transformers_config(module) is None:
-        found = next(quantized_layers(module), None)
-        if found is not None:
-            name, part, library = found
-            form = library.format(part)
-            needed = "" if form == "torchao int2" else " without a TorchAoConfig"
-            warnings.warn(
-                f"export: {name} and other layers are {form}, and from_pretrained does not read "
-                f"them{needed}; fx.load_model reads these files.",
-                UserWarning,
-                stacklevel=3,
-            )
 
 
 def _into_quantized(found: Source, record: Quantize | None, module: nn.Module) -> LayersToLoad:
@@ -194,13 +152,20 @@ def put_stored_layers(
             what = "does not have" if part is None else f"has as a {type(part).__name__}"
             raise CheckpointError(
                 f"load_model: {found.what} has the quantised layer {name}, which the model {what}; "
-                f"an nn.Linear is needed."
+                f"an nn.Linear is needed." + _CONV1D * (type(part).__name__ == "Conv1D")
             )
         tensors: dict[str, Tensor] = {}
         for key in stored.keys:
             entry = found.entries[f"{name}.{key}"]
             tensors[key] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         made[name] = _built(name, part, tensors, stored, described)
+        if record is not None and (other := difference(made[name], stored.library, record)):
+            wanted, has = other
+            raise CheckpointError(
+                f"load_model(quantize=fx.{type(record).__name__}(...)): asked for {wanted}, but "
+                f"{name} is quantised already in the source, {has}. Leave quantize out, or load "
+                f"the unquantised model."
+            )
     return put_layers(module, made)
 
 

@@ -14,6 +14,7 @@ from fxtrain.precision.plain_tensors import (
     stored_tensors,
     stream_later,
 )
+from fxtrain.precision.quantized_fields import difference, gradient_problem
 from fxtrain.precision.quantizing import (
     Quantized,
     converted_to_fp32,
@@ -40,8 +41,10 @@ __all__ = [
     "companions",
     "convert_layers",
     "converted_to_fp32",
+    "difference",
     "engine_region",
     "gather_in_float8",
+    "gradient_problem",
     "has_no_memory",
     "hold_as_parameters",
     "is_quantized",

@@ -92,6 +92,29 @@ def test_export_and_load_are_the_identity(name, tmp_path):
         assert torch.equal(other.eval()(x), net(x))
 
 
+OTHERS = [
+    ("nf4", fx.Bnb4(format="fp4"), "asked for bitsandbytes fp4, but 0 .* as bitsandbytes nf4"),
+    ("nf4", fx.Bnb4(block=128), "asked for block=128, but 0 .* with block=64"),
+    ("int8", fx.Torchao(activations="int8"), "asked for activations='int8'"),
+    ("int4", fx.Torchao(), "asked for torchao int8, but 0 .* as torchao int4"),
+]
+
+
+@pytest.mark.parametrize(
+    ("record", "message", "name"),
+    [pytest.param(r, m, n, marks=marked([n])[0].marks) for n, r, m in OTHERS],
+)
+def test_a_file_of_another_format_is_refused(record, message, name, tmp_path):
+    net = mlp()
+    quantize_layers(net, RECORDS[name], CPU)
+    fx.export(net, tmp_path)
+    plain = mlp(seed=1)
+    with pytest.raises(fx.CheckpointError, match=f"{message}.* Leave quantize out"):
+        fx.load_model(tmp_path, plain, quantize=record)
+    assert all(type(part) is type(other) for part, other in zip(plain, mlp(), strict=True))
+    fx.load_model(tmp_path, plain, quantize=RECORDS[name])
+
+
 @pytest.mark.parametrize("name", marked(["int8", "float8"]))
 def test_torchao_reads_our_files(name, tmp_path):
     from safetensors import safe_open

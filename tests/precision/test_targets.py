@@ -46,7 +46,7 @@ def test_heads_and_ties_are_skipped_by_default():
 
 
 def test_names_and_classes_are_skipped():
-    net = Transformer()
+    net = Transformer(dtype=torch.float32)
     every = choose_layers(net, fx.Torchao(), trains=False).names
     assert len(every) == 12
     assert set(_skipped(net, skip="blocks.1")) == {one for one in every if one[7] == "1"}
@@ -65,6 +65,16 @@ def test_trained_layers_are_skipped():
     assert _skipped(net, trains=True) == {"0": "trained", "3": "the output head"}
 
 
+def _tied():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight = net[0].weight
+    return net
+
+
+def _with_conv1d():
+    return nn.Sequential(type("Conv1D", (nn.Module,), {})())
+
+
 @pytest.mark.parametrize(
     ("net", "options", "message"),
     [
@@ -74,7 +84,10 @@ def test_trained_layers_are_skipped():
         (mlp(), {"trains": True}, "0 [(]trained[)].* Freeze the model"),
         (nn.Sequential(nn.Conv1d(1, 1, 1)), {}, "Sequential has none"),
         (nn.Sequential(nn.Linear(4, 4)), {}, "the output head.* head=True"),
-        (nn.Linear(4, 4), {"head": True}, "the model itself"),
+        (nn.Linear(4, 4), {"head": True}, "the only one .the model itself.* contains the layer"),
+        (_tied(), {"head": True}, "1 .tied to another module.[.] Try: leave quantize out"),
+        (_with_conv1d(), {}, "has none. Layers of class Conv1D stay as they are"),
+        (mlp(dtype=torch.float64), {}, "0 is float64 [(]2 such layers.* net.float"),
         (mlp(96), {"weights": "int4"}, "0 has 64 input features.*2 such layers[)]. Use group=32"),
         (mlp(96), {"weights": "int2"}, "'int2', group=128[)]: 0 has 64 .* Use group=32"),
     ],
@@ -123,6 +136,47 @@ def test_two_quantizations_are_refused(name):
         fx.unwrap(fx.wrap(net, ctx, fx.Plan(quantize="torchao")))
     other = fx.Plan(quantize=fx.Torchao(weights="float8"))
     _refused(net, other, "asked for torchao float8, but 0 is quantised already, as torchao int8")
+
+
+OTHER_FIELDS = [
+    (fx.Torchao(), fx.Torchao(activations="int8"), "activations='int8', but 0 .* activations=None"),
+    (fx.Torchao(weights="int4", group=32), fx.Torchao(weights="int4", group=64), "with group=32"),
+    (fx.Torchao(weights="int2", group=32), fx.Torchao(weights="int2", group=64), "with group=32"),
+    (fx.Bnb4(), fx.Bnb4(compute="fp32"), "asked for compute='fp32', but 0 .* compute='bf16'"),
+    (fx.Bnb4(), fx.Bnb4(double=False, block=128), "with block=64, double=True"),
+    (fx.Bnb8(), fx.Bnb8(threshold=0), "asked for threshold=0.0, but 0 .* with threshold=6.0"),
+]
+
+
+@pytest.mark.parametrize(("record", "other", "message"), OTHER_FIELDS)
+def test_a_plan_describes_how_a_model_is_quantised_already(record, other, message):
+    pytest.importorskip("bitsandbytes" if record.kind != "torchao" else "torchao")
+    with fx.detect(env={}, device="cpu") as ctx:
+        net = fx.unwrap(fx.wrap(mlp(), ctx, fx.Plan(quantize=record)))
+        fx.unwrap(fx.wrap(net, ctx, fx.Plan(quantize=record)))
+    _refused(net, fx.Plan(quantize=other), message)
+
+
+@AO
+@pytest.mark.parametrize(
+    "record", [fx.Torchao(weights="int4", group=32), fx.Torchao(activations="int8")]
+)
+def test_adapters_need_a_gradient_of_layers_that_are_quantised_already(name, record):
+    net = mlp().requires_grad_(False)
+    with fx.detect(env={}, device="cpu") as ctx:
+        fx.unwrap(fx.wrap(net, ctx, fx.Plan(quantize=record)))
+    adapted = nn.Sequential(nn.Linear(64, 64), net)
+    _refused(adapted, fx.Plan(), r"1\.0 is quantised as.*without a gradient", optimizer=_sgd)
+
+
+@AO
+def test_recipes_refuse_layers_that_are_quantised_already(name):
+    with fx.detect(env={}, device="cpu") as ctx:
+        net = fx.unwrap(fx.wrap(mlp(), ctx, fx.Plan(quantize="torchao")))
+    recipe = fx.Precision(compute="fp8", recipe=fx.Float8(emulate=True))
+    _refused(
+        net, fx.Plan(precision=recipe), "0 of this model is quantised already, as torchao int8"
+    )
 
 
 @pytest.mark.parametrize("package", ["bitsandbytes", "torchao"])
