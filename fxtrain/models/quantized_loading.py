@@ -237,11 +237,16 @@ def _linear(part: Any, value: Tensor) -> nn.Linear:
 def _layers_of_source(
     source: Any, found: Source, module: nn.Module, record: Quantize | None
 ) -> LayersToLoad:
-    undo = put_stored_layers(source, found, module, record)
+    undo_layers = put_stored_layers(source, found, module, record)
+    kept, undo_kept = (frozenset(), _nothing) if record is None else _kept_in_fp32(module, record)
     finished: list[bool] = []
-    return LayersToLoad(
-        finish=lambda: finished.append(True), undo=lambda: None if finished else undo()
-    )
+
+    def undo() -> None:
+        if not finished:
+            undo_kept()
+            undo_layers()
+
+    return LayersToLoad(kept=kept, finish=lambda: finished.append(True), undo=undo)
 
 
 def _part(module: nn.Module, name: str) -> nn.Module | None:
@@ -277,9 +282,7 @@ def _layers_to_quantize(
 ) -> LayersToLoad:
     targets = planned_layers(module, record, device, trains=False)
     library = library_of(record)
-    before = {name: tensor.dtype for name, tensor in module.named_parameters()}
-    undo_kept = converted_to_fp32(module, record)
-    kept = {name for name, tensor in module.named_parameters() if tensor.dtype != before[name]}
+    kept, undo_kept = _kept_in_fp32(module, record)
     weights = {f"{name}.weight": name for name in targets.names}
     made: dict[str, nn.Module] = {}
     finished: list[bool] = []
@@ -300,11 +303,19 @@ def _layers_to_quantize(
 
     return LayersToLoad(
         weights=frozenset(weights),
-        kept=frozenset(kept),
+        kept=kept,
         quantize=quantize,
         finish=finish,
         undo=lambda: None if finished else undo_kept(),
     )
+
+
+def _kept_in_fp32(module: nn.Module, record: Quantize) -> tuple[frozenset[str], Callable[[], None]]:
+    """Convert what a record keeps in fp32: the names of its tensors, and what takes that back."""
+    before = {name: tensor.dtype for name, tensor in module.named_parameters()}
+    undo = converted_to_fp32(module, record)
+    kept = (name for name, tensor in module.named_parameters() if tensor.dtype != before[name])
+    return frozenset(kept), undo
 
 
 def _config_of(source: Any) -> Mapping[str, Any]:

@@ -52,6 +52,11 @@ def warn_of_readers(module: Any) -> None:
 
 
 def _problem(module: nn.Module) -> str | None:
+    if getattr(module, "peft_config", None):
+        return (
+            "from_pretrained does not know the names of a model with adapters of peft. Its own "
+            "save_pretrained writes the adapters for it"
+        )
     layers = list(quantized_layers(module))
     formats = {library.format(part): name for name, part, library in layers}
     for form, name in formats.items():

@@ -93,10 +93,14 @@ def test_export_and_load_are_the_identity(name, tmp_path):
 
 
 OTHERS = [
-    ("nf4", fx.Bnb4(format="fp4"), "asked for bitsandbytes fp4, but 0 .* as bitsandbytes nf4"),
-    ("nf4", fx.Bnb4(block=128), "asked for block=128, but 0 .* with block=64"),
+    (
+        "nf4",
+        fx.Bnb4(format="fp4"),
+        "asked for bitsandbytes fp4, but . is quantised already .* as bitsandbytes nf4",
+    ),
+    ("nf4", fx.Bnb4(block=128), "asked for block=128, but . is .* with block=64"),
     ("int8", fx.Torchao(activations="int8"), "asked for activations='int8'"),
-    ("int4", fx.Torchao(), "asked for torchao int8, but 0 .* as torchao int4"),
+    ("int4", fx.Torchao(), "asked for torchao int8, but . is .* as torchao int4"),
 ]
 
 

@@ -206,3 +206,21 @@ def test_modules_are_kept_in_fp32(name, tmp_path):
     source, meta = mlp(), mlp(dtype=torch.bfloat16, device="meta")
     fx.load_model(source.state_dict(), meta, quantize=fx.Torchao(keep_fp32="0"), cast=True)
     assert torch.equal(meta[0].weight, source[0].weight)
+
+
+@AO
+def test_what_is_kept_in_fp32_is_read_again(name, tmp_path):
+    record = fx.Torchao(keep_fp32="2")
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(mlp(dtype=torch.bfloat16), ctx, fx.Plan(quantize=record))
+        fx.export(model, tmp_path)
+    net = mlp(dtype=torch.bfloat16, seed=1)
+    with pytest.raises(fx.CheckpointError, match=r"2\.weight is torch\.float32 in the source"):
+        fx.load_model(tmp_path, net)
+    assert net[2].weight.dtype == torch.bfloat16
+    with pytest.raises(fx.CheckpointError, match="missing from the source"):
+        fx.load_model(tmp_path, nn.Sequential(*net, nn.Linear(3, 3)), quantize=record)
+    assert net[2].weight.dtype == torch.bfloat16
+    fx.load_model(tmp_path, net, quantize=record)
+    assert torch.equal(net[2].weight, model.module[2].weight)
+    assert [one.weight.dtype for one in (net[2], net[3])] == [torch.float32, torch.bfloat16]

@@ -125,3 +125,13 @@ def test_two_formats_in_one_model_are_said_before_writing(name, tmp_path):
         "export: from_pretrained reads one format, and this model has layers in bitsandbytes nf4 "
         "and bitsandbytes int8; fx.load_model reads these files."
     ]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft reads it
+@pytest.mark.parametrize("name", marked(["nf4"]))
+def test_names_of_adapters_are_said_before_writing(name):
+    peft = pytest.importorskip("peft")
+    _, net = _llama()
+    quantize_layers(net, RECORDS[name], CPU)
+    adapted = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    assert ["save_pretrained writes the adapters" in one for one in _warned(adapted)] == [True]
