@@ -23,6 +23,7 @@ from fxtrain.precision import (
     planned_layers,
     put_layers,
     quantized_layers,
+    shape_problem,
 )
 from fxtrain.state import Part, Quantize, Wrapped
 
@@ -259,20 +260,28 @@ def _part(module: nn.Module, name: str) -> nn.Module | None:
 def _built(
     name: str, part: nn.Linear, tensors: Any, stored: StoredLayer, record: Quantize | None
 ) -> nn.Module:
+    wanted = (part.out_features, part.in_features)
     try:
         made = stored.library.build(part, tensors, stored.facts, record)
+        weight: Any = made.weight
+        shape = tuple(stored.facts.get("shape") or weight.shape)
+        problem = shape_problem(stored.library, tensors, stored.facts, wanted)
     except (KeyError, ValueError, TypeError, AssertionError) as error:
         raise CheckpointError(
             f"load_model: the description of the quantised layer {name} is damaged: "
             f"{type(error).__name__}: {str(error)[:200]}.",
             code="FX602",
         ) from error
-    weight: Any = made.weight
-    shape = tuple(stored.facts.get("shape") or weight.shape)
-    if shape != (part.out_features, part.in_features):
+    if shape != wanted:
         raise CheckpointError(
             f"load_model: the quantised layer {name} is {list(shape)} in the source, and "
-            f"{[part.out_features, part.in_features]} in the model."
+            f"{list(wanted)} in the model."
+        )
+    if problem is not None:
+        raise CheckpointError(
+            f"load_model: the quantised layer {name} is damaged: {problem}. Export or download the "
+            f"model again.",
+            code="FX602",
         )
     return made
 

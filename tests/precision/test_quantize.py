@@ -1,15 +1,18 @@
 """Quantised weights: which layers, what they hold, files, and what is refused."""
 
 import copy
+import json
 from pathlib import Path
 
 import attrs
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import fxtrain as fx
 from fxtrain.models import quantized_loading
-from fxtrain.precision import library_of, quantize_layers, stored_tensors
+from fxtrain.precision import library_of, quantize_layers, quantized_weight, stored_tensors
 from tests.precision._records import RECORDS, TRAINABLE, frozen_mlp, marked, mlp
 
 CPU = torch.device("cpu")
@@ -117,6 +120,49 @@ def test_a_file_of_another_format_is_refused(record, message, name, tmp_path):
         fx.load_model(tmp_path, plain, quantize=record)
     assert all(type(part) is type(other) for part, other in zip(plain, mlp(), strict=True))
     fx.load_model(tmp_path, plain, quantize=RECORDS[name])
+
+
+@EVERY
+def test_tensors_that_do_not_fit_their_weight_are_refused(name, tmp_path):
+    net = mlp()
+    quantize_layers(net, RECORDS[name], CPU)
+    fx.export(net, tmp_path)
+    file = tmp_path / "model.safetensors"
+    with safe_open(file, "pt") as found:
+        metadata = found.metadata()
+        tensors = {key: found.get_tensor(key) for key in found.keys()}  # noqa: SIM118
+    cut = [key for key in _keys_of_first(net) if key in tensors and tensors[key].ndim]
+    assert len(cut) >= 2
+    for key in cut:
+        short = tensors[key].flatten()[:-1].clone()
+        if key.endswith(("qdata", ".weight")) and tensors[key].ndim == 2:
+            short = tensors[key][:-1].clone()
+        save_file({**tensors, key: short}, file, metadata=metadata)
+        plain = mlp(seed=1)
+        with pytest.raises(fx.CheckpointError, match=r"quantised layer 0 is") as error:
+            fx.load_model(tmp_path, plain)
+        assert "damaged" in str(error.value) or "in the source, and" in str(error.value)
+        assert all(type(one) is type(other) for one, other in zip(plain, mlp(), strict=True))
+
+
+def _keys_of_first(net):
+    """Names of the tensors of the first layer's weight."""
+    return [f"0.{key}" for key in quantized_weight(net[0])]
+
+
+@pytest.mark.parametrize("name", marked(["nf4"]))
+@pytest.mark.parametrize("change", [{"blocksize": 0}, {"blocksize": "64"}, {"dtype": "rand"}])
+def test_a_damaged_description_of_a_layer_is_refused(name, change, tmp_path):
+    net = mlp()
+    quantize_layers(net, RECORDS[name], CPU)
+    fx.export(net, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    key = "0.weight.quant_state.bitsandbytes__nf4"
+    told = json.loads(bytes(tensors[key].tolist())) | change
+    tensors[key] = torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(fx.CheckpointError, match="quantised layer 0 is damaged: ValueError: a "):
+        fx.load_model(tmp_path, mlp())
 
 
 @pytest.mark.parametrize("name", marked(["int8", "float8"]))
