@@ -58,7 +58,7 @@ def _problem(module: nn.Module) -> str | None:
             "save_pretrained writes the adapters for it"
         )
     layers = list(quantized_layers(module))
-    formats = {library.format(part): name for name, part, library in layers}
+    formats = {library.format(part): name for name, part, library in reversed(layers)}
     for form, name in formats.items():
         if form.startswith("torchao"):
             needed = "" if form == "torchao int2" else " without a TorchAoConfig"
