@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fxtrain.precision import quantized_layers
+from fxtrain.precision import TORCHAO, Library, quantized_layers, torchao_config
 
 __all__ = ["transformers_config", "warn_of_readers"]
 
@@ -17,12 +17,31 @@ _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
 def transformers_config(module: Any) -> dict[str, Any] | None:
-    """What the config.json of a transformers model says of its layers of bitsandbytes."""
-    layers = [one for one in quantized_layers(module) if one[2].name == "bitsandbytes"]
-    if not layers:
+    """What the config.json of a transformers model says of its quantised layers.
+
+    Returns:
+        None if there are none, or if transformers does not read their format.
+    """
+    first = next(quantized_layers(module), None)
+    if first is None:
         return None
-    _, first, library = layers[0]
-    settings, facts = library.settings(first), library.facts(first)
+    _, part, library = first
+    if library.name == "bitsandbytes":
+        return _bitsandbytes(module, part, library)
+    described = torchao_config(part)
+    if described is None:
+        return None
+    return {
+        "quant_method": "torchao",
+        "quant_type": {"default": described},
+        "modules_to_not_convert": _unquantized(module),
+        "include_input_output_embeddings": False,
+        "untie_embedding_weights": False,
+    }
+
+
+def _bitsandbytes(module: nn.Module, part: nn.Module, library: Library) -> dict[str, Any]:
+    settings, facts = library.settings(part), library.facts(part)
     found: dict[str, Any] = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": settings["kind"] == "bnb4",
@@ -59,12 +78,11 @@ def _problem(module: nn.Module) -> str | None:
         )
     layers = list(quantized_layers(module))
     formats = {library.format(part): name for name, part, library in reversed(layers)}
-    for form, name in formats.items():
-        if form.startswith("torchao"):
-            needed = "" if form == "torchao int2" else " without a TorchAoConfig"
+    for name, part, library in layers:
+        if library is TORCHAO and torchao_config(part) is None:
             return (
-                f"{name} and other layers are {form}, and from_pretrained does not read "
-                f"them{needed}"
+                f"{name} and other layers are {library.format(part)}, and from_pretrained does not "
+                f"read them"
             )
     if len(formats) > 1:
         found = " and ".join(formats)

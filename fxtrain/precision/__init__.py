@@ -27,7 +27,7 @@ from fxtrain.precision.quantizing import (
 from fxtrain.precision.recipe_layers import Converted, convert_layers, recipe_targets
 from fxtrain.precision.sharded_weights import companions, hold_as_parameters, sharding_problem
 from fxtrain.precision.stored_shapes import shape_problem
-from fxtrain.precision.torchao_layers import TORCHAO
+from fxtrain.precision.torchao_layers import TORCHAO, torchao_config
 from fxtrain.precision.torchao_recipes import gather_in_float8
 from fxtrain.precision.transformer_engine import engine_region, scaling_state
 
@@ -66,4 +66,5 @@ __all__ = [
     "sharding_problem",
     "stored_tensors",
     "stream_later",
+    "torchao_config",
 ]
