@@ -25,6 +25,17 @@ __all__ = [
     "quantize_on_meta",
 ]
 
+# Where torch keeps the hooks around the calls of a module.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
 _BY_RECORD: dict[type, Library] = {Bnb4: BNB4, Bnb8: BNB8, Torchao: TORCHAO}
 
 
@@ -172,9 +183,13 @@ def _no_gradient(record: Quantize) -> str | None:
 def put_layers(module: nn.Module, layers: dict[str, nn.Module]) -> Callable[[], None]:
     """Replace submodules by name; returns what puts the old ones back.
 
-    A submodule with several names is replaced under all of them.
+    A submodule with several names is replaced under all of them. Hooks of the old one are called by
+    the new one; the handles of either remove them from both.
     """
     new = {id(module.get_submodule(name)): layer for name, layer in layers.items()}
+    for name, layer in layers.items():
+        old = vars(module.get_submodule(name))
+        vars(layer).update({key: old[key] for key in _HOOKS if key in old})
     places = [
         (parent, key, child)
         for parent in module.modules()

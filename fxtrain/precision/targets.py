@@ -60,7 +60,12 @@ def choose_layers(module: nn.Module, record: Quantize, *, trains: bool) -> Targe
             of a layer does not fit the format.
     """
     linears = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
-    skipped = _reasons(module, linears, record, trains=trains)
+    computed = {
+        name: "its weight is computed from others"  # as by torch's pruning
+        for name, part in linears.items()
+        if "weight" not in part._parameters
+    }
+    skipped = computed | _reasons(module, linears, record, trains=trains)
     names = tuple(name for name in linears if name not in skipped)
     if not names and not all_named(skipped, record):
         raise PlanError(_nothing_left(module, record, skipped))

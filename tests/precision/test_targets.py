@@ -7,11 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import prune
 
 import fxtrain as fx
 from fxtrain.precision.targets import choose_layers, matches
 from fxtrain.testing import Transformer
-from tests.precision._records import frozen_mlp, marked, mlp
+from tests.precision._records import RECORDS, frozen_mlp, marked, mlp
 
 COMPONENT = st.text("ab_", min_size=1, max_size=3)
 AO = pytest.mark.parametrize("name", marked(["int8"]))
@@ -57,6 +58,12 @@ def test_names_and_classes_are_skipped():
 def test_layers_that_torch_computes_in_one_kernel_are_skipped():
     net = nn.Sequential(nn.TransformerEncoderLayer(8, 2), nn.Linear(8, 8), nn.ReLU())
     assert set(_skipped(net)) == {"0.linear1", "0.linear2"}
+
+
+def test_layers_whose_weight_is_computed_are_skipped():
+    net = mlp()
+    prune.l1_unstructured(net[0], "weight", amount=0.5)
+    assert _skipped(net) == {"0": "its weight is computed from others", "3": "the output head"}
 
 
 def test_trained_layers_are_skipped():
@@ -224,3 +231,25 @@ def test_what_is_kept_in_fp32_is_read_again(name, tmp_path):
     fx.load_model(tmp_path, net, quantize=record)
     assert torch.equal(net[2].weight, model.module[2].weight)
     assert [one.weight.dtype for one in (net[2], net[3])] == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", marked(RECORDS))
+def test_hooks_of_quantised_layers_stay(name, tmp_path):
+    net, calls = mlp(), []
+    handle = net[0].register_forward_hook(lambda *_: calls.append("after"))
+    net[0].register_forward_pre_hook(
+        lambda part, given, named: calls.append("before"), with_kwargs=True
+    )
+    fx.export(net, tmp_path)
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(net, ctx, fx.Plan(quantize=RECORDS[name]))
+        model(torch.ones(2, 64))
+        assert calls == ["before", "after"]
+        handle.remove()
+        fx.unwrap(model)(torch.ones(2, 64))
+    assert calls == ["before", "after", "before"]
+    loaded = mlp()
+    loaded[2].register_forward_hook(lambda *_: calls.append("loaded"))
+    fx.load_model(tmp_path, loaded, quantize=RECORDS[name])
+    loaded(torch.ones(2, 64))
+    assert calls[-1] == "loaded"
