@@ -15,8 +15,10 @@ from fxtrain.precision.library import Library, Tensors
 
 __all__ = ["shape_problem"]
 
-# Elements and dtype; None for any.
-_Sizes = Mapping[str, tuple[int, torch.dtype | None]]
+# Elements and dtypes; none of them for any.
+_Sizes = Mapping[str, tuple[int, tuple[torch.dtype, ...]]]
+# After an evaluation on a CPU, bitsandbytes saves scales in bf16, and reads them.
+_SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def shape_problem(
@@ -44,23 +46,23 @@ def shape_problem(
         sizes = _sizes4(facts, shape, tensors)
     elif library is BNB8:
         sizes: _Sizes = {
-            "weight": (math.prod(shape), torch.int8),
-            "SCB": (shape[0], torch.float32),
+            "weight": (math.prod(shape), (torch.int8,)),
+            "SCB": (shape[0], (torch.float32,)),
         }
     else:
         sizes = _sizes_torchao(facts, shape)
-    for name, (count, dtype) in sizes.items():
+    for name, (count, dtypes) in sizes.items():
         found = tensors.get(name)
-        if found is not None and not _fits(found, count, dtype):
-            wanted = f"{count} of {_name(dtype)}" if dtype is not None else f"{count}"
+        if found is not None and not _fits(found, count, dtypes):
+            wanted = f"{count} of {_name(dtypes[0])}" if dtypes else f"{count}"
             return (
                 f"{name} has {found.numel()} elements of {_name(found.dtype)}, and needs {wanted}"
             )
     return None
 
 
-def _fits(tensor: Tensor, count: int, dtype: torch.dtype | None) -> bool:
-    return tensor.numel() == count and dtype in (None, tensor.dtype)
+def _fits(tensor: Tensor, count: int, dtypes: tuple[torch.dtype, ...]) -> bool:
+    return tensor.numel() == count and (not dtypes or tensor.dtype in dtypes)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -75,15 +77,15 @@ def _sizes4(facts: Mapping[str, Any], shape: tuple[int, int], tensors: Tensors) 
     dtype = getattr(torch, facts["dtype"], None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"a weight of {facts['dtype']!r}")
-    sizes: dict[str, tuple[int, torch.dtype | None]] = {
-        "weight": (_parts(_parts(elements, 2), tensors["weight"].element_size()), None),
-        "weight.absmax": (blocks, torch.uint8 if nested else torch.float32),
-        "weight.quant_map": (16, torch.float32),
+    sizes: dict[str, tuple[int, tuple[torch.dtype, ...]]] = {
+        "weight": (_parts(_parts(elements, 2), tensors["weight"].element_size()), ()),
+        "weight.absmax": (blocks, (torch.uint8,) if nested else _SCALES),
+        "weight.quant_map": (16, (torch.float32,)),
     }
     if nested:
         count = _parts(blocks, facts["nested_blocksize"])
-        sizes["weight.nested_absmax"] = (count, torch.float32)
-        sizes["weight.nested_quant_map"] = (256, torch.float32)
+        sizes["weight.nested_absmax"] = (count, (torch.float32,))
+        sizes["weight.nested_quant_map"] = (256, (torch.float32,))
     return sizes
 
 
@@ -93,8 +95,8 @@ def _sizes_torchao(facts: Mapping[str, Any], shape: tuple[int, int]) -> _Sizes:
     if kind == "Int2Tensor":
         groups = rows * _parts(columns, data["group"])
         return {
-            "_weight_qdata": (rows * columns // 4, torch.uint8),
-            "_weight_scale": (groups, None),
+            "_weight_qdata": (rows * columns // 4, (torch.uint8,)),
+            "_weight_scale": (groups, ()),
         }
     if "block_size" not in data:
         return {}
@@ -102,16 +104,16 @@ def _sizes_torchao(facts: Mapping[str, Any], shape: tuple[int, int]) -> _Sizes:
     scales = _parts(rows, high) * _parts(columns, wide)
     if kind == "Int4OpaqueTensor":
         return {
-            "_weight_qdata": (rows * columns // 2, torch.uint8),
-            "_weight_scale_and_zero": (2 * scales, None),
+            "_weight_qdata": (rows * columns // 2, (torch.uint8,)),
+            "_weight_scale_and_zero": (2 * scales, ()),
         }
     if kind not in ("Int8Tensor", "Float8Tensor"):
         return {}
-    kept = torch.int8 if kind == "Int8Tensor" else None
+    kept = (torch.int8,) if kind == "Int8Tensor" else ()
     return {
         "_weight_qdata": (rows * columns, kept),
-        "_weight_scale": (scales, None),
-        "_weight_zero_point": (scales, None),
+        "_weight_scale": (scales, ()),
+        "_weight_zero_point": (scales, ()),
     }
 
 

@@ -150,6 +150,19 @@ def _keys_of_first(net):
     return [f"0.{key}" for key in quantized_weight(net[0])]
 
 
+@pytest.mark.parametrize("name", marked(["fp4"]))
+def test_scales_in_bf16_are_read(name, tmp_path):
+    net = mlp()
+    quantize_layers(net, RECORDS[name], CPU)
+    fx.export(net, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    rounded = tensors["0.weight.absmax"].bfloat16().reshape(1, -1)  # as bitsandbytes may write it
+    save_file({**tensors, "0.weight.absmax": rounded}, tmp_path / "model.safetensors")
+    fx.load_model(tmp_path, plain := mlp(seed=1))
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(plain.eval()(x), net.eval()(x), rtol=0.05, atol=0.01)
+
+
 @pytest.mark.parametrize("name", marked(["nf4"]))
 @pytest.mark.parametrize("change", [{"blocksize": 0}, {"blocksize": "64"}, {"dtype": "rand"}])
 def test_a_damaged_description_of_a_layer_is_refused(name, change, tmp_path):
