@@ -14,7 +14,7 @@ from fxtrain.precision.plain_tensors import (
     stored_tensors,
     stream_later,
 )
-from fxtrain.precision.quantized_fields import difference, gradient_problem
+from fxtrain.precision.quantized_fields import difference, gradient_problem, packed_layer
 from fxtrain.precision.quantizing import (
     Quantized,
     converted_to_fp32,
@@ -52,6 +52,7 @@ __all__ = [
     "is_sharded",
     "library_of",
     "live_tensors",
+    "packed_layer",
     "planned_layers",
     "put_layers",
     "quantize_layers",

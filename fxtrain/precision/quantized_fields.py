@@ -10,7 +10,7 @@ from fxtrain.precision.plain_tensors import quantized_layers
 from fxtrain.precision.torchao_layers import TORCHAO
 from fxtrain.state import Quantize
 
-__all__ = ["difference", "gradient_problem"]
+__all__ = ["difference", "gradient_problem", "packed_layer"]
 
 
 def difference(part: nn.Module, library: Library, record: Quantize) -> tuple[str, str] | None:
@@ -53,6 +53,22 @@ def gradient_problem(module: nn.Module) -> str | None:
                 f"Bnb8() or Torchao with weights of 'int8', 'float8' or 'int2' and no activations, "
                 f"or wrap the model without an optimizer."
             )
+    return None
+
+
+def packed_layer(module: nn.Module) -> str | None:
+    """The first layer whose scales bitsandbytes reordered, or would reorder, or None.
+
+    On some CPUs its own forward packs weights. Moving or saving the model unpacks them, and leaves
+    scales that are not quantised themselves in the order (blocks of a row, rows).
+    """
+    for name, part in module.named_modules():
+        state: Any = getattr(getattr(part, "weight", None), "quant_state", None)
+        if state is None or state.nested:
+            continue
+        reordered = state.absmax.ndim == 2 and len(state.absmax) > 1
+        if reordered or getattr(state, "packing_format_for_cpu", False):
+            return name
     return None
 
 

@@ -140,3 +140,23 @@ def test_names_of_adapters_are_said_before_writing(name):
     quantize_layers(net, RECORDS[name], CPU)
     adapted = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     assert ["save_pretrained writes the adapters" in one for one in _warned(adapted)] == [True]
+
+
+@pytest.mark.parametrize("name", marked(["fp4"]))
+@pytest.mark.parametrize("unpacked", [False, True], ids=["packed", "unpacked"])
+def test_scales_that_bitsandbytes_reorders_are_refused(name, unpacked, tmp_path):
+    net = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 2))
+    quantize_layers(net, RECORDS[name], CPU)
+    state = net[0].weight.quant_state
+    if unpacked:
+        state.absmax = state.absmax.view(64, 2).t().contiguous()
+        fx.export(net, tmp_path)
+        plain = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 2))
+        with pytest.raises(fx.CheckpointError, match="scales after an evaluation on a CPU"):
+            fx.load_model(tmp_path, plain)
+    else:
+        state.packing_format_for_cpu = True  # as the library's forward does on some CPUs
+    with fx.detect(env={}, device="cpu") as ctx:
+        words = r"packed 0 for the CPU.* before it is evaluated"
+        with pytest.raises(fx.PlanError, match=words):
+            fx.wrap(net, ctx)
