@@ -27,6 +27,7 @@ from fxtrain.models.loading import Loaded
 from fxtrain.ops.logs import log
 from fxtrain.ops.plan_agreement import check_same_plan, plan_for
 from fxtrain.ops.whole_tensors import plain_name
+from fxtrain.precision import gradient_problem
 from fxtrain.state import (
     DistContext,
     FromConfig,
@@ -140,6 +141,8 @@ def wrap(
     row = _strategy_of(plan) if strategy is None else strategy
     if problems := problems_of(row, ctx, plan, model):
         raise PlanError("\n".join(problems), code="FX202")
+    if optimizer is not None and (problem := gradient_problem(model)) is not None:
+        raise PlanError(f"wrap(optimizer=...): {problem}", code="FX202")
     optimizer, scheduler = as_factories(optimizer, scheduler, model)
     with quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
         before, formats = record_module(model), _formats(model)

@@ -32,13 +32,21 @@ def fp8_rules(kind: str) -> dict[str, Rule]:
     """
     te = {
         "margin": ("margin", whole),
-        "fp8_format": ("format", _lower),
-        "format": ("format", _lower),
         "amax_history_length": ("history", whole),
         "amax_history_len": ("history", whole),
         "amax_compute_algorithm": ("amax", _lower),
         "amax_compute_algo": ("amax", _lower),
         "use_autocast_during_eval": ("evaluate", truth),
+        "use_mxfp8_block_scaling": (
+            "scaling",
+            lambda one: "mxfp8" if truth(one) else "delayed",
+        ),
+    }
+    untranslated = {
+        "interval": "Transformer Engine no longer has this setting",
+        "override_linear_precision": "fx.TE computes all three products of a layer in float8; "
+        "skip=... leaves layers out",
+        "opt_level": MSAMP,
     }
     torchao = {
         "enable_fsdp_float8_all_gather": ("gather", lambda one: "fp8" if truth(one) else "plan"),
@@ -47,6 +55,8 @@ def fp8_rules(kind: str) -> dict[str, Rule]:
     return {
         "mixed_precision": lambda value, facts: _mixed_precision(value, facts, kind),
         "fp8.backend": lambda value, facts: _backend(value, facts, kind),
+        **{f"fp8.{key}": _noted(note) for key, note in untranslated.items()},
+        "fp8.format": _format(kind),
         **{f"fp8.{key}": _field("te", kind, *how) for key, how in te.items()},
         **{f"fp8.{key}": _field("float8", kind, *how) for key, how in torchao.items()},
     }
@@ -67,9 +77,22 @@ def _converts(facts: Facts, kind: str) -> bool:
 
 def _backend(value: Any, facts: Facts, kind: str) -> KeyOutcome:
     note, recipe = MSAMP if text(value).upper() == "MSAMP" else "", _chosen(facts)
-    if not _converts(facts, kind) or recipe is None:
+    if recipe is None:
+        return KeyOutcome(note="unknown backend; fx.Float8 and fx.TE stand for AO and TE")
+    if not _converts(facts, kind):
         return KeyOutcome(note=note or FP8)
     return KeyOutcome(sets={f"{_RECIPE}.kind": recipe}, note=note)
+
+
+def _noted(note: str) -> Rule:
+    return lambda value, facts: KeyOutcome(note=note)
+
+
+def _format(kind: str) -> Rule:
+    """E5M2 alone, which Transformer Engine refuses in training, becomes the default."""
+    convert = _field("te", kind, "format", _lower)
+    refused = _noted("Transformer Engine does not train in E5M2 alone; hybrid is used instead")
+    return lambda value, facts: (refused if _lower(value) == "e5m2" else convert)(value, facts)
 
 
 def _field(recipe: str, kind: str, name: str, read: Callable[[Any], Any]) -> Rule:

@@ -26,7 +26,6 @@ from fxtrain.models.folder import (
     staging,
     write_index,
 )
-from fxtrain.models.quantized_loading import transformers_config, warn_of_readers
 from fxtrain.models.safetensors_files import Entry, writing
 from fxtrain.models.stored_layers import file_metadata, file_weights
 from fxtrain.models.tensor_bytes import WRITABLE_DTYPES
@@ -36,6 +35,7 @@ from fxtrain.models.tensors import (
     problems_of,
     weights_by_name,
 )
+from fxtrain.models.transformers_readers import transformers_config, warn_of_readers
 from fxtrain.ops.same_errors import fail_together, raise_on_all_ranks
 from fxtrain.ops.whole_tensors import is_sharded
 from fxtrain.state import DistContext, Weight, Wrapped

@@ -198,7 +198,7 @@ def _refuse(
             if buffer.is_meta and plain_name(name) not in weights
         ]
         problems += _list(
-            "on the meta device and never stored: create these buffers on a real device", empty
+            "on the meta device and never stored: fx.big.empty(build) computes these buffers", empty
         )
     shapes, dtypes = _differences(weights, source, fit)
     problems += _list("with a different shape", shapes)

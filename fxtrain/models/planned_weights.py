@@ -10,7 +10,6 @@ from fxtrain.models.weight_list import Weight, Weights, build_on_meta, cache_of,
 from fxtrain.precision import (
     quantize_on_meta,
     quantized_layers,
-    quantized_tensors,
     recipe_targets,
 )
 from fxtrain.state import Plan
@@ -85,12 +84,18 @@ def _tensors(module: nn.Module) -> tuple[Weight, ...]:
     plain = weights_of((name, tensor) for name, tensor in own if id(tensor) not in hidden)
     packed = tuple(
         Weight(
-            name=name,
-            numel=tensor.numel(),
+            name=f"{name}.{key}" if name else key,
+            # What the layer stands for, once; not how many numbers its format takes.
+            numel=_elements(part) if index == 0 else 0,
             nbytes=tensor.numel() * tensor.element_size(),
             trained=False,
             floating=False,
         )
-        for name, tensor in quantized_tensors(module).items()
+        for name, part, library in quantized_layers(module)
+        for index, (key, tensor) in enumerate(library.tensors(part).items())
     )
     return plain + packed
+
+
+def _elements(part: Any) -> int:
+    return part.in_features * part.out_features

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,13 @@ from fxtrain.models.stored_layers import StoredLayer, record_of
 from fxtrain.models.tensor_sources import Source, WeightSource, open_source
 from fxtrain.precision import (
     converted_to_fp32,
+    difference,
     is_quantized,
     library_of,
     planned_layers,
     put_layers,
     quantized_layers,
+    shape_problem,
 )
 from fxtrain.state import Part, Quantize, Wrapped
 
@@ -31,12 +32,10 @@ __all__ = [
     "prepare_layers",
     "put_stored_layers",
     "quantized_source",
-    "transformers_config",
-    "warn_of_readers",
 ]
 
+_CONV1D = " Read this model with from_pretrained of transformers, and pass it to fx.wrap."
 _LARGEST_CONFIG = 10_000_000  # bytes
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: "float32"}
 
 
 def _nothing(*_: Any) -> None:
@@ -94,46 +93,6 @@ def prepare_layers(
         return _layers_to_quantize(found, module, record, device)
     _check_format(found.layers, record)
     return _layers_of_source(source, found, module, record)
-
-
-def transformers_config(module: Any) -> dict[str, Any] | None:
-    """What the config.json of a transformers model says of its layers of bitsandbytes."""
-    layers = [one for one in quantized_layers(module) if one[2].name == "bitsandbytes"]
-    if not layers:
-        return None
-    _, first, library = layers[0]
-    settings, facts = library.settings(first), library.facts(first)
-    plain = [name for name, part in module.named_modules() if type(part) is nn.Linear]
-    found: dict[str, Any] = {
-        "quant_method": "bitsandbytes",
-        "load_in_4bit": settings["kind"] == "bnb4",
-        "load_in_8bit": settings["kind"] == "bnb8",
-        "llm_int8_skip_modules": plain or None,
-    }
-    if settings["kind"] == "bnb8":
-        return found | {"llm_int8_threshold": settings["threshold"]}
-    return found | {
-        "bnb_4bit_quant_type": facts["quant_type"],
-        "bnb_4bit_use_double_quant": "nested_blocksize" in facts,
-        "bnb_4bit_compute_dtype": _DTYPES[settings["compute"]],
-        "bnb_4bit_quant_storage": "uint8",
-    }
-
-
-def warn_of_readers(module: Any) -> None:
-    """Warn that plain transformers cannot read the export of a transformers model."""
-    if hasattr(module, "from_pretrained") and transformers_config(module) is None:
-        found = next(quantized_layers(module), None)
-        if found is not None:
-            name, part, library = found
-            form = library.format(part)
-            needed = "" if form == "torchao int2" else " without a TorchAoConfig"
-            warnings.warn(
-                f"export: {name} and other layers are {form}, and from_pretrained does not read "
-                f"them{needed}; fx.load_model reads these files.",
-                UserWarning,
-                stacklevel=3,
-            )
 
 
 def _into_quantized(found: Source, record: Quantize | None, module: nn.Module) -> LayersToLoad:
@@ -194,13 +153,20 @@ def put_stored_layers(
             what = "does not have" if part is None else f"has as a {type(part).__name__}"
             raise CheckpointError(
                 f"load_model: {found.what} has the quantised layer {name}, which the model {what}; "
-                f"an nn.Linear is needed."
+                f"an nn.Linear is needed." + _CONV1D * (type(part).__name__ == "Conv1D")
             )
         tensors: dict[str, Tensor] = {}
         for key in stored.keys:
             entry = found.entries[f"{name}.{key}"]
             tensors[key] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         made[name] = _built(name, part, tensors, stored, described)
+        if record is not None and (other := difference(made[name], stored.library, record)):
+            wanted, has = other
+            raise CheckpointError(
+                f"load_model(quantize=fx.{type(record).__name__}(...)): asked for {wanted}, but "
+                f"{name} is quantised already in the source, {has}. Leave quantize out, or load "
+                f"the unquantised model."
+            )
     return put_layers(module, made)
 
 
@@ -272,11 +238,16 @@ def _linear(part: Any, value: Tensor) -> nn.Linear:
 def _layers_of_source(
     source: Any, found: Source, module: nn.Module, record: Quantize | None
 ) -> LayersToLoad:
-    undo = put_stored_layers(source, found, module, record)
+    undo_layers = put_stored_layers(source, found, module, record)
+    kept, undo_kept = (frozenset(), _nothing) if record is None else _kept_in_fp32(module, record)
     finished: list[bool] = []
-    return LayersToLoad(
-        finish=lambda: finished.append(True), undo=lambda: None if finished else undo()
-    )
+
+    def undo() -> None:
+        if not finished:
+            undo_kept()
+            undo_layers()
+
+    return LayersToLoad(kept=kept, finish=lambda: finished.append(True), undo=undo)
 
 
 def _part(module: nn.Module, name: str) -> nn.Module | None:
@@ -289,20 +260,28 @@ def _part(module: nn.Module, name: str) -> nn.Module | None:
 def _built(
     name: str, part: nn.Linear, tensors: Any, stored: StoredLayer, record: Quantize | None
 ) -> nn.Module:
+    wanted = (part.out_features, part.in_features)
     try:
         made = stored.library.build(part, tensors, stored.facts, record)
+        weight: Any = made.weight
+        shape = tuple(stored.facts.get("shape") or weight.shape)
+        problem = shape_problem(stored.library, tensors, stored.facts, wanted)
     except (KeyError, ValueError, TypeError, AssertionError) as error:
         raise CheckpointError(
             f"load_model: the description of the quantised layer {name} is damaged: "
             f"{type(error).__name__}: {str(error)[:200]}.",
             code="FX602",
         ) from error
-    weight: Any = made.weight
-    shape = tuple(stored.facts.get("shape") or weight.shape)
-    if shape != (part.out_features, part.in_features):
+    if shape != wanted:
         raise CheckpointError(
             f"load_model: the quantised layer {name} is {list(shape)} in the source, and "
-            f"{[part.out_features, part.in_features]} in the model."
+            f"{list(wanted)} in the model."
+        )
+    if problem is not None:
+        raise CheckpointError(
+            f"load_model: the quantised layer {name} is damaged: {problem}. Export or download the "
+            f"model again.",
+            code="FX602",
         )
     return made
 
@@ -312,9 +291,7 @@ def _layers_to_quantize(
 ) -> LayersToLoad:
     targets = planned_layers(module, record, device, trains=False)
     library = library_of(record)
-    before = {name: tensor.dtype for name, tensor in module.named_parameters()}
-    undo_kept = converted_to_fp32(module, record)
-    kept = {name for name, tensor in module.named_parameters() if tensor.dtype != before[name]}
+    kept, undo_kept = _kept_in_fp32(module, record)
     weights = {f"{name}.weight": name for name in targets.names}
     made: dict[str, nn.Module] = {}
     finished: list[bool] = []
@@ -335,11 +312,19 @@ def _layers_to_quantize(
 
     return LayersToLoad(
         weights=frozenset(weights),
-        kept=frozenset(kept),
+        kept=kept,
         quantize=quantize,
         finish=finish,
         undo=lambda: None if finished else undo_kept(),
     )
+
+
+def _kept_in_fp32(module: nn.Module, record: Quantize) -> tuple[frozenset[str], Callable[[], None]]:
+    """Convert what a record keeps in fp32: the names of its tensors, and what takes that back."""
+    before = {name: tensor.dtype for name, tensor in module.named_parameters()}
+    undo = converted_to_fp32(module, record)
+    kept = (name for name, tensor in module.named_parameters() if tensor.dtype != before[name])
+    return frozenset(kept), undo
 
 
 def _config_of(source: Any) -> Mapping[str, Any]:

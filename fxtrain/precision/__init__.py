@@ -14,6 +14,7 @@ from fxtrain.precision.plain_tensors import (
     stored_tensors,
     stream_later,
 )
+from fxtrain.precision.quantized_fields import difference, gradient_problem, packed_layer
 from fxtrain.precision.quantizing import (
     Quantized,
     converted_to_fp32,
@@ -25,7 +26,8 @@ from fxtrain.precision.quantizing import (
 )
 from fxtrain.precision.recipe_layers import Converted, convert_layers, recipe_targets
 from fxtrain.precision.sharded_weights import companions, hold_as_parameters, sharding_problem
-from fxtrain.precision.torchao_layers import TORCHAO
+from fxtrain.precision.stored_shapes import shape_problem
+from fxtrain.precision.torchao_layers import TORCHAO, torchao_config
 from fxtrain.precision.torchao_recipes import gather_in_float8
 from fxtrain.precision.transformer_engine import engine_region, scaling_state
 
@@ -40,14 +42,17 @@ __all__ = [
     "companions",
     "convert_layers",
     "converted_to_fp32",
+    "difference",
     "engine_region",
     "gather_in_float8",
+    "gradient_problem",
     "has_no_memory",
     "hold_as_parameters",
     "is_quantized",
     "is_sharded",
     "library_of",
     "live_tensors",
+    "packed_layer",
     "planned_layers",
     "put_layers",
     "quantize_layers",
@@ -58,7 +63,9 @@ __all__ = [
     "quantized_weight",
     "recipe_targets",
     "scaling_state",
+    "shape_problem",
     "sharding_problem",
     "stored_tensors",
     "stream_later",
+    "torchao_config",
 ]

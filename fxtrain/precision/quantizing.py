@@ -9,7 +9,8 @@ from torch import nn
 from fxtrain._errors import PlanError
 from fxtrain.precision.bnb_layers import BNB4, BNB8
 from fxtrain.precision.library import Library
-from fxtrain.precision.plain_tensors import quantized_layers
+from fxtrain.precision.plain_tensors import is_quantized, quantized_layers
+from fxtrain.precision.quantized_fields import difference
 from fxtrain.precision.targets import Targets, choose_layers, modules_to_keep
 from fxtrain.precision.torchao_layers import TORCHAO
 from fxtrain.state import Bnb4, Bnb8, Quantize, Torchao
@@ -24,6 +25,17 @@ __all__ = [
     "quantize_on_meta",
 ]
 
+# Where torch keeps the hooks around the calls of a module.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
 _BY_RECORD: dict[type, Library] = {Bnb4: BNB4, Bnb8: BNB8, Torchao: TORCHAO}
 
 
@@ -54,22 +66,29 @@ def planned_layers(
         None on the module. Imports the library.
 
     Raises:
-        PlanError: the model is quantised in another format, the device cannot compute in this
-            one, it has no gradient for what is to be trained, or a layer does not fit.
+        PlanError: the model is quantised in another way, the device cannot compute in this
+            one, it has no gradient for what is to be trained, or a layer does not fit it.
         MissingPackageError: the library is not installed.
     """
     library = library_of(record)
     problem = library.check(record, device) or (_no_gradient(record) if trains else None)
     if problem is not None:
         raise PlanError(f"Plan(quantize=...): {problem}")
-    for name, part, other in quantized_layers(module):
-        if (found := other.format(part)) != (wanted := library.planned(record)):
-            raise PlanError(
-                f"Plan(quantize=fx.{type(record).__name__}(...)): asked for {wanted}, but {name} "
-                f"is quantised already, as {found}. Pass the unquantised model, or change the plan."
-            )
+    if _quantized_already(module, record):
         return Targets(names=(), skipped={})
     return choose_layers(module, record, trains=trains)
+
+
+def _quantized_already(module: nn.Module, record: Quantize) -> bool:
+    """Whether the model is quantised as a record says; an error if it is in another way."""
+    for name, part, library in quantized_layers(module):
+        if (found := difference(part, library, record)) is not None:
+            wanted, has = found
+            raise PlanError(
+                f"Plan(quantize=fx.{type(record).__name__}(...)): asked for {wanted}, but {name} "
+                f"is quantised already, {has}. Pass the unquantised model, or change the plan."
+            )
+    return is_quantized(module)
 
 
 def quantize_layers(
@@ -125,6 +144,8 @@ def quantize_on_meta(
     Raises:
         PlanError: as `planned_layers`, except for the device.
     """
+    if _quantized_already(module, record):
+        return converted_to_fp32(module, record)
     if isinstance(record, Torchao):
         record = attrs.evolve(record, activations=None)
     targets = planned_layers(module, record, torch.device("meta"), trains=trains)
@@ -162,9 +183,13 @@ def _no_gradient(record: Quantize) -> str | None:
 def put_layers(module: nn.Module, layers: dict[str, nn.Module]) -> Callable[[], None]:
     """Replace submodules by name; returns what puts the old ones back.
 
-    A submodule with several names is replaced under all of them.
+    A submodule with several names is replaced under all of them. Hooks of the old one are called by
+    the new one; the handles of either remove them from both.
     """
     new = {id(module.get_submodule(name)): layer for name, layer in layers.items()}
+    for name, layer in layers.items():
+        old = vars(module.get_submodule(name))
+        vars(layer).update({key: old[key] for key in _HOOKS if key in old})
     places = [
         (parent, key, child)
         for parent in module.modules()

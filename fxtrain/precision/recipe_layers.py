@@ -13,7 +13,7 @@ from torch import nn
 
 from fxtrain._errors import PlanError
 from fxtrain.precision.layer_format import LayerFormat
-from fxtrain.precision.targets import Targets, all_named, choose_linears
+from fxtrain.precision.targets import Targets, all_named, choose_linears, nothing_left
 from fxtrain.precision.torchao_recipes import FLOAT8_LAYERS, MX_LAYERS
 from fxtrain.precision.transformer_engine import TE_LAYERS
 from fxtrain.state import MX, TE, Float8, Recipe
@@ -21,7 +21,6 @@ from fxtrain.state import MX, TE, Float8, Recipe
 __all__ = ["Converted", "convert_layers", "recipe_targets"]
 
 _BY_RECORD: Mapping[type, LayerFormat] = {Float8: FLOAT8_LAYERS, MX: MX_LAYERS, TE: TE_LAYERS}
-_MAX_SHOWN = 5
 
 
 @attrs.frozen(kw_only=True)
@@ -129,14 +128,5 @@ def _become(part: nn.Module, like: nn.Module) -> Callable[[], None]:
 
 
 def _nothing_left(module: nn.Module, recipe: Any, skipped: Mapping[str, str]) -> str:
-    call, kind = f"Precision(recipe=fx.{type(recipe).__name__}(...))", type(module).__name__
-    if not skipped:
-        return (
-            f"{call} converts layers of class nn.Linear, and {kind} has none. Use precision='bf16'."
-        )
-    shown = [f"{name} ({why})" for name, why in list(skipped.items())[:_MAX_SHOWN]]
-    more = f" and {len(skipped) - _MAX_SHOWN} more" if len(skipped) > _MAX_SHOWN else ""
-    return (
-        f"{call} skips every linear layer of {kind}: {', '.join(shown)}{more}. Name less in skip, "
-        f"convert the head with head=True, or use precision='bf16'."
-    )
+    call = f"Precision(recipe=fx.{type(recipe).__name__}(...))"
+    return nothing_left(call, "converts", module, skipped, "precision='bf16'")

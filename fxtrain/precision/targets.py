@@ -6,15 +6,32 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
+import torch
 from torch import nn
 
 from fxtrain._errors import PlanError
 from fxtrain.state import Quantize, Recipe, Torchao
 
-__all__ = ["Targets", "all_named", "choose_layers", "choose_linears", "matches", "modules_to_keep"]
+__all__ = [
+    "Targets",
+    "all_named",
+    "choose_layers",
+    "choose_linears",
+    "matches",
+    "modules_to_keep",
+    "nothing_left",
+]
 
 _MAX_SHOWN = 5
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NAMED = "named in the plan"
+# What helps against a reason to skip layers, by a part of its text.
+_ADVICE = (
+    (_NAMED, "name less in skip"),
+    ("the output head", "head=True for the output head"),
+    ("the model itself", "pass a module that contains the layer"),
+    ("min_features", "a smaller min_features"),
+)
 # torch computes these in one kernel from their plain weights, without a call of the layers inside.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -39,14 +56,20 @@ def choose_layers(module: nn.Module, record: Quantize, *, trains: bool) -> Targe
         trains: Skip layers whose weight requires grad: an optimizer will change them.
 
     Raises:
-        PlanError: a pattern or class name matches nothing, no layer is left, or a shape does not
-            fit the format.
+        PlanError: a pattern or class name matches nothing, no layer is left, or the shape or dtype
+            of a layer does not fit the format.
     """
     linears = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
-    skipped = _reasons(module, linears, record, trains=trains)
+    computed = {
+        name: "its weight is computed from others"  # as by torch's pruning
+        for name, part in linears.items()
+        if "weight" not in part._parameters
+    }
+    skipped = computed | _reasons(module, linears, record, trains=trains)
     names = tuple(name for name in linears if name not in skipped)
     if not names and not all_named(skipped, record):
         raise PlanError(_nothing_left(module, record, skipped))
+    _check_dtypes(linears, names, record)
     if isinstance(record, Torchao) and record.weights in ("int4", "int2"):
         _check_groups(linears, names, record)
     return Targets(names=names, skipped=skipped)
@@ -122,10 +145,10 @@ def _reasons(
             found[name] = f"inside a {inside[name]}"
         elif part is module:
             found[name] = "the model itself"
-        elif name in heads:
-            found[name] = "the output head"
         elif id(part.weight) in shared:
             found[name] = "tied to another module"
+        elif name in heads:
+            found[name] = "the output head"
         elif trains and part.weight.requires_grad:
             found[name] = "trained"
     return found
@@ -194,18 +217,53 @@ def _unmatched(record: Any, field: str, wanted: str, known: Iterable[str], what:
 
 
 def _nothing_left(module: nn.Module, record: Quantize, skipped: Mapping[str, str]) -> str:
-    call, kind = f"Plan(quantize=fx.{type(record).__name__}(...))", type(module).__name__
+    call = f"Plan(quantize=fx.{type(record).__name__}(...))"
+    found = nothing_left(call, "quantises", module, skipped, "leave quantize out")
+    if "trained" not in skipped.values():
+        return found
+    return (
+        f"{found.partition(' Try: ')[0]} Quantised weights are frozen. Freeze the model with "
+        f"net.requires_grad_(False), and train adapters, or wrap it without an optimizer."
+    )
+
+
+def nothing_left(
+    call: str, verb: str, module: nn.Module, skipped: Mapping[str, str], last: str
+) -> str:
+    """Say that no linear layer of a model is left, and what to change.
+
+    Args:
+        call: What was asked for.
+        verb: What it does with linear layers.
+        skipped: For each linear layer, why it is skipped.
+        last: What to do if nothing else helps.
+    """
+    kind = type(module).__name__
+    # Those of transformers' GPT-2 compute what a linear layer does, with a transposed weight.
+    other = any(type(part).__name__ == "Conv1D" for part in module.modules())
+    told = " Layers of class Conv1D stay as they are." if other else ""
     if not skipped:
-        return f"{call} quantises layers of class nn.Linear, and {kind} has none. Leave it out."
-    shown = [f"{name} ({why})" for name, why in list(skipped.items())[:_MAX_SHOWN]]
+        return f"{call} {verb} layers of class nn.Linear, and {kind} has none.{told} Try: {last}."
+    shown = [
+        f"{name or 'the only one'} ({why})" for name, why in list(skipped.items())[:_MAX_SHOWN]
+    ]
     more = f" and {len(skipped) - _MAX_SHOWN} more" if len(skipped) > _MAX_SHOWN else ""
-    advice = "Name less in skip, or quantise the head with head=True."
-    if "trained" in skipped.values():
-        advice = (
-            "Quantised weights are frozen. Freeze the model with net.requires_grad_(False), and "
-            "train adapters, or wrap it without an optimizer."
+    advice = [text for mark, text in _ADVICE if any(mark in why for why in skipped.values())]
+    return (
+        f"{call} skips every linear layer of {kind}: {', '.join(shown)}{more}.{told} "
+        f"Try: {', '.join([*advice, last])}."
+    )
+
+
+def _check_dtypes(linears: Mapping[str, nn.Linear], names: Iterable[str], record: Quantize) -> None:
+    wrong = [name for name in names if linears[name].weight.dtype not in _DTYPES]
+    if wrong:
+        found = str(linears[wrong[0]].weight.dtype).removeprefix("torch.")
+        raise PlanError(
+            f"Plan(quantize=fx.{type(record).__name__}(...)) quantises weights in fp32, bf16 or "
+            f"fp16, and {wrong[0]} is {found} ({len(wrong)} such layers). Convert the model first: "
+            f"net.float(), or skip these layers."
         )
-    return f"{call} skips every linear layer of {kind}: {', '.join(shown)}{more}. {advice}"
 
 
 def _check_groups(linears: Mapping[str, nn.Linear], names: Iterable[str], record: Torchao) -> None:

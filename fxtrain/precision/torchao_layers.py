@@ -14,7 +14,7 @@ from fxtrain.precision.library import Library, Tensors, quiet
 from fxtrain.state import Quantize
 from fxtrain.state import Torchao as Record
 
-__all__ = ["LOGGERS", "TORCHAO", "has_float8", "import_torchao"]
+__all__ = ["LOGGERS", "TORCHAO", "has_float8", "import_torchao", "torchao_config"]
 
 _OPAQUE, _INT2 = "Int4OpaqueTensor", "Int2Tensor"
 _MODULES = (
@@ -85,6 +85,23 @@ def _config(record: Record, device: torch.device) -> Any:
             prototype = importlib.import_module("torchao.prototype.quantization.int4")
         return prototype.PrototypeInt4WeightOnlyConfig(group_size=record.group)
     return api.Int4WeightOnlyConfig(group_size=record.group)
+
+
+def torchao_config(part: nn.Module) -> dict[str, Any] | None:
+    """The library's own description of how a layer was quantised, as it writes it into files.
+
+    Returns:
+        None for formats that the library does not write itself, and for scales that are not of
+        whole rows.
+    """
+    weight: Any = part.weight
+    formats = {"Int8Tensor": "int8", "Float8Tensor": "float8"}
+    kind: Any = formats.get(type(weight).__name__)
+    if kind is None or list(weight.block_size) != [1, weight.shape[1]]:
+        return None
+    record = Record(weights=kind, activations=kind if weight.act_quant_kwargs else None)
+    core = importlib.import_module("torchao.core.config")
+    return core.config_to_dict(_config(record, weight.device))
 
 
 def _quantize(like: nn.Linear, record: Record) -> nn.Module:

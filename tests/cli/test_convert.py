@@ -101,6 +101,18 @@ CASES = [
         noted=("dynamo.use_regional_compilation", "fp8.pad_inner_dim"),
     ),
     Case(
+        name="block scaling of Transformer Engine",
+        old={
+            **ONE, "distributed_type": "NO", "mixed_precision": "fp8",
+            "fp8_config": {
+                "backend": "TE", "use_mxfp8_block_scaling": True, "fp8_format": "E5M2",
+                "interval": 1, "override_linear_precision": False,
+            },
+        },
+        plan={"precision": {"compute": "fp8", "recipe": {"kind": "te", "scaling": "mxfp8"}}},
+        noted=("fp8.format", "fp8.interval", "fp8.override_linear_precision"),
+    ),
+    Case(
         name="libraries without maintenance",
         old={
             **ONE, "distributed_type": "NO", "mixed_precision": "fp8",

@@ -33,3 +33,15 @@ def test_what_replaces_libraries_without_maintenance():
     assert "fx.Float8" in notes["fp8.backend"]
     assert "torchao.optim.AdamWFp8" in notes["fp8.backend"]
     assert "Use torch itself" in notes["ipex.ipex"]
+
+
+def test_notes_of_fp8_say_what_becomes_of_a_setting():
+    section = {"backend": "TE", "fp8_format": "E5M2", "interval": 1, "opt_level": "O1"}
+    old = {**ONE, "distributed_type": "NO", "mixed_precision": "fp8", "fp8_config": section}
+    notes = {note.key: note.text for note in convert_accelerate(old).notes}
+    assert "hybrid is used instead" in notes["fp8.format"]
+    assert "no longer has this setting" in notes["fp8.interval"]
+    assert "MS-AMP is no longer maintained" in notes["fp8.opt_level"]
+    unknown = {**old, "fp8_config": {"backend": "FOO"}}
+    notes = {note.key: note.text for note in convert_accelerate(unknown).notes}
+    assert "unknown backend" in notes["fp8.backend"]

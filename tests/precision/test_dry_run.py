@@ -114,6 +114,7 @@ def test_estimates_are_the_bytes_that_are_held(name, tmp_path, capsys):
     quantize_layers(real, RECORDS[name], torch.device("cpu"))
     held = {id(one): one.nbytes for one in stored_tensors(real).values()}
     assert told["inference_bytes"]["weights"] == told["stored_bytes"] == sum(held.values())
+    assert told["parameters"] == sum(one.numel() for one in mlp().parameters())
     plain = sum(one.nbytes for one in real.parameters() if one.requires_grad)
     sizes = told["training_bytes"]
     assert sizes["gradients"] == plain and sizes["parameters"] + sizes["buffers"] == sum(

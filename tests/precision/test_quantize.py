@@ -1,15 +1,18 @@
 """Quantised weights: which layers, what they hold, files, and what is refused."""
 
 import copy
+import json
 from pathlib import Path
 
 import attrs
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import fxtrain as fx
 from fxtrain.models import quantized_loading
-from fxtrain.precision import library_of, quantize_layers, stored_tensors
+from fxtrain.precision import library_of, quantize_layers, quantized_weight, stored_tensors
 from tests.precision._records import RECORDS, TRAINABLE, frozen_mlp, marked, mlp
 
 CPU = torch.device("cpu")
@@ -90,6 +93,89 @@ def test_export_and_load_are_the_identity(name, tmp_path):
         fx.load_model(tmp_path, other)
         _same(_values(other), _values(net))
         assert torch.equal(other.eval()(x), net(x))
+
+
+OTHERS = [
+    (
+        "nf4",
+        fx.Bnb4(format="fp4"),
+        "asked for bitsandbytes fp4, but . is quantised already .* as bitsandbytes nf4",
+    ),
+    ("nf4", fx.Bnb4(block=128), "asked for block=128, but . is .* with block=64"),
+    ("int8", fx.Torchao(activations="int8"), "asked for activations='int8'"),
+    ("int4", fx.Torchao(), "asked for torchao int8, but . is .* as torchao int4"),
+]
+
+
+@pytest.mark.parametrize(
+    ("record", "message", "name"),
+    [pytest.param(r, m, n, marks=marked([n])[0].marks) for n, r, m in OTHERS],
+)
+def test_a_file_of_another_format_is_refused(record, message, name, tmp_path):
+    net = mlp()
+    quantize_layers(net, RECORDS[name], CPU)
+    fx.export(net, tmp_path)
+    plain = mlp(seed=1)
+    with pytest.raises(fx.CheckpointError, match=f"{message}.* Leave quantize out"):
+        fx.load_model(tmp_path, plain, quantize=record)
+    assert all(type(part) is type(other) for part, other in zip(plain, mlp(), strict=True))
+    fx.load_model(tmp_path, plain, quantize=RECORDS[name])
+
+
+@EVERY
+def test_tensors_that_do_not_fit_their_weight_are_refused(name, tmp_path):
+    net = mlp()
+    quantize_layers(net, RECORDS[name], CPU)
+    fx.export(net, tmp_path)
+    file = tmp_path / "model.safetensors"
+    with safe_open(file, "pt") as found:
+        metadata = found.metadata()
+        tensors = {key: found.get_tensor(key) for key in found.keys()}  # noqa: SIM118
+    cut = [key for key in _keys_of_first(net) if key in tensors and tensors[key].ndim]
+    assert len(cut) >= 2
+    for key in cut:
+        short = tensors[key].flatten()[:-1].clone()
+        if key.endswith(("qdata", ".weight")) and tensors[key].ndim == 2:
+            short = tensors[key][:-1].clone()
+        save_file({**tensors, key: short}, file, metadata=metadata)
+        plain = mlp(seed=1)
+        with pytest.raises(fx.CheckpointError, match=r"quantised layer 0 is") as error:
+            fx.load_model(tmp_path, plain)
+        assert "damaged" in str(error.value) or "in the source, and" in str(error.value)
+        assert all(type(one) is type(other) for one, other in zip(plain, mlp(), strict=True))
+
+
+def _keys_of_first(net):
+    """Names of the tensors of the first layer's weight."""
+    return [f"0.{key}" for key in quantized_weight(net[0])]
+
+
+@pytest.mark.parametrize("name", marked(["fp4"]))
+def test_scales_in_bf16_are_read(name, tmp_path):
+    net = mlp()
+    quantize_layers(net, RECORDS[name], CPU)
+    fx.export(net, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    rounded = tensors["0.weight.absmax"].bfloat16().reshape(1, -1)  # as bitsandbytes may write it
+    save_file({**tensors, "0.weight.absmax": rounded}, tmp_path / "model.safetensors")
+    fx.load_model(tmp_path, plain := mlp(seed=1))
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(plain.eval()(x), net.eval()(x), rtol=0.05, atol=0.01)
+
+
+@pytest.mark.parametrize("name", marked(["nf4"]))
+@pytest.mark.parametrize("change", [{"blocksize": 0}, {"blocksize": "64"}, {"dtype": "rand"}])
+def test_a_damaged_description_of_a_layer_is_refused(name, change, tmp_path):
+    net = mlp()
+    quantize_layers(net, RECORDS[name], CPU)
+    fx.export(net, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    key = "0.weight.quant_state.bitsandbytes__nf4"
+    told = json.loads(bytes(tensors[key].tolist())) | change
+    tensors[key] = torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(fx.CheckpointError, match="quantised layer 0 is damaged: ValueError: a "):
+        fx.load_model(tmp_path, mlp())
 
 
 @pytest.mark.parametrize("name", marked(["int8", "float8"]))

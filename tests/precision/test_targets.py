@@ -7,11 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import prune
 
 import fxtrain as fx
 from fxtrain.precision.targets import choose_layers, matches
 from fxtrain.testing import Transformer
-from tests.precision._records import frozen_mlp, marked, mlp
+from tests.precision._records import RECORDS, frozen_mlp, marked, mlp
 
 COMPONENT = st.text("ab_", min_size=1, max_size=3)
 AO = pytest.mark.parametrize("name", marked(["int8"]))
@@ -46,7 +47,7 @@ def test_heads_and_ties_are_skipped_by_default():
 
 
 def test_names_and_classes_are_skipped():
-    net = Transformer()
+    net = Transformer(dtype=torch.float32)
     every = choose_layers(net, fx.Torchao(), trains=False).names
     assert len(every) == 12
     assert set(_skipped(net, skip="blocks.1")) == {one for one in every if one[7] == "1"}
@@ -59,10 +60,26 @@ def test_layers_that_torch_computes_in_one_kernel_are_skipped():
     assert set(_skipped(net)) == {"0.linear1", "0.linear2"}
 
 
+def test_layers_whose_weight_is_computed_are_skipped():
+    net = mlp()
+    prune.l1_unstructured(net[0], "weight", amount=0.5)
+    assert _skipped(net) == {"0": "its weight is computed from others", "3": "the output head"}
+
+
 def test_trained_layers_are_skipped():
     net = frozen_mlp()
     net[0].requires_grad_(True)
     assert _skipped(net, trains=True) == {"0": "trained", "3": "the output head"}
+
+
+def _tied():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight = net[0].weight
+    return net
+
+
+def _with_conv1d():
+    return nn.Sequential(type("Conv1D", (nn.Module,), {})())
 
 
 @pytest.mark.parametrize(
@@ -74,7 +91,10 @@ def test_trained_layers_are_skipped():
         (mlp(), {"trains": True}, "0 [(]trained[)].* Freeze the model"),
         (nn.Sequential(nn.Conv1d(1, 1, 1)), {}, "Sequential has none"),
         (nn.Sequential(nn.Linear(4, 4)), {}, "the output head.* head=True"),
-        (nn.Linear(4, 4), {"head": True}, "the model itself"),
+        (nn.Linear(4, 4), {"head": True}, "the only one .the model itself.* contains the layer"),
+        (_tied(), {"head": True}, "1 .tied to another module.[.] Try: leave quantize out"),
+        (_with_conv1d(), {}, "has none. Layers of class Conv1D stay as they are"),
+        (mlp(dtype=torch.float64), {}, "0 is float64 [(]2 such layers.* net.float"),
         (mlp(96), {"weights": "int4"}, "0 has 64 input features.*2 such layers[)]. Use group=32"),
         (mlp(96), {"weights": "int2"}, "'int2', group=128[)]: 0 has 64 .* Use group=32"),
     ],
@@ -125,6 +145,47 @@ def test_two_quantizations_are_refused(name):
     _refused(net, other, "asked for torchao float8, but 0 is quantised already, as torchao int8")
 
 
+OTHER_FIELDS = [
+    (fx.Torchao(), fx.Torchao(activations="int8"), "activations='int8', but 0 .* activations=None"),
+    (fx.Torchao(weights="int4", group=32), fx.Torchao(weights="int4", group=64), "with group=32"),
+    (fx.Torchao(weights="int2", group=32), fx.Torchao(weights="int2", group=64), "with group=32"),
+    (fx.Bnb4(), fx.Bnb4(compute="fp32"), "asked for compute='fp32', but 0 .* compute='bf16'"),
+    (fx.Bnb4(), fx.Bnb4(double=False, block=128), "with block=64, double=True"),
+    (fx.Bnb8(), fx.Bnb8(threshold=0), "asked for threshold=0.0, but 0 .* with threshold=6.0"),
+]
+
+
+@pytest.mark.parametrize(("record", "other", "message"), OTHER_FIELDS)
+def test_a_plan_describes_how_a_model_is_quantised_already(record, other, message):
+    pytest.importorskip("bitsandbytes" if record.kind != "torchao" else "torchao")
+    with fx.detect(env={}, device="cpu") as ctx:
+        net = fx.unwrap(fx.wrap(mlp(), ctx, fx.Plan(quantize=record)))
+        fx.unwrap(fx.wrap(net, ctx, fx.Plan(quantize=record)))
+    _refused(net, fx.Plan(quantize=other), message)
+
+
+@AO
+@pytest.mark.parametrize(
+    "record", [fx.Torchao(weights="int4", group=32), fx.Torchao(activations="int8")]
+)
+def test_adapters_need_a_gradient_of_layers_that_are_quantised_already(name, record):
+    net = mlp().requires_grad_(False)
+    with fx.detect(env={}, device="cpu") as ctx:
+        fx.unwrap(fx.wrap(net, ctx, fx.Plan(quantize=record)))
+    adapted = nn.Sequential(nn.Linear(64, 64), net)
+    _refused(adapted, fx.Plan(), r"1\.0 is quantised as.*without a gradient", optimizer=_sgd)
+
+
+@AO
+def test_recipes_refuse_layers_that_are_quantised_already(name):
+    with fx.detect(env={}, device="cpu") as ctx:
+        net = fx.unwrap(fx.wrap(mlp(), ctx, fx.Plan(quantize="torchao")))
+    recipe = fx.Precision(compute="fp8", recipe=fx.Float8(emulate=True))
+    _refused(
+        net, fx.Plan(precision=recipe), "0 of this model is quantised already, as torchao int8"
+    )
+
+
 @pytest.mark.parametrize("package", ["bitsandbytes", "torchao"])
 def test_a_missing_package_names_the_field_and_the_command(package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
@@ -152,3 +213,43 @@ def test_modules_are_kept_in_fp32(name, tmp_path):
     source, meta = mlp(), mlp(dtype=torch.bfloat16, device="meta")
     fx.load_model(source.state_dict(), meta, quantize=fx.Torchao(keep_fp32="0"), cast=True)
     assert torch.equal(meta[0].weight, source[0].weight)
+
+
+@AO
+def test_what_is_kept_in_fp32_is_read_again(name, tmp_path):
+    record = fx.Torchao(keep_fp32="2")
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(mlp(dtype=torch.bfloat16), ctx, fx.Plan(quantize=record))
+        fx.export(model, tmp_path)
+    net = mlp(dtype=torch.bfloat16, seed=1)
+    with pytest.raises(fx.CheckpointError, match=r"2\.weight is torch\.float32 in the source"):
+        fx.load_model(tmp_path, net)
+    assert net[2].weight.dtype == torch.bfloat16
+    with pytest.raises(fx.CheckpointError, match="missing from the source"):
+        fx.load_model(tmp_path, nn.Sequential(*net, nn.Linear(3, 3)), quantize=record)
+    assert net[2].weight.dtype == torch.bfloat16
+    fx.load_model(tmp_path, net, quantize=record)
+    assert torch.equal(net[2].weight, model.module[2].weight)
+    assert [one.weight.dtype for one in (net[2], net[3])] == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", marked(RECORDS))
+def test_hooks_of_quantised_layers_stay(name, tmp_path):
+    net, calls = mlp(), []
+    handle = net[0].register_forward_hook(lambda *_: calls.append("after"))
+    net[0].register_forward_pre_hook(
+        lambda part, given, named: calls.append("before"), with_kwargs=True
+    )
+    fx.export(net, tmp_path)
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(net, ctx, fx.Plan(quantize=RECORDS[name]))
+        model(torch.ones(2, 64))
+        assert calls == ["before", "after"]
+        handle.remove()
+        fx.unwrap(model)(torch.ones(2, 64))
+    assert calls == ["before", "after", "before"]
+    loaded = mlp()
+    loaded[2].register_forward_hook(lambda *_: calls.append("loaded"))
+    fx.load_model(tmp_path, loaded, quantize=RECORDS[name])
+    loaded(torch.ones(2, 64))
+    assert calls[-1] == "loaded"

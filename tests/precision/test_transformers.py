@@ -1,13 +1,17 @@
 """Quantised files and plain transformers: each reads what the other writes."""
 
 import json
+import warnings
 
+import attrs
 import pytest
 import torch
+from torch import nn
 
 import fxtrain as fx
+from fxtrain.models.transformers_readers import transformers_config, warn_of_readers
 from fxtrain.precision import quantize_layers, stored_tensors
-from tests.precision._records import marked
+from tests.precision._records import RECORDS, marked
 
 CPU = torch.device("cpu")
 
@@ -56,9 +60,103 @@ def test_files_are_read_by_either(name, tmp_path):
     assert torch.equal(plain(tokens).logits, net(tokens).logits)
 
 
-@pytest.mark.parametrize("name", marked(["int8"]))
+@pytest.mark.parametrize("name", marked(["int4", "int2"]))
 def test_what_plain_transformers_cannot_read_is_said_before_writing(name, tmp_path):
     _, net = _llama()
-    quantize_layers(net, fx.Torchao(), CPU)
-    with pytest.warns(UserWarning, match="fx.load_model reads these files"):
+    quantize_layers(net, RECORDS[name], CPU)
+    with pytest.warns(UserWarning, match=r"layers\.0.* fx\.load_model reads these files"):
         fx.export(net, tmp_path)
+
+
+@pytest.mark.parametrize("name", marked(["bnb8", "nf4", "int8", "int8 dynamic", "float8"]))
+@pytest.mark.parametrize("options", [{}, {"head": True}, {"skip": "layers.1"}], ids=str)
+def test_transformers_finds_the_layers_that_are_quantised(name, options, tmp_path):
+    pytest.importorskip("accelerate", reason="transformers loads quantised models with it")
+    transformers, net = _llama()
+    quantize_layers(net, attrs.evolve(RECORDS[name], **options), CPU)
+    assert _warned(net) == []
+    fx.export(net, tmp_path)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    _same(net, found)
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    if name != "nf4":  # which bitsandbytes packs in forward
+        assert torch.equal(found(tokens).logits, net(tokens).logits)
+
+
+def _warned(net):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        warn_of_readers(net)
+    return [str(one.message) for one in found]
+
+
+class _Named(nn.Module):
+    """As much of a transformers model as `export` looks at."""
+
+    from_pretrained = None
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(64, 64)
+        self.block = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        self.block.proj = nn.Linear(64, 64)
+        self.attention = nn.MultiheadAttention(64, 2)
+        self.head = nn.Linear(64, 2)
+
+
+@pytest.mark.parametrize("name", marked(["nf4"]))
+def test_names_that_transformers_takes_for_others_are_said_before_writing(name, tmp_path):
+    net = _Named()
+    quantize_layers(net, fx.Bnb4(skip="attention"), CPU)
+    assert _warned(net) == []
+    found = transformers_config(net)["llm_int8_skip_modules"]
+    assert found == ["attention.out_proj", "head"]
+    net = _Named()
+    names = [f"block.{one}" for one in ("0", "1")]
+    quantize_layers(net, fx.Bnb4(skip=("attention", *names)), CPU)
+    net.proj = nn.Linear(64, 64)
+    with pytest.warns(UserWarning, match="block.proj is quantised.* for that of proj, which is"):
+        fx.export(net, tmp_path)
+
+
+@pytest.mark.parametrize("name", marked(["nf4"]))
+def test_two_formats_in_one_model_are_said_before_writing(name, tmp_path):
+    net = _Named()
+    quantize_layers(net.block, fx.Bnb8(head=True), CPU)
+    made = nn.Sequential(net.proj, nn.Linear(64, 2))
+    quantize_layers(made, fx.Bnb4(), CPU)
+    net.proj = made[0]
+    assert _warned(net) == [
+        "export: from_pretrained reads one format, and this model has layers in bitsandbytes int8 "
+        "and bitsandbytes nf4; fx.load_model reads these files."
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft reads it
+@pytest.mark.parametrize("name", marked(["nf4"]))
+def test_names_of_adapters_are_said_before_writing(name):
+    peft = pytest.importorskip("peft")
+    _, net = _llama()
+    quantize_layers(net, RECORDS[name], CPU)
+    adapted = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    assert ["save_pretrained writes the adapters" in one for one in _warned(adapted)] == [True]
+
+
+@pytest.mark.parametrize("name", marked(["fp4"]))
+@pytest.mark.parametrize("unpacked", [False, True], ids=["packed", "unpacked"])
+def test_scales_that_bitsandbytes_reorders_are_refused(name, unpacked, tmp_path):
+    net = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 2))
+    quantize_layers(net, RECORDS[name], CPU)
+    state = net[0].weight.quant_state
+    if unpacked:
+        state.absmax = state.absmax.view(64, 2).t().contiguous()
+        fx.export(net, tmp_path)
+        plain = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 2))
+        with pytest.raises(fx.CheckpointError, match="scales after an evaluation on a CPU"):
+            fx.load_model(tmp_path, plain)
+    else:
+        state.packing_format_for_cpu = True  # as the library's forward does on some CPUs
+    with fx.detect(env={}, device="cpu") as ctx:
+        words = r"packed 0 for the CPU.* before it is evaluated"
+        with pytest.raises(fx.PlanError, match=words):
+            fx.wrap(net, ctx)

@@ -4,7 +4,7 @@ from torch import nn
 
 from fxtrain._errors import PlanError
 from fxtrain.ops.same_errors import raise_together
-from fxtrain.precision import convert_layers, engine_region, recipe_targets
+from fxtrain.precision import convert_layers, engine_region, quantized_layers, recipe_targets
 from fxtrain.state import FSDP, TE, DistContext, Plan, Strategy
 
 __all__ = ["convert_as_planned", "recipe_problems"]
@@ -28,6 +28,13 @@ def recipe_problems(
             f"Plan(precision='fp8', quantize=fx.{type(plan.quantize).__name__}(...)): quantised "
             f"weights compute in their own format. Use precision='bf16', or leave quantize out."
         )
+    elif (first := next(quantized_layers(module), None)) is not None:
+        name, part, library = first
+        problems.append(
+            f"Plan(precision='fp8'): {name} of this model is quantised already, as "
+            f"{library.format(part)}, and quantised weights compute in their own format. Use "
+            f"precision='bf16', or pass the unquantised model."
+        )
     if getattr(recipe, "gather", "plan") == "fp8" and type(plan.strategy) is not FSDP:
         problems.append(
             f"Float8(gather='fp8') is the format in which FSDP gathers weights, and "
@@ -38,11 +45,38 @@ def recipe_problems(
             "TE(...): Transformer Engine splits layers over ranks by its own means, and not by "
             "FSDP(tensor=...). Use Float8(...), or omit the tensor axis."
         )
+    if isinstance(recipe, TE):
+        problems += _compile_problems(recipe, plan, module)
     if not problems:
         try:
             recipe_targets(module, recipe)
         except PlanError as error:
             problems.append(str(error))
+    return problems
+
+
+def _compile_problems(recipe: TE, plan: Plan, module: nn.Module) -> list[str]:
+    """What Transformer Engine does not allow of the plan's `compile`.
+
+    Its region refuses delayed scaling where torch traces it, and torch does not trace the forward
+    of its linear layers.
+    """
+    config = plan.compile
+    if config is None:
+        return []
+    problems: list[str] = []
+    whole = not config.blocks or type(module).__name__ in config.blocks
+    if recipe.scaling == "delayed" and whole:
+        problems.append(
+            "TE(scaling='delayed') with Plan(compile=...): Transformer Engine does not support "
+            "delayed scaling in a compiled model. Use scaling='current', compile the blocks alone "
+            "with fx.Compile(blocks=...), or leave compile out."
+        )
+    if config.fullgraph:
+        problems.append(
+            "TE(...) with fx.Compile(fullgraph=True): torch does not trace the layers of "
+            "Transformer Engine, so that there are several graphs. Leave fullgraph out."
+        )
     return problems
 
 

@@ -9,7 +9,13 @@ from torch import nn
 from fxtrain.models.quantized_loading import put_stored_layers
 from fxtrain.models.tensor_sources import open_source
 from fxtrain.ops.same_errors import raise_together
-from fxtrain.precision import is_quantized, quantize_layers, sharding_problem, stream_later
+from fxtrain.precision import (
+    is_quantized,
+    packed_layer,
+    quantize_layers,
+    sharding_problem,
+    stream_later,
+)
 from fxtrain.state import FSDP, DistContext, Offload, Plan, Strategy
 
 __all__ = ["quantized_as_planned", "quantized_problems"]
@@ -27,6 +33,12 @@ def quantized_problems(
         )
     if plan.quantize is None and not is_quantized(module):
         return problems
+    if (packed := packed_layer(module)) is not None:
+        problems.append(
+            f"wrap: bitsandbytes packed {packed} for the CPU in an evaluation, and unpacks it with "
+            f"its scales in another order. Load the model again, and wrap it before it is "
+            f"evaluated."
+        )
     what = "A model with quantised weights"
     if plan.quantize is not None:
         what = f"Plan(quantize=fx.{type(plan.quantize).__name__}(...))"

@@ -31,7 +31,8 @@ class Bnb8:
         skip: Names of modules whose weights stay as they are: whole components of a dotted path,
             such as "mlp.gate" or "layers.0"; `*` stands for any part of one component.
         skip_classes: Class names of modules to skip, with everything inside them.
-        keep_fp32: Names, as in `skip`, of modules that are skipped and converted to fp32.
+        keep_fp32: Names, as in `skip`, of modules that are skipped and converted to fp32. The code
+            of the model, or autocast, has to convert what enters and leaves them.
         head: Quantise the output head too. It is skipped by default, as the library advises.
     """
 
