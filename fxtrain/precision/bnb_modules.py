@@ -82,8 +82,9 @@ class Linear8bitLt(bnb.nn.Linear8bitLt):
         self.state.is_training = self.training
         self.init_8bit_state()
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        made: Tensor = bnb.matmul(x, self.weight, bias=bias, state=self.state)
-        return made
+        rows = x if x.ndim > 1 else x.unsqueeze(0)  # the library takes no single row
+        made: Tensor = bnb.matmul(rows, self.weight, bias=bias, state=self.state)
+        return made if x.ndim > 1 else made.squeeze(0)
 
     def init_8bit_state(self) -> None:
         """Keep the scales at the weight, where moving the module finds them."""

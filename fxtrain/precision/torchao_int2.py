@@ -43,6 +43,10 @@ class Int2Tensor(TorchAOBaseTensor):
     def __init__(self, qdata: Tensor, scale: Tensor, group: int) -> None:
         self.qdata, self.scale, self.group = qdata, scale, group
 
+    def _stable_hash_for_caching(self) -> str:
+        """What distinguishes it in torch's cache of compiled graphs."""
+        return f"Int2Tensor({tuple(self.shape)}, {self.dtype}, {self.device}, {self.group})"
+
     def dequantize(self) -> Tensor:
         """The matrix, as a plain tensor."""
         rows, columns = self.shape

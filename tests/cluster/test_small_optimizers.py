@@ -7,12 +7,10 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 
 import fxtrain as fx
-from fxtrain.backends.core.optimizers import make_optimizers
 from fxtrain.backends.core.packed_states import unpack
-from fxtrain.backends.deepspeed.strategy import DEEPSPEED_STRATEGY
-from fxtrain.backends.xla.strategy import XLA_STRATEGY
 
 OPTIMIZERS = {
     "bitsandbytes AdamW8bit": ("bitsandbytes.optim", "AdamW8bit", {"min_8bit_size": 4096}),
@@ -184,9 +182,83 @@ def test_sharded_states_resume_and_reshard_bit_for_bit(pair, ctx, name, tmp_path
     assert all(torch.equal(spread[0][key], states[key]) for key in states)
 
 
+def _caches(ctx):
+    """torch's setting in an update, after it, and after one that failed and another."""
+    model = fx.wrap(
+        _net(), ctx, fx.Plan(strategy=fx.FSDP()), optimizer=_factory("torchao AdamW8bit")
+    )
+    seen = []
+
+    def look(*_):
+        seen.append(functorch_config.enable_autograd_cache)
+        if len(seen) == 3:
+            raise ValueError("an update that fails")
+
+    before = functorch_config.enable_autograd_cache
+    model.optimizer.register_step_pre_hook(look)
+    batches = list(_batches(ctx, model.plan))
+    _train(ctx, model, batches[:1])
+    seen.append(functorch_config.enable_autograd_cache)
+    with pytest.raises(ValueError, match="fails"):
+        _train(ctx, model, batches[1:2])
+    _train(ctx, model, batches[2:3])
+    seen.append(functorch_config.enable_autograd_cache)
+    return before, seen
+
+
+def test_updates_of_shards_are_compiled_without_the_cache_of_graphs(pair):
+    """It would take the states of one optimizer for those of another."""
+    for before, seen in pair.run(_caches):
+        assert before is True
+        assert seen == [False, True, False, False, True]
+
+
+def _rounded(ctx, folder):
+    """A run of a model in bf16 with stochastic rounding, and one that resumes in its middle."""
+    home = importlib.import_module("torchao.optim")
+
+    def factory(params):
+        return home._AdamW(params, lr=0.01, bf16_stochastic_round=True)
+
+    def loss(model, batch):
+        x = batch.data.bfloat16()
+        return (model(x) - x).float().square().mean()
+
+    found = []
+    plan = fx.Plan(strategy=fx.FSDP() if ctx.world_size > 1 else fx.Single(), seed=1)
+    for act in ("save", "restore"):
+        model = fx.wrap(_net().bfloat16(), ctx, plan, optimizer=factory)
+        fns = fx.StepFns(model=model, loss=loss)
+        batches = list(_batches(ctx, plan))
+        with torch.compiler.set_stance("force_eager"):
+            if act == "save":
+                for batch in batches[:2]:
+                    fx.step(ctx, batch, fns)
+                fx.save(folder, ctx, model)
+            else:
+                fx.restore(folder, ctx, model)
+            losses = [fx.step(ctx, batch, fns).loss.item() for batch in batches[2:4]]
+        full = [getattr(one, "full_tensor", one.clone)() for one in model.module.parameters()]
+        found.append((losses, [one.detach() for one in full]))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stochastic_rounding_resumes_bit_for_bit(pair, ctx, ranks, tmp_path):
+    runs = pair.run(_rounded, str(tmp_path)) if ranks == 2 else [_rounded(ctx, str(tmp_path))]
+    for (wanted, weights), (losses, found) in runs:
+        assert losses == wanted
+        assert all(map(torch.equal, weights, found))
+        assert weights[0].dtype == torch.bfloat16
+
+
 def _refused_in_shards(ctx):
     found = []
-    nets = [("bitsandbytes AdamW8bit", _net()), ("torchao AdamW4bit", nn.Linear(128, 65))]
+    nets = [
+        ("bitsandbytes AdamW8bit", _net()),
+        ("torchao AdamW4bit", nn.Linear(128, 65)),
+        ("torchao AdamW8bit", _net().bfloat16()),
+    ]
     for name, net in nets:
         try:
             fx.wrap(net, ctx, fx.Plan(strategy=fx.FSDP()), optimizer=_factory(name))
@@ -199,65 +271,10 @@ def test_shards_that_cannot_be_resharded_are_refused_before_training(pair):
     one, other = pair.run(_refused_in_shards)
     assert one == other
     assert "bitsandbytes's AdamW8bit over sharded parameters" in one[0]
-    assert "AdamW4bit, but weight has 65 rows, which 2 shards do not divide" in one[1]
+    assert "AdamW4bit, whose states" in one[1]
+    assert "weight has 65 rows, which 2 shards do not divide" in one[1]
+    assert "0.weight is in bfloat16, of which torchao updates no shards" in one[2]
     assert all("Single or DDP" in text for text in one)
-
-
-def _offload(params):
-    library = importlib.import_module("torchao.optim")
-    return library.CPUOffloadOptimizer(params, torch.optim.AdamW, lr=0.01)
-
-
-def test_updates_on_the_host_need_an_accelerator(ctx):
-    with pytest.raises(fx.PlanError, match=r"of a CUDA or XPU device on the host; these are on "):
-        fx.wrap(_net(), ctx, optimizer=_offload)
-
-
-def test_assertions_of_a_factory_are_its_own(ctx):
-    def factory(params):
-        raise AssertionError("too few parameters")
-
-    with pytest.raises(AssertionError, match="too few parameters"):
-        fx.wrap(_net(), ctx, optimizer=factory)
-
-
-class _Offloaded:
-    """What torchao's class has, without the accelerator that its constructor needs."""
-
-    def __new__(cls, params, device="cpu"):
-        library = importlib.import_module("torchao.optim")
-        made = library.CPUOffloadOptimizer.__new__(library.CPUOffloadOptimizer)
-        made.device, made.d_opt, made.d_param_groups = device, None, []
-        made.param_d2h_map = {one: one.detach().clone() for one in params}
-        made.optim_dict = {one: torch.optim.SGD([host]) for one, host in made.param_d2h_map.items()}
-        return made
-
-
-PLANS = {
-    "FSDP": fx.Plan(strategy=fx.FSDP()),
-    "PP": fx.Plan(strategy=fx.PP()),
-    "Offload": fx.Plan(strategy=fx.Offload(memory={"cpu": "1GiB"})),
-}
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_updates_on_the_host_are_refused_by_other_strategies(ctx, name):
-    net = _net()
-    if name == "Offload":
-        net.requires_grad_(False)[0].requires_grad_()
-    with pytest.raises(fx.PlanError, match=f"CPUOffloadOptimizer under {name}, which does not"):
-        fx.wrap(net, ctx, PLANS[name], optimizer=_Offloaded)
-
-
-@pytest.mark.parametrize("strategy", [DEEPSPEED_STRATEGY, XLA_STRATEGY], ids=lambda one: one.name)
-def test_updates_on_the_host_are_refused_by_engines(strategy):
-    with pytest.raises(fx.PlanError, match=f"under {strategy.name}, which does not"):
-        make_optimizers(_Offloaded, _net(), strategy)
-
-
-def test_another_version_of_torchao_is_refused(ctx):
-    with pytest.raises(fx.PlanError, match=r"not copy gradients as that of torchao 0\.18 does"):
-        fx.wrap(_net(), ctx, optimizer=_Offloaded)
 
 
 def test_a_state_of_an_unknown_class_is_refused():

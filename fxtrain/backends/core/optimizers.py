@@ -17,7 +17,7 @@ from fxtrain.backends.core.host_optimizer import (
     on_host,
     without_device_named,
 )
-from fxtrain.backends.core.packed_states import shard_problem
+from fxtrain.backends.core.packed_states import has_packed_states, shard_problem, step_without_cache
 from fxtrain.state import DistContext, Strategy
 
 __all__ = [
@@ -179,14 +179,16 @@ def _refuse_states(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer
                 f"{what} over sharded parameters. Its states cannot be saved and resharded. Use "
                 f"it with Single or DDP, or torchao's AdamW8bit, or an optimizer of torch."
             )
-        for parameter in sharded if library == "torchao" else ():
+        packed = sharded if has_packed_states(one) else []
+        for parameter in packed:
             if (problem := shard_problem(parameter)) is not None:
                 name = names.get(id(parameter), "a parameter")
                 raise PlanError(
-                    f"{what}, but {name} {problem}. Its states, which have a scale per block of "
-                    f"values, could not be resharded. Use it with Single or DDP, or an optimizer "
-                    f"of torch."
+                    f"{what}, whose states have a scale per block of values, but {name} {problem}. "
+                    f"Use it with Single or DDP, or an optimizer of torch."
                 )
+        if packed:
+            step_without_cache(one)
 
 
 def make_schedulers(factory: Any, optimizer: Any) -> tuple[Any, tuple[Any, ...]]:

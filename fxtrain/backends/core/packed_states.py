@@ -10,21 +10,58 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.distributed.tensor import DTensor, Shard
 
 from fxtrain._errors import CheckpointError
 
-__all__ = ["is_packed", "pack", "shard_problem", "unpack"]
+__all__ = [
+    "has_packed_states",
+    "is_packed",
+    "pack",
+    "shard_problem",
+    "step_without_cache",
+    "unpack",
+]
 
 _SMALLEST = 4096  # values of a local part below which torchao's states are plain
 
 # A checkpoint names a class of this table, never one to import.
+_PACKED = ("8bit", "4bit", "Fp8")  # ends of the names of its optimizers
 _TABLE = "qmap"  # equal on all ranks
 _CLASSES = {
     "OptimState4bit": "torchao.optim.subclass_4bit",
     "OptimState8bit": "torchao.optim.subclass_8bit",
     "OptimStateFp8": "torchao.optim.subclass_fp8",
 }
+
+
+def has_packed_states(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is one of torchao's that pack their states."""
+    return any(
+        kind.__module__.partition(".")[0] == "torchao" and kind.__name__.endswith(_PACKED)
+        for kind in type(optimizer).__mro__
+    )
+
+
+def step_without_cache(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer over shards compile its update without torch's cache of graphs on disk.
+
+    The cache takes the states of one class for those of another, since it looks at the shape and
+    dtype of a DTensor only: a graph of AdamW8bit would run in AdamW4bit, with an error.
+    """
+    before: list[bool] = []
+
+    def enter(*_: Any) -> None:
+        if not before:
+            before.append(functorch_config.enable_autograd_cache)
+        functorch_config.enable_autograd_cache = False
+
+    def leave(*_: Any) -> None:
+        functorch_config.enable_autograd_cache = before.pop()
+
+    optimizer.register_step_pre_hook(enter)
+    optimizer.register_step_post_hook(leave)
 
 
 def is_packed(value: Any) -> bool:
@@ -53,12 +90,17 @@ def pack(value: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def shard_problem(parameter: Tensor) -> str | None:
-    """Why the states of a parameter could not be saved and resharded; None if they can.
+    """Why packed states of a parameter cannot be updated, saved or resharded; None if they can.
 
     All ranks have to keep states of the same kind, which they do for equal shards.
     """
     if not isinstance(parameter, DTensor):
         return None
+    if parameter.dtype != torch.float32:
+        return (
+            f"is in {str(parameter.dtype).removeprefix('torch.')}, of which torchao updates no "
+            f"shards. Keep the parameters in fp32, where precision='bf16' computes in bf16"
+        )
     count = _shards(parameter)
     if count is None:
         return f"is sharded as {parameter.placements}, and not along its first dim only"

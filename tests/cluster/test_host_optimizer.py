@@ -1,0 +1,84 @@
+"""Updates on the host by torchao, refused where there is no accelerator; see tests/devices."""
+
+import importlib
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+import fxtrain as fx
+from fxtrain.backends.core.optimizers import make_optimizers
+from fxtrain.backends.deepspeed.strategy import DEEPSPEED_STRATEGY
+from fxtrain.backends.xla.strategy import XLA_STRATEGY
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="needs fxtrain[quant]"
+)
+
+
+@pytest.fixture
+def ctx():
+    with fx.detect(env={}, device="cpu") as made:
+        yield made
+
+
+def _net():
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+
+def _offload(params):
+    library = importlib.import_module("torchao.optim")
+    return library.CPUOffloadOptimizer(params, torch.optim.AdamW, lr=0.01)
+
+
+def test_updates_on_the_host_need_an_accelerator(ctx):
+    with pytest.raises(fx.PlanError, match=r"of a CUDA or XPU device on the host; these are on "):
+        fx.wrap(_net(), ctx, optimizer=_offload)
+
+
+def test_assertions_of_a_factory_are_its_own(ctx):
+    def factory(params):
+        raise AssertionError("too few parameters")
+
+    with pytest.raises(AssertionError, match="too few parameters"):
+        fx.wrap(_net(), ctx, optimizer=factory)
+
+
+class _Offloaded:
+    """What torchao's class has, without the accelerator that its constructor needs."""
+
+    def __new__(cls, params, device="cpu"):
+        library = importlib.import_module("torchao.optim")
+        made = library.CPUOffloadOptimizer.__new__(library.CPUOffloadOptimizer)
+        made.device, made.d_opt, made.d_param_groups = device, None, []
+        made.param_d2h_map = {one: one.detach().clone() for one in params}
+        made.optim_dict = {one: torch.optim.SGD([host]) for one, host in made.param_d2h_map.items()}
+        return made
+
+
+PLANS = {
+    "FSDP": fx.Plan(strategy=fx.FSDP()),
+    "PP": fx.Plan(strategy=fx.PP()),
+    "Offload": fx.Plan(strategy=fx.Offload(memory={"cpu": "1GiB"})),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_updates_on_the_host_are_refused_by_other_strategies(ctx, name):
+    net = _net()
+    if name == "Offload":
+        net.requires_grad_(False)[0].requires_grad_()
+    with pytest.raises(fx.PlanError, match=f"CPUOffloadOptimizer under {name}, which does not"):
+        fx.wrap(net, ctx, PLANS[name], optimizer=_Offloaded)
+
+
+@pytest.mark.parametrize("strategy", [DEEPSPEED_STRATEGY, XLA_STRATEGY], ids=lambda one: one.name)
+def test_updates_on_the_host_are_refused_by_engines(strategy):
+    with pytest.raises(fx.PlanError, match=f"under {strategy.name}, which does not"):
+        make_optimizers(_Offloaded, _net(), strategy)
+
+
+def test_another_version_of_torchao_is_refused(ctx):
+    with pytest.raises(fx.PlanError, match=r"not copy gradients as that of torchao 0\.18 does"):
+        fx.wrap(_net(), ctx, optimizer=_Offloaded)
