@@ -168,11 +168,20 @@ class _Unpickler(pickle.Unpickler):
             return tuple
         if (module, name) == ("collections", "OrderedDict"):
             return dict
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) == ("torch.serialization", "_get_layout"):
             return lambda layout: layout
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(f"it requests {module}.{name}")
+
+
+def _member(kind: Any, _: Any) -> _Record:
+    """An entry of an enumeration, as Python 3.11.0 to 3.11.3 pickle it."""
+    if not (isinstance(kind, type) and issubclass(kind, _Record)):
+        raise pickle.UnpicklingError("it requests builtins.getattr")
+    return kind()
 
 
 def _read_index(path: Path) -> _Record:

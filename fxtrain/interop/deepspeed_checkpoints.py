@@ -5,6 +5,7 @@ torch reads the rest with `weights_only=True`. DeepSpeed need not be installed.
 """
 
 import math
+import pickle
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -82,6 +83,16 @@ _NAMES = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
 )
+
+
+_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
+
+
+def _member(kind: Any, name: Any) -> _Placeholder:
+    """A stage, as Python 3.11.0 to 3.11.3 pickle an entry of an enumeration."""
+    if not (isinstance(kind, type) and issubclass(kind, _Placeholder)) or name not in _STAGES:
+        raise pickle.UnpicklingError("it requests builtins.getattr")
+    return kind(_STAGES[name])
 
 
 def is_deepspeed(folder: Path) -> bool:
@@ -167,7 +178,8 @@ def _load(root: Path) -> _Files:
                 f"{root} contains {kind} states of the ranks {sorted(paths)}, but not of those in "
                 f"between. Copy all files."
             )
-    with torch.serialization.safe_globals([(_placeholder_class(name), name) for name in _NAMES]):
+    known = [(_placeholder_class(name), name) for name in _NAMES]
+    with torch.serialization.safe_globals([*known, (_member, "builtins.getattr")]):
         read = {
             kind: [load_weights_only(paths[rank], str(paths[rank])) for rank in range(len(paths))]
             for kind, paths in found.items()

@@ -15,6 +15,21 @@ def trained(seed=0):
     return net, optimizer
 
 
+def by_name(entry, _):
+    """How Python 3.11.0 to 3.11.3 pickle an entry of an enumeration."""
+    return getattr, (type(entry), entry._name_)
+
+
+class Attribute:
+    """Pickled as an attribute of another object."""
+
+    def __init__(self, of, name):
+        self.of, self.name = of, name
+
+    def __reduce__(self):
+        return getattr, (self.of, self.name)
+
+
 class Bomb:
     def __init__(self, path):
         self.path = path

@@ -10,6 +10,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import fxtrain as fx
 from fxtrain.interop import read_dcp
-from tests.checkpoint._imports import Bomb, trained
+from tests.checkpoint._imports import Attribute, Bomb, by_name, trained
 from tests.checkpoint._ranks import ready
 
 pytestmark = pytest.mark.filterwarnings(
@@ -118,6 +119,20 @@ def test_a_hostile_index_runs_nothing(tmp_path, what):
     with pytest.raises(fx.CheckpointError, match="not a valid checkpoint"):
         read_dcp(tmp_path)
     assert not target.exists()
+
+
+def test_an_index_that_an_older_python_wrote_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    state = _save_dcp(tmp_path)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    found = read_dcp(tmp_path)
+    assert all(torch.equal(found.tensors[f"model.{k}"], v) for k, v in state["model"].items())
+
+
+def test_an_attribute_of_anything_else_is_refused(tmp_path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute("text", "join")))
+    with pytest.raises(fx.CheckpointError, match=r"it requests builtins\.getattr"):
+        read_dcp(tmp_path)
 
 
 def test_a_hostile_index_changes_no_class(tmp_path):

@@ -13,6 +13,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain.interop import import_checkpoint, read_deepspeed
+from tests.checkpoint._imports import Attribute, by_name
 
 # A matrix of five numbers and one of two, over two ranks: three and one each, padded.
 WEIGHT = torch.arange(5.0).reshape(5, 1)
@@ -46,14 +47,16 @@ def _model(rank):
     }
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
+@pytest.fixture(params=["by value", "by name"])
+def folder(tmp_path, monkeypatch, request):
     """A folder of stage 3, with the classes that DeepSpeed's pickles name."""
     names = [".".join(["deepspeed", "runtime", "zero", "config"][:n]) for n in range(1, 5)]
     for name in names:
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     config = sys.modules[names[-1]]
     config.ZeroStageEnum = enum.IntEnum("ZeroStageEnum", {"weights": 3}, module=names[-1])
+    if request.param == "by name":
+        monkeypatch.setattr(config.ZeroStageEnum, "__reduce_ex__", by_name)
     (tmp_path / "ds" / "step4").mkdir(parents=True)
     (tmp_path / "ds" / "latest").write_text("step4")
     for rank in range(2):
@@ -115,6 +118,10 @@ BROKEN = {
     "tensor parallel": (
         lambda f: torch.save({}, f / "step4" / "mp_rank_01_model_states.pt"),
         "tensor, pipeline or expert parallelism",
+    ),
+    "an attribute of anything else": (
+        lambda f: torch.save(Attribute("text", "join"), next(f.glob("step4/*rank_1_*model*"))),
+        "weights_only=True. rejects it",
     ),
     "latest leads out": (lambda f: (f / "latest").write_text("../ds"), "is not a folder in"),
     "nothing": (lambda f: (f / "latest").unlink(), "is not a DeepSpeed checkpoint"),
