@@ -13,7 +13,7 @@ from fxtrain._optional import optional
 from fxtrain.precision.library import Library, Tensors, is_sharded, quiet
 from fxtrain.state import Bnb4, Bnb8, Quantize
 
-__all__ = ["BNB4", "BNB8"]
+__all__ = ["BNB4", "BNB8", "state_of4"]
 
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 _NESTED_BLOCK = 256
@@ -49,7 +49,7 @@ def _with_bias(made: nn.Module, like: nn.Linear) -> nn.Module:
 # Four bits.
 
 
-def _state4(part: Any) -> Any:
+def state_of4(part: Any) -> Any:
     """How the weight is packed in files; None before it is quantised.
 
     Moving a module in a dry run replaces parameters without their attributes.
@@ -60,7 +60,7 @@ def _state4(part: Any) -> Any:
 
 
 def _owns4(part: nn.Module) -> bool:
-    return _is_class(part, "Linear4bit") and _state4(part) is not None
+    return _is_class(part, "Linear4bit") and state_of4(part) is not None
 
 
 def _layer4(like: nn.Linear, compute: torch.dtype | None) -> Any:
@@ -134,7 +134,7 @@ def _tensors4(part: Any) -> dict[str, Tensor]:
     if _is_ours(part):
         part.restore_layout()
     weight: Any = part.weight
-    state = _state4(part)
+    state = state_of4(part)
     if getattr(state, "packing_format_for_cpu", False):
         raise CheckpointError(
             "bitsandbytes packed the weights of this model for the CPU in an evaluation, which "
@@ -210,7 +210,7 @@ def _put4(part: nn.Module, tensors: Tensors, facts: Mapping[str, Any] | None = N
 
 
 def _facts4(part: nn.Module) -> dict[str, Any]:
-    state = _state4(part)
+    state = state_of4(part)
     facts = {
         "quant_type": state.quant_type,
         "blocksize": state.blocksize,
@@ -238,7 +238,7 @@ def _keep_layout4(part: Any) -> None:
 
 def _split4(part: Any, device: torch.device) -> None:
     _keep_layout4(part)
-    state = _state4(part)
+    state = state_of4(part)
     state.to(device)
     part.quant_state = state
     part.weight = nn.Parameter(_plain(part.weight), requires_grad=False)

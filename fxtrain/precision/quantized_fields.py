@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxtrain.precision.bnb_layers import BNB4
+from fxtrain.precision.bnb_layers import BNB4, state_of4
 from fxtrain.precision.library import Library
 from fxtrain.precision.plain_tensors import quantized_layers
 from fxtrain.precision.torchao_layers import TORCHAO
@@ -62,8 +62,8 @@ def packed_layer(module: nn.Module) -> str | None:
     On some CPUs its own forward packs weights. Moving or saving the model unpacks them, and leaves
     scales that are not quantised themselves in the order (blocks of a row, rows).
     """
-    for name, part in module.named_modules():
-        state: Any = getattr(getattr(part, "weight", None), "quant_state", None)
+    for name, part, library in quantized_layers(module):
+        state = state_of4(part) if library is BNB4 else None
         if state is None or state.nested:
             continue
         reordered = state.absmax.ndim == 2 and len(state.absmax) > 1

@@ -155,6 +155,17 @@ def test_a_copy_on_a_cpu_without_the_kernel_is_restored(monkeypatch):
     _same(_bytes(net), before)
 
 
+def test_wrapping_after_an_evaluation_keeps_the_kernel():
+    for double in (True, False):
+        net = _net(double=double)
+        before, found = _bytes(net), _evaluated(net)
+        with fx.detect(env={}, device="cpu") as ctx:
+            model = fx.wrap(net, ctx, fx.Plan(quantize=fx.Bnb4(head=True, double=double)))
+            assert torch.equal(_evaluated(model), found)
+        assert _packed(net) == [True, True, False]
+        _same(_bytes(net), before)
+
+
 def test_a_weight_that_is_read_is_that_of_files():
     net = _net()
     found = _evaluated(net)
