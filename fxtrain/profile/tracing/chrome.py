@@ -147,15 +147,19 @@ _PLAIN = (int, str, float, type(None))
 
 def _event(event: Mapping[str, Any]) -> _Event:
     """An event that lasts."""
-    begin, lasts, arguments = event.get("ts"), event["dur"], event.get("args", {})
-    kind, name = event.get("cat", ""), event.get("name", "")
+    begin, lasts = (_time(event, name) for name in ("ts", "dur"))
+    kind, name, arguments = event.get("cat", ""), event.get("name", ""), event.get("args", {})
     correlation = arguments.get("correlation") if type(arguments) is dict else arguments
-    for one in (begin, lasts):
-        if type(one) not in (int, float) or not -_LATEST < one < _LATEST:
-            raise _Damaged(f"an event has the time {shown(one)}")
     if type(kind) is not str or type(name) is not str or type(correlation) not in _PLAIN:
         raise _Damaged(f"an event has the name {shown(name)} and the category {shown(kind)}")
     return _Event(round(begin * 1000), round((begin + lasts) * 1000), kind, name, correlation)
+
+
+def _time(event: Mapping[str, Any], name: str) -> float:
+    value = event.get(name)
+    if type(value) not in (int, float) or not -_LATEST < value < _LATEST:
+        raise _Damaged(f"an event has {name} {shown(value)}")
+    return value
 
 
 def _activity(path: Path, found: _Found) -> Activity:
