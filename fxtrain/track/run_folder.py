@@ -10,7 +10,7 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain._errors import PlanError
-from fxtrain._reading import path_problem, read_text
+from fxtrain._reading import path_problem, read_text, write_file
 from fxtrain.state import parse_json, shown
 
 __all__ = ["Identity", "claim", "folder_of", "read_identity", "write_identity"]
@@ -94,7 +94,7 @@ def read_identity(folder: Path) -> Identity | None:
         data = parse_json(read_text(path))
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise PlanError(f"{path} is not a valid run file: {str(error)[:200]}") from None
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise PlanError(
@@ -114,12 +114,7 @@ def write_identity(folder: Path, identity: Identity) -> None:
         OSError: it cannot be written.
     """
     data = {"format": _FORMAT, "id": identity.id, "identities": list(identity.identities)}
-    draft = folder / f".{_FILE}-{secrets.token_hex(4)}"
-    try:
-        draft.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        draft.replace(folder / _FILE)
-    finally:
-        draft.unlink(missing_ok=True)
+    write_file(folder / _FILE, json.dumps(data, indent=2) + "\n")
 
 
 def _identity(data: Any, where: str) -> Identity:

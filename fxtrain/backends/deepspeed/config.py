@@ -79,7 +79,7 @@ def read_config(config: DeepSpeed) -> dict[str, Any]:
             raise PlanError(f"{where}: {error}. Pass a JSON file's path, or its text.") from error
     try:
         data = parse_json(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise PlanError(f"{where} is not JSON: {error}.") from None
     if not isinstance(data, dict):
         raise PlanError(f"{where} holds a {type(data).__name__}. Write a table: {{...}}.")

@@ -35,7 +35,7 @@ BACKEND = "fxtrain"
 T = TypeVar("T")
 _EMPTY = "none"
 # Errors when reading JSON of another structure.
-_WRONG = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+_WRONG = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 
 
 def register() -> None:
