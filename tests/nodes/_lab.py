@@ -34,8 +34,9 @@ def problem() -> str:
     for program in ("ip", "unshare", "nsenter", "setpriv"):
         if shutil.which(program) is None:
             return f"machines made of namespaces need {program} (iproute2, util-linux)"
+    bridge = ("ip", "link", "add", "br0", "type", "bridge")
     made = subprocess.run(
-        ("unshare", "--net", "--mount", "--pid", "--fork", "ip", "link", "add", "br0", "type", "bridge"),
+        ("unshare", "--net", "--mount", "--pid", "--fork", *bridge),
         capture_output=True, text=True, check=False, timeout=20,
     )  # fmt: skip
     return f"no namespaces with bridges here: {made.stderr.strip()}" if made.returncode else ""
@@ -357,8 +358,9 @@ class Lab:
         ready = self.folder / f"{name}.ready"
         process = subprocess.Popen(
             (
-                *("setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", "--ipc"),
-                *("--pid", "--fork", "--kill-child=KILL", "--mount-proc", "sh", "-ec"),
+                *("setpriv", "--pdeathsig", "KILL"),
+                *("unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--mount-proc"),
+                *("--fork", "--kill-child=KILL", "sh", "-ec"),
                 f"touch {ready}\n{commands}",
             ),
             stdin=subprocess.DEVNULL,
@@ -375,7 +377,8 @@ class Lab:
         raise AssertionError(f"{name} did not start")
 
 
-_MOUNTS = """
+_MOUNTS = (
+    """
 hostname {name}
 mount --make-rprivate /
 mount --bind {folder}/{name} {folder}/own
@@ -383,7 +386,9 @@ mount --bind {folder}/{name}.hosts /etc/hosts
 mount --bind {folder}/{name}.name /etc/hostname
 mount --bind {folder}/resolv "$(readlink -f /etc/resolv.conf)" || true
 mount -t tmpfs none /dev/shm
-exec """ + f"{sys.executable} -I -c '{_INIT}'"
+exec """
+    + f"{sys.executable} -I -c '{_INIT}'"
+)
 
 
 def _well(*words: str) -> None:

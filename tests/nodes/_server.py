@@ -1,4 +1,4 @@
-"""Forks of a process that has loaded torch, on a node: a line on standard input for each program."""
+"""Forks of a process that has loaded torch, on a node; each line of its input starts a program."""
 
 import gc
 import importlib
@@ -28,9 +28,7 @@ def main() -> None:
             order = json.loads(line)
             pid = os.fork()
             if not pid:
-                _forked._program(
-                    order["words"], order["cwd"], order["env"], [order["output"]] * 2
-                )
+                _forked._program(order["words"], order["cwd"], order["env"], [order["output"]] * 2)
             running[pid] = Path(order["output"]).with_suffix(".code")
             _tell(pid)
         while running:

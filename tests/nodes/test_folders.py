@@ -9,9 +9,7 @@ pytestmark = [pytest.mark.nodes, pytest.mark.timeout(120)]
 
 def _both(lab, *words):
     """A program on two nodes; what each wrote."""
-    programs = [
-        node.launch("--nodes=2", "--main-address=n0", *words) for node in lab.nodes[:2]
-    ]
+    programs = [node.launch("--nodes=2", "--main-address=n0", *words) for node in lab.nodes[:2]]
     assert [program.finish() for program in programs] == [0, 0], programs[0].text
     return [program.text for program in programs]
 

@@ -1,6 +1,5 @@
 """Machines that lose their processes, network or power in the middle of a run."""
 
-import os
 import time
 
 import pytest
@@ -36,8 +35,6 @@ def _ends(lab, programs, within_s):
     start = time.monotonic()
     for program in programs:
         assert program.finish(within_s - (time.monotonic() - start)) not in (0, None)
-    for program in programs:
-        print(program.node.name, program.text[-1500:])
     time.sleep(0.5)
     for program in programs:
         assert [*program.node.left().values()] == []
@@ -45,7 +42,6 @@ def _ends(lab, programs, within_s):
 
 def test_a_killed_rank_is_named_with_its_machine(lab):
     programs = _training(lab)
-    programs[1].send_signal  # noqa: B018
     lab.nodes[1].send_signal(_rank(programs[1], 1), 9)
     _ends(lab, programs, 15)
     assert "rank 1 on n1: never joined" in programs[0].text
