@@ -272,7 +272,8 @@ _ARGUMENTS = (
     ("scatter", "src=0", "from_process root group_src"),
     ("split", "pad=True", "apply_padding"),
     ("track", 'name="mine"', "run_name project_name experiment_name"),
-    ("track", "settings={...}", "config hparams params init_kwargs"),
+    ("track", "settings={...}", "config hparams params"),
+    ("track", "to=(fx.WandB(init={...}),)", "init_kwargs"),
     ("track", "to=(fx.TensorBoard(),)", "log_with report_to logger loggers trackers"),
 )
 OTHER_ARGUMENTS: Mapping[tuple[str, str], str] = MappingProxyType(
