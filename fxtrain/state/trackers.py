@@ -76,7 +76,7 @@ class TensorBoard:
     kind: Literal["tensorboard"] = attrs.field(default="tensorboard", init=False)
     folder: str | None = _maybe_named()
     flush_s: float = attrs.field(default=10.0, validator=above(0))
-    init: Mapping[str, Any] = _init()
+    init: Mapping[str, object] = _init()
 
 
 @record
@@ -98,7 +98,7 @@ class WandB:
     group: str | None = _maybe_named()
     tags: tuple[str, ...] = ()
     mode: Literal["online", "offline", "disabled"] = "online"
-    init: Mapping[str, Any] = _init()
+    init: Mapping[str, object] = _init()
 
 
 @record
@@ -114,7 +114,7 @@ class Trackio:
     kind: Literal["trackio"] = attrs.field(default="trackio", init=False)
     project: str | None = _maybe_named()
     space: str | None = _maybe_named()
-    init: Mapping[str, Any] = _init()
+    init: Mapping[str, object] = _init()
 
 
 @record
@@ -134,7 +134,7 @@ class Comet:
     workspace: str | None = _maybe_named()
     online: bool = True
     folder: str | None = _maybe_named()
-    init: Mapping[str, Any] = _init()
+    init: Mapping[str, object] = _init()
 
 
 @record
@@ -150,7 +150,7 @@ class Aim:
     kind: Literal["aim"] = attrs.field(default="aim", init=False)
     experiment: str | None = _maybe_named()
     repo: str | None = _maybe_named()
-    init: Mapping[str, Any] = _init()
+    init: Mapping[str, object] = _init()
 
 
 @record
@@ -169,7 +169,7 @@ class MLflow:
     experiment: str | None = _maybe_named()
     uri: str | None = _maybe_named()
     artifacts: str | None = _maybe_named()
-    init: Mapping[str, Any] = _init()
+    init: Mapping[str, object] = _init()
 
 
 @record
@@ -188,7 +188,7 @@ class ClearML:
     project: str | None = _maybe_named()
     tags: tuple[str, ...] = ()
     online: bool = True
-    init: Mapping[str, Any] = _init()
+    init: Mapping[str, object] = _init()
 
 
 @record
@@ -204,7 +204,7 @@ class DVCLive:
 
     kind: Literal["dvclive"] = attrs.field(default="dvclive", init=False)
     folder: str | None = _maybe_named()
-    init: Mapping[str, Any] = _init()
+    init: Mapping[str, object] = _init()
 
 
 @record
@@ -225,4 +225,4 @@ class SwanLab:
     workspace: str | None = _maybe_named()
     mode: Literal["cloud", "local", "offline", "disabled"] = "cloud"
     folder: str | None = _maybe_named()
-    init: Mapping[str, Any] = _init()
+    init: Mapping[str, object] = _init()
