@@ -6,6 +6,8 @@ import sys
 import attrs
 import pytest
 
+import fxtrain as fx
+from fxtrain import _addresses
 from fxtrain._addresses import (
     Route,
     find_route,
