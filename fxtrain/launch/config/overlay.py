@@ -1,12 +1,11 @@
 """Merges plain data, and lists the paths of its leaves."""
 
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any
 
-__all__ = ["leaves", "merge", "near", "put"]
+from fxtrain._record import closest
 
-_MAX_SUGGESTED = 100  # characters of a compared name: the time grows with their square
+__all__ = ["leaves", "merge", "near", "put"]
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,5 +59,5 @@ def leaves(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def near(name: Any, known: tuple[str, ...] | list[str]) -> str:
     """A question about a similar name, or nothing."""
-    close = get_close_matches(name[:_MAX_SUGGESTED] if isinstance(name, str) else "", known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    close = closest(name, known).strip()
+    return f" (d{close[1:]})" if close else ""
