@@ -153,6 +153,7 @@ MUTABLE = {
     "fxtrain.state.context.CommState": "counts the calls made on one communicator",
     "fxtrain.ops.transport.packets.Packets": "which packets of one communicator are under way",
     "fxtrain.checkpoint.local_storage._EagerFlush": "how much of a file is flushed",
+    "fxtrain.state.window.AccumulationWindow": "what a model counts",
     "fxtrain.data.iterations.Iteration": "how far iterators over one loader got",
     "fxtrain.backends.xla.recompilations.RecompilationLog": "counts compilations of one model",
     "fxtrain.backends.pipeline.schedules.PreparedSchedule": "its results are described once",

@@ -97,7 +97,7 @@ def run(
     with model.strategy.sync(model, reduce):
         _run_all(model, ready, calls, finish)
         told = broadcast_loss(model, ready, shares, batch, fake)
-        if batch.position.micro == 0:  # sums over stages are computed once per window
+        if model.window.closes:  # sums over stages are computed once per window
             reduce_grads(model)
     return told
 
