@@ -194,7 +194,7 @@ def step(
     """
     if more or unknown or not isinstance(fns, StepFns):
         return step(*_arguments((ctx, batch, fns, *more), unknown))
-    model, plan, strategy = fns.model, fns.model.plan, fns.model.strategy
+    model, plan = fns.model, fns.model.plan
     fits = type(batch) is Batch and batch.plan is plan and model.optimizers
     if not fits or model.closed or type(ctx) is not DistContext or ctx.comm.state.closed:
         check_ready("step", ctx, batch, model)
@@ -204,13 +204,12 @@ def step(
     outcome = _NO_UPDATE
     try:
         if not (model.by_hand or window.micro):
-            strategy.begin(model)
+            model.strategy.begin(model)
         if not due or window.micro:  # else the window is this batch
             weighting.count(batch, model, independent=independent)
         compute_loss = fns._compute_local_loss if independent else fns._compute_loss
-        by_itself = independent and weighting.is_one_rank(model)
-        reduce = (due or plan.sync_each) and not by_itself
-        weighted = strategy.run(model, batch, compute_loss, reduce)
+        reduce = (due or plan.sync_each) and not (independent and weighting.is_one_rank(model))
+        weighted = model.strategy.run(model, batch, compute_loss, reduce)
         if plan.nonfinite != "ignore":
             window.bad_losses.add_(~torch.isfinite(weighted.mean))
         if due:
