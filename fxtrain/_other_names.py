@@ -148,7 +148,7 @@ _SCRIPT = (
     ("fx.detect(timeout_s=600.0)", "", "ddp_timeout process_group_timeout"),
     ("fx.detect(mesh=fx.Mesh(replicate=2))", "", "dp_replicate_size"),
     ("fx.detect(mesh=fx.Mesh(shard=2))", "",
-     "dp_shard_size parallelism_config device_mesh hsdp mesh"),
+     "dp_shard_size parallelism_config device_mesh hsdp"),
     ("fx.detect(mesh=fx.Mesh(tensor=2))", "",
      "tp_size tp_degree tensor_parallel_size torch_tp_plugin"),
     ("fx.detect(mesh=fx.Mesh(context=2))", "",
@@ -163,6 +163,7 @@ _SCRIPT = (
      "save_steps save_strategy enable_checkpointing output_dir default_root_dir"),
     ('fx.save("runs/a", ctx, model, keep_last=3)', "", "save_total_limit total_limit save_top_k"),
     ('fx.restore("runs/a", ctx, model)', "", "resume_from_checkpoint ckpt_path resume"),
+    ('fx.log(ctx).info("text", everyone=True)', "", "main_process_only in_order"),
     ("fx.EarlyStopping(patience=3)", "", "early_stopping_patience early_stopping"),
     (_OPTIMIZER, "", "lr learning_rate weight_decay optim optimizer optimizers"),
     (_SCHEDULER, "", "lr_scheduler lr_scheduler_type scheduler warmup_steps warmup_ratio"),
@@ -271,7 +272,8 @@ _ARGUMENTS = (
     ("scatter", "src=0", "from_process root group_src"),
     ("split", "pad=True", "apply_padding"),
     ("track", 'name="mine"', "run_name project_name experiment_name"),
-    ("track", "settings={...}", "config hparams params init_kwargs"),
+    ("track", "settings={...}", "config hparams params"),
+    ("track", "to=(fx.WandB(init={...}),)", "init_kwargs"),
     ("track", "to=(fx.TensorBoard(),)", "log_with report_to logger loggers trackers"),
 )
 OTHER_ARGUMENTS: Mapping[tuple[str, str], str] = MappingProxyType(

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+from types import SimpleNamespace
 
 import attrs
 import click
@@ -38,6 +39,8 @@ def _function(node):
     """What a dotted name of an expression is."""
     if isinstance(node, ast.Name):
         return {"fx": fx, "torch": torch, "loader": fx.Sharded, "run": fx.Run}[node.id]
+    if isinstance(node, ast.Call):  # fx.log(ctx): every level takes the keywords of `log`
+        return SimpleNamespace(info=inspect.signature(_function(node.func)).return_annotation.log)
     return getattr(_function(node.value), node.attr)
 
 

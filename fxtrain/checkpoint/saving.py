@@ -1,6 +1,8 @@
 """Save checkpoints atomically: every rank learns whether the checkpoint was committed."""
 
+import platform
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal
@@ -31,6 +33,10 @@ from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import CommState, DistContext, Position, Wrapped, check_connected
 
 __all__ = ["save", "save_alone"]
+
+# A network file system may show a file late that another machine has written.
+_VISIBLE_AFTER_S = 5.0
+_POLL_INTERVAL_S = 0.1
 
 
 @known_arguments(CheckpointError)
@@ -257,6 +263,7 @@ class _Job:
                 found = list_checkpoints(self.folder)
                 order = next_order(found)
                 manifest = _manifest(ctx, self.snapshot, written, order)
+                self._check_shared(written)
                 if self.lock is not None:
                     self.lock.check()
                 self.folder.commit(self.name, self.token, dump_manifest(manifest))
@@ -266,6 +273,24 @@ class _Job:
             except Exception as error:  # as above
                 lines.append(f"  rank 0: {error_text(error)}")
         return ops.broadcast_object((committed, lines), ctx)
+
+    def _check_shared(self, written: Sequence[Written]) -> None:
+        """Check that rank 0 sees the files of all ranks.
+
+        Raises:
+            CheckpointError: it does not, since the folder belongs to each machine.
+        """
+        draft, deadline = self.folder.begin(self.name, self.token), time.monotonic()
+        deadline += _VISIBLE_AFTER_S
+        while absent := _absent(draft, written):
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{self.folder} is not the same folder on every machine: rank 0 on "
+                    f"{platform.node()} does not see the files of {', '.join(absent)}. Use a "
+                    f"folder on a file system that all machines mount, or the URL of an object "
+                    f"store."
+                )
+            time.sleep(_POLL_INTERVAL_S)
 
     def _prune(self, found: Sequence[Found], manifest: Manifest) -> None:
         new = Found(name=self.name, order=manifest.order, metric=manifest.metric)
@@ -285,6 +310,10 @@ class _Job:
                 lines.append(f"  rank 0: {error_text(error)}")
             self.release()
         lines = ops.broadcast_object(lines, ctx)
+        if not ctx.is_main and not committed:
+            # Rank 0 has removed the draft, unless each machine has a folder of its own.
+            with suppress(OSError):
+                self.folder.remove(self.folder.begin(self.name, self.token).name)
         head = (
             f"{self.final} was saved and is intact, but the cleanup after it failed:"
             if committed
@@ -339,6 +368,19 @@ def _prepare(
         if lock is not None:
             lock.release()
         raise
+
+
+def _absent(draft: Storage, written: Sequence[Written]) -> list[str]:
+    """Ranks, with their machines, whose files are not in a draft as they were written."""
+    try:
+        sizes = draft.files()
+    except FileNotFoundError:
+        sizes = {}
+    return [
+        f"rank {one.rank} on {one.host}"
+        for one in written
+        if one.file is not None and sizes.get(one.file[0]) != one.file[1].size
+    ]
 
 
 def _clean(folder: Storage, lines: list[str]) -> None:

@@ -20,6 +20,7 @@ from fxtrain.backends.core.optimizer_state import (
     own_tensor_of_ranks,
 )
 from fxtrain.backends.core.optimizers import local_optimizer
+from fxtrain.backends.core.parameter_dtypes import HALF
 from fxtrain.backends.local.averaging_state import (
     load_round,
     resumes_same_replicas,
@@ -243,10 +244,12 @@ def _check_names(tensors: Mapping[str, Tensor], saved: StateReader) -> None:
     there = {name for name in saved.shapes if name.startswith("module.")}
     problems = [f"  {name[7:]} is not in the checkpoint" for name in tensors.keys() - there]
     problems += [f"  {name[7:]} is only in the checkpoint" for name in there - tensors.keys()]
+    kept = False
     for name in tensors.keys() & there:
         shape, dtype = saved.shapes[name]
         tensor = tensors[name]
         if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+            kept = kept or (tensor.dtype is torch.float32 and dtype in HALF)
             problems.append(
                 f"  {name[7:]} is {dtype} {list(shape)} in the checkpoint, but "
                 f"{tensor.dtype} {list(tensor.shape)} in the model"
@@ -254,6 +257,11 @@ def _check_names(tensors: Mapping[str, Tensor], saved: StateReader) -> None:
     if problems:
         shown = sorted(problems)[:40]
         more = [f"  and {len(problems) - 40} more"] if len(problems) > 40 else []
+        if kept:
+            more.append(
+                "It was saved with parameters in half precision. To continue it so, use "
+                "Plan(precision=fx.Precision(..., params='keep'))."
+            )
         raise CheckpointError(
             "\n".join(["The checkpoint is of a different model:", *shown, *more]), code="FX603"
         )
