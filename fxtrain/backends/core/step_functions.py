@@ -31,7 +31,6 @@ from fxtrain.state import (
     WeightedLoss,
     Wrapped,
     round_of,
-    window_in,
 )
 
 __all__ = [
@@ -219,8 +218,7 @@ def new_scaler(ctx: DistContext, plan: Plan) -> torch.amp.GradScaler | None:
 def new_window(ctx: DistContext) -> AccumulationWindow:
     """An empty accumulation window; MPS has no float64."""
     dtype = torch.float32 if ctx.device.type == "mps" else torch.float64
-    sums = torch.zeros(4, dtype=dtype, device=ctx.device)
-    return window_in(sums, torch.zeros(5, dtype=torch.int64, device="cpu"))
+    return AccumulationWindow(sums=torch.zeros(4, dtype=dtype, device=ctx.device))
 
 
 def _unscale(model: Wrapped) -> None:
@@ -237,7 +235,7 @@ def _unscale(model: Wrapped) -> None:
         state = scaler._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {found.device: found}
         state["stage"] = OptState.UNSCALED
-    model.window.unscaled.fill_(1)
+    model.window.unscaled = True
 
 
 def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, update: UpdateSpec) -> bool:
@@ -260,7 +258,7 @@ def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, update: UpdateS
         for optimizer in model.optimizers:
             scaler.step(optimizer)
     scaler.update()
-    model.window.unscaled.zero_()
+    model.window.unscaled = False
     return not overflow and not update.skip
 
 

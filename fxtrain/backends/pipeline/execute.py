@@ -102,7 +102,7 @@ def run(
         with uncounted(parts) if empty else nullcontext(_nothing) as after_stage:
             _run_all(model, ready, calls, finish, after_stage)
         told = broadcast_loss(model, ready, shares, batch, fake)
-        if batch.position.micro == 0:  # sums over stages are computed once per window
+        if model.window.closes:  # sums over stages are computed once per window
             reduce_grads(model)
     return told
 
