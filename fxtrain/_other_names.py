@@ -89,7 +89,8 @@ def hint(name: object, *, at: Literal["script", "file", "command"] = "script") -
         return f" Use {found.path}."
     is_launch = found.use.startswith("fxtrain ")
     if at == "command" and found.path and not is_launch:
-        return f" Use {found.use} in the script, or {found.path} in a launch file."
+        here = f"{found.path} in a launch file, or --set {found.path}=..."
+        return f" Use {found.use} in the script, {here}."
     return f" Use {found.use}{'' if at == 'script' or is_launch else ' in the script'}."
 
 

@@ -32,7 +32,8 @@ _PLACES = {
     _FORWARD: "Case.forward Case.loss StepFns.loss Strategy.forward evaluate.return",
     _TREE: (
         "Case.batches RankLogger.process.msg RankLogger.process.return RankLogger.process.kwargs "
-        "RankLogger.log.args RankLogger.log.kw Report.aux Report.metrics Restored.extra "
+        "RankLogger.log.args RankLogger.log.exc_info RankLogger.log.unknown Report.aux "
+        "Report.metrics Restored.extra "
         "WeightedLoss.aux fit.extra map.fn Cluster.outcomes.return"
     ),
     _JSON: (

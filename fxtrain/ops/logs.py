@@ -1,14 +1,21 @@
 """Logging that knows its rank."""
 
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from fxtrain._arguments import known_arguments, with_known_arguments
+from fxtrain._arguments import (
+    ContextArgumentError,
+    known_arguments,
+    unknown_name,
+    with_known_arguments,
+)
 from fxtrain._errors import ContextError
 from fxtrain.state import DistContext, shown
 
 __all__ = ["RankLogger", "log"]
+
+_KEYWORDS = ("everyone", "rank", "exc_info", "stack_info", "stacklevel", "extra")
 
 
 @with_known_arguments(ContextError, use="fx.log(ctx)")
@@ -23,14 +30,37 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         super().__init__(logger, {})
         self._ctx = ctx
 
-    def log(
-        self, level: int, msg: object, *args: Any, everyone: bool = False, rank: int = 0, **kw: Any
+    def log(  # the keywords of `logging.Logger.log`, and two more
+        self,
+        level: int,
+        msg: object,
+        *args: Any,
+        everyone: bool = False,
+        rank: int = 0,
+        exc_info: Any = None,
+        stack_info: bool = False,
+        stacklevel: int = 1,
+        extra: Mapping[str, object] | None = None,
+        **unknown: Any,
     ) -> None:
-        """Log on the chosen ranks; the others return without formatting the message."""
+        """Log on the chosen ranks; the others return without formatting the message.
+
+        Raises:
+            ContextError: an unknown keyword; on every rank that calls, whether it logs or not.
+        """
+        for name in unknown:
+            raise ContextArgumentError(unknown_name("log", name, _KEYWORDS))
         if (everyone or self._ctx.rank == rank) and self.isEnabledFor(level):
             text = f"[rank {self._ctx.rank}] {msg}" if everyone or rank else msg
-            kw["stacklevel"] = kw.get("stacklevel", 1) + 1
-            self.logger.log(level, text, *args, **kw)
+            self.logger.log(
+                level,
+                text,
+                *args,
+                exc_info=exc_info,
+                stack_info=stack_info,
+                stacklevel=stacklevel + 1,
+                extra=extra,
+            )
 
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]

@@ -26,6 +26,32 @@ def test_logging_knows_its_rank(ctx, caplog):
     assert caplog.records[0].filename == Path(__file__).name
 
 
+@pytest.mark.parametrize(
+    ("keyword", "use"),
+    [
+        ({"main_process_only": False}, r'fx\.log\(ctx\)\.info\("text", everyone=True\)'),
+        ({"in_order": True}, r'fx\.log\(ctx\)\.info\("text", everyone=True\)'),
+        ({"everyon": True}, r"Did you mean 'everyone'"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_unknown_keywords_are_an_error_on_every_rank(ctx, keyword, use, rank):
+    import attrs
+
+    with pytest.raises(fx.ContextError, match=use) as raised:
+        fx.log(attrs.evolve(ctx, rank=rank)).debug("never shown", **keyword)
+    assert isinstance(raised.value, TypeError)
+
+
+def test_keywords_of_the_standard_library_reach_it(ctx, caplog):
+    try:
+        raise KeyError("x")
+    except KeyError:
+        fx.log(ctx).exception("failed", extra={"run": "a"})
+    assert caplog.records[0].exc_info[0] is KeyError
+    assert caplog.records[0].run == "a"
+
+
 @pytest.mark.parametrize("wrong", [{"loss": 1}, None, "loss"])
 def test_a_logger_wants_a_context(wrong):
     with pytest.raises(fx.ContextError, match=r"log takes a context, found .*fx\.log\(ctx\)\.info"):

@@ -85,7 +85,7 @@ def _value(node):
             return _OBJECTS[node.id]
         return fx if node.id == "fx" else getattr(builtins, node.id, None) or _module(node.id)
     if isinstance(node, ast.Call):
-        returned = {"axis": fx.DistContext}
+        returned = {"axis": fx.DistContext, "log": fx.ops.RankLogger}
         return returned[node.func.attr]
     owner = _value(node.value)
     fields = attrs.fields_dict(owner) if attrs.has(owner) else {}
