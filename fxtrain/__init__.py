@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fxtrain.checkpoint import saved_weights as saved_weights
     from fxtrain.checkpoint import verify as verify
     from fxtrain.data import Sharded as Sharded
+    from fxtrain.data import batch as batch
     from fxtrain.data import shard as shard
     from fxtrain.launch import given_plan as given_plan
     from fxtrain.launch import launch as launch
@@ -143,7 +144,7 @@ _HOMES = {
     "fxtrain.checkpoint": (
         "Restored Saving Verified best latest merge restore save saved_weights verify"
     ),
-    "fxtrain.data": "Sharded shard",
+    "fxtrain.data": "Sharded batch shard",
     "fxtrain.launch": "given_plan launch",
     "fxtrain.loop": (
         "EMA EarlyStopping Mean NoiseScale RateCurve Released StepFns ema evaluate find_batch_size "

@@ -148,7 +148,7 @@ _SCRIPT = (
     ("fx.detect(timeout_s=600.0)", "", "ddp_timeout process_group_timeout"),
     ("fx.detect(mesh=fx.Mesh(replicate=2))", "", "dp_replicate_size"),
     ("fx.detect(mesh=fx.Mesh(shard=2))", "",
-     "dp_shard_size parallelism_config device_mesh hsdp mesh"),
+     "dp_shard_size parallelism_config device_mesh hsdp"),
     ("fx.detect(mesh=fx.Mesh(tensor=2))", "",
      "tp_size tp_degree tensor_parallel_size torch_tp_plugin"),
     ("fx.detect(mesh=fx.Mesh(context=2))", "",
@@ -273,7 +273,8 @@ _ARGUMENTS = (
     ("scatter", "src=0", "from_process root group_src"),
     ("split", "pad=True", "apply_padding"),
     ("track", 'name="mine"', "run_name project_name experiment_name"),
-    ("track", "settings={...}", "config hparams params init_kwargs"),
+    ("track", "settings={...}", "config hparams params"),
+    ("track", "to=(fx.WandB(init={...}),)", "init_kwargs"),
     ("track", "to=(fx.TensorBoard(),)", "log_with report_to logger loggers trackers"),
 )
 OTHER_ARGUMENTS: Mapping[tuple[str, str], str] = MappingProxyType(

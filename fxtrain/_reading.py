@@ -4,11 +4,16 @@ import errno
 import io
 import os
 import stat
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-__all__ = ["StrPath", "open_file", "path_problem", "read_file", "read_text"]
+__all__ = [
+    "LONGEST_LINE", "StrPath", "lines_of", "open_file", "path_problem", "read_file", "read_text",
+]  # fmt: skip
 
 StrPath = str | os.PathLike[str]
+
+LONGEST_LINE = 16 << 20  # bytes of a line of a tracked run; a longer one is damaged
 
 _MAX_TEXT_BYTES = 16 << 20  # bytes of a settings file
 _READ_BYTES = 1 << 20  # bytes
@@ -99,6 +104,17 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = _MAX_TEXT_BYTES) ->
         return io.TextIOWrapper(data, encoding="utf-8").read()
     except UnicodeDecodeError as error:
         raise OSError(errno.EILSEQ, f"It is not UTF-8 text ({error})", str(path)) from None
+
+
+def lines_of(file: BinaryIO, longest: int = LONGEST_LINE) -> Iterator[bytes | None]:
+    """The lines of a file; None for one of more than `longest` bytes, which is not kept."""
+    while line := file.readline(longest + 1):
+        if len(line) <= longest:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(longest)
+        yield None
 
 
 def _check(mode: int, path: str | os.PathLike[str]) -> None:

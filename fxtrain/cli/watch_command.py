@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 import click
@@ -18,6 +19,7 @@ from fxtrain.report import Curve, Followed, file_of, follow, sparkline
 __all__ = ["WATCH"]
 
 _BARS = 30
+_MOST_ROWS = 500
 
 
 @click.command("watch")
@@ -65,14 +67,17 @@ def _table(path: Path, seen: Followed) -> Table:
     steps = [curve.steps[-1] for curve in seen.curves.values()]
     times = [one for c in seen.curves.values() if not math.isnan(one := c.times[-1])]
     ago = f", last entry {max(time.time() - max(times), 0):,.0f} s ago" if times else ""
-    title = f"{path.parent}: {max(steps, default=0):,.0f} updates{ago}"
+    damaged = f", {seen.damaged:,} damaged lines" if seen.damaged else ""
+    title = f"{path.parent}: {max(steps, default=0):,.0f} updates{ago}{damaged}"
     table = Table(title=_text(title), title_justify="left", box=None, pad_edge=False)
     table.add_column("Metric", overflow="fold")
     for name in ("Last", "Lowest", "Highest"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("Curve", no_wrap=True)
-    for name, curve in seen.curves.items():
+    for name, curve in islice(seen.curves.items(), _MOST_ROWS):
         table.add_row(_text(name), *_cells(curve))
+    if (left := len(seen.curves) - _MOST_ROWS) > 0:
+        table.add_row(f"{left:,} more metrics")
     return table
 
 

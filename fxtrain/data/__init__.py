@@ -2,5 +2,6 @@
 
 from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sharding import every_row, shard
+from fxtrain.data.tensor_batches import batch
 
-__all__ = ["Sharded", "every_row", "shard"]
+__all__ = ["Sharded", "batch", "every_row", "shard"]

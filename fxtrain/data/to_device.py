@@ -12,7 +12,7 @@ from fxtrain import _tree
 from fxtrain.ops import xla_runtime
 from fxtrain.state import DistContext, Plan
 
-__all__ = ["on_device", "valid_mask"]
+__all__ = ["on_device", "to_device", "valid_mask"]
 
 S = TypeVar("S")
 
@@ -34,7 +34,7 @@ def on_device(
         return _moved_ahead(loaded, ctx, plan, depth)
     if ctx.device.type == "cuda":
         return _on_copy_stream(loaded, ctx, plan)
-    return ((step, (_to_device(data[0], ctx, plan),)) for step, data in loaded)
+    return ((step, (to_device(data[0], ctx, plan),)) for step, data in loaded)
 
 
 def _on_copy_stream(
@@ -68,7 +68,7 @@ def _moved_ahead(
     waiting: deque[tuple[S, Future[Any]]] = deque()
     with ThreadPoolExecutor(1, thread_name_prefix="fxtrain place") as thread:
         for step, data in loaded:
-            waiting.append((step, thread.submit(_to_device, data[0], ctx, plan)))
+            waiting.append((step, thread.submit(to_device, data[0], ctx, plan)))
             if len(waiting) > depth:
                 first, sent = waiting.popleft()
                 yield first, (sent.result(),)
@@ -76,7 +76,7 @@ def _moved_ahead(
             yield step, (sent.result(),)
 
 
-def _to_device(data: Any, ctx: DistContext, plan: Plan) -> Any:
+def to_device(data: Any, ctx: DistContext, plan: Plan) -> Any:
     """The same data with its tensors on the context's device; everything else is unchanged.
 
     Effects:

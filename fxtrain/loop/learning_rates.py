@@ -159,10 +159,9 @@ def _check(
             f"find_lr: {fns.model.strategy.name} keeps trained values in other places than the "
             f"module's parameters on each rank. Use Single, DDP, FSDP or TP."
         )
-    if fns.model.window.micro or fns.model.by_hand or loader.position.micro:
+    if fns.model.window.micro or fns.model.by_hand:
         raise StepError(
-            "find_lr: an accumulation window is open. Call it before training, or where "
-            "report.position.micro is 0."
+            "find_lr: an accumulation window is open. Call it before training, or after an update."
         )
 
 
@@ -183,7 +182,7 @@ def _losses(
     for batch in loader.updates(sys.maxsize):
         report = step(ctx, batch, trial)
         mean = mean.update(report)
-        if report.position.micro:
+        if not (report.applied or report.skipped):
             continue
         loss, mean = mean.reduce(ctx), Mean()
         if not math.isfinite(loss):

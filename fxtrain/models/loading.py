@@ -235,7 +235,7 @@ def _differences(
             shapes.append(
                 f"{name} is {list(entry.shape)} in the source, {list(weight.shape)} in the model"
             )
-        elif weight.dtype != entry.dtype:
+        elif entry.dtype not in (weight.dtype, weight.like.dtype):
             found = f"{name} is {entry.dtype} in the source, {weight.dtype} in the model"
             dtypes.append((name, found))
     return shapes, dtypes

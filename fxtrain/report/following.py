@@ -7,9 +7,9 @@ from pathlib import Path
 
 import attrs
 
-from fxtrain._reading import open_file
+from fxtrain._reading import LONGEST_LINE, open_file
 from fxtrain.report.curves import Curve, join
-from fxtrain.report.lines import parse_lines
+from fxtrain.report.lines import MOST_METRICS, parse_lines
 
 __all__ = ["Followed", "follow", "sparkline"]
 
@@ -25,13 +25,17 @@ class Followed:
     Attributes:
         curves: By name of the metric.
         started: Whether a line that starts a run was read.
+        damaged: Number of invalid lines.
         end: Bytes read, up to the end of a line.
+        inside: Whether they end inside a line that is too long, which is skipped.
         file: Identity of the file, which changes when a resumed run rewrites it.
     """
 
     curves: Mapping[str, Curve] = attrs.field(factory=dict)
     started: bool = False
+    damaged: int = 0
     end: int = 0
+    inside: bool = False
     file: tuple[int, int] = (0, 0)
 
 
@@ -56,24 +60,31 @@ def follow(path: Path, seen: Followed) -> Followed:
         while data := file.read(_READ_BYTES):
             whole, newline, rest = (rest + data).rpartition(b"\n")
             seen = _added(seen, whole + newline)
+            if seen.inside or len(rest) > LONGEST_LINE:
+                damaged = seen.damaged + (not seen.inside)
+                seen = attrs.evolve(seen, damaged=damaged, end=seen.end + len(rest), inside=True)
+                rest = b""
     return seen
 
 
 def _added(seen: Followed, data: bytes) -> Followed:
-    piece = parse_lines(data, _POINTS)
-    added = {
-        name: join([seen.curves[name], curve] if name in seen.curves else [curve])
-        for name, curve in piece.curves.items()
-    }
+    if not data:
+        return seen
+    lines = data.partition(b"\n")[2] if seen.inside else data
+    piece = parse_lines(lines, _POINTS)
+    curves = dict(seen.curves)
+    for name, curve in piece.curves.items():
+        if name in curves or len(curves) < MOST_METRICS:
+            added = join([curves[name], curve]) if name in curves else curve
+            # Twice as many are kept, since each time extremes take the places of others.
+            curves[name] = added.limited(2 * _POINTS)
     return attrs.evolve(
         seen,
-        curves={
-            **seen.curves,
-            # Twice as many are kept, since each time extremes take the places of others.
-            **{name: curve.limited(2 * _POINTS) for name, curve in added.items()},
-        },
+        curves=curves,
         started=seen.started or bool(piece.starts),
+        damaged=seen.damaged + piece.damaged,
         end=seen.end + len(data),
+        inside=False,
     )
 
 

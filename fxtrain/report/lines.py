@@ -10,7 +10,8 @@ from typing import Any
 
 import attrs
 
-from fxtrain._reading import open_file
+from fxtrain._reading import LONGEST_LINE, open_file
+from fxtrain._record import shown
 from fxtrain.report.curves import Curve, downsample, join
 
 try:  # four times as fast as Python's own
@@ -18,11 +19,19 @@ try:  # four times as fast as Python's own
 except ImportError:
     from json import loads as _parse
 
-__all__ = ["LoggedTable", "Piece", "joined", "parse_lines", "ranges", "read_piece"]
+__all__ = [
+    "MOST_METRICS", "LoggedTable", "Piece", "joined", "parse_lines", "ranges", "read_piece",
+]  # fmt: skip
 
 _TABLE_ROWS = 100
 _BLOCK_BYTES = 1 << 19
 _BLOCK_POINTS = 16  # at least, of one curve in one block
+MOST_METRICS = 10_000  # of a run; the values of further ones are counted
+_MOST_TABLES = 100
+_MOST_FILES = 10_000  # artifacts
+_MOST_COLUMNS = 100
+_LONGEST_TEXT = 1000  # characters, as the tracker truncates settings
+_NUMBERS = {int, float, bool}
 _LARGEST = 2**53  # the largest whole number that a float represents exactly
 
 
@@ -48,15 +57,19 @@ class Piece:
     """What a part of the file contains.
 
     Attributes:
-        curves: By name of the metric.
-        starts: The lines that were written when the run was opened or resumed.
+        curves: By name of the metric; the first 10,000.
+        left_out: Number of values of further metrics.
+        starts: The first and the last line that was written when the run was opened or resumed.
+        started: Number of such lines.
         artifacts: Paths of logged files, by name.
         tables: The tables that were logged last, by name.
         damaged: Number of invalid lines.
     """
 
     curves: Mapping[str, Curve]
+    left_out: int
     starts: Sequence[Mapping[str, Any]]
+    started: int
     artifacts: Mapping[str, str]
     tables: Mapping[str, "LoggedTable"]
     damaged: int
@@ -73,13 +86,13 @@ def read_piece(path: str, start: int, end: int, points: int, total: int) -> Piec
         OSError: the file cannot be read.
     """
     with open_file(path) as file:
-        if start:
-            file.seek(start - 1)
-            file.readline()  # belongs to the previous part, unless a line begins at `start`
-        begin = file.tell()
-        data = file.read(max(end - begin, 0))
-        if begin < end:
-            data += file.readline() if not data.endswith(b"\n") else b""
+        first = file.seek(max(start - 1, 0))
+        data = file.read(end - first)
+        # What precedes a line break belongs to the previous part.
+        data = data[data.find(b"\n") + 1 or len(data) :] if start else data
+        if not data.endswith(b"\n"):
+            read = len(data) - (data.rfind(b"\n") + 1)
+            data += file.readline(max(LONGEST_LINE + 1 - read, 0)) if data else b""
     return parse_lines(data, points, total)
 
 
@@ -104,17 +117,34 @@ def parse_lines(data: bytes, points: int, total: float = math.inf) -> Piece:
 
 def joined(pieces: Sequence[Piece]) -> Piece:
     """Consecutive parts of a file as one."""
-    names = dict.fromkeys(name for piece in pieces for name in piece.curves)
+    parts: dict[str, list[Curve]] = {}
+    left_out = sum(piece.left_out for piece in pieces)
+    for piece in pieces:
+        for name, curve in piece.curves.items():
+            if name in parts or len(parts) < MOST_METRICS:
+                parts.setdefault(name, []).append(curve)
+            else:
+                left_out += curve.count
+    artifacts = {name: path for piece in pieces for name, path in piece.artifacts.items()}
+    tables = {name: table for piece in pieces for name, table in piece.tables.items()}
+    starts = [start for piece in pieces for start in piece.starts]
     return Piece(
-        curves={
-            name: join(piece.curves[name] for piece in pieces if name in piece.curves)
-            for name in names
-        },
-        starts=[start for piece in pieces for start in piece.starts],
-        artifacts={name: path for piece in pieces for name, path in piece.artifacts.items()},
-        tables={name: table for piece in pieces for name, table in piece.tables.items()},
+        curves={name: join(curves) for name, curves in parts.items()},
+        left_out=left_out,
+        starts=_ends(starts),
+        started=sum(piece.started for piece in pieces),
+        artifacts=_last(artifacts, _MOST_FILES),
+        tables=_last(tables, _MOST_TABLES),
         damaged=sum(piece.damaged for piece in pieces),
     )
+
+
+def _ends(starts: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    return [starts[0], starts[-1]] if len(starts) > 2 else starts
+
+
+def _last(named: dict[str, Any], most: int) -> dict[str, Any]:
+    return dict(list(named.items())[-most:])
 
 
 def _blocks(data: bytes) -> Iterator[bytes]:
@@ -141,19 +171,43 @@ def _piece(data: bytes, points: float, total: float) -> Piece:
         if "values" in entry:
             continue
         if type(entry.get("start")) is dict:
-            starts.append({"time": entry.get("time"), **entry["start"]})
+            starts.append(_start(entry))
         elif type(entry.get("artifact")) is dict:
-            artifacts |= {name: str(one) for name, one in entry["artifact"].items()}
+            artifacts |= {name: str(_plain(one)) for name, one in entry["artifact"].items()}
         elif type(entry.get("table")) is dict:
             found = {name: _table(one, entry["step"]) for name, one in entry["table"].items()}
             tables |= {name: one for name, one in found.items() if one is not None}
+    curves, left_out = _curves(logged, points, total)
     return Piece(
-        curves=_curves(logged, points, total),
-        starts=starts,
-        artifacts=artifacts,
-        tables=tables,
+        curves=curves,
+        left_out=left_out,
+        starts=_ends(starts),
+        started=len(starts),
+        artifacts=_last(artifacts, _MOST_FILES),
+        tables=_last(tables, _MOST_TABLES),
         damaged=len(lines) - len(entries),
     )
+
+
+def _start(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The line of a start: its time, its name and its parameters, all plain values."""
+    start = entry["start"]
+    params = start.get("params")
+    return {
+        "time": _number(entry.get("time")),
+        "name": _plain(start.get("name")),
+        "params": (
+            {name: _plain(one) for name, one in params.items()} if type(params) is dict else {}
+        ),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A value as the tracker writes it; text for anything else, such as nested lists."""
+    if type(value) is str:
+        return value[:_LONGEST_TEXT]
+    small = type(value) is int and -_LARGEST < value < _LARGEST
+    return value if value is None or small or type(value) in (bool, float) else shown(value)
 
 
 def _table(table: Any, step: int) -> LoggedTable | None:
@@ -161,15 +215,20 @@ def _table(table: Any, step: int) -> LoggedTable | None:
     columns, rows = (table.get(one) if type(table) is dict else None for one in ("columns", "rows"))
     if type(columns) is not list or type(rows) is not list or not columns:
         return None
-    shown = [row for row in rows[:_TABLE_ROWS] if type(row) is list and len(row) == len(columns)]
-    return LoggedTable(step=step, columns=columns, rows=shown, count=len(rows))
+    fits = (row for row in rows[:_TABLE_ROWS] if type(row) is list and len(row) == len(columns))
+    return LoggedTable(
+        step=step,
+        columns=[str(_plain(one)) for one in columns[:_MOST_COLUMNS]],
+        rows=[[_plain(one) for one in row[:_MOST_COLUMNS]] for row in fits],
+        count=len(rows),
+    )
 
 
 def _parsed(data: bytes) -> list[Any]:
     """Each line as what it contains; None if it is no JSON."""
     text = data.removesuffix(b"\n")
     try:
-        found = _parse(b"[%b]" % text.replace(b"\n", b","))
+        found = _parse(b"[%b]" % text.replace(b"\n", b",")) if len(text) <= LONGEST_LINE else ()
     except (ValueError, RecursionError):
         found = ()
     if len(found) == text.count(b"\n") + 1:
@@ -179,28 +238,41 @@ def _parsed(data: bytes) -> list[Any]:
 
 def _parsed_line(line: bytes) -> Any:
     # Python accepts numbers and characters that orjson refuses.
-    for parse in (_parse, json.loads):
+    for parse in (_parse, json.loads) if len(line) <= LONGEST_LINE else ():
         with contextlib.suppress(ValueError, RecursionError):
             return parse(line)
     return None
 
 
-def _curves(entries: Sequence[Mapping[str, Any]], points: float, total: float) -> dict[str, Curve]:
-    columns: dict[str, tuple[Sequence[int], Sequence[float]]] = {}
+def _curves(
+    entries: Sequence[Mapping[str, Any]], points: float, total: float
+) -> tuple[dict[str, Curve], int]:
+    """The curves, and the number of values of metrics beyond the limit."""
+    columns: dict[str, list[tuple[Sequence[int], Sequence[float]]]] = {}
+    left_out = 0
     for names, positions in _groups([entry["values"] for entry in entries]):
         # Entries with the same names are transposed together, which is fast.
         rows = zip(*(entries[one]["values"].values() for one in positions), strict=True)
         for name, column in zip(names, rows, strict=True):
-            where, values = _numbers(positions, column)
-            if name in columns:
-                where, values = (*columns[name][0], *where), (*columns[name][1], *values)
-            columns[name] = where, values
+            if name in columns or len(columns) < MOST_METRICS:
+                columns.setdefault(name, []).append(_numbers(positions, column))
+            else:
+                left_out += len(positions)
     kept = max(_BLOCK_POINTS, int(min(points, total / max(len(columns), 1))))
-    return {
-        name: _curve(entries, where, values, kept)
-        for name, (where, values) in columns.items()
-        if where
-    }
+    curves: dict[str, Curve] = {}
+    for name, parts in columns.items():
+        where, values = parts[0] if len(parts) == 1 else _in_order(parts)
+        if where:
+            curves[name] = _curve(entries, where, values, kept)
+    return curves, left_out
+
+
+def _in_order(
+    parts: Sequence[tuple[Sequence[int], Sequence[float]]],
+) -> tuple[Sequence[int], Sequence[float]]:
+    """A column that several groups of entries have."""
+    pairs = sorted(pair for part in parts for pair in zip(*part, strict=True))
+    return [where for where, _ in pairs], [value for _, value in pairs]
 
 
 def _groups(logged: Sequence[Any]) -> Iterable[tuple[tuple[str, ...], Sequence[int]]]:
@@ -219,13 +291,22 @@ def _groups(logged: Sequence[Any]) -> Iterable[tuple[tuple[str, ...], Sequence[i
 
 def _numbers(where: Sequence[int], values: Sequence[Any]) -> tuple[Sequence[int], Sequence[float]]:
     """Those of the values that are numbers, and their positions."""
-    try:
-        math.isfinite(sum(values))
-        return where, values
-    except (TypeError, OverflowError):
-        numbers = [_number(one) for one in values]
+    floats = _as_floats(values)
+    if floats is not None:
+        return where, floats
+    numbers = [_number(one) for one in values]
     found = [at for at, one in zip(where, numbers, strict=True) if one is not None]
     return found, [one for one in numbers if one is not None]
+
+
+def _as_floats(values: Sequence[Any]) -> list[float] | None:
+    """Numbers as floats; None if one is no number, or too large."""
+    if not set(map(type, values)) <= _NUMBERS:
+        return None
+    try:
+        return list(map(float, values))
+    except OverflowError:
+        return None
 
 
 def _curve(
@@ -234,9 +315,6 @@ def _curve(
     values: Sequence[float],
     points: int,
 ) -> Curve:
-    if type(where) is tuple:  # of several groups
-        order = sorted(range(len(where)), key=where.__getitem__)
-        where, values = [where[one] for one in order], [values[one] for one in order]
     finite = math.isfinite(sum(values))
     kept = downsample(values, points, finite=finite)
     found = [entries[where[one]] for one in kept]
@@ -244,7 +322,7 @@ def _curve(
         steps=_floats([entry["step"] for entry in found]),
         rows=_floats([entry.get("rows") for entry in found]),
         times=_floats([entry.get("time") for entry in found]),
-        values=tuple([float(values[one]) for one in kept]),
+        values=tuple([values[one] for one in kept]),
         count=len(values),
         nonfinite=0 if finite else sum(not math.isfinite(v) for v in values),
     )
@@ -252,14 +330,15 @@ def _curve(
 
 def _floats(values: Sequence[Any]) -> tuple[float, ...]:
     """Positions on an axis; NaN where there is none."""
-    if set(map(type, values)) <= {int, float} and math.isfinite(sum(values)):
-        return tuple(map(float, values))
+    floats = _as_floats(values)
+    if floats is not None and math.isfinite(sum(floats)):
+        return tuple(floats)
     return tuple(map(_or_nan, values))
 
 
 def _number(value: Any) -> float | None:
     """A value as a number; the tracker writes non-finite ones as text."""
-    if type(value) in (int, float, bool) or value in ("nan", "inf", "-inf"):
+    if type(value) in _NUMBERS or value in ("nan", "inf", "-inf"):
         try:
             return float(value)
         except OverflowError:

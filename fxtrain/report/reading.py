@@ -3,7 +3,7 @@
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from fxtrain._errors import PlanError
-from fxtrain._reading import path_problem
+from fxtrain._reading import open_file, path_problem
 from fxtrain.report.curves import Curve
 from fxtrain.report.lines import LoggedTable, Piece, joined, ranges, read_piece
 
@@ -23,6 +23,7 @@ _PIECE_POINTS = 1000  # at least, of one curve in one part of a file
 _ALL_POINTS = 90_000  # of all curves together: 4 MB in a page
 _KEPT = (_CURVE_POINTS, _ALL_POINTS)
 _FEWEST = 8
+_LONGEST_LABEL = 200  # characters
 
 
 @attrs.frozen(kw_only=True)
@@ -39,6 +40,7 @@ class RunCurves:
         checkpoints: Paths of its checkpoints, by updates.
         artifacts: Paths of logged files, by name.
         tables: Tables that were logged last, by name.
+        left_out: Number of values of metrics beyond the first 10,000.
         damaged: Number of invalid lines that were skipped.
     """
 
@@ -51,6 +53,7 @@ class RunCurves:
     checkpoints: tuple[Path, ...] = ()
     artifacts: Mapping[str, str] = attrs.field(factory=dict)
     tables: Mapping[str, LoggedTable] = attrs.field(factory=dict)
+    left_out: int = 0
     damaged: int = 0
 
 
@@ -83,7 +86,7 @@ def read_curves(
     with _pool(processes, paths) as pool:
         parts = [_begin(pool, str(path)) for path in paths]
         for path, found in zip(paths, parts, strict=True):
-            runs.append(_run(path, [one() for one in found]))
+            runs.append(_run(path, _folded(one() for one in found)))
     return _limited(_labelled(runs))
 
 
@@ -92,6 +95,23 @@ def _begin(pool: Any, path: str) -> list[Any]:
     found = ranges(path, _PIECE_BYTES)
     points, total = (max(_PIECE_POINTS, 2 * n // max(len(found), 1)) for n in _KEPT)
     return [pool(path, *one, points, total) for one in found]
+
+
+def _folded(pieces: Iterable[Piece]) -> Piece:
+    """The parts of a file as one; as many points as memory needs are dropped in between."""
+    kept: list[Piece] = []
+    for piece in pieces:
+        kept.append(piece)
+        if sum(_points(one) for one in kept) > 8 * _ALL_POINTS:
+            whole = joined(kept)
+            most = max(_FEWEST, 4 * _ALL_POINTS // max(len(whole.curves), 1))
+            curves = {name: curve.limited(most) for name, curve in whole.curves.items()}
+            kept = [attrs.evolve(whole, curves=curves)]
+    return joined(kept)
+
+
+def _points(piece: Piece) -> int:
+    return sum(len(curve.values) for curve in piece.curves.values())
 
 
 def file_of(folder: Any, file: str) -> Path:
@@ -103,8 +123,13 @@ def file_of(folder: Any, file: str) -> Path:
     if problem := path_problem(folder):
         raise PlanError(f"report: {problem}.")
     path = Path(folder) / file
-    if path.is_file():
+    try:
+        open_file(path).close()
         return path
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise PlanError(f"report: {error}.") from error
     if not Path(folder).is_dir():
         raise PlanError(f"report({str(folder)!r}): there is no such folder. Pass that of a run.")
     inside = sorted(one.name for one in Path(folder).iterdir())
@@ -133,27 +158,27 @@ def _pool(processes: int, paths: Sequence[Path]) -> Iterator[Any]:
         yield lambda *part: pool.submit(read_piece, *part).result
 
 
-def _run(path: Path, pieces: Sequence[Piece]) -> RunCurves:
-    found = joined(pieces)
+def _run(path: Path, found: Piece) -> RunCurves:
     if not found.starts:
         raise PlanError(
             f"report: {path} has no line that starts a run, so fx.JsonLines() did not write it. "
             f"Pass the folder of a run."
         )
-    time, params = found.starts[0].get("time"), found.starts[-1].get("params")
+    first, last = found.starts[0], found.starts[-1]
     folder = path.parent
     return RunCurves(
-        label=str(found.starts[-1].get("name") or folder.name),
+        label=str(last["name"] or folder.name)[:_LONGEST_LABEL],
         folder=folder,
         curves=found.curves,
-        params=params if isinstance(params, dict) else {},
-        started=float(time) if isinstance(time, int | float) else None,
-        resumed=len(found.starts) - 1,
+        params=last["params"],
+        started=first["time"],
+        resumed=found.started - 1,
         checkpoints=tuple(
             one for one in sorted(folder.glob("update-[0-9]*")) if (one / "manifest.json").is_file()
         ),
         artifacts=found.artifacts,
         tables=found.tables,
+        left_out=found.left_out,
         damaged=found.damaged,
     )
 

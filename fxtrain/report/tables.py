@@ -122,7 +122,9 @@ def _values(runs: Sequence[RunCurves], metrics: Sequence[str]) -> str:
         for run in runs
         if name in run.curves
     ]
-    return _table("Values", head, rows)
+    left = sum(run.left_out for run in runs)
+    note = f"\n<p>{left:,} values of further metrics are not shown.</p>" if left else ""
+    return _table("Values", head, rows) + note
 
 
 def _facts(curve: Curve) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import attrs
 
 from fxtrain._display import describe
 from fxtrain._errors import PlanError
-from fxtrain._reading import StrPath, open_file
+from fxtrain._reading import StrPath, lines_of, open_file
 from fxtrain.track.json_lines import file_name
 from fxtrain.track.run_folder import folder_of, read_identity
 
@@ -70,7 +70,7 @@ def read_run(path: StrPath, *, file: str = "metrics.jsonl", rank: int = 0) -> Ru
     try:
         identity = read_identity(folder)
         with open_file(place) as lines:
-            found = [_read(line) for line in lines]
+            found = [_read(line) for line in lines_of(lines)]
     except OSError as error:
         raise PlanError(f"read_run({str(path)!r}): {error}.") from error
     if identity is None:
@@ -86,9 +86,9 @@ def read_run(path: StrPath, *, file: str = "metrics.jsonl", rank: int = 0) -> Ru
     )
 
 
-def _read(line: bytes) -> dict[str, Any] | None:
+def _read(line: bytes | None) -> dict[str, Any] | None:
     try:
-        data = json.loads(line)
+        data = None if line is None else json.loads(line)
     except (ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) and type(data.get("step")) is int else None

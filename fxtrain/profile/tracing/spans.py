@@ -1,6 +1,6 @@
 """Sets of moments, as sorted lists of disjoint spans of nanoseconds."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
 __all__ = ["Span", "clip", "length", "subtract", "union"]
@@ -58,12 +58,8 @@ def clip(spans: Sequence[Span], window: Span) -> list[Span]:
     """
     begin, end = window
     first = bisect_right(spans, begin, key=lambda span: span[1])
-    found: list[Span] = []
-    for one in spans[first:]:
-        if one[0] >= end:
-            break
-        found.append((max(begin, one[0]), min(end, one[1])))
-    return found
+    last = bisect_left(spans, end, first, key=lambda span: span[0])
+    return [(max(begin, one[0]), min(end, one[1])) for one in spans[first:last]]
 
 
 def length(spans: Iterable[Span]) -> int:

@@ -1,5 +1,6 @@
 """Where the time of a step goes, by rank."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from fxtrain._errors import PlanError
+from fxtrain._record import few
 from fxtrain.profile.tracing.chrome import PHASES, Activity, read_trace
 from fxtrain.profile.tracing.spans import Span, clip, length, subtract, union
 
@@ -175,12 +177,23 @@ def summary(path: str | Path) -> Summary:
             f"{path}: this folder contains no traces (*.json.gz). Pass the folder of an "
             f"fx.Profile after its first cycle."
         )
-    return summarize(map(read_trace, files))
+    activities: list[Activity] = []
+    problems: list[str] = []
+    for file in files:
+        try:
+            activities.append(read_trace(file))
+        except PlanError as error:
+            problems.append(error.message)
+    if problems:
+        raise PlanError("\n".join(few(problems)))
+    return summarize(activities)
 
 
 def _traces(folder: Path) -> list[Path]:
-    found = sorted(path for path in folder.rglob("*") if path.name.endswith((".json", ".json.gz")))
-    return [path for path in found if not path.name.startswith(".")]  # without unfinished files
+    found: list[Path] = []
+    for place, _, names in os.walk(folder):
+        found += [Path(place, name) for name in names if name.endswith((".json", ".json.gz"))]
+    return sorted(path for path in found if not path.name.startswith("."))  # unfinished files
 
 
 def summarize(activities: Iterable[Activity]) -> Summary:
