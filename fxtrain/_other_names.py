@@ -148,7 +148,7 @@ _SCRIPT = (
     ("fx.detect(timeout_s=600.0)", "", "ddp_timeout process_group_timeout"),
     ("fx.detect(mesh=fx.Mesh(replicate=2))", "", "dp_replicate_size"),
     ("fx.detect(mesh=fx.Mesh(shard=2))", "",
-     "dp_shard_size parallelism_config device_mesh hsdp mesh"),
+     "dp_shard_size parallelism_config device_mesh hsdp"),
     ("fx.detect(mesh=fx.Mesh(tensor=2))", "",
      "tp_size tp_degree tensor_parallel_size torch_tp_plugin"),
     ("fx.detect(mesh=fx.Mesh(context=2))", "",
@@ -156,7 +156,8 @@ _SCRIPT = (
     ("fx.detect(mesh=fx.Mesh(pipeline=2))", "",
      "pp_size pp_degree pipeline_parallel_size megatron_lm_plugin"),
     ("loader.epochs(3)", "", "max_epochs num_train_epochs num_epochs epochs"),
-    ("loader.total_updates(3)", "", "max_steps total_steps num_training_steps"),
+    ("loader.total_updates(3)", "", "total_steps num_training_steps"),
+    ("loader.updates(1000)", "", "max_steps"),
     ('fx.track("runs/a", ctx)', "",
      "log_with report_to logger logging_dir project_dir log_every_n_steps logging_steps"),
     ('fx.save("runs/a", ctx, model, position=batch.position)', "",
@@ -272,7 +273,8 @@ _ARGUMENTS = (
     ("scatter", "src=0", "from_process root group_src"),
     ("split", "pad=True", "apply_padding"),
     ("track", 'name="mine"', "run_name project_name experiment_name"),
-    ("track", "settings={...}", "config hparams params init_kwargs"),
+    ("track", "settings={...}", "config hparams params"),
+    ("track", "to=(fx.WandB(init={...}),)", "init_kwargs"),
     ("track", "to=(fx.TensorBoard(),)", "log_with report_to logger loggers trackers"),
 )
 OTHER_ARGUMENTS: Mapping[tuple[str, str], str] = MappingProxyType(
