@@ -122,7 +122,7 @@ def test_the_table_says_what_the_checks_say(engines):
 def test_every_strategy_and_field_has_a_place_in_the_table():
     told = {name for fields, _ in ROWS.values() for name in fields}
     # What every strategy reads alike, or what a row of another name covers.
-    elsewhere = {"strategy", "flush", "data", "seed", "recompute_every", "profile"}
+    elsewhere = {"strategy", "flush", "data", "seed", "recompute_every", "profile", "mesh"}
     assert told | elsewhere == {field.name for field in attrs.fields(fx.Plan)}
     kinds = {type(strategy) for strategy, _ in COLUMNS.values()} | {fx.Single}
     assert kinds == {row.config for row in STRATEGIES}

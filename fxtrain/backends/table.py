@@ -1,6 +1,7 @@
 """From a plan's strategy to the functions that carry it out."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from fxtrain._arguments import known_arguments
-from fxtrain._errors import PlanError
+from fxtrain._errors import MeshError, PlanError
 from fxtrain.backends.core.converted_layers import convert_as_planned, recipe_problems
 from fxtrain.backends.core.module_changes import model_signature
 from fxtrain.backends.core.optimizers import Optimizers, Params, Schedulers
@@ -40,6 +41,7 @@ from fxtrain.state import (
     check_connected,
     check_open,
     installed_strategies,
+    resolve_mesh,
 )
 
 __all__ = ["STRATEGIES", "problems_of", "strategies", "unwrap", "wrap"]
@@ -236,12 +238,30 @@ def problems_of(
     strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module
 ) -> tuple[str, ...]:
     """Why a plan cannot be carried out in a context; no traffic, the same on all ranks."""
-    if told := _row_problems(strategy, plan) or _sharded_problems(module):
+    if told := _mesh_problems(ctx, plan) or _row_problems(strategy, plan):
+        return told
+    if told := _sharded_problems(module):
         return told
     found = (*strategy.check(ctx, plan, module), *_wrap_error(strategy, ctx, plan))
     found = (*found, *quantized_problems(strategy, ctx, plan, module))
     found = (*found, *recipe_problems(strategy, ctx, plan, module))
     return (*found, *local_problems(ctx, plan))
+
+
+def _mesh_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
+    """What differs between the mesh of a plan and that of the context."""
+    if plan.mesh is None:
+        return ()
+    try:
+        planned = resolve_mesh(plan.mesh, math.prod(ctx.mesh.sizes.values()))
+    except MeshError as error:
+        return (error.message,)
+    if planned == ctx.mesh:
+        return ()
+    return (
+        f"wrap: the plan has {planned}, but this context has {ctx.mesh}. Use "
+        f"fx.detect(mesh=plan.mesh), or start the script with fxtrain launch --mesh.",
+    )
 
 
 def _wrap_error(strategy: Strategy, ctx: DistContext, plan: Plan) -> tuple[str, ...]:

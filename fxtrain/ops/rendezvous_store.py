@@ -1,6 +1,7 @@
 """The rendezvous store of the ranks, served by rank 0 unless the launcher does."""
 
 import errno
+import platform
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -45,6 +46,7 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
         count = tcp.add(f"fxtrain/{attempt}/connections/{topology.rank}", 1)
         store = dist.PrefixStore(f"fxtrain/{attempt}/{count}", tcp)
         store.add(f"secret/{key_proof(key)}", 1)
+        store.set(f"host/{topology.rank}", platform.node())
         store.set(f"hello/{topology.rank}", key_proof(key))
     except (RuntimeError, ValueError, OSError) as error:
         raise ContextError(

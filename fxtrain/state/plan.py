@@ -18,6 +18,7 @@ from fxtrain.state.low_precision.quantized_weights import (
     names_of,
     quantize_of,
 )
+from fxtrain.state.mesh import Mesh, read_mesh
 from fxtrain.state.precision import FORMATS, Compute, Precision, precision_of
 from fxtrain.state.profiling.profile import Profile
 from fxtrain.state.registry import BUILT_IN, Config, kind_of
@@ -106,6 +107,11 @@ def _compile_of(value: Compile | bool | None) -> Compile | None:  # noqa: FBT001
     return {True: Compile(), False: None}[value] if isinstance(value, bool) else value
 
 
+def _mesh_of(value: Mesh | str | None) -> Mesh | None:
+    """A mesh given as text, such as "shard=8,tensor=2"; any other value unchanged."""
+    return read_mesh(value) if isinstance(value, str) else value
+
+
 def _is_strategy(_: Any, __: Any, value: Any) -> None:
     if isinstance(value, str):
         raise ValueError(
@@ -167,6 +173,8 @@ class Plan:
             digests, with which a restore compares the model's own. Digests suit adapters over a
             base model that is loaded before.
         profile: Which steps `fx.profile(ctx, plan)` records; None for none.
+        mesh: Ranks per axis, or text such as "shard=8,tensor=2". `fx.detect` opens the mesh of the
+            launch's plan, and `fx.wrap` compares it with the context's; None accepts any.
 
     Example:
         >>> import fxtrain as fx
@@ -214,6 +222,7 @@ class Plan:
     frozen: Literal["values", "digests"] = "values"
     quantize: Bnb8 | Bnb4 | Torchao | None = attrs.field(default=None, converter=quantize_of)
     profile: Profile | None = None
+    mesh: Mesh | None = attrs.field(default=None, converter=_mesh_of, metadata={"added": True})
 
     if TYPE_CHECKING:  # mypy does not see the short forms that converters take
 
@@ -242,4 +251,5 @@ class Plan:
             frozen: Literal["values", "digests"] = "values",
             quantize: Bnb8 | Bnb4 | Torchao | QuantizeKind | None = None,
             profile: Profile | None = None,
+            mesh: Mesh | str | None = None,
         ) -> None: ...

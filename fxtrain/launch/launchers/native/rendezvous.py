@@ -20,7 +20,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStateError,
     RendezvousStoreInfo,
-    rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
@@ -28,9 +27,8 @@ from fxtrain.launch.function.nodes import open_store
 from fxtrain.launch.orphans import end_strays
 from fxtrain.state import parse_json
 
-__all__ = ["BACKEND", "StateBackend", "register"]
+__all__ = ["BACKEND", "StateBackend", "open_handler"]
 
-# The name of the rendezvous in torch's registry.
 BACKEND = "fxtrain"
 T = TypeVar("T")
 _EMPTY = "none"
@@ -38,17 +36,12 @@ _EMPTY = "none"
 _WRONG = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
-def register() -> None:
-    """Register the rendezvous with torch's elastic launcher.
+def open_handler(params: RendezvousParameters) -> Any:
+    """The handler for a launch; the settings are those that `elastic.py` writes.
 
-    Effects:
-        Adds a name to torch's registry of rendezvous handlers, once.
+    Raises:
+        RendezvousConnectionError: the store cannot be reached.
     """
-    rendezvous_handler_registry.register(BACKEND, _handler)
-
-
-def _handler(params: RendezvousParameters) -> Any:
-    """The handler for a launch; the settings are those that `_elastic.py` writes."""
     host, _, port = params.endpoint.rpartition(":")
     wait_s = float(params.config["connect_timeout_s"])
     door = params.config["door"]
