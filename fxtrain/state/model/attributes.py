@@ -43,6 +43,7 @@ INSTEAD: Mapping[str, str] = {
     "forward": "Call the model itself: model(...)",
     "gradient_checkpointing_enable": 'Use fx.Plan(recompute="Block")',
     "half": _DTYPE,
+    "hf_device_map": "Use model.placement",
     "load_state_dict": "Use fx.load_model(state_dict, model)",
     "no_sync": "Use fx.ops.sync(model, enabled=False)",
     "push_to_hub": _FILES,
