@@ -45,7 +45,7 @@ def save(
     ctx: DistContext,
     model: Wrapped | Mapping[str, Wrapped],
     *,
-    position: Position = Position(),  # noqa: B008 - a frozen value
+    position: Position | None = None,
     extra: object = None,
     metric: float | None = None,
     keep_last: int | None = None,
@@ -66,7 +66,8 @@ def save(
             fsspec URL. A lock in the folder ensures that one run at a time writes into it;
             the lock of a process that has ended is replaced.
         model: A model returned by `fx.wrap`, or several by name.
-        position: Position of the run: `batch.position` or `report.position`.
+        position: Position of the run: `batch.position` or `report.position`. Only models that have
+            made no update may be saved without one.
         extra: User state, the same on every rank: tensors, plain values, attrs records and
             objects with `state_dict()`, nested arbitrarily.
         metric: The number that `keep_best` compares.

@@ -71,7 +71,7 @@ from fxtrain.state.trackers import (
     WandB,
 )
 from fxtrain.state.weight import Location, Part, Weight
-from fxtrain.state.window import AccumulationWindow, window_in
+from fxtrain.state.window import AccumulationWindow
 
 __all__ = [
     "AXES",
@@ -186,7 +186,6 @@ __all__ = [
     "units_by_name",
     "unstructure",
     "unsupported",
-    "window_in",
     "with_plan",
     "write_plan",
     "write_record",

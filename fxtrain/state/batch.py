@@ -270,6 +270,8 @@ class Report(Displayed):
         skipped: Whether an update was due and skipped, on every rank, because of
             non-finite values.
         position: The cursor of the batch.
+        updates: Updates of the model so far, with those that were skipped. Where the model trains
+            on each batch of one loader under its plan, this is `position.updates`.
         aux: The loss function's aux metrics, detached.
         metrics: What `fit` evaluated after this update; None where it evaluated nothing.
     """
@@ -280,6 +282,7 @@ class Report(Displayed):
     applied: bool
     skipped: bool = False
     position: Position
+    updates: int = 0
     aux: Any = None
     metrics: Any = None
 
@@ -293,6 +296,7 @@ class Report(Displayed):
         applied: bool,
         skipped: bool = False,
         position: Position,
+        updates: int = 0,
         aux: Any = None,
         metrics: Any = None,
         **unknown: Never,
@@ -305,7 +309,8 @@ class Report(Displayed):
             or (applied is MISSING or position is MISSING)
         ):
             fields = {"loss": loss, "weight": weight, "grad_norm": grad_norm, "applied": applied}
-            fields |= {"skipped": skipped, "position": position, "aux": aux, "metrics": metrics}
+            fields |= {"skipped": skipped, "position": position, "updates": updates, "aux": aux}
+            fields["metrics"] = metrics
             use = "report = fx.step(ctx, batch, fns)"
             raise StepArgumentError(record_problem(Report, fields, more, unknown, use))
         change = object.__setattr__
@@ -315,6 +320,7 @@ class Report(Displayed):
         change(self, "applied", applied)
         change(self, "skipped", skipped)
         change(self, "position", position)
+        change(self, "updates", updates)
         change(self, "aux", aux)
         change(self, "metrics", metrics)
 

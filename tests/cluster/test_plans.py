@@ -128,8 +128,8 @@ def test_loaders_under_different_plans_are_an_error_everywhere(pair, source):
     assert len(pair.run(_iterate, source, [{"accumulate": 2}] * 2)) == 2
 
 
-# Of these, `fx.shard` makes windows and sequences, and a step relies on them.
-SHARED = ("accumulate", "flush", "context")
+# The loader splits sequences, and a step relies on it.
+SHARED = ("context",)
 
 
 def _step_between(ctx, wrapped, sharded):
@@ -164,8 +164,8 @@ def test_a_step_refuses_a_batch_of_another_plan_where_both_rely_on_it(path):
 
 
 def test_all_ranks_refuse_a_batch_of_another_plan(pair):
-    said = pair.run(_step_between, fx.Plan(accumulate=4), fx.Plan(clip_norm=1.0))
-    assert said[0] == said[1] and "accumulate is 4 in fx.wrap and 1 in fx.shard" in said[0]
+    said = pair.run(_step_between, fx.Plan(clip_norm=1.0), fx.Plan(context=fx.CP()))
+    assert said[0] == said[1] and "context is None in fx.wrap and CP(" in said[0]
 
 
 def test_equal_plans_need_not_be_one_object():
