@@ -160,6 +160,7 @@ MUTABLE = {
     "fxtrain.profile.tracing.opening.Trace": "how far a schedule got",
     "fxtrain.profile.tracing.recording.Recording": "one cycle of torch's profiler",
     "fxtrain.loop.fit_entries.Entries": "what fit measured since the last entry of its trackers",
+    "fxtrain.loop.fitting._Loop": "how far a run of fit got, and its last checkpoint",
     "fxtrain.track.run.Progress": "the last step of a run, and whether it is closed",
     "fxtrain.backends.pipeline.execute._GivenOutputs": "whether the loss has called the model",
 }

@@ -1,5 +1,6 @@
 """The sharded loader that users hold."""
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn
@@ -118,7 +119,7 @@ class Sharded(Displayed, Generic[Data_co]):
             ...     fx.shard(DataLoader(torch.arange(5)), ctx, plan).total_updates(3)
             9
         """
-        _check_epochs("total_updates", n)
+        _check_count("total_updates", n, "epochs")
         length = self._source.length()
         if length is None:
             raise _NoLengthError(
@@ -155,7 +156,7 @@ class Sharded(Displayed, Generic[Data_co]):
             ...     [batch.position.updates for epoch in loader.epochs(2) for batch in epoch]
             [1, 2, 3, 4]
         """
-        _check_epochs("epochs", n)
+        _check_count("epochs", n, "epochs")
         return self._epochs(n)
 
     def _epochs(self, n: int) -> Iterator["Sharded[Data_co]"]:
@@ -165,6 +166,53 @@ class Sharded(Displayed, Generic[Data_co]):
         for number in range(cursor.position.epoch, n):
             trail = Iteration(to_epoch(cursor, number) if trail else cursor, trail)
             yield attrs.evolve(self, trail=trail)
+
+    @known_arguments(DataError, owner="loader")
+    def updates(self, n: int, *, epochs: int | None = None) -> Iterator[Batch[Data_co]]:
+        """The batches until update n of the run, over as many epochs as that takes.
+
+        Each epoch has its own order, as in `epochs`. The last batch closes its accumulation window,
+        also under `flush=False`. Where n updates have been made, there is no batch, so a script
+        that is started again ends at the same update.
+
+        Args:
+            n: Updates of the whole run, including those before a restart, counted by
+                `position.updates`.
+            epochs: Epochs of the whole run; iteration ends after them if that comes first.
+
+        Raises:
+            DataError: an epoch has no batch; while iterating.
+
+        Example:
+            >>> import fxtrain as fx, torch
+            >>> from torch.utils.data import DataLoader
+            >>> with fx.detect(env={}, device="cpu") as ctx:
+            ...     loader = fx.shard(DataLoader(torch.arange(4), batch_size=2), ctx)
+            ...     first = [batch.position for batch in loader.updates(3)][-1]
+            ...     [batch.position.updates for batch in loader.at(first).updates(5)]
+            [4, 5]
+        """
+        _check_count("updates", n, "updates")
+        if epochs is not None:
+            _check_count("updates", epochs, "epochs", name="epochs=")
+        return self._updates(n, sys.maxsize if epochs is None else epochs)
+
+    def _updates(self, n: int, epochs: int) -> Iterator[Batch[Data_co]]:
+        if self.position.updates >= n:
+            return
+        for epoch in self._epochs(epochs):
+            batch, whole = None, not epoch.position.index
+            for batch in epoch:
+                self._trail.batch = batch
+                yield batch
+                if batch.position.updates >= n and not batch.position.micro:
+                    return
+            if batch is None and whole:
+                raise DataError(
+                    f"updates({n}): epoch {epoch.number} has no batch, so update {n} is never "
+                    f"reached. Pass a dataset with rows; with drop_last=True or even='drop', at "
+                    f"least as many as one batch of all ranks."
+                )
 
     @known_arguments(DataError, owner="loader")
     def at(self, position: Position) -> "Sharded[Data_co]":
@@ -289,6 +337,6 @@ class Sharded(Displayed, Generic[Data_co]):
                 raise problem
 
 
-def _check_epochs(call: str, n: Any) -> None:
+def _check_count(call: str, n: Any, unit: str, *, name: str = "") -> None:
     if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-        raise DataError(f"{call}({n!r}): pass the number of epochs of the run, 0 or more.")
+        raise DataError(f"{call}({name}{n!r}): pass the number of {unit} of the run, 0 or more.")
