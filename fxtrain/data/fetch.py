@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset, get_worker_info
 
 from fxtrain import _tree
+from fxtrain._errors import DataError
 from fxtrain.data.generators import BorrowedGenerators, seed_all
-from fxtrain.data.iterable import StreamMemory, StreamReader
+from fxtrain.data.iterable import PlainStream, StreamMemory, StreamReader
 from fxtrain.data.permutation import hash_key
 from fxtrain.data.rank_slices import Layout, Slot, slot_of
 
@@ -139,23 +140,34 @@ class StreamFetch(Dataset["StreamReply | None"]):
         if units is None:
             return None
         first = ask.start + ask.step * self.layout.stride
-        borrows = any(self.layout.borrows(rank, len(units)) for rank in self.ranks)
-        head = reader.head() if borrows else units
         items = self.layout.unit == "item"
         ranks = range(self.layout.ranks) if items else self.ranks
+        borrows = any(self.layout.borrows(rank, len(units)) for rank in ranks)
+        head = reader.head() if borrows else units
         slot = slot_of(self.layout, first, units, head, ranks)
         data = [
             self._collate(rows, ask.epoch, first, rank)
             for rank, rows in zip(ranks, slot.keys, strict=True)
         ]
         if items:  # each is a batch that is ready
-            counts = [_tree.row_count(batch) or 1 for batch in data]
+            counts = [self._count(batch) for batch in data]
             rows, sizes = (
                 tuple(count * has for count, has in zip(counts, which, strict=True))
                 for which in (slot.rows, slot.sizes)
             )
             slot, data = slot._replace(rows=rows, sizes=sizes), [data[rank] for rank in self.ranks]
         return StreamReply(slot._replace(keys=()), reader.is_last, data, reader.state)
+
+    def _count(self, batch: Any) -> int:
+        """The rows of a batch that is ready."""
+        count = _tree.row_count(batch)
+        if count is None and isinstance(self.dataset, PlainStream):
+            raise DataError(
+                f"iterating: without batch_size, this loader takes batches that are ready, and "
+                f"found {type(batch).__name__}, without a tensor of rows. For single rows, use "
+                f"fx.shard(rows, ctx, plan, batch_size=32)."
+            )
+        return count or 1
 
     def _open(self, ask: StreamRequest) -> StreamReader:
         call_set_epoch(self.dataset, ask.epoch)

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from fxtrain._errors import DataError
 from fxtrain.data.generators import BorrowedGenerators
 from fxtrain.data.rank_slices import Layout
 
-__all__ = ["StreamMemory", "StreamReader", "is_stateful"]
+__all__ = ["PlainStream", "StreamMemory", "StreamReader", "is_stateful"]
 
 _END = object()
 
@@ -76,7 +77,7 @@ class StreamReader:
         """The first rows of the epoch, read again."""
         lent = None if self._lent is None else self._lent.again()
         with _hide_worker_info(), nullcontext() if lent is None else lent():
-            found = list(itertools.islice(self._memory.open(), self._layout.stride))
+            found = list(itertools.islice(self._memory.again(), self._layout.stride))
         # A stream that can be read only once yields nothing now.
         return found or [self._first]
 
@@ -108,6 +109,37 @@ class StreamReader:
         return bool(buffer)
 
 
+class PlainStream(IterableDataset[Any]):
+    """Any iterable as a dataset.
+
+    Attributes:
+        rows: The iterable.
+        once: Whether it is its own iterator, and so has one pass.
+    """
+
+    def __init__(self, rows: Any) -> None:
+        self.rows, self._opened = rows, False
+        self.once = not is_stateful(rows) and iter(rows) is rows
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.once and self._opened:
+            raise DataError(
+                f"iterating: this loader reads a {type(self.rows).__name__}, which can be read "
+                f"once, and this is its second pass. Pass an object whose __iter__ starts again, "
+                f"such as a list or a dataset, or a function of the position."
+            )
+        self._opened = True
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell it the epoch, if it wants to know."""
+        if callable(getattr(self.rows, "set_epoch", None)):
+            self.rows.set_epoch(epoch)
+
+
 class StreamMemory:
     """The state protocol of a dataset or of its iterator: `state_dict` and `load_state_dict`.
 
@@ -116,33 +148,40 @@ class StreamMemory:
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+        self._owner = dataset.rows if isinstance(dataset, PlainStream) else dataset
         self._rows: Any = None
         self._opened = False
-        self._initial = copy.deepcopy(dataset.state_dict()) if is_stateful(dataset) else None
+        self._initial = copy.deepcopy(self._owner.state_dict()) if self._keeps_state() else None
 
     def open(self, state: Any = None) -> Iterator[Any]:
         """The rows from a state on, or from the start."""
-        dataset = self.dataset
-        if is_stateful(dataset) and (state is not None or self._opened):
+        if self._keeps_state() and (state is not None or self._opened):
             own = self._initial if state is None else state["dataset"]
-            dataset.load_state_dict(copy.deepcopy(own))
+            self._owner.load_state_dict(copy.deepcopy(own))
         self._opened = True
-        self._rows = rows = iter(dataset)
+        self._rows = rows = iter(self.dataset)
         if state is not None and self._has_iterator_state():
             rows.load_state_dict(copy.deepcopy(state["iterator"]))
         return rows
 
     def state(self) -> Any:
         """The state after the rows read so far; None if neither keeps one."""
-        rows, dataset = self._rows, self.dataset
-        own = dataset.state_dict() if is_stateful(dataset) else None
-        of_iterator = rows.state_dict() if self._has_iterator_state() else None
-        if own is of_iterator is None:
+        own = self._owner.state_dict() if self._keeps_state() else None
+        of_iterator = self._rows.state_dict() if self._has_iterator_state() else None
+        if not (self._keeps_state() or self._has_iterator_state()):
             return None
         return copy.deepcopy({"dataset": own, "iterator": of_iterator})
 
+    def again(self) -> Iterator[Any]:
+        """The rows from the start, to pad with; none of a stream that has one pass."""
+        once = isinstance(self.dataset, PlainStream) and self.dataset.once
+        return iter(()) if once else self.open()
+
+    def _keeps_state(self) -> bool:
+        return is_stateful(self._owner)
+
     def _has_iterator_state(self) -> bool:
-        return self._rows is not self.dataset and is_stateful(self._rows)
+        return self._rows is not self._owner and is_stateful(self._rows)
 
 
 def is_stateful(stream: Any) -> bool:
