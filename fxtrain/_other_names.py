@@ -47,7 +47,7 @@ _PLAN = (
     ("fx.Plan(clip_value=1.0)", "plan.clip_value",
      "clip_grad_value gradient_clip_algorithm clip_gradients"),
     ('fx.Plan(nonfinite="raise")', "plan.nonfinite", "terminate_on_nan logging_nan_inf_filter"),
-    ('fx.Plan(schedule="samples")', "plan.schedule",
+    ('fx.Plan(schedule="ranks")', "plan.schedule",
      "step_scheduler_with_optimizer adjust_scheduler"),
     ("fx.Plan(flush=False)", "plan.flush", "sync_with_dataloader"),
     ("fx.Plan(sync_each=True)", "plan.sync_each", "sync_each_batch"),
