@@ -68,3 +68,16 @@ def test_attempts_that_failed_are_told(lab):
     assert "Attempt 1 failed; 2 more to come. Rank 1 of 2 failed: ValueError: only once" in (
         programs[1].text
     )
+
+
+def test_versions_that_differ_are_named(lab):
+    """As on machines of which one was updated."""
+    (lab.shared / "other.py").write_text(
+        "import os, fxtrain as fx, fxtrain.ops.rendezvous_store as store\n"
+        "store.__version__ = '0.' + os.environ['RANK']\n"
+        "fx.detect(device='cpu', timeout_s=20)\n"
+    )
+    programs = _launched(lab, lab.shared / "other.py")
+    assert [program.finish() for program in programs] == [1, 1]
+    assert "Rank 0 of 2 has fxtrain 0.0 and torch" in programs[0].text
+    assert "but rank 0 has fxtrain 0.0 and torch" in programs[1].text
