@@ -199,6 +199,7 @@ def _opened(
         yield None
         return
     position = loader.position
+    loader = attrs.evolve(loader, run_updates=rules.total_updates(loader))
     known = restored.extra["run"] if restored else "folder" if rules.resume else None
     run = track(
         rules.path,
