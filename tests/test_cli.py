@@ -128,8 +128,8 @@ def test_a_line_that_cannot_be_read_is_a_mistake(words, capsys):
     [
         ("run train.py", "Use fxtrain launch --ranks 2 train.py."),
         (
-            "launch --accumulate 4 train.py",
-            "Use fx.Plan(accumulate=...) in the script, or plan.acc",
+            "launch --seed 4 train.py",
+            "Use --set plan.seed=..., or plan.seed in a launch file.",
         ),
         ("launch --plan.clip-norm 1 train.py", "or plan.clip_norm in a launch file."),
         ("launch --partition gpu train.py", "--launcher slurm --option partition=gpu train.py."),

@@ -61,7 +61,7 @@ ROWS = {
     "`clip_norm`": ({"clip_norm": 1.0}, {}),
     "`clip_value`": ({"clip_value": 1.0}, {}),
     '`nonfinite="skip"`, `"raise"`': ({"nonfinite": "skip"}, {}),
-    '`schedule="samples"`': ({"schedule": "samples"}, {}),
+    '`schedule="samples"`, `"ranks"`': ({"schedule": "ranks"}, {}),
     '`batch="global"`': ({"batch": "global"}, {}),
     '`even="drop"`': ({"even": "drop"}, {}),
     '`even="uneven"`': ({"even": "uneven"}, {}),
@@ -122,7 +122,7 @@ def test_the_table_says_what_the_checks_say(engines):
 def test_every_strategy_and_field_has_a_place_in_the_table():
     told = {name for fields, _ in ROWS.values() for name in fields}
     # What every strategy reads alike, or what a row of another name covers.
-    elsewhere = {"strategy", "flush", "data", "seed", "recompute_every", "profile"}
+    elsewhere = {"strategy", "flush", "data", "seed", "recompute_every", "profile", "mesh"}
     assert told | elsewhere == {field.name for field in attrs.fields(fx.Plan)}
     kinds = {type(strategy) for strategy, _ in COLUMNS.values()} | {fx.Single}
     assert kinds == {row.config for row in STRATEGIES}

@@ -1,5 +1,7 @@
 """From a plan's strategy to the functions that carry it out."""
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -8,14 +10,16 @@ import torch
 from torch import nn
 
 from fxtrain._arguments import known_arguments
-from fxtrain._errors import PlanError
+from fxtrain._errors import MeshError, PlanError
 from fxtrain.backends.core.converted_layers import convert_as_planned, recipe_problems
 from fxtrain.backends.core.module_changes import model_signature
-from fxtrain.backends.core.optimizers import Optimizers, Params, Schedulers
+from fxtrain.backends.core.optimizers import Optimizers, Params, Schedulers, settings_of
+from fxtrain.backends.core.parameter_dtypes import raise_to_fp32
 from fxtrain.backends.core.quantized_models import quantized_as_planned, quantized_problems
 from fxtrain.backends.core.ready_made import as_factories, described
 from fxtrain.backends.core.undo import record_module
 from fxtrain.backends.ddp.strategy import DDP_STRATEGY
+from fxtrain.backends.deepspeed.setup import keeps_masters
 from fxtrain.backends.deepspeed.strategy import DEEPSPEED_STRATEGY
 from fxtrain.backends.fsdp.strategy import FSDP_STRATEGY
 from fxtrain.backends.local.averaging import local_problems
@@ -37,6 +41,7 @@ from fxtrain.state import (
     check_connected,
     check_open,
     installed_strategies,
+    resolve_mesh,
 )
 
 __all__ = ["STRATEGIES", "problems_of", "strategies", "unwrap", "wrap"]
@@ -109,15 +114,17 @@ def wrap(
 
     Effects:
         Moves the module to the context's device in place, and quantises its frozen linear layers
-        if the plan says so; unwrapping leaves those quantised. Compares plan and model between the
-        ranks, in one exchange of packets, and sends rank 0's values to the other ranks of the
-        data axis. If it fails, the module is as before, except for its device.
+        if the plan says so; unwrapping leaves those quantised. With an optimizer and mixed
+        precision, trained parameters in half precision become fp32, until they are unwrapped
+        (`Precision.params`). Compares plan and model between the ranks, in one exchange of packets,
+        and the options of optimizers and schedulers, in another; sends rank 0's values to the
+        other ranks of the data axis. If it fails, the module is as before, except for its device.
 
     Raises:
         PlanError: the plan does not fit the model or the context, or the ranks pass different
             plans; on every rank, before anything changes.
-        CollectiveError: the ranks pass different models, or only some pass an optimizer; on every
-            rank.
+        CollectiveError: the ranks pass different models or options of optimizers and schedulers,
+            such as learning rates, or only some pass an optimizer; on every rank.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -135,8 +142,8 @@ def wrap(
         given = {
             "optimizer": described(optimizer, model),
             "scheduler": described(scheduler, model),
+            "strategy": "the plan's" if strategy is None else strategy.name,
         }
-        given["strategy"] = "the plan's" if strategy is None else strategy.name
         check_same_plan("wrap", ctx, plan, {"model": model_signature(model), **given})
     row = _strategy_of(plan) if strategy is None else strategy
     if problems := problems_of(row, ctx, plan, model):
@@ -146,20 +153,24 @@ def wrap(
     optimizer, scheduler = as_factories(optimizer, scheduler, model)
     with quantized_as_planned(model, ctx, plan, trains=optimizer is not None):
         before, formats = record_module(model), _formats(model)
+        raises = optimizer is not None and not keeps_masters(plan)
+        lower = raise_to_fp32(model, ctx, plan) if raises else _nothing
         try:
             convert_as_planned(model, ctx, plan)
             made: Any = row.wrap(row, model, ctx, plan, optimizer, scheduler)
         except BaseException:
             before.changes().undo()
+            lower()
             raise
     changes = before.changes()
-
-    def undo() -> None:
-        made.undo()
-        changes.undo()
-
     if plan.precision.compute == "fp16" and ctx.device.type == "cpu":
         log(ctx, "fxtrain.plan").warning(_SLOW_FP16)
+    undo = functools.partial(_in_order, made.undo, changes.undo, lower)
+    try:
+        _compare_options(ctx, plan, made)
+    except BaseException:
+        undo()
+        raise
     return attrs.evolve(made, undo=undo, bare=changes.hide, formats=formats)
 
 
@@ -196,6 +207,23 @@ def unwrap(model: Wrapped[N]) -> N:
     return module
 
 
+def _compare_options(ctx: DistContext, plan: Plan, made: Any) -> None:
+    """Check that optimizers and schedulers have the same options on every rank."""
+    if made.optimizers:
+        # Stages of a pipeline may have groups of their own.
+        among = ctx if ctx.mesh.pipeline == 1 else ctx.axis("data")
+        check_same_plan("wrap", among, plan, settings_of(made.optimizers, made.schedulers))
+
+
+def _nothing() -> None:
+    """Undo nothing."""
+
+
+def _in_order(*steps: Callable[[], None]) -> None:
+    for step in steps:
+        step()
+
+
 def _formats(module: nn.Module) -> dict[str, torch.dtype]:
     tensors = (
         *module.named_parameters(remove_duplicate=False),
@@ -223,12 +251,30 @@ def problems_of(
     strategy: Strategy, ctx: DistContext, plan: Plan, module: nn.Module
 ) -> tuple[str, ...]:
     """Why a plan cannot be carried out in a context; no traffic, the same on all ranks."""
-    if told := _row_problems(strategy, plan) or _sharded_problems(module):
+    if told := _mesh_problems(ctx, plan) or _row_problems(strategy, plan):
+        return told
+    if told := _sharded_problems(module):
         return told
     found = (*strategy.check(ctx, plan, module), *_wrap_error(strategy, ctx, plan))
     found = (*found, *quantized_problems(strategy, ctx, plan, module))
     found = (*found, *recipe_problems(strategy, ctx, plan, module))
     return (*found, *local_problems(ctx, plan))
+
+
+def _mesh_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
+    """What differs between the mesh of a plan and that of the context."""
+    if plan.mesh is None:
+        return ()
+    try:
+        planned = resolve_mesh(plan.mesh, math.prod(ctx.mesh.sizes.values()))
+    except MeshError as error:
+        return (error.message,)
+    if planned == ctx.mesh:
+        return ()
+    return (
+        f"wrap: the plan has {planned}, but this context has {ctx.mesh}. Use "
+        f"fx.detect(mesh=plan.mesh), or start the script with fxtrain launch --mesh.",
+    )
 
 
 def _wrap_error(strategy: Strategy, ctx: DistContext, plan: Plan) -> tuple[str, ...]:

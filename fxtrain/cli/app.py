@@ -80,7 +80,7 @@ def _plan_hint(option: str) -> str:
     field = option.lstrip("-").removeprefix("plan.").replace("-", "_")
     if field not in import_module("fxtrain.state").Plan.__slots__:
         return ""
-    return f" Use fx.Plan({field}=...) in the script, or plan.{field} in a launch file."
+    return f" Use --set plan.{field}=..., or plan.{field} in a launch file."
 
 
 class _Program(click.Group):

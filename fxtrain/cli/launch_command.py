@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
@@ -28,6 +28,11 @@ from fxtrain.launch import (
     run,
     show,
 )
+from fxtrain.launch.flags import PLAN_FLAGS
+from fxtrain.launch.launched_plan import check_mesh
+
+if TYPE_CHECKING:
+    from fxtrain.launch.config import Settings
 
 __all__ = ["LAUNCH", "spec_of"]
 
@@ -53,16 +58,23 @@ def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
         PlanError: the launch file is invalid.
     """
     flags = _given_fields(options)
-    spec, said = _configured(options, flags) if _is_configured(options) else (None, flags)
+    settings = _settings(options, flags) if _is_configured(options) else None
+    said = flags if settings is None else settings.values.launch
     if "target" not in said:
         raise click.UsageError("Missing program. Name a script, or a module after -m.")
-    spec = spec or LaunchSpec(**flags)
+    spec = LaunchSpec(**flags) if settings is None else settings.launch
     short = {name: options[name] for name in _SHORT if options[name]}
     if given := {**short, **dict(map(_pair, options["option"]))}:
         spec = attrs.evolve(spec, options={**_plain(spec.options), **given})
     if find_launcher(spec).here:
         check_target(spec)
-    return spec if "ranks" in said else attrs.evolve(spec, ranks=_default_ranks(spec))
+    if "ranks" not in said:
+        spec = attrs.evolve(spec, ranks=_default_ranks(spec))
+    if settings is None or not settings.values.plan:
+        return spec
+    check_mesh(spec, settings.plan)
+    # For fx.detect, fx.wrap and fx.shard in the script.
+    return attrs.evolve(spec, env=(*spec.env, plan_variable(settings.plan)))
 
 
 def _launch(**options: Any) -> int:
@@ -133,29 +145,32 @@ def _is_configured(options: Mapping[str, Any]) -> bool:
     return bool(
         options["config"]
         or options["profile"]
+        or options["words"]
+        or any(options[_name(flag)] for flag in PLAN_FLAGS)
         or any(name.startswith(_VARIABLES) for name in os.environ)
         or any(path.is_file() for path in files)
     )
 
 
-def _configured(
-    options: Mapping[str, Any], flags: Mapping[str, Any]
-) -> tuple[LaunchSpec, Mapping[str, Any]]:
-    """The spec, and the fields set by a file, a variable or a flag."""
-    settings = importlib.import_module("fxtrain.launch.config").resolve(
+def _settings(options: Mapping[str, Any], flags: Mapping[str, Any]) -> "Settings":
+    """The values that a file, a variable or a flag sets."""
+    config = importlib.import_module("fxtrain.launch.config")
+    # The record takes a list where a file has one.
+    launch = {
+        f"launch.{name}": (list(value) if isinstance(value, tuple) else value, "flag")
+        for name, value in flags.items()
+    }
+    plan = [
+        f"{flag.field}={options[_name(flag)] if flag.metavar else 'true'}"
+        for flag in PLAN_FLAGS
+        if options[_name(flag)]
+    ]
+    return config.resolve(
         file=options["config"],
         profile=options["profile"],
         env=os.environ,
-        # The record takes a list where a file has one.
-        flags={
-            f"launch.{name}": (list(value) if isinstance(value, tuple) else value, "flag")
-            for name, value in flags.items()
-        },
+        flags={**launch, **config.from_flags((*plan, *options["words"]))},
     )
-    spec = settings.launch
-    if settings.values.plan:  # for fx.given_plan() in the script
-        spec = attrs.evolve(spec, env=(*spec.env, plan_variable(settings.plan)))
-    return spec, settings.values.launch
 
 
 def _pair(word: str) -> tuple[str, str]:
@@ -173,15 +188,20 @@ def _files(ctx: click.Context, parameter: click.Parameter, start: str) -> list[C
     return [CompletionItem(start, type="file")]
 
 
+def _name(flag: Flag) -> str:
+    """The name of a flag's value among the parsed options."""
+    return flag.field.replace(".", "_")
+
+
 def _option(flag: Flag) -> click.Option:
     names = ["-n", flag.flag] if flag.field == "ranks" else [flag.flag]
     kinds = {field.name: field.type for field in attrs.fields(LaunchSpec)}
-    number = {int: int, float: float, int | None: int}.get(kinds[flag.field])
+    number = {int: int, float: float, int | None: int}.get(kinds.get(flag.field, str))
     if not flag.metavar:
-        return click.Option([*names, flag.field], is_flag=True, help=flag.help)
+        return click.Option([*names, _name(flag)], is_flag=True, help=flag.help)
     choices = list(LAUNCHERS) if flag.field == "launcher" else []
     return click.Option(
-        [*names, flag.field],
+        [*names, _name(flag)],
         type=number or str,
         multiple=flag.many == "again",
         metavar=flag.metavar,
@@ -202,6 +222,11 @@ LAUNCH = click.Command(
             ["--profile", "-p"], default="", metavar="NAME", help="a profile of the launch file"
         ),
         *map(_option, FLAGS),
+        *map(_option, PLAN_FLAGS),
+        click.Option(
+            ["--set", "words"], multiple=True, metavar="PATH=VALUE",
+            help="any other field of the launch or the plan, such as plan.seed=7",
+        ),
         click.Option(
             ["-o", "--option", "option"], multiple=True, metavar="NAME=VALUE",
             help="an option of this launcher only",

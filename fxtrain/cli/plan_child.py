@@ -13,21 +13,22 @@ from typing import Any
 
 from fxtrain._errors import FxError
 from fxtrain.cli.exit_codes import Exit
+from fxtrain.ops.connecting import launched_plan
 from fxtrain.profile import rehearse
-from fxtrain.state import dumps, read_mesh
+from fxtrain.state import dumps
 
 
 def main() -> int:
     """Run the program that the arguments name, write the results, and return the exit code."""
     request, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     sys.argv[:] = [request["target"], *request["args"]]
-    mesh = None if request["mesh"] is None else read_mesh(request["mesh"])
+    given = launched_plan()
     try:
         found = rehearse(
             lambda: _program(request),
             os.environ,
             name=os.path.basename(request["target"]),
-            mesh=mesh,
+            mesh=None if given is None else given.mesh,
             device_memory=request["device_memory"],
         )
     except FxError as error:

@@ -18,6 +18,7 @@ from fxtrain._reading import read_text, write_file
 from fxtrain.cli.exit_codes import Exit
 from fxtrain.cli.output import as_json, save_picture
 from fxtrain.launch import LaunchSpec, check_target, plan_variable
+from fxtrain.launch.fields import name_values
 
 __all__ = ["PLAN", "plan"]
 
@@ -71,22 +72,18 @@ def plan(
     check_target(LaunchSpec(target=target, args=args, ranks=1, module=module))
     state = importlib.import_module("fxtrain.state")
     runs = importlib.import_module("fxtrain.profile")
-    sizes = None if mesh is None else state.read_mesh(mesh)
-    variables = runs.place(world, rank, sizes)
+    flags = {} if mesh is None else {"plan.mesh": (mesh, "flag")}
+    settings = importlib.import_module("fxtrain.launch.config").resolve(
+        file=config, profile=profile, env=os.environ, flags=flags
+    )
+    variables = runs.place(world, rank, settings.plan.mesh)
     runs.read_bytes(device_memory)
     if picture is not None:
         _check_picture(picture)
     others = [_read(path, state) for path in against]
-    variables |= _given_plan(config, profile)
-    if mesh is not None:
-        variables["FXTRAIN_MESH"] = mesh
-    request = {
-        "target": target,
-        "args": args,
-        "module": module,
-        "mesh": mesh,
-        "device_memory": device_memory,
-    }
+    if settings.values.plan:
+        variables |= name_values((plan_variable(settings.plan),))
+    request = {"target": target, "args": args, "module": module, "device_memory": device_memory}
     text, code = _in_a_process(request, variables)
     if code or not text:
         return code or Exit.FOUND
@@ -102,23 +99,13 @@ def plan(
     return Exit.WELL if found.fits else Exit.FOUND
 
 
-def _given_plan(config: str, profile: str) -> dict[str, str]:
-    """The variable in which a launch passes its plan; none if it has no value of a plan."""
-    resolve = importlib.import_module("fxtrain.launch.config").resolve
-    settings = resolve(file=config, profile=profile, env=os.environ)
-    if not settings.values.plan:
-        return {}
-    name, _, value = plan_variable(settings.plan).partition("=")
-    return {name: value}
-
-
 def _in_a_process(request: Mapping[str, Any], variables: Mapping[str, str]) -> tuple[str, int]:
     """The result as JSON text, or the exit code if there is none."""
     with tempfile.TemporaryDirectory(prefix="fxtrain-plan-") as folder:
         out = Path(folder) / "run.json"
         line = [sys.executable, "-m", "fxtrain.cli.plan_child", json.dumps(request), str(out)]
-        env = {name: value for name, value in os.environ.items() if name != "FXTRAIN_MESH"}
-        done = subprocess.run(line, env=env | dict(variables), stdout=_STDERR, check=False)
+        env = {**os.environ, **variables}
+        done = subprocess.run(line, env=env, stdout=_STDERR, check=False)
         return (out.read_text(encoding="utf-8") if out.exists() else ""), done.returncode
 
 

@@ -13,7 +13,7 @@ from fxtrain.interop.accelerate_notes import FP8
 from fxtrain.interop.accelerate_rules import Facts, KeyOutcome, megatron, rules
 from fxtrain.launch import LAUNCHERS
 from fxtrain.launch.config.launch_file import Section, problems_of
-from fxtrain.launch.config.overlay import near, put
+from fxtrain.state.parsing import near, put
 
 __all__ = ["Converted", "Note", "convert_accelerate", "translate"]
 

@@ -6,7 +6,7 @@ import attrs
 
 from fxtrain.launch.spec import LaunchSpec
 
-__all__ = ["FLAGS", "Flag", "flag_words"]
+__all__ = ["FLAGS", "PLAN_FLAGS", "Flag", "flag_words"]
 
 
 @attrs.frozen(kw_only=True)
@@ -14,7 +14,7 @@ class Flag:
     """One option of `fxtrain launch`.
 
     Attributes:
-        field: The field of `LaunchSpec` that it sets.
+        field: The field of `LaunchSpec` that it sets, or the path of a field of the plan.
         flag: The flag on the command line.
         help: A one-line description.
         metavar: Name of its value; empty for a switch.
@@ -109,6 +109,29 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(field="executable", flag="--no-python", help="the program is not a Python script"),
     Flag(field="module", flag="-m", help="the program is a module, not a script"),
+)  # fmt: skip
+
+
+PLAN_FLAGS: tuple[Flag, ...] = (
+    Flag(
+        field="plan.mesh", flag="--mesh", metavar="AXIS=N,...",
+        help="ranks per axis, such as shard=4,tensor=2",
+    ),
+    Flag(field="plan.strategy.kind", flag="--strategy", metavar="KIND", help="such as ddp or fsdp"),
+    Flag(field="plan.precision", flag="--precision", metavar="NAME", help="fp32, bf16, fp16, fp8"),
+    Flag(
+        field="plan.accumulate", flag="--accumulate", metavar="N",
+        help="micro-batches per optimizer update",
+    ),
+    Flag(
+        field="plan.clip_norm", flag="--clip-norm", metavar="X",
+        help="maximum total gradient norm",
+    ),
+    Flag(
+        field="plan.batch", flag="--batch", metavar="HOW",
+        help="whether batch sizes are per_rank or global",
+    ),
+    Flag(field="plan.compile", flag="--compile", help="compile the model"),
 )  # fmt: skip
 
 

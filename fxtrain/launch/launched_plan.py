@@ -10,9 +10,13 @@ from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 
 if TYPE_CHECKING:
+    from fxtrain.launch.spec import LaunchSpec
     from fxtrain.state import Plan
 
-__all__ = ["given_plan", "plan_variable"]
+__all__ = ["check_mesh", "given_plan", "plan_variable"]
+
+# Launchers that take the number of ranks from the machines.
+_OWN_RANKS = ("deepspeed", "sagemaker", "tpu", "tpu-pod")
 
 
 @known_arguments(PlanError)
@@ -52,3 +56,20 @@ def plan_variable(plan: "Plan") -> str:
     state = importlib.import_module("fxtrain.state")
     data = json.loads(state.dumps(plan))
     return f"{state.PLAN_VARIABLE}={json.dumps(data, separators=(',', ':'))}"
+
+
+def check_mesh(spec: "LaunchSpec", plan: "Plan") -> None:
+    """Check that the mesh of a plan fits the ranks of a launch, where these are known.
+
+    Raises:
+        MeshError: it does not.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> from fxtrain.launch import LaunchSpec
+        >>> from fxtrain.launch.launched_plan import check_mesh
+        >>> check_mesh(LaunchSpec(target="train.py", ranks=4), fx.Plan(mesh="tensor=2"))
+    """
+    known = spec.min_nodes is None and spec.launcher not in _OWN_RANKS
+    if plan.mesh is not None and known:
+        importlib.import_module("fxtrain.state").resolve_mesh(plan.mesh, spec.world_size)

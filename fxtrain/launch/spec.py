@@ -91,7 +91,8 @@ class LaunchSpec:
         log_dir: Folder for the output of ranks; without one, no files are written.
         redirect: Streams of the ranks that are written to files in `log_dir` only.
         tee: Streams that are written to files in `log_dir` and here, with the rank before each
-        line. show_ranks: Ranks of each node whose output is shown here; all by default.
+            line.
+        show_ranks: Ranks of each node whose output is shown here; all by default.
         cpu: Hide the accelerators of the machine, so that ranks compute on the CPU.
         gpus: Numbers or identifiers of the GPUs to use; all by default.
         bind: Cores for each rank: those of its GPU's NUMA node or socket, a share of them, or

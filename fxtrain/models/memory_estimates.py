@@ -37,7 +37,7 @@ class Training:
     """Bytes on each rank during training, without activations.
 
     Attributes:
-        parameters: Parameters in the precision that the optimizer updates.
+        parameters: Trained parameters in fp32, and frozen ones as they are stored.
         gradients: Gradients of all trained parameters.
         optimizer: Optimizer state.
         working: Copies for computation: autocast's in half precision or, if parameters are
@@ -116,8 +116,18 @@ def training(
     precision: Literal["fp32", "bf16", "fp16"] = "bf16",
     sharding: str = "none",
     ranks: int = 1,
+    keep: bool = False,
 ) -> Training:
-    """Bytes on each rank during training with fp32 parameters under autocast.
+    """Bytes on each rank during training under autocast, with trained parameters in fp32.
+
+    Args:
+        weights: The model.
+        optimizer: One of OPTIMIZERS.
+        precision: Dtype of autocast.
+        sharding: One of SHARDING.
+        ranks: Ranks to shard over.
+        keep: Parameters, gradients and optimizer states in the dtype of the model, as
+            `Precision(params="keep")` says.
 
     Example:
         >>> from fxtrain.models.memory_estimates import training
@@ -130,14 +140,14 @@ def training(
     _choice("precision", precision, ("fp32", "bf16", "fp16"))
     if ranks < 1:
         raise PlanError(f"ranks={ranks}: choose 1 or more.")
-    trained = sum(one.numel for one in weights.tensors if one.trained)
-    frozen = sum(one.numel for one in weights.tensors if one.floating and not one.trained)
+    trained = sum(one.nbytes if keep else 4 * one.numel for one in weights.tensors if one.trained)
+    frozen = sum(one.nbytes for one in weights.tensors if one.floating and not one.trained)
     other = sum(one.nbytes for one in weights.tensors if not one.floating)
     parts = [1 / ranks if level >= least else 1.0 for least in (1, 2, 3)]
     return Training(
-        parameters=(trained + frozen) * 4 * parts[2],
-        gradients=trained * 4 * parts[1],
-        optimizer=trained * per_entry * parts[0],
+        parameters=float(trained + frozen) * parts[2],
+        gradients=trained * parts[1],
+        optimizer=trained / 4 * per_entry * parts[0],
         working=_working(weights.tensors, BYTES[precision], full=level < 3 or ranks == 1),
         buffers=float(other),
     )

@@ -25,20 +25,28 @@ class PlannedWeights:
         weights: Its tensors. Those of quantised weights neither train nor change their format.
         converted: Weights of layers that compute in the format of a recipe, for which autocast
             makes no copies.
+        keep: Whether trained parameters keep their dtype.
     """
 
     weights: Weights
     converted: tuple[str, ...]
+    keep: bool = False
 
     def training(self, *, precision: str, optimizer: str, sharding: str, ranks: int) -> Training:
         """Bytes on each rank during training, as `memory_estimates.training`."""
-        options = {"optimizer": optimizer, "sharding": sharding, "ranks": ranks}
-        found = training(self.weights, precision=precision, **options)  # type: ignore[arg-type]
+        options: dict[str, Any] = {
+            "precision": precision,
+            "optimizer": optimizer,
+            "sharding": sharding,
+            "ranks": ranks,
+            "keep": self.keep,
+        }
+        found = training(self.weights, **options)
         if not self.converted:
             return found
         others = [one for one in self.weights.tensors if one.name not in self.converted]
         rest = attrs.evolve(self.weights, tensors=tuple(others))
-        working = training(rest, precision=precision, **options).working  # type: ignore[arg-type]
+        working = training(rest, **options).working
         largest = max(one.numel for one in self.weights.tensors if one.name in self.converted)
         return attrs.evolve(found, working=working + largest)  # one weight at a time, one byte each
 
@@ -75,6 +83,7 @@ def plan_weights(source: str, plan: Plan) -> PlannedWeights:
     return PlannedWeights(
         weights=Weights(source=source, tensors=_tensors(module), cache=cache_of(known)),
         converted=tuple(f"{name}.weight" if name else "weight" for name in converted),
+        keep=plan.precision.params == "keep" or plan.precision.compute == "fp32",
     )
 
 

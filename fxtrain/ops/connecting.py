@@ -11,6 +11,7 @@ import attrs
 import torch
 from torch import distributed as dist
 
+from fxtrain._addresses import GLOO, find_route
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import ContextError
 from fxtrain._secret import SECRET, derive_key
@@ -28,9 +29,9 @@ from fxtrain.state import (
     Mesh,
     Plan,
     Topology,
+    agreed_mesh,
     axis_groups,
     plan_in,
-    read_mesh,
     read_topology,
     resolve_mesh,
     with_plan,
@@ -40,7 +41,6 @@ __all__ = ["close", "detect", "launched_plan"]
 
 DEFAULT_TIMEOUT_S = 600.0
 LONGEST_S = 1e6  # milliseconds must fit into 31 bits
-_MESH = "FXTRAIN_MESH"
 _CONTROL = "fxtrain control"
 
 
@@ -66,9 +66,8 @@ def detect(
         env: Variables to read instead of the process's environment.
         device: Where to compute; by default this rank's accelerator, or the CPU if there is
             none. "xla", or the variable PJRT_DEVICE, selects torch_xla.
-        mesh: Ranks per axis; by default the value of the variable FXTRAIN_MESH, such as
-            "shard=8,tensor=2", or all ranks on the replicate axis. For a rank that drives
-            several XLA devices, the mesh of its devices.
+        mesh: Ranks per axis; by default that of the launch's plan, or else all ranks on the
+            replicate axis. For a rank that drives several XLA devices, the mesh of its devices.
         timeout_s: Longest wait for another rank, here and in every collective, in seconds;
             600 by default.
         checks: Compare every collective call between the ranks before it runs.
@@ -77,17 +76,21 @@ def detect(
         Opens torch's default process group and a gloo group for control traffic when there
         is more than one rank, and one pair of groups per mesh axis; selects the device.
         The groups are closed when the `with` block or the process ends. Rank 0 serves the
-        rendezvous store, unless the launcher does, at the main address only. With the variable
+        rendezvous store, unless the launcher does, at the main address only. On several nodes,
+        sets GLOO_SOCKET_IFNAME to the interface towards that address, unless it is set. With the
+        variable
         FXTRAIN_RUN_SECRET objects are signed, and objects without a valid signature are refused.
-        A plan in the variable FXTRAIN_PLAN, which `fxtrain launch` sets to that of a launch file,
-        becomes the default of `fx.wrap` and `fx.shard`.
+        A plan in the variable FXTRAIN_PLAN, which `fxtrain launch` sets, or in variables such as
+        FXTRAIN_PLAN__SEED=7 under other launchers, becomes the default of `fx.wrap` and
+        `fx.shard`.
 
     Raises:
         ContextError: the variables contradict each other, the device does not exist, a rank
             never joined within `timeout_s` (the message names it), or ranks have different
             secrets.
-        MeshError: the axes do not multiply to the world size; raised before any rank waits.
-        PlanError: the variable FXTRAIN_PLAN contains no plan; raised before any rank waits.
+        MeshError: the axes do not multiply to the world size, or differ from the mesh of the
+            launch's plan; raised before any rank waits.
+        PlanError: the variables contain no valid plan; raised before any rank waits.
 
     Example:
         >>> import fxtrain as fx
@@ -108,22 +111,31 @@ def detect(
         )
     given = plan_in(variables)
     wait_s = DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
-    if mesh is None and _MESH in variables:
-        mesh = read_mesh(variables[_MESH])
     if dist.is_available() and dist.is_initialized():
         topology = _existing_topology(variables)
         found, _ = find_device(device, variables, topology)
+        mesh = agreed_mesh(mesh, given and given.mesh, topology.world_size)
         ctx = _connect_ranks(topology, found, mesh, wait_s, checks=checks, store=None, key=key)
         return with_plan(ctx, given)
     topology = read_topology(variables)
     found, devices = find_device(device, variables, topology)
-    if topology.world_size == 1:
+    alone = topology.world_size == 1
+    mesh = agreed_mesh(mesh, given and given.mesh, devices if alone else topology.world_size)
+    if alone:
         ctx = _single_rank_context(topology, found, devices, mesh, wait_s, checks=checks)
         return with_plan(ctx, given)
-    resolve_mesh(mesh or Mesh(), topology.world_size)  # raises before waiting for other ranks
+    _choose_interface(variables, topology)
     store = open_store(topology, wait_s, key=key)
     ctx = _connect_ranks(topology, found, mesh, wait_s, checks=checks, store=store, key=key)
     return with_plan(ctx, given)
+
+
+def _choose_interface(variables: Mapping[str, str], topology: Topology) -> None:
+    """Make gloo use the network towards the main address, which it reads from the environment."""
+    if topology.num_nodes > 1 and GLOO not in variables:
+        route = find_route(topology.main_address, topology.main_port)
+        if route.interface:
+            os.environ[GLOO] = route.interface
 
 
 def _check_kinds(env: object, mesh: object) -> None:

@@ -33,6 +33,9 @@ def plan_for(action: str, ctx: DistContext, plan: Plan | None) -> Plan:
     given = ctx.given_plan
     if plan is None:
         return given or _DEFAULT
+    if given is not None and plan.mesh is None:  # any mesh, such as the launch's
+        given = attrs.evolve(given, mesh=None)
+        given = None if given == _DEFAULT else given
     if given is not None and plan != given and plan not in ctx.comm.state.logged_plans:
         ctx.comm.state.logged_plans.add(plan)
         log(ctx, "fxtrain.plan").warning(

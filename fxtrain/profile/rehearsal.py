@@ -17,7 +17,15 @@ from fxtrain.profile.library_tables import real_tables
 from fxtrain.profile.problems import ends_the_run, find_problems
 from fxtrain.profile.torch_patches import formattable, lazy_chunks, load_in_process, swappable
 from fxtrain.profile.watching import LoopRecorder, Mark, StepsConverged, recording
-from fxtrain.state import DistContext, DryRun, Mesh, read_topology, resolve_mesh, with_plan
+from fxtrain.state import (
+    PLAN_VARIABLE,
+    DistContext,
+    DryRun,
+    Mesh,
+    dumps,
+    read_topology,
+    resolve_mesh,
+)
 
 __all__ = ["dry_run", "rehearse"]
 
@@ -46,7 +54,7 @@ def dry_run(
         fn: Takes a context and trains; at least one optimizer must update.
         world: World size to simulate.
         rank: The rank to run as.
-        mesh: Ranks per axis; all ranks replicate by default.
+        mesh: Ranks per axis; by default that of the launch's plan, or else all ranks replicate.
         device_memory: Memory of one device: bytes, or text such as "80GB" or "24GiB".
 
     Returns:
@@ -77,14 +85,17 @@ def dry_run(
         >>> [(row.kind, row.axis, row.count, row.bytes) for row in run.step]
         [('all_reduce', 'replicate', 1, 4000000)]
     """
-    variables = place(world, rank, mesh)
+    given = launched_plan()
+    planned = None if given is None else given.mesh
+    variables = place(world, rank, mesh or planned)
+    launched = {} if given is None else {PLAN_VARIABLE: dumps(given)}
 
     def call() -> None:
-        with ops.detect(variables, device="cpu", mesh=mesh) as ctx:
-            fn(with_plan(ctx, launched_plan()))
+        with ops.detect({**variables, **launched}, device="cpu", mesh=mesh) as ctx:
+            fn(ctx)
 
     name = getattr(fn, "__name__", type(fn).__name__)
-    return rehearse(call, variables, name=name, mesh=mesh, device_memory=device_memory)
+    return rehearse(call, variables, name=name, mesh=mesh or planned, device_memory=device_memory)
 
 
 def rehearse(

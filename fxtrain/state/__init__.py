@@ -22,7 +22,7 @@ from fxtrain.state.fsdp import FSDP
 from fxtrain.state.local_sgd import DiLoCo, LocalSGD, is_alone, round_begins, round_ends
 from fxtrain.state.low_precision.quantized_weights import Bnb4, Bnb8, Quantize, Torchao
 from fxtrain.state.low_precision.recipes import MX, TE, Float8, Recipe
-from fxtrain.state.mesh import AXES, Mesh, axis_groups, read_mesh, resolve_mesh
+from fxtrain.state.mesh import AXES, Mesh, agreed_mesh, axis_groups, read_mesh, resolve_mesh
 from fxtrain.state.model.module_names import check_open
 from fxtrain.state.model.stored_state import FlatShard, ModelState, StateReader
 from fxtrain.state.parsing import Format, parse_json, parse_text, unique_keys
@@ -71,7 +71,7 @@ from fxtrain.state.trackers import (
     WandB,
 )
 from fxtrain.state.weight import Location, Part, Weight
-from fxtrain.state.window import AccumulationWindow, window_in
+from fxtrain.state.window import AccumulationWindow
 
 __all__ = [
     "AXES",
@@ -151,6 +151,7 @@ __all__ = [
     "WeightedLoss",
     "Wrapped",
     "XLA",
+    "agreed_mesh",
     "axis_groups",
     "check_connected",
     "check_open",
@@ -185,7 +186,6 @@ __all__ = [
     "units_by_name",
     "unstructure",
     "unsupported",
-    "window_in",
     "with_plan",
     "write_plan",
     "write_record",

@@ -291,7 +291,7 @@ class DistContext(Displayed):
 
 
 def with_plan(ctx: DistContext, plan: Plan | None) -> DistContext:
-    """The same context and axes, with the plan of the launch.
+    """The same context and axes, with the plan of the launch; that of an axis names no mesh.
 
     Example:
         >>> import fxtrain as fx
@@ -299,7 +299,8 @@ def with_plan(ctx: DistContext, plan: Plan | None) -> DistContext:
         ...     fx.state.with_plan(ctx, fx.Plan(seed=7)).axis("data").given_plan.seed
         7
     """
-    axes = {name: with_plan(axis, plan) for name, axis in ctx._axes.items()}
+    within = None if plan is None else attrs.evolve(plan, mesh=None)
+    axes = {name: with_plan(axis, within) for name, axis in ctx._axes.items()}
     return attrs.evolve(ctx, given_plan=plan, axes=MappingProxyType(axes))
 
 

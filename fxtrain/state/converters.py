@@ -87,6 +87,9 @@ def structure(data: object, cls: type[T], configs: tuple[type, ...] | None = Non
 def fingerprint(record: object) -> str:
     """A digest of all values of a record: equal for equal records, on every machine.
 
+    A field that a later version added is left out at its default, so that the digests that
+    checkpoints and trackers store stay equal.
+
     Raises:
         PlanError: it is not a record, or contains a value that files do not support.
 
@@ -95,7 +98,7 @@ def fingerprint(record: object) -> str:
         >>> fx.fingerprint(fx.Plan()) == fx.fingerprint(fx.Plan(accumulate=1))
         True
     """
-    text = json.dumps(plain(record), sort_keys=True, separators=(",", ":"))
+    text = json.dumps(_without_added(record, plain(record)), sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(f"{type(record).__name__}{text}".encode(), digest_size=16).hexdigest()
 
 
@@ -158,6 +161,17 @@ def _data(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _data(one) for key, one in value.items()}
     return value
+
+
+def _without_added(record: Any, data: dict[str, Any]) -> dict[str, Any]:
+    """The data of a record, without fields at their defaults that older versions do not have."""
+    for field in attrs.fields(type(record)):
+        value = getattr(record, field.name)
+        if field.metadata.get("added") and value == field.default:
+            del data[field.alias]
+        elif attrs.has(type(value)) and field.alias in data:
+            data[field.alias] = _without_added(value, data[field.alias])
+    return data
 
 
 def _leaves(data: Any) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from fxtrain._errors import PlanError
 from fxtrain._optional import optional
 from fxtrain._reading import path_problem, read_text, write_file
 from fxtrain.state.converters import plain, structure
-from fxtrain.state.parsing import Format, parse_text
+from fxtrain.state.parsing import Format, from_environment, merge, parse_text, put
 from fxtrain.state.plan import Plan
 
 __all__ = [
@@ -155,20 +155,43 @@ def _without_none(data: Any) -> Any:
 
 
 def plan_in(env: Mapping[str, str]) -> Plan | None:
-    """The plan in the variable FXTRAIN_PLAN; None if it is not set.
+    """The plan in the variable FXTRAIN_PLAN, or in variables such as FXTRAIN_PLAN__SEED=7.
+
+    `fxtrain launch` merges the latter into the former, so they count only where it is not set:
+    under other launchers. None if no such variable is set.
 
     Raises:
-        PlanError: the variable is not a valid plan.
+        PlanError: a variable is not a valid plan, or not a valid part of one.
 
     Example:
         >>> from fxtrain.state import plan_in
         >>> plan_in({"FXTRAIN_PLAN": '{"accumulate": 4}'}).accumulate
         4
+        >>> plan_in({"FXTRAIN_PLAN__MESH": "tensor=2"}).mesh.tensor
+        2
     """
     text = env.get(PLAN_VARIABLE)
     if text is None:
-        return None
+        return _plan_of_parts(env)
     try:
         return loads(text)
     except PlanError as error:
         raise PlanError(f"The variable {PLAN_VARIABLE}, set by fxtrain launch:\n{error}") from None
+
+
+def _plan_of_parts(env: Mapping[str, str]) -> Plan | None:
+    parts = {
+        path.removeprefix("plan."): value
+        for path, (value, _) in from_environment(env).items()
+        if path.startswith("plan.")
+    }
+    if not parts:
+        return None
+    data: dict[str, Any] = {}
+    try:
+        for path, value in parts.items():
+            data = merge(data, put({}, path, value))
+        return structure(data, Plan)
+    except PlanError as error:
+        names = ", ".join(name for name in env if name.startswith(f"{PLAN_VARIABLE}__"))
+        raise PlanError(f"The variables {names}:\n{error}") from None

@@ -1,23 +1,21 @@
 """The axes along which ranks are laid out, and their sizes."""
 
-import difflib
 import itertools
 import math
 import re
 
 import attrs
 
-from fxtrain._arguments import with_known_arguments
-from fxtrain._errors import ContextError, MeshError
+from fxtrain._errors import MeshError
+from fxtrain._record import closest, record
 
-__all__ = ["AXES", "Mesh", "axis_groups", "read_mesh", "resolve_mesh"]
+__all__ = ["AXES", "Mesh", "agreed_mesh", "axis_groups", "read_mesh", "resolve_mesh"]
 
 # Outermost first: neighbouring ranks, whose links are fastest, share the innermost axis.
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 
-@with_known_arguments(ContextError)
-@attrs.frozen(kw_only=True)
+@record
 class Mesh:
     """Ranks per axis; one axis may be -1, for all remaining ranks.
 
@@ -61,8 +59,27 @@ def resolve_mesh(mesh: Mesh, world_size: int) -> Mesh:
     return mesh
 
 
+def agreed_mesh(mesh: Mesh | None, planned: Mesh | None, size: int) -> Mesh | None:
+    """The mesh that the script asks for, or that of the launch's plan; None if both leave it open.
+
+    Raises:
+        MeshError: a mesh does not fit this number of ranks, or the two differ.
+
+    Example:
+        >>> agreed_mesh(Mesh(replicate=1, tensor=-1), Mesh(tensor=2), 2)
+        Mesh(replicate=1, tensor=-1)
+    """
+    shapes = {resolve_mesh(one, size) for one in (mesh, planned) if one is not None}
+    if len(shapes) == 2:
+        raise MeshError(
+            f"fx.detect(mesh={mesh}) and the launch's plan, which has mesh={planned}, lay out the "
+            f"{size} ranks differently. Remove one of the two."
+        )
+    return planned if mesh is None else mesh
+
+
 def read_mesh(text: str) -> Mesh:
-    """A mesh from text, as on the command line and in the variable FXTRAIN_MESH.
+    """A mesh from text, as in `fxtrain launch --mesh`.
 
     Raises:
         MeshError: it is not of the form `axis=size,axis=size`, or an axis is unknown.
@@ -75,8 +92,7 @@ def read_mesh(text: str) -> Mesh:
     for part in text.split(","):
         axis, _, size = (word.strip() for word in part.partition("="))
         if axis not in AXES or axis in sizes or not re.fullmatch(r"-?[0-9]{1,9}", size):
-            near = difflib.get_close_matches(axis, AXES, n=1)
-            hint = f" Did you mean {near[0]}?" if near and near[0] != axis else ""
+            hint = "" if axis in AXES else closest(axis, AXES)
             raise MeshError(
                 f"{text!r} is not a mesh: {part.strip()!r} should be axis=size, with one of "
                 f"{', '.join(AXES)}, each once; for example shard=8,tensor=2.{hint}"

@@ -1,19 +1,25 @@
-"""Parses JSON, TOML and YAML into plain data: one strict reader of each for every file."""
+"""From text to plain data: strict readers of JSON, TOML and YAML, and tables that are merged."""
 
 import json
 import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
 from fxtrain._errors import PlanError
-from fxtrain._record import shown
+from fxtrain._record import closest, shown
+from fxtrain.state.mesh import read_mesh
 from fxtrain.state.yaml_reader import parse_yaml
 
-__all__ = ["Format", "parse_json", "parse_text", "unique_keys"]
+__all__ = [
+    "Format", "from_environment", "leaves", "merge", "near", "parse_json", "parse_text", "put",
+    "unique_keys", "value_of",
+]  # fmt: skip
 
 Format = Literal["json", "toml", "yaml"]
 _MAX_REASON_LENGTH = 500  # characters of a parser's message
+# Fields with a short form, and the key for which it stands in their table.
+_SHORT_FORMS = {"strategy": "kind", "quantize": "kind", "precision": "compute"}
 
 
 def parse_text(text: str, format: Format) -> Any:
@@ -98,3 +104,101 @@ _FORMATS: dict[str, Callable[[str], Any]] = {
     "toml": tomllib.loads,
     "yaml": parse_yaml,
 }
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two tables; where both have a value, `above` wins.
+
+    Nested tables are merged key by key, unless their kinds differ: the options of one strategy do
+    not apply to another. A short form below a table counts as the table for which it stands.
+
+    Example:
+        >>> from fxtrain.launch.config import merge
+        >>> merge({"a": {"x": 1}, "b": 2}, {"a": {"y": 3}})
+        {'a': {'x': 1, 'y': 3}, 'b': 2}
+        >>> merge({"strategy": "fsdp"}, {"strategy": {"shard": 4}})
+        {'strategy': {'kind': 'fsdp', 'shard': 4}}
+    """
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        if isinstance(value, Mapping):
+            under = _table_of(key, under)
+        if isinstance(under, Mapping) and isinstance(value, Mapping) and _of_one(under, value):
+            merged[key] = merge(under, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _table_of(key: str, value: Any) -> Any:
+    """The table for which a short form stands; any other value unchanged."""
+    if key == "compile" and value is True:
+        return {}
+    if not isinstance(value, str):
+        return value
+    if key == "mesh":
+        return {axis: size for axis, size in read_mesh(value).sizes.items() if size != 1}
+    return {_SHORT_FORMS[key]: value} if key in _SHORT_FORMS else value
+
+
+def _of_one(below: Mapping[str, Any], above: Mapping[str, Any]) -> bool:
+    return above.get("kind", below.get("kind")) == below.get("kind")
+
+
+def put(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """Data with a value at a dotted path.
+
+    Example:
+        >>> from fxtrain.launch.config import put
+        >>> put({"a": {"b": 1}}, "a.c", 2)
+        {'a': {'b': 1, 'c': 2}}
+    """
+    head, _, rest = path.partition(".")
+    if not rest:
+        return {**data, head: value}
+    under = data.get(head)
+    return {**data, head: put(dict(under) if isinstance(under, Mapping) else {}, rest, value)}
+
+
+def leaves(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is not a table, with its dotted path; an empty table is a value."""
+    if not isinstance(data, Mapping) or (prefix and not data):
+        yield prefix, data
+        return
+    for key, value in data.items():
+        yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def near(name: Any, known: tuple[str, ...] | list[str]) -> str:
+    """A question about a similar name, or nothing."""
+    close = closest(name, known).strip()
+    return f" (d{close[1:]})" if close else ""
+
+
+def from_environment(env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """Values by path from variables such as FXTRAIN_LAUNCH__RANKS=4.
+
+    Two underscores separate the names of a path; a value is parsed as TOML, or is a string.
+
+    Example:
+        >>> from fxtrain.launch.config import from_environment
+        >>> from_environment({"FXTRAIN_PLAN__DATA__SOURCE": "dispatch"})
+        {'plan.data.source': ('dispatch', 'environment FXTRAIN_PLAN__DATA__SOURCE')}
+    """
+    found: dict[str, tuple[Any, str]] = {}
+    for name in sorted(env):
+        first, *rest = name.split("__")
+        if first in ("FXTRAIN_LAUNCH", "FXTRAIN_PLAN") and rest:
+            path = ".".join([first.removeprefix("FXTRAIN_"), *rest]).lower()
+            found[path] = (value_of(env[name]), f"environment {name}")
+    return found
+
+
+def value_of(text: str) -> Any:
+    """The value of a text in TOML; a text that is none is a string."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError):
+        return text
+    return parsed["value"] if list(parsed) == ["value"] else text

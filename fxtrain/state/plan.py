@@ -18,6 +18,7 @@ from fxtrain.state.low_precision.quantized_weights import (
     names_of,
     quantize_of,
 )
+from fxtrain.state.mesh import Mesh, read_mesh
 from fxtrain.state.precision import FORMATS, Compute, Precision, precision_of
 from fxtrain.state.profiling.profile import Profile
 from fxtrain.state.registry import BUILT_IN, Config, kind_of
@@ -106,6 +107,11 @@ def _compile_of(value: Compile | bool | None) -> Compile | None:  # noqa: FBT001
     return {True: Compile(), False: None}[value] if isinstance(value, bool) else value
 
 
+def _mesh_of(value: Mesh | str | None) -> Mesh | None:
+    """A mesh given as text, such as "shard=8,tensor=2"; any other value unchanged."""
+    return read_mesh(value) if isinstance(value, str) else value
+
+
 def _is_strategy(_: Any, __: Any, value: Any) -> None:
     if isinstance(value, str):
         raise ValueError(
@@ -144,7 +150,9 @@ class Plan:
         clip_norm: Maximum total gradient norm; None does not clip.
         clip_value: Maximum absolute value of a gradient entry; None does not clip.
         nonfinite: What to do with an update whose loss or gradient is non-finite.
-        schedule: Whether schedulers advance once per update or by rows seen.
+        schedule: Whether schedulers advance once per update, by rows seen, or with each update
+            once for each data rank, as Accelerate's do: for a scheduler written for the batches of
+            the loader before it is sharded.
         batch: Whether the loader's batch size is per rank or for all ranks together.
         even: What to do if rows are not divisible: pad repeats rows from the start and marks
             them invalid, drop skips the remaining rows, uneven gives some ranks fewer rows, or
@@ -167,6 +175,8 @@ class Plan:
             digests, with which a restore compares the model's own. Digests suit adapters over a
             base model that is loaded before.
         profile: Which steps `fx.profile(ctx, plan)` records; None for none.
+        mesh: Ranks per axis, or text such as "shard=8,tensor=2". `fx.detect` opens the mesh of the
+            launch's plan, and `fx.wrap` compares it with the context's; None accepts any.
 
     Example:
         >>> import fxtrain as fx
@@ -194,7 +204,7 @@ class Plan:
     clip_norm: float | None = attrs.field(default=None, validator=above(0))
     clip_value: float | None = attrs.field(default=None, validator=above(0))
     nonfinite: Literal["ignore", "skip", "raise"] = "ignore"
-    schedule: Literal["update", "samples"] = "update"
+    schedule: Literal["update", "samples", "ranks"] = "update"
     batch: Literal["per_rank", "global"] = "per_rank"
     even: Literal["pad", "drop", "uneven"] = "pad"
     data: Data = Data()
@@ -214,6 +224,7 @@ class Plan:
     frozen: Literal["values", "digests"] = "values"
     quantize: Bnb8 | Bnb4 | Torchao | None = attrs.field(default=None, converter=quantize_of)
     profile: Profile | None = None
+    mesh: Mesh | None = attrs.field(default=None, converter=_mesh_of, metadata={"added": True})
 
     if TYPE_CHECKING:  # mypy does not see the short forms that converters take
 
@@ -228,7 +239,7 @@ class Plan:
             clip_norm: float | None = None,
             clip_value: float | None = None,
             nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
-            schedule: Literal["update", "samples"] = "update",
+            schedule: Literal["update", "samples", "ranks"] = "update",
             batch: Literal["per_rank", "global"] = "per_rank",
             even: Literal["pad", "drop", "uneven"] = "pad",
             data: Data = ...,
@@ -242,4 +253,5 @@ class Plan:
             frozen: Literal["values", "digests"] = "values",
             quantize: Bnb8 | Bnb4 | Torchao | QuantizeKind | None = None,
             profile: Profile | None = None,
+            mesh: Mesh | str | None = None,
         ) -> None: ...

@@ -43,6 +43,9 @@ class Precision:
         recipe: With fp8 only: fx.Float8(), the default, fx.MX() or fx.TE(), or a short form: the
             scaling of a Float8, such as "rowwise", the format of an MX, such as "mxfp8", or "te".
         output: Dtype of the model's floating-point outputs; None leaves them unchanged.
+        params: Dtype of trained parameters, and so of optimizer states, where `compute` is another:
+            "fp32" converts those in half precision in `fx.wrap`, "keep" leaves them as the model
+            has them.
         scale: Loss scale, used with fp16 only.
     """
 
@@ -54,6 +57,7 @@ class Precision:
         converter=recipe_of,
     )
     output: Literal["fp32"] | None = None
+    params: Literal["fp32", "keep"] = "fp32"
     scale: LossScale = LossScale()
 
     def __attrs_post_init__(self) -> None:

@@ -17,9 +17,9 @@ from fxtrain._reading import StrPath
 from fxtrain.state import DistContext, JsonLines, Plan, Position, check_connected, shown
 from fxtrain.track.entries import Entry
 from fxtrain.track.hyperparameters import about_context, about_plan, flat
-from fxtrain.track.run import Run
+from fxtrain.track.run import Progress, Run
 from fxtrain.track.run_folder import Identity, claim, folder_of, write_identity
-from fxtrain.track.table import find
+from fxtrain.track.table import find, targets
 from fxtrain.track.tracker import Start, Target, Tracker
 from fxtrain.track.writer import Patience, Warn, Writer, start_writer
 
@@ -48,7 +48,8 @@ def track(
     Args:
         path: Folder of the run on this machine; may be that of its checkpoints.
         ctx: The context.
-        to: Configs of trackers, such as `fx.TensorBoard()` or `fx.WandB(project="p")`; or
+        to: Configs of trackers, such as `fx.TensorBoard()` or `fx.WandB(project="p")`; their kinds,
+            such as "wandb"; "all" for those of fxtrain whose packages are installed; or
             `fxtrain.track.Tracker` records of your own.
         plan: Logged as hyperparameters, as the context is.
         settings: Further hyperparameters, nested arbitrarily.
@@ -185,7 +186,7 @@ def _opened(
 
 def _rows(to: Iterable[Any]) -> dict[str, tuple[Tracker, Any]]:
     rows: dict[str, tuple[Tracker, Any]] = {}
-    for one in to:
+    for one in targets(to):
         row, config = (one, None) if isinstance(one, Tracker) else (find(one), one)
         kind = key = str(getattr(config, "kind", row.name))
         count = 1
@@ -269,8 +270,12 @@ def _run(
         **dict(*known.identities[ctx.rank : ctx.rank + 1]),
         **{key: called for key, (_, called) in opened.items()},
     }
-    rows: list[Mapping[str, str]] = _agreed(problem, mine, ctx)
-    rows = rows if asked.everyone else rows[:1]
+    kinds = [
+        row.name if config is None else type(config).__name__ for row, config in asked.rows.values()
+    ]
+    of_ranks = _agreed(problem, (mine, kinds), ctx)
+    _, kinds = of_ranks[0]  # "all" may be fewer on another machine
+    rows: list[Mapping[str, str]] = [row for row, _ in of_ranks[: None if asked.everyone else 1]]
     if ctx.is_main and not ctx.comm.simulated:
         try:
             write_identity(asked.folder, Identity(id=known.id, identities=tuple(rows)))
@@ -281,15 +286,13 @@ def _run(
                 asked.folder,
                 error,
             )
-    kinds = [
-        row.name if config is None else type(config).__name__ for row, config in asked.rows.values()
-    ]
     run = Run(
         id=known.id,
         path=str(asked.folder),
         state={"identities": rows, "kinds": kinds},
         writers=tuple(writer for writer, _ in opened.values()),
         patience=patience,
+        progress=Progress(calls=asked.position.updates),
     )
     # Registered after the libraries' own functions, so that it runs before them.
     atexit.register(run.close)

@@ -18,7 +18,22 @@ from fxtrain.track.entries import Entry, artifact_of, at, hold, image_of, table_
 from fxtrain.track.tracker import At, Tracker
 from fxtrain.track.writer import Patience, Warn, Writer
 
-__all__ = ["Run"]
+__all__ = ["Progress", "Run"]
+
+
+@attrs.define
+class Progress:
+    """What changes in a run.
+
+    Attributes:
+        step: The last step that a caller gave.
+        calls: Calls of `log` without a step while none was given, counted from where the run began.
+        closed: Whether the run is closed.
+    """
+
+    step: Position | int | None = None
+    calls: int = 0
+    closed: bool = False
 
 
 @with_known_arguments(PlanError, use="run = fx.track(path, ctx)")
@@ -45,16 +60,17 @@ class Run:
     _patience: Patience = attrs.field(default=Patience(), alias="patience", repr=False)
     _warn: Warn = attrs.field(factory=Warn, init=False, repr=False)
     _process: int = attrs.field(factory=os.getpid, init=False, repr=False)
-    _closed: list[bool] = attrs.field(factory=list, init=False, repr=False)
+    _progress: Progress = attrs.field(alias="progress", repr=False)
 
-    def log(self, values: Mapping[str, object], step: Position | int) -> None:
+    def log(self, values: Mapping[str, object], step: Position | int | None = None) -> None:
         """Log numbers by name.
 
         Args:
             values: Numbers, tensors of one element, NumPy scalars, `fx.Weighted`; names of nested
                 mappings are joined by "/"; None is skipped. A tensor has the value of this rank:
                 reduce it first for a global value.
-            step: `report.position`, or a number of updates.
+            step: `report.position`, or a number of updates. None is the last one that was given; if
+                none was, the calls are counted.
 
         Raises:
             PlanError: the run is closed, `values` is not a mapping, or `step` is invalid.
@@ -75,7 +91,7 @@ class Run:
             read = hold(values)
             self._put("log", lambda: self._checked(*read(), here))
 
-    def text(self, name: str, text: str, step: Position | int) -> None:
+    def text(self, name: str, text: str, step: Position | int | None = None) -> None:
         """Log text.
 
         Raises:
@@ -84,7 +100,7 @@ class Run:
         here = self._at("text", step)
         self._put("text", lambda: (str(name), str(text), here))
 
-    def image(self, name: str, image: object, step: Position | int) -> None:
+    def image(self, name: str, image: object, step: Position | int | None = None) -> None:
         """Log an image.
 
         Args:
@@ -99,7 +115,9 @@ class Run:
             read = self._taken("image", image_of, image)
             self._put("image", lambda: (str(name), read(), here))
 
-    def table(self, name: str, columns: Mapping[str, object], step: Position | int) -> None:
+    def table(
+        self, name: str, columns: Mapping[str, object], step: Position | int | None = None
+    ) -> None:
         """Log a table.
 
         Args:
@@ -113,7 +131,7 @@ class Run:
             read = self._taken("table", table_of, columns)
             self._put("table", lambda: (str(name), *read(), here))
 
-    def artifact(self, name: str, path: StrPath, step: Position | int) -> None:
+    def artifact(self, name: str, path: StrPath, step: Position | int | None = None) -> None:
         """Log a file or folder, which must exist until the run is closed or flushed.
 
         Raises:
@@ -180,7 +198,7 @@ class Run:
             ...         more.id == run.id
             True
         """
-        if not self._closed:
+        if not self._progress.closed:
             self.flush()
         return {"id": self.id, "identities": [dict(one) for one in self._state["identities"]]}
 
@@ -193,9 +211,9 @@ class Run:
         Effects:
             Waits for the trackers of this rank, at most 120 s.
         """
-        if self._closed:
+        if self._progress.closed:
             return
-        self._closed.append(True)
+        self._progress.closed = True
         atexit.unregister(self.close)
         if os.getpid() == self._process:
             until = time.monotonic() + self._patience.close_s
@@ -220,12 +238,18 @@ class Run:
         return bool(self._writers) and os.getpid() == self._process
 
     def _at(self, call: str, step: Any) -> At:
-        if self._closed:
+        progress = self._progress
+        if progress.closed:
             raise PlanError(
                 f"run.{call}: this run is closed. Log inside its `with` block, or continue it with "
                 f"fx.track(path, ctx, resume=run.state(), position=...)."
             )
-        return at(step)
+        if step is None and progress.step is None:
+            progress.calls += call == "log"
+            return at(progress.calls)
+        here = at(progress.step if step is None else step)
+        progress.step = progress.step if step is None else step
+        return here
 
     def _taken(self, kind: str, take: Callable[[Any], Any], value: Any) -> Callable[[], Any]:
         """Capture a value now; its problems are reported where it is read."""

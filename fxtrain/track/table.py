@@ -1,10 +1,13 @@
 """From the config of a tracker to its functions."""
 
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 from fxtrain._errors import PlanError
 from fxtrain._installed import installed_rows
 from fxtrain._record import closest, shown
+from fxtrain.state.registry import kind_of
 from fxtrain.track.json_lines import JSON_LINES
 from fxtrain.track.libraries.aim import AIM
 from fxtrain.track.libraries.clearml import CLEARML
@@ -18,7 +21,7 @@ from fxtrain.track.libraries.wandb import WANDB
 from fxtrain.track.terminal import TERMINAL
 from fxtrain.track.tracker import Tracker
 
-__all__ = ["TRACKERS", "find", "trackers"]
+__all__ = ["TRACKERS", "find", "targets", "trackers"]
 
 TRACKERS = (
     JSON_LINES,
@@ -66,6 +69,28 @@ def _config_of(row: Tracker) -> type:
     return row.config
 
 
+def targets(to: Iterable[Any]) -> Iterator[Any]:
+    """Configs and trackers in place of kinds, and of "all".
+
+    Raises:
+        PlanError: no tracker has this kind; the message has the most similar name.
+    """
+    for one in to:
+        if one == "all":
+            yield from (row.config() for row in TRACKERS if row.config and _is_installed(row))
+        elif isinstance(one, str):
+            kinds = {kind_of(config): config for config in trackers()}
+            yield kinds[one]() if one in kinds else one
+        else:
+            yield one
+
+
+def _is_installed(row: Tracker) -> bool:
+    spec = find_spec(row.package) if row.package else None
+    # A folder without modules, such as the one that wandb writes, has no origin.
+    return not row.package or (spec is not None and spec.origin is not None)
+
+
 def find(config: Any) -> Tracker:
     """The tracker that a config selects.
 
@@ -86,5 +111,6 @@ def find(config: Any) -> Tracker:
         near = near.replace(f"'{name.lower()}'", f"fx.{name}(...)")
     raise PlanError(
         f"track: no tracker is registered for {shown(config)}. Choose configs of "
-        f"{', '.join(names)}, such as fx.TensorBoard(), or pass a fxtrain.track.Tracker.{near}"
+        f'{", ".join(names)}, such as fx.TensorBoard(), their kinds, such as "tensorboard", '
+        f'"all", or pass a fxtrain.track.Tracker.{near}'
     )

@@ -111,6 +111,7 @@ class Tracker:
         name: Shown in messages.
         config: The config type that selects this tracker; None for one that is passed to `fx.track`
             directly.
+        package: The package that it imports; empty if it needs none.
         open: (config, Start) → the library's own object for this run, or any other value: `native`.
         identity: (native) → the library's id of this run, passed to `open` when it is resumed.
         refuses: (name) → why the library does not accept this name of a metric, image, ...; empty
@@ -133,6 +134,7 @@ class Tracker:
 
     name: str
     config: type | None = None
+    package: str = ""
     open: Callable[[Any, Start], Any] = _open
     identity: Callable[[Any], str] = lambda native: "same"
     refuses: Callable[[str], str] = lambda name: ""
@@ -150,5 +152,5 @@ class Tracker:
     closed_by_caller: bool = False
 
 
-# What a run is logged to: the config of a tracker, or a tracker.
-Target = Config | Tracker
+# What a run is logged to: a tracker's config, its kind, such as "wandb", or a tracker.
+Target = Config | Tracker | str

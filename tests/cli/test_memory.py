@@ -16,6 +16,7 @@ from torch import nn
 import fxtrain as fx
 from fxtrain.cli import Exit, main
 from fxtrain.models.memory_estimates import estimate, inference, training
+from fxtrain.models.planned_weights import plan_weights
 from fxtrain.models.weight_list import KvCache, read_weights
 
 LLAMA = {
@@ -149,6 +150,20 @@ def test_training_bytes_by_hand(factory):
     half = training(weights, precision="bf16")
     assert half.working == 2 * everything
     assert half.total == plain.total + half.working
+
+
+def test_training_in_half_precision_by_hand(monkeypatch):
+    module = types.ModuleType("mymodels")
+    module.Half = lambda: Net().bfloat16()
+    monkeypatch.setitem(sys.modules, "mymodels", module)
+    trained, rest = 40 + 40 + 8, 20 + 8
+    raised = training(read_weights("mymodels:Half"))
+    assert (raised.parameters, raised.gradients) == (4 * trained + 2 * rest, 4 * trained)
+    precision = fx.Precision(compute="bf16", params="keep")
+    choices = {"precision": "bf16", "optimizer": "adamw", "sharding": "none", "ranks": 1}
+    kept = plan_weights("mymodels:Half", fx.Plan(precision=precision)).training(**choices)
+    assert (kept.parameters, kept.gradients) == (2 * (trained + rest), 2 * trained)
+    assert kept.optimizer == raised.optimizer / 2
 
 
 def test_sharding_splits_more_and_more(factory):

@@ -252,3 +252,22 @@ def test_unwrap_gives_a_module_in_its_own_format_back(pair, stage, optimizer):
         assert set(dtypes) == {torch.float32}
         for a, b in zip(got, net().parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+
+
+@on_rank
+def _dtypes_of_half(ctx, plan):
+    model = fx.wrap(net().bfloat16(), ctx, plan, optimizer=adamw)
+    live = {parameter.dtype for parameter in model.parameters()}
+    found = {tensor.dtype for _, tensor in fx.weights(model)}
+    return live, found, {parameter.dtype for parameter in fx.unwrap(model).parameters()}
+
+
+@pytest.mark.parametrize(
+    ("config", "live"),
+    [({}, torch.bfloat16), ({"torch_autocast": {"enabled": True}}, torch.float32)],
+    ids=["masters", "autocast"],
+)
+def test_a_model_in_bf16_trains_over_masters_or_over_fp32_parameters(pair, config, live):
+    plan = fx.Plan(strategy=fx.DeepSpeed(stage=1, config=config), precision="bf16")
+    for found in pair.run(_dtypes_of_half, plan):
+        assert found == ({live}, {torch.bfloat16}, {torch.bfloat16})

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import sys
+from unittest.mock import Mock
 
 import attrs
 import pytest
@@ -37,6 +39,58 @@ def test_a_package_brings_a_tracker_by_entry_point(ctx, tmp_path, monkeypatch):
     assert kept == [(1, {"a": 1.0})]
 
 
+def test_kinds_are_names_of_trackers(ctx, tmp_path, monkeypatch):
+    kept, mine = own_tracker()
+    _install(monkeypatch, attrs.evolve(mine, config=Mine))
+    with fx.track(tmp_path, ctx, ["json_lines", "mine"]) as run:
+        run.log({"a": 1}, 1)
+        assert run.native(Mine) is kept
+    assert kept == [(1, {"a": 1.0})] and read_run(tmp_path).curve("a") == [(1, 1.0)]
+
+
+def test_all_are_the_trackers_whose_packages_are_installed(ctx, tmp_path, monkeypatch, capsys):
+    (tmp_path / "wandb").mkdir()  # what an earlier run of wandb left where the script starts
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    packages = {fx.JsonLines: "", fx.Aim: "torch", fx.WandB: "wandb", fx.Comet: "no_such_package"}
+    rows = [
+        attrs.evolve(own_tracker()[1], config=config, package=package)
+        for config, package in packages.items()
+    ]
+    monkeypatch.setattr("fxtrain.track.table.TRACKERS", rows)
+    with fx.track("run", ctx, "all") as run:
+        assert run.native(fx.JsonLines) == run.native(fx.Aim) == []
+        for config in (fx.WandB, fx.Comet):
+            with pytest.raises(fx.PlanError, match="this run has JsonLines, Aim"):
+                run.native(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "call"),
+    [
+        (fx.WandB(project="p", init={"notes": "n", "settings": {"x": 1}}), "wandb", "init"),
+        (fx.Trackio(init={"private": True}), "trackio", "init"),
+        (fx.SwanLab(init={"description": "d", "project": "other"}), "swanlab", "init"),
+        (fx.Aim(init={"log_system_params": True}), "aim", "Run"),
+        (fx.DVCLive(init={"report": "md"}), "dvclive", "Live"),
+        (fx.Comet(init={"log_code": True}), "comet_ml", "ExperimentConfig"),
+    ],
+    ids=lambda value: getattr(value, "kind", None),
+)
+def test_arguments_of_the_library_reach_it(ctx, tmp_path, monkeypatch, config, name, call):
+    library = Mock()
+    monkeypatch.setitem(sys.modules, name, library)
+    with fx.track(tmp_path / "run", ctx, [config]):
+        pass
+    passed = getattr(library, call).call_args.kwargs
+    if "settings" in config.init:
+        assert passed["settings"] == {"silent": True, "console": "off", "x": 1}
+        passed["settings"] = config.init["settings"]
+    assert config.init.items() <= passed.items()
+    if name == "trackio":
+        assert passed["project"] == tmp_path.name
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -55,6 +109,7 @@ def test_a_wrong_entry_point_is_named(monkeypatch, row, words):
 @pytest.mark.parametrize(
     ("to", "words"),
     [
+        ("tensorbord", r"Did you mean fx.TensorBoard\(...\)"),
         (["tensorbord"], r"Did you mean fx.TensorBoard\(...\)"),
         ([fx.WandB], r"Did you mean fx.WandB\(...\)"),
         ("jsonlines", r"Did you mean fx.JsonLines\(...\)"),
@@ -98,6 +153,11 @@ def test_configs_are_values_that_files_hold():
         fx.WandB(project="p", mode="ofline")
     with pytest.raises(fx.PlanError, match="printable"):
         fx.WandB(project=" ")
+    own = fx.WandB(init={"notes": "n", "settings": {"api_key": "secret"}})
+    assert fx.loads(fx.dumps(own), fx.WandB) == own and hash(own) == hash(fx.WandB())
+    assert "secret" not in repr(own)
+    with pytest.raises(fx.PlanError, match="a table of arguments by name"):
+        fx.WandB(init=3)
 
 
 @pytest.mark.parametrize(

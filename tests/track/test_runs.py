@@ -41,6 +41,23 @@ def test_metrics_are_lines_of_json(ctx, tmp_path):
     assert log.id == run.id
 
 
+def test_without_a_step_calls_are_counted_or_are_at_the_last_step(ctx, tmp_path):
+    with fx.track(tmp_path, ctx) as run:
+        run.log({"a": 1.0})
+        run.log({"a": 2.0})
+        run.text("note", "at the second call")
+        run.log({"a": 3.0}, fx.Position(updates=10, samples=80))
+        run.log({"b": 4.0})
+        state = run.state()
+    log = read_run(tmp_path)
+    assert log.curve("a") == [(1, 1.0), (2, 2.0), (10, 3.0)]
+    assert log.curve("b", over="rows") == [(80, 4.0)]
+    assert [entry["step"] for entry in log.entries if "text" in entry] == [2]
+    with fx.track(tmp_path, ctx, resume=state, position=fx.Position(updates=10)) as run:
+        run.log({"a": 5.0})
+    assert read_run(tmp_path).curve("a")[-1] == (11, 5.0)
+
+
 def test_a_tensor_counts_as_it_was_when_it_was_logged(ctx, tmp_path):
     total = torch.zeros(())
     kept, mine = own_tracker()
@@ -165,7 +182,7 @@ def test_values_that_cannot_be_written_are_named_and_training_continues(ctx, tmp
         lambda run: run.log({"a": 1}, 1.5),
         lambda run: run.log({"a": 1}, True),
         lambda run: run.log({"a": 1}, -1),
-        lambda run: run.image("a", torch.ones(2, 2), None),
+        lambda run: run.image("a", torch.ones(2, 2), "last"),
     ],
 )
 def test_a_wrong_call_is_an_error(ctx, tmp_path, call):

@@ -10,7 +10,7 @@ from fxtrain.testing import Cluster
 # Most of these tests' time goes into compiling programs that run a few times.
 ALONE = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 # Four devices in one process: two copies of parameters that are split in two.
-SPMD = ALONE | {"CPU_NUM_DEVICES": "4", "FXTRAIN_MESH": "replicate=2,shard=2"}
+SPMD = ALONE | {"CPU_NUM_DEVICES": "4", "FXTRAIN_PLAN__MESH": "replicate=2,shard=2"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

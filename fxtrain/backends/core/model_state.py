@@ -20,6 +20,7 @@ from fxtrain.backends.core.optimizer_state import (
     own_tensor_of_ranks,
 )
 from fxtrain.backends.core.optimizers import local_optimizer
+from fxtrain.backends.core.parameter_dtypes import HALF
 from fxtrain.backends.local.averaging_state import (
     load_round,
     resumes_same_replicas,
@@ -36,12 +37,13 @@ from fxtrain.state import (
     StateReader,
     Wrapped,
     round_of,
-    window_in,
 )
 
 __all__ = ["load_extra", "load_state", "saved_windows", "state_of", "window_state"]
 
 _SENDS_BUFFERS = "require_forward_param_sync"
+# In the order of the numbers in a checkpoint; early ones end before `updates`.
+_COUNTS = ("micro", "rows", "full_rows", "real_rows", "unscaled", "updates")
 
 
 def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
@@ -242,10 +244,12 @@ def _check_names(tensors: Mapping[str, Tensor], saved: StateReader) -> None:
     there = {name for name in saved.shapes if name.startswith("module.")}
     problems = [f"  {name[7:]} is not in the checkpoint" for name in tensors.keys() - there]
     problems += [f"  {name[7:]} is only in the checkpoint" for name in there - tensors.keys()]
+    kept = False
     for name in tensors.keys() & there:
         shape, dtype = saved.shapes[name]
         tensor = tensors[name]
         if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+            kept = kept or (tensor.dtype is torch.float32 and dtype in HALF)
             problems.append(
                 f"  {name[7:]} is {dtype} {list(shape)} in the checkpoint, but "
                 f"{tensor.dtype} {list(tensor.shape)} in the model"
@@ -253,6 +257,11 @@ def _check_names(tensors: Mapping[str, Tensor], saved: StateReader) -> None:
     if problems:
         shown = sorted(problems)[:40]
         more = [f"  and {len(problems) - 40} more"] if len(problems) > 40 else []
+        if kept:
+            more.append(
+                "It was saved with parameters in half precision. To continue it so, use "
+                "Plan(precision=fx.Precision(..., params='keep'))."
+            )
         raise CheckpointError(
             "\n".join(["The checkpoint is of a different model:", *shown, *more]), code="FX603"
         )
@@ -272,6 +281,7 @@ def _load_window(model: Wrapped, saved: StateReader) -> None:
         setattr(model.engine, _SENDS_BUFFERS, bool(sends_buffers))
     windows = saved_windows(saved)
     if not windows:  # from another library, which saves no open window
+        model.window.updates = saved.updates
         return
     # Weighted losses are divided by the ranks at the end of the window; others already are.
     factor = saved.ranks / saved.loading_ranks if windows[0].scale else 1.0
@@ -292,20 +302,28 @@ def _load_window(model: Wrapped, saved: StateReader) -> None:
     mine = first.sums if same else every if saved.rank == 0 else torch.zeros_like(every)
     model.window.sums.copy_(mine)
     model.window.scale.copy_(first.scale)
-    model.window.counts.copy_(first.counts)
+    for name in _COUNTS:
+        setattr(model.window, name, getattr(first, name))
 
 
 def window_state(window: AccumulationWindow) -> dict[str, Tensor]:
     """What each rank saves of its open window."""
-    return {"tally": window.sums, "counts": window.counts}
+    counts = [int(getattr(window, name)) for name in _COUNTS]
+    return {"tally": window.sums, "counts": torch.tensor(counts, device="cpu")}
 
 
 def saved_windows(saved: StateReader) -> list[AccumulationWindow]:
     """The windows of all ranks that saved; empty for a checkpoint of another library."""
+    updates = torch.tensor([saved.updates], device="cpu")
     pairs = zip(
         own_tensor_of_ranks(saved, "tally"), own_tensor_of_ranks(saved, "counts"), strict=True
     )
-    return [window_in(sums, counts) for sums, counts in pairs]
+    return [
+        AccumulationWindow(
+            sums=sums, **dict(zip(_COUNTS, torch.cat([counts, updates]).tolist(), strict=False))
+        )
+        for sums, counts in pairs
+    ]
 
 
 def _set_grad(parameter: nn.Parameter, value: Tensor | None) -> None:

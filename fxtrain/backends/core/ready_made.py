@@ -119,6 +119,7 @@ def _optimizer_factory(
         [[names[id(p)] for p in group["params"]] for group in one.param_groups]
         for one in optimizers
     ]
+    dtypes = {p: p.dtype for one in optimizers for g in one.param_groups for p in g["params"]}
 
     def adopt(_: Any) -> Any:
         found = {plain_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}
@@ -127,14 +128,22 @@ def _optimizer_factory(
                 [next((found[name] for name in several if name in found), None) for several in held]
                 for held in layout
             ]
-            _point_to(one, now)
+            _point_to(one, now, dtypes)
         return given
 
     return adopt
 
 
-def _point_to(optimizer: torch.optim.Optimizer, layout: list[list[nn.Parameter | None]]) -> None:
-    """Give an optimizer the parameters as they are now; those of other ranks leave its groups."""
+def _point_to(
+    optimizer: torch.optim.Optimizer,
+    layout: list[list[nn.Parameter | None]],
+    dtypes: Mapping[Any, torch.dtype],
+) -> None:
+    """Give an optimizer the parameters as they are now; those of other ranks leave its groups.
+
+    Args:
+        dtypes: Of the parameters as they were, which states of the same dtype follow.
+    """
     groups = [(group, list(group["params"])) for group in optimizer.param_groups]
     moved = {
         old: new
@@ -153,7 +162,9 @@ def _point_to(optimizer: torch.optim.Optimizer, layout: list[list[nn.Parameter |
             new, state = moved[old], optimizer.state.pop(old, None)
             if state and new is not None:
                 optimizer.state[new] = {
-                    key: value if key == "step" and not on_device else _beside(new, value)
+                    key: value
+                    if key == "step" and not on_device
+                    else _like(new, value, dtypes[old])
                     for key, value in state.items()
                 }
 
@@ -187,9 +198,12 @@ def _leaves(value: Any) -> Iterator[Any]:
     return iter(_tree.flatten(value)[0]) if not isinstance(value, set) else iter(value)
 
 
-def _beside(parameter: nn.Parameter, value: Any) -> Any:
-    """A state on the device of its parameter."""
-    return value.to(parameter.device) if isinstance(value, Tensor) else value
+def _like(parameter: nn.Parameter, value: Any, dtype: torch.dtype) -> Any:
+    """A state on the device of its parameter, and in its dtype if it was in that before."""
+    if not isinstance(value, Tensor):
+        return value
+    follows = value.dtype == dtype
+    return value.to(parameter.device, parameter.dtype if follows else value.dtype)
 
 
 def _scheduler_factory(

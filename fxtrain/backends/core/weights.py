@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fxtrain import ops
+from fxtrain.backends.core.parameter_dtypes import HALF
 from fxtrain.ops.whole_tensors import weights_of
 from fxtrain.state import DistContext, Part, Weight, Wrapped, round_of
 
-__all__ = ["from_first_rank", "in_user_dtypes", "torch_weights"]
+__all__ = ["from_first_rank", "in_loaded_dtypes", "in_user_dtypes", "torch_weights"]
 
 _Gather = Callable[[], Tensor]
 _Read = Callable[[Part | None], Tensor]
@@ -39,7 +40,7 @@ def torch_weights(model: Wrapped) -> dict[str, Weight]:
             found[name] = from_first_rank(weight, now.copies)
     if now is not None and now.anchor:
         _move_anchors(found, now.anchor)
-    return found
+    return in_loaded_dtypes(found, model)
 
 
 def from_first_rank(weight: Weight, copies: DistContext) -> Weight:
@@ -47,6 +48,16 @@ def from_first_rank(weight: Weight, copies: DistContext) -> Weight:
     if copies.world_size == 1 or not isinstance(weight.like, Tensor):
         return weight
     return attrs.evolve(weight, gather=functools.partial(_broadcast, weight.gather, copies))
+
+
+def in_loaded_dtypes(weights: dict[str, Weight], model: Wrapped) -> dict[str, Weight]:
+    """The same tensors, in half precision where `wrap` has converted that to fp32."""
+    raised = {
+        name: weight
+        for name, weight in weights.items()
+        if weight.dtype is torch.float32 and model.formats.get(name) in HALF
+    }
+    return {**weights, **in_user_dtypes(raised, model)}
 
 
 def in_user_dtypes(weights: dict[str, Weight], model: Wrapped) -> dict[str, Weight]:

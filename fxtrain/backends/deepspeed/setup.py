@@ -24,7 +24,7 @@ from fxtrain.backends.deepspeed.config import (
     read_config,
     resolve,
 )
-from fxtrain.backends.deepspeed.config_entries import ZERO
+from fxtrain.backends.deepspeed.config_entries import ZERO, autocasts
 from fxtrain.backends.deepspeed.module_cleanup import (
     autocast_inside,
     record_changes,
@@ -32,7 +32,7 @@ from fxtrain.backends.deepspeed.module_cleanup import (
 )
 from fxtrain.state import DeepSpeed, DistContext, Plan, Strategy, Wrapped
 
-__all__ = ["wrap_engine", "zero_init"]
+__all__ = ["keeps_masters", "wrap_engine", "zero_init"]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -78,6 +78,11 @@ def zero_init(ctx: DistContext, plan: Plan) -> AbstractContextManager[object]:
     library = engines.load()
     engines.connect(library, ctx)
     return library.zero.Init(config_dict_or_path=config)
+
+
+def keeps_masters(plan: Plan) -> bool:
+    """Whether an engine of DeepSpeed keeps parameters in fp32 beside those that compute."""
+    return isinstance(plan.strategy, DeepSpeed) and not autocasts(read_config(plan.strategy))
 
 
 def wrap_engine(

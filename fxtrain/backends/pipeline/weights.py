@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from fxtrain.backends.core.weights import from_first_rank, torch_weights
+from fxtrain.backends.core.weights import from_first_rank, in_loaded_dtypes, torch_weights
 from fxtrain.backends.pipeline.partition import Layout
 from fxtrain.ops.whole_tensors import plain_name, weight_of
 from fxtrain.state import DistContext, Part, Weight, Wrapped
@@ -106,7 +106,7 @@ def pipeline_weights(model: Wrapped) -> dict[str, Weight]:
         is_parameter = isinstance(place.like, nn.Parameter)
         weight = weight if is_parameter else from_first_rank(weight, model.ctx.axis("data"))
         found[plain_name(place.name)] = weight
-    return found
+    return in_loaded_dtypes(found, model)
 
 
 def _fill(

@@ -10,9 +10,9 @@ from fxtrain.backends import STRATEGIES
 from fxtrain.launch import LaunchSpec, known_launchers
 from fxtrain.launch.config.defaults import Machine
 from fxtrain.launch.config.launch_file import Section, problems_of
-from fxtrain.launch.config.overlay import put
 from fxtrain.launch.config.rendering import meanings
 from fxtrain.state import Plan
+from fxtrain.state.parsing import put
 
 __all__ = ["Question", "next_question", "problem_with", "read_answer", "section_of"]
 

@@ -26,8 +26,8 @@ from fxtrain.state import Plan, read_plan
 __all__ = ["ESTIMATE"]
 
 _WORDS = {
-    "parameters": "parameters (fp32)",
-    "gradients": "gradients (fp32)",
+    "parameters": "parameters",
+    "gradients": "gradients",
     "optimizer": "optimizer state",
     "working": "copies in the compute dtype",
     "buffers": "quantised weights and other tensors",

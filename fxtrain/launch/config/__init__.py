@@ -2,16 +2,15 @@
 
 from fxtrain.launch.config.defaults import Machine, detect_machine, suggested
 from fxtrain.launch.config.launch_file import LaunchFile, Section, read_launch_file
-from fxtrain.launch.config.overlay import leaves, merge, put
 from fxtrain.launch.config.rendering import meanings, render
 from fxtrain.launch.config.resolution import (
     Setting,
     Settings,
     find_file,
-    from_environment,
     from_flags,
     resolve,
 )
+from fxtrain.state.parsing import from_environment, leaves, merge, put
 
 __all__ = [
     "LaunchFile",

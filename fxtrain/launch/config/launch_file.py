@@ -10,8 +10,8 @@ from fxtrain._errors import LaunchError, PlanError
 from fxtrain._other_names import hint
 from fxtrain._reading import read_text
 from fxtrain.launch import LAUNCHERS, LaunchSpec, find_launcher, options_from
-from fxtrain.launch.config.overlay import merge, near
 from fxtrain.state import Format, Plan, few, installed_configs, parse_text, shown, structure
+from fxtrain.state.parsing import merge, near
 
 __all__ = [
     "FORMATS",

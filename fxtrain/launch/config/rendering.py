@@ -10,8 +10,8 @@ import attrs
 from fxtrain._optional import optional
 from fxtrain.launch import LaunchSpec, known_launchers
 from fxtrain.launch.config.launch_file import LaunchFile, Section
-from fxtrain.launch.config.overlay import leaves
 from fxtrain.state import Plan, installed_configs, unstructure
+from fxtrain.state.parsing import leaves
 from fxtrain.state.registry import BUILT_IN, kind_of
 
 __all__ = ["Line", "meanings", "render"]

@@ -1,6 +1,5 @@
 """Resolves values from defaults, file, profile, environment and flags, each with its origin."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,17 @@ from fxtrain.launch.config.launch_file import (
     problems_of,
     read_launch_file,
 )
-from fxtrain.launch.config.overlay import leaves, merge, near, put
 from fxtrain.state import Plan, structure, unstructure
+from fxtrain.state.parsing import (
+    from_environment,
+    leaves,
+    merge,
+    near,
+    put,
+    value_of,
+)
 
-__all__ = ["Setting", "Settings", "find_file", "from_environment", "from_flags", "resolve"]
+__all__ = ["Setting", "Settings", "find_file", "from_flags", "resolve"]
 
 # In the current folder; these come before the user's own file.
 HERE = ("fxtrain.toml", "fxtrain.yaml", "fxtrain.yml")
@@ -91,25 +97,6 @@ def find_file(env: Mapping[str, str], *, folder: Path | None = None) -> str:
     return next((str(path) for path in (*here, *own) if path.is_file()), "")
 
 
-def from_environment(env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    """Values by path from variables such as FXTRAIN_LAUNCH__RANKS=4.
-
-    Two underscores separate the names of a path; a value is parsed as TOML, or is a string.
-
-    Example:
-        >>> from fxtrain.launch.config import from_environment
-        >>> from_environment({"FXTRAIN_PLAN__DATA__SOURCE": "dispatch"})
-        {'plan.data.source': ('dispatch', 'environment FXTRAIN_PLAN__DATA__SOURCE')}
-    """
-    found: dict[str, tuple[Any, str]] = {}
-    for name in sorted(env):
-        first, *rest = name.split("__")
-        if first in ("FXTRAIN_LAUNCH", "FXTRAIN_PLAN") and rest:
-            path = ".".join([first.removeprefix("FXTRAIN_"), *rest]).lower()
-            found[path] = (_value(env[name]), f"environment {name}")
-    return found
-
-
 def from_flags(words: Sequence[str]) -> dict[str, tuple[Any, str]]:
     """Values by path from words such as `plan.accumulate=4`.
 
@@ -129,7 +116,7 @@ def from_flags(words: Sequence[str]) -> dict[str, tuple[Any, str]]:
             raise PlanError(
                 f"--set {word}: write a value as launch.ranks=4 or plan.precision=bf16."
             )
-        found[path] = (_value(text), "flag")
+        found[path] = (value_of(text), "flag")
     return found
 
 
@@ -211,11 +198,3 @@ def _with_origin(line: str, origins: Mapping[str, str]) -> str:
     path = line.partition(": ")[0].replace("[", ".").replace("]", "")
     origin = _origin(path, origins)
     return line if origin == "default" else f"{line} ({origin})"
-
-
-def _value(text: str) -> Any:
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError, ValueError):
-        return text
-    return parsed["value"] if list(parsed) == ["value"] else text

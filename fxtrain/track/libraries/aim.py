@@ -21,14 +21,14 @@ def _library() -> Any:
 
 def _open(config: Aim, start: Start) -> Any:
     repo = str(start.folder / "aim") if config.repo is None else config.repo
-    run = _library().Run(
-        start.identity or None,
-        repo=repo,
-        experiment=config.experiment,
-        system_tracking_interval=None,
-        capture_terminal_logs=False,
-        log_system_params=False,
-    )
+    own = {
+        "repo": repo,
+        "experiment": config.experiment,
+        "system_tracking_interval": None,
+        "capture_terminal_logs": False,
+        "log_system_params": False,
+    }
+    run = _library().Run(start.identity or None, **{**own, **config.init})
     run.name = start.name
     return run
 
@@ -58,6 +58,7 @@ def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of
 AIM = Tracker(
     name="Aim",
     config=Aim,
+    package="aim",
     open=_open,
     identity=lambda native: native.hash,
     params=_params,

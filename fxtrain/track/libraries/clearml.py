@@ -25,17 +25,18 @@ def _open(config: ClearML, start: Start) -> Any:
     if not config.online:
         task.set_offline(True)
     continued = start.resumed and config.online
-    opened = task.init(
-        project_name=config.project,
-        task_name=start.name,
-        tags=list(config.tags) or None,
-        reuse_last_task_id=False,
-        continue_last_task=start.identity if continued else False,
-        auto_connect_arg_parser=False,
-        auto_connect_frameworks=False,
-        auto_resource_monitoring=False,
-        auto_connect_streams=False,
-    )
+    own = {
+        "project_name": config.project,
+        "task_name": start.name,
+        "tags": list(config.tags) or None,
+        "reuse_last_task_id": False,
+        "continue_last_task": start.identity if continued else False,
+        "auto_connect_arg_parser": False,
+        "auto_connect_frameworks": False,
+        "auto_resource_monitoring": False,
+        "auto_connect_streams": False,
+    }
+    opened = task.init(**{**own, **config.init})
     if continued:  # ClearML would add the last iteration of the task to every step
         opened.set_initial_iteration(0)
     return opened
@@ -84,6 +85,7 @@ def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of
 CLEARML = Tracker(
     name="ClearML",
     config=ClearML,
+    package="clearml",
     open=_open,
     identity=lambda native: native.id,
     params=_params,

@@ -27,19 +27,19 @@ def _open(config: Comet, start: Start) -> Any:
     folder = start.place(config.folder, "comet")
     if not config.online:
         folder = _free(folder, f"{start.id}.zip")
-    own = comet.ExperimentConfig(
-        name=start.name,
-        offline_directory=str(folder),
-        display_summary_level=0,
+    own = {
+        "name": start.name,
+        "offline_directory": str(folder),
+        "display_summary_level": 0,
         **dict.fromkeys(_BY_ITSELF, False),
-    )
+    }
     return comet.start(
         project_name=config.project,
         workspace=config.workspace,
         online=config.online,
         experiment_key=start.id,
         mode="get" if start.resumed and config.online else "create",
-        experiment_config=own,
+        experiment_config=comet.ExperimentConfig(**{**own, **config.init}),
     )
 
 
@@ -95,6 +95,7 @@ def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of
 COMET = Tracker(
     name="Comet",
     config=Comet,
+    package="comet_ml",
     open=_open,
     identity=lambda native: native.get_key(),
     params=_params,

@@ -23,9 +23,8 @@ def _open(config: DVCLive, start: Start) -> Any:
         for path in sorted((folder / "plots" / "metrics").rglob("*.tsv")):
             _cut(path, start.position.updates)
     # By default it would write a git commit, a dvc.yaml and a report.
-    return library.Live(
-        dir=str(folder), resume=start.resumed, report=None, save_dvc_exp=False, dvcyaml=None
-    )
+    own = {"report": None, "save_dvc_exp": False, "dvcyaml": None}
+    return library.Live(**{"dir": str(folder), "resume": start.resumed, **own, **config.init})
 
 
 def _cut(path: Any, updates: int) -> None:
@@ -69,6 +68,7 @@ def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of
 DVCLIVE = Tracker(
     name="DVCLive",
     config=DVCLive,
+    package="dvclive",
     open=_open,
     refuses=_refuses,
     params=_params,

@@ -46,14 +46,16 @@ def _open(config: MLflow, start: Start) -> Client:
     if start.resumed:
         client.update_run(start.identity, status="RUNNING")
         return Client(client=client, run=start.identity)
-    found = client.get_experiment_by_name(config.experiment)
+    name = config.experiment or "Default"
+    found = client.get_experiment_by_name(name)
     experiment = (
-        client.create_experiment(config.experiment, config.artifacts or artifacts)
+        client.create_experiment(name, config.artifacts or artifacts)
         if found is None
         else found.experiment_id
     )
-    tags = {"fxtrain.run": start.run}
-    made = client.create_run(experiment, run_name=start.name, tags=tags)
+    init = {"run_name": start.name, **config.init}
+    tags = {"fxtrain.run": start.run, **init.pop("tags", {})}
+    made = client.create_run(experiment, **init, tags=tags)
     return Client(client=client, run=made.info.run_id)
 
 
@@ -123,6 +125,7 @@ def _close(native: Client, failed: bool) -> None:  # noqa: FBT001 - the contract
 MLFLOW = Tracker(
     name="MLflow",
     config=MLflow,
+    package="mlflow",
     open=_open,
     identity=lambda native: native.run,
     refuses=_refuses,

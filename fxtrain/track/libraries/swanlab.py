@@ -18,17 +18,18 @@ def _library() -> Any:
 def _open(config: SwanLab, start: Start) -> Any:
     folder = start.place(config.folder, "swanlab")
     folder.mkdir(parents=True, exist_ok=True)
-    return _library().init(
-        project=config.project,
-        workspace=config.workspace,
-        name=start.name,
-        group=start.run if start.everyone else None,
-        id=start.id,
-        resume="allow" if config.mode == "cloud" else None,
-        mode="online" if config.mode == "cloud" else config.mode,
-        log_dir=str(folder),
-        config=dict(start.params),
-    )
+    own = {
+        "project": config.project,
+        "workspace": config.workspace,
+        "name": start.name,
+        "group": start.run if start.everyone else None,
+        "id": start.id,
+        "resume": "allow" if config.mode == "cloud" else None,
+        "mode": "online" if config.mode == "cloud" else config.mode,
+        "log_dir": str(folder),
+        "config": dict(start.params),
+    }
+    return _library().init(**{**own, **config.init})
 
 
 def _log(native: Any, values: Mapping[str, float], at: At) -> None:
@@ -46,6 +47,7 @@ def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of
 SWANLAB = Tracker(
     name="SwanLab",
     config=SwanLab,
+    package="swanlab",
     open=_open,
     log=_log,
     text=_text,

@@ -19,11 +19,12 @@ def _open(config: TensorBoard, start: Start) -> Any:
     library = optional("torch.utils.tensorboard", extra="tensorboard", needed_by=_NEEDED_BY)
     # TensorBoard hides the events of earlier files from that step on.
     purge = start.position.updates + 1 if start.resumed else None
-    return library.SummaryWriter(
-        log_dir=str(start.place(config.folder, "tensorboard")),
-        flush_secs=config.flush_s,
-        purge_step=purge,
-    )
+    own = {
+        "log_dir": str(start.place(config.folder, "tensorboard")),
+        "flush_secs": config.flush_s,
+        "purge_step": purge,
+    }
+    return library.SummaryWriter(**{**own, **config.init})
 
 
 def _params(native: Any, start: Start) -> None:
@@ -75,6 +76,7 @@ def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of
 TENSORBOARD = Tracker(
     name="TensorBoard",
     config=TensorBoard,
+    package="tensorboard",
     open=_open,
     params=_params,
     log=_log,

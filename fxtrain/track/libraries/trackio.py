@@ -21,17 +21,18 @@ def _library() -> Any:
 
 def _open(config: Trackio, start: Start) -> Any:
     # Trackio identifies a run by its name alone, so the id is a part of it.
-    return _library().init(
-        project=config.project,
-        name=start.identity or f"{start.name}-{start.id[:8]}",
-        group=start.run if start.everyone else None,
-        space_id=config.space,
-        config={name: one for name, one in start.params.items() if not name.startswith("_")},
-        resume="allow",
-        embed=False,
-        auto_log_gpu=False,
-        auto_log_cpu=False,
-    )
+    own = {
+        "project": config.project or start.folder.resolve().parent.name or "fxtrain",
+        "name": start.identity or f"{start.name}-{start.id[:8]}",
+        "group": start.run if start.everyone else None,
+        "space_id": config.space,
+        "config": {name: one for name, one in start.params.items() if not name.startswith("_")},
+        "resume": "allow",
+        "embed": False,
+        "auto_log_gpu": False,
+        "auto_log_cpu": False,
+    }
+    return _library().init(**{**own, **config.init})
 
 
 def _last_steps(native: Any, start: Start) -> dict[str, int]:
@@ -72,6 +73,7 @@ def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of
 TRACKIO = Tracker(
     name="Trackio",
     config=Trackio,
+    package="trackio",
     open=_open,
     identity=lambda native: native.name,
     last_steps=_last_steps,

@@ -18,22 +18,25 @@ def _library() -> Any:
 
 
 def _open(config: WandB, start: Start) -> Any:
-    wandb = _library()
-    return wandb.init(
-        project=config.project,
-        entity=config.entity,
-        group=config.group or (start.run if start.everyone else None),
-        tags=list(config.tags),
-        name=start.name,
-        id=start.id,
-        dir=str(start.folder),
-        mode=config.mode,
+    own = {
+        "project": config.project,
+        "entity": config.entity,
+        "group": config.group or (start.run if start.everyone else None),
+        "tags": list(config.tags),
+        "name": start.name,
+        "id": start.id,
+        "dir": str(start.folder),
+        "mode": config.mode,
         # A server appends to the run with this id; a file cannot know its earlier content.
-        resume="allow" if config.mode == "online" else None,
+        "resume": "allow" if config.mode == "online" else None,
         # Independent of other runs in this process.
-        reinit="create_new",
-        settings=wandb.Settings(silent=True, console="off"),
-    )
+        "reinit": "create_new",
+    }
+    init = {**own, **config.init}
+    settings = init.pop("settings", {})
+    if isinstance(settings, Mapping):  # or a `wandb.Settings`
+        settings = {"silent": True, "console": "off", **settings}
+    return _library().init(**init, settings=settings)
 
 
 def _params(native: Any, start: Start) -> None:
@@ -67,6 +70,7 @@ def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of
 WANDB = Tracker(
     name="WandB",
     config=WandB,
+    package="wandb",
     open=_open,
     identity=lambda native: native.id,
     params=_params,
