@@ -5,7 +5,13 @@ from fxtrain.state.batch import Batch, Report, Weighted
 from fxtrain.state.context import Comm, CommState, DistContext, check_connected, with_plan
 from fxtrain.state.context_parallel import CP, token_ranges
 from fxtrain.state.converters import converter_for, fingerprint, structure, unstructure
-from fxtrain.state.deepspeed import DeepSpeed, FromConfig, from_config
+from fxtrain.state.deepspeed import (
+    DeepSpeed,
+    FromConfig,
+    fill_from_config,
+    from_config,
+    read_config,
+)
 from fxtrain.state.differences import Change, diff
 from fxtrain.state.dry_runs import PARTS, DryRun, Memory, Problem, Traffic
 from fxtrain.state.files import (
@@ -160,6 +166,7 @@ __all__ = [
     "dtype_of",
     "dumps",
     "few",
+    "fill_from_config",
     "fingerprint",
     "from_config",
     "installed_configs",
@@ -170,6 +177,7 @@ __all__ = [
     "parse_json",
     "parse_text",
     "plan_in",
+    "read_config",
     "read_mesh",
     "read_plan",
     "read_record",
