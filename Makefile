@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TRACKERS := .venv-trackers
 
-.PHONY: demo docs docs-look docs-serve examples gpu-bundle test test-deepspeed test-gpu test-newest test-recipes test-shadow test-slow test-trackers test-xla lint bench clean
+.PHONY: demo docs docs-look docs-serve examples gpu-bundle test test-deepspeed test-gpu test-newest test-nodes test-recipes test-shadow test-slow test-trackers test-xla lint bench clean
 
 demo: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/fxtrain launch --ranks 2 examples/digits.py
@@ -39,6 +39,10 @@ test-deepspeed: $(VENV)/.test-deepspeed
 # On a device of its own, compiled from tests/devices: what is left on the CPU is an error there.
 test-shadow: $(VENV)/.test
 	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m shadow tests/devices
+
+# On machines made of namespaces, as root.
+test-nodes: $(VENV)/.test
+	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nodes tests/nodes
 
 # With the python3 that has torch for CUDA, and no environment of its own; see docs/gpu.md.
 test-gpu:

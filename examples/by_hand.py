@@ -49,7 +49,7 @@ def main() -> None:
                 with ops.autocast(mine):
                     loss = F.cross_entropy(mine(batch[0]), batch[1])
                 fx.update(ctx, batch, mine, loss)
-                updates = fx.step(ctx, batch, fns).position.updates
+                updates = fx.step(ctx, batch, fns).updates
         pairs = zip(mine.parameters(), theirs.parameters(), strict=True)
         equal = ops.all_ranks(all(torch.equal(a, b) for a, b in pairs), ctx)
         result = {"ranks": ctx.world_size, "updates": updates, "equal": equal}

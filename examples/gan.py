@@ -79,7 +79,7 @@ def main() -> None:
         for epoch in fx.shard(DataLoader(data(), batch_size=BATCH), ctx, plan).epochs(EPOCHS):
             for batch in epoch:
                 fx.step(ctx, batch, d_fns)
-                updates = fx.step(ctx, batch, g_fns).position.updates
+                updates = fx.step(ctx, batch, g_fns).updates
         ours = [*generator.parameters(), *discriminator.parameters()]
         pairs = zip(ours, raw(), strict=True)
         apart = max((a - b).detach().abs().max().item() for a, b in pairs)

@@ -100,7 +100,7 @@ def main() -> None:
         before = train(model, ctx, digits(turned=True), epochs=0)
         after = train(model, ctx, digits(turned=True), epochs=8)
 
-        fx.save(f"{folder}/runs", ctx, model)
+        fx.save(f"{folder}/runs", ctx, model, position=fx.Position(epoch=8))
         fx.restore(f"{folder}/runs", ctx, model)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if ctx.is_main:

@@ -62,7 +62,7 @@ def test_a_checkpoint_gives_the_plan_of_an_installed_strategy_back(installed, tm
     plan = fx.Plan(strategy=Mine(level=3))
     with fx.detect({}, device="cpu") as ctx:
         model = fx.wrap(torch.nn.Linear(2, 1), ctx, plan)
-        fx.save(tmp_path, ctx, model)
+        fx.save(tmp_path, ctx, model, position=fx.Position())
         assert fx.restore(tmp_path, ctx, model).plan() == plan
 
 

@@ -58,7 +58,7 @@ def train(ctx: fx.DistContext, plan: fx.Plan) -> tuple[fx.Wrapped, torch.Tensor]
     fns = fx.StepFns(model=model, loss=lambda model, b: F.cross_entropy(model(b[0]), b[1]))
     for batch in fx.shard(DataLoader(data, batch_size=64), ctx, plan):
         report = fx.step(ctx, batch, fns)
-        if report.position.updates == 8:
+        if report.updates == 8:
             return model, report.loss
     raise SystemExit("the data ends before update 8")
 

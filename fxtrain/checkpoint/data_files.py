@@ -1,5 +1,6 @@
 """One rank's data file: a safetensors file, written sequentially while digests are computed."""
 
+import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,12 +21,14 @@ class Written:
 
     Attributes:
         rank: The rank that wrote.
+        host: The machine on which it runs.
         file: Name, size and digest of its file; None if it had nothing to write.
         tensors: (name, dtype, full shape, part) of tensors that all ranks share.
         own: The same for tensors that belong only to this rank.
     """
 
     rank: int
+    host: str = attrs.field(factory=platform.node)
     file: tuple[str, File] | None = None
     tensors: tuple[tuple[str, str, tuple[int, ...], Part], ...] = ()
     own: tuple[tuple[str, str, tuple[int, ...], Part], ...] = ()

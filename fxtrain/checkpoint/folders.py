@@ -64,16 +64,17 @@ def latest(path: StrPath) -> str | None:
     higher number than all that were in the folder when it was committed.
 
     Incomplete checkpoints (invalid manifest, missing or truncated file) are skipped with a
-    warning in the log. `verify` checks every byte.
+    warning in the log, as long as there is a complete one. `verify` checks every byte.
 
     Args:
         path: A folder into which `save` writes, or an fsspec URL.
 
     Returns:
-        The path of the checkpoint; None if there is none.
+        The path of the checkpoint; None if the folder has none.
 
     Raises:
-        CheckpointError: a checkpoint in the folder cannot be read (permission, too many open
+        CheckpointError: the folder has checkpoints and none is complete, so that a run which
+            continues would begin again; or one cannot be read (permission, too many open
             files, a failing disk) or was written by a newer fxtrain: it may be the newest.
 
     Example:
@@ -82,7 +83,22 @@ def latest(path: StrPath) -> str | None:
         True
     """
     folder = open_storage(path)
-    return _first_whole(folder, reversed(list_checkpoints(folder)))
+    found = list_checkpoints(folder)
+    newest = _first_whole(folder, reversed(found))
+    if newest is None and found:
+        lines = [f"  {one.name}: {'; '.join(one.problems)}" for one in found]
+        raise CheckpointError(
+            "\n".join(
+                [
+                    f"No checkpoint in {folder} is complete:",
+                    *lines,
+                    "Copy the missing files from where they were written, or remove these "
+                    "checkpoints to start the run from its beginning.",
+                ]
+            ),
+            code="FX602",
+        )
+    return newest
 
 
 @known_arguments(CheckpointError)

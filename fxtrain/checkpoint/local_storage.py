@@ -64,6 +64,10 @@ class LocalStorage:
     def __str__(self) -> str:
         return self.path
 
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.path)
+
     def join(self, name: str) -> "LocalStorage":
         return LocalStorage(os.path.join(self.path, name))
 

@@ -26,6 +26,10 @@ class RemoteStorage:
     def __str__(self) -> str:
         return self.url
 
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
     def join(self, name: str) -> "RemoteStorage":
         return RemoteStorage(self.system, f"{self.path}/{name}", f"{self.url}/{name}")
 

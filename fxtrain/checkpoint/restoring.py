@@ -222,6 +222,7 @@ def _saved(reader: Reader, name: str, ctx: DistContext) -> StateReader:
         ranks=len(manifest.own),
         rank=ctx.rank,
         loading_ranks=ctx.world_size,
+        updates=manifest.position.updates,
     )
 
 

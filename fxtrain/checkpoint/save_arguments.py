@@ -48,6 +48,15 @@ def save_request(
     last, every, best = rules["keep_last"], rules["keep_every"], rules["keep_best"]
     keep = retention_rule(last, every, best, rules["best"], metric)
     models = by_name(model)
+    if position is None:
+        position = Position()
+        for name, one in models.items():
+            if one.window.updates or one.window.micro:
+                raise CheckpointError(
+                    f"save(position=...) is missing, but model {name!r} has made "
+                    f"{one.window.updates} updates: the checkpoint would continue with the first "
+                    f"row of the data. Pass position=report.position, or batch.position."
+                )
     if not isinstance(position, Position):
         raise CheckpointError(
             f"save(position=...) takes a Position, found {type(position).__name__}. Pass "

@@ -1,6 +1,8 @@
 """Save checkpoints atomically: every rank learns whether the checkpoint was committed."""
 
+import platform
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal
@@ -32,6 +34,10 @@ from fxtrain.state import CommState, DistContext, Position, Wrapped, check_conne
 
 __all__ = ["save", "save_alone"]
 
+# A network file system may show a file late that another machine has written.
+_VISIBLE_AFTER_S = 5.0
+_POLL_INTERVAL_S = 0.1
+
 
 @known_arguments(CheckpointError)
 def save(
@@ -39,7 +45,7 @@ def save(
     ctx: DistContext,
     model: Wrapped | Mapping[str, Wrapped],
     *,
-    position: Position = Position(),  # noqa: B008 - a frozen value
+    position: Position | None = None,
     extra: object = None,
     metric: float | None = None,
     keep_last: int | None = None,
@@ -60,7 +66,8 @@ def save(
             fsspec URL. A lock in the folder ensures that one run at a time writes into it;
             the lock of a process that has ended is replaced.
         model: A model returned by `fx.wrap`, or several by name.
-        position: Position of the run: `batch.position` or `report.position`.
+        position: Position of the run: `batch.position` or `report.position`. Only models that have
+            made no update may be saved without one.
         extra: User state, the same on every rank: tensors, plain values, attrs records and
             objects with `state_dict()`, nested arbitrarily.
         metric: The number that `keep_best` compares.
@@ -256,6 +263,7 @@ class _Job:
                 found = list_checkpoints(self.folder)
                 order = next_order(found)
                 manifest = _manifest(ctx, self.snapshot, written, order)
+                self._check_shared(written)
                 if self.lock is not None:
                     self.lock.check()
                 self.folder.commit(self.name, self.token, dump_manifest(manifest))
@@ -265,6 +273,24 @@ class _Job:
             except Exception as error:  # as above
                 lines.append(f"  rank 0: {error_text(error)}")
         return ops.broadcast_object((committed, lines), ctx)
+
+    def _check_shared(self, written: Sequence[Written]) -> None:
+        """Check that rank 0 sees the files of all ranks.
+
+        Raises:
+            CheckpointError: it does not, since the folder belongs to each machine.
+        """
+        draft, deadline = self.folder.begin(self.name, self.token), time.monotonic()
+        deadline += _VISIBLE_AFTER_S
+        while absent := _absent(draft, written):
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{self.folder} is not the same folder on every machine: rank 0 on "
+                    f"{platform.node()} does not see the files of {', '.join(absent)}. Use a "
+                    f"folder on a file system that all machines mount, or the URL of an object "
+                    f"store."
+                )
+            time.sleep(_POLL_INTERVAL_S)
 
     def _prune(self, found: Sequence[Found], manifest: Manifest) -> None:
         new = Found(name=self.name, order=manifest.order, metric=manifest.metric)
@@ -284,6 +310,10 @@ class _Job:
                 lines.append(f"  rank 0: {error_text(error)}")
             self.release()
         lines = ops.broadcast_object(lines, ctx)
+        if not ctx.is_main and not committed:
+            # Rank 0 has removed the draft, unless each machine has a folder of its own.
+            with suppress(OSError):
+                self.folder.remove(self.folder.begin(self.name, self.token).name)
         head = (
             f"{self.final} was saved and is intact, but the cleanup after it failed:"
             if committed
@@ -338,6 +368,19 @@ def _prepare(
         if lock is not None:
             lock.release()
         raise
+
+
+def _absent(draft: Storage, written: Sequence[Written]) -> list[str]:
+    """Ranks, with their machines, whose files are not in a draft as they were written."""
+    try:
+        sizes = draft.files()
+    except FileNotFoundError:
+        sizes = {}
+    return [
+        f"rank {one.rank} on {one.host}"
+        for one in written
+        if one.file is not None and sizes.get(one.file[0]) != one.file[1].size
+    ]
 
 
 def _clean(folder: Storage, lines: list[str]) -> None:

@@ -46,6 +46,11 @@ class Writer(Protocol):
 class Storage(Protocol):
     """A folder that contains checkpoints, or the files of one."""
 
+    @property
+    def name(self) -> str:
+        """Its name in the folder that contains it."""
+        ...
+
     def join(self, name: str) -> "Storage":
         """Return a folder inside this one."""
         ...

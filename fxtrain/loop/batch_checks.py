@@ -16,9 +16,6 @@ from fxtrain.state import (
 
 __all__ = ["check_ready"]
 
-# Plan fields that decide how a loader forms windows and sequences, on which a step relies.
-_SHARED = ("accumulate", "flush", "context")
-
 
 def check_ready(call: str, ctx: DistContext, batch: Any, model: Wrapped) -> None:
     """Refuse what a micro-batch cannot be trained with.
@@ -61,17 +58,10 @@ def _is_untouched(loader: Sharded[object]) -> bool:
 
 
 def _check_plans(call: str, loader: Plan | None, model: Plan) -> None:
-    """Refuse a batch whose loader follows a different plan from the model's."""
-    if loader is None or loader is model or loader == model:
-        return
-    differ = [
-        f"{name} is {shown(getattr(model, name))} in fx.wrap and {shown(getattr(loader, name))} "
-        f"in fx.shard"
-        for name in _SHARED
-        if getattr(loader, name) != getattr(model, name)
-    ]
-    if differ:
+    """Refuse a batch whose sequences the loader splits in another way than the model."""
+    if loader is not None and loader.context != model.context:
         raise StepError(
-            f"{call}: the model and its loader follow different plans: {'; '.join(differ)}. Pass "
-            f"the same plan to both: fx.wrap(net, ctx, plan, ...) and fx.shard(loader, ctx, plan)."
+            f"{call}: the loader splits sequences in another way than the model: context is "
+            f"{shown(model.context)} in fx.wrap and {shown(loader.context)} in fx.shard. Pass the "
+            f"same plan to both: fx.wrap(net, ctx, plan, ...) and fx.shard(loader, ctx, plan)."
         )

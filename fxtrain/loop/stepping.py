@@ -26,12 +26,14 @@ from fxtrain.loop.loss_functions import (
     check_no_criterion,
     parameters_problem,
 )
-from fxtrain.loop.nonfinite import found_nonfinite
+from fxtrain.loop.nonfinite import nonfinite_problem
+from fxtrain.loop.schedules import advance, steps_per_update, warn_of_lengths
 from fxtrain.ops.step_parts import check_loss, waiting_schedulers
 from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.state import (
     Batch,
     DistContext,
+    Position,
     Report,
     UpdateResult,
     UpdateSpec,
@@ -155,14 +157,15 @@ def step(
 ) -> Report:
     """Train on one micro-batch.
 
-    An update is due when `batch.position.micro` is 0; until then, gradients accumulate. The
-    gradient of an update is that of the mean over all rows (with `Weighted`, over the total
-    weight) of the window on all ranks. Gradients left in this model by another model's backward
+    An update is due when the model has accumulated `Plan.accumulate` micro-batches, and at the end
+    of the data (unless `Plan(flush=False)`), whatever the loader and other models do. The gradient
+    of an update is that of the mean over all rows (with `Weighted`, over the total weight) of the
+    model's window on all ranks. Gradients left in this model by another model's backward
     are dropped; those of `ops.backward` are kept.
 
     Args:
         ctx: The context for which the model was wrapped.
-        batch: From a loader that `fx.shard` made under the same plan.
+        batch: From a loader of `fx.shard`.
         fns: The model and its loss.
 
     Effects:
@@ -172,8 +175,8 @@ def step(
 
     Raises:
         StepError: the loss is not a scalar that requires grad, the model has no optimizer or was
-            unwrapped, the loader's plan has other windows or sequences than the model's, the loop
-            advanced a scheduler of the model itself, or a value is non-finite under
+            unwrapped, the loader's plan splits sequences in another way than the model's, the
+            loop advanced a scheduler of the model itself, or a value is non-finite under
             `nonfinite="raise"`.
         ContextError: the context is closed.
         CollectiveError: a rank never joins.
@@ -187,39 +190,38 @@ def step(
         ...     fns = fx.StepFns(model=model, loss=lambda model, x: model(x.data).square().mean())
         ...     for batch in fx.shard(DataLoader(torch.ones(4, 1), batch_size=2), ctx):
         ...         report = fx.step(ctx, batch, fns)
-        ...     report.applied, report.position.updates
+        ...     report.applied, report.updates
         (True, 2)
     """
     if more or unknown or not isinstance(fns, StepFns):
         return step(*_arguments((ctx, batch, fns, *more), unknown))
-    model, plan, strategy = fns.model, fns.model.plan, fns.model.strategy
+    model, plan = fns.model, fns.model.plan
     fits = type(batch) is Batch and batch.plan is plan and model.optimizers
     if not fits or model.closed or type(ctx) is not DistContext or ctx.comm.state.closed:
         check_ready("step", ctx, batch, model)
-    position, due = batch.position, batch.position.micro == 0
-    independent = plan.local is not None and weighting.is_independent(model, position)
-    reduce = due or plan.sync_each
-    spans = weighting.window_has_more(batch, model)
+    position, window = batch.position, model.window
+    window.closes = due = window.micro + 1 >= plan.accumulate or (position.is_last and plan.flush)
+    independent = plan.local is not None and weighting.is_independent(model)
     outcome = _NO_UPDATE
     try:
-        if not (model.by_hand or (spans and model.window.micro)):
-            strategy.begin(model)
-        if spans or plan.schedule == "samples":
+        if not (model.by_hand or window.micro):
+            model.strategy.begin(model)
+        if not due or window.micro:  # else the window is this batch
             weighting.count(batch, model, independent=independent)
         compute_loss = fns._compute_local_loss if independent else fns._compute_loss
-        by_itself = independent and weighting.is_one_rank(model)
-        weighted = strategy.run(model, batch, compute_loss, reduce and not by_itself)
+        reduce = (due or plan.sync_each) and not (independent and weighting.is_one_rank(model))
+        weighted = model.strategy.run(model, batch, compute_loss, reduce)
         if plan.nonfinite != "ignore":
-            model.window.bad_losses.add_(~torch.isfinite(weighted.mean))
+            window.bad_losses.add_(~torch.isfinite(weighted.mean))
         if due:
-            outcome = _update(ctx, batch, fns, weighted, independent=independent, spans=spans)
-        if plan.local is not None and round_of(model) is not None:
-            strategy.average(model, position)
+            outcome = _update(ctx, batch, fns, weighted, independent=independent)
+        if plan.local is not None:
+            _average(model, position)
     except (RuntimeError, TypeError, AttributeError) as error:
         _explain(ctx, fns, error)
         raise
-    if position.is_last and position.epoch and model.scheduler is not None:
-        _remind(ctx, model)
+    if not window.updates or (position.is_last and model.scheduler is not None):
+        _remind(ctx, model, position)
     return Report(
         loss=weighted.mean,
         weight=weighted.weight,
@@ -227,6 +229,7 @@ def step(
         applied=outcome.applied,
         skipped=due and not outcome.applied,
         position=position,
+        updates=window.updates,
         aux=None if weighted.aux is None else _tree.map_leaves(_detach, weighted.aux),
     )
 
@@ -242,9 +245,27 @@ def _arguments(given: tuple[Any, ...], unknown: Mapping[str, Any]) -> tuple[Any,
     return arguments
 
 
-def _remind(ctx: DistContext, model: Wrapped) -> None:
-    """Log that a scheduler has received no metric in a whole epoch."""
-    for scheduler in waiting_schedulers(model):
+def _average(model: Wrapped, position: Position) -> None:
+    """End an averaging round, if it ends at the model's number of updates."""
+    if round_of(model) is not None:
+        micro, updates = model.window.micro, model.window.updates
+        model.strategy.average(model, attrs.evolve(position, updates=updates, micro=micro))
+
+
+def _remind(ctx: DistContext, model: Wrapped, position: Position) -> None:
+    """Log once that a whole epoch made no update, or that a scheduler received no metric in it."""
+    window = model.window
+    ended = window.epoch is not None and position.epoch + position.is_last > window.epoch
+    if ended and not window.updates:
+        window.epoch = None
+        ops.log(ctx).warning(
+            "%s: no update in a whole epoch. Micro-batches so far: %d, and Plan(accumulate=%d) "
+            "makes an update when there are %d. Use a smaller number, or train on more batches.",
+            type(model.module).__name__,
+            window.micro,
+            *[model.plan.accumulate] * 2,
+        )
+    for scheduler in waiting_schedulers(model) if position.is_last and position.epoch else ():
         if scheduler.last_epoch == 0:
             ops.log(ctx).warning(
                 "%s has not been stepped: it needs a metric, which fx.step does not know. After "
@@ -274,15 +295,14 @@ def _update(
     weighted: WeightedLoss,
     *,
     independent: bool,
-    spans: bool,
 ) -> UpdateResult:
     model = fns.model
-    plan = model.plan
+    plan, window = model.plan, model.window
     scale = None
-    if spans or weighted.provisional:
+    if window.micro or weighted.provisional:
         scale = weighting.close_window(weighted, model, independent=independent)
-    skip = plan.nonfinite != "ignore" and found_nonfinite(ctx, batch, model)
-    update_spec = fns._update_spec
+    problem = None if plan.nonfinite == "ignore" else nonfinite_problem(ctx, batch, model)
+    update_spec, skip = fns._update_spec, problem is not None
     keep_parameters = independent and weighting.is_empty(batch, model)
     if scale is not None or skip or keep_parameters:
         update_spec = attrs.evolve(
@@ -290,17 +310,22 @@ def _update(
         )
     outcome = model.strategy.apply(model, update_spec)
     model.by_hand.clear()
-    by_rows = plan.schedule == "samples"
-    rows = weighting.end_window(model) if by_rows or spans else 0
+    rows = window.real_rows if window.micro else sum(batch.rows)
+    window.end()
+    if problem is not None and plan.nonfinite == "raise":
+        raise problem
     if outcome.applied and model.schedulers:
-        _advance(model, batch, rows if by_rows else 1)
+        _advance(batch, model, steps_per_update(model, rows))
     return outcome
 
 
-def _advance(model: Wrapped, batch: Batch, times: int) -> None:
+def _advance(batch: Batch, model: Wrapped, steps: int) -> None:
     """Advance the schedulers, which the loop has left alone since the last update."""
+    updates = model.window.updates
+    if not model.advanced:
+        warn_of_lengths(model, batch, steps)
     update, counts = model.advanced or (None, ())
-    if update == batch.position.updates - 1:
+    if update == updates - 1:
         for scheduler, count in zip(model.schedulers, counts, strict=True):
             if getattr(scheduler, "last_epoch", 0) > count:
                 raise StepError(
@@ -309,10 +334,9 @@ def _advance(model: Wrapped, batch: Batch, times: int) -> None:
                     f"call. A scheduler that advances once per epoch is not passed to fx.wrap."
                 )
     for scheduler in model.schedulers:
-        for _ in range(times):
-            scheduler.step()
+        advance(scheduler, steps, capped=model.plan.schedule == "ranks")
     counts = [getattr(scheduler, "last_epoch", 0) for scheduler in model.schedulers]
-    model.advanced[:] = batch.position.updates, counts
+    model.advanced[:] = updates, counts
 
 
 def _explain(ctx: DistContext, fns: StepFns, error: Exception) -> None:

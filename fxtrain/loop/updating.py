@@ -38,8 +38,7 @@ def update(
 
     Args:
         ctx: The context for which the model was wrapped.
-        batch: The batch from which the loss was computed, from a loader that `fx.shard` made
-            under the same plan.
+        batch: The batch from which the loss was computed, from a loader of `fx.shard`.
         model: The wrapped model, called as `model(...)` to compute the loss.
         loss: A mean loss over the rows of the batch, or `Weighted(total, weight)`.
 
@@ -61,7 +60,7 @@ def update(
         ...     for batch in fx.shard(DataLoader(torch.ones(4, 1), batch_size=2), ctx):
         ...         loss = model(batch.data).square().mean()
         ...         report = fx.update(ctx, batch, model, loss)
-        ...     report.applied, report.position.updates
+        ...     report.applied, report.updates
         (True, 2)
     """
     fits = isinstance(ctx, DistContext) and isinstance(model, Wrapped) and loss is not MISSING

@@ -15,45 +15,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxtrain import ops
+from fxtrain import _tree, ops
 from fxtrain._errors import StepError
 from fxtrain.ops.devices import as_scalar
 from fxtrain.state import (
     Batch,
     DistContext,
-    Position,
     Round,
     Weighted,
     WeightedLoss,
     Wrapped,
-    is_alone,
     round_of,
 )
 
 __all__ = [
     "close_window",
     "count",
-    "end_window",
     "is_empty",
     "is_independent",
     "is_one_rank",
     "weigh_loss",
-    "window_has_more",
 ]
 
 
-def window_has_more(batch: Batch, model: Wrapped) -> bool:
-    """Whether the window may hold more than this micro-batch.
-
-    Without accumulation, this happens when a run resumes inside a window of another plan.
-    """
-    return model.plan.accumulate > 1 or batch.window_rows is None
-
-
-def is_independent(model: Wrapped, position: Position) -> bool:
-    """Whether the model is an independent replica at a position."""
+def is_independent(model: Wrapped) -> bool:
+    """Whether the model makes its next update as an independent replica."""
     local = model.plan.local
-    return local is not None and round_of(model) is not None and is_alone(local, position)
+    warmed_up = local is not None and model.window.updates >= local.warmup
+    return warmed_up and round_of(model) is not None
 
 
 def is_one_rank(model: Wrapped) -> bool:
@@ -70,14 +59,16 @@ def weigh_loss(
         data_rank: Of this rank on the data axis.
     """
     sizes, mine = batch.sizes, batch.sizes[data_rank]
+    if not mine and aux is not None:
+        aux = _tree.map_leaves(_zero, aux)
     if independent:
         sizes = _replica_rows(batch, model)
         _count_for_average(loss, batch, model, sizes, present=mine > 0)
     if type(loss) is Weighted:
         return _weigh_explicit(loss, aux, batch, model, independent=independent, present=mine > 0)
     ranks, total = len(sizes), sum(sizes) * batch.parts
-    if model.plan.accumulate > 1 or batch.window_rows is None:  # see `window_has_more`
-        total = int(model.window.full_rows)
+    if model.window.micro:  # else the window is this batch
+        total = model.window.full_rows
     if mine * ranks == total != 0:
         part = loss
     elif mine and total % (mine * ranks) == 0:
@@ -87,6 +78,13 @@ def weigh_loss(
         part = loss * (mine * ranks / total if mine else 0.0)
     mean = loss.detach() if mine else torch.zeros_like(loss.detach())
     return WeightedLoss(loss=part, mean=mean, weight=mine, aux=aux)
+
+
+def _zero(leaf: Any) -> Any:
+    """A metric of placeholder rows, which may be NaN even times a weight of 0."""
+    if isinstance(leaf, Tensor):
+        return torch.zeros_like(leaf)
+    return 0 if type(leaf) in (int, float) else leaf
 
 
 def close_window(
@@ -102,22 +100,15 @@ def close_window(
         factor = torch.where(total > 0, losses.world_size / (window.scale * total), 0.0)
         torch._foreach_zero_([window.scale, window.weight])
         return factor
-    rows, full = int(model.window.rows), int(model.window.full_rows)
+    rows, full = model.window.rows, model.window.full_rows
     return None if rows in (0, full) else full / rows
 
 
 def is_empty(batch: Batch, model: Wrapped) -> bool:
     """Whether an independent replica had no row in the closing window."""
-    if window_has_more(batch, model):
+    if model.window.micro:
         return not model.window.rows
     return not any(_replica_rows(batch, model))
-
-
-def end_window(model: Wrapped) -> int:
-    """Reset the window; return its number of real rows on all ranks."""
-    rows = int(model.window.real_rows)
-    model.window.counts.zero_()
-    return rows
 
 
 def _group(model: Wrapped, *, independent: bool) -> DistContext:
@@ -138,15 +129,21 @@ def _round(model: Wrapped) -> Round:
 
 
 def count(batch: Batch, model: Wrapped, *, independent: bool = False) -> None:
-    """Add a micro-batch's rows to its window."""
+    """Add a micro-batch's rows to the model's window.
+
+    The rows of a full window are those of the loader's, if it opens with this batch too, and an
+    estimate otherwise, as for a model that skips batches: `close_window` corrects it.
+    """
     sizes = _replica_rows(batch, model) if independent else batch.sizes
     window = model.window
     if not window.micro:
-        known = None if independent else batch.window_rows
-        window.full_rows.fill_(known or model.plan.accumulate * max(batch.sizes) * len(sizes))
-    window.micro.add_(1)
-    window.rows.add_(sum(sizes))
-    window.real_rows.add_(sum(batch.rows))
+        window.epoch = batch.position.epoch
+        agrees = batch.position.micro == 1 and not independent
+        known = batch.window_rows if agrees else None
+        window.full_rows = known or model.plan.accumulate * max(batch.sizes) * len(sizes)
+    window.micro += 1
+    window.rows += sum(sizes)
+    window.real_rows += sum(batch.rows)
 
 
 def _count_for_average(
@@ -181,11 +178,12 @@ def _weigh_explicit(
             f"number, the count of items that the total adds up.",
             code="FX502",
         )
-    weight = weight.reshape(()) * present
+    # Not a product: the weight of placeholder rows may be infinite.
+    weight = weight.reshape(()) if present else torch.zeros_like(weight.reshape(()))
     dtype = loss.total.dtype
     mean = loss.total.detach() / torch.where(weight == 0, 1.0, weight).to(dtype)
     mean = mean if present else torch.zeros_like(mean)
-    provisional = batch.parts > 1 or window_has_more(batch, model)
+    provisional = batch.parts > 1 or window.micro > 0
     if not provisional:
         total = ops.reduce(weight, losses, op="sum")
         scale = torch.where(total > 0, losses.world_size / total, 0.0)

@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from fxtrain.state import CommState, Topology
 
-__all__ = ["make_close", "make_part_close"]
+__all__ = ["make_close", "make_part_close", "within"]
 
 _LONGEST_CLOSE_S = 5.0
 
@@ -27,7 +27,7 @@ def make_close(
             return
         word = "" if error is None else f"{type(error).__name__}: {error}"
         patience_s = min(_LONGEST_CLOSE_S, timeout_s)
-        _announce_exit(topology, store, word, patience_s)
+        within(patience_s + 1, lambda: _announce_exit(topology, store, word, patience_s))
         if error is None:
             dist.destroy_process_group()
         else:
@@ -59,6 +59,19 @@ def make_part_close(state: CommState, timeout_s: float) -> Callable[[BaseExcepti
     return close_groups
 
 
+def within(patience_s: float, action: Callable[[], None]) -> bool:
+    """Run an action, for as long as `patience_s` at most; whether it ended.
+
+    torch's calls of a store that another machine serves have no time limit: if that machine loses
+    its power or its network, no answer and no reset arrives.
+    """
+    # A daemon, so that an action that never ends does not keep the process from ending.
+    thread = threading.Thread(target=action, name="fxtrain-within", daemon=True)
+    thread.start()
+    thread.join(patience_s)
+    return not thread.is_alive()
+
+
 def _abort_groups(groups: Sequence[Any], patience_s: float) -> None:
     """Give up what groups are doing; returns after `patience_s` at the latest.
 
@@ -73,10 +86,7 @@ def _abort_groups(groups: Sequence[Any], patience_s: float) -> None:
             else:
                 dist.destroy_process_group(group)
 
-    # A daemon, so that a library that never returns does not keep the process from ending.
-    thread = threading.Thread(target=leave, name="fxtrain-abort", daemon=True)
-    thread.start()
-    thread.join(patience_s)
+    within(patience_s, leave)
 
 
 def _announce_exit(topology: Topology, store: Any, word: str, patience_s: float) -> None:

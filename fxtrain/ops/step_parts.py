@@ -221,7 +221,9 @@ def apply(model: Wrapped, update: UpdateSpec = UpdateSpec()) -> UpdateResult:  #
             code="FX504",
         )
     model.by_hand.clear()
-    return model.strategy.apply(model, update)
+    result = model.strategy.apply(model, update)
+    model.window.end()
+    return result
 
 
 @known_arguments(StepError)

@@ -237,7 +237,7 @@ def _losses(case: Case, ctx: DistContext, plan: Plan, updates: int) -> tuple[flo
         end.callback(unwrap, model)
         batches = chain.from_iterable(shard(loader, ctx, plan).epochs(updates))
         reports = (step(ctx, batch, fns) for batch in batches)
-        due = (report for report in reports if not report.position.micro)
+        due = (report for report in reports if report.applied or report.skipped)
         losses = [float(ops.reduce(one.loss, ctx)) for one in islice(due, updates)]
     return tuple(losses)
 

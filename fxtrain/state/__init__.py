@@ -77,7 +77,7 @@ from fxtrain.state.trackers import (
     WandB,
 )
 from fxtrain.state.weight import Location, Part, Weight
-from fxtrain.state.window import AccumulationWindow, window_in
+from fxtrain.state.window import AccumulationWindow
 
 __all__ = [
     "AXES",
@@ -194,7 +194,6 @@ __all__ = [
     "units_by_name",
     "unstructure",
     "unsupported",
-    "window_in",
     "with_plan",
     "write_plan",
     "write_record",

@@ -22,9 +22,10 @@ class Position:
         index: Rows of this epoch that all ranks together have consumed, without padding; for a
             custom batch sampler, batches instead of rows.
         samples: Rows consumed since the start of the run, over all epochs and ranks.
-        updates: Optimizer updates due so far.
-        micro: Micro-batches in the open accumulation window; 0 if the batch closed its window,
-            so that an update is due.
+        updates: Accumulation windows of the loader's plan that have closed so far: the updates of
+            a model that trains on each of its batches, under the same plan. `report.updates`
+            counts those of any model.
+        micro: Batches in the open one; 0 if the batch closed its window.
         is_last: Whether the batch was the last of its epoch.
     """
 

@@ -1,4 +1,4 @@
-"""The record of an open accumulation window."""
+"""What a model counts: its updates, and the micro-batches of its open accumulation window."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ import attrs
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AccumulationWindow", "window_in"]
+__all__ = ["AccumulationWindow"]
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False)
 class AccumulationWindow:
-    """Sums over the micro-batches of the open accumulation window; zero between windows.
+    """A model's updates, and sums over its open accumulation window; zero between windows.
 
-    The record is frozen and its tensors change in place. Every field below `sums` and `counts` is
-    one number in one of the two, so that a checkpoint holds two tensors and one call zeroes many
-    numbers. Equality and hash are by identity.
+    A step changes it in place. Equality and hash are by identity.
 
     Attributes:
-        sums: On the device, floating-point, shape (4,): the numbers from `scale` to `bad_grads`.
-        counts: On the CPU, int64, shape (5,): the numbers from `micro` to `unscaled`.
+        sums: On the device, floating-point, shape (4,): the four numbers that follow.
         scale: Factor of the window's `Weighted` losses before backward.
         weight: Sum of the weights of this rank's `Weighted` losses.
         bad_losses: Micro-batches with a non-finite loss.
@@ -32,47 +29,40 @@ class AccumulationWindow:
         full_rows: Rows of a full window.
         real_rows: Rows without padding.
         unscaled: Whether gradients are already unscaled (fp16).
-    """
-
-    sums: torch.Tensor
-    counts: torch.Tensor
-    scale: torch.Tensor = attrs.field(repr=False)
-    weight: torch.Tensor = attrs.field(repr=False)
-    bad_losses: torch.Tensor = attrs.field(repr=False)
-    bad_grads: torch.Tensor = attrs.field(repr=False)
-    micro: torch.Tensor = attrs.field(repr=False)
-    rows: torch.Tensor = attrs.field(repr=False)
-    full_rows: torch.Tensor = attrs.field(repr=False)
-    real_rows: torch.Tensor = attrs.field(repr=False)
-    unscaled: torch.Tensor = attrs.field(repr=False)
-
-
-def window_in(sums: torch.Tensor, counts: torch.Tensor) -> AccumulationWindow:
-    """The window whose numbers are in two tensors.
-
-    Args:
-        sums: Floating-point, shape (4,).
-        counts: On the CPU, int64, shape (5,).
+        updates: Updates of the model, from the beginning of its training.
+        closes: Whether the micro-batch that runs now ends the window.
+        epoch: The epoch in which the window opened; None once a warning has told of it.
 
     Example:
         >>> import torch
-        >>> from fxtrain.state import window_in
-        >>> window = window_in(torch.zeros(4), torch.zeros(5, dtype=torch.int64))
-        >>> window.rows.add_(8)
-        tensor(8)
-        >>> window.counts
-        tensor([0, 8, 0, 0, 0])
+        >>> from fxtrain.state import AccumulationWindow
+        >>> window = AccumulationWindow(sums=torch.zeros(4))
+        >>> window.weight.add_(8)
+        tensor(8.)
+        >>> window.sums
+        tensor([0., 8., 0., 0.])
     """
-    return AccumulationWindow(
-        sums=sums,
-        counts=counts,
-        scale=sums[0],
-        weight=sums[1],
-        bad_losses=sums[2],
-        bad_grads=sums[3],
-        micro=counts[0],
-        rows=counts[1],
-        full_rows=counts[2],
-        real_rows=counts[3],
-        unscaled=counts[4],
-    )
+
+    sums: torch.Tensor
+    scale: torch.Tensor = attrs.field(init=False, repr=False)
+    weight: torch.Tensor = attrs.field(init=False, repr=False)
+    bad_losses: torch.Tensor = attrs.field(init=False, repr=False)
+    bad_grads: torch.Tensor = attrs.field(init=False, repr=False)
+    micro: int = 0
+    rows: int = 0
+    full_rows: int = 0
+    real_rows: int = 0
+    unscaled: bool = False
+    updates: int = 0
+    closes: bool = False
+    epoch: int | None = 0
+
+    def __attrs_post_init__(self) -> None:
+        self.scale, self.weight = self.sums[0], self.sums[1]
+        self.bad_losses, self.bad_grads = self.sums[2], self.sums[3]
+
+    def end(self) -> None:
+        """Count an update, and begin a new window."""
+        self.updates += 1
+        self.micro = self.rows = self.full_rows = self.real_rows = 0
+        self.closes = False

@@ -178,7 +178,7 @@ def _result(task: Task, model: Wrapped, reports: list[Report]) -> Run:
     return Run(
         losses=(totals[:, 0] / totals[:, 1]).tolist(),
         norms=[float(r.grad_norm) for r in reports if r.grad_norm is not None],
-        applied=[report.applied for report in reports if report.position.micro == 0],
+        applied=[report.applied for report in reports if report.applied or report.skipped],
         parameters={n: p.detach().cpu().clone() for n, p in module.named_parameters()},
         tied=tied,
         scale=scale,
@@ -193,7 +193,8 @@ def backward_once(placed: DistContext, model: Any) -> None:
         return WeightedLoss(loss=loss, mean=loss.detach(), weight=1)
 
     batch = one_batch(placed, model)
-    model.strategy.run(model, batch, compute_loss, True)  # noqa: FBT003 - as the step does
+    model.window.closes = True  # as the step does
+    model.strategy.run(model, batch, compute_loss, True)  # noqa: FBT003
 
 
 def one_batch(placed: DistContext, model: Any) -> Batch:

@@ -223,7 +223,8 @@ def _background(ctx, folder):
     report, _ = _runs.go_on(ctx, loader, fns, 2)
     wanted = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
     first = fx.save(folder, ctx, model, position=report.position, background=True)
-    skipped = fx.save(folder, ctx, model, background=True, busy="skip")
+    position = report.position
+    skipped = fx.save(folder, ctx, model, position=position, background=True, busy="skip")
     report, _ = _runs.go_on(ctx, loader.at(report.position), fns, 2)  # while it is written
     second = fx.save(folder, ctx, model, position=report.position, background=True)
     assert first.done()  # the second waited for it

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain.checkpoint import saving
@@ -32,6 +33,26 @@ def test_what_cannot_be_saved_is_named(extra, message, tmp_path):
         with pytest.raises(fx.CheckpointError, match=message):
             fx.save(tmp_path, ctx, model, extra=extra)
     assert os.listdir(tmp_path) == []
+
+
+def _saved_without_a_position(ctx, folder, accumulate):
+    plan = fx.Plan(accumulate=accumulate)
+    model = fx.wrap(nn.Linear(2, 1), ctx, plan, optimizer=torch.optim.SGD)
+    fx.save(folder, ctx, model)  # nothing to continue
+    batch = next(iter(fx.shard(DataLoader(torch.ones(8, 2), batch_size=2), ctx)))
+    fx.step(ctx, batch, fx.StepFns(model=model, loss=lambda model, batch: model(batch.data).mean()))
+    with pytest.raises(fx.CheckpointError) as caught:
+        fx.save(folder, ctx, model)
+    fx.save(folder, ctx, model, position=batch.position)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_trained_model_is_saved_with_a_position(pair, accumulate, tmp_path):
+    told = pair.run(_saved_without_a_position, str(tmp_path), accumulate)
+    assert told[0] == told[1]
+    assert "save(position=...) is missing" in told[0] and "Pass position=report.position" in told[0]
+    assert len(os.listdir(tmp_path)) >= 2
 
 
 def test_a_value_that_holds_itself(tmp_path):

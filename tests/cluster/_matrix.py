@@ -57,7 +57,7 @@ def _everything(ctx, options, other, folder, dtype):
     with fx.gathered(model, ranks="main") as whole:
         if whole is not None:
             whole.save_pretrained(f"{folder}/pretrained")
-    fx.save(f"{folder}/run", ctx, model).result()
+    fx.save(f"{folder}/run", ctx, model, position=fx.Position()).result()
     found["train on"] = _train(ctx, loader, fns)
     fx.restore(f"{folder}/run", ctx, model)
     found["restore"] = _weights(model)

@@ -12,7 +12,9 @@ CALLS = {
     "train": lambda ctx, model, fns, batch, folder: model.train(),
     "eval": lambda ctx, model, fns, batch, folder: model.eval(),
     "parameters": lambda ctx, model, fns, batch, folder: model.parameters(),
-    "save": lambda ctx, model, fns, batch, folder: fx.save(folder, ctx, model),
+    "save": lambda ctx, model, fns, batch, folder: fx.save(
+        folder, ctx, model, position=fx.Position()
+    ),
     "restore": lambda ctx, model, fns, batch, folder: fx.restore(folder, ctx, model),
     "export": lambda ctx, model, fns, batch, folder: fx.export(model, folder),
     "load_model": lambda ctx, model, fns, batch, folder: fx.load_model({}, model),

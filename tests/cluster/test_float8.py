@@ -29,7 +29,7 @@ def _resumed(ctx, plan, folder):
     """Losses, whether a restored model continues alike, and the module that unwrapping returns."""
     model, some = wrapped(ctx, plan), list(batches(ctx, plan, 5))
     losses = train(ctx, model, some[:3])
-    fx.save(folder, ctx, model)
+    fx.save(folder, ctx, model, position=fx.Position())
     rest = train(ctx, model, some[3:])
     other = wrapped(ctx, plan, seed=4)
     fx.restore(folder, ctx, other)

@@ -44,7 +44,7 @@ def _train(ctx, name, folder):
     for batch in fx.shard(torch.utils.data.DataLoader(rows, batch_size=2), ctx, plan):
         fx.step(ctx, batch, fns)
     after = _bytes(model.module)
-    fx.save(folder, ctx, model)
+    fx.save(folder, ctx, model, position=fx.Position())
     other = made(5)
     fx.restore(folder, ctx, other)
     restored = _bytes(other.module)

@@ -63,7 +63,7 @@ def _run(ctx, strategy, name, folder):
     with torch.no_grad():
         before = model(TOKENS)
     losses = _train(ctx, model)
-    fx.save(f"{folder}/run", ctx, model)
+    fx.save(f"{folder}/run", ctx, model, position=fx.Position())
     other = _wrapped(ctx, plan, seed=5)
     fx.restore(f"{folder}/run", ctx, other)
     same = _train(ctx, other) == _train(ctx, model)
@@ -114,7 +114,7 @@ def _digests(ctx, name, folder):
     plan = _plan(fx.FSDP(), name, frozen="digests")
     model = _wrapped(ctx, plan)
     _train(ctx, model)
-    fx.save(folder, ctx, model)
+    fx.save(folder, ctx, model, position=fx.Position())
     other = _wrapped(ctx, plan)
     fx.restore(folder, ctx, other)
     same = _train(ctx, other) == _train(ctx, model)

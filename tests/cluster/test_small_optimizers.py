@@ -68,7 +68,7 @@ def _resumed(ctx, name, folder):
     plan = fx.Plan(strategy=fx.DDP() if ctx.world_size > 1 else fx.Single())
     model = fx.wrap(_net(), ctx, plan, optimizer=_factory(name))
     first = _train(ctx, model, itertools.islice(_batches(ctx, plan), 3))
-    fx.save(folder, ctx, model)
+    fx.save(folder, ctx, model, position=fx.Position())
     saved = _dequantised(model)
     rest = list(_batches(ctx, plan))[3:6]
     wanted = _train(ctx, model, rest), _weights(model)
@@ -153,7 +153,7 @@ def _resharded(ctx, name, folder, act):
     batches = list(_batches(ctx, plan))
     if act == "save":
         _train(ctx, model, batches[:3])
-        fx.save(folder, ctx, model)
+        fx.save(folder, ctx, model, position=fx.Position())
     else:
         fx.restore(folder, ctx, model)
     kinds = {
@@ -234,7 +234,7 @@ def _rounded(ctx, folder):
             if act == "save":
                 for batch in batches[:2]:
                     fx.step(ctx, batch, fns)
-                fx.save(folder, ctx, model)
+                fx.save(folder, ctx, model, position=fx.Position())
             else:
                 fx.restore(folder, ctx, model)
             losses = [fx.step(ctx, batch, fns).loss.item() for batch in batches[2:4]]

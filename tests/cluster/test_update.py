@@ -174,8 +174,6 @@ def test_what_is_refused(ctx):
     _refused(ctx, r"has shape \[2, 2\]", batch, model, model(batch[0]))
     with torch.no_grad():
         _refused(ctx, "does not require grad", batch, model, model(batch[0]).sum())
-    other, _ = _wrapped(ctx, fx.Plan(accumulate=2))
-    _refused(ctx, "^update: .*accumulate is 2 in fx.wrap and 1 in fx.shard", batch, other, loss)
     bare = fx.wrap(_net(), ctx)
     _refused(ctx, "^update: this model has no optimizer", batch, bare, bare(batch[0]).sum())
     fx.update(ctx, batch, model, loss)

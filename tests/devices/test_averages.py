@@ -21,7 +21,7 @@ def _averaged(ctx, folder, strategy):
         average.update(fx.step(ctx, batch, fns))
         now = dict(fx.weights(fns.model, device="cpu"))
         wanted = now if wanted is None else {n: wanted[n].lerp(now[n], 0.5) for n in now}
-    fx.save(folder, ctx, fns.model, extra={"ema": average.state})
+    fx.save(folder, ctx, fns.model, position=fx.Position(), extra={"ema": average.state})
     _, again = parts(ctx, plan, module=net())
     restored = fx.ema(again.model)
     fx.restore(folder, ctx, again.model, extra={"ema": restored.state})

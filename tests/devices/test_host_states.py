@@ -29,7 +29,7 @@ def _resumed(ctx, folder, first, then, *, background=False):
     for batch in batches[:3]:
         fx.step(ctx, batch, fns)
     saved = states(fns.model), values(fns.model.module)
-    saving = fx.save(folder, ctx, fns.model, background=background)
+    saving = fx.save(folder, ctx, fns.model, position=fx.Position(), background=background)
     wanted = [float(fx.step(ctx, batch, fns).loss) for batch in batches[3:]]
     if background:
         saving.result()
@@ -68,7 +68,7 @@ def _loaded(ctx, folder):
     batches, model = list(loader), fns.model
     weight = model.module[0].weight
     fx.step(ctx, batches[0], fns)
-    fx.save(folder, ctx, model)
+    fx.save(folder, ctx, model, position=fx.Position())
     before = model.optimizer.state[weight]["exp_avg"].data_ptr()
     fx.step(ctx, batches[1], fns)
     wanted = values(model.module)

@@ -94,7 +94,7 @@ def _saved_while_training(ctx, folder):
         for parameter in fns.model.parameters():
             parameter.add_(1.0)  # still queued behind the busy kernel when save begins
     wanted = [parameter.detach().clone() for parameter in fns.model.parameters()]
-    saving = fx.save(folder, ctx, fns.model, background=True)
+    saving = fx.save(folder, ctx, fns.model, position=fx.Position(), background=True)
     for batch in batches[1:4]:
         fx.step(ctx, batch, fns)
     saving.result()
@@ -118,7 +118,7 @@ def _blocked(ctx, folder):
     for background in (True, True, False):
         synchronize(ctx)
         begin = time.perf_counter()
-        saving = fx.save(folder, ctx, fns.model, background=background)
+        saving = fx.save(folder, ctx, fns.model, position=fx.Position(), background=background)
         taken.append(time.perf_counter() - begin)
         if background:
             saving.result()

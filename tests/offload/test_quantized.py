@@ -94,7 +94,7 @@ def test_adapters_train_through_streamed_weights(ctx, name, tmp_path):
         losses.append([fx.step(ctx, b, fns).loss.item() for b in fx.shard(loader, ctx, plan)])
         values.append(_values(model.module))
         if isinstance(strategy, fx.Offload):
-            fx.save(tmp_path / "runs", ctx, model)
+            fx.save(tmp_path / "runs", ctx, model, position=fx.Position())
             with torch.no_grad():
                 model.module[3].weight.zero_()
             fx.restore(tmp_path / "runs", ctx, model)

@@ -173,7 +173,7 @@ def test_running_statistics_that_stream_are_updated_and_saved(ctx, row, tmp_path
     model, resident, x = wrapped(), Normed(), torch.randn(5, 6)
     for _ in range(3):
         assert torch.equal(model(x), resident(x))
-    fx.save(tmp_path / "run", ctx, model)
+    fx.save(tmp_path / "run", ctx, model, position=fx.Position())
     again = wrapped()
     fx.restore(tmp_path / "run", ctx, again)
     resident.eval()

@@ -53,7 +53,7 @@ def test_scales_are_restored_bit_for_bit(ctx, monkeypatch, tmp_path):
     install(monkeypatch)
     model, some = wrapped(ctx, PLAN), list(batches(ctx, PLAN, 5))
     train(ctx, model, some[:3])
-    fx.save(tmp_path / "a", ctx, model)
+    fx.save(tmp_path / "a", ctx, model, position=fx.Position())
     rest = train(ctx, model, some[3:])
     other = wrapped(ctx, PLAN, seed=5)
     fx.restore(tmp_path / "a", ctx, other)

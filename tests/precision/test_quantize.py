@@ -220,7 +220,7 @@ def test_a_checkpoint_resumes_bit_for_bit(name, tmp_path):
             "3.weight",
             "3.bias",
         }
-        fx.save(tmp_path, ctx, one)
+        fx.save(tmp_path, ctx, one, position=fx.Position())
         fx.restore(tmp_path, ctx, other)
         for model in (one, other):
             train(ctx, model)
@@ -233,7 +233,7 @@ def test_a_checkpoint_of_another_format_is_refused(name, tmp_path):
     with fx.detect(env={}, device="cpu") as ctx:
         plans = [fx.Plan(quantize=fx.Bnb4(format=one)) for one in ("nf4", "fp4")]
         saved, other = (fx.wrap(mlp(), ctx, plan) for plan in plans)
-        fx.save(tmp_path, ctx, saved)
+        fx.save(tmp_path, ctx, saved, position=fx.Position())
         with pytest.raises(fx.CheckpointError, match="0 is bitsandbytes nf4 in the checkpoint"):
             fx.restore(tmp_path, ctx, other)
 
@@ -245,7 +245,7 @@ def test_a_checkpoint_may_hold_digests_of_the_base(name, tmp_path):
         model, same, other = (fx.wrap(frozen_mlp(seed=seed), ctx, plan) for seed in (0, 0, 1))
         with torch.no_grad():
             model.module[3].weight.zero_()
-        handle = fx.save(tmp_path, ctx, model)
+        handle = fx.save(tmp_path, ctx, model, position=fx.Position())
         size = sum(path.stat().st_size for path in Path(handle.path).rglob("*.safetensors"))
         assert size < 20_000  # the head and random states
         fx.restore(tmp_path, ctx, same)

@@ -1,42 +1,22 @@
-"""The record of an accumulation window."""
+"""The record of what a model counts."""
 
-import attrs
-import pytest
 import torch
 
-from fxtrain.state import AccumulationWindow, window_in
+from fxtrain.state import AccumulationWindow
 
 SUMS = ("scale", "weight", "bad_losses", "bad_grads")
-COUNTS = ("micro", "rows", "full_rows", "real_rows", "unscaled")
 
 
-@pytest.fixture
-def window():
-    return window_in(torch.zeros(4, dtype=torch.float64), torch.zeros(5, dtype=torch.int64))
-
-
-def test_every_field_is_one_number_of_what_a_checkpoint_holds(window):
-    # Their places are those of the checkpoints that exist: 'tally' and 'counts' on each rank.
-    assert [field.name for field in attrs.fields(AccumulationWindow)] == [
-        "sums",
-        "counts",
-        *SUMS,
-        *COUNTS,
-    ]
-    for number, name in enumerate((*SUMS, *COUNTS), start=1):
+def test_every_sum_is_a_number_of_one_tensor():
+    # Their places are those of the checkpoints that exist: "tally" on each rank.
+    window = AccumulationWindow(sums=torch.zeros(4, dtype=torch.float64))
+    for number, name in enumerate(SUMS, start=1):
         getattr(window, name).fill_(number)
     assert window.sums.tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert window.counts.tolist() == [5, 6, 7, 8, 9]
 
 
-def test_one_call_zeroes_many_numbers(window):
-    window.weight.add_(3)
-    window.rows.add_(3)
-    window.sums.zero_()
-    window.counts.zero_()
-    assert not any(getattr(window, name) for name in (*SUMS, *COUNTS))
-
-
-def test_the_record_itself_is_frozen(window):
-    with pytest.raises(attrs.exceptions.FrozenInstanceError):
-        window.rows = torch.ones(())
+def test_the_end_of_a_window_counts_an_update_and_leaves_nothing_of_it():
+    window = AccumulationWindow(sums=torch.zeros(4), micro=2, rows=8, full_rows=8, real_rows=7)
+    window.end()
+    assert (window.updates, window.micro, window.rows) == (1, 0, 0)
+    assert (window.full_rows, window.real_rows, window.closes) == (0, 0, False)

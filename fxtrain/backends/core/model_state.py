@@ -37,12 +37,13 @@ from fxtrain.state import (
     StateReader,
     Wrapped,
     round_of,
-    window_in,
 )
 
 __all__ = ["load_extra", "load_state", "saved_windows", "state_of", "window_state"]
 
 _SENDS_BUFFERS = "require_forward_param_sync"
+# In the order of the numbers in a checkpoint; early ones end before `updates`.
+_COUNTS = ("micro", "rows", "full_rows", "real_rows", "unscaled", "updates")
 
 
 def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
@@ -280,6 +281,7 @@ def _load_window(model: Wrapped, saved: StateReader) -> None:
         setattr(model.engine, _SENDS_BUFFERS, bool(sends_buffers))
     windows = saved_windows(saved)
     if not windows:  # from another library, which saves no open window
+        model.window.updates = saved.updates
         return
     # Weighted losses are divided by the ranks at the end of the window; others already are.
     factor = saved.ranks / saved.loading_ranks if windows[0].scale else 1.0
@@ -300,20 +302,28 @@ def _load_window(model: Wrapped, saved: StateReader) -> None:
     mine = first.sums if same else every if saved.rank == 0 else torch.zeros_like(every)
     model.window.sums.copy_(mine)
     model.window.scale.copy_(first.scale)
-    model.window.counts.copy_(first.counts)
+    for name in _COUNTS:
+        setattr(model.window, name, getattr(first, name))
 
 
 def window_state(window: AccumulationWindow) -> dict[str, Tensor]:
     """What each rank saves of its open window."""
-    return {"tally": window.sums, "counts": window.counts}
+    counts = [int(getattr(window, name)) for name in _COUNTS]
+    return {"tally": window.sums, "counts": torch.tensor(counts, device="cpu")}
 
 
 def saved_windows(saved: StateReader) -> list[AccumulationWindow]:
     """The windows of all ranks that saved; empty for a checkpoint of another library."""
+    updates = torch.tensor([saved.updates], device="cpu")
     pairs = zip(
         own_tensor_of_ranks(saved, "tally"), own_tensor_of_ranks(saved, "counts"), strict=True
     )
-    return [window_in(sums, counts) for sums, counts in pairs]
+    return [
+        AccumulationWindow(
+            sums=sums, **dict(zip(_COUNTS, torch.cat([counts, updates]).tolist(), strict=False))
+        )
+        for sums, counts in pairs
+    ]
 
 
 def _set_grad(parameter: nn.Parameter, value: Tensor | None) -> None:

@@ -19,6 +19,7 @@ from fxtrain.backends.core.gradients import (
     unscale_local,
 )
 from fxtrain.backends.core.kept_apart import put_back, watch_outputs
+from fxtrain.backends.core.placeholders import has_no_row, uncounted
 from fxtrain.ops import autocast
 from fxtrain.state import (
     AccumulationWindow,
@@ -30,7 +31,6 @@ from fxtrain.state import (
     WeightedLoss,
     Wrapped,
     round_of,
-    window_in,
 )
 
 __all__ = [
@@ -124,8 +124,14 @@ def run(
     model.own_backward.append("step")
     try:
         with strategy.sync(model, reduce):
-            weighted = compute_loss(model, batch)
-            strategy.backward(weighted.loss, model)
+            if 0 in batch.sizes and has_no_row(model, batch):
+                with uncounted([model.module]) as drop_gradients:
+                    weighted = compute_loss(model, batch)
+                    drop_gradients()
+                    strategy.backward(weighted.loss, model)
+            else:
+                weighted = compute_loss(model, batch)
+                strategy.backward(weighted.loss, model)
     finally:
         model.own_backward.clear()
     return weighted
@@ -212,8 +218,7 @@ def new_scaler(ctx: DistContext, plan: Plan) -> torch.amp.GradScaler | None:
 def new_window(ctx: DistContext) -> AccumulationWindow:
     """An empty accumulation window; MPS has no float64."""
     dtype = torch.float32 if ctx.device.type == "mps" else torch.float64
-    sums = torch.zeros(4, dtype=dtype, device=ctx.device)
-    return window_in(sums, torch.zeros(5, dtype=torch.int64, device="cpu"))
+    return AccumulationWindow(sums=torch.zeros(4, dtype=dtype, device=ctx.device))
 
 
 def _unscale(model: Wrapped) -> None:
@@ -230,7 +235,7 @@ def _unscale(model: Wrapped) -> None:
         state = scaler._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {found.device: found}
         state["stage"] = OptState.UNSCALED
-    model.window.unscaled.fill_(1)
+    model.window.unscaled = True
 
 
 def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, update: UpdateSpec) -> bool:
@@ -253,7 +258,7 @@ def _scaled_update(model: Wrapped, scaler: torch.amp.GradScaler, update: UpdateS
         for optimizer in model.optimizers:
             scaler.step(optimizer)
     scaler.update()
-    model.window.unscaled.zero_()
+    model.window.unscaled = False
     return not overflow and not update.skip
 
 

@@ -89,7 +89,7 @@ class StableBucketsDDP(DistributedDataParallel):
         if any(one.grad is not None for one in changed if not one.requires_grad):
             raise StepError(
                 f"requires_grad_(False) on {told} inside an accumulation window, whose gradients "
-                f"are not reduced yet. Call it after an update, where batch.position.micro is 0.",
+                f"are not reduced yet. Call it after an update.",
                 code="FX505",
             )
         if self.data is not None:

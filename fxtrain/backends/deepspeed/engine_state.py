@@ -99,7 +99,7 @@ def load_engine_state(model: Wrapped, saved: StateReader) -> None:
     if model.optimizers:
         _load_optimizer(model, saved)
     model.window.sums.zero_()
-    model.window.counts.zero_()
+    model.window.updates = windows[0].updates if windows else saved.updates
 
 
 def fill_full(model: Wrapped) -> Callable[[Tensor, Tensor], None]:

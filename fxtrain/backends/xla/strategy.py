@@ -114,8 +114,7 @@ def _sync(model: Wrapped, enabled: bool) -> Iterator[None]:  # noqa: FBT001
     if enabled and data.world_size > 1:
         grads = [p.grad for p in model.module.parameters() if p.grad is not None]
         xla_runtime.mean(grads, data.world_size)
-    plan = model.plan
-    if not enabled or (plan.sync_each and model.window.micro < plan.accumulate):
+    if not enabled or (model.plan.sync_each and not model.window.closes):
         _end(model)
 
 

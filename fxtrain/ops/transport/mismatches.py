@@ -3,11 +3,16 @@
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import attrs
+
 from fxtrain._errors import CollectiveError, ContextError
+from fxtrain.ops.closing import within
+from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.state import DistContext, check_connected
 
 __all__ = [
@@ -22,6 +27,7 @@ __all__ = [
 
 _HERE = str(Path(__file__).resolve().parents[2])
 _POLL_INTERVAL_S = 0.05
+_NOWHERE: Mapping[int, str] = MappingProxyType({})
 
 
 def check_is_context(op: str, ctx: object) -> None:
@@ -95,16 +101,14 @@ def lost_rank_error(
         those of the others, for two seconds at most.
     """
     op, args = call[0], call[1]
-    torch_says = str(error).strip().splitlines() or [type(error).__name__]
-    view = {"op": op, "site": site, "waited_s": round(waited_s, 1)}
-    views, words = _ask_others(ctx, view)
+    told = _ask_others(ctx, {"op": op, "site": site, "waited_s": round(waited_s, 1)})
     waiting = [
         (rank, f"waited {seen['waited_s']:g} s in {seen['op']} at {seen['site']}")
-        for rank, seen in sorted(views.items())
+        for rank, seen in sorted(told.views.items())
     ]
-    gone = [(rank, f"left with {word}") for rank, word in sorted(words.items()) if word]
-    gone += [(rank, "left") for rank, word in sorted(words.items()) if not word]
-    known = views.keys() | words.keys()
+    gone = [(rank, f"left with {word}") for rank, word in sorted(told.words.items()) if word]
+    gone += [(rank, "left") for rank, word in sorted(told.words.items()) if not word]
+    known = told.views.keys() | told.words.keys()
     ended = "timed out" if waited_s >= 0.9 * ctx.comm.timeout_s else "failed"
     never = f"never joined this {op} ({ended} after {waited_s:.3g} s)"
     silent = [(rank, never) for rank in range(ctx.world_size) if rank not in known]
@@ -112,8 +116,9 @@ def lost_rank_error(
         [
             f"{op}({args}) at {site} did not complete ({_where(ctx)}, "
             f"timeout {ctx.comm.timeout_s:g} s).",
-            *by_rank(waiting + gone + silent),
-            f"torch says: {torch_says[0]}",
+            *by_rank(waiting + gone + silent, told.hosts),
+            *told.problem,
+            f"torch says: {first_line(error)}",
             "Check the ranks that never joined: they failed, are still busy, or skipped "
             "this call. If a rank is only slow, raise detect(timeout_s=...).",
         ]
@@ -130,40 +135,89 @@ def unusable_message(ctx: DistContext) -> str:
     )
 
 
-def _ask_others(
-    ctx: DistContext, view: dict[str, Any]
-) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
-    """Views of the ranks that failed in this communicator, and exit messages of those gone."""
-    comm = ctx.comm
-    views, words = {ctx.rank: view}, {}
-    if comm.store is None:
-        return views, words
-    deadline = time.monotonic() + min(2.0, comm.timeout_s / 2)
-    try:
-        comm.store.set(f"{comm.name}/lost/{ctx.rank}", json.dumps(view))
-        while time.monotonic() < deadline and len(views) + len(words) < ctx.world_size:
-            for rank in set(range(ctx.world_size)) - views.keys() - words.keys():
-                lost_key, left_key = f"{comm.name}/lost/{rank}", f"world/left/{comm.ranks[rank]}"
-                if comm.store.check([lost_key]):
-                    views[rank] = json.loads(comm.store.get(lost_key))
-                elif comm.store.check([left_key]):
-                    words[rank] = comm.store.get(left_key).decode()
-            time.sleep(_POLL_INTERVAL_S)
-    except RuntimeError:
-        words[0] = words.get(0) or "its store, so the other ranks cannot be queried"
-        words = {rank: word for rank, word in words.items() if rank not in views}
-    return views, words
+@attrs.frozen
+class _Told:
+    """What the store of the run tells of the ranks of a communicator.
+
+    Attributes:
+        views: Of the ranks that failed in this communicator.
+        words: Exit messages of those that left.
+        hosts: Machines of the ranks, where there are several.
+        problem: Why the store could not be asked, as a line; empty if it could.
+    """
+
+    views: dict[int, dict[str, Any]]
+    words: dict[int, str] = attrs.field(factory=dict[int, str])
+    hosts: dict[int, str] = attrs.field(factory=dict[int, str])
+    problem: list[str] = attrs.field(factory=list[str])
 
 
-def by_rank(entries: Iterable[tuple[int, str]]) -> list[str]:
-    """One line per view, listing the ranks that share it."""
+def _ask_others(ctx: DistContext, view: dict[str, Any]) -> _Told:
+    told = _Told({ctx.rank: view})
+    store = ctx.comm.store
+    if store is not None:
+        patience_s = min(2.0, ctx.comm.timeout_s / 2)
+        deadline = time.monotonic() + patience_s
+
+        def ask() -> None:
+            try:
+                store.set(f"{ctx.comm.name}/lost/{ctx.rank}", json.dumps(view))
+                if ctx.num_nodes > 1:
+                    told.hosts.update(_hosts(ctx))
+                while time.monotonic() < deadline and _read_others(ctx, told):
+                    time.sleep(_POLL_INTERVAL_S)
+            except RuntimeError:
+                told.problem.append(_NO_STORE)
+
+        if not within(patience_s + 1, ask):
+            told.problem.append(_NO_STORE)
+    return attrs.evolve(
+        told, views={**told.views}, words={**told.words}, hosts={**told.hosts}
+    )  # a thread that is still waiting may write later
+
+
+_NO_STORE = (
+    "The store of this run does not answer, so the other ranks could not be asked: the process "
+    "that serves it (that of rank 0, or the launcher of the main node) ended, or this machine "
+    "has lost its connection to it."
+)
+
+
+def _hosts(ctx: DistContext) -> dict[int, str]:
+    """The machine of each rank; empty beside a process group that `detect` did not open."""
+    keys = [f"host/{rank}" for rank in ctx.comm.ranks]
+    if not ctx.comm.store.check(keys):
+        return {}
+    return {rank: name.decode() for rank, name in enumerate(ctx.comm.store.multi_get(keys))}
+
+
+def _read_others(ctx: DistContext, told: _Told) -> bool:
+    """Read what other ranks have written since; whether some have written nothing."""
+    store, name = ctx.comm.store, ctx.comm.name
+    for rank in set(range(ctx.world_size)) - told.views.keys() - told.words.keys():
+        lost_key, left_key = f"{name}/lost/{rank}", f"world/left/{ctx.comm.ranks[rank]}"
+        if store.check([lost_key]):
+            told.views[rank] = json.loads(store.get(lost_key))
+        elif store.check([left_key]):
+            told.words[rank] = store.get(left_key).decode()
+    return len(told.views) + len(told.words) < ctx.world_size
+
+
+def by_rank(entries: Iterable[tuple[int, str]], hosts: Mapping[int, str] = _NOWHERE) -> list[str]:
+    """One line per view, listing the ranks that share it, and their machines if there are many."""
     ranks: dict[str, list[int]] = {}
     for rank, text in entries:
         ranks.setdefault(text, []).append(rank)
     return [
-        f"  rank{'s' * (len(who) > 1)} {_ranges(who)}: {text}"
+        f"  rank{'s' * (len(who) > 1)} {_ranges(who)}{_on(who, hosts)}: {text}"
         for text, who in sorted(ranks.items(), key=lambda item: item[1])
     ]
+
+
+def _on(ranks: list[int], hosts: Mapping[int, str]) -> str:
+    names = [*dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts)]
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f" on {', '.join(names[:4])}{more}" if names else ""
 
 
 def _ranges(ranks: list[int]) -> str:

@@ -68,6 +68,7 @@ class StateReader:
         ranks: Number of ranks that saved.
         rank: This rank, among the `loading_ranks` that load.
         loading_ranks: Number of ranks that load.
+        updates: Updates of the run, for a checkpoint that does not count those of its models.
     """
 
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = attrs.field(repr=describe)
@@ -77,3 +78,4 @@ class StateReader:
     ranks: int
     rank: int
     loading_ranks: int
+    updates: int = 0

@@ -5,6 +5,7 @@ import importlib
 import logging
 import os
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from fxtrain.launch.launchers.native.network import is_local, reach, serve
 from fxtrain.launch.launchers.native.oom import count_kills, tell_kills
 from fxtrain.launch.launchers.native.preload import load_torch
 from fxtrain.launch.orphans import MARK, end_strays, kept, mark_within
-from fxtrain.launch.outcome import LaunchResult, by_cause
+from fxtrain.launch.outcome import LaunchResult, by_cause, describe
 from fxtrain.launch.rank_reports import read_reports, to_failures
 from fxtrain.launch.signals import FORWARDED_SIGNALS, forward_signals, signal_children
 from fxtrain.launch.spec import LaunchSpec
@@ -60,27 +61,39 @@ def run_elastic(spec: LaunchSpec, invocation: Invocation) -> LaunchResult:
             _use_store_rendezvous(config, spec, door)
             call = (config, program, arguments)
             with kept(os.environ[MARK], patience_s=spec.shutdown_s):
-                ending = _run(spec, api, call, Path(spec.log_dir or folder))
+                ending = _run(spec, call, Path(spec.log_dir or folder), serves=door is not None)
     return attrs.evolve(ending, memory=tell_kills(before, count_kills()))
 
 
-def _run(spec: LaunchSpec, api: Any, call: tuple[Any, ...], logs: Path) -> LaunchResult:
-    config, program, arguments = call
-    errors = importlib.import_module("torch.distributed.elastic.multiprocessing")
+def _run(spec: LaunchSpec, call: tuple[Any, ...], logs: Path, *, serves: bool) -> LaunchResult:
+    agent = importlib.import_module("fxtrain.launch.launchers.native.agent")
+    signals = importlib.import_module("torch.distributed.elastic.multiprocessing")
     meeting = importlib.import_module("torch.distributed.elastic.rendezvous")
     distributed = importlib.import_module("torch.distributed")
     start, begun = time.monotonic(), time.time()
+
+    def ended(codes: dict[int, int]) -> LaunchResult:
+        reports = read_reports(_last_attempt(logs, since=begun))
+        return LaunchResult(ranks=spec.world_size, failures=by_cause(to_failures(codes, reports)))
+
+    def tell_attempt(attempt: int) -> None:
+        result = ended({})
+        why = describe(result) if result.failures else "A rank ended without a Python error."
+        left = spec.restarts - attempt
+        sys.stderr.write(
+            f"fxtrain launch: Attempt {attempt + 1} failed; {left} more to come. {why}\n"
+        )
+        sys.stderr.flush()
+
     try:
         with forward_signals(FORWARDED_SIGNALS, signal_children), _end_leftovers(spec):
-            api.elastic_launch(config, program)(*arguments)
-    except errors.errors.ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        found = to_failures(codes, read_reports(_last_attempt(logs, since=begun)))
-        return LaunchResult(ranks=spec.world_size, failures=by_cause(found))
-    except errors.SignalException as error:
+            result = agent.run_agent(*call, serves=serves, tell_attempt=tell_attempt)
+    except signals.SignalException as error:
         return LaunchResult(ranks=spec.world_size, signal=int(error.sigval))
     except (meeting.RendezvousError, distributed.DistError) as error:
         raise LaunchError(_rendezvous_error(spec, error, time.monotonic() - start)) from error
+    if result.is_failed():
+        return ended({rank: failure.exitcode for rank, failure in result.failures.items()})
     return LaunchResult(ranks=spec.world_size)
 
 
@@ -120,10 +133,8 @@ def _open_rendezvous(spec: LaunchSpec) -> socket.socket | None:
 
 def _use_store_rendezvous(config: Any, spec: LaunchSpec, door: socket.socket | None) -> None:
     """Replace torch's rendezvous, which listens on every interface and unpickles, by ours."""
-    importlib.import_module("fxtrain.launch.launchers.native.rendezvous").register()
     host = "127.0.0.1" if spec.nodes == 1 else spec.main_address
     port = spec.port if door is None else door.getsockname()[1]
-    config.rdzv_backend = "fxtrain"
     config.rdzv_endpoint = f"{host}:{port}"
     config.rdzv_configs |= {
         "meets": "static" if spec.nodes == 1 else spec.meets,

@@ -1,0 +1,22 @@
+"""Save and restore in the folder of the first argument; print errors."""
+
+import sys
+
+import torch
+
+import fxtrain as fx
+
+with fx.detect(device="cpu", timeout_s=20) as ctx:
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    model = fx.wrap(net, ctx, optimizer=lambda params: torch.optim.AdamW(params))
+    for action in sys.argv[2:]:
+        try:
+            if action == "save":
+                fx.save(sys.argv[1], ctx, model, position=fx.Position(updates=1))
+            elif action == "latest":
+                print("latest is", fx.latest(sys.argv[1]), flush=True)
+            else:
+                fx.restore(sys.argv[1], ctx, model)
+            print(f"{action} done", flush=True)
+        except fx.FxError as error:
+            print(f"{action}: {error}", flush=True)

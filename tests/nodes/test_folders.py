@@ -1,0 +1,45 @@
+"""Checkpoints in folders that machines share, and in folders that they do not."""
+
+import pytest
+
+from tests.nodes._lab import SCRIPTS
+
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(120)]
+
+
+def _both(lab, *words):
+    """A program on two nodes; what each wrote."""
+    programs = [node.launch("--nodes=2", "--main-address=n0", *words) for node in lab.nodes[:2]]
+    assert [program.finish() for program in programs] == [0, 0], programs[0].text
+    return [program.text for program in programs]
+
+
+def test_a_folder_of_each_machine_is_refused_before_the_commit(lab):
+    """By the first save, on every rank, with nothing left behind."""
+    for text in _both(lab, SCRIPTS / "save.py", "runs", "save", "latest"):
+        assert "runs/update-0000000001 was not saved. Earlier checkpoints are intact." in text
+        assert "is not the same folder on every machine: rank 0 on n0 does not see" in text
+        assert "the files of rank 1 on n1. Use a folder on a file system that all" in text
+        assert "latest is None" in text
+    for node in lab.nodes[:2]:
+        assert [*(node.disk / "runs").iterdir()] == []
+
+
+def test_a_shared_folder_is_saved_and_restored(lab):
+    for text in _both(lab, SCRIPTS / "save.py", lab.shared / "runs", "save", "restore"):
+        assert "save done" in text and "restore done" in text
+
+
+def test_a_run_with_damaged_checkpoints_only_does_not_begin_again(lab):
+    _both(lab, SCRIPTS / "save.py", lab.shared / "runs", "save")
+    (lab.shared / "runs/update-0000000001/rank-00001.safetensors").unlink()
+    programs = [
+        node.launch(
+            *("--nodes=2", "--main-address=n0", SCRIPTS / "train.py"),
+            *("--folder", lab.shared / "runs"),
+        )
+        for node in lab.nodes[:2]
+    ]
+    assert [program.finish() for program in programs] == [1, 1]
+    assert "is complete:" in programs[0].text and "rank-00001.safetensors" in programs[0].text
+    assert not any("update 1." in program.text for program in programs)

@@ -1,0 +1,102 @@
+"""Launchers of several machines: they start, stop and end together."""
+
+import time
+
+import pytest
+
+from tests.nodes._lab import SCRIPTS
+
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(150)]
+
+
+def _launched(lab, *words, count=2, options=()):
+    return [
+        node.launch(f"--nodes={count}", "--main-address=n0", *options, *words)
+        for node in lab.nodes[:count]
+    ]
+
+
+def test_machines_meet(lab):
+    programs = _launched(lab, SCRIPTS / "meet.py", count=3, options=("--ranks=2",))
+    assert [program.finish() for program in programs] == [0, 0, 0]
+    assert all("total 21" in program.text for program in programs)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_launcher_that_is_stopped_does_not_keep_the_other_one(lab, number):
+    """Its ranks save and stop at the signal, and so do those of the other machine."""
+    words = (SCRIPTS / "train.py", "--folder", lab.shared / "runs", "--sleep", "0.3")
+    programs = _launched(lab, *words, "--rows", "1600")
+    programs[0].wait_for("update 6.")
+    start = time.monotonic()
+    programs[number].send_signal(15)
+    codes = [program.finish(20) for program in programs]
+    assert time.monotonic() - start < 15
+    assert codes[number] == 143 and codes[1 - number] == 0
+    if number == 1:
+        assert "Node 1 was stopped by SIGTERM." in programs[0].text
+
+
+def test_a_launcher_that_is_killed_does_not_keep_the_other_one(lab):
+    programs = _launched(lab, SCRIPTS / "meet.py", "4")
+    for number, program in enumerate(programs):
+        program.wait_for(f"rank {number} met")
+    start = time.monotonic()
+    programs[1].send_signal(9)
+    programs[0].finish(30)
+    assert time.monotonic() - start < 25
+    assert "Node 1 sent nothing for 10 s" in programs[0].text, programs[0].text
+
+
+def test_a_node_that_takes_longer_is_waited_for(lab):
+    programs = [
+        node.launch("--nodes=2", "--main-address=n0", SCRIPTS / "meet.py", str(seconds))
+        for node, seconds in zip(lab.nodes, (0, 15), strict=False)
+    ]
+    assert [program.finish(40) for program in programs] == [0, 0]
+    assert "sent nothing" not in programs[0].text
+
+
+def test_attempts_that_failed_are_told(lab):
+    (lab.shared / "once.py").write_text(
+        "import os, sys\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '1':\n"
+        "    raise ValueError('only once')\n"
+    )
+    programs = _launched(lab, lab.shared / "once.py", options=("--restarts=2",))
+    assert [program.finish(40) for program in programs] == [0, 0]
+    assert "Attempt 1 failed; 2 more to come. Rank 1 of 2 failed: ValueError: only once" in (
+        programs[1].text
+    )
+
+
+def test_versions_that_differ_are_named(lab):
+    """As on machines of which one was updated."""
+    (lab.shared / "other.py").write_text(
+        "import os, fxtrain as fx, fxtrain.ops.rendezvous_store as store\n"
+        "store.__version__ = '0.' + os.environ['RANK']\n"
+        "fx.detect(device='cpu', timeout_s=20)\n"
+    )
+    programs = _launched(lab, lab.shared / "other.py")
+    assert [program.finish() for program in programs] == [1, 1]
+    assert "Rank 0 of 2 has fxtrain 0.0 and torch" in programs[0].text
+    assert "but rank 0 has fxtrain 0.0 and torch" in programs[1].text
+
+
+def test_nodes_that_never_come_are_named(lab):
+    """By their numbers."""
+    program = lab.nodes[0].launch(
+        "--nodes=3", "--main-address=n0", "--connect-timeout=3", SCRIPTS / "meet.py"
+    )
+    assert program.finish() == 2
+    assert "nodes 1, 2 never came." in program.text
+
+
+def test_other_numbers_of_nodes_are_told_on_both(lab):
+    programs = [
+        node.launch(f"--nodes={count}", "--main-address=n0", SCRIPTS / "meet.py")
+        for node, count in zip(lab.nodes, (2, 3), strict=False)
+    ]
+    assert [program.finish(20) for program in programs] == [2, 2]
+    assert "node 1 on n1 was started for 3 nodes, and this one for 2" in programs[0].text
+    assert "node 0 on n0 was started for 2 nodes, and this one for 3" in programs[1].text

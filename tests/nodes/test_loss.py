@@ -1,0 +1,70 @@
+"""Machines that lose their processes, network or power in the middle of a run."""
+
+import time
+
+import pytest
+
+from tests.nodes._lab import SCRIPTS
+
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(150)]
+TIMEOUT_S = 6.0
+
+
+def _training(lab, *words, count=2):
+    """A run that goes on until something happens."""
+    programs = [
+        node.launch(
+            *(f"--nodes={count}", "--main-address=n0", *words, SCRIPTS / "train.py"),
+            *("--folder", lab.shared / "runs", "--sleep", "0.3", "--rows", "1600"),
+            *("--timeout", str(TIMEOUT_S)),
+        )
+        for node in lab.nodes[:count]
+    ]
+    programs[0].wait_for("update 6.")
+    return programs
+
+
+def _rank(program, rank):
+    """The process of a rank, by its number on the node."""
+    line = next(line for line in program.text.splitlines() if f"rank {rank} ready" in line)
+    return int(line.split()[-1])
+
+
+def _ends(lab, programs, within_s):
+    """All programs end with an error in time, and leave nothing behind."""
+    start = time.monotonic()
+    for program in programs:
+        assert program.finish(within_s - (time.monotonic() - start)) not in (0, None)
+    time.sleep(0.5)
+    for program in programs:
+        assert [*program.node.left().values()] == []
+
+
+def test_a_killed_rank_is_named_with_its_machine(lab):
+    programs = _training(lab)
+    lab.nodes[1].send_signal(_rank(programs[1], 1), 9)
+    _ends(lab, programs, 15)
+    assert "rank 1 on n1: never joined" in programs[0].text
+    assert "Rank 1 of 2 was ended by SIGKILL" in programs[1].text
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_pulled_cable_is_an_error_on_both_sides(lab, number):
+    programs = _training(lab)
+    lab.nodes[number].cut()
+    _ends(lab, programs, TIMEOUT_S + 12)
+    assert "rank 1 on n1: never joined" in programs[0].text
+    assert "The store of this run does not answer" in programs[1].text
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_machine_without_power_is_an_error_on_the_other(lab, number):
+    programs = _training(lab)
+    lab.nodes[number].power_off()
+    _ends(lab, [programs[1 - number]], TIMEOUT_S + 12)
+
+
+def test_a_frozen_machine_is_an_error_on_the_other(lab):
+    programs = _training(lab)
+    lab.nodes[1].freeze()
+    _ends(lab, programs[:1], TIMEOUT_S + 12)
