@@ -26,11 +26,10 @@ from fxtrain.state import (
     Offload,
     Plan,
     Single,
-    fill_from_config,
-    read_config,
     resolve_mesh,
     structure,
 )
+from fxtrain.state.deepspeed import fill_from_config, read_config
 
 __all__ = ["planned_context", "section_problems", "setup_problems"]
 

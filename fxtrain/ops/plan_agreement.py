@@ -18,10 +18,9 @@ from fxtrain.state import (
     DistContext,
     Plan,
     diff,
-    fill_from_config,
     fingerprint,
-    read_config,
 )
+from fxtrain.state.deepspeed import fill_from_config, read_config
 
 __all__ = ["check_same_plan", "digest_of_plan", "plan_for", "raise_plan_differences"]
 

@@ -8,9 +8,7 @@ from fxtrain.state.converters import converter_for, fingerprint, structure, unst
 from fxtrain.state.deepspeed import (
     DeepSpeed,
     FromConfig,
-    fill_from_config,
     from_config,
-    read_config,
 )
 from fxtrain.state.differences import Change, diff
 from fxtrain.state.dry_runs import PARTS, DryRun, Memory, Problem, Traffic
@@ -166,7 +164,6 @@ __all__ = [
     "dtype_of",
     "dumps",
     "few",
-    "fill_from_config",
     "fingerprint",
     "from_config",
     "installed_configs",
@@ -177,7 +174,6 @@ __all__ = [
     "parse_json",
     "parse_text",
     "plan_in",
-    "read_config",
     "read_mesh",
     "read_plan",
     "read_record",

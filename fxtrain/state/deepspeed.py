@@ -213,6 +213,7 @@ def fill_from_config(plan: "Plan", data: Mapping[str, Any], ranks: int) -> "Plan
 
     Example:
         >>> import fxtrain as fx
+        >>> from fxtrain.state.deepspeed import fill_from_config
         >>> fill_from_config(fx.Plan(strategy="deepspeed"), {"gradient_clipping": 1.0}, 1).clip_norm
         1.0
     """

@@ -25,8 +25,8 @@ from fxtrain.backends.deepspeed.config_entries import (
     section,
 )
 from fxtrain.backends.deepspeed.plan_entries import PlanEntry, all_plan_entries, power_of_two
-from fxtrain.state import DeepSpeed, FromConfig, Plan, fill_from_config, read_config
-from fxtrain.state.deepspeed import autocast_dtype
+from fxtrain.state import DeepSpeed, FromConfig, Plan
+from fxtrain.state.deepspeed import autocast_dtype, fill_from_config, read_config
 
 __all__ = ["Inputs", "config_problems", "deepspeed_config", "hidden_size", "resolve"]
 

@@ -29,7 +29,8 @@ from fxtrain.backends.deepspeed.module_cleanup import (
     record_changes,
     watch_gradients,
 )
-from fxtrain.state import DeepSpeed, DistContext, Plan, Strategy, Wrapped, read_config
+from fxtrain.state import DeepSpeed, DistContext, Plan, Strategy, Wrapped
+from fxtrain.state.deepspeed import read_config
 
 __all__ = ["keeps_masters", "wrap_engine", "zero_init"]
 
