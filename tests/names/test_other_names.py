@@ -132,7 +132,7 @@ def _calls():
         yield fx.PlanError, lambda: fx.wrap(net, ctx, lr_scheduler=None), "scheduler=..."
         yield fx.PlanError, lambda: fx.wrap(net, ctx, None, None), "wrap(optimizer=...)"
         yield fx.PlanError, lambda: fx.wrap(net, ctx, optimiser=None), "'optimizer'"
-        yield fx.DataError, lambda: fx.shard(loader, ctx, batch_size=2), "DataLoader("
+        yield fx.DataError, lambda: fx.shard(loader, ctx, num_workers=2), "DataLoader("
         yield fx.ContextError, lambda: fx.detect(devise="cpu"), "'device'"
         yield fx.ContextError, lambda: fx.detect(mixed_precision="no"), "fx.Plan(precision="
         yield fx.LaunchError, lambda: fx.launch(divmod, (7, 2), num_processes=1), "(ranks=...)"
