@@ -56,6 +56,36 @@ def test_tokens_are_counted_where_they_weigh_the_loss(ctx, tmp_path):
             )
 
 
+def test_mfu_is_the_counted_operations_over_the_peak_of_the_device(ctx, tmp_path, monkeypatch):
+    """Of a device with a known peak, which a CPU has not; longer batches count as more."""
+    rows, sizes = [torch.ones(length, 4) for length in (2, 2, 6, 6)], []
+
+    def loss(model, batch):
+        sizes.append(batch.data.numel())
+        return model(batch.data).square().mean()
+
+    def fit(folder, plan):
+        model = fx.wrap(torch.nn.Linear(4, 4), ctx, plan, optimizer=torch.optim.SGD)
+        loader = fx.shard(DataLoader(rows, batch_size=1), ctx, plan)
+        fns = fx.StepFns(model=model, loss=loss)
+        list(fx.fit(ctx, fns, loader, folder, epochs=1, log_every=4, show=False))
+        return _entries(folder)[-1]
+
+    assert "mfu" not in fit(tmp_path / "unknown", fx.Plan())
+    asked = []
+    monkeypatch.setattr(
+        "fxtrain.meters.flops.peak_flops",
+        lambda ctx, precision: asked.append(precision) or 1e9,
+    )
+    values = fit(tmp_path / "known", fx.Plan())
+    flops = sum(2 * 2 * 4 * 4 * (size // 4) for size in sizes[-4:])  # forward, weight's gradient
+    # Four rows took this time.
+    assert values["mfu"] == pytest.approx(flops * values["rows_per_s"] / 4 / 1e9)
+    fit(tmp_path / "half", fx.Plan(precision="bf16"))
+    assert asked == ["fp32", "bf16"]
+    assert "mfu" not in fit(tmp_path / "compiled", fx.Plan(compile=fx.Compile(backend="eager")))
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
 def test_time_is_counted_in_its_phase(ctx, tmp_path, phase):
     nap_s = 0.05

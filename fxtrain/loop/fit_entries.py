@@ -12,11 +12,13 @@ from torch import Tensor
 
 from fxtrain import ops
 from fxtrain._errors import PlanError
+from fxtrain._tree import flatten
 from fxtrain.checkpoint import Restored
 from fxtrain.loop.means import Mean, total_of
 from fxtrain.loop.phases import PhaseClock, phase_clock
 from fxtrain.loop.stepping import StepFns, step
-from fxtrain.meters import memory
+from fxtrain.meters import count_flops, memory
+from fxtrain.meters.flops import peak_of_model
 from fxtrain.ops.devices import synchronize
 from fxtrain.profile import Trace
 from fxtrain.state import Batch, DistContext, Position, Report
@@ -39,6 +41,7 @@ class Entries:
         carried: Whether it contains losses from before a restart.
         by_tokens: Whether losses are weighted by something other than rows.
         due: Whether an entry follows the step.
+        peak: Operations per second of this rank's device; None if MFU is not measured.
         counts_tokens: Whether the loop asks for `tokens`.
         position: After the last step; None before the first.
         asked_s: When the loop asked for the current batch.
@@ -51,6 +54,7 @@ class Entries:
     fns: StepFns
     trace: Trace | None
     clock: PhaseClock | None
+    peak: float | None
     total: Tensor | float
     weight: Tensor | float
     skipped: int
@@ -68,6 +72,8 @@ class Entries:
     _apart_s: float = 0.0
     _paused_s: float = 0.0
     _waited_s: float = 0.0
+    _flops: float = 0.0
+    _flops_per_element: float | None = None
     _rates: Sequence[Any] = ()
     _phases: Mapping[str, float] = attrs.field(factory=dict)
 
@@ -85,7 +91,9 @@ class Entries:
                 for optimizer in self.fns.model.optimizers
                 for group in optimizer.param_groups
             ]
-        if not self.due or clock is None:
+        if self.peak is not None:
+            report = self._counted(batch)
+        elif not self.due or clock is None:
             report = step(self.ctx, batch, self.fns)
         else:
             report, self._phases = clock.step(self.ctx, batch)
@@ -101,6 +109,19 @@ class Entries:
             self.trace.step()
         self._stepped_s = time.monotonic()
         return report
+
+    def _counted(self, batch: Batch) -> Report:
+        """A step whose floating-point operations follow from those of the first one."""
+        leaves, _ = flatten(batch.data)
+        elements = max((leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), default=1)
+        if self._flops_per_element is None:
+            reports: list[Report] = []
+            flops = count_flops(lambda: reports.append(step(self.ctx, batch, self.fns)))
+            self._flops_per_element = flops / max(elements, 1)
+        else:
+            reports = [step(self.ctx, batch, self.fns)]
+        self._flops += elements * self._flops_per_element
+        return reports[0]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -139,6 +160,7 @@ class Entries:
             "lr": rates[0] if len(rates) == 1 else dict(enumerate(rates)),
             "rows_per_s": (position.samples - self.rows) / seconds,
             "tokens_per_s": weight / seconds if self.by_tokens and not self.carried else None,
+            "mfu": self._flops / seconds / self.peak if self.peak and self._flops else None,
             "waiting": self._waited_s / seconds,
             "memory_gib": used.now / 2**30,
             "memory_peak_gib": used.peak / 2**30,
@@ -148,6 +170,7 @@ class Entries:
         self.weights = self.weights + weight
         self.total, self.weight, self.skipped, self.rows = 0.0, 0.0, 0, position.samples
         self._started_s, self._apart_s, self._waited_s = self._stepped_s, 0.0, 0.0
+        self._flops = 0.0
         self.carried, self._phases, self.updates = False, {}, position.updates
 
     def _mean(self) -> tuple[Tensor | float, Tensor | float]:
@@ -200,6 +223,7 @@ def entries_after(
         fns=fns,
         trace=trace,
         clock=phase_clock(ctx, fns),
+        peak=peak_of_model(fns.model),
         total=total,
         weight=weight,
         skipped=skipped,
