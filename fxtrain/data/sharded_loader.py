@@ -63,6 +63,7 @@ class Sharded(Displayed, Generic[Data_co]):
     _loader: Any = attrs.field(alias="loader")
     _split: Callable[[Any], Any] | None = attrs.field(default=None, alias="cut")
     _trail: Iteration = attrs.field(factory=lambda: Iteration(Cursor(Position())), alias="trail")
+    _run_updates: int | None = attrs.field(default=None, alias="run_updates")
     _reached: "_Reached" = attrs.field(factory=lambda: _Reached(), alias="reached")
 
     def __repr__(self) -> str:
@@ -172,7 +173,18 @@ class Sharded(Displayed, Generic[Data_co]):
             [1, 2, 3, 4]
         """
         _check_count("epochs", n, "epochs")
-        return self._epochs(n)
+        return self._of_run(self._total_updates(n))._epochs(n)
+
+    def _of_run(self, updates: int | None) -> "Sharded[Data_co]":
+        """The same loader, whose batches say how long the run is."""
+        known = self._run_updates is not None
+        return self if known else attrs.evolve(self, run_updates=updates)
+
+    def _total_updates(self, n: int) -> int | None:
+        try:
+            return self.total_updates(n)
+        except DataError:  # it has no length, or iterating raises the same on every rank
+            return None
 
     def _epochs(self, n: int) -> Iterator["Sharded[Data_co]"]:
         cursor, trail = self._trail.cursor(), None
@@ -210,7 +222,10 @@ class Sharded(Displayed, Generic[Data_co]):
         _check_count("updates", n, "updates")
         if epochs is not None:
             _check_count("updates", epochs, "epochs", name="epochs=")
-        return self._updates(n, sys.maxsize if epochs is None else epochs)
+        total = None if epochs is None else self._total_updates(epochs)
+        last = n if total is None else min(n, total)
+        known = None if last == sys.maxsize else last
+        return self._of_run(known)._updates(n, sys.maxsize if epochs is None else epochs)
 
     def _updates(self, n: int, epochs: int) -> Iterator[Batch[Data_co]]:
         if self.position.updates >= n:
@@ -389,6 +404,7 @@ class Sharded(Displayed, Generic[Data_co]):
                 sizes=slot.sizes,
                 window_rows=step.window_rows,
                 plan=plan,
+                run_updates=self._run_updates,
             )
             yield batch
         if seen == 1:
