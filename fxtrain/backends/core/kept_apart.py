@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain import _tree
+from fxtrain.backends.core.open_windows import PENDING, sharded_parameters
 from fxtrain.state import Wrapped
 
 __all__ = ["is_foreign", "keep_apart", "put_back", "watch_outputs"]
@@ -60,16 +61,9 @@ def _places(module: nn.Module) -> Iterator[tuple[Any, str]]:
     """Every attribute that holds a gradient of a parameter, or the sum that FSDP keeps of it."""
     for parameter in module.parameters():
         yield parameter, "grad"
-    part: Any
-    for part in module.modules():
-        if not hasattr(part, "_get_fsdp_state"):
-            continue
-        state = part._get_fsdp_state()
-        several = hasattr(state, "_fsdp_param_groups")  # since torch 2.13
-        for group in state._fsdp_param_groups if several else [state._fsdp_param_group]:
-            for one in () if group is None else group.fsdp_params:
-                yield one.sharded_param, "grad"
-                if "unsharded_accumulated_grad" in vars(one):  # until torch 2.13
-                    yield one, "unsharded_accumulated_grad"
-                if hasattr(one, "_unsharded_param"):  # gathered before
-                    yield one._unsharded_param, "grad"
+    for one in sharded_parameters(module):
+        yield one.sharded_param, "grad"
+        if PENDING in vars(one):  # until torch 2.13
+            yield one, PENDING
+        if hasattr(one, "_unsharded_param"):  # gathered before
+            yield one._unsharded_param, "grad"
