@@ -106,16 +106,12 @@ def main() -> None:
         quiet = not (ctx.is_main and console.is_terminal)
         first = math.nan
         recent: list[Tensor] = []
-        batches = (batch for epoch in loader.epochs(100) for batch in epoch)
-        for batch in track(
-            batches, "training", total=options.updates, console=console, disable=quiet
-        ):
+        batches, total = loader.updates(options.updates), options.updates
+        for batch in track(batches, "training", total=total, console=console, disable=quiet):
             report = fx.step(ctx, batch, fns)
             recent = [*recent[-9:], report.loss]
             if report.position.updates == 1:
                 first = float(ops.reduce(report.loss, ctx))
-            if report.position.updates >= options.updates:
-                break
         last = float(ops.reduce(torch.stack(recent).mean(), ctx))
         ops.say(json.dumps({"ranks": ctx.world_size, "first": first, "last": last}), ctx)
 

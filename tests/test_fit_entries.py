@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
+from fxtrain.loop import fitting
 from fxtrain.report import read_curves
 from fxtrain.track import read_run
 
@@ -55,6 +56,36 @@ def test_tokens_are_counted_where_they_weigh_the_loss(ctx, tmp_path):
             )
 
 
+def test_mfu_is_the_counted_operations_over_the_peak_of_the_device(ctx, tmp_path, monkeypatch):
+    """Of a device with a known peak, which a CPU has not; longer batches count as more."""
+    rows, sizes = [torch.ones(length, 4) for length in (2, 2, 6, 6)], []
+
+    def loss(model, batch):
+        sizes.append(batch.data.numel())
+        return model(batch.data).square().mean()
+
+    def fit(folder, plan):
+        model = fx.wrap(torch.nn.Linear(4, 4), ctx, plan, optimizer=torch.optim.SGD)
+        loader = fx.shard(DataLoader(rows, batch_size=1), ctx, plan)
+        fns = fx.StepFns(model=model, loss=loss)
+        list(fx.fit(ctx, fns, loader, folder, epochs=1, log_every=4, show=False))
+        return _entries(folder)[-1]
+
+    assert "mfu" not in fit(tmp_path / "unknown", fx.Plan())
+    asked = []
+    monkeypatch.setattr(
+        "fxtrain.meters.flops.peak_flops",
+        lambda ctx, precision: asked.append(precision) or 1e9,
+    )
+    values = fit(tmp_path / "known", fx.Plan())
+    flops = sum(2 * 2 * 4 * 4 * (size // 4) for size in sizes[-4:])  # forward, weight's gradient
+    # Four rows took this time.
+    assert values["mfu"] == pytest.approx(flops * values["rows_per_s"] / 4 / 1e9)
+    fit(tmp_path / "half", fx.Plan(precision="bf16"))
+    assert asked == ["fp32", "bf16"]
+    assert "mfu" not in fit(tmp_path / "compiled", fx.Plan(compile=fx.Compile(backend="eager")))
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
 def test_time_is_counted_in_its_phase(ctx, tmp_path, phase):
     nap_s = 0.05
@@ -77,6 +108,40 @@ def test_time_is_counted_in_its_phase(ctx, tmp_path, phase):
     list(fx.fit(ctx, fns, loader, tmp_path, epochs=1, log_every=1, show=False))
     for values in _entries(tmp_path):
         assert values[f"time/{phase}_ms"] >= 900 * nap_s
+
+
+def test_the_learning_rate_is_that_of_the_update(ctx, tmp_path):
+    for rate in (0.5, torch.tensor(0.5)):
+        model = fx.wrap(
+            torch.nn.Linear(1, 1),
+            ctx,
+            optimizer=lambda p, rate=rate: torch.optim.Adam(p, lr=rate, capturable=False),
+            scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
+        )
+        fns, loader = _made(ctx)
+        fns = fx.StepFns(model=model, loss=fns.loss)
+        folder = tmp_path / type(rate).__name__
+        list(fx.fit(ctx, fns, loader, folder, epochs=1, log_every=1, show=False))
+        assert read_run(folder).curve("lr") == [(n, 0.5**n) for n in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("where", ["body", "evaluate", "save"])
+def test_the_speed_is_that_of_training(ctx, tmp_path, monkeypatch, where):
+    nap_s = 0.1
+
+    def nap(name):
+        if name == where:
+            time.sleep(nap_s)
+        return 1.0
+
+    fns, loader = _made(ctx)
+    saved = fitting.save
+    monkeypatch.setattr(fitting, "save", lambda *one, **more: nap("save") and saved(*one, **more))
+    how = {"updates": 3, "log_every": 1, "evaluate_every": 1, "save_every": 1, "show": False}
+    for _ in fx.fit(ctx, fns, loader, tmp_path, evaluate=lambda: nap("evaluate"), **how):
+        nap("body")
+    speeds = [values["rows_per_s"] for values in _entries(tmp_path) if "loss" in values]
+    assert len(speeds) == 3 and all(speed > 3 / nap_s for speed in speeds)
 
 
 def test_skipped_updates_are_counted_across_a_restart(ctx, tmp_path):

@@ -155,11 +155,13 @@ MUTABLE = {
     "fxtrain.checkpoint.local_storage._EagerFlush": "how much of a file is flushed",
     "fxtrain.state.window.AccumulationWindow": "what a model counts",
     "fxtrain.data.iterations.Iteration": "how far iterators over one loader got",
+    "fxtrain.data.sharded_loader._Reached": "the batch that a loader or its epochs yielded last",
     "fxtrain.backends.xla.recompilations.RecompilationLog": "counts compilations of one model",
     "fxtrain.backends.pipeline.schedules.PreparedSchedule": "its results are described once",
     "fxtrain.profile.tracing.opening.Trace": "how far a schedule got",
     "fxtrain.profile.tracing.recording.Recording": "one cycle of torch's profiler",
     "fxtrain.loop.fit_entries.Entries": "what fit measured since the last entry of its trackers",
+    "fxtrain.loop.fitting._Loop": "how far a run of fit got, and its last checkpoint",
     "fxtrain.track.run.Progress": "the last step of a run, and whether it is closed",
     "fxtrain.backends.pipeline.execute._GivenOutputs": "whether the loss has called the model",
 }

@@ -102,11 +102,9 @@ def main(ctx: fx.DistContext) -> dict[str, Any]:
         )
         fns = fx.StepFns(model=model, loss=loss)
         loader = fx.shard(DataLoader(windows(), batch_size=ROWS, shuffle=True), placed, plan)
-        for batch in loader:
+        for batch in loader.updates(UPDATES):
             report = fx.step(placed, batch, fns)
             losses.append(float(ops.reduce(report.loss, placed)))
-            if report.position.updates == UPDATES:
-                break
     used = {"pipeline": mesh.pipeline, "tensor": mesh.tensor, "shard": mesh.shard}
     return {"axes": used, "first": losses[0], "last": losses[-1]}
 

@@ -12,7 +12,7 @@ from fxtrain._record import closest
 from fxtrain.big.budgets import Budget
 from fxtrain.big.items import Item, as_placement, items_of
 from fxtrain.big.prescribed import check_tied, devices_of, units_for
-from fxtrain.big.searching import Demand, least_memory, search
+from fxtrain.big.searching import Demand, least_memory, least_staging, search
 from fxtrain.big.speeds import Speeds
 from fxtrain.big.unit_sizes import Sizes
 from fxtrain.models.memory_estimates import cache_bytes
@@ -179,6 +179,14 @@ def _refuse(sizes: Sizes, demand: Demand, ahead: int) -> NoReturn:
     computing = [name for name, _ in demand.capacities]
     rooms = tuple(room for room in demand.budget.rooms if room.device in computing)
     if search(attrs.evolve(demand, budget=Budget(rooms=rooms)), (ahead,)) is not None:
+        staging = least_staging(demand, ahead) if main != "cpu" else None
+        if staging is not None:
+            raise PlanError(
+                f"place: {sizes.source} needs {show_bytes(sizes.bytes)}. {main} holds "
+                f"{show_bytes(max(room, 0))}, and units on disk pass through the CPU, which allows "
+                f"{show_bytes(demand.budget.allowed('cpu') or 0)} and needs {show_bytes(staging)} "
+                f"for {1 + ahead} at a time. Allow at least {show_bytes(staging)} on 'cpu'."
+            )
         tiers = [name for name in ("cpu", DISK) if demand.budget.allowed(name) is not None]
         told = ", ".join(f"{name} {show_bytes(demand.budget.allowed(name) or 0)}" for name in tiers)
         raise PlanError(

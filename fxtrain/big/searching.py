@@ -15,9 +15,10 @@ import attrs
 from fxtrain.big.budgets import Budget
 from fxtrain.big.items import Item
 from fxtrain.big.speeds import Speeds
+from fxtrain.state import Room
 from fxtrain.state.placement.placement import DISK
 
-__all__ = ["Choice", "Demand", "least_memory", "search"]
+__all__ = ["Choice", "Demand", "least_memory", "least_staging", "search"]
 
 _LARGEST = 8  # sizes of which the largest units may be resident before those in front
 
@@ -103,6 +104,19 @@ def least_memory(demand: Demand, ahead: int) -> int:
         for order in _orders(demand)
         for count in range(order.always, len(order.items) + 1)
     )
+
+
+def least_staging(demand: Demand, ahead: int) -> int | None:
+    """Bytes of the CPU that suffice to pass units on to disk; None if more do not help."""
+    rooms = [room for room in demand.budget.rooms if room.device != "cpu"]
+    if search(attrs.evolve(demand, budget=Budget(rooms=tuple(rooms))), (ahead,)) is None:
+        return None
+
+    def fits(size: int) -> Choice | None:
+        cpu = Room(device="cpu", bytes=size)
+        return search(attrs.evolve(demand, budget=Budget(rooms=(*rooms, cpu))), (ahead,))
+
+    return _smallest(fits, sum(item.streamed for item in demand.items))
 
 
 def _orders(demand: Demand) -> Iterator[_Order]:

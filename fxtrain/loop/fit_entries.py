@@ -2,27 +2,32 @@
 
 import math
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import attrs
 import torch
 from torch import Tensor
 
 from fxtrain import ops
+from fxtrain._errors import PlanError
+from fxtrain._tree import flatten
 from fxtrain.checkpoint import Restored
 from fxtrain.loop.means import Mean, total_of
 from fxtrain.loop.phases import PhaseClock, phase_clock
 from fxtrain.loop.stepping import StepFns, step
-from fxtrain.meters import memory
+from fxtrain.meters import count_flops, memory
+from fxtrain.meters.flops import peak_of_model
+from fxtrain.ops.devices import synchronize
 from fxtrain.profile import Trace
 from fxtrain.state import Batch, DistContext, Position, Report
 from fxtrain.track import Run
 
-__all__ = ["Entries", "entries_after"]
+__all__ = ["Entries", "entries_after", "tokens_of"]
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, kw_only=True)
 class Entries:
     """The values of the next entry so far.
 
@@ -31,60 +36,123 @@ class Entries:
         weight: Their weights.
         skipped: Updates skipped since then.
         rows: Rows until then.
+        weights: All weights until then, of all ranks.
+        updates: Updates until then.
         carried: Whether it contains losses from before a restart.
         by_tokens: Whether losses are weighted by something other than rows.
-        due: Whether an entry follows the last step.
+        due: Whether an entry follows the step.
+        peak: Operations per second of this rank's device; None if MFU is not measured.
+        counts_tokens: Whether the loop asks for `tokens`.
         position: After the last step; None before the first.
         asked_s: When the loop asked for the current batch.
     """
 
+    SAVED: ClassVar[tuple[str, ...]] = ("loss", "skipped", "weights")  # see `state`
+
     ctx: DistContext
     run: Run
     fns: StepFns
-    every: int
     trace: Trace | None
     clock: PhaseClock | None
+    peak: float | None
     total: Tensor | float
     weight: Tensor | float
     skipped: int
     rows: int
+    weights: Tensor | float
+    updates: int
     carried: bool = False
     by_tokens: bool = False
     due: bool = False
+    counts_tokens: bool = False
     position: Position | None = None
     asked_s: float = attrs.field(factory=time.monotonic)
     _started_s: float = attrs.field(factory=time.monotonic)
+    _stepped_s: float = attrs.field(factory=time.monotonic)
+    _apart_s: float = 0.0
+    _paused_s: float = 0.0
     _waited_s: float = 0.0
+    _flops: float = 0.0
+    _flops_per_element: float | None = None
+    _rates: Sequence[Any] = ()
     _phases: Mapping[str, float] = attrs.field(factory=dict)
 
     def step(self, batch: Batch) -> Report:
         """A step; the last one before an entry is timed by phase."""
-        self._waited_s += time.monotonic() - self.asked_s
-        self.position = position = batch.position
-        clock = self.clock
-        self.due = not position.micro and (position.is_last or not position.updates % self.every)
-        if not self.due or clock is None:
+        asked_s, clock = self.asked_s, self.clock
+        # What the loop did since the last step is not the speed of training. Only on a CPU is it
+        # known to have been apart from the step.
+        self._apart_s += self._paused_s if clock is None else asked_s - self._stepped_s
+        self._waited_s, self._paused_s = self._waited_s + time.monotonic() - asked_s, 0.0
+        self.position = batch.position
+        if self.due:
+            self._rates = [  # copied, since schedulers may change a tensor in place
+                rate.clone() if isinstance(rate := group["lr"], Tensor) else rate
+                for optimizer in self.fns.model.optimizers
+                for group in optimizer.param_groups
+            ]
+        if self.peak is not None:
+            report = self._counted(batch)
+        elif not self.due or clock is None:
             report = step(self.ctx, batch, self.fns)
         else:
             report, self._phases = clock.step(self.ctx, batch)
-        if self.due:
-            rows = batch.rows[self.ctx.axis("data").rank]
-            self.by_tokens = isinstance(report.weight, Tensor) or report.weight != rows
-        weight = report.weight if type(report.weight) is int else total_of(report.weight)
+        weight = report.weight
+        if self.due or self.counts_tokens:
+            size = batch.sizes[self.ctx.axis("data").rank]
+            self.by_tokens = isinstance(weight, Tensor) or weight != size
+        weight = weight if type(weight) is int else total_of(weight)
         self.total = self.total + total_of(report.loss) * weight
         self.weight = self.weight + weight
         self.skipped += report.skipped
         if self.trace is not None:
             self.trace.step()
+        self._stepped_s = time.monotonic()
         return report
+
+    def _counted(self, batch: Batch) -> Report:
+        """A step whose floating-point operations follow from those of the first one."""
+        leaves, _ = flatten(batch.data)
+        elements = max((leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), default=1)
+        if self._flops_per_element is None:
+            reports: list[Report] = []
+            flops = count_flops(lambda: reports.append(step(self.ctx, batch, self.fns)))
+            self._flops_per_element = flops / max(elements, 1)
+        else:
+            reports = [step(self.ctx, batch, self.fns)]
+        self._flops += elements * self._flops_per_element
+        return reports[0]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run a block whose time is not that of training."""
+        if self.clock is None:
+            synchronize(self.ctx)
+        began_s = time.monotonic()
+        yield
+        self._paused_s += time.monotonic() - began_s
+
+    def tokens(self) -> float:
+        """The weights of the losses of the whole run, on all ranks; waits for the device.
+
+        Raises:
+            PlanError: they are numbers of rows; on every rank.
+        """
+        pair = Mean(float(self.by_tokens), self.weight).pair(self.ctx)
+        by_tokens, weight = ops.reduce(pair, self.ctx.axis("loss"), op="sum").tolist()
+        if not by_tokens:
+            raise PlanError(
+                "fit(tokens=...): the losses of this run are weighted by rows. Return "
+                "fx.Weighted(total, tokens) from the loss, or pass rows=."
+            )
+        return float(self.weights) + weight
 
     def write(self, report: Report) -> None:
         """Write the entry; the next one begins."""
         ctx, position = self.ctx, report.position
-        seconds = max(time.monotonic() - self._started_s, 1e-9)
+        seconds = max(self._stepped_s - self._started_s - self._apart_s, 1e-9)
         loss, weight = self._mean()
-        rates = [group["lr"] for one in self.fns.model.optimizers for group in one.param_groups]
-        used = memory(ctx)
+        rates, used = self._rates, memory(ctx)
         values = {
             "loss": loss,
             "grad_norm": report.grad_norm,
@@ -92,14 +160,18 @@ class Entries:
             "lr": rates[0] if len(rates) == 1 else dict(enumerate(rates)),
             "rows_per_s": (position.samples - self.rows) / seconds,
             "tokens_per_s": weight / seconds if self.by_tokens and not self.carried else None,
+            "mfu": self._flops / seconds / self.peak if self.peak and self._flops else None,
             "waiting": self._waited_s / seconds,
             "memory_gib": used.now / 2**30,
             "memory_peak_gib": used.peak / 2**30,
             **self._phases,
         }
         self.run.log(values, position)
+        self.weights = self.weights + weight
         self.total, self.weight, self.skipped, self.rows = 0.0, 0.0, 0, position.samples
-        self._started_s, self._waited_s, self.carried = time.monotonic(), 0.0, False
+        self._started_s, self._apart_s, self._waited_s = self._stepped_s, 0.0, 0.0
+        self._flops = 0.0
+        self.carried, self._phases, self.updates = False, {}, position.updates
 
     def _mean(self) -> tuple[Tensor | float, Tensor | float]:
         """The mean loss of all ranks, and its weight; waits for no device."""
@@ -121,7 +193,7 @@ class Entries:
         losses = ops.gather(
             Mean(self.total, self.weight).pair(self.ctx)[None], self.ctx.axis("loss")
         )
-        return {"loss": losses, "skipped": self.skipped}
+        return {"loss": losses, "skipped": self.skipped, "weights": float(self.weights)}
 
 
 def entries_after(
@@ -131,22 +203,37 @@ def entries_after(
     run: Run,
     *,
     fns: StepFns,
-    every: int,
     trace: Trace | None,
 ) -> Entries:
     """The entry that is open where a run starts or resumes.
 
     At another world size, rank 0 has the losses of all ranks.
     """
-    total, weight, skipped = 0.0, 0.0, 0
+    total, weight, skipped, weights = 0.0, 0.0, 0, 0.0
     if restored is not None:
         ranks, pairs = ctx.axis("loss"), restored.extra["loss"].to(ctx.device)
-        skipped = int(restored.extra["skipped"])
+        skipped, weights = int(restored.extra["skipped"]), restored.extra["weights"]
         if len(pairs) == ranks.world_size:
             total, weight = pairs[ranks.rank]
         elif not ranks.rank:
             total, weight = torch.sum(pairs, 0)
-    clock = phase_clock(ctx, fns)
-    carried = restored is not None
-    rows = position.samples
-    return Entries(ctx, run, fns, every, trace, clock, total, weight, skipped, rows, carried)
+    return Entries(
+        ctx=ctx,
+        run=run,
+        fns=fns,
+        trace=trace,
+        clock=phase_clock(ctx, fns),
+        peak=peak_of_model(fns.model),
+        total=total,
+        weight=weight,
+        skipped=skipped,
+        rows=position.samples,
+        weights=weights,
+        updates=position.updates,
+        carried=restored is not None,
+    )
+
+
+def tokens_of(restored: Restored) -> float:
+    """The weights of the losses of a run until a checkpoint, as `Entries.tokens`."""
+    return restored.extra["weights"] + float(restored.extra["loss"][:, 1].sum())

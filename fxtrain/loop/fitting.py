@@ -1,61 +1,35 @@
 """Training as an iterator: the loop is the callback."""
 
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
-from typing import Any, ClassVar, Literal, SupportsFloat, TypeVar
+from typing import Any, Literal, SupportsFloat, TypeVar
 
 import attrs
 from torch import nn
 
 from fxtrain import ops
 from fxtrain._arguments import known_arguments
-from fxtrain._errors import DataError, FxError, PlanError
+from fxtrain._errors import FxError, PlanError
 from fxtrain._reading import StrPath
-from fxtrain._record import above, at_least, record
 from fxtrain.checkpoint import Restored, Saving, latest, restore, save
+from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.data import Sharded
-from fxtrain.loop.fit_entries import Entries, entries_after
+from fxtrain.loop.fit_entries import Entries, entries_after, tokens_of
+from fxtrain.loop.fit_rules import Rules, check_arguments
 from fxtrain.loop.means import finite_number
-from fxtrain.loop.open_runs import ended_with
+from fxtrain.loop.open_runs import body_failed, ended_with
 from fxtrain.loop.progress import progress
 from fxtrain.loop.stepping import StepFns
 from fxtrain.profile import profile
 from fxtrain.state import DistContext, JsonLines, Position, Report, Wrapped, shown
-from fxtrain.track import Run, Target, track
+from fxtrain.track import Run, Target
+from fxtrain.track.opening import own, track_in
 
 __all__ = ["fit"]
 
 M = TypeVar("M", bound=nn.Module)
-
-
-@record
-class _Rules:
-    """What `fit` was asked for."""
-
-    OWNER: ClassVar[str] = "fit"
-
-    path: Any
-    epochs: int = attrs.field(validator=at_least(0))
-    resume: bool
-    save_every: int | None = attrs.field(validator=at_least(1))
-    save_minutes: float | None = attrs.field(validator=above(0))
-    save_epochs: bool
-    keep_last: int | None = attrs.field(validator=at_least(1))
-    keep_best: int | None = attrs.field(validator=at_least(1))
-    metric: str | None
-    best: Literal["min", "max"]
-    evaluate: Any
-    evaluate_every: int | None = attrs.field(validator=at_least(1))
-    to: Any
-    settings: Any
-    log_every: int = attrs.field(validator=at_least(1))
-    show: bool
-    extra: Any
-    checkpoints: Any
-    signals: tuple[str, ...]
-    check_every: int = attrs.field(validator=at_least(1))
 
 
 @known_arguments(PlanError)
@@ -65,8 +39,11 @@ def fit(
     loader: Sharded[object],
     path: StrPath,
     *,
-    epochs: int,
-    resume: bool = True,
+    epochs: int | None = None,
+    updates: int | None = None,
+    rows: int | None = None,
+    tokens: int | None = None,
+    resume: bool | Literal["unless stopped"] = True,
     save_every: int | None = None,
     save_minutes: float | None = None,
     save_epochs: bool = True,
@@ -89,20 +66,29 @@ def fit(
 
     Nothing happens before the first report is asked for. A run whose folder holds a checkpoint
     continues from the latest one, bitwise as if it had not stopped, and with the same tracked
-    curve. The iteration ends after the last epoch, or after an update at which a rank received a
+    curve. The iteration ends with the run, after as many epochs, updates, rows or tokens as were
+    asked for, whichever comes first. It ends earlier after an update at which a rank received a
     signal or left its loop (`break`, an error in the body, closing the iterator): then all ranks
     stop, and the state after that update is saved. Inside an accumulation window, a rank that left
     its loop trains to the end of the window first. An iterator that has a name is still open after
     `break`; it is closed with its context, or when the script ends. A run that is already complete
-    is restored and yields no report, so code after the loop must not rely on one.
+    is restored and yields no report, and nothing is written, so code after the loop must not rely
+    on a report.
 
     Args:
         ctx: The context for which the model was wrapped.
         fns: The model and its loss.
         loader: From `fx.shard`.
         path: Folder of the run: trackers and checkpoints.
-        epochs: Epochs of the whole run, those before a restart included.
-        resume: Continue from the latest checkpoint, if there is one.
+        epochs: Epochs of the whole run, those before a restart included. At least one of the four
+            lengths is required.
+        updates: Updates of the whole run, over as many epochs as that takes.
+        rows: Rows of the whole run, on all ranks together: it ends with the first update at which
+            `position.samples` is at least this.
+        tokens: Weights of `fx.Weighted` losses of the whole run, on all ranks together: it ends
+            with the first update at which their sum is at least this.
+        resume: Continue from the latest checkpoint, if there is one. "unless stopped" leaves a run
+            alone that its own loop has stopped by `break`: it is restored and yields no report.
         save_every: Updates between checkpoints.
         save_minutes: Minutes between checkpoints, by the clock of rank 0.
         save_epochs: Save at the end of every epoch.
@@ -128,6 +114,7 @@ def fit(
     Effects:
         As `step`, `save`, `restore`, `track` and `evaluate`. Beside them, one exchange of packets
         for every check and one reduction of two numbers for every entry; none at one rank.
+        `tokens` adds one reduction of two numbers to every update, and waits for the device there.
         Checkpoints are written in the background, except the last.
 
     Raises:
@@ -143,16 +130,18 @@ def fit(
         ...                     optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
         ...     fns = fx.StepFns(model=model, loss=lambda model, x: model(x.data).square().mean())
         ...     loader = fx.shard(DataLoader(torch.ones(4, 1), batch_size=2), ctx)
-        ...     for report in fx.fit(ctx, fns, loader, tempfile.mkdtemp(), epochs=3):
-        ...         if report.position.updates == 5:
-        ...             break
-        ...     report.position.epoch
-        2
+        ...     for report in fx.fit(ctx, fns, loader, tempfile.mkdtemp(), updates=5):
+        ...         pass
+        ...     report.position.updates, report.position.epoch
+        (5, 2)
     """
-    _check(ctx, fns, loader, evaluate, extra, keep_best)
-    rules = _rules(
+    check_arguments(ctx, fns, loader, evaluate, extra, keep_best)
+    rules = Rules(
         path=path,
         epochs=epochs,
+        updates=updates,
+        rows=rows,
+        tokens=tokens,
         resume=resume,
         save_every=save_every,
         save_minutes=save_minutes,
@@ -175,59 +164,63 @@ def fit(
     return ended_with(ctx, _train(ctx, fns, loader, rules))
 
 
-def _rules(**given: Any) -> _Rules:
-    try:
-        return _Rules(**given)
-    except PlanError as error:
-        raise PlanError(str(error).replace("_Rules(", "fit(", 1)) from None
-
-
-def _check(ctx: Any, fns: Any, loader: Any, evaluate: Any, extra: Any, keep_best: Any) -> None:
-    wrong = [
-        f"{name} is {shown(value)}; pass {wanted}"
-        for name, value, kind, wanted in (
-            ("ctx", ctx, DistContext, "the context, from fx.detect()"),
-            ("fns", fns, StepFns, "fx.StepFns(model=model, loss=loss)"),
-            ("loader", loader, Sharded, "a loader from fx.shard(loader, ctx, plan)"),
-            ("extra", extra, MutableMapping | None, "a dict that the body of the loop changes"),
-        )
-        if not isinstance(value, kind)
-    ]
-    if evaluate is not None and not callable(evaluate):
-        wrong.append(
-            f"evaluate is {shown(evaluate)}; pass a function without arguments, such as "
-            f"lambda: fx.evaluate(ctx, model, held_out, fn)"
-        )
-    if keep_best is not None and evaluate is None:
-        wrong.append("keep_best compares what evaluate gives; pass evaluate too")
-    if wrong:
-        raise PlanError(f"fit: {'; '.join(wrong)}.")
-
-
-@attrs.frozen(eq=False)
+@attrs.define(eq=False, kw_only=True)
 class _Loop:
-    """What stays the same during a run."""
+    """A run that is open.
+
+    Attributes:
+        epoch_over: Whether an epoch has ended, maybe inside an open window, and what is due then
+            has not happened yet.
+        saving: The last checkpoint, which may still be written.
+        saved: Its position.
+        saved_s: When it was begun, by the clock of this rank.
+    """
 
     ctx: DistContext
     model: Wrapped
     loader: Sharded
-    rules: _Rules
+    rules: Rules
     run: Run
     notice: ops.Preemption | None
-    restored: Restored | None
     entries: Entries
+    epoch_over: bool = False
+    saving: Saving | None = None
+    saved: Position | None
+    saved_s: float = attrs.field(factory=time.monotonic)
 
 
 @contextmanager
-def _opened(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> Iterator[_Loop]:
-    """The run, restored and tracked."""
+def _opened(
+    ctx: DistContext, fns: StepFns, loader: Sharded, rules: Rules
+) -> Iterator[_Loop | None]:
+    """The run, restored and tracked; None if there is nothing to train."""
+    lock = own(rules.path, ctx)
+    try:
+        with _in_folder(lock, ctx, fns, loader, rules) as loop:
+            yield loop
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+@contextmanager
+def _in_folder(
+    lock: Lock | None, ctx: DistContext, fns: StepFns, loader: Sharded, rules: Rules
+) -> Iterator[_Loop | None]:
     restored = _restored(ctx, fns.model, rules) if rules.resume else None
-    position = loader.position if restored is None else restored.position
+    if restored is not None:
+        loader = loader.at(restored.position, restored.extra["data"])
+    if _is_over(ctx, loader, rules, restored):
+        yield None
+        return
+    position = loader.position
+    loader = attrs.evolve(loader, run_updates=rules.total_updates(loader))
     known = restored.extra["run"] if restored else "folder" if rules.resume else None
-    run = track(
+    run = track_in(
+        lock,
         rules.path,
         ctx,
-        (*rules.to, progress(_total(loader, rules.epochs))) if rules.show else rules.to,
+        (*rules.to, progress(rules.total_updates(loader))) if rules.show else rules.to,
         plan=fns.model.plan,
         settings=rules.settings,
         resume=known,
@@ -237,71 +230,101 @@ def _opened(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> I
     recording = nullcontext() if recorded is None else profile(ctx, recorded)
     with run, _signals(ctx, rules.signals) as notice:
         with recording as trace:
-            entries = entries_after(
-                restored, position, ctx, run, fns=fns, every=rules.log_every, trace=trace
+            entries = entries_after(restored, position, ctx, run, fns=fns, trace=trace)
+            entries.counts_tokens = rules.tokens is not None
+            yield _Loop(
+                ctx=ctx,
+                model=fns.model,
+                loader=loader,
+                rules=rules,
+                run=run,
+                notice=notice,
+                entries=entries,
+                saved=None if restored is None else restored.position,
             )
-            yield _Loop(ctx, fns.model, loader.at(position), rules, run, notice, restored, entries)
         entries.write_profile()
 
 
-def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: _Rules) -> Generator[Report]:
+def _is_over(ctx: DistContext, loader: Sharded, rules: Rules, restored: Restored | None) -> bool:
+    """Whether the run has ended, or was stopped by its loop and is left alone; logs which."""
+    position, log = loader.position, ops.log(ctx)
+    if reached := rules.reached(loader, 0.0 if restored is None else tokens_of(restored)):
+        log.info(
+            "fit: nothing to train: the run in %s ended at update %d. Continue with %s.",
+            rules.path,
+            position.updates,
+            " and ".join(f"{name} > {n}" for name, n in reached.items()),
+        )
+        return True
+    if restored is None or not restored.extra["stopped"]:
+        return False
+    left = rules.resume == "unless stopped"
+    log.info(
+        "fit: the loop of the run in %s stopped it at update %d (break). %s",
+        rules.path,
+        position.updates,
+        "It is left as it is; resume=True continues it."
+        if left
+        else 'It continues; resume="unless stopped" leaves it as it is.',
+    )
+    return left
+
+
+def _train(ctx: DistContext, fns: StepFns, loader: Sharded, rules: Rules) -> Generator[Report]:
+    handled = sys.exception()
+    report, left, stop = None, None, None
     with _opened(ctx, fns, loader, rules) as loop:
-        saved = None if loop.restored is None else loop.restored.position
-        report, saving, left, entries = None, None, False, loop.entries
-        clock = time.monotonic()
-        for batch in chain.from_iterable(loop.loader.epochs(rules.epochs)):
+        if loop is None:
+            return
+        entries, limited = loop.entries, (rules.updates, rules.rows) != (None, None)
+        for batch in rules.batches(loop.loader):
+            position = batch.position
+            ended = (limited or position.is_last) and rules.ends_at(position)
+            closes = ended or not position.micro
+            loop.epoch_over = loop.epoch_over or position.is_last or ended
+            entries.due = closes and (loop.epoch_over or not position.updates % rules.log_every)
             report = entries.step(batch)
-            position = report.position
-            if entries.due or (rules.evaluate and not position.micro):
-                report = _tracked(loop, report)
-            if not left:
+            if closes:
+                ended = ended or (rules.tokens is not None and _has_tokens(loop))
+                if entries.due or rules.evaluate:
+                    report = _tracked(loop, report)
+            if left is None:
                 try:
                     yield report
-                except GeneratorExit:
-                    left = True
-            if position.micro:
-                entries.asked_s = time.monotonic()
-                continue
-            stop, due = _agreed(loop, position, clock, left=left)
-            if stop:
-                break
-            if due:
-                saving, saved = _save(loop, report), position
-                clock = time.monotonic()
+                except GeneratorExit as error:
+                    left = "failed" if body_failed(error, handled) else "stopped"
+            if closes:
+                stop, due = _agreed(loop, position, left)
+                if stop or ended:
+                    break
+                loop.epoch_over = False
+                if due:
+                    _save(loop, report)
             entries.asked_s = time.monotonic()
-        _finish(loop, report, saved, saving)
+        _finish(loop, report, stopped=stop == "stopped")
 
 
-def _finish(
-    loop: _Loop, report: Report | None, saved: Position | None, saving: Saving | None
-) -> None:
+def _finish(loop: _Loop, report: Report | None, *, stopped: bool) -> None:
     """Save the state after the last update, unless that is done, and wait until it is written."""
-    if report is None:
-        ops.log(loop.ctx).info(
-            "fit: nothing to train: the run in %s ended at update %d. Continue with epochs > %d.",
-            loop.rules.path,
-            loop.loader.position.updates,
-            loop.rules.epochs,
-        )
-    elif report.position != saved:
-        saving = _save(loop, report, last=True)
-    if saving is not None:
-        saving.result()
+    if report is not None and report.position != loop.saved:
+        _save(loop, report, last=True, stopped=stopped)
+    if loop.saving is not None:
+        loop.saving.result()
+
+
+def _has_tokens(loop: _Loop) -> bool:
+    """Whether the run has its tokens; then what is due at its end is due now."""
+    if loop.entries.tokens() < (loop.rules.tokens or 0):
+        return False
+    loop.epoch_over = loop.entries.due = True
+    return True
 
 
 def _signals(ctx: DistContext, names: tuple[str, ...]) -> AbstractContextManager[Any]:
     return ops.preemption(ctx, signals=names) if names else nullcontext()
 
 
-def _total(loader: Sharded, epochs: int) -> int | None:
-    """Updates of the whole run; None where only reading the data tells."""
-    try:
-        return loader.total_updates(epochs)
-    except DataError:
-        return None
-
-
-def _restored(ctx: DistContext, model: Wrapped, rules: _Rules) -> Restored | None:
+def _restored(ctx: DistContext, model: Wrapped, rules: Rules) -> Restored | None:
     """The state of the latest checkpoint, if there is one; rank 0 looks."""
     found, problem = None, None
     try:
@@ -311,25 +334,27 @@ def _restored(ctx: DistContext, model: Wrapped, rules: _Rules) -> Restored | Non
     ops.raise_together(problem, ctx)
     if (found := ops.broadcast_object(found, ctx)) is None:
         return None
-    template = {"run": None, "loss": None, "skipped": None, "user": dict(rules.extra)}
-    restored = restore(found, ctx, model, extra=template)
+    kept = dict.fromkeys(("run", "stopped", "data", *Entries.SAVED))
+    restored = restore(found, ctx, model, extra={**kept, "user": dict(rules.extra)})
     rules.extra.update(restored.extra["user"])
     return restored
 
 
 def _tracked(loop: _Loop, report: Report) -> Report:
     """Evaluate and write an entry where they are due."""
-    rules, position = loop.rules, report.position
+    rules, position, entries = loop.rules, report.position, loop.entries
     every = rules.evaluate_every
-    if rules.evaluate and not (position.updates % every if every else not position.is_last):
-        report = attrs.evolve(report, metrics=_evaluated(rules))
+    by_count = every is not None and not (position.micro or position.updates % every)
+    if rules.evaluate and (by_count or (every is None and loop.epoch_over)):
+        with entries.paused():
+            report = attrs.evolve(report, metrics=_evaluated(rules))
         loop.run.log({"eval": report.metrics}, position)
-    if loop.entries.due:
-        loop.entries.write(report)
+    if entries.due:
+        entries.write(report)
     return report
 
 
-def _evaluated(rules: _Rules) -> Any:
+def _evaluated(rules: Rules) -> Any:
     found = rules.evaluate()
     named = found if isinstance(found, Mapping) else {}
     if rules.metric not in named and (rules.metric is not None or (named and rules.keep_best)):
@@ -340,20 +365,22 @@ def _evaluated(rules: _Rules) -> Any:
     return found
 
 
-def _agreed(loop: _Loop, position: Position, clock: float, *, left: bool) -> tuple[bool, bool]:
-    """Whether all ranks stop here, and whether a checkpoint is due."""
+def _agreed(loop: _Loop, position: Position, left: str | None) -> tuple[str | None, bool]:
+    """Why all ranks stop here, if they do, and whether a checkpoint is due."""
     rules, notice, ctx = loop.rules, loop.notice, loop.ctx
     every = rules.save_every
-    due = (every and not position.updates % every) or (rules.save_epochs and position.is_last)
-    if position.updates % rules.check_every and not position.is_last:
-        return False, bool(due)
+    due = (every and not position.updates % every) or (rules.save_epochs and loop.epoch_over)
+    if position.updates % rules.check_every and not loop.epoch_over:
+        return None, bool(due)
     minutes = rules.save_minutes
-    late = minutes is not None and time.monotonic() - clock >= minutes * 60
-    signalled = notice is not None and notice.signalled
+    late = minutes is not None and time.monotonic() - loop.saved_s >= minutes * 60
+    if notice is not None and notice.signalled:
+        left = "signalled"
     if ctx.world_size == 1:
-        return left or signalled, bool(due or late)
-    found = ops.gather_objects((left, signalled, late), ctx)
-    gone = [rank for rank, (one, _, _) in enumerate(found) if one]
+        return left, bool(due or late)
+    found = ops.gather_objects((left, late), ctx)
+    reasons = [reason for reason, _ in found]
+    gone = [rank for rank, reason in enumerate(reasons) if reason in ("stopped", "failed")]
     if 0 < len(gone) < len(found):
         ops.log(ctx).warning(
             "fit: rank %s left its loop after update %d, and the others did not. All ranks stop "
@@ -361,23 +388,28 @@ def _agreed(loop: _Loop, position: Position, clock: float, *, left: bool) -> tup
             ", ".join(map(str, gone)),
             position.updates,
         )
-    return any(one or two for one, two, _ in found), bool(due or found[0][2])
+    stop = next((why for why in ("failed", "signalled", "stopped") if why in reasons), None)
+    return stop, bool(due or found[0][1])
 
 
-def _save(loop: _Loop, report: Report, *, last: bool = False) -> Saving:
+def _save(loop: _Loop, report: Report, *, last: bool = False, stopped: bool = False) -> None:
     rules, ctx, found = loop.rules, loop.ctx, report.metrics
     found = found.get(rules.metric) if isinstance(found, Mapping) else found
     score = finite_number(found)
     pruned = rules.keep_best is None or score is not None
-    return save(
-        rules.checkpoints,
-        ctx,
-        loop.model,
-        position=report.position,
-        extra={"run": loop.run.state(), **loop.entries.state(), "user": dict(rules.extra)},
-        metric=score,
-        keep_last=rules.keep_last if pruned else None,
-        keep_best=rules.keep_best if pruned else None,
-        best=rules.best,
-        background=not last,
-    )
+    kept = {"run": loop.run.state(), "stopped": stopped, **loop.entries.state()}
+    kept["data"] = loop.loader.state()
+    with loop.entries.paused():
+        loop.saving = save(
+            rules.checkpoints,
+            ctx,
+            loop.model,
+            position=report.position,
+            extra={**kept, "user": dict(rules.extra)},
+            metric=score,
+            keep_last=rules.keep_last if pruned else None,
+            keep_best=rules.keep_best if pruned else None,
+            best=rules.best,
+            background=not last,
+        )
+    loop.saved, loop.saved_s = report.position, time.monotonic()

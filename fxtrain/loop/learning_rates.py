@@ -1,7 +1,7 @@
 """The learning-rate range test: losses over exponentially growing rates."""
 
 import math
-from collections.abc import Iterator
+import sys
 from typing import TypeVar
 
 import attrs
@@ -14,14 +14,13 @@ from fxtrain.data import Sharded
 from fxtrain.loop.kept_state import kept_state
 from fxtrain.loop.means import Mean
 from fxtrain.loop.stepping import StepFns, step
-from fxtrain.state import Batch, DistContext, Wrapped, check_connected
+from fxtrain.state import DistContext, Wrapped, check_connected
 
 __all__ = ["RateCurve", "find_lr"]
 
 M = TypeVar("M", bound=nn.Module)
 _MEMORY = 0.9
 _NOISY = 0.1  # share of the curve, at its beginning, whose slopes are mostly noise
-_ENDLESS = 1 << 62  # epochs
 
 
 @record
@@ -180,7 +179,7 @@ def _losses(
     losses: list[float] = []
     mean = Mean()
     _set_rates(model, ratios, rates[0])
-    for batch in _endless(loader):
+    for batch in loader.updates(sys.maxsize):
         report = step(ctx, batch, trial)
         mean = mean.update(report)
         if not (report.applied or report.skipped):
@@ -193,16 +192,6 @@ def _losses(
             break
         _set_rates(model, ratios, rates[len(losses)])
     return tuple(losses)
-
-
-def _endless(loader: Sharded) -> Iterator[Batch]:
-    """Batches of as many epochs as are needed."""
-    for epoch in loader.epochs(_ENDLESS):
-        batch = None
-        for batch in epoch:
-            yield batch
-        if batch is None:
-            return  # without rows
 
 
 def _has_diverged(losses: list[float], times: float) -> bool:

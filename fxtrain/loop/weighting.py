@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxtrain import ops
+from fxtrain import _tree, ops
 from fxtrain._errors import StepError
 from fxtrain.ops.devices import as_scalar
 from fxtrain.state import (
@@ -59,6 +59,8 @@ def weigh_loss(
         data_rank: Of this rank on the data axis.
     """
     sizes, mine = batch.sizes, batch.sizes[data_rank]
+    if not mine and aux is not None:
+        aux = _tree.map_leaves(_zero, aux)
     if independent:
         sizes = _replica_rows(batch, model)
         _count_for_average(loss, batch, model, sizes, present=mine > 0)
@@ -76,6 +78,13 @@ def weigh_loss(
         part = loss * (mine * ranks / total if mine else 0.0)
     mean = loss.detach() if mine else torch.zeros_like(loss.detach())
     return WeightedLoss(loss=part, mean=mean, weight=mine, aux=aux)
+
+
+def _zero(leaf: Any) -> Any:
+    """A metric of placeholder rows, which may be NaN even times a weight of 0."""
+    if isinstance(leaf, Tensor):
+        return torch.zeros_like(leaf)
+    return 0 if type(leaf) in (int, float) else leaf
 
 
 def close_window(
@@ -169,7 +178,8 @@ def _weigh_explicit(
             f"number, the count of items that the total adds up.",
             code="FX502",
         )
-    weight = weight.reshape(()) * present
+    # Not a product: the weight of placeholder rows may be infinite.
+    weight = weight.reshape(()) if present else torch.zeros_like(weight.reshape(()))
     dtype = loss.total.dtype
     mean = loss.total.detach() / torch.where(weight == 0, 1.0, weight).to(dtype)
     mean = mean if present else torch.zeros_like(mean)

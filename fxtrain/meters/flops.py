@@ -7,9 +7,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
-from fxtrain.state import DistContext
+from fxtrain.state import DistContext, Wrapped
 
-__all__ = ["count_flops", "peak_flops"]
+__all__ = ["count_flops", "peak_flops", "peak_of_model"]
 
 # By the device's name: dense operations per second with fp32, TF32, bf16 and fp16 products. None
 # where a device has no such units. Figures of sparse matrices in data sheets are halved.
@@ -64,6 +64,20 @@ def peak_flops(ctx: DistContext, precision: str) -> float | None:
     if ctx.device.type != "cuda":
         return None
     return _peak_of(torch.cuda.get_device_name(ctx.device), precision)
+
+
+def peak_of_model(model: Wrapped) -> float | None:
+    """Operations per second of this rank's device in a model's precision, if they can be counted.
+
+    None where the peak is unknown, and for compiled models, of which torch counts only a part.
+    """
+    precision: str = model.plan.precision.compute
+    if precision == "fp32":
+        dtype = next((one.dtype for one in model.parameters()), torch.float32)
+        tf32 = torch.get_float32_matmul_precision() != "highest"
+        single = "tf32" if tf32 else "fp32"
+        precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, single)
+    return None if model.plan.compile else peak_flops(model.ctx, precision)
 
 
 def _peak_of(device: str, precision: str) -> float | None:

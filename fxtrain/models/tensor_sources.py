@@ -1,4 +1,4 @@
-"""Sources of a model's values: safetensors files, an index over them, or tensors."""
+"""Sources of a model's values: model files, an index over several, or tensors."""
 
 import contextlib
 import os
@@ -14,6 +14,7 @@ from torch import Tensor
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import path_problem, read_file
 from fxtrain.models.folder import INDEX, LARGEST_INDEX, MARKER, SINGLE
+from fxtrain.models.gguf_files import open_gguf
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.safetensors_files import Entry, parse_json, read_header
 from fxtrain.models.stored_layers import StoredLayer, stored_layers
@@ -25,9 +26,10 @@ __all__ = [
 ]  # fmt: skip
 
 _PICKLES = (".bin", ".pt", ".pth")
-_MODEL_SUFFIXES = (".safetensors", *_PICKLES)
+_MODEL_SUFFIXES = (".safetensors", *_PICKLES, ".gguf")
 _CHECKPOINT = "manifest.json"
-_PICKLE_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+# The last one as in Accelerate's guide to big models.
+_OTHER_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "index.json")
 
 Read = Callable[[str, Part | None], Tensor]
 Locate = Callable[[str], Location | None]
@@ -193,9 +195,12 @@ def _in_folder(folder: Path) -> Path:
             f"{folder} contains both {SINGLE} and {INDEX}, one of which is outdated. Pass the "
             f"path of the current one."
         )
-    for name in (SINGLE, INDEX, *_PICKLE_NAMES):
+    for name in (SINGLE, INDEX, *_OTHER_NAMES):
         if (folder / name).exists() or (folder / name).is_symlink():
             return inside(folder, name)
+    others = [*folder.glob("*.index.json"), *folder.glob("*.gguf")]
+    if len(others) == 1:
+        return inside(folder, others[0].name)
     if any(folder.glob(_CHECKPOINT)) or any(folder.glob(f"*/{_CHECKPOINT}")):
         raise CheckpointError(
             f"{folder} contains a checkpoint and no model files. Load its weights with "
@@ -216,8 +221,9 @@ def _read_index(path: Path) -> dict[Path, list[str]]:
         raw = read_file(path, LARGEST_INDEX)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from error
-    table = parse_json(raw, path).get("weight_map")
-    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+    found = parse_json(raw, path)
+    table = found.get("weight_map", found)
+    if not isinstance(table, dict) or {type(name) for name in table.values()} != {str}:
         raise CheckpointError(f"{path} has no weight_map from tensor names to file names.")
     files: dict[str, list[str]] = {}
     for tensor, name in table.items():
@@ -255,6 +261,8 @@ def _open_file(path: Path, names: list[str] | None, stack: contextlib.ExitStack)
         file = _of_safetensors(path, stack)
     elif path.suffix in _PICKLES:
         file = _of_pickle(path)
+    elif path.suffix == ".gguf":
+        file = _of_gguf(path, stack)
     else:
         raise CheckpointError(
             f"{path} has an unknown suffix. Pass a model file ({', '.join(_MODEL_SUFFIXES)}) or "
@@ -305,6 +313,15 @@ def _of_safetensors(path: Path, stack: contextlib.ExitStack) -> Source:
         metadata=header.metadata,
         locate=locate,
     )
+
+
+def _of_gguf(path: Path, stack: contextlib.ExitStack) -> Source:
+    entries, values, locate = stack.enter_context(open_gguf(path))
+
+    def read(name: str, part: Part | None) -> Tensor:
+        return values(name) if part is None else _select(values(name), part)
+
+    return Source(what=str(path), entries=entries, others={}, read=read, locate=locate)
 
 
 def _of_pickle(path: Path) -> Source:

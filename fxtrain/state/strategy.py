@@ -15,6 +15,7 @@ from fxtrain.state.batch import Batch
 from fxtrain.state.context import DistContext
 from fxtrain.state.model.module_names import M_co, ModuleNames, check_open
 from fxtrain.state.model.stored_state import ModelState, StateReader
+from fxtrain.state.placement.placement import Placement
 from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position
 from fxtrain.state.weight import Weight
@@ -148,6 +149,7 @@ class Wrapped(ModuleNames[M_co]):
         bare: () → function: removes from the module what wrapping added, until the returned
             function is called, which restores everything. Values are not changed.
         formats: By name, the original dtypes of parameters and buffers.
+        placement: Under `Offload`, where each unit of the model is held; None otherwise.
         closed: Why the handle cannot be used: empty while it can, then "unwrap" or "release" for
             good, or "gathered" during a block of `fx.gathered`. The one mutable state of this
             record, and a list, because the handle and its copies with other fields (`StepFns`,
@@ -180,6 +182,7 @@ class Wrapped(ModuleNames[M_co]):
     strategy_state: Any = attrs.field(default=None, repr=False)
     bare: Callable[[], Callable[[], None]] = attrs.field(default=lambda: _nothing, repr=False)
     formats: Mapping[str, torch.dtype] = attrs.field(factory=dict, repr=False)
+    placement: Placement | None = attrs.field(default=None, repr=False)
     closed: list[str] = attrs.field(factory=list)
     by_hand: list[str] = attrs.field(factory=list, repr=False)
     own_backward: list[str] = attrs.field(factory=list, repr=False)

@@ -1,5 +1,7 @@
 """Sizes of real modules, budgets, mappings by hand, and what is refused."""
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -173,6 +175,15 @@ def test_what_cannot_be_placed_names_unit_need_and_place():
         big.place(sizes, big.budget({"cuda:0": 100}))
     with pytest.raises(fx.PlanError, match=r"needs 692 B.*does not fit in cpu 10 B, disk 0 B"):
         big.place(sizes, big.budget({"cuda:0": 600, "cpu": 10, "disk": 0}))
+    with pytest.raises(
+        fx.PlanError,
+        match=r"pass through the CPU, which allows 10 B and needs (\d+) B .* least \1 B on 'cpu'",
+    ) as caught:
+        big.place(sizes, big.budget({"cuda:0": 600, "cpu": 10, "disk": 10**9}))
+    (enough,) = re.findall(r"needs (\d+) B for", str(caught.value))
+    big.place(sizes, big.budget({"cuda:0": 600, "cpu": int(enough), "disk": 10**9}))
+    with pytest.raises(fx.PlanError, match="pass through the CPU"):
+        big.place(sizes, big.budget({"cuda:0": 600, "cpu": int(enough) - 1}))
     with pytest.raises(fx.PlanError, match="allows nothing of any device"):
         big.place(sizes, big.budget({"disk": 10}))
     for wrong in ({"policy": "fast"}, {"ahead": -1}, {"batch": 0}, {"activations": 1.5}):

@@ -123,3 +123,29 @@ def test_messages_in_flight_when_the_profiler_stops_have_no_events(pair, tmp_pat
         assert not [name for name in names if name in ("gloo:recv", "gloo:send")]
         assert names.count("fxtrain::exchange") >= 3
         assert min(rank.total.communication_ns for rank in summary_.ranks) > 0
+
+
+def _of_a_block(ctx, spec, failing):
+    def on_trace_ready(trace):
+        if ctx.rank == failing:
+            raise KeyError("mine")
+
+    try:
+        with fx.profile(ctx, spec, on_trace_ready=on_trace_ready) as trace:
+            ops.reduce(torch.ones(8, 8) @ torch.ones(8, 8), ctx)
+    except (KeyError, fx.CollectiveError) as error:
+        return type(error).__name__, str(error)
+    counts = {one.key: one.count for one in trace.key_averages()}
+    return counts.get("aten::mm", 0), len(trace.summary.ranks)
+
+
+def test_a_block_without_steps_is_recorded_on_chosen_ranks(pair, tmp_path):
+    spec = fx.Profile(folder=str(tmp_path / "p"), active=None, ranks=(1,))
+    assert pair.run(_of_a_block, spec, 0) == [(0, 1), (1, 1)]  # rank 0 records nothing
+
+
+def test_an_error_of_a_function_for_traces_reaches_every_rank(pair, tmp_path):
+    spec = fx.Profile(folder=str(tmp_path / "p"), active=None)
+    first, second = pair.run(_of_a_block, spec, 1)
+    assert first[0] == "CollectiveError" and "rank 1: KeyError: 'mine'" in first[1]
+    assert second == ("KeyError", "'mine'")

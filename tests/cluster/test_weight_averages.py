@@ -237,11 +237,9 @@ def _fitted(ctx, plan, folder, stop):
     """A run of `fit` in two pieces."""
     for until in (stop, None):
         _, fns, loader, average = _made(ctx, plan)
-        how = {"epochs": 2, "show": False, "extra": {"ema": average.state}}
+        how = {"epochs": 2, "updates": until, "show": False, "extra": {"ema": average.state}}
         for report in fx.fit(ctx, fns, loader, folder, **how):
             average.update(report)
-            if report.position.updates == until:
-                break
     return _averaged(average), average.updates
 
 

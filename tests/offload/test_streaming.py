@@ -222,3 +222,14 @@ def test_copies_are_bounded_also_while_gradients_are_computed(ctx, folder, monke
 
 def _sgd(params):
     return torch.optim.SGD(params, lr=0.1)
+
+
+def test_the_placement_that_was_chosen_can_be_read_after_wrapping():
+    strategy = fx.Offload(memory={"cpu": "2GiB"})
+    with fx.detect(env={}, device="cpu") as ctx:
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).eval()
+        model = fx.wrap(net, ctx, fx.Plan(strategy=strategy))
+        assert model.placement == fx.big.place(fx.big.sizes(net), fx.big.budget({"cpu": "2GiB"}))
+        again = fx.Plan(strategy=fx.Offload(placement=model.placement))
+        assert fx.wrap(fx.unwrap(model), ctx, again).placement == model.placement
+        assert fx.wrap(torch.nn.Linear(1, 1), ctx).placement is None

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from fxtrain import ops
 from fxtrain.backends.core.optimizer_state import local_part, own_tensor_of_ranks
+from fxtrain.backends.core.placeholders import fsdp_parameters
 from fxtrain.state import AccumulationWindow, DistContext, StateReader, Wrapped, round_of
 
 __all__ = [
@@ -23,7 +24,6 @@ __all__ = [
     "full_gradient",
     "load_window",
     "saved_windows",
-    "sharded_parameters",
     "window_state",
 ]
 
@@ -31,17 +31,6 @@ __all__ = [
 _COUNTS = ("micro", "rows", "full_rows", "real_rows", "unscaled", "updates")
 _KINDS = ("grad", "unreduced", "partial")
 PENDING = "unsharded_accumulated_grad"
-
-
-def sharded_parameters(module: nn.Module) -> Iterator[Any]:
-    """What torch's FSDP keeps of each parameter that it manages."""
-    part: Any
-    for part in module.modules():
-        if hasattr(part, "_get_fsdp_state"):
-            state = part._get_fsdp_state()
-            several = hasattr(state, "_fsdp_param_groups")  # since torch 2.13
-            for group in state._fsdp_param_groups if several else [state._fsdp_param_group]:
-                yield from () if group is None else group.fsdp_params
 
 
 def window_state(model: Wrapped) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
@@ -87,7 +76,7 @@ def _replicas(model: Wrapped) -> int:
 def _parameters(model: Wrapped) -> Iterator[tuple[str, Any, Any]]:
     """Of each parameter its name, itself as a shard, and what FSDP keeps of it, if it does."""
     parts: dict[int, Any] = {}
-    for part in sharded_parameters(model.module):
+    for part in [one for owner in model.module.modules() for one in fsdp_parameters(owner)]:
         parts[id(part.sharded_param)] = part
         parts[id(getattr(part, "_unsharded_param", part))] = part  # in the module after a forward
     for name, parameter in model.module.named_parameters():

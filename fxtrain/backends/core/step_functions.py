@@ -19,6 +19,7 @@ from fxtrain.backends.core.gradients import (
     unscale_local,
 )
 from fxtrain.backends.core.kept_apart import put_back, watch_outputs
+from fxtrain.backends.core.placeholders import has_no_row, uncounted
 from fxtrain.ops import autocast
 from fxtrain.state import (
     AccumulationWindow,
@@ -123,8 +124,14 @@ def run(
     model.own_backward.append("step")
     try:
         with strategy.sync(model, reduce):
-            weighted = compute_loss(model, batch)
-            strategy.backward(weighted.loss, model)
+            if 0 in batch.sizes and has_no_row(model, batch):
+                with uncounted([model.module]) as drop_gradients:
+                    weighted = compute_loss(model, batch)
+                    drop_gradients()
+                    strategy.backward(weighted.loss, model)
+            else:
+                weighted = compute_loss(model, batch)
+                strategy.backward(weighted.loss, model)
     finally:
         model.own_backward.clear()
     return weighted

@@ -134,7 +134,7 @@ def wrap_streamed(
         prepare_module(module, plan, ctx, hooked=True)
         undo.append(attach(module, streaming, backward=optimizer is not None))
         made = make_handle(strategy, module, ctx, plan, optimizer, scheduler, undo=undo_all)
-        made = attrs.evolve(made, strategy_state=streaming)
+        made = attrs.evolve(made, strategy_state=streaming, placement=placement)
         if config.source is not None:
             _load(config.source, made, cast=bool(placement.dtypes))
     except BaseException:

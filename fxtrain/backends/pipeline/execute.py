@@ -13,6 +13,7 @@ from fxtrain import _tree, ops
 from fxtrain._errors import PlanError, StepError
 from fxtrain.backends.core import step_functions
 from fxtrain.backends.core.microbatches import join, parts_of_batch, split
+from fxtrain.backends.core.placeholders import has_no_row, uncounted
 from fxtrain.backends.fsdp.strategy import loss_on_parts, splits_logits
 from fxtrain.backends.pipeline.last_stage import broadcast_loss, broadcast_outputs, fake_output
 from fxtrain.backends.pipeline.partition import parts_for
@@ -94,8 +95,12 @@ def run(
         out = fake_output(model, ready, calls[0])
         return _computed_loss(model, compute_loss, micro_batches[0], seeds[0], out)
 
+    empty = has_no_row(model, batch)
     with model.strategy.sync(model, reduce):
-        _run_all(model, ready, calls, finish)
+        # Sharded stages have parameters of their own.
+        parts = (model.module, *engine.stages.values())
+        with uncounted(parts) if empty else nullcontext(_nothing) as after_stage:
+            _run_all(model, ready, calls, finish, after_stage)
         told = broadcast_loss(model, ready, shares, batch, fake)
         if model.window.closes:  # sums over stages are computed once per window
             reduce_grads(model)
@@ -149,7 +154,7 @@ def forward(model: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         outputs.append(_tree.map_leaves(_whole, out) if apart else out)
         return torch.zeros(1, device=model.ctx.device)
 
-    _run_all(model, ready, calls, finish)
+    _run_all(model, ready, calls, finish, _nothing)
     whole = join(outputs, rows // parts) if outputs else None
     if outputs and model.plan.precision.output == "fp32":
         whole = _tree.map_leaves(step_functions.to_float, whole)
@@ -171,14 +176,23 @@ def _parts_of_forward(model: Wrapped, rows: int) -> int:
     return max(n for n in range(1, most + 1) if all(rows % n == 0 for rows in everywhere))
 
 
+def _nothing() -> None:
+    """Do nothing after a stage."""
+
+
 def _run_all(
-    model: Wrapped, ready: Any, calls: Sequence[Any], finish: Callable[[Any, int], Tensor]
+    model: Wrapped,
+    ready: Any,
+    calls: Sequence[Any],
+    finish: Callable[[Any, int], Tensor],
+    after_stage: Callable[[], None],
 ) -> None:
     """Run every micro-batch through this rank's stages.
 
     Args:
         finish: Turns the model's outputs for a micro-batch into the value that torch continues
-        with.
+            with.
+        after_stage: Called after each forward of a stage.
     """
     engine = model.engine
     index_of = {stage: number for number, stage in engine.stages.items()}
@@ -186,6 +200,7 @@ def _run_all(
     def job(stage: Any, received: tuple[Tensor, ...], index: int) -> Any:
         with ops.autocast(model):
             ended, out = stage.visit(calls[index], received, ready.sends.get(index_of[stage], ()))
+        after_stage()
         return finish(out, index) if ended else out
 
     apart = splits_logits(model.ctx, model.plan.strategy.stages)

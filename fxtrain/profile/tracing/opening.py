@@ -2,10 +2,12 @@
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import attrs
+from torch.autograd.profiler import profile as Profiler
+from torch.autograd.profiler_util import EventList
 
 from fxtrain import ops
 from fxtrain._arguments import known_arguments
@@ -32,6 +34,8 @@ _NEVER = Transition(-1, "stop")
 class Trace:
     """A profile in progress: call `step` after every step of the loop.
 
+    A profile of a whole block, `fx.Profile(active=None)`, needs no calls of `step`.
+
     Attributes:
         count: Calls of `step` so far.
         files: Traces that this rank has written.
@@ -42,10 +46,12 @@ class Trace:
     ctx: DistContext = attrs.field(repr=False)
     _profile: Profile | None
     _todo: Iterator[Transition] = attrs.field(repr=False)
+    _on_trace_ready: "Callable[[Trace], object] | None" = attrs.field(default=None, repr=False)
     _next: Transition = _NEVER
     _due: int = -1  # of `_next`; one attribute less to read in each step
     _cycle: int = 0
     _recording: Recording | None = attrs.field(default=None, repr=False)
+    _recorded: Profiler | None = attrs.field(default=None, repr=False)  # of the last cycle
     count: int = 0
     files: tuple[Path, ...] = ()
     summary: Summary | None = None
@@ -59,11 +65,43 @@ class Trace:
 
         Raises:
             StepError: another profiler of torch is running, or has ended this one.
+            Exception: of `on_trace_ready`, on its rank; a CollectiveError on the others.
             CollectiveError: another rank failed, or never called `step` as often.
         """
         self.count += 1
         while self.count == self._due:
             self._act()
+
+    def key_averages(
+        self, *, group_by_input_shape: bool = False, group_by_stack_n: int = 0
+    ) -> EventList:
+        """Averages of the operators that this rank recorded in its last cycle, by torch's profiler.
+
+        Args:
+            group_by_input_shape: One row for each combination of shapes; of a profile with
+                `shapes=True`.
+            group_by_stack_n: One row for each stack, of so many frames; of a profile with
+                `stacks=True`.
+
+        Returns:
+            The list of torch, without entries if this rank has recorded nothing. Its
+            `table(sort_by="self_cpu_time_total", row_limit=10)` is text; each entry has times,
+            `count`, with `memory=True` `self_cpu_memory_usage`, and with `flops=True` `flops`.
+
+        Source:
+            torch.profiler.profile.key_averages.
+
+        Example:
+            >>> import fxtrain as fx, tempfile, torch
+            >>> spec = fx.Profile(folder=tempfile.mkdtemp(), active=None, flops=True)
+            >>> with fx.detect(env={}, device="cpu") as ctx, fx.profile(ctx, spec) as trace:
+            ...     _ = torch.ones(8, 8) @ torch.ones(8, 8)
+            >>> [one.flops for one in trace.key_averages() if one.key == "aten::mm"]
+            [1024]
+        """
+        if self._recorded is None:
+            return EventList()
+        return self._recorded.key_averages(group_by_input_shape, group_by_stack_n)
 
     def _plan_next(self) -> None:
         self._next = next(self._todo, _NEVER)
@@ -75,7 +113,7 @@ class Trace:
         conflict = None if action == "mark" else self._conflict(action)
         if action == "stop":
             # Before the exchange: its event must not be open when the profiler stops.
-            self._stop(complete=True)
+            conflict = self._stop(complete=True) or conflict
         if action != "mark":
             ops.raise_together(conflict, self.ctx)
         if action == "prepare":
@@ -103,15 +141,21 @@ class Trace:
             )
         return _refusal("trace.step") if is_profiling() else None
 
-    def _stop(self, *, complete: bool) -> None:
+    def _stop(self, *, complete: bool) -> Exception | None:
+        """Write the trace of a cycle.
+
+        Returns:
+            What `on_trace_ready` raised.
+        """
         recording, self._recording = self._recording, None
         cycle, self._cycle = self._cycle, self._cycle + 1
         if recording is None:
-            return
+            return None
         file = trace_path(recording.profile, cycle, self.ctx.rank)
         try:
             recording.stop(complete=complete)
             if recording.steps:
+                self._recorded = recording.profiler.profiler
                 recording.save(file, cycle)
                 self.files = (*self.files, file)
         except OSError as error:
@@ -123,6 +167,13 @@ class Trace:
             )
         finally:
             recording.close()
+        if not recording.steps or self._on_trace_ready is None:
+            return None
+        try:
+            self._on_trace_ready(self)
+        except Exception as error:  # any error of the user's function: other ranks must receive it
+            return error
+        return None
 
     def _begin(self) -> None:
         self._plan_next()
@@ -142,8 +193,11 @@ class Trace:
         spec = self._profile
         if spec is None:
             return
+        started = self._recording is not None and self._recording.started
+        problem: Exception | None = self._conflict("stop") if started else None
         if self._recording is not None:
-            self._stop(complete=False)
+            problem = self._stop(complete=started and not self.count)
+        ops.raise_together(problem, self.ctx)
         found, problem = self._read()
         values, problems = gather_with_errors((found, self.count), problem, self.ctx)
         if problems:
@@ -159,24 +213,33 @@ class Trace:
             return [], error
 
     def _warn_if_short(self, spec: Profile) -> None:
+        if spec.active is None or (not self.count and self.files):
+            return
         needed = [one.step for one in transitions(spec)][-1]
         if self.count < needed:
             ops.log(self.ctx, "fxtrain.profile").warning(
                 "The loop ended after %d steps; %d cycles of this profile take %d. Use fewer "
-                "cycles, or a smaller skip_first or wait.",
+                "cycles, a smaller skip_first or wait, or active=None for the whole block.",
                 *(self.count, spec.repeat, needed),
             )
 
 
 @known_arguments(PlanError)
 @contextlib.contextmanager
-def profile(ctx: DistContext, what: Plan | Profile) -> Iterator[Trace]:
+def profile(
+    ctx: DistContext,
+    what: Plan | Profile,
+    *,
+    on_trace_ready: Callable[[Trace], object] | None = None,
+) -> Iterator[Trace]:
     """Record steps of a loop with torch's profiler, and compute where their time goes.
 
     Args:
         ctx: The context.
         what: A plan, of which the field `profile` says what is recorded, or that record itself.
             A plan without it records nothing.
+        on_trace_ready: Called with the `Trace` when a cycle is complete and its file is written, on
+            the ranks that record it.
 
     Yields:
         The `Trace`. Call its `step` after every step of the loop. After the block, its `summary`
@@ -185,9 +248,9 @@ def profile(ctx: DistContext, what: Plan | Profile) -> Iterator[Trace]:
 
     Effects:
         Writes `cycle-000/rank-00000.json.gz` and so on into the profile's folder. Each rank reads
-        its own traces at the end of the block. Two exchanges of packets when the block begins and
-        ends, and three per cycle; none at one rank. Parameters and random generators are not
-        affected. A dry run records nothing.
+        its own traces at the end of the block. Two exchanges of packets when the block begins, two
+        when it ends, and three per cycle; none at one rank. Parameters and random generators are
+        not affected. A dry run records nothing.
 
     Raises:
         PlanError: an argument is invalid, the ranks disagree, a device cannot be recorded, or the
@@ -215,7 +278,9 @@ def profile(ctx: DistContext, what: Plan | Profile) -> Iterator[Trace]:
     if spec is not None:
         _raise_first(_problem(spec, ctx), ctx)
         _raise_first(_unwritable(spec, ctx), ctx)
-    trace = Trace(ctx, spec, iter(()) if spec is None else transitions(spec))
+    if not (on_trace_ready is None or callable(on_trace_ready)):
+        raise PlanError(f"profile(on_trace_ready={shown(on_trace_ready)}): pass a function.")
+    trace = Trace(ctx, spec, iter(()) if spec is None else transitions(spec), on_trace_ready)
     try:
         trace._begin()
         yield trace

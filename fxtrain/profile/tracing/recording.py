@@ -61,13 +61,14 @@ class Recording:
     Attributes:
         profiler: torch's.
         steps: Recorded steps that are complete.
+        started: Whether it records, and does not only warm up.
     """
 
     profile: Profile
     ctx: DistContext
     profiler: Any
     steps: int = 0
-    _started: bool = False
+    started: bool = False
     _mark: Any = None
 
     @classmethod
@@ -93,7 +94,7 @@ class Recording:
             if self.profile.memory:
                 torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS)
         self.profiler.start_trace()
-        self._started = True
+        self.started = True
         self._open_step()
 
     def next_step(self) -> None:
@@ -112,7 +113,7 @@ class Recording:
         self.steps += complete
         if self.ctx.world_size > 1:
             _settle()
-        if not self._started:
+        if not self.started:
             self.profiler.start_trace()  # torch ends a warm-up only this way
         self.profiler.stop_trace()
 

@@ -1,5 +1,6 @@
 """When a profile starts and stops: a pure function of its settings."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -24,7 +25,7 @@ class Transition(NamedTuple):
 
 
 def transitions(profile: Profile) -> Iterator[Transition]:
-    """What to do before which step, in order.
+    """What to do before which step, in order; without end for a profile of the whole block.
 
     Example:
         >>> import fxtrain as fx
@@ -32,6 +33,10 @@ def transitions(profile: Profile) -> Iterator[Transition]:
         >>> [tuple(one) for one in transitions(profile)]
         [(6, 'prepare'), (8, 'start'), (9, 'mark'), (10, 'stop')]
     """
+    if profile.active is None:
+        yield from (Transition(0, "prepare"), Transition(0, "start"))
+        yield from (Transition(step, "mark") for step in itertools.count(1))
+        return
     step = profile.skip_first
     for _ in range(profile.repeat):
         step += profile.wait

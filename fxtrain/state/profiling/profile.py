@@ -32,7 +32,8 @@ class Profile:
         wait: Steps of a cycle before the profiler is started, at no cost.
         warmup: Steps of a cycle in which the profiler runs and discards what it sees, since its
             first steps are slower.
-        active: Steps of a cycle that are recorded.
+        active: Steps of a cycle that are recorded. None records the whole block, with or without
+            calls of `trace.step`; the other numbers of steps have no effect then.
         repeat: Number of cycles.
         activities: Devices of which events are recorded; empty for the CPU and the context's
             device.
@@ -56,7 +57,7 @@ class Profile:
     skip_first: int = attrs.field(default=0, validator=at_least(0))
     wait: int = attrs.field(default=1, validator=at_least(0))
     warmup: int = attrs.field(default=1, validator=at_least(0))
-    active: int = attrs.field(default=3, validator=at_least(1))
+    active: int | None = attrs.field(default=3, validator=at_least(1))
     repeat: int = attrs.field(default=1, validator=at_least(1))
     activities: tuple[Literal["cpu", "cuda", "xpu", "mtia", "hpu"], ...] = ()
     shapes: bool = False
