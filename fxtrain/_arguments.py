@@ -30,6 +30,7 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 _MAX_COMPARED = 200  # letters: the time grows with their square
+_LIKE = 0.75  # of the letters of two names that may be one name and its misspelling
 
 
 class _OfArguments:
@@ -381,9 +382,9 @@ def _plan_hint(owner: str, name: str) -> str:
 
 
 def closest(value: Any, choices: Iterable[str]) -> str:
-    """A question after the choice that is spelt most like a value; empty without one."""
+    """A question after the choice that has three quarters of a value's letters; else empty."""
     word = value[:_MAX_COMPARED] if isinstance(value, str) else ""
     choices = list(choices)
-    near = difflib.get_close_matches(word, choices, n=1)
-    near = near or difflib.get_close_matches(word.lower(), choices, n=1)
+    near = difflib.get_close_matches(word, choices, 1, _LIKE)
+    near = near or difflib.get_close_matches(word.lower(), choices, 1, _LIKE)
     return f" Did you mean {near[0]!r}?" if near else ""

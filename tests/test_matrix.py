@@ -61,7 +61,7 @@ ROWS = {
     "`clip_norm`": ({"clip_norm": 1.0}, {}),
     "`clip_value`": ({"clip_value": 1.0}, {}),
     '`nonfinite="skip"`, `"raise"`': ({"nonfinite": "skip"}, {}),
-    '`schedule="samples"`': ({"schedule": "samples"}, {}),
+    '`schedule="samples"`, `"ranks"`': ({"schedule": "ranks"}, {}),
     '`batch="global"`': ({"batch": "global"}, {}),
     '`even="drop"`': ({"even": "drop"}, {}),
     '`even="uneven"`': ({"even": "uneven"}, {}),

@@ -95,6 +95,9 @@ packages = lambda: {name.partition(".")[0] for name in sys.modules}
 core = packages()
 from fxtrain import *
 import fxtrain.ops, fxtrain.cli
+from fxtrain._other_names import _table
+assert _table.cache_info().currsize == 0  # names of other libraries are read for an error
+assert not hasattr(fxtrain.ops, "wait_for_everyone") and _table.cache_info().currsize == 1
 print(json.dumps(sorted(packages() - core)))
 """
     extra = set(json.loads(_python(program).splitlines()[-1]))

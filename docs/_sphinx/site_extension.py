@@ -12,6 +12,7 @@ from docutils.parsers.rst import Directive
 from site_drawing import svg_of
 from site_examples import example_pages, link_from
 from site_links import address_of
+from site_names import with_names
 from site_pages import GENERATED, errors_of, llms_text, with_every_page, written_pages
 from site_pictures import PICTURES
 from site_reference import generated_pages, public_names, record_signature
@@ -75,6 +76,7 @@ def _written_pages(app: Sphinx) -> dict[str, str]:
 
 def _complete_source(app: Sphinx, page: str, source: list[str]) -> None:
     """Every page in the navigation; examples as pages, other files as downloads."""
+    source[0] = with_names(source[0])
     if page == "index":
         source[0] = with_every_page(source[0], _written_pages(app))
     folder = (Path(app.srcdir) / page).parent

@@ -13,7 +13,7 @@ from fxtrain._arguments import known_arguments
 from fxtrain._errors import MeshError, PlanError
 from fxtrain.backends.core.converted_layers import convert_as_planned, recipe_problems
 from fxtrain.backends.core.module_changes import model_signature
-from fxtrain.backends.core.optimizers import Optimizers, Params, Schedulers
+from fxtrain.backends.core.optimizers import Optimizers, Params, Schedulers, settings_of
 from fxtrain.backends.core.parameter_dtypes import raise_to_fp32
 from fxtrain.backends.core.quantized_models import quantized_as_planned, quantized_problems
 from fxtrain.backends.core.ready_made import as_factories, described
@@ -116,15 +116,15 @@ def wrap(
         Moves the module to the context's device in place, and quantises its frozen linear layers
         if the plan says so; unwrapping leaves those quantised. With an optimizer and mixed
         precision, trained parameters in half precision become fp32, until they are unwrapped
-        (`Precision.params`). Compares plan and model between the
-        ranks, in one exchange of packets, and sends rank 0's values to the other ranks of the
-        data axis. If it fails, the module is as before, except for its device.
+        (`Precision.params`). Compares plan and model between the ranks, in one exchange of packets,
+        and the options of optimizers and schedulers, in another; sends rank 0's values to the
+        other ranks of the data axis. If it fails, the module is as before, except for its device.
 
     Raises:
         PlanError: the plan does not fit the model or the context, or the ranks pass different
             plans; on every rank, before anything changes.
-        CollectiveError: the ranks pass different models, or only some pass an optimizer; on every
-            rank.
+        CollectiveError: the ranks pass different models or options of optimizers and schedulers,
+            such as learning rates, or only some pass an optimizer; on every rank.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -166,6 +166,11 @@ def wrap(
     if plan.precision.compute == "fp16" and ctx.device.type == "cpu":
         log(ctx, "fxtrain.plan").warning(_SLOW_FP16)
     undo = functools.partial(_in_order, made.undo, changes.undo, lower)
+    try:
+        _compare_options(ctx, plan, made)
+    except BaseException:
+        undo()
+        raise
     return attrs.evolve(made, undo=undo, bare=changes.hide, formats=formats)
 
 
@@ -200,6 +205,14 @@ def unwrap(model: Wrapped[N]) -> N:
             parameter.grad = None
     model.closed.append("unwrap")
     return module
+
+
+def _compare_options(ctx: DistContext, plan: Plan, made: Any) -> None:
+    """Check that optimizers and schedulers have the same options on every rank."""
+    if made.optimizers:
+        # Stages of a pipeline may have groups of their own.
+        among = ctx if ctx.mesh.pipeline == 1 else ctx.axis("data")
+        check_same_plan("wrap", among, plan, settings_of(made.optimizers, made.schedulers))
 
 
 def _nothing() -> None:

@@ -7,8 +7,10 @@ import attrs
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from fxtrain import _tree
 from fxtrain._errors import DataError
 from fxtrain.data.fetch import StartWorker, call_set_epoch
+from fxtrain.data.iterable import StreamMemory
 from fxtrain.data.permutation import hash_key
 from fxtrain.data.rank_slices import Layout
 from fxtrain.data.sources import RowSlots, Source, row_source
@@ -49,6 +51,7 @@ def presharded_source(
         run=lambda cursor: uneven_batches(local, cursor, ctx, plan),
         length=lambda: None,
         shuffled=local.shuffled,
+        stateful=isinstance(loader.dataset, IterableDataset) and not loader.num_workers,
     )
     return source, reading.layout
 
@@ -60,9 +63,9 @@ def _rows(
     slots = RowSlots(reading, hash_key(plan.seed, "rank", ctx.rank))
     source = row_source(loader, slots, attrs.evolve(plan, even="pad"), (0,))
 
-    def read(epoch: int, units: int) -> Iterator[tuple[int, Any]]:
+    def read(epoch: int, units: int, state: Any) -> Iterator[tuple[int, Any, Any]]:
         for step, (data,) in source.run(Cursor(Position(epoch=epoch, index=units))):
-            yield step.slot.rows[0], data
+            yield step.slot.rows[0], data, None
 
     return UnevenStream(
         open=read,
@@ -78,7 +81,9 @@ def _stream(
     """An iterable dataset that yields only this rank's (and, in workers, this worker's) rows."""
     dataset = _Dataset(loader.dataset)
     items = reading.layout.unit == "item"
-    changes: dict[str, Any] = {"collate_fn": _Counted(loader.collate_fn, items=items)}
+    # A worker's state would have to reach the worker that continues its rows.
+    memory = None if loader.num_workers else dataset.memory
+    changes: dict[str, Any] = {"collate_fn": _Counted(loader.collate_fn, memory, items=items)}
     if loader.num_workers:
         dataset.epoch.share_memory_()
         changes["worker_init_fn"] = StartWorker(loader.worker_init_fn)
@@ -86,9 +91,10 @@ def _stream(
     drops = not items and reading.layout.even == "drop"
     over = rebuild(loader, dataset, batch_size=size, drop_last=drops, **changes)
 
-    def read(epoch: int, units: int) -> Iterator[tuple[int, Any]]:
-        assert units == 0, "a stream is read from its start"
+    def read(epoch: int, units: int, state: Any) -> Iterator[tuple[int, Any, Any]]:
+        assert units == 0, "a stream is read from its start, or from a state"
         dataset.epoch.fill_(epoch)
+        dataset.state = state
         assert isinstance(over.generator, torch.Generator)
         over.generator.manual_seed(hash_key(plan.seed, epoch, "workers", ctx.rank))
         yield from over
@@ -96,7 +102,7 @@ def _stream(
     return UnevenStream(
         open=read,
         sizes=None,
-        most=reading.layout.per_rank,
+        most=None if items else reading.layout.per_rank,
         shuffled=lambda: False,  # only the author of a stream knows whether it shuffles
     )
 
@@ -105,19 +111,28 @@ class _Dataset(IterableDataset[Any]):
     """The user's dataset, with `set_epoch` called also in persistent workers."""
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+        self.memory, self.state = StreamMemory(dataset), None
         self.epoch = torch.zeros(1, dtype=torch.int64, device="cpu")
+
+    @property
+    def dataset(self) -> Any:
+        """The user's."""
+        return self.memory.dataset
 
     def __iter__(self) -> Iterator[Any]:
         call_set_epoch(self.dataset, int(self.epoch))
-        return iter(self.dataset)
+        return self.memory.open(self.state)
 
 
 class _Counted:
-    """The user's collate function, returning also the number of rows it collated."""
+    """The user's collate function, with the number of rows and the state of the stream there."""
 
-    def __init__(self, collate: Callable[[Any], Any], *, items: bool) -> None:
-        self._collate, self._items = collate, items
+    def __init__(
+        self, collate: Callable[[Any], Any], memory: StreamMemory | None, *, items: bool
+    ) -> None:
+        self._collate, self._memory, self._items = collate, memory, items
 
-    def __call__(self, rows: Any) -> tuple[int, Any]:
-        return 1 if self._items else len(rows), self._collate(rows)
+    def __call__(self, rows: Any) -> tuple[int, Any, Any]:
+        batch = self._collate(rows)
+        count = _tree.row_count(batch) or 1 if self._items else len(rows)
+        return count, batch, None if self._memory is None else self._memory.state()

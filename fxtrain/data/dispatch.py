@@ -31,12 +31,12 @@ def dispatch_source(
         DataError: rank 0 could not create its source; rank 0 raises its own error.
         PlanError: the ranks pass different plans; on every rank.
     """
-    inner, layout, length = _broadcast_layout(make, ctx, plan)
+    inner, layout, length, stateful = _broadcast_layout(make, ctx, plan)
 
     def run(cursor: Cursor) -> Iterator[Loaded]:
         steps = iter(()) if inner is None else inner.run(cursor)
         while True:
-            letters, problem = _messages(steps, ctx) if ctx.is_main else (None, None)
+            letters, problem, state = _messages(steps, ctx) if ctx.is_main else (None, None, None)
             letter = ops.scatter(letters, ctx)
             if problem is not None:
                 raise problem
@@ -44,7 +44,7 @@ def dispatch_source(
                 raise _failed(letter["failed"])
             if "step" not in letter:
                 return
-            yield letter["step"].value, (letter["data"],)
+            yield letter["step"].value._replace(state=state), (letter["data"],)
             if letter["step"].value.position.is_last:
                 return
 
@@ -52,19 +52,24 @@ def dispatch_source(
         run=run,
         length=lambda: length,
         shuffled=(lambda: False) if inner is None else inner.shuffled,
+        stateful=stateful,
     )
     return source, layout
 
 
 def _broadcast_layout(
     make: Callable[[], tuple[Source, Layout]], ctx: DistContext, plan: Plan
-) -> tuple[Source | None, Layout, int | None]:
-    """Rank 0's source and, on every rank, its layout and the length of an epoch."""
+) -> tuple[Source | None, Layout, int | None, bool]:
+    """Rank 0's source and, on every rank, its layout, the length of an epoch, and `stateful`."""
     source, problem, facts = None, None, {}
     if ctx.is_main:
         try:
             source, layout = make()
-            facts = {"layout": layout, "length": source.length()}
+            facts = {
+                "layout": layout,
+                "length": source.length(),
+                "stateful": source.stateful,
+            }
         except Exception as error:
             problem, facts = error, {"failed": error_text(error)}
     found: list[Any] = ops.gather_objects((digest_of_plan(plan, {}), facts), ctx)
@@ -75,23 +80,28 @@ def _broadcast_layout(
         raise problem
     if "failed" in facts:
         raise _failed(facts["failed"])
-    return source, facts["layout"], facts["length"]
+    return source, facts["layout"], facts["length"], facts["stateful"]
 
 
 def _messages(
     steps: Iterator[Loaded], ctx: DistContext
-) -> tuple[list[dict[str, Any]], Exception | None]:
-    """What each rank receives next: a step with its data, None at the end, or an error text."""
+) -> tuple[list[dict[str, Any]], Exception | None, Any]:
+    """What each rank receives next: a step with its data, None at the end, or an error text.
+
+    Returns:
+        That, the error, and the state of the stream, which stays here.
+    """
     try:
         found = next(steps, None)
     except Exception as error:
-        return [{"failed": error_text(error)}] * ctx.world_size, error
+        return [{"failed": error_text(error)}] * ctx.world_size, error, None
     if found is None:
-        return [{}] * ctx.world_size, None
+        return [{}] * ctx.world_size, None, None
     step, data = found
     # Only the reading rank needs the indices.
-    head = Opaque(step._replace(slot=step.slot._replace(keys=())))
-    return [{"step": head, "data": data[rank]} for rank in range(ctx.world_size)], None
+    head = Opaque(step._replace(slot=step.slot._replace(keys=()), state=None))
+    letters = [{"step": head, "data": data[rank]} for rank in range(ctx.world_size)]
+    return letters, None, step.state
 
 
 def _failed(words: str) -> DataError:

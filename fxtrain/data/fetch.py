@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, get_worker_info
 
+from fxtrain import _tree
+from fxtrain._errors import DataError
 from fxtrain.data.generators import BorrowedGenerators, seed_all
-from fxtrain.data.iterable import StreamReader
+from fxtrain.data.iterable import PlainStream, StreamMemory, StreamReader
 from fxtrain.data.permutation import hash_key
 from fxtrain.data.rank_slices import Layout, Slot, slot_of
 
@@ -75,12 +77,14 @@ class StreamRequest(NamedTuple):
         epoch: Its epoch.
         start: Rows of the epoch to skip.
         step: Number of the global batch, counted from there.
+        state: Of the stream at `start`, where known.
     """
 
     run: int
     epoch: int
     start: int
     step: int
+    state: Any = None
 
 
 class StreamReply(NamedTuple):
@@ -90,11 +94,13 @@ class StreamReply(NamedTuple):
         slot: The global batch, without keys.
         is_last: Whether no other batch follows.
         data: Collated rows of each served rank.
+        state: Of the stream just after the batch, where it keeps one.
     """
 
     slot: Slot
     is_last: bool
     data: list[Any]
+    state: Any
 
 
 class StreamFetch(Dataset["StreamReply | None"]):
@@ -117,9 +123,14 @@ class StreamFetch(Dataset["StreamReply | None"]):
         ranks: Sequence[int],
         seed: int | None,
     ) -> None:
-        self.dataset, self.collate, self.layout = dataset, collate, layout
+        self.memory, self.collate, self.layout = StreamMemory(dataset), collate, layout
         self.ranks, self.seed = ranks, seed
         self.reader: StreamReader | None = None
+
+    @property
+    def dataset(self) -> Any:
+        """The user's."""
+        return self.memory.dataset
 
     def __getitem__(self, ask: StreamRequest) -> StreamReply | None:
         reader = self.reader
@@ -129,21 +140,41 @@ class StreamFetch(Dataset["StreamReply | None"]):
         if units is None:
             return None
         first = ask.start + ask.step * self.layout.stride
-        borrows = any(self.layout.borrows(rank, len(units)) for rank in self.ranks)
+        items = self.layout.unit == "item"
+        ranks = range(self.layout.ranks) if items else self.ranks
+        borrows = any(self.layout.borrows(rank, len(units)) for rank in ranks)
         head = reader.head() if borrows else units
-        slot = slot_of(self.layout, first, units, head, self.ranks)
+        slot = slot_of(self.layout, first, units, head, ranks)
         data = [
             self._collate(rows, ask.epoch, first, rank)
-            for rank, rows in zip(self.ranks, slot.keys, strict=True)
+            for rank, rows in zip(ranks, slot.keys, strict=True)
         ]
-        return StreamReply(slot._replace(keys=()), reader.is_last, data)
+        if items:  # each is a batch that is ready
+            counts = [self._count(batch) for batch in data]
+            rows, sizes = (
+                tuple(count * has for count, has in zip(counts, which, strict=True))
+                for which in (slot.rows, slot.sizes)
+            )
+            slot, data = slot._replace(rows=rows, sizes=sizes), [data[rank] for rank in self.ranks]
+        return StreamReply(slot._replace(keys=()), reader.is_last, data, reader.state)
+
+    def _count(self, batch: Any) -> int:
+        """The rows of a batch that is ready."""
+        count = _tree.row_count(batch)
+        if count is None and isinstance(self.dataset, PlainStream):
+            raise DataError(
+                f"iterating: without batch_size, this loader takes batches that are ready, and "
+                f"found {type(batch).__name__}, without a tensor of rows. For single rows, use "
+                f"fx.shard(rows, ctx, plan, batch_size=32)."
+            )
+        return count or 1
 
     def _open(self, ask: StreamRequest) -> StreamReader:
         call_set_epoch(self.dataset, ask.epoch)
         lent = None
         if self.seed is not None:
             lent = BorrowedGenerators(hash_key(self.seed, ask.epoch))
-        return StreamReader(self.dataset, self.layout, self.ranks, ask[:3], lent)
+        return StreamReader(self.layout, self.ranks, ask[:3], lent, self.memory, ask.state)
 
     def _collate(self, rows: Any, epoch: int, first: int, rank: int) -> Any:
         if self.seed is not None:

@@ -1,18 +1,20 @@
 """Reads an iterable dataset, one global batch at a time."""
 
+import copy
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from fxtrain._errors import DataError
 from fxtrain.data.generators import BorrowedGenerators
 from fxtrain.data.rank_slices import Layout
 
-__all__ = ["StreamReader"]
+__all__ = ["PlainStream", "StreamMemory", "StreamReader", "is_stateful"]
 
 _END = object()
 
@@ -23,26 +25,31 @@ class StreamReader:
     Rows of ranks that are not served here are replaced by None.
 
     Args:
-        dataset: Iterable.
         layout: How rows make global batches.
         ranks: The served ranks.
         opened: (pass, epoch, rows to skip) for which it was opened.
         lent: Generators for the stream to draw from; None for the process's own.
+        memory: How its state is read and restored.
+        state: From which it continues; None reads and drops the rows to skip.
     """
 
     def __init__(
         self,
-        dataset: Any,
         layout: Layout,
         ranks: Sequence[int],
         opened: tuple[int, int, int],
         lent: BorrowedGenerators | None,
+        memory: "StreamMemory",
+        state: Any = None,
     ) -> None:
         self.opened, self.step, self.is_last = opened, 0, False
-        self._dataset, self._layout, self._lent = dataset, layout, lent
-        self._served = frozenset(ranks)
+        self.state: Any = None
+        self._layout, self._lent = layout, lent
+        self._memory, self._from = memory, state
+        # Rows of a batch that is ready are counted by whoever sees it.
+        self._served = frozenset(range(layout.ranks) if layout.unit == "item" else ranks)
         self._rows: Iterator[Any] | None = None
-        self._place = 0
+        self._place = 0 if state is None else opened[2]
         self._first: Any = None
         self._buffer: deque[Any] = deque()
         # With drop, a batch is not last only if a whole global batch follows it.
@@ -55,6 +62,8 @@ class StreamReader:
             while self.step < step and self._fill(stride):
                 self._drop(stride)
                 self.step += 1
+            if self._fill(stride):
+                self.state = self._memory.state()
             self._fill(stride + self._look)
         self.step += 1
         count = min(stride, len(self._buffer))
@@ -68,7 +77,7 @@ class StreamReader:
         """The first rows of the epoch, read again."""
         lent = None if self._lent is None else self._lent.again()
         with _hide_worker_info(), nullcontext() if lent is None else lent():
-            found = list(itertools.islice(iter(self._dataset), self._layout.stride))
+            found = list(itertools.islice(self._memory.again(), self._layout.stride))
         # A stream that can be read only once yields nothing now.
         return found or [self._first]
 
@@ -79,7 +88,7 @@ class StreamReader:
     def _fill(self, count: int) -> bool:
         """Read until this many rows are buffered; whether there were any."""
         if self._rows is None:
-            self._rows = iter(self._dataset)
+            self._rows = self._memory.open(self._from)
         start, layout, buffer = self.opened[2], self._layout, self._buffer
         while len(buffer) < count:
             row = next(self._rows, _END)
@@ -98,6 +107,87 @@ class StreamReader:
                 buffer.append(row if rank in self._served else None)
             self._place += 1
         return bool(buffer)
+
+
+class PlainStream(IterableDataset[Any]):
+    """Any iterable as a dataset.
+
+    Attributes:
+        rows: The iterable.
+        once: Whether it is its own iterator, and so has one pass.
+    """
+
+    def __init__(self, rows: Any) -> None:
+        self.rows, self._opened = rows, False
+        self.once = not is_stateful(rows) and iter(rows) is rows
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.once and self._opened:
+            raise DataError(
+                f"iterating: this loader reads a {type(self.rows).__name__}, which can be read "
+                f"once, and this is its second pass. Pass an object whose __iter__ starts again, "
+                f"such as a list or a dataset, or a function of the position."
+            )
+        self._opened = True
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell it the epoch, if it wants to know."""
+        if callable(getattr(self.rows, "set_epoch", None)):
+            self.rows.set_epoch(epoch)
+
+
+class StreamMemory:
+    """The state protocol of a dataset or of its iterator: `state_dict` and `load_state_dict`.
+
+    A dataset that has it starts every epoch from the state in which it was passed.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._owner = dataset.rows if isinstance(dataset, PlainStream) else dataset
+        self._rows: Any = None
+        self._opened = False
+        self._initial = copy.deepcopy(self._owner.state_dict()) if self._keeps_state() else None
+
+    def open(self, state: Any = None) -> Iterator[Any]:
+        """The rows from a state on, or from the start."""
+        if self._keeps_state() and (state is not None or self._opened):
+            own = self._initial if state is None else state["dataset"]
+            self._owner.load_state_dict(copy.deepcopy(own))
+        self._opened = True
+        self._rows = rows = iter(self.dataset)
+        if state is not None and self._has_iterator_state():
+            rows.load_state_dict(copy.deepcopy(state["iterator"]))
+        return rows
+
+    def state(self) -> Any:
+        """The state after the rows read so far; None if neither keeps one."""
+        own = self._owner.state_dict() if self._keeps_state() else None
+        of_iterator = self._rows.state_dict() if self._has_iterator_state() else None
+        if not (self._keeps_state() or self._has_iterator_state()):
+            return None
+        return copy.deepcopy({"dataset": own, "iterator": of_iterator})
+
+    def again(self) -> Iterator[Any]:
+        """The rows from the start, to pad with; none of a stream that has one pass."""
+        once = isinstance(self.dataset, PlainStream) and self.dataset.once
+        return iter(()) if once else self.open()
+
+    def _keeps_state(self) -> bool:
+        return is_stateful(self._owner)
+
+    def _has_iterator_state(self) -> bool:
+        return self._rows is not self._owner and is_stateful(self._rows)
+
+
+def is_stateful(stream: Any) -> bool:
+    """Whether a dataset or an iterator has the state protocol."""
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(stream, name, None)) for name in names)
 
 
 @contextmanager

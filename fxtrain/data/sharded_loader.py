@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 import attrs
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from fxtrain import _tree
+from fxtrain import _tree, ops
 from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._display import Displayed, counted
 from fxtrain._errors import DataError
 from fxtrain._other_names import call_hint
+from fxtrain.data.iterable import PlainStream
 from fxtrain.data.iterations import Iteration
 from fxtrain.data.rank_slices import Layout
 from fxtrain.data.sources import Source
@@ -29,6 +29,19 @@ __all__ = ["Sharded"]
 
 class _NoLengthError(DataError, TypeError):
     """`list(loader)` asks for a length first, and does without one after a TypeError."""
+
+
+@attrs.define(eq=False)
+class _Reached:
+    """The batch that a loader or one of its epochs yielded last: mutable, as an iterator is.
+
+    Attributes:
+        position: Of it.
+        state: Of the stream there, on this rank.
+    """
+
+    position: Position | None = None
+    state: Any = None
 
 
 @with_known_arguments(DataError, use="fx.shard(loader, ctx, plan)")
@@ -47,9 +60,11 @@ class Sharded(Displayed, Generic[Data_co]):
     plan: Plan
     _source: Source = attrs.field(alias="source")
     _layout: Layout = attrs.field(alias="layout")
-    _loader: DataLoader[Any] = attrs.field(alias="loader")
+    _loader: Any = attrs.field(alias="loader")
     _split: Callable[[Any], Any] | None = attrs.field(default=None, alias="cut")
     _trail: Iteration = attrs.field(factory=lambda: Iteration(Cursor(Position())), alias="trail")
+    _run_updates: int | None = attrs.field(default=None, alias="run_updates")
+    _reached: "_Reached" = attrs.field(factory=lambda: _Reached(), alias="reached")
 
     def __repr__(self) -> str:
         return f"Sharded({', '.join(text for _, text in self._details())})"
@@ -69,8 +84,9 @@ class Sharded(Displayed, Generic[Data_co]):
 
     @property
     def dataset(self) -> Any:
-        """The dataset of the loader that was sharded."""
-        return self._loader.dataset
+        """The dataset of the loader that was sharded, or the data that were passed without one."""
+        dataset = self._loader.dataset
+        return dataset.rows if isinstance(dataset, PlainStream) else dataset
 
     @property
     def batch_size(self) -> int | None:
@@ -157,7 +173,18 @@ class Sharded(Displayed, Generic[Data_co]):
             [1, 2, 3, 4]
         """
         _check_count("epochs", n, "epochs")
-        return self._epochs(n)
+        return self._of_run(self._total_updates(n))._epochs(n)
+
+    def _of_run(self, updates: int | None) -> "Sharded[Data_co]":
+        """The same loader, whose batches say how long the run is."""
+        known = self._run_updates is not None
+        return self if known else attrs.evolve(self, run_updates=updates)
+
+    def _total_updates(self, n: int) -> int | None:
+        try:
+            return self.total_updates(n)
+        except DataError:  # it has no length, or iterating raises the same on every rank
+            return None
 
     def _epochs(self, n: int) -> Iterator["Sharded[Data_co]"]:
         cursor, trail = self._trail.cursor(), None
@@ -195,7 +222,10 @@ class Sharded(Displayed, Generic[Data_co]):
         _check_count("updates", n, "updates")
         if epochs is not None:
             _check_count("updates", epochs, "epochs", name="epochs=")
-        return self._updates(n, sys.maxsize if epochs is None else epochs)
+        total = None if epochs is None else self._total_updates(epochs)
+        last = n if total is None else min(n, total)
+        known = None if last == sys.maxsize else last
+        return self._of_run(known)._updates(n, sys.maxsize if epochs is None else epochs)
 
     def _updates(self, n: int, epochs: int) -> Iterator[Batch[Data_co]]:
         if self.position.updates >= n:
@@ -215,8 +245,17 @@ class Sharded(Displayed, Generic[Data_co]):
                 )
 
     @known_arguments(DataError, owner="loader")
-    def at(self, position: Position) -> "Sharded[Data_co]":
+    def at(self, position: Position, state: object = None) -> "Sharded[Data_co]":
         """The same loader from a cursor on; the cursor may come from another world size.
+
+        Args:
+            position: Of a batch, a report or a checkpoint.
+            state: What `loader.state()` returned at that position: a stream then continues there,
+                and without it is read from the start of the epoch.
+
+        Raises:
+            DataError: the state is of another position, or, for `Data(source="sharded")`, of
+                another world size.
 
         Example:
             >>> import fxtrain as fx, torch
@@ -234,7 +273,65 @@ class Sharded(Displayed, Generic[Data_co]):
             )
         # A position does not record what a window contains that was opened elsewhere.
         held = 0 if position.micro == 0 else None
-        return attrs.evolve(self, trail=Iteration(Cursor(position, held)))
+        stream = self._stream_state(position, state)
+        cursor = Cursor(position, held, stream)
+        return attrs.evolve(self, trail=Iteration(cursor), reached=_Reached(position, stream))
+
+    @known_arguments(DataError, owner="loader")
+    def state(self) -> dict[str, object] | None:
+        """State of the data at the batch that iteration yielded last, for `loader.at`.
+
+        Save it beside the position: `fx.save(..., position=batch.position,
+        extra={"data": loader.state()})`; `fx.fit` does. Streams that have the state protocol
+        (`state_dict` and `load_state_dict`, of the dataset or of its iterator) continue from it at
+        once. It is None where the position is enough or a stream keeps no state.
+
+        Effects:
+            With `Data(source="dispatch")` or `"sharded"`, one exchange of objects for a stream.
+
+        Example:
+            >>> import fxtrain as fx, torch
+            >>> from torch.utils.data import DataLoader
+            >>> with fx.detect(env={}, device="cpu") as ctx:
+            ...     loader = fx.shard(DataLoader(torch.arange(4), batch_size=2), ctx)
+            ...     loader.state() is None
+            True
+        """
+        if not self._source.stateful:
+            return None
+        states = [self._reached.state]
+        if self.plan.data.source == "sharded":
+            states = ops.gather_objects(states[0], self.ctx)
+        elif self.plan.data.source == "dispatch":
+            states = [ops.broadcast_object(states[0], self.ctx)]
+        position = self._reached.position
+        if position is None or any(state is None for state in states):
+            return None
+        return {"epoch": position.epoch, "index": position.index, "states": states}
+
+    def _stream_state(self, position: Position, state: Any) -> Any:
+        """The state of this rank's stream at a position; None to read it from its start."""
+        if state is None or position.is_last or not position.index:
+            return None
+        of = (state["epoch"], state["index"])
+        if of != (position.epoch, position.index):
+            raise DataError(
+                f"at: the state is of epoch {of[0]}, index {of[1]}, and the position of epoch "
+                f"{position.epoch}, index {position.index}. Save loader.state() with the position "
+                f"of the batch that the loop has reached.",
+                code="FX401",
+            )
+        states = state["states"]
+        if self.plan.data.source != "sharded":
+            return states[0]
+        if len(states) != self.ctx.world_size:
+            raise DataError(
+                f'at: the state is of {len(states)} ranks under Data(source="sharded"), and this '
+                f"context has {self.ctx.world_size} that read data. Resume with as many, or from "
+                f"the start of an epoch.",
+                code="FX401",
+            )
+        return states[self.ctx.rank]
 
     if not TYPE_CHECKING:  # for a type checker, every name would exist
 
@@ -295,6 +392,7 @@ class Sharded(Displayed, Generic[Data_co]):
             elif held is not None:
                 held += sum(slot.sizes)
             trail.reached, trail.held = position, held
+            self._reached.position, self._reached.state = position, step.state
             seen += 1
             if seen == 2:  # looking at the first batch only is not a pass
                 trail.passes += 1
@@ -306,6 +404,7 @@ class Sharded(Displayed, Generic[Data_co]):
                 sizes=slot.sizes,
                 window_rows=step.window_rows,
                 plan=plan,
+                run_updates=self._run_updates,
             )
             yield batch
         if seen == 1:

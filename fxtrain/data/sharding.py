@@ -1,23 +1,25 @@
 """Splitting a loader over the ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, overload
 
 import attrs
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import DataError
 from fxtrain.data.already_sharded import presharded_source
 from fxtrain.data.dispatch import dispatch_source
+from fxtrain.data.iterable import PlainStream
 from fxtrain.data.rank_slices import Layout
+from fxtrain.data.row_functions import function_source
 from fxtrain.data.sequence_slices import make_splitter
 from fxtrain.data.sharded_loader import Sharded
 from fxtrain.data.sources import RowSlots, Source, row_source, stream_source
-from fxtrain.data.user_loader import read_loader
+from fxtrain.data.user_loader import read_loader, share_of
 from fxtrain.ops.plan_agreement import plan_for
-from fxtrain.state import DistContext, Plan, check_connected
+from fxtrain.state import DistContext, Plan, Position, check_connected
 
 __all__ = ["every_row", "shard"]
 
@@ -50,9 +52,27 @@ def shard(
 ) -> Sharded[dict[K, Tensor]]: ...
 @overload
 def shard(loader: DataLoader[T], ctx: DistContext, plan: Plan | None = None) -> Sharded[T]: ...
+@overload
+def shard(
+    loader: Callable[[Position], T],
+    ctx: DistContext,
+    plan: Plan | None = None,
+    *,
+    batch_size: int,
+) -> Sharded[T]: ...
+@overload
+def shard(
+    loader: Iterable[object], ctx: DistContext, plan: Plan | None = None, *, batch_size: int
+) -> Sharded[Any]: ...
+@overload
+def shard(
+    loader: Iterable[T], ctx: DistContext, plan: Plan | None = None, *, batch_size: None = None
+) -> Sharded[T]: ...
 @known_arguments(DataError)
-def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan | None = None) -> Sharded[Any]:
-    """Split a loader over the ranks.
+def shard(
+    loader: Any, ctx: DistContext, plan: Plan | None = None, *, batch_size: int | None = None
+) -> Sharded[Any]:
+    """Split a loader, or other data, over the ranks.
 
     Order, rows and cursor do not depend on the world size: global batch k of W ranks contains
     the next W · batch size rows of the epoch's order, and rank r gets its r-th part. The order is
@@ -61,16 +81,24 @@ def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan | None = None) -
     Args:
         loader: Any torch DataLoader: map-style or iterable, with any sampler or batch sampler.
             Workers, collate function, pinning and all other settings are kept;
-            `drop_last=True` acts as `even="drop"`.
+            `drop_last=True` acts as `even="drop"`. Or an iterable, or a dataset, of rows; or,
+            without `batch_size`, an iterable of batches that are ready, of which each rank gets
+            every W-th. Or a function of a `Position` that returns the `batch_size` rows from
+            there on: it is called when they are due, for the index of the rank's first row (with
+            `batch="global"`, of the global batch, of which every rank keeps its part), and must
+            return the same rows for the same position on every rank. Its epoch has no end.
         ctx: The ranks; data is split over `ctx.axis("data")`, and sequences over the context
             axis where the plan says so.
         plan: `batch`, `even`, `seed`, `accumulate`, `flush`, `data` and `context` are used; by
             default the plan of the launch, or else `fx.Plan()`.
+        batch_size: Rows of a batch, per rank or of all ranks, as the plan says; a DataLoader has
+            its own.
 
     Effects:
-        None here, except one broadcast with `Data(source="dispatch")`. Iterating starts the
-        loader's workers and, once per epoch, compares the plans and what the ranks are about to
-        read; dispatched and already sharded data exchange one message per global batch.
+        None here, except one broadcast with `Data(source="dispatch")`, and that a dataset with
+        `state_dict` is asked for its state. Iterating starts the loader's workers and, once per
+        epoch, compares the plans and what the ranks are about to read; dispatched and already
+        sharded data exchange one message per global batch.
 
     Raises:
         DataError: the loader, or its batch size, cannot be split as requested; on every rank.
@@ -87,9 +115,67 @@ def shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan | None = None) -
         ...         batch.data.tolist(), batch.position.index
         ([0, 1], 2)
         ([2], 3)
+        >>> def squares(position):
+        ...     return (position.index + torch.arange(2)) ** 2
+        >>> with fx.detect(env={}, device="cpu") as ctx:
+        ...     loader = fx.shard(squares, ctx, batch_size=2)
+        ...     [batch.data.tolist() for batch in loader.updates(3)]
+        [[0, 1], [4, 9], [16, 25]]
     """
     _check_types(loader, ctx, plan)
-    return _shard(loader, ctx, plan_for("shard", ctx, plan))
+    plan = plan_for("shard", ctx, plan)
+    return _shard(_as_loader(loader, batch_size, plan), ctx, plan)
+
+
+@attrs.frozen(eq=False)
+class _RowFunction:
+    """A function of a position, in the place of a loader.
+
+    Attributes:
+        dataset: The function.
+        batch_size: Rows that it returns.
+    """
+
+    dataset: Callable[[Position], Any]
+    batch_size: int
+
+
+def _as_loader(given: Any, batch_size: int | None, plan: Plan) -> Any:
+    """A loader of data that comes without one."""
+    if isinstance(given, DataLoader):
+        if batch_size is not None:
+            raise DataError(
+                f"shard(batch_size={batch_size!r}): this DataLoader has a batch size of its own. "
+                f"Use DataLoader(dataset, batch_size={batch_size!r})."
+            )
+        return given
+    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+        raise DataError(f"shard(batch_size={batch_size!r}): pass a number of rows, 1 or more.")
+    if not isinstance(given, Iterable | Dataset):
+        if batch_size is None:
+            raise DataError(
+                "shard: a function of a position needs the number of rows that it returns. Use "
+                "fx.shard(get_rows, ctx, plan, batch_size=32)."
+            )
+        if plan.data.source == "sharded":
+            raise DataError(
+                'shard: a function of a position with Data(source="sharded"): it makes the rows of '
+                "all ranks, for the position of each. To make batches of what each rank has, use "
+                "fx.batch(data, ctx, plan, after=position)."
+            )
+        return _RowFunction(given, batch_size)
+    if isinstance(given, IterableDataset):
+        return DataLoader(given, batch_size=batch_size)
+    if batch_size is None and isinstance(given, Tensor | Dataset):
+        raise DataError(
+            f"shard: a {type(given).__name__} of rows needs a batch size. Use "
+            f"fx.shard(DataLoader(dataset, batch_size=32, shuffle=True), ctx, plan), or "
+            f"fx.shard(rows, ctx, plan, batch_size=32) for the rows in their order."
+        )
+    if batch_size is not None and hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+        rows: Any = given
+        return DataLoader(rows, batch_size=batch_size)
+    return DataLoader(PlainStream(given), batch_size=batch_size)
 
 
 def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) -> Sharded[T]:
@@ -107,6 +193,11 @@ def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) 
     sharded = isinstance(loader, Sharded)
     given, plan = (loader._loader, loader.plan) if sharded else (loader, plan)
     _check_types(given, ctx, plan)
+    if isinstance(given, _RowFunction):
+        raise DataError(
+            "evaluate: this loader makes its rows by a function, without an end. Pass a loader of "
+            "the rows to evaluate."
+        )
     found = _shard(given, ctx, attrs.evolve(plan, even="uneven"))
     if found._layout.even == "drop":
         raise DataError(
@@ -116,7 +207,7 @@ def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) 
     return found.at(loader.position) if sharded else found
 
 
-def _shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan) -> Sharded:
+def _shard(loader: Any, ctx: DistContext, plan: Plan) -> Sharded:
     data = ctx.axis("data")
     everyone = range(data.world_size)
     if plan.data.source == "dispatch" and data.world_size > 1:
@@ -131,10 +222,13 @@ def _shard(loader: DataLoader[Any], ctx: DistContext, plan: Plan) -> Sharded:
     return Sharded(ctx=data, plan=plan, source=source, layout=layout, loader=loader, cut=cut)
 
 
-def _source(
-    loader: DataLoader[Any], world_size: int, plan: Plan, ranks: range
-) -> tuple[Source, Layout]:
+def _source(loader: Any, world_size: int, plan: Plan, ranks: range) -> tuple[Source, Layout]:
     """A loader read for some of the ranks."""
+    if isinstance(loader, _RowFunction):
+        size = loader.batch_size
+        size = share_of(size, world_size) if plan.batch == "global" else size
+        layout = Layout(per_rank=size, ranks=world_size, even=plan.even)
+        return function_source(loader.dataset, layout, plan, ranks), layout
     reading = read_loader(loader, world_size, plan)
     if isinstance(loader.dataset, IterableDataset):
         return stream_source(loader, reading.layout, plan, ranks), reading.layout
@@ -144,9 +238,12 @@ def _source(
 def _check_types(loader: Any, ctx: Any, plan: Any) -> None:
     if isinstance(loader, Sharded):
         raise DataError("shard: this loader is sharded already. Pass the DataLoader itself.")
-    if not isinstance(loader, DataLoader):
+    if isinstance(loader, str | bytes | Mapping) or not (
+        isinstance(loader, DataLoader | Dataset | Iterable | _RowFunction) or callable(loader)
+    ):
         raise DataError(
-            f"shard takes a torch DataLoader, found {type(loader).__name__}. For example: "
+            f"shard takes a torch DataLoader, an iterable or a function of a position, found "
+            f"{type(loader).__name__}. For example: "
             f"fx.shard(DataLoader(dataset, batch_size=32, shuffle=True), ctx, plan)."
         )
     if not isinstance(ctx, DistContext):

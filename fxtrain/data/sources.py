@@ -42,12 +42,14 @@ class Source:
         length: Units in an epoch; None if only reading tells.
         shuffled: Whether epochs differ in their order, as far as is known so far.
         apart: Whether worker processes read, so that prefetching draws no random numbers here.
+        stateful: Whether steps may have a state to continue from.
     """
 
     run: Callable[[Cursor], Iterator[Loaded]]
     length: Callable[[], int | None]
     shuffled: Callable[[], bool]
     apart: bool = False
+    stateful: bool = False
 
 
 class RowSlots:
@@ -152,18 +154,23 @@ def stream_source(
     def run(cursor: Cursor) -> Iterator[Loaded]:
         position, held = cursor.position, cursor.held
         this, epoch, start = next(passes), position.epoch, position.index
-        feed.give(StreamRequest(this, epoch, start, step) for step in itertools.count())
+        # Each worker opens the stream at its first request.
+        first, state = max(1, loader.num_workers), cursor.state
+        feed.give(
+            StreamRequest(this, epoch, start, step, state if step < first else None)
+            for step in itertools.count()
+        )
         _seed_workers(over, plan, epoch, ranks)
         try:
             for told in reading(loader, over):
                 if told is None:
                     return
-                slot, is_last, data = told
+                slot, is_last, data, state = told
                 # Older torch turns tuples into lists when it pins memory.
                 slot = Slot(slot[0], slot[1], tuple(slot[2]), tuple(slot[3]), ())
                 step = _stream_step(slot, position, plan, held, is_last=is_last)
                 position, held = step.position, 0
-                yield step, data
+                yield step._replace(state=state), data
                 if is_last:
                     return
         finally:
@@ -174,6 +181,7 @@ def stream_source(
         length=lambda: length_of(loader.dataset),
         shuffled=lambda: False,  # only the author of a stream knows whether it shuffles
         apart=loader.num_workers > 0,
+        stateful=True,  # only reading tells whether an iterator keeps a state
     )
 
 

@@ -24,14 +24,15 @@ class UnevenStream:
     """One rank's own batches.
 
     Attributes:
-        open: (epoch, units to skip) → (rows, data) of every batch that follows.
+        open: (epoch, units to skip, state or None) → (rows, data, state after it) of every batch
+            that follows; from a state on, nothing is skipped.
         sizes: (epoch) → (rows, units) of every batch without reading it; None if only
             reading tells, and then `open` skips nothing.
         most: Maximum rows in a batch; None if unknown.
         shuffled: Whether epochs differ in their order, as far as is known so far.
     """
 
-    open: Callable[[int, int], Iterator[tuple[int, Any]]]
+    open: Callable[[int, int, Any], Iterator[tuple[int, Any, Any]]]
     sizes: Callable[[int], Iterator[tuple[int, int]]] | None
     most: int | None
     shuffled: Callable[[], bool]
@@ -44,6 +45,7 @@ class _RankBatch:
     state: int
     size: int = 0
     data: Any = None
+    stream: Any = None
     error: Exception | None = None
 
 
@@ -75,8 +77,10 @@ def uneven_batches(
     if ends(state != _HAS for state, _ in table):
         return
     for number in itertools.count():
+        ended = now.state != _HAS
         if any(state != _HAS for state, _ in table):
-            now = now if now.state == _HAS else next(again)
+            now = next(again) if ended else now
+            behind += ended
             table = _gather_sizes(now, ctx)
             _refuse_empty(table, ctx)
         after = next(own)
@@ -85,7 +89,10 @@ def uneven_batches(
         slot = _slot(number, table, plan)
         position = advance(position, slot, plan, is_last=is_last)
         total = None if held is None or plan.accumulate > 1 else held + sum(slot.sizes)
-        yield Step(slot, position, total), (now.data,)
+        state = None
+        if ended or now.stream is not None:
+            state = {"stream": None if ended else now.stream, "behind": behind}
+        yield Step(slot, position, total, state), (now.data,)
         if is_last:
             return
         now, table, held = after, coming, 0
@@ -97,41 +104,44 @@ def _slot(number: int, table: list[tuple[int, int]], plan: Plan) -> Slot:
     return Slot(number, sum(rows), rows, sizes, ())
 
 
-def _rank_batches(batches: Iterator[tuple[int, Any]], state: int) -> Iterator[_RankBatch]:
+def _rank_batches(batches: Iterator[tuple[int, Any, Any]], state: int) -> Iterator[_RankBatch]:
     """One turn per batch, then empty ones forever; a failure is a turn too."""
     try:
-        for size, data in batches:
-            yield _RankBatch(state, size, data)
+        for size, data, stream in batches:
+            yield _RankBatch(state, size, data, stream)
     except Exception as error:
         yield _RankBatch(_FAILED, error=error)
     while True:
         yield _RankBatch(_ENDED)
 
 
-def _repeat(local: UnevenStream, epoch: int) -> Iterator[tuple[int, Any]]:
+def _repeat(local: UnevenStream, epoch: int) -> Iterator[tuple[int, Any, Any]]:
     """This rank's epoch from its start, repeatedly; nothing if it is empty."""
     found = True
     while found:
         found = False
-        for size, data in local.open(epoch, 0):
+        for batch in local.open(epoch, 0, None):
             found = True
-            yield size, data
+            yield batch
 
 
 def _seek(
     local: UnevenStream, cursor: Cursor, ctx: DistContext
-) -> tuple[Iterator[tuple[int, Any]], int]:
+) -> tuple[Iterator[tuple[int, Any, Any]], int]:
     """This rank's batches from where all ranks together have seen this many rows.
 
     Returns:
         The batches, and how many padding batches preceded them.
     """
     epoch, wanted = cursor.position.epoch, cursor.position.index
-    opened = local.open(epoch, 0) if local.sizes is None or wanted == 0 else None
+    if cursor.state is not None:
+        stream, behind = cursor.state["stream"], cursor.state["behind"]
+        return iter(()) if stream is None else local.open(epoch, 0, stream), behind
+    opened = local.open(epoch, 0, None) if local.sizes is None or wanted == 0 else None
     if wanted == 0:
         assert opened is not None
         return opened, 0
-    source = local.sizes(epoch) if local.sizes else ((rows, rows) for rows, _ in opened or ())
+    source = local.sizes(epoch) if local.sizes else ((rows, rows) for rows, *_ in opened or ())
     units = seen = behind = 0
     most: list[Any] = ops.gather_objects(local.most, ctx)
     while seen < wanted:
@@ -153,7 +163,7 @@ def _seek(
             f"size and data with which the position was made.",
             code="FX401",
         )
-    return (local.open(epoch, units) if opened is None else opened), behind
+    return (local.open(epoch, units, None) if opened is None else opened), behind
 
 
 def _take(

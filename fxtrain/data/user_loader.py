@@ -12,7 +12,7 @@ from fxtrain.data.order import refuse_split
 from fxtrain.data.rank_slices import Layout
 from fxtrain.state import Plan
 
-__all__ = ["FedSampler", "LoaderSpec", "read_loader", "rebuild"]
+__all__ = ["FedSampler", "LoaderSpec", "read_loader", "rebuild", "share_of"]
 
 # Settings that a loader keeps when it reads other indices.
 _SETTINGS = (
@@ -85,7 +85,7 @@ def read_loader(loader: DataLoader[Any], ranks: int, plan: Plan) -> LoaderSpec:
             )
         layout = Layout(per_rank=1, ranks=ranks, even=even, unit="item")
         return LoaderSpec(layout=layout, sampler=sampler, collates=False)
-    size = _share_of(rows[0], ranks) if shares else rows[0]
+    size = share_of(rows[0], ranks) if shares else rows[0]
     layout = Layout(per_rank=size, ranks=ranks, even=even)
     return LoaderSpec(layout=layout, sampler=sampler, collates=collates)
 
@@ -115,7 +115,12 @@ def _rows_of(loader: DataLoader[Any]) -> tuple[tuple[int, bool] | None, Any]:
     return None, chosen
 
 
-def _share_of(size: int, ranks: int) -> int:
+def share_of(size: int, ranks: int) -> int:
+    """One rank's rows of a global batch.
+
+    Raises:
+        DataError: they are not equal for all ranks.
+    """
     part, rest = divmod(size, ranks)
     if rest:
         near = [str(n * ranks) for n in (part, part + 1) if n]

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -21,11 +21,13 @@ class Step(NamedTuple):
         slot: The global batch.
         position: The cursor just after it.
         window_rows: Rows, including padding, in its whole accumulation window, where known.
+        state: Of the stream just after its rows; None where there is none. May differ by rank.
     """
 
     slot: Slot
     position: Position
     window_rows: int | None
+    state: Any = None
 
 
 class Cursor(NamedTuple):
@@ -34,10 +36,12 @@ class Cursor(NamedTuple):
     Attributes:
         position: How far the run is.
         held: Rows, including padding, in the micro-batches of the open window, where known.
+        state: Of the stream there, from which it continues without being read from its start.
     """
 
     position: Position
     held: int | None = 0
+    state: Any = None
 
 
 def advance(position: Position, slot: Slot, plan: Plan, *, is_last: bool) -> Position:

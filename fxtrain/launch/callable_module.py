@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from fxtrain._callable_package import CallablePackage
+from fxtrain._packages import CallablePackage
 
 __all__ = ["CallableModule"]
 

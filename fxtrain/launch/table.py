@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import attrs
 
+from fxtrain._addresses import Route, find_route, loopback_route
 from fxtrain._errors import LaunchError
 from fxtrain._installed import installed_rows
 from fxtrain._record import closest
@@ -15,7 +16,6 @@ from fxtrain.launch.launcher import COMMON, Launcher
 from fxtrain.launch.launchers.deepspeed.launcher import DEEPSPEED
 from fxtrain.launch.launchers.kubernetes import KUBERNETES
 from fxtrain.launch.launchers.mpi import MPI
-from fxtrain.launch.launchers.native.addresses import Route, find_route, loopback_route
 from fxtrain.launch.launchers.native.launcher import NATIVE
 from fxtrain.launch.launchers.native.network import is_local
 from fxtrain.launch.launchers.ray.launcher import RAY

@@ -194,11 +194,12 @@ def _opened(
     """The run, restored and tracked; None if there is nothing to train."""
     restored = _restored(ctx, fns.model, rules) if rules.resume else None
     if restored is not None:
-        loader = loader.at(restored.position)
+        loader = loader.at(restored.position, restored.extra["data"])
     if _is_over(ctx, loader, rules, restored):
         yield None
         return
     position = loader.position
+    loader = attrs.evolve(loader, run_updates=rules.total_updates(loader))
     known = restored.extra["run"] if restored else "folder" if rules.resume else None
     run = track(
         rules.path,
@@ -317,7 +318,7 @@ def _restored(ctx: DistContext, model: Wrapped, rules: Rules) -> Restored | None
     ops.raise_together(problem, ctx)
     if (found := ops.broadcast_object(found, ctx)) is None:
         return None
-    kept = dict.fromkeys(("run", "stopped", *Entries.SAVED))
+    kept = dict.fromkeys(("run", "stopped", "data", *Entries.SAVED))
     restored = restore(found, ctx, model, extra={**kept, "user": dict(rules.extra)})
     rules.extra.update(restored.extra["user"])
     return restored
@@ -381,6 +382,7 @@ def _save(loop: _Loop, report: Report, *, last: bool = False, stopped: bool = Fa
     score = finite_number(found)
     pruned = rules.keep_best is None or score is not None
     kept = {"run": loop.run.state(), "stopped": stopped, **loop.entries.state()}
+    kept["data"] = loop.loader.state()
     with loop.entries.paused():
         loop.saving = save(
             rules.checkpoints,

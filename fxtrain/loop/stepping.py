@@ -27,6 +27,7 @@ from fxtrain.loop.loss_functions import (
     parameters_problem,
 )
 from fxtrain.loop.nonfinite import nonfinite_problem
+from fxtrain.loop.schedules import advance, steps_per_update, warn_of_lengths
 from fxtrain.ops.step_parts import check_loss, waiting_schedulers
 from fxtrain.ops.transport.exchange import rank_loss_guard
 from fxtrain.state import (
@@ -314,13 +315,15 @@ def _update(
     if problem is not None and plan.nonfinite == "raise":
         raise problem
     if outcome.applied and model.schedulers:
-        _advance(model, rows if plan.schedule == "samples" else 1)
+        _advance(batch, model, steps_per_update(model, rows))
     return outcome
 
 
-def _advance(model: Wrapped, times: int) -> None:
+def _advance(batch: Batch, model: Wrapped, steps: int) -> None:
     """Advance the schedulers, which the loop has left alone since the last update."""
     updates = model.window.updates
+    if not model.advanced:
+        warn_of_lengths(model, batch, steps)
     update, counts = model.advanced or (None, ())
     if update == updates - 1:
         for scheduler, count in zip(model.schedulers, counts, strict=True):
@@ -331,8 +334,7 @@ def _advance(model: Wrapped, times: int) -> None:
                     f"call. A scheduler that advances once per epoch is not passed to fx.wrap."
                 )
     for scheduler in model.schedulers:
-        for _ in range(times):
-            scheduler.step()
+        advance(scheduler, steps, capped=model.plan.schedule == "ranks")
     counts = [getattr(scheduler, "last_epoch", 0) for scheduler in model.schedulers]
     model.advanced[:] = updates, counts
 

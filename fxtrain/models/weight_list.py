@@ -16,6 +16,7 @@ import attrs
 from fxtrain._errors import CheckpointError, PlanError
 from fxtrain._optional import optional
 from fxtrain._reading import open_file, read_file
+from fxtrain._record import closest
 from fxtrain.state import parse_json, shown
 
 __all__ = [
@@ -299,9 +300,7 @@ def import_function(source: str, returns: str = "a model") -> Any:
         raise PlanError(f"{source}: {error}. Pass {returns} as module:function.") from error
     for part in function.split("."):
         if not hasattr(found, part):
-            near = get_close_matches(part, dir(found), n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise PlanError(f"{source}: {module} has no {function!r}.{hint}")
+            raise PlanError(f"{source}: {module} has no {function!r}.{closest(part, dir(found))}")
         found = getattr(found, part)
     return found
 

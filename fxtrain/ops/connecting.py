@@ -11,6 +11,7 @@ import attrs
 import torch
 from torch import distributed as dist
 
+from fxtrain._addresses import GLOO, find_route
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import ContextError
 from fxtrain._secret import SECRET, derive_key
@@ -75,7 +76,9 @@ def detect(
         Opens torch's default process group and a gloo group for control traffic when there
         is more than one rank, and one pair of groups per mesh axis; selects the device.
         The groups are closed when the `with` block or the process ends. Rank 0 serves the
-        rendezvous store, unless the launcher does, at the main address only. With the variable
+        rendezvous store, unless the launcher does, at the main address only. On several nodes,
+        sets GLOO_SOCKET_IFNAME to the interface towards that address, unless it is set. With the
+        variable
         FXTRAIN_RUN_SECRET objects are signed, and objects without a valid signature are refused.
         A plan in the variable FXTRAIN_PLAN, which `fxtrain launch` sets, or in variables such as
         FXTRAIN_PLAN__SEED=7 under other launchers, becomes the default of `fx.wrap` and
@@ -121,9 +124,18 @@ def detect(
     if alone:
         ctx = _single_rank_context(topology, found, devices, mesh, wait_s, checks=checks)
         return with_plan(ctx, given)
+    _choose_interface(variables, topology)
     store = open_store(topology, wait_s, key=key)
     ctx = _connect_ranks(topology, found, mesh, wait_s, checks=checks, store=store, key=key)
     return with_plan(ctx, given)
+
+
+def _choose_interface(variables: Mapping[str, str], topology: Topology) -> None:
+    """Make gloo use the network towards the main address, which it reads from the environment."""
+    if topology.num_nodes > 1 and GLOO not in variables:
+        route = find_route(topology.main_address, topology.main_port)
+        if route.interface:
+            os.environ[GLOO] = route.interface
 
 
 def _check_kinds(env: object, mesh: object) -> None:

@@ -2,15 +2,18 @@
 
 import errno
 import platform
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import distributed as dist
 
 from fxtrain._errors import ContextError
 from fxtrain._listen import listen
 from fxtrain._secret import SECRET, key_proof
+from fxtrain._version import __version__
 from fxtrain.state import Topology
 
 __all__ = ["first_line", "open_store"]
@@ -33,7 +36,7 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
 
     Raises:
         ContextError: the store cannot be opened or reached, a rank never joined, or the ranks
-            have different secrets; the last on every rank.
+            have different secrets or versions; the last on every rank.
     """
     where = f"{topology.main_address}:{topology.main_port}"
     me = f"Rank {topology.rank} of {topology.world_size}"
@@ -45,9 +48,9 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
         # Keys outlive a closed context, so each connection of a process uses new ones.
         count = tcp.add(f"fxtrain/{attempt}/connections/{topology.rank}", 1)
         store = dist.PrefixStore(f"fxtrain/{attempt}/{count}", tcp)
-        store.add(f"secret/{key_proof(key)}", 1)
+        store.add(f"same/{_identity(key)}", 1)
         store.set(f"host/{topology.rank}", platform.node())
-        store.set(f"hello/{topology.rank}", key_proof(key))
+        store.set(f"hello/{topology.rank}", _identity(key))
     except (RuntimeError, ValueError, OSError) as error:
         raise ContextError(
             f"{me} could not reach the main address {where} within {timeout_s:g} s: "
@@ -59,7 +62,7 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
     keys = {rank: f"hello/{rank}" for rank in range(topology.world_size)}
     try:
         store.wait(list(keys.values()), timedelta(seconds=timeout_s))
-        others = _ranks_with_other_secret(topology, store, key)
+        others = _ranks_that_differ(topology, store, key)
     except RuntimeError as error:
         raise ContextError(
             f"{me} waited {timeout_s:g} s at {where}, and these ranks never joined: "
@@ -68,12 +71,7 @@ def open_store(topology: Topology, timeout_s: float, *, key: bytes = b"") -> Any
             code="FX102",
         ) from error
     if others:
-        raise ContextError(
-            f"{me}: {SECRET} on this rank differs from that on ranks "
-            f"{', '.join(map(str, others))}, or is set on one side only. Set the variable to the "
-            f"same secret on every rank, or on none.",
-            code="FX103",
-        )
+        raise ContextError(_difference(me, key, others), code="FX103")
     return store
 
 
@@ -107,21 +105,41 @@ def _listening_socket(topology: Topology) -> int | None:
         return None
 
 
-def _ranks_with_other_secret(topology: Topology, store: Any, key: bytes) -> list[int]:
-    """The ranks whose secret differs from this rank's.
+def _identity(key: bytes) -> str:
+    """What must be equal on all ranks: the secret, whose proof this has, and versions."""
+    # The part of torch's version after "+" is the device for which it was built.
+    torch_version = torch.__version__.partition("+")[0]
+    return f"{key_proof(key)}/fxtrain {__version__} and torch {torch_version}"
 
-    Every rank counts the ranks with the same secret, so that all notice if one differs. Rank 0,
+
+def _ranks_that_differ(topology: Topology, store: Any, key: bytes) -> dict[int, str]:
+    """The ranks whose secret or versions differ from this rank's, with what they have.
+
+    Every rank counts the ranks that are the same, so that all notice if one differs. Rank 0,
     which may serve the store, leaves last.
     """
     ranks = range(topology.world_size)
-    if store.add(f"secret/{key_proof(key)}", 0) == len(ranks):
-        return []
-    mine = key_proof(key).encode()
-    found = [rank for rank in ranks if store.get(f"hello/{rank}") != mine]
-    store.set(f"secret-differs/{topology.rank}", "")
+    if store.add(f"same/{_identity(key)}", 0) == len(ranks):
+        return {}
+    found = {rank: store.get(f"hello/{rank}").decode() for rank in ranks}
+    store.set(f"differs/{topology.rank}", "")
     if topology.rank == 0:
-        store.wait([f"secret-differs/{rank}" for rank in ranks], _SECRET_WAIT)
-    return found
+        store.wait([f"differs/{rank}" for rank in ranks], _SECRET_WAIT)
+    return {rank: text for rank, text in found.items() if text != _identity(key)}
+
+
+def _difference(me: str, key: bytes, others: dict[int, str]) -> str:
+    proof, _, mine = _identity(key).partition("/")
+    secret = [str(rank) for rank, text in others.items() if text.partition("/")[0] != proof]
+    if secret:
+        return (
+            f"{me}: {SECRET} on this rank differs from that on ranks {', '.join(secret)}, or is "
+            f"set on one side only. Set the variable to the same secret on every rank, or on none."
+        )
+    theirs = "; ".join(
+        f"rank {rank} has {text.partition('/')[2]}" for rank, text in sorted(others.items())[:8]
+    )
+    return f"{me} has {mine}, but {theirs}. Install the same versions on every machine."
 
 
 def _missing(store: Any, keys: Mapping[int, str]) -> str:
@@ -133,6 +151,11 @@ def _missing(store: Any, keys: Mapping[int, str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error message, as a sentence."""
+    """The first line of an error message, as a sentence.
+
+    Without the place in gloo's sources, and what gloo adds to it for everybody.
+    """
     text = str(error).strip().splitlines()
-    return (text[0].rstrip(".") if text else type(error).__name__) + "."
+    line = text[0] if text else type(error).__name__
+    line = re.sub(r"\[\S*/gloo/\S+:\d+\] ", "", line).partition(" This is typically caused")[0]
+    return line.rstrip(".") + "."

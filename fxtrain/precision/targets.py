@@ -1,6 +1,5 @@
 """Which layers of a model a record quantises, and why it skips the others."""
 
-import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from fxtrain._errors import PlanError
+from fxtrain._record import closest
 from fxtrain.state import Quantize, Recipe, Torchao
 
 __all__ = [
@@ -208,11 +208,10 @@ def _check_names(module: nn.Module, record: Quantize | Recipe) -> None:
 
 
 def _unmatched(record: Any, field: str, wanted: str, known: Iterable[str], what: str) -> str:
-    near = difflib.get_close_matches(wanted, list(known), n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
     whole = " Patterns match whole components of dotted names." if what == "module" else ""
     return (
-        f"{type(record).__name__}({field}={wanted!r}): no {what} of the model matches.{hint}{whole}"
+        f"{type(record).__name__}({field}={wanted!r}): no {what} of the model matches."
+        f"{closest(wanted, known)}{whole}"
     )
 
 

@@ -11,7 +11,7 @@ The package is also the function `fx.profile`:
 import sys
 
 from fxtrain._byte_units import read_bytes, show_bytes
-from fxtrain._callable_package import CallablePackage
+from fxtrain._packages import CallablePackage
 from fxtrain.profile.fake_ranks import place
 from fxtrain.profile.memory_plot import plot
 from fxtrain.profile.rehearsal import dry_run, rehearse

@@ -68,6 +68,8 @@ class Batch(Displayed, Generic[Data_co]):
             the end of the data is not known in advance. If the loop leaves the epoch early, the
             window contains something else, for which a step corrects.
         plan: The plan of its loader, which `step` compares with the model's; None if it has none.
+        run_updates: Updates of the whole run under that plan, where its loader knows: after
+            `loader.epochs(n)` or `loader.updates(n)`.
         part: The index of this micro-batch of the rank's batch, if a pipeline splits it.
         parts: The number of micro-batches.
     """
@@ -79,6 +81,7 @@ class Batch(Displayed, Generic[Data_co]):
     sizes: tuple[int, ...] = attrs.field(metadata=_STATIC)
     window_rows: int | None = attrs.field(default=None, metadata=_STATIC)
     plan: Plan | None = attrs.field(default=None, metadata=_STATIC)
+    run_updates: int | None = attrs.field(default=None, metadata=_STATIC)
     part: int = attrs.field(default=0, metadata=_STATIC)
     parts: int = attrs.field(default=1, metadata=_STATIC)
 
@@ -93,6 +96,7 @@ class Batch(Displayed, Generic[Data_co]):
         sizes: tuple[int, ...],
         window_rows: int | None = None,
         plan: Plan | None = None,
+        run_updates: int | None = None,
         part: int = 0,
         parts: int = 1,
         **unknown: Never,
@@ -106,8 +110,9 @@ class Batch(Displayed, Generic[Data_co]):
             or (rows is MISSING or sizes is MISSING)
         ):
             fields = {"data": data, "position": position, "valid": valid, "rows": rows}
-            others = {"sizes": sizes, "window_rows": window_rows, "plan": plan, "part": part}
-            fields = {**fields, **others, "parts": parts}
+            others = {"sizes": sizes, "window_rows": window_rows, "plan": plan}
+            last = {"run_updates": run_updates, "part": part, "parts": parts}
+            fields = {**fields, **others, **last}
             use = "a batch of a loader that fx.shard made"
             raise DataArgumentError(record_problem(Batch, fields, more, unknown, use))
         change = object.__setattr__
@@ -118,6 +123,7 @@ class Batch(Displayed, Generic[Data_co]):
         change(self, "sizes", sizes)
         change(self, "window_rows", window_rows)
         change(self, "plan", plan)
+        change(self, "run_updates", run_updates)
         change(self, "part", part)
         change(self, "parts", parts)
 

@@ -1,6 +1,5 @@
 """The axes along which ranks are laid out, and their sizes."""
 
-import difflib
 import itertools
 import math
 import re
@@ -8,7 +7,7 @@ import re
 import attrs
 
 from fxtrain._errors import MeshError
-from fxtrain._record import record
+from fxtrain._record import closest, record
 
 __all__ = ["AXES", "Mesh", "agreed_mesh", "axis_groups", "read_mesh", "resolve_mesh"]
 
@@ -93,8 +92,7 @@ def read_mesh(text: str) -> Mesh:
     for part in text.split(","):
         axis, _, size = (word.strip() for word in part.partition("="))
         if axis not in AXES or axis in sizes or not re.fullmatch(r"-?[0-9]{1,9}", size):
-            near = difflib.get_close_matches(axis, AXES, n=1)
-            hint = f" Did you mean {near[0]}?" if near and near[0] != axis else ""
+            hint = "" if axis in AXES else closest(axis, AXES)
             raise MeshError(
                 f"{text!r} is not a mesh: {part.strip()!r} should be axis=size, with one of "
                 f"{', '.join(AXES)}, each once; for example shard=8,tensor=2.{hint}"

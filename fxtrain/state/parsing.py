@@ -4,11 +4,10 @@ import json
 import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any, Literal, NoReturn
 
 from fxtrain._errors import PlanError
-from fxtrain._record import shown
+from fxtrain._record import closest, shown
 from fxtrain.state.mesh import read_mesh
 from fxtrain.state.yaml_reader import parse_yaml
 
@@ -19,7 +18,6 @@ __all__ = [
 
 Format = Literal["json", "toml", "yaml"]
 _MAX_REASON_LENGTH = 500  # characters of a parser's message
-_MAX_SUGGESTED = 100  # characters of a compared name: the time grows with their square
 # Fields with a short form, and the key for which it stands in their table.
 _SHORT_FORMS = {"strategy": "kind", "quantize": "kind", "precision": "compute"}
 
@@ -172,8 +170,8 @@ def leaves(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def near(name: Any, known: tuple[str, ...] | list[str]) -> str:
     """A question about a similar name, or nothing."""
-    close = get_close_matches(name[:_MAX_SUGGESTED] if isinstance(name, str) else "", known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    close = closest(name, known).strip()
+    return f" (d{close[1:]})" if close else ""
 
 
 def from_environment(env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:

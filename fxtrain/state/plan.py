@@ -150,7 +150,9 @@ class Plan:
         clip_norm: Maximum total gradient norm; None does not clip.
         clip_value: Maximum absolute value of a gradient entry; None does not clip.
         nonfinite: What to do with an update whose loss or gradient is non-finite.
-        schedule: Whether schedulers advance once per update or by rows seen.
+        schedule: Whether schedulers advance once per update, by rows seen, or with each update
+            once for each data rank, as Accelerate's do: for a scheduler written for the batches of
+            the loader before it is sharded.
         batch: Whether the loader's batch size is per rank or for all ranks together.
         even: What to do if rows are not divisible: pad repeats rows from the start and marks
             them invalid, drop skips the remaining rows, uneven gives some ranks fewer rows, or
@@ -202,7 +204,7 @@ class Plan:
     clip_norm: float | None = attrs.field(default=None, validator=above(0))
     clip_value: float | None = attrs.field(default=None, validator=above(0))
     nonfinite: Literal["ignore", "skip", "raise"] = "ignore"
-    schedule: Literal["update", "samples"] = "update"
+    schedule: Literal["update", "samples", "ranks"] = "update"
     batch: Literal["per_rank", "global"] = "per_rank"
     even: Literal["pad", "drop", "uneven"] = "pad"
     data: Data = Data()
@@ -237,7 +239,7 @@ class Plan:
             clip_norm: float | None = None,
             clip_value: float | None = None,
             nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
-            schedule: Literal["update", "samples"] = "update",
+            schedule: Literal["update", "samples", "ranks"] = "update",
             batch: Literal["per_rank", "global"] = "per_rank",
             even: Literal["pad", "drop", "uneven"] = "pad",
             data: Data = ...,

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import attrs
 
+from fxtrain._addresses import loopback_route
 from fxtrain._errors import CollectiveError
 from fxtrain._listen import free_port
 from fxtrain._secret import SECRET, fresh_secret
-from fxtrain.launch.launchers.native.addresses import loopback_route
 from fxtrain.testing.starting import starter
 from fxtrain.testing.worker import CONNECTED, LOADED, work
 

@@ -10,7 +10,7 @@ The package is also the function `fx.track`:
 
 import sys
 
-from fxtrain._callable_package import CallablePackage
+from fxtrain._packages import CallablePackage
 from fxtrain.track.opening import track
 from fxtrain.track.reading_runs import RunLog, read_run
 from fxtrain.track.run import Run

@@ -79,7 +79,7 @@ MISTAKES = [
         text='precision = "bf16"', says="the file: unknown key 'precision'. Use plan.precision."
     ),
     Mistake(text="ranks = 2", says="the file: unknown key 'ranks'. Use launch.ranks."),
-    Mistake(text="[mesh]\nshard = 2", says="Use fx.detect(mesh=fx.Mesh(shard=2)) in the script."),
+    Mistake(text="[mesh]\nshard = 2", says="Use plan.mesh."),
     Mistake(
         text="compute_environment: LOCAL_MACHINE\nnum_processes: 2",
         says="This is a config of Accelerate. Convert it with `fxtrain config convert FILE`.",

@@ -172,7 +172,7 @@ def test_a_result_that_cannot_be_written_is_told(script, capsys, here):
     [
         ("--world 8 trian.py", "Did you mean train.py?"),
         ("--world 8 --mesh tensor=3 train.py", "this run has 8"),
-        ("--world 8 --mesh tensr=2 train.py", "Did you mean tensor?"),
+        ("--world 8 --mesh tensr=2 train.py", "Did you mean 'tensor'?"),
         ("--world 8 --mesh tensor train.py", "shard=8,tensor=2"),
         ("--world 0 train.py", "1 or more"),
         ("--world 8 --rank 8 train.py", "from 0 to 7"),

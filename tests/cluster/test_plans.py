@@ -109,8 +109,9 @@ def _exchanges(ctx, plan):
     return ctx.comm.state.call_count - before
 
 
-def test_ddp_is_wrapped_with_one_exchange(clusters):
-    assert clusters[2].run(_exchanges, fx.Plan()) == [1, 1]
+def test_ddp_is_wrapped_with_two_exchanges(clusters):
+    """One compares plan and model, one the options of optimizers and schedulers."""
+    assert clusters[2].run(_exchanges, fx.Plan()) == [2, 2]
     assert clusters[1].run(_exchanges, fx.Plan()) == [0]
 
 
@@ -173,3 +174,26 @@ def test_equal_plans_need_not_be_one_object():
         assert _step_between(ctx, fx.Plan(clip_norm=2.0), fx.Plan(clip_norm=2.0)) is True
         given = fx.state.with_plan(ctx, fx.Plan(accumulate=2))
         assert _step_between(given, None, fx.Plan(accumulate=2)) is False
+
+
+def _with_own_options(ctx, name):
+    """What wrap says where an option of the optimizer or scheduler depends on the rank."""
+    own = 0.1 + 0.1 * ctx.rank
+    lr, gamma = (own, 0.9) if name == "lr" else (0.1, own)
+    net = nn.Linear(2, 2)
+    try:
+        fx.wrap(
+            net,
+            ctx,
+            optimizer=lambda params: torch.optim.SGD(params, lr=lr),
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma),
+        )
+    except fx.CollectiveError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("name", "where"), [("lr", "SGD 0, group 0: lr"), ("gamma", "gamma")])
+def test_options_of_optimizers_that_differ_are_an_error_everywhere(pair, name, where):
+    for text in pair.run(_with_own_options, name):
+        assert f"{where}: 0.1" in text and f"{where}: 0.2" in text

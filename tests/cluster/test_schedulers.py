@@ -1,5 +1,8 @@
 """Schedulers over ranks: per update or per row, and what a plateau follows."""
 
+import logging
+import re
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -24,6 +27,91 @@ def test_schedulers_advance_once_per_update_or_per_sample(cluster):
     updates = -(-(32 // (4 * cluster.n)) // 2)
     assert cluster.run(_scheduled, "update") == [updates] * cluster.n
     assert cluster.run(_scheduled, "samples") == [32] * cluster.n
+    assert cluster.run(_scheduled, "ranks") == [updates * cluster.n] * cluster.n
+
+
+def _to_the_end(ctx, kind, rows, batch="per_rank"):
+    """The rate after two epochs, of a scheduler made for the loader before it was sharded."""
+    plan = fx.Plan(schedule="ranks", batch=batch)
+    torch_loader = DataLoader(small_data(rows), batch_size=4)
+    total = len(torch_loader) * 2
+    made = {
+        "cosine": lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, total),
+        "one cycle": lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 1.0, total_steps=total),
+    }
+    model = fx.wrap(small_net(), ctx, plan, optimizer=SGD, scheduler=made[kind])
+    loader = fx.shard(torch_loader, ctx, plan)
+    fns = fx.StepFns(model=model, loss=square_loss)
+    for epoch in loader.epochs(2):
+        for batch in epoch:
+            fx.step(ctx, batch, fns)
+    return model.scheduler.last_epoch, model.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("batch", ["per_rank", "global"])
+def test_a_scheduler_made_for_the_unsharded_loader_comes_to_its_end(pair, batch):
+    for steps, rate in pair.run(_to_the_end, "cosine", 32, batch):
+        assert (steps, rate) == (16, pytest.approx(0, abs=1e-9))
+
+
+def test_batches_of_padding_do_not_step_past_the_end_of_one_cycle(pair):
+    assert {steps for steps, _ in pair.run(_to_the_end, "one cycle", 28)} == {14}
+
+
+def _logged(ctx, folder, schedule, name, length, how):
+    """What a run of eight epochs of four updates logs about its scheduler."""
+    plan = fx.Plan(schedule=schedule)
+    kinds = {
+        "CosineAnnealingLR": lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, length),
+        "LambdaLR": lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0),
+    }
+    model = fx.wrap(small_net(), ctx, plan, optimizer=SGD, scheduler=kinds[name])
+    loader = fx.shard(DataLoader(small_data(), batch_size=4), ctx, plan)
+    fns = fx.StepFns(model=model, loss=square_loss)
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("fxtrain.run")
+    logger.addHandler(handler)
+    try:
+        if how == "fit":
+            for _ in fx.fit(ctx, fns, loader, path=folder, updates=32, show=False):
+                pass
+        elif how == "updates":
+            for batch in loader.updates(32):
+                fx.step(ctx, batch, fns)
+        else:
+            for epoch in loader.epochs(8):
+                for batch in epoch:
+                    fx.step(ctx, batch, fns)
+    finally:
+        logger.removeHandler(handler)
+    return [text for text in records if "length" in text]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name", "length", "how", "says"),
+    [
+        ("update", "CosineAnnealingLR", 64, "epochs", "schedule='ranks'.*steps it 2 times"),
+        ("update", "CosineAnnealingLR", 64, "fit", "makes 32 under.*steps it 2 times"),
+        ("update", "CosineAnnealingLR", 64, "updates", "T_max=32.*steps it 2 times"),
+        ("update", "CosineAnnealingLR", 20, "epochs", "length of 20 steps.*T_max=32"),
+        ("update", "CosineAnnealingLR", 33, "epochs", None),
+        ("ranks", "CosineAnnealingLR", 64, "epochs", None),
+        ("update", "LambdaLR", 64, "epochs", None),
+        ("samples", "CosineAnnealingLR", 32, "epochs", "makes 256 under"),
+    ],
+)
+def test_a_length_that_is_not_that_of_the_run_is_logged_once(
+    pair, tmp_path, schedule, name, length, how, says
+):
+    first, second = pair.run(_logged, str(tmp_path), schedule, name, length, how)
+    assert second == []
+    if says is None:
+        assert first == []
+    else:
+        (line,) = first
+        assert re.search(says, line), line
 
 
 @pytest.fixture

@@ -177,9 +177,9 @@ class _Counting(IterableDataset):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda c: fx.shard([1, 2], c), r"takes a torch DataLoader, found list.*DataLoader\("),
-        (lambda c: fx.shard(torch.arange(3), c), "found Tensor"),
-        (lambda c: fx.shard(TensorDataset(torch.arange(3)), c), "found TensorDataset"),
+        (lambda c: list(fx.shard([1, 2], c)), r"batches that are ready, and found int, without"),
+        (lambda c: fx.shard(torch.arange(3), c), r"a Tensor of rows needs a .*DataLoader\("),
+        (lambda c: fx.shard(TensorDataset(torch.arange(3)), c), "a TensorDataset of rows needs"),
         (lambda c: fx.shard(DataLoader([1]), 2), "ctx is a int, not a context"),
         (lambda c: fx.shard(DataLoader([1]), fx.Plan(), c), "wrong order, found DataLoader, Plan"),
         (lambda c: fx.shard(DataLoader([1]), c, "ddp"), "plan is a str, not an"),

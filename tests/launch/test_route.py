@@ -6,13 +6,15 @@ import sys
 import attrs
 import pytest
 
-from fxtrain.launch import LaunchSpec, Machine, native
-from fxtrain.launch.launchers.native.addresses import (
+import fxtrain as fx
+from fxtrain import _addresses
+from fxtrain._addresses import (
     Route,
     find_route,
     interface_of,
     loopback_route,
 )
+from fxtrain.launch import LaunchSpec, Machine, native
 
 FAR = Route(address="10.0.0.2", interface="eth3")
 NODE = LaunchSpec(target="t.py", nodes=2, node_rank=1, main_address="10.0.0.1")
@@ -23,9 +25,36 @@ def name_is_loopback(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
 
 
-def test_a_name_that_leads_here_is_enough(monkeypatch):
+def test_the_way_to_the_main_address_counts(monkeypatch):
+    """Not the host name."""
     monkeypatch.setattr(socket, "gethostname", lambda: "203.0.113.9")
-    assert find_route("10.0.0.1", 29500) == Route()
+    monkeypatch.setattr(_addresses, "_towards", lambda host, port: "10.0.0.2")
+    monkeypatch.setattr(_addresses, "_interfaces", lambda: {"lo": "127.0.0.1", "eth3": "10.0.0.2"})
+    assert find_route("10.0.0.1", 29500) == FAR
+
+
+@pytest.mark.parametrize(
+    ("own", "default", "expected"),
+    [
+        ({"eth3": "10.0.0.2"}, "", FAR),
+        ({"eth3": "10.0.0.2", "docker0": "172.17.0.1"}, "10.0.0.2", FAR),
+        ({}, "", loopback_route()),
+    ],
+)
+def test_a_main_name_of_loopback(monkeypatch, own, default, expected):
+    """As Debian's /etc/hosts has it on the main machine itself."""
+    there = {"203.0.113.1": default, "n0": "127.0.1.1"}
+    monkeypatch.setattr(_addresses, "_towards", lambda host, port: there[host])
+    monkeypatch.setattr(_addresses, "_interfaces", lambda: {"lo": "127.0.0.1", **own})
+    assert find_route("n0", 29500) == expected
+
+
+def test_several_networks_behind_a_main_name_of_loopback(monkeypatch):
+    own = {"lo": "127.0.0.1", "eth0": "10.0.0.2", "ib0": "10.1.0.2"}
+    monkeypatch.setattr(_addresses, "_towards", lambda host, port: "127.0.1.1")
+    monkeypatch.setattr(_addresses, "_interfaces", lambda: own)
+    with pytest.raises(fx.ContextError, match=r"10.0.0.2 \(eth0\), 10.1.0.2 \(ib0\).*--local-add"):
+        find_route("n0", 29500)
 
 
 @pytest.mark.parametrize("towards", ["127.0.0.1", "localhost", "[::1]"])

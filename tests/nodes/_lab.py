@@ -253,12 +253,15 @@ class Lab:
         network: The first three numbers of addresses.
         nodes: The machines.
         switch: The process whose network namespace has the bridges.
+        second: The first three numbers of addresses in the second network.
+        started: The first processes.
     """
 
     folder: Path
     network: str
     nodes: list[Node] = attrs.field(factory=list)
     switch: int = 0
+    second: str = ""
     started: list[subprocess.Popen] = attrs.field(factory=list)
 
     @property
@@ -288,7 +291,11 @@ class Lab:
         return f"{self.network}.{10 + number}"
 
     def hosts(self, kind: str) -> None:
-        """What /etc/hosts of the nodes has: "good", "debian", "none" or "wrong"."""
+        """What /etc/hosts of the nodes has: "good", "debian", "none", "wrong" or "second".
+
+        "wrong" is an address that nobody has, for a node's own name; "second" are the addresses of
+        the second network.
+        """
         lines = {n.number: f"{n.address} {n.name}" for n in self.nodes}
         for node in self.nodes:
             others = [text for number, text in lines.items() if number != node.number]
@@ -297,16 +304,24 @@ class Lab:
                 "debian": [f"127.0.1.1 {node.name}", *others],
                 "none": [],
                 "wrong": [f"{self.network}.99 {node.name}", *others],
+                "second": [f"{self.second}.{10 + n.number} {n.name}" for n in self.nodes],
             }[kind]
             # In place: the file is mounted.
             (self.folder / f"{node.name}.hosts").write_text(
                 "\n".join(["127.0.0.1 localhost", *text, ""])
             )
 
-    def second_network(self, network: str) -> None:
+    @contextlib.contextmanager
+    def second_network(self, network: str) -> Iterator[None]:
         """Give every node another interface, whose name sorts before the first one's."""
+        self.second = network
         for node in self.nodes:
             self._cable(node, "aaa0", f"q{node.number}", "br1", f"{network}.{10 + node.number}/24")
+        try:
+            yield
+        finally:
+            for node in self.nodes:
+                node.run("ip", "link", "delete", "aaa0")
 
     def reset(self) -> None:
         """As new: see `Node.reset`."""

@@ -68,3 +68,35 @@ def test_attempts_that_failed_are_told(lab):
     assert "Attempt 1 failed; 2 more to come. Rank 1 of 2 failed: ValueError: only once" in (
         programs[1].text
     )
+
+
+def test_versions_that_differ_are_named(lab):
+    """As on machines of which one was updated."""
+    (lab.shared / "other.py").write_text(
+        "import os, fxtrain as fx, fxtrain.ops.rendezvous_store as store\n"
+        "store.__version__ = '0.' + os.environ['RANK']\n"
+        "fx.detect(device='cpu', timeout_s=20)\n"
+    )
+    programs = _launched(lab, lab.shared / "other.py")
+    assert [program.finish() for program in programs] == [1, 1]
+    assert "Rank 0 of 2 has fxtrain 0.0 and torch" in programs[0].text
+    assert "but rank 0 has fxtrain 0.0 and torch" in programs[1].text
+
+
+def test_nodes_that_never_come_are_named(lab):
+    """By their numbers."""
+    program = lab.nodes[0].launch(
+        "--nodes=3", "--main-address=n0", "--connect-timeout=3", SCRIPTS / "meet.py"
+    )
+    assert program.finish() == 2
+    assert "nodes 1, 2 never came." in program.text
+
+
+def test_other_numbers_of_nodes_are_told_on_both(lab):
+    programs = [
+        node.launch(f"--nodes={count}", "--main-address=n0", SCRIPTS / "meet.py")
+        for node, count in zip(lab.nodes, (2, 3), strict=False)
+    ]
+    assert [program.finish(20) for program in programs] == [2, 2]
+    assert "node 1 on n1 was started for 3 nodes, and this one for 2" in programs[0].text
+    assert "node 0 on n0 was started for 2 nodes, and this one for 3" in programs[1].text

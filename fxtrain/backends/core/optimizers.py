@@ -1,7 +1,7 @@
 """Optimizers and schedulers from the user's factories."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ __all__ = [
     "place_of_states",
     "refuse_closures",
     "refuse_later_parameters",
+    "settings_of",
 ]
 
 Optimizers = (
@@ -271,3 +272,25 @@ def _checked_list(made: Any, kind: type, what: str, example: str) -> tuple[Any, 
             f"one {kind.__name__}, or a list or dict of them. For example: {example}"
         )
     return tuple(found)
+
+
+def settings_of(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, object]:
+    """Plain values of the groups of optimizers and of schedulers, which ranks compare."""
+    found: dict[str, object] = {}
+    for number, optimizer in enumerate(optimizers):
+        for group, options in enumerate(optimizer.param_groups):
+            where = f"{type(optimizer).__name__} {number}, group {group}"
+            found |= {f"{where}: {name}": value for name, value in _plain(options)}
+    for number, scheduler in enumerate(schedulers):
+        where = f"{type(scheduler).__name__} {number}"
+        found |= {f"{where}: {name}": value for name, value in _plain(scheduler.state_dict())}
+    return found
+
+
+def _plain(options: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    for name, value in options.items():
+        values = value if type(value) in (list, tuple) else [value]
+        if all(isinstance(entry, int | float | str | None) for entry in values):
+            yield name, value
+        elif isinstance(value, Tensor) and value.numel() == 1:
+            yield name, value.item()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
+from fxtrain._addresses import find_route, loopback_route
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import LaunchError
 from fxtrain._secret import SECRET, fresh_secret
@@ -21,7 +22,6 @@ from fxtrain.launch.function.nodes import (
 )
 from fxtrain.launch.function.pickling import unpack
 from fxtrain.launch.function.workers import Rank, end, start, watched
-from fxtrain.launch.launchers.native.addresses import find_route, loopback_route
 from fxtrain.launch.machine import usable_cores
 from fxtrain.launch.orphans import MARK, mark_within
 from fxtrain.launch.outcome import Failure, LaunchResult, by_cause, describe

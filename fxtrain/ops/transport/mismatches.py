@@ -12,6 +12,7 @@ import attrs
 
 from fxtrain._errors import CollectiveError, ContextError
 from fxtrain.ops.closing import within
+from fxtrain.ops.rendezvous_store import first_line
 from fxtrain.state import DistContext, check_connected
 
 __all__ = [
@@ -100,7 +101,6 @@ def lost_rank_error(
         those of the others, for two seconds at most.
     """
     op, args = call[0], call[1]
-    torch_says = str(error).strip().splitlines() or [type(error).__name__]
     told = _ask_others(ctx, {"op": op, "site": site, "waited_s": round(waited_s, 1)})
     waiting = [
         (rank, f"waited {seen['waited_s']:g} s in {seen['op']} at {seen['site']}")
@@ -118,7 +118,7 @@ def lost_rank_error(
             f"timeout {ctx.comm.timeout_s:g} s).",
             *by_rank(waiting + gone + silent, told.hosts),
             *told.problem,
-            f"torch says: {torch_says[0]}",
+            f"torch says: {first_line(error)}",
             "Check the ranks that never joined: they failed, are still busy, or skipped "
             "this call. If a rank is only slow, raise detect(timeout_s=...).",
         ]

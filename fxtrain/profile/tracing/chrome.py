@@ -156,7 +156,7 @@ def _event(event: Mapping[str, Any]) -> _Event:
 
 
 def _time(event: Mapping[str, Any], name: str) -> float:
-    value = event.get(name)
+    value: Any = event.get(name)
     if type(value) not in (int, float) or not -_LATEST < value < _LATEST:
         raise _Damaged(f"an event has {name} {shown(value)}")
     return value

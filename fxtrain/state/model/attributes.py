@@ -2,61 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
 from fxtrain._errors import FxError, StepError
+from fxtrain._other_names import call_hint
 from fxtrain._record import closest
 
 if TYPE_CHECKING:
     from fxtrain.state.model.module_names import ModuleNames
 
 __all__ = [
-    "INSTEAD",
     "CopyError",
     "check_copy",
     "check_whole",
     "in_forward",
     "missing_attribute",
 ]
-
-_DEVICE = 'fx.wrap moved the module to model.ctx.device. Choose it by fx.detect(device="cpu")'
-_DTYPE = 'Use fx.Plan(precision="bf16"), or convert the module before fx.wrap'
-_BEFORE = "Do it to the module, before fx.wrap"
-_FILES = (
-    "Use fx.export(model, folder), or with fx.gathered(model) as net: net.save_pretrained(folder)"
-)
-
-# What to do instead of calling a method of a module, or of an engine of another library.
-INSTEAD: Mapping[str, str] = {
-    "apply": _BEFORE,
-    "backward": "Use fx.step(ctx, batch, fns), or fx.ops.backward(loss, model)",
-    "bfloat16": _DTYPE,
-    "clip_grad_norm_": "Use fx.Plan(clip_norm=1.0), or fx.ops.clip_norm(model, 1.0)",
-    "compile": "Use fx.Plan(compile=True)",
-    "cpu": _DEVICE,
-    "cuda": _DEVICE,
-    "double": _DTYPE,
-    "float": _DTYPE,
-    "forward": "Call the model itself: model(...)",
-    "gradient_checkpointing_enable": 'Use fx.Plan(recompute="Block")',
-    "half": _DTYPE,
-    "hf_device_map": "Use model.placement",
-    "load_state_dict": "Use fx.load_model(state_dict, model)",
-    "no_sync": "Use fx.ops.sync(model, enabled=False)",
-    "push_to_hub": _FILES,
-    "register_forward_hook": _BEFORE,
-    "requires_grad_": _BEFORE,
-    "save_checkpoint": "Use fx.save(path, ctx, model)",
-    "save_pretrained": _FILES,
-    "share_memory": "fx.launch starts ranks that each have the model",
-    "step": "Use fx.step(ctx, batch, fns), or fx.ops.apply(model)",
-    "to": _DEVICE,
-    "to_empty": _DEVICE,
-    "zero_grad": "fx.step and fx.ops.apply(model) zero gradients",
-}
 
 
 class CopyError(FxError, TypeError):
@@ -76,12 +39,12 @@ def missing_attribute(model: ModuleNames[Any], name: str) -> str:
         A wrapped model has no attribute 'in_features'. Use model.module.in_features.
     """
     start = f"A wrapped model has no attribute {name!r}."
-    if name in INSTEAD:
-        return f"{start} {INSTEAD[name]}."
+    if instead := call_hint(name, "model"):
+        return f"{start}{instead}"
     if hasattr(model.module, name):
         return f"{start} {_partial_warning(model, name) or f'Use model.module.{name}.'}"
     own = [one for one in dir(type(model)) if not one.startswith("_") and one != name]
-    near = closest(name, own)
+    near = call_hint(name) or closest(name, own)
     return f"{start} Its module, a {type(model.module).__name__}, has none either.{near}"
 
 

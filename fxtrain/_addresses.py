@@ -1,5 +1,6 @@
 """The address and interface by which other machines reach this one."""
 
+import contextlib
 import socket
 import struct
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import attrs
 
+from fxtrain._errors import ContextError
 from fxtrain._listen import is_loopback
 
 __all__ = ["GLOO", "NCCL", "Route", "find_route", "interface_of", "loopback_route"]
@@ -16,6 +18,8 @@ NCCL = "NCCL_SOCKET_IFNAME"
 # Of Linux, and of macOS and the BSDs.
 _LOOPBACKS = ("lo", "lo0")
 
+# Reserved for documentation: the way there is the default route, and nothing is sent.
+_ELSEWHERE = "203.0.113.1"
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR, see netdevice(7)
 
 
@@ -45,28 +49,58 @@ class Route:
 
 
 def find_route(towards: str, port: int, *, local: str = "") -> Route:
-    """The address of this machine, if its own name does not resolve to it.
+    """The address and interface of this machine towards the main one.
 
     Nodes that connect through a loopback address are all on this machine, and use loopback only.
-    Otherwise torch and gloo send other machines the address of the host name, which /etc/hosts maps
-    to a loopback address on many machines.
+    gloo would use the address of the host name, which /etc/hosts maps to loopback, or to another
+    network, on many machines.
 
     Args:
         towards: Host name or address of the main machine, which may be this one.
         port: TCP port there.
         local: Address of this machine, if the user gave one.
 
+    Returns:
+        The route; empty if `towards` is not known here.
+
     Effects:
         Resolves names; sends nothing to `towards`.
+
+    Raises:
+        ContextError: this is the main machine, its name is that of loopback here, and it has
+            several networks.
     """
     if is_loopback(towards):
         return loopback_route()
-    if not local and not _leads_nowhere(_first_address(socket.gethostname())):
-        return Route()
-    address = _first_address(local) if local else _towards(towards, port)
-    if _leads_nowhere(address):
-        return Route()
-    return Route(address=local or address, interface=interface_of(address))
+    if local:
+        address = _first_address(local)
+        return Route(address=local, interface=interface_of(address)) if _leads(address) else Route()
+    address = _towards(towards, port)
+    if address and not _leads(address):
+        address = _own_address(towards)
+        if not address:
+            return loopback_route()
+    return Route(address=address, interface=interface_of(address))
+
+
+def _own_address(name: str) -> str:
+    """The address by which others reach this machine, whose name is that of loopback here.
+
+    Empty if it has no network.
+    """
+    own = {place: at for place, at in _interfaces().items() if not is_loopback(at)}
+    if len(own) < 2:
+        return next(iter(own.values()), "")
+    default = _towards(_ELSEWHERE, 9)
+    if default in own.values():
+        return default
+    listed = ", ".join(f"{at} ({place})" for place, at in sorted(own.items()))
+    raise ContextError(
+        f"The main address {name} is a loopback address on this machine, by its /etc/hosts, and "
+        f"the machine has several networks: {listed}. Name the one that leads to the other "
+        f"machines by --local-address, or by the variable {GLOO}.",
+        code="FX701",
+    )
 
 
 def _towards(host: str, port: int) -> str:
@@ -95,9 +129,9 @@ def loopback_route() -> Route:
     return Route(address="127.0.0.1", interface=found)
 
 
-def _leads_nowhere(address: str) -> bool:
-    """Whether it is empty, or an address that other machines resolve to themselves."""
-    return not address or is_loopback(address)
+def _leads(address: str) -> bool:
+    """Whether other machines reach this one by an address."""
+    return bool(address) and not is_loopback(address)
 
 
 def interface_of(address: str) -> str:
@@ -109,15 +143,21 @@ def interface_of(address: str) -> str:
         table = Path("/proc/net/if_inet6")
         rows = table.read_text().splitlines() if table.is_file() else []
         return next((row.split()[-1] for row in rows if row.startswith(wanted)), "")
+    return next((name for name, at in _interfaces().items() if at == address), "")
+
+
+def _interfaces() -> dict[str, str]:
+    """IPv4 addresses by interface, where Linux can be asked."""
+    if sys.platform != "linux":
+        return {}
     import fcntl  # not on every system
 
+    found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             asked = struct.pack("256s", name.encode()[:15])
-            try:
+            # An interface may have no address.
+            with contextlib.suppress(OSError):
                 told = fcntl.ioctl(probe.fileno(), _ADDRESS_OF, asked)
-            except OSError:  # an interface without an address
-                continue
-            if socket.inet_ntoa(told[20:24]) == address:
-                return name
-    return ""
+                found[name] = socket.inet_ntoa(told[20:24])
+    return found

@@ -1,9 +1,6 @@
 """Names of other libraries: each is answered with what exists here, wherever it is typed."""
 
-import ast
 import inspect
-import re
-from types import SimpleNamespace
 
 import attrs
 import click
@@ -13,95 +10,89 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain._other_names import OTHER_ARGUMENTS, OTHER_CALLS, OTHER_NAMES, OTHER_VALUES, hint
+from fxtrain._other_names import hint, other_names, setting
 from fxtrain.cli import main
 from fxtrain.cli.launch_command import LAUNCH
-from fxtrain.launch import FLAGS, LaunchSpec
-from fxtrain.launch.config import put
+from fxtrain.launch import LaunchSpec
 from fxtrain.launch.config.launch_file import parse
-from fxtrain.state import structure, unstructure
+from fxtrain.state import structure
+from tests.names._answers import check_answer
+from tests.names._library_names import snapshot
 
 RECORDS = (
     fx.Plan, fx.DDP, fx.FSDP, fx.DeepSpeed, fx.PP, fx.Data, fx.Compile, fx.Precision, fx.LossScale,
     fx.LocalSGD, fx.CP, fx.TP, fx.CommHook, fx.EarlyStopping, LaunchSpec,
 )  # fmt: skip
-USES = sorted({(other.use, other.path) for other in OTHER_NAMES.values()})
-VALUES = [(field, value) for field, known in OTHER_VALUES.items() for value in known]
+ROWS = other_names()
+SETTINGS = {
+    row.name: row
+    for row in reversed(ROWS)
+    for kinds in [("argument", "flag", "key")]
+    if row.kind in kinds and "." not in row.name
+}
+OWNED = [row for row in ROWS if row.kind == "argument" and "." in row.name]
+VALUES = {row.name: row.use for row in reversed(ROWS) if row.kind == "value"}
 
 
-def _at(data, path):
-    for name in path.split("."):
-        data = data[name]
-    return data
+def test_a_name_has_one_answer():
+    answers = {}
+    for row in ROWS:
+        assert bool(row.use) != bool(row.none), row
+        assert row.none == "" or row.none.endswith("."), row
+        assert (row.library, row.kind, row.name) not in answers, row
+        answers[row.library, row.kind, row.name] = row
+    for name in {row.name for row in ROWS}:
+        said = {(row.use, row.path, row.none) for row in ROWS if row[1:3] == ("argument", name)}
+        assert len(said) <= 1, said
 
 
-def _function(node):
-    """What a dotted name of an expression is."""
-    if isinstance(node, ast.Name):
-        return {"fx": fx, "torch": torch, "loader": fx.Sharded, "run": fx.Run}[node.id]
-    if isinstance(node, ast.Call):  # fx.log(ctx): every level takes the keywords of `log`
-        return SimpleNamespace(info=inspect.signature(_function(node.func)).return_annotation.log)
-    return getattr(_function(node.value), node.attr)
+def test_what_an_answer_names_exists():
+    uses = {(row.use, row.path) for row in ROWS if row.use and row.kind != "value"}
+    for use, path in uses - {(row.use, row.path) for row in OWNED}:
+        check_answer(use, path)
 
 
-def _check_launch(use, path):
-    words = use.split()
-    assert words[:2] == ["fxtrain", "launch"]
-    given = LAUNCH.make_context("launch", words[2:]).params
-    assert given["program"][:1] == (words[-1],)
-    if path:
-        field = path.removeprefix("launch.")
-        default = attrs.fields_dict(LaunchSpec)[field].default
-        assert given[field] not in (None, (), "", False, default)
-        assert words[2] in [flag.flag for flag in FLAGS if flag.field == field]
-
-
-@pytest.mark.parametrize(("use", "path"), USES, ids=[use for use, _ in USES])
-def test_what_a_hint_names_exists(use, path):
-    if use.startswith("fxtrain "):
-        return _check_launch(use, path)
-    if use.startswith("fx.Plan("):
-        plan = eval(use, {"fx": fx})
-        value = _at(unstructure(plan), path.removeprefix("plan."))
-        changed = [change.path for change in fx.diff(plan, fx.Plan())]
-        inner = path.removeprefix("plan.")
-        assert any(inner.startswith(one) or one.startswith(inner) for one in changed)
-        kind = {"strategy": {"kind": plan.strategy.kind}} if inner.startswith("strategy.") else {}
-        base = unstructure(plan) if "." in inner and not kind else kind
-        assert _at(unstructure(structure(put(dict(base), inner, value), fx.Plan)), inner) == value
-        return None
-    call = ast.parse(use, mode="eval").body
-    parameters = inspect.signature(_function(call.func)).parameters
-    assert {word.arg for word in call.keywords} <= parameters.keys()
-    assert len(call.args) <= len(parameters)
-    assert path == ""
-
-
-@pytest.mark.parametrize("name", sorted(OTHER_NAMES))
-def test_a_name_is_answered_wherever_it_is_typed(name, capsys):
-    use, path = OTHER_NAMES[name]
-    known = attrs.fields_dict(fx.Plan)
-    if name in known:
-        pytest.fail(f"{name} is a field of a plan, so that nobody reads the hint")
-    with pytest.raises(fx.PlanError) as caught:
-        fx.Plan(**{name: 1})
-    assert isinstance(caught.value, TypeError)
-    assert caught.value.message == f"Plan({name}=...): no such argument. Use {use}."
-    with pytest.raises(fx.PlanError) as caught:
-        parse(f"[plan]\n{name} = 1\n", "toml")
-    assert caught.value.message == f"plan: unknown key {name!r}.{hint(name, at='file')}"
-    assert (path or use) in str(caught.value)
+def _own_flag(name):
+    """Whether `launch` takes it, or an option of which it is the beginning."""
+    flag = f"--{name.replace('_', '-')}"
     flags = {word for parameter in LAUNCH.params for word in parameter.opts}
-    for flag in (f"--{name}", f"--{name.replace('_', '-')}"):
-        if flag in flags or any(known.startswith(f"{flag}-") for known in flags):
-            continue  # torchrun's own word
-        assert main(["launch", flag, "1", "train.py"]) == 2
-        assert f"No such option '{flag}'. Use {use}" in capsys.readouterr().err.replace("\n", " ")
+    return flag in {*flags, "--help"} or any(known.startswith(f"{flag}-") for known in flags)
 
 
-@pytest.mark.parametrize(("field", "value"), VALUES)
-def test_a_value_is_answered(field, value):
-    said = OTHER_VALUES[field][value]
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_a_name_is_answered_wherever_it_is_typed(name):
+    row = SETTINGS[name]
+    answer = row.none or f"Use {row.use}."
+    if name not in attrs.fields_dict(fx.Plan):
+        with pytest.raises(fx.PlanError) as caught:
+            fx.Plan(**{name: 1})
+        assert isinstance(caught.value, TypeError)
+        assert caught.value.message == f"Plan({name}=...): no such argument. {answer}"
+        with pytest.raises(fx.PlanError) as caught:
+            parse(f"[plan]\n{name} = 1\n", "toml")
+        assert caught.value.message == f"plan: unknown key {name!r}.{hint(name, at='file')}"
+        assert (row.none or row.path or row.use) in str(caught.value)
+
+
+FLAGS = {row.name for row in ROWS if row.kind == "flag"}
+FLAGS |= {flag.replace("-", "_") for flag in snapshot("accelerate")["flag"]}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in FLAGS if not _own_flag(name)))
+def test_a_flag_is_answered_on_the_command_line(name, capsys):
+    flag = f"--{name.replace('_', '-')}"
+    assert main(["launch", flag, "1", "train.py"]) == 2
+    said = capsys.readouterr().err.replace("\n", " ")
+    row = setting(name)
+    answer = row.none or f"Use {row.use}"
+    assert f"No such option '{flag}'. {answer}" in said
+    assert hint(f"--{name}", at="command") == hint(flag, at="command")
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_is_answered(name):
+    field, _, value = name.partition(".")
+    said = VALUES[name]
     assert eval(f"fx.Plan({field}={said})", {"fx": fx})
     with pytest.raises(fx.PlanError, match="Use ") as caught:
         fx.Plan(**{field: value})
@@ -141,7 +132,7 @@ def _calls():
         yield fx.PlanError, lambda: fx.wrap(net, ctx, lr_scheduler=None), "scheduler=..."
         yield fx.PlanError, lambda: fx.wrap(net, ctx, None, None), "wrap(optimizer=...)"
         yield fx.PlanError, lambda: fx.wrap(net, ctx, optimiser=None), "'optimizer'"
-        yield fx.DataError, lambda: fx.shard(loader, ctx, batch_size=2), "DataLoader("
+        yield fx.DataError, lambda: fx.shard(loader, ctx, num_workers=2), "DataLoader("
         yield fx.ContextError, lambda: fx.detect(devise="cpu"), "'device'"
         yield fx.ContextError, lambda: fx.detect(mixed_precision="no"), "fx.Plan(precision="
         yield fx.LaunchError, lambda: fx.launch(divmod, (7, 2), num_processes=1), "(ranks=...)"
@@ -184,40 +175,53 @@ def test_options_and_commands_suggest_the_nearest(capsys):
     assert "'--ranks'" in capsys.readouterr().err
 
 
-CALLS = sorted(set(OTHER_CALLS.values()))
+CALLS = {
+    row.name: row
+    for kind in ("method", "class")
+    for row in reversed(ROWS)
+    if row.kind == kind and not {".", "*"} & {*row.name}
+}
 
 
-@pytest.mark.parametrize("use", CALLS)
-def test_a_function_that_a_hint_names_exists(use):
-    for part in use.split(" and "):
-        node = ast.parse(part, mode="eval").body
-        if not isinstance(node, ast.Call):
-            record = {"ctx": fx.DistContext, "report": fx.Report}[node.value.id]
-            assert hasattr(record, node.attr) or node.attr in attrs.fields_dict(record)
-            continue
-        inspect.signature(_function(node.func)).bind_partial(
-            *node.args, **{word.arg: 0 for word in node.keywords}
-        )
-
-
-@pytest.mark.parametrize("name", sorted(OTHER_CALLS))
+@pytest.mark.parametrize("name", sorted(CALLS))
 def test_a_function_of_another_library_is_answered(name):
-    assert name not in fx.__all__
-    with pytest.raises(AttributeError) as caught:
-        getattr(fx, name)
-    assert str(caught.value).endswith(f"no attribute {name!r}. Use {OTHER_CALLS[name]}.")
-    if name != "rank":
-        with fx.detect(env={}, device="cpu") as ctx, pytest.raises(AttributeError) as caught:
-            getattr(ctx, name)
-        assert str(caught.value).endswith(f"no attribute {name!r}. Use {OTHER_CALLS[name]}.")
+    answer = CALLS[name].none or f"Use {CALLS[name].use}."
+    with fx.detect(env={}, device="cpu") as ctx:
+        for owner in (fx, fx.ops, ctx):
+            if hasattr(owner, name):
+                continue
+            with pytest.raises(AttributeError) as caught:
+                getattr(owner, name)
+            assert str(caught.value).endswith(f"no attribute {name!r}. {answer}")
+
+
+WRONG_BEFORE = {
+    "fx.FSDP(use_orig_params=True)": "FSDP2 always does this.",
+    "fx.Trainer": "Use fx.fit(ctx, fns, loader, path, epochs=3).",
+    "fx.Linear": "has no attribute 'Linear'",
+    "fx.Plan(even_batches=False)": 'Use fx.Plan(even="uneven").',
+    "fx.Precision(compute='fp8', backend='te')": "Use Precision(recipe='te').",
+}
+
+
+@pytest.mark.parametrize("call", WRONG_BEFORE)
+def test_an_answer_is_not_a_guess(call):
+    with pytest.raises((AttributeError, fx.PlanError)) as caught:
+        eval(call, {"fx": fx})
+    assert str(caught.value).removesuffix(" [FX002]").endswith(WRONG_BEFORE[call])
 
 
 def test_names_of_ops_and_misspelt_names_are_answered():
-    for name, text in {"gather": " Use fx.ops.gather.", "rap": " Did you mean 'wrap'?"}.items():
+    for name, text in {"unpad": " Use fx.ops.unpad.", "rap": " Did you mean 'wrap'?"}.items():
         with pytest.raises(AttributeError) as caught:
             getattr(fx, name)
         assert str(caught.value) == f"module 'fxtrain' has no attribute {name!r}.{text}"
     assert not hasattr(fx, "purple") and not hasattr(fx, "__wrapped__")
+
+
+def test_a_package_completes_to_its_names():
+    for package in (fx.ops, fx.launch, fx.track, fx.profile):
+        assert dir(package) == sorted(package.__all__)
 
 
 def test_aliases_are_the_functions_and_a_star_import_keeps_print():
@@ -231,18 +235,19 @@ def _callable(name):
     return getattr(fx.ops, name, None) or getattr(fx, name)
 
 
-@pytest.mark.parametrize(("call", "name"), sorted(OTHER_ARGUMENTS))
-def test_an_argument_of_another_library_is_answered_with_the_one_here(call, name):
+@pytest.mark.parametrize("row", OWNED, ids=lambda row: row.name)
+def test_an_argument_of_another_library_is_answered_with_the_one_here(row):
+    call, _, name = row.name.partition(".")
     function = getattr(_callable(call), call, _callable(call))  # a package may be the function
-    use = OTHER_ARGUMENTS[call, name]
     parameters = inspect.signature(function).parameters
     assert name not in parameters
-    (given,) = ast.parse(f"f({use})", mode="eval").body.keywords
-    assert given.arg in parameters
-    with pytest.raises(fx.FxError, match=f"^{re.escape(call)}\\({name}=") as caught:
+    with pytest.raises(fx.FxError) as caught:
         function(**{name: 1})
     assert isinstance(caught.value, TypeError)
-    assert caught.value.message.endswith(f" Use {call}({use}).")
+    answer = row.none or f"Use {call}({row.use})."
+    assert caught.value.message == f"{call}({name}=...): no such argument. {answer}"
+    if row.use:
+        assert row.use.partition("=")[0] in parameters
 
 
 HINTED = (
