@@ -95,7 +95,9 @@ def test_the_reference_describes_every_public_name_once():
     described = Counter(
         name
         for page in site_reference.generated_pages().values()
-        for name in re.findall(r"^\.\. auto(?:class|function|data|exception):: (\S+)", page, re.M)
+        for name in re.findall(
+            r"^\.\. (?:auto(?:class|function|exception)|py:data):: (\S+)", page, re.M
+        )
     )
     assert set(described.values()) == {1}
     names = site_reference.public_names()
@@ -103,6 +105,17 @@ def test_the_reference_describes_every_public_name_once():
     assert {names[f"fx.{name}"] for name in fx.__all__} - set(described) == modules
     assert {names[f"fx.ops.{name}"] for name in fx.ops.__all__} - set(described) == set()
     assert names["fx.launch"] == "fxtrain.launch.launch"
+
+
+def test_the_reference_shows_what_a_constant_contains():
+    pages = site_reference.generated_pages()
+    states = pages["reference/fxtrain.state"]
+    assert ".. py:data:: fxtrain.state.PLAN_VARIABLE\n\n   ``'FXTRAIN_PLAN'``\n" in states
+    assert "``('pipeline', 'replicate', 'shard', 'context', 'tensor')``" in states
+    assert "``Bnb8 | Bnb4 | Torchao``" in states
+    assert "of 7: ``Single``, ``DDP``" in pages["reference/fxtrain.backends"]
+    assert "A ``Library``, named ``torchao``." in pages["reference/fxtrain.precision"]
+    assert not any("autodata" in page for page in pages.values())
 
 
 def test_every_file_of_the_examples_is_shown_by_a_page():

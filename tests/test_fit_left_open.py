@@ -1,6 +1,10 @@
 """An iterator of `fit` that a name keeps open after `break` saves its run before the end."""
 
+import gc
 import shutil
+import threading
+import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -99,3 +103,27 @@ def test_it_ends_with_the_script(tmp_path, ranks, way):
     else:
         assert _saved(folder) == [3]
         fx.verify(fx.latest(folder))
+
+
+def test_a_run_that_has_ended_leaves_nothing(tmp_path):
+    """Of its iterator, its loop, its trackers, their threads, and functions for the end."""
+
+    def run(number):
+        with fx.detect({}, device="cpu") as ctx:
+            reports = _left_open(ctx, tmp_path / str(number), save_every=1, log_every=1)
+            return weakref.ref(reports), weakref.ref(ctx.comm.state)
+
+    def left():
+        gc.collect()
+        kinds = Counter(type(one).__qualname__ for one in gc.get_objects())
+        names = ("partial", "ReferenceType", "finalize", "_Loop", "Entries", "Run", "Lock")
+        return [*map(kinds.get, names), len(threading._threading_atexits), threading.active_count()]
+
+    run(0)
+    left()  # which fills caches too
+    before = left()
+    held = [one for number in range(1, 4) for one in run(number)]
+    gc.collect()
+    assert [one() for one in held] == [None] * 6
+    held.clear()
+    assert left() == before

@@ -9,7 +9,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, get_args
 
@@ -113,7 +113,21 @@ def _directive(module: ModuleType, name: str, value: Any) -> str:
         return f".. autoclass:: {at}\n   :members:\n"
     if inspect.isroutine(value):
         return f".. autofunction:: {at}\n"
-    return f".. autodata:: {at}\n   :no-value:\n"
+    return f".. py:data:: {at}\n\n   {_constant(value)}\n"
+
+
+def _constant(value: Any) -> str:
+    """What a constant is: its value, or the names of the records or functions in it."""
+    if attrs.has(type(value)):
+        return f"A ``{type(value).__name__}``, named ``{value.name}``."
+    inside = value.values() if isinstance(value, Mapping) else value
+    parts = list(inside) if isinstance(value, tuple | Mapping) else []
+    if not parts or isinstance(parts[0], str):
+        text = repr(value) if isinstance(value, str) else str(value)
+        return f"``{re.sub(r'(?:[a-z_]+[.])+(?=[A-Z])', '', text)}``"
+    names = [getattr(one, "flag", getattr(one, "name", "")) or one.__name__ for one in parts]
+    kind = "mapping" if isinstance(value, Mapping) else "tuple"
+    return f"A {kind} of {len(names)}: {', '.join(f'``{one}``' for one in names)}."
 
 
 def _module_page(module: ModuleType) -> str:

@@ -1,4 +1,6 @@
-"""Lock a folder, so that one process at a time saves into it, even after one was killed.
+"""Lock a folder, so that one process at a time writes into it, even after one was killed.
+
+A folder has two locks: one is held while a checkpoint is saved, the other while a run is open.
 
 A lock is a small file with a numbered name, which only one process can create. It names its
 holder and changes while the holder is alive. A process that finds the lock of a dead process
@@ -26,6 +28,7 @@ _LOG = logging.getLogger(__name__)
 _HEARTBEAT_INTERVAL_S = 2.0  # between heartbeats of a holder
 STALE_S = 20.0  # without a heartbeat, after which a holder on another machine is considered dead
 _POLL_INTERVAL_S = 0.25
+_RUN = "run-"  # how names of locks of runs begin
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -72,7 +75,7 @@ class Lock:
             thread.join()
         try:
             ours = self.is_ours()
-        except CheckpointError:  # unreadable, but created by this process
+        except (CheckpointError, OSError):  # unreadable, but created by this process
             ours = True
         try:
             if ours:
@@ -103,20 +106,20 @@ class Lock:
         return raw is not None and read_lock(raw)[0] == self.token
 
 
-def acquire(folder: Storage) -> Lock:
-    """Lock an existing folder for saving.
+def acquire(folder: Storage, *, for_run: bool = False) -> Lock:
+    """Lock an existing folder for saving, or for a run.
 
     Raises:
-        CheckpointError: another process is saving there.
+        CheckpointError: another process is saving there, or has a run there.
         OSError: the lock cannot be written.
     """
-    seen = set(folder.locks())
+    seen = _locks(folder, for_run=for_run)
     for name in seen:
         _refuse_if_held(folder, name)
     number = 1 + max(map(_number, seen), default=0)
     lock = Lock(
         folder=folder,
-        name=_name(number),
+        name=_RUN * for_run + f"{number:09d}",
         owner=this_process(),
         token=secrets.token_hex(8),
     )
@@ -125,7 +128,7 @@ def acquire(folder: Storage) -> Lock:
     except FileExistsError:
         raise _busy(folder, lock.name) from None
     try:
-        for name in set(folder.locks()) - seen - {lock.name}:
+        for name in _locks(folder, for_run=for_run) - seen - {lock.name}:
             _refuse_if_held(folder, name)
             seen.add(name)
         for name in seen:
@@ -138,6 +141,11 @@ def acquire(folder: Storage) -> Lock:
     lock.heartbeats.append(thread)
     thread.start()
     return lock
+
+
+def _locks(folder: Storage, *, for_run: bool) -> set[str]:
+    """Names of the locks of one of the two kinds."""
+    return {name for name in folder.locks() if name.startswith(_RUN) == for_run}
 
 
 def _refuse_if_held(folder: Storage, name: str) -> None:
@@ -172,6 +180,12 @@ def _busy(folder: Storage, name: str) -> CheckpointError:
     who = "another process" if owner is None else f"{owner}"
     if owner is not None and owner == this_process():
         who += ", this process"
+    if name.startswith(_RUN):
+        return CheckpointError(
+            f"{folder} is the folder of a run that is open in {who}. One run at a time can write "
+            f"into a folder: use a folder per run, or wait until the other run ends.",
+            code="FX605",
+        )
     return CheckpointError(
         f"{folder} is being written by {who}. One run at a time can save into a folder: use a "
         f"folder per run, or wait until the other save ends.",
@@ -188,9 +202,6 @@ def read_lock(raw: bytes) -> tuple[str | None, Owner | None]:
         return None, None
 
 
-def _name(number: int) -> str:
-    return f"{number:09d}"
-
-
 def _number(name: str) -> int:
+    name = name.removeprefix(_RUN)
     return int(name) if name.isdecimal() and len(name) < 19 else 0

@@ -36,9 +36,11 @@ _MOST_ROWS = 500
 def WATCH(run: str, every_s: float, file: str) -> None:
     """Show the values of a run as they are logged, until Ctrl-C.
 
-    RUN is a folder that fx.track wrote with fx.JsonLines(), which is the default. Without a
-    terminal, the table is printed once.
+    RUN is a folder that fx.track wrote with fx.JsonLines(), which is the default. In a terminal,
+    a run that has not begun yet is waited for; without one, the table is printed once.
     """
+    if sys.stdout.isatty():
+        _wait(Path(run), file, every_s)
     path = file_of(run, file)
     seen = _checked(path, follow(path, Followed()))
     if not sys.stdout.isatty():
@@ -52,6 +54,14 @@ def WATCH(run: str, every_s: float, file: str) -> None:
                 live.update(_table(path, seen), refresh=True)
         except KeyboardInterrupt:
             return
+
+
+def _wait(folder: Path, file: str, every_s: float) -> None:
+    """Wait for the file of a run that has not begun, unless this is a folder of several runs."""
+    if not (folder / file).exists():
+        click.echo(f"Waiting for {folder / file}", err=True)
+    while not (folder / file).exists() and not any(folder.glob(f"*/{file}")):
+        time.sleep(every_s)
 
 
 def _checked(path: Path, seen: Followed) -> Followed:

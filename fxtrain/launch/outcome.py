@@ -1,11 +1,15 @@
 """How a launch ended: which ranks failed, which failed first, and the message."""
 
+import os
 import re
 import signal
+from pathlib import Path
 
 import attrs
 
-__all__ = ["Failure", "LaunchResult", "by_cause", "describe"]
+__all__ = ["Failure", "LaunchResult", "by_cause", "describe", "is_own"]
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 @attrs.frozen(kw_only=True)
@@ -78,7 +82,7 @@ def by_cause(failures: list[Failure]) -> tuple[Failure, ...]:
 
 
 def describe(result: LaunchResult) -> str:
-    """Describe how a launch ended, with the traceback of the rank that failed first.
+    """Describe how a launch ended, with the frames of the rank that failed first.
 
     Example:
         >>> from fxtrain.launch import LaunchResult, Failure, describe
@@ -90,9 +94,9 @@ def describe(result: LaunchResult) -> str:
     if not result.failures:
         return _launcher_failed(result)
     first, *others = result.failures
-    lines = [_one(first, result)]
+    lines = [_one(first, result, most_lines=None)]
     if first.traceback:
-        lines.append(first.traceback.rstrip())
+        lines.append(_frames(first))
     # Ranks that were ended because of the first failure are omitted.
     lines += [_one(other, result) for other in others if other.error or _own_code(other)]
     return "\n".join(lines)
@@ -141,10 +145,29 @@ def _launcher_failed(result: LaunchResult) -> str:
     return f"{result.launcher} exited with code {result.left}."
 
 
-def _one(failure: Failure, result: LaunchResult) -> str:
+def _frames(failure: Failure) -> str:
+    """The traceback without the message, and without fxtrain's frames below the user's call."""
+    text = failure.traceback.rstrip()
+    if text.endswith(failure.error):
+        text = text[: text.rfind("\n", 0, len(text) - len(failure.error)) + 1]
+    if not is_own(failure):
+        return text.rstrip()
+    start, *frames = re.split(r"^(?=  File )", text, flags=re.MULTILINE)
+    while len(frames) > 1 and frames[-1].startswith(f'  File "{_PACKAGE}'):
+        frames.pop()
+    return "".join((start, *frames)).rstrip()
+
+
+def is_own(failure: Failure) -> bool:
+    """Whether fxtrain raised the error, whose message says what to do without fxtrain's frames."""
+    return failure.kind.startswith("fxtrain.")
+
+
+def _one(failure: Failure, result: LaunchResult, *, most_lines: int | None = 1) -> str:
     who = f"Rank {failure.rank} of {result.ranks}"
     if failure.error:
-        return f"{who} failed: {failure.error.splitlines()[0]}"
+        shown = "\n".join(failure.error.splitlines()[:most_lines])
+        return f"{who} failed: {shown}"
     if failure.code is None:
         return f"{who} failed."
     if failure.code >= 0:

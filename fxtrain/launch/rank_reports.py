@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fxtrain.launch.outcome import Failure, LaunchResult
+from fxtrain.launch.outcome import Failure, LaunchResult, is_own
 
 __all__ = ["keep_tracebacks", "read_reports", "to_failures"]
 
@@ -40,7 +40,7 @@ def to_failures(codes: dict[int, int], reports: dict[int, dict[str, Any]]) -> li
 
 
 def keep_tracebacks(result: LaunchResult, folder: str) -> Path | None:
-    """Write every failure except the first, which is printed, to a file of its rank.
+    """Write failures to a file of each rank, unless there is one that is printed as a whole.
 
     Args:
         result: How a launch ended.
@@ -52,12 +52,12 @@ def keep_tracebacks(result: LaunchResult, folder: str) -> Path | None:
     Effects:
         Writes RANK.txt for each rank with a traceback, including the first.
     """
-    if sum(bool(failure.traceback) for failure in result.failures) < 2:
+    written = [failure for failure in result.failures if failure.traceback]
+    if len(written) < 2 and not any(map(is_own, written)):
         return None
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix="tracebacks-", dir=folder or None))
-    for failure in result.failures:
-        if failure.traceback:
-            (place / f"{failure.rank}.txt").write_text(failure.traceback)
+    for failure in written:
+        (place / f"{failure.rank}.txt").write_text(failure.traceback)
     return place

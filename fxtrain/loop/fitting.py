@@ -14,6 +14,7 @@ from fxtrain._arguments import known_arguments
 from fxtrain._errors import FxError, PlanError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint import Restored, Saving, latest, restore, save
+from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.data import Sharded
 from fxtrain.loop.fit_entries import Entries, entries_after, tokens_of
 from fxtrain.loop.fit_rules import Rules, check_arguments
@@ -23,7 +24,8 @@ from fxtrain.loop.progress import progress
 from fxtrain.loop.stepping import StepFns
 from fxtrain.profile import profile
 from fxtrain.state import DistContext, JsonLines, Position, Report, Wrapped, shown
-from fxtrain.track import Run, Target, track
+from fxtrain.track import Run, Target
+from fxtrain.track.opening import own, track_in
 
 __all__ = ["fit"]
 
@@ -192,6 +194,19 @@ def _opened(
     ctx: DistContext, fns: StepFns, loader: Sharded, rules: Rules
 ) -> Iterator[_Loop | None]:
     """The run, restored and tracked; None if there is nothing to train."""
+    lock = own(rules.path, ctx)
+    try:
+        with _in_folder(lock, ctx, fns, loader, rules) as loop:
+            yield loop
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+@contextmanager
+def _in_folder(
+    lock: Lock | None, ctx: DistContext, fns: StepFns, loader: Sharded, rules: Rules
+) -> Iterator[_Loop | None]:
     restored = _restored(ctx, fns.model, rules) if rules.resume else None
     if restored is not None:
         loader = loader.at(restored.position, restored.extra["data"])
@@ -201,7 +216,8 @@ def _opened(
     position = loader.position
     loader = attrs.evolve(loader, run_updates=rules.total_updates(loader))
     known = restored.extra["run"] if restored else "folder" if rules.resume else None
-    run = track(
+    run = track_in(
+        lock,
         rules.path,
         ctx,
         (*rules.to, progress(rules.total_updates(loader))) if rules.show else rules.to,

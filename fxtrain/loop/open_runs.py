@@ -1,7 +1,6 @@
 """Runs of `fit` that are left open: they end when their context closes, or with the script."""
 
 import atexit
-import functools
 import gc
 import os
 import sys
@@ -26,8 +25,11 @@ def ended_with(ctx: DistContext, reports: Generator[Report]) -> Generator[Report
     state = ctx.comm.state
     state.open_runs.add(reports)
     # Before the functions of `atexit`, which close trackers and groups, and while threads start.
-    # Also used by `concurrent.futures`; there is no public function.
-    threading._register_atexit(functools.partial(_end, weakref.ref(state), os.getpid()))  # pyright: ignore[reportAttributeAccessIssue]
+    # Also used by `concurrent.futures`; there is no public function, and none that undoes it.
+    threads: Any = threading
+    threads._register_atexit(_end, weakref.ref(state), os.getpid())
+    registered = threads._threading_atexits
+    weakref.finalize(reports, registered.remove, registered[-1]).atexit = False
     return reports
 
 

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from fxtrain.state import JsonLines, Position
 from fxtrain.track.png import png
+from fxtrain.track.run_folder import draft_of, remove_drafts
 from fxtrain.track.tracker import At, Start, Tracker
 
 __all__ = ["JSON_LINES", "file_name"]
@@ -50,6 +50,7 @@ def file_name(name: str, rank: int) -> str:
 def _open(config: JsonLines, start: Start) -> Lines:
     path = start.folder / file_name(config.file, start.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
+    remove_drafts(path)  # of processes that were killed, since this one has the folder
     if path.exists():
         _cut(path, start.position)
     file = io.FileIO(path, "ab")
@@ -61,7 +62,7 @@ def _cut(path: Path, position: Position) -> None:
     with path.open("rb") as file:
         if all(_stays(line, position) for line in file):
             return
-    draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    draft = draft_of(path)
     try:
         with path.open("rb") as file, draft.open("wb") as kept:
             kept.writelines(line for line in file if _stays(line, position))

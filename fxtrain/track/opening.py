@@ -14,16 +14,17 @@ from fxtrain import ops
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import FxError, MissingPackageError, PlanError
 from fxtrain._reading import StrPath
+from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.state import DistContext, JsonLines, Plan, Position, check_connected, shown
 from fxtrain.track.entries import Entry
 from fxtrain.track.hyperparameters import about_context, about_plan, flat
 from fxtrain.track.run import Progress, Run
-from fxtrain.track.run_folder import Identity, claim, folder_of, write_identity
+from fxtrain.track.run_folder import Identity, claim, folder_of, lock_folder, write_identity
 from fxtrain.track.table import find, targets
 from fxtrain.track.tracker import Start, Target, Tracker
 from fxtrain.track.writer import Patience, Warn, Writer, start_writer
 
-__all__ = ["track"]
+__all__ = ["own", "track", "track_in"]
 
 _LOG = logging.getLogger("fxtrain.track")
 _ERRORS = {"MissingPackageError": MissingPackageError}
@@ -66,13 +67,13 @@ def track(
         A handle on every rank; use it in a `with` block, or close it.
 
     Effects:
-        Writes into the folder, and starts a thread for each tracker on ranks that track. Two
-        exchanges of packets; none at one rank. Random generators are not affected. A dry run writes
-        nothing.
+        Locks the folder until the run is closed, writes into it, and starts a thread for each
+        tracker on ranks that track. Two exchanges of packets; none at one rank. Random generators
+        are not affected. A dry run writes nothing.
 
     Raises:
         PlanError: a tracker is unknown, an argument is invalid, or the folder belongs to another
-            run; on every rank.
+            run, or a run is open there; on every rank. Nothing in the folder changes then.
         MissingPackageError: the package of a tracker is not installed; on every rank.
         ContextError: the context is closed.
 
@@ -87,21 +88,83 @@ def track(
         [(1, 0.5)]
     """
     check_connected("track", ctx)
-    found, known, problem = None, None, None
+    found, lock, problem = None, None, None
     try:
         found = _checked(path, to, plan, settings, name, resume, position, ranks)
-        known = _claimed(found, resume, ctx)
+        lock = lock_folder(found.folder, ctx)
     except FxError as error:
         problem = error
-    run, identities = _agreed(problem, known, ctx)[0]
-    identity = Identity(id=run, identities=tuple(identities))
-    assert found is not None
-    opened, problem = _opened(found, identity, ctx, patience)
+    return _track(ctx, found, lock, problem, resume, patience)
+
+
+def own(path: Any, ctx: DistContext) -> Lock | None:
+    """Lock the folder of a run before anything in it is read; the lock, on rank 0.
+
+    Raises:
+        PlanError: a run is open there, or the folder cannot be written; on every rank.
+    """
+    lock, problem = None, None
     try:
-        return _run(found, identity, ctx, opened, problem, patience)
+        lock = lock_folder(folder_of(path), ctx)
+    except FxError as error:
+        problem = error
+    try:
+        _agreed(problem, None, ctx)
+    except BaseException:
+        _release(lock)
+        raise
+    return lock
+
+
+def track_in(
+    lock: Lock | None,
+    path: Any,
+    ctx: DistContext,
+    to: Any,
+    *,
+    plan: Plan,
+    settings: Any,
+    resume: Any,
+    position: Position,
+) -> Run:
+    """As `track`, in a folder that `own` has locked; closing the run releases it."""
+    found, problem = None, None
+    try:
+        found = _checked(path, to, plan, settings, None, resume, position, "main")
+    except FxError as error:
+        problem = error
+    return _track(ctx, found, lock, problem, resume, Patience())
+
+
+def _track(
+    ctx: DistContext,
+    found: "_Asked | None",
+    lock: Lock | None,
+    problem: FxError | None,
+    resume: Any,
+    patience: Patience,
+) -> Run:
+    opened: Mapping[str, tuple[Writer, str]] = {}
+    known = None
+    try:
+        try:
+            known = None if found is None or problem else _claimed(found, resume, ctx)
+        except FxError as error:
+            problem = error
+        run, identities = _agreed(problem, known, ctx)[0]
+        identity = Identity(id=run, identities=tuple(identities))
+        assert found is not None
+        opened, problem = _opened(found, identity, ctx, patience)
+        return _run(found, identity, ctx, opened, problem, patience, lock)
     except BaseException:
         _end([writer for writer, _ in opened.values()], patience)
+        _release(lock)
         raise
+
+
+def _release(lock: Lock | None) -> None:
+    if lock is not None:
+        lock.release()
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -264,6 +327,7 @@ def _run(
     opened: Mapping[str, tuple[Writer, str]],
     problem: FxError | None,
     patience: Patience,
+    lock: Lock | None,
 ) -> Run:
     """Create the handle once all ranks know their trackers' ids of the run."""
     mine = {
@@ -293,6 +357,7 @@ def _run(
         writers=tuple(writer for writer, _ in opened.values()),
         patience=patience,
         progress=Progress(calls=asked.position.updates),
+        lock=lock,
     )
     # Registered after the libraries' own functions, so that it runs before them.
     atexit.register(run.close)

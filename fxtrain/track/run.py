@@ -13,6 +13,7 @@ import attrs
 from fxtrain._arguments import with_known_arguments
 from fxtrain._errors import PlanError
 from fxtrain._reading import StrPath
+from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.state import Position, shown
 from fxtrain.track.entries import Entry, artifact_of, at, hold, image_of, table_of
 from fxtrain.track.tracker import At, Tracker
@@ -61,6 +62,7 @@ class Run:
     _warn: Warn = attrs.field(factory=Warn, init=False, repr=False)
     _process: int = attrs.field(factory=os.getpid, init=False, repr=False)
     _progress: Progress = attrs.field(alias="progress", repr=False)
+    _lock: Lock | None = attrs.field(default=None, alias="lock", repr=False)
 
     def log(self, values: Mapping[str, object], step: Position | int | None = None) -> None:
         """Log numbers by name.
@@ -221,6 +223,8 @@ class Run:
                 writer.end(failed=failed)
             for writer in self._writers:
                 writer.wait(until, failed=failed)
+            if self._lock is not None:
+                self._lock.release()
 
     def __enter__(self) -> "Run":
         return self

@@ -1,5 +1,6 @@
 """The file that records which run a folder belongs to, so that no two runs share one."""
 
+import glob
 import json
 import os
 import secrets
@@ -9,11 +10,14 @@ from typing import Any, Literal
 
 import attrs
 
-from fxtrain._errors import PlanError
+from fxtrain._errors import FxError, PlanError
 from fxtrain._reading import path_problem, read_text
-from fxtrain.state import parse_json, shown
+from fxtrain.checkpoint.folder_lock import Lock, acquire
+from fxtrain.checkpoint.local_storage import open_storage
+from fxtrain.state import DistContext, parse_json, shown
 
-__all__ = ["Identity", "claim", "folder_of", "read_identity", "write_identity"]
+__all__ = ["Identity", "claim", "draft_of", "folder_of", "lock_folder", "read_identity"]
+__all__ += ["remove_drafts", "write_identity"]
 
 _FILE = "run.json"
 _FORMAT = 1
@@ -49,6 +53,26 @@ def folder_of(path: Any) -> Path:
             f"checkpoints may be elsewhere."
         )
     return Path(text)
+
+
+def lock_folder(folder: Path, ctx: DistContext) -> Lock | None:
+    """Lock the folder of a run, on rank 0; None on other ranks and in a dry run.
+
+    Effects:
+        Creates the folder.
+
+    Raises:
+        PlanError: a run is open there, or the folder cannot be written.
+    """
+    if ctx.comm.simulated or not ctx.is_main:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = acquire(open_storage(folder), for_run=True)
+        remove_drafts(folder / _FILE)
+    except (FxError, OSError) as error:
+        raise PlanError(f"track({str(folder)!r}): {error}") from error
+    return lock
 
 
 def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) -> Identity:
@@ -114,11 +138,22 @@ def write_identity(folder: Path, identity: Identity) -> None:
         OSError: it cannot be written.
     """
     data = {"format": _FORMAT, "id": identity.id, "identities": list(identity.identities)}
-    draft = folder / f".{_FILE}-{secrets.token_hex(4)}"
+    draft = draft_of(folder / _FILE)
     try:
         draft.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         draft.replace(folder / _FILE)
     finally:
+        draft.unlink(missing_ok=True)
+
+
+def draft_of(path: Path) -> Path:
+    """An unused name beside a file, for one that will replace it."""
+    return path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+
+
+def remove_drafts(path: Path) -> None:
+    """Remove drafts of a file that were left by processes that have ended."""
+    for draft in path.parent.glob(f".{glob.escape(path.name)}-" + "[0-9a-f]" * 8):
         draft.unlink(missing_ok=True)
 
 

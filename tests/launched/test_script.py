@@ -55,7 +55,7 @@ def test_first_failing_rank_is_shown():
     assert ended.out == ""
     head, *rest = ended.err.splitlines()
     assert head == "fxtrain launch: Rank 1 of 2 failed: ValueError: of my own"
-    assert rest[0] == "Traceback (most recent call last):"
+    assert rest[:2] == ["in two lines", "Traceback (most recent call last):"]
     assert "child.py" not in ended.err and "runpy" not in ended.err
     assert 'raise ValueError("of my own' in ended.err
     assert ended.err.count("Traceback") == 1

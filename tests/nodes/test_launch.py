@@ -81,3 +81,22 @@ def test_versions_that_differ_are_named(lab):
     assert [program.finish() for program in programs] == [1, 1]
     assert "Rank 0 of 2 has fxtrain 0.0 and torch" in programs[0].text
     assert "but rank 0 has fxtrain 0.0 and torch" in programs[1].text
+
+
+def test_nodes_that_never_come_are_named(lab):
+    """By their numbers."""
+    program = lab.nodes[0].launch(
+        "--nodes=3", "--main-address=n0", "--connect-timeout=3", SCRIPTS / "meet.py"
+    )
+    assert program.finish() == 2
+    assert "nodes 1, 2 never came." in program.text
+
+
+def test_other_numbers_of_nodes_are_told_on_both(lab):
+    programs = [
+        node.launch(f"--nodes={count}", "--main-address=n0", SCRIPTS / "meet.py")
+        for node, count in zip(lab.nodes, (2, 3), strict=False)
+    ]
+    assert [program.finish(20) for program in programs] == [2, 2]
+    assert "node 1 on n1 was started for 3 nodes, and this one for 2" in programs[0].text
+    assert "node 0 on n0 was started for 2 nodes, and this one for 3" in programs[1].text

@@ -85,3 +85,24 @@ def test_a_folder_without_a_run_is_an_error(tmp_path, text, capsys):
         (tmp_path / "metrics.jsonl").write_text(text)
     assert main(["watch", str(tmp_path)]) == 2
     assert "Pass the folder of a run" in (told := capsys.readouterr().err) or "no metrics" in told
+
+
+def test_a_terminal_waits_for_a_run_that_has_not_begun(tmp_path, monkeypatch, capsys):
+    folder, slept = tmp_path / "run", []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 2:  # the folder is made before its file
+            folder.mkdir()
+        if len(slept) == 3:
+            (folder / "metrics.jsonl").write_text(START + _line(1, 4.0))
+        if len(slept) > 3:  # it is watched
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("time.sleep", sleep)
+    assert main(["watch", str(folder)]) == 0
+    assert len(slept) == 4
+    told = capsys.readouterr()
+    assert f"Waiting for {folder / 'metrics.jsonl'}" in told.err.replace("\n", "")
+    assert "loss" in told.out

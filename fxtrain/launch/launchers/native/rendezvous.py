@@ -8,7 +8,9 @@ content is JSON.
 import json
 import os
 import pickle
+import platform
 import socket
+import time
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -20,6 +22,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStateError,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
@@ -27,11 +30,12 @@ from fxtrain.launch.function.nodes import open_store
 from fxtrain.launch.orphans import end_strays
 from fxtrain.state import parse_json
 
-__all__ = ["BACKEND", "StateBackend", "open_handler"]
+__all__ = ["BACKEND", "StateBackend", "meet", "open_handler"]
 
 BACKEND = "fxtrain"
 T = TypeVar("T")
 _EMPTY = "none"
+_POLL_INTERVAL_S = 0.05
 # Errors when reading JSON of another structure.
 _WRONG = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
@@ -76,13 +80,15 @@ class _CleaningRendezvous:
 
 
 class _StaticRendezvous(RendezvousHandler):
-    """Numbered nodes, or a single node, which only need the store to connect."""
+    """Numbered nodes, or a single node, which meet once."""
 
     def __init__(self, store: Any, params: RendezvousParameters, place: tuple[str, int]) -> None:
         self._store = PrefixStore(params.run_id, store)
         self._run_id = params.run_id
         self._node = (int(params.config["rank"]), params.max_nodes)
+        self._wait_s = float(params.config["connect_timeout_s"])
         self._place = place
+        self._met = params.max_nodes == 1
 
     def get_backend(self) -> str:
         """See base class."""
@@ -95,6 +101,9 @@ class _StaticRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See base class."""
+        if not self._met:
+            meet(self._store, *self._node, self._wait_s)
+            self._met = True
         return RendezvousInfo(self._store, *self._node, RendezvousStoreInfo(*self._place))
 
     def is_closed(self) -> bool:
@@ -115,6 +124,31 @@ class _StaticRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """See base class."""
         return True
+
+
+def meet(store: Any, node: int, count: int, wait_s: float) -> None:
+    """Wait until every node of a launch has come.
+
+    Raises:
+        RendezvousTimeoutError: some never came; the message names them.
+        RendezvousStateError: nodes were started with other numbers of nodes.
+    """
+    store.set(f"node/{node}", json.dumps([count, platform.node()]))
+    missing, deadline = set(range(count)) - {node}, time.monotonic() + wait_s
+    while missing:
+        for other in [*missing]:
+            if store.check([f"node/{other}"]):
+                missing.discard(other)
+                theirs, host = parse_json(store.get(f"node/{other}"))
+                if theirs != count:
+                    raise RendezvousStateError(
+                        f"node {other} on {str(host)[:80]} was started for {str(theirs)[:80]} "
+                        f"nodes, and this one for {count}."
+                    )
+        if missing and time.monotonic() > deadline:
+            names = ", ".join(str(other) for other in sorted(missing))
+            raise RendezvousTimeoutError(f"node{'s' * (len(missing) > 1)} {names} never came.")
+        time.sleep(_POLL_INTERVAL_S)
 
 
 class StateBackend(dynamic.RendezvousBackend):
