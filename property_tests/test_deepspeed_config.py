@@ -3,6 +3,7 @@
 import copy
 import json
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,7 +93,17 @@ def test_a_resolved_config_resolves_to_itself(plan, facts, autos, others):
 
 
 @given(plan=PLANS, facts=FACTS, wrong=COUNTS)
+def test_a_default_is_that_of_the_file(plan, facts, wrong):
+    file = resolve(plan, {}, facts)
+    file["gradient_accumulation_steps"] = wrong
+    file["train_batch_size"] = file["train_micro_batch_size_per_gpu"] * wrong * facts.ranks
+    found = resolve(fx.Plan(strategy=plan.strategy), file, facts)
+    assert found == resolve(attrs.evolve(plan, accumulate=wrong), file, facts) == file
+
+
+@given(plan=PLANS, facts=FACTS, wrong=COUNTS)
 def test_what_differs_is_named_and_nothing_else(plan, facts, wrong):
+    plan = attrs.evolve(plan, accumulate=plan.accumulate + 1)  # not the default
     got = resolve(plan, {}, facts)
     changed = copy.deepcopy(got)
     changed["gradient_accumulation_steps"] = plan.accumulate + wrong

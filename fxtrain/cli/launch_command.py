@@ -22,7 +22,6 @@ from fxtrain.launch import (
     describe,
     find_launcher,
     keep_tracebacks,
-    load_torch,
     plan_variable,
     prepare,
     run,
@@ -30,6 +29,7 @@ from fxtrain.launch import (
 )
 from fxtrain.launch.flags import PLAN_FLAGS
 from fxtrain.launch.launched_plan import check_mesh
+from fxtrain.launch.machine import default_ranks
 
 if TYPE_CHECKING:
     from fxtrain.launch.config import Settings
@@ -69,7 +69,7 @@ def spec_of(options: Mapping[str, Any]) -> LaunchSpec:
     if find_launcher(spec).here:
         check_target(spec)
     if "ranks" not in said:
-        spec = attrs.evolve(spec, ranks=_default_ranks(spec))
+        spec = attrs.evolve(spec, ranks=default_ranks(spec))
     if settings is None or not settings.values.plan:
         return spec
     check_mesh(spec, settings.plan)
@@ -89,15 +89,6 @@ def _launch(**options: Any) -> int:
         more = f"\nThe tracebacks of all ranks are in {kept}." if kept else ""
         sys.stderr.write(escape_unprintable(f"fxtrain launch: {describe(ending)}{more}\n"))
     return ending.code
-
-
-def _default_ranks(spec: LaunchSpec) -> int:
-    """One rank per chosen GPU, or per accelerator of this machine."""
-    if spec.gpus:
-        return len(spec.gpus)
-    if spec.launcher != "native" or spec.cpu or spec.executable:
-        return 1
-    return max(1, load_torch("torch").accelerator.device_count())
 
 
 def _given_fields(options: Mapping[str, Any]) -> dict[str, Any]:

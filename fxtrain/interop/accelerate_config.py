@@ -10,7 +10,7 @@ from fxtrain._errors import PlanError
 from fxtrain.backends import strategies
 from fxtrain.interop.accelerate_fp8 import fp8_rules
 from fxtrain.interop.accelerate_notes import FP8
-from fxtrain.interop.accelerate_rules import Facts, KeyOutcome, megatron, rules
+from fxtrain.interop.accelerate_rules import Facts, KeyOutcome, degree, rules, truth, whole
 from fxtrain.launch import LAUNCHERS
 from fxtrain.launch.config.launch_file import Section, problems_of
 from fxtrain.state.parsing import near, put
@@ -32,8 +32,8 @@ _SECTIONS = {
 _ONLY = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED", "megatron_lm": "MEGATRON_LM"}
 _ALSO = {
     "fp8": FP8,
-    "megatron_lm": "Megatron-LM is not used; its parallelism is that of fx.Mesh",
-    "parallelism": "fx.Mesh describes parallelism",
+    "megatron_lm": "Megatron-LM is not used; its parallelism is that of plan.mesh",
+    "parallelism": "plan.mesh describes parallelism",
     "dynamo": "torch.compile is configured by plan.compile",
 }
 _KINDS = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
@@ -120,7 +120,7 @@ def translate(data: Any) -> Converted:
     if problems:
         raise PlanError("\n".join(problems))
     if kind == "MEGATRON_LM":
-        found = put(found, "plan.strategy", megatron(facts))
+        found = put(found, "plan.strategy", _megatron(facts))
     found, first = _typed(found, kind)
     return Converted(section=Section(**found), notes=(*first, *notes))
 
@@ -175,28 +175,101 @@ def _added(found: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     return put(found, path, value)
 
 
+def _megatron(facts: Facts) -> dict[str, Any]:
+    """The strategy that corresponds to Megatron-LM's axes and its distributed optimizer."""
+    tensor, pipeline = degree("tp_degree", facts), degree("pp_degree", facts)
+    sharded = truth(facts.get("megatron_lm.use_distributed_optimizer") or False)
+    stage: dict[str, Any] = {"kind": "fsdp", "mode": "grads_and_optimizer" if sharded else "none"}
+    if tensor > 1:
+        along = truth(facts.get("megatron_lm.sequence_parallelism") or False)
+        stage["tensor"] = {"sequence": True} if along else {}
+    if pipeline == 1:
+        return stage if sharded or tensor > 1 else {"kind": "ddp"}
+    parts = facts.get("megatron_lm.num_micro_batches")
+    staged = {"kind": "pp", **({"microbatches": whole(parts)} if parts else {})}
+    return {**staged, "stages": stage} if sharded or tensor > 1 else staged
+
+
 def _typed(found: dict[str, Any], kind: str) -> tuple[dict[str, Any], list[Note]]:
     """Apply the distributed_type itself."""
     notes: list[Note] = []
-    if kind in _KINDS:
-        strategy = found.get("plan", {}).get("strategy", {})
-        found = put(found, "plan.strategy", {"kind": _KINDS[kind], **strategy})
-    elif kind != "MEGATRON_LM" and (strategy := found.get("plan", {}).get("strategy")):
-        plan = {name: value for name, value in found["plan"].items() if name != "strategy"}
-        found = {**found, "plan": plan}
-        text = "applies to sharded parameters; set plan.strategy.kind = 'fsdp' to use it"
-        notes += [
-            Note(key=f"strategy.{key}", value=one, text=text) for key, one in strategy.items()
-        ]
-    launch = found.get("launch", {})
+    plan, launch = dict(found.get("plan", {})), dict(found.get("launch", {}))
     if kind == "MULTI_CPU":
-        found = put(found, "launch.cpu", value=True)
-    if kind in ("XLA", "TPU") and "launcher" not in launch:
-        found = put(found, "launch.launcher", "tpu")
+        launch["cpu"] = True
+    if launch.get("cpu") and "gpus" in launch:
+        text = "the run computes on the CPU"
+        notes.append(Note(key="gpu_ids", value=launch.pop("gpus"), text=text))
     if kind == "MODEL_PARALLEL":
-        text = "describe tensor and pipeline parallelism with fx.Mesh and a strategy that uses it"
+        text = "describe tensor and pipeline parallelism with plan.mesh and a strategy that uses it"
         notes.append(Note(key="distributed_type", value=kind, text=text))
-    return found, notes
+    if kind in ("XLA", "TPU"):
+        notes += _on_tpu(launch, plan)
+    elif kind != "MEGATRON_LM":
+        notes += _sharded(plan, kind)
+    return {name: part for name, part in (("launch", launch), ("plan", plan)) if part}, notes
+
+
+def _sharded(plan: dict[str, Any], kind: str) -> list[Note]:
+    """Complete the strategy of a plan in place."""
+    strategy, mesh = dict(plan.pop("strategy", {})), plan.get("mesh", {})
+    if kind == "DEEPSPEED":
+        if strategy.pop("tensor", None) is not None:
+            strategy["tensor_parallel"] = mesh["tensor"]
+        if plan.pop("context", None) is not None:
+            strategy["sequence_parallel"] = mesh["context"]
+    if kind in _KINDS:
+        plan["strategy"] = {"kind": _KINDS[kind], **strategy}
+    elif "tensor" in strategy or mesh.get("shard"):
+        mode = {} if mesh.get("shard") else {"mode": "none"}
+        plan["strategy"] = {"kind": "fsdp", **mode, **strategy}
+    elif strategy:
+        text = "applies to sharded parameters; set plan.strategy.kind = 'fsdp' to use it"
+        return [Note(key=f"strategy.{key}", value=one, text=text) for key, one in strategy.items()]
+    return []
+
+
+def _on_tpu(launch: dict[str, Any], plan: dict[str, Any]) -> list[Note]:
+    """Change a launch and a plan in place to what TPUs support."""
+    launch.setdefault("launcher", "tpu")
+    dropped = [
+        *((launch, f"launch.{name}", why) for name, why in _NOT_ON_TPUS["launch"].items()),
+        *((plan, f"plan.{name}", why) for name, why in _NOT_ON_TPUS["plan"].items()),
+    ]
+    axes = dict(plan.get("mesh", {}))
+    mesh = {name: axes.pop(name) for name in ("replicate", "shard") if name in axes}
+    notes = [
+        Note(key=path, value=value, text=why)
+        for part, path, why in dropped
+        if (value := part.pop(path.partition(".")[2], 1)) != 1
+    ]
+    notes += [
+        Note(key=f"plan.mesh.{axis}", value=size, text="TPUs split data and parameters only")
+        for axis, size in axes.items()
+    ]
+    if plan.get("precision", "fp32") not in ("fp32", "bf16"):
+        text = "TPUs compute in bf16"
+        notes.append(Note(key="mixed_precision", value=plan["precision"], text=text))
+        plan["precision"] = "bf16"
+    plan.pop("mesh", None)
+    plan.update({"strategy": {"kind": "xla"}, **({"mesh": mesh} if mesh else {})})
+    return notes
+
+
+_ONE = "one process on each host drives all of its chips"
+_NOT_ON_TPUS = {
+    "launch": {
+        "ranks": _ONE,
+        "nodes": _ONE,
+        "cpu": "does not apply to TPUs",
+        "gpus": "does not apply to TPUs",
+        "bind": "does not apply to TPUs",
+    },
+    "plan": {
+        "strategy": "parameters are sharded over plan.mesh.shard",
+        "compile": "torch_xla compiles what it traces",
+        "context": "TPUs split data and parameters only",
+    },
+}
 
 
 def _fitting(raw: Converted) -> tuple[Section, list[Note]]:

@@ -13,7 +13,7 @@ import attrs
 from fxtrain.interop.accelerate_notes import IPEX
 from fxtrain.state import shown
 
-__all__ = ["Facts", "KeyOutcome", "Rule", "megatron", "none", "of", "rules"]
+__all__ = ["Facts", "KeyOutcome", "Rule", "degree", "none", "of", "rules", "truth", "whole"]
 
 Facts = Mapping[str, Any]
 
@@ -103,14 +103,17 @@ def several(value: Any) -> bool:
     return whole(value) > 1
 
 
-def sized(note: str) -> Rule:
-    """A rule for the size of a mesh axis, noted if greater than one."""
-    return lambda value, _: KeyOutcome(note=note if several(value) else "")
+def sized(axis: str, also: Mapping[str, Any] | None = None) -> Rule:
+    """A rule for the size of a mesh axis, with what uses the axis in a plan."""
+    return lambda value, _: KeyOutcome(
+        sets={f"plan.mesh.{axis}": whole(value), **(also or {})} if several(value) else {}
+    )
 
 
 _S = "plan.strategy"
 _O = "launch.options"
-_MESH = "name the ranks of each axis where the script calls fx.detect(mesh=fx.Mesh({}))"
+_SEQUENCES = {"plan.context": {}}
+_LAYERS = {f"{_S}.tensor": {}}
 _CHECKPOINTS = (
     "fxtrain's checkpoints are sharded and load at any world size; fx.export writes full models"
 )
@@ -221,6 +224,10 @@ def _fsdp_parts() -> dict[str, Rule]:
 
 def _fsdp_modules() -> dict[str, Rule]:
     own = "torch's FSDP2 always does this"
+    prefetch = among(
+        {"BACKWARD_PRE": KeyOutcome()},
+        unknown="torch's FSDP2 prefetches; see plan.strategy.backward_prefetch",
+    )
     return {
         "fsdp.auto_wrap_policy": among(
             {"TRANSFORMER_BASED_WRAP": KeyOutcome(), "SIZE_BASED_WRAP": KeyOutcome()},
@@ -231,10 +238,8 @@ def _fsdp_modules() -> dict[str, Rule]:
             sets={f"{_S}.min_params": int(number(value))} if number(value) >= 1 else {}
         ),
         "fsdp.ignored_modules": none("list patterns of parameter names in plan.strategy.ignore"),
-        "fsdp.backward_prefetch": among(
-            {"BACKWARD_PRE": KeyOutcome()},
-            unknown="torch's FSDP2 prefetches; see plan.strategy.backward_prefetch",
-        ),
+        "fsdp.backward_prefetch": prefetch,
+        "fsdp.backward_prefetch_policy": prefetch,  # its name until accelerate 0.20
         "fsdp.forward_prefetch": when({f"{_S}.forward_prefetch": 1}),
         "fsdp.state_dict_type": none(_CHECKPOINTS),
         "fsdp.use_orig_params": when({}, otherwise=own),
@@ -314,18 +319,19 @@ def _compiling() -> dict[str, Rule]:
 
 
 def _axes() -> dict[str, Rule]:
-    mesh = _MESH.format("...")
     return {
-        "parallelism.dp_replicate_size": sized(_MESH.format("replicate=...")),
-        "parallelism.dp_shard_size": lambda value, _: KeyOutcome(
-            sets={f"{_S}.shard": whole(value)} if several(value) else {}
+        "parallelism.dp_replicate_size": sized("replicate"),
+        "parallelism.dp_shard_size": sized("shard"),
+        "parallelism.tp_size": sized("tensor", _LAYERS),
+        "parallelism.cp_size": sized("context", _SEQUENCES),
+        "parallelism.sp_size": sized("context", _SEQUENCES),
+        "parallelism.cp_comm_strategy": among(
+            {"ALLTOALL": KeyOutcome(note="torch chooses how ring attention communicates")},
+            unknown="",
         ),
-        "parallelism.tp_size": sized(_MESH.format("tensor=...")),
-        "parallelism.cp_size": sized(_MESH.format("context=...")),
-        "parallelism.sp_size": sized(_MESH.format("context=...")),
-        "megatron_lm.tp_degree": sized(_MESH.format("tensor=...")),
-        "megatron_lm.pp_degree": sized(_MESH.format("pipeline=...")),
-        "megatron_lm.context_parallel_size": sized(_MESH.format("context=...")),
+        "megatron_lm.tp_degree": sized("tensor"),
+        "megatron_lm.pp_degree": sized("pipeline"),
+        "megatron_lm.context_parallel_size": sized("context", _SEQUENCES),
         "megatron_lm.num_micro_batches": lambda value, facts: KeyOutcome(
             # Under pipeline parallelism, the strategy sets them.
             sets={"plan.accumulate": whole(value)} if degree("pp_degree", facts) == 1 else {}
@@ -337,7 +343,7 @@ def _axes() -> dict[str, Rule]:
             {}, note="name the classes of the blocks in plan.recompute"
         ),
         "megatron_lm.sequence_parallelism": lambda value, facts: KeyOutcome(
-            note=f"with tensor parallelism: {mesh}"
+            note="needs tensor parallelism"
             if truth(value) and degree("tp_degree", facts) == 1
             else ""
         ),
@@ -348,21 +354,6 @@ def _axes() -> dict[str, Rule]:
 def degree(key: str, facts: Facts) -> int:
     """Ranks of one of Megatron-LM's axes."""
     return max(1, whole(facts.get(f"megatron_lm.{key}") or 1))
-
-
-def megatron(facts: Facts) -> dict[str, Any]:
-    """The strategy that corresponds to Megatron-LM's axes and its distributed optimizer."""
-    tensor, pipeline = degree("tp_degree", facts), degree("pp_degree", facts)
-    sharded = truth(facts.get("megatron_lm.use_distributed_optimizer") or False)
-    stage: dict[str, Any] = {"kind": "fsdp", "mode": "grads_and_optimizer" if sharded else "none"}
-    if tensor > 1:
-        along = truth(facts.get("megatron_lm.sequence_parallelism") or False)
-        stage["tensor"] = {"sequence": True} if along else {}
-    if pipeline == 1:
-        return stage if sharded or tensor > 1 else {"kind": "ddp"}
-    parts = facts.get("megatron_lm.num_micro_batches")
-    staged = {"kind": "pp", **({"microbatches": whole(parts)} if parts else {})}
-    return {**staged, "stages": stage} if sharded or tensor > 1 else staged
 
 
 def _sagemaker() -> dict[str, Rule]:
@@ -380,5 +371,28 @@ def _sagemaker() -> dict[str, Rule]:
             "list its channels as NAME=s3://... in launch.options.inputs"
         ),
         "sagemaker_metrics_file": none("not supported; parse the output of the script"),
-        "additional_args": none("SageMaker's other arguments are not passed on"),
+        "additional_args": lambda value, _: _estimator_arguments(value),
     }
+
+
+# Arguments of SageMaker's estimator, and the option for each.
+_ESTIMATOR: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "use_spot_instances": ("spot", truth),
+    "max_run": ("max_run_s", whole),
+    "output_path": ("output_path", text),
+    "source_dir": ("source_dir", text),
+    "base_job_name": ("base_job_name", text),
+    "image_uri": ("image_uri", text),
+}
+
+
+def _estimator_arguments(value: Any) -> KeyOutcome:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"expected a table, found {shown(value)}")
+    sets = {
+        f"{_O}.{option}": convert(value[name])
+        for name, (option, convert) in _ESTIMATOR.items()
+        if value.get(name) is not None
+    }
+    others = ", ".join(str(name) for name in value if name not in _ESTIMATOR)
+    return KeyOutcome(sets=sets, note=f"not passed on: {others}" if others else "")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["check_mesh", "given_plan", "plan_variable"]
 
 # Launchers that take the number of ranks from the machines.
-_OWN_RANKS = ("deepspeed", "sagemaker", "tpu", "tpu-pod")
+OWN_RANKS = ("deepspeed", "sagemaker", "tpu", "tpu-pod")
 
 
 @known_arguments(PlanError)
@@ -70,6 +70,6 @@ def check_mesh(spec: "LaunchSpec", plan: "Plan") -> None:
         >>> from fxtrain.launch.launched_plan import check_mesh
         >>> check_mesh(LaunchSpec(target="train.py", ranks=4), fx.Plan(mesh="tensor=2"))
     """
-    known = spec.min_nodes is None and spec.launcher not in _OWN_RANKS
+    known = spec.min_nodes is None and spec.launcher not in OWN_RANKS
     if plan.mesh is not None and known:
         importlib.import_module("fxtrain.state").resolve_mesh(plan.mesh, spec.world_size)

@@ -15,10 +15,13 @@ from fxtrain._errors import LaunchError
 from fxtrain._listen import free_port
 from fxtrain._reading import read_text
 from fxtrain._secret import SECRET
+from fxtrain.launch.launchers.native.preload import load_torch
+from fxtrain.launch.spec import LaunchSpec
 
 __all__ = [
     "Machine",
     "cores_of_ranks",
+    "default_ranks",
     "look",
     "read_cores",
     "slurm_job",
@@ -204,3 +207,16 @@ def _which_mpi(program: str) -> str:
         [program, "--version"], capture_output=True, text=True, timeout=30, check=False
     )
     return next((name for text, name in _MPIS if text in done.stdout), "")
+
+
+def default_ranks(spec: LaunchSpec) -> int:
+    """Ranks of a launch that names no number: one per chosen GPU, or accelerator of this machine.
+
+    Effects:
+        Imports torch if accelerators must be counted.
+    """
+    if spec.gpus:
+        return len(spec.gpus)
+    if spec.launcher != "native" or spec.cpu or spec.executable:
+        return 1
+    return max(1, load_torch("torch").accelerator.device_count())

@@ -1,5 +1,6 @@
 """The largest batch size that fits, with the rows of an update unchanged."""
 
+import inspect
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -76,6 +77,7 @@ def find_batch_size(
     """
     check_connected("find_batch_size", ctx)
     _check("find_batch_size", start, shrink)
+    _check_takes("find_batch_size", trial, "trial(size, plan)")
     for size, candidate in _candidates(start, plan, shrink):
         if _fits(ctx, trial, size, candidate):
             return size, candidate
@@ -131,6 +133,7 @@ def predict_batch_size(
         (16, 4)
     """
     _check("predict_batch_size", start, shrink)
+    _check_takes("predict_batch_size", train, "train(ctx, size, plan)")
     for size, candidate in _candidates(start, plan, shrink):
         run = dry_run(
             lambda ctx, size=size, candidate=candidate: train(ctx, size, candidate),
@@ -154,6 +157,25 @@ def _check(call: str, start: Any, shrink: Any) -> None:
             f"{call}(start={shown(start)}, shrink={shown(shrink)}): start is the largest "
             f"batch size, 1 or more, and shrink is between 0 and 1, such as 0.5."
         )
+
+
+def _check_takes(call: str, function: Any, example: str) -> None:
+    """Refuse a function that cannot be called with these arguments, before any size is tried."""
+    if not callable(function):
+        raise PlanError(f"{call} takes a function such as {example}, found {shown(function)}.")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of C: its first call tells
+        return
+    try:
+        signature.bind(*range(example.count(",") + 1))
+    except TypeError:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise PlanError(
+            f"{call} calls its function as {example}, but {name}{signature} does not take these "
+            f"arguments. The plan has the accumulate that belongs to the size: pass it to fx.wrap "
+            f"and fx.shard."
+        ) from None
 
 
 def _candidates(start: int, plan: Plan | None, shrink: float) -> Iterator[tuple[int, Plan]]:

@@ -12,7 +12,15 @@ from fxtrain.ops.logs import log
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.transport.exchange import exchange_payloads
 from fxtrain.ops.transport.mismatches import by_rank
-from fxtrain.state import DDP, DistContext, Plan, diff, fingerprint
+from fxtrain.state import (
+    DDP,
+    DeepSpeed,
+    DistContext,
+    Plan,
+    diff,
+    fingerprint,
+)
+from fxtrain.state.deepspeed import fill_from_config, read_config
 
 __all__ = ["check_same_plan", "digest_of_plan", "plan_for", "raise_plan_differences"]
 
@@ -28,11 +36,11 @@ def plan_for(action: str, ctx: DistContext, plan: Plan | None) -> Plan:
 
     Effects:
         Where the script passes another plan than came with the launch, the main rank logs once
-        how they differ.
+        how they differ. Reads the config of a DeepSpeed plan, and logs once what it adds.
     """
     given = ctx.given_plan
     if plan is None:
-        return given or _DEFAULT
+        return _filled(action, ctx, given or _DEFAULT)
     if given is not None and plan.mesh is None:  # any mesh, such as the launch's
         given = attrs.evolve(given, mesh=None)
         given = None if given == _DEFAULT else given
@@ -44,7 +52,21 @@ def plan_for(action: str, ctx: DistContext, plan: Plan | None) -> Plan:
             "attrs.evolve(fx.given_plan(), ...).",
             *(action, _changes(given, plan)),
         )
-    return plan
+    return _filled(action, ctx, plan)
+
+
+def _filled(action: str, ctx: DistContext, plan: Plan) -> Plan:
+    """The plan with the values of its DeepSpeed config in place of its own defaults."""
+    if not isinstance(plan.strategy, DeepSpeed) or plan.strategy.config is None:
+        return plan
+    filled = fill_from_config(plan, read_config(plan.strategy), ctx.axis("data").world_size)
+    if filled != plan and filled not in ctx.comm.state.logged_plans:
+        ctx.comm.state.logged_plans.add(filled)
+        log(ctx, "fxtrain.plan").info(
+            "fx.%s takes from the DeepSpeed config what the plan leaves at its default: %s.",
+            *(action, _changes(plan, filled)),
+        )
+    return filled
 
 
 def check_same_plan(action: str, ctx: DistContext, plan: Plan, extra: Mapping[str, Any]) -> None:

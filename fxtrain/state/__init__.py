@@ -5,7 +5,11 @@ from fxtrain.state.batch import Batch, Report, Weighted
 from fxtrain.state.context import Comm, CommState, DistContext, check_connected, with_plan
 from fxtrain.state.context_parallel import CP, token_ranges
 from fxtrain.state.converters import converter_for, fingerprint, structure, unstructure
-from fxtrain.state.deepspeed import DeepSpeed, FromConfig, from_config
+from fxtrain.state.deepspeed import (
+    DeepSpeed,
+    FromConfig,
+    from_config,
+)
 from fxtrain.state.differences import Change, diff
 from fxtrain.state.dry_runs import PARTS, DryRun, Memory, Problem, Traffic
 from fxtrain.state.files import (

@@ -1,21 +1,29 @@
 """The config of the DeepSpeed strategy, and the marker for its file's optimizer. Data only."""
 
 import json
+import math
 from collections.abc import Mapping
-from typing import Any, Literal, Never, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn
 
 import attrs
 
 from fxtrain._arguments import PlanArgumentError, unknown_name
 from fxtrain._display import counted
 from fxtrain._errors import PlanError
-from fxtrain._record import at_least, record
+from fxtrain._reading import read_text
+from fxtrain._record import at_least, record, shown
 from fxtrain.state.parsing import parse_json
 
-__all__ = ["DeepSpeed", "FromConfig", "from_config"]
+if TYPE_CHECKING:
+    from fxtrain.state.plan import Plan
+
+__all__ = [
+    "DeepSpeed", "FromConfig", "autocast_dtype", "fill_from_config", "from_config", "read_config",
+]  # fmt: skip
 
 _COUNT = at_least(0)
 _SIZE = at_least(1)
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 
 
 def _canonical(value: str | Mapping[str, object] | None) -> str | None:
@@ -26,7 +34,7 @@ def _canonical(value: str | Mapping[str, object] | None) -> str | None:
         return value
     try:
         return _one_form(parse_json(value))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise PlanError(
             f"DeepSpeed(config=...) looks like JSON text, but is invalid: {error}. "
             f"Pass a path, a dict, or JSON text."
@@ -47,8 +55,9 @@ def _one_form(data: Any) -> str:
 class DeepSpeed:
     """ZeRO by DeepSpeed: optimizer states, gradients and parameters sharded over the data ranks.
 
-    None leaves an entry to the file, then to DeepSpeed's default. An entry given both here and in
-    the file must be equal, or `"auto"` in the file.
+    None leaves an entry to the file, then to DeepSpeed's default, and so do the defaults of the
+    plan's precision, accumulate and clip_norm. An entry given both here and in the file must be
+    equal, or `"auto"` in the file.
 
     Attributes:
         stage: 0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 parameters
@@ -121,6 +130,7 @@ class FromConfig:
         total_num_steps: Updates of the whole run.
         warmup_num_steps: Updates of the warm-up.
         warmup_min_lr: Learning rate at the start of a warm-up.
+        warmup_max_lr: Learning rate at its end; by default `lr`.
     """
 
     lr: float | None = None
@@ -130,6 +140,7 @@ class FromConfig:
     total_num_steps: int | None = None
     warmup_num_steps: int | None = None
     warmup_min_lr: float = 0.0
+    warmup_max_lr: float | None = None
 
     def __call__(self, made_for: Any) -> NoReturn:
         """Raise: only DeepSpeed can create the optimizer of its file."""
@@ -166,3 +177,84 @@ def from_config(made_for: object = None, /, *more: Never, **values: Any) -> From
         )
     asked = FromConfig(**values)
     return asked if made_for is None else asked(made_for)
+
+
+def read_config(config: DeepSpeed) -> dict[str, Any]:
+    """The content of a strategy's config, from its text or its file.
+
+    Raises:
+        PlanError: the file does not exist, or is not a JSON table.
+    """
+    text, where = config.config, "DeepSpeed(config=...)"
+    if text is None:
+        return {}
+    if not text.startswith("{"):
+        where = f"DeepSpeed(config={shown(text)})"
+        try:
+            text = read_text(text)
+        except OSError as error:
+            raise PlanError(f"{where}: {error}. Pass a JSON file's path, or its text.") from error
+    try:
+        data = parse_json(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{where} is not JSON: {error}.") from None
+    if not isinstance(data, dict):
+        raise PlanError(f"{where} holds a {type(data).__name__}. Write a table: {{...}}.")
+    return data
+
+
+def fill_from_config(plan: "Plan", data: Mapping[str, Any], ranks: int) -> "Plan":
+    """A plan whose default precision, accumulation and clipping are those of its DeepSpeed config.
+
+    Args:
+        plan: A plan whose strategy is `DeepSpeed`.
+        data: The config's content.
+        ranks: Ranks over which data is split, for a config that has the rows of an update only.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> from fxtrain.state.deepspeed import fill_from_config
+        >>> fill_from_config(fx.Plan(strategy="deepspeed"), {"gradient_clipping": 1.0}, 1).clip_norm
+        1.0
+    """
+    changes: dict[str, Any] = {}
+    count = data.get("gradient_accumulation_steps")
+    if count is None or count == "auto":
+        count = _window(plan, data, ranks)
+    if plan.accumulate == 1 and type(count) is int and count > 1:
+        changes["accumulate"] = count
+    norm: Any = data.get("gradient_clipping")
+    if plan.clip_norm is None and type(norm) in (int, float) and 0 < norm < math.inf:
+        changes["clip_norm"] = float(norm)
+    compute = _compute(data)
+    if plan.precision.compute == "fp32" and compute in ("bf16", "fp16"):
+        changes["precision"] = attrs.evolve(plan.precision, compute=compute)
+    return attrs.evolve(plan, **changes) if changes else plan
+
+
+def _window(plan: "Plan", data: Mapping[str, Any], ranks: int) -> int | None:
+    """Micro-batches of an update, from its rows and those of a micro-batch."""
+    total = data.get("train_batch_size")
+    rows = plan.strategy.micro_batch or data.get("train_micro_batch_size_per_gpu")
+    if type(total) is not int or type(rows) is not int or rows < 1 or total % (rows * ranks):
+        return None
+    return total // (rows * ranks)
+
+
+def _compute(data: Mapping[str, Any]) -> str | None:
+    if _enabled(data, "torch_autocast"):
+        return autocast_dtype(data)
+    names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
+    chosen = {compute for name, compute in names.items() if _enabled(data, name)}
+    return chosen.pop() if len(chosen) == 1 else None
+
+
+def _enabled(data: Mapping[str, Any], name: str) -> bool:
+    section = data.get(name)
+    return isinstance(section, Mapping) and section.get("enabled") is True
+
+
+def autocast_dtype(data: Mapping[str, Any]) -> str:
+    """The dtype of a config's autocast section, by its name in plans."""
+    found = str(data["torch_autocast"].get("dtype", "bfloat16")).split(".")[-1]
+    return _DTYPES.get(found, found)

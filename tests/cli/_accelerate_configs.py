@@ -1,4 +1,8 @@
-"""Configs of Accelerate."""
+"""Configs of Accelerate, and what they become."""
+
+import attrs
+
+from fxtrain.interop.accelerate_config import convert_accelerate
 
 ONE = {
     "compute_environment": "LOCAL_MACHINE", "debug": False, "downcast_bf16": "no",
@@ -16,3 +20,28 @@ DEEPSPEED = {
         "deepspeed_hostfile": "/hosts", "deepspeed_moe_layer_cls_names": "Experts",
     },
 }  # fmt: skip
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """An Accelerate config as its questionnaire writes it, and what it is here."""
+
+    name: str
+    old: dict
+    launch: dict = attrs.field(factory=dict)
+    plan: dict = attrs.field(factory=dict)
+    noted: tuple = ()
+
+
+BASE = {"nodes": 1, "node_rank": 0, "ranks": 1}
+
+
+def check_conversion(case):
+    """The values of the launch file and the keys of the notes are those of the case."""
+    converted = convert_accelerate(case.old)
+    usual = {name: value for name, value in BASE.items() if name not in case.launch}
+    launch = {k: v for k, v in converted.section.launch.items() if usual.get(k) != v}
+    assert launch == case.launch
+    assert converted.section.plan == case.plan
+    assert {note.key for note in converted.notes} == set(case.noted)
+    assert all(note.text for note in converted.notes)

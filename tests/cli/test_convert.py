@@ -2,7 +2,6 @@
 
 import json
 
-import attrs
 import pytest
 import yaml
 
@@ -12,21 +11,7 @@ from fxtrain.interop.accelerate_config import _SECTIONS, convert_accelerate
 from fxtrain.interop.accelerate_fp8 import fp8_rules
 from fxtrain.interop.accelerate_rules import rules
 from fxtrain.launch.config import read_launch_file
-from tests.cli._accelerate_configs import ONE
-
-
-@attrs.frozen(kw_only=True)
-class Case:
-    """An Accelerate config as its questionnaire writes it, and what it is here."""
-
-    name: str
-    old: dict
-    launch: dict = attrs.field(factory=dict)
-    plan: dict = attrs.field(factory=dict)
-    noted: tuple = ()
-
-
-BASE = {"nodes": 1, "node_rank": 0, "ranks": 1}
+from tests.cli._accelerate_configs import ONE, Case, check_conversion
 
 CASES = [
     Case(name="one process", old={**ONE, "distributed_type": "NO"}, plan={"precision": "fp32"}),
@@ -68,16 +53,18 @@ CASES = [
             "main_training_function": "train",
         },
         launch={
-            "ranks": 8, "launcher": "tpu-pod", "env": ["XLA_DOWNCAST_BF16=1", "A=1"],
+            "launcher": "tpu-pod", "env": ["XLA_DOWNCAST_BF16=1", "A=1"],
             "options": {"name": "pod", "zone": "us-c", "sudo": True, "setup": ["pip install x"]},
         },
-        plan={"precision": "fp32"},
-        noted=("tpu_vm", "main_training_function", "launch.node_rank"),
+        plan={"precision": "fp32", "strategy": {"kind": "xla"}},
+        noted=("tpu_vm", "main_training_function", "launch.node_rank", "launch.ranks"),
     ),
     Case(
         name="TPU",
         old={"distributed_type": "TPU", "num_processes": 4},
-        launch={"ranks": 4, "launcher": "tpu"},
+        launch={"launcher": "tpu"},
+        plan={"strategy": {"kind": "xla"}},
+        noted=("launch.ranks",),
     ),
     Case(
         name="compiled",
@@ -146,73 +133,21 @@ CASES = [
         noted=("mixed_precision", "fp8.backend"),
     ),
     Case(
-        name="Megatron",
-        old={
-            **ONE, "distributed_type": "MEGATRON_LM", "num_processes": 8,
-            "megatron_lm_config": {
-                "megatron_lm_tp_degree": 2, "megatron_lm_pp_degree": 2,
-                "megatron_lm_num_micro_batches": 4, "megatron_lm_gradient_clipping": 1.0,
-                "megatron_lm_sequence_parallelism": True, "megatron_lm_eod_mask_loss": True,
-                "megatron_lm_recompute_activations": True,
-                "megatron_lm_use_distributed_optimizer": True,
-            },
-        },
-        launch={"ranks": 8},
-        plan={
-            "precision": "fp32", "clip_norm": 1.0,
-            "strategy": {
-                "kind": "pp", "microbatches": 4,
-                "stages": {
-                    "kind": "fsdp", "mode": "grads_and_optimizer", "tensor": {"sequence": True},
-                },
-            },
-        },
-        noted=(
-            "megatron_lm.tp_degree", "megatron_lm.pp_degree", "megatron_lm.eod_mask_loss",
-            "megatron_lm.recompute_activations",
-        ),
-    ),
-    Case(
-        name="Megatron on one axis",
-        old={
-            **ONE, "distributed_type": "MEGATRON_LM", "num_processes": 8,
-            "megatron_lm_config": {
-                "megatron_lm_tp_degree": 2, "megatron_lm_num_micro_batches": 4,
-            },
-        },
-        launch={"ranks": 8},
-        plan={
-            "precision": "fp32", "accumulate": 4,
-            "strategy": {"kind": "fsdp", "mode": "none", "tensor": {}},
-        },
-        noted=("megatron_lm.tp_degree",),
-    ),
-    Case(
-        name="Megatron's stages alone",
-        old={
-            **ONE, "distributed_type": "MEGATRON_LM", "num_processes": 8,
-            "megatron_lm_config": {
-                "megatron_lm_pp_degree": 4, "megatron_lm_sequence_parallelism": True,
-            },
-        },
-        launch={"ranks": 8},
-        plan={"precision": "fp32", "strategy": {"kind": "pp"}},
-        noted=("megatron_lm.pp_degree", "megatron_lm.sequence_parallelism"),
-    ),
-    Case(
         name="SageMaker",
         old={
             "compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "DATA_PARALLEL",
             "ec2_instance_type": "ml.p4d.24xlarge", "iam_role_name": "role", "region": "us-east-1",
             "num_machines": 2, "pytorch_version": "1.10.2", "transformers_version": "4.17",
             "py_version": "py38", "base_job_name": "job", "mixed_precision": "no",
-            "sagemaker_inputs_file": "in.tsv", "profile": "me", "additional_args": {"a": 1},
+            "sagemaker_inputs_file": "in.tsv", "profile": "me",
+            "additional_args": {"a": 1, "use_spot_instances": True, "max_run": 3600},
         },
         launch={
             "launcher": "sagemaker", "nodes": 2,
             "options": {
                 "instance_type": "ml.p4d.24xlarge", "role": "role", "base_job_name": "job",
-                "framework_version": "1.10.2", "py_version": "py38",
+                "framework_version": "1.10.2", "py_version": "py38", "spot": True,
+                "max_run_s": 3600,
             },
         },
         plan={"precision": "fp32"},
@@ -231,13 +166,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_config_becomes_a_launch_file(case):
-    converted = convert_accelerate(case.old)
-    usual = {name: value for name, value in BASE.items() if name not in case.launch}
-    launch = {k: v for k, v in converted.section.launch.items() if usual.get(k) != v}
-    assert launch == case.launch
-    assert converted.section.plan == case.plan
-    assert {note.key for note in converted.notes} == set(case.noted)
-    assert all(note.text for note in converted.notes)
+    check_conversion(case)
 
 
 @pytest.mark.parametrize(

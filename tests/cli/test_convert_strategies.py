@@ -31,12 +31,12 @@ def test_fsdp():
         "precision": "fp32",
         "recompute": ["Block", "Head"],
         "strategy": {
-            "kind": "fsdp", "mode": "full", "offload": True, "wrap": ["Block", "Head"], "shard": 4,
+            "kind": "fsdp", "mode": "full", "offload": True, "wrap": ["Block", "Head"],
         },
+        "mesh": {"replicate": 2, "shard": 4},
     }  # fmt: skip
     assert {note.key for note in converted.notes} == {
         "fsdp.state_dict_type", "fsdp.cpu_ram_efficient_loading",
-        "parallelism.dp_replicate_size", "parallelism.cp_comm_strategy",
     }  # fmt: skip
 
 

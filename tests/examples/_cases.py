@@ -73,6 +73,19 @@ ZOO = (
         within=0.03,
     ),
     Example(
+        path="live_teacher",
+        holds=lambda told: told["teacher"] >= 0.88 and told["student"] >= 0.85,
+        within=0.03,
+    ),
+    Example(
+        path="policy_gradient",
+        holds=lambda told: (
+            told["last"] < 0.4 < 1.5 < told["first"]
+            and (told["rows"], told["updates"]) == (30 * 4 * 64 * 6, 120)
+        ),
+        within=0.03,
+    ),
+    Example(
         path="gan",
         holds=lambda told: told["updates"] == 160 and told["apart"] <= 1e-9,
         differs=("apart",),

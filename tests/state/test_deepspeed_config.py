@@ -1,8 +1,10 @@
 """The config that DeepSpeed gets: a pure function of plan, file, model, loader and ranks."""
 
 import json
+import logging
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -107,6 +109,7 @@ def test_all_differences_are_listed_at_once():
         "zero_optimization": {"stage": 1, "overlap_comm": False},
     }
     plan = _plan(file, fields={"stage": 2, "overlap": True}, precision="bf16", accumulate=4)
+    plan = attrs.evolve(plan, clip_norm=1.0)
     with pytest.raises(fx.PlanError) as found:
         fx.deepspeed_config(plan, loader=LOADER)
     lines = str(found.value).splitlines()[1:-1]
@@ -166,8 +169,49 @@ def test_what_is_not_known_here_passes_through():
 def test_torch_autocast_in_the_file_stands_for_the_precision():
     file = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     assert "bf16" not in fx.deepspeed_config(_plan(file, precision="bf16"))
-    with pytest.raises(fx.PlanError, match=r"torch_autocast.dtype: Plan.precision has 'fp32'"):
+    with pytest.raises(fx.PlanError, match=r"torch_autocast.dtype: Plan.precision has 'fp16'"):
+        fx.deepspeed_config(_plan(file, precision="fp16"))
+
+
+FILES = [
+    ({"bf16": {"enabled": True}}, {"precision": "bf16"}),
+    ({"bfloat16": {"enabled": True}, "fp16": {"enabled": False}}, {"precision": "bf16"}),
+    ({"fp16": {"enabled": True}}, {"precision": "fp16"}),
+    ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, {"precision": "bf16"}),
+    ({"gradient_accumulation_steps": 4, "gradient_clipping": 1}, {"accumulate": 4, "clip_norm": 1}),
+    ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3}, {"accumulate": 8}),
+    ({"gradient_clipping": 0, "bf16": {"enabled": "auto"}}, {}),
+]
+
+
+@pytest.mark.parametrize(("file", "fields"), FILES, ids=range(len(FILES)))
+def test_a_plan_takes_from_the_file_what_it_leaves_at_its_default(file, fields, caplog):
+    wanted = _plan(file, **fields)
+    assert fx.deepspeed_config(_plan(file)) == fx.deepspeed_config(wanted)
+    loader = torch.utils.data.DataLoader(torch.ones(4, 2))
+    with caplog.at_level(logging.INFO), fx.detect(env={}, device="cpu") as ctx:
+        assert fx.shard(loader, ctx, _plan(file)).plan == wanted
+        assert fx.shard(loader, ctx, _plan(file)).plan == wanted
+    assert len(caplog.messages) == bool(fields)
+    assert all(name in caplog.text for name in fields)
+
+
+def test_a_conflict_names_the_precision_of_the_plan():
+    with pytest.raises(fx.PlanError, match=r"bf16.enabled: Plan.precision has 'fp16', the config"):
+        fx.deepspeed_config(_plan({"bf16": {"enabled": True}}, precision="fp16"))
+
+
+def test_the_peak_of_a_warm_up_has_a_value_of_its_own():
+    file = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
+    for values, peak in (({"lr": 0.1}, 0.1), ({"warmup_max_lr": 0.2, "lr": 0.1}, 0.2)):
+        found = fx.deepspeed_config(_plan(file), values=fx.from_config(**values))
+        assert found["scheduler"]["params"]["warmup_max_lr"] == peak
+    with pytest.raises(fx.PlanError, match=r"fx.from_config\(warmup_max_lr=...\)"):
         fx.deepspeed_config(_plan(file))
+    file["scheduler"]["params"] = {"cycle_max_lr": "auto"}  # fx.from_config does not have it
+    with pytest.raises(fx.PlanError) as error:
+        fx.deepspeed_config(_plan(file))
+    assert "cycle_max_lr" in str(error.value) and "from_config" not in str(error.value)
 
 
 def test_fp16_scales_as_torch_does():

@@ -13,7 +13,6 @@ from torch import nn
 
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
-from fxtrain._reading import read_text
 from fxtrain.backends.deepspeed.config_entries import (
     AUTO,
     ZERO,
@@ -26,9 +25,10 @@ from fxtrain.backends.deepspeed.config_entries import (
     section,
 )
 from fxtrain.backends.deepspeed.plan_entries import PlanEntry, all_plan_entries, power_of_two
-from fxtrain.state import DeepSpeed, FromConfig, Plan, parse_json, shown
+from fxtrain.state import DeepSpeed, FromConfig, Plan
+from fxtrain.state.deepspeed import autocast_dtype, fill_from_config, read_config
 
-__all__ = ["Inputs", "config_problems", "deepspeed_config", "hidden_size", "read_config", "resolve"]
+__all__ = ["Inputs", "config_problems", "deepspeed_config", "hidden_size", "resolve"]
 
 _PREFETCH = f"{ZERO}.stage3_prefetch_bucket_size"
 _THRESHOLD = f"{ZERO}.stage3_param_persistence_threshold"
@@ -40,7 +40,6 @@ _MICRO, _ACCUMULATE, _TOTAL = (
 )
 # Prefixes of entries in which "auto" is one of DeepSpeed's own values.
 _DEEPSPEED_AUTO = ("data_types.keep_in_fp32_modules", f"{ZERO}.zenflow.", "expert_parallel.")
-_FORMATS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 
 
 @attrs.frozen(kw_only=True)
@@ -60,30 +59,6 @@ class Inputs:
     hidden: int | None = None
     values: FromConfig = attrs.field(factory=FromConfig)
     partial: bool = False
-
-
-def read_config(config: DeepSpeed) -> dict[str, Any]:
-    """The content of a strategy's config, from its text or its file.
-
-    Raises:
-        PlanError: the file does not exist, or is not a JSON table.
-    """
-    text, where = config.config, "DeepSpeed(config=...)"
-    if text is None:
-        return {}
-    if not text.startswith("{"):
-        where = f"DeepSpeed(config={shown(text)})"
-        try:
-            text = read_text(text)
-        except OSError as error:
-            raise PlanError(f"{where}: {error}. Pass a JSON file's path, or its text.") from error
-    try:
-        data = parse_json(text)
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"{where} is not JSON: {error}.") from None
-    if not isinstance(data, dict):
-        raise PlanError(f"{where} holds a {type(data).__name__}. Write a table: {{...}}.")
-    return data
 
 
 @known_arguments(PlanError)
@@ -165,6 +140,7 @@ def resolve(plan: Plan, base: Mapping[str, Any], facts: Inputs) -> dict[str, Any
         PlanError: the plan and the file differ, or an `"auto"` has no value; one line each.
     """
     config: dict[str, Any] = json.loads(json.dumps(dict(base)))
+    plan = fill_from_config(plan, base, facts.ranks)
     if "bfloat16" in config:  # the former name
         config.setdefault("bf16", config.pop("bfloat16"))
     conflicts: list[str] = []
@@ -201,7 +177,8 @@ def _merge_entry(config: dict[str, Any], said: PlanEntry) -> list[str]:
         return []
     if _same(found, said.value):
         return []
-    return [f"{said.path}: {said.by} has {said.value!r}, the config has {found!r}"]
+    value = said.value if said.told is None else said.told
+    return [f"{said.path}: {said.by} has {value!r}, the config has {found!r}"]
 
 
 def _merge_sizes(config: dict[str, Any], plan: Plan, facts: Inputs) -> list[str]:
@@ -243,8 +220,8 @@ def _count(config: Mapping[str, Any], path: str) -> int | None:
 def _autocast_conflicts(config: Mapping[str, Any], plan: Plan) -> list[str]:
     if not autocasts(config):
         return []
-    found = str(section(config, "torch_autocast").get("dtype", "bfloat16")).split(".")[-1]
-    if _FORMATS.get(found, found) == plan.precision.compute:
+    found = autocast_dtype(config)
+    if found == plan.precision.compute:
         return []
     return [
         f"torch_autocast.dtype: Plan.precision has {plan.precision.compute!r}, "
@@ -280,7 +257,7 @@ def _fill_values(config: dict[str, Any], values: FromConfig) -> None:
     if values.betas is not None:
         given["betas"] = list(values.betas)
     if values.lr is not None:
-        given["warmup_max_lr"] = values.lr
+        given.setdefault("warmup_max_lr", values.lr)
     for part in ("optimizer", "scheduler"):
         for name, value in section(section(config, part), "params").items():
             if value == AUTO and name in given:
@@ -291,7 +268,8 @@ def _check_autos(config: Mapping[str, Any]) -> None:
     left = [path for path in autos(config) if not path.startswith(_DEEPSPEED_AUTO)]
     if not left:
         return
-    names = [path.rsplit(".", 1)[1] for path in left if ".params." in path]
+    known = attrs.fields_dict(FromConfig)
+    names = [name for path in left if (name := path.rsplit(".", 1)[-1]) in known]
     hint = f" For optimizer and scheduler: fx.from_config({names[0]}=...)." if names else ""
     raise PlanError(
         f'The DeepSpeed config leaves {", ".join(left)} at "auto", for which neither the plan nor '

@@ -17,12 +17,13 @@ _OFFLOADED = {"offload_optimizer": "offload_optimizer", "offload_parameters": "o
 
 @attrs.frozen
 class PlanEntry:
-    """The plan's value for one entry; None leaves it open."""
+    """The plan's value for one entry; None leaves it open. Messages show `told` in its place."""
 
     path: str
     value: Any
     by: str
     write: bool = True
+    told: Any = None
 
 
 def all_plan_entries(plan: Plan, base: Mapping[str, Any]) -> list[PlanEntry]:
@@ -47,7 +48,13 @@ def all_plan_entries(plan: Plan, base: Mapping[str, Any]) -> list[PlanEntry]:
 def _precision_entries(plan: Plan, base: Mapping[str, Any]) -> list[PlanEntry]:
     compute = "fp32" if autocasts(base) else plan.precision.compute
     said = [
-        PlanEntry(f"{name}.enabled", compute == name, "Plan.precision", write=compute == name)
+        PlanEntry(
+            f"{name}.enabled",
+            compute == name,
+            "Plan.precision",
+            write=compute == name,
+            told=plan.precision.compute,
+        )
         for name in ("bf16", "fp16")
     ]
     scale = plan.precision.scale

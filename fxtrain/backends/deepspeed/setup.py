@@ -21,7 +21,6 @@ from fxtrain.backends.deepspeed.config import (
     Inputs,
     config_problems,
     hidden_size,
-    read_config,
     resolve,
 )
 from fxtrain.backends.deepspeed.config_entries import ZERO, autocasts
@@ -31,6 +30,7 @@ from fxtrain.backends.deepspeed.module_cleanup import (
     watch_gradients,
 )
 from fxtrain.state import DeepSpeed, DistContext, Plan, Strategy, Wrapped
+from fxtrain.state.deepspeed import read_config
 
 __all__ = ["keeps_masters", "wrap_engine", "zero_init"]
 

@@ -13,6 +13,7 @@ from fxtrain.cli.config.prompts import choose_prompt, interview
 from fxtrain.cli.config.save import check_profile, write_new, write_profile
 from fxtrain.cli.exit_codes import Exit
 from fxtrain.cli.output import as_json, print_json, print_table, say, warn
+from fxtrain.diagnosis.setups import section_problems
 from fxtrain.interop.accelerate_config import convert_accelerate
 from fxtrain.launch.config.defaults import Machine, detect_machine, suggested
 from fxtrain.launch.config.launch_file import LaunchFile, read_data, read_launch_file
@@ -90,9 +91,11 @@ def show(file: str, profile: str, words: tuple[str, ...], said: bool, json_: boo
 @click.argument("path", default="", type=_path)
 @as_json
 def check(path: str, json_: bool) -> int:  # noqa: FBT001
-    """Check a launch file and its profiles.
+    """Check that a launch file starts, and that its plan would be accepted.
 
-    The exit code is 1 if it contains errors.
+    For each profile: its values, what `launch --dry` would refuse on this machine, and what
+    `fx.wrap` would refuse on the ranks of the launch, except for names in your model. The exit
+    code is 1 if there are errors.
     """
     found = path or find_file(os.environ)
     if not found or not os.path.exists(found):
@@ -101,7 +104,9 @@ def check(path: str, json_: bool) -> int:  # noqa: FBT001
     problems: list[str] = []
     profiles: list[str] = []
     try:
-        profiles = list(read_launch_file(found).profiles)
+        file = read_launch_file(found)
+        profiles = list(file.profiles)
+        problems = _setup_problems(file)
     except PlanError as error:
         problems = [line for line in error.message.splitlines() if line != f"{found}:"]
     if json_:
@@ -110,6 +115,15 @@ def check(path: str, json_: bool) -> int:  # noqa: FBT001
         good = f"{found} is valid. Profiles: {', '.join(profiles) or 'none'}."
         say("\n".join([f"{found}:", *problems]) if problems else good)
     return Exit.FOUND if problems else Exit.WELL
+
+
+def _setup_problems(file: LaunchFile) -> list[str]:
+    """What a launch with each profile would meet; without any only if the file has no default."""
+    told: list[str] = []
+    for name in [*([] if file.default else [""]), *file.profiles]:
+        at = f"profiles.{name}." if name else ""
+        told += [f"{at}{line}" for line in section_problems(file.section(name))]
+    return told
 
 
 @CONFIG.command()
@@ -152,7 +166,7 @@ def convert(
         else [f"Converted from {source}."]
     )
     write_new(path, file, notes=head, force=force, brief=brief)
-    for note in notes:
+    for note in (*notes, *section_problems(section)):
         warn(note)
 
 

@@ -1,0 +1,177 @@
+"""Whether a launch and a plan would be accepted, without ranks and without the user's model."""
+
+import math
+
+import attrs
+import torch
+from torch import nn
+
+from fxtrain._errors import FxError, LaunchError, MissingPackageError, PlanError
+from fxtrain.backends.deepspeed.config import Inputs, config_problems, resolve
+from fxtrain.backends.table import problems_of, strategies
+from fxtrain.launch import LaunchSpec, prepare
+from fxtrain.launch.config.launch_file import NO_TARGET, Section
+from fxtrain.launch.launched_plan import OWN_RANKS
+from fxtrain.launch.machine import default_ranks
+from fxtrain.state import (
+    AXES,
+    FSDP,
+    PP,
+    TP,
+    XLA,
+    Comm,
+    DeepSpeed,
+    DistContext,
+    Mesh,
+    Offload,
+    Plan,
+    Single,
+    resolve_mesh,
+    structure,
+)
+from fxtrain.state.deepspeed import fill_from_config, read_config
+
+__all__ = ["planned_context", "section_problems", "setup_problems"]
+
+_SPANS = {
+    "data": ("replicate", "shard"),
+    "loss": ("replicate", "shard", "context"),
+    **{axis: (axis,) for axis in AXES},
+}
+_CHIPS = 4  # of a TPU host, where the mesh leaves it open
+_WIDTH = 256
+
+
+def setup_problems(spec: LaunchSpec, plan: Plan) -> tuple[str, ...]:
+    """Why `fxtrain launch --dry` would not start this launch, or `fx.wrap` refuse its plan.
+
+    What depends on the model is not checked: classes and names of modules, sizes of layers. Nor is
+    a strategy whose package is not installed here.
+
+    Effects:
+        Inspects this machine as `--dry` does. Reads the config of a DeepSpeed plan.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> from fxtrain.diagnosis.setups import setup_problems
+        >>> from fxtrain.launch import LaunchSpec
+        >>> setup_problems(LaunchSpec(target="train.py", ranks=2), fx.Plan(strategy="single"))
+        ('plan: Single() trains on one rank, but this context has 2, ...)
+    """
+    try:
+        prepare(spec)
+    except LaunchError as error:
+        return (f"launch: {error.message}",)
+    try:
+        ctx = planned_context(spec, plan)
+        found = plan_problems(ctx, plan)
+    except MissingPackageError:
+        return ()
+    except FxError as error:
+        found = tuple(error.message.splitlines())
+    return tuple(f"plan: {problem}" for problem in found)
+
+
+def section_problems(section: Section) -> tuple[str, ...]:
+    """`setup_problems` of the values of a launch file."""
+    spec = structure({"target": NO_TARGET, **section.launch}, LaunchSpec, ())
+    plan = structure(dict(section.plan), Plan)
+    if "ranks" not in section.launch:
+        spec = attrs.evolve(spec, ranks=default_ranks(spec))
+    return setup_problems(spec, plan)
+
+
+def planned_context(spec: LaunchSpec, plan: Plan) -> DistContext:
+    """The context of rank 0 of a launch, without process groups.
+
+    Raises:
+        MeshError: the mesh of the plan does not fit the ranks.
+    """
+    tpu = spec.launcher.startswith("tpu")
+    asked = Mesh() if plan.mesh is None else plan.mesh
+    count = spec.world_size
+    if spec.launcher in OWN_RANKS or spec.min_nodes is not None:
+        alone = isinstance(plan.strategy, Single)
+        open_axis = -1 in asked.sizes.values() and not alone
+        count = math.prod(size for size in asked.sizes.values() if size > 0)
+        count *= (_CHIPS if tpu else 2 * spec.nodes) if open_axis else 1
+    mesh = resolve_mesh(asked, count)
+    kind = "xla" if tpu else "cpu" if spec.cpu else "cuda"
+    ctx = DistContext(
+        world_size=1 if tpu else count,
+        local_world_size=1 if tpu else spec.ranks,
+        num_nodes=spec.nodes,
+        device=torch.device(kind),
+        comm=_comm(1 if tpu else count),
+        mesh=mesh,
+        devices=count if tpu else 1,
+    )
+    if ctx.world_size == 1:
+        return ctx
+    sizes = {name: math.prod(mesh.sizes[axis] for axis in span) for name, span in _SPANS.items()}
+    axes = {
+        name: attrs.evolve(ctx, world_size=size, comm=_comm(size), mesh=Mesh(replicate=size))
+        for name, size in sizes.items()
+    }
+    return attrs.evolve(ctx, axes=axes)
+
+
+def _comm(ranks: int) -> Comm:
+    return Comm(ranks=tuple(range(ranks)), simulated=True)
+
+
+def plan_problems(ctx: DistContext, plan: Plan) -> tuple[str, ...]:
+    """What `fx.wrap` would refuse of a plan in a context, except for what depends on the model.
+
+    Raises:
+        MissingPackageError: the strategy needs a package that is not installed here.
+        PlanError: no strategy carries out the plan, or the config of DeepSpeed is invalid.
+    """
+    row = strategies().get(type(plan.strategy))
+    if row is None:
+        raise PlanError(f"No strategy is registered for {type(plan.strategy).__name__}.")
+    if isinstance(plan.strategy, DeepSpeed):
+        ranks = ctx.axis("data").world_size
+        base = read_config(plan.strategy)
+        plan = fill_from_config(plan, base, ranks)
+        base = {name: base[name] for name in base if name not in ("optimizer", "scheduler")}
+        config = resolve(plan, base, Inputs(ranks=ranks, partial=True))
+        if problems := config_problems(config, ranks):
+            return problems
+    return problems_of(row, ctx, without_names(plan), stand_in(ctx.mesh))
+
+
+def without_names(plan: Plan) -> Plan:
+    """A plan without names of classes, modules and tensors, which belong to the user's model."""
+    compiled = None if plan.compile is None else attrs.evolve(plan.compile, blocks=())
+    plan = attrs.evolve(plan, recompute=(), recompute_every=1, recompute_keep=(), compile=compiled)
+    if plan.context is not None:
+        plan = attrs.evolve(plan, context=attrs.evolve(plan.context, tables=()))
+    return attrs.evolve(plan, strategy=_nameless(plan.strategy))
+
+
+def _nameless(config: object) -> object:
+    if isinstance(config, FSDP):
+        tensor = None if config.tensor is None else TP(sequence=config.tensor.sequence)
+        names = {"wrap": (), "wrap_by": None, "min_params": None, "ignore": ()}
+        return attrs.evolve(config, **names, tensor=tensor)
+    if isinstance(config, PP):
+        stages = None if config.stages is None else _nameless(config.stages)
+        return attrs.evolve(config, stages=stages, split=(), shared=())
+    if isinstance(config, DeepSpeed):
+        return attrs.evolve(config, leaf_modules=())
+    if isinstance(config, XLA):
+        return attrs.evolve(config, blocks=())
+    return Offload() if isinstance(config, Offload) else config
+
+
+def stand_in(mesh: Mesh) -> nn.Module:
+    """A model that any number of ranks can split: blocks of wide layers, named as Llama's."""
+    width = _WIDTH * mesh.tensor
+
+    def block() -> nn.Module:
+        layers = {name: nn.Linear(width, width) for name in ("up_proj", "down_proj")}
+        return nn.ModuleDict(layers)
+
+    with torch.device("meta"):
+        return nn.ModuleDict({"layers": nn.ModuleList(block() for _ in range(8 * mesh.pipeline))})
