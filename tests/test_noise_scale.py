@@ -44,6 +44,22 @@ def attrs_with_decay(scale, decay):
     return fx.NoiseScale(decay=decay, noise=scale.noise, signal=scale.signal)
 
 
+def test_random_gradients_of_known_trace_and_mean_are_measured():
+    """Means of b rows are drawn directly: their covariance is that of rows, divided by b."""
+    generator = torch.Generator().manual_seed(4)
+    mean, deviations = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([3.0, 1.0, 2.0])
+    scale = fx.NoiseScale(decay=0.999)
+    for small, large in [(4, 64), (8, 128)] * 1500:
+
+        def norm(rows):
+            noise = torch.randn(3, generator=generator) * deviations / math.sqrt(rows)
+            return (mean + noise).norm()
+
+        scale = scale.update((norm(small), small), (norm(large), large))
+    wanted = deviations.square().sum() / mean.square().sum()
+    assert scale.value == pytest.approx(wanted.item(), rel=0.1)
+
+
 def test_a_loop_measures_it():
     """Micro-batches of single rows at fixed parameters, as docs/meters.md does."""
     accumulate = 7
@@ -77,6 +93,7 @@ def test_values_without_an_estimate():
     scale = fx.NoiseScale()
     assert scale.value is None
     assert scale.update((float("inf"), 1), (1.0, 2)) == scale
+    assert scale.update((1e200, 1), (1.0, 2)) == scale  # its square is no float
     assert fx.NoiseScale(decay=0.0).update((10.0, 1), (1.0, 2)).value is None
     assert fx.NoiseScale(decay=0.0).update((1.0, 1), (1.0, 4)).value == 0.0
 

@@ -69,8 +69,9 @@ class NoiseScale:
                 f"NoiseScale.update: small has {b:g} rows, and large {rows:g}. Use a gradient of "
                 f"fewer rows, such as one micro-batch of several or one rank's."
             )
-        noise = (few**2 - many**2) / (1 / b - 1 / rows)
-        signal = (rows * many**2 - b * few**2) / (rows - b)
+        few, many = few * few, many * many  # infinite if too large, where ** raises
+        noise = (few - many) / (1 / b - 1 / rows)
+        signal = (rows * many - b * few) / (rows - b)
         if not (math.isfinite(noise) and math.isfinite(signal)):
             return self
         return attrs.evolve(

@@ -18,6 +18,7 @@ from fxtrain._secret import SECRET, derive_key
 from fxtrain.ops import xla_runtime
 from fxtrain.ops.closing import make_close, make_part_close
 from fxtrain.ops.devices import check_own_device, find_device
+from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.rendezvous_store import first_line, open_store
 from fxtrain.ops.transport.member_groups import open_by_members
 from fxtrain.ops.transport.packets import packets_of
@@ -74,7 +75,8 @@ def detect(
 
     Effects:
         Opens torch's default process group and a gloo group for control traffic when there
-        is more than one rank, and one pair of groups per mesh axis; selects the device.
+        is more than one rank, and one pair of groups per mesh axis, and for the ranks of each node
+        if there are several; selects the device.
         The groups are closed when the `with` block or the process ends. Rank 0 serves the
         rendezvous store, unless the launcher does, at the main address only. On several nodes,
         sets GLOO_SOCKET_IFNAME to the interface towards that address, unless it is set. With the
@@ -259,9 +261,10 @@ def _connect_ranks(
     )
     state.opened_groups.append(comm.control)
     packets_of(comm, topology.rank)  # posts receives, so that other ranks can send
-    axes: dict[str, tuple[int, Comm]] = {}
-    if mesh is not None:
-        axes = _open_axes(comm, shape, topology.rank, wait, device, owned=owned)
+    parts = {} if mesh is None else _mesh_parts(shape)
+    if topology.num_nodes > 1:
+        parts["node"] = _node_parts(_context(topology, device, comm, shape, {}))
+    axes = _open_axes(comm, parts, topology.rank, wait, device, owned=owned)
     return _context(topology, device, comm, shape, axes)
 
 
@@ -297,31 +300,55 @@ def _context(
     return attrs.evolve(ctx, axes=MappingProxyType(along))
 
 
-def _open_axes(
-    comm: Comm, mesh: Mesh, rank: int, wait: timedelta, device: torch.device, *, owned: bool
-) -> dict[str, tuple[int, Comm]]:
-    """One communicator per axis; every rank opens all of them, in the same order."""
+def _mesh_parts(mesh: Mesh) -> dict[str, list[list[int]]]:
+    """The ranks along each axis."""
     spans: dict[str, tuple[str, ...]] = {
         "data": ("replicate", "shard"),
         "loss": ("replicate", "shard", "context"),
         **{axis: (axis,) for axis in AXES},
     }
-    world = comm.ranks
-    opened: dict[tuple[str, ...], Comm] = {}
+    return {name: axis_groups(mesh, span) for name, span in spans.items()}
+
+
+def _node_parts(ctx: DistContext) -> list[list[int]]:
+    """The ranks of each node, wherever the launcher has put them."""
+    if ctx.comm.simulated:
+        nodes = [rank // ctx.local_world_size for rank in range(ctx.world_size)]
+    else:
+        nodes = gather_objects(ctx.node_rank, ctx)
+    parts: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        parts.setdefault(node, []).append(rank)
+    return list(parts.values())
+
+
+def _open_axes(
+    comm: Comm,
+    axis_parts: Mapping[str, list[list[int]]],
+    rank: int,
+    wait: timedelta,
+    device: torch.device,
+    *,
+    owned: bool,
+) -> dict[str, tuple[int, Comm]]:
+    """One communicator per axis; every rank opens all of them, in the same order."""
+    opened: dict[tuple[tuple[int, ...], ...], Comm] = {}
     axes: dict[str, tuple[int, Comm]] = {}
-    for name, span in spans.items():
-        parts = axis_groups(mesh, span)
+    for name, parts in axis_parts.items():
         (mine,) = (part for part in parts if rank in part)
-        real = tuple(axis for axis in span if mesh.sizes[axis] > 1)
-        if tuple(mine) == world:
+        key = tuple(map(tuple, parts))
+        if tuple(mine) == comm.ranks:
             part = comm
-        elif len(mine) == 1:
-            part = Comm(ranks=tuple(mine), timeout_s=comm.timeout_s, checks=comm.checks)
-        elif real in opened:  # data over the replicate axis only is replicate
-            part = opened[real]
+        elif key in opened:  # data over the replicate axis only is replicate
+            part = opened[key]
         else:
-            part = opened[real] = _open_axis(comm, name, parts, mine, wait, device, owned)
-            packets_of(part, mine.index(rank))
+            part = Comm(ranks=tuple(mine), timeout_s=comm.timeout_s, checks=comm.checks)
+            if max(map(len, parts)) > 1:  # nodes may have different numbers of ranks
+                group = _open_axis(comm, name, parts, mine, wait, device, owned)
+                part = group if len(mine) > 1 else part
+            opened[key] = part
+            if len(mine) > 1:
+                packets_of(part, mine.index(rank))
         if part is not comm:
             comm.state.children.add(part.state)
         axes[name] = (mine.index(rank), part)

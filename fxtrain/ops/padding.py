@@ -34,16 +34,20 @@ class Padded(Generic[T]):
             rank.
         heads: First size of each padded tensor leaf, by which `unpad` recognises a gather.
         dim: The dimension that was padded.
+        first: Whether the padding is at its beginning.
     """
 
     data: T = attrs.field(repr=describe)
     lengths: tuple[tuple[int, ...], ...] = attrs.field(metadata=_STATIC)
     heads: tuple[int, ...] = attrs.field(metadata=_STATIC)
     dim: int = attrs.field(metadata=_STATIC)
+    first: bool = attrs.field(default=False, metadata=_STATIC)
 
 
 @known_arguments(CollectiveError)
-def pad(tree: T, ctx: DistContext, dim: int = 0, value: float = 0) -> Padded[T]:
+def pad(
+    tree: T, ctx: DistContext, dim: int = 0, value: float = 0, *, first: bool = False
+) -> Padded[T]:
     """Pad tensors to the same length on every rank, at the end of one dimension.
 
     Args:
@@ -52,6 +56,7 @@ def pad(tree: T, ctx: DistContext, dim: int = 0, value: float = 0) -> Padded[T]:
             are unchanged.
         dim: The dimension to pad; a negative one counts from the end.
         value: The padding value.
+        first: Pad at the beginning of the dimension, as prompts for `generate` are.
 
     Returns:
         The padded tree with every rank's lengths; `.data` is the tree itself. To join ragged
@@ -79,18 +84,19 @@ def pad(tree: T, ctx: DistContext, dim: int = 0, value: float = 0) -> Padded[T]:
         payload = torch.tensor(mine, dtype=torch.int64, device="cpu").view(torch.uint8)
         call = (
             "pad",
-            f"{packed.shape.text} {[_signature_without_dim(t, dim) for t in tensors]}, dim={dim}",
+            f"{packed.shape.text} {[_signature_without_dim(t, dim) for t in tensors]}, dim={dim}, "
+            f"first={first}",
         )
         rows = exchange_payloads(ctx, call, payload)
         ranks = [row.clone().view(torch.int64).tolist() for row in rows]
     lengths = tuple(zip(*ranks, strict=True)) if mine else ()
     padded = [
-        extend(tensor, dim, max(all_ranks), value)
+        extend(tensor, dim, max(all_ranks), value, first=first)
         for tensor, all_ranks in zip(tensors, lengths, strict=True)
     ]
     leaves = packed.others | dict(zip(packed.tensors, padded, strict=True))
     heads = tuple(tensor.shape[0] if tensor.ndim else 1 for tensor in padded)
-    return Padded(data=packed.rebuild(leaves), lengths=lengths, heads=heads, dim=dim)
+    return Padded(data=packed.rebuild(leaves), lengths=lengths, heads=heads, dim=dim, first=first)
 
 
 @known_arguments(CollectiveError)
@@ -133,8 +139,8 @@ def _signature_without_dim(tensor: Tensor, dim: int) -> str:
     return f"{str(tensor.dtype)[6:]}{shape}"
 
 
-def extend(tensor: Tensor, dim: int, length: int, value: float) -> Tensor:
-    """Pad a tensor at the end of one dimension; a tensor without that dimension is unchanged."""
+def extend(tensor: Tensor, dim: int, length: int, value: float, *, first: bool = False) -> Tensor:
+    """Pad a tensor in one dimension; a tensor without that dimension is unchanged."""
     if not _has_dim(tensor, dim) or tensor.shape[dim] >= length:
         return tensor
     if not tensor.numel():  # torch 2.9 cannot pad empty tensors
@@ -143,14 +149,14 @@ def extend(tensor: Tensor, dim: int, length: int, value: float) -> Tensor:
         return tensor.new_full(shape, value)
     behind = tensor.ndim - 1 - dim % tensor.ndim
     gap = length - tensor.shape[dim]
-    return F.pad(tensor, (0, 0) * behind + (0, gap), value=value)
+    return F.pad(tensor, (0, 0) * behind + ((gap, 0) if first else (0, gap)), value=value)
 
 
 def _unpad_leaf(tensor: Tensor, padded: Padded[Any], index: int, ctx: DistContext) -> Tensor:
     lengths, head, dim = padded.lengths[index], padded.heads[index], padded.dim
     world_size = len(lengths)
     if tensor.shape[0] == head:
-        return tensor.narrow(dim, 0, lengths[ctx.rank])
+        return _real(tensor, padded, lengths[ctx.rank])
     if tensor.shape[0] != head * world_size:
         raise DataError(
             f"unpad: found a tensor of shape {list(tensor.shape)}, expected {head} rows as "
@@ -164,5 +170,11 @@ def _unpad_leaf(tensor: Tensor, padded: Padded[Any], index: int, ctx: DistContex
             f"concatenated without padding. Keep the padding, or unpad before the gather."
         )
     return torch.cat(
-        [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
+        [_real(part, padded, length) for part, length in zip(parts, lengths, strict=True)]
     )
+
+
+def _real(tensor: Tensor, padded: Padded[Any], length: int) -> Tensor:
+    """A rank's tensor without its padding."""
+    start = tensor.shape[padded.dim] - length if padded.first else 0
+    return tensor.narrow(padded.dim, start, length)

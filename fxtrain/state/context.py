@@ -247,7 +247,7 @@ class DistContext(Displayed):
         Args:
             name: pipeline, replicate, shard, context or tensor; `data` for replicate × shard
                 together, or `loss` for replicate × shard × context, whose ranks see different
-                tokens.
+                tokens; `node` for the ranks of this machine.
 
         Raises:
             MeshError: there is no such axis.
@@ -261,15 +261,18 @@ class DistContext(Displayed):
         found = self._axes.get(name)
         if found is not None:
             return found
-        if name in ("data", "loss", "replicate") and not self._axes:
+        if name == "node" and self.num_nodes == 1:
             return self
-        if name in self.mesh.sizes and not self._axes:
+        meshless = self._axes.keys() <= {"node"}
+        if name in ("data", "loss", "replicate") and meshless:
+            return self
+        if name in self.mesh.sizes and meshless:
             part = Comm(state=CommState(closed=self.comm.state.closed))
             self.comm.state.children.add(part.state)
             return attrs.evolve(self, rank=0, world_size=1, comm=part, mesh=Mesh(replicate=1))
         raise MeshError(
             f"ctx.axis({name!r}): this context has no such axis. "
-            f"It has data, loss, {', '.join(self.mesh.sizes)}."
+            f"It has data, loss, node, {', '.join(self.mesh.sizes)}."
         )
 
     if not TYPE_CHECKING:  # for a type checker, every name would exist

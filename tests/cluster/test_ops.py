@@ -261,3 +261,15 @@ def test_small_trees_travel_over_kept_routes(pair):
             assert got["empty"][k][0].shape == (0, 4)
             assert got["empty"][k][1].tolist() == [low, high]
             assert [one.tolist() for one in got["double"][k]] == [[low, high]] * 2
+
+
+def _padded_in_front(ctx):
+    x = torch.arange(1, ctx.rank + 2)
+    padded = ops.pad(x, ctx, first=True)
+    both = ops.unpad(ops.gather(padded, ctx), ctx)
+    return padded.data.tolist(), ops.unpad(padded, ctx).tolist(), both.tolist()
+
+
+def test_padding_may_be_in_front(pair):
+    both = [1, 1, 2]
+    assert pair.run(_padded_in_front) == [([0, 1], [1], both), ([1, 2], [1, 2], both)]

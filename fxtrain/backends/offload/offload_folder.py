@@ -4,8 +4,11 @@ import contextlib
 import errno
 import hashlib
 import os
+import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -15,9 +18,16 @@ from fxtrain._reading import open_file
 from fxtrain.models.safetensors_files import Entry, aligned_first, read_header, writing
 from fxtrain.state import Location
 
+if sys.platform == "win32":
+    fcntl = None
+else:
+    import fcntl
+
 __all__ = ["digest_of", "located", "write_unit"]
 
 _PIECE = 1 << 20  # bytes
+_PART = ".part"  # the end of the name of a file that is being written
+_UNLOCKED_S = 60.0  # after which a file that no process has locked is that of a killed one
 
 
 def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Location]:
@@ -26,7 +36,8 @@ def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Locatio
     A file that is there already is used again if its bytes still have that digest.
 
     Effects:
-        Creates the folder. The file appears with all its bytes on disk, or not at all.
+        Creates the folder. The file appears with all its bytes on disk, or not at all. Removes what
+        processes that were killed while writing have left there.
 
     Returns:
         Where each tensor is.
@@ -39,7 +50,8 @@ def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Locatio
     try:
         made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".", suffix=".part")
+        _remove_abandoned(folder)
+        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".", suffix=_PART)
         os.close(descriptor)
         os.unlink(temporary)  # `writing` creates it
         ordered = dict(sorted(tensors.items(), key=lambda one: aligned_first(one[1].nbytes)))
@@ -47,15 +59,17 @@ def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Locatio
             Entry(name=name, dtype=one.dtype, shape=tuple(one.shape))
             for name, one in ordered.items()
         ]
-        with writing(Path(temporary), entries, {"format": "pt"}) as put:
-            for one in ordered.values():
-                put(one)
-        digest = digest_of(Path(temporary))
-        path = folder / f"{digest}.safetensors"
-        if _is_same(path, digest):
-            os.unlink(temporary)
-        else:
-            os.replace(temporary, path)
+        with contextlib.ExitStack() as locked:
+            with writing(Path(temporary), entries, {"format": "pt"}) as put:
+                locked.enter_context(_locked(temporary))
+                for one in ordered.values():
+                    put(one)
+            digest = digest_of(Path(temporary))
+            path = folder / f"{digest}.safetensors"
+            if _is_same(path, digest):
+                os.unlink(temporary)
+            else:
+                os.replace(temporary, path)
     except OSError as error:
         _remove(temporary, folder if made else None)
         raise _refusal(folder, tensors, error) from error
@@ -63,6 +77,30 @@ def write_unit(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Locatio
         _remove(temporary, folder if made else None)
         raise
     return located(path)
+
+
+@contextmanager
+def _locked(path: str) -> Iterator[bool]:
+    """Lock a file for as long as this process lives, at most for the block; whether it was free."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield fcntl is not None
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove files of processes that were killed while they wrote them."""
+    for path in folder.glob(f".*{_PART}"):
+        with contextlib.suppress(OSError):  # another process has removed it, or may not
+            if time.time() - path.stat().st_mtime > _UNLOCKED_S:
+                with _locked(str(path)) as is_free:
+                    if is_free:
+                        path.unlink()
 
 
 def located(path: Path) -> dict[str, Location]:
