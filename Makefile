@@ -28,7 +28,7 @@ test: $(VENV)/.test
 # Programs, launchers and meshes of four ranks, each of which takes seconds.
 test-slow: export PYTHONDONTWRITEBYTECODE :=
 test-slow: $(VENV)/.test
-	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow and not deepspeed and not launchers' --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder tests property_tests
+	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow and not deepspeed and not launchers and not nodes' --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder tests property_tests
 
 # The CPU Adam operator is compiled first, since that takes longer than a test may.
 test-deepspeed: export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -40,9 +40,9 @@ test-deepspeed: $(VENV)/.test-deepspeed
 test-shadow: $(VENV)/.test
 	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m shadow tests/devices
 
-# On machines made of namespaces, as root.
+# On machines made of namespaces, as root. All of them: -m nodes.
 test-nodes: $(VENV)/.test
-	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nodes tests/nodes
+	CI=$(CI) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'nodes and not slow' tests/nodes
 
 # With the python3 that has torch for CUDA, and no environment of its own; see docs/gpu.md.
 test-gpu:

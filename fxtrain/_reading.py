@@ -1,14 +1,16 @@
-"""Paths that a user passes: validating them, and reading regular files up to a size."""
+"""Paths that a user passes: validating them, reading files up to a size, writing files whole."""
 
 import errno
 import io
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 __all__ = [
     "LONGEST_LINE", "StrPath", "lines_of", "open_file", "path_problem", "read_file", "read_text",
+    "write_file",
 ]  # fmt: skip
 
 StrPath = str | os.PathLike[str]
@@ -115,6 +117,30 @@ def lines_of(file: BinaryIO, longest: int = LONGEST_LINE) -> Iterator[bytes | No
         while line and not line.endswith(b"\n"):
             line = file.readline(longest)
         yield None
+
+
+def write_file(path: StrPath, data: bytes | str) -> None:
+    """Write a file completely or not at all; an earlier file of that name stays if this fails.
+
+    Raises:
+        OSError: it cannot be written, with its name.
+    """
+    raw = data.encode() if isinstance(data, str) else data
+    folder, name = os.path.split(os.path.realpath(path))
+    is_special = os.path.exists(path) and not os.path.isfile(path)  # such as /dev/stdout
+    draft = path if is_special else os.path.join(folder, f".fxtrain-draft-{secrets.token_hex(4)}")
+    try:
+        try:
+            with open(draft, "wb") as file:
+                file.write(raw)
+            if not is_special:
+                os.replace(draft, os.path.join(folder, name))
+        except BaseException:
+            if not is_special and os.path.exists(draft):
+                os.unlink(draft)
+            raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _check(mode: int, path: str | os.PathLike[str]) -> None:

@@ -145,7 +145,7 @@ def test_an_update_is_the_mean_over_what_its_window_holds(
     plan = fx.Plan(
         accumulate=accumulate,
         flush=flush,
-        sync_each=sync_each or how == "fsdp",  # which else saves no open window
+        sync_each=sync_each,
         batch="global" if shared else "per_rank",
         even=even,
         **STRATEGIES[how],

@@ -198,7 +198,7 @@ def read_lock(raw: bytes) -> tuple[str | None, Owner | None]:
     try:
         data = parse_json(raw)
         return data["token"], owner_from(data["owner"])
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError):
         return None, None
 
 

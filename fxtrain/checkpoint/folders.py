@@ -27,6 +27,9 @@ __all__ += ["list_checkpoints", "next_order", "read_manifest"]
 
 _NAME = re.compile(r"update-(\d{10,18})(?:\.(\d{1,9}))?")
 _LARGEST = 1 << 30
+# What folders of Accelerate, DeepSpeed and torch's DCP contain.
+_FOREIGN = {".metadata", "zero_to_fp32.py", "optimizer.bin"}
+_FOREIGN_STARTS = ("pytorch_model_fsdp_", "random_states_", "mp_rank_", "zero_pp_rank_")
 _LOG = logging.getLogger(__name__)
 
 
@@ -165,8 +168,19 @@ def checkpoint_at(path: Any) -> Storage:
     except OSError as error:
         raise CheckpointError(f"No checkpoint at {path}: {error}", code="FX601") from error
     if newest is None:
-        raise CheckpointError(f"No complete checkpoint in {storage}.", code="FX601")
+        raise CheckpointError(f"No complete checkpoint in {storage}.{_hint(storage)}", code="FX601")
     return open_storage(newest)
+
+
+def _hint(folder: Storage) -> str:
+    """What to do with files of another library in a folder."""
+    names = (*folder.files(), *folder.folders())
+    if any(name in _FOREIGN or name.startswith(_FOREIGN_STARTS) for name in names):
+        return (
+            " It contains a checkpoint of Accelerate, DeepSpeed or torch: convert it with "
+            "fxtrain import SOURCE FOLDER, or load its weights with fx.load_model."
+        )
+    return ""
 
 
 def _first_whole(folder: Storage, found: Iterable[Found]) -> str | None:

@@ -123,7 +123,7 @@ class LocalStorage:
         descriptor = self._descriptor(name)
         with reading(os.path.join(self.path, name)), os.fdopen(descriptor, "rb") as file:
             if (size := os.fstat(descriptor).st_size) > most:
-                raise CheckpointError(f"{name} has {size} bytes; the limit is {most}.")
+                raise CheckpointError(f"{self.path}/{name} has {size} bytes; the limit is {most}.")
             return file.read()
 
     @contextmanager

@@ -205,8 +205,6 @@ def _body(raw: bytes) -> memoryview:
 def _parse(body: memoryview) -> dict[str, Any]:
     try:
         data = parse_json(bytes(body))
-    except RecursionError:
-        raise CheckpointError("The manifest is nested too deeply.", code="FX602") from None
     except ValueError as error:
         raise CheckpointError(
             f"The manifest is not JSON: {str(error).rstrip('.')}.", code="FX602"

@@ -57,10 +57,12 @@ def merge(
         The paths of the weight files.
 
     Effects:
-        Reads only the weights, one tensor at a time. No collectives: call it on one rank.
+        Reads only the weights, one tensor at a time. No collectives: call it on one rank. Calls
+        of several processes for one folder write it one after the other.
 
     Raises:
-        CheckpointError: the checkpoint or the model does not exist, or is damaged.
+        CheckpointError: the checkpoint or the model does not exist, or is damaged; or the folder
+            cannot be written.
 
     Example:
         >>> import fxtrain as fx, tempfile, torch
@@ -76,13 +78,16 @@ def merge(
     if problem := path_problem(folder):
         raise CheckpointError(f"merge(folder=...): {problem}.")
     target = Path(folder).absolute()
-    with open_reader(found.storage, found.manifest) as reader, staging(target) as source:
-        for file in files:
-            with writing(source / file.name, file.entries, file.metadata) as put:
-                for entry in file.entries:
-                    put(reader.new(found.prefix + entry.name))
-        write_index(source, files)
-        commit(source, target)
+    try:
+        with open_reader(found.storage, found.manifest) as reader, staging(target) as source:
+            for file in files:
+                with writing(source / file.name, file.entries, file.metadata) as put:
+                    for entry in file.entries:
+                        put(reader.new(found.prefix + entry.name))
+            write_index(source, files)
+            commit(source, target)
+    except OSError as error:
+        raise CheckpointError(f"merge from {found.storage} to {target}: {error}.") from error
     return tuple(target / file.name for file in files)
 
 

@@ -88,7 +88,7 @@ class RemoteStorage:
         with _reached(f"{self.url}/{name}"):
             size = self.system.size(f"{self.path}/{name}")
             if size is None or size > most:
-                raise CheckpointError(f"{name} has {size} bytes; the limit is {most}.")
+                raise CheckpointError(f"{self.path}/{name} has {size} bytes; the limit is {most}.")
             return self.system.cat_file(f"{self.path}/{name}")
 
     @contextmanager

@@ -19,7 +19,7 @@ from fxtrain.state import Position, parse_json
 __all__ = ["Verified", "verify"]
 
 # Exceptions that parsing an invalid safetensors header may raise.
-_MALFORMED = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError)
+_MALFORMED = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
 
 
 @with_known_arguments(CheckpointError, use="fx.verify(path)")

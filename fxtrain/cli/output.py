@@ -1,9 +1,11 @@
 """Output of commands: tables and lines for people, JSON for programs."""
 
+import io
 import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -12,8 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from fxtrain._errors import escape_unprintable
+from fxtrain._reading import write_file
 
-__all__ = ["as_json", "print_json", "print_renderable", "print_table", "say", "warn"]
+__all__ = [
+    "as_json", "print_json", "print_renderable", "print_table", "save_picture", "say", "warn",
+]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,6 +65,13 @@ def print_renderable(table: RenderableType) -> None:
         console.print(table)
     # Without trailing blanks, which would be copied along.
     click.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
+
+
+def save_picture(figure: Any, path: str | Path) -> None:
+    """Write a figure of matplotlib in the format of its suffix, completely or not at all."""
+    data = io.BytesIO()
+    figure.savefig(data, format=Path(path).suffix.removeprefix(".").lower())
+    write_file(path, data.getvalue())
 
 
 def say(text: str) -> None:

@@ -14,9 +14,9 @@ import click
 
 from fxtrain._errors import LaunchError, PlanError
 from fxtrain._optional import optional
-from fxtrain._reading import read_text
+from fxtrain._reading import read_text, write_file
 from fxtrain.cli.exit_codes import Exit
-from fxtrain.cli.output import as_json
+from fxtrain.cli.output import as_json, save_picture
 from fxtrain.launch import LaunchSpec, check_target, plan_variable
 from fxtrain.launch.fields import name_values
 
@@ -89,9 +89,9 @@ def plan(
         return code or Exit.FOUND
     found = state.loads(text, state.DryRun)
     if save is not None:
-        Path(save).write_text(text, encoding="utf-8")
+        write_file(save, text)
     if picture is not None:
-        runs.plot(found).savefig(picture)
+        save_picture(runs.plot(found), picture)
     if json_:
         sys.stdout.write(text)
     else:

@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from fxtrain._byte_units import show_bytes
-from fxtrain.cli.output import say
+from fxtrain._reading import write_file
+from fxtrain.cli.output import save_picture, say
 from fxtrain.report import page_of, picture_of, read_curves
 
 __all__ = ["REPORT"]
@@ -48,9 +49,9 @@ def REPORT(
     processes = min(os.cpu_count() or 1, _MOST_PROCESSES)
     found = read_curves(runs, file=file, processes=processes)
     if curve is None:
-        path.write_text(page_of(found), encoding="utf-8", newline="\n")
+        write_file(path, page_of(found))
     else:
-        picture_of(found, curve, over=over).savefig(path)
+        save_picture(picture_of(found, curve, over=over), path)
     say(f"Wrote {path} ({show_bytes(path.stat().st_size)}).")
 
 

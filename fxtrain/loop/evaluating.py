@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,42 @@ __all__ = ["evaluate"]
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
+
+
+_Value = Tensor | float | Weighted | list[float]
+
+
+@overload
+def evaluate(
+    ctx: DistContext,
+    model: Wrapped[M],
+    loader: Sharded[T] | DataLoader[T],
+    fn: Callable[[Wrapped[M], Batch[T]], _Value],
+    *,
+    metrics: None = None,
+) -> float: ...
+
+
+@overload
+def evaluate(
+    ctx: DistContext,
+    model: Wrapped[M],
+    loader: Sharded[T] | DataLoader[T],
+    fn: Callable[[Wrapped[M], Batch[T]], Mapping[str, _Value]],
+    *,
+    metrics: None = None,
+) -> dict[str, float]: ...
+
+
+@overload
+def evaluate(
+    ctx: DistContext,
+    model: Wrapped[M],
+    loader: Sharded[T] | DataLoader[T],
+    fn: Callable[[Wrapped[M], Batch[T]], object],
+    *,
+    metrics: object = None,
+) -> Any: ...
 
 
 @known_arguments(PlanError)

@@ -116,23 +116,53 @@ def split(entries: Sequence[Entry], limit: int, others: Mapping[str, str]) -> tu
 def staging(folder: Path) -> Iterator[Path]:
     """A new staging folder for files that `commit` moves into `folder`.
 
-    It is inside `folder`, so that moving needs no copy even if that is a mount point.
+    It is inside `folder`, so that moving needs no copy even if that is a mount point. Processes
+    that export into one folder do so one after the other.
 
     Effects:
         Creates the folder, removes leftovers of an interrupted export, and removes the staging
         folder at the end.
+
+    Raises:
+        CheckpointError: the folder is a file, or another process exports into it and the file
+            system has no locks.
     """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file. Export into a folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(f"{_STAGING}*"):
-        shutil.rmtree(left)
-    fresh = Path(tempfile.mkdtemp(prefix=_STAGING, dir=folder))
+    with _lock(folder):
+        for left in folder.glob(f"{_STAGING}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        fresh = Path(tempfile.mkdtemp(prefix=_STAGING, dir=folder))
+        try:
+            yield fresh
+        except FileNotFoundError as error:
+            if fresh.is_dir():
+                raise
+            raise CheckpointError(
+                f"{folder}: another process exports into this folder, and removed the files of "
+                f"this one. Export or merge on one rank, or into a folder per process."
+            ) from error
+        finally:
+            # An error here must not hide the original one; the next export removes leftovers.
+            shutil.rmtree(fresh, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Wait until no other process exports into a folder."""
+    if os.name != "posix":
+        yield
+        return
+    import fcntl  # not on every system
+
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        yield fresh
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
     finally:
-        # An error here must not hide the original one; the next export removes leftovers.
-        shutil.rmtree(fresh, ignore_errors=True)
+        os.close(handle)
 
 
 def commit(source: Path, folder: Path) -> None:

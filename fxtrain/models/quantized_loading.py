@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fxtrain._errors import CheckpointError
+from fxtrain._errors import CheckpointError, FxError
 from fxtrain._reading import read_file
 from fxtrain.models.safetensors_files import Entry, parse_json
 from fxtrain.models.stored_layers import StoredLayer, record_of
@@ -25,7 +25,7 @@ from fxtrain.precision import (
     quantized_layers,
     shape_problem,
 )
-from fxtrain.state import Part, Quantize, Wrapped
+from fxtrain.state import Part, Quantize, Wrapped, shown
 
 __all__ = [
     "LayersToLoad",
@@ -145,7 +145,8 @@ def put_stored_layers(
     Raises:
         CheckpointError: they do not fit the model.
     """
-    described = record or record_of(found.layers, found.metadata, _config_of(source))
+    config = _config_of(source)
+    described = record or record_of(found.what, found.layers, found.metadata, config)
     made: dict[str, nn.Module] = {}
     for name, stored in found.layers.items():
         part = _part(module, name)
@@ -159,7 +160,7 @@ def put_stored_layers(
         for key in stored.keys:
             entry = found.entries[f"{name}.{key}"]
             tensors[key] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        made[name] = _built(name, part, tensors, stored, described)
+        made[name] = _built(found.what, name, part, tensors, stored, described)
         if record is not None and (other := difference(made[name], stored.library, record)):
             wanted, has = other
             raise CheckpointError(
@@ -258,7 +259,12 @@ def _part(module: nn.Module, name: str) -> nn.Module | None:
 
 
 def _built(
-    name: str, part: nn.Linear, tensors: Any, stored: StoredLayer, record: Quantize | None
+    what: str,
+    name: str,
+    part: nn.Linear,
+    tensors: Any,
+    stored: StoredLayer,
+    record: Quantize | None,
 ) -> nn.Module:
     wanted = (part.out_features, part.in_features)
     try:
@@ -266,21 +272,23 @@ def _built(
         weight: Any = made.weight
         shape = tuple(stored.facts.get("shape") or weight.shape)
         problem = shape_problem(stored.library, tensors, stored.facts, wanted)
-    except (KeyError, ValueError, TypeError, AssertionError) as error:
+    except FxError:
+        raise
+    except Exception as error:  # the library reads the description, and raises anything
         raise CheckpointError(
-            f"load_model: the description of the quantised layer {name} is damaged: "
+            f"load_model: in {what}, the description of the quantised layer {name} is damaged: "
             f"{type(error).__name__}: {str(error)[:200]}.",
             code="FX602",
         ) from error
     if shape != wanted:
         raise CheckpointError(
-            f"load_model: the quantised layer {name} is {list(shape)} in the source, and "
+            f"load_model: the quantised layer {name} is {shown(list(shape))} in {what}, and "
             f"{list(wanted)} in the model."
         )
     if problem is not None:
         raise CheckpointError(
-            f"load_model: the quantised layer {name} is damaged: {problem}. Export or download the "
-            f"model again.",
+            f"load_model: in {what}, the quantised layer {name} is damaged: {problem}. Export or "
+            f"download the model again.",
             code="FX602",
         )
     return made

@@ -150,8 +150,6 @@ def parse_json(raw: bytes, path: Path) -> dict[str, Any]:
     """
     try:
         return _mapping(parse(raw), path, "the header")
-    except RecursionError:
-        raise _damaged(path, "invalid JSON: nested too deeply") from None
     except ValueError as error:
         raise _damaged(path, f"invalid JSON: {str(error)[:500]}") from None
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fxtrain._errors import CheckpointError, FxError
 from fxtrain.models.safetensors_files import Entry
 from fxtrain.precision import BNB4, BNB8, TORCHAO, Library, quantized_layers
-from fxtrain.state import Bnb4, Bnb8, Quantize, Weight, structure
+from fxtrain.state import Bnb4, Bnb8, Quantize, Weight, parse_json, shown, structure
 
 __all__ = [
     "DESCRIPTION",
@@ -31,6 +31,7 @@ DESCRIPTION = "fxtrain.quantize"
 _SUMMARY = ".weight.quant_state.bitsandbytes__"
 _OFFSET = "weight.nested_offset"
 _NAMES = "tensor_names"
+_MAX_SUMMARY_BYTES = 100_000
 _SUMMARY_KEYS = ("quant_type", "blocksize", "shape", "dtype")
 
 
@@ -54,9 +55,15 @@ class StoredLayer:
 
 
 def stored_layers(
-    entries: Mapping[str, Entry], metadata: Mapping[str, str], read: Callable[[str], Tensor]
+    what: str,
+    entries: Mapping[str, Entry],
+    metadata: Mapping[str, str],
+    read: Callable[[str], Tensor],
 ) -> dict[str, StoredLayer]:
     """The quantised layers among the tensors of a source.
+
+    Args:
+        what: The source, for messages.
 
     Raises:
         CheckpointError: the description of a layer is damaged.
@@ -65,7 +72,7 @@ def stored_layers(
     for name, entry in entries.items():
         layer, mark, _ = name.partition(_SUMMARY)
         if mark:
-            found[layer] = _stored4(layer, name, entries, read)
+            found[layer] = _stored4(what, layer, name, entries, read)
         elif name.endswith(".SCB"):
             layer = name.removesuffix(".SCB")
             weight = entries.get(f"{layer}.weight")
@@ -74,13 +81,19 @@ def stored_layers(
                 found[layer] = StoredLayer(
                     library=BNB8, keys=("weight", "SCB"), facts={}, summaries=(summary,)
                 )
-    return found | _stored_torchao(entries, metadata)
+    return found | _stored_torchao(what, entries, metadata)
 
 
 def record_of(
-    layers: Mapping[str, StoredLayer], metadata: Mapping[str, str], config: Mapping[str, Any]
+    what: str,
+    layers: Mapping[str, StoredLayer],
+    metadata: Mapping[str, str],
+    config: Mapping[str, Any],
 ) -> Quantize | None:
     """How layers compute, as far as a file or a transformers configuration says so.
+
+    Args:
+        what: The source, for messages.
 
     Raises:
         CheckpointError: a description is damaged.
@@ -88,7 +101,7 @@ def record_of(
     libraries = {stored.library for stored in layers.values()}
     try:
         if DESCRIPTION in metadata:
-            data = json.loads(metadata[DESCRIPTION])
+            data = parse_json(metadata[DESCRIPTION])
             kinds = {"bnb4": Bnb4, "bnb8": Bnb8}
             return structure(data, kinds[data["kind"]]) if data["kind"] in kinds else None
         if BNB8 in libraries and "llm_int8_threshold" in config:
@@ -97,9 +110,7 @@ def record_of(
             words = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
             return Bnb4(compute=words[config["bnb_4bit_compute_dtype"]])  # type: ignore[arg-type]
     except (ValueError, KeyError, TypeError, FxError) as error:
-        raise CheckpointError(
-            f"The description of quantised weights is damaged: {str(error)[:200]}.", code="FX602"
-        ) from error
+        raise _damaged(what, "its description of quantised weights", error) from error
     return None
 
 
@@ -142,30 +153,41 @@ def file_metadata(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def _damaged(what: str, subject: str, error: Exception | str) -> CheckpointError:
+    return CheckpointError(
+        f"load_model: {what} is damaged: {subject}: {str(error)[:200]}. Export or download the "
+        f"model again.",
+        code="FX602",
+    )
+
+
 def _stored4(
-    layer: str, name: str, entries: Mapping[str, Entry], read: Callable[[str], Tensor]
+    what: str,
+    layer: str,
+    name: str,
+    entries: Mapping[str, Entry],
+    read: Callable[[str], Tensor],
 ) -> StoredLayer:
     try:
-        facts = json.loads(bytes(read(name).tolist()))
+        if entries[name].dtype != torch.uint8 or entries[name].nbytes > _MAX_SUMMARY_BYTES:
+            raise ValueError("it is not a text")
+        facts = parse_json(bytes(read(name).flatten().tolist()))
         missing = [key for key in _SUMMARY_KEYS if key not in facts]
-        if missing or not hasattr(torch, facts["dtype"]) or facts["quant_type"] not in name:
-            raise ValueError(f"{missing or facts['dtype']!r}")
+        if missing or facts["quant_type"] not in ("nf4", "fp4") or facts["quant_type"] not in name:
+            raise ValueError(f"missing or wrong: {', '.join(missing) or 'quant_type'}")
         offset = facts.get("nested_offset")
+        if type(offset) not in (int, float, type(None)):
+            raise ValueError(f"nested_offset is {shown(offset)}")
         values = {} if offset is None else {_OFFSET: torch.tensor(float(offset), device="cpu")}
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{name} should describe a four-bit layer of bitsandbytes, and is damaged: "
-            f"{str(error)[:200]}. Export or download the model again.",
-            code="FX602",
-        ) from error
+    except (ValueError, TypeError, OverflowError) as error:
+        subject = f"{name}, which describes a four-bit layer of bitsandbytes"
+        raise _damaged(what, subject, error) from error
     stored = ("weight", "weight.absmax", "weight.quant_map")
     nested = ("weight.nested_absmax", "weight.nested_quant_map") if values else ()
     for key in (*stored, *nested):
         if f"{layer}.{key}" not in entries:
-            raise CheckpointError(
-                f"{layer} is a four-bit layer of bitsandbytes, but the source has no "
-                f"{layer}.{key}. Export or download the model again."
-            )
+            subject = f"{layer}, a four-bit layer of bitsandbytes"
+            raise _damaged(what, subject, f"there is no {layer}.{key}")
     return StoredLayer(
         library=BNB4,
         keys=(*stored, *nested, *values),
@@ -176,12 +198,13 @@ def _stored4(
 
 
 def _stored_torchao(
-    entries: Mapping[str, Entry], metadata: Mapping[str, str]
+    what: str, entries: Mapping[str, Entry], metadata: Mapping[str, str]
 ) -> dict[str, StoredLayer]:
     found: dict[str, StoredLayer] = {}
+    name = _NAMES
     try:
-        for name in json.loads(metadata.get(_NAMES, "[]")):
-            facts = json.loads(metadata[name])
+        for name in parse_json(metadata.get(_NAMES, "[]")):
+            facts = parse_json(metadata[name])
             if "_tensor_data_names" not in facts or not name.endswith(".weight"):
                 continue
             layer = name.removesuffix(".weight")
@@ -189,11 +212,8 @@ def _stored_torchao(
             if all(f"{layer}.{key}" in entries for key in keys):
                 found[layer] = StoredLayer(library=TORCHAO, keys=keys, facts=facts)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"The metadata of torchao's tensors is damaged: {str(error)[:200]}. Export or "
-            f"download the model again.",
-            code="FX602",
-        ) from error
+        subject = f"the metadata of torchao's tensor {shown(name)}"
+        raise _damaged(what, subject, f"{type(error).__name__}: {error}") from error
     return found
 
 

@@ -166,7 +166,9 @@ def _renamed_layers(source: Source, after: Mapping[str, str]) -> dict[str, Store
 
 def with_layers(source: Source) -> Source:
     """The same source with its quantised layers found, and their values as tensors only."""
-    layers = stored_layers(source.entries, source.metadata, lambda name: source.read(name, None))
+    layers = stored_layers(
+        source.what, source.entries, source.metadata, lambda name: source.read(name, None)
+    )
     if not layers:
         return source
     entries = dict(source.entries)

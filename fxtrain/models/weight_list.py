@@ -244,7 +244,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = parse_json(read_file(path, _MAX_BYTES))
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error}.") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise PlanError(f"{path} is not JSON: {str(error)[:_MAX_REASON_LENGTH]}.") from error
     if not isinstance(data, dict):
         raise PlanError(f"{path}: expected a JSON object, found {type(data).__name__}.")

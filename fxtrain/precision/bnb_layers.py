@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fxtrain._errors import CheckpointError
 from fxtrain._optional import optional
 from fxtrain.precision.library import Library, Tensors, is_sharded, quiet
-from fxtrain.state import Bnb4, Bnb8, Quantize
+from fxtrain.state import Bnb4, Bnb8, Quantize, shown
 
-__all__ = ["BNB4", "BNB8", "state_of4"]
+__all__ = ["BNB4", "BNB8", "float_dtype", "state_of4"]
 
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 _NESTED_BLOCK = 256
@@ -179,7 +179,7 @@ def _put4(part: nn.Module, tensors: Tensors, facts: Mapping[str, Any] | None = N
             absmax=tensors["weight.nested_absmax"],
             blocksize=facts["nested_blocksize"],
             code=tensors["weight.nested_quant_map"],
-            dtype=getattr(torch, facts["nested_dtype"]),
+            dtype=float_dtype(facts["nested_dtype"]),
         )
     state = bnb.functional.QuantState(
         absmax=tensors["weight.absmax"],
@@ -187,7 +187,7 @@ def _put4(part: nn.Module, tensors: Tensors, facts: Mapping[str, Any] | None = N
         code=tensors["weight.quant_map"],
         blocksize=facts["blocksize"],
         quant_type=facts["quant_type"],
-        dtype=getattr(torch, facts["dtype"]),
+        dtype=float_dtype(facts["dtype"]),
         offset=tensors.get("weight.nested_offset"),
         state2=nested,
     )
@@ -207,6 +207,18 @@ def _put4(part: nn.Module, tensors: Tensors, facts: Mapping[str, Any] | None = N
         bnb_quantized=True,
         module=None,
     )
+
+
+def float_dtype(name: Any) -> torch.dtype:
+    """A floating dtype by its name.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    dtype = getattr(torch, name, None) if type(name) is str else None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"a weight of {shown(name)}")
+    return dtype
 
 
 def _facts4(part: nn.Module) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxtrain._optional import optional
 from fxtrain.precision.library import Library, Tensors, quiet
-from fxtrain.state import Quantize
+from fxtrain.state import Quantize, shown
 from fxtrain.state import Torchao as Record
 
 __all__ = ["LOGGERS", "TORCHAO", "has_float8", "import_torchao", "torchao_config"]
@@ -200,6 +200,10 @@ def _build(
         weight = _int2().Int2Tensor(inner["qdata"], inner["scale"], facts["_data"]["group"])
     else:
         weight = _safetensors().object_from_dict({**facts, "_data": {**facts["_data"], **inner}})
+        for name in ("act_quant_kwargs", "mm_config", "kernel_preference"):
+            value = getattr(weight, name, None)
+            if value is not None and not type(value).__module__.startswith("torchao."):
+                raise ValueError(f"{name} is {shown(value)}")
     made.weight = _frozen(weight)
     return made
 

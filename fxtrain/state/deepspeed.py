@@ -34,7 +34,7 @@ def _canonical(value: str | Mapping[str, object] | None) -> str | None:
         return value
     try:
         return _one_form(parse_json(value))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise PlanError(
             f"DeepSpeed(config=...) looks like JSON text, but is invalid: {error}. "
             f"Pass a path, a dict, or JSON text."

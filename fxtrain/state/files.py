@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain._optional import optional
-from fxtrain._reading import path_problem, read_text
+from fxtrain._reading import path_problem, read_text, write_file
 from fxtrain.state.converters import plain, structure
 from fxtrain.state.parsing import Format, from_environment, merge, parse_text, put
 from fxtrain.state.plan import Plan
@@ -132,7 +132,7 @@ def _read(path: str | Path, cls: type[T], call: str) -> T:
 def _write(record: Any, path: str | Path, call: str) -> None:
     text = dumps(record, _format_of(path))
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        write_file(path, text)
     except OSError as error:
         raise PlanError(f"{call}({str(path)!r}): {error}.", code="FX201") from error
 

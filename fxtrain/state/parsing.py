@@ -54,8 +54,7 @@ def parse_json(text: str | bytes) -> Any:
     Each key appears once in its table, numbers are finite, and text can be encoded as UTF-8.
 
     Raises:
-        ValueError: it is not.
-        RecursionError: it is nested too deeply.
+        ValueError: it is not, or it is nested too deeply.
 
     Example:
         >>> from fxtrain.state import parse_json
@@ -64,11 +63,14 @@ def parse_json(text: str | bytes) -> Any:
         ValueError: 1e999 is not a finite number.
     """
     text = text if isinstance(text, str) else text.decode()
-    data = json.loads(
-        text, object_pairs_hook=unique_keys, parse_float=_finite, parse_constant=_no_number
-    )
-    if "\\ud" in text or "\\uD" in text:  # may be half a surrogate pair
-        json.dumps(data, ensure_ascii=False).encode()
+    try:
+        data = json.loads(
+            text, object_pairs_hook=unique_keys, parse_float=_finite, parse_constant=_no_number
+        )
+        if "\\ud" in text or "\\uD" in text:  # may be half a surrogate pair
+            json.dumps(data, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     return data
 
 

@@ -14,6 +14,7 @@ from urllib.parse import quote
 import attrs
 from torch import Tensor
 
+from fxtrain._reading import write_file
 from fxtrain.state import JsonLines, Position
 from fxtrain.track.png import png
 from fxtrain.track.run_folder import draft_of, remove_drafts
@@ -117,7 +118,7 @@ def _text(lines: Lines, name: str, text: str, at: At) -> None:
 def _image(lines: Lines, name: str, image: Tensor, at: At) -> None:
     lines.images.mkdir(parents=True, exist_ok=True)
     path = lines.images / f"{quote(name, safe='')[:_LONGEST_NAME]}-{at.step}.png"
-    path.write_bytes(png(image))
+    write_file(path, png(image))
     _write(lines, at, image={name: os.path.relpath(path, lines.path.parent)})
 
 

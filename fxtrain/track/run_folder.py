@@ -118,7 +118,7 @@ def read_identity(folder: Path) -> Identity | None:
         data = parse_json(read_text(path))
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise PlanError(f"{path} is not a valid run file: {str(error)[:200]}") from None
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise PlanError(

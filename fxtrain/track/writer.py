@@ -2,9 +2,11 @@
 
 import logging
 import queue
+import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -113,7 +115,7 @@ class Writer:
         if not self._ended.wait(max(0.0, until - time.monotonic())):
             self._warn("close", f"{self.tracker.name} was not closed: {self._behind()}")
         elif self.tracker.closed_by_caller:
-            self._call("close", self.tracker.close, self.native, failed)
+            self._call("close", _until(until, self.tracker.close), self.native, failed)
         if lost := sum(self._lost.values()):
             what = ", ".join(f"{count} of {kind}" for kind, count in sorted(self._lost.items()))
             self._warn("lost", f"{self.tracker.name} lost {lost} entries of this run: {what}.")
@@ -227,6 +229,32 @@ class Writer:
                 f"other trackers have the entry; further failures of this kind are counted.",
             )
             return False
+
+
+def _until(until: float, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that raises TimeoutError in the main thread, if that is where it does not end."""
+
+    def give_up(*_: Any) -> None:
+        raise TimeoutError("it did not end in time. Check whether its disk or server responds")
+
+    def call(*arguments: Any) -> None:
+        left = max(0.001, until - time.monotonic())
+        main = threading.current_thread() is threading.main_thread()
+        if not main or not hasattr(signal, "SIGALRM"):
+            function(*arguments)
+            return
+        others = signal.getitimer(signal.ITIMER_REAL)[0]  # an alarm of the program itself
+        started = time.monotonic()
+        before = signal.signal(signal.SIGALRM, give_up)
+        signal.setitimer(signal.ITIMER_REAL, left)
+        try:
+            function(*arguments)
+        finally:
+            rest = max(0.001, others - (time.monotonic() - started)) if others else 0
+            signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_REAL, rest)
+
+    return call
 
 
 @attrs.frozen

@@ -3,7 +3,6 @@
 import errno
 import os
 import resource
-import subprocess
 import tempfile
 from contextlib import contextmanager
 
@@ -129,42 +128,6 @@ def test_no_memory_for_the_copy_on_one_rank(pair, rank, tmp_path):
         assert text is not None and f"rank {rank}: MemoryError" in text
         assert left == [FIRST]
     assert fx.verify(tmp_path).position.updates == 3
-
-
-@pytest.fixture
-def tiny_disk():
-    """A file system of 256 KiB."""
-    with tempfile.TemporaryDirectory() as folder:
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=256k", "none", folder], capture_output=True
-        )
-        if mounted.returncode:
-            pytest.skip("mounting a small file system needs root")
-        try:
-            yield folder
-        finally:
-            subprocess.run(["umount", folder], check=True)
-
-
-def _fill_up(ctx, folder):
-    model = fx.wrap(nn.Linear(192, 192), ctx)  # 148 kB, and 30 kB of generators
-    texts = []
-    for update in (1, 2, 3):
-        try:
-            fx.save(folder, ctx, model, position=fx.Position(updates=update))
-            texts.append(None)
-        except fx.CheckpointError as error:
-            texts.append(str(error))
-    return texts
-
-
-def test_a_disk_that_is_full(pair, tiny_disk):
-    for texts in pair.run(_fill_up, tiny_disk):
-        assert texts[0] is None
-        assert "No space left on device" in texts[1] and "No space left on device" in texts[2]
-    assert os.listdir(tiny_disk) == [FIRST]
-    assert fx.latest(tiny_disk) == os.path.join(tiny_disk, FIRST)
-    fx.verify(tiny_disk)
 
 
 def _as_nobody(ctx, folder):

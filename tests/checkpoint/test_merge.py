@@ -1,9 +1,11 @@
 """From a checkpoint to a model's files, and the commands that look at checkpoints."""
 
 import json
+import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 
@@ -116,3 +118,50 @@ def test_the_commands(tmp_path, capsys):
     assert main(["verify", str(tmp_path / "runs")]) == 1
     assert "was changed in rank-00000.safetensors" in capsys.readouterr().err
     assert main(["verify", str(tmp_path / "nowhere")]) == 1
+
+
+def _merge(ctx, folder, out):
+    """The files that this rank merged, and how many of them are complete at the end."""
+    files = fx.merge(folder, out, max_shard=300)
+    fx.ops.barrier(ctx)
+    return [file.name for file in files], sum(file.is_file() for file in files)
+
+
+def test_ranks_that_all_merge_write_one_model(pair, tmp_path):
+    pair.run(_save, str(tmp_path / "runs"), False)
+    for number in range(5):
+        out = tmp_path / f"out{number}"
+        first, second = pair.run(_merge, str(tmp_path / "runs"), str(out))
+        assert first == second and first[1] == len(first[0])
+        assert {path.name for path in out.iterdir()} == {
+            *first[0], "model.safetensors.index.json",
+        }  # fmt: skip
+        fx.load_model(out, _net())
+
+
+def test_without_locks_another_merge_is_named(tmp_path, monkeypatch):
+    with fx.detect(env={}, device="cpu") as ctx:
+        fx.save(tmp_path / "runs", ctx, {"net": fx.wrap(_net(), ctx)})
+
+    def no_locks(*_):
+        raise OSError("no locks available")
+
+    def another(entry):
+        shutil.rmtree(next((tmp_path / "out").glob(".*")))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    monkeypatch.setattr("fxtrain.checkpoint.merging.write_index", lambda source, _: another(source))
+    with pytest.raises(fx.CheckpointError, match="another process exports into this folder"):
+        fx.merge(tmp_path / "runs", tmp_path / "out")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable")
+@pytest.mark.parametrize("inside", ["", "pytorch_model_fsdp_0"])
+def test_a_checkpoint_of_another_library_is_named(tmp_path, capsys, inside):
+    place = tmp_path / "pytorch_model_fsdp_0"
+    dcp.save({"model": _net().state_dict()}, checkpoint_id=place, no_dist=True)
+    assert main(["merge-weights", str(tmp_path / inside), str(tmp_path / "out")]) == 2
+    assert "convert it with fxtrain import" in capsys.readouterr().err
+    if inside:
+        assert main(["import", str(place), str(tmp_path / "runs")]) == 0
+        assert main(["merge-weights", str(tmp_path / "runs"), str(tmp_path / "out")]) == 0

@@ -150,7 +150,7 @@ def _in_a_window(ctx, folder):
 
 def test_an_open_window_is_not_saved(pair, tmp_path):
     for message in pair.run(_in_a_window, str(tmp_path)):
-        assert "report.applied is true" in message
+        assert "after the next update" in message
 
 
 class _Spare(nn.Module):

@@ -30,7 +30,7 @@ def test_a_hostfile_is_read_in_its_order():
         ("worker-0", "not a machine and its slots"),
         ("worker-0 slots=many", "not a machine and its slots"),
         ("a slots=1\na slots=2", "Line 2 .* a appears twice"),
-        ("# nothing", "names no machine"),
+        ("# nothing", "No machine in the hostfile"),
     ],
 )
 def test_a_hostfile_that_is_none_is_refused(text, words):

@@ -26,7 +26,7 @@ def test_machines_meet(lab):
 def test_a_launcher_that_is_stopped_does_not_keep_the_other_one(lab, number):
     """Its ranks save and stop at the signal, and so do those of the other machine."""
     words = (SCRIPTS / "train.py", "--folder", lab.shared / "runs", "--sleep", "0.3")
-    programs = _launched(lab, *words, "--rows", "1600")
+    programs = _launched(lab, *words, "--rows", "2400")
     programs[0].wait_for("update 6.")
     start = time.monotonic()
     programs[number].send_signal(15)

@@ -15,7 +15,7 @@ def _training(lab, *words, count=2):
     programs = [
         node.launch(
             *(f"--nodes={count}", "--main-address=n0", *words, SCRIPTS / "train.py"),
-            *("--folder", lab.shared / "runs", "--sleep", "0.3", "--rows", "1600"),
+            *("--folder", lab.shared / "runs", "--sleep", "0.3", "--rows", "2400"),
             *("--timeout", str(TIMEOUT_S)),
         )
         for node in lab.nodes[:count]

@@ -5,6 +5,7 @@ import threading
 import time
 
 import attrs
+import pytest
 
 import fxtrain as fx
 from fxtrain.track import Patience, read_run
@@ -105,6 +106,25 @@ def test_a_tracker_that_hangs_holds_nobody_up(ctx, tmp_path, told):
     assert len(read_run(tmp_path).entries) == 50
     assert "Mine wrote none of 4 waiting entries in 0.2 s" in told()[0]
     assert any("was not closed" in line for line in told())
+
+
+@pytest.mark.parametrize("call", ["log", "flush", "close", "close in the caller"])
+def test_a_run_ends_though_a_tracker_never_returns(ctx, tmp_path, told, call):
+    released = threading.Event()
+    hangs = {call.split()[0]: lambda *_: released.wait(60)}
+    _, hanging = own_tracker(**hangs, closed_by_caller="caller" in call)
+    patience = Patience(flush_s=0.1, close_s=0.5)
+    started = time.monotonic()
+    try:
+        with fx.track(tmp_path, ctx, [hanging, fx.JsonLines()], patience=patience) as run:
+            for step in range(5):
+                run.log({"a": step}, step)
+            run.state()
+        assert time.monotonic() - started < 5
+    finally:
+        released.set()
+    assert len(read_run(tmp_path).entries) == 5
+    assert any("Mine was not closed" in line or "Mine failed in close" in line for line in told())
 
 
 def test_a_slow_tracker_loses_nothing(ctx, tmp_path):

@@ -160,3 +160,19 @@ def trackers(ctx: fx.DistContext, settings: Mapping[str, Any]) -> None:
     with fx.track("runs/a", ctx, fx.JsonLines(), settings=settings) as run:
         assert_type(run, fx.Run)
         run.log({"loss": 0.5}, 1)
+
+
+def evaluations(
+    ctx: fx.DistContext, model: fx.Wrapped[Net], rows: DataLoader[dict[str, Tensor]]
+) -> None:
+    """A number, or a dict of numbers, by what the function returns."""
+
+    def loss(model: fx.Wrapped[Net], batch: fx.Batch[dict[str, Tensor]]) -> Tensor:
+        return F.mse_loss(model(batch["x"]), batch["y"])
+
+    def several(model: fx.Wrapped[Net], batch: fx.Batch[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {"loss": loss(model, batch)}
+
+    assert_type(fx.evaluate(ctx, model, rows, loss), float)
+    assert_type(fx.evaluate(ctx, model, rows, several), dict[str, float])
+    assert_type(fx.evaluate(ctx, model, rows, several, metrics={"a": object()}), Any)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain import _tree
+from fxtrain.backends.core.open_windows import PENDING
 from fxtrain.backends.core.placeholders import fsdp_parameters
 from fxtrain.state import Wrapped
 
@@ -61,11 +62,10 @@ def _places(module: nn.Module) -> Iterator[tuple[Any, str]]:
     """Every attribute that holds a gradient of a parameter, or the sum that FSDP keeps of it."""
     for parameter in module.parameters():
         yield parameter, "grad"
-    part: Any
     for part in module.modules():
         for one in fsdp_parameters(part):
             yield one.sharded_param, "grad"
-            if "unsharded_accumulated_grad" in vars(one):  # until torch 2.13
-                yield one, "unsharded_accumulated_grad"
+            if PENDING in vars(one):  # until torch 2.13
+                yield one, PENDING
             if hasattr(one, "_unsharded_param"):  # gathered before
                 yield one._unsharded_param, "grad"

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fxtrain._errors import CheckpointError
 from fxtrain.backends.core.initial_values import copy_shard
+from fxtrain.backends.core.open_windows import load_window, window_state
 from fxtrain.backends.core.optimizer_state import (
     as_bytes,
     flatten_schedulers,
@@ -17,7 +17,6 @@ from fxtrain.backends.core.optimizer_state import (
     local_part,
     names_of,
     optimizer_state,
-    own_tensor_of_ranks,
 )
 from fxtrain.backends.core.optimizers import local_optimizer
 from fxtrain.backends.core.parameter_dtypes import HALF
@@ -32,18 +31,15 @@ from fxtrain.ops.whole_tensors import is_sharded, plain_name
 from fxtrain.precision import quantized_facts, quantized_tensors, scaling_state, stored_tensors
 from fxtrain.state import (
     TE,
-    AccumulationWindow,
     ModelState,
     StateReader,
     Wrapped,
     round_of,
 )
 
-__all__ = ["load_extra", "load_state", "saved_windows", "state_of", "window_state"]
+__all__ = ["load_extra", "load_state", "state_of"]
 
 _SENDS_BUFFERS = "require_forward_param_sync"
-# In the order of the numbers in a checkpoint; early ones end before `updates`.
-_COUNTS = ("micro", "rows", "full_rows", "real_rows", "unscaled", "updates")
 
 
 def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
@@ -57,7 +53,8 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
     optimizers: list[Any] = []
     trained, now = _trained(model), round_of(model)
     steady = {name for name, tensor in tensors.items() if id(tensor) in trained}
-    own, scales = window_state(model.window), _scales(model)
+    grads, own, window = window_state(model)
+    scales = _scales(model)
     tensors |= scales
     for index, optimizer in enumerate(model.optimizers):
         held, values = optimizer_state(optimizer, f"optimizer.{index}", names_of(model.module))
@@ -66,7 +63,7 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
         steady |= held.keys() if _has_hooks(optimizer) else set()
         if now is not None or local_optimizer(optimizer) is not optimizer:
             own[f"optimizer.{index}.state"] = as_bytes(values["state"], f"optimizer.{index}")
-    _add_gradients(model.module, tensors, own)
+    tensors |= grads
     values: dict[str, Any] = {
         "module": extra,
         "optimizers": optimizers,
@@ -75,6 +72,7 @@ def state_of(model: Wrapped, *, omit: Collection[str] = ()) -> ModelState:
         # torch's DDP sends buffers before a forward if the one before it ended a window.
         "sends_buffers": getattr(model.engine, _SENDS_BUFFERS, None),
         **frozen,
+        **window,
     }
     drifting = {f"module.{name}" for name, _ in model.module.named_buffers()} & tensors.keys()
     drifting |= scales.keys()
@@ -102,14 +100,6 @@ def _scales(model: Wrapped, *, create: bool = False) -> dict[str, Tensor]:
     return {f"fp8.{name}": tensor for name, tensor in found.items()}
 
 
-def _add_gradients(module: nn.Module, tensors: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            # A DTensor's gradient is reduced already; a plain one is this rank's part of a mean.
-            place = tensors if isinstance(parameter.grad, DTensor) else own
-            place[f"grad.{name}"] = parameter.grad
-
-
 def _trained(model: Wrapped) -> set[int]:
     """Ids of the parameters that only an optimizer step changes."""
     trained = {
@@ -133,8 +123,7 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()) -> None:
     """Restore a saved state into a model, in place.
 
-    At another world size, the gradients of an open window become the mean over the ranks that
-    saved them, to which they contribute. So do parameters of independent replicas, also when
+    At another world size, the parameters of independent replicas become their mean, also when
     restored into a plan without `local`.
 
     Args:
@@ -167,7 +156,8 @@ def load_state(model: Wrapped, saved: StateReader, *, omit: Collection[str] = ()
         load_optimizers(model, saved, tensors.values())
     if now is not None:
         load_round(now, saved)
-    _load_window(model, saved)
+    _load_buffers_sent(model, saved)
+    load_window(model, saved)
 
 
 def _module_state(
@@ -274,62 +264,8 @@ def load_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
         module.get_submodule(path).set_extra_state(value)
 
 
-def _load_window(model: Wrapped, saved: StateReader) -> None:
-    """Gradients and counts of an accumulation window that was open."""
+def _load_buffers_sent(model: Wrapped, saved: StateReader) -> None:
+    """Whether DDP sends its buffers before the next forward."""
     sends_buffers = saved.values.get("sends_buffers")
     if sends_buffers is not None and hasattr(model.engine, _SENDS_BUFFERS):
         setattr(model.engine, _SENDS_BUFFERS, bool(sends_buffers))
-    windows = saved_windows(saved)
-    if not windows:  # from another library, which saves no open window
-        model.window.updates = saved.updates
-        return
-    # Weighted losses are divided by the ranks at the end of the window; others already are.
-    factor = saved.ranks / saved.loading_ranks if windows[0].scale else 1.0
-    for name, parameter in model.module.named_parameters():
-        if f"grad.{name}" in saved.shapes:
-            parameter.grad = torch.empty_like(parameter, requires_grad=False)
-            saved.fill(f"grad.{name}", parameter.grad)
-        elif saved.ranks == saved.loading_ranks:
-            _set_grad(parameter, saved.own(f"grad.{name}", saved.rank))
-        else:
-            parts = own_tensor_of_ranks(saved, f"grad.{name}")
-            mean = sum(parts[1:], parts[0]) * (factor / saved.ranks) if parts else None
-            _set_grad(parameter, mean)
-    same = saved.ranks == saved.loading_ranks
-    # Every rank counts the same rows. Weights are summed over the ranks, so rank 0 takes all.
-    first = windows[saved.rank if same else 0]
-    every = torch.stack([window.sums for window in windows]).sum(0)
-    mine = first.sums if same else every if saved.rank == 0 else torch.zeros_like(every)
-    model.window.sums.copy_(mine)
-    model.window.scale.copy_(first.scale)
-    for name in _COUNTS:
-        setattr(model.window, name, getattr(first, name))
-
-
-def window_state(window: AccumulationWindow) -> dict[str, Tensor]:
-    """What each rank saves of its open window."""
-    counts = [int(getattr(window, name)) for name in _COUNTS]
-    return {"tally": window.sums, "counts": torch.tensor(counts, device="cpu")}
-
-
-def saved_windows(saved: StateReader) -> list[AccumulationWindow]:
-    """The windows of all ranks that saved; empty for a checkpoint of another library."""
-    updates = torch.tensor([saved.updates], device="cpu")
-    pairs = zip(
-        own_tensor_of_ranks(saved, "tally"), own_tensor_of_ranks(saved, "counts"), strict=True
-    )
-    return [
-        AccumulationWindow(
-            sums=sums, **dict(zip(_COUNTS, torch.cat([counts, updates]).tolist(), strict=False))
-        )
-        for sums, counts in pairs
-    ]
-
-
-def _set_grad(parameter: nn.Parameter, value: Tensor | None) -> None:
-    if value is None:
-        parameter.grad = None
-    elif parameter.grad is not None:
-        parameter.grad.copy_(value)
-    else:
-        parameter.grad = value.to(parameter.device)

@@ -14,13 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fxtrain._errors import CheckpointError
-from fxtrain.backends.core.model_state import (
-    load_extra,
-    load_state,
-    saved_windows,
-    state_of,
-    window_state,
-)
+from fxtrain.backends.core.model_state import load_extra, load_state, state_of
+from fxtrain.backends.core.open_windows import counts_state, saved_windows
 from fxtrain.backends.core.optimizer_state import flatten_schedulers, load_schedulers
 from fxtrain.backends.deepspeed.config_entries import ZERO, device, section
 from fxtrain.backends.deepspeed.engine import load
@@ -73,7 +68,7 @@ def engine_state(model: Wrapped) -> ModelState:
     buffers = {f"module.{name}" for name, _ in model.module.named_buffers()}
     return ModelState(
         tensors=tensors,
-        own=window_state(model.window),
+        own=counts_state(model.window),
         values=values,
         varies_by_rank=frozenset(buffers & tensors.keys()),
     )
@@ -93,7 +88,7 @@ def load_engine_state(model: Wrapped, saved: StateReader) -> None:
     if windows and windows[0].micro:
         raise CheckpointError(
             "The checkpoint was saved inside an accumulation window, whose gradients "
-            "DeepSpeed cannot restore. Save where report.applied is true."
+            "DeepSpeed cannot restore. Save after an update, where report.applied is true."
         )
     _load_module(model, saved)
     if model.optimizers:
@@ -119,8 +114,8 @@ def fill_full(model: Wrapped) -> Callable[[Tensor, Tensor], None]:
 def _check_savable(model: Wrapped) -> None:
     if model.window.micro:
         raise CheckpointError(
-            "DeepSpeed keeps the gradients of an open accumulation window internally. Save and "
-            "restore where report.applied is true."
+            "DeepSpeed keeps the gradients of an open accumulation window in its engine, where "
+            "they cannot be read. Save and restore after the next update (report.applied)."
         )
     if model.ctx.mesh.tensor > 1:
         raise CheckpointError(

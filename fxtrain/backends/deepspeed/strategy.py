@@ -41,6 +41,11 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             f"DeepSpeed cannot clip single entries: Plan(clip_value={plan.clip_value}). "
             f"Use clip_norm."
         )
+    if plan.accumulate > 1 and not plan.flush:
+        problems.append(
+            "Plan(flush=False) keeps a window open at the end of the data, and DeepSpeed keeps its "
+            "gradients in its engine, where no checkpoint can read them. Use flush=True."
+        )
     scale = plan.precision.scale
     if plan.precision.compute == "fp16" and (scale.growth, scale.backoff) != (2.0, 0.5):
         problems.append(

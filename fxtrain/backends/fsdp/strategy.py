@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fxtrain import ops
-from fxtrain._errors import CheckpointError, StepError
+from fxtrain._errors import StepError
 from fxtrain.backends.context.split_sequences import sequence_problems
 from fxtrain.backends.core import buffers, step_functions
 from fxtrain.backends.core.module_changes import unmatched_names, xla_problems
@@ -21,7 +21,7 @@ from fxtrain.backends.local.averaging import average, new_round
 from fxtrain.backends.single import SINGLE, make_handle, wrap_without_engine
 from fxtrain.backends.tensor.layer_plan import split_problems
 from fxtrain.precision import hold_as_parameters
-from fxtrain.state import FSDP, DistContext, ModelState, Plan, Strategy, Wrapped
+from fxtrain.state import FSDP, DistContext, Plan, Strategy, Wrapped
 
 __all__ = ["FSDP_STRATEGY", "loss_on_parts", "shard_size", "sharding_problems", "splits_logits"]
 
@@ -253,21 +253,6 @@ def _backward(loss: Tensor, model: Wrapped) -> None:
         ) from error
 
 
-def _state(model: Wrapped) -> ModelState:
-    """What a checkpoint stores, between windows or with gradients that are already reduced.
-
-    Raises:
-        CheckpointError: an accumulation window is open, whose gradients are internal to torch.
-    """
-    keeps = hasattr(model.module, "set_requires_gradient_sync") and not model.plan.sync_each
-    if keeps and model.window.micro:
-        raise CheckpointError(
-            "FSDP keeps the gradients of an open accumulation window internally, unsharded and not "
-            "yet reduced. Save where position.micro is 0, or set Plan(sync_each=True)."
-        )
-    return SINGLE.state(model)
-
-
 FSDP_STRATEGY: Strategy = attrs.evolve(
     SINGLE,
     name="FSDP",
@@ -280,7 +265,6 @@ FSDP_STRATEGY: Strategy = attrs.evolve(
     sync=_sync,
     backward=_backward,
     apply=buffers.apply,
-    state=_state,
     cuts_sequences=True,
     average=average,
 )

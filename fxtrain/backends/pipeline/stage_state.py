@@ -4,10 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+from torch import Tensor
+from torch import distributed as dist
 
 from fxtrain import ops
 from fxtrain._errors import CheckpointError
 from fxtrain.backends.core import model_state
+from fxtrain.backends.core.open_windows import full_gradient
 from fxtrain.backends.pipeline.partition import Layout
 from fxtrain.state import ModelState, StateReader, Wrapped
 
@@ -18,22 +21,31 @@ def state_of(model: Wrapped) -> ModelState:
     """Tensors of this rank's stages, and values as one process would save them.
 
     Effects:
-        One exchange of objects between the ranks of the pipeline.
+        One exchange of objects between the ranks of the pipeline; in an open window, one
+        all-reduce for each parameter that stages share.
 
     Raises:
-        CheckpointError: an accumulation window is open, or the optimizers of stages differ.
+        CheckpointError: the optimizers of stages differ.
     """
     state = model_state.state_of(model)
     engine = model.engine
     if engine is model.module:
         return state
     if model.window.micro:
-        raise CheckpointError(
-            "PP keeps the gradients of an open accumulation window on its stages, not yet "
-            "reduced. Save where position.micro is 0."
-        )
+        state = attrs.evolve(state, tensors={**state.tensors, **_shared_gradients(model, state)})
     found = ops.gather_objects(state.values, engine.axis)
     return attrs.evolve(state, values=_merged(found, list(engine.layout.stages)))
+
+
+def _shared_gradients(model: Wrapped, state: ModelState) -> dict[str, Tensor]:
+    """The sums over stages of the gradients of parameters that they share."""
+    parameters = dict(model.module.named_parameters(remove_duplicate=False))
+    sums: dict[str, Tensor] = {}
+    for group, names in model.engine.shared_groups:
+        for name in [f"grad.{name}" for name in names if parameters[name].requires_grad]:
+            sums[name] = full_gradient(state.tensors.get(name), parameters[name[5:]]).clone()
+            dist.all_reduce(sums[name], group=group)
+    return sums
 
 
 def load_state(model: Wrapped, saved: StateReader) -> None:
@@ -57,6 +69,8 @@ def load_state(model: Wrapped, saved: StateReader) -> None:
 def _own_part(saved: StateReader, layout: Layout, rank: int) -> StateReader:
     others = {name for name in layout.stages if rank not in layout.holders(name)}
     tensors = {f"module.{name}" for name in others}
+    # Of a gradient that stages share, and sum when their window closes, one gets the sum so far.
+    tensors |= {f"grad.{name}" for name in layout.stages if layout.holders(name)[0] != rank}
     optimizers = [
         {
             **one,

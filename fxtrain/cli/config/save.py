@@ -6,7 +6,7 @@ import attrs
 
 from fxtrain._errors import PlanError
 from fxtrain._optional import optional
-from fxtrain._reading import read_text
+from fxtrain._reading import read_text, write_file
 from fxtrain.cli.output import say
 from fxtrain.launch.config.launch_file import FORMATS, LaunchFile, Section, parse, read_launch_file
 from fxtrain.launch.config.rendering import render
@@ -87,6 +87,6 @@ def _form(path: str) -> Format:
 def _write(path: str, text: str) -> None:
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text, encoding="utf-8")
+        write_file(path, text)
     except OSError as error:
         raise PlanError(f"{path} cannot be written: {error}.") from error

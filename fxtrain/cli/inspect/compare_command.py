@@ -11,7 +11,7 @@ import click
 
 from fxtrain._errors import PlanError
 from fxtrain._optional import optional
-from fxtrain.cli.output import as_json, print_renderable
+from fxtrain.cli.output import as_json, print_renderable, save_picture
 from fxtrain.models.weight_list import import_function
 from fxtrain.state import TE, Plan, Precision, read_plan
 from fxtrain.state.low_precision.quantized_weights import quantize_of
@@ -71,7 +71,7 @@ def COMPARE(
     with importlib.import_module("fxtrain.ops").detect() as ctx:
         found = quality.compare(made, named, ctx, reference=base, updates=updates)
     if picture is not None:
-        quality.plot(found).savefig(picture)
+        save_picture(quality.plot(found), picture)
     if json_:
         click.echo(json.dumps(_finite(attrs.asdict(found)), indent=2))
     else:

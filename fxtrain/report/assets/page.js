@@ -3,6 +3,8 @@
   const COLOURS = 8;
   const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
   const HEIGHT = 240;
+  // Distances between ticks of updates and rows, which are whole numbers.
+  const WHOLE = Array.from({ length: 15 }, (_, i) => [1, 2, 5].map((one) => one * 10 ** i)).flat();
   const byId = (id) => document.getElementById(id);
   const data = JSON.parse(byId("data").textContent);
   const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 3 });
@@ -130,6 +132,12 @@
     for (const { plot } of charts) plot?.setScale("x", { min: shared[0], max: shared[1] });
   }
 
+  /** The vertical range: 0 to 1 where every value is 0, and else with a margin. */
+  function spread(plot, low, high) {
+    if (low === null || (low === 0 && high === 0)) return [0, 1];
+    return uPlot.rangeNum(low, high, 0.1, true);
+  }
+
   function axis(extra) {
     const line = { stroke: token("--grid"), width: 1 };
     return { stroke: token("--quiet"), font: "12px system-ui", grid: line, ticks: line, ...extra };
@@ -167,10 +175,11 @@
     const options = {
       width: chart.place.clientWidth,
       height: HEIGHT,
-      scales: { x: { time: false, range: () => shared }, y: chosen.logarithmic ? logarithm : {} },
+      scales: { x: { time: false, range: () => shared }, y: chosen.logarithmic ? logarithm : { range: spread } },
       axes: [
         axis({ values: (_, ticks) => ticks.map((x) =>
-          chosen.over === "time" ? duration(x) : compact.format(x)), space: 70 }),
+          chosen.over === "time" ? duration(x) : compact.format(x)), space: 70,
+          ...(chosen.over === "time" ? {} : { incrs: WHOLE }) }),
         axis({ size: 64, values: (_, ticks) => ticks.map((y) => (y === null ? "" : number(y))) }),
       ],
       series: seriesOf(curves),

@@ -16,7 +16,7 @@ import fxtrain as fx
 parser = argparse.ArgumentParser()
 parser.add_argument("--strategy", default="ddp")
 parser.add_argument("--folder", default="runs")
-parser.add_argument("--rows", type=int, default=256)
+parser.add_argument("--rows", type=int, default=240)
 parser.add_argument("--every", type=int, default=4)
 parser.add_argument("--sleep", type=float, default=0.0)
 parser.add_argument("--timeout", type=float, default=10.0)
@@ -24,7 +24,7 @@ parser.add_argument("--lr", type=float, default=0.05)
 parser.add_argument("--rate", type=float, default=0.9, help="of the scheduler")
 parser.add_argument("--mesh", default="{}")
 options = parser.parse_args()
-EPOCHS, BATCH = 2, 16
+EPOCHS, BATCH = 2, 24
 
 
 class Rows(Dataset):
@@ -89,14 +89,15 @@ def main():
             )  # fmt: skip
             for report in reports:
                 update = report.position.updates
-                line = {"update": update, "world": ctx.world_size, "rows": seen["rows"]}
-                print(json.dumps({**line, "time": time.time()}), file=out, flush=True)
+                line = {"update": update, "world": ctx.world_size, "rank": ctx.rank}
+                line |= {"rows": seen.get("rows", []), "time": time.time()}
+                print(json.dumps(line), file=out, flush=True)
                 if ctx.is_main:
                     print(f"update {update}.", flush=True)
                 time.sleep(options.sleep)
         with fx.gathered(model) as whole:
             if ctx.is_main:
-                total = sum(float(p.double().abs().sum()) for p in whole.parameters())
+                total = sum(float(p.detach().double().abs().sum()) for p in whole.parameters())
                 print(f"done {total:.9f}", flush=True)
 
 

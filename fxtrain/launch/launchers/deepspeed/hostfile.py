@@ -18,11 +18,12 @@ _SHOWN = 200  # characters of a line
 _FAN_OUT = 1024  # as in DeepSpeed's runner
 
 
-def read_hosts(text: str) -> Hosts:
+def read_hosts(text: str, what: str = "the hostfile") -> Hosts:
     """Machines and their slots from the text of a hostfile.
 
     Args:
         text: Lines such as `worker-0 slots=8`; empty lines and comments after # are ignored.
+        what: Its name in messages.
 
     Raises:
         LaunchError: a line is invalid, a name appears twice, or there is none.
@@ -39,14 +40,16 @@ def read_hosts(text: str) -> Hosts:
             continue
         found = _LINE.fullmatch(words)
         if found is None or found[1] in hosts:
-            what = "not a machine and its slots" if found is None else f"{found[1]} appears twice"
+            problem = (
+                "not a machine and its slots" if found is None else f"{found[1]} appears twice"
+            )
             raise LaunchError(
-                f"Line {number} of the hostfile is {line.strip()[:_SHOWN]!r}: {what}. Write one "
+                f"Line {number} of {what} is {line.strip()[:_SHOWN]!r}: {problem}. Write one "
                 f"line per machine, its name and its slots: `worker-0 slots=8`."
             )
         hosts[found[1]] = tuple(range(int(found[2])))
     if not hosts:
-        raise LaunchError("The hostfile names no machine. Add lines such as: worker-0 slots=8")
+        raise LaunchError(f"No machine in {what}. Add lines such as: worker-0 slots=8")
     return hosts
 
 

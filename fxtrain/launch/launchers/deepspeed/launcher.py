@@ -110,7 +110,11 @@ def _hosts(spec: LaunchSpec, machine: Machine) -> Hosts:
             f"LaunchSpec(ranks={spec.ranks}, nodes={spec.nodes}) with a filter: include and "
             f"exclude already choose them. Omit ranks and nodes."
         )
-    hosts = filter_hosts(read_hosts(machine.hosts), options.include, options.exclude)
+    hosts = filter_hosts(
+        read_hosts(machine.hosts, f"the hostfile {options.hostfile}"),
+        options.include,
+        options.exclude,
+    )
     if spec.nodes > len(hosts):
         raise LaunchError(f"nodes={spec.nodes}, but the hostfile only has {', '.join(hosts)}.")
     if spec.nodes > 1:

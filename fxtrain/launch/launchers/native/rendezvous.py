@@ -37,7 +37,7 @@ T = TypeVar("T")
 _EMPTY = "none"
 _POLL_INTERVAL_S = 0.05
 # Errors when reading JSON of another structure.
-_WRONG = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+_WRONG = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
 
 
 def open_handler(params: RendezvousParameters) -> Any:

@@ -1,0 +1,217 @@
+"""An open accumulation window in a checkpoint: what the model counted, and gradients so far.
+
+A checkpoint has each gradient twice. `grad.NAME` is the mean over all ranks, in the shape of the
+parameter: any strategy at any world size continues from it, each rank with the mean as its own
+part. What a rank itself has accumulated, reduced or not, is saved beside it, and restored bit for
+bit where the same strategy continues on the same mesh.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+
+from fxtrain import ops
+from fxtrain.backends.core.optimizer_state import local_part, own_tensor_of_ranks
+from fxtrain.backends.core.placeholders import fsdp_parameters
+from fxtrain.state import AccumulationWindow, DistContext, StateReader, Wrapped, round_of
+
+__all__ = [
+    "PENDING",
+    "counts_state",
+    "full_gradient",
+    "load_window",
+    "saved_windows",
+    "window_state",
+]
+
+# In the order of the numbers in a checkpoint; early ones end before `updates`.
+_COUNTS = ("micro", "rows", "full_rows", "real_rows", "unscaled", "updates")
+_KINDS = ("grad", "unreduced", "partial")
+PENDING = "unsharded_accumulated_grad"
+
+
+def window_state(model: Wrapped) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Tensors of the open window, those of this rank only, and values, as in `ModelState`.
+
+    Effects:
+        In an open window, one exchange of names over the data ranks and one reduction of all
+        gradients; those that FSDP has reduced already are gathered if there are others beside.
+    """
+    window, losses = model.window, model.ctx.axis("loss")
+    own = counts_state(window)
+    for name, parameter, part in _parameters(model):
+        pending = None if part is None else _unreduced(part)
+        for kind, grad in (("grad", parameter.grad), ("unreduced", pending)):
+            if grad is not None:
+                partial = any(one.is_partial() for one in getattr(grad, "placements", ()))
+                own[f"partial.{name}" if partial else f"{kind}.{name}"] = local_part(grad)
+    tensors = _means(model, losses) if window.micro or model.by_hand else {}
+    facts = {"layout": _layout(model), "losses": losses.world_size, "replicas": _replicas(model)}
+    return tensors, own, {"window": facts}
+
+
+def counts_state(window: AccumulationWindow) -> dict[str, Tensor]:
+    """What a rank counted."""
+    counts = [int(getattr(window, name)) for name in _COUNTS]
+    return {"tally": window.sums, "counts": torch.tensor(counts, device="cpu")}
+
+
+def _layout(model: Wrapped) -> str:
+    """What must be equal for each rank to continue with what it had itself."""
+    sizes = [f"{axis}={size}" for axis, size in model.ctx.mesh.sizes.items()]
+    return f"{', '.join(sizes)}, {model.plan.strategy}, sync_each={model.plan.sync_each}"
+
+
+def _replicas(model: Wrapped) -> int:
+    """How many replicas train independently, each in a window of its own."""
+    now, local = round_of(model), model.plan.local
+    if now is None or local is None or model.window.updates < local.warmup:
+        return 1
+    return model.ctx.axis("loss").world_size // now.within.world_size
+
+
+def _parameters(model: Wrapped) -> Iterator[tuple[str, Any, Any]]:
+    """Of each parameter its name, itself as a shard, and what FSDP keeps of it, if it does."""
+    parts: dict[int, Any] = {}
+    for part in [one for owner in model.module.modules() for one in fsdp_parameters(owner)]:
+        parts[id(part.sharded_param)] = part
+        parts[id(getattr(part, "_unsharded_param", part))] = part  # in the module after a forward
+    for name, parameter in model.module.named_parameters():
+        part = parts.get(id(parameter))
+        yield name, parameter if part is None else part.sharded_param, part
+
+
+def _unreduced(part: Any) -> Tensor | None:
+    """The unsharded gradient that FSDP has not reduced yet."""
+    grad = getattr(part, PENDING, None)
+    if grad is None and hasattr(part, "_unsharded_param"):  # gathered before
+        return part._unsharded_param.grad
+    return grad
+
+
+def _means(model: Wrapped, losses: DistContext) -> dict[str, Tensor]:
+    """By name, the mean over the ranks of the gradients so far; the same names on each of them."""
+    shards: dict[str, Any] = {}  # reduced already
+    parts: dict[str, Any] = {}
+    for name, parameter, part in _parameters(model):
+        shards[name] = None if part is None else parameter.grad
+        parts[name] = parameter.grad if part is None else _unreduced(part)
+    mine = {name for name, grad in parts.items() if grad is not None}
+    unreduced = set().union(*ops.gather_objects(mine, losses))
+    tensors = {
+        f"grad.{name}": grad
+        for name, grad in shards.items()
+        if grad is not None and name not in unreduced
+    }
+    full = {
+        name: full_gradient(parts[name], parameter)
+        for name, parameter, _ in _parameters(model)
+        if name in unreduced
+    }
+    for name, mean in ops.reduce(full, losses, op="mean").items():
+        if shards[name] is not None:
+            mean = mean + full_gradient(shards[name], mean)
+        tensors[f"grad.{name}"] = mean
+    return tensors
+
+
+def full_gradient(grad: Any, like: Tensor) -> Tensor:
+    """A full gradient, in the dtype of its parameter; zeros if there is none."""
+    if grad is None:
+        return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).to(like.dtype)
+
+
+def load_window(model: Wrapped, saved: StateReader) -> None:
+    """Restore gradients and counts of an accumulation window that was open."""
+    facts = saved.values.get("window", {})
+    exact = facts.get("layout") == _layout(model) and saved.ranks == saved.loading_ranks
+    for name, parameter, part in _parameters(model):
+        parameter.grad = None
+        if hasattr(part, "_unsharded_param"):
+            part._unsharded_param.grad = None
+        if kept := part is not None and PENDING in vars(part):  # until torch 2.13
+            setattr(part, PENDING, None)
+        if exact and (kept or part is None):
+            _set_own(parameter, part, *[saved.own(f"{kind}.{name}", saved.rank) for kind in _KINDS])
+        elif f"grad.{name}" in saved.shapes:
+            parameter.grad = torch.empty_like(parameter, requires_grad=False)
+            saved.fill(f"grad.{name}", parameter.grad)
+    windows = saved_windows(saved)
+    if not windows:  # from another library, which saves no open window
+        model.window.updates = saved.updates
+    elif exact:
+        _set_counts(model.window, windows[saved.rank], windows[saved.rank].sums)
+    else:
+        ranks, replicas = facts.get("losses", saved.ranks), facts.get("replicas", 1)
+        _load_counts(model, windows, ranks, replicas)
+
+
+def _set_own(
+    parameter: Any, part: Any, grad: Tensor | None, unreduced: Tensor | None, partial: Tensor | None
+) -> None:
+    """Put this rank's own gradients where they were."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if grad is not None:
+        parameter.grad = _placed(grad, parameter, mesh, getattr(parameter, "placements", ()))
+    pending = partial if unreduced is None else unreduced
+    if pending is None:
+        return
+    split = None if mesh is None or "tensor" not in mesh.mesh_dim_names else mesh["tensor"]
+    last = Partial() if unreduced is None else parameter.placements[-1]
+    pending = _placed(pending, parameter, split, (last,))
+    if part is None:
+        parameter.grad = pending
+    else:
+        setattr(part, PENDING, pending)
+
+
+def _placed(local: Tensor, parameter: Any, mesh: Any, placements: Any) -> Tensor:
+    """A gradient of which this is the local part; itself where there is no mesh."""
+    local = local.to(parameter.device)
+    if mesh is None:
+        return local
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _load_counts(
+    model: Wrapped, windows: list[AccumulationWindow], ranks: int, replicas: int
+) -> None:
+    """Counts at another world size or under another strategy.
+
+    Args:
+        ranks: Over which the gradients of the saved window were averaged.
+        replicas: That trained independently, each on rows of its own.
+    """
+    first, losses = windows[0], model.ctx.axis("loss")
+    for name in ("rows", "full_rows"):
+        setattr(first, name, sum(getattr(one, name) for one in windows) * replicas // len(windows))
+    # Other ranks of a data rank have the same weight. The sum over the data ranks stays.
+    weight = torch.stack([one.weight for one in windows]).sum() * ranks / len(windows)
+    sums = first.sums.clone()
+    sums[0], sums[1] = first.scale * losses.world_size / ranks, weight * (losses.rank == 0)
+    _set_counts(model.window, first, sums)
+
+
+def _set_counts(window: AccumulationWindow, saved: AccumulationWindow, sums: Tensor) -> None:
+    window.sums.copy_(sums)
+    for name in _COUNTS:
+        setattr(window, name, getattr(saved, name))
+
+
+def saved_windows(saved: StateReader) -> list[AccumulationWindow]:
+    """The windows of all ranks that saved; empty for a checkpoint of another library."""
+    updates = torch.tensor([saved.updates], device="cpu")
+    pairs = zip(
+        own_tensor_of_ranks(saved, "tally"), own_tensor_of_ranks(saved, "counts"), strict=True
+    )
+    return [
+        AccumulationWindow(
+            sums=sums, **dict(zip(_COUNTS, torch.cat([counts, updates]).tolist(), strict=False))
+        )
+        for sums, counts in pairs
+    ]

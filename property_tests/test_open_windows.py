@@ -1,0 +1,157 @@
+"""A law: a checkpoint inside any window continues under any strategy, at any world size."""
+
+import tempfile
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fxtrain as fx
+from fxtrain.testing.training import on_mesh
+
+EPOCHS, GLOBAL = 2, 4  # rows of a batch over all ranks
+STYLES = (fx.Style(modules="0", style="colwise"), fx.Style(modules="2", style="rowwise"))
+TENSOR = fx.TP(styles=STYLES)
+# By name: the world size, the strategy and its mesh.
+PLACES = {
+    "single": (1, fx.Single(), None),
+    "one shard": (1, fx.FSDP(), None),
+    "ddp": (2, fx.DDP(), None),
+    "unused": (2, fx.DDP(unused_parameters=True), None),
+    "zero-1": (2, fx.DDP(shard_optimizer=True), None),
+    "fsdp": (2, fx.FSDP(min_params=1), None),
+    "kept full": (2, fx.FSDP(min_params=1, mode="grads_and_optimizer"), None),
+    "replicated": (2, fx.FSDP(mode="none"), None),
+    "ignored": (2, fx.FSDP(ignore=("4.weight", "4.bias")), None),
+}
+WIDE = {
+    "ddp of four": (4, fx.DDP(), None),
+    "fsdp of four": (4, fx.FSDP(min_params=1), None),
+    "hybrid": (4, fx.FSDP(shard=2), None),
+    "tensor": (2, fx.FSDP(tensor=TENSOR), fx.Mesh(tensor=2)),
+    "tensor and shards": (4, fx.FSDP(min_params=1, tensor=TENSOR), fx.Mesh(shard=2, tensor=2)),
+    "stages": (2, fx.PP(split=("2",), microbatches=2), fx.Mesh(pipeline=2)),
+    "stages twice": (4, fx.PP(split=("2",), microbatches=2), fx.Mesh(pipeline=2, replicate=2)),
+    "stages of shards": (
+        4,
+        fx.PP(split=("2",), microbatches=2, stages=fx.FSDP(min_params=1)),
+        fx.Mesh(pipeline=2, shard=2),
+    ),
+}
+
+
+def _table(rows):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, x.sum(1, keepdim=True).sign())
+
+
+def _net(*, frozen):
+    torch.manual_seed(0)
+    sizes = ((4, 6), (6, 6), (6, 1))
+    layers = [part for a, b in sizes for part in (nn.Linear(a, b), nn.Tanh())]
+    net = nn.Sequential(*layers[:-1]).double()
+    net[2].weight.requires_grad_(not frozen)
+    return net
+
+
+def _loss(model, batch, *, weighted):
+    each = F.mse_loss(model(batch[0]), batch[1], reduction="none")
+    return fx.Weighted(each.sum(), each.numel()) if weighted else each.mean()
+
+
+def _run(ctx, folder, place, case, *, stop=None, resume=False, accumulate=None):
+    """Train to the end, or to a micro-batch at which the state is saved; the weights."""
+    _, strategy, mesh = place
+    rows, window, flush, sync_each, weighted, frozen = case
+    plan = fx.Plan(
+        strategy=strategy,
+        accumulate=accumulate or window,
+        flush=flush,
+        sync_each=sync_each,
+        batch="global",
+        clip_norm=0.5,
+    )
+    with on_mesh(ctx, mesh) as placed:
+        adam = lambda params: torch.optim.Adam(params, lr=0.05)  # noqa: E731
+        model = fx.wrap(_net(frozen=frozen), placed, plan, optimizer=adam)
+        loader = fx.shard(DataLoader(_table(rows), batch_size=GLOBAL), placed, plan)
+        fns = fx.StepFns(model=model, loss=lambda m, b: _loss(m, b, weighted=weighted))
+        position, count = fx.Position(), 0
+        if resume:
+            position = fx.restore(folder, placed, model).position
+        for epoch in loader.at(position).epochs(EPOCHS):
+            for batch in epoch:
+                fx.step(placed, batch, fns)
+                count += 1
+                if count == stop:
+                    fx.save(folder, placed, model, position=batch.position)
+                    return None
+        weights = fx.unwrap(model).state_dict()
+    return {name: value.detach().clone() for name, value in weights.items()}
+
+
+def _left_alone(ctx, place, case):
+    return _run(ctx, "", place, case)
+
+
+def _first(ctx, folder, place, case, stop):
+    return _run(ctx, folder, place, case, stop=stop)
+
+
+def _second(ctx, folder, place, case):
+    return _run(ctx, folder, place, case, resume=True)
+
+
+@st.composite
+def _cases(draw):
+    rows = draw(st.integers(3, 10)) * GLOBAL
+    window = draw(st.integers(2, 4))
+    flags = [draw(st.booleans()) for _ in range(4)]
+    stop = draw(st.integers(1, 2 * rows // GLOBAL - 1))
+    return (rows, window, *flags), stop
+
+
+def _check(clusters, places, before, after, case, stop):
+    first, second = places[before], places[after]
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = clusters[second[0]].run(_left_alone, second, case)[0]
+        clusters[first[0]].run(_first, folder, first, case, stop)
+        got = clusters[second[0]].run(_second, folder, second, case)[0]
+    for name, value in wanted.items():
+        if before == after:
+            assert torch.equal(got[name], value), name
+        else:
+            torch.testing.assert_close(got[name], value, rtol=1e-7, atol=1e-9)
+
+
+DRAWN = settings(deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+
+
+@settings(DRAWN, max_examples=8)
+@given(st.sampled_from(sorted(PLACES)), st.sampled_from(sorted(PLACES)), _cases())
+def test_an_open_window_continues_anywhere(clusters, before, after, drawn):
+    _check(clusters, PLACES, before, after, *drawn)
+
+
+@pytest.mark.parametrize(
+    "name", [*PLACES, *[pytest.param(name, marks=pytest.mark.slow) for name in WIDE]]
+)
+@settings(DRAWN, max_examples=2)
+@given(drawn=_cases())
+def test_an_open_window_continues_bit_for_bit(clusters, name, drawn):
+    _check(clusters, PLACES | WIDE, name, name, *drawn)
+
+
+@pytest.mark.slow
+@settings(DRAWN, max_examples=40)
+@given(st.data(), _cases())
+def test_an_open_window_continues_anywhere_on_four_ranks(clusters, data, drawn):
+    places = PLACES | WIDE
+    before = data.draw(st.sampled_from(sorted(places)))
+    after = data.draw(st.sampled_from(sorted(WIDE) if before in PLACES else sorted(places)))
+    _check(clusters, places, before, after, *drawn)

@@ -1,0 +1,100 @@
+"""Training over machines: every strategy, and runs that continue on other numbers of machines."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from tests.nodes._lab import SCRIPTS
+
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(150)]
+ROWS, EPOCHS = 240, 2
+
+
+def _train(lab, count, *words, ranks=1):
+    return [
+        node.launch(
+            *(f"--nodes={count}", f"--ranks={ranks}", "--main-address=n0", SCRIPTS / "train.py"),
+            *("--folder", lab.shared / "runs", *words),
+        )
+        for node in lab.nodes[:count]
+    ]
+
+
+def _finish(programs):
+    codes = [program.finish(90) for program in programs]
+    assert set(codes) == {0}, "\n".join(program.text[-3000:] for program in programs)
+
+
+def _last_rows(lab):
+    """By update, the rows of all ranks in the last attempt that made it."""
+    lines = [
+        json.loads(line)
+        for node in lab.nodes
+        for path in node.disk.glob("rows-*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    found: dict[int, list[int]] = {}
+    for update in {line["update"] for line in lines}:
+        made = [line for line in lines if line["update"] == update]
+        world = max(made, key=lambda line: line["time"])["world"]
+        newest = {
+            line["rank"]: line["rows"]
+            for line in sorted(made, key=lambda line: line["time"])
+            if line["world"] == world
+        }
+        found[update] = [row for rows in newest.values() for row in rows]
+    return found
+
+
+def _every_row_once(lab, copies=1):
+    rows = _last_rows(lab)
+    per_epoch = len(rows) // EPOCHS
+    assert sorted(rows) == [*range(1, EPOCHS * per_epoch + 1)]
+    for epoch in range(EPOCHS):
+        updates = range(1 + epoch * per_epoch, 1 + (epoch + 1) * per_epoch)
+        seen = Counter(row for update in updates for row in rows[update])
+        assert seen == dict.fromkeys(range(ROWS), copies)
+
+
+# Arguments, and how many ranks see each row; a stage of a pipeline sees parts of its batch.
+STRATEGIES = {
+    "ddp": ((), 1),
+    "fsdp": ((), 1),
+    "tp": (("--mesh", '{"tensor": 2}'), 2),
+    "pp": (("--mesh", '{"pipeline": 2}'), 0),
+    "local": ((), 1),
+    "diloco": ((), 1),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_trains_over_machines(lab, strategy):
+    words, copies = STRATEGIES[strategy]
+    programs = _train(lab, 2, "--strategy", strategy, *words)
+    _finish(programs)
+    assert "done" in programs[0].text
+    if copies:
+        _every_row_once(lab, copies)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "first", "then"),
+    [
+        ("fsdp", 2, 3),
+        pytest.param("ddp", 2, 3, marks=pytest.mark.slow),
+        pytest.param("fsdp", 3, 1, marks=pytest.mark.slow),
+        pytest.param("ddp", 3, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_continues_on_other_machines(lab, strategy, first, then):
+    """After one of them lost its power."""
+    words = ("--strategy", strategy, "--timeout", "5", "--sleep", "0.1")
+    programs = _train(lab, first, *words)
+    programs[0].wait_for("update 8.")
+    lab.nodes[first - 1].power_off()
+    for program in programs[:-1]:
+        assert program.finish(40) == 1
+    lab.nodes[first - 1].link("up")
+    _finish(_train(lab, then, *words))
+    _every_row_once(lab)
