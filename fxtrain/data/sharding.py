@@ -21,7 +21,7 @@ from fxtrain.data.user_loader import read_loader, share_of
 from fxtrain.ops.plan_agreement import plan_for
 from fxtrain.state import DistContext, Plan, Position, check_connected
 
-__all__ = ["every_row", "shard"]
+__all__ = ["every_row", "in_windows", "shard"]
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -205,6 +205,15 @@ def every_row(loader: Sharded[T] | DataLoader[T], ctx: DistContext, plan: Plan) 
             "rows out (drop_last=True). Use DataLoader(..., drop_last=False)."
         )
     return found.at(loader.position) if sharded else found
+
+
+def in_windows(loader: Sharded[T], ctx: DistContext, plan: Plan) -> Sharded[T]:
+    """The loader with the accumulation windows of a model's plan, where its own differ."""
+    own = loader.plan
+    if (own.accumulate, own.flush) == (plan.accumulate, plan.flush):
+        return loader
+    plan = attrs.evolve(own, accumulate=plan.accumulate, flush=plan.flush)
+    return _shard(loader._loader, ctx, plan).at(loader.position)
 
 
 def _shard(loader: Any, ctx: DistContext, plan: Plan) -> Sharded:

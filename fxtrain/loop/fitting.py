@@ -16,6 +16,8 @@ from fxtrain._reading import StrPath
 from fxtrain.checkpoint import Restored, Saving, latest, restore, save
 from fxtrain.checkpoint.folder_lock import Lock
 from fxtrain.data import Sharded
+from fxtrain.data.sharding import in_windows
+from fxtrain.loop.fit_changes import check_changes, layout_of
 from fxtrain.loop.fit_entries import Entries, entries_after, tokens_of
 from fxtrain.loop.fit_rules import Rules, check_arguments
 from fxtrain.loop.means import finite_number
@@ -208,7 +210,9 @@ def _in_folder(
     lock: Lock | None, ctx: DistContext, fns: StepFns, loader: Sharded, rules: Rules
 ) -> Iterator[_Loop | None]:
     restored = _restored(ctx, fns.model, rules) if rules.resume else None
+    loader = in_windows(loader, ctx, fns.model.plan)
     if restored is not None:
+        check_changes(ctx, restored, fns.model, loader)
         loader = loader.at(restored.position, restored.extra["data"])
     if _is_over(ctx, loader, rules, restored):
         yield None
@@ -334,7 +338,7 @@ def _restored(ctx: DistContext, model: Wrapped, rules: Rules) -> Restored | None
     ops.raise_together(problem, ctx)
     if (found := ops.broadcast_object(found, ctx)) is None:
         return None
-    kept = dict.fromkeys(("run", "stopped", "data", *Entries.SAVED))
+    kept = dict.fromkeys(("run", "stopped", "data", "layout", *Entries.SAVED))
     restored = restore(found, ctx, model, extra={**kept, "user": dict(rules.extra)})
     rules.extra.update(restored.extra["user"])
     return restored
@@ -398,7 +402,7 @@ def _save(loop: _Loop, report: Report, *, last: bool = False, stopped: bool = Fa
     score = finite_number(found)
     pruned = rules.keep_best is None or score is not None
     kept = {"run": loop.run.state(), "stopped": stopped, **loop.entries.state()}
-    kept["data"] = loop.loader.state()
+    kept |= {"data": loop.loader.state(), "layout": layout_of(loop.loader)}
     with loop.entries.paused():
         loop.saving = save(
             rules.checkpoints,

@@ -4,7 +4,7 @@ Each calls the function of the same name of the model's strategy.
 """
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Never
 
@@ -151,13 +151,29 @@ def scale_grads(model: Wrapped, factor: float | Tensor) -> None:
 
 
 @known_arguments(StepError)
-def clip_norm(model: Wrapped, max_norm: float) -> Tensor:
+def clip_norm(
+    model: Wrapped,
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    parameters: Iterable[Tensor] | None = None,
+) -> Tensor:
     """Scale gradients so that their total norm is at most `max_norm`.
 
     Under fp16 the gradients are unscaled first, once per update.
 
+    Args:
+        model: The wrapped model.
+        max_norm: Largest norm.
+        norm_type: The p of the p-norm, above 0; `float("inf")` for the largest absolute value.
+        parameters: Whose gradients count and are scaled, of the wrapped model's own, such as
+            `model.module.head.parameters()`; by default all of them.
+
     Returns:
-        Scalar, the norm before, equal on every rank.
+        Scalar, the norm before, equal on every rank, however gradients are sharded.
+
+    Raises:
+        StepError: a parameter is not one of the model, or `norm_type` is not above 0.
 
     Example:
         >>> import fxtrain as fx, torch
@@ -169,7 +185,22 @@ def clip_norm(model: Wrapped, max_norm: float) -> Tensor:
     """
     if not isinstance(model, Wrapped) or model.closed:
         check_open(model, "ops.clip_norm")
-    return model.strategy.clip_norm(model, max_norm)
+    if norm_type == 2 and parameters is None:
+        return model.strategy.clip_norm(model, max_norm)
+    if not norm_type > 0:
+        raise StepError(
+            f"ops.clip_norm(norm_type={shown(norm_type)}): no such norm. Use a number above 0, or "
+            f"float('inf')."
+        )
+    chosen = None if parameters is None else list(parameters)
+    known = {id(parameter) for parameter in model.module.parameters()}
+    if foreign := [one for one in chosen or () if id(one) not in known]:
+        raise StepError(
+            f"ops.clip_norm(parameters=...): {len(foreign)} of these {len(chosen or ())} are not "
+            f"parameters of this {type(model.module).__name__}. fx.wrap may replace parameters: "
+            f"take them from model.module, after it."
+        )
+    return model.strategy.clip_norm(model, max_norm, norm_type=norm_type, parameters=chosen)
 
 
 @known_arguments(StepError)

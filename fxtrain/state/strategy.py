@@ -226,7 +226,8 @@ class Strategy:
             micro-batch, after which gradients are reduced over ranks or not.
             `compute_loss(model, batch)` calls the user's loss function and weights the result; a
             strategy may call it for parts of the batch, or on some ranks only.
-        clip_norm: (model, max_norm) → total norm before clipping, equal on every rank.
+        clip_norm: (model, max_norm, norm_type=2.0, parameters=None) → norm before clipping, equal
+            on every rank; a step passes the first two.
         clip_value: (model, max_value) → None.
         scale_grads: (model, factor) → None.
         finite: (model) → whether this rank's gradients are finite; no traffic.
@@ -264,7 +265,7 @@ class Strategy:
     backward: Callable[[torch.Tensor, Wrapped], None]
     begin: Callable[[Wrapped], None]
     run: Callable[[Wrapped, Batch, Callable[[Wrapped, Batch], WeightedLoss], bool], WeightedLoss]
-    clip_norm: Callable[[Wrapped, float], torch.Tensor]
+    clip_norm: Callable[..., torch.Tensor]
     clip_value: Callable[[Wrapped, float], None]
     scale_grads: Callable[[Wrapped, torch.Tensor | float], None]
     finite: Callable[[Wrapped], bool]

@@ -296,3 +296,18 @@ def test_the_command_reports(factory, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "total, without activations" in said and "unknown shape" in said
     assert main(["estimate-memory", "./nowhere"]) == Exit.WRONG
+
+
+def test_several_precisions_are_one_table(factory, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # put back after the test
+    words = ["estimate-memory", factory, "--precision", "fp32", "--precision", "int8"]
+    assert main([*words, "--json"]) == Exit.WELL
+    full, small = json.loads(capsys.readouterr().out)
+    assert full["inference_precision"] == "fp32" and small["inference_precision"] == "int8"
+    assert small["inference_bytes"]["weights"] < full["inference_bytes"]["weights"]
+    assert main(words) == Exit.WELL
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith(("fp32", "int8"))] == [
+        "fp32",
+        "int8",
+    ]

@@ -5,6 +5,7 @@ with a loss scale they reduce over the first mesh only. Here each rank works on 
 and results are reduced over exactly the axes along which gradients are sharded.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -33,36 +34,45 @@ def local_grads(parameters: Any) -> list[Tensor]:
     return [getattr(grad, "_local_tensor", grad) for grad in _as_parameters_laid_out(parameters)]
 
 
-def total_norm(model: Wrapped, copies: frozenset[int] = frozenset()) -> Tensor:
-    """The 2-norm over all gradients of a model, each entry counted once; equal on every rank.
+def total_norm(
+    model: Wrapped,
+    parameters: Any,
+    copies: frozenset[int] = frozenset(),
+    norm_type: float = 2.0,
+) -> Tensor:
+    """The norm over gradients of a model, each entry counted once; equal on every rank.
 
     Args:
+        parameters: Whose gradients count, of this rank.
         copies: Ids of parameters that another pipeline rank counts.
+        norm_type: The p of the p-norm, above 0; infinity for the largest absolute value.
 
     Effects:
         One all-reduce of a number per mesh axis along which gradients are sharded, and one over
         the pipeline axis if there is one.
     """
     by_groups: dict[tuple[str, ...], tuple[list[Any], list[Tensor]]] = {}
-    for grad in _as_parameters_laid_out(
-        p for p in model.module.parameters() if id(p) not in copies
-    ):
+    for grad in _as_parameters_laid_out(p for p in parameters if id(p) not in copies):
         groups = _groups_of(grad)
         key = tuple(group.group_name for group in groups)
         by_groups.setdefault(key, (groups, []))[1].append(getattr(grad, "_local_tensor", grad))
+    largest = math.isinf(norm_type)
+    reduction: Any = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     total = torch.zeros((), device=model.ctx.device)
     for groups, parts in by_groups.values():
         # Replicas along the other axes are equal, and are counted once by not being summed.
-        square = _sum_of_squares(parts, model.ctx.device)
+        power = _power_of_norm(parts, norm_type, model.ctx.device)
         for group in groups:
-            dist.all_reduce(square, group=group)
-        total = total + square
+            dist.all_reduce(power, op=reduction, group=group)
+        total = torch.maximum(total, power) if largest else total + power
     stages = model.ctx.axis("pipeline")
     if stages.world_size > 1:
         # A stage may have no gradient, or another dtype than the others.
         total = total.to(model.window.sums.dtype)
-        dist.all_reduce(total, group=stages.comm.group)
-    return total.sqrt()
+        dist.all_reduce(total, op=reduction, group=stages.comm.group)
+    if largest:
+        return total
+    return total.sqrt() if norm_type == 2 else total ** (1 / norm_type)
 
 
 def scale_local(parts: list[Tensor], factor: Any) -> None:
@@ -111,10 +121,12 @@ def _groups_of(grad: Any) -> list[Any]:
     return [mesh.get_group(dim) for dim in axes if mesh.size(dim) > 1]
 
 
-def _sum_of_squares(parts: list[Tensor], device: torch.device) -> Tensor:
-    norm = nn.utils.get_total_norm(parts).to(device)
-    # In half precision, sums of squares over many ranks would round.
-    return (norm.float() if norm.dtype in (torch.float16, torch.bfloat16) else norm).square()
+def _power_of_norm(parts: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """What is summed over ranks: the sum of powers, or the maximum."""
+    norm = nn.utils.get_total_norm(parts, norm_type).to(device)
+    # In half precision, sums of powers over many ranks would round.
+    norm = norm.float() if norm.dtype in (torch.float16, torch.bfloat16) else norm
+    return norm if math.isinf(norm_type) else norm**norm_type
 
 
 def _by_dtype_and_device(

@@ -1,7 +1,7 @@
 """Forward, backward and update, shared by every strategy on torch's own modules."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -141,18 +141,27 @@ def clip_norm(
     model: Wrapped,
     max_norm: float,
     copies: frozenset[int] = frozenset(),
+    *,
+    norm_type: float = 2.0,
+    parameters: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Clip by the total norm of unscaled gradients, over any meshes.
+    """Clip by the norm of unscaled gradients, over any meshes.
 
-    Parameters whose id is in `copies` are counted by another pipeline rank.
+    Args:
+        model: The model.
+        max_norm: Largest norm.
+        copies: Ids of parameters that another pipeline rank counts.
+        norm_type: The p of the p-norm.
+        parameters: Whose gradients to clip; by default all of them.
     """
     if model.scaler is not None:
         _unscale(model)
-    parameters = list(model.module.parameters())
+    if parameters is None:
+        parameters = list(model.module.parameters())
     plain = {*map(type, parameters)} <= {nn.Parameter} or not is_distributed(parameters)
     if plain and model.ctx.mesh.pipeline == 1:
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
-    norm = total_norm(model, copies)
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    norm = total_norm(model, parameters, copies, norm_type)
     scale_local(local_grads(parameters), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 

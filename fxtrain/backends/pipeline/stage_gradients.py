@@ -88,14 +88,14 @@ def _is_sharded(parameter: Any) -> bool:
     return mesh is not None and not {"replicate", "shard"}.isdisjoint(mesh.mesh_dim_names)
 
 
-def clip_norm(model: Wrapped, max_norm: float) -> Tensor:
+def clip_norm(model: Wrapped, max_norm: float, **options: Any) -> Tensor:
     """Clip by the norm over all stages, each parameter counted once."""
     engine = model.engine
     if engine is model.module:
-        return step_functions.clip_norm(model, max_norm)
+        return step_functions.clip_norm(model, max_norm, **options)
     copies = frozenset(
         id(parameter)
         for name, parameter in model.module.named_parameters()
         if engine.layout.holders(name)[0] != engine.axis.rank
     )
-    return step_functions.clip_norm(model, max_norm, copies)
+    return step_functions.clip_norm(model, max_norm, copies, **options)

@@ -16,7 +16,7 @@ from fxtrain.cli.output import as_json, print_json, print_table, say, warn
 from fxtrain.diagnosis.setups import section_problems
 from fxtrain.interop.accelerate_config import convert_accelerate
 from fxtrain.launch.config.defaults import Machine, detect_machine, suggested
-from fxtrain.launch.config.launch_file import LaunchFile, read_data, read_launch_file
+from fxtrain.launch.config.launch_file import LaunchFile, problems_of, read_data, read_launch_file
 from fxtrain.launch.config.resolution import HERE, find_file, from_flags, resolve
 from fxtrain.state import shown
 
@@ -56,14 +56,20 @@ def CONFIG(ctx: click.Context, path: str, profile: str, force: bool) -> None:  #
 
 @CONFIG.command()
 @click.argument("path", default=HERE[0], type=_path)
+@click.option("--precision", default="", help="fp32, bf16, fp16 or fp8; by the machine if omitted")
 @_force
-def default(path: str, force: bool) -> None:  # noqa: FBT001
+def default(path: str, precision: str, force: bool) -> None:  # noqa: FBT001
     """Write a launch file without questions.
 
     It contains values for this machine, and all other fields as comments.
     """
     machine = detect_machine()
-    write_new(path, LaunchFile(common=suggested(machine)), notes=_head(machine), force=force)
+    section = suggested(machine)
+    if precision:
+        section = attrs.evolve(section, plan={"precision": precision})
+    if problems := problems_of(section):
+        raise PlanError("\n".join(problems))
+    write_new(path, LaunchFile(common=section), notes=_head(machine), force=force)
 
 
 @CONFIG.command()

@@ -42,7 +42,8 @@ _WORDS = {
 @click.option(
     "--precision",
     type=click.Choice(list(BYTES)),
-    help="dtype of autocast, or of the weights in inference; bf16 by default",
+    multiple=True,
+    help="dtype of autocast, or of the weights in inference; bf16 by default, several for a table",
 )
 @click.option("--plan", metavar="FILE", help="a plan: its precision and its quantised weights")
 @click.option(
@@ -65,7 +66,7 @@ def ESTIMATE(
     json_: bool,  # noqa: FBT001
     download: bool,  # noqa: FBT001
     plan: str | None,
-    precision: str | None,
+    precision: tuple[str, ...],
     **chosen: Any,
 ) -> None:
     """Estimate the memory of a model in training and inference.
@@ -80,20 +81,22 @@ def ESTIMATE(
         os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when the model's library is imported
     away = download and not Path(model).exists()
     if plan is not None:
-        if precision is not None or away:
+        if precision or away:
             other = "--download" if away else "--precision"
             raise PlanError(
                 f"estimate-memory: --plan and {other} were passed. --plan sets the dtypes, and "
                 f"builds the model from code that is here. Omit {other}."
             )
-        report = _planned_report(model, read_plan(plan), **chosen)
+        reports = [_planned_report(model, read_plan(plan), **chosen)]
     else:
         found = read_hub(model) if away else read_weights(model)
-        report = _report(found, precision=precision or "bf16", **chosen)
+        reports = [_report(found, precision=one, **chosen) for one in precision or ("bf16",)]
     if json_:
-        print_json(report)
+        print_json(reports if len(reports) > 1 else reports[0])
+    elif len(reports) > 1:
+        _print_table(reports)
     else:
-        _print(report, chosen)
+        _print(reports[0], chosen)
 
 
 def _report(
@@ -146,6 +149,19 @@ def _numbers(
 def _whole(sizes: Training) -> dict[str, int]:
     each = {name: round(size) for name, size in attrs.asdict(sizes).items()}
     return {**each, "total": round(sizes.total)}
+
+
+def _print_table(reports: list[dict[str, Any]]) -> None:
+    """A line for each dtype."""
+    first = reports[0]
+    say(f"{first['source']}: {first['parameters']:,} parameters.\n")
+    rows: list[list[str]] = []
+    for report in reports:
+        held = report["inference_bytes"]
+        total = held["weights"] + (held["cache"] or 0)
+        sizes = (held["weights"], total, report["training_bytes"]["total"])
+        rows.append([report["inference_precision"], *map(_size, sizes)])
+    print_table(["precision", ">weights", ">inference", ">training, each rank"], rows)
 
 
 def _print(report: dict[str, Any], chosen: dict[str, Any]) -> None:

@@ -1,0 +1,67 @@
+"""Norms of any kind, over all or some of the parameters, however they are sharded."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import fxtrain as fx
+from fxtrain import ops
+from fxtrain.testing.training import on_mesh
+
+TENSOR = fx.TP(
+    styles=(fx.Style(modules="0", style="colwise"), fx.Style(modules="1", style="rowwise"))
+)
+PLANS = {
+    "ddp": (fx.Plan(), fx.Mesh()),
+    "fsdp": (fx.Plan(strategy=fx.FSDP(min_params=1)), fx.Mesh()),
+    "tensor": (fx.Plan(strategy=fx.FSDP(mode="none", tensor=TENSOR)), fx.Mesh(tensor=2)),
+}
+
+
+def _net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6), nn.Linear(6, 3)).double()
+
+
+def _rows():
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def _full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _clipped(ctx, plan, mesh, p, part):
+    with on_mesh(ctx, mesh) as placed:
+        model = fx.wrap(_net(), placed, plan)
+        with ops.sync(model, enabled=True):
+            ops.backward(model(_rows()).square().sum(), model)
+        chosen = None if part is None else model.module[part].parameters()
+        norm = ops.clip_norm(model, 0.5, norm_type=p, parameters=chosen)
+        return float(_full(norm)), [_full(one.grad).clone() for one in model.module.parameters()]
+
+
+@pytest.mark.parametrize("part", [None, 1])
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("name", list(PLANS))
+def test_norms_are_those_of_torch_on_one_process(pair, name, p, part):
+    net = _net()
+    net(_rows()).square().sum().backward()
+    chosen = net.parameters() if part is None else net[part].parameters()
+    norm = nn.utils.clip_grad_norm_(chosen, 0.5, p)
+    plan, mesh = PLANS[name]
+    for mine, grads in pair.run(_clipped, plan, mesh, p, part):
+        assert mine == pytest.approx(float(norm), rel=1e-9)
+        for grad, parameter in zip(grads, net.parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad, rtol=1e-6, atol=1e-9)
+
+
+def test_parameters_of_another_model_and_norms_that_are_none_are_refused():
+    with fx.detect(env={}, device="cpu") as ctx:
+        model = fx.wrap(_net(), ctx)
+        with pytest.raises(fx.StepError, match="2 of these 2 are not"):
+            ops.clip_norm(model, 1.0, parameters=_net()[0].parameters())
+        with pytest.raises(fx.StepError, match="number above 0"):
+            ops.clip_norm(model, 1.0, norm_type=0)
