@@ -362,7 +362,7 @@ def _check_types(model: Any, ctx: Any, plan: Any, strategy: Any) -> None:
             f"config such as fx.FSDP() into the plan: fx.Plan(strategy=fx.FSDP())."
         )
     handle = ctx.comm.state.wrapped.get(model, _nothing)()
-    if handle is not None and not {"unwrap", "release"} & set(handle.closed):
+    if isinstance(handle, Wrapped) and not {"unwrap", "release"} & set(handle.closed):
         raise PlanError(
             f"wrap: this {type(model).__name__} is wrapped already, and the two handles would "
             f"change the same parameters. Use the first one, or call fx.unwrap on it before."

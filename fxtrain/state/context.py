@@ -88,7 +88,7 @@ class CommState:
     closed: bool = False
     children: weakref.WeakSet[CommState] = attrs.field(factory=weakref.WeakSet, repr=False)
     logged_plans: set[Plan] = attrs.field(factory=set, repr=False)
-    wrapped: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Any]] = attrs.field(
+    wrapped: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[object]] = attrs.field(
         factory=weakref.WeakKeyDictionary, repr=False
     )
 
