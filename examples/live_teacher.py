@@ -29,7 +29,7 @@ def adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=5e-3)
 
 
-def accuracy(model: nn.Module, batch: fx.Batch) -> fx.Weighted:
+def accuracy(model: fx.Wrapped, batch: fx.Batch) -> fx.Weighted:
     hits = model(batch[0]).argmax(-1) == batch[1]
     return fx.Weighted(hits.float().sum(), len(hits))
 

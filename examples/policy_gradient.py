@@ -29,7 +29,8 @@ def draws(rollout: int, ctx: fx.DistContext) -> Tensor:
 @torch.no_grad()
 def play(policy: fx.Wrapped, numbers: Tensor) -> dict[str, Tensor]:
     """One row for each step of each episode."""
-    place, rows = 4 * numbers[:, 0] - 2, []
+    place = 4 * numbers[:, 0] - 2
+    rows: list[tuple[Tensor, Tensor, Tensor]] = []
     for step in range(STEPS):
         state = torch.stack([place, torch.full_like(place, step / STEPS)], dim=1)
         chances = policy(state).softmax(dim=1)
@@ -40,9 +41,9 @@ def play(policy: fx.Wrapped, numbers: Tensor) -> dict[str, Tensor]:
     return {"state": states, "action": actions, "before": before, "earned": -place.abs()}
 
 
-def loss(policy: fx.Wrapped, batch: fx.Batch) -> Tensor:
+def loss(policy: fx.Wrapped, batch: fx.Batch[dict[str, Tensor]]) -> Tensor:
     """The clipped objective of PPO."""
-    chances = policy(batch["state"]).log_softmax(dim=1)
+    chances: Tensor = policy(batch["state"]).log_softmax(dim=1)
     ratio = (chances.gather(1, batch["action"][:, None])[:, 0] - batch["before"]).exp()
     advantage = batch["advantage"]
     return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
@@ -55,7 +56,7 @@ def main() -> None:
         net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2)).double()
         policy = fx.wrap(net, ctx, plan, optimizer=lambda p: torch.optim.Adam(p, lr=1e-2))
         fns = fx.StepFns(model=policy, loss=loss)
-        position, apart = fx.Position(), []
+        position, apart = fx.Position(), list[float]()
         for rollout in range(ROLLOUTS):
             rows = play(policy, draws(rollout, ctx))
             earned = rows.pop("earned")

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -121,8 +122,8 @@ def wrap(
         other ranks of the data axis. If it fails, the module is as before, except for its device.
 
     Raises:
-        PlanError: the plan does not fit the model or the context, or the ranks pass different
-            plans; on every rank, before anything changes.
+        PlanError: the plan does not fit the model or the context, the module is wrapped already, or
+            the ranks pass different plans; on every rank, before anything changes.
         CollectiveError: the ranks pass different models or options of optimizers and schedulers,
             such as learning rates, or only some pass an optimizer; on every rank.
 
@@ -171,7 +172,9 @@ def wrap(
     except BaseException:
         undo()
         raise
-    return attrs.evolve(made, undo=undo, bare=changes.hide, formats=formats)
+    made = attrs.evolve(made, undo=undo, bare=changes.hide, formats=formats)
+    ctx.comm.state.wrapped[model] = weakref.ref(made)
+    return made
 
 
 @known_arguments(PlanError)
@@ -357,4 +360,10 @@ def _check_types(model: Any, ctx: Any, plan: Any, strategy: Any) -> None:
         raise PlanError(
             f"wrap(strategy=...) takes a Strategy record, found {type(strategy).__name__}. Put a "
             f"config such as fx.FSDP() into the plan: fx.Plan(strategy=fx.FSDP())."
+        )
+    handle = ctx.comm.state.wrapped.get(model, _nothing)()
+    if isinstance(handle, Wrapped) and not {"unwrap", "release"} & set(handle.closed):
+        raise PlanError(
+            f"wrap: this {type(model).__name__} is wrapped already, and the two handles would "
+            f"change the same parameters. Use the first one, or call fx.unwrap on it before."
         )

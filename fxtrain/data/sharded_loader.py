@@ -173,7 +173,7 @@ class Sharded(Displayed, Generic[Data_co]):
             [1, 2, 3, 4]
         """
         _check_count("epochs", n, "epochs")
-        return self._of_run(self._total_updates(n))._epochs(n)
+        return _named(f"epochs({n})", self._of_run(self._total_updates(n))._epochs(n))
 
     def _of_run(self, updates: int | None) -> "Sharded[Data_co]":
         """The same loader, whose batches say how long the run is."""
@@ -225,7 +225,8 @@ class Sharded(Displayed, Generic[Data_co]):
         total = None if epochs is None else self._total_updates(epochs)
         last = n if total is None else min(n, total)
         known = None if last == sys.maxsize else last
-        return self._of_run(known)._updates(n, sys.maxsize if epochs is None else epochs)
+        batches = self._of_run(known)._updates(n, sys.maxsize if epochs is None else epochs)
+        return _named(f"updates({n})", batches)
 
     def _updates(self, n: int, epochs: int) -> Iterator[Batch[Data_co]]:
         if self.position.updates >= n:
@@ -434,6 +435,12 @@ class Sharded(Displayed, Generic[Data_co]):
             check_same_plan("iterating", self.ctx, self.plan, asked)
             if problem is not None:
                 raise problem
+
+
+def _named(name: str, generator: Any) -> Any:
+    """The generator, with a `repr` that says what was called."""
+    generator.__qualname__ = f"loader.{name}"
+    return generator
 
 
 def _check_count(call: str, n: Any, unit: str, *, name: str = "") -> None:

@@ -46,6 +46,8 @@ def _refuse_batch(call: str, found: Any) -> NoReturn:
             use = f"`for epoch in loader.epochs(n): for batch in epoch: fx.{call}(ctx, batch, ...)`"
     elif isinstance(found, DistContext | Wrapped):
         use = f"fx.{call}(ctx, batch, {'fns' if call == 'step' else 'model, loss'})"
+    else:
+        use += ", or fx.batch(data, ctx, plan) for data of your own"
     raise StepError(f"{call} takes a Batch, found {name}. Use {use}.")
 
 

@@ -115,20 +115,30 @@ def _metrics(runs: Sequence[RunCurves]) -> list[str]:
     return sorted(names, key=place)
 
 
+def _charts(metrics: Sequence[str]) -> dict[str, list[str]]:
+    """The metrics of each chart: `eval/loss` is in that of `loss`."""
+    charts: dict[str, list[str]] = {}
+    for name in metrics:
+        trained = name.removeprefix("eval/")
+        charts.setdefault(trained if trained in metrics else name, []).append(name)
+    return charts
+
+
 def _data(runs: Sequence[RunCurves]) -> str:
     """The curves as JSON in which no text can end the script element."""
     data = {
         "runs": [{"label": run.label, "start": _start(run)} for run in runs],
         "metrics": [
             {
-                "name": name,
+                "name": chart,
                 "curves": [
-                    {"run": number, **_columns(run.curves[name])}
+                    {"run": number, "name": name, **_columns(run.curves[name])}
+                    for name in names
                     for number, run in enumerate(runs)
                     if name in run.curves
                 ],
             }
-            for name in _metrics(runs)
+            for chart, names in _charts(_metrics(runs)).items()
         ],
     }
     # ASCII, and without the characters that HTML or an old parser of scripts could read.

@@ -64,6 +64,7 @@ class CommState:
         closed: Whether the context was closed, so that no call can be made.
         children: The axes and duplicates of this communicator, which are closed with it.
         logged_plans: Plans of the script whose difference from the launch's was logged.
+        wrapped: The handle of each module that was wrapped.
     """
 
     thread: int | None = attrs.field(factory=threading.get_ident)
@@ -87,6 +88,9 @@ class CommState:
     closed: bool = False
     children: weakref.WeakSet[CommState] = attrs.field(factory=weakref.WeakSet, repr=False)
     logged_plans: set[Plan] = attrs.field(factory=set, repr=False)
+    wrapped: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[object]] = attrs.field(
+        factory=weakref.WeakKeyDictionary, repr=False
+    )
 
     def close(self) -> None:
         """Refuse every later call, also on axes and duplicates."""

@@ -44,7 +44,7 @@ def _canonical(value: str | Mapping[str, object] | None) -> str | None:
 def _one_form(data: Any) -> str:
     try:
         return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError) as error:
         raise PlanError(
             f"DeepSpeed(config=...): {error}. A DeepSpeed config only contains JSON values: "
             f"tables, lists, strings, finite numbers, true, false and null."
@@ -196,7 +196,7 @@ def read_config(config: DeepSpeed) -> dict[str, Any]:
             raise PlanError(f"{where}: {error}. Pass a JSON file's path, or its text.") from error
     try:
         data = parse_json(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise PlanError(f"{where} is not JSON: {error}.") from None
     if not isinstance(data, dict):
         raise PlanError(f"{where} holds a {type(data).__name__}. Write a table: {{...}}.")

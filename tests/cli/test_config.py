@@ -270,3 +270,44 @@ def test_show_gives_every_value_an_origin(good, capsys):
     shown = capsys.readouterr().out
     assert "plan.accumulate" in shown and "plan.seed" not in shown
     assert "\x1b" not in shown  # no colour outside a terminal
+
+
+@pytest.mark.parametrize("form", ["toml", "yaml"])
+def test_the_streams_of_ranks_are_explained(form):
+    before = render(LaunchFile(), form).partition("show_ranks")[0].splitlines()
+    assert "# Ranks of each node whose output is shown here; all by default." in before[-2]
+
+
+@pytest.mark.parametrize("name", ["fxtrain.toml", "fxtrain.yaml"])
+def test_update_keeps_values_and_offers_new_fields(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / name
+    file = parse(GOOD, "toml")
+    path.write_text("# Of our cluster.\n" + render(file, path.suffix[1:], brief=True))
+    assert main(["config", "update"]) == Exit.WELL
+    text = path.read_text()
+    assert attrs.evolve(read_launch_file(path), path="") == file
+    assert text.startswith("# Of our cluster.\n") and "show_ranks" in text
+    assert main(["config", "update", name]) == Exit.WELL
+    assert path.read_text() == text
+    assert f"Updated {name}" in capsys.readouterr().out
+
+
+def test_update_keeps_a_null_of_a_profile(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("plan: {clip_norm: 1.0}\nprofiles: {free: {plan: {clip_norm: null}}}\n")
+    assert main(["config", "update", str(path)]) == Exit.WELL
+    assert read_launch_file(path).section("free").plan == {"clip_norm": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("[launch]\nrnks = 2\n", "did you mean 'ranks'"),
+     ("compute_environment = 'LOCAL_MACHINE'\n", "fxtrain config convert"),
+     ("[launch", "Invalid TOML")],
+)  # fmt: skip
+def test_update_leaves_a_file_that_it_cannot_read(text, says, tmp_path, capsys):
+    path = tmp_path / "a.toml"
+    path.write_text(text)
+    assert main(["config", "update", str(path)]) == Exit.WRONG
+    assert says in capsys.readouterr().err and path.read_text() == text

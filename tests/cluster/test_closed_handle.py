@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fxtrain as fx
-from tests.cluster._handles import FSDP, new_handle
+from tests.cluster._handles import FSDP, adam, new_handle, sequential
 
 CALLS = {
     "step": lambda ctx, model, fns, batch, folder: fx.step(ctx, batch, fns),
@@ -102,3 +102,29 @@ def test_unwrap_drops_an_open_window(clusters, n, strategy):
         assert not applied
         assert same
         assert grads == [None] * len(grads)
+
+
+def _wrapped_twice(ctx, strategy):
+    net = sequential()
+    plan = fx.Plan(strategy=strategy)
+    model = fx.wrap(net, ctx, plan, optimizer=adam)
+    with pytest.raises(fx.PlanError, match=r"Sequential is wrapped already, .* fx\.unwrap"):
+        fx.wrap(net, ctx, plan, optimizer=adam)
+    again = fx.wrap(fx.unwrap(model), ctx, plan, optimizer=adam)
+    return again(torch.ones(2, 8)).shape
+
+
+@pytest.mark.parametrize("strategy", [fx.DDP(), FSDP], ids=["DDP", "FSDP"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_module_has_one_open_handle(clusters, n, strategy):
+    assert clusters[n].run(_wrapped_twice, strategy) == [(2, 1)] * n
+
+
+def _dropped(ctx, strategy):
+    net = sequential()
+    fx.wrap(net, ctx, fx.Plan(strategy=strategy), optimizer=adam)
+    return type(fx.wrap(net, ctx, fx.Plan(strategy=strategy), optimizer=adam)).__name__
+
+
+def test_a_handle_that_was_dropped_is_not_in_the_way(clusters):
+    assert clusters[1].run(_dropped, fx.DDP()) == ["Wrapped"]

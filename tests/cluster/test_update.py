@@ -169,7 +169,7 @@ def test_what_is_refused(ctx):
     loss = F.cross_entropy(model(batch[0]), batch[1])
     _refused(ctx, r"found DistContext, Wrapped, Batch, Tensor\. Use", model, batch, loss)
     _refused(ctx, r"found DistContext, Batch, Linear, Tensor", batch, model.module, loss)
-    _refused(ctx, r"update takes a Batch, found list", batch.data, model, loss)
+    _refused(ctx, r"found list\. .* or fx\.batch\(data", batch.data, model, loss)
     _refused(ctx, "The loss is a function", batch, model, lambda: loss)
     _refused(ctx, r"has shape \[2, 2\]", batch, model, model(batch[0]))
     with torch.no_grad():

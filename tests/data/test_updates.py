@@ -68,3 +68,9 @@ def test_a_wrong_number_is_named(call):
 def test_epochs_without_a_batch_never_get_there():
     with pytest.raises(fx.DataError, match="epoch 0 has no batch"):
         list(_loader(1, drop_last=True).updates(3))
+
+
+def test_iterators_of_a_loader_print_what_was_called():
+    loader = _loader()
+    assert "loader.epochs(2)" in repr(loader.epochs(2))
+    assert "loader.updates(3)" in repr(loader.updates(3))

@@ -29,6 +29,8 @@ _BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _TRAINING = """
+import copy
+
 from torch.utils.data import DataLoader, TensorDataset
 
 net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -49,7 +51,7 @@ def measures(model, batch):
 
 
 plan = fx.Plan()
-model = fx.wrap(net, ctx, plan, optimizer=adamw)
+model = fx.wrap(copy.deepcopy(net), ctx, plan, optimizer=adamw)
 loader = fx.shard(torch_loader, ctx, plan)
 fns = fx.StepFns(model=model, loss=loss)
 batch = next(iter(loader))

@@ -75,7 +75,24 @@ def test_the_data_of_the_page_is_the_run(two_runs):
             log = read_run(two_runs[curve["run"]])
             for axis, over in (("updates", "step"), ("rows", "rows"), ("time", "time")):
                 found = zip(unpacked(curve[axis]), unpacked(curve["values"]), strict=True)
-                assert list(found) == log.curve(metric["name"], over)
+                assert list(found) == log.curve(curve["name"], over)
+
+
+def test_evaluation_is_in_the_chart_of_the_training_metric(tmp_path):
+    values = {"loss": 2.0, "eval/loss": 3.0, "eval/accuracy": 0.5}
+    written(tmp_path / "a", [{"step": 1, "values": values}])
+    written(tmp_path / "b", [{"step": 1, "values": {"eval/loss": 4.0}}])
+    page = _Page(page_of(read_curves([tmp_path / "a", tmp_path / "b"])))
+    charts = {
+        metric["name"]: [
+            (curve["run"], curve["name"], *unpacked(curve["values"])) for curve in metric["curves"]
+        ]
+        for metric in page.data["metrics"]
+    }
+    assert charts == {
+        "loss": [(0, "loss", 2.0), (0, "eval/loss", 3.0), (1, "eval/loss", 4.0)],
+        "eval/accuracy": [(0, "eval/accuracy", 0.5)],
+    }
 
 
 def test_a_page_loads_nothing_and_runs_only_its_own_scripts(two_runs):

@@ -26,7 +26,7 @@ def sequence_problems(ctx: DistContext, plan: Plan, module: nn.Module) -> list[s
     if ranks == 1 and ctx.world_size > 1:
         problems.append(
             "Plan(context=...) splits sequences over the mesh's context axis, which has one rank. "
-            "Use more: fx.detect(mesh=fx.Mesh(context=2))."
+            "Use more: fx.detect(mesh=fx.Mesh(context=2)), or fxtrain launch --mesh context=2."
         )
     if ranks > 1 and plan.compile is not None and plan.recompute:
         problems.append(

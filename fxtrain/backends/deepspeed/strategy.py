@@ -60,7 +60,8 @@ def _check(ctx: DistContext, plan: Plan, module: nn.Module) -> tuple[str, ...]:
             problems.append(
                 f"DeepSpeed({field}={size}) needs an axis of that size, but the mesh of this "
                 f"context has {axis}={ctx.mesh.sizes[axis]}. "
-                f"Use fx.detect(mesh=fx.Mesh({axis}={size or 1}))."
+                f"Use fx.detect(mesh=fx.Mesh({axis}={size or 1})), or fxtrain launch --mesh "
+                f"{axis}={size or 1}."
             )
     if ctx.mesh.tensor > 1 and ctx.mesh.context > 1:
         problems.append(

@@ -73,7 +73,7 @@ def _tensor_problems(ctx: DistContext, config: FSDP) -> list[str]:
     if config.tensor is not None and sizes["tensor"] == 1 and ctx.world_size > 1:
         problems.append(
             "FSDP(tensor=...) splits layers over the mesh's tensor axis, which has one rank. "
-            "Use more: fx.detect(mesh=fx.Mesh(tensor=2))."
+            "Use more: fx.detect(mesh=fx.Mesh(tensor=2)), or fxtrain launch --mesh tensor=2."
         )
     return problems
 

@@ -79,7 +79,7 @@ def _fsdp_problems(ctx: DistContext, config: FSDP, name: str, warmup: int) -> li
             f"Plan(local={name}(...)) with FSDP averages over the mesh's replicate axis, and "
             f"shards each replica over its shard axis; both need several ranks, but the mesh has "
             f"replicate={ctx.mesh.replicate} and shard={shard}. Use fx.detect(mesh=fx.Mesh("
-            f"shard=...)), or DDP()."
+            f"shard=...)) or fxtrain launch --mesh shard=..., or DDP()."
         )
     if warmup:
         problems.append(

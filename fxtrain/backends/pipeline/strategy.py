@@ -59,7 +59,7 @@ def _axis_problems(ctx: DistContext, config: PP) -> list[str]:
     if sizes["pipeline"] == 1:
         problems.append(
             "PP runs stages on the ranks of the mesh's pipeline axis, which has one rank. Use "
-            "more: fx.detect(mesh=fx.Mesh(pipeline=2))."
+            "more: fx.detect(mesh=fx.Mesh(pipeline=2)), or fxtrain launch --mesh pipeline=2."
         )
     return problems
 

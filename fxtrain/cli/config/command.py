@@ -10,7 +10,7 @@ import click
 
 from fxtrain._errors import PlanError
 from fxtrain.cli.config.prompts import choose_prompt, interview
-from fxtrain.cli.config.save import check_profile, write_new, write_profile
+from fxtrain.cli.config.save import check_profile, rewrite, write_new, write_profile
 from fxtrain.cli.exit_codes import Exit
 from fxtrain.cli.output import as_json, print_json, print_table, say, warn
 from fxtrain.diagnosis.setups import section_problems
@@ -103,10 +103,7 @@ def check(path: str, json_: bool) -> int:  # noqa: FBT001
     `fx.wrap` would refuse on the ranks of the launch, except for names in your model. The exit
     code is 1 if there are errors.
     """
-    found = path or find_file(os.environ)
-    if not found or not os.path.exists(found):
-        what = found or "fxtrain.toml, fxtrain.yaml and the user's own"
-        raise PlanError(f"{what}: no such launch file. Create one with `fxtrain config`.")
+    found = _existing(path)
     problems: list[str] = []
     profiles: list[str] = []
     try:
@@ -121,6 +118,26 @@ def check(path: str, json_: bool) -> int:  # noqa: FBT001
         good = f"{found} is valid. Profiles: {', '.join(profiles) or 'none'}."
         say("\n".join([f"{found}:", *problems]) if problems else good)
     return Exit.FOUND if problems else Exit.WELL
+
+
+def _existing(path: str) -> str:
+    """The file of this name, or the one that a launch would read."""
+    found = path or find_file(os.environ)
+    if not found or not os.path.exists(found):
+        what = found or "fxtrain.toml, fxtrain.yaml and the user's own"
+        raise PlanError(f"{what}: no such launch file. Create one with `fxtrain config`.")
+    return found
+
+
+@CONFIG.command()
+@click.argument("path", default="", type=_path)
+def update(path: str) -> None:
+    """Rewrite a launch file with the fields and comments of this version.
+
+    It keeps all values, profiles and the comment at the top, and shows the other fields with
+    their defaults. Other comments are replaced. A file with errors is not changed.
+    """
+    rewrite(_existing(path))
 
 
 def _setup_problems(file: LaunchFile) -> list[str]:

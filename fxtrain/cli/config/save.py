@@ -1,5 +1,6 @@
 """Launch files on disk: creates one, or adds a profile to an existing one."""
 
+import itertools
 from pathlib import Path
 
 import attrs
@@ -12,7 +13,7 @@ from fxtrain.launch.config.launch_file import FORMATS, LaunchFile, Section, pars
 from fxtrain.launch.config.rendering import render
 from fxtrain.state import Format
 
-__all__ = ["check_profile", "write_new", "write_profile"]
+__all__ = ["check_profile", "rewrite", "write_new", "write_profile"]
 
 
 def write_new(
@@ -37,6 +38,25 @@ def write_new(
         )
     _write(path, render(file, form, notes=notes, brief=brief))
     say(f"Wrote {path}. Show all values with `fxtrain config show`.")
+
+
+def rewrite(path: str) -> None:
+    """Write a launch file again with the current comments and offers, and report it.
+
+    Values, profiles and the comment at the top are kept; other comments are replaced.
+
+    Raises:
+        PlanError: the file cannot be read; it is left as it is.
+    """
+    form = _form(path)
+    file = read_launch_file(path)
+    lines = read_text(path).splitlines()
+    head = list(itertools.takewhile(lambda line: line.startswith("#"), lines))
+    text = render(file, form)
+    while head and head[-1] in text.splitlines()[:1]:  # the comment of the first value
+        head.pop()
+    _write(path, "\n".join([*head, "", text]) if head else text)
+    say(f"Updated {path}. Show all values with `fxtrain config show`.")
 
 
 def check_profile(path: str, name: str, *, force: bool) -> None:

@@ -117,7 +117,7 @@ def _table(
     for name in dict.fromkeys([*(_names(cls) if cls else ()), *said]):
         if isinstance(said.get(name), Mapping):
             inner[name] = said[name]
-        elif name in said and said[name] is not None:
+        elif name in said:
             yield from _explained(told.get(name, ""))
             yield Line(kind="value", path=(*path, name), value=said[name])
         elif offers and cls and name not in _NOT_OFFERED:

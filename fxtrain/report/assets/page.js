@@ -2,6 +2,7 @@
 (() => {
   const COLOURS = 8;
   const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
+  const EVAL_DASH = [4, 4];
   const HEIGHT = 240;
   // Distances between ticks of updates and rows, which are whole numbers.
   const WHOLE = Array.from({ length: 15 }, (_, i) => [1, 2, 5].map((one) => one * 10 ** i)).flat();
@@ -143,11 +144,19 @@
     return { stroke: token("--quiet"), font: "12px system-ui", grid: line, ticks: line, ...extra };
   }
 
-  function seriesOf(curves) {
+  /** Evaluation is in the chart of the training metric, under its own name. */
+  const isEval = (metric, curve) => curve.name !== metric.name;
+  function labelOf(metric, curve) {
+    const { label } = data.runs[curve.run];
+    return isEval(metric, curve) ? `${label} (${curve.name})` : label;
+  }
+
+  function seriesOf(metric, curves) {
     const found = [{ label: chosen.over, value: (_, x) => position(x) }];
     for (const curve of curves) {
-      const look = { stroke: colour(curve.run), dash: dash(curve.run) };
-      const label = data.runs[curve.run].label;
+      const dashes = isEval(metric, curve) ? EVAL_DASH : dash(curve.run);
+      const look = { stroke: colour(curve.run), dash: dashes };
+      const label = labelOf(metric, curve);
       if (chosen.smoothing)
         found.push({ ...look, label, width: 1, alpha: 0.25, class: "raw", points: { show: false } });
       found.push({ ...look, label, width: 2, value: (_, y) => number(y) });
@@ -182,7 +191,7 @@
           ...(chosen.over === "time" ? {} : { incrs: WHOLE }) }),
         axis({ size: 64, values: (_, ticks) => ticks.map((y) => (y === null ? "" : number(y))) }),
       ],
-      series: seriesOf(curves),
+      series: seriesOf(chart.metric, curves),
       cursor: {
         sync: { key: "report", setSeries: false, scales: ["x", null] },
         drag: { x: true, y: false, setScale: false },
@@ -208,7 +217,7 @@
   function described(chart, curves) {
     const parts = curves.map((curve) => {
       const last = points(curve)[1].filter((y) => y !== null).at(-1);
-      return `${data.runs[curve.run].label}, last value ${number(last)}`;
+      return `${labelOf(chart.metric, curve)}, last value ${number(last)}`;
     });
     return `${chart.metric.name} over ${chosen.over}: ${parts.join("; ")}`;
   }
@@ -234,7 +243,7 @@
     const per = chosen.smoothing ? 2 : 1;
     const said = curves.map((curve, i) => {
       const ys = plot.data[per * (i + 1)];
-      return `${data.runs[curve.run].label} ${number(ys[nearest(plot, per * (i + 1), at)])}`;
+      return `${labelOf(chart.metric, curve)} ${number(ys[nearest(plot, per * (i + 1), at)])}`;
     });
     byId("status").textContent = `${chosen.over} ${position(xs[at])}: ${said.join(", ")}`;
   }
@@ -278,7 +287,8 @@
   byId("filter").addEventListener("input", (event) => {
     const part = event.target.value.toLowerCase();
     for (const { metric, figure } of charts)
-      figure.hidden = !metric.name.toLowerCase().includes(part);
+      figure.hidden = ![metric, ...metric.curves].some(({ name }) =>
+        name.toLowerCase().includes(part));
   });
   byId("reset").addEventListener("click", reset);
   for (const box of document.querySelectorAll("input.show"))
