@@ -29,10 +29,18 @@ from fxtrain.state import (
     StateReader,
     Wrapped,
     check_connected,
+    diff,
+    fingerprint,
+    shown,
     structure,
+    unstructure,
 )
 
 __all__ = ["Restored", "restore"]
+
+# Where a model is, how it is computed there, and what is recorded: not how it trains.
+_PLACING = ("strategy", "mesh", "context", "compile", "profile", "frozen")
+_PLACING += ("recompute", "recompute_every", "recompute_keep")
 
 
 @with_known_arguments(CheckpointError, use="fx.restore(path, ctx, model)")
@@ -98,7 +106,9 @@ def restore(
 
     Effects:
         Changes the models in storage. Each rank reads its part of the files. A few small
-        collectives. While the context is open, its saves never remove the checkpoint.
+        collectives. While the context is open, its saves never remove the checkpoint. Rank 0 logs
+        one line for a model whose plan trains otherwise than the saved one, such as another seed,
+        `accumulate` or precision.
 
     Raises:
         CheckpointError: the checkpoint does not exist, is damaged, cannot be read, was written
@@ -139,7 +149,28 @@ def restore(
         state.restored_from = earlier
         raise
     assert restored is not None
+    for name, one in models.items():
+        _log_changes(ctx, restored, name, one)
     return restored
+
+
+def _log_changes(ctx: DistContext, restored: Restored, name: str, model: Wrapped) -> None:
+    """Log on rank 0 what its plan changes for the training of a model."""
+    if not model.optimizers or restored.fingerprints[name] == fingerprint(model.plan):
+        return
+    now = unstructure(model.plan)
+    saved = {**restored._plans[name], **{field: now[field] for field in _PLACING}}
+    changes = [
+        f"{change.path} {shown(change.left)} → {shown(change.right)}"
+        for change in diff(structure(saved, Plan), model.plan)
+    ]
+    if changes:
+        ops.log(ctx).info(
+            "restore: the plan of %r differs from that of %s: %s.",
+            name,
+            restored.path,
+            "; ".join(changes),
+        )
 
 
 def _finish_background_copies(ctx: DistContext, models: Mapping[str, Wrapped]) -> None:

@@ -212,7 +212,7 @@ def _in_folder(
     restored = _restored(ctx, fns.model, rules) if rules.resume else None
     loader = in_windows(loader, ctx, fns.model.plan)
     if restored is not None:
-        check_changes(ctx, restored, fns.model, loader)
+        check_changes(ctx, restored, loader)
         loader = loader.at(restored.position, restored.extra["data"])
     if _is_over(ctx, loader, rules, restored):
         yield None
