@@ -13,7 +13,7 @@ from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.loop.releasing import empty_cache
 from fxtrain.ops.plan_agreement import plan_for
-from fxtrain.profile import dry_run
+from fxtrain.profiling import dry_run
 from fxtrain.state import (
     DeepSpeed,
     DistContext,
