@@ -31,8 +31,9 @@ def interview(machine: Machine, ask: AskFunction) -> Section:
     """
     answers: dict[str, Any] = {}
     while question := next_question(answers, machine):
+        text = ask(question)
         try:
-            value = read_answer(question, ask(question))
+            value = read_answer(question, text)
         except ValueError as error:
             click.echo(f"  {error}", err=True)
             continue
