@@ -9,7 +9,7 @@ import torch
 
 import fxtrain as fx
 
-_PLACES = ("fx", "fx.ops", "fx.big", "fx.checkpoint", "fx.interop", "fx.meters", "fx.quality")
+_PLACES = ("fx", "fx.ops", "fx.checkpoint", "fx.meters", "fx.quality")
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _MANY = (inspect.Parameter.VAR_POSITIONAL,)
 
