@@ -10,7 +10,6 @@ import attrs
 from torch import nn
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import FxError, PlanError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint import Restored, Saving, latest, restore, save
@@ -34,7 +33,6 @@ __all__ = ["fit"]
 M = TypeVar("M", bound=nn.Module)
 
 
-@known_arguments(PlanError)
 def fit(
     ctx: DistContext,
     fns: StepFns[M],

@@ -10,7 +10,6 @@ from torch.autograd.profiler import profile as Profiler
 from torch.autograd.profiler_util import EventList
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import FxError, PlanError, StepError
 from fxtrain.ops.plan_agreement import check_same_plan
 from fxtrain.ops.same_errors import gather_with_errors
@@ -224,7 +223,6 @@ class Trace:
             )
 
 
-@known_arguments(PlanError)
 @contextlib.contextmanager
 def profile(
     ctx: DistContext,
