@@ -151,9 +151,7 @@ WRONG = {
         "PlanError: evaluate takes a wrapped model, found Sharded. Use model =",
     ),
     "fit, swapped": (
-        lambda ctx, model, loader, batch: fx.fit(
-            "runs/none", ctx, fx.StepFns(model, _loss), loader, epochs=1
-        ),
+        lambda ctx, model, loader, batch: fx.fit("runs/none", ctx, model, ctx, epochs=1),
         "PlanError: fit: ctx is 'runs/none'; pass the context, from fx.detect(); fns is",
     ),
     "fit, a model": (
