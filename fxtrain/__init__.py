@@ -195,8 +195,7 @@ def _instead_of(name: str) -> str:
     names = importlib.import_module("fxtrain._other_names")
     ops = importlib.import_module("fxtrain.ops").__all__
     own = f" Use fx.ops.{name}." if name in ops else ""
-    nearest = importlib.import_module("fxtrain._arguments").closest(name, __all__)
-    found = names.call_hint(name) or own or nearest
+    found = names.call_hint(name) or own or names.closest(name, __all__)
     return f".{found}" if found else ""
 
 

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from fxtrain._arguments import known_arguments
 from fxtrain._byte_units import read_bytes
 from fxtrain._errors import PlanError
 from fxtrain._record import record
@@ -65,7 +64,6 @@ class Budget:
         return next((room.bytes for room in self.rooms if room.device == device), None)
 
 
-@known_arguments(PlanError)
 def budget(
     limits: Mapping[K, int | str] | Iterable[Limit] | None = None,
     *,

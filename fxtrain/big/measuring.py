@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import MissingPackageError, PlanError
 from fxtrain.big.unit_sizes import Sizes, Tally
 from fxtrain.models.block_names import names_among, own_names
@@ -28,7 +27,6 @@ _PLAIN = frozenset((Tensor, nn.Parameter))
 _IN_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # lists of transformers
 
 
-@known_arguments(PlanError)
 def sizes(
     model: nn.Module | str | os.PathLike[str] | Callable[[], nn.Module],
     *,

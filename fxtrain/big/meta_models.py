@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.big.deferred_ops import DeferredOps, ReadValues
 
@@ -16,7 +15,6 @@ __all__ = ["empty"]
 N = TypeVar("N", bound=nn.Module)
 
 
-@known_arguments(PlanError)
 def empty(
     build: Callable[[], N],
     *,

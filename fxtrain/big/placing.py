@@ -5,7 +5,6 @@ from typing import Literal, NoReturn
 
 import attrs
 
-from fxtrain._arguments import known_arguments
 from fxtrain._byte_units import show_bytes
 from fxtrain._errors import PlanError
 from fxtrain._record import closest
@@ -25,7 +24,6 @@ __all__ = ["place"]
 Policy = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 
 
-@known_arguments(PlanError)
 def place(
     sizes: Sizes,
     budget: Budget | None = None,

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import attrs
 
-from fxtrain._arguments import known_arguments, with_known_arguments
-from fxtrain._errors import PlanError
 from fxtrain._record import above, record
 from fxtrain.state import Placement
 
@@ -31,7 +29,6 @@ class Speeds:
     bus: float = attrs.field(default=25e9, validator=above(0))
 
 
-@with_known_arguments(PlanError, use="fx.big.estimate(placement)")
 @attrs.frozen(kw_only=True)
 class Estimate:
     """What a placement streams in one forward.
@@ -50,7 +47,6 @@ class Estimate:
     seconds: float
 
 
-@known_arguments(PlanError)
 def estimate(placement: Placement, speeds: Speeds | None = None) -> Estimate:
     """What a placement streams in one forward, and the time that this takes.
 
@@ -79,7 +75,6 @@ def estimate(placement: Placement, speeds: Speeds | None = None) -> Estimate:
     )
 
 
-@known_arguments(PlanError)
 def read_speed(files: Iterable[str | os.PathLike[str]]) -> float | None:
     """Bytes per second at which files are read from disk; None if they hold nothing.
 

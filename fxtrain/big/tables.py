@@ -7,9 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fxtrain._arguments import known_arguments
 from fxtrain._byte_units import show_bytes
-from fxtrain._errors import PlanError, escape_unprintable
+from fxtrain._errors import escape_unprintable
 from fxtrain.big.budgets import Budget
 from fxtrain.big.speeds import Speeds, estimate
 from fxtrain.state import PlacedUnit, Placement
@@ -17,7 +16,6 @@ from fxtrain.state import PlacedUnit, Placement
 __all__ = ["table"]
 
 
-@known_arguments(PlanError)
 def table(
     placement: Placement, *, budget: Budget | None = None, speeds: Speeds | None = None
 ) -> RenderableType:

@@ -7,7 +7,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import PlanError, StepError
 from fxtrain._record import closest
 from fxtrain._tree import map_leaves
@@ -17,7 +16,6 @@ from fxtrain.state import Wrapped
 __all__ = ["Turns", "bring", "end_turns", "release", "turns"]
 
 
-@with_known_arguments(PlanError, use="turns = fx.big.turns(models, device)")
 @attrs.frozen(kw_only=True, eq=False)
 class Turns:
     """Models of which one at a time is on a device. Identity decides equality and hash.
@@ -40,7 +38,6 @@ class Turns:
     undo: list[Callable[[], None]] = attrs.field(factory=list, repr=False)
 
 
-@known_arguments(PlanError)
 def turns(
     models: Mapping[str, nn.Module | Wrapped],
     device: str | torch.device,
@@ -84,7 +81,6 @@ def turns(
     return found
 
 
-@known_arguments(PlanError)
 def bring(turns: Turns, name: str) -> nn.Module:
     """Move one model to the device, and the one that is there away; returns the model.
 
@@ -111,7 +107,6 @@ def bring(turns: Turns, name: str) -> nn.Module:
     return turns.models[name]
 
 
-@known_arguments(PlanError)
 def release(turns: Turns) -> None:
     """Move the model on the device away.
 
@@ -137,7 +132,6 @@ def release(turns: Turns) -> None:
         turns.resident.pop()
 
 
-@known_arguments(PlanError)
 def end_turns(turns: Turns) -> None:
     """Move all models away and remove the hooks.
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import attrs
 import torch
 
-from fxtrain._arguments import with_known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.models.memory_estimates import BYTES
 from fxtrain.models.weight_list import KvCache
@@ -35,7 +34,6 @@ class UnitSize(NamedTuple):
     reads: int = 0
 
 
-@with_known_arguments(PlanError, use="fx.big.sizes(model)")
 @attrs.frozen(kw_only=True)
 class Sizes:
     """The sizes of a model, without its values.

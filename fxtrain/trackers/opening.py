@@ -11,7 +11,6 @@ from typing import Any, Literal
 import attrs
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import FxError, MissingPackageError, PlanError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folder_lock import Lock
@@ -29,7 +28,6 @@ _LOG = logging.getLogger("fxtrain.trackers")
 _ERRORS = {"MissingPackageError": MissingPackageError}
 
 
-@known_arguments(PlanError)
 def track(
     path: StrPath,
     ctx: DistContext,
