@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
-from fxtrain._arguments import with_known_arguments
 from fxtrain._display import describe, number
 from fxtrain._errors import PlanError
 from fxtrain.state.batch import Batch
@@ -122,7 +121,6 @@ class WeightedLoss:
     provisional: bool = False
 
 
-@with_known_arguments(PlanError, use="model = fx.wrap(net, ctx, plan)")
 @attrs.frozen(kw_only=True, eq=False, repr=False)
 class Wrapped(ModuleNames[M_co]):
     """A model prepared for a context and a plan; call it like the model.
