@@ -8,7 +8,7 @@ from typing import NamedTuple
 import click
 
 from fxtrain import _errors
-from fxtrain._arguments import closest
+from fxtrain._other_names import closest
 from fxtrain.cli.output import as_json, print_json, print_table, say
 
 _PAGE = Path(__file__).with_name("error_codes.md")

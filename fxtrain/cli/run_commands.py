@@ -163,7 +163,7 @@ def _cells(curve: Curve) -> tuple[str, ...]:
 @as_json
 @click.argument("path")
 def PROFILE(path: str, json_: bool) -> int:  # noqa: FBT001
-    """Split the time of a step by rank, from the traces in the folder PATH, or from one trace."""
+    """Split the time of a step by rank, from the folder PATH of a profile."""
     from fxtrain.profiling import summary
 
     found = summary(path)
