@@ -31,16 +31,15 @@ from fxtrain.state.model.module_names import check_open
 from fxtrain.state.model.stored_state import FlatShard, ModelState, StateReader
 from fxtrain.state.parsing import Format, parse_json, parse_text, unique_keys
 from fxtrain.state.pipeline import PP
-from fxtrain.state.placement.offload import Limit, Offload
-from fxtrain.state.placement.placement import (
+from fxtrain.state.placement import (
     DtypeRule,
-    PlacedUnit,
+    Limit,
+    Offload,
     Placement,
     Room,
+    Unit,
     dtype_of,
     owner_of,
-    tier_of,
-    units_by_name,
 )
 from fxtrain.state.plan import Compile, Data, Plan
 from fxtrain.state.position import Position
@@ -102,7 +101,6 @@ __all__ = [
     "PLAN_VARIABLE",
     "PP",
     "Part",
-    "PlacedUnit",
     "Placement",
     "Plan",
     "Position",
@@ -124,6 +122,7 @@ __all__ = [
     "Topology",
     "Torchao",
     "Traffic",
+    "Unit",
     "UpdateResult",
     "UpdateSpec",
     "Weight",
@@ -160,10 +159,8 @@ __all__ = [
     "round_of",
     "shown",
     "structure",
-    "tier_of",
     "token_ranges",
     "unique_keys",
-    "units_by_name",
     "unstructure",
     "unsupported",
     "with_plan",
