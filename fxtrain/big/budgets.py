@@ -13,10 +13,7 @@ from fxtrain._byte_units import read_bytes
 from fxtrain._errors import PlanError
 from fxtrain._record import record
 from fxtrain.state import Limit, Room
-from fxtrain.state.placement.offload import limits_of, share_of
-from fxtrain.state.placement.placement import DISK
-
-__all__ = ["Budget", "budget", "device_name"]
+from fxtrain.state.placement import DISK, limits_of, share_of
 
 _CGROUPS = (  # limit and use of a container's memory
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

@@ -12,12 +12,10 @@ from torch.utils.hooks import RemovableHandle
 
 from fxtrain._errors import PlanError
 
-__all__ = ["Narrowed", "narrow", "widen"]
-
 
 @attrs.frozen(kw_only=True, eq=False)
 class Narrowed:
-    """A module whose parameters are held in a narrow dtype. Identity decides equality and hash.
+    """A module whose parameters are held in a narrow dtype.
 
     Attributes:
         module: The module, changed in place; call it as before.

@@ -24,8 +24,8 @@ from fxtrain.loop.progress import progress
 from fxtrain.loop.reports import Reports, ScriptEnded, body_failed
 from fxtrain.loop.stepping import StepFns
 from fxtrain.profiling import profile
-from fxtrain.state import DistContext, JsonLines, Position, Report, Wrapped, shown
-from fxtrain.trackers import Run, Target
+from fxtrain.state import DistContext, Position, Report, Wrapped, shown
+from fxtrain.trackers import JsonLines, Run, Target
 from fxtrain.trackers.opening import own, track_in
 
 __all__ = ["fit"]

@@ -14,7 +14,7 @@ from fxtrain.state.batch import Batch
 from fxtrain.state.context import DistContext
 from fxtrain.state.model.module_names import M_co, ModuleNames, check_open
 from fxtrain.state.model.stored_state import ModelState, StateReader
-from fxtrain.state.placement.placement import Placement
+from fxtrain.state.placement import Placement
 from fxtrain.state.plan import Plan
 from fxtrain.state.position import Position
 from fxtrain.state.weight import Weight

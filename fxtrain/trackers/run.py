@@ -18,8 +18,6 @@ from fxtrain.trackers.entries import Entry, artifact_of, at, hold, image_of, tab
 from fxtrain.trackers.tracker import At, Tracker
 from fxtrain.trackers.writer import Patience, Warn, Writer
 
-__all__ = ["Progress", "Run"]
-
 
 @attrs.define
 class Progress:
