@@ -6,13 +6,13 @@ from typing import Any, Literal, get_args, get_origin
 
 import attrs
 
-from fxtrain.backends import STRATEGIES
 from fxtrain.launch import LaunchSpec, known_launchers
 from fxtrain.launch.config.defaults import Machine
 from fxtrain.launch.config.launch_file import Section, problems_of
 from fxtrain.launch.config.rendering import meanings
 from fxtrain.state import Plan
 from fxtrain.state.parsing import put
+from fxtrain.state.registry import BUILT_IN
 
 __all__ = ["Question", "next_question", "problem_with", "read_answer", "section_of"]
 
@@ -257,7 +257,7 @@ def _ask_strategy(_: Answers, machine: Machine) -> Question:
 
 
 def _configs(machine: Machine) -> tuple[type, ...]:
-    return (*(row.config for row in STRATEGIES), *machine.strategies)
+    return (*BUILT_IN, *machine.strategies)
 
 
 def _tag(config: type) -> str:
