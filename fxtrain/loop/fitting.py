@@ -10,7 +10,6 @@ import attrs
 from torch import nn
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import FxError, PlanError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint import Restored, Saving, latest, restore, save
@@ -25,8 +24,8 @@ from fxtrain.loop.progress import progress
 from fxtrain.loop.reports import Reports, ScriptEnded, body_failed
 from fxtrain.loop.stepping import StepFns
 from fxtrain.profiling import profile
-from fxtrain.state import DistContext, JsonLines, Position, Report, Wrapped, shown
-from fxtrain.trackers import Run, Target
+from fxtrain.state import DistContext, Position, Report, Wrapped, shown
+from fxtrain.trackers import JsonLines, Run, Target
 from fxtrain.trackers.opening import own, track_in
 
 __all__ = ["fit"]
@@ -38,7 +37,6 @@ _NOT_SAVED = (
 )
 
 
-@known_arguments(PlanError)
 def fit(
     ctx: DistContext,
     fns: StepFns[M],

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
-from fxtrain._arguments import with_known_arguments
 from fxtrain._display import Displayed
 from fxtrain._errors import ContextError, MeshError
 from fxtrain._other_names import call_hint
@@ -169,7 +168,6 @@ def _cpu() -> torch.device:
     return importlib.import_module("torch").device("cpu")
 
 
-@with_known_arguments(ContextError, use="ctx = fx.detect()")
 @attrs.frozen(kw_only=True, repr=False)
 class DistContext(Displayed):
     """This rank in the run, detected once and passed to every function.
