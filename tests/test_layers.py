@@ -86,7 +86,7 @@ def test_what_a_package_exports_does_not_hide_its_modules():
         found = path.parent.iterdir()
         modules = {one.stem for one in found if (one.suffix or ".py") == ".py"}
         hidden = modules & set(_module(path).__all__) - {"ops", "state"}
-        callable_packages = {"launch", "profile", "track"} if path == PACKAGE else set()
+        callable_packages = {"launch"} if path == PACKAGE else set()
         assert hidden == callable_packages, _name(path)
 
 
@@ -159,11 +159,16 @@ MUTABLE = {
     "fxtrain.data.sharded_loader._Reached": "the batch that a loader or its epochs yielded last",
     "fxtrain.backends.xla.recompilations.RecompilationLog": "counts compilations of one model",
     "fxtrain.backends.pipeline.schedules.PreparedSchedule": "its results are described once",
-    "fxtrain.profile.tracing.opening.Trace": "how far a schedule got",
-    "fxtrain.profile.tracing.recording.Recording": "one cycle of torch's profiler",
+    "fxtrain.profiling.tracing.Trace": "how far a schedule got",
+    "fxtrain.profiling.recording.Recording": "one cycle of torch's profiler",
     "fxtrain.loop.fit_entries.Entries": "what fit measured since the last entry of its trackers",
     "fxtrain.loop.fitting._Loop": "how far a run of fit got, and its last checkpoint",
-    "fxtrain.track.run.Progress": "the last step of a run, and whether it is closed",
+    "fxtrain.trackers.run.Progress": "the last step of a run, and whether it is closed",
+    "fxtrain.backends.offload.streaming.Streaming": "where the values of a streamed model are",
+    "fxtrain.backends.offload.streaming.Prefetcher": "which units are under way",
+    "fxtrain.backends.offload.device_copies.DeviceCopies": "which units are on their devices",
+    "fxtrain.backends.offload.device_copies._Copy": "who uses a unit on its device",
+    "fxtrain.big.swapping.Turns": "which of several models is on the device",
     "fxtrain.backends.pipeline.execute._GivenOutputs": "whether the loss has called the model",
 }
 
@@ -234,5 +239,5 @@ def test_a_walk_names_what_is_there():
 
 def test_the_guide_names_files_that_are_there():
     assert len(WALKED) > 20
-    named = set(re.findall(r"`(fxtrain/[\w/.]+)`", GUIDE)) - {"fxtrain/track/"}
+    named = set(re.findall(r"`(fxtrain/[\w/.]+)`", GUIDE))
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

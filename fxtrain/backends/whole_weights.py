@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import CollectiveError, FxError, PlanError
 from fxtrain.backends.core.name_checks import unknown_patterns
 from fxtrain.ops.whole_tensors import plain_name
@@ -23,7 +22,6 @@ _Ranks = Literal["all", "main"]
 _STAYS, _LEAVES = "takes the next tensor", "has left its loop"
 
 
-@known_arguments(PlanError)
 def weights(
     model: Wrapped,
     *,
@@ -82,7 +80,6 @@ def weights(
 def gathered(model: Wrapped[N], *, ranks: Literal["all"] = "all") -> AbstractContextManager[N]: ...
 @overload
 def gathered(model: Wrapped[N], *, ranks: Literal["main"]) -> AbstractContextManager[N | None]: ...
-@known_arguments(PlanError)
 @contextmanager
 def gathered(model: Wrapped[Any], *, ranks: _Ranks = "all") -> Iterator[Any]:
     """Lend the user's module with full, plain weights: for `generate` or `save_pretrained`.

@@ -9,7 +9,6 @@ from typing import Literal
 import attrs
 
 from fxtrain import ops
-from fxtrain._arguments import with_known_arguments
 from fxtrain._errors import CheckpointError
 from fxtrain._exiting import exit_with
 from fxtrain.checkpoint.host_copies import Staging
@@ -25,7 +24,6 @@ def _done() -> "Future[None]":
     return future
 
 
-@with_known_arguments(CheckpointError, use="fx.save(path, ctx, model, background=True)")
 @attrs.frozen(kw_only=True, eq=False)
 class Saving:
     """A save, finished or in progress.

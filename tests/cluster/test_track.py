@@ -6,7 +6,7 @@ import torch
 import fxtrain as fx
 from fxtrain.ops.transport.exchange import CallState
 from fxtrain.testing import Cluster
-from fxtrain.track import Tracker, read_run
+from fxtrain.trackers import Tracker, read_run
 
 
 def _log(ctx, folder, ranks):

@@ -1,0 +1,333 @@
+"""`fx.profile`: records steps of a loop on every rank."""
+
+import contextlib
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import attrs
+from torch.autograd.profiler import profile as Profiler
+from torch.autograd.profiler_util import EventList
+
+from fxtrain import ops
+from fxtrain._errors import FxError, PlanError, StepError
+from fxtrain.ops.plan_agreement import check_same_plan
+from fxtrain.profiling.recording import Recording, activities_of, is_profiling
+from fxtrain.profiling.step_times import RankTimes, StepTimes, Summary, step_times
+from fxtrain.state import DistContext, Plan, Profile, check_connected, shown, write_record
+
+
+@attrs.define(eq=False)
+class Trace:
+    """A profile in progress: call `step` after every step of the loop.
+
+    A profile of a whole block, `fx.Profile(active=None)`, needs no calls of `step`.
+
+    Attributes:
+        count: Calls of `step` so far.
+        files: Traces that this rank has written.
+        summary: Where the time of a step went, on all ranks; None until the block has ended, and
+            if nothing was recorded.
+    """
+
+    ctx: DistContext = attrs.field(repr=False)
+    _on_trace_ready: "Callable[[Trace], object] | None" = attrs.field(default=None, repr=False)
+    _cycles: Iterator[int] = attrs.field(factory=lambda: iter(()), repr=False)
+    _cycle: int = 0
+    _due: int = 0  # the step before which `_cycles` continues; -1 for none
+    _recording: Recording | None = attrs.field(default=None, repr=False)
+    _recorded: Profiler | None = attrs.field(default=None, repr=False)  # of the last cycle
+    _steps: list[StepTimes] = attrs.field(factory=list[StepTimes], repr=False)
+    _flops: int | None = None
+    count: int = 0
+    files: tuple[Path, ...] = ()
+    summary: Summary | None = None
+
+    def step(self) -> None:
+        """Record that a step of the loop is complete.
+
+        Effects:
+            Starts and stops the profiler when the schedule says so, with one exchange of packets
+            between the ranks each time. Otherwise none.
+
+        Raises:
+            StepError: another profiler of torch is running, or has ended this one.
+            Exception: of `on_trace_ready`, on its rank; a CollectiveError on the others.
+            CollectiveError: another rank failed, or never called `step` as often.
+        """
+        self.count += 1
+        if self.count == self._due:
+            self._continue()
+
+    def key_averages(
+        self, *, group_by_input_shape: bool = False, group_by_stack_n: int = 0
+    ) -> EventList:
+        """Averages of the operators that this rank recorded in its last cycle, by torch's profiler.
+
+        Args:
+            group_by_input_shape: One row for each combination of shapes; of a profile with
+                `shapes=True`.
+            group_by_stack_n: One row for each stack, of so many frames; of a profile with
+                `stacks=True`.
+
+        Returns:
+            The list of torch, without entries if this rank has recorded nothing. Its
+            `table(sort_by="self_cpu_time_total", row_limit=10)` is text; each entry has times,
+            `count`, with `memory=True` `self_cpu_memory_usage`, and with `flops=True` `flops`.
+
+        Source:
+            torch.profiler.profile.key_averages.
+
+        Example:
+            >>> import fxtrain as fx, tempfile, torch
+            >>> spec = fx.Profile(folder=tempfile.mkdtemp(), active=None, flops=True)
+            >>> with fx.detect(env={}, device="cpu") as ctx, fx.profile(ctx, spec) as trace:
+            ...     _ = torch.ones(8, 8) @ torch.ones(8, 8)
+            >>> [one.flops for one in trace.key_averages() if one.key == "aten::mm"]
+            [1024]
+        """
+        if self._recorded is None:
+            return EventList()
+        return self._recorded.key_averages(group_by_input_shape, group_by_stack_n)
+
+    def _continue(self) -> None:
+        while self.count == self._due:
+            pause = next(self._cycles, None)
+            self._due = -1 if pause is None else self._due + pause
+
+    def _record(self, spec: Profile) -> Iterator[int]:
+        """Record the cycles of a profile; yields after how many steps to continue."""
+        yield spec.skip_first
+        for self._cycle in range(spec.repeat):
+            yield spec.wait
+            self._refuse_another()
+            if _is_recorded(spec, self.ctx):
+                self._recording = Recording.prepare(spec, self.ctx)
+            yield spec.warmup
+            self._refuse_another()
+            if self._recording is not None:
+                self._recording.start()
+            for _ in itertools.count() if spec.active is None else range(spec.active - 1):
+                yield 1
+                if self._recording is not None:
+                    self._recording.next_step()
+            yield 1
+            # Stopped before the exchange, whose event must not be open then.
+            ops.raise_together(self._stop(complete=True), self.ctx)
+
+    def _refuse_another(self) -> None:
+        ops.raise_together(_refusal("trace.step") if is_profiling() else None, self.ctx)
+
+    def _stop(self, *, complete: bool) -> Exception | None:
+        """Write the trace of a cycle; returns what is wrong, or what `on_trace_ready` raised."""
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return None
+        if recording.started and not is_profiling():
+            return StepError(
+                f"trace.step: another profiler of torch has ended this one, in cycle "
+                f"{self._cycle}. A process can run one profiler at a time: remove the other."
+            )
+        try:
+            recording.stop(complete=complete)
+            if recording.steps:
+                self._keep(recording)
+        finally:
+            recording.close()
+        if not recording.steps or self._on_trace_ready is None:
+            return None
+        try:
+            self._on_trace_ready(self)
+        except Exception as error:  # any error of the user's function: other ranks must receive it
+            return error
+        return None
+
+    def _keep(self, recording: Recording) -> None:
+        self._recorded = recording.profiler.profiler
+        self._steps += step_times(recording.events())[: recording.steps]
+        if (flops := recording.flops()) is not None:
+            self._flops = (self._flops or 0) + flops
+        folder = Path(recording.profile.folder)
+        file = folder / f"cycle-{self._cycle:03}" / f"rank-{self.ctx.rank:05}.json.gz"
+        with self._warning_if_not_written(file):
+            recording.save(file)
+            self.files = (*self.files, file)
+
+    @contextlib.contextmanager
+    def _warning_if_not_written(self, file: Path) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, PlanError) as error:
+            ops.log(self.ctx, "fxtrain.profiling").warning(
+                "%s: cannot write this file: %s. Training continues without it; free disk space "
+                "or choose another folder.",
+                *(file, getattr(error, "strerror", None) or error),
+                rank=self.ctx.rank,
+            )
+
+    def _abandon(self) -> None:
+        """Stop the profiler after an error; write nothing."""
+        recording, self._recording = self._recording, None
+        self._due = -1
+        if recording is not None:
+            recording.stop(complete=False)
+            recording.close()
+
+    def _finish(self, spec: Profile) -> None:
+        self._due = -1
+        problem = None
+        if self._recording is not None:
+            whole = self._recording.started and not self.count
+            problem = self._stop(complete=whole)
+        ops.raise_together(problem, self.ctx)
+        mine = None
+        if self._steps:
+            mine = RankTimes(rank=self.ctx.rank, steps=tuple(self._steps), flops=self._flops)
+        ranks = tuple(times for times in ops.gather_objects(mine, self.ctx) if times is not None)
+        self._warn_if_short(spec)
+        if not ranks:
+            return
+        self.summary = Summary(ranks=ranks)
+        if self.ctx.is_main:
+            file = Path(spec.folder) / "summary.json"
+            with self._warning_if_not_written(file):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_record(self.summary, file)
+
+    def _warn_if_short(self, spec: Profile) -> None:
+        if spec.active is None or (not self.count and self.files):
+            return
+        needed = spec.skip_first + spec.repeat * (spec.wait + spec.warmup + spec.active)
+        if self.count < needed:
+            ops.log(self.ctx, "fxtrain.profiling").warning(
+                "The loop ended after %d steps; %d cycles of this profile take %d. Use fewer "
+                "cycles, a smaller skip_first or wait, or active=None for the whole block.",
+                *(self.count, spec.repeat, needed),
+            )
+
+
+@contextlib.contextmanager
+def profile(
+    ctx: DistContext,
+    what: Plan | Profile,
+    *,
+    on_trace_ready: Callable[[Trace], object] | None = None,
+) -> Iterator[Trace]:
+    """Record steps of a loop with torch's profiler, and compute where their time goes.
+
+    Args:
+        ctx: The context.
+        what: A plan, of which the field `profile` says what is recorded, or that record itself.
+            A plan without it records nothing.
+        on_trace_ready: Called with the `Trace` when a cycle is complete and its file is written, on
+            the ranks that record it.
+
+    Yields:
+        The `Trace`. Call its `step` after every step of the loop. After the block, its `summary`
+        splits the time of a step by rank into data, forward, backward, communication, optimizer
+        and idle time.
+
+    Effects:
+        Writes `cycle-000/rank-00000.json.gz` and so on into the profile's folder, and at the end
+        of the block `summary.json`, on rank 0. Two exchanges of packets when the block begins, two
+        when it ends, and three per cycle; none at one rank. Parameters and random generators are
+        not affected. A dry run records nothing.
+
+    Raises:
+        PlanError: an argument is invalid, the ranks disagree, a device cannot be recorded, or the
+            folder cannot be written or contains traces already; on every rank.
+        StepError: another profiler of torch is running.
+        CollectiveError: a rank never joins.
+
+    Example:
+        >>> import fxtrain as fx, tempfile, torch
+        >>> spec = fx.Profile(folder=tempfile.mkdtemp(), wait=1, warmup=1, active=2)
+        >>> with fx.detect(env={}, device="cpu") as ctx, fx.profile(ctx, spec) as trace:
+        ...     for _ in range(4):
+        ...         _ = torch.ones(8, 8) @ torch.ones(8, 8)
+        ...         trace.step()
+        >>> [file.name for file in trace.files], len(trace.summary.ranks[0].steps)
+        (['rank-00000.json.gz'], 2)
+    """
+    check_connected("profile", ctx)
+    spec = what.profile if isinstance(what, Plan) else what
+    if not isinstance(spec, Profile | None):
+        raise PlanError(f"profile({shown(what)}): pass an fx.Plan or an fx.Profile.")
+    if ctx.comm.simulated:
+        spec = None
+    check_same_plan("profile", ctx, Plan(profile=spec), {})
+    if spec is not None:
+        for check in (_problem, _unwritable):  # a folder is made once every rank accepts the rest
+            _raise_first(check(spec, ctx), ctx)
+    if not (on_trace_ready is None or callable(on_trace_ready)):
+        raise PlanError(f"profile(on_trace_ready={shown(on_trace_ready)}): pass a function.")
+    trace = Trace(ctx, on_trace_ready)
+    if spec is not None:
+        whole = attrs.evolve(spec, skip_first=0, wait=0, warmup=0, repeat=1)
+        trace._cycles = trace._record(whole if spec.active is None else spec)
+    try:
+        trace._continue()
+        yield trace
+    except BaseException:
+        trace._abandon()
+        raise
+    if spec is not None:
+        trace._finish(spec)
+
+
+def _is_recorded(spec: Profile, ctx: DistContext) -> bool:
+    return spec.ranks is None or ctx.rank in spec.ranks
+
+
+def _refusal(call: str) -> StepError:
+    return StepError(
+        f"{call}: another profiler of torch is running, which this one would end. A process can "
+        f"run one profiler at a time: end the other one first."
+    )
+
+
+def _problem(spec: Profile, ctx: DistContext) -> FxError | None:
+    """What is wrong before anything is written."""
+    if is_profiling():
+        return _refusal("profile")
+    beyond = [rank for rank in spec.ranks or () if rank >= ctx.world_size]
+    if beyond:
+        return PlanError(
+            f"profile(ranks={spec.ranks}): no rank {', '.join(map(str, beyond))}. This context "
+            f"has ranks 0 to {ctx.world_size - 1}."
+        )
+    if any(Path(spec.folder).glob("cycle-*")):
+        return PlanError(
+            f"profile(folder={spec.folder!r}): it contains traces of an earlier profile. Choose "
+            f"another folder, or remove them."
+        )
+    try:
+        activities_of(spec, ctx)
+    except PlanError as error:
+        return error
+    return None
+
+
+def _unwritable(spec: Profile, ctx: DistContext) -> FxError | None:
+    """Why this rank cannot write traces."""
+    if not _is_recorded(spec, ctx):
+        return None
+    try:
+        Path(spec.folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=spec.folder):
+            return None
+    except OSError as error:
+        return PlanError(
+            f"profile(folder={spec.folder!r}): cannot write there: {error.strerror or error}. "
+            f"Choose another folder."
+        )
+
+
+def _raise_first(problem: FxError | None, ctx: DistContext) -> None:
+    """Raise the same error on every rank if any has a problem."""
+    words = None if problem is None else (type(problem) is StepError, str(problem))
+    for found in ops.gather_objects(words, ctx):
+        if found is not None:
+            is_step, text = found
+            raise (StepError if is_step else PlanError)(text) from problem

@@ -1,0 +1,76 @@
+"""Hyperparameters: the plan, the context and the user's settings as a flat table."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import PurePath
+from typing import Any
+
+import attrs
+import torch
+
+from fxtrain._version import __version__
+from fxtrain.state import DistContext, Plan, fingerprint, unstructure
+
+_DEEPEST = 20
+_LONGEST = 1000  # characters of one value
+
+
+def flat(values: Any, path: str = "") -> dict[str, Any]:
+    """Nested settings as one table: names joined by dots, values None, bool, int, float or text.
+
+    Lists and all other values become text, truncated to 1000 characters.
+
+    Example:
+        >>> flat({"model": {"width": 64, "blocks": (1, 2)}, "note": None})
+        {'model.width': 64, 'model.blocks': '[1, 2]', 'note': None}
+    """
+    return dict(_flat(values, path, 0))
+
+
+def about_plan(plan: Plan) -> dict[str, Any]:
+    """A plan as nested plain data, with its fingerprint."""
+    return {**unstructure(plan), "fingerprint": fingerprint(plan)}
+
+
+def about_context(ctx: DistContext) -> dict[str, Any]:
+    """Facts about where a run takes place."""
+    return {
+        "world_size": ctx.world_size,
+        "num_nodes": ctx.num_nodes,
+        "local_world_size": ctx.local_world_size,
+        "device": ctx.device.type,
+        "launcher": ctx.launcher,
+        "mesh": ctx.mesh.sizes,
+        "fxtrain": __version__,
+        "torch": str(torch.__version__),
+    }
+
+
+def _flat(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    if attrs.has(type(value)) and not isinstance(value, type):
+        value = unstructure(value)
+    if isinstance(value, Mapping) and (value or not path) and depth < _DEEPEST:
+        for key, one in value.items():
+            yield from _flat(one, f"{path}.{key}" if path else str(key), depth + 1)
+    else:
+        yield path, _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or type(value) in (bool, int):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else str(value)
+    return _text(value)[:_LONGEST]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str | PurePath):
+        return str(value)
+    if isinstance(value, tuple | list):
+        try:
+            return json.dumps(value, default=str)
+        except (TypeError, ValueError, RecursionError):
+            return str(value)
+    return str(value)

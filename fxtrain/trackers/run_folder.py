@@ -1,0 +1,182 @@
+"""The file that records which run a folder belongs to, so that no two runs share one."""
+
+import glob
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+from fxtrain._errors import FxError, PlanError
+from fxtrain._reading import path_problem, read_text
+from fxtrain.checkpoint.folder_lock import Lock, acquire
+from fxtrain.checkpoint.local_storage import open_storage
+from fxtrain.state import DistContext, parse_json, shown
+
+_FILE = "run.json"
+_FORMAT = 1
+_DIGITS = 32
+_HOW = "resume=run.state() from the checkpoint, and position=restored.position"
+
+
+@attrs.frozen(kw_only=True)
+class Identity:
+    """The identity of a run.
+
+    Attributes:
+        id: Id of the run.
+        identities: For each rank that tracks, its trackers' ids of the run, by tracker.
+    """
+
+    id: str
+    identities: tuple[Mapping[str, str], ...] = ()
+
+
+def folder_of(path: Any) -> Path:
+    """The folder of a run on this machine.
+
+    Raises:
+        PlanError: it is not a path.
+    """
+    if problem := path_problem(path):
+        raise PlanError(f"track: {problem}.")
+    text = os.fspath(path)
+    if "://" in text:
+        raise PlanError(
+            f"track({text!r}): trackers write local files first. Choose a folder of this machine; "
+            f"checkpoints may be elsewhere."
+        )
+    return Path(text)
+
+
+def lock_folder(folder: Path, ctx: DistContext) -> Lock | None:
+    """Lock the folder of a run, on rank 0; None on other ranks and in a dry run.
+
+    Effects:
+        Creates the folder.
+
+    Raises:
+        PlanError: a run is open there, or the folder cannot be written.
+    """
+    if ctx.comm.simulated or not ctx.is_main:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = acquire(open_storage(folder), for_run=True)
+        remove_drafts(folder / _FILE)
+    except (FxError, OSError) as error:
+        raise PlanError(f"track({str(folder)!r}): {error}") from error
+    return lock
+
+
+def claim(folder: Path, resume: Mapping[str, Any] | Literal["folder"] | None) -> Identity:
+    """Decide which run this is.
+
+    Effects:
+        Creates the folder.
+
+    Raises:
+        PlanError: the folder belongs to another run, or cannot be created or read.
+    """
+    asked = None if resume is None or resume == "folder" else _identity(resume, "resume")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = read_identity(folder)
+    except OSError as error:
+        raise PlanError(f"track({str(folder)!r}): {error}.") from error
+    if found is None:
+        return asked or Identity(id=secrets.token_hex(_DIGITS // 2))
+    if resume is None:
+        raise PlanError(
+            f"track({str(folder)!r}): a new run was requested, but this folder belongs to the run "
+            f"{found.id}. Choose another folder; or continue that run with {_HOW}; or restart it "
+            f"with resume='folder' and position=fx.Position()."
+        )
+    if asked is not None and asked.id != found.id:
+        raise PlanError(
+            f"track({str(folder)!r}): resume is the run {asked.id}, but this folder belongs to the "
+            f"run {found.id}. Choose the folder of that run, or an empty one."
+        )
+    return _merged(found, asked) if asked is not None else found
+
+
+def read_identity(folder: Path) -> Identity | None:
+    """The run of a folder, if any.
+
+    Raises:
+        PlanError: its file was not written by this library, or by a newer version.
+        OSError: it cannot be read.
+    """
+    path = folder / _FILE
+    try:
+        data = parse_json(read_text(path))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise PlanError(f"{path} is not a valid run file: {str(error)[:200]}") from None
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        raise PlanError(
+            f"{path} is not a run file that this version can read (format {_FORMAT}). "
+            f"Choose another folder, or update fxtrain."
+        )
+    return _identity(data, str(path))
+
+
+def write_identity(folder: Path, identity: Identity) -> None:
+    """Record which run a folder belongs to.
+
+    Effects:
+        Writes a file atomically.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    data = {"format": _FORMAT, "id": identity.id, "identities": list(identity.identities)}
+    draft = draft_of(folder / _FILE)
+    try:
+        draft.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        draft.replace(folder / _FILE)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def draft_of(path: Path) -> Path:
+    """An unused name beside a file, for one that will replace it."""
+    return path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+
+
+def remove_drafts(path: Path) -> None:
+    """Remove drafts of a file that were left by processes that have ended."""
+    for draft in path.parent.glob(f".{glob.escape(path.name)}-" + "[0-9a-f]" * 8):
+        draft.unlink(missing_ok=True)
+
+
+def _identity(data: Any, where: str) -> Identity:
+    try:
+        text, identities = data["id"], data["identities"]
+        fits = (
+            type(text) is str
+            and len(text) == _DIGITS
+            and set(text) <= set("0123456789abcdef")
+            and all(type(one) is str for row in identities for pair in row.items() for one in pair)
+        )
+    except (TypeError, LookupError, AttributeError, ValueError):
+        fits = False
+    if not fits:
+        raise PlanError(
+            f"track: {where} is {shown(data)}, which is not a run. Pass the value of run.state()."
+        )
+    return Identity(id=text, identities=tuple(dict(row) for row in identities))
+
+
+def _merged(found: Identity, asked: Identity) -> Identity:
+    """The ids in the checkpoint; for trackers that it does not have, those of the folder."""
+    ranks = max(len(found.identities), len(asked.identities))
+    rows = [
+        {**dict(*found.identities[rank : rank + 1]), **dict(*asked.identities[rank : rank + 1])}
+        for rank in range(ranks)
+    ]
+    return Identity(id=asked.id, identities=tuple(rows))
