@@ -257,7 +257,7 @@ def _complete(ctx: DistContext, exchange: Exchange) -> list[int]:
         By rank, the bytes of its payload.
     """
     state, until = ctx.comm.slot(CallState), time.monotonic() + ctx.comm.timeout_s
-    assert exchange.packets is not None and state.packets is not None
+    assert exchange.packets and state.packet is not None and state.packets is not None
     # Messages are not recorded, so this is what a trace shows of an exchange.
     with (
         rank_loss_guard(ctx, exchange.call, exchange.site),
