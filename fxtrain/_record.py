@@ -328,8 +328,9 @@ def _fits(kind: Any, value: Any) -> bool:
         return type(value) is str and (value.isascii() or _is_text(value))
     if kind in (bool, type(None)):
         return type(value) is kind
-    free = kind in (None, Any) or getattr(kind, "_is_protocol", False)
-    return free or isinstance(value, origin or kind)
+    if kind is None or kind is Any or getattr(kind, "_is_protocol", False):
+        return True
+    return isinstance(value, origin or kind)
 
 
 def _is_text(value: str) -> bool:
