@@ -21,10 +21,13 @@ import attrs
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
+RELAY = Path(__file__).with_name("_relay.py")
+CLOCK = Path(__file__).with_name("clock.c")
 LAUNCH = ("-m", "fxtrain.cli", "launch", "--cpu")
 # The first process of a node ends what nobody waits for, as every first process does.
 _INIT = "import os, time\nwhile True:\n try: os.wait()\n except ChildProcessError: time.sleep(0.1)"
 _POLL_S = 0.02
+IPV6 = "fd91:7::"
 
 
 def problem() -> str:
@@ -96,6 +99,7 @@ class Node:
     init: int  # the first process, by its number outside
     programs: int = 0
     server: subprocess.Popen | None = None
+    clock: dict[str, str] = attrs.field(factory=dict)  # variables of a wrong one
     _server_pid: int = 0  # by its number on the node
 
     @property
@@ -119,7 +123,7 @@ class Node:
         if self.server is None:
             self.server = self._serve()
         self.programs += 1
-        variables = {**self.lab.variables, **(env or {})}
+        variables = {**self.lab.variables, **self.clock, **(env or {})}
         order = {
             "words": [str(word) for word in words],
             "env": variables,
@@ -136,6 +140,14 @@ class Node:
     def launch(self, *words: str | Path, env: Mapping[str, str] | None = None) -> Program:
         """Start `fxtrain launch --cpu` with this node's number."""
         return self.start(*LAUNCH, f"--node-rank={self.number}", *words, env=env)
+
+    def set_clock(self, offset_s: int) -> None:
+        """Make the time of day of programs that start from now on wrong."""
+        self.close()
+        library = self.lab.folder / "clock.so"
+        if not library.exists():
+            _well("cc", "-shared", "-fPIC", "-o", str(library), str(CLOCK))
+        self.clock = {"LD_PRELOAD": str(library), "CLOCK_OFFSET_S": str(offset_s)}
 
     def run(self, *command: str, timeout_s: float = 30.0) -> str:
         """Run any program on the node; what it wrote."""
@@ -207,6 +219,9 @@ class Node:
     def reset(self) -> None:
         """No programs, no files, a working network."""
         self.thaw()
+        if self.clock:
+            self.close()
+            self.clock = {}
         for number in self.left():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
@@ -219,7 +234,7 @@ class Node:
         server = subprocess.Popen(
             (*self._enter(), sys.executable, "-m", "tests.nodes._server"),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/",
-            env=self.lab.variables,
+            env={**self.lab.variables, **self.clock},
         )  # fmt: skip
         assert server.stdout is not None
         self._server_pid = int(server.stdout.readline())
@@ -291,10 +306,10 @@ class Lab:
         return f"{self.network}.{10 + number}"
 
     def hosts(self, kind: str) -> None:
-        """What /etc/hosts of the nodes has: "good", "debian", "none", "wrong" or "second".
+        """What /etc/hosts of the nodes has: "good", "debian", "none", "wrong", "second" or "ipv6".
 
         "wrong" is an address that nobody has, for a node's own name; "second" are the addresses of
-        the second network.
+        the second network, "ipv6" those of version 6.
         """
         lines = {n.number: f"{n.address} {n.name}" for n in self.nodes}
         for node in self.nodes:
@@ -305,6 +320,7 @@ class Lab:
                 "none": [],
                 "wrong": [f"{self.network}.99 {node.name}", *others],
                 "second": [f"{self.second}.{10 + n.number} {n.name}" for n in self.nodes],
+                "ipv6": [f"{IPV6}{10 + n.number} {n.name}" for n in self.nodes],
             }[kind]
             # In place: the file is mounted.
             (self.folder / f"{node.name}.hosts").write_text(
@@ -323,8 +339,67 @@ class Lab:
             for node in self.nodes:
                 node.run("ip", "link", "delete", "aaa0")
 
+    @contextlib.contextmanager
+    def slow_network(self, delay_s: float, loss: float = 0.0) -> Iterator[None]:
+        """Delay packets that nodes send, and lose a part of them."""
+        pairs = [(f"p{node.number}", f"r{node.number}") for node in self.nodes]
+        for port, relay in pairs:
+            self._switch("ip", "link", "set", port, "nomaster")
+            self._switch("ip", "link", "add", relay, "type", "veth", "peer", "name", f"{relay}b")
+            self._switch("ip", "link", "set", f"{relay}b", "master", "br0", "up")
+            self._switch("ip", "link", "set", relay, "up")
+        names = [name for pair in pairs for name in pair]
+        words = (sys.executable, "-I", RELAY, str(delay_s), str(loss), *names)
+        with subprocess.Popen((*self._on_switch, *words), stdout=subprocess.PIPE) as relay:
+            try:
+                assert relay.stdout is not None and relay.stdout.readline() == b"ready\n"
+                yield
+            finally:
+                relay.kill()
+                for port, name in pairs:
+                    self._switch("ip", "link", "delete", name)
+                    self._switch("ip", "link", "set", port, "master", "br0")
+
+    @contextlib.contextmanager
+    def only_ipv6(self) -> Iterator[None]:
+        """Take the addresses of version 4 away, and name nodes by those of version 6."""
+        for node in self.nodes:
+            node.run("ip", "address", "flush", "dev", "eth0")
+            address = f"{IPV6}{10 + node.number}/64"
+            node.run("ip", "address", "add", address, "dev", "eth0", "nodad")
+        self.hosts("ipv6")
+        try:
+            yield
+        finally:
+            for node in self.nodes:
+                node.run("ip", "address", "flush", "dev", "eth0")
+                node.run("ip", "address", "add", f"{node.address}/24", "dev", "eth0")
+
+    @contextlib.contextmanager
+    def without_ipv6(self) -> Iterator[None]:
+        """Switch version 6 off, as many clusters do."""
+        setting = "/proc/sys/net/ipv6/conf/all/disable_ipv6"
+        for node in self.nodes:
+            node.run("sh", "-c", f"echo 1 > {setting}")
+        try:
+            yield
+        finally:
+            for node in self.nodes:
+                node.run("sh", "-c", f"echo 0 > {setting}")
+
+    def split(self, *numbers: int) -> None:
+        """Part the network: these nodes reach each other, and no others; no cable is down."""
+        for number in numbers:
+            self._switch("ip", "link", "set", f"p{number}", "master", "br2")
+
+    def heal(self) -> None:
+        """Undo `split`."""
+        for node in self.nodes:
+            self._switch("ip", "link", "set", f"p{node.number}", "master", "br0")
+
     def reset(self) -> None:
         """As new: see `Node.reset`."""
+        self.heal()
         for node in self.nodes:
             node.reset()
         for path in self.shared.iterdir():
@@ -342,10 +417,9 @@ class Lab:
         for path in (self.own, self.shared):
             path.mkdir(parents=True)
         self.switch = self._first_process("switch", "exec sleep infinity")
-        switch = ("nsenter", f"--target={self.switch}", "-n")
-        for bridge in ("br0", "br1"):
-            _well(*switch, "ip", "link", "add", bridge, "type", "bridge")
-            _well(*switch, "ip", "link", "set", bridge, "up")
+        for bridge in ("br0", "br1", "br2"):
+            self._switch("ip", "link", "add", bridge, "type", "bridge")
+            self._switch("ip", "link", "set", bridge, "up")
         for number in range(count):
             name = f"n{number}"
             (self.folder / name).mkdir()
@@ -359,14 +433,20 @@ class Lab:
         self.hosts("good")
 
     def _cable(self, node: Node, link: str, port: str, bridge: str, address: str) -> None:
-        switch = ("nsenter", f"--target={self.switch}", "-n")
-        _well(
-            *(*switch, "ip", "link", "add", link, "netns", str(node.init), "type", "veth"),
+        self._switch(
+            *("ip", "link", "add", link, "netns", str(node.init), "type", "veth"),
             *("peer", "name", port),
         )
-        _well(*switch, "ip", "link", "set", port, "master", bridge, "up")
+        self._switch("ip", "link", "set", port, "master", bridge, "up")
         node.run("ip", "address", "add", address, "dev", link)
         node.run("ip", "link", "set", link, "up")
+
+    @property
+    def _on_switch(self) -> tuple[str, ...]:
+        return ("nsenter", f"--target={self.switch}", "-n")
+
+    def _switch(self, *words: str) -> None:
+        _well(*self._on_switch, *words)
 
     def _first_process(self, name: str, commands: str) -> int:
         """The first process of new namespaces, by its number outside."""

@@ -66,6 +66,8 @@ STRATEGIES = {
     "local": ((), 1),
     "diloco": ((), 1),
 }
+# Shards within a machine, copies across machines.
+HSDP = ("--strategy", "hsdp", "--mesh", '{"replicate": 2, "shard": 2}')
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -76,6 +78,12 @@ def test_every_strategy_trains_over_machines(lab, strategy):
     assert "done" in programs[0].text
     if copies:
         _every_row_once(lab, copies)
+
+
+@pytest.mark.slow
+def test_shards_within_machines_and_replicas_across_them(lab):
+    _finish(_train(lab, 2, *HSDP, ranks=2))
+    _every_row_once(lab)
 
 
 @pytest.mark.parametrize(
