@@ -54,7 +54,7 @@ gpu-bundle:
 
 # An environment of its own over that of the tests, since trackers bring 200 packages, some older.
 test-trackers: $(TRACKERS)/.done
-	CI=$(CI) OMP_NUM_THREADS=1 $(TRACKERS)/bin/python -m pytest -m trackers tests/track
+	CI=$(CI) OMP_NUM_THREADS=1 $(TRACKERS)/bin/python -m pytest -m trackers tests/trackers
 
 # Every example as a script, on one rank and on several, and a table of what each ends with.
 examples: $(VENV)/.test

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from benchmarks._common import show
-from fxtrain.profile import show_bytes
+from fxtrain.profiling import show_bytes
 
 WIDTH, HIDDEN, DEPTH, HEAD, WORDS, LENGTH = 4096, 11008, 32, 128, 32000, 2048
 _BLOCKS = fx.FSDP(wrap=("Block",))

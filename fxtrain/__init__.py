@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from fxtrain import interop as interop
     from fxtrain import meters as meters
     from fxtrain import ops as ops
+    from fxtrain import profiling as profiling
     from fxtrain import quality as quality
     from fxtrain import state as state
     from fxtrain import testing as testing
+    from fxtrain import trackers as trackers
     from fxtrain._errors import CheckpointError as CheckpointError
     from fxtrain._errors import CollectiveError as CollectiveError
     from fxtrain._errors import ContextError as ContextError
@@ -75,8 +77,8 @@ if TYPE_CHECKING:
     from fxtrain.ops import detect as detect
     from fxtrain.ops import log as log
     from fxtrain.ops import preemption as preemption
-    from fxtrain.profile import dry_run as dry_run
-    from fxtrain.profile import profile as profile
+    from fxtrain.profiling import dry_run as dry_run
+    from fxtrain.profiling import profile as profile
     from fxtrain.state import CP as CP
     from fxtrain.state import DDP as DDP
     from fxtrain.state import FSDP as FSDP
@@ -132,8 +134,8 @@ if TYPE_CHECKING:
     from fxtrain.state import loads as loads
     from fxtrain.state import read_plan as read_plan
     from fxtrain.state import write_plan as write_plan
-    from fxtrain.track import Run as Run
-    from fxtrain.track import track as track
+    from fxtrain.trackers import Run as Run
+    from fxtrain.trackers import track as track
 
 _HOMES = {
     "fxtrain._errors": (
@@ -153,7 +155,7 @@ _HOMES = {
     "fxtrain.meters": "Memory Meter count_flops memory timed",
     "fxtrain.models": "export load_model",
     "fxtrain.ops": "close detect log preemption",
-    "fxtrain.profile": "dry_run profile",
+    "fxtrain.profiling": "dry_run profile",
     "fxtrain.state": (
         "Aim Batch Bnb4 Bnb8 CP Change ClearML Comet CommHook Compile DDP DVCLive Data DeepSpeed "
         "DiLoCo DistContext DryRun FSDP Float8 FromConfig JsonLines LocalSGD LossScale MLflow MX "
@@ -161,10 +163,13 @@ _HOMES = {
         "SwanLab TE TP TensorBoard Terminal Torchao Trackio WandB Weighted Wrapped XLA diff dumps "
         "fingerprint from_config loads read_plan write_plan"
     ),
-    "fxtrain.track": "Run track",
+    "fxtrain.trackers": "Run track",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-_MODULES = ("big", "checkpoint", "interop", "meters", "ops", "quality", "state", "testing")
+_MODULES = (
+    *("big", "checkpoint", "interop", "meters", "ops", "profiling", "quality", "state", "testing"),
+    "trackers",
+)
 
 __all__ = sorted([*_HOME, "ops", "state"])  # pyright: ignore[reportUnsupportedDunderAll]
 

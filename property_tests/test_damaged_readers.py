@@ -16,14 +16,14 @@ from torch import nn
 
 import fxtrain as fx
 from fxtrain.cli import main
+from fxtrain.curves import Followed, follow, page_of, read_curves
 from fxtrain.interop import import_checkpoint
 from fxtrain.launch import LaunchSpec, prepare
 from fxtrain.launch.config import read_launch_file
 from fxtrain.models.weight_list import read_weights
-from fxtrain.profile import summary
-from fxtrain.report import Followed, follow, page_of, read_curves
+from fxtrain.profiling import summary
 from fxtrain.state import read_record
-from fxtrain.track import read_run
+from fxtrain.trackers import read_run
 from tests._damage import damaged, misshapen, only
 
 NASTY = "\x1b[2J\x1b]0;t\x07\u202e"

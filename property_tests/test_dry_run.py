@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxtrain as fx
-from fxtrain.profile import plot, read_bytes
-from fxtrain.profile.memory_log import MemoryLog
+from fxtrain.profiling import plot, read_bytes
+from fxtrain.profiling.memory_log import MemoryLog
 from fxtrain.state import AXES, PARTS, Memory, Problem, Traffic, read_mesh
 
 sizes = st.integers(1, 2000)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
-from fxtrain.track import read_run
+from fxtrain.trackers import read_run
 
 LOOPS = st.fixed_dictionaries(
     {

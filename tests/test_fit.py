@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import fxtrain as fx
 from fxtrain.loop import fitting
 from fxtrain.loop.progress import progress
-from fxtrain.track import read_run
+from fxtrain.trackers import read_run
 
 
 @pytest.fixture

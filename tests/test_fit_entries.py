@@ -7,9 +7,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
+from fxtrain.curves import read_curves
 from fxtrain.loop import fitting
-from fxtrain.report import read_curves
-from fxtrain.track import read_run
+from fxtrain.trackers import read_run
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_the_profile_of_the_plan_is_recorded_once(ctx, tmp_path):
         return len(list(fx.fit(ctx, fns, loader, tmp_path / "run", epochs=epochs, show=False)))
 
     assert (run(1), run(2)) == (5, 5)
-    summary = fx.profile.summary(spec.folder)
+    summary = fx.profiling.summary(spec.folder)
     assert len(summary.ranks[0].steps) == 2
     table = read_curves([tmp_path / "run"])[0].tables["ms per step by phase"]
     assert list(table.columns) == list(summary.columns)

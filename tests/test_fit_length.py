@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
-from fxtrain.track import read_run
+from fxtrain.trackers import read_run
 
 
 @pytest.fixture

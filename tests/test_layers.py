@@ -86,7 +86,7 @@ def test_what_a_package_exports_does_not_hide_its_modules():
         found = path.parent.iterdir()
         modules = {one.stem for one in found if (one.suffix or ".py") == ".py"}
         hidden = modules & set(_module(path).__all__) - {"ops", "state"}
-        callable_packages = {"launch", "profile", "track"} if path == PACKAGE else set()
+        callable_packages = {"launch"} if path == PACKAGE else set()
         assert hidden == callable_packages, _name(path)
 
 
@@ -158,11 +158,11 @@ MUTABLE = {
     "fxtrain.data.sharded_loader._Reached": "the batch that a loader or its epochs yielded last",
     "fxtrain.backends.xla.recompilations.RecompilationLog": "counts compilations of one model",
     "fxtrain.backends.pipeline.schedules.PreparedSchedule": "its results are described once",
-    "fxtrain.profile.tracing.opening.Trace": "how far a schedule got",
-    "fxtrain.profile.tracing.recording.Recording": "one cycle of torch's profiler",
+    "fxtrain.profiling.tracing.opening.Trace": "how far a schedule got",
+    "fxtrain.profiling.tracing.recording.Recording": "one cycle of torch's profiler",
     "fxtrain.loop.fit_entries.Entries": "what fit measured since the last entry of its trackers",
     "fxtrain.loop.fitting._Loop": "how far a run of fit got, and its last checkpoint",
-    "fxtrain.track.run.Progress": "the last step of a run, and whether it is closed",
+    "fxtrain.trackers.run.Progress": "the last step of a run, and whether it is closed",
     "fxtrain.backends.pipeline.execute._GivenOutputs": "whether the loss has called the model",
 }
 
@@ -233,5 +233,5 @@ def test_a_walk_names_what_is_there():
 
 def test_the_guide_names_files_that_are_there():
     assert len(WALKED) > 20
-    named = set(re.findall(r"`(fxtrain/[\w/.]+)`", GUIDE)) - {"fxtrain/track/"}
+    named = set(re.findall(r"`(fxtrain/[\w/.]+)`", GUIDE))
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

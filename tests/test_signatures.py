@@ -14,7 +14,7 @@ import fxtrain as fx
 
 MODULES = (
     "fxtrain", "fxtrain.big", "fxtrain.checkpoint", "fxtrain.interop", "fxtrain.meters",
-    "fxtrain.ops", "fxtrain.quality", "fxtrain.state", "fxtrain.testing", "fxtrain.track",
+    "fxtrain.ops", "fxtrain.quality", "fxtrain.state", "fxtrain.testing", "fxtrain.trackers",
 )  # fmt: skip
 
 ANY = re.compile(r"\bAny\b")

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
 from fxtrain import ops
-from fxtrain.track import At, Start, Tracker, read_run
+from fxtrain.trackers import At, Start, Tracker, read_run
 
 
 def begin(config: object, start: Start) -> sqlite3.Connection:

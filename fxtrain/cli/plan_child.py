@@ -14,7 +14,7 @@ from typing import Any
 from fxtrain._errors import FxError
 from fxtrain.cli.exit_codes import Exit
 from fxtrain.ops.connecting import launched_plan
-from fxtrain.profile import rehearse
+from fxtrain.profiling import rehearse
 from fxtrain.state import dumps
 
 

@@ -71,7 +71,7 @@ def plan(
     target, args = program[0], tuple(program[1:])
     check_target(LaunchSpec(target=target, args=args, ranks=1, module=module))
     state = importlib.import_module("fxtrain.state")
-    runs = importlib.import_module("fxtrain.profile")
+    runs = importlib.import_module("fxtrain.profiling")
     flags = {} if mesh is None else {"plan.mesh": (mesh, "flag")}
     settings = importlib.import_module("fxtrain.launch.config").resolve(
         file=config, profile=profile, env=os.environ, flags=flags

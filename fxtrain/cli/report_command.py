@@ -9,7 +9,7 @@ import click
 from fxtrain._byte_units import show_bytes
 from fxtrain._reading import write_file
 from fxtrain.cli.output import save_picture, say
-from fxtrain.report import page_of, picture_of, read_curves
+from fxtrain.curves import page_of, picture_of, read_curves
 
 __all__ = ["REPORT"]
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fxtrain._errors import PlanError, escape_unprintable
 from fxtrain.cli.output import print_renderable
-from fxtrain.report import Curve, Followed, file_of, follow, sparkline
+from fxtrain.curves import Curve, Followed, file_of, follow, sparkline
 
 __all__ = ["WATCH"]
 

@@ -12,7 +12,7 @@ from fxtrain import ops
 from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.loop.releasing import empty_cache
-from fxtrain.profile import dry_run
+from fxtrain.profiling import dry_run
 from fxtrain.state import DistContext, Mesh, Plan, check_connected, shown
 
 __all__ = ["find_batch_size", "is_out_of_memory", "predict_batch_size"]

@@ -20,9 +20,9 @@ from fxtrain.loop.stepping import StepFns, step
 from fxtrain.meters import count_flops, memory
 from fxtrain.meters.flops import peak_of_model
 from fxtrain.ops.devices import synchronize
-from fxtrain.profile import Trace
+from fxtrain.profiling import Trace
 from fxtrain.state import Batch, DistContext, Position, Report
-from fxtrain.track import Run
+from fxtrain.trackers import Run
 
 __all__ = ["Entries", "entries_after", "tokens_of"]
 

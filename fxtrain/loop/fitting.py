@@ -24,10 +24,10 @@ from fxtrain.loop.means import finite_number
 from fxtrain.loop.open_runs import body_failed, ended_with
 from fxtrain.loop.progress import progress
 from fxtrain.loop.stepping import StepFns
-from fxtrain.profile import profile
+from fxtrain.profiling import profile
 from fxtrain.state import DistContext, JsonLines, Position, Report, Wrapped, shown
-from fxtrain.track import Run, Target
-from fxtrain.track.opening import own, track_in
+from fxtrain.trackers import Run, Target
+from fxtrain.trackers.opening import own, track_in
 
 __all__ = ["fit"]
 

@@ -11,7 +11,7 @@ import attrs
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fxtrain.track import At, Start, Tracker
+from fxtrain.trackers import At, Start, Tracker
 
 __all__ = ["progress"]
 

@@ -45,7 +45,7 @@ from fxtrain.state.placement.placement import (
 from fxtrain.state.plan import Compile, Data, Plan
 from fxtrain.state.position import Position
 from fxtrain.state.precision import LossScale, Precision
-from fxtrain.state.profiling.profile import Profile
+from fxtrain.state.profile import Profile
 from fxtrain.state.registry import Config, installed_configs, installed_strategies
 from fxtrain.state.strategy import (
     Round,
@@ -61,7 +61,7 @@ from fxtrain.state.strategy_configs import DDP, XLA, CommHook, PowerSGD, Single
 from fxtrain.state.tensor_parallel import TP, Style
 from fxtrain.state.topology.detection import Topology
 from fxtrain.state.topology.environments import read_topology
-from fxtrain.state.trackers import (
+from fxtrain.state.tracker_configs import (
     Aim,
     ClearML,
     Comet,

@@ -20,7 +20,7 @@ from fxtrain.state.low_precision.quantized_weights import (
 )
 from fxtrain.state.mesh import Mesh, read_mesh
 from fxtrain.state.precision import FORMATS, Compute, Precision, precision_of
-from fxtrain.state.profiling.profile import Profile
+from fxtrain.state.profile import Profile
 from fxtrain.state.registry import BUILT_IN, Config, kind_of
 from fxtrain.state.strategy_configs import DDP, CommHook
 from fxtrain.state.tensor_parallel import TP

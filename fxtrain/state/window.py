@@ -16,7 +16,7 @@ __all__ = ["AccumulationWindow"]
 class AccumulationWindow:
     """A model's updates, and sums over its open accumulation window; zero between windows.
 
-    A step changes it in place. Equality and hash are by identity.
+    It is mutable: a step changes it in place. Equality and hash are by identity.
 
     Attributes:
         sums: On the device, floating-point, shape (4,): the four numbers that follow.

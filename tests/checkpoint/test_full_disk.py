@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain.cli import main
-from fxtrain.track import read_run
+from fxtrain.trackers import read_run
 
 FIRST = "update-0000000001"
 NO_ROOM = "No space left on device"

@@ -116,14 +116,13 @@ WRONG = {
     ),
     "fit, no epochs": (
         lambda ctx, model, loader, batch: fx.fit(ctx, fx.StepFns(model, _loss), loader),
-        "fit: path and epochs are missing. Use fx.fit(ctx, fx.StepFns(model, loss), loader, path, "
-        "epochs=...).",
+        "fit: path is missing. Use fx.fit(ctx, fx.StepFns(model, loss), loader, path).",
     ),
     "fit, epochs as text": (
         lambda ctx, model, loader, batch: next(
             fx.fit(ctx, fx.StepFns(model, _loss), loader, "runs/none", epochs="1")
         ),
-        "PlanError: fit(epochs='1'): choose a whole number.",
+        "PlanError: fit(epochs='1'): choose a whole number or None.",
     ),
     "step, no context": (
         lambda ctx, model, loader, batch: fx.step(None, batch, fx.StepFns(model, _loss)),
@@ -232,7 +231,7 @@ WRONG = {
     ),
     "fit, a model": (
         lambda ctx, model, loader, batch: fx.fit(ctx, model, loader, "runs/none", epochs=1),
-        "fit: fns is missing. Use fx.fit(ctx, fx.StepFns(model, loss), loader, path, epochs=...).",
+        "fit: fns is missing. Use fx.fit(ctx, fx.StepFns(model, loss), loader, path).",
     ),
     "fit, Lightning's epochs": (
         lambda ctx, model, loader, batch: fx.fit(ctx, None, loader, "runs/none", max_epochs=1),
@@ -248,7 +247,7 @@ WRONG = {
     ),
     "load": (
         lambda ctx, model, loader, batch: fx.load("runs/none", ctx, model),
-        "module 'fxtrain' has no attribute 'load'. Use fx.restore(\"runs/a\", ctx, model).",
+        "module 'fxtrain' has no attribute 'load'. Use fx.restore(\"runs/a\", ctx, model)",
     ),
     "export, swapped": (
         lambda ctx, model, loader, batch: fx.export("runs/none", model),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxtrain as fx
-from fxtrain.track import Tracker, read_run
+from fxtrain.trackers import Tracker, read_run
 
 ON_RANKS = settings(max_examples=5, deadline=None, phases=[Phase.explicit, Phase.generate])
 UPDATES = 16  # of two epochs at two ranks, without accumulation

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxtrain as fx
 from fxtrain.testing import Transformer
 from fxtrain.testing.training import on_mesh, token_rows
-from fxtrain.track import read_run
+from fxtrain.trackers import read_run
 from tests._slow import slow_after
 from tests.cluster._models import ATTENTION, DOWN, PIPELINES, UP
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import fxtrain as fx
 from fxtrain import ops
-from fxtrain.profile import summary
+from fxtrain.profiling import summary
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10),

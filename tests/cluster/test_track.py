@@ -5,7 +5,7 @@ import torch
 
 import fxtrain as fx
 from fxtrain.testing import Cluster
-from fxtrain.track import Tracker, read_run
+from fxtrain.trackers import Tracker, read_run
 
 
 def _log(ctx, folder, ranks):

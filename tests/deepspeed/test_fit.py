@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
-from fxtrain.track import read_run
+from fxtrain.trackers import read_run
 from tests.deepspeed._ranks import grouped, mean, net, on_rank, rows, values
 
 pytestmark = pytest.mark.deepspeed

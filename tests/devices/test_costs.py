@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import fxtrain as fx
-from fxtrain.track import read_run
+from fxtrain.trackers import read_run
 from tests.devices._device import allocations, expect_warnings, is_gpu, kernels, no_waits
 from tests.devices._training import adam, loss_of, net, parts, rows
 

@@ -88,7 +88,7 @@ def test_a_flag_keeps_the_fields_of_the_same_strategy_in_the_file(here):
         ("--set plan.flush=yes", "choose true or false. Write true, without quotes. (flag)"),
         ("--set plan.sed=1", "unknown key 'sed'"),
         ("--set seed=1", "write a value as launch.ranks=4 or plan.precision=bf16"),
-        ("--mesh tensr=2", "Did you mean tensor?"),
+        ("--mesh tensr=2", "Did you mean 'tensor'?"),
         ("--mesh tensor=3", "tensor=3) describes a multiple of 3 ranks, but this run has 4"),
         ("--strategy fspd", "Did you mean 'fsdp'?"),
     ],

@@ -9,10 +9,10 @@ import torch
 import fxtrain as fx
 from fxtrain.cli import Exit, main
 from fxtrain.precision import quantize_layers, recipe_targets, stored_tensors
-from fxtrain.profile.axes import axis_namer
-from fxtrain.profile.rehearsal import figures
-from fxtrain.profile.torch_patches import load_in_process
-from fxtrain.profile.watching import LoopRecorder, StepsConverged, recording
+from fxtrain.profiling.axes import axis_namer
+from fxtrain.profiling.rehearsal import figures
+from fxtrain.profiling.torch_patches import load_in_process
+from fxtrain.profiling.watching import LoopRecorder, StepsConverged, recording
 from fxtrain.state import resolve_mesh
 from tests._slow import slow_after
 from tests.cluster._float8 import RECIPES, loss, net, plan_of

@@ -14,7 +14,7 @@ __all__ = ["PROFILE"]
 @click.argument("path")
 def PROFILE(path: str, json_: bool) -> int:  # noqa: FBT001
     """Split the time of a step by rank, from the traces in the folder PATH, or from one trace."""
-    from fxtrain.profile import summary
+    from fxtrain.profiling import summary
 
     found = summary(path)
     if json_:

@@ -1,0 +1,23 @@
+"""Reports of runs: one HTML page that needs no network, or one curve as a picture.
+
+Nothing here imports torch, since that would take longer than most reports.
+"""
+
+from fxtrain.curves.curve import Curve, downsample
+from fxtrain.curves.following import Followed, follow, sparkline
+from fxtrain.curves.page import page_of
+from fxtrain.curves.picture import picture_of
+from fxtrain.curves.reading import RunCurves, file_of, read_curves
+
+__all__ = [
+    "Curve",
+    "Followed",
+    "RunCurves",
+    "downsample",
+    "file_of",
+    "follow",
+    "page_of",
+    "picture_of",
+    "read_curves",
+    "sparkline",
+]

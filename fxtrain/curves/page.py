@@ -1,0 +1,162 @@
+"""The HTML page of a report: it stands alone and loads nothing."""
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from fxtrain._version import __version__
+from fxtrain.curves.curve import Curve
+from fxtrain.curves.packing import packed
+from fxtrain.curves.reading import RunCurves
+from fxtrain.curves.tables import tables_of, text_of
+
+__all__ = ["page_of"]
+
+_ASSETS = files("fxtrain.curves") / "assets"
+
+# Metrics that `fx.fit` logs first, in this order; then all others as they were logged.
+_FIRST = (
+    "loss",
+    "eval",
+    "grad_norm",
+    "skipped",
+    "lr",
+    "rows_per_s",
+    "tokens_per_s",
+    "waiting",
+    "time",
+    "memory_gib",
+    "memory_peak_gib",
+)
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; base-uri 'none'; \
+form-action 'none'; img-src data:; style-src {styles}; script-src {scripts}">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<style>{library_css}</style>
+<style>{css}</style>
+</head>
+<body>
+<header>
+<h1>{title}</h1>
+<p class="quiet">fxtrain {version}</p>
+</header>
+<main>
+{body}
+</main>
+<script type="application/json" id="data">{data}</script>
+<script>{library}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def page_of(runs: Sequence[RunCurves]) -> str:
+    """The page of several runs.
+
+    All text of the runs is escaped. A content security policy allows only the page's own scripts
+    and no connection.
+
+    Args:
+        runs: As `read_curves` returns them.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from fxtrain.curves import RunCurves
+        >>> run = RunCurves(label="a <b>", folder=Path("a"), curves={}, params={})
+        >>> "a &lt;b&gt;" in page_of([run])
+        True
+    """
+    css, library_css = _asset("page.css"), _asset("uPlot.min.css")
+    script, library = _asset("page.js"), _asset("uPlot.iife.min.js")
+    title = f"Report of {runs[0].label}" if len(runs) == 1 else f"Report of {len(runs)} runs"
+    return _PAGE.format(
+        styles=f"{_digest(library_css)} {_digest(css)}",
+        scripts=f"{_digest(library)} {_digest(script)}",
+        title=text_of(title),
+        version=__version__,
+        library_css=library_css,
+        css=css,
+        library=library,
+        script=script,
+        body=tables_of(runs, _metrics(runs)),
+        data=_data(runs),
+    )
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _metrics(runs: Sequence[RunCurves]) -> list[str]:
+    """The names of all metrics, in the order of the page."""
+    names = dict.fromkeys(name for run in runs for name in run.curves)
+
+    def place(name: str) -> int:
+        found = [at for at, one in enumerate(_FIRST) if name == one or name.startswith(f"{one}/")]
+        return found[0] if found else len(_FIRST)
+
+    return sorted(names, key=place)
+
+
+def _charts(metrics: Sequence[str]) -> dict[str, list[str]]:
+    """The metrics of each chart: `eval/loss` is in that of `loss`."""
+    charts: dict[str, list[str]] = {}
+    for name in metrics:
+        trained = name.removeprefix("eval/")
+        charts.setdefault(trained if trained in metrics else name, []).append(name)
+    return charts
+
+
+def _data(runs: Sequence[RunCurves]) -> str:
+    """The curves as JSON in which no text can end the script element."""
+    data = {
+        "runs": [{"label": run.label, "start": _start(run)} for run in runs],
+        "metrics": [
+            {
+                "name": chart,
+                "curves": [
+                    {"run": number, "name": name, **_columns(run.curves[name])}
+                    for name in names
+                    for number, run in enumerate(runs)
+                    if name in run.curves
+                ],
+            }
+            for chart, names in _charts(_metrics(runs)).items()
+        ],
+    }
+    # ASCII, and without the characters that HTML or an old parser of scripts could read.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _start(run: RunCurves) -> float:
+    """Where the axis of time begins."""
+    times = [one for curve in run.curves.values() for one in curve.times if not math.isnan(one)]
+    known = [*times, *([] if run.started is None else [run.started])]
+    return min(known, default=0.0)
+
+
+def _columns(curve: Curve) -> dict[str, Any]:
+    return {
+        "updates": packed(curve.steps),
+        "rows": packed(curve.rows),
+        "time": packed(curve.times),
+        "values": packed(curve.values),
+    }

@@ -1,0 +1,36 @@
+"""Measure what a training loop needs: dry runs without hardware, and profiles of real steps.
+
+>>> import fxtrain as fx, tempfile
+>>> spec = fx.Profile(folder=tempfile.mkdtemp(), wait=0, warmup=0, active=1)
+>>> with fx.detect(env={}, device="cpu") as ctx, fx.profile(ctx, spec) as trace:
+...     trace.step()
+"""
+
+import sys
+
+from fxtrain._byte_units import read_bytes, show_bytes
+from fxtrain._packages import Package
+from fxtrain.profiling.fake_ranks import place
+from fxtrain.profiling.memory_plot import plot
+from fxtrain.profiling.rehearsal import dry_run, rehearse
+from fxtrain.profiling.tables import table
+from fxtrain.profiling.tracing.opening import Trace, profile
+from fxtrain.profiling.tracing.summaries import RankTimes, StepTimes, Summary, summary
+
+__all__ = [
+    "RankTimes",
+    "StepTimes",
+    "Summary",
+    "Trace",
+    "dry_run",
+    "place",
+    "plot",
+    "profile",
+    "read_bytes",
+    "rehearse",
+    "show_bytes",
+    "summary",
+    "table",
+]
+
+sys.modules[__name__].__class__ = Package

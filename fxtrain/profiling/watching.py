@@ -1,0 +1,212 @@
+"""Record the operations, collectives, modules and updates of a training loop from outside.
+
+The same recorder works on real tensors, so that a dry run can be compared with a real one.
+"""
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import module as registry
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fxtrain.precision import quantized_weight
+from fxtrain.profiling.dispatched_traffic import Collective, collectives
+from fxtrain.profiling.fake_tensors import FakeValuesMode
+from fxtrain.profiling.memory_log import MemoryLog
+from fxtrain.state import Wrapped
+
+__all__ = ["LoopRecorder", "Mark", "StepsConverged", "recording"]
+
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl  # pyright: ignore
+_DEVICE = torch.ops.prim.device.default  # without effect
+
+
+class StepsConverged(BaseException):
+    """Ends a loop whose steps have become equal. Not an Exception, so that no code catches it."""
+
+
+@attrs.frozen
+class Mark:
+    """Positions in the memory log and in the traffic log."""
+
+    memory: int
+    traffic: int
+
+
+class LoopRecorder(TorchDispatchMode):
+    """Records what a loop does, in order.
+
+    Each update of the first optimizer that updates ends a step.
+
+    Args:
+        most: Number of steps after which the loop ends.
+        fakes: The mode whose tensors represent real ones.
+
+    Attributes:
+        memory: Log of allocated and freed storages.
+        traffic: Collectives.
+        started: Position of the first forward; None before.
+        marks: Position of the end of each step.
+        wrapped: The model that the first optimizer updates, if fxtrain wrapped it.
+    """
+
+    def __init__(self, *, most: int | None = None, fakes: FakeTensorMode | None = None) -> None:
+        super().__init__()
+        self.memory = MemoryLog(fakes)
+        self.traffic: list[Collective] = []
+        self.started: Mark | None = None
+        self.marks: list[Mark] = []
+        self.wrapped: Wrapped | None = None
+        self._most = most
+        self._clock: Any = None
+        self._loads = 0
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # DTensors are unwrapped first; their local tensors are dispatched here later.
+        # Operations inside another fake mode only compute shapes.
+        if any(not _is_plain(kind) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if func is not _DEVICE and active_fake_mode() is None:
+            self.record(func, args, kwargs or {}, out)
+        return out
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Record an operator and its result."""
+        if self._loads:
+            self.memory.leave_out(tree_leaves((args, kwargs)))
+        self.traffic.extend(collectives(func, args))
+        for leaf in [out] if isinstance(out, torch.Tensor) else tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.memory.see(leaf)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """While data is loaded: its source tensors stay on the host and are not counted."""
+        self._loads += 1
+        try:
+            yield
+        finally:
+            self._loads -= 1
+
+    def meet(self, module: nn.Module) -> None:
+        """Remember a module and its submodules."""
+        if module not in self._modules:
+            self._modules.update(module.modules())
+
+    def forward(self, module: nn.Module, _: Any) -> None:
+        """Called before a module's forward."""
+        if self.started is None:
+            self.started = self._here()
+        self.meet(module)
+
+    def before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        """Called before an update, when gradients are complete and nothing is freed yet."""
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        self.memory.hold("parameters", trained)
+        self.memory.hold("gradients", [p.grad for p in trained])
+        for module in tuple(self._modules):
+            own = list(module._parameters.values())
+            self.memory.hold("parameters", own)
+            self.memory.hold("gradients", [p.grad for p in own if p is not None])
+            self.memory.hold("buffers", module._buffers.values())
+        for module in tuple(self._modules):  # scales that are no parameters
+            self.memory.hold("parameters", quantized_weight(module).values())
+
+    def after_update(self, optimizer: Optimizer, *_: Any) -> None:
+        """Called after an update, when the optimizer has its state."""
+        # torch's ZeroRedundancyOptimizer keeps this rank's states in an inner optimizer.
+        for one in (optimizer, getattr(optimizer, "optim", None)):
+            if isinstance(one, Optimizer):
+                self.memory.hold("optimizer", tree_leaves(list(one.state.values())))
+        if self._clock is None:
+            self._clock = optimizer
+        if self._clock is optimizer:
+            self.marks.append(self._here())
+            self.wrapped = self.wrapped or _holder(optimizer)
+            if self._most is not None and (len(self.marks) >= self._most or self._settled()):
+                raise StepsConverged
+
+    def step_traffic(self, step: int) -> list[Collective]:
+        """Collectives of one step, counted from 0, which begins with the first forward."""
+        first = self.started or Mark(0, 0)
+        start = self.marks[step - 1] if step else first
+        return self.traffic[start.traffic : self.marks[step].traffic]
+
+    def _settled(self) -> bool:
+        """Whether the last two steps had the same collectives, so that the next would too."""
+        count = len(self.marks)
+        if count < 2:
+            return False
+        return Counter(self.step_traffic(count - 1)) == Counter(self.step_traffic(count - 2))
+
+    def _here(self) -> Mark:
+        return Mark(len(self.memory.changes), len(self.traffic))
+
+
+@contextmanager
+def recording(watch: LoopRecorder, fakes: FakeValuesMode | None = None) -> Iterator[LoopRecorder]:
+    """Record what happens inside the block.
+
+    Args:
+        fakes: The active mode that runs all operators, if there is one.
+
+    Effects:
+        Registers torch's global hooks of modules and optimizers; removes them at the end.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        out = resize(storage, size)
+        watch.memory.resized(storage)
+        return out
+
+    hooks = (
+        registry.register_module_parameter_registration_hook(lambda m, *_: watch.meet(m)),
+        registry.register_module_buffer_registration_hook(lambda m, *_: watch.meet(m)),
+        registry.register_module_forward_pre_hook(watch.forward),
+        register_optimizer_step_pre_hook(watch.before_update),
+        register_optimizer_step_post_hook(watch.after_update),
+    )
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.callback(hook.remove)
+        # FSDP2 frees gathered parameters this way; torch's memory tracker also hooks it.
+        stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+        if fakes is None:
+            stack.enter_context(watch)
+        else:
+            fakes.record = watch.record
+        yield watch
+
+
+def _holder(optimizer: Optimizer) -> Wrapped | None:
+    """The wrapped model of an optimizer, wherever the script keeps it."""
+    for found in gc.get_referrers(*gc.get_referrers(optimizer)):
+        if type(found) is Wrapped and any(one is optimizer for one in found.optimizers):
+            return found
+    return None
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether tensors of a class have memory of their own and no dispatch of their own."""
+    return kind.__torch_dispatch__ is _NO_DISPATCH or kind.__name__ == "FakeTensor"

@@ -1,0 +1,250 @@
+"""Logged values, kept until a background thread reads them: nothing here waits for a device."""
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fxtrain._errors import PlanError
+from fxtrain.state import Position, Weighted, shown
+from fxtrain.trackers.tracker import At
+
+__all__ = ["Entry", "artifact_of", "at", "hold", "image_of", "numbers", "table_of"]
+
+_DEEPEST = 20
+_CHANNELS = (1, 3, 4)
+_USUAL = frozenset({Tensor, float, int, bool})
+
+
+@attrs.frozen(eq=False)
+class Entry:
+    """One call of a function of every tracker.
+
+    Attributes:
+        kind: The function: log, text, image, table, artifact, params.
+    """
+
+    kind: str
+    _make: Callable[[], tuple[Any, ...]]
+    _tell: Callable[[str, str], None]
+    _made: list[tuple[Any, ...] | None] = attrs.field(factory=list, init=False)
+    _lock: Any = attrs.field(factory=threading.Lock, init=False)
+
+    def arguments(self) -> tuple[Any, ...] | None:
+        """The arguments of the function, after `native`; read from the device only once.
+
+        Returns:
+            None if no tracker can write the value, which has been reported.
+        """
+        with self._lock:
+            if not self._made:
+                try:
+                    self._made.append(self._make())
+                except Exception as error:  # any error of the user's value
+                    self._made.append(None)
+                    self._tell(
+                        f"{self.kind} {error}",
+                        f"run.{self.kind}: {type(error).__name__}: {error}. No tracker received "
+                        f"this entry; training continues.",
+                    )
+        return self._made[0]
+
+
+def at(step: Any) -> At:
+    """The position at which something is logged.
+
+    Raises:
+        PlanError: `step` is neither a position nor a whole number.
+
+    Example:
+        >>> import fxtrain as fx
+        >>> at(fx.Position(updates=3, samples=96, epoch=1)).rows
+        96
+    """
+    if isinstance(step, Position):
+        return At(step=step.updates, rows=step.samples, epoch=step.epoch, time=time.time())
+    if type(step) is int and step >= 0:
+        return At(step=step, time=time.time())
+    raise PlanError(
+        f"log: step takes a Position, such as report.position, or a whole number from 0; found "
+        f"{shown(step)}."
+    )
+
+
+def hold(values: Mapping[str, Any]) -> Callable[[], tuple[dict[str, float], dict[str, str]]]:
+    """Capture metrics as they are now; the returned function reads them and waits for the device.
+
+    Tensors are copied on the device or on the way to host memory, in stream order, so the caller
+    may change them afterwards.
+    """
+    taken: dict[str, Any] = {}
+    problems: dict[str, str] = {}
+    events: dict[torch.device, Any] = {}
+    for name, value in _leaves("", values, 0):
+        if type(value) is Tensor and value.is_cpu and value.numel() == 1 and not value.is_complex():
+            taken[name] = value.item()  # sooner than a copy
+        elif isinstance(value, Tensor):
+            if problem := _tensor_problem(value):
+                problems[name] = problem
+            else:
+                taken[name] = _copy(value, events)
+        elif value is not None:
+            taken[name] = value
+
+    def read() -> tuple[dict[str, float], dict[str, str]]:
+        for event in events.values():
+            event.synchronize()
+        found, wrong = numbers(taken)
+        return found, {**problems, **wrong}
+
+    for device in events:
+        events[device] = torch.cuda.current_stream(device).record_event()
+    return read
+
+
+def numbers(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
+    """Floats by name, and the problems of values that are not numbers.
+
+    Example:
+        >>> numbers({"loss": torch.tensor(0.5), "note": "good"})
+        ({'loss': 0.5}, {'note': "found 'good'"})
+    """
+    found: dict[str, float] = {}
+    problems: dict[str, str] = {}
+    for name, value in values.items():
+        if not _is_number(value):
+            problems[name] = f"found {shown(value)}"
+            continue
+        try:
+            found[name] = float(value.item() if hasattr(value, "item") else value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            problems[name] = f"found a {type(value).__name__}, {error}"
+    return found, problems
+
+
+def image_of(image: Any) -> Callable[[], Tensor]:
+    """Capture an image as it is now; the returned function gives uint8 on the CPU, rows first.
+
+    Args:
+        image: Tensor or array of shape (channels, height, width) or (height, width); floats from
+            0 to 1, or uint8.
+    """
+    tensor = image if isinstance(image, Tensor) else torch.as_tensor(image, device="cpu")
+    tensor = tensor.detach().clone()
+
+    def read() -> Tensor:
+        found = tensor[None] if tensor.ndim == 2 else tensor
+        if found.ndim != 3 or found.shape[0] not in _CHANNELS or not found.numel():
+            raise ValueError(
+                f"expected an image of shape (channels, height, width) with 1, 3 or 4 channels, or "
+                f"(height, width); found {tuple(tensor.shape)}"
+            )
+        if found.dtype.is_floating_point:
+            found = found.nan_to_num(0.0).clamp(0, 1).mul(255).round()
+        elif found.dtype is not torch.uint8:
+            raise ValueError(
+                f"expected an image of floats from 0 to 1, or uint8; found {found.dtype}"
+            )
+        return found.to("cpu", torch.uint8).permute(1, 2, 0).contiguous()
+
+    return read
+
+
+def table_of(
+    columns: Mapping[str, Any],
+) -> Callable[[], tuple[list[str], list[list[Any]]]]:
+    """Capture the columns of a table as they are; the returned function gives names and rows."""
+    taken = {
+        name: column.detach().clone() if isinstance(column, Tensor) else list(column)
+        for name, column in columns.items()
+    }
+
+    def read() -> tuple[list[str], list[list[Any]]]:
+        plain = [
+            column.tolist() if isinstance(column, Tensor) else [_cell(one) for one in column]
+            for column in taken.values()
+        ]
+        if len({len(column) for column in plain}) > 1:
+            sizes = ", ".join(f"{n}: {len(c)}" for n, c in zip(taken, plain, strict=True))
+            raise ValueError(f"the columns of a table must have equal lengths; found {sizes}")
+        return [str(name) for name in taken], [list(row) for row in zip(*plain, strict=True)]
+
+    return read
+
+
+def _leaves(path: str, values: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        name = f"{path}{key}"
+        if type(value) in _USUAL:  # checked first, since every step passes here
+            yield name, value
+        elif isinstance(value, Mapping) and depth < _DEEPEST:
+            yield from _leaves(f"{name}/", value, depth + 1)
+        elif isinstance(value, Weighted):
+            yield name, value.total.detach() / value.weight
+        else:
+            yield name, value
+
+
+def _tensor_problem(value: Tensor) -> str:
+    if value.numel() != 1:
+        return f"found a tensor of shape {tuple(value.shape)}; log its mean, or another number"
+    if value.dtype.is_complex:
+        return f"found a tensor of dtype {value.dtype}"
+    if type(value) is Tensor:
+        return ""
+    placements = getattr(value, "placements", ())  # a DTensor
+    if any(not one.is_replicate() for one in placements):
+        return "found a sharded DTensor; log value.full_tensor(), called on all ranks"
+    return ""
+
+
+def _copy(value: Tensor, events: dict[torch.device, Any]) -> Tensor:
+    value = value.detach()
+    if type(value) is not Tensor and hasattr(value, "to_local"):
+        value = value.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+    if value.is_cuda:
+        events[value.device] = None
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True, device="cpu")
+        return host.copy_(value, non_blocking=True)
+    if value.device.type == "xla":  # a copy would be one more operation in the next graph
+        return value
+    return value.clone()
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool | int | float | Tensor):
+        return True
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray | numpy.generic):
+        return False
+    return value.size == 1 and value.dtype.kind in "biuf"
+
+
+def _cell(value: Any) -> Any:
+    """A value that every library can write: a number, text or None."""
+    if isinstance(value, Tensor) or hasattr(value, "dtype"):
+        value = value.item() if value.ndim == 0 else str(value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return str(value)
+
+
+def artifact_of(path: Any) -> Callable[[], Path]:
+    """A file or folder, which must exist when it is written."""
+
+    def read() -> Path:
+        found = Path(path)
+        if not found.exists():
+            raise FileNotFoundError(f"{found} does not exist")
+        return found.resolve()
+
+    return read

@@ -1,0 +1,153 @@
+"""Metrics as lines of JSON in a file: the tracker that needs no package."""
+
+import io
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import attrs
+from torch import Tensor
+
+from fxtrain._reading import write_file
+from fxtrain.state import JsonLines, Position
+from fxtrain.trackers.png import png
+from fxtrain.trackers.run_folder import draft_of, remove_drafts
+from fxtrain.trackers.tracker import At, Start, Tracker
+
+__all__ = ["JSON_LINES", "file_name"]
+
+# How every line begins, so that a long file can be truncated without parsing it.
+_HEAD = re.compile(rb'\{"step":(\d+)(?:,"rows":(\d+))?[,}]')
+_LONGEST_NAME = 200  # of a file, in bytes
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Lines:
+    """An open file of lines."""
+
+    path: Path
+    file: io.FileIO
+    images: Path
+
+
+def file_name(name: str, rank: int) -> str:
+    """The name of a rank's file.
+
+    Example:
+        >>> file_name("metrics.jsonl", 0), file_name("metrics.jsonl", 3)
+        ('metrics.jsonl', 'metrics-rank3.jsonl')
+    """
+    path = Path(name)
+    return f"{path.stem}-rank{rank}{path.suffix}" if rank else name
+
+
+def _open(config: JsonLines, start: Start) -> Lines:
+    path = start.folder / file_name(config.file, start.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_drafts(path)  # of processes that were killed, since this one has the folder
+    if path.exists():
+        _cut(path, start.position)
+    file = io.FileIO(path, "ab")
+    return Lines(path=path, file=file, images=start.place(None, "images"))
+
+
+def _cut(path: Path, position: Position) -> None:
+    """Remove lines after a position, which will be logged again, and an incomplete last one."""
+    with path.open("rb") as file:
+        if all(_stays(line, position) for line in file):
+            return
+    draft = draft_of(path)
+    try:
+        with path.open("rb") as file, draft.open("wb") as kept:
+            kept.writelines(line for line in file if _stays(line, position))
+            kept.flush()
+            os.fsync(kept.fileno())
+        shutil.copymode(path, draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _stays(line: bytes, position: Position) -> bool:
+    if not line.endswith(b"\n"):
+        return False
+    found = _HEAD.match(line)
+    if found is None:
+        return True
+    step, rows = int(found[1]), int(found[2] or 0)
+    # A position that was created by hand may only have its updates.
+    return step <= position.updates and (rows <= position.samples or not position.samples)
+
+
+def _write(lines: Lines, at: At, **values: Any) -> None:
+    place = {"step": at.step, "rows": at.rows, "epoch": at.epoch, "time": at.time}
+    text = _encode({**{name: one for name, one in place.items() if one is not None}, **values})
+    data = memoryview(f"{text}\n".encode())
+    end = lines.file.seek(0, os.SEEK_END)
+    try:
+        while data:
+            data = data[lines.file.write(data) :]
+    except OSError:
+        lines.file.truncate(end)  # half a line would corrupt the next one
+        raise
+
+
+def _params(lines: Lines, start: Start) -> None:
+    at = At(step=start.position.updates, rows=start.position.samples, time=start.time)
+    about = {"id": start.run, "name": start.name, "rank": start.rank}
+    _write(lines, at, start={**about, "params": start.params})
+
+
+def _log(lines: Lines, values: Mapping[str, float], at: At) -> None:
+    # JSON has no non-finite numbers.
+    plain = {name: one if math.isfinite(one) else str(one) for name, one in values.items()}
+    _write(lines, at, values=plain)
+
+
+def _text(lines: Lines, name: str, text: str, at: At) -> None:
+    _write(lines, at, text={name: text})
+
+
+def _image(lines: Lines, name: str, image: Tensor, at: At) -> None:
+    lines.images.mkdir(parents=True, exist_ok=True)
+    path = lines.images / f"{quote(name, safe='')[:_LONGEST_NAME]}-{at.step}.png"
+    write_file(path, png(image))
+    _write(lines, at, image={name: os.path.relpath(path, lines.path.parent)})
+
+
+def _table(
+    lines: Lines, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], at: At
+) -> None:
+    _write(lines, at, table={name: {"columns": list(columns), "rows": rows}})
+
+
+def _artifact(lines: Lines, name: str, path: Path, at: At) -> None:
+    _write(lines, at, artifact={name: str(path)})
+
+
+def _close(lines: Lines, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
+    try:
+        os.fsync(lines.file.fileno())
+    finally:
+        lines.file.close()
+
+
+JSON_LINES = Tracker(
+    name="JsonLines",
+    config=JsonLines,
+    open=_open,
+    params=_params,
+    log=_log,
+    text=_text,
+    image=_image,
+    table=_table,
+    artifact=_artifact,
+    close=_close,
+)

@@ -1,0 +1,69 @@
+"""Aim."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fxtrain._optional import optional
+from fxtrain.state import Aim
+from fxtrain.trackers.libraries.pictures import picture
+from fxtrain.trackers.tracker import At, Start, Tracker
+
+__all__ = ["AIM"]
+
+_NEEDED_BY = "fx.Aim(...)"
+
+
+def _library() -> Any:
+    return optional("aim", extra="aim", needed_by=_NEEDED_BY)
+
+
+def _open(config: Aim, start: Start) -> Any:
+    repo = str(start.folder / "aim") if config.repo is None else config.repo
+    own = {
+        "repo": repo,
+        "experiment": config.experiment,
+        "system_tracking_interval": None,
+        "capture_terminal_logs": False,
+        "log_system_params": False,
+    }
+    run = _library().Run(start.identity or None, **{**own, **config.init})
+    run.name = start.name
+    return run
+
+
+def _params(native: Any, start: Start) -> None:
+    native["hparams"] = dict(start.params)
+
+
+def _log(native: Any, values: Mapping[str, float], at: At) -> None:
+    for name, value in values.items():
+        native.track(value, name=name, step=at.step, epoch=at.epoch)
+
+
+def _text(native: Any, name: str, text: str, at: At) -> None:
+    native.track(_library().Text(text), name=name, step=at.step, epoch=at.epoch)
+
+
+def _image(native: Any, name: str, image: Tensor, at: At) -> None:
+    taken = picture(image, extra="aim", needed_by=_NEEDED_BY)
+    native.track(_library().Image(taken), name=name, step=at.step, epoch=at.epoch)
+
+
+def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
+    native.close()
+
+
+AIM = Tracker(
+    name="Aim",
+    config=Aim,
+    package="aim",
+    open=_open,
+    identity=lambda native: native.hash,
+    params=_params,
+    log=_log,
+    text=_text,
+    image=_image,
+    close=_close,
+)

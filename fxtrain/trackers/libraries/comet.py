@@ -1,0 +1,109 @@
+"""Comet."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fxtrain._optional import optional
+from fxtrain.state import Comet
+from fxtrain.trackers.libraries.pictures import picture
+from fxtrain.trackers.tracker import At, Start, Tracker
+
+__all__ = ["COMET"]
+
+_NEEDED_BY = "fx.Comet(...)"
+# What Comet would log of the process by default.
+_BY_ITSELF = (
+    "log_code", "log_graph", "parse_args", "log_git_metadata", "log_git_patch", "log_env_gpu",
+    "log_env_cpu", "log_env_network", "log_env_disk", "auto_param_logging", "auto_metric_logging",
+    "auto_output_logging",
+)  # fmt: skip
+
+
+def _open(config: Comet, start: Start) -> Any:
+    comet = optional("comet_ml", extra="comet", needed_by=_NEEDED_BY)
+    folder = start.place(config.folder, "comet")
+    if not config.online:
+        folder = _free(folder, f"{start.id}.zip")
+    own = {
+        "name": start.name,
+        "offline_directory": str(folder),
+        "display_summary_level": 0,
+        **dict.fromkeys(_BY_ITSELF, False),
+    }
+    return comet.start(
+        project_name=config.project,
+        workspace=config.workspace,
+        online=config.online,
+        experiment_key=start.id,
+        mode="get" if start.resumed and config.online else "create",
+        experiment_config=comet.ExperimentConfig(**{**own, **config.init}),
+    )
+
+
+def _free(folder: Path, file: str) -> Path:
+    """A folder without an archive of this run, which Comet would overwrite."""
+    found, part = folder, 1
+    while (found / file).exists():
+        part += 1
+        found = folder / f"part{part}"
+    found.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def _params(native: Any, start: Start) -> None:
+    native.log_parameters(dict(start.params))
+
+
+def _log(native: Any, values: Mapping[str, float], at: At) -> None:
+    native.log_metrics(dict(values), step=at.step, epoch=at.epoch)
+
+
+def _text(native: Any, name: str, text: str, at: At) -> None:
+    native.log_text(text, step=at.step, metadata={"name": name})
+
+
+def _image(native: Any, name: str, image: Tensor, at: At) -> None:
+    taken = picture(image, extra="comet", needed_by=_NEEDED_BY)
+    native.log_image(taken, name=name, step=at.step)
+
+
+def _table(
+    native: Any, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], at: At
+) -> None:
+    file = f"{name.replace('/', '-')}-{at.step}.csv"
+    native.log_table(file, [list(row) for row in rows], headers=list(columns))
+
+
+def _artifact(native: Any, name: str, path: Path, at: At) -> None:
+    if path.is_dir():
+        native.log_asset_folder(str(path), step=at.step, log_file_name=True)
+    else:
+        native.log_asset(str(path), file_name=name, step=at.step)
+
+
+def _flush(native: Any) -> None:
+    native.flush()
+
+
+def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
+    native.end()
+
+
+COMET = Tracker(
+    name="Comet",
+    config=Comet,
+    package="comet_ml",
+    open=_open,
+    identity=lambda native: native.get_key(),
+    params=_params,
+    log=_log,
+    text=_text,
+    image=_image,
+    table=_table,
+    artifact=_artifact,
+    flush=_flush,
+    close=_close,
+)

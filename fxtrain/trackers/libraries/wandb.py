@@ -1,0 +1,83 @@
+"""Weights & Biases."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fxtrain._optional import optional
+from fxtrain.state import WandB
+from fxtrain.trackers.libraries.pictures import log_image, log_table
+from fxtrain.trackers.tracker import At, Start, Tracker
+
+__all__ = ["WANDB"]
+
+
+def _library() -> Any:
+    return optional("wandb", extra="wandb", needed_by="fx.WandB(...)")
+
+
+def _open(config: WandB, start: Start) -> Any:
+    own = {
+        "project": config.project,
+        "entity": config.entity,
+        "group": config.group or (start.run if start.everyone else None),
+        "tags": list(config.tags),
+        "name": start.name,
+        "id": start.id,
+        "dir": str(start.folder),
+        "mode": config.mode,
+        # A server appends to the run with this id; a file cannot know its earlier content.
+        "resume": "allow" if config.mode == "online" else None,
+        # Independent of other runs in this process.
+        "reinit": "create_new",
+    }
+    init = {**own, **config.init}
+    settings = init.pop("settings", {})
+    if isinstance(settings, Mapping):  # or a `wandb.Settings`
+        settings = {"silent": True, "console": "off", **settings}
+    return _library().init(**init, settings=settings)
+
+
+def _params(native: Any, start: Start) -> None:
+    native.config.update(dict(start.params), allow_val_change=True)
+
+
+def _log(native: Any, values: Mapping[str, float], at: At) -> None:
+    # Axes to plot over, under names that users are unlikely to log.
+    axes = {"position/rows": at.rows, "position/epoch": at.epoch}
+    known = {name: one for name, one in axes.items() if one is not None}
+    native.log({**known, **values}, step=at.step)
+
+
+def _text(native: Any, name: str, text: str, at: At) -> None:
+    native.log({name: _library().Table(columns=["text"], data=[[text]])}, step=at.step)
+
+
+def _artifact(native: Any, name: str, path: Path, at: At) -> None:
+    artifact = _library().Artifact(re.sub(r"[^\w.-]", "-", name), type="file")
+    if path.is_dir():
+        artifact.add_dir(str(path))
+    else:
+        artifact.add_file(str(path))
+    native.log_artifact(artifact)
+
+
+def _close(native: Any, failed: bool) -> None:  # noqa: FBT001 - the contract of a tracker
+    native.finish(exit_code=int(failed))
+
+
+WANDB = Tracker(
+    name="WandB",
+    config=WandB,
+    package="wandb",
+    open=_open,
+    identity=lambda native: native.id,
+    params=_params,
+    log=_log,
+    text=_text,
+    image=log_image(_library),
+    table=log_table(_library),
+    artifact=_artifact,
+    close=_close,
+)

@@ -1,0 +1,288 @@
+"""A tracked run: the methods that the loop calls."""
+
+import atexit
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import attrs
+
+from fxtrain._arguments import with_known_arguments
+from fxtrain._errors import PlanError
+from fxtrain._reading import StrPath
+from fxtrain.checkpoint.folder_lock import Lock
+from fxtrain.state import Position, shown
+from fxtrain.trackers.entries import Entry, artifact_of, at, hold, image_of, table_of
+from fxtrain.trackers.tracker import At, Tracker
+from fxtrain.trackers.writer import Patience, Warn, Writer
+
+__all__ = ["Progress", "Run"]
+
+
+@attrs.define
+class Progress:
+    """What changes in a run.
+
+    Attributes:
+        step: The last step that a caller gave.
+        calls: Calls of `log` without a step while none was given, counted from where the run began.
+        closed: Whether the run is closed.
+    """
+
+    step: Position | int | None = None
+    calls: int = 0
+    closed: bool = False
+
+
+@with_known_arguments(PlanError, use="run = fx.track(path, ctx)")
+@attrs.frozen(kw_only=True, eq=False)
+class Run:
+    """A run logged by trackers; created by `fx.track`, and usable as a context manager.
+
+    Every rank makes the same calls. On ranks that do not track they do nothing, without any
+    exchange between ranks. They do not wait for the device: background threads read the values, in
+    the order in which they were logged. If a tracker raises there, the logger `fxtrain.trackers`
+    warns once; training and the other trackers continue.
+
+    Equality and hash are by identity.
+
+    Attributes:
+        id: The same on every rank, and after the run is resumed.
+        path: The folder of the run.
+    """
+
+    id: str
+    path: str
+    _state: Mapping[str, Any] = attrs.field(alias="state", repr=False)
+    _writers: Sequence[Writer] = attrs.field(default=(), alias="writers", repr=False)
+    _patience: Patience = attrs.field(default=Patience(), alias="patience", repr=False)
+    _warn: Warn = attrs.field(factory=Warn, init=False, repr=False)
+    _process: int = attrs.field(factory=os.getpid, init=False, repr=False)
+    _progress: Progress = attrs.field(alias="progress", repr=False)
+    _lock: Lock | None = attrs.field(default=None, alias="lock", repr=False)
+
+    def log(self, values: Mapping[str, object], step: Position | int | None = None) -> None:
+        """Log numbers by name.
+
+        Args:
+            values: Numbers, tensors of one element, NumPy scalars, `fx.Weighted`; names of nested
+                mappings are joined by "/"; None is skipped. A tensor has the value of this rank:
+                reduce it first for a global value.
+            step: `report.position`, or a number of updates. None is the last one that was given; if
+                none was, the calls are counted.
+
+        Raises:
+            PlanError: the run is closed, `values` is not a mapping, or `step` is invalid.
+
+        Example:
+            >>> import fxtrain as fx, tempfile, torch
+            >>> with fx.detect(env={}, device="cpu") as ctx:
+            ...     with fx.track(tempfile.mkdtemp(), ctx) as run:
+            ...         run.log({"loss": torch.tensor(0.5)}, fx.Position(updates=1))
+        """
+        here = self._at("log", step)
+        if not isinstance(values, Mapping):
+            raise PlanError(
+                f"run.log takes a mapping of names to numbers, found {shown(values)}. For "
+                f'example: run.log({{"loss": report.loss}}, report.position).'
+            )
+        if self._here():
+            read = hold(values)
+            self._put("log", lambda: self._checked(*read(), here))
+
+    def text(self, name: str, text: str, step: Position | int | None = None) -> None:
+        """Log text.
+
+        Raises:
+            PlanError: the run is closed, or `step` is neither a position nor a number.
+        """
+        here = self._at("text", step)
+        self._put("text", lambda: (str(name), str(text), here))
+
+    def image(self, name: str, image: object, step: Position | int | None = None) -> None:
+        """Log an image.
+
+        Args:
+            image: Tensor or array of shape (channels, height, width) or (height, width), floats
+                from 0 to 1 or uint8. It is copied.
+
+        Raises:
+            PlanError: the run is closed, or `step` is neither a position nor a number.
+        """
+        here = self._at("image", step)
+        if self._here():
+            read = self._taken("image", image_of, image)
+            self._put("image", lambda: (str(name), read(), here))
+
+    def table(
+        self, name: str, columns: Mapping[str, object], step: Position | int | None = None
+    ) -> None:
+        """Log a table.
+
+        Args:
+            columns: By name, sequences or tensors of equal length. They are copied.
+
+        Raises:
+            PlanError: the run is closed, or `step` is neither a position nor a number.
+        """
+        here = self._at("table", step)
+        if self._here():
+            read = self._taken("table", table_of, columns)
+            self._put("table", lambda: (str(name), *read(), here))
+
+    def artifact(self, name: str, path: StrPath, step: Position | int | None = None) -> None:
+        """Log a file or folder, which must exist until the run is closed or flushed.
+
+        Raises:
+            PlanError: the run is closed, or `step` is neither a position nor a number.
+        """
+        here = self._at("artifact", step)
+        read = artifact_of(path)
+        self._put("artifact", lambda: (str(name), read(), here))
+
+    def native(self, config: object) -> Any:
+        """The library's own object, for features that the methods here do not cover.
+
+        Args:
+            config: The config type, such as `fx.WandB`, or the config or tracker that was passed to
+                `fx.track`.
+
+        Returns:
+            For example a `wandb.Run`; None on ranks that do not track, and for a tracker that
+            could not be opened. Background threads use it too.
+
+        Raises:
+            PlanError: this run has no such tracker.
+        """
+        asked = config if isinstance(config, type) else type(config)
+        names = self._state["kinds"]
+        for writer in self._writers:
+            if writer.tracker is config or writer.tracker.config is asked:
+                return writer.native
+        wanted = config.name if isinstance(config, Tracker) else asked.__name__
+        if wanted not in names:
+            raise PlanError(
+                f"run.native({wanted}): this run has {', '.join(names) or 'no tracker'}."
+            )
+        return None
+
+    def flush(self) -> bool:
+        """Wait until everything logged so far is written; False if a tracker takes too long.
+
+        Effects:
+            Waits for the device and for the trackers of this rank, at most 30 s.
+        """
+        until = time.monotonic() + self._patience.flush_s
+        return not self._here() or all([writer.flush(until) for writer in self._writers])
+
+    def state(self) -> dict[str, Any]:
+        """The value that continues this run: save it in a checkpoint, and pass it as `resume`.
+
+        It is plain, and the same on every rank. Everything logged so far is written first, so that
+        no metric before a checkpoint is lost if the process is killed after it.
+
+        Effects:
+            The same as `flush`.
+
+        Example:
+            >>> import fxtrain as fx, tempfile, torch
+            >>> with fx.detect(env={}, device="cpu") as ctx:
+            ...     model = fx.wrap(torch.nn.Linear(2, 1), ctx)
+            ...     folder = tempfile.mkdtemp()
+            ...     with fx.track(folder, ctx) as run:
+            ...         _ = fx.save(folder, ctx, model, extra={"run": run.state()})
+            ...     again = fx.restore(folder, ctx, model)
+            ...     saved = again.extra["run"]
+            ...     with fx.track(folder, ctx, resume=saved, position=again.position) as more:
+            ...         more.id == run.id
+            True
+        """
+        if not self._progress.closed:
+            self.flush()
+        return {"id": self.id, "identities": [dict(one) for one in self._state["identities"]]}
+
+    def close(self, *, failed: bool = False) -> None:
+        """Write everything and close the trackers; a second call does nothing.
+
+        Args:
+            failed: Whether the run failed, which is passed to the trackers.
+
+        Effects:
+            Waits for the trackers of this rank, at most 120 s.
+        """
+        if self._progress.closed:
+            return
+        self._progress.closed = True
+        atexit.unregister(self.close)
+        if os.getpid() == self._process:
+            until = time.monotonic() + self._patience.close_s
+            for writer in self._writers:
+                writer.end(failed=failed)
+            for writer in self._writers:
+                writer.wait(until, failed=failed)
+            if self._lock is not None:
+                self._lock.release()
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(failed=error is not None)
+
+    def _here(self) -> bool:
+        """Whether this process writes; a forked process has no threads."""
+        return bool(self._writers) and os.getpid() == self._process
+
+    def _at(self, call: str, step: Any) -> At:
+        progress = self._progress
+        if progress.closed:
+            raise PlanError(
+                f"run.{call}: this run is closed. Log inside its `with` block, or continue it with "
+                f"fx.track(path, ctx, resume=run.state(), position=...)."
+            )
+        if step is None and progress.step is None:
+            progress.calls += call == "log"
+            return at(progress.calls)
+        here = at(progress.step if step is None else step)
+        progress.step = progress.step if step is None else step
+        return here
+
+    def _taken(self, kind: str, take: Callable[[Any], Any], value: Any) -> Callable[[], Any]:
+        """Capture a value now; its problems are reported where it is read."""
+        try:
+            return take(value)
+        except Exception as error:  # any error of the user's value
+            kept = error
+
+            def fail() -> Any:
+                raise kept
+
+            return fail
+
+    def _put(self, kind: str, make: Callable[[], tuple[Any, ...]]) -> None:
+        if self._here():
+            entry = Entry(kind, make, self._warn)
+            for writer in self._writers:
+                writer.put(entry)
+
+    def _checked(
+        self, values: dict[str, float], problems: dict[str, str], here: At
+    ) -> tuple[dict[str, float], At]:
+        for name, problem in problems.items():
+            self._warn(
+                f"value {name}",
+                f"run.log at step {here.step}: the metric {shown(name)} is not a number: "
+                f"{problem}. It is skipped, and the other metrics are logged.",
+            )
+        for name, value in values.items():
+            if not math.isfinite(value):
+                self._warn(f"finite {name}", f"The metric {name} is {value} at step {here.step}.")
+        return values, here

@@ -1,0 +1,138 @@
+"""Curves of a run: read in parts, by any parser, and thinned out without losing an extreme."""
+
+import json
+import math
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxtrain.curves import downsample, page_of, read_curves
+from fxtrain.curves.lines import read_piece
+from fxtrain.trackers import read_run
+from tests.curves._runs import written
+
+
+def _same(left, right):
+    return all(a == b or (a != a and b != b) for a, b in zip(left, right, strict=True))
+
+
+@given(
+    values=st.lists(st.floats(width=32), max_size=300),
+    limit=st.integers(5, 60),
+)
+def test_downsampling_keeps_the_extremes_of_each_bucket(values, limit):
+    kept = downsample(values, limit)
+    assert kept == sorted(set(kept)) and len(kept) <= max(limit, 5)
+    if len(values) <= limit:
+        assert kept == list(range(len(values)))
+        return
+    assert kept[0] == 0 and kept[-1] == len(values) - 1
+    finite = math.isfinite(sum(values))
+    buckets = max(1, (limit - 2) // (2 if finite else 3))
+    for bucket in range(buckets):
+        where = range(bucket * len(values) // buckets, (bucket + 1) * len(values) // buckets)
+        part = [values[at] for at in where if math.isfinite(values[at])]
+        found = [values[at] for at in kept if at in where and math.isfinite(values[at])]
+        assert not part or (min(part), max(part)) == (min(found), max(found))
+        bad = [at for at in where if not math.isfinite(values[at])]
+        assert not bad or bad[0] in kept
+
+
+_NUMBERS = st.one_of(
+    st.floats(allow_nan=False, allow_infinity=False), st.sampled_from(["nan", "inf", "-inf"])
+)
+_LINES = st.one_of(
+    st.builds(
+        lambda step, values, rows: {"step": step, **rows, "time": 1.5, "values": values},
+        st.integers(0, 2**40),
+        st.dictionaries(st.sampled_from(["loss", "lr", "ü"]), _NUMBERS, max_size=3),
+        st.sampled_from([{}, {"rows": 7}]),
+    ),
+    st.sampled_from(
+        [
+            "\n",
+            '{"step":1,"val\n',
+            "[1]\n",
+            '{"a":{}\n',
+            "1],[2\n",
+            "\udcff\n",
+            '{"step":"x"}\n',
+            ' {"step":3,"values":{"loss":1.0}} \r\n',
+            "[" * 3000 + "\n",
+        ]
+    ),
+)
+
+
+@given(
+    lines=st.lists(_LINES, max_size=12),
+    cuts=st.lists(st.integers(0, 2000), max_size=3),
+    block=st.integers(1, 2000),
+)
+@settings(max_examples=60)
+def test_parts_of_a_file_are_the_whole(tmp_path_factory, lines, cuts, block):
+    folder = written(tmp_path_factory.mktemp("run"), lines)
+    (folder / "run.json").write_text(json.dumps({"format": 1, "id": "0" * 32, "identities": []}))
+    log, path = read_run(folder), folder / "metrics.jsonl"
+    size = path.stat().st_size
+    edges = [0, *sorted({min(cut, size) for cut in cuts}), size]
+    with mock.patch("fxtrain.curves.lines._BLOCK_BYTES", block):
+        parts = [
+            read_piece(str(path), *edges[at : at + 2], 100, 10**6) for at in range(len(edges) - 1)
+        ]
+    assert sum(part.damaged for part in parts) == log.damaged
+    for name in ("loss", "lr", "ü"):
+        curves = [part.curves[name] for part in parts if name in part.curves]
+        expected = log.curve(name)
+        assert [x for curve in curves for x in curve.steps] == [x for x, _ in expected]
+        assert _same([y for curve in curves for y in curve.values], [y for _, y in expected])
+
+
+@pytest.mark.slow
+def test_a_long_run_is_small_and_keeps_its_spikes(tmp_path, monkeypatch):
+    monkeypatch.setattr("fxtrain.curves.reading._PIECE_BYTES", 1 << 20)
+    spikes = {10_000: 99.0, 33_333: -99.0, 20_000: "nan"}
+    lines = [
+        {
+            "step": at,
+            "values": {
+                "loss": spikes.get(at, math.sin(at)),
+                **{f"m{number}": (at * 7919 + number) % 1000 / 7 for number in range(5)},
+            },
+        }
+        for at in range(1, 40_001)
+    ]
+    written(tmp_path, lines)
+    alone = read_curves([tmp_path])[0]
+    page = page_of([alone])
+    assert page == page_of(read_curves([tmp_path], processes=2))
+    assert 3e6 < len(page) < 5e6
+    curve = alone.curves["loss"]
+    assert (curve.count, curve.nonfinite) == (40_000, 1)
+    assert len(curve.values) <= 15_000
+    at = dict(zip(curve.steps, curve.values, strict=True))
+    assert (at[10_000], at[33_333]) == (99.0, -99.0) and math.isnan(at[20_000])
+    assert (curve.steps[0], curve.steps[-1]) == (1, 40_000)
+
+
+def test_values_that_are_no_numbers_are_not_drawn(tmp_path):
+    lines = [{"step": 1, "values": {"loss": one}} for one in (None, "x", [], 10**400, {}, 2, True)]
+    written(tmp_path, [*lines, {"step": 2, "values": 3}, {"step": 10**30, "values": {}}])
+    run = read_curves([tmp_path])[0]
+    assert run.curves["loss"].values == (2.0, 1.0) and run.damaged == 1
+    assert "Not finite" in page_of([run])
+
+
+def test_both_parsers_read_the_same(tmp_path, monkeypatch):
+    pytest.importorskip("orjson", reason='needs orjson: pip install "fxtrain[report]"')
+    values = '"loss":%s,"other":0.1234567890123456789'
+    odd = ("1e999", "NaN", str(10**400), "-0.0", "5e-324", '"\\ud800"', str(2**70), "0.1", "01")
+    lines = [f'{{"step":{at},"values":{{{values % one}}}}}\n' for at, one in enumerate(odd)]
+    written(tmp_path, [*lines, '{"step":NaN}\n', '{"step":3.0,"values":{}}\n', "\n", "{\n"])
+    fast = read_curves([tmp_path])[0]
+    monkeypatch.setattr("fxtrain.curves.lines._parse", json.loads)
+    slow = read_curves([tmp_path])[0]
+    assert repr(fast) == repr(slow)
+    assert fast.curves["loss"].count > 4

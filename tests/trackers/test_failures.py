@@ -1,0 +1,176 @@
+"""Trackers that fail, refuse, hang or are slow, in several threads and processes."""
+
+import os
+import threading
+import time
+
+import attrs
+import pytest
+
+import fxtrain as fx
+from fxtrain.trackers import Patience, read_run
+from tests.trackers._trackers import own_tracker
+
+
+def test_a_tracker_that_fails_is_named_once_and_the_others_have_everything(ctx, tmp_path, told):
+    def fail(native, values, at):
+        raise OSError(28, "No space left on device")
+
+    _, broken = own_tracker(log=fail)
+    with fx.track(tmp_path, ctx, [broken, fx.JsonLines()]) as run:
+        for step in range(20):
+            run.log({"a": step}, step)
+    assert len(read_run(tmp_path).entries) == 20
+    assert len(told()) == 2
+    assert "Mine failed in log: OSError: [Errno 28] No space left" in told()[0]
+    assert told()[1] == "Mine lost 20 entries of this run: 20 of log."
+
+
+def test_a_tracker_that_cannot_be_opened_is_left_out(ctx, tmp_path, told):
+    def fail(config, start):
+        raise ConnectionError("no route")
+
+    _, broken = own_tracker(open=fail)
+    with fx.track(tmp_path, ctx, [broken, fx.JsonLines()]) as run:
+        run.log({"a": 1}, 1)
+        assert run.native(broken) is None
+    assert len(read_run(tmp_path).entries) == 1
+    assert "Mine could not be opened: ConnectionError: no route" in told()[0]
+
+
+def test_a_full_disk_leaves_whole_lines_and_is_named(ctx, tmp_path, told, monkeypatch):
+    """Half of one line reaches the disk before it is full; then there is room again."""
+    with fx.track(tmp_path, ctx) as run:
+        run.log({"a": 1}, 1)
+        run.flush()
+        native = run.native(fx.JsonLines)
+        real = native.file
+
+        class Full:
+            def write(self, data):
+                if len(data) < 30:
+                    raise OSError(28, "No space left on device")
+                return real.write(data[: len(data) // 2])
+
+            def __getattr__(self, name):
+                return getattr(real, name)
+
+        (writer,) = run._writers
+        full = attrs.evolve(native, file=Full())
+        object.__setattr__(writer, "native", full)
+        run.log({"a": 2}, 2)
+        run.flush()
+        object.__setattr__(writer, "native", native)
+        run.log({"a": 3}, 3)
+    assert read_run(tmp_path).curve("a") == [(1, 1.0), (3, 3.0)]
+    assert read_run(tmp_path).damaged == 0
+    assert "No space left" in told()[0] and "lost 1 entries" in told()[1]
+
+
+def test_an_ability_that_a_tracker_lacks_is_named_once(ctx, tmp_path, told):
+    _, mine = own_tracker()
+    with fx.track(tmp_path, ctx, [mine, fx.JsonLines()]) as run:
+        run.text("a", "b", 1)
+        run.text("a", "b", 2)
+    assert told() == ["Mine does not support run.text. The other trackers log these entries."]
+    assert len(read_run(tmp_path).entries) == 2
+
+
+def test_a_name_that_a_tracker_refuses_is_named_and_logged_elsewhere(ctx, tmp_path, told):
+    kept, mine = own_tracker(refuses=lambda name: "it has a space" if " " in name else "")
+    with fx.track(tmp_path, ctx, [mine, fx.JsonLines()]) as run:
+        for step in (1, 2):
+            run.log({"a b": 1, "c": 2}, step)
+    assert kept == [(1, {"c": 2.0}), (2, {"c": 2.0})]
+    assert read_run(tmp_path).curve("a b") == [(1, 1.0), (2, 1.0)]
+    (line,) = told()
+    assert "Mine does not accept the name 'a b': it has a space" in line
+
+
+def test_a_tracker_that_hangs_holds_nobody_up(ctx, tmp_path, told):
+    released = threading.Event()
+    _, hanging = own_tracker(log=lambda *_: released.wait(60))
+    patience = Patience(entries=4, full_s=0.2, flush_s=0.1, close_s=0.2)
+    started = time.monotonic()
+    run = fx.track(tmp_path, ctx, [hanging, fx.JsonLines()], patience=patience)
+    try:
+        for step in range(50):
+            run.log({"a": step}, step)
+            time.sleep(0.001)  # the other tracker keeps up
+        assert not run.flush()
+        run.state()  # does not wait again
+        run.close()
+        assert time.monotonic() - started < 5
+    finally:
+        released.set()
+    assert len(read_run(tmp_path).entries) == 50
+    assert "Mine wrote none of 4 waiting entries in 0.2 s" in told()[0]
+    assert any("was not closed" in line for line in told())
+
+
+@pytest.mark.parametrize("call", ["log", "flush", "close", "close in the caller"])
+def test_a_run_ends_though_a_tracker_never_returns(ctx, tmp_path, told, call):
+    released = threading.Event()
+    hangs = {call.split()[0]: lambda *_: released.wait(60)}
+    _, hanging = own_tracker(**hangs, closed_by_caller="caller" in call)
+    patience = Patience(flush_s=0.1, close_s=0.5)
+    started = time.monotonic()
+    try:
+        with fx.track(tmp_path, ctx, [hanging, fx.JsonLines()], patience=patience) as run:
+            for step in range(5):
+                run.log({"a": step}, step)
+            run.state()
+        assert time.monotonic() - started < 5
+    finally:
+        released.set()
+    assert len(read_run(tmp_path).entries) == 5
+    assert any("Mine was not closed" in line or "Mine failed in close" in line for line in told())
+
+
+def test_a_slow_tracker_loses_nothing(ctx, tmp_path):
+    kept, mine = own_tracker(log=lambda kept, values, at: (time.sleep(0.002), kept.append(at.step)))
+    with fx.track(tmp_path, ctx, [mine], patience=Patience(entries=2)) as run:
+        for step in range(50):
+            run.log({"a": 1}, step)
+    assert kept == list(range(50))
+
+
+def test_entries_are_written_without_a_flush(ctx, tmp_path):
+    seen = [threading.Event() for _ in range(3)]
+    _, mine = own_tracker(log=lambda kept, values, at: seen[at.step].set())
+    with fx.track(tmp_path, ctx, [mine]) as run:
+        for step, written in enumerate(seen):  # each arrives while the thread pauses after the last
+            run.log({"a": 1}, step)
+            assert written.wait(30)
+
+
+def test_several_threads_may_log(ctx, tmp_path):
+    def work(who):
+        for step in range(100):
+            run.log({who: step}, step)
+
+    with fx.track(tmp_path, ctx) as run:
+        threads = [threading.Thread(target=work, args=(f"t{n}",)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    log = read_run(tmp_path)
+    for n in range(4):
+        assert log.curve(f"t{n}") == [(step, float(step)) for step in range(100)]
+
+
+def test_a_forked_process_writes_nothing_and_does_not_wait(ctx, tmp_path):
+    with fx.track(tmp_path, ctx) as run:
+        run.log({"a": 1}, 1)
+        child = os.fork()
+        if not child:
+            try:
+                run.log({"a": 2}, 2)
+                run.flush()
+                run.close()
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        run.log({"a": 3}, 3)
+    assert read_run(tmp_path).curve("a") == [(1, 1.0), (3, 3.0)]

@@ -1,0 +1,198 @@
+"""Opening a run: trackers of packages, configs, and arguments that are refused."""
+
+import importlib
+import json
+import sys
+from unittest.mock import Mock
+
+import attrs
+import pytest
+
+import fxtrain as fx
+from fxtrain.trackers import read_run, trackers
+from tests.trackers._trackers import own_tracker
+
+
+@attrs.frozen(kw_only=True)
+class Mine:
+    kind: str = attrs.field(default="mine", init=False)
+
+
+def _install(monkeypatch, row):
+    class Entry:
+        name, value = "mine", "somewhere:ROW"
+
+        def load(self):
+            return row
+
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Entry()])
+
+
+def test_a_package_brings_a_tracker_by_entry_point(ctx, tmp_path, monkeypatch):
+    kept, mine = own_tracker()
+    row = attrs.evolve(mine, config=Mine)
+    _install(monkeypatch, row)
+    assert trackers()[Mine] is row
+    with fx.track(tmp_path, ctx, [Mine()]) as run:
+        run.log({"a": 1}, 1)
+        assert run.native(Mine) is kept
+    assert kept == [(1, {"a": 1.0})]
+
+
+def test_kinds_are_names_of_trackers(ctx, tmp_path, monkeypatch):
+    kept, mine = own_tracker()
+    _install(monkeypatch, attrs.evolve(mine, config=Mine))
+    with fx.track(tmp_path, ctx, ["json_lines", "mine"]) as run:
+        run.log({"a": 1}, 1)
+        assert run.native(Mine) is kept
+    assert kept == [(1, {"a": 1.0})] and read_run(tmp_path).curve("a") == [(1, 1.0)]
+
+
+def test_all_are_the_trackers_whose_packages_are_installed(ctx, tmp_path, monkeypatch, capsys):
+    (tmp_path / "wandb").mkdir()  # what an earlier run of wandb left where the script starts
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    packages = {fx.JsonLines: "", fx.Aim: "torch", fx.WandB: "wandb", fx.Comet: "no_such_package"}
+    rows = [
+        attrs.evolve(own_tracker()[1], config=config, package=package)
+        for config, package in packages.items()
+    ]
+    monkeypatch.setattr("fxtrain.trackers.table.TRACKERS", rows)
+    with fx.track("run", ctx, "all") as run:
+        assert run.native(fx.JsonLines) == run.native(fx.Aim) == []
+        for config in (fx.WandB, fx.Comet):
+            with pytest.raises(fx.PlanError, match="this run has JsonLines, Aim"):
+                run.native(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "call"),
+    [
+        (fx.WandB(project="p", init={"notes": "n", "settings": {"x": 1}}), "wandb", "init"),
+        (fx.Trackio(init={"private": True}), "trackio", "init"),
+        (fx.SwanLab(init={"description": "d", "project": "other"}), "swanlab", "init"),
+        (fx.Aim(init={"log_system_params": True}), "aim", "Run"),
+        (fx.DVCLive(init={"report": "md"}), "dvclive", "Live"),
+        (fx.Comet(init={"log_code": True}), "comet_ml", "ExperimentConfig"),
+    ],
+    ids=lambda value: getattr(value, "kind", None),
+)
+def test_arguments_of_the_library_reach_it(ctx, tmp_path, monkeypatch, config, name, call):
+    library = Mock()
+    monkeypatch.setitem(sys.modules, name, library)
+    with fx.track(tmp_path / "run", ctx, [config]):
+        pass
+    passed = getattr(library, call).call_args.kwargs
+    if "settings" in config.init:
+        assert passed["settings"] == {"silent": True, "console": "off", "x": 1}
+        passed["settings"] = config.init["settings"]
+    assert config.init.items() <= passed.items()
+    if name == "trackio":
+        assert passed["project"] == tmp_path.name
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("text", "found str"),
+        (own_tracker()[1], "has no config type"),
+        (attrs.evolve(own_tracker()[1], config=fx.JsonLines), "second tracker for JsonLines"),
+    ],
+    ids=["text", "no-config", "twice"],
+)
+def test_a_wrong_entry_point_is_named(monkeypatch, row, words):
+    _install(monkeypatch, row)
+    with pytest.raises(fx.PlanError, match=words):
+        trackers()
+
+
+@pytest.mark.parametrize(
+    ("to", "words"),
+    [
+        ("tensorbord", r"Did you mean fx.TensorBoard\(...\)"),
+        (["tensorbord"], r"Did you mean fx.TensorBoard\(...\)"),
+        ([fx.WandB], r"Did you mean fx.WandB\(...\)"),
+        ("jsonlines", r"Did you mean fx.JsonLines\(...\)"),
+        ([Mine()], "no tracker is registered for Mine"),
+        ([3], "no tracker is registered for 3"),
+    ],
+)
+def test_an_unknown_tracker_is_named_with_the_nearest(ctx, tmp_path, to, words):
+    with pytest.raises(fx.PlanError, match=words):
+        fx.track(tmp_path / "run", ctx, to)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        fx.TensorBoard(), fx.WandB(project="p"), fx.Trackio(project="p"), fx.Comet(project="p"),
+        fx.Aim(experiment="p"), fx.MLflow(experiment="p"), fx.ClearML(project="p"), fx.DVCLive(),
+        fx.SwanLab(project="p"),
+    ],
+    ids=lambda config: config.kind,
+)  # fmt: skip
+def test_a_package_that_is_missing_is_named_with_its_extra(ctx, tmp_path, monkeypatch, config):
+    find = importlib.import_module
+
+    def missing(name):
+        if not name.startswith("fxtrain"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return find(name)
+
+    monkeypatch.setattr("fxtrain._optional.importlib.import_module", missing)
+    words = rf"fx.{type(config).__name__}\(.*pip install 'fxtrain\[{config.kind}\]'"
+    with pytest.raises(fx.MissingPackageError, match=words):
+        fx.track(tmp_path, ctx, [config])
+
+
+def test_configs_are_values_that_files_hold():
+    config = fx.WandB(project="p", tags=("a", "b"), mode="offline")
+    assert fx.loads(fx.dumps(config), fx.WandB) == config and hash(config)
+    with pytest.raises(fx.PlanError, match="online"):
+        fx.WandB(project="p", mode="ofline")
+    with pytest.raises(fx.PlanError, match="printable"):
+        fx.WandB(project=" ")
+    own = fx.WandB(init={"notes": "n", "settings": {"api_key": "secret"}})
+    assert fx.loads(fx.dumps(own), fx.WandB) == own and hash(own) == hash(fx.WandB())
+    assert "secret" not in repr(own)
+    with pytest.raises(fx.PlanError, match="a table of arguments by name"):
+        fx.WandB(init=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"path": 3}, "a path is a string"),
+        ({"path": "s3://bucket/run"}, "local files"),
+        ({"plan": {"seed": 1}}, "pass an fx.Plan"),
+        ({"settings": 3}, "pass a mapping"),
+        ({"name": 3}, "pass a string"),
+        ({"ranks": "some"}, "'main' or 'all'"),
+        ({"position": 3}, "where the run resumes"),
+        ({"resume": "folder"}, "where the run resumes"),
+        ({"resume": "yes", "position": fx.Position()}, "run.state"),
+        ({"resume": {"id": "x"}, "position": fx.Position()}, "not a run"),
+        ({"resume": {"id": "0" * 32, "identities": 3}, "position": fx.Position()}, "not a run"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_named(ctx, tmp_path, given, words):
+    path = given.pop("path", tmp_path / "run")
+    with pytest.raises(fx.PlanError, match=words):
+        fx.track(path, ctx, **given)
+
+
+def test_a_folder_that_cannot_be_made_is_named(ctx, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(fx.PlanError, match="file"):
+        fx.track(tmp_path / "file" / "run", ctx)
+
+
+def test_lines_that_are_damaged_are_counted(ctx, tmp_path):
+    with fx.track(tmp_path, ctx) as run:
+        run.log({"a": 1}, 1)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('nothing\n[1]\n{"step": "x"}\n')
+    log = read_run(tmp_path)
+    assert log.curve("a") == [(1, 1.0)] and log.damaged == 3
+    json.loads((tmp_path / "run.json").read_text())
