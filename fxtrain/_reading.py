@@ -133,6 +133,9 @@ def write_file(path: StrPath, data: bytes | str) -> None:
         try:
             with open(draft, "wb") as file:
                 file.write(raw)
+                if not is_special:
+                    file.flush()
+                    os.fsync(file.fileno())
             if not is_special:
                 os.replace(draft, os.path.join(folder, name))
         except BaseException:

@@ -40,6 +40,7 @@ from fxtrain.ops.step_parts import (
     schedule,
     sync,
 )
+from fxtrain.ops.tensor_files import save
 
 print = say  # not in __all__, since a star import would hide Python's own
 
@@ -77,6 +78,7 @@ __all__ = [
     "preemption",
     "raise_together",
     "reduce",
+    "save",
     "say",
     "scale_grads",
     "scatter",

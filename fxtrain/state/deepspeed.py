@@ -18,9 +18,16 @@ if TYPE_CHECKING:
     from fxtrain.state.plan import Plan
 
 __all__ = [
-    "DeepSpeed", "FromConfig", "autocast_dtype", "fill_from_config", "from_config", "read_config",
+    "WINDOW_ENTRIES", "DeepSpeed", "FromConfig", "autocast_dtype", "fill_from_config",
+    "from_config", "read_config",
 ]  # fmt: skip
 
+# The rows of a micro-batch, the micro-batches of an update, and the rows of an update.
+WINDOW_ENTRIES = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+)
 _COUNT = at_least(0)
 _SIZE = at_least(1)
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}

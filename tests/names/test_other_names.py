@@ -232,7 +232,7 @@ def test_aliases_are_the_functions_and_a_star_import_keeps_print():
 
 
 def _callable(name):
-    return getattr(fx.ops, name, None) or getattr(fx, name)
+    return getattr(fx, name, None) or getattr(fx.ops, name)
 
 
 @pytest.mark.parametrize("row", OWNED, ids=lambda row: row.name)
