@@ -86,6 +86,11 @@ class Program:
             time.sleep(_POLL_S)
         return code
 
+    def rank(self, number: int) -> int:
+        """The process of a rank of scripts/train.py, by its number on the node."""
+        lines = [line for line in self.text.splitlines() if f"rank {number} ready" in line]
+        return int(lines[-1].split()[-1])
+
     def send_signal(self, number: int) -> None:
         self.node.send_signal(self.pid, number)
 
@@ -123,7 +128,7 @@ class Node:
         if self.server is None:
             self.server = self._serve()
         self.programs += 1
-        variables = {**self.lab.variables, **self.clock, **(env or {})}
+        variables = {**self.lab.variables, **self.lab.variables_of_run, **self.clock, **(env or {})}
         order = {
             "words": [str(word) for word in words],
             "env": variables,
@@ -156,6 +161,14 @@ class Node:
             capture_output=True, text=True, check=True, timeout=timeout_s,
         )  # fmt: skip
         return done.stdout
+
+    def shell(self, command: str, files: list[int]) -> subprocess.Popen:
+        """A shell command as a remote shell would start it, with these files as its streams."""
+        return subprocess.Popen(
+            (*self._enter(), "sh", "-c", command),
+            stdin=files[0], stdout=files[1], stderr=files[2], start_new_session=True,
+            env={name: self.lab.variables[name] for name in ("PATH", "HOME", "TMPDIR", "LANG")},
+        )  # fmt: skip
 
     def link(self, state: str, *, second: bool = False) -> None:
         """Set the cable to "up" or "down"."""
@@ -234,7 +247,8 @@ class Node:
         server = subprocess.Popen(
             (*self._enter(), sys.executable, "-m", "tests.nodes._server"),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/",
-            env={**self.lab.variables, **self.clock},
+            # torch reads it when it is loaded; launchers set it for the programs that they start.
+            env={**self.lab.variables, **self.clock, "TORCH_CPP_LOG_LEVEL": "ERROR"},
         )  # fmt: skip
         assert server.stdout is not None
         self._server_pid = int(server.stdout.readline())
@@ -270,6 +284,7 @@ class Lab:
         switch: The process whose network namespace has the bridges.
         second: The first three numbers of addresses in the second network.
         started: The first processes.
+        variables_of_run: Variables for the programs of a test.
     """
 
     folder: Path
@@ -278,6 +293,7 @@ class Lab:
     switch: int = 0
     second: str = ""
     started: list[subprocess.Popen] = attrs.field(factory=list)
+    variables_of_run: dict[str, str] = attrs.field(factory=dict)
 
     @property
     def own(self) -> Path:
@@ -399,6 +415,7 @@ class Lab:
 
     def reset(self) -> None:
         """As new: see `Node.reset`."""
+        self.variables_of_run.clear()
         self.heal()
         for node in self.nodes:
             node.reset()
