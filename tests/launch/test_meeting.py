@@ -53,21 +53,26 @@ def test_a_state_travels_as_json(state):
     assert vars(read_state(write_state(state))) == vars(state)
 
 
+def _got(answer):
+    assert answer is not None
+    return answer
+
+
 def test_a_backend_gives_back_what_was_set():
     store = HashStore()
     first, second = StateBackend(store, "run"), StateBackend(store, "run")
     assert first.get_state() is None
     state = dynamic_rendezvous._RendezvousState()
     state.last_heartbeats[dynamic_rendezvous._NodeDesc("n0", 1, 0)] = datetime.now(UTC)
-    data, token, was_set = first.set_state(pickle.dumps(state))
+    data, token, was_set = _got(first.set_state(pickle.dumps(state)))
     assert was_set and vars(pickle.loads(data)) == vars(state)
-    seen, same = second.get_state()
+    seen, same = _got(second.get_state())
     assert same == token
     state = pickle.loads(seen)
     state.round = 4
     assert second.set_state(pickle.dumps(state), "outdated") == (seen, token, False)
     assert second.set_state(pickle.dumps(state), None) == (seen, token, False)
-    changed, _, was_set = second.set_state(pickle.dumps(state), token)
+    changed, _, was_set = _got(second.set_state(pickle.dumps(state), token))
     assert was_set and pickle.loads(changed).round == 4
 
 
@@ -81,7 +86,7 @@ def test_clocks_may_differ():
     state.deadline = state.last_heartbeats[fast] + timedelta(seconds=30)
     first.set_state(pickle.dumps(state))
     before = store.get(KEY)
-    found, token = second.get_state()
+    found, token = _got(second.get_state())
     state = pickle.loads(found)
     assert abs(state.last_heartbeats[fast] - datetime.now(UTC)) < timedelta(seconds=10)
     assert abs(state.deadline - datetime.now(UTC)) < timedelta(seconds=40)
@@ -90,7 +95,7 @@ def test_clocks_may_differ():
     after = json.loads(store.get(KEY))
     assert after["last_heartbeats"][0] == json.loads(before)["last_heartbeats"][0]
     assert after["deadline"] == json.loads(before)["deadline"]
-    assert [*pickle.loads(first.get_state()[0]).last_heartbeats] == [fast, slow]
+    assert [*pickle.loads(_got(first.get_state())[0]).last_heartbeats] == [fast, slow]
 
 
 def test_a_deleted_state_is_an_error_at_once():

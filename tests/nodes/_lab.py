@@ -125,7 +125,7 @@ class Node:
 
     def start(self, *words: str | Path, env: Mapping[str, str] | None = None) -> Program:
         """Start `python WORDS` in the node's own folder, with torch loaded."""
-        if self.server is None:
+        if self.server is None or self.server.poll() is not None:
             self.server = self._serve()
         self.programs += 1
         variables = {**self.lab.variables, **self.lab.variables_of_run, **self.clock, **(env or {})}

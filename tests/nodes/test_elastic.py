@@ -111,12 +111,12 @@ def test_a_stranger_that_deletes_keys_is_told(lab, secret):
     """It ends the run, within the time limit and with its name."""
     variables = {"FXTRAIN_RUN_SECRET": secret} if secret else {}
     lab.variables_of_run |= variables
-    programs = _training(lab, rows=960)
+    programs = _training(lab, "--shutdown=5", rows=960)
     stranger = lab.nodes[2].start(SCRIPTS / "stranger.py", "n0")
     assert stranger.finish(30) == 0, stranger.text
     start = time.monotonic()
     codes = [program.finish(40) for program in programs]
-    assert time.monotonic() - start < TIMEOUT_S + 10, [program.text for program in programs]
+    assert time.monotonic() - start < TIMEOUT_S + 15, [program.text for program in programs]
     assert all(codes), [program.text for program in programs]
     for program in programs:
         assert "the rendezvous state was deleted: another program" in program.text

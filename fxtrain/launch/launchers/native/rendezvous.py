@@ -109,7 +109,7 @@ class _CleaningRendezvous:
         except RendezvousConnectionError as error:
             if not self._lost:
                 say(
-                    f"The rendezvous at {self._place} does not answer ({error}). The ranks of this "
+                    f"The rendezvous at {self._place} does not answer: {error} The ranks of this "
                     f"node run on, but nodes can neither join nor restart."
                 )
             self._lost = True
