@@ -225,7 +225,7 @@ def test_a_damaged_identity_of_a_run_is_read_or_refused(folder, data):
 
 
 PLACEMENT = fx.Placement(
-    units=(fx.state.PlacedUnit(name="layers.0", device="disk", bytes=400),), room=800
+    units=(fx.state.Unit(name="layers.0", device="disk", bytes=400),), room=800
 )
 
 

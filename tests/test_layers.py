@@ -150,8 +150,9 @@ def _is_broad(kind: ast.expr | None) -> bool:
 
 # The records that may change, each with the reason.
 MUTABLE = {
-    "fxtrain.state.context.CommState": "counts the calls made on one communicator",
-    "fxtrain.ops.transport.packets.Packets": "which packets of one communicator are under way",
+    "fxtrain.state.context.CommState": "whether a communicator can be used",
+    "fxtrain.ops.transport.exchange.CallState": "the calls made on one communicator",
+    "fxtrain.ops.transport.exchange.Exchange": "how far one exchange of packets got",
     "fxtrain.checkpoint.local_storage._EagerFlush": "how much of a file is flushed",
     "fxtrain.state.window.AccumulationWindow": "what a model counts",
     "fxtrain.data.iterations.Iteration": "how far iterators over one loader got",
@@ -162,7 +163,15 @@ MUTABLE = {
     "fxtrain.profiling.recording.Recording": "one cycle of torch's profiler",
     "fxtrain.loop.fit_entries.Entries": "what fit measured since the last entry of its trackers",
     "fxtrain.loop.fitting._Loop": "how far a run of fit got, and its last checkpoint",
-    "fxtrain.trackers.run.Progress": "the last step of a run, and whether it is closed",
+    "fxtrain.trackers.entries.Entry": "its values, once they are read from the device",
+    "fxtrain.trackers.run.Run": "the last step of a run, and whether it is closed",
+    "fxtrain.trackers.terminal.Lines": "the last line that was written",
+    "fxtrain.trackers.writer.Writer": "what waits for a tracker, and what it has lost",
+    "fxtrain.backends.offload.streaming.Streaming": "where the values of a streamed model are",
+    "fxtrain.backends.offload.streaming.Prefetcher": "which units are under way",
+    "fxtrain.backends.offload.device_copies.DeviceCopies": "which units are on their devices",
+    "fxtrain.backends.offload.device_copies._Copy": "who uses a unit on its device",
+    "fxtrain.big.swapping.Turns": "which of several models is on the device",
     "fxtrain.backends.pipeline.execute._GivenOutputs": "whether the loss has called the model",
 }
 

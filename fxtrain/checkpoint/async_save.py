@@ -9,10 +9,10 @@ from typing import Literal
 import attrs
 
 from fxtrain import ops
-from fxtrain._arguments import with_known_arguments
 from fxtrain._errors import CheckpointError
 from fxtrain._exiting import exit_with
 from fxtrain.checkpoint.host_copies import Staging
+from fxtrain.ops.transport.exchange import release_thread
 from fxtrain.state import DistContext
 
 __all__ = ["Saving", "has_background_group", "start_background", "wait_for_earlier"]
@@ -24,7 +24,6 @@ def _done() -> "Future[None]":
     return future
 
 
-@with_known_arguments(CheckpointError, use="fx.save(path, ctx, model, background=True)")
 @attrs.frozen(kw_only=True, eq=False)
 class Saving:
     """A save, finished or in progress.
@@ -156,7 +155,7 @@ def start_background(
             future.set_result(None)
 
     state.background_tasks.append(saving)
-    own.comm.state.thread = None  # the previous save's thread has ended
+    release_thread(own)  # the previous save's thread has ended
     # Not a daemon: the interpreter waits for it at exit.
     threading.Thread(target=work, name="fxtrain save").start()
     return saving

@@ -7,8 +7,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from fxtrain._arguments import known_arguments, with_known_arguments
-from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folders import read_manifest
 from fxtrain.checkpoint.local_storage import open_storage
@@ -19,7 +17,6 @@ from fxtrain.state import unstructure
 __all__ = ["Difference", "compare", "count_leaves"]
 
 
-@with_known_arguments(CheckpointError, use="fx.checkpoint.compare(left, right)")
 @attrs.frozen(kw_only=True)
 class Difference:
     """A leaf that differs between two checkpoints.
@@ -35,7 +32,6 @@ class Difference:
     right: str
 
 
-@known_arguments(CheckpointError)
 def compare(left: StrPath, right: StrPath) -> Iterator[Difference]:
     """Yield every leaf in which two checkpoints differ in any bit.
 
@@ -74,7 +70,6 @@ def compare(left: StrPath, right: StrPath) -> Iterator[Difference]:
             yield from _tables(f"rank {rank}: ", ours, theirs, first, second)
 
 
-@known_arguments(CheckpointError)
 def count_leaves(path: StrPath) -> int:
     """Number of tensors and plain values in a checkpoint."""
     found = read_manifest(open_storage(path))

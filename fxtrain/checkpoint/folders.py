@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import attrs
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.local_storage import Storage, UnreadableError, open_storage
@@ -58,7 +57,6 @@ class Found:
         return _numbers(self.name)[0]
 
 
-@known_arguments(CheckpointError)
 def latest(path: StrPath) -> str | None:
     """The newest complete checkpoint in a folder: the one committed last.
 
@@ -104,7 +102,6 @@ def latest(path: StrPath) -> str | None:
     return newest
 
 
-@known_arguments(CheckpointError)
 def best(path: StrPath, mode: Literal["min", "max"] = "min") -> str | None:
     """The complete checkpoint with the best metric in a folder; of equal ones, the newest.
 
@@ -138,7 +135,6 @@ def best(path: StrPath, mode: Literal["min", "max"] = "min") -> str | None:
     return _first_whole(folder, sorted(found, key=lambda one: sign * (one.metric or 0)))
 
 
-@known_arguments(CheckpointError)
 def before(path: StrPath, update: int) -> str | None:
     """The complete checkpoint with the most optimizer updates below `update`; None if none exists.
 

@@ -9,7 +9,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._display import describe
 from fxtrain._errors import CheckpointError
 from fxtrain._optional import optional
@@ -17,8 +16,6 @@ from fxtrain._reading import StrPath
 from fxtrain.interop.dcp_checkpoints import read_dcp, tree_of
 from fxtrain.models.pickles import load_weights_only
 from fxtrain.models.tensor_sources import inside, open_source
-
-__all__ = ["AcceleratorState", "read_accelerate"]
 
 # The first of several has no number in its name. A folder in place of a file is sharded.
 _MODELS = re.compile(r"(?:model|pytorch_model)(?:_(\d+))?\.(?:safetensors|bin)")
@@ -28,7 +25,6 @@ _RANDOM = re.compile(r"random_states_(\d+)\.pkl")
 _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 
 
-@with_known_arguments(CheckpointError, use="fx.interop.read_accelerate(folder)")
 @attrs.frozen(kw_only=True, eq=False)
 class AcceleratorState:
     """The contents of a folder written by `Accelerator.save_state`.
@@ -54,7 +50,6 @@ class AcceleratorState:
     custom: tuple[Any, ...] = attrs.field(repr=describe)
 
 
-@known_arguments(CheckpointError)
 def read_accelerate(folder: StrPath) -> AcceleratorState:
     """Read a folder that `Accelerator.save_state` wrote.
 

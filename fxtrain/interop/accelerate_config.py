@@ -5,17 +5,21 @@ from typing import Any
 
 import attrs
 
-from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.backends import strategies
-from fxtrain.interop.accelerate_fp8 import fp8_rules
-from fxtrain.interop.accelerate_notes import FP8
-from fxtrain.interop.accelerate_rules import Facts, KeyOutcome, degree, rules, truth, whole
+from fxtrain.interop.accelerate_rules import (
+    FP8,
+    Facts,
+    KeyOutcome,
+    degree,
+    fp8_rules,
+    rules,
+    truth,
+    whole,
+)
 from fxtrain.launch import LAUNCHERS
 from fxtrain.launch.config.launch_file import Section, problems_of
 from fxtrain.state.parsing import near, put
-
-__all__ = ["Converted", "Note", "convert_accelerate", "translate"]
 
 # Sections, with their short names and the prefixes of their keys.
 _SECTIONS = {
@@ -44,7 +48,6 @@ _TYPES = (
 )  # fmt: skip
 
 
-@with_known_arguments(PlanError, use="fx.interop.convert_accelerate(data)")
 @attrs.frozen(kw_only=True)
 class Note:
     """A key of the Accelerate config that cannot be converted unchanged.
@@ -60,7 +63,6 @@ class Note:
     text: str
 
 
-@with_known_arguments(PlanError, use="fx.interop.convert_accelerate(data)")
 @attrs.frozen(kw_only=True)
 class Converted:
     """An Accelerate config, converted to a launch file.
@@ -74,7 +76,6 @@ class Converted:
     notes: tuple[Note, ...] = ()
 
 
-@known_arguments(PlanError)
 def convert_accelerate(data: object) -> Converted:
     """Convert an Accelerate config, of the current or an earlier version, to a launch file.
 

@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.json_values import encode
@@ -18,8 +17,6 @@ from fxtrain.interop.accelerate_checkpoints import read_accelerate
 from fxtrain.interop.dcp_checkpoints import read_dcp, tree_of
 from fxtrain.interop.deepspeed_checkpoints import is_deepspeed, read_deepspeed
 from fxtrain.state import Plan, Position, dumps, fingerprint, shown
-
-__all__ = ["import_checkpoint"]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -33,7 +30,6 @@ class _Found:
     scaler: Mapping[str, Any] | None = None
 
 
-@known_arguments(CheckpointError)
 def import_checkpoint(
     source: StrPath,
     folder: StrPath,

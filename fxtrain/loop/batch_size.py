@@ -9,7 +9,6 @@ import attrs
 import torch
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.loop.releasing import empty_cache
 from fxtrain.ops.plan_agreement import plan_for
@@ -39,7 +38,6 @@ _WORDS = (
 )
 
 
-@known_arguments(PlanError)
 def find_batch_size(
     ctx: DistContext,
     trial: Callable[[int, Plan], object],
@@ -97,7 +95,6 @@ def find_batch_size(
     raise _nothing_fits("find_batch_size", start)
 
 
-@known_arguments(PlanError)
 def predict_batch_size(
     train: Callable[[DistContext, int, Plan], object],
     start: int,

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import CollectiveError
 from fxtrain.ops.objects import gather_objects
 from fxtrain.ops.same_errors import gather_errors
+from fxtrain.ops.transport.exchange import CallState
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.ops.transport.pickled import error_text
 from fxtrain.state import DistContext
@@ -18,7 +18,6 @@ __all__ = ["main_first", "on_main", "on_rank", "say"]
 T = TypeVar("T")
 
 
-@known_arguments(CollectiveError)
 @contextmanager
 def main_first(ctx: DistContext) -> Iterator[None]:
     """Run the block on rank 0 before the other ranks, for example to download shared files.
@@ -41,20 +40,20 @@ def main_first(ctx: DistContext) -> Iterator[None]:
         ...         rows = list(range(3))
     """
     check_is_context("main_first", ctx)
-    state = ctx.comm.state
+    state = ctx.comm.slot(CallState)
     if ctx.world_size == 1 or state.in_main_first:
         yield
         return
     if not ctx.is_main:
         _release_others(None, ctx)
     state.in_main_first = True
-    calls = state.call_count
+    calls = state.count
     problem: BaseException | None = None
     try:
         yield
     except BaseException as error:
         # A collective inside the block was compared with main_first: every rank has raised.
-        if state.call_count != calls or state.failure is not None:
+        if state.count != calls or ctx.comm.state.failure is not None:
             raise
         problem = error
     finally:
@@ -77,7 +76,6 @@ def _release_others(problem: BaseException | None, ctx: DistContext) -> None:
         raise CollectiveError("\n".join([f"main_first: {failed[0]}", *failed[1:]]), code="FX303")
 
 
-@known_arguments(CollectiveError)
 def on_main(fn: Callable[[], T], ctx: DistContext) -> T | None:
     """Call a function on rank 0 only; the other ranks return None without waiting.
 
@@ -90,7 +88,6 @@ def on_main(fn: Callable[[], T], ctx: DistContext) -> T | None:
     return on_rank(fn, ctx, rank=0)
 
 
-@known_arguments(CollectiveError)
 def on_rank(fn: Callable[[], T], ctx: DistContext, *, rank: int) -> T | None:
     """Call a function on one rank only; the other ranks return None without waiting.
 
@@ -114,7 +111,6 @@ def on_rank(fn: Callable[[], T], ctx: DistContext, *, rank: int) -> T | None:
     return fn() if ctx.rank == rank % ctx.world_size else None
 
 
-@known_arguments(CollectiveError)
 def say(text: object, ctx: DistContext, *, everyone: bool = False) -> None:
     """Write a line to standard output, on rank 0 only.
 

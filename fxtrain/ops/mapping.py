@@ -7,11 +7,11 @@ from typing import Any, Literal, TypeVar, overload
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import CollectiveError, DataError, FxError
 from fxtrain.ops.objects import agree, gather_objects
 from fxtrain.ops.same_errors import raise_together
 from fxtrain.ops.splitting import length_of, select, split
+from fxtrain.ops.transport.exchange import CallState
 from fxtrain.ops.transport.mismatches import check_is_context
 from fxtrain.state import DistContext
 
@@ -61,7 +61,6 @@ def map(
     batch: int,
     order: Literal["static", "dynamic"] = "static",
 ) -> list[R]: ...
-@known_arguments(CollectiveError)
 def map(
     fn: Callable[[Any], Any],
     items: Any,
@@ -108,7 +107,7 @@ def map(
     agree((count, batch, order), ctx, name="what to map (items, batch, order)")
     taken: dict[int, Any] = {}
     problem: FxError | None = None
-    key = f"{ctx.comm.name}/map/{ctx.comm.state.call_count}"
+    key = f"{ctx.comm.name}/map/{ctx.comm.slot(CallState).count}"
     try:
         for places in _shares(count, ctx, batch or 1, order, key):
             taken.update(zip(places, _call(fn, items, places, batch, ctx), strict=True))

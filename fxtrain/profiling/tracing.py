@@ -11,7 +11,6 @@ from torch.autograd.profiler import profile as Profiler
 from torch.autograd.profiler_util import EventList
 
 from fxtrain import ops
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import FxError, PlanError, StepError
 from fxtrain.ops.plan_agreement import check_same_plan
 from fxtrain.profiling.recording import Recording, activities_of, is_profiling
@@ -208,7 +207,6 @@ class Trace:
             )
 
 
-@known_arguments(PlanError)
 @contextlib.contextmanager
 def profile(
     ctx: DistContext,

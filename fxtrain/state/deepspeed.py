@@ -3,12 +3,10 @@
 import json
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import attrs
 
-from fxtrain._arguments import PlanArgumentError, unknown_name
-from fxtrain._display import counted
 from fxtrain._errors import PlanError
 from fxtrain._reading import read_text
 from fxtrain._record import at_least, record, shown
@@ -158,7 +156,7 @@ class FromConfig:
         )
 
 
-def from_config(made_for: object = None, /, *more: Never, **values: Any) -> FromConfig:
+def from_config(made_for: object = None, /, **values: Any) -> FromConfig:
     """Take the optimizer or the scheduler from the DeepSpeed config of the plan.
 
     Args:
@@ -166,22 +164,14 @@ def from_config(made_for: object = None, /, *more: Never, **values: Any) -> From
         **values: Values for `"auto"` there; see `FromConfig`.
 
     Raises:
-        PlanError: the plan has no DeepSpeed config, or a value is unknown.
+        PlanError: a value is invalid.
+        TypeError: a value is unknown.
 
     Example:
         >>> import fxtrain as fx
         >>> fx.from_config(lr=3e-4).lr
         0.0003
     """
-    known = attrs.fields_dict(FromConfig).keys()
-    unknown = next((name for name in values if name not in known), None)
-    if unknown is not None:
-        raise PlanArgumentError(unknown_name("from_config", unknown, known))
-    if more:
-        raise PlanArgumentError(
-            f"from_config: {counted(len(more), 'positional argument')} too many. It takes "
-            f"{', '.join(known)} by name. Use optimizer=fx.from_config(lr=3e-4)."
-        )
     asked = FromConfig(**values)
     return asked if made_for is None else asked(made_for)
 

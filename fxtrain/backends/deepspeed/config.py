@@ -11,7 +11,6 @@ from typing import Any
 import attrs
 from torch import nn
 
-from fxtrain._arguments import known_arguments
 from fxtrain._errors import PlanError
 from fxtrain.backends.deepspeed.config_entries import (
     AUTO,
@@ -62,7 +61,6 @@ class Inputs:
     partial: bool = False
 
 
-@known_arguments(PlanError)
 def deepspeed_config(
     plan: Plan,
     model: nn.Module | None = None,
