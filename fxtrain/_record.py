@@ -23,21 +23,6 @@ from fxtrain._display import html_table
 from fxtrain._errors import FxError, PlanError
 from fxtrain._other_names import closest, field_hint, value_hint
 
-__all__ = [
-    "Check",
-    "above",
-    "at_least",
-    "between",
-    "canonical",
-    "check_of",
-    "closest",
-    "few",
-    "members",
-    "record",
-    "shown",
-    "to_float",
-]
-
 T = TypeVar("T")
 _Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -50,12 +35,7 @@ _EXACT_FLOATS = range(-(1 << 53), (1 << 53) + 1)  # integers that a float repres
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(attrs.field,))
-def record(
-    cls: type[T],
-    *,
-    error: type[FxError] = PlanError,
-    is_text: Callable[[str], bool] | None = None,
-) -> type[T]:
+def record(cls: type[T], *, error: type[FxError] = PlanError) -> type[T]:
     """A frozen keyword-only attrs class whose annotations are checked at construction.
 
     Checked types are bool, int (of 64 bits), float (finite; an int is converted), str, Literal,
@@ -69,13 +49,11 @@ def record(
     Args:
         cls: The class.
         error: The error that a wrong value raises.
-        is_text: Which strings are allowed; by default those that can be written to a file.
     """
-
     owner = cls.__dict__.get("OWNER", cls.__name__)
 
     def checked(_: type, fields: list["attrs.Attribute[Any]"]) -> list["attrs.Attribute[Any]"]:
-        return [_with_check(owner, field, error, is_text or _is_text) for field in fields]
+        return [_with_check(owner, field, error) for field in fields]
 
     made: Any = attrs.frozen(kw_only=True, field_transformer=checked, repr=False)(cls)
     for name, function in _DISPLAY.items():
@@ -251,28 +229,18 @@ def check_of(
     owner: str,
     also: _Validator | None = None,
     words: str = "",
-    *,
     error: type[FxError] = PlanError,
-    is_text: Callable[[str], bool] | None = None,
 ) -> Check:
     """The check of a type annotation."""
-    kinds = members(kind)
-    choices = [name for one in kinds if get_origin(one) is Literal for name in get_args(one)]
-    names = tuple(name for name in choices if isinstance(name, str))
-    test = _test(kinds, is_text or _is_text)
-    return Check(owner, test, words or _type_names(kind), names, also, error)
+    literals = [one for one in members(kind) if get_origin(one) is Literal]
+    choices = [name for one in literals for name in get_args(one) if isinstance(name, str)]
+    fits = functools.partial(_fits, kind)
+    return Check(owner, fits, words or _type_names(kind), tuple(choices), also, error)
 
 
 def members(kind: Any) -> tuple[Any, ...]:
     """The types of a union; any other type as the only one."""
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-
-
-def to_float(value: Any) -> Any:
-    """An int as the float that equals it exactly; any other value unchanged."""
-    if type(value) is int and value in _EXACT_FLOATS:
-        return float(value)
-    return value + 0.0 if type(value) is float else value  # turns -0.0 into 0.0, its equal
 
 
 def canonical(kind: Any) -> Callable[[Any], Any] | None:
@@ -281,11 +249,28 @@ def canonical(kind: Any) -> Callable[[Any], Any] | None:
     For a float an int is converted, for a tuple a list; other values are unchanged.
     """
     kinds = members(kind)
+    is_float = float in kinds and int not in kinds
+    needed = is_float or any(get_origin(one) is tuple for one in kinds)
+    return (lambda value: _canonical_value(kind, value)) if needed else None
+
+
+def _canonical_value(kind: Any, value: Any) -> Any:
+    kinds = members(kind)
     items = next((get_args(one) for one in kinds if get_origin(one) is tuple), None)
-    if items is not None:
-        inner = [canonical(one) or _same for one in items if one is not ...]
-        return lambda value: _to_tuple(value, inner)
-    return to_float if float in kinds and int not in kinds else None
+    if items is not None and isinstance(value, list | tuple):
+        items = _items(items, len(value))
+        same_length = len(items) == len(value)
+        return tuple(map(_canonical_value, items, value)) if same_length else tuple(value)
+    if float not in kinds or int in kinds:
+        return value
+    if type(value) is int and value in _EXACT_FLOATS:
+        return float(value)
+    return value + 0.0 if type(value) is float else value  # turns -0.0 into 0.0, its equal
+
+
+def _items(kinds: tuple[Any, ...], length: int) -> tuple[Any, ...]:
+    """The types of the items of a tuple of this length, from its annotation."""
+    return kinds[:1] * length if kinds[1:] == (...,) else kinds
 
 
 def shown(value: object) -> str:
@@ -317,62 +302,41 @@ class _Short(reprlib.Repr):
 
 
 def _with_check(
-    owner: str,
-    field: "attrs.Attribute[Any]",
-    error: type[FxError],
-    is_text: Callable[[str], bool],
+    owner: str, field: "attrs.Attribute[Any]", error: type[FxError]
 ) -> "attrs.Attribute[Any]":
     converter = field.converter or canonical(field.type)
     words = field.metadata.get("choose", "")
-    check = check_of(field.type, owner, field.validator, words, error=error, is_text=is_text)
+    check = check_of(field.type, owner, field.validator, words, error)
     return field.evolve(converter=converter, validator=check)
 
 
-def _test(kinds: tuple[Any, ...], is_text: Callable[[str], bool]) -> Callable[[Any], bool]:
-    tests = [_type_test(kind, is_text) for kind in kinds]
-    return tests[0] if len(tests) == 1 else lambda value: any(test(value) for test in tests)
-
-
-def _type_test(kind: Any, is_text: Callable[[str], bool]) -> Callable[[Any], bool]:
-    if kind is Any or kind is None or getattr(kind, "_is_protocol", False):
-        return lambda value: True
-    if kind is type(None):
-        return lambda value: value is None
-    if kind is float:
-        return lambda value: type(value) is float and math.isfinite(value)
+def _fits(kind: Any, value: Any) -> bool:
+    """Whether a value is exactly of an annotated type, finite, and of 64 bits if it is an int."""
+    origin = get_origin(kind)
+    if len(members(kind)) > 1:
+        return any(_fits(one, value) for one in members(kind))
+    if origin is Literal:
+        return any(type(value) is type(one) and value == one for one in get_args(kind))
+    if origin is tuple:
+        items = _items(get_args(kind), len(value)) if type(value) is tuple else None
+        return items is not None and len(items) == len(value) and all(map(_fits, items, value))
     if kind is int:
-        return lambda value: type(value) is int and value in _INT64
-    if kind is bool:
-        return lambda value: type(value) is bool
+        return type(value) is int and value in _INT64
+    if kind is float:
+        return type(value) is float and math.isfinite(value)
     if kind is str:
-        return lambda value: type(value) is str and (value.isascii() or is_text(value))
-    if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        return lambda value: any(type(value) is type(one) and value == one for one in choices)
-    if get_origin(kind) is tuple:
-        return _tuple_test(get_args(kind), is_text)
-    base = get_origin(kind) or kind
-    if not isinstance(base, type):
-        raise PlanError(f"A record cannot have a field of type {kind}.")
-    return lambda value: isinstance(value, base)
-
-
-def _tuple_test(kinds: tuple[Any, ...], is_text: Callable[[str], bool]) -> Callable[[Any], bool]:
-    """The test of a tuple: of any length if `kinds` ends in `...`."""
-    tests = [_test(members(kind), is_text) for kind in kinds if kind is not ...]
-    if kinds[1:] == (...,):
-        return lambda value: type(value) is tuple and all(map(tests[0], value))
-    return lambda value: (
-        type(value) is tuple
-        and len(value) == len(tests)
-        and all(test(one) for test, one in zip(tests, value, strict=True))
-    )
+        return type(value) is str and (value.isascii() or _is_text(value))
+    if kind in (bool, type(None)):
+        return type(value) is kind
+    if kind is None or kind is Any or getattr(kind, "_is_protocol", False):
+        return True
+    return isinstance(value, origin or kind)
 
 
 def _is_text(value: str) -> bool:
-    """Whether a string can be written to a file; half a surrogate pair cannot."""
+    """Whether a string can be a word of a command line; half a surrogate pair cannot."""
     try:
-        value.encode()
+        value.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         return False
     return True
@@ -403,16 +367,3 @@ def _type_name(kind: Any) -> str:
 
 def _type_names(kind: Any) -> str:
     return " or ".join(map(_type_name, members(kind)))
-
-
-def _to_tuple(value: Any, inner: list[Callable[[Any], Any]]) -> Any:
-    if not isinstance(value, list | tuple):
-        return value
-    each = inner * len(value) if len(inner) == 1 else inner
-    if len(each) != len(value):
-        return tuple(value)
-    return tuple(change(one) for change, one in zip(each, value, strict=True))
-
-
-def _same(value: Any) -> Any:
-    return value
