@@ -150,8 +150,9 @@ def _is_broad(kind: ast.expr | None) -> bool:
 
 # The records that may change, each with the reason.
 MUTABLE = {
-    "fxtrain.state.context.CommState": "counts the calls made on one communicator",
-    "fxtrain.ops.transport.packets.Packets": "which packets of one communicator are under way",
+    "fxtrain.state.context.CommState": "whether a communicator can be used",
+    "fxtrain.ops.transport.exchange.CallState": "the calls made on one communicator",
+    "fxtrain.ops.transport.exchange.Exchange": "how far one exchange of packets got",
     "fxtrain.checkpoint.local_storage._EagerFlush": "how much of a file is flushed",
     "fxtrain.state.window.AccumulationWindow": "what a model counts",
     "fxtrain.data.iterations.Iteration": "how far iterators over one loader got",

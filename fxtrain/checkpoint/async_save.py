@@ -12,6 +12,7 @@ from fxtrain import ops
 from fxtrain._errors import CheckpointError
 from fxtrain._exiting import exit_with
 from fxtrain.checkpoint.host_copies import Staging
+from fxtrain.ops.transport.exchange import release_thread
 from fxtrain.state import DistContext
 
 __all__ = ["Saving", "has_background_group", "start_background", "wait_for_earlier"]
@@ -154,7 +155,7 @@ def start_background(
             future.set_result(None)
 
     state.background_tasks.append(saving)
-    own.comm.state.thread = None  # the previous save's thread has ended
+    release_thread(own)  # the previous save's thread has ended
     # Not a daemon: the interpreter waits for it at exit.
     threading.Thread(target=work, name="fxtrain save").start()
     return saving
