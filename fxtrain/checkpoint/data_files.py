@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from fxtrain.checkpoint.local_storage import Storage
-from fxtrain.checkpoint.manifest import CHUNK, Entry, File, Part, digest_of
+from fxtrain.checkpoint.manifest import CHUNK, DataFile, StoredBox, StoredTensor, digest_of
 from fxtrain.checkpoint.write_plan import TensorChunk
 from fxtrain.models.safetensors_files import aligned_first, to_header
 from fxtrain.models.tensor_bytes import STORED_DTYPES, contiguous, memory_of
@@ -29,9 +29,9 @@ class Written:
 
     rank: int
     host: str = attrs.field(factory=platform.node)
-    file: tuple[str, File] | None = None
-    tensors: tuple[tuple[str, str, tuple[int, ...], Part], ...] = ()
-    own: tuple[tuple[str, str, tuple[int, ...], Part], ...] = ()
+    file: tuple[str, DataFile] | None = None
+    tensors: tuple[tuple[str, str, tuple[int, ...], StoredBox], ...] = ()
+    own: tuple[tuple[str, str, tuple[int, ...], StoredBox], ...] = ()
 
 
 def file_name(rank: int) -> str:
@@ -50,12 +50,12 @@ def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Wr
     header, ends = to_header(_row(rank, piece) for piece in ordered)
     name = file_name(rank)
     storage.make()
-    parts: list[tuple[TensorChunk, Part]] = []
+    parts: list[tuple[TensorChunk, StoredBox]] = []
     with storage.create(name) as file:
         file.write(memoryview(header))
         for chunk, end in zip(ordered, ends, strict=True):
             digests = _write_values(file, chunk)
-            part = Part(
+            part = StoredBox(
                 file=name,
                 offset=len(header) + end - chunk.size,
                 start=chunk.start,
@@ -63,7 +63,7 @@ def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Wr
                 digests=tuple(digests),
             )
             parts.append((chunk, part))
-    about = File(size=len(header) + ends[-1], header=len(header), digest=digest_of(header))
+    about = DataFile(size=len(header) + ends[-1], header=len(header), digest=digest_of(header))
     found = [
         (chunk.own, (chunk.name, chunk.dtype, chunk.full_shape, part)) for chunk, part in parts
     ]
@@ -77,21 +77,21 @@ def write_file(storage: Storage, rank: int, chunks: Sequence[TensorChunk]) -> Wr
 
 def tables(
     written: Sequence[Written],
-) -> tuple[dict[str, Entry], tuple[dict[str, Entry], ...], dict[str, File]]:
+) -> tuple[dict[str, StoredTensor], tuple[dict[str, StoredTensor], ...], dict[str, DataFile]]:
     """Combine what all ranks wrote: shared tensors, per-rank tensors, and files."""
-    tensors: dict[str, tuple[str, tuple[int, ...], list[Part]]] = {}
-    own: list[dict[str, Entry]] = []
+    tensors: dict[str, tuple[str, tuple[int, ...], list[StoredBox]]] = {}
+    own: list[dict[str, StoredTensor]] = []
     for one in written:
         for name, dtype, full_shape, part in one.tensors:
             tensors.setdefault(name, (dtype, full_shape, []))[2].append(part)
         own.append(
             {
-                name: Entry(dtype=dtype, shape=full_shape, parts=(part,))
+                name: StoredTensor(dtype=dtype, shape=full_shape, parts=(part,))
                 for name, dtype, full_shape, part in one.own
             }
         )
     shared = {
-        name: Entry(dtype=dtype, shape=full_shape, parts=tuple(parts))
+        name: StoredTensor(dtype=dtype, shape=full_shape, parts=tuple(parts))
         for name, (dtype, full_shape, parts) in tensors.items()
     }
     files = {one.file[0]: one.file[1] for one in written if one.file is not None}

@@ -12,7 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from fxtrain._errors import CheckpointError
 from fxtrain.checkpoint.local_storage import Storage
-from fxtrain.checkpoint.manifest import CHUNK, Entry, File, Manifest, Part, digest_of
+from fxtrain.checkpoint.manifest import (
+    CHUNK,
+    DataFile,
+    Manifest,
+    StoredBox,
+    StoredTensor,
+    digest_of,
+)
 from fxtrain.checkpoint.write_plan import box_of, boxes_in
 from fxtrain.models.tensor_bytes import DTYPES, memory_of
 from fxtrain.ops.whole_tensors import local_values
@@ -41,7 +48,7 @@ class Reader:
     stack: ExitStack = attrs.field(factory=ExitStack)
     made: dict[str, Tensor] = attrs.field(factory=dict)
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> StoredTensor:
         """The manifest entry of a tensor."""
         found = self.manifest.aliases.get(name, name)
         return self.manifest.tensors[found]
@@ -54,7 +61,7 @@ class Reader:
         """
         self.fill_entry(self.entry(name), name, tensor)
 
-    def fill_entry(self, entry: Entry, name: str, tensor: Tensor | FlatShard) -> None:
+    def fill_entry(self, entry: StoredTensor, name: str, tensor: Tensor | FlatShard) -> None:
         """Like `fill`, for the entry of a per-rank tensor."""
         dtype = tensor.values.dtype if isinstance(tensor, FlatShard) else tensor.dtype
         if tuple(tensor.shape) != entry.shape or dtype != DTYPES[entry.dtype]:
@@ -97,13 +104,15 @@ class Reader:
             self.made[found] = self.new(name)
         return self.made[found]
 
-    def new_entry(self, entry: Entry, name: str) -> Tensor:
+    def new_entry(self, entry: StoredTensor, name: str) -> Tensor:
         """Like `new`, for the entry of a per-rank tensor."""
         made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
         self.fill_entry(entry, name, made)
         return made
 
-    def _fill_box(self, entry: Entry, name: str, start: tuple[int, ...], out: Tensor) -> None:
+    def _fill_box(
+        self, entry: StoredTensor, name: str, start: tuple[int, ...], out: Tensor
+    ) -> None:
         direct = out.device.type == "cpu" and out.is_contiguous()
         target = out if direct else torch.empty(out.shape, dtype=out.dtype, device="cpu")
         for part in entry.parts:
@@ -115,9 +124,9 @@ class Reader:
 
     def _copy(
         self,
-        entry: Entry,
+        entry: StoredTensor,
         name: str,
-        part: Part,
+        part: StoredBox,
         start: tuple[int, ...],
         overlap: list[tuple[int, int]],
         target: Tensor,
@@ -140,7 +149,9 @@ class Reader:
             self._fetch(name, part, entry, (first + at) * row, memory_of(block))
             goal[at : at + count].copy_(block[(slice(None), *inner)])
 
-    def _fetch(self, name: str, part: Part, entry: Entry, begin: int, into: memoryview) -> None:
+    def _fetch(
+        self, name: str, part: StoredBox, entry: StoredTensor, begin: int, into: memoryview
+    ) -> None:
         """Fill a buffer with bytes of a part from `begin` on, and verify every chunk they touch."""
         read = self._file(part.file)
         size = math.prod(part.shape) * entry.itemsize
@@ -184,7 +195,7 @@ def open_reader(storage: Storage, manifest: Manifest) -> Iterator[Reader]:
         yield reader
 
 
-def header_of(read: Any, name: str, file: File) -> bytes:
+def header_of(read: Any, name: str, file: DataFile) -> bytes:
     """The header of a data file.
 
     Raises:

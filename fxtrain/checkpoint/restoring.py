@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from fxtrain import ops
@@ -19,7 +20,6 @@ from fxtrain.checkpoint.manifest import Manifest
 from fxtrain.checkpoint.reading import Reader, open_reader
 from fxtrain.checkpoint.rng_state import set_random_state
 from fxtrain.checkpoint.snapshot import by_name
-from fxtrain.checkpoint.templates import load_into, saved_tensor
 from fxtrain.models.tensor_bytes import DTYPES
 from fxtrain.ops.same_errors import problem_of_ranks
 from fxtrain.state import (
@@ -35,8 +35,6 @@ from fxtrain.state import (
     structure,
     unstructure,
 )
-
-__all__ = ["Restored", "restore"]
 
 # Where a model is, how it is computed there, and what is recorded: not how it trains.
 _PLACING = ("strategy", "mesh", "context", "compile", "profile", "frozen")
@@ -98,14 +96,14 @@ def restore(
         model: A model returned by `fx.wrap` that matches the saved one (its plan may differ),
             or several by name. The checkpoint may contain other models as well. A model
             without an optimizer loads only parameters and buffers.
-        extra: A tree with the structure of the saved one: tensors are filled in storage
+        extra: A tree with the structure of the saved one: tensors are filled in place
             (each rank reads its part of a sharded one), objects with `load_state_dict` are loaded,
             attrs records are created. Without it, `restored.extra` contains plain values and new
             tensors on the CPU.
         random: Whether to restore the random generators.
 
     Effects:
-        Changes the models in storage. Each rank reads its part of the files. A few small
+        Changes the models in place. Each rank reads its part of the files. A few small
         collectives. While the context is open, its saves never remove the checkpoint. Rank 0 logs
         one line for a model whose plan trains otherwise than the saved one, such as another seed,
         `accumulate` or precision.
@@ -130,7 +128,6 @@ def restore(
     restored = None
     state = ctx.comm.state
     earlier = state.restored_from
-    _finish_background_copies(ctx, models)
     try:
         mine: Any = _choose_checkpoint(path) if ctx.is_main else None
         chosen = ops.broadcast_object(mine, ctx)
@@ -173,13 +170,6 @@ def _log_changes(ctx: DistContext, restored: Restored, name: str, model: Wrapped
         )
 
 
-def _finish_background_copies(ctx: DistContext, models: Mapping[str, Wrapped]) -> None:
-    """Wait until background saves have copied the state that is about to change."""
-    for comm in {ctx.comm, *(model.ctx.comm for model in models.values())}:
-        for saving in comm.state.background_tasks:
-            saving.copied()
-
-
 def _agree(ctx: DistContext, problem: BaseException | None, path: Any) -> None:
     """Raise on every rank if one could not restore."""
     known = isinstance(problem, FxError | OSError)
@@ -220,7 +210,7 @@ def _restore(
         if extra is None:
             user = decode(manifest.extra, reader.once)
         else:
-            found = decode(manifest.extra, functools.partial(saved_tensor, reader))
+            found = decode(manifest.extra, functools.partial(SavedTensor, reader))
             user = load_into(extra, found)
         if random:
             seed = next(iter(models.values())).plan.seed + manifest.position.updates
@@ -263,3 +253,97 @@ def _own(reader: Reader, prefix: str) -> Any:
         return None if entry is None else reader.new_entry(entry, prefix + name)
 
     return read
+
+
+@attrs.frozen(eq=False)
+class SavedTensor:
+    """A tensor of a checkpoint that is read when it is known where to: whole, or this rank's part.
+
+    Attributes:
+        reader: Reads the checkpoint.
+        name: Name of the tensor.
+    """
+
+    reader: Reader
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the full tensor."""
+        return self.reader.entry(self.name).shape
+
+    def read(self) -> Tensor:
+        """The full tensor, on the CPU."""
+        return self.reader.once(self.name)
+
+    def numpy(self) -> Any:
+        """The full tensor as an array, for `decode`."""
+        return self.read().numpy()
+
+    @torch.no_grad()
+    def fill(self, tensor: Tensor) -> Tensor:
+        """Fill a tensor of this shape, plain or sharded, and return it detached."""
+        target, dtype = tensor.detach(), DTYPES[self.reader.entry(self.name).dtype]
+        if target.dtype == dtype:
+            self.reader.fill(self.name, target)
+            return target
+        saved = torch.empty_like(target, dtype=dtype)
+        self.reader.fill(self.name, saved)
+        return target.copy_(saved)
+
+
+def load_into(template: Any, found: Any, path: str = "extra") -> Any:
+    """Convert a saved tree to the types of a template, filling tensors and objects in place.
+
+    Args:
+        found: Values, and a `SavedTensor` in the place of each tensor.
+
+    Raises:
+        CheckpointError: their structures differ; the message names the path.
+    """
+    if isinstance(template, Tensor):
+        if not isinstance(found, SavedTensor) or found.shape != tuple(template.shape):
+            what = list(found.shape) if isinstance(found, SavedTensor) else type(found).__name__
+            raise CheckpointError(
+                f"{path} is a tensor of shape {list(template.shape)} in the template, but was "
+                f"saved as {what}. Pass a template with the structure that was saved.",
+                code="FX603",
+            )
+        return found.fill(template)
+    if attrs.has(type(template)):
+        return structure(_read(found), type(template))
+    if callable(getattr(template, "load_state_dict", None)):
+        template.load_state_dict(_read(found))
+        return template
+    if isinstance(template, Mapping):
+        if not isinstance(found, Mapping) or template.keys() != found.keys():
+            keys = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+            raise CheckpointError(
+                f"{path} has the keys {sorted(map(str, template))} in the template, but was saved "
+                f"with {keys}. Pass a template with the keys that were saved.",
+                code="FX603",
+            )
+        return {key: load_into(one, found[key], f"{path}.{key}") for key, one in template.items()}
+    if isinstance(template, list | tuple) and isinstance(found, list | tuple):
+        if len(template) != len(found):
+            raise CheckpointError(
+                f"{path} has {len(template)} items in the template, but was saved with "
+                f"{len(found)}. Pass a template with the items that were saved.",
+                code="FX603",
+            )
+        return type(found)(
+            load_into(one, saved, f"{path}.{i}")
+            for i, (one, saved) in enumerate(zip(template, found, strict=True))
+        )
+    return _read(found)
+
+
+def _read(found: Any) -> Any:
+    """A saved tree with its tensors."""
+    if isinstance(found, SavedTensor):
+        return found.read()
+    if isinstance(found, dict):
+        return {_read(key): _read(one) for key, one in found.items()}
+    if isinstance(found, list | tuple | set):
+        return type(found)(map(_read, found))
+    return found
