@@ -141,15 +141,15 @@ def start_background(
 def stage(ctx: DistContext, chunks: Sequence[TensorChunk]) -> list[TensorChunk]:
     """Copy chunks into one host buffer, which later saves reuse; pinned for accelerators."""
     ordered = sorted(chunks, key=lambda chunk: -chunk.tensor.element_size())  # keeps views aligned
-    buffer = _buffer(ctx, sum(chunk.size for chunk in chunks))
+    buffer = _buffer(ctx, sum(chunk.tensor.nbytes for chunk in chunks))
     offset = 0
     staged: list[TensorChunk] = []
     for chunk in ordered:
-        copy = buffer[offset : offset + chunk.size].view(chunk.tensor.dtype)
+        copy = buffer[offset : offset + chunk.tensor.nbytes].view(chunk.tensor.dtype)
         copy = copy.view(chunk.tensor.shape)
         copy.copy_(chunk.tensor, non_blocking=True)
         staged.append(attrs.evolve(chunk, tensor=copy))
-        offset += chunk.size
+        offset += chunk.tensor.nbytes
     if _accelerated(ctx):
         torch.accelerator.synchronize(ctx.device)
     return staged

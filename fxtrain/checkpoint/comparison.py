@@ -16,8 +16,6 @@ from fxtrain.checkpoint.manifest import StoredTensor
 from fxtrain.checkpoint.reading import Reader, open_reader
 from fxtrain.state import unstructure
 
-__all__ = ["Difference", "compare", "count_leaves"]
-
 
 @with_known_arguments(CheckpointError, use="fx.checkpoint.compare(left, right)")
 @attrs.frozen(kw_only=True)

@@ -18,11 +18,9 @@ import time
 import attrs
 
 from fxtrain._errors import CheckpointError
-from fxtrain.checkpoint.local_storage import Storage
 from fxtrain.checkpoint.owner import Owner, is_running, owner_from, this_process
+from fxtrain.checkpoint.storage import Storage
 from fxtrain.state import parse_json
-
-__all__ = ["Lock", "STALE_S", "acquire", "read_lock"]
 
 _LOG = logging.getLogger(__name__)
 _HEARTBEAT_INTERVAL_S = 2.0  # between heartbeats of a holder

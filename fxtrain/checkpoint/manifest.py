@@ -9,7 +9,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -228,8 +228,7 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook(float, _number)
     converter.register_structure_hook(str, _string)
     converter.register_structure_hook(Position, lambda data, _: structure(data, Position, ()))
-    for kind, read in ((tuple[int, ...], _count), (tuple[str, ...], _digest)):
-        hook = functools.partial(_all, read)
+    for kind, hook in ((tuple[int, ...], _counts), (tuple[str, ...], _digests)):
         converter.register_structure_hook_func(functools.partial(operator.eq, kind), hook)
     return converter
 
@@ -252,16 +251,20 @@ def _string(value: Any, _: Any) -> str:
     return value
 
 
-def _digest(value: Any) -> str:
-    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        raise ValueError(f"{str(value)[:80]!r} is not a digest")
-    return value
+def _counts(data: Any, _: Any) -> tuple[int, ...]:
+    if type(data) is not list or not set(map(type, data)) <= {int}:
+        raise ValueError(f"{str(data)[:80]} is not a list of sizes or offsets")
+    if data and not 0 <= min(data) <= max(data) <= HIGHEST:
+        raise ValueError(f"{str(data)[:80]} has a number that is not a size or an offset")
+    return tuple(data)
 
 
-def _all(read: Callable[[Any], Any], data: Any, _: Any) -> tuple[Any, ...]:
-    if not isinstance(data, list):
-        raise ValueError(f"a list was expected, found {type(data).__name__}")
-    return tuple([read(value) for value in data])
+def _digests(data: Any, _: Any) -> tuple[str, ...]:
+    if type(data) is not list or not set(map(type, data)) <= {str}:
+        raise ValueError(f"{str(data)[:80]} is not a list of digests")
+    if not all(map(_DIGEST.fullmatch, data)):
+        raise ValueError(f"{str(data)[:80]} has text that is not a digest")
+    return tuple(data)
 
 
 def _text_of(error: BaseException, _: Any) -> str:
@@ -279,7 +282,7 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"{name[:200]!r} is not the name of a data file")
         if not 8 <= file.header <= min(file.size, _MAX_BYTES):
             raise ValueError(f"{name} has a header of {file.header} bytes in {file.size}")
-        _digest(file.digest)
+        _digests([file.digest], None)
     stored = [pair for table in (manifest.tensors, *manifest.own) for pair in table.items()]
     for name, tensor in stored:
         _check_tensor(name, tensor, manifest.files)
@@ -304,13 +307,12 @@ def _check_tensor(name: str, tensor: StoredTensor, files: Mapping[str, DataFile]
         raise ValueError(
             f"{name} has the dtype {tensor.dtype[:80]!r} and {len(tensor.shape)} dimensions"
         )
+    full, itemsize = tensor.shape, tensor.itemsize
     for part in tensor.parts:
-        start, shape, end = part.start, part.shape, tensor.shape
-        if not len(start) == len(shape) == len(end) or any(
-            a + n > size for a, n, size in zip(start, shape, end, strict=True)
-        ):
-            raise ValueError(f"a part of {name} at {start} of shape {shape} is outside {end}")
-        file, size = files.get(part.file), math.prod(shape) * tensor.itemsize
+        end = tuple(map(operator.add, part.start, part.shape))
+        if not len(part.start) == len(part.shape) == len(full) or any(map(operator.gt, end, full)):
+            raise ValueError(f"a part of {name}, {part.start} to {end}, is not inside {full}")
+        file, size = files.get(part.file), math.prod(part.shape) * itemsize
         if file is None or not file.header <= part.offset <= part.offset + size <= file.size:
             raise ValueError(f"a part of {name} is not inside the file {part.file[:200]!r}")
         if len(part.digests) != -(-size // CHUNK):
@@ -324,6 +326,8 @@ def is_partition(shape: tuple[int, ...], parts: Sequence[StoredBox]) -> bool:
 
     They do if they are disjoint and have as many elements as the tensor.
     """
+    if len(parts) == 1:
+        return math.prod(parts[0].shape) == math.prod(shape)
     boxes = [
         tuple(zip(part.start, part.shape, strict=True)) for part in parts if math.prod(part.shape)
     ]

@@ -206,16 +206,14 @@ def _restore(
         )
     with open_reader(storage, manifest) as reader:
         for name, model in models.items():
-            model.strategy.load_state(model, _saved(reader, name, ctx))
+            model.strategy.load_state(model, _state_reader(reader, name, ctx))
         if extra is None:
             user = decode(manifest.extra, reader.once)
         else:
-            found = decode(manifest.extra, functools.partial(SavedTensor, reader))
-            user = load_into(extra, found)
+            user = _load_into(extra, decode(manifest.extra, functools.partial(SavedTensor, reader)))
         if random:
             seed = next(iter(models.values())).plan.seed + manifest.position.updates
-            own = _own(reader, "")
-            set_random_state(ctx, own, len(manifest.own), seed)
+            set_random_state(ctx, _own_tensors(reader, ""), len(manifest.own), seed)
     return Restored(
         path=path,
         position=manifest.position,
@@ -226,7 +224,7 @@ def _restore(
     )
 
 
-def _saved(reader: Reader, name: str, ctx: DistContext) -> StateReader:
+def _state_reader(reader: Reader, name: str, ctx: DistContext) -> StateReader:
     """A reader of one model's state in a checkpoint."""
     manifest: Manifest = reader.manifest
     prefix = f"{name}/"
@@ -236,10 +234,10 @@ def _saved(reader: Reader, name: str, ctx: DistContext) -> StateReader:
         if full.startswith(prefix)
     }
     return StateReader(
-        shapes={short: (one.shape, DTYPES[one.dtype]) for short, one in entries.items()},
+        shapes={short: (entry.shape, DTYPES[entry.dtype]) for short, entry in entries.items()},
         fill=lambda short, tensor: reader.fill(prefix + short, tensor),
         values=decode(manifest.models[name]["values"], reader.once),
-        own=_own(reader, prefix),
+        own=_own_tensors(reader, prefix),
         ranks=len(manifest.own),
         rank=ctx.rank,
         loading_ranks=ctx.world_size,
@@ -247,7 +245,7 @@ def _saved(reader: Reader, name: str, ctx: DistContext) -> StateReader:
     )
 
 
-def _own(reader: Reader, prefix: str) -> Any:
+def _own_tensors(reader: Reader, prefix: str) -> Any:
     def read(name: str, rank: int) -> Tensor | None:
         entry = reader.manifest.own[rank].get(prefix + name)
         return None if entry is None else reader.new_entry(entry, prefix + name)
@@ -292,58 +290,60 @@ class SavedTensor:
         return target.copy_(saved)
 
 
-def load_into(template: Any, found: Any, path: str = "extra") -> Any:
+def _load_into(template: Any, saved: Any, path: str = "extra") -> Any:
     """Convert a saved tree to the types of a template, filling tensors and objects in place.
 
     Args:
-        found: Values, and a `SavedTensor` in the place of each tensor.
+        saved: Values, and a `SavedTensor` in the place of each tensor.
 
     Raises:
         CheckpointError: their structures differ; the message names the path.
     """
     if isinstance(template, Tensor):
-        if not isinstance(found, SavedTensor) or found.shape != tuple(template.shape):
-            what = list(found.shape) if isinstance(found, SavedTensor) else type(found).__name__
+        if not isinstance(saved, SavedTensor) or saved.shape != tuple(template.shape):
+            what = list(saved.shape) if isinstance(saved, SavedTensor) else type(saved).__name__
             raise CheckpointError(
                 f"{path} is a tensor of shape {list(template.shape)} in the template, but was "
                 f"saved as {what}. Pass a template with the structure that was saved.",
                 code="FX603",
             )
-        return found.fill(template)
+        return saved.fill(template)
     if attrs.has(type(template)):
-        return structure(_read(found), type(template))
+        return structure(_read(saved), type(template))
     if callable(getattr(template, "load_state_dict", None)):
-        template.load_state_dict(_read(found))
+        template.load_state_dict(_read(saved))
         return template
     if isinstance(template, Mapping):
-        if not isinstance(found, Mapping) or template.keys() != found.keys():
-            keys = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+        if not isinstance(saved, Mapping) or template.keys() != saved.keys():
+            keys = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
             raise CheckpointError(
                 f"{path} has the keys {sorted(map(str, template))} in the template, but was saved "
                 f"with {keys}. Pass a template with the keys that were saved.",
                 code="FX603",
             )
-        return {key: load_into(one, found[key], f"{path}.{key}") for key, one in template.items()}
-    if isinstance(template, list | tuple) and isinstance(found, list | tuple):
-        if len(template) != len(found):
+        return {
+            key: _load_into(inner, saved[key], f"{path}.{key}") for key, inner in template.items()
+        }
+    if isinstance(template, list | tuple) and isinstance(saved, list | tuple):
+        if len(template) != len(saved):
             raise CheckpointError(
                 f"{path} has {len(template)} items in the template, but was saved with "
-                f"{len(found)}. Pass a template with the items that were saved.",
+                f"{len(saved)}. Pass a template with the items that were saved.",
                 code="FX603",
             )
-        return type(found)(
-            load_into(one, saved, f"{path}.{i}")
-            for i, (one, saved) in enumerate(zip(template, found, strict=True))
+        return type(saved)(
+            _load_into(inner, value, f"{path}.{i}")
+            for i, (inner, value) in enumerate(zip(template, saved, strict=True))
         )
-    return _read(found)
+    return _read(saved)
 
 
-def _read(found: Any) -> Any:
+def _read(saved: Any) -> Any:
     """A saved tree with its tensors."""
-    if isinstance(found, SavedTensor):
-        return found.read()
-    if isinstance(found, dict):
-        return {_read(key): _read(one) for key, one in found.items()}
-    if isinstance(found, list | tuple | set):
-        return type(found)(map(_read, found))
-    return found
+    if isinstance(saved, SavedTensor):
+        return saved.read()
+    if isinstance(saved, dict):
+        return {_read(key): _read(one) for key, one in saved.items()}
+    if isinstance(saved, list | tuple | set):
+        return type(saved)(map(_read, saved))
+    return saved

@@ -22,14 +22,15 @@ from fxtrain.checkpoint.background import (
     start_background,
     wait_for_earlier,
 )
-from fxtrain.checkpoint.data_files import Written, tables, write_file
+from fxtrain.checkpoint.data_files import Written, merged, write_file
 from fxtrain.checkpoint.folder_lock import Lock, acquire
-from fxtrain.checkpoint.folders import Found, list_checkpoints, new_name, next_order
-from fxtrain.checkpoint.local_storage import Storage, open_storage
+from fxtrain.checkpoint.folders import CheckpointInfo, list_checkpoints, new_name, next_order
+from fxtrain.checkpoint.local_storage import open_storage
 from fxtrain.checkpoint.manifest import Manifest, dump_manifest
 from fxtrain.checkpoint.owner import this_process
 from fxtrain.checkpoint.retention import RetentionRule, retention_rule, to_prune
 from fxtrain.checkpoint.snapshot import Snapshot, by_name, snapshot
+from fxtrain.checkpoint.storage import Storage
 from fxtrain.checkpoint.write_plan import (
     Proposal,
     TensorChunk,
@@ -221,7 +222,7 @@ def _prepare(
                 writable = writable_chunks(captured.tensors)
                 mine = attrs.evolve(
                     mine,
-                    sizes={key: chunk.size for key, chunk in writable.items()},
+                    sizes={key: chunk.tensor.nbytes for key, chunk in writable.items()},
                     digests=varying_digests(captured, writable),
                     aliases=captured.aliases,
                     has_background_group=has_background_group(ctx),
@@ -371,8 +372,8 @@ class _Job:
                 )
             time.sleep(_POLL_INTERVAL_S)
 
-    def _prune(self, checkpoints: Sequence[Found], manifest: Manifest) -> None:
-        new = Found(name=self.name, order=manifest.order, metric=manifest.metric)
+    def _prune(self, checkpoints: Sequence[CheckpointInfo], manifest: Manifest) -> None:
+        new = CheckpointInfo(name=self.name, order=manifest.order, metric=manifest.metric)
         # Damaged checkpoints, whose order is unknown, are never newer.
         for name in to_prune([*checkpoints, new], self.keep, this_process()):
             # Looked up each time, since the run may go back while this is written.
@@ -410,7 +411,7 @@ def _absent(draft: Storage, written: Sequence[Written]) -> list[str]:
     return [
         f"rank {one.rank} on {one.host}"
         for one in written
-        if one.file is not None and sizes.get(one.file[0]) != one.file[1].size
+        if any(sizes.get(name) != file.size for name, file in one.files.items())
     ]
 
 
@@ -426,7 +427,6 @@ def _clean(folder: Storage, lines: list[str]) -> None:
 def _manifest(
     ctx: DistContext, captured: Snapshot, written: Sequence[Written], order: int
 ) -> Manifest:
-    tensors, own, files = tables(written)
     return Manifest(
         versions={"fxtrain": __version__, "torch": torch.__version__},
         topology={
@@ -439,8 +439,8 @@ def _manifest(
         metric=captured.metric,
         models=captured.models,
         extra=captured.extra,
-        tensors=tensors,
+        tensors=merged(written),
         aliases=captured.aliases,
-        own=own,
-        files=files,
+        own=tuple(one.own for one in written),
+        files={name: file for one in written for name, file in one.files.items()},
     )

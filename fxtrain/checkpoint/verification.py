@@ -10,7 +10,6 @@ from fxtrain._arguments import known_arguments, with_known_arguments
 from fxtrain._errors import CheckpointError
 from fxtrain._reading import StrPath
 from fxtrain.checkpoint.folders import checkpoint_at, read_manifest
-from fxtrain.checkpoint.local_storage import Storage, UnreadableError
 from fxtrain.checkpoint.manifest import (
     CHUNK,
     MANIFEST,
@@ -20,10 +19,9 @@ from fxtrain.checkpoint.manifest import (
     digest_of,
 )
 from fxtrain.checkpoint.reading import file_problems, files_of, header_of
+from fxtrain.checkpoint.storage import Storage, UnreadableError
 from fxtrain.models.tensor_bytes import STORED_DTYPES
 from fxtrain.state import Position, parse_json
-
-__all__ = ["Verified", "verify"]
 
 # Exceptions that parsing an invalid safetensors header may raise.
 _MALFORMED = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)

@@ -40,11 +40,6 @@ class TensorChunk:
     tensor: Tensor
     own: bool = False
 
-    @property
-    def size(self) -> int:
-        """Number of bytes."""
-        return self.tensor.numel() * self.tensor.element_size()
-
 
 @attrs.frozen(kw_only=True)
 class Proposal:
