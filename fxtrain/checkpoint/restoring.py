@@ -343,7 +343,7 @@ def _read(saved: Any) -> Any:
     if isinstance(saved, SavedTensor):
         return saved.read()
     if isinstance(saved, dict):
-        return {_read(key): _read(one) for key, one in saved.items()}
+        return {_read(key): _read(value) for key, value in saved.items()}
     if isinstance(saved, list | tuple | set):
         return type(saved)(map(_read, saved))
     return saved

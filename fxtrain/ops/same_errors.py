@@ -119,7 +119,7 @@ def gather_with_errors(
         The values by rank; and one line per problem, with the ranks that have it.
     """
     mine = "" if problem is None else error_text(problem)
-    found = gather_objects((value, mine), ctx)
+    found = [(value, mine)] if ctx.world_size == 1 else gather_objects((value, mine), ctx)
     problems = by_rank((rank, text) for rank, (_, text) in enumerate(found) if text)
     return [one for one, _ in found], problems
 
