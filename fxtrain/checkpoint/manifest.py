@@ -119,8 +119,8 @@ class Manifest:
     @property
     def saver(self) -> Owner | None:
         """The process that committed it, if recorded."""
-        found = self.topology.get("saver")
-        return None if found is None else owner_from(found)
+        owner = self.topology.get("saver")
+        return None if owner is None else owner_from(owner)
 
 
 def digest_of(data: Any) -> str:
@@ -171,14 +171,14 @@ def load_manifest(raw: bytes) -> Manifest:
 
 def _check_format(data: Mapping[str, Any]) -> None:
     """Check the format first: the other fields of a newer format are unknown."""
-    found = data.get("format")
-    if type(found) is not int or found < 1:
+    number = data.get("format")
+    if type(number) is not int or number < 1:
         raise CheckpointError(
-            f"The manifest is malformed: its format is {str(found)[:80]!r}.", code="FX602"
+            f"The manifest is malformed: its format is {str(number)[:80]!r}.", code="FX602"
         )
-    if found > FORMAT:
+    if number > FORMAT:
         raise NewerFormatError(
-            f"It was written by a newer fxtrain (format {str(found)[:80]}; this version reads "
+            f"It was written by a newer fxtrain (format {str(number)[:80]}; this version reads "
             f"{FORMAT}). Update fxtrain, or use a checkpoint that this version wrote."
         )
 
@@ -198,10 +198,10 @@ def _body(raw: bytes) -> memoryview:
             code="FX602",
         )
     body = view[middle + len(_MIDDLE) : -len(_TAIL)]
-    found = digest_of(body)
-    if view[start:middle] != found.encode():
+    digest = digest_of(body)
+    if view[start:middle] != digest.encode():
         raise CheckpointError(
-            f"{MANIFEST} was changed: its digest is {found}, but it records "
+            f"{MANIFEST} was changed: its digest is {digest}, but it records "
             f"{bytes(view[start:middle])!r}.",
             code="FX602",
         )
